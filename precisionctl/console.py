@@ -162,9 +162,9 @@ def rows_progress(what: str) -> Iterator[Callable[[int, int], None]]:
 def _bar(
     what: str, *columns: ProgressColumn, quiet: bool = False, total: int | None = None
 ) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr. It appears with the first call of the function that this yields (`Progress.update`), so
-    an error before that is shown alone, and of several ranks only the one that calls it shows a bar. At the end it is
-    full unless there was an error: totals are of stored bytes and may be slightly off."""
+    """A progress bar on stderr. It appears with the first call of the yielded function (`Progress.update`). So an error
+    before that is shown without a bar, and only a rank that calls it shows one. At the end it is full unless there was
+    an error: totals are of stored bytes and may be slightly off."""
     progress = Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=_err, disable=quiet)
     task = progress.add_task(what, total=total)
 

@@ -1,5 +1,5 @@
-"""Find well-known objects: one in each module of a folder, so that an extension is a dropped-in file, and those that
-installed packages offer as entry points (docs/plugins.md). Nothing is loaded before a registry is asked."""
+"""Find well-known objects: one in each module of a folder, so that an extension is one new file, and the entry points
+of installed packages (docs/plugins.md). Nothing is loaded before a registry is asked."""
 
 import importlib
 import pkgutil

@@ -46,7 +46,7 @@ class DType(Enum):
         return cls(str(dtype).removeprefix("torch."))
 
     def promoted(self, other: DType) -> DType:
-        """What holds the numbers of both, by PyTorch's rule."""
+        """The dtype that both are promoted to, by PyTorch's rule."""
         return self if self is other else DType.of(torch.promote_types(self.torch, other.torch))
 
     @cached_property
@@ -64,5 +64,5 @@ class DType(Enum):
 
     @property
     def is_floating_point(self) -> builtins.bool:
-        """Whether its numbers are real ones."""
+        """Whether it is a floating-point dtype."""
         return self.value.startswith(("float", "bfloat"))

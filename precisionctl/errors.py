@@ -52,7 +52,7 @@ _LONGEST = 2000
 """Letters of what an error, a note or a cell of a table says: names in a file can be megabytes."""
 
 _MOST_BESIDE = 1000
-"""Names in a folder that a wrong one is compared with, which takes 0.1 ms for most."""
+"""The most names in a folder that a wrong one is compared with; most comparisons take 0.1 ms."""
 
 
 def printable(text: str) -> str:
@@ -67,7 +67,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """`printable`, for what is one line whatever a stranger wrote there, as a path is: none of it passes for ours."""
+    """`printable`, on one line: text of a stranger, such as a path, cannot pass for a line of ours."""
     return printable(text).replace("\n", "\\n")
 
 
@@ -140,7 +140,7 @@ class MissingFp8State(PrecisionError):
 
 
 class Unrecordable(MissingFp8State):
-    """A scale is needed that no command records: of a model, or of layers, that nothing here computes."""
+    """A scale is needed that no command can record, because nothing here computes the model or the layer."""
 
 
 class OutputError(PrecisionctlError):
@@ -196,7 +196,7 @@ shown = _Short().repr
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Advice for a name that is none of the known ones: the one that was perhaps meant, or all."""
+    """Advice for an unknown name: the known one that was perhaps meant, else all of them."""
     known = list(known)
     return meant(name, known) or f"Known: {', '.join(known)}."
 
@@ -206,8 +206,8 @@ NEAR = 0.8
 
 
 def meant(name: str, known: Iterable[str], alike: float = NEAR) -> str:
-    """Advice for a name that is none of the known ones: the one that was perhaps meant, at least so much `alike`; empty
-    if there is none."""
+    """Advice for an unknown name: the known one that is most like it, if it is at least `alike` (`most_alike`); else
+    empty."""
     by_small = {each.lower(): each for each in known}
     near = most_alike(name.lower(), by_small, alike)
     return f"Did you mean {by_small[near]}?" if near else ""
@@ -252,7 +252,7 @@ def require_package(name: str, extra: str, what: str) -> None:
 
 @contextmanager
 def at(where: object) -> Iterator[None]:
-    """Say what an error inside is about, where whoever raised it did not know."""
+    """A context that adds the place to errors raised without one."""
     try:
         yield
     except PrecisionctlError as error:
@@ -262,7 +262,7 @@ def at(where: object) -> Iterator[None]:
 
 @contextmanager
 def damage(what: str, where: object, do: str = "Is the copy whole?") -> Iterator[None]:
-    """Whatever goes wrong inside is damage: what a stranger's file holds can be of any type wherever it is."""
+    """A context in which every exception means damage: a value in a stranger's file can have any type."""
     try:
         yield
     except PrecisionctlError:

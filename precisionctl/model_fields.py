@@ -55,8 +55,8 @@ class ModelFields:
     shared_layernorm: bool = False
     """... through one norm."""
     norm_gate_rank: int | None = None
-    """What norms before attention and experts give is multiplied by the sigmoid of what an MLP of so many channels, by
-    SiLU, makes of it."""
+    """The output of norms before attention and experts is multiplied by a gate: the sigmoid of an MLP of it, with so
+    many channels and SiLU."""
     residual_multiplier: float = 1.0
     """What attention and MLP give is multiplied by this, after their norms, and added."""
     layer_scalar: bool = False
@@ -106,7 +106,7 @@ class ModelFields:
     attention_output_gate: bool = False
     """What heads give is multiplied by the sigmoid of as many channels, which the query projection makes too."""
     linear_gate: LinearGate | None = None
-    """What heads give is multiplied by what a projection of its own makes of the hidden states, through this."""
+    """The output of heads is multiplied by a gate: a projection of the hidden states, through this function."""
     clip_qkv: float | None = None
     """Queries, keys and values are clamped to this as they are projected."""
     qk_layernorm: bool = False

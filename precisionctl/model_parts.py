@@ -44,19 +44,20 @@ class MoE:
     `group_scores` best experts. `expert_bias` is added for the choice alone, to scores over all experts, or, with
     `expert_bias_on_logits`, to their logits; `router_bias` to the logits from which all else is made. In the first
     `n_hash_layers` a table says which experts each token of the vocabulary has, and there is no `expert_bias`. With
-    `shared_expert_gate`, what the shared experts give is multiplied by the sigmoid of one more projection of the token.
-    With `shared_average` what they and the routed ones give is averaged, and not added. With `probs_on_input` what an
-    expert reads is multiplied by its score, which is then divided by no sum, and what it gives is added as it is. With
-    a `sparsemixer_eps` (SparseMixer, arXiv 2409.12136) experts are chosen one after the other, and the weight of each
-    is its part of a softmax over the logits left that are not further below the largest than by twice this share of the
-    larger of it and their own size. Experts of a `latent_size` (Nemotron 3) read a projection of the hidden states to
-    so many channels, and what they give together is projected back; router and shared experts read the hidden states.
+    `shared_expert_gate`, the output of the shared experts is multiplied by the sigmoid of one more projection of the
+    token. With `shared_average` the outputs of shared and routed experts are averaged instead of added. With
+    `probs_on_input` an expert's input is multiplied by its score, which is not normalised, and its output is added as
+    it is. With a `sparsemixer_eps` (SparseMixer, arXiv 2409.12136) experts are chosen one after the other: the one with
+    the largest logit `m` of those left, with its weight in a softmax over the logits `l` left for which (m - l) /
+    max(m, |l|) <= 2 * sparsemixer_eps. Experts with a `latent_size` (Nemotron 3) read the hidden states projected to so
+    many channels, and their summed output is projected back; router and shared experts read the hidden states
+    themselves.
 
-    With `own_norms` (Gemma 4) the router, the experts and the shared ones each read the hidden states by a norm of
-    their own, and what experts give together, and what shared ones give, is normalised before the two are added. The
-    router's, an RMSNorm, has no weights: a vector and `hidden_size` to the power -1/2 multiply what it gives. The
-    weight of an expert for a token is multiplied by a number of that expert. With `post_layernorm` (A.X K1) what routed
-    and shared experts give together is normalised, in a model without norms of what blocks give.
+    With `own_norms` (Gemma 4) router, routed and shared experts each have a norm of their own before them, and the
+    outputs of routed and of shared experts are normalised before they are added. The router's norm is an RMSNorm
+    without weights, whose output is multiplied by a vector and by hidden_size^(-1/2). The weight of an expert for a
+    token is multiplied by a factor of that expert. With `post_layernorm` (A.X K1) the sum of routed and shared experts
+    is normalised, in a model without norms behind blocks.
     """
 
     num_experts: int
@@ -126,7 +127,7 @@ class MLA:
     """Multi-head latent attention. A query or key has `qk_head_dim` channels without positions, then
     `qk_pos_emb_head_dim` with them (of neighbouring pairs); a value `v_head_dim`. `q_lora_rank` None: queries are
     projected in one step. With a `query_gate` (A.X K2) the projection of the latent of queries reads it twice,
-    normalised and as it is, and makes a gate for each channel of what heads give, too: its sigmoid multiplies that."""
+    normalised and as it is, and also makes a gate, whose sigmoid multiplies each channel of the heads' output."""
 
     q_lora_rank: int | None
     kv_lora_rank: int

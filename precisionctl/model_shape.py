@@ -11,7 +11,7 @@ from precisionctl.model_parts import LARGEST, MOST_LAYERS, check_count, check_si
 
 @dataclass(frozen=True)
 class ModelShape(ModelFields):
-    """The fields, checked, and the sizes and switches that follow from them: those that rows of a family's table name
+    """The fields, checked, and what follows from them: the sizes and switches that rows of a family's table name
     (`Row.sizes`, `Row.present`), and what each layer has."""
 
     def __post_init__(self) -> None:
@@ -75,11 +75,11 @@ class ModelShape(ModelFields):
 
     @property
     def model_type(self) -> str:
-        """What config.json calls it: a wrapper by its own name."""
+        """config.json's `model_type`: a wrapper's own, not its text model's."""
         return self.wrapper.model_type if self.wrapper else self.architecture
 
     def attention_of(self, in_window: bool) -> "ModelShape":
-        """The model whose attention is everywhere as in layers with a window, or without one."""
+        """The model with the attention of layers with a window (or without one) in every layer."""
         if in_window or self.global_attention is None:
             return self
         return replace(self, global_attention=None, **self.global_attention.said)
@@ -140,7 +140,7 @@ class ModelShape(ModelFields):
 
     @property
     def query_up_size(self) -> int:
-        """Rows of the projection that makes queries of their latent, and gates where it does."""
+        """Rows of the projection from the latent of queries to queries, and to gates if it makes those too."""
         return self.query_size + (self.projection_size if self.mla and self.mla.query_gate else 0)
 
     @property
@@ -202,7 +202,7 @@ class ModelShape(ModelFields):
 
     @property
     def expert_hidden_size(self) -> int:
-        """Input width of experts, and their output's."""
+        """Input and output width of experts."""
         return (self.moe and self.moe.latent_size) or self.hidden_size
 
     @property

@@ -23,7 +23,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 MOMENTS: tuple[str, ...] = KINDS[1:]
 
 MOMENTUM = "momentum_buffer"
-"""What Muon keeps of each matrix, in PyTorch as in Megatron: the mean of its gradients, weighted by their age."""
+"""The state that Muon keeps for each matrix, in PyTorch and in Megatron: a moving average of its gradients."""
 
 NOT_TRAINED = (
     *(".e_score_correction_bias", ".expert_bias", ".ffn.gate.bias", ".tid2eid"),
@@ -31,8 +31,8 @@ NOT_TRAINED = (
     *(".unused_linear_k.weight", ".unused_linear_v.weight", ".unused_k_norm.weight", ".unused_post_layernorm.weight"),
     *(".act_fn.beta", ".act_fn.eps", ".activation_func.beta", ".activation_func.eps"),
 )
-"""Ends of the names, in both layouts, of what no optimizer has a state of: what routers add to scores, which a rule
-changes, and their tables of experts; the factor of a layer of Gemma 4; what nothing reads; xIELU's two settings."""
+"""Ends of the names, in both layouts, of parameters without optimizer state: a router's bias (a rule changes it) and
+table of experts; the factor of a layer of Gemma 4; parameters that nothing reads; xIELU's two settings."""
 
 GEMM_ALIGNMENT = 16
 """Both dimensions of every operand of an FP8 GEMM must be multiples of it (cuBLASLt's leading dimensions; TE checks it
@@ -40,9 +40,9 @@ in transformer_engine/pytorch/utils.py, assert_dim_for_fp8_exec; inference engin
 
 
 def divides_heads(ranks: int, heads: int, groups: int) -> bool:
-    """Whether tensor-parallel ranks get as many attention heads each, and as many of the groups that share keys and
-    values; with fewer groups than ranks, as many ranks have each group (Megatron's TransformerConfig.__post_init__,
-    vLLM's QKVParallelLinear)."""
+    """Whether tensor-parallel ranks get equal numbers of attention heads and of query groups; with fewer groups than
+    ranks, whether each group goes to the same number of ranks (Megatron's TransformerConfig.__post_init__, vLLM's
+    QKVParallelLinear)."""
     return heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
 
 
@@ -59,10 +59,9 @@ def kind_and_parameter(name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How tensor parallelism cuts a tensor.
-
-    `replicated`: every rank has all of it. `rows`: along dimension 0, which consists of `parts` of these relative sizes
-    that are cut separately (gate and up). `columns`: along dimension 1. `torch_dist` stores parts with `names` apart.
+    """How tensor parallelism cuts a tensor. `replicated`: every rank has all of it. `rows`: along dimension 0, each of
+    its `parts` (gate and up) separately; `parts` has their relative sizes. `columns`: along dimension 1. `torch_dist`
+    stores parts with `names` apart.
     """
 
     kind: Literal["replicated", "rows", "columns"]
@@ -132,8 +131,8 @@ ONE_RANK = Parallelism()
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype and parallel form of a logical tensor; no data. Of codes other than FP8 `packing` says how they
-    stand in a file, and `dtype` is that of their bytes in memory."""
+    """Shape, dtype and parallel form of a logical tensor; no data. For codes other than FP8, `packing` says how a file
+    holds them, and `dtype` is that of their bytes in memory."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -152,7 +151,7 @@ class TensorSpec:
 
     @cached_property
     def width(self) -> int:
-        """How many of its `dtype` a row is stored in: `columns`, but of packed codes their bytes."""
+        """How many elements of `dtype` a row is stored in: `columns`, or for packed codes their bytes."""
         return self.packing.row_bytes(self.columns) if self.packing else self.columns
 
     @cached_property
@@ -182,5 +181,5 @@ class TensorSpec:
 
 @lru_cache(maxsize=4096)
 def shared_spec(shape: tuple[int, ...], dtype: DType, parallel: Parallel = REPLICATED) -> TensorSpec:
-    """The TensorSpec of these, as one object for all tensors that are so: 100,000 of a model are of a few dozen."""
+    """A TensorSpec that equal tensors share: a model's 100,000 tensors have a few dozen different ones."""
     return TensorSpec(shape, dtype, parallel)

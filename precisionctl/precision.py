@@ -36,7 +36,7 @@ class BlockScaling:
 
 @dataclass(frozen=True)
 class Precision:
-    """The precision in which a run computes its GEMMs, or for which a checkpoint is made.
+    """The precision of a run's GEMMs, or of the runs that a checkpoint is made for.
 
     All but `fp8` only matters if `fp8` is True. `delayed` has the settings of delayed scaling and the format of current
     scaling, `block` those of `block` and `mxfp8`. GEMMs of modules that match `keep_bf16` (shell patterns of Megatron

@@ -15,8 +15,8 @@ class GatedDeltaNet:
     `layers` has an entry for each layer of the decoder: whether it is one. Each key head, of `key_head_dim` channels,
     serves as many value heads, of `value_head_dim`; queries, keys and values go through a causal convolution of
     `conv_kernel_dim` taps, one for each channel. With `allow_neg_eigval` learning rates are up to 2, and not to 1.
-    `norm_epsilon` is that of the norm of what heads give (None: as all norms of the model). Such a layer has norms
-    before attention and MLP alone, whatever the others have.
+    `norm_epsilon` is the epsilon of the norm of the heads' output (None: that of the model's other norms). Such a layer
+    has norms before attention and MLP alone, whatever the others have.
 
     With `kda` (Kimi delta attention, arXiv 2510.26692; fields are Megatron's `--kda-*`) a state decays by a number of
     each channel of a key, and the gate is a sigmoid. Decays and gates are projected in two steps, by `kda_lora_rank`
@@ -91,8 +91,8 @@ class GatedDeltaNet:
 @dataclass(frozen=True)
 class ShortConv:
     """Layers with a short gated convolution in the place of attention (LFM2). `layers` has an entry for each layer of
-    the decoder: whether it is one. Each channel of the hidden states has a gate, a causal convolution of `kernel_dim`
-    taps of what that lets through, and another gate of what it gives."""
+    the decoder: whether it is one. Each channel of the hidden states goes through a gate, a causal convolution of
+    `kernel_dim` taps, and another gate."""
 
     layers: tuple[bool, ...]
     kernel_dim: int
@@ -107,10 +107,10 @@ class ShortConv:
 
 @dataclass(frozen=True)
 class Mamba2:
-    """Layers of one block each, with its own norm: what `pattern`, Megatron's `--hybrid-override-pattern`, says of each
-    of them: M a Mamba-2 mixer (arXiv 2405.21060), * attention, - an MLP, E experts. In Megatron-Bridge's Falcon-H1 all
-    are P: a mixer beside attention, which read one norm, and then an MLP. With `gated_norm` what a mixer's state space
-    gives is normalised after its gate. The other fields are Megatron's `--mamba-*`: a mixer has `num_heads` heads of
+    """Layers of one block each, with its own norm. `pattern`, Megatron's `--hybrid-override-pattern`, has a letter for
+    each: M a Mamba-2 mixer (arXiv 2405.21060), * attention, - an MLP, E experts. In Megatron-Bridge's Falcon-H1 all are
+    P: a mixer beside attention, which read one norm, and then an MLP. With `gated_norm` the output of a mixer's state
+    space is normalised after its gate. The other fields are Megatron's `--mamba-*`: a mixer has `num_heads` heads of
     `head_dim` channels, which in `num_groups` groups share the vectors by which a state of `state_dim` channels is
     written (B) and read (C)."""
 
@@ -168,9 +168,9 @@ class Mamba2:
 
 @dataclass(frozen=True)
 class Multipliers:
-    """Fixed factors within layers that are a mixer beside attention, and an MLP (Falcon-H1): of what attention and a
-    mixer read and give (`attention_in`, `attention_out`, `ssm_in`, `ssm_out`), of keys, of the five parts of a mixer's
-    in_proj (`ssm`), and of an MLP's gate before its activation, and of what the MLP gives (`mlp`)."""
+    """Fixed factors in layers with a mixer beside attention, and an MLP (Falcon-H1): for the inputs and outputs of
+    attention and mixer (`attention_in`, `attention_out`, `ssm_in`, `ssm_out`), keys (`key`), the five parts of the
+    mixer's in_proj (`ssm`), and the MLP's gate before its activation and its output (`mlp`)."""
 
     attention_in: float
     attention_out: float

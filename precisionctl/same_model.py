@@ -17,8 +17,8 @@ TENSORS = (
     *("qkv_bias", "proj_bias", "mlp_bias", "output_bias", "norm_bias", "norm_weight", "mtp_num_layers", "mtp_dense"),
     *("stores_unused", "hf_expert_bias"),
 )
-"""Fields that say which tensors there are beside those that every model has. Biases of zeros and norms that multiply by
-1, which one layout may have and the other not, change no function, and no logits come from prediction layers."""
+"""Fields for tensors that not every model has. Biases of zeros and norms that multiply by 1, which one layout may have
+and the other not, change no function, and no logits come from prediction layers."""
 
 USED = "used"
 """The value of a part, such as experts, of which some layer makes use."""
@@ -43,7 +43,7 @@ def in_words(setting: object) -> str:
 
 
 def used(model: ModelShape) -> dict[str, object]:
-    """The fields that say what is computed, those of parts too; None where no layer uses one."""
+    """The fields that the computation depends on, those of parts too. A field that no layer uses is None."""
     found = {name: value for name, value in vars(model).items() if name not in (*STORED, *TENSORS)}
     for name in ("moe", "gdn", "short_conv"):
         fields = part.used() if (part := getattr(model, name)) else {}

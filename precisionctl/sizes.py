@@ -13,7 +13,8 @@ def size(count: float) -> str:
 
 
 def counted(count: int, one: str, several: str = "") -> str:
-    """A number of things for people: `1 tensor`, `1,200 tensors`; `several` where that is not `one` with an s."""
+    """A number of things for people: `1 tensor`, `1,200 tensors`. `several` is the plural, if it is not `one` with an
+    s."""
     return f"{count:,} {one if count == 1 else several or f'{one}s'}"
 
 

@@ -10,10 +10,10 @@ from precisionctl.model_parts import LARGEST, check_count, check_size
 
 @dataclass(frozen=True)
 class DSA:
-    """DeepSeek's sparse attention; the fields are Megatron's `--dsa-indexer-*`. In the `layers` that have an indexer
-    (an entry for each), its `n_heads` heads of `head_dim` channels choose the `topk` keys that a query sees; a layer
-    without one sees those that the last indexer chose. The first channels of a head have positions, of neighbouring
-    pairs if `rope_interleaved`. Where a text has no more than `topk` tokens, all are chosen."""
+    """DeepSeek's sparse attention; the fields are Megatron's `--dsa-indexer-*`. `layers` says for each layer whether it
+    has an indexer, whose `n_heads` heads of `head_dim` channels choose the `topk` keys that a query sees. A layer
+    without one uses the keys that the last indexer before it chose. The first channels of a head have positions, of
+    neighbouring pairs if `rope_interleaved`. Where a text has no more than `topk` tokens, all are chosen."""
 
     n_heads: int
     head_dim: int
@@ -68,9 +68,9 @@ class MSA:
 @dataclass(frozen=True)
 class CSA:
     """DeepSeek-V4's attention, with one key for all heads, which is also the value (its report, section 2.3). Each
-    query sees the last `window_size` tokens and, as `pattern` says of each layer, none before them (W), or keys that
-    are made of several tokens each, as many as RATIOS says: of those with an overlap the `topk` that an indexer chooses
-    (C), of those without all (H).
+    query sees the last `window_size` tokens. `pattern` says for each layer what it sees beside them: nothing (W), or
+    compressed keys, each made of as many tokens as RATIOS says: the `topk` of overlapping ones that an indexer chooses
+    (C), or all of those without overlap (H).
 
     Queries are made of a latent of `q_lora_rank` channels. What heads give is projected in `o_groups` groups to
     `o_lora_rank` channels each, and these together. An indexer has `n_heads` heads of `head_dim` channels. Fields are

@@ -1,5 +1,5 @@
-"""PyTorch, imported when something is first asked of it: importing takes 1.6 s of CPU and 200 MB, and what only reads
-headers, plans, or moves bytes does without.
+"""PyTorch, imported when something is first asked of it: importing takes 1.6 s of CPU and 200 MB, and commands that
+only read headers, plan, or move bytes do not need it.
 
 A file that such a command imports takes its `torch` from here, uses it in functions only, and imports `Tensor` for type
 checkers alone.

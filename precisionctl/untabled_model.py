@@ -10,8 +10,8 @@ from precisionctl.model_shape import ModelShape
 
 class UntabledModel(ModelShape):
     """A model that no table here describes: of what it computes, nothing is known but its `architecture` and its
-    config.json. Asked for any other field of a ModelShape it raises `why`, the UnknownArchitecture that says so, with
-    how to get a table: so what needs one is refused by name, wherever it begins."""
+    config.json. Any other field of a ModelShape raises `why`, an UnknownArchitecture that says how to get a table. So
+    code that needs a table is refused where it first uses it."""
 
     def __init__(self, architecture: str, config: Mapping[str, Any], why: UnknownArchitecture) -> None:
         vars(self).update(architecture=architecture, config=config, why=why, wrapper=None)

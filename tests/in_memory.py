@@ -14,7 +14,7 @@ from precisionctl.architectures.param_map import Naming
 from precisionctl.checkpoints.base import Companions, Reader
 from precisionctl.checkpoints.chunks import Chunk, read_tensor, whole
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter
-from precisionctl.conversion import convert
+from precisionctl.conversion.convert import convert
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import engines
@@ -78,7 +78,7 @@ def to_megatron(reader: Reader, *, parallelism: Parallelism = ONE_RANK) -> InMem
     plan = make_plan(reader, "megatron", parallelism=parallelism)
     tensors = {name: torch.empty(spec.shape, dtype=spec.dtype.torch) for name, spec in plan.targets.items()}
     made = InMemory(plan.model, "megatron", tensors, companions=reader.companions)
-    convert.run(plan, reader, made)
+    convert(plan, reader, made)
     made.finish(reader.fp8)
     return made
 
@@ -93,7 +93,7 @@ def to_hf(reader: Reader, *, naming: Naming = "as stored", dtype: DType | None =
 
     tensors = {name: unwritten(spec) for name, spec in plan.targets.items()}
     made = InMemory(plan.model, "hf", tensors, companions=reader.companions)
-    convert.run(plan, reader, made)
+    convert(plan, reader, made)
     return made
 
 
@@ -135,6 +135,6 @@ def export(
         extra_files=plan.files,
         lacks=lambda config: [key for engine in engines().values() for key in engine.lacks(config)],
     )
-    convert.run(plan, source, writer)
+    convert(plan, source, writer)
     writer.finish(None)
     return HuggingFaceReader(directory)

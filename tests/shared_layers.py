@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.conversion import convert
+from precisionctl.conversion.convert import convert
 from precisionctl.fp8.state import Fp8State
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import PRESETS
@@ -106,7 +106,7 @@ def passed(
     model = GPT(source.model, PRESETS["bf16"], backend, full, world=world, recompute=recompute, balance=BALANCE)
     optimizer = MasterAdamW(model, Optimizer(clip_norm=0), model.shards)
     plan = make_plan(source, "megatron")
-    convert.run(plan, source, LiveModel(plan.model, optimizer.masters, shards=model.shards.tensors))
+    convert(plan, source, LiveModel(plan.model, optimizer.masters, shards=model.shards.tensors))
     total = world.sum_over_data_ranks(backward(model, batch_of(rows, packed=family == "llama-3"), ROWS * (LENGTH - 3)))
     optimizer.collect()
     optimizer.reduce(world)
@@ -174,7 +174,7 @@ def in_fp8(
     model = GPT(source.model, PRESETS[preset], backend, world=world, recompute=recompute)
     optimizer = MasterAdamW(model, Optimizer(clip_norm=0), model.shards)
     live = LiveModel(source.model, optimizer.masters, shards=model.shards.tensors)
-    convert.run(make_plan(source, "megatron"), source, live)
+    convert(make_plan(source, "megatron"), source, live)
     optimizer.publish()
     each = ROWS // world.data_count
     batch = batch_of(range(world.data_rank * each, (world.data_rank + 1) * each), packed=False)
@@ -245,7 +245,7 @@ def by_passes(source: InMemory, expected: tuple[Any, ...]) -> dict[str, Any]:
             model = GPT(source.model, PRESETS["bf16"], dtype=torch.float32, world=world)
             optimizer = MasterAdamW(model, Optimizer(clip_norm=0), model.shards)
             plan = make_plan(source, "megatron")
-            convert.run(plan, source, LiveModel(plan.model, optimizer.masters, shards=model.shards.tensors))
+            convert(plan, source, LiveModel(plan.model, optimizer.masters, shards=model.shards.tensors))
             for _ in range(2):  # the first update sets FSDP2 up
                 optimizer.take_gradients()
                 with Collectives() as counted:

@@ -43,6 +43,7 @@ CONTRADICTORY: dict[str, dict[str, Any]] = {
     "not split for ranks": {"to": "hf", "parallelism": Parallelism(2)},
     "says how FP8 is made": {"to": "megatron", "recipe": PRESETS["fp8-delayed"]},
     "input scales of FP8 weights come from": {"to": "hf", "precision": "fp8", "drop_fp8_state": True},
+    "codes of weights come from": {"to": "hf", "precision": "fp8", "drop_encodings": True},
     "not written as bin": {"to": "hf", "precision": "fp8", "container": "bin"},
     "both name the family": {
         "to": "hf",

@@ -25,7 +25,7 @@ from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.cli import main
-from precisionctl.conversion import convert
+from precisionctl.conversion.convert import convert
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.errors import DataError
@@ -205,7 +205,7 @@ def test_transformers_loads_an_export_and_its_logits_are_those_of_our_own_decodi
     reader = HuggingFaceReader(exported)
     plan = make_plan(reader, "megatron", dtype=DType.float32)
     ours = GPT(plan.model, Precision(fp8=False), "emulated", torch.float32)
-    convert.run(plan, reader, LiveModel(plan.model, dict(ours.named_parameters())))
+    convert(plan, reader, LiveModel(plan.model, dict(ours.named_parameters())))
     theirs = decoded_by_transformers(exported, CompressedTensorsConfig(dequantize=True))
     with torch.no_grad():
         expected = theirs(TOKENS).logits

@@ -22,8 +22,8 @@ from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
-from precisionctl.conversion import convert
 from precisionctl.conversion.command import execute
+from precisionctl.conversion.convert import convert
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import engine_named
 from precisionctl.errors import PrecisionError, RecipeError
@@ -149,7 +149,7 @@ def test_transformers_loads_blocks_and_its_logits_are_those_of_our_own_decoding(
     reader = HuggingFaceReader(tmp_path / "out")
     plan = make_plan(reader, "megatron", dtype=DType.float32)
     ours = GPT(plan.model, Precision(fp8=False), "emulated", torch.float32)
-    convert.run(plan, reader, LiveModel(plan.model, dict(ours.named_parameters())))
+    convert(plan, reader, LiveModel(plan.model, dict(ours.named_parameters())))
     theirs = fp8_directories.decoded_by_transformers(tmp_path / "out", FineGrainedFP8Config(dequantize=True))
     with torch.no_grad():
         expected = theirs(TOKENS).logits

@@ -276,12 +276,13 @@ def test_training_on_from_four_bits_begins_with_what_they_decode_to_and_inspect_
         ("modelopt-mxfp4", "MXFP4", "Input scales are made by the engine."),
     ],
 )
-def test_the_card_of_codes_that_are_as_before_names_them(
+def test_codes_that_are_as_before_are_named_by_a_note_and_by_the_card(
     tmp_path: Path, spelling: str, codes: str, inputs: str
 ) -> None:
     four_bit_directories.make(tmp_path / "source", spelling)
     run(tmp_path / "source", tmp_path / "bf16", "hf")
-    run(tmp_path / "bf16", tmp_path / "back", "hf", precision="fp8")
+    notes = run(tmp_path / "bf16", tmp_path / "back", "hf", precision="fp8")
+    assert any(note.startswith(f"Weights become {codes} again, as they were") for note in notes)
     card = (tmp_path / "back" / "README.md").read_text()
     assert f"A `llama` in {codes}, for" in card and f"## What is {codes}" in card and f"- {codes.lower()}\n" in card
     assert inputs in card and "fp8" not in card.lower().replace("--precision fp8", "")

@@ -25,7 +25,7 @@ from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
-from precisionctl.conversion import convert
+from precisionctl.conversion.convert import convert
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.extra_state_writer import encode_payload
@@ -229,7 +229,7 @@ def written(
     plan = make_plan(source, "megatron", parallelism=sizes)
     kind = LegacyWriter if container == "torch" else TorchDistWriter
     writer = kind(directory / "release", plan.model, plan.targets, parallelism=sizes, te=te)
-    convert.run(plan, source, writer)
+    convert(plan, source, writer)
     writer.finish(fp8)
     return (LegacyReader if container == "torch" else TorchDistReader)(directory / "release")
 
@@ -339,7 +339,7 @@ def with_payloads(source: Reader, directory: Path, container: str, payloads) -> 
     plan = make_plan(source, "megatron")
     if container == "torch":
         writer = LegacyWriter(directory / "release", plan.model, plan.targets)
-        convert.run(plan, source, writer)
+        convert(plan, source, writer)
         writer.finish(None)
         file = directory / "release" / "mp_rank_00" / "model_optim_rng.pt"
         saved = torch.load(file, weights_only=False)
@@ -348,7 +348,7 @@ def with_payloads(source: Reader, directory: Path, container: str, payloads) -> 
         return LegacyReader(directory / "release")
     objects = {object_key(name, plan.model.num_layers): value for name, value in payloads.items()}
     writer = TorchDistWriter(directory / "release", plan.model, plan.targets, run=CarriedRun(objects=objects))
-    convert.run(plan, source, writer)
+    convert(plan, source, writer)
     writer.finish(None)
     return TorchDistReader(directory / "release")
 

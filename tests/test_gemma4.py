@@ -388,9 +388,9 @@ def test_engines_get_codes_of_experts_one_by_one(target: str, scheme: Any, tmp_p
     found = check(open_checkpoint(tmp_path / "fp8"), engine_named("transformers"))
     if target == "vllm":
         assert any(each.what == "experts of a layer one by one" for each in found)
-        with pytest.raises(PrecisionError, match=r"one by one.*--drop-fp8-state"):
+        with pytest.raises(PrecisionError, match=r"one by one.*--drop-encodings"):
             export(tmp_path / "fp8", tmp_path / "out", scheme, "transformers")
-        run(tmp_path / "fp8", tmp_path / "values", "hf", "bf16", drop_fp8_state=True)
+        run(tmp_path / "fp8", tmp_path / "values", "hf", "bf16", drop_encodings=True)
         export(tmp_path / "values", tmp_path / "out", scheme, "transformers")
 
 

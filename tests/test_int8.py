@@ -109,7 +109,7 @@ def test_weights_with_zero_points_come_back_from_fp32_and_are_refused_in_bf16(tm
     assert not all(code.idempotent for code in compare_codes(source, None))
     with pytest.raises(PrecisionError, match="do not survive BF16"):
         convert(tmp_path / "fp32", tmp_path / "bf16", "hf", "bf16")
-    convert(tmp_path / "source", tmp_path / "bf16", "hf", drop_fp8_state=True)
+    convert(tmp_path / "source", tmp_path / "bf16", "hf", drop_encodings=True)
     assert all(torch.equal(stored(tmp_path / "bf16")[name], expected) for name, expected in values.items())
 
 
@@ -149,7 +149,7 @@ def test_weights_with_zero_points_that_were_trained_in_bf16_are_not_said_to_have
         assert any(note.startswith("0 of 7 weights have the same codes") for note in told)
         assert any(note.startswith(f"{len(kept)} have the same scales, and codes of the same BF16") for note in told)
     for each in ("source", "back"):
-        convert(tmp_path / each, tmp_path / f"{each}-bf16", "hf", drop_fp8_state=True)
+        convert(tmp_path / each, tmp_path / f"{each}-bf16", "hf", drop_encodings=True)
     values = [stored(tmp_path / f"{each}-bf16") for each in ("source", "back")]
     assert all(torch.equal(values[0][name], values[1][name]) for name in weights)
 

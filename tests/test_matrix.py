@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrai
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
-from precisionctl.conversion import convert
+from precisionctl.conversion.convert import convert
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import engines
 from precisionctl.planning.make_plan import make_plan
@@ -48,7 +48,7 @@ def decoded(directory: Path) -> torch.Tensor:
     reader = HuggingFaceReader(directory)
     plan = make_plan(reader, "megatron", dtype=DType.float32)
     ours = GPT(plan.model, Precision(fp8=False), "emulated", torch.float32)
-    convert.run(plan, reader, LiveModel(plan.model, dict(ours.named_parameters())))
+    convert(plan, reader, LiveModel(plan.model, dict(ours.named_parameters())))
     with torch.no_grad():
         return ours(TOKENS)[..., :250]
 

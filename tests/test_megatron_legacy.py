@@ -25,7 +25,7 @@ from precisionctl.checkpoints.torch_legacy.names import parallel_of
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
 from precisionctl.checkpoints.torch_zip import skeleton
-from precisionctl.conversion import convert
+from precisionctl.conversion.convert import convert
 from precisionctl.dtypes import DType
 from precisionctl.errors import ShapeMismatch
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
@@ -58,7 +58,7 @@ def model(tmp_path: Path, family: str, tensor: int = 1) -> InMemory:
 def write(source: Reader, directory: Path, sizes: Parallelism, fp8: Fp8States | None = None, **settings: Any) -> None:
     plan = make_plan(source, "megatron", parallelism=sizes)
     writer = LegacyWriter(directory, plan.model, plan.targets, parallelism=plan.parallelism, **settings)
-    convert.run(plan, source, writer)
+    convert(plan, source, writer)
     writer.finish(fp8)
 
 
@@ -126,7 +126,7 @@ def test_going_through_torch_dist_and_back_gives_the_same_bytes(tmp_path: Path) 
     plan = make_plan(reader, "megatron", parallelism=Parallelism(4))
     (tmp_path / "dist").mkdir()
     writer = TorchDistWriter(tmp_path / "dist", plan.model, plan.targets, parallelism=Parallelism(4))
-    convert.run(plan, reader, writer)
+    convert(plan, reader, writer)
     writer.finish(None)
     write(TorchDistReader(tmp_path / "dist"), tmp_path / "second", sizes)
     assert len(archives(tmp_path / "first")) == 4

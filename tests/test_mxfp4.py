@@ -75,7 +75,7 @@ def test_every_byte_under_every_scale_decodes_as_transformers_does_it(tmp_path: 
 def test_logits_are_those_of_transformers_and_the_config_is_the_same_but_for_the_method(tmp_path: Path) -> None:
     """Eager, in BF16. transformers decodes the source itself."""
     make(tmp_path / "source")
-    notes = converted(tmp_path / "source", tmp_path / "hf", drop_fp8_state=True)
+    notes = converted(tmp_path / "source", tmp_path / "hf", drop_encodings=True)
     assert "16 weights were MXFP4 codes, and are what they decode to. The scales stay behind." in notes
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path / "source", quantization_config=Mxfp4Config(dequantize=True), attn_implementation="eager"

@@ -18,7 +18,7 @@ from precisionctl.checkpoints.chunks import read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
-from precisionctl.commands.request import Request
+from precisionctl.commands.request import PrecisionChoice, Request
 from precisionctl.conversion import buffers
 from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, MappingError, UnknownFormat
@@ -204,10 +204,21 @@ def test_the_encodings_travel_through_any_number_of_conversions(tmp_path: Path) 
     assert same(stored(tmp_path / "4"), stored(tmp_path / "fp8"))
 
 
-def test_dropping_the_fp8_state_drops_the_encodings(tmp_path: Path) -> None:
-    fp8_directories.make(tmp_path / "fp8", "fp8-block")
-    run(tmp_path / "fp8", tmp_path / "hf", "hf", drop_fp8_state=True)
-    assert not (tmp_path / "hf" / encodings_file.RELATIVE).exists()
+def test_encodings_are_dropped_with_their_fixed_scales(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path / "fp8", "modelopt-tensor")
+    run(tmp_path / "fp8", tmp_path / "hf", "hf", drop_encodings=True)
+    assert encodings_file.find(tmp_path / "hf") is None and sidecar.find(tmp_path / "hf") is None
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_dropping_the_fp8_state_keeps_the_encodings(tmp_path: Path, precision: PrecisionChoice) -> None:
+    fp8_directories.make(tmp_path / "fp8", "modelopt-tensor")
+    run(tmp_path / "fp8", tmp_path / "out", "megatron", precision=precision, drop_fp8_state=True)
+    states = open_checkpoint(tmp_path / "out").fp8
+    roles = [each for state in states.modules.values() for each in state.roles.items()] if states else []
+    assert {name for name, role in roles if role.recorded} == ({"weight"} if precision == "fp8" else set())
+    run(tmp_path / "out", tmp_path / "back", "hf", precision="fp8")
+    assert same(stored(tmp_path / "back"), stored(tmp_path / "fp8"))
 
 
 def test_calibrated_input_scales_become_state_that_waits_in_the_sidecar(tmp_path: Path) -> None:

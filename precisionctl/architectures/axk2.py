@@ -1,5 +1,5 @@
-"""A.X K2 (SK Telecom): DeepSeek-V3.2 whose norms before attention and experts have gates, and whose queries come with a
-gate of what heads give.
+"""A.X K2 (SK Telecom): DeepSeek-V3.2, with gates on the norms before attention and experts, and a gate on the output of
+heads that is projected beside the queries.
 
 Traps: the projection of queries and gates reads the latent of queries twice, normalised and as it is. Files call it
 `q_b_proj` as DeepSeek's, and transformers' class otherwise, as the gates of norms. Norms before

@@ -37,9 +37,9 @@ class Entry(Protocol):
 
 @dataclass(frozen=True)
 class Key:
-    """One field under one key, or an older one; absent or null, it is `default`. A default that is a bool makes a
-    switch of it. `absent` is what the family's class takes for a key that is not there, where null means another.
-    `synonym` is another word for the key, which the class takes for the same (`attribute_map`)."""
+    """One field under one key, or under an `older` one; `default` if both are absent or null. With a bool as its
+    default the key is a switch. `absent` is the class's default for an absent key, if null means something else.
+    `synonym` is another name that the class accepts for the key (`attribute_map`)."""
 
     field: str
     key: str
@@ -96,11 +96,11 @@ class Always:
 
 @dataclass(frozen=True)
 class Only:
-    """A key that could say otherwise: what the table was made for is `value`, which is also the default. So is null,
-    unless it stands where a switch is to be on.
+    """A key for which the table covers only one `value`. An absent key stands for it, and so does null, unless the key
+    is a switch that must be on.
 
-    `field` of ModelShape has `means` then. `absent` is what the family's class takes for a key that is not there, where
-    that is another value.
+    `field` of ModelShape then gets `means`. `absent` is the class's default for an absent key, if that is another
+    value.
     """
 
     key: str
@@ -130,9 +130,9 @@ class Only:
 
 @dataclass(frozen=True)
 class Synonyms:
-    """Other words for keys of the table, which a class of transformers takes for the same (`attribute_map`): which it
-    goes by, of a file that has both, is an accident, so they must have one value. Only a Key
-    (`Key.synonym`) and a Reworded entry read such a word alone."""
+    """Other names that transformers' class accepts for keys of the table (`attribute_map`). If a file has both names,
+    it is an accident which one the class uses, so both must have the same value. The other name alone is read only by a
+    Key (`Key.synonym`) and a Reworded entry."""
 
     words: Mapping[str, str]
 
@@ -175,8 +175,8 @@ class Reworded:
 
 
 def is_on(config: Config, key: str, where: object, absent: bool = False) -> bool:
-    """Whether a switch is on; null is off. Raises DamagedCheckpoint for what is none, whose truth in Python says
-    nothing: `"no"` would be on."""
+    """Whether a switch is on; null is off. Raises DamagedCheckpoint for any other value: Python's truth would take
+    `"no"` for on."""
     value = config.get(key, absent)
     if value not in (None, False, True):
         raise DamagedCheckpoint(f"{key} is {shown(value)}, not true or false", where=where)
@@ -196,7 +196,7 @@ def size(config: Config, key: str, where: object, largest: int | None = None) ->
 
 
 def count(config: Config, key: str, where: object) -> int:
-    """As `size`, of what there may be none of: 0 or null."""
+    """As `size`, but may be 0, or null for 0."""
     return 0 if config.get(key) in (None, 0) else size(config, key, where)
 
 
@@ -235,8 +235,8 @@ def _write_heads(model: ModelShape) -> Config:
 
 
 def heads(**absent: int) -> Rule:
-    """Heads, groups (null: as many), size of a head (null: they share hidden_size). `absent` is what the family's class
-    takes for keys that are not there, where that is not null."""
+    """Heads, query groups (null: as many as heads) and the size of a head (null: hidden_size / heads). `absent` has the
+    class's defaults for absent keys, if these are not null."""
     keys = ("num_attention_heads", "num_key_value_heads", "head_dim")
     return Rule(keys, lambda config, where: _read_heads({**absent, **config}, where), _write_heads)
 

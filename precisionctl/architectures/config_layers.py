@@ -19,9 +19,9 @@ def sliding_window(
 ) -> Rule:
     """`sliding_window`, and the layers that it is for: as `layer_types` lists them, else as the family has them.
 
-    `local` says for each of so many layers whether it is, by keys that are `also` looked at. `switch` names a key
-    without which there is no window; `absent` is the window of a family's class where none is said. A class that does
-    not heed `layer_types` is not `listed`: a list that says otherwise is refused.
+    `local(config, layers)` says for each layer whether it has the window; `also` are the keys that it reads. `switch`
+    names a key that turns the window on; `absent` is the class's default window. A class that ignores `layer_types` is
+    not `listed`: a list that contradicts it is refused.
     """
 
     def read(config: Config, where: object) -> Fields:
@@ -67,7 +67,7 @@ def layers_with_window(
 
 
 def by_kind(windows: Sequence[bool], in_window: Fields, without: Fields) -> Fields:
-    """Fields of attention where it has some values in layers with a window, and others in those without one."""
+    """Fields of attention that differ between layers with a window and layers without one."""
     if not any(windows):
         return without
     own = {f"global_attention.{name}": value for name, value in without.items() if value != in_window[name]}

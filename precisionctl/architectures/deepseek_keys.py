@@ -117,7 +117,7 @@ def latent_attention(q_lora_rank: int | None) -> tuple[Entry, ...]:
 
 
 ROTATED_HEAD = Synonyms({"head_dim": "qk_rope_head_dim"})
-"""Of the families whose rotary embeddings transformers makes for `head_dim` where it is said."""
+"""For families whose class in transformers computes rotary embeddings for `head_dim`, if config.json has it."""
 
 SIGMOID: tuple[Entry, ...] = (
     Only("scoring_func", "sigmoid"),

@@ -54,8 +54,8 @@ COMMON: tuple[Entry, ...] = (
 
 
 def prediction_layers(key: str) -> Rule:
-    """How many layers of multi-token prediction there are: one, or none. Published files have one of which config.json
-    may say nothing, and transformers leaves it out of what it saves; whether there is one, tensors show."""
+    """How many layers of multi-token prediction there are: one, or none. Published files have one, which config.json
+    may not mention and transformers does not save. So the tensors show whether there is one."""
 
     def read(config: Config, where: object) -> Fields:
         return {"mtp_num_layers": one_or_none(config, key, where, absent=1)}

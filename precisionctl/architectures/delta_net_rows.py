@@ -1,8 +1,8 @@
 """Rows of layers with a gated delta net beside layers with attention (Qwen3-Next, Qwen3.5); names in Megatron are
 Megatron-Core's (megatron/core/ssm/gated_delta_net.py).
 
-Traps: in_proj's rows are in six parts of unequal size, which tensor parallelism cuts each by itself. The norm of what
-the delta net gives is an ordinary one, where all others store their factor less one.
+Traps: in_proj's rows are in six parts of unequal size, which tensor parallelism cuts each by itself. The norm of the
+delta net's output stores its factor; all other norms store it less one.
 """
 
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM, PREDICTION_LAYER

@@ -148,8 +148,8 @@ def _in_words_of(config: Config) -> Iterator[None]:
 
 
 def key_in(config: Config, field: str) -> str:
-    """The key under which a config.json says a field of ModelShape, or of a part of it; the field itself where it is
-    under no single key, or is not said."""
+    """The key of a config.json that holds a field of ModelShape, or of a part of it; the field's own name if no single
+    key does."""
     text = text_config(config, "") if is_wrapper(config) else config
     table = supported().get(str(text.get("model_type")))
     for entry in table.config if table else ():
@@ -205,8 +205,8 @@ def to_hf_config(model: ModelShape, dtype: str) -> dict[str, Any]:
 def from_megatron_args(
     args: Mapping[str, Any], padded_vocab_size: int, where: object, family: str | None = None
 ) -> ModelShape:
-    """A model of which only Megatron's arguments are known: of `family`, else of the first whose config.json can say
-    it.
+    """The model that Megatron's arguments alone describe: one of `family`, else of the first family whose config.json
+    can express it.
 
     Raises UnknownArchitecture where there is none, and DamagedCheckpoint where an argument is missing.
     """

@@ -192,14 +192,14 @@ def as_in_megatron(model: ModelShape) -> ModelShape:
 
 
 def as_config_says(args: Mapping[str, Any], model: ModelShape) -> dict[str, Any]:
-    """Arguments with what a config.json, which describes this model, says in place of what they say; what no
-    config.json says (MEGATRON_ONLY) stays."""
+    """The arguments, overruled by the config.json that describes this model. What no config.json says (MEGATRON_ONLY)
+    stays."""
     return {**args, **{name: value for name, value in to_megatron_args(model).items() if name not in _ONLY_ARGS}}
 
 
 def otherwise_in_megatron(model: ModelShape) -> dict[str, tuple[object, object]]:
-    """Does Megatron-Core's GPTModel compute this model? Each field of which it makes another one, with the model's
-    value and Megatron's; empty where it computes it. It makes a prediction layer like the decoder's last
+    """How the model that Megatron-Core's GPTModel computes differs from this one: each differing field, with the
+    model's value and Megatron's; empty if it computes this one. It makes a prediction layer like the decoder's last
     (get_gpt_mtp_block_spec in megatron/core/models/gpt/gpt_layer_specs.py), and no bias of linear_proj alone."""
     dense = {"mtp_dense": (True, False)} if model.mtp_dense and model.has_experts(model.num_layers - 1) else {}
     alone = {"proj_bias": (True, False)} if model.proj_bias and not model.add_bias_linear else {}

@@ -63,18 +63,28 @@ Layers = Literal[
     "hashed",
     "scored",
 ]
-"""Which layers have a row (`Row.layers`)."""
+"""Which layers have a row:
+
+- `all`: every layer
+- `dense`, `moe`: those whose MLP is dense, or has experts
+- `attention`, `gdn`, `conv`, `mamba`: those with softmax attention, a gated delta net, a short convolution, a Mamba-2
+  mixer
+- `indexed`: those with an indexer
+- `windowed`, `global`: those whose attention has a window, or none
+- `sparse`, `heavy`: those whose compressed keys overlap, or do not (CSA)
+- `hashed`, `scored`: those with experts that a table chooses, or a router's scores
+"""
 
 Naming = Literal["as stored", "as saved", "in memory", "for engines"]
-"""Whose names a result has in Hugging Face, where a family has several (`Either`): those of its source, those that the
-model's own class saves, those that this class has in memory, which trainers save, or those under which engines that do
-not load by this class look for codes."""
+"""Which of a family's spellings (`Either`) a Hugging Face result has: that of its source, the one that the model's
+class saves, the one that this class has in memory (trainers save it), or the one in which engines with classes of their
+own look for codes."""
 
 COMPRESSED: Mapping[str, str] = {"sparse": "C", "heavy": "H"}
-"""The letter, in a pattern of attention with compressed keys (CSA), of the layers that have such a row."""
+"""The letter in CSA's pattern of the layers that have a row with these `layers`."""
 
 _BLOCKS = {"mamba": "MP", "attention": "*P", "dense": "-P", "moe": "E"}
-"""Where a pattern says what layers are made of: the letters of those that have such rows."""
+"""The letters in a hybrid pattern of the layers that have rows with these `layers`."""
 
 
 def when(switch: str) -> Condition:
@@ -86,19 +96,16 @@ def when(switch: str) -> Condition:
 class Row:
     """One Megatron parameter and the Hugging Face tensors that it is made of.
 
-    `sizes` make the shape of the whole (all ranks') Megatron tensor: fields of ModelShape, or numbers; `parts`, where
-    tensor parallelism cuts rows of unequal parts, is the field that has their numbers of rows. `layers` says in which
-    layers there is one: those whose MLP is dense, or has experts, those with attention, a gated delta net, a Mamba-2
-    mixer, a short convolution (`conv`), or an indexer, those whose attention has a window (`windowed`) or has none
-    (`global`), or compressed keys that overlap (`sparse`) or do not (`heavy`), those whose experts a table chooses
-    (`hashed`), or scores (`scored`), or all; of these, with `shares_kv`, those that share keys and values, or that do
-    not. `gemm` says whether this is the weight of a GEMM that an FP8 recipe computes in FP8: routers stay in BF16. Of
-    its Hugging Face tensors, `values` stay values in exports. `keeps_dtype` says whether values stay as stored whatever
-    dtype the target has, and `integers_below` that they are whole numbers, which do, from 0 to below this field of
-    ModelShape. `only_exported` is the weight of a GEMM that becomes codes in exports, though no FP8 recipe computes it
-    in FP8. A norm that is 1 more in Hugging Face than in Megatron would lose bits on its way: with `wide_beside` it
-    becomes FP32, and on the way back, when its dtype is another one than that of the parameter of that name beside it,
-    that dtype. `as_stored` is the same row under the source's names, where those are not the ones to write.
+    `sizes` is the shape of the whole (all ranks') Megatron tensor, as fields of ModelShape or numbers. If tensor
+    parallelism cuts a tensor of unequal parts, `parts` is the field with their numbers of rows. `layers` says which
+    layers have one (Layers), and `shares_kv`, unless None, that of these only those do that share keys and values
+    (True), or that do not (False). `gemm` says whether this is the weight of a GEMM that an FP8 recipe computes in FP8:
+    routers stay in BF16. Of its Hugging Face tensors, `values` stay values in exports. With `keeps_dtype` values keep
+    their stored dtype, whatever the target's is. So do those of a row with `integers_below`, which are integers from 0
+    to below that field of ModelShape. `only_exported` is the weight of a GEMM that becomes codes in exports, though no
+    FP8 recipe computes it in FP8. A norm that is 1 more in Hugging Face than in Megatron would lose bits in BF16, so
+    with `wide_beside` it becomes FP32 in Megatron. `wide_beside` names a parameter beside it: on the way back the norm
+    gets that one's dtype. `as_stored` is the same row under the source's names, if other names are written.
     """
 
     names: str | tuple[str, ...]
@@ -149,7 +156,8 @@ class Row:
 
     @property
     def unused(self) -> bool:
-        """Whether no program computes with this parameter: it is there where `stores_unused` of ModelShape says so."""
+        """Whether no program computes with this parameter. A checkpoint has it if `stores_unused` of ModelShape is
+        set."""
         return self.present.hf == "stores_unused"
 
     def shape(self, model: ModelShape) -> tuple[int, ...]:
@@ -244,10 +252,9 @@ class Row:
 @dataclass(frozen=True)
 class Either:
     """Two spellings of the same rows in Hugging Face, told apart by names, or by shapes where the names are the same.
-    Read is the one that is stored. Written is the first; but the second where that is what `second_is` says, and from
-    Hugging Face to Hugging Face the stored one again, unless the second is `only_read`: that is also written where
-    weights become the codes again that they were. `also` is a third, which is read, and written where it is the stored
-    one."""
+    The stored one is read. Written is the second under the Naming `second_is`, the stored one under `as stored`, else
+    the first. With `only_read` the first is written under `as stored` too, but the second where weights become codes
+    under its names again (gpt-oss). `also` is a third spelling, read and written like a stored second."""
 
     first: tuple[Row, ...]
     second: tuple[Row, ...]
@@ -265,7 +272,7 @@ class Either:
 class Alias:
     """A Hugging Face tensor `hf` that, while `switch` of ModelShape is on, is a copy of `of`.
 
-    Where it is stored it must equal that. `written` says whether it belongs into what is written.
+    If it is stored, it must equal `of`. `written` says whether results have it.
     """
 
     hf: str
@@ -279,11 +286,11 @@ class Architecture:
     """One family: its table of rows, and how its config.json says a ModelShape.
 
     `model_types` maps each Hugging Face `model_type` to its class. `derived` are Hugging Face tensors that a model
-    makes again by itself, as patterns with `{layer}`. `behind` are modules that the class defines at another place than
-    most do (`checkpoints/numbered_optimizer.py`), each directly behind another module. `names_by` is whose names the
-    rows have in Megatron: those of Megatron-Core, whose modules have all of them, whatever it computes with them; of
-    Megatron-Bridge, with modules of its own; or of this project, as neither has them all.
-    `otherwise_in_transformers` is a note on what transformers alone computes otherwise.
+    makes again by itself, as patterns with `{layer}`. `behind` maps a module to the one directly before it, if the
+    class defines it in another place than most classes (`checkpoints/numbered_optimizer.py`). `names_by` says whose
+    names the rows have in Megatron: Megatron-Core's, if its modules have all of these parameters (it may compute
+    something else with them); Megatron-Bridge's, if modules of its own have them; this project's, if neither has.
+    `otherwise_in_transformers` is a note on what transformers alone computes differently.
     """
 
     model_types: Mapping[str, str]
@@ -302,8 +309,8 @@ class Architecture:
         naming: Naming = "as stored",
         codes: Collection[str] = (),
     ) -> tuple[Row, ...]:
-        """The rows, each in the spelling that `naming` asks for, with the one in `stored` as `as_stored`. One that is
-        `only_read` is written where its names are those of weights that become `codes` again."""
+        """The rows, each in the spelling that `naming` asks for (Either), and with the spelling in `stored` as
+        `as_stored`. `codes` are the names of weights that become codes again."""
         rows: list[Row] = []
         for row in self.rows:
             if isinstance(row, Row):
@@ -325,8 +332,8 @@ class Architecture:
         return tuple(rows)
 
     def in_memory(self, stored: Mapping[str, TensorSpec], model: ModelShape) -> dict[str, str]:
-        """The names that the model's class has in memory for these `stored` tensors, where they are others; not of
-        tensors that become parts of another one there, or are turned around."""
+        """The names that the model's class has in memory for these `stored` tensors, where they differ. Tensors that
+        are joined or transposed there are left out."""
         return other_names(self.spelled(stored, model, "in memory"), len(stored), model)
 
 

@@ -1,8 +1,8 @@
 """A table read off a directory, for a model that no file here describes: from Hugging Face to Hugging Face alone.
 
-Every tensor is a row of its own, as it is. Which of them are the weights of GEMMs that an FP8 recipe computes in FP8 is
-read from where they stand and what they are called; shapes that an engine does not take are told by the engine's own
-rules. What is not sure to be such a weight stays as it is: that costs bytes, and encoding it would cost the model.
+Every tensor is a row of its own, as it is. Their place and name decide which of them are weights of GEMMs that an FP8
+recipe computes in FP8. Shapes that an engine does not take are refused by the engine's own rules. What is not sure to
+be such a weight stays as it is: that costs bytes, and encoding it would cost the model.
 """
 
 import re

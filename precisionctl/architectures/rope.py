@@ -55,9 +55,9 @@ def rope(
 ) -> Rule:
     """`rope_parameters` of transformers 5, or the keys of transformers 4; with the family's defaults.
 
-    `partial` says whether the family heeds `partial_rotary_factor`, `query_scaling` whether `llama_4_scaling_beta`;
-    `original` is the context that its class takes for the original one where config.json names none, whatever the
-    scaling says.
+    `partial` says whether the family uses `partial_rotary_factor`, `query_scaling` whether it uses
+    `llama_4_scaling_beta`. `original` is the class's default for the original context length, whatever the kind of
+    scaling.
     """
 
     def read(config: Config, where: object) -> Fields:
@@ -89,9 +89,9 @@ def rope(
 
 
 def rope_by_kind(base: float, local_base: float, absent: Mapping[str, Mapping[str, Any]] | None = None) -> Rule:
-    """Rotary embeddings of layers without a window and with one, whose base is their own and which have no scaling: by
-    kind of layer in transformers 5. transformers 4 has the usual keys, and perhaps `rope_local_base_freq`; a family
-    that it does not have takes the parameters `absent` where there are none."""
+    """Rotary embeddings of layers without a window, and of layers with one, which have a base of their own and no
+    scaling. transformers 5 has parameters for each kind of layer; transformers 4 has the usual keys, and perhaps
+    `rope_local_base_freq`. A family that transformers 4 does not know uses `absent` for missing parameters."""
 
     def read(config: Config, where: object) -> Fields:
         # transformers looks for the original context in the parameters of a kind alone
@@ -193,7 +193,8 @@ def write_rope_of_kinds(model: ModelShape) -> Config:
 
 
 def _check_whole(fields: Fields, config: Config, where: object) -> None:
-    """Raise UnknownArchitecture where a part of a head turns: classes of these families do not heed that it should."""
+    """Raise UnknownArchitecture if only a part of a head is to be rotated: these families' classes ignore such a
+    setting."""
     if fields["rotary_percent"] != 1:
         raise UnknownArchitecture(
             f"no {config.get('model_type')} known here has partial_rotary_factor={fields['rotary_percent']}",
@@ -204,9 +205,9 @@ def _check_whole(fields: Fields, config: Config, where: object) -> None:
 def rotary_parameters(
     config: Config, where: object, base: float, absent: Mapping[str, Any] | None = None
 ) -> Mapping[str, Any]:
-    """What config.json says of rotary embeddings, under either of its keys; or under both, where they agree. Raises
-    DamagedCheckpoint where they do not. `base` is the rotary base that the family's class takes where none is said,
-    `absent` what it takes where no parameters are: `{}` are some, and scale nothing."""
+    """The parameters of rotary embeddings in config.json, under either of its keys. Raises DamagedCheckpoint if both
+    keys are there and differ. `base` is the class's default for the rotary base, `absent` its default for absent
+    parameters; `{}` is not absent, and scales nothing."""
     both = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key) not in (None, {})]
     for parameters in both:
         if not isinstance(parameters, Mapping):

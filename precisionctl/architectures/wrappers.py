@@ -32,13 +32,18 @@ IN_MEMORY = "model.language_model.", "lm_head."
 
 @dataclass(frozen=True)
 class WrapperNames:
-    """`body` and `head` of published files, and beginnings of names that are the `same` in the text model alone; the
-    `model_type` of a text model whose config says none, with all that its class takes for keys that are not there;
-    whether config.json may have the text model's keys at its top, without a `text_config` (`flat`); body and head that
-    it has `in_memory`; the rows of its experts where they are not its family's; whether published files have what is
-    the second spelling where the text model is alone (`second`); a `mark` in its towers' names, by which it is told
-    from wrappers whose text has the same names (empty where it has none of the others'); what its class takes
-    for keys that its `text_config` lacks, where the text model's class alone would take something else (`absent`)."""
+    """How a wrapper names the tensors of its text model, and reads its config.
+
+    - `body`, `head`: prefixes in published files
+    - `text`: the text model's `model_type`, if its config may lack one; TEXT_MODELS has its class's defaults
+    - `flat`: whether config.json may have the text model's keys at its top, without a `text_config`
+    - `in_memory`: the prefixes that the wrapper's class has in memory
+    - `experts`: the rows of experts, if they are not the family's
+    - `second`: whether published files have the spelling that is the second one of the text model alone
+    - `same`: prefixes of names that are the same in the text model alone
+    - `mark`: a part of the towers' names that no other wrapper with the same text model has; empty if none needs it
+    - `absent`: the class's defaults for keys that `text_config` lacks, if the text model's class has others
+    """
 
     body: str = "language_model.model."
     head: str = "language_model.lm_head."
@@ -134,8 +139,8 @@ WRAPPERS: Mapping[str, WrapperNames] = {
 
 @dataclass(frozen=True)
 class TextModel:
-    """A kind of text model: the family that it belongs to, and what its class takes for keys that are not there, where
-    that is not what the family does. `fixed` are keys that its class does not heed."""
+    """A kind of text model: its family, and its class's defaults for absent keys, if the family has others. `fixed` are
+    keys that its class does not heed."""
 
     family: str
     absent: Mapping[str, Any] = field(default_factory=dict)
@@ -196,8 +201,8 @@ TEXT_MODELS: Mapping[str, TextModel] = {
         {"use_qk_norm": False},
     ),
 }
-"""Text models in wrappers whose config.json may leave out what a family's own always says, and those that have a
-`model_type` of their own."""
+"""Text models of wrappers whose config may lack keys that the family's own always has, or that have a `model_type` of
+their own."""
 
 
 def is_wrapper(config: Config) -> bool:
@@ -244,8 +249,8 @@ def can_be_wrapped(family: Architecture, wrapper: Wrapper) -> bool:
 
 
 def may_be_tied(config: Config) -> bool:
-    """Whether the head may be the embedding, which is then not stored: what neither a wrapper's config.json nor its
-    `text_config` says is told by the tensors."""
+    """Whether the head may be the embedding and so not be stored. If neither a wrapper's config.json nor its
+    `text_config` says so, the tensors decide."""
     parts = (config, config.get("text_config") or {})
     on = [is_on(part, "tie_word_embeddings", "config.json") for part in parts]
     return any(on) or all(part.get("tie_word_embeddings") is None for part in parts)

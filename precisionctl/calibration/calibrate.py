@@ -21,7 +21,7 @@ from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.commands.request import StrPath
-from precisionctl.conversion import convert
+from precisionctl.conversion.convert import convert
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.errors import OutputError, PrecisionError, RecipeError
@@ -200,7 +200,7 @@ def _model(source: Reader, recipe: Recipe, backend: BackendName, device: torch.d
     parameters = dict(model.named_parameters())
     # Parameters that FSDP2 shards are FP32, and rounded when they are gathered
     plan = make_plan(source, "megatron", dtype=DType.bfloat16 if world.count == 1 else DType.float32).text
-    convert.run(plan, source, LiveModel(shape, parameters, shards=model.shards.tensors))
+    convert(plan, source, LiveModel(shape, parameters, shards=model.shards.tensors))
     return model.requires_grad_(False)
 
 

@@ -100,7 +100,7 @@ WITH_REFERENCE = (
     "Give `convert`, `export-inference`, `resume`, `verify` or `inspect` a Hugging Face directory of the same model "
     "with --reference: its config.json and tokenizer are enough."
 )
-"""What to do about a checkpoint that does not say its model. It names the commands, as others have no such option."""
+"""Advice for a checkpoint that does not say its model. It names the commands that have the option."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class Hints:
 
     `family` is the family of a Megatron checkpoint without a config.json. `reference` is the directory that
     `--reference` names: the same model, or an adapter's base; `companions` are its companion files, and `towers` its
-    towers if it is a wrapper; `trusted` says that its config.json is right where Megatron's arguments say otherwise.
-    `grouped_columns` is the order of columns in the FP8 state of grouped linears.
+    towers if it is a wrapper; `trusted` says that its config.json overrules Megatron's arguments. `grouped_columns` is
+    the order of columns in the FP8 state of grouped linears.
     """
 
     family: str | None = None
@@ -129,7 +129,7 @@ class Container:
     """How a container is recognised and opened: the `CONTAINER` of each module that reads one.
 
     `open` takes the path, the iteration that is wanted (None for the newest; ignored if there is only one) and the
-    user's hints. `looked_for` says in words what it is recognised by, for errors.
+    user's hints. `looked_for` says in words how it is recognised, for errors.
     """
 
     recognise: Callable[[Path], bool]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from precisionctl.fp8.encoding import Encoding
 
 Bytes: TypeAlias = "NDArray[np.uint8]"
-"""Memory, as `[rows, bytes of a row]`: what is only read, moved, compared or written needs no PyTorch."""
+"""Bytes in memory, `[rows, bytes of a row]`. Reading, moving, comparing and writing them needs no PyTorch."""
 
 BytesProgress: TypeAlias = "Callable[[int], AbstractContextManager[Callable[[int], None]]]"
 """Opens a progress bar for a number of bytes, and yields a function to call with the number of further bytes done."""

@@ -120,9 +120,9 @@ def is_tokenizer(name: str) -> bool:
 
 
 def needed(hints: Hints, own: Companions) -> Hints:
-    """What a checkpoint with its `own` companions needs of a reference: without a config.json of its own all, except
-    the tokenizer if it has one; with a config.json, but without a tokenizer, what it has not itself; else nothing.
-    Which companions it then has is `companions`, None for its own."""
+    """What a checkpoint with its `own` companions takes from a reference. Without a config.json: everything, but not
+    the tokenizer if it has one. With a config.json and no tokenizer: the files that it lacks. With both: nothing. The
+    result's `companions` are those that it then has; None means its own."""
     given = hints.companions
     if given is None or hints.family:
         return hints

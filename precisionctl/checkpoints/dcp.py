@@ -15,9 +15,9 @@ from typing import Any
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, damage, shown
-from precisionctl.fp8.opcodes import Global, LazyDict, LazyList, PickledObject, dump
 from precisionctl.untrusted import safe_pickle
 from precisionctl.untrusted.pickle_machine import LONGEST_KEY
+from precisionctl.untrusted.pickle_writer import Global, LazyDict, LazyList, PickledObject, dump
 from precisionctl.untrusted.safe_files import check_link, read_file
 from precisionctl.untrusted.safe_pickle import itself, sizes
 

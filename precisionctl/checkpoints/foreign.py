@@ -47,7 +47,7 @@ class Foreign:
 
 
 def check_tensors(reader: Reader, path: Path) -> None:
-    """Raise UnknownFormat for an open checkpoint whose tensor names show that it is something else."""
+    """Raise UnknownFormat for a checkpoint that its tensor names show to be in a format that is not read."""
     for foreign in TENSORS:
         foreign.check(reader, path)
 

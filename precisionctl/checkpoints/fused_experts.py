@@ -80,7 +80,7 @@ def stacked(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
 
 
 def in_words(name: str, spec: TensorSpec) -> tuple[str, TensorSpec]:
-    """The tensor that holds a logical one in a file: of packed codes, the words that they are in."""
+    """The name and spec in a file of a logical tensor; for packed codes, those of the words that hold them."""
     packing = spec.packing
     if packing is None:
         return name, spec

@@ -324,8 +324,8 @@ def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _codes_beside(path: Path, stored: Collection[str]) -> dict[str, Any] | None:
-    """What AutoGPTQ or AutoAWQ alone has said, in a file of its own, of a directory with their codes; None if there is
-    none. Raises DamagedCheckpoint for two."""
+    """The quantization config that AutoGPTQ or AutoAWQ wrote into a file of its own; None if there is none. Raises
+    DamagedCheckpoint for two."""
     there = [name for name in FILES_BESIDE if has_file(path / name, path)]
     if not there or not any(name.endswith(".qweight") for name in stored):
         return None

@@ -108,7 +108,7 @@ class LazyTensors(Mapping[str, "Tensor"]):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy in CPU memory of what a live model had on this rank at one moment, so that the model can train on."""
+    """A copy in CPU memory of this rank's tensors of a live model at one moment, so that the model can train on."""
 
     specs: Mapping[str, TensorSpec]
     held: Mapping[str, Sequence[Chunk]]

@@ -80,8 +80,8 @@ def parameter_order(names: Iterable[str], where: Path, behind: Mapping[str, str]
 
 
 def stacked_experts(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The parameters that transformers 5 has for tensors of these names, each with the tensors that it consists of: the
-    experts of a layer are one stack, in which an expert's gate and up are one."""
+    """The parameters that transformers 5 makes of these tensors, each with the names of its tensors: a layer's experts
+    are one stack, with gate and up of an expert joined."""
     found: dict[str, list[tuple[int, int, str]]] = {}
     for name in names:
         if match := _EXPERT.fullmatch(name):
@@ -102,8 +102,8 @@ _UNDECAYED = re.compile(r".*(?:bias|norm(?:_\d)?\.weight|ln_\w\.weight)")
 
 
 def names_by_number(groups: Sequence[Any], names: Sequence[str], where: Path) -> dict[int, str]:
-    """The parameter of each number, of `names` in the model's order: of all in one group, or of those with decay, then
-    norms and biases, as trainers group them. Raises CheckpointError where groups are of other lengths."""
+    """The parameter of each number. `names` are in the model's order. Trainers have all parameters in one group, or
+    those with weight decay first, then norms and biases. Raises CheckpointError where groups are of other lengths."""
     undecayed = [name for name in names if _UNDECAYED.fullmatch(name)]
     decayed = [name for name in names if not _UNDECAYED.fullmatch(name)]
     listed = [group["params"] for group in groups if group["params"]]

@@ -41,7 +41,7 @@ class SavedStates:
 
 
 def first_names(located: Mapping[str, LocatedTensor]) -> dict[str, str]:
-    """For each tensor of a file the first on the same bytes: itself, or the one that it is tied to."""
+    """For each tensor of a file, the first one stored at the same place: itself, or the one that it is tied to."""
     firsts = dict[int, str]()
     return {name: firsts.setdefault(one.offset, name) for name, one in located.items()}
 

@@ -83,7 +83,7 @@ def skeleton(path: Path) -> Any:
     RankShard of one.
 
     A tensor that is not contiguous becomes Inert. Raises DamagedCheckpoint for a file that is not such an archive, or
-    whose tensors are many times what is stored, and UnsafePickle as `load`.
+    whose tensors claim many times the stored bytes; UnsafePickle as `load`.
     """
     with open(path, "rb") as file:
         if file.read(4) != b"PK\3\4":

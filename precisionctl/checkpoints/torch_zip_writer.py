@@ -21,8 +21,8 @@ from typing import Any
 from precisionctl.checkpoints.output import lay_out_file
 from precisionctl.checkpoints.torch_zip_records import ALIGNMENT, lay_out_records
 from precisionctl.dtypes import DType
-from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps, dumps_with_memo
 from precisionctl.torch_when_used import torch
+from precisionctl.untrusted.pickle_writer import Global, PersistentId, PickledObject, dumps, dumps_with_memo
 from precisionctl.untrusted.safe_pickle import STORAGES
 
 
@@ -94,7 +94,7 @@ def lay_out(value: object) -> Archive:
     blanks: dict[Blank, str] = {}
     _number(value, blanks)
     tensors: list[SmallTensor] = []
-    data = dumps(_as_opcodes(value, blanks, tensors, {}), protocol=2)
+    data = dumps(_for_pickle(value, blanks, tensors, {}), protocol=2)
     holes = ((f"data/{name}", blank.nbytes) for blank, name in blanks.items())
     records = lay_out_records([*holes, *_records(data, tensors, len(blanks))])
     return Archive(records.pieces, dict(zip(blanks, records.holes, strict=True)), records.length)
@@ -103,7 +103,7 @@ def lay_out(value: object) -> Archive:
 def dump(value: object) -> bytes:
     """The bytes that torch.save writes for an object that `lay_out` does not change. Equal values give equal bytes."""
     tensors: list[SmallTensor] = []
-    data = dumps_with_memo(_as_opcodes(value, {}, tensors, {}))
+    data = dumps_with_memo(_for_pickle(value, {}, tensors, {}))
     (piece,) = lay_out_records(_records(data, tensors, 0)).pieces
     return piece[1]
 
@@ -129,13 +129,13 @@ def _number(value: Any, blanks: dict[Blank, str]) -> None:
             _number(item, blanks)
 
 
-def _as_opcodes(
+def _for_pickle(
     value: Any, blanks: Mapping[Blank, str], tensors: list[SmallTensor], shared: dict[int, object]
 ) -> object:
-    """Translate a value into what `opcodes` writes, with equal strings made one object, as a memo depends on which
-    objects are shared. Its tensors are added to `tensors`, and named after the Blanks; those of PyTorch are in
-    `shared`, by `id`."""
-    translated = functools.partial(_as_opcodes, blanks=blanks, tensors=tensors, shared=shared)
+    """Translate a value into one that `pickle_writer` takes. Equal strings become one object, because a memo depends on
+    which objects are shared. Tensors are added to `tensors` and named after the Blanks; `shared` has PyTorch's tensors
+    by `id`."""
+    translated = functools.partial(_for_pickle, blanks=blanks, tensors=tensors, shared=shared)
     if type(value) is str:
         return sys.intern(value)
     if value is None or isinstance(value, bytes | int | float):

@@ -117,8 +117,8 @@ def with_parameters(groups: Iterable[ParameterGroup]) -> list[ParameterGroup]:
 
 
 def adam_run(updates: int, groups: Sequence[ParameterGroup], where: Path, *left: str) -> TrainerRun:
-    """The run of a trainer whose optimizer is AdamW; `left` says in words what else of the run is not carried over.
-    Raises as `adam_settings`."""
+    """The run of a trainer with AdamW; `left` says in words what of the run is not carried over. Raises as
+    `adam_settings`."""
     lost = (NO_SCHEDULE, *left, *OF_THE_LOOP, *lost_settings(groups))
     return TrainerRun(updates, adam_settings(groups, where), lost)
 

@@ -7,9 +7,9 @@ ranks. With replicas of the model (HSDP) the first ranks have one of them togeth
 `optim_world_size_W_rank_R.pt` is torch.optim's, under numbers: those of the model's parameters, which stand in the
 model's file in their order. The moments of a parameter are
 
-- with FSDP 2 cut as it is;
-- with FSDP 1 flat: those of a unit (a layer, or all that is in none) one after the other, padded, in equal parts for
-  the ranks; with `use_orig_params` of each parameter what a rank has of that.
+- with FSDP 2, cut as the parameter is;
+- with FSDP 1, flat: those of a unit (a layer, or everything outside of layers) one after the other, padded, in equal
+  parts for the ranks; with `use_orig_params`, each rank has its part of each parameter.
 
 Config and tokenizer are in `huggingface/`; `extra_state_*.pt` has generators and the scheduler's counts.
 """

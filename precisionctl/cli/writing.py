@@ -50,8 +50,8 @@ _CARRYING_OUT = ["--workers", "--verify", "--dry-run", "--restart", "--max-shard
     sections={
         "Result": ["--to", "--precision", "--container"],
         "FP8 and its state": [
-            *("--recipe", "--fp8-state", "--drop-fp8-state", "--include", "--exclude", "--te-version"),
-            "--grouped-columns",
+            *("--recipe", "--fp8-state", "--drop-fp8-state", "--drop-encodings", "--include", "--exclude"),
+            *("--te-version", "--grouped-columns"),
         ],
         "Optimizer": ["--drop-optimizer"],
         "Parallel sizes": [
@@ -94,6 +94,7 @@ _CARRYING_OUT = ["--workers", "--verify", "--dry-run", "--restart", "--max-shard
 )
 @grouped_columns_option
 @click.option("--drop-fp8-state", is_flag=True, help="Leave out the FP8 state.")
+@click.option("--drop-encodings", is_flag=True, help="Leave out how weights were encoded: no way back to their codes.")
 @fp8_state_option
 @include_option
 @exclude_option
@@ -114,9 +115,9 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 
     DESTINATION appears only when it is complete. If the command was stopped, the same command continues.
 
-    `--to hf --precision fp8` writes weights that were FP8 before with their old codes. Others are encoded as by
-    `export-inference --target vllm`, with the scheme that fits --recipe. Megatron's own FP8 flags, such as
-    --fp8-amax-history-len, are accepted beside --recipe.
+    `--to hf --precision fp8` gives weights that were codes before (FP8, INT8 or four bits) the same codes again, in
+    the format that they had. Others are encoded as by `export-inference --target vllm`, with the scheme that fits
+    --recipe. Megatron's own FP8 flags, such as --fp8-amax-history-len, are accepted beside --recipe.
     """
     from precisionctl.commands.request import Request, layout_and_container
 
@@ -239,8 +240,8 @@ def _in_short(command: "PlannedCommand") -> dict[str, Any]:
     plan = command.plan
     return {
         "model": plan.model.described(),
-        "source": plan.source,
-        "target": plan.target,
+        "source": plan.from_layout,
+        "target": plan.to_layout,
         "parallelism": asdict(plan.parallelism),
         "destination": str(command.output.path),
         "tensors": len(plan.targets),

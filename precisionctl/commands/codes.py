@@ -11,11 +11,11 @@ from precisionctl.checkpoints.companions import parse_json
 from precisionctl.commands.build import Result
 from precisionctl.commands.misfits import Misfits
 from precisionctl.commands.notes import (
+    format_notes,
     four_bit_notes,
     in_bf16_notes,
     input_scale_notes,
     known_state_notes,
-    reference_notes,
     rounded_notes,
     unreached_notes,
 )
@@ -105,7 +105,7 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
             where=found[0].where,
             do="`export-inference --scheme block` has what it loads."
             if is_slice(found[0].where)
-            else "Forget their codes first: `convert --to hf --precision bf16 --drop-fp8-state`.",
+            else "Forget their codes first: `convert --to hf --precision bf16 --drop-encodings`.",
         )
     if request.kv_cache:
         kv_cache.check_engine(source.plan, engine, form.method)
@@ -142,8 +142,8 @@ def _scheme(request: Request, source: Source, engine: Engine, precision: Precisi
 
 
 def _check_blocks(engine: Engine, architecture: str, scheme: Scheme, values: Iterable[str]) -> None:
-    """Raise PrecisionError if an engine multiplies some linears as blocks alone, and does not get them: by the scheme,
-    or as these `values`."""
+    """Raise PrecisionError if the engine takes some linears only as codes in blocks, and another scheme encodes them,
+    or they are among the `values`."""
     if found := engine.check_blocks(architecture, scheme, values):
         raise PrecisionError(
             f"{engine.title} does not load it: {found[0].what}; {found[0].rule.text}",
@@ -153,7 +153,7 @@ def _check_blocks(engine: Engine, architecture: str, scheme: Scheme, values: Ite
 
 
 def _config_of(reader: Reader, model: ModelShape) -> Mapping[str, Any]:
-    """The part of a model's config.json that names its class; for a wrapper, all of it, which also describes the
+    """The part of config.json that names the model's class; for a wrapper all of it, as it also describes the
     towers."""
     if isinstance(model, UntabledModel):
         config: Mapping[str, Any] = model.config
@@ -219,14 +219,14 @@ _IN_BF16 = "Inputs are not quantized."
 
 
 def as_before(request: Request, source: Source) -> Result:
-    """A result whose weights are the codes that they were once, or are. Raises MissingFp8State for scales of
-    inputs, and PrecisionError for those of a KV cache, that belong to weights which have changed."""
+    """A result with the codes that the weights have, or once had. If the weights have changed since, raises
+    MissingFp8State for their fixed input scales, and PrecisionError for scales of their KV cache."""
     reader, known, encodings = source.reader, source.known, source.encodings
     assert encodings is not None, "there were codes before"
     policy = AsBefore(encodings, known.current, fixed_hold=source.fixed_scales is not None)
     plan = encode(source.plan, policy)
     notes = [
-        *reference_notes(request, encodings),
+        *format_notes(request, encodings),
         *edge_notes(encodings, reader.specs, plan),
         *source_notes(request, source),
         *rounded_notes(reader, plan),

@@ -70,7 +70,7 @@ class Misfits:
         )
 
     def _schemes(self) -> list[Scheme]:
-        """The other schemes in which the engine takes all weights; those of four bits beside such a one alone."""
+        """The other schemes in which the engine takes all weights; four-bit ones only if this one has four bits."""
         bits = [each for each in self.engine.spells if {each, self.form.scheme} <= FOUR_BITS.keys()]
         schemes = (*bits, *schemes_of(self.engine, self.plan, self.precision))
         return [each for each in schemes if self._in(each)._all_fit()]

@@ -117,10 +117,16 @@ def code_notes(encodings: WeightEncodings) -> Iterator[str]:
         )
 
 
-def reference_notes(request: Request, encodings: WeightEncodings) -> Iterator[str]:
-    """A note that values get codes in the form of the reference's."""
+def format_notes(request: Request, encodings: WeightEncodings) -> Iterator[str]:
+    """A note on the format of a result's codes if it is the reference's, or the weights' own and not FP8."""
+    others = sorted({spec.codes_name for spec in encodings.weights.values()} - {"FP8"})
     if request.reference and encodings.path == request.reference:
         yield f"The codes have the form of the reference's: {request.reference}."
+    elif others:
+        yield (
+            f"Weights become {' and '.join(others)} again, as they were: `--precision fp8` writes codes in the "
+            "format that they had."
+        )
 
 
 def decoded_notes(reader: Reader) -> Iterator[str]:

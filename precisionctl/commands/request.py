@@ -76,7 +76,7 @@ def check_expert_parallel(expert_parallel: bool, ranks: int) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """What to convert, and to what; paths may be strings. An export is a conversion to Hugging Face's layout in FP8 for
+    """What to convert, and to what. Paths may be strings. An export is a conversion to Hugging Face's layout in FP8 for
     a `target`. Raises RecipeError for options that contradict each other.
 
     `to` is `hf` or `megatron`, `container` one of CONTAINERS (None for the first), `precision` that of `convert
@@ -85,11 +85,12 @@ class Request:
     Without a `recipe` FP8 state keeps its own, or gets TE's defaults; for a target the recipe says which modules stay
     in BF16. A plain Megatron checkpoint does not contain its family, tokenizer or true vocabulary size: `architecture`
     names the family, or `reference` is a Hugging Face directory of the same model, whose config.json and tokenizer are
-    used; so it is for a PyTorch checkpoint (DCP). Of a LoRA adapter `reference` is the base model. With
-    `trust_reference` its config.json is right where Megatron's arguments contradict it. A reference whose weights are
-    codes that no scheme writes (gpt-oss as released) also says which codes there are to be, if nothing else does.
-    `te_version` is the version of the FP8 payloads to write; `grouped_columns` the order of columns in the payloads of
-    experts that are read, if it cannot be inferred.
+    used. A PyTorch checkpoint (DCP) needs a `reference` too; for a LoRA adapter it is the base model. With
+    `trust_reference` its config.json overrules Megatron's arguments. If its weights are codes that no scheme writes
+    (gpt-oss as released), and nothing else says which codes to make, the result gets codes like those. `drop_fp8_state`
+    leaves FP8 state behind; `drop_encodings` leaves behind how weights were encoded, and with it the way back to their
+    codes. `te_version` is the version of the FP8 payloads to write; `grouped_columns` the order of columns in the
+    payloads of experts that are read, if it cannot be inferred.
 
     `target` is an engine's name in engines/, or TE; it runs on `ranks` GPUs, which get experts whole if
     `expert_parallel`, and else a part of each. Without a `scheme` the best that the checkpoint allows is chosen;
@@ -109,6 +110,7 @@ class Request:
     iteration: int | None = None
     max_shard_size: int = MAX_SHARD_SIZE
     drop_fp8_state: bool = False
+    drop_encodings: bool = False
     fp8_state: Path | None = None
     drop_optimizer: bool = False
     architecture: str | None = None
@@ -168,6 +170,11 @@ class Request:
                 "the input scales of FP8 weights come from the FP8 state",
                 do="Leave --drop-fp8-state out, or use `export-inference --scheme dynamic`.",
             )
+        if self.drop_encodings and self.for_inference:
+            raise RecipeError(
+                "the codes of weights come from their encodings",
+                do="Leave --drop-encodings out, or use `export-inference`, which makes others.",
+            )
         if self.te_version != 2 and not self.fills_extra_state:
             raise RecipeError(
                 "--te-version is for state of Transformer Engine, and this result has none",
@@ -212,7 +219,7 @@ class Request:
 
     @property
     def says_which_codes(self) -> bool:
-        """Whether the user chose what codes there are to be; else weights that were codes get those back."""
+        """Whether the user chose which codes to make. If not, weights that were codes get their old codes back."""
         return bool(self.target or self.recipe or self.include or self.exclude)
 
     @property

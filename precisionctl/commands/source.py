@@ -44,8 +44,9 @@ class Source:
     """An open checkpoint, and the `plan` of the result in high precision.
 
     `files` are its files as they were when it was opened. `encodings` is how its weights are encoded, or once were.
-    `known` is its FP8 state, from training or `calibrate`. `trained` is the reader if its optimizer is converted, too.
-    `engine` is the one whose form weights get as codes; None for values, and for the codes that they had before.
+    `known` is its FP8 state, from training or `calibrate`. `trained` is the reader, if its optimizer is converted too,
+    else None. `engine` is the engine to encode weights for; None if the result has values, or the codes that weights
+    had before.
     """
 
     reader: Reader
@@ -88,10 +89,11 @@ class Source:
 def open_source(request: Request) -> Source:
     """Open the source of a request, and plan the result in high precision.
 
-    Raises RecipeError for hints that contradict the checkpoint or are not needed, and for a precision that an optimizer
-    does not go along in, PrecisionError for a scheme of codes that a release has in a form of its own, MappingError for
-    state or encodings of another model, and as `open_checkpoint` and
-    `make_plan`.
+    Raises RecipeError for hints that contradict the checkpoint or that it does not need;
+    RecipeError for BF16 weights beside an optimizer whose FP32 masters the container has no other place for;
+    PrecisionError for a release with names of its own (gpt-oss), if it is exported in the scheme that it has already;
+    MappingError for state or encodings of another model;
+    and as `open_checkpoint` and `make_plan`.
     """
     reader = open_hinted(
         request.source,
@@ -102,7 +104,7 @@ def open_source(request: Request) -> Source:
         trusted=request.trust_reference,
     )
     files = fingerprints(reader.files)
-    encodings = None if request.drop_fp8_state else weight_encodings(reader)
+    encodings = None if request.drop_encodings else weight_encodings(reader)
     method = method_of(encodings)
     if request.for_inference and request.says_which_codes and method and method.own_names:
         if request.scheme == method.name:
@@ -156,8 +158,8 @@ def open_source(request: Request) -> Source:
 
 
 def _naming(request: Request, reader: Reader, engine: Engine | None) -> Naming:
-    """Whose names the result has: those of a Hugging Face directory stay, those of another trainer's checkpoint are
-    what the model's class has in memory, and not what it saves."""
+    """Whose names the result has. A Hugging Face directory's stay. Another trainer's checkpoint has the names in memory
+    of the model's class, and the result those that the class saves."""
     if request.is_state_dict:
         return "in memory"
     if engine and not engine.loads_own_classes:
@@ -170,9 +172,9 @@ def _naming(request: Request, reader: Reader, engine: Engine | None) -> Naming:
 def _dtype_of_values(request: Request, reader: Reader) -> DType | None:
     """The dtype of a result's values; None keeps the dtype in which each is stored.
 
-    For an engine it is None if most matrices of the source are of 16 bits or codes: a tensor that is FP32 among those
-    is so for a reason, and FP16 loses nothing. A source that is FP32 as a whole becomes BF16, because engines take the
-    dtype to compute in from config.json.
+    For an engine it is None if most matrices of the source are 16-bit values or codes: then an FP32 tensor is FP32 for
+    a reason, and FP16 loses nothing by staying. A source in FP32 becomes BF16, because engines compute in the dtype
+    that config.json names.
     """
     matrices = [spec for spec in reader.specs.values() if len(spec.shape) > 1]
     narrow = sum(spec.is_codes or spec.dtype in (DType.bfloat16, DType.float16) for spec in matrices)
@@ -188,9 +190,9 @@ def open_hinted(
     *,
     trusted: bool = False,
 ) -> Reader:
-    """Open a checkpoint with what the user says about it: fields of a Request. Of a reference it uses what `needed`
-    says. Raises RecipeError for hints that contradict the checkpoint and for other hints that it does not need,
-    DamagedCheckpoint for a reference whose config.json describes no model, and as `open_checkpoint`."""
+    """Open a checkpoint with the user's hints about it, which are fields of a Request. `companions.needed` says what is
+    used of a reference. Raises RecipeError for hints that contradict the checkpoint and for other hints that it does
+    not need, DamagedCheckpoint for a reference whose config.json describes no model, and as `open_checkpoint`."""
     companions = _companions_of(reference) if reference else None
     if companions:  # one that is broken is not taken for one of another model
         read_model(parse_json(companions.files["config.json"], companions.config_path), companions.config_path)
@@ -270,8 +272,8 @@ def _companions_of(reference: Path) -> Companions:
 
 
 def _released_form(reference: Path) -> WeightEncodings | None:
-    """The encodings of a reference whose weights are codes under names of their own, which no scheme has: values of
-    the same model get codes like those. None for any other reference."""
+    """The encodings of a reference whose codes have names of their own, which no scheme writes; values of the same
+    model get codes like those. None for any other reference."""
     if not (reference / "config.json").is_file() or file_format_of(reference) is None:
         return None
     companions = read_companions(reference)

@@ -39,8 +39,8 @@ _NAMES = {
 def source_notes(request: Request, source: Source) -> Iterator[str]:
     """Notes on what the source is, and on what the result will not have of it, for any kind of result."""
     reader, plan = source.reader, source.plan
-    yield from family_notes(reader, plan.model, plan.target, named=request.architecture is not None)
-    if plan.target == "hf":
+    yield from family_notes(reader, plan.model, plan.to_layout, named=request.architecture is not None)
+    if plan.to_layout == "hf":
         yield from vocabulary_notes(reader)
     if request.trust_reference:
         yield from _overruled_notes(reader)
@@ -48,7 +48,7 @@ def source_notes(request: Request, source: Source) -> Iterator[str]:
     yield from left_behind_notes(reader, carried=source.trained is not None)
     yield from adapter_notes(reader)
     yield from _companion_notes(reader)
-    if plan.target == "hf":
+    if plan.to_layout == "hf":
         yield from _missing_notes(reader)
 
 
@@ -221,7 +221,7 @@ def _missing_notes(reader: Reader) -> Iterator[str]:
 
 
 def _overruled_notes(reader: Reader) -> Iterator[str]:
-    """A note on what Megatron's arguments say otherwise than the reference that is trusted."""
+    """A note on what Megatron's arguments contradict in a reference that is trusted."""
     if not of_megatron(reader):
         return
     try:
@@ -234,7 +234,7 @@ def _overruled_notes(reader: Reader) -> Iterator[str]:
 
 
 def vocabulary_notes(reader: Reader) -> Iterator[str]:
-    """A note that nothing tells the rows of a Megatron source's vocabulary from those that pad it."""
+    """A note that a Megatron source does not say which rows of its vocabulary are padding."""
     if of_megatron(reader) and "config.json" not in reader.companions.files and not reader.args.get("vocab_size"):
         yield (
             f"{reader.path} does not say how many tokens its vocabulary has: all {reader.model.vocab_size} rows are "
@@ -248,9 +248,9 @@ def _padding_notes(reader: Reader, plan: Plan) -> Iterator[str]:
         return
     before, after = reader.model, plan.model
     padding = before.padded_vocab_size - before.vocab_size
-    if plan.target == "hf" and padding:
+    if plan.to_layout == "hf" and padding:
         yield f"The vocabulary has {before.vocab_size} rows: the {padding} of Megatron's padding are left out."
-    if plan.target == "megatron" and before.padded_vocab_size != after.padded_vocab_size:
+    if plan.to_layout == "megatron" and before.padded_vocab_size != after.padded_vocab_size:
         yield (
             f"The vocabulary is padded to {after.padded_vocab_size} rows, as Megatron pads it for this --tp; "
             f"the source has {before.padded_vocab_size}."

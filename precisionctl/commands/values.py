@@ -34,9 +34,9 @@ def as_values(request: Request, source: Source) -> Result:
     plan, reader, known, encodings = source.plan, source.reader, source.known, source.encodings
     if encodings:
         _check_come_back(encodings, source)
-    state = known.current or (source.state_of_fixed_scales if request.precision == "fp8" else None)
-    # what is carried along, from which no run starts
-    sidecar = known.current or source.state_of_fixed_scales or known.outdated
+    fixed = None if request.drop_fp8_state else source.state_of_fixed_scales
+    state = known.current or (fixed if request.precision == "fp8" else None)
+    sidecar = known.current or fixed or known.outdated  # what is carried along, from which no run starts
     if request.precision == "fp8":
         check_fp8_gemms(plan, request.numerics(plan.model))
     run = NO_RUN
@@ -72,7 +72,7 @@ def _check_come_back(encodings: WeightEncodings, source: Source) -> None:
         raise PrecisionError(
             f"INT8 codes with zero points do not survive BF16, e.g. of `{merged}`",
             do="Convert to values with --precision fp32, which gives the same codes again; or to BF16 with "
-            "--drop-fp8-state, and without a way back.",
+            "--drop-encodings, and without a way back.",
         )
 
 

@@ -81,7 +81,7 @@ def worker_memory(plan: Plan) -> int:
     rows = [spec.columns * max(WIDEST, spec.dtype.itemsize) for spec in plan.targets.values()]
     # A job that computes has whole tensors in memory: those it read and those it made. Between two Hugging Face
     # directories, Megatron's are made in between.
-    copies = 4 if plan.source == plan.target else 2
+    copies = 4 if plan.from_layout == plan.to_layout else 2
     computed = [
         copies * WIDEST * sum(plan.targets[name].rows * plan.targets[name].columns for name in job.writes)
         for job in plan.jobs

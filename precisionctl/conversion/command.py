@@ -16,7 +16,7 @@ from precisionctl.checkpoints.output import Output, directory_above, disk_proble
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import TrainedReader
-from precisionctl.conversion.convert import OnBytes, check, run
+from precisionctl.conversion.convert import OnBytes, convert, read_back
 from precisionctl.conversion.edges import changed_notes
 from precisionctl.conversion.findings import Findings, nan_notes, zeroed_notes
 from precisionctl.conversion.journal import (
@@ -114,7 +114,7 @@ def execute(
         masters_note = ""
         if ranks.first and isinstance(command.trained, TorchDistReader) and command.trained.in_buckets:
             masters_note = prove_masters(command.trained)
-        found = run(
+        found = convert(
             command.plan,
             command.source,
             command.writer,
@@ -154,7 +154,7 @@ def _read_back(command: PlannedCommand, workers: int, ranks: Ranks, on_bytes: On
     if ranks.first:
         ranks.publish("written")  # all ranks have written, as their findings are here
     ranks.receive("written")  # a rank also reads back what others have written
-    checksums = check(
+    checksums = read_back(
         command.plan,
         command.source,
         command.writer,
@@ -205,7 +205,7 @@ def _finish(command: PlannedCommand, journal: Journal, found: Findings, checksum
     if encodings and not plan.encodes:
         encodings_file.write(writer.directory, encodings)
     write_manifest(writer.directory, command.reader, plan.digest, checksums)
-    if plan.target == "megatron":
+    if plan.to_layout == "megatron":
         write_tracker(command.output.partial, command.iteration)
     journal.record_whole()
     command.output.commit()

@@ -32,7 +32,7 @@ OnBytes = Callable[[int], None]
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 JobResult = tuple[Job, Findings]
-"""A finished job, and what it found out."""
+"""A finished job, and its findings."""
 
 
 class Target(Chunked, Protocol):
@@ -43,7 +43,7 @@ class Target(Chunked, Protocol):
         ...
 
 
-def run(
+def convert(
     plan: Plan,
     reader: TensorSource,
     writer: Target,
@@ -58,11 +58,11 @@ def run(
     """Write this rank's share of a plan's targets, except what its journal says is done. The caller finishes the Writer
     and commits the output.
 
-    `collect_weight_amax` collects the amax of each FP8 GEMM's weight. `carried` are the encodings that values had
-    before, by the target's names, for those that become codes. More than one worker needs files on both sides.
-    `on_bytes` is called with bytes written, first with those that were written before.
+    `collect_weight_amax` collects the amax of each FP8 GEMM's weight. `carried` are the former encodings of values that
+    become codes, by the target's names. More than one worker needs files on both sides. `on_bytes` is called with
+    numbers of bytes as they are written, first with that of the bytes written before.
 
-    Returns what jobs found out, including those that were done before.
+    Returns the findings of all jobs, also of those done before.
     """
     if journal and journal.done and not _are_whole(_ends(plan, writer)):
         journal.forget()
@@ -84,7 +84,7 @@ def run(
         of = sum(len(job.outputs) for job in jobs)
         found.notes.append(f"Continued: {before} of {of} tensors were written before.")
     worker = Worker(plan, reader, share, collect_weight_amax, carried)
-    results = in_processes(worker.do, todo, plan.costs(todo), workers)
+    results = in_processes(worker.do, todo, [plan.job_bytes(job) for job in todo], workers)
     with _torch_for(worker, todo), closing(results), _JournalWriter(plan, share, journal) as journaled:
         for job, new in results:
             found |= new
@@ -106,7 +106,7 @@ def _is_mine(job: Job, share: Chunked, ranks: Ranks) -> bool:
     return any(share.chunks(name) for name in names) if names else ranks.first
 
 
-def check(
+def read_back(
     plan: Plan,
     reader: TensorSource,
     writer: Chunked,
@@ -122,11 +122,12 @@ def check(
     """
     for file in chunk_files(writer, plan.targets):
         forget(file)
-    shares = deal(plan.costs(plan.jobs), ranks.count)  # not bytes, as when writing: a SHA-256 is of a whole tensor
+    # whole jobs, not equal bytes as when writing: a SHA-256 is of a whole tensor
+    shares = deal([plan.job_bytes(job) for job in plan.jobs], ranks.count)
     jobs = [plan.jobs[number] for number in shares[ranks.rank]] if ranks.rank < len(shares) else []
     checksums: dict[str, str] = {}
     checker = Checker(plan, reader, writer, carried=carried)
-    results = in_processes(checker.check, jobs, plan.costs(jobs), workers)
+    results = in_processes(checker.check, jobs, [plan.job_bytes(job) for job in jobs], workers)
     with _torch_for(checker, jobs), closing(results):
         for job, found in results:
             checksums |= found
@@ -163,7 +164,7 @@ def _ends(plan: Plan, writer: Chunked) -> dict[Path, int]:
 
 
 def _are_whole(ends: Mapping[Path, int]) -> bool:
-    """Whether the files that a journal speaks of have all their bytes: what was cut off would come back as zeros."""
+    """Whether files are as long as these `ends`. A file that was cut off would be filled with zeros."""
     return all(file.is_file() and file.stat().st_size >= end for file, end in ends.items())
 
 
@@ -175,8 +176,8 @@ def _cut(begins: Sequence[int], at: int, near: int) -> int:
 
 
 CUT_AT = 1 << 20
-"""A file is cut between ranks at multiples of this many bytes, so that no two hosts write into one page of it: not all
-network file systems keep apart what they change there."""
+"""A file is cut between ranks at multiples of this many bytes, so that no two hosts write into one page of it: some
+network file systems may lose one of the two writes."""
 
 
 class _Share:
@@ -197,7 +198,7 @@ class _Share:
 
 
 def _elements(chunk: Chunk, itemsize: int, part: range) -> tuple[int, int]:
-    """The first of a chunk's elements that begins in a part of its file, and the number of them that do."""
+    """The first element of a chunk that begins in this part of its file, and how many do."""
     first, stop = (
         min(max(0, -((chunk.offset - byte) // itemsize)), chunk.box.elements) for byte in (part.start, part.stop)
     )

@@ -14,9 +14,9 @@ class Findings:
     `amax` is the amax of each FP8 GEMM's weight, by Megatron's name, if the command collects it. `changed` has, for
     each tensor that could not keep all its scales, the number of codes that differ from before, or, on an edge that
     rounds (`conversion/edges.py`), of values. `with_nan` are tensors with NaN, among those whose values were cast or
-    encoded. `rounded` are tensors of codes with zero points, some of whose values were those of codes rounded to BF16.
-    `zeroed` has the share of elements that became zero, for tensors where it exceeds the limit beyond which
-    `inspect --fp8` advises against FP8 (fp8.statistics.UNDERFLOW).
+    encoded. `rounded` are tensors of codes with zero points of which some values had been rounded to BF16. `zeroed` has
+    the share of elements that became zero, for tensors where it exceeds the limit beyond which `inspect --fp8` advises
+    against FP8 (fp8.statistics.UNDERFLOW).
     """
 
     amax: dict[str, float] = field(default_factory=dict)
@@ -69,7 +69,7 @@ def nan_notes(names: Collection[str]) -> Iterator[str]:
 
 
 def zeroed_notes(shares: Mapping[str, float]) -> Iterator[str]:
-    """A note on tensors in which many elements became zero, the worst first, and on what helps."""
+    """A note on tensors in which many elements became zero, the worst first, with advice."""
     if shares:
         worst = sorted(shares, key=lambda name: (-shares[name], name))
         first = ", ".join(f"{name} {shares[name]:.1%}" for name in worst[:3]) + (", ..." if len(worst) > 3 else "")

@@ -1,9 +1,9 @@
 """Journal: the jobs whose data is on the disk, so that the same command continues where it stopped.
 
-The first JSON line says which conversion it is (plan, and the source's sizes and times; in the journal of a further
-rank, the identity of the first one's); each further line lists jobs whose data is synced, with what they found out. An
-incomplete last line, from a crash while writing, is ignored. The file is locked, so two runs of the same conversion
-never write at the same time.
+The first JSON line identifies the conversion: plan, and the source's sizes and times; in a further rank's journal, the
+identity of the first rank's. Each further line lists jobs whose data is synced, with their findings. An incomplete last
+line, from a crash while writing, is ignored. The file is locked, so two runs of the same conversion never write at the
+same time.
 """
 
 import json

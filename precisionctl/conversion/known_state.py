@@ -109,7 +109,7 @@ def outdated_words(states: Fp8States) -> str:
 
 
 def outdated_note(states: Fp8States, what: str) -> str:
-    """`outdated_words` as a note, with `what` happens to the state, and what helps."""
+    """`outdated_words` as a note: `what` happens to the state, and how to record it anew."""
     words = outdated_words(states)
     return f"{words[0].upper()}{words[1:]}: {what}. `precisionctl calibrate` records it anew."
 

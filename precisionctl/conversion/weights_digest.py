@@ -104,7 +104,7 @@ class _Sampler(Worker):
         """The numbers of the rows to sample from a tensor."""
         spec, model = self._plan.targets[name], self._plan.model
         rows = spec.rows
-        if self._plan.target == "megatron" and spec.shape:
+        if self._plan.to_layout == "megatron" and spec.shape:
             rows = min(rows, job.row.shape(replace(model, padded_vocab_size=model.vocab_size))[0])
         if spec.columns == 1:
             return range(rows)

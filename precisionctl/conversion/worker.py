@@ -68,8 +68,8 @@ class Worker:
     """Does jobs of a plan one after the other, with no more than a piece of a tensor in memory (except in jobs that
     compute).
 
-    `collect_weight_amax` collects the amax of each FP8 GEMM's weight. `carried` are the encodings that values had
-    before, by the target's names, for those that are to be encoded.
+    `collect_weight_amax` collects the amax of each FP8 GEMM's weight. `carried` are the former encodings of values that
+    are to be encoded, by the target's names.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Worker:
     def _segments(self, job: Job) -> list[Segment]:
         """The copies that do a job whose row only moves."""
         reads = {name: self._reader.specs[name].rows for name in job.reads}
-        return lower(job.row, self._plan.model, self._plan.source, self._plan.target, reads, job.writes)
+        return lower(job.row, self._plan.model, self._plan.from_layout, self._plan.to_layout, reads, job.writes)
 
     def needs_torch(self, job: Job) -> bool:
         """Whether a job does more than copy bytes between files."""

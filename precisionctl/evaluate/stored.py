@@ -19,7 +19,7 @@ from precisionctl.checkpoints.chunks import read_tensor, read_values
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
-from precisionctl.conversion import convert
+from precisionctl.conversion.convert import convert
 from precisionctl.conversion.known_state import is_of_weights
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.engines.ignore_lists import in_time
@@ -72,7 +72,7 @@ def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = Fa
     states = _state_of_next_step(reader) if in_fp8 else None
     precision = _precision(reader, states, plan) if in_fp8 else Precision(fp8=False)
     model = GPT(plan.model, precision, "emulated", dtype.torch, device)
-    convert.run(plan, reader, LiveModel(plan.model, dict(model.named_parameters())))
+    convert(plan, reader, LiveModel(plan.model, dict(model.named_parameters())))
     stored = dtype.value
     if plain:
         return model, stored

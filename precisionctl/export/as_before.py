@@ -1,4 +1,4 @@
-"""The encoding policy for going back to codes: weights that once were codes get those that they had."""
+"""The encoding policy for going back to codes: weights that were codes get their old codes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,9 +22,9 @@ from precisionctl.quant_methods.coded_weights import cache_scales
 
 @dataclass(frozen=True)
 class AsBefore:
-    """Encodes weights that once were codes. Those that have not changed get the codes that they had; blocks that have
-    changed get new scales, in blocks of the old size. Input scales come from the amaxes recorded in `states`, else the
-    old ones are used if they are still valid (`fixed_hold`). Other tensors stay values."""
+    """Encodes weights that once were codes. Unchanged blocks get their old codes; changed blocks get new scales, and
+    have the old size. Input scales come from the amaxes recorded in `states`, else the old ones are used if they are
+    still valid (`fixed_hold`). Other tensors stay values."""
 
     encodings: WeightEncodings
     states: Fp8States | None
@@ -78,8 +78,8 @@ class AsBefore:
         return had if had in blocks else blocks[0]
 
     def _input_scales(self, names: Sequence[str], job: Job) -> dict[str, float]:
-        """The fixed scales that the inputs had; where the module (or the expert) has recorded another amax since, the
-        scale of that one."""
+        """The fixed scales of the inputs: the old ones, or, if the module or expert has recorded another amax since,
+        the scale from that amax."""
         amaxes = {name: amax for name in names if (amax := self.encodings.input_amax(name)) is not None}
         carried = {
             given: float(read_tensor(self.encodings.stored, given).float().reshape(()))
@@ -135,5 +135,6 @@ def in_powers_of_2(encodings: WeightEncodings) -> bool:
 
 
 def all_mxfp4(encodings: WeightEncodings) -> bool:
-    """Whether all codes are MXFP4, whose values larger blocks hold too if their scales are powers of two."""
+    """Whether all codes are MXFP4. If its scales are powers of two, FP8 in larger blocks holds their values too, as far
+    as E4M3 reaches."""
     return all(spec.packing is not None and spec.packing.name == "MXFP4" for spec in encodings.weights.values())

@@ -65,8 +65,8 @@ class Policy(Protocol):
 def encode(plan: Plan, policy: Policy) -> Plan:
     """The plan of the same model with weights as codes. Nothing is read but what a policy knows already.
 
-    Raises MissingFp8State for scales of inputs, and PrecisionError for weights, that the policy cannot give, or whose
-    scales would stand where the model has a tensor of its own.
+    Raises MissingFp8State for input scales, and PrecisionError for weights, that the policy cannot make; PrecisionError
+    too for scales under the name of one of the model's tensors.
     """
     encodes = policy.encodes(plan)
     codes = {name for encode in encodes.values() for name in encode.weights}
@@ -92,8 +92,8 @@ def _check_free(new: Set[str], plan: Plan) -> None:
 
 
 def modules_in_bf16(plan: Plan, codes: Set[str]) -> list[str]:
-    """The modules of a plan of values that have a matrix which is not among the `codes`. Modules whose matrix is stored
-    under another name (a tied `lm_head`) are among them, since loaders have them too."""
+    """The modules of a plan of values that have a matrix which is not among the `codes`. A module whose matrix is
+    stored under another name (a tied `lm_head`) is among them, since loaders have it too."""
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2 and name not in codes]
     aliases = table_of(plan.model).aliases
     tied = [alias.hf for alias in aliases if getattr(plan.model, alias.switch) and not alias.written]
@@ -103,11 +103,11 @@ def modules_in_bf16(plan: Plan, codes: Set[str]) -> list[str]:
 
 
 def with_names_in_memory(modules: Sequence[str], plan: Plan, codes: Set[str]) -> list[str]:
-    """The names of modules that stay values as a directory has them, and those that transformers' classes have in
-    memory. It renames tensors when it loads them, but not the names in such a list (transformers#48349; vLLM renames
-    both). With both names a directory for any engine also loads by hand, where a family's table or the rule for
-    wrappers knows them, if transformers reads weights in this form at all (`verify --target transformers`). Looking up
-    all of its 800 renamings, as exports to it do (`engines/names_in_memory.py`), would take two seconds of imports.
+    """The names of modules that stay values, both in a directory and in the memory of transformers' classes. It renames
+    tensors when it loads them, but not the names in such a list (transformers#48349; vLLM renames both). With both
+    names a directory for any engine also loads by hand, where a family's table or the rule for wrappers knows them, if
+    transformers reads weights in this form at all (`verify --target transformers`). Looking up all of its 800
+    renamings, as exports to it do (`engines/names_in_memory.py`), would take two seconds of imports.
     """
     named = {
         name.removesuffix(".weight"): called.removesuffix(".weight")
@@ -141,8 +141,8 @@ def fp8_jobs(plan: Plan, precision: Precision) -> list[Job]:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How weights are stored as codes: in which `scheme` (the element, E4M3 or of four bits, and the grid of scales),
-    to which `numbers` new scales are rounded, and in which `method`'s form."""
+    """How weights are stored as codes: the `scheme` (element and grid of scales), the `numbers` that new scales are
+    rounded to, and the `method` that spells them."""
 
     method: QuantMethod
     scheme: Scheme
@@ -163,8 +163,8 @@ class InScheme:
     """The policy of a scheme that engines know: the weights of these `jobs` become codes in the scheme's grid.
 
     `inputs` is the amax of each module's input, where the scheme fixes its scale (`static`, `nvfp4`). `refused` are
-    weights that stay values because an engine refuses their shapes, or those of what it computes with them, and why.
-    `kept` makes an engine's list of what is not quantized.
+    weights that stay values because an engine refuses their shapes, or those of weights that it joins with them, and
+    why. `kept` makes an engine's list of what is not quantized.
     """
 
     format: WeightFormat
@@ -226,8 +226,8 @@ Refusal = Callable[[str, TensorSpec], str | None]
 
 
 KeptList = Callable[[Sequence[str], Sequence[str]], Sequence[str]]
-"""A function from the modules that stay values, and those that become codes, to the engine's list of the former, under
-the names that it looks for."""
+"""A function of the modules that stay values, and of those that become codes: it returns the former, under the names
+that the engine looks for."""
 
 
 def in_scheme(
@@ -244,10 +244,10 @@ def in_scheme(
 ) -> InScheme:
     """The policy that encodes a plan of BF16 values in a format.
 
-    `precision` says which modules stay in BF16. A weight with a `refusal` is an error, with `advice`, which is given
-    the jobs that are left without such weights and those that engines want in the same form; with `keep_refused` these
-    stay in BF16. `kept` makes the list of what is not quantized. The scheme `static` takes its input scales from
-    `states`; if there are none, `why_no_state` says why.
+    `precision` says which modules stay in BF16. A weight with a `refusal` is an error. `advice` makes its advice from
+    the jobs that are left: without refused weights, and without those that engines want in the same form as them. With
+    `keep_refused` all these stay in BF16 instead. `kept` makes the list of what is not quantized. The scheme `static`
+    takes its input scales from `states`; if there are none, `why_no_state` says why.
 
     Raises MissingFp8State if `static` needs an input amax that was never recorded, and PrecisionError for shapes that
     are refused and for weights that a family stores transposed (GPT-2's Conv1D).

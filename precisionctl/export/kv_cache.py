@@ -152,7 +152,7 @@ def stored_scales(encodings: WeightEncodings | None, plan: Plan) -> dict[str, Ca
 def _attentions(plan: Plan) -> dict[str, Job]:
     """The job of each attention's output projection, by the attention's Hugging Face name."""
     jobs = [job for job in plan.jobs if job.row.gemm and job.module.endswith(f".self_attention.{_PROJECTION}")]
-    named = [(job.writes if plan.target == "hf" else job.reads)[0] for job in jobs]
+    named = [(job.writes if plan.to_layout == "hf" else job.reads)[0] for job in jobs]
     stems = [name.removesuffix(".weight").rpartition(".")[0] for name in named]
     return dict(zip(stems, jobs, strict=True))
 

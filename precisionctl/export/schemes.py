@@ -42,8 +42,8 @@ def best_scheme(
 
     The order of preference: a scheme with which existing codes can stay as they are; `static`, if inputs were recorded
     over several steps, as it saves the engine a pass over each input; the scheme of the codes that weights once were,
-    which those that have not changed become again; then the first of the engine's other schemes, a scale for each
-    channel, for which any FP8 GPU has kernels, before a scale for each block. Four bits are only written if they are
+    because unchanged weights become those codes again; the first of the engine's other schemes. Of these, a scale per
+    channel comes before a scale per block, as every FP8 GPU has kernels for it. Four bits are only written if they are
     asked for. Raises PrecisionError if the engine takes none of them.
     """
     schemes, jobs = schemes_of(engine, plan, precision), fp8_jobs(plan, precision)

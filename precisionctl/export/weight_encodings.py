@@ -95,7 +95,7 @@ def _encodings(reader: Reader, job: Job, plan: Plan) -> list[Encoding]:
     """The encoding of each tensor that a job writes."""
     read = [reader.encodings[name] for name in job.reads]
     parts = [by_rows(encoding, reader.specs[name].rows) for name, encoding in zip(job.reads, read, strict=True)]
-    whole_grid = parts[0] if plan.source == "megatron" else job.row.source.merge(parts, plan.model)
+    whole_grid = parts[0] if plan.from_layout == "megatron" else job.row.source.merge(parts, plan.model)
     grids = job.row.split(whole_grid, plan.model)
     columns = [plan.targets[name].columns for name in job.writes]
     return [of_rows(grid, read[0], wide) for grid, wide in zip(grids, columns, strict=False)]

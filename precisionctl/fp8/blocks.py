@@ -168,8 +168,8 @@ class BlockScales:
     @property
     def needs_new_global(self) -> bool:
         """Whether blocks that have changed need scales that E4M3 does not hold under the carried global scale, or there
-        is none. Values that have all become smaller keep it: that costs some of E4M3's range, and no block that has
-        stayed what it was gets another code."""
+        is none. If all values have become smaller, it stays: that costs some of E4M3's range, but unchanged blocks keep
+        their codes."""
         if self.global_scale is None:
             return True
         wanted = self.amax / (E2M1.largest * E4M3.largest)

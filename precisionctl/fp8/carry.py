@@ -25,8 +25,8 @@ STALE = 2.0
 
 @dataclass(frozen=True)
 class StateChange:
-    """The FP8 state of a result, and the modules whose weight role was computed from the weights, because it had never
-    been recorded (`from_weights`) or because it was `stale`: bool of the scale's shape, `[]` or `[experts]`."""
+    """The FP8 state of a result. `from_weights` and `stale` are the modules whose weight role was computed from the
+    weights, because it was never recorded, or does not fit them: bool of the scale's shape, `[]` or `[experts]`."""
 
     states: Fp8States
     from_weights: Mapping[str, Tensor]

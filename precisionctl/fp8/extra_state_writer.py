@@ -14,10 +14,10 @@ from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import grouped
 from precisionctl.fp8.extra_state import ATTENTION, FORMATS, SOFTMAX
 from precisionctl.fp8.grouped import ColumnOrder, Columns, Directions
-from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps
 from precisionctl.fp8.state import ATTENTION_BACKWARD, ATTENTION_FORWARD, DelayedScaling, Fp8State, RoleState
 from precisionctl.fp8.te_pickle import LEGACY_MAGIC, LEGACY_VERSION, RECIPES
 from precisionctl.torch_when_used import torch
+from precisionctl.untrusted.pickle_writer import Global, PersistentId, PickledObject, dumps
 
 if TYPE_CHECKING:
     from torch import Tensor

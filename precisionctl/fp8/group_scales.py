@@ -50,13 +50,13 @@ def nvfp4_multipliers(stored: Tensor, global_scale: Tensor, *, divisor: bool) ->
 
 
 def mxfp4_scales(amax: Tensor) -> Tensor:
-    """What is stored for each group, E8M0: the power of two 2^(e - 2) for an amax of 2^e * m, or twice that where m is
-    1.75 or more, which is where E2M1, if it went on, would round to 8 (compressed-tensors, `round_to_power_2`).
+    """What is stored for each group, E8M0: 2^(e - 2) for an amax of 2^e * m, and 2^(e - 1) from m = 1.75 on, where amax
+    / 2^(e - 2) is 7 or more, and so nearer to 8 than to 6 (compressed-tensors, `round_to_power_2`).
 
-    So 6 is the number nearest to whatever is clamped to it. OCP's own rule (MX 1.0, 6.3) also clamps what is nearer to
-    8; ModelOpt's, a power of two for which nothing exceeds 6, has coarser steps in a third of all groups. Of Gaussian
-    weights this rule gives 19.0 dB, OCP's 18.9, ModelOpt's 18.5, and the better one of two exponents for each group,
-    by squared error, 19.1: so there is no search.
+    So only values below 7 are clamped to 6. OCP's own rule (MX 1.0, 6.3) also clamps those up to 8; ModelOpt's, the
+    smallest power of two for which nothing exceeds 6, has coarser steps in a third of all groups. Of Gaussian weights
+    this rule gives 19.0 dB, OCP's 18.9, ModelOpt's 18.5, and the better one of two exponents for each group, by squared
+    error, 19.1: so there is no search.
     """
     exponent = (amax.float().view(torch.int32) + (1 << 21)) >> 23
     finite = (exponent - 2).clamp(0, 252)  # under 253, 6 is infinite in FP32

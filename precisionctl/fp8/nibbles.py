@@ -1,4 +1,4 @@
-"""Four-bit codes, E2M1 and INT4: two in a byte, the earlier one in its low half; what they are, and those of values.
+"""Four-bit codes, E2M1 and INT4, two in a byte, the earlier one in the low half: decoding, and encoding of values.
 
 Eight in an int32, the first in its lowest bits, are the same bytes in memory: `words.view(torch.uint8)`. Sources: OCP
 Microscaling Formats (MX) 1.0, section 5.3.3, for E2M1; compressed-tensors' `pack_to_int32` for INT4, a number + 8.
@@ -124,8 +124,8 @@ _TO_HALF_ULP = 2.0**22 + 1
 
 
 def _count_steps(magnitudes: Tensor, sums: Tensor, powers: Tensor) -> Tensor:
-    """Round magnitudes to those of E2M1, 8 and more for what is beyond 6: to `sums - _TO_HALF_ULP * powers`, exactly.
-    Returns sums; all are FP32 of one size.
+    """Round magnitudes to E2M1's, as if these went on beyond 6 (8 and more): the result is `sums - _TO_HALF_ULP *
+    powers`, exactly. Returns sums; all are FP32 of one size.
 
     To each, 2^22 times its power of two is added, which is one of E2M1's, 1 to 4: the sum's last bit is worth a step of
     E2M1 there, and the FPU rounds to it, ties to even. So the sum's low bits count steps; from 2 on, as the power is

@@ -88,7 +88,7 @@ def find(checkpoint: Path, relative: Path = RELATIVE) -> Fp8States | None:
 
 
 def is_sidecar(path: Path) -> bool:
-    """Whether a path is a file that says of itself that it is a sidecar."""
+    """Whether a path is a file whose metadata say that it is a sidecar."""
     if not path.is_file():  # opening a pipe would wait forever
         return False
     try:

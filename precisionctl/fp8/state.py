@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Role = Literal[
     "input", "weight", "output", "grad_output", "grad_input", "qkv", "s", "o", "d_o", "d_qkv", "d_p", "k", "v"
 ]
-"""What a tensor that is cast to FP8 is to its module: roles of a GEMM, of attention, and of a KV cache."""
+"""The role in its module of a tensor that is cast to FP8: in a GEMM, in attention, or in a KV cache."""
 
 FORWARD: tuple[Role, ...] = ("input", "weight", "output")
 BACKWARD: tuple[Role, ...] = ("grad_output", "grad_input")
@@ -241,8 +241,8 @@ class Fp8States:
 
     @property
     def has_router_weights(self) -> bool:
-        """Whether inputs of routed experts' linear_fc2 were recorded as Megatron-Core has them, times the router's
-        weights. Engines, transformers and the trainer here multiply what comes out."""
+        """Whether inputs of routed experts' linear_fc2 were recorded in Megatron-Core, which multiplies them by the
+        router's weights. Engines, transformers and the trainer here multiply the outputs instead."""
         return self.producer in RECORDED_IN_MEGATRON and any(
             name.endswith(".mlp.experts.linear_fc2") for name in self.modules
         )

@@ -179,7 +179,7 @@ def _training_options(source: LaunchSource) -> list[Option]:
 
 
 def _balance_options(args: Mapping[str, Any]) -> list[Option]:
-    """The flags of what keeps the loads of experts even, of which some are lists, and of what drops tokens."""
+    """The flags for balancing experts, of which some are lists, and for dropping tokens."""
     options: list[Option] = []
     names = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
     kinds, coefficients = (one if isinstance(one := args.get(name), list) else [one] for name in names)

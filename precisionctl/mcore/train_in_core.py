@@ -284,7 +284,9 @@ def _convert_source(plan: RunPlan, rows: Rows | Blend, ranks: Ranks, world: Core
     given, dropped = plan.settings, updates is None
     made = Request(given.checkpoint, folder, "megatron", "bf16", drop_optimizer=dropped, reference=given.reference)
     if plan.recipe.precision.fp8:
-        made = replace(made, precision="fp8", recipe=plan.recipe.precision, drop_fp8_state="fp8" in skipped)
+        made = replace(made, precision="fp8", recipe=plan.recipe.precision)
+        if "fp8" in skipped:  # encodings have fixed input scales, which would become state
+            made = replace(made, drop_fp8_state=True, drop_encodings=True)
     execute(plan_command(made), restart=True, ranks=ranks)
     world.barrier()
     return _Begin(folder, updates, step, position)

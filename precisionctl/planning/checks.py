@@ -27,7 +27,7 @@ _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$|(?<
 
 
 def _short(name: str) -> str:
-    """A stranger's name, cut to what can be shown, on one line: a break in it would make lines that pass for ours."""
+    """A stranger's name, shortened and on one line: with a line break, a part of it could pass for a line of ours."""
     return one_line(name[:_LONGEST])
 
 

@@ -49,9 +49,9 @@ def make_plan(
 ) -> Plan:
     """Plan the way from `source` to a checkpoint of layout `target`.
 
-    `dtype` is that of every target tensor except those that keep theirs. None keeps the stored dtype, with FP8 codes
-    decoded to BF16. With `optimizer`, the state of the source's optimizer goes along: in FP32, or as it is stored if
-    both sides are Megatron's.
+    `dtype` is that of all target tensors, except rows that keep their stored one (`Row.keeps_dtype`). None keeps the
+    stored dtype, with FP8 codes decoded to BF16. With `optimizer`, the state of the source's optimizer goes along: in
+    FP32, or as it is stored if both sides are Megatron's.
 
     `naming` chooses names of the target, where there is a choice, and `codes` are weights that are to have the names
     that they had as codes. What is named as in memory is what trainers save: it also has copies of tied tensors, and
@@ -131,9 +131,9 @@ def _hf_specs(source: PlanSource) -> Mapping[str, TensorSpec]:
 
 
 def _as_stored(source: PlanSource, rows: Iterable[Row]) -> ModelShape:
-    """The source's model, without the multi-token prediction layers that it claims if it has none of their tensors, and
-    with what nothing reads if it has any of that: transformers reads and writes such checkpoints without either. Where
-    a family's files may lack the bias that chooses experts, and no layer has one, Hugging Face has none."""
+    """The source's model, corrected by the tensors that it stores. Without tensors of them it has no multi-token
+    prediction layers, whatever its config says, and with tensors that nothing reads it `stores_unused`: transformers
+    drops both. If a family's files may lack `expert_bias`, and no layer has one, the model has none in Hugging Face."""
 
     def any_stored(some: Iterable[Row], place: Place) -> bool:
         return any(name in source.specs for row in some for name in names(row, source.layout, place))

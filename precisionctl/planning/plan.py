@@ -12,7 +12,7 @@ import hashlib
 import json
 import string
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -103,8 +103,8 @@ class Plan:
     """
 
     model: ModelShape
-    source: Layout
-    target: Layout
+    from_layout: Layout
+    to_layout: Layout
     jobs: tuple[Job, ...]
     targets: Mapping[str, TensorSpec]
     derived: tuple[str, ...] = ()
@@ -146,10 +146,6 @@ class Plan:
         """Bytes that a job writes, its scales included."""
         return sum(self.targets[name].nbytes for name in job.outputs)
 
-    def costs(self, jobs: Iterable[Job]) -> list[int]:
-        """The relative cost of each job: the bytes that it writes."""
-        return [self.job_bytes(job) for job in jobs]
-
     @property
     def gemms(self) -> Mapping[str, tuple[int, ...]]:
         """Modules whose GEMM an FP8 recipe computes in FP8, and the shape of their scales: `[]`, or `[experts]`."""
@@ -159,22 +155,24 @@ class Plan:
 
     def computes(self, job: Job) -> bool:
         """Whether a job's tensors must be whole in memory, because its row does more than move their rows."""
-        if not job.reads or (self.source == self.target and job.row.source.rearrangement == job.row.rearrangement):
+        if not job.reads or (
+            self.from_layout == self.to_layout and job.row.source.rearrangement == job.row.rearrangement
+        ):
             return False
-        passed = ([job.row.source] if self.source == "hf" else []) + ([job.row] if self.target == "hf" else [])
+        passed = ([job.row.source] if self.from_layout == "hf" else []) + ([job.row] if self.to_layout == "hf" else [])
         return not all(row.is_row_permutation(self.model) for row in passed)
 
     def compute(self, job: Job, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors that such a job writes, from the values of all that it reads."""
-        whole = parts[0] if self.source == "megatron" else job.row.source.merge(parts, self.model)
-        return (whole,) if self.target == "megatron" else job.row.split(whole, self.model)
+        whole = parts[0] if self.from_layout == "megatron" else job.row.source.merge(parts, self.model)
+        return (whole,) if self.to_layout == "megatron" else job.row.split(whole, self.model)
 
     def describe(self) -> dict[str, object]:
         """The plan as JSON: what `--dry-run --json` prints, and what `digest` covers."""
         return {
             "model": self.model.described(),
-            "source": self.source,
-            "target": self.target,
+            "source": self.from_layout,
+            "target": self.to_layout,
             "parallelism": dataclasses.asdict(self.parallelism),
             "jobs": [
                 {"name": job.name, "reads": job.reads, "writes": job.writes, "copies": job.copies}

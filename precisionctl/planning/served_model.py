@@ -62,8 +62,8 @@ def _heads(model: ModelShape) -> Iterator[HeadCounts]:
 
 
 def _cuts(row: Row, model: ModelShape) -> Sequence[Cut]:
-    """How engines cut each Hugging Face tensor of a row; none where that is not known: of linears that no recipe
-    computes in FP8 (routers, say) it was not read, but for those that released models have as codes."""
+    """How engines cut each Hugging Face tensor of a row; empty where that is not known. Of linears that no recipe
+    computes in FP8, such as routers, it is known only for those that released models store as codes."""
     parallel, of_gemm = row.cut(model), row.gemm or row.only_exported
     if isinstance(row, TensorRow):  # of a wrapper's tower
         return []

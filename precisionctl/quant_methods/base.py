@@ -40,7 +40,8 @@ SQUARE = (128, 128)
 """DeepSeek's blocks, the only ones that every engine here has kernels for."""
 
 POWERS_OF_2: Mapping[str, str] = {"scale_fmt": "ue8m0"}
-"""How `quant_method: fp8` says that the scales of its blocks are powers of two, and that those of inputs are to be."""
+"""The keys by which `quant_method: fp8` says that its blocks' scales are powers of two, and that inputs' scales must
+be."""
 
 Scheme = Literal["static", "dynamic", "block", "mxfp8", "nvfp4", "nvfp4a16", "mxfp4", "w4a16"]
 """A scheme by its name, as `--scheme` has it."""
@@ -52,7 +53,7 @@ class SchemeRow:
 
     `words` say it in a model card. `block` says how many rows and columns of a weight share a scale. `codes` is the
     name of the weights' format (`CodeFormat.name`). `shared`: all of a weight has one scale, or one global scale.
-    `coded_inputs`: the engine makes codes of inputs too, by scales that it finds while it runs, unless these are stored
+    `coded_inputs`: the engine quantizes activations too, with scales found at run time, or stored ones
     (`fixed_inputs`).
     """
 
@@ -104,9 +105,9 @@ EXPONENTS = (DType.uint8, DType.float8_e8m0fnu)
 
 @dataclass(frozen=True)
 class InputFormat:
-    """What engines round inputs to, by scales that they make where none is fixed: an `element`, under a scale for each
-    token, or for each of the groups that weights in the same format have. None: something that is not computed here,
-    which `words` name.
+    """The format that engines quantize activations to at run time: an `element`, with a scale for each token, or for
+    each group of the size that the weights have. `element` is None for a format that we cannot emulate; `words` names
+    it.
 
     `even`: MXFP4 under the scales of `group_scales.mxfp4_scales`. `zero_point`: integers with one for each token.
     `bound`: a token's amax is cut off there.
@@ -128,10 +129,10 @@ class CodeFormat:
 
     `block` says how many rows and columns share a scale. `scales` are the dtypes that scales may have; empty for any.
     Without a `packing`, codes are FP8, and their dtype says which. The next fields are names of tensors beside the
-    weight, None for those that the format does not have: `global_scale`, FP32, which `divides` or multiplies the scales
-    of blocks; `zero_points`, integers packed along rows; the weight's `shape`; `input`, the fixed scale of its input,
-    global where there is a global scale; and `input_zero_point`, beside it or, as the scale, found by the engine.
-    `inputs` is None where these stay as they are, unless a fixed scale says what they become.
+    weight, None if the format lacks one: `global_scale`, FP32, which `divides` or multiplies the scales of blocks;
+    `zero_points`, integers packed along rows; the weight's `shape`; `input`, the fixed scale of its input, global where
+    there is a global scale; and `input_zero_point`, beside it or, as the scale, found by the engine. `inputs` is None
+    where these stay as they are, unless a fixed scale says what they become.
     """
 
     block: Block
@@ -237,9 +238,9 @@ def together(parts: Iterable[tuple[Sequence[str], Quantization]]) -> Quantizatio
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The tensors that hold a quantised weight's scale_inv and its input's (`input` is None where that is dynamic),
-    and how many rows and columns of the weight share a scale. The others, and what they mean, are those of its
-    CodeFormat. `input_largest` is the number that the amax of an input becomes under a scale that is not global."""
+    """The tensors that hold the scale_inv of a quantised weight and of its input (`input` is None if that is dynamic),
+    and how many rows and columns of the weight share a scale. The other tensors are as in its CodeFormat.
+    `input_largest` is the number that the amax of an input becomes under a scale that is not global."""
 
     weight: str
     input: str | None
@@ -278,9 +279,9 @@ class Scales:
         return self.global_scale is None and self.input_largest == E4M3.of_amax
 
     def input_amax(self, stored: Tensor, zero_point: float = 0.0) -> Tensor:
-        """The amax, FP32, that a fixed scale of the input stands for: `scale_inv * 448`, of INT8 127.5; with a zero
-        point, the end of the range that is farther from zero; of a global scale, which is that of the largest block's
-        scale, 448 * 6 times it."""
+        """The amax, FP32, that a fixed scale of the input stands for: `scale_inv * 448`, for INT8 `* 127.5`; with a
+        zero point, the end of the range that is farther from zero; `* 448 * 6` for a global scale, under which the
+        largest block's scale is 448."""
         if self.global_scale is None:
             beyond = abs(zero_point + 0.5) if self.input_zero_point else 0.0
             return stored * (self.input_largest + beyond)
@@ -296,8 +297,8 @@ class Scales:
 @dataclass(frozen=True)
 class CacheSpelling:
     """How the scale_inv of an FP8 KV cache are stored: the `names` of the scales of keys and of values, below the
-    attention's own name, their `shape`, and the keys of `quantization_config` that announce them. They are FP32;
-    `as_bf16`: rounded to numbers that BF16 holds, because some reader rounds them."""
+    attention's own name, their `shape`, and the keys of `quantization_config` that announce them. They are FP32; with
+    `as_bf16` their values are rounded to BF16, because a reader does so."""
 
     names: tuple[str, str]
     shape: tuple[int, ...]
@@ -313,8 +314,8 @@ class Spelling:
     `config(scheme, ignored)` is the `quantization_config`; its key `ignored` has the full names of the linear and
     embedding modules that are not quantised. `cache` says how the scales of a KV cache are stored, and `files(config)`
     are further files, by name. Loaders know that modules whose name ends in one of `never` are not quantised, so these
-    need not be listed. `ignored_by_part`: some also leave out a module whose name contains a listed one that is no
-    glob. `four_bits` has the formats of four-bit schemes.
+    need not be listed. `ignored_by_part`: some loaders also skip a module whose name contains a listed name that is not
+    a glob. `four_bits` has the formats of four-bit schemes.
     """
 
     shapes: Mapping[str, Callable[[int, int], tuple[int, ...]]]
@@ -353,7 +354,7 @@ class QuantMethod:
     """`name` is config.json's `quant_method`. `read(config)` reads a `quantization_config`, of whatever tool; it raises
     PrecisionError for what cannot be read. `weight_scales` and `input_scales` are the names that scales have; of
     several, the first is looked for first. `spelling` is for methods that exports are written in. `own_names`: codes
-    have names that no weight of a model has, under which alone engines read them.
+    are stored under names of their own, not their weights', and engines read them only under these.
     """
 
     name: str

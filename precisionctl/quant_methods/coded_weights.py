@@ -65,8 +65,8 @@ def recognise(config: Mapping[str, Any], where: object = "config.json") -> Quant
 
 @dataclass(frozen=True, slots=True)
 class CodedWeight:
-    """A weight that is stored as codes: the tensor that has them, `codes`, what that is as a logical tensor, in which
-    `form`, and where the rest of the encoding is."""
+    """A weight that is stored as codes: the name of the tensor that holds them (`codes`), its `spec` as a logical
+    tensor, its format, and the tensors of the rest of the encoding (`scales`)."""
 
     codes: str
     spec: TensorSpec
@@ -97,8 +97,8 @@ def coded_weights(
 
 
 def _packed(quantization: Quantization, specs: Mapping[str, TensorSpec], where: object) -> dict[str, str]:
-    """The stored tensors that are words of packed codes, by the names of the weights. Raises DamagedCheckpoint for
-    one that has their name and cannot be, PrecisionError for one whose groups of inputs are in another order."""
+    """The stored tensors that are words of packed codes, by the names of the weights. Raises DamagedCheckpoint for a
+    tensor with their name that cannot be codes, PrecisionError for one whose groups of inputs are reordered."""
     found: dict[str, str] = {}
     packings = [form.packing for form in quantization.formats if form.packing and form.packing.block is None]
     for suffix in dict.fromkeys(packing.suffix for packing in packings):

@@ -127,7 +127,10 @@ def measure_weights(
     first, second = _Amax(plan, reader, nowhere), _Measurer(plan, reader, nowhere)
     scales = {job.name: scale for job, scale in zip(jobs, _scales(jobs, states), strict=True)}
     results = in_processes(
-        lambda job: second.measure(job, first.amax(job), scales[job.name]), jobs, plan.costs(jobs), workers
+        lambda job: second.measure(job, first.amax(job), scales[job.name]),
+        jobs,
+        [plan.job_bytes(job) for job in jobs],
+        workers,
     )
     found: dict[str, MeasuredWeight] = {}
     with one_torch_thread(), closing(results):

@@ -175,8 +175,8 @@ def _words(hint: Any) -> str:
 
 
 def _unknown_key(key: str, where: object) -> RecipeError:
-    """The error for a key that no recipe has: it says which key is like it, else what its section has, else which
-    sections there are."""
+    """The error for an unknown key. It names the key that is most like it, else the keys of its section, else all
+    sections."""
     names = [*_known_keys(Recipe)]
     section, _, last = key.rpartition(".")
     known = {name.rpartition(".")[2]: name for name in reversed(names)}

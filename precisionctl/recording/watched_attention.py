@@ -11,10 +11,10 @@ OnCache = Callable[[str, Tensor, Tensor], None]
 
 
 def watch_attention(modules: Mapping[nn.Module, str], on_cache: OnCache) -> Callable[[], None]:
-    """Call `on_cache` whenever one of these attention modules attends; returns what ends it.
+    """Call `on_cache` whenever one of these attention modules attends. Returns a function that ends this.
 
-    transformers' models ask AttentionInterface for the function that attends, and call it with their module, queries,
-    keys and values: here they get one that shows them first.
+    transformers' models get their attention function from AttentionInterface, and call it with module, queries, keys
+    and values. Here they get one that shows these to `on_cache` first.
     """
     from transformers.modeling_utils import AttentionInterface
 

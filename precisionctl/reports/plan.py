@@ -31,7 +31,7 @@ def tables(plan: Plan, expected: Estimate) -> list[Table]:
         rows.append((kind, *counts, ", ".join(dtypes), nbytes))
     if len(by_kind) > _LINES:
         rows.append((f"... and {len(by_kind) - _LINES} more", "-", "-", "-", "-", "-"))
-    title = f"{plan.model.model_type}, {plan.source} to {plan.target}: "
+    title = f"{plan.model.model_type}, {plan.from_layout} to {plan.to_layout}: "
     title += f"{counted(len(plan.jobs), 'job')}, {size(plan.nbytes)}"
     seconds = expected.seconds
     time = "not measured" if seconds is None else f"{seconds:.1f} s, by a short probe of this disk"

@@ -177,7 +177,7 @@ def require_utf8(text: str, where: str) -> None:
 
 
 def _row(ids: Sequence[int], places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> ChatRow:
-    """Token ids, of which those are learned whose first character is in one of the spans."""
+    """A row of token ids. Tokens whose first character is in one of the spans are learned."""
     starts = np.asarray([start for start, _ in places], np.int64)
     learned = np.zeros(len(starts), np.bool_)
     for first, last in spans:

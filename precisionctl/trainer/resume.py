@@ -106,8 +106,8 @@ def resume(
 @contextmanager
 def locked(out: Path, world: World) -> Iterator[None]:
     """Create and lock the run's folder, on the first rank: two runs must not write into one folder. If the run fails
-    before anything else is written, or the data is refused whose tokens are all that was, a new folder is removed
-    again, unless other ranks may be writing into it."""
+    while a new folder holds only locks, or if its data is refused and it holds only tokens besides, the folder is
+    removed again. With several ranks it stays, as another one may be writing into it."""
     if not world.first:
         world.barrier()
         yield

@@ -192,8 +192,8 @@ def dry_run(settings: Settings, engine: TrainingEngine = BUNDLED) -> DryRun:
 
 
 def run_in_folder(plan: RunPlan) -> run_folder.Saved | None:
-    """The run that is in the folder already, or None. Raises OutputError if it is another run, as far as that can be
-    told without reading data."""
+    """The run that is in the folder already, or None. Raises OutputError if it is another run; data, which is not read
+    here, is not compared."""
     newest = run_folder.newest(plan.out)
     saved = run_folder.read_saved(newest.path) if newest else None
     if saved:

@@ -1,7 +1,7 @@
 """Shadow: the same batch forward and backward in FP8 and in BF16 with the same weights, and how far apart they are.
 
-The FP8 passes are the update's own, so that what the run trains with is judged. The BF16 passes are made before them,
-and only their loss and gradients are kept.
+The FP8 passes are the update's own, so the numbers that the run trains with are judged. The BF16 passes are made before
+them, and only their loss and gradients are kept.
 """
 
 import math

@@ -1,1 +1,1 @@
-"""Files from strangers, read by allow-list and with bounds: nothing in them is run."""
+"""Files from strangers, read by allow-list and with bounds: nothing in them is run. Also the writer of pickles."""

@@ -135,8 +135,8 @@ def _in_bf16(scale: Tensor) -> Tensor:
 
 
 def _from_state(name: str, having: FixedScales, recording: FixedScales) -> bool:
-    """Whether the scale that one side has is that of the amax which the other recorded, or the amax was made of the
-    scale: to the last bit, but for a scale that is computed."""
+    """Whether the scale on one side and the amax recorded on the other were made from each other. Both are compared to
+    the last bit, except for a computed scale."""
     scale, amax = having.stored[name], recording.recorded.get(name)
     if amax is None or scale.numel() != 1:
         return False

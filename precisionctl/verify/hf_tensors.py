@@ -76,7 +76,7 @@ class HfTensors:
                 self._computed |= {name: (job, number) for number, name in enumerate(job.writes)}
                 continue
             reads = {read: reader.specs[read].rows for read in job.reads}
-            for segment in lower(job.row, plan.model, plan.source, plan.target, reads, job.writes):
+            for segment in lower(job.row, plan.model, plan.from_layout, plan.to_layout, reads, job.writes):
                 self._segments[segment.write].append(segment)
         self.copies = {copy: job.writes[0] for job in plan.jobs for copy in job.copies}
         for copy in self.copies:

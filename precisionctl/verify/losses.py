@@ -1,9 +1,9 @@
 """What codes have lost of the values that they encode: whether their scales make sense.
 
-The limits follow from E4M3's arithmetic. A value is off by 1/16 of itself at most where its code is a normal number,
-and by 2^-10 codes below. So where the largest value of those that share a scale is a code of 224 or more, as under
-every scale that an amax gives, noise is at most 1/256 + n * 2^-20 / 224^2 of the signal: 24 dB for n up to a million,
-20 dB for n up to a hundred million, whatever the values and however far their outliers.
+The limits follow from E4M3's arithmetic. A value whose code is a normal number is off by at most 1/16 of itself; below
+that, by 2^-10 codes. Under a scale from an amax, the largest of the n values that share it has a code of 224 or more.
+So noise is at most 1/256 + n * 2^-20 / 224^2 of the signal, whatever the values are: 24 dB for n up to a million, 20 dB
+for n up to a hundred million.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ EXPECTED_DB = 20.0
 """The SQNR that scales from an amax always reach, by the arithmetic above. A lower one is reported."""
 
 TOLD_SHARE = 0.1
-"""The share of nonzero values that became zero, or of values beyond the largest code, from which on it is reported."""
+"""From this share on, nonzero values that became zero, or values beyond the largest code, are reported."""
 
 NEGLIGIBLE = 2.0**-27
-"""Values whose loss is none: under the smallest scale that tools allow (vLLM's min_scaling_factor, 1 / (448 * 512))
-half of the smallest code is 2^-28, so smaller ones become zero honestly."""
+"""Values this small may become zero without counting as lost: half of the smallest code is 2^-28 under the smallest
+scale that tools allow (vLLM's min_scaling_factor, 1 / (448 * 512))."""
 
 
 @dataclass
@@ -119,8 +119,8 @@ class Losses:
 
 
 def _beyond(codes: Tensor, values: Tensor, decoded: Tensor) -> int:
-    """The number of values that were too large for FP8: those that exceed the largest code's number by 1/28 (16/448),
-    where rounding would give the next code if there were one."""
+    """The number of values that were too large for FP8: more than 1/28 (16/448) above the largest code, halfway to the
+    next code if there were one."""
     largest = torch.tensor(FP8_MAX[DType.of(codes.dtype)]).to(codes.dtype).view(torch.uint8)
     at = ((codes.reshape(-1).view(torch.uint8) & 0x7F) == largest).nonzero().squeeze(1)
     return int((values.view(-1)[at].abs() > decoded.view(-1)[at].abs() * (29 / 28)).sum())

@@ -9,7 +9,7 @@ import pico
 import torch
 from pickle_bombs import HASHES, PAIRS, SHARED, archived, called, constant, detonate, list_of, pickled
 
-from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps
+from precisionctl.untrusted.pickle_writer import Global, PersistentId, PickledObject, dumps
 
 RECIPES = "transformer_engine.common.recipe"
 

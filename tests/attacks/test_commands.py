@@ -24,7 +24,7 @@ from pickle_bombs import HASHES, archived, detonate, pickled
 from safetensors.torch import load_file, save_file
 
 from precisionctl.cli import main
-from precisionctl.fp8.opcodes import Global, PickledObject, dumps
+from precisionctl.untrusted.pickle_writer import Global, PickledObject, dumps
 from precisionctl.untrusted.safe_files import LENGTHS
 
 Attack = Callable[[Path], object]

@@ -21,10 +21,10 @@ from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnsafePickle
-from precisionctl.fp8.opcodes import Global, PickledObject, dumps
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ROWS, Parallelism, TensorSpec
 from precisionctl.trainer.saved import run_folder
+from precisionctl.untrusted.pickle_writer import Global, PickledObject, dumps
 
 MODEL = ModelShape("llama", 1, 8, 8, 2, 2, 4, 16, 16, 32)
 NAME = "embedding.word_embeddings.weight"

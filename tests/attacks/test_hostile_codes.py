@@ -14,7 +14,7 @@ from fp8_directories import make
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnsafePickle
-from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps
+from precisionctl.untrusted.pickle_writer import Global, PersistentId, PickledObject, dumps
 
 MODULE = "transformer_engine.pytorch.tensor.float8_tensor"
 BLOCKS = "transformer_engine.pytorch.tensor.float8_blockwise_tensor"

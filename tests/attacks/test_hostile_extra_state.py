@@ -14,7 +14,7 @@ import torch
 
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnsafePickle
 from precisionctl.fp8.extra_state import decode_payload
-from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps
+from precisionctl.untrusted.pickle_writer import Global, PersistentId, PickledObject, dumps
 
 RECIPES = "transformer_engine.common.recipe"
 REBUILD = Global("torch._utils", "_rebuild_tensor_v2")

@@ -14,8 +14,8 @@ from legacy_files import ARGS, SHAPES
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader, recognise
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, UnsafePickle
-from precisionctl.fp8.opcodes import Global, PickledObject, dumps
 from precisionctl.planning.make_plan import make_plan
+from precisionctl.untrusted.pickle_writer import Global, PickledObject, dumps
 
 Change = Callable[[dict[str, Any]], object]
 

@@ -13,7 +13,7 @@ import torch
 
 from precisionctl.checkpoints import torch_zip
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnsafePickle
-from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps
+from precisionctl.untrusted.pickle_writer import Global, PersistentId, PickledObject, dumps
 
 
 def archive(path: Path, data: bytes, storages: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> Path:

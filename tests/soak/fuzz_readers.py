@@ -45,7 +45,6 @@ with atheris.instrument_imports(include=["pickle", "precisionctl"]):
     from precisionctl.errors import PrecisionctlError
     from precisionctl.fp8 import extra_state, te_pickle
     from precisionctl.fp8.extra_state_writer import encode_payload
-    from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps
     from precisionctl.fp8.state import (
         ATTENTION_BACKWARD,
         ATTENTION_FORWARD,
@@ -56,6 +55,7 @@ with atheris.instrument_imports(include=["pickle", "precisionctl"]):
         RoleState,
     )
     from precisionctl.param import TensorSpec
+    from precisionctl.untrusted.pickle_writer import Global, PersistentId, PickledObject, dumps
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "te"
 SECONDS = 2

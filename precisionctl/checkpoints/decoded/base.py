@@ -30,10 +30,9 @@ PIECE = 1 << 20
 class DecodedWeights(ABC):
     """The coded weights among the `stored` tensors of a directory with this `quantization_config`.
 
-    A subclass finds them when it is made, without reading values of theirs, and says of which shape they are
-    (`shapes`), which stored tensors they are read from (`read`), and in words what is stored (`kinds`). Raises
-    PrecisionError for a config or a kind of codes that is not read, DamagedCheckpoint for tensors that contradict one
-    another.
+    A subclass finds them in its constructor, without reading values: the `shapes` of the weights by name, the stored
+    tensors that they are `read` from, and the `kinds` of codes in words. Raises PrecisionError for a config or a kind
+    of codes that is not read, DamagedCheckpoint for tensors that contradict one another.
     """
 
     shapes: Mapping[str, tuple[int, ...]]

@@ -53,9 +53,8 @@ _TENSOR_CLASSES: Mapping[str, _TensorClass] = {
 
 @dataclass(frozen=True)
 class _Said:
-    """What the metadata say of a weight: its class, the tensors that it has, how many values of each dimension share a
-    scale (none: all of them), and the dtype of its values; of packed codes that is the dtype of their scales, and their
-    `shape` is said."""
+    """A weight's metadata: its class, its tensors, how many values of each dimension share a scale (`block`; empty: all
+    of them), and the dtype of its values. Packed codes have the dtype of their scales instead, and a `shape`."""
 
     of: _TensorClass
     tensors: frozenset[str]

@@ -2,12 +2,12 @@
 
 A directory such as `global_step100` has, for each data-parallel rank R,
 `[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt` with flat FP32 masters and moments, one for each group of parameters;
-and model states, which name parameters and their shapes in the order in which they stand in the flat ones.
+and model states, which list the parameters and their shapes in the order of the flat tensors.
 
-- ZeRO 1 and 2, and the BF16 optimizer: `mp_rank_00_model_states.pt`. Of each group all parameters stand one after the
-  other, perhaps each with padding of its own (`param_alignment_paddings`), and all that is cut in equal parts for the
-  ranks, anywhere; padding at the end may be left out. (`param_slice_mappings` says so too, but is wrong with
-  `round_robin_gradients`.) Frozen parameters are in `module` alone, in the model's dtype.
+- ZeRO 1 and 2, and the BF16 optimizer: `mp_rank_00_model_states.pt`. Each group is one flat tensor of its parameters,
+  perhaps each with padding (`param_alignment_paddings`). It is cut into equal parts for the ranks, also within a
+  parameter; padding at the end may be missing. (`param_slice_mappings` says so too, but is wrong with
+  `round_robin_gradients`.) Frozen parameters are only in `module`, in the model's dtype.
 - ZeRO 3: `zero_pp_rank_R_mp_rank_00_model_states.pt`, whose `module` is empty. Each parameter is dealt out to all ranks
   (ceil(elements / ranks) for each, padded), and a rank's pieces stand one after the other. Frozen ones are dealt out in
   the same way in `frozen_param_fragments`.
@@ -209,8 +209,8 @@ def _dealt(contents: Sequence[_RankStates], kind: str, states: ModelStates, wher
 
 
 def _check_order(masters: Mapping[str, FlatTensor], states: ModelStates) -> None:
-    """Raise DamagedCheckpoint unless most masters begin with what the model's weights are rounded from: nothing else
-    would tell that parameters stand in another order than that of their shapes. ZeRO 3 stores no weights."""
+    """Raise DamagedCheckpoint unless most masters, rounded, begin like the model's weights. Nothing else would show
+    that the flat tensor has its parameters in another order. ZeRO 3 stores no weights."""
     compared, differing = compare_with_module(masters, states)
     if len(differing) > compared // 2:
         what = f"FP32 masters are not those of the weights: {len(differing)} differ, `{differing[0]}` first"

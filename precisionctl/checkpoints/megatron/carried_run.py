@@ -49,8 +49,8 @@ class CarriedRun:
 
     `iteration` None makes a `release`. `common` is added to the common data, and `args` to the arguments in it.
     `objects`, by full key (`rng_state/shard_0.0_1.1`), are pickled beside the tensors, or copied if they are Spans of
-    another checkpoint. `left` names what is left behind: what is only valid for the source's sizes, and objects of
-    classes that are not installed here.
+    another checkpoint. `left` names what stays behind: state that is valid only for the source's parallel sizes, and
+    objects of classes that are not installed.
     """
 
     iteration: int | None = None
@@ -67,7 +67,7 @@ ONLY_MEGATRONS = "Muon's momentum (`momentum_buffer`), which goes to Megatron al
 
 
 class MegatronReader(Reader, Protocol):
-    """A Reader of a Megatron container, whose checkpoints often do not say of which family they are."""
+    """A Reader of a Megatron container; its checkpoints often do not name their family."""
 
     @property
     def path(self) -> Path: ...

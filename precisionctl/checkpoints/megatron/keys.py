@@ -142,8 +142,8 @@ def has_marker(directory: Path) -> bool:
 
 
 def find_iteration(path: Path, iteration: int | None, complete: Callable[[Path], bool]) -> Path:
-    """The directory of an iteration under `path`: of `iteration` if given, else `path` itself if it is one, else the
-    one that the tracker names. `complete` says whether a directory is a complete checkpoint.
+    """The directory of an iteration under `path`: that of `iteration`, if given; else `path` itself, if it is an
+    iteration; else the one that the tracker names. `complete` says whether a directory is a complete checkpoint.
 
     Raises CheckpointError for an iteration that is not there, DamagedCheckpoint for a tracker that cannot be read or an
     iteration that is a link to elsewhere.

@@ -171,9 +171,10 @@ def _slices(key: str, stored: dcp.DcpTensor, where: Path) -> Iterator[tuple[str,
 
 
 def _of_flat_shards(key: str, stored: dcp.DcpTensor, shape: tuple[int, ...]) -> list[tuple[str, LogicalTensor]]:
-    """The logical tensors in one of the optimizer whose parameter is stored in this `shape`, as the distributed one
-    stored it up to megatron-core 0.14 (`fully_sharded_model_space`): behind layers and experts, into how many shards
-    each dimension is cut, and last the elements of a shard, of which ranks have pieces. Empty for any other layout.
+    """The logical tensors in a tensor of the distributed optimizer, as it stored them up to megatron-core 0.14
+    (`fully_sharded_model_space`), for a parameter stored in this `shape`. Its dimensions are those of layers and
+    experts, the number of shards of each of the parameter's dimensions, and the elements of a shard, of which ranks
+    have pieces. Empty for any other layout.
     """
     depth = leading(key)
     if len(stored.shape) != len(shape) + 1:

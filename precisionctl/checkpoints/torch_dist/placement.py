@@ -25,8 +25,8 @@ FILE_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A box of a logical tensor, the key it is stored under, the archive (record) that it is stored as, and where in
-    the stored tensor and in which file that is."""
+    """A `box` of a logical tensor `name`: the `key` of the stored tensor, the archive (`record`) that holds it, and its
+    place in the stored tensor and in a file (`piece`)."""
 
     name: str
     key: str

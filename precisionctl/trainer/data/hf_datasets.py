@@ -109,8 +109,8 @@ class HfDataset:
         return load_dataset_builder(place, self.config, revision=self.revision)
 
     def _check(self, builder: Any) -> None:
-        """Raise DataError for files that are no rows, and for those that a directory's card or links take from
-        elsewhere (for the Hub's the library does)."""
+        """Raise DataError for files that hold no rows, and for files outside the directory that its card or links name
+        (for the Hub, the library checks that)."""
         if builder.name not in _BUILDERS:
             do = f"Formats that are read: {', '.join(_BUILDERS)}."
             raise DataError(f"its files are `{builder.name}`, which are no rows of text", where=self, do=do)

@@ -72,7 +72,7 @@ def _null(record: Record, key: str) -> DataError:
 
 
 def columns_to_read(names: Sequence[str], wanted: str | None) -> list[str]:
-    """Of a table's columns the one that is `wanted`, else all that a shape looks at; where that makes no sample, all of
+    """The columns of a table to read: the `wanted` one, else all that a shape looks at. If these make no sample, all of
     them, for the error that says so."""
     if wanted is not None:
         return [wanted] if wanted in names else [*names]

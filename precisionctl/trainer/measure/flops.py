@@ -1,14 +1,19 @@
 """FLOPs of training, and the BF16 peak of GPUs to compare them with.
 
 The convention is that of Megatron-LM's `num_floating_point_operations` (megatron/training/training.py), so that numbers
-are comparable. Only GEMMs count, with 2 FLOPs for a multiply-add, times 3 for forward and backward: of experts those
-that a token goes through, of attention the half that a causal mask leaves (whatever the window, but of each chunk by
-itself), and logits of the padded vocabulary; of a gated delta net its convolution too, and four products of a state's
-size for each token; of a short convolution all its products; of a Mamba-2 mixer 7 FLOPs for each number of a state and
-token; of DeepSeek-V4's attention the window, the compressed keys that a query may choose, and the indexer; of
-MiniMax-M3's all pairs, whichever blocks its indexer chooses, and not the indexer. Routers, what joins residual streams,
-norms, rotary embedding and softmax do not count, nor what `train.recompute` and the guard's passes compute
-additionally: these are FLOPs of the model, not of the machine.
+are comparable. Only GEMMs count, with 2 FLOPs for a multiply-add, times 3 for forward and backward:
+
+- experts: those that a token is routed to
+- attention: the half that a causal mask leaves, whatever the window; with chunks, that half of each chunk
+- DeepSeek-V4's attention: the window, the compressed keys that a query may choose, and the indexer
+- MiniMax-M3's attention: all pairs, whichever blocks its indexer chooses; the indexer does not count
+- gated delta nets: also the convolution, and four products of a state's size for each token
+- short convolutions: all products
+- Mamba-2 mixers: 7 FLOPs for each number of a state and token
+- logits: of the padded vocabulary
+
+Routers, the joining of residual streams, norms, rotary embedding and softmax do not count, nor does what
+`train.recompute` and the guard's passes compute additionally: these are FLOPs of the model, not of the machine.
 """
 
 from collections.abc import Iterable, Mapping
@@ -163,7 +168,8 @@ def indexer(model: ModelShape) -> int:
 
 
 def mlp(model: ModelShape, inner: int, width: int | None = None) -> int:
-    """The number of weights in an MLP with `inner` channels, of hidden states or of what has another `width`."""
+    """The number of weights in an MLP with `inner` channels. Its input is the hidden states, unless it has another
+    `width`."""
     return (3 if model.gated_linear_unit else 2) * (width or model.hidden_size) * inner
 
 

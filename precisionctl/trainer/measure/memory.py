@@ -19,9 +19,9 @@ from precisionctl.trainer.model.loss import loss_bytes
 class Memory:
     """Bytes on each rank, by part, at the peak of a step.
 
-    `weights` are the weights that layers compute with, `optimizer` master weights and moments, `gradients` those that
-    are summed over micro-batches. `passes` is what forward and backward take besides: activations, logits, codes of FP8
-    weights, layers that FSDP2 has gathered, gradients before they are summed. `process` is the program itself.
+    `weights` are those that layers compute with, `optimizer` is master weights and moments, `gradients` the sums over
+    micro-batches. `passes` is what forward and backward take besides: activations, logits, codes of FP8 weights, layers
+    that FSDP2 has gathered, gradients before they are summed. `process` is the program itself.
     """
 
     weights: int

@@ -221,7 +221,8 @@ class Router(nn.Module):
         return weights * self.moe.topk_scaling_factor, chosen
 
     def _of_scores(self, logits: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The largest scores, or those of the experts that a token's id says, as weights; and whose they are."""
+        """The weights and numbers of a token's experts: those with the largest scores, or those that a table has for
+        its id."""
         softmax = self.moe.score_function == "softmax"
         of_chosen = softmax and not self.moe.pre_softmax
         scores = logits if of_chosen and not self.moe.expert_bias else SCORES[self.moe.score_function](logits)

@@ -73,7 +73,7 @@ class Positions(NamedTuple):
     query_scale: Tensor | None = None
     """FP32 `[S]` or `[B, S]`: what queries are multiplied by. None for 1."""
     tokens: Tensor | None = None
-    """int64 `[B * S]`, for routers whose table chooses by them; None where there are none."""
+    """int64 `[B * S]`, for routers that look experts up by token; None without such routers."""
 
 
 def rotate(heads: Tensor, positions: Positions, interleaved: bool) -> Tensor:
@@ -251,7 +251,7 @@ _SCALINGS: Mapping[str, Callable[[Tensor, float, RopeScaling], _Frequencies]] = 
 
 
 class LayerKind(NamedTuple):
-    """What tells layers of a model from one another, as far as positions matter."""
+    """The properties of a layer that its positions and masks depend on."""
 
     in_window: bool
     """Attention is in a sliding window, or in chunks."""

@@ -20,7 +20,7 @@ class Balance:
     equation 5). `bias_update_rate` is added to expert_bias after an update that chose an expert less often than the
     mean, and subtracted after one that chose it more often (arXiv 2408.15664).
 
-    Raises ValueError for what is no such number: who makes one knows whose it is.
+    Raises ValueError for a number that makes no sense; the caller knows where it came from.
     """
 
     pooled_loss: float = 0.0

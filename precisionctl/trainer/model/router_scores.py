@@ -16,5 +16,5 @@ SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def over_their_sum(scores: Tensor) -> Tensor:
-    """Scores `[T, experts]`, of all experts or of those chosen, divided so that those of a token add up to 1."""
+    """Scores `[T, experts]`, of all or of the chosen experts, normalised so that a token's add up to 1."""
     return scores / (scores.sum(-1, keepdim=True) + 1e-20)

@@ -25,7 +25,7 @@ from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import TrainedReader, TrainerRun, of_trainer
 from precisionctl.commands.source_notes import adapter_notes, unread_notes
-from precisionctl.conversion.convert import run as convert
+from precisionctl.conversion.convert import convert
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, MappingError, RecipeError, UnsafePickle, damage
 from precisionctl.param import KINDS, STATE, TensorSpec, state_name
@@ -166,7 +166,8 @@ def rate_notes(
 
 
 def _others_run(source: Reader, skipped: Collection[StatePart]) -> TrainerRun | None:
-    """Count and settings of another program's optimizer that the run goes on with; None if there is none."""
+    """The update count and settings of another program's optimizer that the run continues; None if it continues
+    none."""
     if saved_of(source) or "optimizer" in skipped:
         return None
     return trained_run(source) if of_megatron(source) or _has_trainers_optimizer(source) else None

@@ -35,8 +35,8 @@ class DataSource:
 @dataclass(frozen=True)
 class Format:
     """A file format. `records` reads lazily, and raises DataError, with the place, for a file that is not in the
-    format; OSError passes through. It also gets the one column that is wanted of each row, None for those that `shapes`
-    knows: a format whose columns lie apart need not read the others."""
+    format; OSError passes through. Its second argument is the one column that is wanted, or None for those that
+    `shapes` knows. A columnar format need not read the others."""
 
     recognises: Callable[[Path], bool]
     records: Callable[[Path, str | None], Iterator[Record]]

@@ -1,4 +1,4 @@
-"""What `opcodes` writes, read by Python's own pickle, in the protocols that files of trainers have."""
+"""What `pickle_writer` writes, read by Python's own pickle, in the protocols that files of trainers have."""
 
 import argparse
 import pickle
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from precisionctl.fp8.opcodes import Global, PickledObject, dumps
+from precisionctl.untrusted.pickle_writer import Global, PickledObject, dumps
 
 VALUES = [
     *((), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), ((), ((),))),
