@@ -1,10 +1,11 @@
 """What plans take: memory as a dry run says, and work that grows as the number of tensors does."""
 
 import json
+import shutil
 import sys
 import tracemalloc
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 
 import pytest
 
@@ -14,10 +15,11 @@ from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
-from precisionctl.conversion.command import PlannedCommand
+from precisionctl.conversion.command import PlannedCommand, check_room
 from precisionctl.conversion.estimate import estimate
 from precisionctl.dtypes import DType
-from precisionctl.param import TensorSpec
+from precisionctl.errors import DiskProblem
+from precisionctl.param import Parallelism, TensorSpec
 
 PUBLISHED = [json.loads(line) for line in Path(__file__).with_name("published_configs.jsonl").read_text().splitlines()]
 
@@ -79,6 +81,26 @@ def test_a_plan_takes_no_more_memory_than_a_dry_run_says(tmp_path: Path, monkeyp
     monkeypatch.setattr("precisionctl.conversion.estimate.worker_memory", lambda plan: 0)
     said = estimate(command.plan, command.reader, tmp_path / "out", workers=2).memory
     assert said / 4 < taken <= said
+
+
+@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+def test_room_is_needed_for_each_byte_that_ranks_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, container: str
+) -> None:
+    disk = SimpleNamespace(total=1 << 50, free=1 << 50)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
+    sizes = Parallelism(tensor=2, pipeline=2, expert=2)
+    source = deepseek(tmp_path / "source", 16)
+    command = plan_command(Request(source, tmp_path / "none", "megatron", container=container, parallelism=sizes))
+    check_room(command)
+    assert "_placement" not in vars(command.writer), "to place the boxes of many ranks takes longer than to plan"
+    boxes = ((spec, chunk.box) for name, spec in command.writer.specs.items() for chunk in command.writer.chunks(name))
+    disk.free = sum(spec.dtype.itemsize * box.rows * box.columns for spec, box in boxes)
+    assert (disk.free > command.plan.nbytes) == (container == "torch")
+    check_room(command)
+    disk.free -= 1
+    with pytest.raises(DiskProblem, match="Make room for 1 B more"):
+        check_room(command)
 
 
 def test_tensors_that_are_alike_share_one_description(tmp_path: Path) -> None:
