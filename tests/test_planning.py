@@ -7,7 +7,9 @@ import tracemalloc
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 
+import pico
 import pytest
+import torch
 
 from precisionctl.architectures.families import from_hf_config, table_of
 from precisionctl.architectures.param_map import names
@@ -19,7 +21,8 @@ from precisionctl.conversion.command import PlannedCommand, check_room
 from precisionctl.conversion.estimate import estimate
 from precisionctl.dtypes import DType
 from precisionctl.errors import DiskProblem
-from precisionctl.param import Parallelism, TensorSpec
+from precisionctl.fp8 import nibbles
+from precisionctl.param import ONE_RANK, Parallelism, TensorSpec
 
 PUBLISHED = [json.loads(line) for line in Path(__file__).with_name("published_configs.jsonl").read_text().splitlines()]
 
@@ -44,8 +47,8 @@ def deepseek(directory: Path, experts: int) -> Path:
     return directory
 
 
-def planned(source: Path) -> PlannedCommand:
-    return plan_command(Request(source, source.with_name("none"), "megatron"))
+def planned(source: Path, sizes: Parallelism = ONE_RANK) -> PlannedCommand:
+    return plan_command(Request(source, source.with_name("none"), "megatron", parallelism=sizes))
 
 
 def calls_of_planning(source: Path) -> int:
@@ -70,17 +73,48 @@ def test_work_grows_as_the_number_of_tensors_does(tmp_path: Path) -> None:
     assert large - middle == pytest.approx(2 * (middle - small), rel=0.02)
 
 
-def test_a_plan_takes_no_more_memory_than_a_dry_run_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sizes", [ONE_RANK, Parallelism(tensor=8, pipeline=4, expert=8)])
+def test_a_plan_and_its_places_take_no_more_memory_than_a_dry_run_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: Parallelism
+) -> None:
     source = deepseek(tmp_path / "source", 64)
-    planned(source)
+    planned(source, sizes).writer.chunks("embedding.word_embeddings.weight")
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    command = planned(source)
+    command = planned(source, sizes)
+    command.writer.chunks("embedding.word_embeddings.weight")  # places all boxes
     taken = tracemalloc.get_traced_memory()[1] - before
     tracemalloc.stop()
     monkeypatch.setattr("precisionctl.conversion.estimate.worker_memory", lambda plan: 0)
     said = estimate(command.plan, command.reader, tmp_path / "out", workers=2).memory
     assert said / 4 < taken <= said
+
+
+def test_the_time_is_of_the_encoding_that_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pico.save(tmp_path / "hf", hidden_size=128, intermediate_size=128, dtype=torch.bfloat16)
+    searches = []
+    search = nibbles.squared_errors
+    monkeypatch.setattr(nibbles, "squared_errors", lambda *args: searches.append(args) or search(*args))
+    monkeypatch.setattr("precisionctl.conversion.estimate._copy_rate", lambda reader, directory: 1e6)
+    for scheme, looks_twice in (("nvfp4a16", True), ("w4a16", True), ("mxfp4", False), ("dynamic", False)):
+        request = Request.export(source=tmp_path / "hf", destination=tmp_path / "out", target="vllm", scheme=scheme)
+        command = plan_command(request)
+        searches.clear()
+        seconds = estimate(command.plan, command.reader, tmp_path / "out", workers=2).seconds
+        assert seconds is not None and seconds > command.plan.nbytes / 1e6
+        assert bool(searches) == looks_twice
+
+
+def test_to_read_back_takes_the_time_of_another_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pico.save(tmp_path / "hf")
+    command = planned(tmp_path / "hf")
+    monkeypatch.setattr("precisionctl.conversion.estimate._copy_rate", lambda reader, directory: 1e6)
+    monkeypatch.setattr("precisionctl.conversion.estimate._encode_seconds", lambda plan: 5.0)
+    once, twice = (
+        estimate(command.plan, command.reader, tmp_path / "out", workers=2, verify=verify).seconds
+        for verify in (False, True)
+    )
+    assert once == command.plan.nbytes / 1e6 + 2.5 and twice == 2 * once
 
 
 @pytest.mark.parametrize("container", ["torch_dist", "torch"])
