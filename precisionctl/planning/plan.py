@@ -158,11 +158,11 @@ class Plan:
         return {job.module: (experts[job.module],) if job.row.of_experts else () for job in gemms}
 
     def computes(self, job: Job) -> bool:
-        """Whether a job's tensors must be whole in memory, because its row does more than move their rows."""
+        """Whether a job's tensors must be whole in memory, because its row does more than move runs of rows."""
         if not job.reads or (self.source == self.target and job.row.source.rearrangement == job.row.rearrangement):
             return False
         passed = ([job.row.source] if self.source == "hf" else []) + ([job.row] if self.target == "hf" else [])
-        return not all(row.is_row_permutation(self.model) for row in passed)
+        return any(row.moves_single_rows or not row.is_row_permutation(self.model) for row in passed)
 
     def compute(self, job: Job, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors that such a job writes, from the values of all that it reads."""
