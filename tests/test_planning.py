@@ -1,12 +1,15 @@
 """What plans take: memory as a dry run says, and work that grows as the number of tensors does."""
 
 import json
+import shutil
 import sys
 import tracemalloc
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 
+import pico
 import pytest
+import torch
 
 from precisionctl.architectures.families import from_hf_config, table_of
 from precisionctl.architectures.param_map import names
@@ -14,10 +17,12 @@ from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
-from precisionctl.conversion.command import PlannedCommand
+from precisionctl.conversion.command import PlannedCommand, check_room
 from precisionctl.conversion.estimate import estimate
 from precisionctl.dtypes import DType
-from precisionctl.param import TensorSpec
+from precisionctl.errors import DiskProblem
+from precisionctl.fp8 import nibbles
+from precisionctl.param import ONE_RANK, Parallelism, TensorSpec
 
 PUBLISHED = [json.loads(line) for line in Path(__file__).with_name("published_configs.jsonl").read_text().splitlines()]
 
@@ -42,8 +47,8 @@ def deepseek(directory: Path, experts: int) -> Path:
     return directory
 
 
-def planned(source: Path) -> PlannedCommand:
-    return plan_command(Request(source, source.with_name("none"), "megatron"))
+def planned(source: Path, sizes: Parallelism = ONE_RANK) -> PlannedCommand:
+    return plan_command(Request(source, source.with_name("none"), "megatron", parallelism=sizes))
 
 
 def calls_of_planning(source: Path) -> int:
@@ -68,12 +73,16 @@ def test_work_grows_as_the_number_of_tensors_does(tmp_path: Path) -> None:
     assert large - middle == pytest.approx(2 * (middle - small), rel=0.02)
 
 
-def test_a_plan_takes_no_more_memory_than_a_dry_run_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sizes", [ONE_RANK, Parallelism(tensor=8, pipeline=4, expert=8)])
+def test_a_plan_and_its_places_take_no_more_memory_than_a_dry_run_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: Parallelism
+) -> None:
     source = deepseek(tmp_path / "source", 64)
-    planned(source)
+    planned(source, sizes).writer.chunks("embedding.word_embeddings.weight")
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    command = planned(source)
+    command = planned(source, sizes)
+    command.writer.chunks("embedding.word_embeddings.weight")  # places all boxes
     taken = tracemalloc.get_traced_memory()[1] - before
     tracemalloc.stop()
     monkeypatch.setattr("precisionctl.conversion.estimate.worker_memory", lambda plan: 0)
@@ -81,7 +90,66 @@ def test_a_plan_takes_no_more_memory_than_a_dry_run_says(tmp_path: Path, monkeyp
     assert said / 4 < taken <= said
 
 
+def test_the_time_is_of_the_encoding_that_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pico.save(tmp_path / "hf", hidden_size=128, intermediate_size=128, dtype=torch.bfloat16)
+    searches = []
+    search = nibbles.squared_errors
+    monkeypatch.setattr(nibbles, "squared_errors", lambda *args: searches.append(args) or search(*args))
+    monkeypatch.setattr("precisionctl.conversion.estimate._copy_rate", lambda reader, directory: 1e6)
+    for scheme, looks_twice in (("nvfp4a16", True), ("w4a16", True), ("mxfp4", False), ("dynamic", False)):
+        request = Request.export(source=tmp_path / "hf", destination=tmp_path / "out", target="vllm", scheme=scheme)
+        command = plan_command(request)
+        searches.clear()
+        seconds = estimate(command.plan, command.reader, tmp_path / "out", workers=2).seconds
+        assert seconds is not None and seconds > command.plan.nbytes / 1e6
+        assert bool(searches) == looks_twice
+
+
+def test_to_read_back_takes_the_time_of_another_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pico.save(tmp_path / "hf")
+    command = planned(tmp_path / "hf")
+    monkeypatch.setattr("precisionctl.conversion.estimate._copy_rate", lambda reader, directory: 1e6)
+    monkeypatch.setattr("precisionctl.conversion.estimate._encode_seconds", lambda plan: 5.0)
+    once, twice = (
+        estimate(command.plan, command.reader, tmp_path / "out", workers=2, verify=verify).seconds
+        for verify in (False, True)
+    )
+    assert once == command.plan.nbytes / 1e6 + 2.5 and twice == 2 * once
+
+
+@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+def test_room_is_needed_for_each_byte_that_ranks_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, container: str
+) -> None:
+    disk = SimpleNamespace(total=1 << 50, free=1 << 50)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
+    sizes = Parallelism(tensor=2, pipeline=2, expert=2)
+    source = deepseek(tmp_path / "source", 16)
+    command = plan_command(Request(source, tmp_path / "none", "megatron", container=container, parallelism=sizes))
+    check_room(command)
+    assert "_placement" not in vars(command.writer), "to place the boxes of many ranks takes longer than to plan"
+    boxes = ((spec, chunk.box) for name, spec in command.writer.specs.items() for chunk in command.writer.chunks(name))
+    disk.free = sum(spec.dtype.itemsize * box.rows * box.columns for spec, box in boxes)
+    assert (disk.free > command.plan.nbytes) == (container == "torch")
+    check_room(command)
+    disk.free -= 1
+    with pytest.raises(DiskProblem, match="Make room for 1 B more"):
+        check_room(command)
+
+
 def test_tensors_that_are_alike_share_one_description(tmp_path: Path) -> None:
     command = planned(deepseek(tmp_path / "source", 64))
     for specs in (command.reader.specs, command.plan.targets):
         assert len({id(spec) for spec in specs.values()}) == len(set(specs.values())) < len(specs) / 10
+
+
+def test_single_rows_are_moved_in_memory_and_yet_have_scales_of_their_own(tmp_path: Path) -> None:
+    """MiniCPM3's rotary pairs: copied one by one they took thirty times as long."""
+    pico.save(tmp_path / "hf", "minicpm3", dtype=torch.bfloat16)
+    plan = planned(tmp_path / "hf").plan
+    computed = [job.row for job in plan.jobs if plan.computes(job)]
+    assert {row.megatron.rpartition("self_attention.")[2] for row in computed} == {
+        "linear_q_up_proj.weight",
+        "linear_kv_down_proj.weight",
+    }
+    assert all(row.is_row_permutation(plan.model) for row in computed), "or exports would refuse scales of rows"

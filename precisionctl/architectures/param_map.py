@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from precisionctl.architectures.config_keys import Entry
-from precisionctl.architectures.rearrangements import SAME, Movable, Rearrangement
+from precisionctl.architectures.rearrangements import SAME, Movable, MovesSingleRows, Rearrangement
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import REPLICATED, Layout, Parallel, TensorSpec
 from precisionctl.torch_when_used import torch
@@ -192,6 +192,11 @@ class Row:
     def is_row_permutation(self, model: ModelShape) -> bool:
         """Whether `merge` and `split` only move rows (dimension 0)."""
         return self.rearrangement.is_row_permutation(model)
+
+    @property
+    def moves_single_rows(self) -> bool:
+        """Whether a conversion must not copy run by run what only moves."""
+        return isinstance(self.rearrangement, MovesSingleRows)
 
     def places(self, model: ModelShape) -> Iterator[Place]:
         """The numbers (layer, expert, ...) of every parameter that this row describes, in order."""

@@ -61,6 +61,11 @@ class _RowPermutation:
         return True
 
 
+class MovesSingleRows(_RowPermutation):
+    """A permutation that leaves many rows without a neighbour. It would be slow to copy them one by one, so conversions
+    move them in memory. Rows of scales, and of adapters, move like those of any permutation."""
+
+
 class _Computation:
     def is_row_permutation(self, model: ModelShape) -> bool:
         return False
@@ -304,7 +309,7 @@ class RotaryPairs(_Computation):
 
 
 @dataclass(frozen=True)
-class LatentPairs(_RowPermutation):
+class LatentPairs(MovesSingleRows):
     """The rows of latent attention that rotary embeddings turn, the last of each head, or of the one key that all heads
     share. Hugging Face has all first numbers of the pairs, then all second ones (MiniCPM3); Megatron's latent attention
     takes neighbouring rows for a pair."""

@@ -223,7 +223,7 @@ def do(request: "Request", how: Writing) -> None:
             console.show_lines([*lines, next_step(request, command, compared=how.verify)])
         return
     command = plan_command(request)
-    expected = estimate(command.plan, command.reader, command.output.path, how.workers)
+    expected = estimate(command.plan, command.reader, command.output.path, how.workers, verify=how.verify)
     if how.json_wanted:
         check_room(command)  # first, as there is one document on stdout
         print_json(

@@ -11,10 +11,12 @@ from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader, WithOptimizer
 from precisionctl.checkpoints.megatron.keys import write_tracker
+from precisionctl.checkpoints.megatron.towers import WithTowers
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output, directory_above, disk_problems
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
 from precisionctl.checkpoints.trainer_run import TrainedReader
 from precisionctl.conversion.convert import OnBytes, convert, read_back
 from precisionctl.conversion.edges import changed_notes
@@ -35,7 +37,6 @@ from precisionctl.errors import DiskProblem, OutputError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
-from precisionctl.param import ONE_RANK
 from precisionctl.planning.plan import Plan
 from precisionctl.sizes import size
 
@@ -217,11 +218,10 @@ def check_room(command: PlannedCommand) -> None:
     partial = command.output.partial
     disk = shutil.disk_usage(directory_above(partial))
     there = sum(file.stat().st_blocks * 512 for file in partial.rglob("*") if file.is_file())
-    specs, writer = command.writer.specs, command.writer
-    if command.plan.parallelism == ONE_RANK:
-        needed = sum(spec.nbytes for spec in specs.values())
-    else:  # by chunks, as a tensor may be written for several ranks
-        needed = sum(chunk.box.elements * specs[name].dtype.itemsize for name in specs for chunk in writer.chunks(name))
+    writer = command.writer.text if isinstance(command.writer, WithTowers) else command.writer
+    needed = sum(spec.nbytes for spec in command.writer.specs.values())
+    if isinstance(writer, LegacyWriter):
+        needed += writer.copied
     lacking = needed - there - disk.free
     if disk.total and lacking > 0:  # file systems without blocks of their own say 0 of 0
         raise DiskProblem(

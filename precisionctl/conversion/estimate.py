@@ -7,23 +7,31 @@ import os
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import IO
 
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.chunks import shard_boxes
+from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.output import directory_above
-from precisionctl.conversion.buffers import BUFFER, worker_memory
+from precisionctl.conversion.buffers import BUFFER, WIDEST, Buffers, worker_memory
+from precisionctl.conversion.encoder import Encoder
 from precisionctl.errors import DiskProblem
-from precisionctl.fp8 import numerics
-from precisionctl.planning.plan import Plan
+from precisionctl.fp8.elements import Element
+from precisionctl.planning.plan import Encode, Plan
 from precisionctl.torch_when_used import torch
 
 PLANNED = 2100
 """Bytes that a plan takes for each tensor that is read or written, at most: in DeepSeek-V3 and Kimi-K2, BF16 or FP8,
 900 to 1,600, and 1,900 from a `torch_dist` whose index PyTorch has pickled (benchmarks/planning.py)."""
+
+PLACED = 600
+"""Bytes for each box that a tensor of a Megatron target is cut into: of Kimi-K2 for 8 x 8 x 8 ranks, 560 in
+`torch_dist` and 180 in `torch`."""
 
 PROBE = 256 << 20
 """Bytes copied to measure the disk; fewer if the source is smaller, or the disk nearly full."""
@@ -40,15 +48,26 @@ class Estimate:
     seconds: float | None
 
 
-def estimate(plan: Plan, reader: Reader, destination: Path, workers: int) -> Estimate:
+def estimate(plan: Plan, reader: Reader, destination: Path, workers: int, *, verify: bool = False) -> Estimate:
     """Estimate memory from the plan, and time from a short measurement of copying from the source to the destination's
-    disk, and of encoding. Raises DiskProblem where that disk takes no file."""
-    memory = PLANNED * (len(reader.specs) + len(plan.targets)) + workers * worker_memory(plan)
+    disk, and of encoding; with `verify` everything is done twice. Raises DiskProblem where that disk takes no file."""
+    memory = PLANNED * (len(reader.specs) + len(plan.targets)) + PLACED * _boxes(plan) + workers * worker_memory(plan)
     rate = _copy_rate(reader, directory_above(destination))
     if rate is None:
         return Estimate(memory, None)
-    codes = sum(plan.job_bytes(job) for job in plan.jobs if job.encode)
-    return Estimate(memory, plan.nbytes / rate + (codes / (_encode_rate() * workers) if codes else 0.0))
+    return Estimate(memory, (2 if verify else 1) * (plan.nbytes / rate + _encode_seconds(plan) / workers))
+
+
+def _boxes(plan: Plan) -> int:
+    """How many boxes a Megatron target's tensors are cut into for its ranks; 0 for other targets."""
+    if plan.target != "megatron":
+        return 0
+    sizes = plan.parallelism
+    of_experts = sizes.expert_tensor or sizes.tensor
+    cuts = Counter(
+        (spec, sizes.tensor if expert_of(name) is None else of_experts) for name, spec in plan.targets.items()
+    )
+    return sum(count * sum(map(len, shard_boxes(spec, size))) for (spec, size), count in cuts.items())
 
 
 def _copy_rate(reader: Reader, directory: Path) -> float | None:
@@ -86,15 +105,37 @@ def _read(file: Path, block: bytearray) -> Iterator[int]:
             yield count
 
 
-def _encode_rate() -> float:
-    """Codes per second that one core makes from BF16 values, including the amax."""
-    values = torch.zeros(64, 128 * 1024, dtype=torch.bfloat16)
-    codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn)
+def _encode_seconds(plan: Plan) -> float:
+    """CPU seconds of one core for all that a plan encodes: for each element, with a global scale or without, some rows
+    of the largest weight are encoded as the plan says."""
+    elements: Counter[tuple[Element, bool]] = Counter()
+    largest: dict[tuple[Element, bool], tuple[int, str, Encode]] = {}
+    for encode in (job.encode for job in plan.jobs if job.encode):
+        for name, scales in encode.weights.items():
+            spec = plan.targets[name]
+            kind, count = (spec.element, scales.global_scale is not None), spec.rows * spec.columns
+            elements[kind] += count
+            if count > largest.get(kind, (0,))[0]:
+                largest[kind] = (count, name, encode)
+    return sum(elements[kind] / _encode_rate(plan, name, encode) for kind, (_, name, encode) in largest.items())
+
+
+def _encode_rate(plan: Plan, name: str, encode: Encode) -> float:
+    """Values per second that one core encodes of a weight of a plan, from BF16."""
+    spec, scales = plan.targets[name], encode.weights[name]
+    buffers = Buffers()
+    _, rows = next(buffers.pieces(0, spec.rows, WIDEST * spec.columns))
+    values = torch.randn(rows, spec.columns, generator=torch.Generator().manual_seed(0)).bfloat16()
+    high = rows if scales.block[0] == spec.rows else scales.block[0]
+    here = replace(encode, weights={name: replace(scales, block=(high, scales.block[1]))}, known={}, alongside={})
+    specs = {**plan.targets, name: replace(spec, shape=(rows, *spec.shape[1:]))}
+    encoder = Encoder(specs, {}, buffers, put=lambda name, row, codes: None, read=lambda name, row, rows: ())
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    start = time.perf_counter()
-    numerics.amax(values)
-    numerics.encode_by_scale_inv(values, torch.ones(()), codes, numerics.scratch_for(values))
-    seconds = time.perf_counter() - start
+    seconds = []
+    for _ in range(3):  # the first fills caches and takes memory
+        start = time.perf_counter()
+        encoder.encode(here, lambda: [(name, 0, values)])
+        seconds.append(time.perf_counter() - start)
     torch.set_num_threads(threads)
-    return values.numel() / seconds
+    return values.numel() / min(seconds)

@@ -14,6 +14,7 @@ import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from precisionctl.architectures.param_map import Row
@@ -53,6 +54,13 @@ class Encode:
     def scale_tensors(self) -> tuple[str, ...]:
         """The names of the tensors that are written beside the codes."""
         return (*(name for scales in self.weights.values() for name in scales.of_weight), *self.known)
+
+    def describe(self) -> dict[str, object]:
+        """As JSON; `dataclasses.asdict` copies all that is in it, which takes ten times as long."""
+        weights = {
+            name: {key: getattr(scales, key) for key in Scales.__slots__} for name, scales in self.weights.items()
+        }
+        return vars(self) | {"weights": weights}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +120,7 @@ class Plan:
     quantization: Mapping[str, object] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all targets."""
         return sum(spec.nbytes for spec in self.targets.values())
@@ -154,13 +162,13 @@ class Plan:
         return {job.module: (experts[job.module],) if job.row.of_experts else () for job in gemms}
 
     def computes(self, job: Job) -> bool:
-        """Whether a job's tensors must be whole in memory, because its row does more than move their rows."""
+        """Whether a job's tensors must be whole in memory, because its row does more than move runs of rows."""
         if not job.reads or (
             self.from_layout == self.to_layout and job.row.source.rearrangement == job.row.rearrangement
         ):
             return False
         passed = ([job.row.source] if self.from_layout == "hf" else []) + ([job.row] if self.to_layout == "hf" else [])
-        return not all(row.is_row_permutation(self.model) for row in passed)
+        return any(row.moves_single_rows or not row.is_row_permutation(self.model) for row in passed)
 
     def compute(self, job: Job, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors that such a job writes, from the values of all that it reads."""
@@ -176,7 +184,7 @@ class Plan:
             "parallelism": dataclasses.asdict(self.parallelism),
             "jobs": [
                 {"name": job.name, "reads": job.reads, "writes": job.writes, "copies": job.copies}
-                | ({"encode": dataclasses.asdict(job.encode)} if job.encode else {})
+                | ({"encode": job.encode.describe()} if job.encode else {})
                 for job in self.jobs
             ],
             "targets": {name: {"shape": spec.shape, "dtype": spec.stored_dtype} for name, spec in self.targets.items()},
@@ -184,7 +192,7 @@ class Plan:
             "quantization": self.quantization,
         }
 
-    @property
+    @cached_property  # the command's digest has it, and the manifest
     def digest(self) -> str:
         """SHA-256 of `describe()`."""
         return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).hexdigest()

@@ -369,11 +369,11 @@ class QuantMethod:
         form = self.spelling.four_bits.get(scheme) if self.spelling else None
         name, kind = sibling(weight, self.weight_scales[0]), form.input if form else self.input_scales[0]
         given = sibling(weight, kind) if kind and SCHEMES[scheme].fixed_inputs else None
-        found = Scales(name, given, sized(SCHEMES[scheme].block, spec))
+        block = sized(SCHEMES[scheme].block, spec)
         if form is None:
-            return found
+            return Scales(name, given, block)
         whole, shape = (sibling(weight, kind) if kind else None for kind in (form.global_scale, form.shape))
-        return replace(found, global_scale=whole, divides=form.divides, shape=shape)
+        return Scales(name, given, block, whole, form.divides, shape=shape)
 
 
 _SLICE = re.compile(r"(.+)(\[\d+\])")

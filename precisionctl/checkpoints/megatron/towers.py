@@ -94,17 +94,17 @@ class WithTowers:
     """A Writer of a Megatron checkpoint, and of the towers that go with it."""
 
     def __init__(self, text: Writer, towers: Mapping[str, TensorSpec], max_shard_size: int = MAX_SHARD_SIZE) -> None:
-        self.directory, self._text = text.directory, text
+        self.directory, self.text = text.directory, text
         self.specs: Mapping[str, TensorSpec] = {**text.specs, **towers}
         self._towers = TowersWriter(self.directory, towers, max_shard_size)
 
     def lay_out(self) -> None:
-        self._text.lay_out()
+        self.text.lay_out()
         self._towers.lay_out()
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        return (self._towers if name.startswith(TOWERS) else self._text).chunks(name)
+        return (self._towers if name.startswith(TOWERS) else self.text).chunks(name)
 
     def finish(self, fp8: Fp8States | None) -> None:
         self._towers.finish(fp8)
-        self._text.finish(fp8)
+        self.text.finish(fp8)

@@ -151,6 +151,13 @@ class LegacyWriter:
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self._chunks[name]
 
+    @property
+    def copied(self) -> int:
+        """Bytes that are written beyond those of `specs`, as several ranks have the same rows."""
+        sizes = ((spec, chunk.box) for name, spec in self.specs.items() for chunk in self._chunks[name])
+        written = sum(box.elements * spec.dtype.itemsize for spec, box in sizes)
+        return written - sum(spec.nbytes for spec in self.specs.values())
+
     def lay_out(self) -> None:
         """Create the files with everything but the tensors' bytes. Tensors in existing files are not changed."""
         self._write_around(None)
