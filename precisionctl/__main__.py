@@ -2,9 +2,12 @@
 
 import sys
 
+from precisionctl.signals import stop_on_sigterm
+
 
 def main() -> None:
     """Run the command line."""
+    stop_on_sigterm()
     try:
         _run()
     finally:
@@ -17,11 +20,11 @@ def main() -> None:
 def _run() -> None:
     try:
         from precisionctl.cli import main as commands
-    except KeyboardInterrupt:  # which `commands` answers from here on
+    except KeyboardInterrupt as stop:  # which `commands` answers from here on
         from precisionctl.cli.group import say_stopped
         from precisionctl.errors import GO_ON, NOT_BEGUN
 
-        say_stopped(NOT_BEGUN, kept=False)
+        say_stopped(NOT_BEGUN, kept=False, by=stop)
         sys.exit(GO_ON)
     commands(prog_name="precisionctl")
 

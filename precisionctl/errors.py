@@ -43,7 +43,7 @@ GO_ON = 75
 (EX_TEMPFAIL of sysexits.h)."""
 
 NOT_BEGUN = "Stopped before anything was written. The same command starts again."
-"""What a command says that Ctrl-C stops when it has nothing to keep: while it imports modules, reads or plans."""
+"""What a command says that a signal stops when it has nothing to keep: while it imports modules, reads or plans."""
 
 BROKEN_WEIGHTS = "The checkpoint is broken there, in BF16 too: copy it again, or take an earlier one."
 """What to do about weights that are NaN or infinite."""

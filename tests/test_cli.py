@@ -22,7 +22,7 @@ from command_line import run
 from safetensors.torch import load_file
 from training import contents
 
-from precisionctl import errors
+from precisionctl import errors, signals
 from precisionctl.checkpoints import open as opening
 from precisionctl.cli import main
 from precisionctl.cli.options import EngineName, Size
@@ -515,6 +515,18 @@ def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path, module, opt
     assert (stopped.returncode, stopped.stderr) == (75, f"{errors.NOT_BEGUN}\n")
     told = {"schema_version": 1, "stopped": "SIGINT", "kept": False} if options else None
     assert (json.loads(stopped.stdout) if stopped.stdout else None) == told
+
+
+@pytest.mark.parametrize(("kind", "name"), [(KeyboardInterrupt, "SIGINT"), (signals.Terminated, "SIGTERM")])
+def test_a_stopped_command_says_by_which_signal(tmp_path, monkeypatch, kind, name):
+    pico.save(tmp_path / "hf")
+
+    def interrupted(*_, **__):
+        raise kind
+
+    monkeypatch.setattr(worker, "write_rows", interrupted)
+    stopped = run("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron", "--workers", 1, "--json")
+    assert (stopped.exit_code, json.loads(stopped.stdout)["stopped"]) == (75, name)
 
 
 def test_json_holds_nothing_that_json_does_not_know(tmp_path):

@@ -427,6 +427,64 @@ os.kill(parent, signal.SIGKILL)
     assert killed.communicate(timeout=30)[0] == b"" and killed.returncode == -signal.SIGKILL
 
 
+PROGRAM = """
+import os, signal, sys, time
+from precisionctl import __main__
+from precisionctl.conversion import worker
+signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the tests were started with
+def held(*arguments):
+    os.write(1, b"%d\\n" % os.getpid())
+    time.sleep(600)
+worker.write_rows = held
+__main__.main()
+"""
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL])
+def test_no_worker_outlives_a_command_that_is_stopped_or_killed(tmp_path: Path, kind: signal.Signals) -> None:
+    """Even one that hangs in the file system, here one that is stopped; so the same command goes on at once."""
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    told = ["convert", str(tmp_path / "hf"), str(tmp_path / "out"), "--to", "megatron", "--workers", "2"]
+    command = [sys.executable, "-c", PROGRAM, *told, "--precision", "fp8"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout and running.stderr
+        for line in (running.stdout.readline(), running.stdout.readline()):
+            os.kill(int(line), signal.SIGSTOP)
+        running.send_signal(kind)
+        stopped = running.stderr.read()  # until the last worker has ended, too
+    assert running.returncode == (75 if kind is signal.SIGTERM else -signal.SIGKILL)
+    assert ("What is done is kept" in stopped) is (kind is signal.SIGTERM)
+    assert not (tmp_path / "out").exists()
+    assert CliRunner().invoke(main, [*told, "--precision", "fp8"]).exit_code == 0
+
+
+def test_a_signal_to_all_processes_is_answered_by_the_parent_alone() -> None:
+    """As Slurm and a terminal send it, here to the workers first."""
+    script = """
+import os, signal, time
+from precisionctl.conversion import processes
+from precisionctl.signals import Terminated, stop_on_sigterm
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+stop_on_sigterm()
+parent = os.getpid()
+def task(number):
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+    return number
+print(len(list(processes.in_processes(task, range(8), [1] * 8, 2))))
+def told(number):
+    os.kill(parent, signal.SIGTERM)
+    time.sleep(600)
+try:
+    list(processes.in_processes(told, range(8), [1] * 8, 2))
+except Terminated:
+    print("stopped")
+os.kill(parent, signal.SIGTERM)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "8\nstopped\n", "")
+
+
 def test_a_full_disk_is_one_error_and_keeps_what_is_done(tmp_path: Path) -> None:
     """A real limit of the kernel's on file size, in a process of its own."""
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)

@@ -1,6 +1,7 @@
 """Rows of tokens: packing, chat masks counted by hand, and an order that a seed decides."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,18 @@ def test_unusable_rows_are_one_clear_error(tmp_path: Path, content: str, message
     (tmp_path / "rows.jsonl").write_text(content)
     with pytest.raises(DataError, match=message):
         load_rows(tmp_path / "rows.jsonl", tokenizer(MARKING_TEMPLATE), sequence_length=4)
+
+
+def test_conversations_that_are_all_cut_before_the_assistant_speaks_are_told_how_long_rows_have_to_be(
+    tmp_path: Path,
+) -> None:
+    path = write_rows(tmp_path / "chat.jsonl", [{"messages": CONVERSATION}])
+    with pytest.raises(DataError, match=r"cut to 1 token before the assistant.*Raise data\.sequence_length") as refused:
+        load_rows(path, tokenizer(MARKING_TEMPLATE), 1)
+    needed = int(re.findall(r"to (\d+) for", refused.value.do)[0])
+    assert load_rows(path, tokenizer(MARKING_TEMPLATE), needed).learned is not None
+    with pytest.raises(DataError, match="before the assistant"):
+        load_rows(path, tokenizer(MARKING_TEMPLATE), needed - 1)
 
 
 TOOLS = [{"type": "function", "function": {"name": "a", "parameters": {"type": "object", "properties": {}}}}]

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,8 +28,8 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.conversion.convert import parts_of_ranks
-from precisionctl.conversion.ranks import Ranks, _first_host, _port
-from precisionctl.errors import PrecisionctlError
+from precisionctl.conversion.ranks import ALONE, Ranks, _first_host, _port, from_environment
+from precisionctl.errors import EnvironmentProblem, PrecisionctlError
 from precisionctl.param import Layout, Parallelism
 
 SHARD = 60_000
@@ -219,6 +220,51 @@ def test_slurm_says_where_the_first_rank_is() -> None:
         assert _first_host({"SLURM_STEP_NODELIST": nodes}) == host
     ports = {_port({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": str(step)}) for step in range(3)}
     assert len(ports) == 3 and all(1024 < port < 65536 for port in ports)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE is 'two', not a number"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is '2', not a number from 0 to 1"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "-1"}, "SLURM_PROCID is '-1', not"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "abc"}, "MASTER_PORT is 'abc', not a number"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "65536"}, "MASTER_PORT is '65536', not"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "", "SLURM_JOB_ID": "1_2"}, "SLURM_JOB_ID is '1_2', not"),
+    ],
+)
+def test_a_launcher_that_sets_no_number_is_told_which(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], told: str
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(EnvironmentProblem, match=re.escape(told)):
+        from_environment()
+
+
+def test_empty_variables_of_a_launcher_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.setenv(name, "")
+    assert from_environment() is ALONE
+
+
+def test_a_signal_ends_the_wait_for_other_ranks() -> None:
+    script = """
+import os, signal, threading
+from precisionctl.conversion import ranks
+from precisionctl.signals import Terminated, stop_on_sigterm
+import torch.distributed
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+stop_on_sigterm()
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+try:
+    ranks.from_environment()
+except Terminated:
+    print("stopped")
+"""
+    first, _ = environments(2, ("RANK", "WORLD_SIZE"))
+    done = subprocess.run([sys.executable, "-c", script], env=first, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr
 
 
 def test_what_stops_one_rank_in_planning_stops_all(tmp_path: Path, megatron: Path) -> None:

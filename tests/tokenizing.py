@@ -46,7 +46,7 @@ while fds := socket.recv_fds(asked, 1, 2)[1]:
         asked.close()
         for number, fd in enumerate(fds):
             os.dup2(fd, number)
-        server.main()
+        server.main(os.getppid())
         os._exit(0)
     for fd in fds:
         os.close(fd)

@@ -26,6 +26,7 @@ from precisionctl.errors import (
     meant,
     one_line,
 )
+from precisionctl.signals import name_of
 
 SCHEMA_VERSION = 1
 """Of what `--json` prints (docs/json.md). It grows when a key goes or means something else; keys may be added."""
@@ -157,22 +158,22 @@ def _verbosity(*, quiet: bool, verbose: bool) -> Iterator[None]:
 
 @contextmanager
 def kept_when_stopped() -> Iterator[None]:
-    """Inside, what is done is kept, and the same command continues: so say that if Ctrl-C stops it, and exit with
-    GO_ON."""
+    """Inside, what is done is kept, and the same command continues: so say that if Ctrl-C or SIGTERM stops it, and exit
+    with GO_ON."""
     try:
         yield
-    except KeyboardInterrupt:
-        say_stopped("Stopped. What is done is kept; the same command continues.", kept=True)
+    except KeyboardInterrupt as stop:
+        say_stopped("Stopped. What is done is kept; the same command continues.", kept=True, by=stop)
         raise click.exceptions.Exit(GO_ON) from None
 
 
-def say_stopped(line: str, *, kept: bool) -> None:
-    """Say that Ctrl-C has stopped the command; with `--json`, on stdout too, as an object that says whether a part is
+def say_stopped(line: str, *, kept: bool, by: KeyboardInterrupt) -> None:
+    """Say that a signal has stopped the command; with `--json`, on stdout too, as an object that says whether a part is
     `kept`."""
     click.echo(line, err=True)
     context = click.get_current_context(silent=True)
     if context.meta[_JSON] if context else "--json" in sys.argv:  # no context: while modules were imported
-        print_json({"stopped": "SIGINT", "kept": kept})
+        print_json({"stopped": name_of(by), "kept": kept})
 
 
 class Commands(click.Group):
@@ -198,8 +199,8 @@ class Commands(click.Group):
                 return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise  # click handles these itself; a closed pipe (`| head`) ends the program silently
-        except KeyboardInterrupt:
-            say_stopped(NOT_BEGUN, kept=False)
+        except KeyboardInterrupt as stop:
+            say_stopped(NOT_BEGUN, kept=False, by=stop)
             ctx.exit(GO_ON)
         except Exception as error:
             if ctx.meta.get(_DEBUG):

@@ -203,7 +203,9 @@ def _locked(output: Output, path: Path) -> Iterator[tuple[IO[str], str]]:
     """An open journal that no other run has, and its contents. Raises OutputError for a file that is too large to be
     one."""
     with open_kept(path, _ANY) as file:
-        lock(file, OutputError("another run is writing this output", where=output.path, do="Wait for it."), PATIENCE)
+        what = "another run is writing this output, or a process of one that was killed has not ended yet"
+        do = "Wait for it, or end it: `fuser -v` with this file shows it on the machine where it runs."
+        lock(file, OutputError(what, where=path, do=do), PATIENCE)
         if os.fstat(file.fileno()).st_size > _MAX_BYTES:
             what = f"larger than {size(_MAX_BYTES)}, as no journal is"
             raise OutputError(what, where=output.journal, do="Remove it, or choose another destination.")

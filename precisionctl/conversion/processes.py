@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
-import signal
 import sys
 import traceback
 import warnings
@@ -21,6 +20,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import TypeVar
 
+from precisionctl import signals
 from precisionctl.errors import OutputError
 from precisionctl.torch_when_used import torch
 
@@ -44,8 +44,9 @@ def in_processes(
     children: dict[Connection, tuple[BaseProcess, deque[int]]] = {}
     try:
         for share in shares:
-            connection, process = _fork(task, items, list(children))
-            children[connection] = process, share
+            with signals.held():  # or one that comes now would leave a worker that is not yet in `children`
+                connection, process = _fork(task, items, list(children))
+                children[connection] = process, share
             _hand_out(connection, share, shares)
         while children:
             for connection in [ready for ready in wait(list(children)) if isinstance(ready, Connection)]:
@@ -63,7 +64,7 @@ def in_processes(
                 yield items[number], result
     finally:
         for process, _ in children.values():
-            process.kill()  # SIGTERM is lost if a worker that has just been forked inherited a handler for it
+            process.kill()  # they do not get SIGTERM
         for process, _ in children.values():
             process.join()
 
@@ -90,7 +91,7 @@ def deal(costs: Sequence[int], shares: int) -> list[range]:
 def _fork(task: Callable[[Item], T], items: Sequence[Item], others: list[Connection]) -> tuple[Connection, BaseProcess]:
     context = multiprocessing.get_context("fork")
     ours, childs = context.Pipe()
-    process = context.Process(target=_child, args=(task, items, childs, [ours, *others]), daemon=True)
+    process = context.Process(target=_child, args=(task, items, childs, [ours, *others], os.getpid()), daemon=True)
     with warnings.catch_warnings():
         # Python 3.12 warns that other threads may hold locks: the child uses none of them, and ends by os._exit
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -99,13 +100,14 @@ def _fork(task: Callable[[Item], T], items: Sequence[Item], others: list[Connect
     return ours, process
 
 
-def _child(task: Callable[[Item], T], items: Sequence[Item], parent: Connection, inherited: list[Connection]) -> None:
-    """The main function of a worker: do items, by the numbers that the parent sends. It ends at None, or when sending
-    or receiving fails as its parent is gone."""
+def _child(
+    task: Callable[[Item], T], items: Sequence[Item], parent: Connection, inherited: list[Connection], parent_id: int
+) -> None:
+    """The main function of a worker: do items, by the numbers that the parent sends. It ends at None, or with its
+    parent: at once, or where the system has no means for that when sending or receiving fails."""
+    signals.end_with(parent_id)
     for connection in inherited:  # the parent's own ends: while any process has them open, nothing fails
         connection.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # handled by the parent
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.stdout = sys.stderr = io.StringIO()  # the parent's may have a lock that a thread of its held at the fork
     code = 1  # unless all items are done
     try:

@@ -12,7 +12,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -162,18 +163,32 @@ def from_environment() -> Ranks:
     """The ranks that torchrun (RANK, WORLD_SIZE) or a Slurm step (SLURM_PROCID, SLURM_STEP_NUM_TASKS) describe, else
     ALONE.
 
-    Raises EnvironmentProblem if the ranks cannot connect.
+    Raises EnvironmentProblem if the ranks cannot connect, and as `place_among_ranks`.
     """
     place = place_among_ranks()
     return _meet(*place) if place else ALONE
 
 
 def place_among_ranks() -> tuple[int, int] | None:
-    """This process's rank, and how many there are; None for a process by itself."""
+    """This process's rank, and how many there are; None for a process by itself. Raises EnvironmentProblem for numbers
+    that are none, and a rank that is not among them."""
     for rank, count in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
-        if int(os.environ.get(count, "1")) > 1 and rank in os.environ:
-            return int(os.environ[rank]), int(os.environ[count])
+        ranks = number_in(os.environ, count, 1)
+        if ranks > 1 and os.environ.get(rank):
+            return number_in(os.environ, rank, 0, most=ranks - 1), ranks
     return None
+
+
+def number_in(environment: Mapping[str, str], name: str, default: int, *, most: int | None = None) -> int:
+    """The number, 0 to `most`, in an environment variable; the default if it is not set, or empty. Raises
+    EnvironmentProblem if it holds anything else."""
+    text = environment.get(name) or str(default)
+    number = int(text) if re.fullmatch("[0-9]{1,18}", text) else None
+    if number is None or (most is not None and number > most):
+        limit = "a number" if most is None else f"a number from 0 to {most}"
+        do = "The launcher (torchrun, Slurm) sets it: unset it to run without one, or set it right."
+        raise EnvironmentProblem(f"the environment variable {name} is {text!r}, not {limit}", do=do)
+    return number
 
 
 def _meet(rank: int, count: int) -> Ranks:
@@ -181,8 +196,12 @@ def _meet(rank: int, count: int) -> Ranks:
 
     host, port = os.environ.get("MASTER_ADDR") or _first_host(os.environ), _port(os.environ)
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun runs the store itself
+
+    def connect() -> Store:
+        return TCPStore(host, port, count, is_master=rank == 0 and not hosted, timeout=_RENDEZVOUS)
+
     try:
-        store = TCPStore(host, port, count, is_master=rank == 0 and not hosted, timeout=_RENDEZVOUS)
+        store = _in_a_thread(connect)
     except DistError as error:
         raise EnvironmentProblem(
             f"rank {rank} cannot reach the others at {host}:{port}: {error}",
@@ -191,6 +210,21 @@ def _meet(rank: int, count: int) -> Ranks:
 
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Ranks(rank, count, PrefixStore(f"precisionctl/{attempt}", store))
+
+
+def _in_a_thread(work: Callable[[], T]) -> T:
+    """What `work` returns or raises. It is done in a thread, so that a signal ends the wait for it: what waits outside
+    Python heeds none."""
+    result: Future[T] = Future()
+
+    def do() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    Thread(target=do, daemon=True).start()
+    return result.result()
 
 
 def _first_host(environment: Mapping[str, str]) -> str:
@@ -202,5 +236,5 @@ def _first_host(environment: Mapping[str, str]) -> str:
 
 def _port(environment: Mapping[str, str]) -> int:
     """MASTER_PORT, or a port computed from the numbers of the Slurm job and step, which is the same on all ranks."""
-    step = int(environment.get("SLURM_JOB_ID", "0")) * 16 + int(environment.get("SLURM_STEP_ID", "0"))
-    return int(environment.get("MASTER_PORT") or 20000 + step % 20000)
+    step = number_in(environment, "SLURM_JOB_ID", 0) * 16 + number_in(environment, "SLURM_STEP_ID", 0)
+    return number_in(environment, "MASTER_PORT", 20000 + step % 20000, most=(1 << 16) - 1)

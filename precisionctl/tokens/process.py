@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from precisionctl.errors import EnvironmentProblem
+from precisionctl.signals import held
 from precisionctl.sizes import size
 from precisionctl.tokens.limits import Limits
 from precisionctl.tokens.wire import Packet, receive, send
 
-_BEGIN = "import sys; sys.path[:] = sys.argv[1:]; from precisionctl.tokens.server import main; main()"
+_BEGIN = "import sys; sys.path[:] = sys.argv[2:]; from precisionctl.tokens.server import main; main(int(sys.argv[1]))"
 """Uses the parent's `sys.path`, and does not import its `__main__`, as multiprocessing would."""
 
 _STARTING = Limits(300.0, 0)
@@ -37,14 +38,15 @@ class Process:
         environment = os.environ | {"HF_HUB_OFFLINE": "1"} | ({"TOKENIZERS_PARALLELISM": "false"} if one_core else {})
         paths = [path or os.getcwd() for path in sys.path]
         with tempfile.TemporaryFile() as errors:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-c", _BEGIN, *paths],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=environment,
-                bufsize=0,
-            )
+            with held():
+                self._popen = subprocess.Popen(
+                    [sys.executable, "-P", "-c", _BEGIN, str(os.getpid()), *paths],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    env=environment,
+                    bufsize=0,
+                )
             assert self._popen.stdin and self._popen.stdout
             self._in, self._out = self._popen.stdin.fileno(), self._popen.stdout.fileno()
             os.set_blocking(self._in, False)

@@ -1,10 +1,8 @@
 """The main function of a tokenizer's process: load a tokenizer, and reply to queries until the client is gone."""
 
-import ctypes
 import json
 import os
 import resource
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from precisionctl.errors import DataError, PrecisionctlError
+from precisionctl.signals import end_with
 from precisionctl.tokens.limits import Limits, hold_to
 from precisionctl.tokens.samples import Completion, Conversation
 from precisionctl.tokens.wire import IDS, Packet, receive, send
@@ -22,14 +21,10 @@ Parts = Sequence[bytes]
 PacketFields = Mapping[str, Any]
 Answers = Iterator[tuple[PacketFields, Parts]]
 
-_PR_SET_PDEATHSIG = 1
 
-
-def main() -> None:
-    """Serve on standard input and output, which are closed to everything that is called from here."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the client as well, which ends this process
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def main(parent: int) -> None:
+    """Serve the process `parent` on standard input and output, which are closed to all that is called from here."""
+    end_with(parent)
     with suppress(OSError):  # if memory runs out, this process is killed before its client
         Path("/proc/self/oom_score_adj").write_text("1000")
     pipe = _Pipe()

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from precisionctl.errors import PrecisionError
+from precisionctl.signals import terminate
 from precisionctl.trainer.parallel.world import World
 
 Stop = signal.Signals | Literal["time limit"]
@@ -49,6 +50,8 @@ def stop_signals() -> Iterator[list[signal.Signals]]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number))
         restore()
+        if before[signal.SIGTERM] is terminate:  # in a collective no handler of Python's would run
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def restore() -> None:
         for kind, handler in before.items():

@@ -197,8 +197,15 @@ def _sample_rows(tokens: Tokens, samples: Samples, length: int, packing: bool, d
     sizes = samples.ends - starts
     cut = np.minimum(sizes, length + 1)
     kept = samples.first_target < cut
-    if not kept.any():
+    if not (samples.first_target < sizes).any():
         raise DataError("no conversation has text of the assistant to learn", where=data)
+    if not kept.any():
+        needed = int(samples.first_target[samples.first_target < sizes].min())
+        raise DataError(
+            f"every conversation is cut to {counted(length, 'token')} before the assistant says anything",
+            where=data,
+            do=f"Raise data.sequence_length: to {needed} for the first word of one, to more for whole answers.",
+        )
     notes = list(tokens.about.notes)
     if longer := int((sizes > length + 1).sum()):
         notes.append(f"{counted(longer, 'conversation was', 'conversations were')} cut to {counted(length, 'token')}")

@@ -11,6 +11,7 @@ import torch
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.output import directory_above
+from precisionctl.conversion.ranks import number_in
 from precisionctl.dtypes import DType
 from precisionctl.errors import DiskProblem, EnvironmentProblem, RecipeError
 from precisionctl.model_shape import ModelShape
@@ -87,7 +88,7 @@ def free_memory() -> int:
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except OSError:  # elsewhere all memory
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or "1")
+    ranks_here = max(1, number_in(os.environ, "LOCAL_WORLD_SIZE", 1))
     return min(available, *_container()) // ranks_here
 
 

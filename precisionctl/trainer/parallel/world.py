@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from precisionctl.conversion.ranks import ALONE as NO_OTHERS
-from precisionctl.conversion.ranks import Ranks, from_environment
+from precisionctl.conversion.ranks import Ranks, from_environment, number_in
 from precisionctl.errors import EnvironmentProblem, RecipeError
 from precisionctl.recipe import ParallelSettings, Recipe
 from precisionctl.sizes import counted
@@ -218,7 +218,8 @@ def process_group(ranks: Ranks) -> Iterator[str]:
     """PyTorch's process group of all ranks, for tensors on CPUs and on GPUs if there are any. Yields their kind."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID", "0")))
+        here = number_in(os.environ, "LOCAL_RANK", number_in(os.environ, "SLURM_LOCALID", 0))
+        torch.cuda.set_device(here)
     dist.init_process_group(
         {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}[device],
         store=ranks.store or dist.HashStore(),  # type: ignore[attr-defined]  # public, and not in the stubs

@@ -1,0 +1,55 @@
+"""Signals: SIGTERM stops the program as Ctrl-C does, and no worker outlives the process that it works for."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_PR_SET_PDEATHSIG = 1
+"""Of Linux's <linux/prctl.h>."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: whatever answers Ctrl-C answers it, too."""
+
+
+def stop_on_sigterm() -> None:
+    """Raise Terminated in the main thread on the first SIGTERM, unless whoever started the program has it ignored. A
+    second one kills. Only the program does this: in a library, signals belong to who uses it."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, terminate)
+
+
+def terminate(number: int, frame: FrameType | None) -> None:
+    """The program's handler of SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise Terminated
+
+
+def name_of(stop: KeyboardInterrupt) -> str:
+    """The signal that stopped the program: `SIGTERM` or `SIGINT`."""
+    return "SIGTERM" if isinstance(stop, Terminated) else "SIGINT"
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM wait. A process that is started here never gets them: a terminal, Slurm and torchrun
+    send them to all processes, and the parent answers for all."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_with(parent: int) -> None:
+    """On Linux, kill this process when its parent, the process `parent`, ends, whatever ends that: also if this process
+    hangs in the file system, or is stopped. Strictly, when the parent's thread ends that has started this process."""
+    if sys.platform == "linux":
+        import ctypes  # for workers alone
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before that call
+            os.kill(os.getpid(), signal.SIGKILL)

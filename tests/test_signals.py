@@ -1,0 +1,38 @@
+"""SIGTERM, as the program and its trainer answer it."""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from precisionctl.signals import Terminated, stop_on_sigterm, terminate
+from precisionctl.trainer.stopping import stop_signals
+
+
+@pytest.fixture(autouse=True)
+def usual() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_the_first_sigterm_stops_and_a_second_one_kills() -> None:
+    stop_on_sigterm()
+    with pytest.raises(Terminated):
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_sigterm_that_whoever_started_the_program_has_ignored_stays_ignored() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    stop_on_sigterm()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+def test_a_run_notes_the_first_sigterm_and_the_system_answers_a_second_one() -> None:
+    stop_on_sigterm()
+    with stop_signals() as received:
+        signal.raise_signal(signal.SIGTERM)
+        assert received == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is terminate
