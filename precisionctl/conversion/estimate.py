@@ -60,7 +60,7 @@ def estimate(plan: Plan, reader: Reader, destination: Path, workers: int, *, ver
 
 def _boxes(plan: Plan) -> int:
     """How many boxes a Megatron target's tensors are cut into for its ranks; 0 for other targets."""
-    if plan.target != "megatron":
+    if plan.to_layout != "megatron":
         return 0
     sizes = plan.parallelism
     of_experts = sizes.expert_tensor or sizes.tensor
