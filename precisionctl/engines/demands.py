@@ -162,11 +162,25 @@ ACTIVATION_FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nv
 
 
 def format_of_weights_alone(directory: QuantizedDirectory) -> Breaches:
-    """A format of compressed-tensors for codes of eight bits that is not among ACTIVATION_FORMATS."""
-    written = directory.quantization.get("format")
-    eight = any(spec.is_codes and spec.packing is None for spec in directory.specs.values())
-    if directory.method == "compressed-tensors" and eight and written not in ACTIVATION_FORMATS:
-        yield CONFIG, f"format {written!r}"
+    """A format of compressed-tensors for codes of eight bits that is not among ACTIVATION_FORMATS: that of a config
+    group, or else that of all."""
+    if directory.method != "compressed-tensors" or all(
+        not spec.is_codes or spec.packing is not None for spec in directory.specs.values()
+    ):
+        return
+    groups = directory.quantization.get("config_groups")
+    of_eight = [
+        group
+        for group in (groups.values() if isinstance(groups, Mapping) else ())
+        if isinstance(group, Mapping)
+        and isinstance(group.get("weights"), Mapping)
+        and group["weights"].get("num_bits") == 8
+    ]
+    for group in of_eight or [{}]:
+        written = group.get("format") or directory.quantization.get("format")
+        if written not in ACTIVATION_FORMATS:
+            yield CONFIG, f"format {written!r}"
+            return
 
 
 def classes_in_several_groups(directory: QuantizedDirectory) -> Breaches:
