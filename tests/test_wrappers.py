@@ -353,7 +353,7 @@ def test_a_run_trains_the_text_keeps_the_towers_and_its_result_is_loaded_and_exp
     run(tmp_path / "run", tmp_path / "back", "hf")
     before, after = stored(tmp_path / "source"), stored(tmp_path / "back")
     assert_same(towers(before), towers(after))
-    outputs = ("self_attn.o_proj.weight", "self_attn.out_proj.weight")
+    outputs = ("self_attn.o_proj.weight", "self_attn.out_proj.weight", "mixer.o_proj.weight")
     trained = [name for name in before.keys() - towers(before) if name.endswith(outputs)]
     assert trained and not any(torch.equal(before[name], after[name]) for name in trained)
 
@@ -362,12 +362,18 @@ def test_a_run_trains_the_text_keeps_the_towers_and_its_result_is_loaded_and_exp
     export(tmp_path / "run", tmp_path / "static", "static")
     assert check(open_checkpoint(tmp_path / "static"), engine_named("vllm")) == []
     assert_same(towers(stored(tmp_path / "static")), towers(before))
-    values, codes = (load_whole(type(theirs), tmp_path / name) for name in ("back", "codes"))
-    # routers choose other experts for up to a third of the tokens; states of delta nets keep the errors of all tokens
-    least = 0.9 if kind in ("qwen3_5_moe", "kimi_k25", "minimax_m3_vl", "minicpmv4_6", "minicpmv4_7") else 0.97
-    assert torch.cosine_similarity(logits(values).flatten(), logits(codes).flatten(), dim=0) > least
     with pytest.raises(PrecisionError, match=f"makes text models, and this is a `{kind}` around one"):
         plan_command(Request.export(tmp_path / "run", tmp_path / "te", "te"))
+    if kind == "qianfan_ocr":  # of which transformers 5.23 loads no codes at all: it divides a tensor of the tower
+        return
+    values, codes = (load_whole(type(theirs), tmp_path / name) for name in ("back", "codes"))
+    # routers choose other experts for up to a third of the tokens; states keep the errors of all tokens
+    least = (
+        0.9
+        if kind in ("qwen3_5_moe", "kimi_k25", "minimax_m3_vl", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni")
+        else 0.97
+    )
+    assert torch.cosine_similarity(logits(values).flatten(), logits(codes).flatten(), dim=0) > least
 
 
 @pytest.mark.parametrize("kind", [kind for kind in WRAPPERS if WRAPPERS[kind]["model_type"] in TEXT_MODELS])
