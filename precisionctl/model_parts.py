@@ -2,6 +2,7 @@
 several residual streams, a wrapper of images or sound; and what is a size."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -170,24 +171,38 @@ class GlobalAttention:
 @dataclass(frozen=True)
 class Wrapper:
     """A model of images or sound around a text model: its `model_type`, and what its Hugging Face names have in place
-    of the text model's `model.` and `lm_head.`; `same` are beginnings of names that it has as the text model does. All
-    its other tensors are towers."""
+    of the text model's `model.` (or `backbone.`), `lm_head.` and, where its prediction layers have such names, `mtp.`.
+    All its other tensors are towers, and those whose names begin with what is `apart`."""
 
     model_type: str
     body: str
     head: str
-    same: tuple[str, ...] = ()
+    mtp: str | None = None
+    apart: str | None = None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Beginnings of names of the text model alone, with those that they have here."""
+        names = {"model.": self.body, "backbone.": self.body, "lm_head.": self.head}
+        return names if self.mtp is None else names | {"mtp.": self.mtp}
 
     def is_text(self, name: str) -> bool:
         """Whether a tensor of this Hugging Face name is the text model's."""
-        return name.startswith((self.body, self.head, *self.same))
+        is_apart = self.apart is not None and name.startswith(self.apart)
+        return name.startswith(tuple(self.names.values())) and not is_apart
 
     def name_of(self, name: str) -> str:
         """The name in the wrapper of what the text model alone calls so."""
-        for alone, here in (("model.", self.body), ("lm_head.", self.head)):
+        for alone, here in self.names.items():
             if name.startswith(alone):
                 return here + name.removeprefix(alone)
         return name
+
+
+def text_part(config: Mapping[str, Any]) -> Any:
+    """What a wrapper's config.json has of its text model; None where it has nothing. `llm_config` is the word of
+    InternVL's code, which NVIDIA's published Nemotrons have."""
+    return next((config[key] for key in ("text_config", "llm_config") if config.get(key) is not None), None)
 
 
 @dataclass(frozen=True)

@@ -196,6 +196,14 @@ def two_groups(*targets):
     return made.saying(config_groups=groups)
 
 
+def formats(of_all, of_group=None):
+    """A format for all config groups, and one that the group has itself."""
+    made = ct("dynamic")
+    if of_group:
+        made.quantization["config_groups"]["group_0"]["format"] = of_group
+    return made.saying(format=of_all)
+
+
 def two_kinds(*targets, swapped=False):
     """Attention with scales of channels, MLPs with those of tensors, in groups with these targets."""
     made, static = ct("dynamic"), ct()
@@ -495,6 +503,13 @@ CASES = {
         lambda: with_cache(ct("dynamic"), strategy="attn_head"),
         set(),
         {"sglang", "tensorrt-llm"},
+    ),
+    "codes of eight bits in a format of weights alone": (lambda: formats("pack-quantized"), set(), {"vllm", "sglang"}),
+    "a format of the config group's own": (lambda: formats("mixed-precision", "float-quantized"), set(), set()),
+    "a group's format of weights alone": (
+        lambda: formats("float-quantized", "pack-quantized"),
+        set(),
+        {"vllm", "sglang"},
     ),
     "a cache with a scale for each token": (
         lambda: with_cache(ct("dynamic"), strategy="token"),

@@ -72,7 +72,10 @@ def test_what_the_wrapper_does_not_heed_of_the_text_models_config_is_not_compute
     assert_text_is_computed(AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32), tmp_path)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ("mistral3", "qwen2_vl", "smolvlm", "voxtral") if kind in WRAPPERS])
+IN_MEMORY = ("mistral3", "qwen2_vl", "smolvlm", "voxtral", "hyperclovax_vision_v2")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in IN_MEMORY if kind in WRAPPERS])
 def test_names_in_memory_are_those_that_the_class_has(kind: str, tmp_path: Path) -> None:
     theirs, reader = tiny_wrappers.save(tmp_path, kind), open_checkpoint(tmp_path)
     names = table_of(reader.model).in_memory(reader.specs, reader.model)
@@ -131,6 +134,52 @@ def test_exaone_4_5_by_its_first_name_with_prediction_layers_that_travel_like_to
     run(tmp_path / "hf", tmp_path / "megatron", "megatron", parallelism=Parallelism(tensor=2))
     run(tmp_path / "megatron", tmp_path / "back", "hf")
     assert_same(stored(tmp_path / "back"), tensors)
+
+
+@pytest.mark.skipif("nemotron_h_omni" not in WRAPPERS, reason="of transformers 5.23")
+@pytest.mark.parametrize(
+    ("model_type", "mtp"),
+    [
+        ("nemotron_h_omni", "language_model.mtp."),
+        *((kind, "mtp.") for kind in ("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3")),
+    ],
+)
+def test_nemotrons_in_the_words_of_nvidias_code_with_their_prediction_layers(
+    model_type: str, mtp: str, tmp_path: Path
+) -> None:
+    """As Megatron-Bridge's nemotron_omni_bridge.py has their names."""
+    tiny_wrappers.save(tmp_path / "hf", "nemotron_h_omni", dtype=torch.bfloat16)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    text = config.pop("text_config") | {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+    config |= {"model_type": model_type, "llm_config": text | {"torch_dtype": "float16"}}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    tensors = stored(tmp_path / "hf")
+    for block, kind in enumerate(("full_attention", "moe")):
+        like = f"language_model.backbone.layers.{text['layers_block_type'].index(kind)}."
+        for name in [name for name in tensors if name.startswith(like)]:
+            tensors[name.replace(like, f"{mtp}layers.{block}.")] = torch.randn_like(tensors[name])
+    for name in ("layers.0.enorm", "layers.0.hnorm", "layers.1.final_layernorm"):
+        tensors[f"{mtp}{name}.weight"] = torch.randn(128).bfloat16()
+    tensors[f"{mtp}layers.0.eh_proj.weight"] = torch.randn(128, 256).bfloat16()
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron", parallelism=Parallelism(tensor=2), workers=1)
+    assert not [name for name in open_checkpoint(tmp_path / "megatron").specs if "towers." in name and "mtp." in name]
+    run(tmp_path / "megatron", tmp_path / "back", "hf", workers=1)
+    assert_same(tensors, stored(tmp_path / "back"))
+    told = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert told["llm_config"] == text | {"torch_dtype": "bfloat16"}
+
+
+@pytest.mark.skipif("glm_ocr" not in WRAPPERS, reason="of transformers 5.23")
+def test_the_prediction_layer_of_glm_ocr_travels_like_a_tower(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "glm_ocr", dtype=torch.bfloat16)
+    layer = {"model.language_model.layers.16.eh_proj.weight": torch.randn(128, 256).bfloat16()}
+    tensors = stored(tmp_path / "hf") | layer
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron", parallelism=Parallelism(tensor=2), workers=1)
+    assert {f"towers.{name}" for name in layer} <= open_checkpoint(tmp_path / "megatron").specs.keys()
+    run(tmp_path / "megatron", tmp_path / "back", "hf", workers=1)
+    assert_same(tensors, stored(tmp_path / "back"))
 
 
 def check_there_and_back(kind: str, tmp_path: Path, **how: Any) -> None:
@@ -304,7 +353,7 @@ def test_a_run_trains_the_text_keeps_the_towers_and_its_result_is_loaded_and_exp
     run(tmp_path / "run", tmp_path / "back", "hf")
     before, after = stored(tmp_path / "source"), stored(tmp_path / "back")
     assert_same(towers(before), towers(after))
-    outputs = ("self_attn.o_proj.weight", "self_attn.out_proj.weight")
+    outputs = ("self_attn.o_proj.weight", "self_attn.out_proj.weight", "mixer.o_proj.weight")
     trained = [name for name in before.keys() - towers(before) if name.endswith(outputs)]
     assert trained and not any(torch.equal(before[name], after[name]) for name in trained)
 
@@ -313,12 +362,18 @@ def test_a_run_trains_the_text_keeps_the_towers_and_its_result_is_loaded_and_exp
     export(tmp_path / "run", tmp_path / "static", "static")
     assert check(open_checkpoint(tmp_path / "static"), engine_named("vllm")) == []
     assert_same(towers(stored(tmp_path / "static")), towers(before))
-    values, codes = (load_whole(type(theirs), tmp_path / name) for name in ("back", "codes"))
-    # routers choose other experts for up to a third of the tokens; states of delta nets keep the errors of all tokens
-    least = 0.9 if kind in ("qwen3_5_moe", "kimi_k25", "minimax_m3_vl", "minicpmv4_6", "minicpmv4_7") else 0.97
-    assert torch.cosine_similarity(logits(values).flatten(), logits(codes).flatten(), dim=0) > least
     with pytest.raises(PrecisionError, match=f"makes text models, and this is a `{kind}` around one"):
         plan_command(Request.export(tmp_path / "run", tmp_path / "te", "te"))
+    if kind == "qianfan_ocr":  # of which transformers 5.23 loads no codes at all: it divides a tensor of the tower
+        return
+    values, codes = (load_whole(type(theirs), tmp_path / name) for name in ("back", "codes"))
+    # routers choose other experts for up to a third of the tokens; states keep the errors of all tokens
+    least = (
+        0.9
+        if kind in ("qwen3_5_moe", "kimi_k25", "minimax_m3_vl", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni")
+        else 0.97
+    )
+    assert torch.cosine_similarity(logits(values).flatten(), logits(codes).flatten(), dim=0) > least
 
 
 @pytest.mark.parametrize("kind", [kind for kind in WRAPPERS if WRAPPERS[kind]["model_type"] in TEXT_MODELS])

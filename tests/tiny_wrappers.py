@@ -170,6 +170,23 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("minicpmv4_6", "minicpmv4_7", "minicpm_ocr"), {"model_type": "qwen3_5_text", **DELTA_NET}),
     **dict.fromkeys(("qwen2_audio", "audioflamingo3"), {"model_type": "qwen2"}),
     **dict.fromkeys(("voxtral", "glmasr"), {"model_type": "llama", "rms_norm_eps": 1e-5}),
+    "hyperclovax_vision_v2": {
+        "model_type": "hyperclovax",
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 0.5,
+        "residual_multiplier": 0.4,
+    },
+    "granite4_vision": {
+        "model_type": "granite4_vision_text",
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 0.5,
+        "residual_multiplier": 0.4,
+    },
+    "glm_ocr": {"model_type": "glm_ocr_text", "rope_parameters": MROPE},
+    "qianfan_ocr": {"model_type": "qwen3"},
+    "nemotron_h_omni": {**pico.settings("nemotron-h"), **TEXT, "head_dim": 16},
 }
 WRAPPERS = {kind: its for kind, its in WRAPPERS.items() if kind in CONFIG_MAPPING}
 """What each wrapper's `text_config` is made of, beside TEXT; of those that the installed transformers has."""
@@ -199,6 +216,11 @@ OPTIONAL: dict[str, Any] = {
         },
     },
     "minimax_m3_vl": {"projector_hidden_size": 64},
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2"},
+    "nemotron_h_omni": {
+        **dict.fromkeys(("vision_hidden_size", "projector_hidden_size"), 128),
+        "audio_config": {"projection_hidden_size": 64, "projection_bias": False},
+    },
 }
 """Towers that a wrapper has only where its config says so, and sizes that are not the text model's."""
 
@@ -241,7 +263,8 @@ def save(directory: Path, kind: str, *, in_memory: bool = False, **settings: Any
 def as_published(kind: str, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     """What transformers saves otherwise: the text model of Kimi K2.5 takes names of its tower, and experts of Qwen3-VL
     stay as in memory; before 5.23 MiniMax-M3's dense MLPs have the name of its experts' blocks, and models of sound
-    have a `model.` too many."""
+    have a `model.` too many. The text model of Qianfan-OCR takes names of its tower, too, and that of HyperCLOVA X
+    Vision has a `model.` too few."""
     if name.startswith("language_model.model.blocks."):
         name = name.replace("blocks", "layers")
     if kind == "qwen3_vl_moe" and name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")):
@@ -249,6 +272,9 @@ def as_published(kind: str, name: str, tensor: torch.Tensor) -> tuple[str, torch
     if kind == "minimax_m3_vl":
         name = re.sub(r"block_sparse_moe\.(gate|up|down)_proj\.", r"mlp.\1_proj.", name)
     name = name.replace("language_model.model.model.", "language_model.model.")
+    name = name.replace("language_model.model.encoder.layers.", "language_model.model.layers.")
+    if kind == "hyperclovax_vision_v2":
+        name = re.sub(r"language_model\.(?!lm_head\.)", "language_model.model.", name)
     return name.replace("model.mm_projector.", "mm_projector."), tensor
 
 

@@ -44,9 +44,13 @@ def make_source(folder: Path, **settings: Any) -> Path:
     return add_tokenizer(folder, model.config.model_type)
 
 
+BYTE_LEVEL = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "hyperclovax_vision_v2")
+"""Models whose own kind of tokenizer knows no words."""
+
+
 def add_tokenizer(folder: Path, model_type: str = "") -> Path:
     """Add a tokenizer of 65 words to a directory."""
-    if model_type in ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"):  # their own kinds know no words
+    if model_type in BYTE_LEVEL:
         characters = ["<eos>", "\u0120", *string.ascii_lowercase, *string.digits, "<", ">"]
         words = Tokenizer(models.BPE({token: number for number, token in enumerate(characters)}, []))
     else:

@@ -24,6 +24,7 @@ from precisionctl.architectures.wrappers import (
 from precisionctl.discover import discover_names
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, at, most_alike, shown
 from precisionctl.model_fields import PARTS
+from precisionctl.model_parts import text_part
 from precisionctl.model_shape import ModelShape
 from precisionctl.same_model import TENSORS, differences
 from precisionctl.untabled_model import UntabledModel
@@ -87,7 +88,7 @@ def read_model(config: Config, where: object = "config.json", stored: Collection
             raise UnknownArchitecture(what, where=where, do=_OF_NUMBERS)
         return model
     except UnknownArchitecture as why:
-        said = config.get("text_config")
+        said = text_part(config)
         text = said if isinstance(said, Mapping) else {}
         if text.get("model_type") in supported() and not (is_wrapper(config) and _is_refused(text)):
             do = f"Its text model is a {text['model_type']}, which has a table: docs/foreign.md saves it alone."

@@ -108,8 +108,7 @@ _ROWS = (
     *renamed(FINAL_NORM, {"model.norm.": "model.norm_f."}, {"final_layernorm": "final_norm"}),
 )
 _NUMBERED = _experts("experts.{expert}.up_proj.weight", "experts.{expert}.down_proj.weight")
-_PUBLISHED = (*_ROWS, *_NUMBERED)
-_IN_MEMORY = (*_ROWS, *_experts("experts.up_proj[{expert}]", "experts.down_proj[{expert}]"))
+_STACKED = _experts("experts.up_proj[{expert}]", "experts.down_proj[{expert}]")
 
 
 def _predicting(block: int, rows: Iterable[Row]) -> tuple[Row, ...]:
@@ -230,7 +229,10 @@ ARCHITECTURE = Architecture(
     otherwise_in_transformers="transformers 5.23 takes no step (dt) of a Mamba-2 mixer below config.json's "
     "time_step_min, 0.001 if it says none; NVIDIA's own code, Megatron-Core and `resume` take it as it is.",
     rows=(
-        Either(renamed(_PUBLISHED, {"model.": "backbone."}), _IN_MEMORY, second_is="in memory"),
+        *(
+            Either(renamed(published, {"model.": "backbone."}), in_memory, second_is="in memory")
+            for published, in_memory in ((_ROWS, _ROWS), (_NUMBERED, _STACKED))
+        ),
         *_PREDICTION,
         *OUTPUT,
     ),

@@ -19,7 +19,7 @@ from precisionctl.architectures.param_map import Architecture, Either, Naming, R
 from precisionctl.architectures.read_off import rows as rows_of
 from precisionctl.architectures.rearrangements import Transposed
 from precisionctl.errors import DamagedCheckpoint, MappingError, UnknownArchitecture, shown
-from precisionctl.model_parts import Wrapper
+from precisionctl.model_parts import Wrapper, text_part
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 
@@ -34,13 +34,14 @@ IN_MEMORY = "model.language_model.", "lm_head."
 class WrapperNames:
     """How a wrapper names the tensors of its text model, and reads its config.
 
-    - `body`, `head`: prefixes in published files
+    - `body`, `head`: prefixes in published files; `mtp`: that in place of the text model's `mtp.`
     - `text`: the text model's `model_type`, if its config may lack one; TEXT_MODELS has its class's defaults
     - `flat`: whether config.json may have the text model's keys at its top, without a `text_config`
-    - `in_memory`: the prefixes that the wrapper's class has in memory
+    - `in_memory`: the prefixes that the wrapper's class has in memory; `towers_in_memory`: one that names of its towers
+      have there, and not in published files
     - `experts`: the rows of experts, if they are not the family's
     - `second`: whether published files have the spelling that is the second one of the text model alone
-    - `same`: prefixes of names that are the same in the text model alone
+    - `apart`: a prefix of names in the body that are not its text model's
     - `mark`: a part of the towers' names that no other wrapper with the same text model has; empty if none needs it
     - `absent`: the class's defaults for keys that `text_config` lacks, if the text model's class has others
     """
@@ -52,7 +53,9 @@ class WrapperNames:
     in_memory: tuple[str, str] = IN_MEMORY
     experts: Either | None = None
     second: bool = False
-    same: tuple[str, ...] = ()
+    mtp: str | None = None
+    apart: str | None = None
+    towers_in_memory: str = "model."
     mark: str = ""
     absent: Mapping[str, Any] = field(default_factory=dict)
 
@@ -66,6 +69,21 @@ reads both, as it has them in memory."""
 _TEXT_MODEL = "model.text_model.", "lm_head."
 _GATED_WITH_BIAS = "visual.blocks.0.mlp.gate_proj.bias"
 _HEARS = "audio_tower.conv1."
+_PREDICTION_OF_GLM_OCR = "model.language_model.layers.16."
+_HYPERCLOVA = WrapperNames(
+    "model.language_model.model.",
+    "model.language_model.lm_head.",
+    text="hyperclovax",
+    mark="vision_model.patch_embed.",
+    towers_in_memory="model.projector.",
+)
+_NEMOTRON = WrapperNames(
+    "language_model.backbone.",
+    text="nemotron_h",
+    in_memory=("language_model.model.", "language_model.lm_head."),
+    mtp="mtp.",
+    mark="vision_model.radio_model.",
+)
 
 
 def _sizes(
@@ -102,7 +120,7 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     "qwen2_5_vl": WrapperNames("model.", "lm_head.", text="qwen2_5_vl_text", flat=True, mark=_GATED_WITH_BIAS),
     "qwen3_vl": WrapperNames(*IN_MEMORY, text="qwen3_vl_text"),
     "qwen3_vl_moe": WrapperNames(*IN_MEMORY, text="qwen3_vl_moe_text", experts=EXPERTS_AS_IN_OUT),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), WrapperNames(*IN_MEMORY, same=("mtp.",))),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), WrapperNames(*IN_MEMORY, mtp="mtp.")),
     **dict.fromkeys(
         ("glm4v", "glm46v"), WrapperNames(*IN_MEMORY, text="glm4v_text", mark="visual.post_conv_layernorm.")
     ),
@@ -127,11 +145,19 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     "janus": WrapperNames(*IN_MEMORY, text="llama", mark="vqmodel."),
     **dict.fromkeys(
         ("minicpmv4_6", "minicpmv4_7", "minicpm_ocr"),
-        WrapperNames(*IN_MEMORY, text="qwen3_5_text", same=("mtp.",), mark="vision_tower.vit_merger."),
+        WrapperNames(*IN_MEMORY, text="qwen3_5_text", mtp="mtp.", mark="vision_tower.vit_merger."),
     ),
     **dict.fromkeys(("qwen2_audio", "audioflamingo3"), WrapperNames(text="qwen2", mark=_HEARS)),
     "voxtral": WrapperNames(text="llama", mark=_HEARS, absent=_VOXTRAL),
     "glmasr": WrapperNames(text="llama", mark=_HEARS, absent=_GLM_ASR),
+    **dict.fromkeys(("hyperclovax_vision_v2", "vlm"), _HYPERCLOVA),
+    "granite4_vision": WrapperNames(*IN_MEMORY, text="granite4_vision_text", mark="image_newline"),
+    "glm_ocr": WrapperNames(*IN_MEMORY, text="glm_ocr_text", apart=_PREDICTION_OF_GLM_OCR, mark=_GATED_WITH_BIAS),
+    "qianfan_ocr": WrapperNames(text="qwen3", mark="encoder.layers.0.ls1"),
+    "nemotron_h_omni": replace(_NEMOTRON, mtp="language_model.mtp."),
+    **dict.fromkeys(
+        ("NemotronH_Nano_VL_V2", "NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3"), _NEMOTRON
+    ),
 }
 """Wrappers by `model_type`. For text alone each computes what its text model does: positions in several dimensions
 (`mrope`) are all the same there, and nothing is added to the hidden states of a layer."""
@@ -193,6 +219,12 @@ TEXT_MODELS: Mapping[str, TextModel] = {
         _sizes(151552, 4096, 13696, 40, 32, 2, 32768) | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
         {"attention_bias": True},
     ),
+    "glm_ocr_text": TextModel(
+        "glm4",
+        _sizes(59392, 1024, 4096, 16, 16, 8, 131072) | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+        {"attention_bias": False},
+    ),
+    "granite4_vision_text": TextModel("granite", _sizes(32000, 4096, 11008, 32, 32, 32, 2048)),
     "glm4v_moe_text": TextModel(
         "glm4_moe",
         _sizes(151424, 4096, 10944, 46, 96, 8, 65536)
@@ -214,7 +246,7 @@ def text_config(config: Config, where: object) -> dict[str, Any]:
     """The text model's part of a wrapper's config.json, as its family's own config.json would say it. Raises
     UnknownArchitecture where there is none, and DamagedCheckpoint for anything but an object."""
     kind = WRAPPERS[config["model_type"]]
-    text = config.get("text_config")
+    text = text_part(config)
     if text is None and kind.flat:
         text = {key: value for key, value in config.items() if key != "model_type"}
     if text is None:
@@ -239,19 +271,19 @@ def text_config(config: Config, where: object) -> dict[str, Any]:
 def wrapper_of(config: Config) -> Wrapper:
     """The wrapper that a config.json describes, with the names of published files."""
     kind = WRAPPERS[config["model_type"]]
-    return Wrapper(config["model_type"], kind.body, kind.head, kind.same)
+    return Wrapper(config["model_type"], kind.body, kind.head, kind.mtp, kind.apart)
 
 
 def can_be_wrapped(family: Architecture, wrapper: Wrapper) -> bool:
     """Whether a family's tensors all have names that the wrapper changes, or has, too."""
     rows = [row for each in family.rows for row in ((each,) if isinstance(each, Row) else (*each.first, *each.second))]
-    return all(name.startswith(("model.", "lm_head.", *wrapper.same)) for row in rows for name in row.hf)
+    return all(name.startswith(tuple(wrapper.names)) for row in rows for name in row.hf)
 
 
 def may_be_tied(config: Config) -> bool:
-    """Whether the head may be the embedding and so not be stored. If neither a wrapper's config.json nor its
-    `text_config` says so, the tensors decide."""
-    parts = (config, config.get("text_config") or {})
+    """Whether the head may be the embedding and so not be stored. If neither a wrapper's config.json nor its text
+    model's part says so, the tensors decide."""
+    parts = (config, text_part(config) or {})
     on = [is_on(part, "tie_word_embeddings", "config.json") for part in parts]
     return any(on) or all(part.get("tie_word_embeddings") is None for part in parts)
 
@@ -264,7 +296,8 @@ def in_directory(model: ModelShape, config: Config, stored: Collection[str]) -> 
     for body, head in dict.fromkeys(((model.wrapper.body, model.wrapper.head), in_memory)):
         wrapper = replace(model.wrapper, body=body, head=head)
         towers = [name for name in stored if not wrapper.is_text(name)]
-        if wrapper.name_of(_EMBEDDING) in stored and towers and _by_towers(model.wrapper, towers) == wrapper:
+        has_text = any(wrapper.name_of(name) in stored for name in _EMBEDDINGS)
+        if has_text and towers and _by_towers(model.wrapper, towers) == wrapper:
             _check_marks(model.wrapper.model_type, towers)
             tied = config.get("tie_word_embeddings") is True or wrapper.name_of(_HEAD) not in stored
             return replace(model, wrapper=wrapper, tied_embeddings=model.tied_embeddings and tied)
@@ -280,7 +313,7 @@ def beside_towers(model: ModelShape, towers: Collection[str], *, has_head: bool)
     return replace(model, wrapper=_by_towers(model.wrapper, towers), tied_embeddings=not has_head)
 
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDINGS, _HEAD = ("model.embed_tokens.weight", "model.embeddings.weight"), "lm_head.weight"
 
 
 def _check_marks(model_type: str, towers: Collection[str]) -> None:
@@ -295,9 +328,10 @@ def _check_marks(model_type: str, towers: Collection[str]) -> None:
 
 
 def _by_towers(published: Wrapper, towers: Collection[str]) -> Wrapper:
-    """The wrapper with the names that go with those of its towers, which in memory are within `model`, too."""
-    if any(name.startswith("model.") for name in towers):
-        body, head = WRAPPERS[published.model_type].in_memory
+    """The wrapper with the names that go with those of its towers, which in memory are mostly within `model`, too."""
+    kind = WRAPPERS[published.model_type]
+    if any(name.startswith(kind.towers_in_memory) for name in towers):
+        body, head = kind.in_memory
         return replace(published, body=body, head=head)
     return published
 
@@ -350,15 +384,17 @@ def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:
         names, values = (tuple(map(wrapper.name_of, each)) for each in (row.hf, row.values))
         return replace(row, names=names, values=values)
 
-    def renamed_either(either: Either) -> Either:
+    def renamed_either(either: Either) -> tuple[Row | Either, ...]:
         first, second = tuple(map(renamed, either.first)), tuple(map(renamed, either.second))
+        if first == second:  # `backbone.` and `model.`, which differ in the text model alone
+            return first
         if kind.second and wrapper.body == kind.body:  # as published
-            return Either(second, first, second_is="in memory")
-        return replace(either, first=first, second=second)
+            return (Either(second, first, second_is="in memory"),)
+        return (replace(either, first=first, second=second),)
 
     return WrappedArchitecture(
         model_types=family.model_types,
-        rows=tuple(renamed(row) if isinstance(row, Row) else renamed_either(row) for row in rows),
+        rows=tuple(each for row in rows for each in ((renamed(row),) if isinstance(row, Row) else renamed_either(row))),
         config=(),
         aliases=tuple(replace(a, hf=wrapper.name_of(a.hf), of=wrapper.name_of(a.of)) for a in family.aliases),
         derived=tuple(map(wrapper.name_of, family.derived)),

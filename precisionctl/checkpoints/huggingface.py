@@ -35,6 +35,7 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.elements import FP8
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
+from precisionctl.model_parts import text_part
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import STATE, Layout, TensorSpec
 from precisionctl.quant_methods.base import FLOATS, Scales
@@ -243,7 +244,7 @@ class HuggingFaceWriter:
         files = {**self.companions.files, **self.extra_files}
         write_companions(self.directory, replace(self.companions, files=files))
         config = config_of_values(self.companions, self.config, self.specs)
-        text = config.get("text_config")
+        text = text_part(config)
         said = text if isinstance(text, dict) else config  # `self.config` is of the text model alone
         said |= {key: self.config[key] for key in self.lacks(config) if key in self.config}
         if self.quantization is not None:
@@ -260,7 +261,8 @@ def config_of_values(
 ) -> dict[str, Any]:
     """The config.json of a result whose tensors are values: that of the companions, else `config`, with its dtype."""
     found: dict[str, Any] = json.loads(companions.files.get("config.json", b"null")) or dict(config)
-    text = found["text_config"] if isinstance(found.get("text_config"), dict) else {}
+    part = text_part(found)
+    text = part if isinstance(part, dict) else {}
     for key in ("quantization_config", OLDER_KEY):
         found.pop(key, None)
     text.pop("quantization_config", None)
@@ -307,7 +309,7 @@ def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     """config.json, with the `quantization_config` that the text model of a wrapper has, that compressed-tensors named
     otherwise in 2024 (in vLLM's order: 0.33, weight_utils.py get_quant_config), or that older ModelOpts wrote in a file
     of its own. Some of them did not write `quant_method`, which is known by `quant_algo` then."""
-    beside, text = path / QUANT_CONFIG, config.get("text_config")
+    beside, text = path / QUANT_CONFIG, text_part(config)
     found = config.get("quantization_config")
     if not found and isinstance(text, dict):
         found = text.get("quantization_config")

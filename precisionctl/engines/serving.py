@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from precisionctl.model_parts import text_part
 from precisionctl.param import GEMM_ALIGNMENT, TensorSpec, divides_heads
 from precisionctl.quant_methods.base import SQUARE, Block
 
@@ -122,8 +123,8 @@ def _linear(module: str) -> str:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text model's part of a config.json; all of it where it has no `text_config`."""
-    text = config.get("text_config")
+    """The text model's part of a config.json; all of it where it has none."""
+    text = text_part(config)
     return text if isinstance(text, Mapping) else config
 
 
