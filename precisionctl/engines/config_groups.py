@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from precisionctl.engines.code_rules import EXPERT, linears
-from precisionctl.engines.ignore_lists import BY_END_OR_REGEX, BY_NAME_OR_REGEX, words
+from precisionctl.engines.ignore_lists import BY_END_OR_REGEX, BY_NAME_OR_REGEX, config_groups, words
 from precisionctl.engines.ignored_modules import Unquantized
 from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.quant_methods.base import kind_of, sibling
@@ -101,8 +101,7 @@ def _chosen(directory: QuantizedDirectory, fuses: bool, class_first: bool) -> It
 
 
 def _groups(directory: QuantizedDirectory) -> Mapping[str, Any]:
-    groups = directory.quantization.get("config_groups")
-    return groups if directory.method == "compressed-tensors" and isinstance(groups, Mapping) else {}
+    return config_groups(directory.quantization) if directory.method == "compressed-tensors" else {}
 
 
 def without_target(unquantized: Unquantized) -> Demand:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from precisionctl.dtypes import DType
-from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, words
+from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, config_groups, words
 from precisionctl.engines.ignored_modules import IgnoreList
 from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.quant_methods.base import TENSOR, sibling, sized
@@ -168,14 +168,9 @@ def format_of_weights_alone(directory: QuantizedDirectory) -> Breaches:
         not spec.is_codes or spec.packing is not None for spec in directory.specs.values()
     ):
         return
-    groups = directory.quantization.get("config_groups")
-    of_eight = [
-        group
-        for group in (groups.values() if isinstance(groups, Mapping) else ())
-        if isinstance(group, Mapping)
-        and isinstance(group.get("weights"), Mapping)
-        and group["weights"].get("num_bits") == 8
-    ]
+    groups = config_groups(directory.quantization).values()
+    weights = ((group, group.get("weights")) for group in groups)
+    of_eight = [group for group, each in weights if isinstance(each, Mapping) and each.get("num_bits") == 8]
     for group in of_eight or [{}]:
         written = group.get("format") or directory.quantization.get("format")
         if written not in ACTIVATION_FORMATS:
@@ -185,16 +180,11 @@ def format_of_weights_alone(directory: QuantizedDirectory) -> Breaches:
 
 def classes_in_several_groups(directory: QuantizedDirectory) -> Breaches:
     """One of several config groups that targets a class of modules, such as `Linear`."""
-    groups = directory.quantization.get("config_groups")
-    if directory.method == "compressed-tensors" and isinstance(groups, Mapping) and len(groups) > 1:
+    groups = config_groups(directory.quantization)
+    if directory.method == "compressed-tensors" and len(groups) > 1:
         for name, group in groups.items():
-            if any(target[:1].isupper() for target in _strings(group, "targets")):
+            if any(target[:1].isupper() for target in words(group.get("targets"))):
                 yield CONFIG, f"config group {name} of several targets a class of modules"
-
-
-def _strings(holder: object, key: str) -> list[str]:
-    found = holder.get(key) if isinstance(holder, Mapping) else None
-    return [entry for entry in found if isinstance(entry, str)] if isinstance(found, list) else []
 
 
 def said_twice_differently(directory: QuantizedDirectory) -> Breaches:
@@ -209,5 +199,5 @@ def said_twice_differently(directory: QuantizedDirectory) -> Breaches:
 
 
 def _modelopt(quantization: Mapping[str, Any]) -> dict[str, object]:
-    ignored = _strings(quantization, "ignore") or _strings(quantization, "exclude_modules")
-    return {"quant_algo": str(quantization.get("quant_algo")).upper(), "list of ignored modules": sorted(ignored)}
+    ignored = sorted(words(quantization.get("ignore"))) or sorted(words(quantization.get("exclude_modules")))
+    return {"quant_algo": str(quantization.get("quant_algo")).upper(), "list of ignored modules": ignored}

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from precisionctl.engines.code_rules import EXPERT, experts_module, linears
-from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, Matching, is_of_a_class, names_in_layers, words
+from precisionctl.engines.ignore_lists import (
+    BY_NAME_OR_REGEX,
+    Matching,
+    config_groups,
+    is_of_a_class,
+    names_in_layers,
+    words,
+)
 from precisionctl.engines.names_in_memory import possible, renamed
 from precisionctl.engines.rule import Breaches, QuantizedDirectory
 
@@ -78,9 +85,7 @@ class IgnoreList:
         layers = quantization.get("quantized_layers")
         if quantization.get("quant_algo") == "MIXED_PRECISION" and isinstance(layers, Mapping):
             return lambda module: any(name in layers for name in names_in_layers(module))
-        groups = quantization.get("config_groups")
-        listed = list(groups.values()) if isinstance(groups, Mapping) else []
-        targets = [target for group in listed if isinstance(group, Mapping) for target in words(group.get("targets"))]
+        targets = [target for group in config_groups(quantization).values() for target in words(group.get("targets"))]
         is_named = BY_NAME_OR_REGEX.of(targets)
         if targets and not any(map(is_of_a_class, targets)):
             return is_named

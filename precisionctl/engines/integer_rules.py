@@ -11,6 +11,7 @@ from typing import Any
 from precisionctl.engines.code_rules import EXPERT
 from precisionctl.engines.demands import CONFIG, beyond_bf16
 from precisionctl.engines.fused_rules import fused_weights
+from precisionctl.engines.ignore_lists import config_groups
 from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.engines.serving import FUSED, LATENT
 from precisionctl.quant_methods.base import TENSOR, Scales, sized
@@ -121,8 +122,7 @@ def _fixed_input(directory: QuantizedDirectory, scales: Scales) -> tuple[float, 
 
 def _int8_groups(quantization: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The config groups with weights in INT8, by their names."""
-    groups = quantization.get("config_groups")
-    for name, group in groups.items() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
+    for name, group in config_groups(quantization).items():
+        weights = group.get("weights")
         if isinstance(weights, Mapping) and (weights.get("num_bits", 8), weights.get("type", "int")) == (8, "int"):
             yield name, group
