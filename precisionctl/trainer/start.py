@@ -9,7 +9,7 @@ that has seen no token starts with the largest amax of the other experts in its 
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
@@ -108,8 +108,7 @@ def start_fp8(run: Run, state: KnownState, sidecar_state: Fp8States | None, *, c
     sources = {name: _complete(name, linear, change, known) for name, linear in linears.items()}
     if any(states.has_router_weights for states in state.usable):
         left += (f"{FC2_OF_EXPERTS} after multiplication by the router's weights; this trainer multiplies later",)
-    others = (states.recipe for states in state.usable if states.producer not in _PRODUCERS)
-    return Fp8Start(_counts(sources), carried, (*left, *_recipe_notes(others, recipe), *_notes(change, sources)))
+    return Fp8Start(_counts(sources), carried, (*left, *_recipe_notes(state, recipe), *_notes(change, sources)))
 
 
 def start_collecting(run: Run, found: Fp8States | None) -> Fp8Start:
@@ -224,12 +223,12 @@ def _counts(sources: Mapping[str, Mapping[Role, Counter[StateOrigin]]]) -> Mappi
     }
 
 
-def _recipe_notes(others: Iterable[DelayedScaling], recipe: DelayedScaling) -> Iterator[str]:
+def _recipe_notes(state: KnownState, recipe: DelayedScaling) -> Iterator[str]:
     """What a run does otherwise than the one whose state it starts with."""
-    for other in islice((other for other in others if other != recipe), 1):
+    of_runs = (states.recipe for states in state.usable if states.producer not in _PRODUCERS)
+    if other := next((each for each in of_runs if each != recipe), None):
         keys = [key for key in vars(recipe) if getattr(other, key) != getattr(recipe, key)]
-        theirs = ", ".join(f"{key} {getattr(other, key)}" for key in keys)
-        mine = ", ".join(f"{key} {getattr(recipe, key)}" for key in keys)
+        theirs, mine = (", ".join(f"{key} {getattr(each, key)}" for key in keys) for each in (other, recipe))
         yield f"the FP8 state is of a run with {theirs}; this recipe has {mine} (--set precision.delayed.KEY=VALUE)"
 
 
