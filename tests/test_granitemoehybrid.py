@@ -100,8 +100,9 @@ def test_logits_and_gradients_are_those_of_transformers(tmp_path: Path, case: st
     for name, expected in judged.items():
         found = gradients[name]
         assert found is not None and expected.any(), name
-        # a sum over all positions of what nearly cancels: 1.3e-5 apart on a processor without AVX-512
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()), msg=name)
+        # of steps it is a sum over all positions of what nearly cancels: 1.3e-5 apart on a processor without AVX-512
+        near = 3e-5 if name.endswith(("A_log", "dt_bias")) else 1e-5
+        torch.testing.assert_close(found, expected, rtol=0, atol=near * float(expected.abs().max()), msg=name)
 
 
 # config.json ----------------------------------------------------------------------------------------------------------
