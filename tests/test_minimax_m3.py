@@ -10,7 +10,7 @@ import tiny_wrappers
 import torch
 from any_models import export, load_whole, logits
 from conversions import run
-from gpt_models import VOCABULARY, as_gpt, backward, converted, transformers_model
+from gpt_models import VOCABULARY, as_gpt, backward, clear_tokens, converted, transformers_model
 from safetensors.torch import load_file, save_file
 from tiny_wrappers import stored
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -58,7 +58,7 @@ def test_gradients_are_those_of_transformers(tmp_path: Path) -> None:
     """Of texts in which blocks are chosen. The gradients go to Megatron as weights do, by the family's table."""
     theirs = transformers_model(FAMILY)
     ours = as_gpt(converted(theirs, tmp_path / "weights"))
-    tokens = torch.randint(VOCABULARY, (2, 60))
+    tokens = clear_tokens(ours, (2, 60))
     backward(ours(tokens)[..., :VOCABULARY], tokens)
     backward(theirs(tokens).logits, tokens)
     with torch.no_grad():

@@ -14,6 +14,7 @@ from gpt_models import (
     as_gpt,
     backward,
     both_gradients,
+    clear_tokens,
     converted,
     everywhere,
     same_state,
@@ -128,15 +129,16 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("length", [12, 100])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(case: str, length: int, tmp_path: Path) -> None:
-    """Through a directory that transformers wrote and the family's table."""
+    """Through a directory that transformers wrote and the family's table. FP32's rounding makes up to 1e-5 of a
+    deviation of 75,000 logits, depending on the processor; what `MATTERS` has makes 5e-4."""
     family, changes = CASES[case]
     theirs = transformers_model(family, **changes)
     ours = as_gpt(converted(theirs, tmp_path))
-    tokens = torch.randint(VOCABULARY, (3, length))
+    tokens = clear_tokens(ours, (3, length))
     with torch.no_grad():
         expected = theirs(tokens).logits
         assert expected.std() > 0.3
-        torch.testing.assert_close(ours(tokens)[..., :VOCABULARY], expected, rtol=0, atol=1e-5 * float(expected.std()))
+        torch.testing.assert_close(ours(tokens)[..., :VOCABULARY], expected, rtol=0, atol=3e-5 * float(expected.std()))
 
 
 GRADIENTS = (
@@ -153,7 +155,7 @@ def test_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> Non
     one norm and under two, one key for all heads, a bias of logits, and Kimi delta attention."""
     theirs = transformers_model(family)
     ours = as_gpt(converted(theirs, tmp_path))
-    tokens = torch.randint(VOCABULARY, (3, 100), generator=torch.Generator().manual_seed(1))
+    tokens = clear_tokens(ours, (3, 100))
     for logits in (theirs(tokens).logits, ours(tokens)[..., :VOCABULARY]):
         logits.logsumexp(-1).sum().backward()
     for name, found, expected in both_gradients(theirs, ours):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from command_line import run as command
 from conversions import change_args, run
-from gpt_models import as_gpt, assert_texts_are_apart, converted, transformers_model
+from gpt_models import as_gpt, assert_texts_are_apart, clear_tokens, converted, transformers_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from training import make_source, make_text
@@ -220,7 +220,7 @@ def test_logits_are_those_of_transformers_with_any_number_of_groups_and_chunks(
 ) -> None:
     theirs = transformers_model("nemotron-h", n_groups=groups, chunk_size=32)
     ours = as_gpt(converted(theirs, tmp_path))
-    tokens = torch.randint(250, (2, length))
+    tokens = clear_tokens(ours, (2, length))
     with torch.no_grad():
         expected = theirs(tokens).logits
         found = ours(tokens)[..., :250]
@@ -231,7 +231,7 @@ def test_gradients_are_those_of_transformers(tmp_path: Path) -> None:
     """Of all parameters of two mixers, behind experts, an MLP and attention."""
     theirs = transformers_model("nemotron-h")
     ours = as_gpt(converted(theirs, tmp_path))
-    tokens = torch.randint(250, (2, CHUNK + 9))
+    tokens = clear_tokens(ours, (2, CHUNK + 9))
     for logits in (theirs(tokens).logits, ours(tokens)[..., :250]):
         logits.logsumexp(-1).sum().backward()
     found, expected = dict(ours.named_parameters()), dict(theirs.named_parameters())
