@@ -879,6 +879,13 @@ def block_kinds(family: str) -> set[Any]:
     return made | {("gated delta nets", model.gdn is not None), ("Mamba-2 mixers", model.mamba is not None)}
 
 
+def mixers(family: str) -> set[Any]:
+    """What a family's layers mix tokens with and choose experts by: what keeps something of its own in training."""
+    model = shape(family)
+    parts = ("moe", "mla", "csa", "msa", "gdn", "mamba", "short_conv")
+    return {"attention", *(part for part in parts if getattr(model, part) is not None)}
+
+
 def rows(family: str) -> set[Any]:
     """The kinds of a family's rows: what becomes of a parameter on its way to Megatron and back."""
     model = shape(family)

@@ -53,12 +53,10 @@ SIZES = {
 }
 """How many ranks, and how they share a model."""
 
-FAMILIES = pico.first_of_each(
-    lambda family: {*pico.rows(family), *pico.switches(family)},
-    [family for family in pico.FAMILIES if pico.shape(family).num_query_groups % 2 == 0],
-)
+EVEN = [family for family in pico.FAMILIES if pico.shape(family).num_query_groups % 2 == 0]
 CASES = [
-    *((how, family) for how in ("tensor", "sequence") for family in FAMILIES),
+    *(("tensor", family) for family in pico.first_of_each(pico.block_kinds, EVEN)),
+    *(("sequence", family) for family in pico.first_of_each(lambda f: {*pico.rows(f), *pico.switches(f)}, EVEN)),
     *(
         (how, family)
         for how in ("sequence and data", "tensor in copies")

@@ -2,6 +2,7 @@
 it, by transformers' class."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from training import make_source, make_text, settings
 from training import run as run_of
 from transformers import DeepseekV4ForCausalLM
 
-from precisionctl.architectures.families import from_hf_config, to_hf_config
+from precisionctl.architectures.families import architecture_of, from_hf_config, to_hf_config
 from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
 from precisionctl.checkpoints.dcp import read_index
 from precisionctl.checkpoints.open import open_checkpoint
@@ -405,6 +406,8 @@ def test_where_tables_choose_in_all_layers_no_loss_balances_experts(tmp_path: Pa
 def test_defaults_are_those_of_deepseek_v4_flash() -> None:
     """Which DeepSeek says has 284B parameters (its model card), without the prediction layer; tables are no weights."""
     released = {"model_type": "deepseek_v4", "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0]}
-    model = GPT(from_hf_config(released), PRESETS["bf16"], device="meta")
-    named = {name: each for name, each in model.named_parameters() if not name.startswith("mtp.")}
-    assert round(sum(each.numel() for each in named.values() if each.is_floating_point()) / 1e9) == 284
+    model = from_hf_config(released)
+    table = architecture_of("deepseek_v4").spelled({}, model)
+    weights = [row for row in table if "{mtp}" not in row.megatron and not row.megatron.endswith("tid2eid")]
+    each = (row.count(model) * sum(map(math.prod, row.shapes(model, "hf"))) for row in weights)
+    assert round(sum(each) / 1e9) == 284

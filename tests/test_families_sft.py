@@ -1,4 +1,4 @@
-"""Every family through ten steps of fine-tuning in FP8, and its export through transformers."""
+"""Families through ten steps of fine-tuning in FP8, and its export through transformers."""
 
 import json
 import random
@@ -31,7 +31,7 @@ def make_chats(file: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("family", pico.representing(pico.block_kinds))
+@pytest.mark.parametrize("family", pico.representing(pico.mixers))
 def test_ten_steps_of_fine_tuning_in_fp8_and_transformers_computes_the_export(family: str, tmp_path: Path) -> None:
     source = make_source(tmp_path / "hf", family=family, **pico.fp8_sizes(family))
     keys = SMALL | {"train.steps": 10, "train.save_every": 10, "data.sequence_length": 64}

@@ -40,7 +40,7 @@ def perplexity(checkpoint: Path, data: Path) -> float:
     return float(json.loads(done.stdout)["perplexity"])
 
 
-@pytest.mark.parametrize("family", pico.representing(pico.block_kinds))
+@pytest.mark.parametrize("family", pico.representing(pico.mixers))
 def test_an_fp8_run_learns_and_a_run_in_two_parts_is_the_same_run(family: str, tmp_path: Path, data: Path) -> None:
     assert_learns_alike_in_two_parts(family, "fp8", tmp_path, data)
 

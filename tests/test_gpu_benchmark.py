@@ -56,10 +56,10 @@ def test_rows_are_kept_while_a_section_runs(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "section.py").write_text(SECTION)
     monkeypatch.setattr(gpu, "__file__", str(tmp_path / "section.py"))
     kept: list[dict] = []
-    ended = gpu.run_section("any", True, 10, kept.append)
+    ended = gpu.run_section("any", True, 3, kept.append)
     assert [section["ended"] for section in kept] == ["cut off with the whole call"]
     assert kept[0]["rows"] == ended["rows"] == [{"a": "row"}]
-    assert ended["ended"] == "stopped after its 10 seconds"
+    assert ended["ended"] == "stopped after its 3 seconds"
 
 
 def test_a_call_ends_before_its_limit_and_keeps_each_section_as_it_is_done(

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import pico
 import pytest
 import torch
 import torch.nn.functional as F
@@ -65,7 +66,13 @@ def gradients(model: GPT, batch: Batch) -> tuple[float, dict[str, Tensor]]:
     return float(total.detach()), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("case", CASES)
+def kinds(case: str) -> set[str]:
+    """What a text's tokens read of others, and where they stand."""
+    told = pico.switches(CASES[case][0]) if case in pico.FAMILIES else {case}
+    return pico.mixers(CASES[case][0]) | told
+
+
+@pytest.mark.parametrize("case", pico.representing(kinds, CASES))
 def test_packed_and_unpacked_texts_have_the_same_loss_and_gradients(case: str, tmp_path: Path) -> None:
     family, changes = CASES[case]
     theirs = transformers_model(family, **changes)

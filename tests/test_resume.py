@@ -299,7 +299,7 @@ def test_another_recipe_than_that_of_the_carried_state_is_said(fp8_run: Path, pl
     assert said in started.notes
 
 
-@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+@pytest.mark.parametrize("container", ["torch_dist", pytest.param("torch", marks=pytest.mark.soak)])
 def test_by_way_of_hugging_face_and_back_the_next_50_losses_are_the_same_to_the_last_bit(
     fp8_run: Path, place: Path, tmp_path: Path, container: str
 ) -> None:
