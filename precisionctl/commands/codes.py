@@ -19,7 +19,7 @@ from precisionctl.commands.notes import (
     rounded_notes,
     unreached_notes,
 )
-from precisionctl.commands.request import Request
+from precisionctl.commands.request import Codes, EngineExport, numerics
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.conversion.edges import edge_notes
@@ -43,36 +43,36 @@ _SCHEMES: Mapping[Scaling, Scheme] = {"delayed": "static", "current": "dynamic",
 """The scheme in which an engine computes most like a recipe's scaling."""
 
 
-def for_engine(request: Request, source: Source, engine: Engine) -> Result:
+def for_engine(kind: Codes, source: Source, engine: Engine, destination: Path) -> Result:
     """A result for an engine.
 
     Raises MissingFp8State where `static` needs amaxes that were never recorded, PrecisionError for what the engine does
     not take, RecipeError for state that a scheme has no use for.
     """
     reader, known, model = source.reader, source.known, source.plan.model
-    precision = request.numerics(model)
-    scheme, why = _scheme(request, source, engine, precision)
+    export, precision = kind.export or EngineExport(engine.name), numerics(kind.recipe, model)
+    scheme, why = _scheme(kind, source, engine, precision)
     notes = [f"Scheme {scheme}: {why}."] if why else []
-    form = _format(request, source, engine, scheme, why)
+    form = _format(export, source, engine, scheme, why)
     _check_blocks(engine, model.architecture, scheme, ())  # before amaxes are asked for, which nothing would need
     if SCHEMES[scheme].fixed_inputs:
-        notes += input_scale_notes(known.current, request.fp8_state, file_is_noted=True)
+        notes += input_scale_notes(known.current, source.state_file, file_is_noted=True)
     # of an export the choice of the scheme names outdated state; a conversion carries state along, used or not
-    notes += known.notes if request.target else known_state_notes(known, carried=True)
-    states = None if request.target else known.current or known.outdated
-    if isinstance(model, UntabledModel) and request.ranks > 1:  # no table says how several would divide it
+    notes += known.notes if kind.export else known_state_notes(known, carried=True)
+    states = None if kind.export else known.current or known.outdated
+    if isinstance(model, UntabledModel) and export.ranks > 1:  # no table says how several would divide it
         raise model.why
-    layout = served(model, source.plan.targets, request.ranks, expert_parallel=request.expert_parallel)
+    layout = served(model, source.plan.targets, export.ranks, expert_parallel=export.expert_parallel)
     division = engine.division
     if found := division.check_spread(source.plan.targets, layout) or division.check_groups(layout):
         raise PrecisionError(
             f"{engine.title} cannot divide it: {found[0].what}; {found[0].rule.text}",
             where=found[0].where,
-            do="Choose another --tp" + (", or leave --expert-parallel out." if request.expert_parallel else "."),
+            do="Choose another --tp" + (", or leave --expert-parallel out." if export.expert_parallel else "."),
         )
     config = _config_of(reader, model)
     misfits = Misfits(engine, source.plan, precision, form, layout, config)
-    keep_misfits = request.keep_misfits or isinstance(model, UntabledModel)
+    keep_misfits = export.keep_misfits or isinstance(model, UntabledModel)
     if not keep_misfits:
         misfits.check_taken(misfits.jobs)  # first, as no advice on shapes would help
     policy = in_scheme(
@@ -98,7 +98,8 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
     if policy.inputs is not None:
         notes += unreached_notes(source.states, policy.jobs)
     plan = encode(source.plan, policy)
-    notes += [*edge_notes(source.encodings, reader.specs, plan), *four_bit_notes(request, source.encodings, plan)]
+    notes += edge_notes(source.encodings, reader.specs, plan)
+    notes += four_bit_notes(scheme, source.encodings, plan, source.given.path, destination)
     if found := engine.check_stored(plan.targets, form.method.name, model.architecture):
         raise PrecisionError(
             f"{engine.title} does not load {found[0].what}, beside codes of {form.method.name}",
@@ -107,7 +108,7 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
             if is_slice(found[0].where)
             else "Forget their codes first: `convert --to hf --precision bf16 --drop-encodings`.",
         )
-    if request.kv_cache:
+    if export.kv_cache:
         kv_cache.check_engine(source.plan, engine, form.method)
         scales = kv_cache.recorded_scales(known.current, source.fixed_scales, source.plan)
         plan = kv_cache.with_cache(plan, form, scales)
@@ -115,21 +116,21 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
     else:
         notes += kv_cache.left_out(source.encodings, source.plan)
     notes += kv_cache.of_no_cache(source.encodings, source.plan)
-    notes += source_notes(request, source)
+    notes += source_notes(source)
     notes += in_bf16_notes(reader, source.plan, precision, scheme, policy.refused)
     notes += rounded_notes(reader, plan)
-    notes.append(f"Serve it with: {_served_as_asked(request, engine, request.destination)}")
-    card = _card(request, source, plan, engine, form)
+    notes.append(f"Serve it with: {_served_as_asked(export, engine, destination)}")
+    card = _card(kind, export, source, plan, engine, form, destination)
     return Result(plan, notes, states, encodings=source.encodings, card=card, lacks=engine.lacks)
 
 
-def _scheme(request: Request, source: Source, engine: Engine, precision: Precision) -> tuple[Scheme, str]:
+def _scheme(kind: Codes, source: Source, engine: Engine, precision: Precision) -> tuple[Scheme, str]:
     """The scheme, and why it was chosen, if it was not asked for."""
-    if request.target is None:
+    if kind.export is None:
         untrained = isinstance(source.plan.model, UntabledModel) and not source.states  # nor could a command record any
-        return _SCHEMES[request.recipe.scaling if request.recipe else "current" if untrained else "delayed"], ""
-    if request.scheme:
-        return request.scheme, ""
+        return _SCHEMES[kind.recipe.scaling if kind.recipe else "current" if untrained else "delayed"], ""
+    if kind.export.scheme:
+        return kind.export.scheme, ""
     return best_scheme(
         engine,
         source.plan,
@@ -163,7 +164,7 @@ def _config_of(reader: Reader, model: ModelShape) -> Mapping[str, Any]:
     return {"model_type": model.architecture, "architectures": [table_of(model).model_types[model.architecture]]}
 
 
-def _format(request: Request, source: Source, engine: Engine, scheme: Scheme, why: str) -> WeightFormat:
+def _format(export: EngineExport, source: Source, engine: Engine, scheme: Scheme, why: str) -> WeightFormat:
     """The format of the weights: method, scheme, and what new scales are rounded to. `why` says why the scheme was
     chosen, if it was not asked for. Raises PrecisionError for a scheme that the engine does not read, and RecipeError
     for FP8 state that nothing would use."""
@@ -171,7 +172,7 @@ def _format(request: Request, source: Source, engine: Engine, scheme: Scheme, wh
         raise PrecisionError(
             f"{engine.title} does not read {scheme}", do=f"Choose --scheme {' or '.join(engine.spells)}."
         )
-    if not SCHEMES[scheme].fixed_inputs and request.fp8_state and not request.kv_cache:
+    if not SCHEMES[scheme].fixed_inputs and source.state_file and not export.kv_cache:
         what = f"scheme {scheme} stores no input scales, so it takes no FP8 state"
         if why:
             raise RecipeError(f"{what}. It was chosen because {why}", do="Or leave --fp8-state out.")
@@ -185,10 +186,12 @@ def _format(request: Request, source: Source, engine: Engine, scheme: Scheme, wh
     return WeightFormat(quant_methods()[method], scheme, numbers)
 
 
-def _card(request: Request, source: Source, plan: Plan, engine: Engine, form: WeightFormat) -> Card:
+def _card(
+    kind: Codes, export: EngineExport, source: Source, plan: Plan, engine: Engine, form: WeightFormat, destination: Path
+) -> Card:
     """The model card of a result for an engine."""
-    code, name = source.reader.companions.code, request.destination.name
-    file = Path(request.fp8_state.name) if request.fp8_state else None
+    code, name = source.reader.companions.code, destination.name
+    file = Path(source.state_file.name) if source.state_file else None
     scheme = SCHEMES[form.scheme]
     inputs = [_BY_ENGINE if scheme.coded_inputs else _IN_BF16]
     if scheme.fixed_inputs:
@@ -198,19 +201,19 @@ def _card(request: Request, source: Source, plan: Plan, engine: Engine, form: We
         "format": form.method.name,
         "scheme": f"{form.scheme}: {scheme.words}",
         "input scales": " ".join(inputs),
-        "KV cache": "FP8, its scales stored" if request.kv_cache else "no scales stored",
+        "KV cache": "FP8, its scales stored" if export.kv_cache else "no scales stored",
     }
     if code:
         facts["code of its own"] = f"{', '.join(code)}: the engine needs to be told to trust it"
-    command = _served_as_asked(request, engine, path_in_command(name))
+    command = _served_as_asked(export, engine, path_in_command(name))
     kept = modules_in_bf16(source.plan, set(plan.codes))
-    return Card(name, engine.title, engine.name, command, facts, plan.codes, kept, request.base_model, scheme.codes)
+    return Card(name, engine.title, engine.name, command, facts, plan.codes, kept, kind.base_model, scheme.codes)
 
 
-def _served_as_asked(request: Request, engine: Engine, path: object) -> str:
-    """The command that serves a result at a path as the request says."""
+def _served_as_asked(export: EngineExport, engine: Engine, path: object) -> str:
+    """The command that serves a result at a path as was asked for."""
     return engine.serve(
-        path, request.ranks, expert_parallel=request.expert_parallel, fp8_cache=request.kv_cache is not None
+        path, export.ranks, expert_parallel=export.expert_parallel, fp8_cache=export.kv_cache is not None
     )
 
 
@@ -218,7 +221,7 @@ _BY_ENGINE = "Input scales are made by the engine."
 _IN_BF16 = "Inputs are not quantized."
 
 
-def as_before(request: Request, source: Source) -> Result:
+def as_before(source: Source, destination: Path) -> Result:
     """A result with the codes that the weights have, or once had. If the weights have changed since, raises
     MissingFp8State for their fixed input scales, and PrecisionError for scales of their KV cache."""
     reader, known, encodings = source.reader, source.known, source.encodings
@@ -226,13 +229,13 @@ def as_before(request: Request, source: Source) -> Result:
     policy = AsBefore(encodings, known.current, fixed_hold=source.fixed_scales is not None)
     plan = encode(source.plan, policy)
     notes = [
-        *format_notes(request, encodings),
+        *format_notes(source.given.reference, encodings),
         *edge_notes(encodings, reader.specs, plan),
-        *source_notes(request, source),
+        *source_notes(source),
         *rounded_notes(reader, plan),
         *known_state_notes(known, carried=True),
     ]
-    card = _card_as_before(request.destination.name, source.plan, policy)
+    card = _card_as_before(destination.name, source.plan, policy)
     return Result(plan, notes, known.current or known.outdated, encodings=encodings, card=card)
 
 
