@@ -24,10 +24,11 @@ from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.conversion.edges import edge_notes
 from precisionctl.engines.base import Engine, engines
+from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.export import kv_cache
 from precisionctl.export.as_before import AsBefore, all_mxfp4, in_powers_of_2
-from precisionctl.export.encode import WeightFormat, encode, in_scheme, is_slice, modules_in_bf16
+from precisionctl.export.encode import InScheme, WeightFormat, encode, in_scheme, is_slice, modules_in_bf16
 from precisionctl.export.model_card import Card, path_in_command
 from precisionctl.export.schemes import best_scheme
 from precisionctl.fp8.numerics import Numbers
@@ -52,55 +53,77 @@ def for_engine(kind: Codes, source: Source, engine: Engine, destination: Path) -
     reader, known, model = source.reader, source.known, source.plan.model
     export, precision = kind.export or EngineExport(engine.name), numerics(kind.recipe, model)
     scheme, why = _scheme(kind, source, engine, precision)
-    notes = [f"Scheme {scheme}: {why}."] if why else []
     form = _format(export, source, engine, scheme, why)
     _check_blocks(engine, model.architecture, scheme, ())  # before amaxes are asked for, which nothing would need
-    if SCHEMES[scheme].fixed_inputs:
-        notes += input_scale_notes(known.current, source.state_file, file_is_noted=True)
-    # of an export the choice of the scheme names outdated state; a conversion carries state along, used or not
-    notes += known.notes if kind.export else known_state_notes(known, carried=True)
+    policy = _policy(export, source, engine, form, precision)
+    encoded = encode(source.plan, policy)
+    _check_stored(engine, encoded, form)
+    plan, cache_notes = _with_cache(export, source, engine, form, encoded)
+    fixed = input_scale_notes(known.current, source.state_file, file_is_noted=True)
+    notes = [
+        *([f"Scheme {scheme}: {why}."] if why else ()),
+        *(fixed if SCHEMES[scheme].fixed_inputs else ()),
+        # of an export the choice of the scheme names outdated state; a conversion carries state along, used or not
+        *(known.notes if kind.export else known_state_notes(known, carried=True)),
+        *(unreached_notes(source.states, policy.jobs) if policy.inputs is not None else ()),
+        *edge_notes(source.encodings, reader.specs, encoded),
+        *four_bit_notes(scheme, source.encodings, encoded, source.given.path, destination),
+        *cache_notes,
+        *source_notes(source),
+        *in_bf16_notes(reader, source.plan, precision, scheme, policy.refused),
+        *rounded_notes(reader, plan),
+        f"Serve it with: {_served_as_asked(export, engine, destination)}",
+    ]
     states = None if kind.export else known.current or known.outdated
-    if isinstance(model, UntabledModel) and export.ranks > 1:  # no table says how several would divide it
-        raise model.why
-    layout = served(model, source.plan.targets, export.ranks, expert_parallel=export.expert_parallel)
-    division = engine.division
-    if found := division.check_spread(source.plan.targets, layout) or division.check_groups(layout):
-        raise PrecisionError(
-            f"{engine.title} cannot divide it: {found[0].what}; {found[0].rule.text}",
-            where=found[0].where,
-            do="Choose another --tp" + (", or leave --expert-parallel out." if export.expert_parallel else "."),
-        )
-    config = _config_of(reader, model)
-    misfits = Misfits(engine, source.plan, precision, form, layout, config)
-    keep_misfits = export.keep_misfits or isinstance(model, UntabledModel)
+    card = _card(kind, export, source, plan, engine, form, destination)
+    return Result(plan, notes, states, encodings=source.encodings, card=card, lacks=engine.lacks)
+
+
+def _policy(export: EngineExport, source: Source, engine: Engine, form: WeightFormat, precision: Precision) -> InScheme:
+    """Which weights become codes, and with which scales. Raises PrecisionError for what the engine does not take, and
+    MissingFp8State for amaxes of inputs that were never recorded."""
+    plan, model = source.plan, source.plan.model
+    config, untabled = _config_of(source.reader, model), isinstance(model, UntabledModel)
+    misfits = Misfits(engine, plan, precision, form, _layout(export, engine, plan), config)
+    keep_misfits = export.keep_misfits or untabled
     if not keep_misfits:
         misfits.check_taken(misfits.jobs)  # first, as no advice on shapes would help
+    method = form.method.name
     policy = in_scheme(
-        source.plan,
+        plan,
         source.states,
         form,
         precision,
         misfits.refusal,
         advice=misfits.advice,
         keep_refused=keep_misfits,
-        why_no_state=known.why_none,
-        kept=partial(
-            engine.methods[form.method.name].ignored.kept,
-            config,
-            form.method.name,
-            tied=isinstance(model, UntabledModel),
-        ),
+        why_no_state=source.known.why_none,
+        kept=partial(engine.methods[method].ignored.kept, config, method, tied=untabled),
     )
     misfits.check_taken(policy.jobs)
     coded = {name for job in policy.jobs for name in job.writes}
-    values = (name for name in source.plan.targets if name not in coded)
-    _check_blocks(engine, model.architecture, scheme, values)
-    if policy.inputs is not None:
-        notes += unreached_notes(source.states, policy.jobs)
-    plan = encode(source.plan, policy)
-    notes += edge_notes(source.encodings, reader.specs, plan)
-    notes += four_bit_notes(scheme, source.encodings, plan, source.given.path, destination)
-    if found := engine.check_stored(plan.targets, form.method.name, model.architecture):
+    _check_blocks(engine, model.architecture, form.scheme, (name for name in plan.targets if name not in coded))
+    return policy
+
+
+def _layout(export: EngineExport, engine: Engine, plan: Plan) -> ServingLayout:
+    """How the engine divides the model over its GPUs. Raises PrecisionError where it cannot, UnknownArchitecture where
+    no table says how several would divide it."""
+    if isinstance(plan.model, UntabledModel) and export.ranks > 1:
+        raise plan.model.why
+    layout = served(plan.model, plan.targets, export.ranks, expert_parallel=export.expert_parallel)
+    if found := engine.division.check_spread(plan.targets, layout) or engine.division.check_groups(layout):
+        raise PrecisionError(
+            f"{engine.title} cannot divide it: {found[0].what}; {found[0].rule.text}",
+            where=found[0].where,
+            do="Choose another --tp" + (", or leave --expert-parallel out." if export.expert_parallel else "."),
+        )
+    return layout
+
+
+def _check_stored(engine: Engine, plan: Plan, form: WeightFormat) -> None:
+    """Raise PrecisionError if the engine does not load some tensor beside these codes."""
+    if found := engine.check_stored(plan.targets, form.method.name, plan.model.architecture):
         raise PrecisionError(
             f"{engine.title} does not load {found[0].what}, beside codes of {form.method.name}",
             where=found[0].where,
@@ -108,20 +131,21 @@ def for_engine(kind: Codes, source: Source, engine: Engine, destination: Path) -
             if is_slice(found[0].where)
             else "Forget their codes first: `convert --to hf --precision bf16 --drop-encodings`.",
         )
+
+
+def _with_cache(
+    export: EngineExport, source: Source, engine: Engine, form: WeightFormat, plan: Plan
+) -> tuple[Plan, list[str]]:
+    """The plan with scales of an FP8 KV cache, if they are asked for, and the notes on caches. Raises as
+    `kv_cache.check_engine` and `kv_cache.recorded_scales`."""
     if export.kv_cache:
+        recorded = source.known.current
         kv_cache.check_engine(source.plan, engine, form.method)
-        scales = kv_cache.recorded_scales(known.current, source.fixed_scales, source.plan)
-        plan = kv_cache.with_cache(plan, form, scales)
-        notes += kv_cache.notes(engine, form.method, known.current)
+        plan = kv_cache.with_cache(plan, form, kv_cache.recorded_scales(recorded, source.fixed_scales, source.plan))
+        notes = [*kv_cache.notes(engine, form.method, recorded)]
     else:
-        notes += kv_cache.left_out(source.encodings, source.plan)
-    notes += kv_cache.of_no_cache(source.encodings, source.plan)
-    notes += source_notes(source)
-    notes += in_bf16_notes(reader, source.plan, precision, scheme, policy.refused)
-    notes += rounded_notes(reader, plan)
-    notes.append(f"Serve it with: {_served_as_asked(export, engine, destination)}")
-    card = _card(kind, export, source, plan, engine, form, destination)
-    return Result(plan, notes, states, encodings=source.encodings, card=card, lacks=engine.lacks)
+        notes = [*kv_cache.left_out(source.encodings, source.plan)]
+    return plan, [*notes, *kv_cache.of_no_cache(source.encodings, source.plan)]
 
 
 def _scheme(kind: Codes, source: Source, engine: Engine, precision: Precision) -> tuple[Scheme, str]:
