@@ -22,7 +22,7 @@ from precisionctl.conversion.command import execute
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.numerics import after_one_update
+from precisionctl.fp8.delayed_scaling import after_one_update
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.reports.inspect import describe, tables

@@ -20,7 +20,7 @@ from precisionctl.export.encode import fp8_jobs
 from precisionctl.export.input_scales import OF_PREDICTION, input_amaxes
 from precisionctl.export.model_card import Card, path_in_command
 from precisionctl.fp8.carry import amax_by_module, check_modules, from_other_experts
-from precisionctl.fp8.numerics import after_one_update
+from precisionctl.fp8.delayed_scaling import after_one_update
 from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.planning.plan import Plan, check_fp8_gemms
 from precisionctl.precision import Precision
