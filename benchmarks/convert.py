@@ -106,7 +106,7 @@ def recorded_state(model: Any) -> Any:
 
     from precisionctl.architectures.families import architecture_of
     from precisionctl.architectures.param_map import names
-    from precisionctl.fp8.numerics import after_one_update
+    from precisionctl.fp8.delayed_scaling import after_one_update
     from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States
 
     recipe = DelayedScaling(amax_history_len=16)

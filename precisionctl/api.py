@@ -19,9 +19,9 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import read_values
 from precisionctl.checkpoints.hub import HubName
 from precisionctl.checkpoints.open import open_checkpoint as open_reader
+from precisionctl.commands.hinted_path import HintedPath, open_hinted
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request, StrPath
-from precisionctl.commands.source import open_hinted
 from precisionctl.commands.target_rules import check_directory
 from precisionctl.conversion.command import execute
 from precisionctl.conversion.convert import OnBytes
@@ -130,7 +130,7 @@ def verify(
     a Request. Raises CheckpointError; MappingError for a checkpoint that does not fit its own architecture; RecipeError
     for a reference that contradicts one."""
     same_model = Path(reference) if reference else None
-    readers = (open_hinted(Path(path), None, None, same_model, None) for path in (a, b))
+    readers = (open_hinted(HintedPath(Path(path), reference=same_model)) for path in (a, b))
     state = sidecar.read(Path(fp8_state)) if fp8_state else None
     return compare(*readers, fp8=fp8, state=state, progress=lambda total: nullcontext(on_bytes))
 
@@ -275,6 +275,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a checkpoint of any format that is read, without reading tensor data. `architecture`, `reference` and
     `grouped_columns` are those of a Request. Raises UnknownFormat, DamagedCheckpoint, and RecipeError for hints that
-    contradict the checkpoint."""
+    contradict the checkpoint or each other."""
     same_model = Path(reference) if reference else None
-    return Checkpoint(open_hinted(Path(path), iteration, architecture, same_model, grouped_columns))
+    given = HintedPath(Path(path), iteration, architecture, same_model, grouped_columns=grouped_columns)
+    return Checkpoint(open_hinted(given))

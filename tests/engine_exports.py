@@ -31,5 +31,6 @@ def exported(engine, scheme):
     for module, shape in LINEARS.items():
         weight = TensorSpec(shape, CODES)
         specs[f"{module}.weight"] = weight
-        specs |= method.spelling.specs(method.scales(f"{module}.weight", weight, scheme), weight, scheme)
+        form = method.spelling.form(scheme)
+        specs |= method.spelling.specs(method.scales(f"{module}.weight", weight, scheme), weight, form)
     return {"quantization_config": method.spelling.config(scheme, ["lm_head", "model.embed_tokens"])}, specs

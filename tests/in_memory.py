@@ -19,8 +19,9 @@ from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import engines
 from precisionctl.export.encode import WeightFormat, encode, in_scheme
+from precisionctl.fp8.delayed_scaling import after_one_update
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.fp8.numerics import Numbers, after_one_update
+from precisionctl.fp8.numerics import Numbers
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism, TensorSpec

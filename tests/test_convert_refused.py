@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import source
+from precisionctl.commands import hinted_path
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
@@ -342,6 +342,7 @@ def test_a_checkpoint_is_opened_once_though_a_reference_is_given(
         opened.append(path)
         return open_checkpoint(path, *given, **named)
 
-    monkeypatch.setattr(source, "open_checkpoint", counted)
-    reader = source.open_hinted(tmp_path / layout, None, None, tmp_path / "hf", None)
+    monkeypatch.setattr(hinted_path, "open_checkpoint", counted)
+    given = hinted_path.HintedPath(tmp_path / layout, reference=tmp_path / "hf")
+    reader = hinted_path.open_hinted(given)
     assert opened == [tmp_path / layout] and reader.companions is reader.own_companions

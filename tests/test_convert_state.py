@@ -18,9 +18,9 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import MappingError, PrecisionError
 from precisionctl.fp8 import sidecar
+from precisionctl.fp8.delayed_scaling import after_one_update
 from precisionctl.fp8.extra_state import read_payload
 from precisionctl.fp8.extra_state_writer import TeVersion
-from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import DelayedScaling, Fp8State, RoleState
 from precisionctl.param import Parallelism
 from precisionctl.precision import PRESETS

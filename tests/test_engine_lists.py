@@ -175,7 +175,8 @@ def test_a_router_that_is_not_in_the_list_is_found_where_the_engine_quantizes_it
     assert [each.where for each in found if "not ignored" in each.what] == [router] * quantized
     method = METHODS[ENGINES[engine].spells["dynamic"]]
     codes = TensorSpec((16, 256), DType.float8_e4m3fn)
-    coded = specs | {router: codes} | method.spelling.specs(method.scales(router, codes, "dynamic"), codes, "dynamic")
+    scales = method.spelling.specs(method.scales(router, codes, "dynamic"), codes, method.spelling.form("dynamic"))
+    coded = specs | {router: codes} | scales
     found = ENGINES[engine].check(config, coded, lambda name: torch.ones(1))
     assert [each.where for each in found if "never quantized" in each.what] == [router] * (not quantized)
 

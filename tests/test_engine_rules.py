@@ -61,7 +61,7 @@ class Made:
             weight = TensorSpec(shape, CODES)
             self.specs[f"{module}.weight"] = weight
             scales = METHODS[method].scales(f"{module}.weight", weight, writable)
-            self.specs |= spelling.specs(scales, weight, writable)
+            self.specs |= spelling.specs(scales, weight, spelling.form(writable))
         ignored = ["lm_head", "model.embed_tokens", *([f"{LAYER}.mlp.gate"] if experts else [])]
         if (method, writable) in (("compressed-tensors", "block"), ("modelopt", "block"), ("fp8", "static")):
             self.quantization = ONLY_READ[method, writable](ignored)

@@ -23,7 +23,7 @@ from precisionctl.commands.request import Request
 from precisionctl.engines.base import engine_named, engines
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.numerics import after_one_update
+from precisionctl.fp8.delayed_scaling import after_one_update
 from precisionctl.quant_methods.base import FOUR_BITS
 from precisionctl.verify.engine_rules import check
 

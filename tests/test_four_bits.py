@@ -19,7 +19,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.evaluate import evaluate
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.numerics import recorded_amax
+from precisionctl.fp8.delayed_scaling import recorded_amax
 from precisionctl.param import Parallelism
 from precisionctl.reports.inspect import describe
 from precisionctl.verify.code_comparison import compare_codes

@@ -11,7 +11,7 @@ from te_kernels import FLT_MAX, fused_kernel_step
 
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
-from precisionctl.fp8 import elements, numerics
+from precisionctl.fp8 import delayed_scaling, elements, numerics
 from precisionctl.fp8.state import DelayedScaling, Fp8State, RoleState
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -41,7 +41,7 @@ def test_every_step_of_a_random_sequence_is_the_fused_kernels_to_the_bit(history
     for amax in steps:
         state.amax_history[0] = amax
         rows[0] = np.float32(amax)
-        state = numerics.update_delayed(state, dtype, recipe)
+        state = delayed_scaling.update_delayed(state, dtype, recipe)
         with np.errstate(over="ignore", under="ignore"):
             scale = fused_kernel_step(rows, scale, 57344.0 if e5m2 else 448.0, margin, algorithm)
         assert state.scale.numpy().tobytes() == scale.tobytes()
@@ -56,33 +56,33 @@ def test_columns_updated_together_are_updated_as_if_alone(data, history, algorit
         data.draw(st.lists(st.lists(amaxes, min_size=history, max_size=history), min_size=3, max_size=3))
     )
     scales = torch.tensor([1.0, 7.5, float(FLT_MAX)])
-    together = numerics.update_delayed(RoleState(scales, columns), E4M3, recipe)
+    together = delayed_scaling.update_delayed(RoleState(scales, columns), E4M3, recipe)
     for i in range(3):
-        alone = numerics.update_delayed(RoleState(scales[i], columns[i]), E4M3, recipe)
+        alone = delayed_scaling.update_delayed(RoleState(scales[i], columns[i]), E4M3, recipe)
         assert together.scale[i] == alone.scale
         assert together.amax_history[i].numpy().tobytes() == alone.amax_history.numpy().tobytes()
 
 
 def test_an_unused_tensor_keeps_its_history_and_its_scale():
     state = RoleState(torch.tensor(3.0), torch.tensor([0.0, 5.0, 7.0]))
-    after = numerics.update_delayed(state, E4M3, DelayedScaling(amax_history_len=3))
+    after = delayed_scaling.update_delayed(state, E4M3, DelayedScaling(amax_history_len=3))
     assert after.scale == 3.0
     assert after.amax_history.tolist() == [0.0, 5.0, 7.0]
 
 
 def test_an_update_does_not_change_the_state_it_was_given():
     state = RoleState(torch.tensor(3.0), torch.tensor([2.0, 5.0, 7.0]))
-    numerics.update_delayed(state, E4M3, DelayedScaling(amax_history_len=3))
+    delayed_scaling.update_delayed(state, E4M3, DelayedScaling(amax_history_len=3))
     assert state.amax_history.tolist() == [2.0, 5.0, 7.0]
 
 
 def test_an_infinite_amax_freezes_the_scale_until_it_leaves_the_window():
     recipe = DelayedScaling(amax_history_len=3)
-    state = numerics.after_one_update(torch.tensor(2.0), "input", recipe)
+    state = delayed_scaling.after_one_update(torch.tensor(2.0), "input", recipe)
     scales = []
     for amax in (math.inf, 4.0, 4.0, 4.0):
         state.amax_history[0] = amax
-        state = numerics.update_delayed(state, E4M3, recipe)
+        state = delayed_scaling.update_delayed(state, E4M3, recipe)
         scales.append(float(state.scale))
     assert scales == [224.0, 224.0, 224.0, 112.0]
 
@@ -90,7 +90,7 @@ def test_an_infinite_amax_freezes_the_scale_until_it_leaves_the_window():
 @FORMATS
 def test_one_update_gives_the_scale_of_the_amax_and_makes_it_the_newest_row(dtype):
     role = "grad_output" if dtype == E5M2 else "weight"
-    state = numerics.after_one_update(torch.tensor(3.5), role, DelayedScaling(margin=1, amax_history_len=4))
+    state = delayed_scaling.after_one_update(torch.tensor(3.5), role, DelayedScaling(margin=1, amax_history_len=4))
     assert state.scale == numerics.FP8_MAX[DType.of(dtype)] / 3.5 / 2
     assert state.amax_history.tolist() == [0.0, 0.0, 0.0, 3.5]
 
@@ -233,12 +233,12 @@ def test_scale_inv_is_amax_over_the_largest_code_and_one_where_that_is_no_number
 def test_the_recorded_amax_comes_from_the_history_else_from_the_scale_else_is_zero(role, margin):
     recipe = DelayedScaling(margin=margin, amax_history_len=3)
     full = RoleState(torch.tensor(9.0), torch.tensor([0.0, 4.0, math.inf]))
-    assert numerics.recorded_amax(full, role, recipe) == 4.0
-    assert numerics.recorded_amax(RoleState.fresh(3), role, recipe) == 0.0
+    assert delayed_scaling.recorded_amax(full, role, recipe) == 4.0
+    assert delayed_scaling.recorded_amax(RoleState.fresh(3), role, recipe) == 0.0
     short = DelayedScaling(margin=margin, amax_history_len=1)
-    at_rest = numerics.after_one_update(torch.tensor(0.75), role, short)
+    at_rest = delayed_scaling.after_one_update(torch.tensor(0.75), role, short)
     assert at_rest.amax_history.tolist() == [0.0]
-    assert float(numerics.recorded_amax(at_rest, role, short)) == pytest.approx(0.75, rel=2**-23)
+    assert float(delayed_scaling.recorded_amax(at_rest, role, short)) == pytest.approx(0.75, rel=2**-23)
 
 
 CHANGES = [
@@ -255,7 +255,7 @@ def run_steps(recipe, amaxes):
     for amax in amaxes:
         for part in state.roles.values():
             part.amax_history[0] = amax
-        updated = {r: numerics.update_delayed(part, recipe.dtype(r), recipe) for r, part in state.roles.items()}
+        updated = {r: delayed_scaling.update_delayed(part, recipe.dtype(r), recipe) for r, part in state.roles.items()}
         state = Fp8State(updated)
     return state
 
@@ -266,7 +266,7 @@ def run_steps(recipe, amaxes):
 def test_another_recipe_finds_the_scales_that_it_would_have_made_of_the_rows_that_are_left(new, steps):
     old = DelayedScaling(amax_history_len=6)
     before = run_steps(old, steps)
-    changed = numerics.change_recipe(before, old, new)
+    changed = delayed_scaling.change_recipe(before, old, new)
     left = steps[-5:][-new.amax_history_len :]
     anew = run_steps(new, left)
     for role, part in changed.roles.items():
@@ -282,20 +282,20 @@ def test_another_recipe_finds_the_scales_that_it_would_have_made_of_the_rows_tha
 def test_another_length_alone_keeps_the_scale_and_what_was_never_recorded_stays_so():
     old, new = DelayedScaling(amax_history_len=1), DelayedScaling(amax_history_len=4)
     state = Fp8State(
-        {"input": numerics.after_one_update(torch.tensor(3.0), "input", old), "output": RoleState.fresh(1)}
+        {"input": delayed_scaling.after_one_update(torch.tensor(3.0), "input", old), "output": RoleState.fresh(1)}
     )
-    changed = numerics.change_recipe(state, old, new).roles
+    changed = delayed_scaling.change_recipe(state, old, new).roles
     assert changed["input"].scale == state.roles["input"].scale
     assert changed["input"].amax_history.tolist() == [0.0, 0.0, 0.0, 3.0]
     assert state.roles["input"].amax_history.tolist() == [0.0]
     assert not changed["output"].recorded
-    assert numerics.change_recipe(state, old, DelayedScaling(margin=2)).roles["output"].scale == 1.0
+    assert delayed_scaling.change_recipe(state, old, DelayedScaling(margin=2)).roles["output"].scale == 1.0
 
 
 def test_a_margin_changes_the_scale_by_a_power_of_two_even_when_only_the_scale_is_left():
     old, new = DelayedScaling(amax_history_len=1), DelayedScaling(amax_history_len=1, margin=2)
-    state = Fp8State({"input": numerics.after_one_update(torch.tensor(4.0), "input", old)})
-    assert numerics.change_recipe(state, old, new).roles["input"].scale == 448.0 / 4.0 / 4.0
+    state = Fp8State({"input": delayed_scaling.after_one_update(torch.tensor(4.0), "input", old)})
+    assert delayed_scaling.change_recipe(state, old, new).roles["input"].scale == 448.0 / 4.0 / 4.0
 
 
 @pytest.mark.parametrize("scratch", [2, 40, 100, numerics.PIECE], ids="{} numbers at a time".format)

@@ -22,7 +22,7 @@ from precisionctl.conversion.command import execute
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.numerics import after_one_update
+from precisionctl.fp8.delayed_scaling import after_one_update
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.reports.inspect import describe, tables
@@ -66,7 +66,7 @@ def test_a_reference_says_which_model_it_is_of_what_does_not(tmp_path: Path) -> 
     refused = run("inspect", tmp_path / "dcp", "--fp8")
     assert refused.exit_code == 1 and "with --reference" in " ".join(refused.stderr.split())
     refused = run("inspect", tmp_path / "bare")
-    assert refused.exit_code == 1 and "--reference HF_DIR" in " ".join(refused.stderr.split())
+    assert refused.exit_code == 1 and "with --reference" in " ".join(refused.stderr.split())
 
 
 def test_tensors_that_are_not_the_models_are_said(tmp_path: Path) -> None:

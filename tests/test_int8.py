@@ -22,9 +22,9 @@ from precisionctl.errors import PrecisionctlError, PrecisionError, UnmappedTenso
 from precisionctl.evaluate import load
 from precisionctl.evaluate.quantizers import InputQuantizer, Int8Inputs, Int8TokenInputs
 from precisionctl.fp8 import sidecar
+from precisionctl.fp8.delayed_scaling import recorded_amax
 from precisionctl.fp8.elements import INT8, INT8_PLUS_128, Element
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.param import Parallelism
 from precisionctl.reports.inspect import describe
 from precisionctl.verify.code_comparison import compare_codes

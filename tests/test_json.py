@@ -12,7 +12,7 @@ from command_line import run
 from safetensors import safe_open
 from scoring import save
 
-import precisionctl.commands.source as opening
+import precisionctl.commands.hinted_path as opening
 from precisionctl.cli import main
 from precisionctl.conversion import worker
 from precisionctl.errors import GO_ON

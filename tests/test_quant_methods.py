@@ -37,7 +37,8 @@ def stored_scales(config, specs):
 def exported(method, scheme):
     """The config.json and the specs of a model of one FP8 linear, as its own spelling gives them."""
     specs = {WEIGHT: TensorSpec((32, 16), CODES), "lm_head.weight": TensorSpec((64, 16), DType.bfloat16)}
-    specs |= method.spelling.specs(method.scales(WEIGHT, specs[WEIGHT], scheme), specs[WEIGHT], scheme)
+    form = method.spelling.form(scheme)
+    specs |= method.spelling.specs(method.scales(WEIGHT, specs[WEIGHT], scheme), specs[WEIGHT], form)
     return {"quantization_config": method.spelling.config(scheme, ["lm_head"])}, specs
 
 
@@ -67,7 +68,7 @@ def test_what_a_method_writes_it_reads_back(method, scheme):
 def test_scales_have_the_shapes_that_the_engines_loaders_take(name, scheme, shapes):
     module = WEIGHT.removesuffix(".weight")
     method, weight = METHODS[name], TensorSpec((32, 16), CODES)
-    assert method.spelling.specs(method.scales(WEIGHT, weight, scheme), weight, scheme) == {
+    assert method.spelling.specs(method.scales(WEIGHT, weight, scheme), weight, method.spelling.form(scheme)) == {
         f"{module}.{scale}": TensorSpec(shape, DType.float32) for scale, shape in shapes.items()
     }
 

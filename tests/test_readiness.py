@@ -21,9 +21,9 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion import buffers
 from precisionctl.conversion.command import execute
 from precisionctl.fp8 import nibbles, sidecar
+from precisionctl.fp8.delayed_scaling import after_one_update
 from precisionctl.fp8.four_bit_loss import GAUSSIAN_DB, GAUSSIAN_ZEROS, four_bit_losses
 from precisionctl.fp8.health import measure
-from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.fp8.statistics import SCALINGS, Statistics
 from precisionctl.readiness import thresholds

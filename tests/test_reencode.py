@@ -24,7 +24,7 @@ from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, MappingError, UnknownFormat
 from precisionctl.evaluate import evaluate
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.numerics import recorded_amax
+from precisionctl.fp8.delayed_scaling import recorded_amax
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.param import Parallelism
 from precisionctl.precision import PRESETS

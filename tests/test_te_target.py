@@ -26,7 +26,7 @@ from precisionctl.conversion.command import execute
 from precisionctl.errors import EnvironmentProblem, MissingFp8State, RecipeError
 from precisionctl.evaluate import load
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.numerics import after_one_update
+from precisionctl.fp8.delayed_scaling import after_one_update
 from precisionctl.fp8.state import Fp8State, RoleState
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import PRESETS

@@ -25,7 +25,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
 from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
-from precisionctl.fp8 import numerics, sidecar
+from precisionctl.fp8 import delayed_scaling, numerics, sidecar
 from precisionctl.fp8.elements import E4M3
 from precisionctl.fp8.state import Fp8State, Fp8States, RoleState
 from precisionctl.reports.verify import tables
@@ -129,7 +129,7 @@ def test_a_file_of_state_stands_for_the_checkpoints_own(source: Path, static: Pa
     states = sidecar.read(source / sidecar.RELATIVE)
     name = "decoder.layers.0.mlp.linear_fc2"
     amaxes = torch.tensor([9.0])
-    fresh = {**states.modules[name].roles, "input": numerics.after_one_update(amaxes[0], "input", states.recipe)}
+    fresh = {**states.modules[name].roles, "input": delayed_scaling.after_one_update(amaxes[0], "input", states.recipe)}
     file = tmp_path / "state.safetensors"
     sidecar.write(file, replace(states, modules={**states.modules, name: Fp8State(fresh)}))
     other = changed(static, tmp_path / "other", lambda t: t.update({f"{DOWN}.input_scale": amaxes / 448}))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpu_sections.common import SETTINGS, Place, Report, Row, Shape, alone, attempt, gpt, recipes, sqnr, update
-from precisionctl.fp8 import numerics
+from precisionctl.fp8 import delayed_scaling
 from precisionctl.fp8.state import IN_USE, DelayedScaling, Fp8State
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.trainer.backends.base import Norm, fp8_linears
@@ -105,7 +105,7 @@ def replay(precision: Precision, steps: int, place: Place) -> Row:
                     history = expected[name].roles[role].amax_history.clone()
                     history[0] = state.roles[role].amax_history[-1]
                     before = replace(expected[name].roles[role], amax_history=history)
-                    made = numerics.update_delayed(before, recipe.dtype(role), recipe)
+                    made = delayed_scaling.update_delayed(before, recipe.dtype(role), recipe)
                     part = state.roles[role]
                     equal = torch.equal(made.scale, part.scale) and torch.equal(made.amax_history, part.amax_history)
                     same, wrong = same + equal, wrong + (not equal)

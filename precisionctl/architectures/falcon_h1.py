@@ -5,7 +5,6 @@ Traps: many factors that are not trained, of which some are lists; the last norm
 `mamba_rms_norm` a mixer has no norm, whatever `mamba_norm_before_gate` says.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from precisionctl.architectures.config_keys import (
@@ -19,7 +18,6 @@ from precisionctl.architectures.config_keys import (
     heads,
     is_on,
     layers,
-    size,
     tied,
 )
 from precisionctl.architectures.llama_rows import (
@@ -34,11 +32,11 @@ from precisionctl.architectures.llama_rows import (
     SEPARATE_NORM,
     TIED,
 )
-from precisionctl.architectures.mamba_keys import step_limits
+from precisionctl.architectures.mamba_keys import mixer_heads, step_limits
 from precisionctl.architectures.mamba_rows import MIXER
 from precisionctl.architectures.param_map import Architecture, only_in, renamed, when
 from precisionctl.architectures.rope import rope
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.errors import UnknownArchitecture
 from precisionctl.model_shape import ModelShape
 
 _MIXER = tuple(
@@ -53,28 +51,6 @@ _ROWS = (
     *renamed(FINAL_NORM, {"model.norm.": "model.final_layernorm."}, {"final_layernorm": "final_norm"}),
     *OUTPUT,
 )
-
-_HEADS: Mapping[str, object] = {"mamba_d_ssm": 1024, "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_expand": 2}
-"""What its class takes for keys that are not there."""
-
-
-def _read_heads(config: Config, where: object) -> Fields:
-    config = {**_HEADS, **config}
-    number, channels = size(config, "mamba_n_heads", where), config["mamba_d_ssm"]
-    if channels is None:
-        channels = size(config, "mamba_expand", where) * size(config, "hidden_size", where)
-    head = channels // number if config["mamba_d_head"] == "auto" else size(config, "mamba_d_head", where)
-    if head * number != channels:
-        what = f"{number} heads of {head} channels in a mixer that has {shown(channels)}"
-        raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
-    return {"mamba.num_heads": number, "mamba.head_dim": head}
-
-
-def _write_heads(model: ModelShape) -> Config:
-    if model.mamba is None:
-        return {}
-    sizes = {"mamba_n_heads": model.mamba.num_heads, "mamba_d_head": model.mamba.head_dim}
-    return sizes | {"mamba_d_ssm": model.mamba.inner_size}
 
 
 def _read_norm(config: Config, where: object) -> Fields:
@@ -121,7 +97,7 @@ ARCHITECTURE = Architecture(
         *SIZES,
         heads(num_attention_heads=32, num_key_value_heads=8),
         Rule((), lambda config, where: {"mamba.pattern": "P" * layers(config, where)}),
-        Rule(tuple(_HEADS), _read_heads, _write_heads),
+        mixer_heads("mamba_n_heads", "mamba_d_head", "mamba_expand", "auto", "mamba_d_ssm"),
         Key("mamba.num_groups", "mamba_n_groups", 1),
         Key("mamba.state_dim", "mamba_d_state", 256),
         Rule(("mamba_rms_norm", "mamba_norm_before_gate"), _read_norm, _write_norm),

@@ -5,28 +5,33 @@ from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape
 
 
-def mixer_heads(heads: str, head: str, expand: str, absent: int | str) -> Rule:
-    """The keys of a mixer's heads and of their channels, which together are as many times those of the model as
-    `expand` says; where keys are not there 128, `absent` (or as many as there are to share) and 2."""
-    taken = {"hidden_size": 4096, heads: 128, head: absent, expand: 2}
+def mixer_heads(heads: str, head: str, expand: str, absent: int | str, channels: str | None = None) -> Rule:
+    """The keys of a mixer's heads and of their channels. All of these are as many as the key `channels` says, if the
+    family has that key and it is not null, and else `expand` times those of the model. Where keys are not there: 128,
+    `absent` (or as many as there are to share), 2 and 1024."""
+    taken = {"hidden_size": 4096, heads: 128, head: absent, expand: 2} | ({channels: 1024} if channels else {})
 
     def read(config: Config, where: object) -> Fields:
         config = {**taken, **config}
-        channels = size(config, expand, where) * size(config, "hidden_size", where)
+        if channels and config[channels] is not None:
+            said_by, inner_size = channels, size(config, channels, where)
+        else:
+            said_by, inner_size = expand, size(config, expand, where) * size(config, "hidden_size", where)
         number, shares = size(config, heads, where), config[head] == absent == "auto"
-        each = channels // number if shares else size(config, head, where)
-        if each * number != channels:
-            what = f"{number} heads of {each} channels in a mixer, which {expand} says has {channels}"
+        each = inner_size // number if shares else size(config, head, where)
+        if each * number != inner_size:
+            what = f"{number} heads of {each} channels in a mixer, which {said_by} says has {inner_size}"
             raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
         return {"mamba.num_heads": number, "mamba.head_dim": each}
 
     def write(model: ModelShape) -> Config:
         if model.mamba is None:
             return {}
-        times = model.mamba.inner_size // model.hidden_size
-        return {heads: model.mamba.num_heads, head: model.mamba.head_dim, expand: times}
+        inner_size = model.mamba.inner_size
+        said = {channels: inner_size} if channels else {expand: inner_size // model.hidden_size}
+        return {heads: model.mamba.num_heads, head: model.mamba.head_dim, **said}
 
-    return Rule((heads, head, expand), read, write)
+    return Rule((heads, head, expand, *([channels] if channels else [])), read, write)
 
 
 MIXER_HEADS = mixer_heads("mamba_n_heads", "mamba_d_head", "mamba_expand", "auto")

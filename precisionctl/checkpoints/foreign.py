@@ -12,7 +12,7 @@ from typing import Any
 
 from precisionctl.architectures.read_off import HEAD_OF_NUMBERS
 from precisionctl.checkpoints import dcp
-from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.base import WITH_REFERENCE, Reader
 from precisionctl.checkpoints.output import GOES_ON, UNFINISHED, is_unfinished
 from precisionctl.checkpoints.safetensors_file import read_described
 from precisionctl.checkpoints.trainer_directory import says_its_model
@@ -308,8 +308,7 @@ UNREAD = (
     Foreign(
         "weights without a config",
         "`*.safetensors` or `*.bin` without config.json",
-        "There are weights, and no config.json beside them: copy it there, or give `convert` or `inspect` "
-        "--reference HF_DIR, a directory of the same model that has one.",
+        f"There are weights, and no config.json beside them. {WITH_REFERENCE} Or copy config.json there.",
         _has("*.safetensors", "*.bin"),
     ),
 )

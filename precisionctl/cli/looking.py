@@ -79,7 +79,7 @@ def inspect(
     if not fp8 and (fp8_state or html or is_given("workers")):
         raise click.UsageError("--fp8-state, --html and --workers are for --fp8.")
     from precisionctl import console
-    from precisionctl.commands.source import open_hinted
+    from precisionctl.commands.hinted_path import HintedPath, open_hinted
     from precisionctl.fp8 import sidecar
     from precisionctl.reports import inspect as report
 
@@ -91,7 +91,7 @@ def inspect(
             raise click.UsageError(what)
         description = report.describe_state(sidecar.read(checkpoint), checkpoint)
     else:
-        reader = open_hinted(checkpoint, iteration, None, reference, grouped_columns)
+        reader = open_hinted(HintedPath(checkpoint, iteration, reference=reference, grouped_columns=grouped_columns))
         description = report.describe(reader)
     if fp8:
         from precisionctl.readiness.assess import assess
@@ -188,13 +188,13 @@ def compare_checkpoints(
     """Print the differences of two checkpoints, opened with what a reference says of either. Returns whether they are
     equal."""
     from precisionctl import console
-    from precisionctl.commands.source import open_hinted
+    from precisionctl.commands.hinted_path import HintedPath, open_hinted
     from precisionctl.commands.source_notes import vocabulary_notes
     from precisionctl.fp8 import sidecar
     from precisionctl.reports import verify as report
     from precisionctl.verify.compare import compare
 
-    left, right = (open_hinted(path, None, None, reference, None) for path in (a, b))
+    left, right = (open_hinted(HintedPath(path, reference=reference)) for path in (a, b))
     state = sidecar.read(fp8_state) if fp8_state else None
     progress = partial(console.bytes_progress, "comparing")
     comparison = compare(left, right, fp8=fp8, state=state, progress=progress)

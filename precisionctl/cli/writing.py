@@ -119,7 +119,8 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
     the format that they had. Others are encoded as by `export-inference --target vllm`, with the scheme that fits
     --recipe. Megatron's own FP8 flags, such as --fp8-amax-history-len, are accepted beside --recipe.
     """
-    from precisionctl.commands.request import Request, layout_and_container
+    from precisionctl.commands.request import Request
+    from precisionctl.commands.storage import layout_and_container
 
     what["to"], what["container"] = layout_and_container(what["to"], what["container"])
     do(Request(recipe=precision_of(recipe, megatron), **what), how)
@@ -262,7 +263,7 @@ def next_step(request: "Request", command: "PlannedCommand", *, compared: bool) 
     if request.to == "megatron" and has_flags(command.plan.model):  # else it would be refused
         return f"To continue in Megatron-LM: precisionctl launch-args {path} --framework megatron-lm"
     # `verify` takes the newest iteration, cannot be told a family, and finds rounded values and masters different
-    other_values = request.precision != "keep" or (request.is_state_dict and command.trained)
+    other_values = request.precision != "keep" or (request.storage.is_state_dict and command.trained)
     if compared or other_values or request.iteration is not None or request.architecture:
         return f"To see what it holds: precisionctl inspect {path}"
     reference = f" --reference {shlex.quote(str(request.reference))}" if request.reference else ""

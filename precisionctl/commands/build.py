@@ -27,8 +27,9 @@ from precisionctl.checkpoints.output import Output
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
 from precisionctl.checkpoints.trainer_run import TrainerRun, of_trainer
-from precisionctl.commands.request import DCP, DEEPSPEED, TORCHTITAN, Request
+from precisionctl.commands.request import Request
 from precisionctl.commands.source import Source
+from precisionctl.commands.storage import DCP, DEEPSPEED, TORCHTITAN, Storage
 from precisionctl.conversion.command import MakeStates, PlannedCommand
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, MappingError, OutputError, RecipeError
 from precisionctl.export.model_card import NAME, Card
@@ -61,14 +62,14 @@ class Result:
 def build(request: Request, source: Source, result: Result) -> PlannedCommand:
     """The command that writes a result. Raises DestinationExists, and OutputError if source and destination
     overlap."""
-    output = _open_output(request.destination, request.source, request.reference, request.fp8_state)
-    files = [source.encodings.path if source.encodings else None, request.fp8_state]
+    output = _open_output(request.destination, source.given.path, source.given.reference, source.state_file)
+    files = [source.encodings.path if source.encodings else None, source.state_file]
     stats = [file.stat() for file in files if file and file.is_file()]
     about = [__version__, result.plan.digest, request, [(stat.st_size, stat.st_mtime_ns) for stat in stats]]
     return PlannedCommand(
         source.reader,
         result.plan,
-        _writer(request, source, result, output),
+        _writer(request.storage, source, result, output),
         output,
         hashlib.sha256(str(about).encode()).hexdigest(),
         source.files,
@@ -108,21 +109,21 @@ def _open_output(destination: Path, *sources: Path | None) -> Output:
     return output
 
 
-def _writer(request: Request, source: Source, result: Result, output: Output) -> Writer:
+def _writer(storage: Storage, source: Source, result: Result, output: Output) -> Writer:
     """The Writer of the container that was asked for. In Megatron's it writes an iteration if a run is carried over,
     else a release. Raises RecipeError for a size of shards where there are none."""
     plan, card, companions = result.plan, result.card, source.reader.companions
-    in_shards = not request.is_state_dict if request.to == "hf" else plan.model.wrapper is not None
-    if request.max_shard_size != MAX_SHARD_SIZE and not in_shards:
+    in_shards = not storage.is_state_dict if storage.layout == "hf" else plan.model.wrapper is not None
+    if storage.max_shard_size != MAX_SHARD_SIZE and not in_shards:
         what = "--max-shard-size is for Hugging Face's files and for towers, and this result has neither"
         raise RecipeError(what, do="Leave --max-shard-size out.")
     # of a wrapper its text model's; a wrapper always has a config.json of its own too, and an untabled model that alone
     made = not isinstance(plan.model, UntabledModel)
     config = to_hf_config(plan.model, config_dtype(plan.targets)) if made else {}
-    if request.container in (DCP, TORCHTITAN):
-        make_dcp = TorchtitanWriter if request.container == TORCHTITAN else DcpWriter
+    if storage.container in (DCP, TORCHTITAN):
+        make_dcp = TorchtitanWriter if storage.container == TORCHTITAN else DcpWriter
         return make_dcp(output.partial, plan.targets, companions, config, _trainer_run(source))
-    if request.container == DEEPSPEED:
+    if storage.container == DEEPSPEED:
         run = _trainer_run(source)
         if run is None:
             raise MappingError(
@@ -131,7 +132,7 @@ def _writer(request: Request, source: Source, result: Result, output: Output) ->
             )
         iteration = run.updates if source.reader.iteration is None else source.reader.iteration
         return DeepSpeedWriter(output.partial, plan.targets, companions, config, run, iteration)
-    if request.to == "hf":
+    if storage.layout == "hf":
         return HuggingFaceWriter(
             output.partial,
             plan.targets,
@@ -139,12 +140,12 @@ def _writer(request: Request, source: Source, result: Result, output: Output) ->
             config,
             quantization=plan.quantization or None,
             extra_files={**plan.files, **({NAME: card.text(source.reader)} if card else {})},
-            max_shard_size=request.max_shard_size,
-            file_format=BIN if request.container == "bin" else SAFETENSORS,
+            max_shard_size=storage.max_shard_size,
+            file_format=BIN if storage.container == "bin" else SAFETENSORS,
             live=result.live,
             lacks=result.lacks,
         )
-    make = LegacyWriter if request.container == "torch" else TorchDistWriter
+    make = LegacyWriter if storage.container == "torch" else TorchDistWriter
     writer: Writer = make(
         output.partial / directory_name(result.run.iteration),
         plan.model,
@@ -153,6 +154,6 @@ def _writer(request: Request, source: Source, result: Result, output: Output) ->
         run=result.run,
         companions=companions,
         live=result.live,
-        te=request.te_version,
+        te=storage.te_version,
     )
-    return WithTowers(writer, plan.towers.targets, request.max_shard_size) if plan.model.wrapper else writer
+    return WithTowers(writer, plan.towers.targets, storage.max_shard_size) if plan.model.wrapper else writer

@@ -19,15 +19,16 @@ from precisionctl.commands.notes import (
     rounded_notes,
     unreached_notes,
 )
-from precisionctl.commands.request import Request
+from precisionctl.commands.request import Codes, EngineExport, numerics
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.conversion.edges import edge_notes
 from precisionctl.engines.base import Engine, engines
+from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.export import kv_cache
 from precisionctl.export.as_before import AsBefore, all_mxfp4, in_powers_of_2
-from precisionctl.export.encode import WeightFormat, encode, in_scheme, is_slice, modules_in_bf16
+from precisionctl.export.encode import InScheme, WeightFormat, encode, in_scheme, is_slice, modules_in_bf16
 from precisionctl.export.model_card import Card, path_in_command
 from precisionctl.export.schemes import best_scheme
 from precisionctl.fp8.numerics import Numbers
@@ -43,63 +44,86 @@ _SCHEMES: Mapping[Scaling, Scheme] = {"delayed": "static", "current": "dynamic",
 """The scheme in which an engine computes most like a recipe's scaling."""
 
 
-def for_engine(request: Request, source: Source, engine: Engine) -> Result:
+def for_engine(kind: Codes, source: Source, engine: Engine, destination: Path) -> Result:
     """A result for an engine.
 
     Raises MissingFp8State where `static` needs amaxes that were never recorded, PrecisionError for what the engine does
     not take, RecipeError for state that a scheme has no use for.
     """
     reader, known, model = source.reader, source.known, source.plan.model
-    precision = request.numerics(model)
-    scheme, why = _scheme(request, source, engine, precision)
-    notes = [f"Scheme {scheme}: {why}."] if why else []
-    form = _format(request, source, engine, scheme, why)
+    export, precision = kind.export or EngineExport(engine.name), numerics(kind.recipe, model)
+    scheme, why = _scheme(kind, source, engine, precision)
+    form = _format(export, source, engine, scheme, why)
     _check_blocks(engine, model.architecture, scheme, ())  # before amaxes are asked for, which nothing would need
-    if SCHEMES[scheme].fixed_inputs:
-        notes += input_scale_notes(known.current, request.fp8_state, file_is_noted=True)
-    # of an export the choice of the scheme names outdated state; a conversion carries state along, used or not
-    notes += known.notes if request.target else known_state_notes(known, carried=True)
-    states = None if request.target else known.current or known.outdated
-    if isinstance(model, UntabledModel) and request.ranks > 1:  # no table says how several would divide it
-        raise model.why
-    layout = served(model, source.plan.targets, request.ranks, expert_parallel=request.expert_parallel)
-    division = engine.division
-    if found := division.check_spread(source.plan.targets, layout) or division.check_groups(layout):
-        raise PrecisionError(
-            f"{engine.title} cannot divide it: {found[0].what}; {found[0].rule.text}",
-            where=found[0].where,
-            do="Choose another --tp" + (", or leave --expert-parallel out." if request.expert_parallel else "."),
-        )
-    config = _config_of(reader, model)
-    misfits = Misfits(engine, source.plan, precision, form, layout, config)
-    keep_misfits = request.keep_misfits or isinstance(model, UntabledModel)
+    policy = _policy(export, source, engine, form, precision)
+    encoded = encode(source.plan, policy)
+    _check_stored(engine, encoded, form)
+    plan, cache_notes = _with_cache(export, source, engine, form, encoded)
+    fixed = input_scale_notes(known.current, source.state_file, file_is_noted=True)
+    notes = [
+        *([f"Scheme {scheme}: {why}."] if why else ()),
+        *(fixed if SCHEMES[scheme].fixed_inputs else ()),
+        # of an export the choice of the scheme names outdated state; a conversion carries state along, used or not
+        *(known.notes if kind.export else known_state_notes(known, carried=True)),
+        *(unreached_notes(source.states, policy.jobs) if policy.inputs is not None else ()),
+        *edge_notes(source.encodings, reader.specs, encoded),
+        *four_bit_notes(scheme, source.encodings, encoded, source.given.path, destination),
+        *cache_notes,
+        *source_notes(source),
+        *in_bf16_notes(reader, source.plan, precision, scheme, policy.refused),
+        *rounded_notes(reader, plan),
+        f"Serve it with: {_served_as_asked(export, engine, destination)}",
+    ]
+    states = None if kind.export else known.current or known.outdated
+    card = _card(kind, export, source, plan, engine, form, destination)
+    return Result(plan, notes, states, encodings=source.encodings, card=card, lacks=engine.lacks)
+
+
+def _policy(export: EngineExport, source: Source, engine: Engine, form: WeightFormat, precision: Precision) -> InScheme:
+    """Which weights become codes, and with which scales. Raises PrecisionError for what the engine does not take, and
+    MissingFp8State for amaxes of inputs that were never recorded."""
+    plan, model = source.plan, source.plan.model
+    config, untabled = _config_of(source.reader, model), isinstance(model, UntabledModel)
+    misfits = Misfits(engine, plan, precision, form, _layout(export, engine, plan), config)
+    keep_misfits = export.keep_misfits or untabled
     if not keep_misfits:
         misfits.check_taken(misfits.jobs)  # first, as no advice on shapes would help
+    method = form.method.name
     policy = in_scheme(
-        source.plan,
+        plan,
         source.states,
         form,
         precision,
         misfits.refusal,
         advice=misfits.advice,
         keep_refused=keep_misfits,
-        why_no_state=known.why_none,
-        kept=partial(
-            engine.methods[form.method.name].ignored.kept,
-            config,
-            form.method.name,
-            tied=isinstance(model, UntabledModel),
-        ),
+        why_no_state=source.known.why_none,
+        kept=partial(engine.methods[method].ignored.kept, config, method, tied=untabled),
     )
     misfits.check_taken(policy.jobs)
     coded = {name for job in policy.jobs for name in job.writes}
-    values = (name for name in source.plan.targets if name not in coded)
-    _check_blocks(engine, model.architecture, scheme, values)
-    if policy.inputs is not None:
-        notes += unreached_notes(source.states, policy.jobs)
-    plan = encode(source.plan, policy)
-    notes += [*edge_notes(source.encodings, reader.specs, plan), *four_bit_notes(request, source.encodings, plan)]
-    if found := engine.check_stored(plan.targets, form.method.name, model.architecture):
+    _check_blocks(engine, model.architecture, form.scheme, (name for name in plan.targets if name not in coded))
+    return policy
+
+
+def _layout(export: EngineExport, engine: Engine, plan: Plan) -> ServingLayout:
+    """How the engine divides the model over its GPUs. Raises PrecisionError where it cannot, UnknownArchitecture where
+    no table says how several would divide it."""
+    if isinstance(plan.model, UntabledModel) and export.ranks > 1:
+        raise plan.model.why
+    layout = served(plan.model, plan.targets, export.ranks, expert_parallel=export.expert_parallel)
+    if found := engine.division.check_spread(plan.targets, layout) or engine.division.check_groups(layout):
+        raise PrecisionError(
+            f"{engine.title} cannot divide it: {found[0].what}; {found[0].rule.text}",
+            where=found[0].where,
+            do="Choose another --tp" + (", or leave --expert-parallel out." if export.expert_parallel else "."),
+        )
+    return layout
+
+
+def _check_stored(engine: Engine, plan: Plan, form: WeightFormat) -> None:
+    """Raise PrecisionError if the engine does not load some tensor beside these codes."""
+    if found := engine.check_stored(plan.targets, form.method.name, plan.model.architecture):
         raise PrecisionError(
             f"{engine.title} does not load {found[0].what}, beside codes of {form.method.name}",
             where=found[0].where,
@@ -107,29 +131,30 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
             if is_slice(found[0].where)
             else "Forget their codes first: `convert --to hf --precision bf16 --drop-encodings`.",
         )
-    if request.kv_cache:
+
+
+def _with_cache(
+    export: EngineExport, source: Source, engine: Engine, form: WeightFormat, plan: Plan
+) -> tuple[Plan, list[str]]:
+    """The plan with scales of an FP8 KV cache, if they are asked for, and the notes on caches. Raises as
+    `kv_cache.check_engine` and `kv_cache.recorded_scales`."""
+    if export.kv_cache:
+        recorded = source.known.current
         kv_cache.check_engine(source.plan, engine, form.method)
-        scales = kv_cache.recorded_scales(known.current, source.fixed_scales, source.plan)
-        plan = kv_cache.with_cache(plan, form, scales)
-        notes += kv_cache.notes(engine, form.method, known.current)
+        plan = kv_cache.with_cache(plan, form, kv_cache.recorded_scales(recorded, source.fixed_scales, source.plan))
+        notes = [*kv_cache.notes(engine, form.method, recorded)]
     else:
-        notes += kv_cache.left_out(source.encodings, source.plan)
-    notes += kv_cache.of_no_cache(source.encodings, source.plan)
-    notes += source_notes(request, source)
-    notes += in_bf16_notes(reader, source.plan, precision, scheme, policy.refused)
-    notes += rounded_notes(reader, plan)
-    notes.append(f"Serve it with: {_served_as_asked(request, engine, request.destination)}")
-    card = _card(request, source, plan, engine, form)
-    return Result(plan, notes, states, encodings=source.encodings, card=card, lacks=engine.lacks)
+        notes = [*kv_cache.left_out(source.encodings, source.plan)]
+    return plan, [*notes, *kv_cache.of_no_cache(source.encodings, source.plan)]
 
 
-def _scheme(request: Request, source: Source, engine: Engine, precision: Precision) -> tuple[Scheme, str]:
+def _scheme(kind: Codes, source: Source, engine: Engine, precision: Precision) -> tuple[Scheme, str]:
     """The scheme, and why it was chosen, if it was not asked for."""
-    if request.target is None:
+    if kind.export is None:
         untrained = isinstance(source.plan.model, UntabledModel) and not source.states  # nor could a command record any
-        return _SCHEMES[request.recipe.scaling if request.recipe else "current" if untrained else "delayed"], ""
-    if request.scheme:
-        return request.scheme, ""
+        return _SCHEMES[kind.recipe.scaling if kind.recipe else "current" if untrained else "delayed"], ""
+    if kind.export.scheme:
+        return kind.export.scheme, ""
     return best_scheme(
         engine,
         source.plan,
@@ -163,7 +188,7 @@ def _config_of(reader: Reader, model: ModelShape) -> Mapping[str, Any]:
     return {"model_type": model.architecture, "architectures": [table_of(model).model_types[model.architecture]]}
 
 
-def _format(request: Request, source: Source, engine: Engine, scheme: Scheme, why: str) -> WeightFormat:
+def _format(export: EngineExport, source: Source, engine: Engine, scheme: Scheme, why: str) -> WeightFormat:
     """The format of the weights: method, scheme, and what new scales are rounded to. `why` says why the scheme was
     chosen, if it was not asked for. Raises PrecisionError for a scheme that the engine does not read, and RecipeError
     for FP8 state that nothing would use."""
@@ -171,7 +196,7 @@ def _format(request: Request, source: Source, engine: Engine, scheme: Scheme, wh
         raise PrecisionError(
             f"{engine.title} does not read {scheme}", do=f"Choose --scheme {' or '.join(engine.spells)}."
         )
-    if not SCHEMES[scheme].fixed_inputs and request.fp8_state and not request.kv_cache:
+    if not SCHEMES[scheme].fixed_inputs and source.state_file and not export.kv_cache:
         what = f"scheme {scheme} stores no input scales, so it takes no FP8 state"
         if why:
             raise RecipeError(f"{what}. It was chosen because {why}", do="Or leave --fp8-state out.")
@@ -185,10 +210,12 @@ def _format(request: Request, source: Source, engine: Engine, scheme: Scheme, wh
     return WeightFormat(quant_methods()[method], scheme, numbers)
 
 
-def _card(request: Request, source: Source, plan: Plan, engine: Engine, form: WeightFormat) -> Card:
+def _card(
+    kind: Codes, export: EngineExport, source: Source, plan: Plan, engine: Engine, form: WeightFormat, destination: Path
+) -> Card:
     """The model card of a result for an engine."""
-    code, name = source.reader.companions.code, request.destination.name
-    file = Path(request.fp8_state.name) if request.fp8_state else None
+    code, name = source.reader.companions.code, destination.name
+    file = Path(source.state_file.name) if source.state_file else None
     scheme = SCHEMES[form.scheme]
     inputs = [_BY_ENGINE if scheme.coded_inputs else _IN_BF16]
     if scheme.fixed_inputs:
@@ -198,19 +225,19 @@ def _card(request: Request, source: Source, plan: Plan, engine: Engine, form: We
         "format": form.method.name,
         "scheme": f"{form.scheme}: {scheme.words}",
         "input scales": " ".join(inputs),
-        "KV cache": "FP8, its scales stored" if request.kv_cache else "no scales stored",
+        "KV cache": "FP8, its scales stored" if export.kv_cache else "no scales stored",
     }
     if code:
         facts["code of its own"] = f"{', '.join(code)}: the engine needs to be told to trust it"
-    command = _served_as_asked(request, engine, path_in_command(name))
+    command = _served_as_asked(export, engine, path_in_command(name))
     kept = modules_in_bf16(source.plan, set(plan.codes))
-    return Card(name, engine.title, engine.name, command, facts, plan.codes, kept, request.base_model, scheme.codes)
+    return Card(name, engine.title, engine.name, command, facts, plan.codes, kept, kind.base_model, scheme.codes)
 
 
-def _served_as_asked(request: Request, engine: Engine, path: object) -> str:
-    """The command that serves a result at a path as the request says."""
+def _served_as_asked(export: EngineExport, engine: Engine, path: object) -> str:
+    """The command that serves a result at a path as was asked for."""
     return engine.serve(
-        path, request.ranks, expert_parallel=request.expert_parallel, fp8_cache=request.kv_cache is not None
+        path, export.ranks, expert_parallel=export.expert_parallel, fp8_cache=export.kv_cache is not None
     )
 
 
@@ -218,7 +245,7 @@ _BY_ENGINE = "Input scales are made by the engine."
 _IN_BF16 = "Inputs are not quantized."
 
 
-def as_before(request: Request, source: Source) -> Result:
+def as_before(source: Source, destination: Path) -> Result:
     """A result with the codes that the weights have, or once had. If the weights have changed since, raises
     MissingFp8State for their fixed input scales, and PrecisionError for scales of their KV cache."""
     reader, known, encodings = source.reader, source.known, source.encodings
@@ -226,13 +253,13 @@ def as_before(request: Request, source: Source) -> Result:
     policy = AsBefore(encodings, known.current, fixed_hold=source.fixed_scales is not None)
     plan = encode(source.plan, policy)
     notes = [
-        *format_notes(request, encodings),
+        *format_notes(source.given.reference, encodings),
         *edge_notes(encodings, reader.specs, plan),
-        *source_notes(request, source),
+        *source_notes(source),
         *rounded_notes(reader, plan),
         *known_state_notes(known, carried=True),
     ]
-    card = _card_as_before(request.destination.name, source.plan, policy)
+    card = _card_as_before(destination.name, source.plan, policy)
     return Result(plan, notes, known.current or known.outdated, encodings=encodings, card=card)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader, packings_of
 from precisionctl.checkpoints.encodings_file import WeightEncodings
-from precisionctl.commands.request import Request
 from precisionctl.conversion.known_state import KnownState, origin, outdated_note
 from precisionctl.dtypes import DType
 from precisionctl.errors import shown
@@ -117,11 +116,11 @@ def code_notes(encodings: WeightEncodings) -> Iterator[str]:
         )
 
 
-def format_notes(request: Request, encodings: WeightEncodings) -> Iterator[str]:
+def format_notes(reference: Path | None, encodings: WeightEncodings) -> Iterator[str]:
     """A note on the format of a result's codes if it is the reference's, or the weights' own and not FP8."""
     others = sorted({spec.codes_name for spec in encodings.weights.values()} - {"FP8"})
-    if request.reference and encodings.path == request.reference:
-        yield f"The codes have the form of the reference's: {request.reference}."
+    if reference and encodings.path == reference:
+        yield f"The codes have the form of the reference's: {reference}."
     elif others:
         yield (
             f"Weights become {' and '.join(others)} again, as they were: `--precision fp8` writes codes in the "
@@ -192,17 +191,19 @@ def known_state_notes(known: KnownState, *, carried: bool) -> Iterator[str]:
         yield outdated_note(known.outdated, what)
 
 
-def four_bit_notes(request: Request, encodings: WeightEncodings | None, plan: Plan) -> Iterator[str]:
+def four_bit_notes(
+    scheme: Scheme, encodings: WeightEncodings | None, plan: Plan, source: Path, destination: Path
+) -> Iterator[str]:
     """Before an export in four bits: what rounding costs weights that are values, and who measures it."""
-    name = FOUR_BITS.get(request.scheme or "")
+    name = FOUR_BITS.get(scheme)
     rounded = [weight for weight in plan.codes if encodings is None or weight not in encodings.weights]
     if name and rounded:
         usual = next(GAUSSIAN_DB[scheme] for scheme in GAUSSIAN_DB if FOUR_BITS[scheme] == name)
         yield (
             f"{counted(len(rounded), 'weight is', 'weights are')} rounded to {name}: Gaussian ones keep {usual} dB of "
             f"signal over rounding (FP8 keeps 31), those with outliers less. "
-            f"`precisionctl inspect {request.source} --fp8` says beforehand what each kind loses, "
-            f"`precisionctl eval {request.destination} --data FILE --against {request.source}` what it costs the model."
+            f"`precisionctl inspect {source} --fp8` says beforehand what each kind loses, "
+            f"`precisionctl eval {destination} --data FILE --against {source}` what it costs the model."
         )
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from precisionctl.commands.build import build
 from precisionctl.commands.codes import as_before, for_engine
-from precisionctl.commands.request import TE, Request
+from precisionctl.commands.request import Request, TeState, Values
 from precisionctl.commands.source import open_source
 from precisionctl.commands.te_state import with_te_state
 from precisionctl.commands.values import as_values
@@ -38,14 +38,15 @@ def plan_command(request: Request) -> PlannedCommand:
     `with_te_state`), and as `build`.
     """
     source = open_source(request)
-    if request.target == TE:
-        result = with_te_state(request, source)
-    elif not request.for_inference:
-        result = as_values(request, source)
+    kind, destination = request.kind, request.destination
+    if isinstance(kind, Values):
+        result = as_values(kind, request.storage, source)
+    elif isinstance(kind, TeState):
+        result = with_te_state(kind, source, destination)
     elif source.engine:
-        result = for_engine(request, source, source.engine)
+        result = for_engine(kind, source, source.engine, destination)
     else:
-        result = as_before(request, source)
+        result = as_before(source, destination)
     plan = result.plan
     _log.info("planned %d jobs that write %d tensors, %d bytes", len(plan.jobs), len(plan.targets), plan.nbytes)
     return build(request, source, result)

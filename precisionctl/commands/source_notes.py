@@ -17,7 +17,6 @@ from precisionctl.checkpoints.megatron.directory import contradictions
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import of_trainer
-from precisionctl.commands.request import Request
 from precisionctl.commands.source import Source
 from precisionctl.errors import CheckpointError, PrecisionctlError, shown
 from precisionctl.fp8 import sidecar
@@ -36,13 +35,13 @@ _NAMES = {
 """Whose names a family has, where not Megatron-Core's."""
 
 
-def source_notes(request: Request, source: Source) -> Iterator[str]:
+def source_notes(source: Source) -> Iterator[str]:
     """Notes on what the source is, and on what the result will not have of it, for any kind of result."""
     reader, plan = source.reader, source.plan
-    yield from family_notes(reader, plan.model, plan.to_layout, named=request.architecture is not None)
+    yield from family_notes(reader, plan.model, plan.to_layout, named=source.given.architecture is not None)
     if plan.to_layout == "hf":
         yield from vocabulary_notes(reader)
-    if request.trust_reference:
+    if source.given.trust_reference:
         yield from _overruled_notes(reader)
     yield from _padding_notes(reader, plan)
     yield from left_behind_notes(reader, carried=source.trained is not None)

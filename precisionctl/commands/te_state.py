@@ -12,7 +12,7 @@ from pathlib import Path
 
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import input_scale_notes, rounded_notes
-from precisionctl.commands.request import TE_TITLE, Request
+from precisionctl.commands.request import TE_TITLE, TeState, numerics
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.errors import MissingFp8State, PrecisionError, Unrecordable
@@ -20,12 +20,13 @@ from precisionctl.export.encode import fp8_jobs
 from precisionctl.export.input_scales import OF_PREDICTION, input_amaxes
 from precisionctl.export.model_card import Card, path_in_command
 from precisionctl.fp8.carry import amax_by_module, check_modules, from_other_experts
-from precisionctl.fp8.numerics import after_one_update
+from precisionctl.fp8.delayed_scaling import after_one_update
 from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.planning.plan import Plan, check_fp8_gemms
+from precisionctl.precision import Precision
 
 
-def with_te_state(request: Request, source: Source) -> Result:
+def with_te_state(kind: TeState, source: Source, destination: Path) -> Result:
     """A result of values in BF16 that Transformer Engine computes with in FP8.
 
     Scales of weights are those of the weights that are written, whatever was recorded of them. Raises MissingFp8State
@@ -38,23 +39,25 @@ def with_te_state(request: Request, source: Source) -> Result:
             f"`load_te` makes text models, and this is a `{wrapper.model_type}` around one",
             do="Export it for an engine, or `resume` from the run itself.",
         )
-    states = _of_gemms(request, source)
+    states = _of_gemms(kind.recipe, source)
     notes = [
         *source.known.notes,
-        *input_scale_notes(recorded, request.fp8_state, file_is_noted=True),
-        *source_notes(request, source),
+        *input_scale_notes(recorded, source.state_file, file_is_noted=True),
+        *source_notes(source),
         *rounded_notes(reader, source.plan),
-        f'Load it with: precisionctl.te.load_te("{request.destination}")',
+        f'Load it with: precisionctl.te.load_te("{destination}")',
     ]
     make_states = partial(_with_weight_scales, states, source.plan)
-    return Result(source.plan, notes, make_states, live=True, card=_card(request, source, states))
+    return Result(
+        source.plan, notes, make_states, live=True, card=_card(destination.name, source, states, kind.base_model)
+    )
 
 
-def _of_gemms(request: Request, source: Source) -> Fp8States:
+def _of_gemms(recipe: Precision | None, source: Source) -> Fp8States:
     """The state of every module that the recipe computes in FP8. An expert that no token has reached gets the largest
     amax of the others."""
     plan, states = source.plan, source.states
-    precision = request.numerics(plan.model)
+    precision = numerics(recipe, plan.model)
     jobs = fp8_jobs(plan, precision)
     check_fp8_gemms(plan, precision)
     try:
@@ -89,10 +92,9 @@ def _with_weight_scales(
     return replace(states, modules=modules), ()
 
 
-def _card(request: Request, source: Source, states: Fp8States) -> Card:
+def _card(name: str, source: Source, states: Fp8States, base_model: str | None) -> Card:
     """The model card of the result."""
-    plan, name = source.plan, request.destination.name
-    file = Path(request.fp8_state.name) if request.fp8_state else None
+    plan, file = source.plan, Path(source.state_file.name) if source.state_file else None
     facts = {
         "weights": "bfloat16, cast to float8_e4m3fn when it is loaded",
         "scheme": "delayed scaling, with its state",
@@ -102,4 +104,4 @@ def _card(request: Request, source: Source, states: Fp8States) -> Card:
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2]
     kept = [name.removesuffix(".weight") for name in matrices if name not in in_state]
     command = f"from precisionctl.te import load_te\n\nmodel = load_te({json.dumps(path_in_command(name))})"
-    return Card(name, TE_TITLE, "transformer-engine", command, facts, in_state, kept, request.base_model)
+    return Card(name, TE_TITLE, "transformer-engine", command, facts, in_state, kept, base_model)

@@ -17,9 +17,10 @@ from precisionctl.commands.notes import (
     state_notes,
     tower_notes,
 )
-from precisionctl.commands.request import STATE_DICTS, TORCHTITAN, Request
+from precisionctl.commands.request import Values, numerics
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import decoded_base_notes, source_notes
+from precisionctl.commands.storage import TORCHTITAN, Storage
 from precisionctl.conversion.known_state import NOT_KNOWN
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
@@ -28,32 +29,32 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan, check_fp8_gemms
 
 
-def as_values(request: Request, source: Source) -> Result:
+def as_values(kind: Values, storage: Storage, source: Source) -> Result:
     """A result of values. Raises PrecisionError for weights that no FP8 GEMM takes, where it is to be trained in FP8,
     for codes that could not be made again, and what taking a run along raises."""
     plan, reader, known, encodings = source.plan, source.reader, source.known, source.encodings
     if encodings:
         _check_come_back(encodings, source)
-    fixed = None if request.drop_fp8_state else source.state_of_fixed_scales
-    state = known.current or (fixed if request.precision == "fp8" else None)
+    fixed = None if kind.drop_fp8_state else source.state_of_fixed_scales
+    state = known.current or (fixed if kind.fp8 else None)
     sidecar = known.current or fixed or known.outdated  # what is carried along, from which no run starts
-    if request.precision == "fp8":
-        check_fp8_gemms(plan, request.numerics(plan.model))
+    if kind.fp8:
+        check_fp8_gemms(plan, numerics(kind.recipe, plan.model))
     run = NO_RUN
     if source.trained and of_megatron(source.trained):  # rank files have no place for the states of generators
-        run = carry_run(source.trained, request.parallelism, generators=request.container != "torch")
+        run = carry_run(source.trained, storage.parallelism, generators=storage.container != "torch")
     elif source.trained and of_trainer(source.trained):
-        run = carry_trainer_run(source.trained, request.parallelism)
-    live = request.fills_extra_state and (request.precision == "fp8" or state is not None)
+        run = carry_trainer_run(source.trained, storage.parallelism)
+    live = kind.fills_extra_state and (kind.fp8 or state is not None)
     notes = [
-        *_notes(request, source, run),
-        *_stateless_notes(request),
+        *_notes(storage, source, run),
+        *_stateless_notes(kind),
         *(state.notes if state else ()),
-        *(_payload_notes(request, plan) if live else ()),
+        *(_payload_notes(storage, plan) if live else ()),
         *known_state_notes(known, carried=sidecar is known.outdated and not live),
         *(code_notes(encodings) if reader.encodings and encodings else decoded_notes(reader)),
     ]
-    return Result(plan, notes, partial(_live_state, request, source, state) if live else sidecar, live, run, encodings)
+    return Result(plan, notes, partial(_live_state, kind, source, state) if live else sidecar, live, run, encodings)
 
 
 def _check_come_back(encodings: WeightEncodings, source: Source) -> None:
@@ -76,51 +77,51 @@ def _check_come_back(encodings: WeightEncodings, source: Source) -> None:
         )
 
 
-def _notes(request: Request, source: Source, run: CarriedRun) -> Iterator[str]:
+def _notes(storage: Storage, source: Source, run: CarriedRun) -> Iterator[str]:
     """Notes on the family, the vocabulary, the pipeline stages, and a run that comes along."""
     plan, reader = source.plan, source.reader
-    yield from source_notes(request, source)
+    yield from source_notes(source)
     yield from decoded_base_notes(reader)
-    if request.to == "megatron":
+    if storage.layout == "megatron":
         yield from tower_notes(plan)
         yield from stage_notes(plan.parallelism, plan.model.num_layers)
     if run.left:
         left = ", ".join(run.left)
         yield f"Not carried over from the run, as it belongs to ranks or to Megatron's own classes: {left}."
-    if source.trained and of_megatron(source.trained) and request.container in STATE_DICTS:
-        schedule = "" if request.container == TORCHTITAN else "the schedule of learning rates, "
+    if source.trained and of_megatron(source.trained) and storage.is_state_dict:
+        schedule = "" if storage.container == TORCHTITAN else "the schedule of learning rates, "
         yield f"Not carried over from the run: {schedule}{', '.join(OF_THE_LOOP)}."
-    if request.container == TORCHTITAN:
+    if storage.container == TORCHTITAN:
         yield "Load it with `--checkpoint.exclude_from_loading dataloader`: the result has no state of the data."
-    if source.trained and request.container == "torch":
+    if source.trained and storage.container == "torch":
         yield "Continue with --no-load-rng: the result has no states of random generators."
 
 
-def _stateless_notes(request: Request) -> Iterator[str]:
+def _stateless_notes(kind: Values) -> Iterator[str]:
     """That a recipe without state leaves nothing in a checkpoint for training."""
-    if request.precision == "fp8" and request.recipe and not request.recipe.keeps_state:
+    if kind.fp8 and kind.recipe and not kind.recipe.keeps_state:
         yield (
-            f"{request.recipe.scaling} scaling keeps no state, so the result is that of --precision bf16: give the "
+            f"{kind.recipe.scaling} scaling keeps no state, so the result is that of --precision bf16: give the "
             "run the recipe, `resume --precision fp8 --recipe ...` here, --fp8-recipe in Megatron-LM."
         )
 
 
-def _payload_notes(request: Request, plan: Plan) -> Iterator[str]:
-    cut = plan.model.moe is not None and request.container != "torch"  # payloads are cut for each rank of experts
-    return payload_notes(request.te_version, request.parallelism.expert if cut else None)
+def _payload_notes(storage: Storage, plan: Plan) -> Iterator[str]:
+    cut = plan.model.moe is not None and storage.container != "torch"  # payloads are cut for each rank of experts
+    return payload_notes(storage.te_version, storage.parallelism.expert if cut else None)
 
 
 def _live_state(
-    request: Request, source: Source, state: Fp8States | None, weight_amax: Mapping[str, float]
+    kind: Values, source: Source, state: Fp8States | None, weight_amax: Mapping[str, float]
 ) -> tuple[Fp8States, Sequence[str]]:
     """The state that a run will load, once the amaxes of weights are known: for the modules that carry state or, if the
     result is for training in FP8, for every FP8 GEMM of the recipe."""
     reader, gemms = source.reader, source.plan.gemms
     wanted: Callable[[str], bool] = (state.modules if state else {}).__contains__
-    if request.precision == "fp8":
-        wanted = request.numerics(source.plan.model).in_fp8
+    if kind.fp8:
+        wanted = numerics(kind.recipe, source.plan.model).in_fp8
     amax = amax_by_module(weight_amax, {module: shape for module, shape in gemms.items() if wanted(module)})
-    change = carry_state(state, amax, request.state_recipe)
+    change = carry_state(state, amax, kind.recipe.delayed if kind.recipe else None)
     states = change.states
     if change.stale and not (reader.fp8 and reader.fp8.of_weights):  # nothing proves that the rest is valid
         states = replace(states, of_weights=NOT_KNOWN)

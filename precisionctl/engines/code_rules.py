@@ -43,10 +43,10 @@ def wrong_scales(directory: QuantizedDirectory) -> Breaches:
             continue  # such codes are not recognised with others
         scheme = directory.kinds[weight]
         dtypes = exponents.get(scheme, FLOATS)
-        for name, spec in directory.spelling.specs(scales, specs[weight], scheme).items():
+        for name, spec in directory.spelling.specs(scales, specs[weight], directory.coded[weight].form).items():
             stored = specs[name]
             one = stored.rows * stored.columns == 1  # [] and [1] are loaded alike
             if stored.shape != spec.shape and not one:
                 yield name, f"shape {list(stored.shape)}, not {list(spec.shape)}"
             if stored.dtype not in dtypes:
-                yield name, f"{stored.dtype}, not {spec.dtype}"
+                yield name, f"{stored.dtype}, not {dtypes[0]}"

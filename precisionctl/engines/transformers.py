@@ -26,7 +26,6 @@ from precisionctl.engines.model_rules import ExpertDtype
 from precisionctl.engines.required_keys import quantization_config_under_this_name
 from precisionctl.engines.rule import EngineRule
 from precisionctl.engines.serving_rules import ShapeRules
-from precisionctl.quant_methods.compressed_tensors import GROUPS_AND_BLOCKS
 
 _LLAMA4_EXPERTS = re.compile(r".+\.feed_forward\.experts\.(gate_up_proj|down_proj)\[\d+\]")
 """Of these it makes linears (5.23 quantizers/base.py MODULES_TO_PATCH_FOR_QUANTIZATION)."""
@@ -60,6 +59,11 @@ _FINE_GRAINED = IgnoreList(
 )
 """How it reads the list of `quant_method: fp8` and `mxfp8`."""
 
+_GROUPS_AND_BLOCKS = tuple(
+    f"{part} weights and {inputs}" for part in ("group", "block") for inputs in ("static", "dynamic")
+)
+"""Schemes of groups other than MXFP8's and of blocks other than 128 x 128, or of these with fixed scales of inputs."""
+
 ENGINE = Engine(
     name="transformers",
     title="transformers",
@@ -78,7 +82,7 @@ ENGINE = Engine(
         "compressed-tensors": MethodRules(
             formats=(
                 *("NVFP4", "MXFP4", "INT4", "INT8", "static", "dynamic", "block", "mxfp8"),
-                *("per-channel weights and static", "per-tensor weights and dynamic", *GROUPS_AND_BLOCKS),
+                *("per-channel weights and static", "per-tensor weights and dynamic", *_GROUPS_AND_BLOCKS),
             ),
             experts=("MXFP4", "INT4", "INT8", "static", "dynamic"),
             ignored=IgnoreList(

@@ -10,8 +10,8 @@ from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.export.input_scales import is_same_amax
 from precisionctl.export.weight_encodings import method_of
+from precisionctl.fp8.delayed_scaling import recorded_amax
 from precisionctl.fp8.encoding import grid_shape
-from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.planning.checks import check_names

@@ -201,8 +201,9 @@ class InScheme:
         return Encode(scales, known={}, numbers=self.format.numbers)
 
     def tensors(self, weight: str, spec: TensorSpec) -> Mapping[str, TensorSpec]:
-        scales = self.format.spelling.specs(self.format.scales(weight, spec), spec, self.format.scheme)
-        return {weight: self.format.spelling.codes(spec, self.format.scheme), **scales}
+        spelling, scheme = self.format.spelling, self.format.scheme
+        scales = spelling.specs(self.format.scales(weight, spec), spec, spelling.form(scheme))
+        return {weight: spelling.codes(spec, scheme), **scales}
 
     def further(self, encodes: Mapping[str, Encode]) -> Mapping[str, TensorSpec]:
         return {}

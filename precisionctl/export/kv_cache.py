@@ -19,7 +19,8 @@ from precisionctl.engines.cache_rules import attention_and_kind
 from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError, Unrecordable, shown
 from precisionctl.export.encode import WeightFormat
 from precisionctl.export.input_scales import OF_PREDICTION, prediction_in_bf16, scale_of
-from precisionctl.fp8.numerics import Numbers, recorded_amax, rounded_up
+from precisionctl.fp8.delayed_scaling import recorded_amax
+from precisionctl.fp8.numerics import Numbers, rounded_up
 from precisionctl.fp8.state import CACHE, Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec

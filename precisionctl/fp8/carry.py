@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from precisionctl.errors import MappingError
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.numerics import after_one_update, change_recipe, recorded_amax
+from precisionctl.fp8.delayed_scaling import after_one_update, change_recipe, recorded_amax
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, Role, RoleState
 from precisionctl.torch_when_used import torch
 

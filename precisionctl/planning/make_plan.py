@@ -87,27 +87,22 @@ def make_plan(
         for row, row_jobs in by_row.items():
             if not row_jobs:
                 continue
-            read_shapes, shapes = row.source.shapes(stored, source.layout), row.shapes(model, target)
-            for job in row_jobs:
-                read = {name: specs[name] for name in (*job.reads, *job.copies)}
-                checks.check_dtypes({} if isinstance(row, TensorRow) else read, integers=bool(row.integers_below))
-                checks.check_shapes(read, (*read_shapes[: len(job.reads)], *read_shapes[:1] * len(job.copies)))
+            _check_stored(row, row_jobs, specs, row.source.shapes(stored, source.layout))
             checks.check_division(row, model, parallelism)
+            shapes = row.shapes(model, target)
             for job in row_jobs:
                 targets |= _targets(job, shapes, model, specs, source.layout, target, dtype)
         if trained:
             # Megatron has no place for what trained a wrapper's towers
             placed = [job for job in jobs if target == "hf" or not isinstance(job.row, TensorRow)]
             of_parameters = tuple(optimizer_jobs(placed, trained, target, masters=naming != "in memory"))
-            jobs = [job for row_jobs in by_row.values() for job in row_jobs]
-            for job in of_parameters:
-                jobs.append(job)  # tensors as large as their parameters, which may be padded otherwise than stored
-                read = {name: specs[name] for name in job.reads}
-                checks.check_shapes(read, job.row.source.shapes(stored, source.layout)[: len(read)])
-                kept = specs[job.reads[0]].dtype if source.layout == target == "megatron" else DType.float32
-                parallel = job.row.cut(model) if target == "megatron" else REPLICATED
-                for name, shape in zip(job.writes, job.row.shapes(model, target), strict=False):
-                    targets[name] = shared_spec(shape, kept, parallel)
+            jobs = [*(job for row_jobs in by_row.values() for job in row_jobs), *of_parameters]
+            for job in of_parameters:  # tensors as large as their parameters, which may be padded otherwise than stored
+                checks.check_shapes(
+                    {name: specs[name] for name in job.reads},
+                    job.row.source.shapes(stored, source.layout)[: len(job.reads)],
+                )
+                targets |= _optimizer_targets(job, model, specs, source.layout, target)
         return Plan(model, source.layout, target, tuple(jobs), targets, derived, parallelism)
 
 
@@ -225,6 +220,26 @@ def _layer(name: str) -> tuple[str, int] | None:
 
 
 _FIRST_NUMBER = re.compile(r"(\D+\.)(\d{1,9})\.")
+
+
+def _check_stored(
+    row: Row, jobs: Iterable[Job], specs: Mapping[str, TensorSpec], shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    """Raise PrecisionError or ShapeMismatch if what the jobs of a row read has not its dtypes, or not these shapes."""
+    for job in jobs:
+        read = {name: specs[name] for name in (*job.reads, *job.copies)}
+        checks.check_dtypes({} if isinstance(row, TensorRow) else read, integers=bool(row.integers_below))
+        checks.check_shapes(read, (*shapes[: len(job.reads)], *shapes[:1] * len(job.copies)))
+
+
+def _optimizer_targets(
+    job: Job, model: ModelShape, specs: Mapping[str, TensorSpec], layout: Layout, target: Layout
+) -> dict[str, TensorSpec]:
+    """The tensors that a job writes of the optimizer: FP32, except that Megatron's stay as they are in Megatron's."""
+    kept = specs[job.reads[0]].dtype if layout == target == "megatron" else DType.float32
+    parallel = job.row.cut(model) if target == "megatron" else REPLICATED
+    shapes = zip(job.writes, job.row.shapes(model, target), strict=False)
+    return {name: shared_spec(shape, kept, parallel) for name, shape in shapes}
 
 
 def _targets(

@@ -306,46 +306,53 @@ class CacheSpelling:
     as_bf16: bool = True
 
 
+_FP8_FORMATS: Mapping[Scheme, CodeFormat] = {
+    name: CodeFormat(scheme.block, scales=(DType.uint8 if name == "mxfp8" else DType.float32,))
+    for name, scheme in SCHEMES.items()
+    if scheme.codes == "FP8"
+}
+"""The formats of FP8 schemes, which all methods write alike: exponents as bytes for MXFP8, else scales in FP32."""
+
+
 @dataclass(frozen=True)
 class Spelling:
     """How an export is written in a method's form.
 
-    `shapes` maps each scheme to a function from the size of a grid of scales to the shape of the tensor that stores it.
     `config(scheme, ignored)` is the `quantization_config`; its key `ignored` has the full names of the linear and
     embedding modules that are not quantised. `cache` says how the scales of a KV cache are stored, and `files(config)`
-    are further files, by name. Loaders know that modules whose name ends in one of `never` are not quantised, so these
-    need not be listed. `ignored_by_part`: some loaders also skip a module whose name contains a listed name that is not
-    a glob. `four_bits` has the formats of four-bit schemes.
+    are further files, by name. `shape(block, grid)` is the shape in which a grid of scales for such blocks is stored.
+    Loaders know that modules whose name ends in one of `never` are not quantised, so these need not be listed.
+    `ignored_by_part`: some loaders also skip a module whose name contains a listed name that is not a glob. `four_bits`
+    has the formats of four-bit schemes.
     """
 
-    shapes: Mapping[str, Callable[[int, int], tuple[int, ...]]]
     config: Callable[[Scheme, Sequence[str]], dict[str, Any]]
     cache: CacheSpelling
     files: Callable[[Mapping[str, Any]], dict[str, bytes]] = lambda config: {}
+    shape: Callable[[Block, tuple[int, int]], tuple[int, ...]] = lambda block, grid: grid
     ignored: str = "ignore"
     never: tuple[str, ...] = ()
     ignored_by_part: bool = False
-    four_bits: Mapping[str, CodeFormat] = field(default_factory=dict)
+    four_bits: Mapping[Scheme, CodeFormat] = field(default_factory=dict)
+
+    def form(self, scheme: Scheme) -> CodeFormat:
+        """The format of a weight's codes in a scheme."""
+        return self.four_bits[scheme] if scheme in self.four_bits else _FP8_FORMATS[scheme]
 
     def codes(self, weight: TensorSpec, scheme: Scheme) -> TensorSpec:
         """A weight's spec once it is codes."""
-        packing = form.packing if (form := self.four_bits.get(scheme)) else None
+        packing = self.form(scheme).packing
         return replace(weight, dtype=packing.element.dtype if packing else CODES, packing=packing)
 
-    def specs(self, scales: Scales, weight: TensorSpec, scheme: str) -> dict[str, TensorSpec]:
-        """The tensors to store beside a weight: scales in FP32, or exponents as bytes, and what four bits need."""
-        grid = grid_shape(weight.rows, weight.columns, scales.block)
-        if form := self.four_bits.get(scheme):
-            one = TensorSpec(self.shapes["static"](1, 1), DType.float32)
-            found = {scales.weight: TensorSpec(grid, form.scales[0])}
-            found |= {name: one for name in (scales.global_scale, scales.input) if name is not None}
-            if scales.shape is not None:
-                found[scales.shape] = TensorSpec((2,), DType.int64)
-            return found
-        shape, dtype = self.shapes[scheme], DType.uint8 if scheme == "mxfp8" else DType.float32
-        found = {scales.weight: TensorSpec(shape(*grid), dtype)}
-        if scales.input is not None:
-            found[scales.input] = TensorSpec(shape(1, 1), dtype)
+    def specs(self, scales: Scales, weight: TensorSpec, form: CodeFormat) -> dict[str, TensorSpec]:
+        """The tensors that are stored beside a weight in a format. A format that is only read may not say the dtype of
+        its scales: then they are taken for FP32."""
+        grid, dtype = grid_shape(weight.rows, weight.columns, scales.block), (*form.scales, DType.float32)[0]
+        one = TensorSpec(self.shape(TENSOR, (1, 1)), DType.float32)
+        found = {scales.weight: TensorSpec(self.shape(form.block, grid), dtype)}
+        found |= {name: one for name in (scales.global_scale, scales.input) if name is not None}
+        if scales.shape is not None:
+            found[scales.shape] = TensorSpec((2,), DType.int64)
         return found
 
 
@@ -366,14 +373,12 @@ class QuantMethod:
 
     def scales(self, weight: str, spec: TensorSpec, scheme: Scheme) -> Scales:
         """The names of a weight's scale tensors in an export, and the size of its blocks."""
-        form = self.spelling.four_bits.get(scheme) if self.spelling else None
-        name, kind = sibling(weight, self.weight_scales[0]), form.input if form else self.input_scales[0]
+        assert self.spelling is not None, "exports are written in it"
+        form, name = self.spelling.form(scheme), sibling(weight, self.weight_scales[0])
+        kind = form.input if form.packing else self.input_scales[0]
         given = sibling(weight, kind) if kind and SCHEMES[scheme].fixed_inputs else None
-        block = sized(SCHEMES[scheme].block, spec)
-        if form is None:
-            return Scales(name, given, block)
         whole, shape = (sibling(weight, kind) if kind else None for kind in (form.global_scale, form.shape))
-        return Scales(name, given, block, whole, form.divides, shape=shape)
+        return Scales(name, given, sized(form.block, spec), whole, form.divides, shape=shape)
 
 
 _SLICE = re.compile(r"(.+)(\[\d+\])")

@@ -31,11 +31,6 @@ from precisionctl.quant_methods.base import (
     together,
 )
 
-GROUPS_AND_BLOCKS = tuple(
-    f"{part} weights and {inputs}" for part in ("group", "block") for inputs in ("static", "dynamic")
-)
-"""Schemes of groups other than MXFP8's and of blocks other than 128 x 128, or of these with fixed scales of inputs."""
-
 OLDER_KEY = "compression_config"
 """What compressed-tensors called its `quantization_config` in 2024."""
 
@@ -262,17 +257,9 @@ QUANT_METHOD = QuantMethod(
     name="compressed-tensors",
     read=read,
     spelling=Spelling(
-        shapes={
-            "static": lambda rows, columns: (1,),
-            "dynamic": lambda rows, columns: (rows, 1),
-            "block": lambda rows, columns: (rows, columns),  # llm-compressor's, read alone, as are the next two
-            "per-channel weights and static": lambda rows, columns: (rows, 1),
-            "per-tensor weights and dynamic": lambda rows, columns: (1,),
-            "mxfp8": lambda rows, columns: (rows, columns),
-            **dict.fromkeys(GROUPS_AND_BLOCKS, lambda rows, columns: (rows, columns)),
-        },
         config=config,
         cache=CacheSpelling(("k_scale", "v_scale"), (1,), {"kv_cache_scheme": _TENSOR}, as_bf16=False),
+        shape=lambda block, grid: (1,) if block == TENSOR else grid,
         four_bits={scheme: written.form for scheme, written in _WRITTEN.items() if written.form},
     ),
 )

@@ -41,7 +41,6 @@ QUANT_METHOD = QuantMethod(
     name="fbgemm_fp8",
     read=read,
     spelling=Spelling(
-        shapes={"dynamic": lambda rows, columns: (rows, 1)},
         config=config,
         cache=CacheSpelling(("k_proj.k_scale", "v_proj.v_scale"), (), {}),
         ignored="modules_to_not_convert",

@@ -72,14 +72,10 @@ QUANT_METHOD = QuantMethod(
     weight_scales=("weight_scale_inv", "weight_scale", "scale"),
     input_scales=("activation_scale", "input_scale"),
     spelling=Spelling(
-        shapes={
-            "block": lambda rows, columns: (rows, columns),
-            "static": lambda rows, columns: (),  # transformers' and vLLM's, under other names, read alone
-            "per-tensor weights and dynamic": lambda rows, columns: (),
-        },
         config=config,
         # ModelOpt's, which vLLM and SGLang read here too; the key is SGLang's, others are told when they start.
         cache=CacheSpelling(("k_proj.k_scale", "v_proj.v_scale"), (), {"kv_cache_quant_algo": "FP8"}),
+        shape=lambda block, grid: () if block == TENSOR else grid,
         ignored="modules_to_not_convert",
         # DeepSeek's own directories name none of these.
         never=(

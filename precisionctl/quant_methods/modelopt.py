@@ -17,6 +17,7 @@ from precisionctl.quant_methods.base import (
     CHANNEL,
     EXPONENTS,
     TENSOR,
+    Block,
     CacheSpelling,
     CodeFormat,
     InputFormat,
@@ -68,6 +69,15 @@ def files(config: Mapping[str, Any]) -> dict[str, bytes]:
     }
     text = json.dumps({"producer": _PRODUCER, "quantization": quantization}, indent=4)
     return {"hf_quant_config.json": text.encode()}
+
+
+def _shape(block: Block, grid: tuple[int, int]) -> tuple[int, ...]:
+    """Of blocks of several rows it has four dimensions."""
+    if block == TENSOR:
+        return ()
+    if block == CHANNEL:
+        return grid[:1]
+    return grid if block[0] == 1 else (grid[0], 1, grid[1], 1)
 
 
 _NVFP4 = CodeFormat(
@@ -124,15 +134,10 @@ QUANT_METHOD = QuantMethod(
     name="modelopt",
     read=read,
     spelling=Spelling(
-        shapes={
-            "static": lambda rows, columns: (),
-            "dynamic": lambda rows, columns: (rows,),
-            "block": lambda rows, columns: (rows, 1, columns, 1),  # ModelOpt's own, read alone
-            "mxfp8": lambda rows, columns: (rows, columns),
-        },
         config=config,
         cache=CacheSpelling(("k_proj.k_scale", "v_proj.v_scale"), (), {"kv_cache_scheme": _FP8}),
         files=files,
+        shape=_shape,
         ignored_by_part=True,
         four_bits={"nvfp4": _NVFP4},
     ),

@@ -42,7 +42,6 @@ QUANT_METHOD = QuantMethod(
     read=read,
     weight_scales=("weight_scale_inv", "weight_scale"),
     spelling=Spelling(
-        shapes={"mxfp8": lambda rows, columns: (rows, columns)},
         config=config,
         # As beside `quant_method: fp8`, whose class reads this one too in SGLang.
         cache=CacheSpelling(("k_proj.k_scale", "v_proj.v_scale"), (), {"kv_cache_quant_algo": "FP8"}),

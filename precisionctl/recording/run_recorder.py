@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from precisionctl.checkpoints.output import Output
 from precisionctl.commands.request import StrPath
 from precisionctl.errors import MissingFp8State, RecipeError
-from precisionctl.fp8 import numerics
+from precisionctl.fp8 import delayed_scaling, numerics
 from precisionctl.fp8.extra_state import decode_payload
 from precisionctl.fp8.state import (
     BY_RECORDER,
@@ -275,4 +275,4 @@ def _own_state(linear: nn.Module, site: GemmSite, recipe: DelayedScaling) -> Fp8
     found = decode_payload(payload.numpy().tobytes(), site.name, of_group=bool(site.experts))
     if found is None:  # nothing recorded yet
         return Fp8State.fresh(recipe.amax_history_len, (len(site.experts),) if site.experts else ())
-    return numerics.change_recipe(found[1], found[0], recipe)
+    return delayed_scaling.change_recipe(found[1], found[0], recipe)

@@ -24,7 +24,7 @@ from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import CheckpointError, PrecisionctlError
 from precisionctl.export.encode import along_with, is_slice
 from precisionctl.export.weight_encodings import stored_weight_encodings
-from precisionctl.fp8.numerics import recorded_amax
+from precisionctl.fp8.delayed_scaling import recorded_amax
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8States, Role, RoleState
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import plan_weights, stored_model

@@ -11,7 +11,7 @@ from precisionctl.checkpoints.chunks import in_pieces, read_rows
 from precisionctl.dtypes import DType
 from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
-from precisionctl.fp8 import numerics, sidecar
+from precisionctl.fp8 import delayed_scaling, numerics, sidecar
 from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.param import GEMM_ALIGNMENT
 from precisionctl.planning.make_plan import make_plan
@@ -84,7 +84,7 @@ def _of_state(states: Fp8States, gemms: Mapping[str, tuple[int, ...]]) -> Iterat
             yield Finding(name, "state of no GEMM of the model", _MODULES)
         elif any(part.scale.shape != gemms[name] for part in state.roles.values()):
             yield Finding(name, f"scales of shape {list(state.shape)}, not {list(gemms[name])}", _MODULES)
-        elif not bool((numerics.recorded_amax(state.roles["input"], "input", states.recipe) > 0).all()):
+        elif not bool((delayed_scaling.recorded_amax(state.roles["input"], "input", states.recipe) > 0).all()):
             yield Finding(name, "an input that was never recorded", _RECORDED)
 
 

@@ -20,7 +20,7 @@ from te_pairs import (
 )
 
 from precisionctl.errors import PrecisionError
-from precisionctl.fp8 import numerics
+from precisionctl.fp8 import delayed_scaling, numerics
 from precisionctl.fp8.extra_state import decode_payload
 from precisionctl.fp8.extra_state_writer import encode_payload
 from precisionctl.fp8.state import Fp8State
@@ -98,7 +98,7 @@ def test_scales_and_histories_follow_from_the_amaxes_to_the_bit(recipe: str) -> 
         roles = dict(expected.roles)
         for role, tensor in amaxes.items():
             roles[role].amax_history[0] = numerics.amax(tensor).cpu()
-            roles[role] = numerics.update_delayed(roles[role], RECIPES[recipe].dtype(role), RECIPES[recipe])
+            roles[role] = delayed_scaling.update_delayed(roles[role], RECIPES[recipe].dtype(role), RECIPES[recipe])
         expected = Fp8State(roles)
         assert_same(te_module.fp8_state(), expected)
         assert_same(module.fp8_state(), expected)

@@ -9,7 +9,7 @@ import torch
 from te_pairs import assert_same, gpts, train_step
 from torch import Tensor
 
-from precisionctl.fp8 import numerics
+from precisionctl.fp8 import delayed_scaling
 from precisionctl.fp8.extra_state import decode_payload
 from precisionctl.fp8.extra_state_writer import encode_payload
 from precisionctl.fp8.state import DelayedScaling, Fp8State
@@ -55,7 +55,7 @@ def replayed(before: Fp8State, after: Fp8State, recipe: DelayedScaling) -> Fp8St
     for role, part in before.roles.items():
         history = part.amax_history.clone()
         history[0] = after.roles[role].amax_history[-1] if role in ("input", "weight", "grad_output") else 0
-        roles[role] = numerics.update_delayed(replace(part, amax_history=history), recipe.dtype(role), recipe)
+        roles[role] = delayed_scaling.update_delayed(replace(part, amax_history=history), recipe.dtype(role), recipe)
     return Fp8State(roles)
 
 

@@ -26,7 +26,7 @@ from precisionctl.conversion.command import execute
 from precisionctl.engines import serving
 from precisionctl.engines.base import engines
 from precisionctl.engines.serving import LATENT
-from precisionctl.fp8 import numerics, sidecar
+from precisionctl.fp8 import delayed_scaling, sidecar
 from precisionctl.fp8.state import Fp8State
 from precisionctl.verify.engine_rules import check
 
@@ -245,7 +245,7 @@ def test_vllm_casts_its_cache_with_the_scales_that_are_stored(tmp_path, python, 
     pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16, **matrix.sizes("llama-3", "block"))
     source = in_memory.with_state(HuggingFaceReader(tmp_path / "hf"))
     roles = {
-        role: numerics.after_one_update(torch.tensor(amax), role, source.fp8.recipe)
+        role: delayed_scaling.after_one_update(torch.tensor(amax), role, source.fp8.recipe)
         for role, amax in (("k", 3.3), ("v", 0.7))
     }
     caches = {f"decoder.layers.{layer}.self_attention.core_attention": Fp8State(roles) for layer in range(2)}

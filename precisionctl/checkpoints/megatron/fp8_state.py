@@ -14,9 +14,9 @@ from precisionctl.checkpoints.megatron.keys import OURS
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.errors import DamagedCheckpoint, NotUnderstood, PrecisionError, RecipeError
 from precisionctl.fp8 import grouped
+from precisionctl.fp8.delayed_scaling import change_recipe
 from precisionctl.fp8.extra_state import Payload, read_payload
 from precisionctl.fp8.grouped import ColumnOrder, Directions
-from precisionctl.fp8.numerics import change_recipe
 from precisionctl.fp8.state import BY_TE, CACHE, DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.sizes import counted
 from precisionctl.torch_when_used import torch

@@ -12,7 +12,7 @@ With one scale for a tensor, `columns` is `rows` transposed; with a scale for ea
 (`fp8.block_scaling`).
 
 Under delayed scaling a cast uses the scale from earlier steps and records the tensor's amax in row 0 of the history;
-`fp8.numerics.update_delayed` computes the next scales from the history. TE also has the roles `output` and
+`fp8.delayed_scaling.update_delayed` computes the next scales from the history. TE also has the roles `output` and
 `grad_input`, which no GEMM here uses; their state is only kept. Other scalings have no state.
 """
 

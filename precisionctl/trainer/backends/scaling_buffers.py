@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precisionctl.fp8 import numerics
+from precisionctl.fp8 import delayed_scaling
 from precisionctl.fp8.state import DelayedScaling, RoleState
 from precisionctl.trainer.parallel.world import ALONE, World
 
@@ -39,12 +39,12 @@ class ScalingBuffers:
         return Slot(self, first if experts is None else slice(first, self._taken))
 
     def update(self) -> None:
-        """End a pass: all-reduce its amaxes, and compute the next scales (`numerics.update_delayed`)."""
+        """End a pass: all-reduce its amaxes, and compute the next scales (`delayed_scaling.update_delayed`)."""
         if not self._taken:  # nothing is in FP8, on any rank
             return
         row_0 = self.state.amax_history[:, 0]
         row_0.copy_(self._world.all_reduce_max(row_0))
-        self.state = numerics.update_delayed(self.state, self.dtype, self.recipe)
+        self.state = delayed_scaling.update_delayed(self.state, self.dtype, self.recipe)
 
     @contextmanager
     def recomputing(self, scale: Tensor) -> Iterator[None]:
@@ -63,7 +63,7 @@ class ScalingBuffers:
 
     def forget_infinite(self, skipped: Tensor) -> None:
         """As `Backend.forget_infinite`."""
-        history = numerics.without_infinite(self.state.amax_history, skipped)
+        history = delayed_scaling.without_infinite(self.state.amax_history, skipped)
         self.state = RoleState(self.state.scale, history)
 
 

@@ -1,0 +1,146 @@
+"""HintedPath: the path of a checkpoint, with what the user says about it; and the checkpoint opened with that."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from precisionctl.architectures.families import key_in, read_model
+from precisionctl.architectures.wrappers import is_wrapper
+from precisionctl.checkpoints.base import Companions, Hints, Reader
+from precisionctl.checkpoints.companions import parse_json, read_companions, without_tokenizer
+from precisionctl.checkpoints.huggingface_files import file_format_of
+from precisionctl.checkpoints.megatron.carried_run import of_megatron
+from precisionctl.checkpoints.megatron.directory import TRUST_REFERENCE
+from precisionctl.checkpoints.megatron.towers import TowersOf
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownFormat, one_line
+from precisionctl.fp8.grouped import ColumnOrder
+from precisionctl.same_model import differences
+from precisionctl.untabled_model import UntabledModel
+
+
+@dataclass(frozen=True)
+class HintedPath:
+    """The path of a checkpoint, and the user's hints about it. Raises RecipeError for hints that contradict each other.
+
+    A plain Megatron checkpoint does not contain its family, tokenizer or true vocabulary size: `architecture` names the
+    family, or `reference` is a Hugging Face directory of the same model, whose config.json and tokenizer are used. A
+    PyTorch checkpoint (DCP) needs a `reference` too; for a LoRA adapter it is the base model. With `trust_reference`
+    its config.json overrules Megatron's arguments. `iteration` is the one to read, None for the newest;
+    `grouped_columns` is the order of columns in the FP8 payloads of experts, if it cannot be inferred.
+    """
+
+    path: Path
+    iteration: int | None = None
+    architecture: str | None = None
+    reference: Path | None = None
+    trust_reference: bool = False
+    grouped_columns: ColumnOrder | None = None
+
+    def __post_init__(self) -> None:
+        if self.architecture is not None and self.reference is not None:
+            raise RecipeError("--reference and --architecture both name the family", do="Leave --architecture out.")
+        if self.trust_reference and self.reference is None:
+            raise RecipeError("--trust-reference, and no reference", do="Give --reference too.")
+
+
+def open_hinted(given: HintedPath) -> Reader:
+    """Open a checkpoint with the user's hints about it. `companions.needed` says what is used of a reference. Raises
+    RecipeError for hints that contradict the checkpoint and for other hints that it does not need, DamagedCheckpoint
+    for a reference whose config.json describes no model, and as `open_checkpoint`."""
+    reference, companions, towers = given.reference, None, None
+    if reference:
+        companions = _companions_of(reference)
+        # one that is broken is not taken for one of another model
+        read_model(parse_json(companions.files["config.json"], companions.config_path), companions.config_path)
+        towers = _towers_of(reference, companions)
+    hints = Hints(given.architecture, companions, given.grouped_columns, reference, towers, given.trust_reference)
+    reader = open_checkpoint(given.path, given.iteration, hints)
+    _check_hints(given, reader)
+    if reference and companions:
+        _check_reference(given, reader, reference, companions)
+    return reader
+
+
+def _check_hints(given: HintedPath, reader: Reader) -> None:
+    """Raise RecipeError for hints that the checkpoint does not need."""
+    if given.trust_reference and not (of_megatron(reader) and reader.args):
+        what = "--trust-reference is for a checkpoint with Megatron's arguments, and this has none"
+        raise RecipeError(what, where=given.path, do="Leave --trust-reference out.")
+    if given.grouped_columns is not None and not of_megatron(reader):
+        raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
+    if given.architecture is not None and "config.json" in reader.own_companions.files:
+        raise RecipeError(
+            "the checkpoint has a config.json of its own, which says which model it is",
+            where=given.path,
+            do="Leave --architecture out.",
+        )
+    if given.architecture is not None and not of_megatron(reader):
+        raise RecipeError(
+            f"--architecture is for Megatron checkpoints, this is {reader.container}",
+            where=given.path,
+            do="Give --reference, a Hugging Face directory of the same model.",
+        )
+
+
+def _check_reference(given: HintedPath, reader: Reader, reference: Path, companions: Companions) -> None:
+    """Raise RecipeError for a reference of another model than the checkpoint's."""
+    own = reader.own_companions
+    if without_tokenizer(own) and not without_tokenizer(companions):
+        configs = [parse_json(one.files["config.json"], one.config_path) for one in (own, companions)]
+        mine, theirs = (config.get("vocab_size") for config in configs)
+        if None not in (mine, theirs) and mine != theirs:
+            what = "the reference is of another model: its vocabulary has another size"
+            raise RecipeError(what, where=reference, do="Give another one.")
+    elif "config.json" in own.files:
+        _check_same_model(reader, companions, reference)
+    try:
+        _ = reader.model
+    except DamagedCheckpoint as error:
+        if given.trust_reference or error.where not in ("", one_line(str(companions.config_path))):
+            raise  # what is wrong is in the checkpoint's own files
+        what = f"the reference is of another model: {error.what}"
+        do = "Give another one."
+        if of_megatron(reader):
+            do += f" Or does the checkpoint store other arguments than it trained by? {TRUST_REFERENCE}"
+        raise RecipeError(what, where=reference, do=do) from error
+
+
+def _check_same_model(reader: Reader, companions: Companions, reference: Path) -> None:
+    """Raise RecipeError for a reference whose config.json describes another model than the checkpoint's own."""
+    sides = ((one.files["config.json"], one.config_path) for one in (reader.own_companions, companions))
+    configs = [(parse_json(data, where), where) for data, where in sides]
+    if configs[0][0] == configs[1][0]:
+        return
+    model, other = (read_model(config, where, reader.specs) for config, where in configs)
+    if isinstance(model, UntabledModel) or isinstance(other, UntabledModel):
+        differing = ["config.json"]  # no table says which of its keys change nothing
+    else:
+        fields = [*differences(model, other), *(["vocab_size"] if model.vocab_size != other.vocab_size else [])]
+        differing = [key_in(configs[0][0], field) for field in fields]
+    if differing:
+        what = f"the reference is of another model than the checkpoint's own config.json: {', '.join(differing)}"
+        raise RecipeError(what, where=reference, do="Leave --reference out, or give another one.")
+
+
+_REFERENCE = "--reference takes a Hugging Face directory of the same model: its config.json and tokenizer are enough."
+
+
+def _companions_of(reference: Path) -> Companions:
+    """Config and tokenizer of a directory, or of a Megatron checkpoint that has them. Raises RecipeError for one that
+    has none, UnknownFormat for a file."""
+    if (reference / "config.json").is_file():
+        return read_companions(reference)
+    if reference.is_file() and reference.suffix != ".nemo":
+        raise UnknownFormat("the reference is a file", where=reference, do=_REFERENCE)
+    companions = open_checkpoint(reference, wanted=_REFERENCE).companions
+    if "config.json" not in companions.files:
+        raise RecipeError("the reference has no config.json", where=reference, do=_REFERENCE)
+    return companions
+
+
+def _towers_of(reference: Path, companions: Companions) -> TowersOf | None:
+    """The towers of a reference that is a wrapper and has weights; else None. Weights of other references are not
+    read."""
+    config = parse_json(companions.files["config.json"], companions.config_path)
+    has_weights = not (reference / "config.json").is_file() or file_format_of(reference) is not None
+    return TowersOf(open_checkpoint(reference)) if has_weights and is_wrapper(config) else None
