@@ -16,7 +16,7 @@ from pathlib import Path
 
 from precisionctl.checkpoints import torch_zip_writer
 from precisionctl.checkpoints.base import Companions
-from precisionctl.checkpoints.chunks import Box, Chunk, shard_boxes, whole
+from precisionctl.checkpoints.chunks import Chunk, shard_boxes, whole
 from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun
@@ -51,6 +51,8 @@ class _TensorRanks:
     """By kind, stage and parameter."""
     paths: dict[int, Path] = field(default_factory=dict)
     """The files, by tensor rank."""
+    holes: Mapping[Blank, int] = field(default_factory=dict)
+    """Where in each file the tensors' bytes are."""
 
 
 class LegacyWriter:
@@ -102,34 +104,26 @@ class LegacyWriter:
         self._of_stage: dict[int, list[_TensorRanks]] = {}
         for ranks in self._ranks:
             self._of_stage.setdefault(ranks.pipeline, []).append(ranks)
-        self._chunks = self._placed()
+        self._placed = self._place()
 
-    def _placed(self) -> dict[str, list[Chunk]]:
-        """Fill the ranks' stages and optimizers with Blanks, and return the chunks of each logical tensor."""
-        held: dict[_TensorRanks, list[tuple[str, Blank, list[list[Box]]]]] = {ranks: [] for ranks in self._ranks}
+    def _place(self) -> dict[str, list[tuple[_TensorRanks, Blank]]]:
+        """Fill the ranks' stages and optimizers with Blanks, and return those of each logical tensor."""
+        placed: dict[str, list[tuple[_TensorRanks, Blank]]] = {name: [] for name in self.specs}
         for name, spec in self.specs.items():
             kind, parameter = kind_and_parameter(name)
-            replicated = spec.parallel.kind == "replicated"
-            shards = [[whole(spec)]] if replicated else shard_boxes(spec, cut_for(parameter, self._sizes))
+            shape = _shape(spec, cut_for(parameter, self._sizes))
             for ranks, stage, local in self._holders(parameter):
-                blank = Blank(spec.dtype, _shape(spec, shards[0]))
+                blank = Blank(spec.dtype, shape)
                 if kind:
                     ranks.optimizer[kind, stage, local] = blank
                 else:
                     ranks.stages[stage][local] = blank
-                held[ranks].append((name, blank, shards))
-        chunks: dict[str, list[Chunk]] = {name: [] for name in self.specs}
+                placed[name].append((ranks, blank))
         for ranks in self._ranks:
             # In the order of the modules, by which Megatron numbers parameters; as they are if a name is not known
             ranks.stages = [{name: stage[name] for name in ordered(stage, _MODULES) or stage} for stage in ranks.stages]
-            holes = self._archive(ranks, {}, None).holes
-            for name, blank, shards in held[ranks]:
-                for tensor, path in ranks.paths.items():
-                    offset = holes[blank]
-                    for box in shards[tensor % len(shards)]:
-                        chunks[name].append(Chunk(box, path, offset))
-                        offset += box.elements * blank.dtype.itemsize
-        return chunks
+            ranks.holes = self._archive(ranks, {}, None).holes
+        return placed
 
     def _holders(self, name: str) -> Iterator[tuple[_TensorRanks, int, str]]:
         """The ranks that hold a tensor of the model, the number of its stage on them, and its name there."""
@@ -149,13 +143,23 @@ class LegacyWriter:
                     yield ranks, stage // self._sizes.pipeline, local
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        return self._chunks[name]
+        """Made when they are asked for: all of a large model's are hundreds of thousands."""
+        spec, found = self.specs[name], []
+        replicated = spec.parallel.kind == "replicated"
+        shards = [[whole(spec)]] if replicated else shard_boxes(spec, cut_for(kind_and_parameter(name)[1], self._sizes))
+        for ranks, blank in self._placed[name]:
+            for tensor, path in ranks.paths.items():
+                offset = ranks.holes[blank]
+                for box in shards[tensor % len(shards)]:
+                    found.append(Chunk(box, path, offset))
+                    offset += box.elements * blank.dtype.itemsize
+        return found
 
     @property
     def copied(self) -> int:
         """Bytes that are written beyond those of `specs`, as several ranks have the same rows."""
-        sizes = ((spec, chunk.box) for name, spec in self.specs.items() for chunk in self._chunks[name])
-        written = sum(box.elements * spec.dtype.itemsize for spec, box in sizes)
+        held = (each for placed in self._placed.values() for each in placed)
+        written = sum(blank.nbytes * len(ranks.paths) for ranks, blank in held)
         return written - sum(spec.nbytes for spec in self.specs.values())
 
     def lay_out(self) -> None:
@@ -215,12 +219,13 @@ class LegacyWriter:
         return found
 
 
-def _shape(spec: TensorSpec, boxes: Sequence[Box]) -> tuple[int, ...]:
-    """The shape of a rank's shard, which consists of these boxes."""
-    if boxes == [whole(spec)]:
+def _shape(spec: TensorSpec, size: int) -> tuple[int, ...]:
+    """The shape of what each of `size` tensor-parallel ranks has of a tensor."""
+    if size == 1 or spec.parallel.kind == "replicated":
         return spec.shape
-    rows = sum(box.rows for box in boxes)
-    return (rows, boxes[0].columns) if spec.parallel.kind == "columns" else (rows, *spec.shape[1:])
+    if spec.parallel.kind == "columns":
+        return (spec.rows, spec.columns // size)
+    return (spec.rows // size, *spec.shape[1:])
 
 
 def _check_optimizer(specs: Mapping[str, TensorSpec]) -> None:
