@@ -1,12 +1,10 @@
-"""Build a planned command: the one place where a result gets output, Writer, companion files, model card and digest."""
+"""Build a planned command: the one place where a result gets output, Writer, companion files and model card."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from precisionctl import __version__
 from precisionctl.architectures.families import to_hf_config
 from precisionctl.checkpoints.base import Writer
 from precisionctl.checkpoints.dcp_writer import DcpWriter, TorchtitanWriter
@@ -65,13 +63,12 @@ def build(request: Request, source: Source, result: Result) -> PlannedCommand:
     output = _open_output(request.destination, source.given.path, source.given.reference, source.state_file)
     files = [source.encodings.path if source.encodings else None, source.state_file]
     stats = [file.stat() for file in files if file and file.is_file()]
-    about = [__version__, result.plan.digest, request, [(stat.st_size, stat.st_mtime_ns) for stat in stats]]
     return PlannedCommand(
         source.reader,
         result.plan,
         _writer(request.storage, source, result, output),
         output,
-        hashlib.sha256(str(about).encode()).hexdigest(),
+        (request, [(stat.st_size, stat.st_mtime_ns) for stat in stats]),
         source.files,
         tuple(result.notes),
         result.states,

@@ -1,11 +1,14 @@
 """A planned command, and its execution: the result is written beside the destination, read back if asked for, and
 renamed when it is complete."""
 
+import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from precisionctl import __version__
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.encodings_file import WeightEncodings
@@ -48,25 +51,29 @@ MakeStates = Callable[[Mapping[str, float]], tuple[Fp8States, Sequence[str]]]
 class PlannedCommand:
     """A command that has been checked as far as possible without writing anything.
 
-    `digest` identifies the command: only the same one may continue a partial result. `files` are the source's as they
-    were when it was opened: in one that has changed since, tensors may have other places. `notes` are planning's notes
-    for the user. `states` is the FP8 state of the result, or a function that makes it when all weights have been read.
-    `trained` is the reader if its optimizer is converted, too. `encodings` is how the weights are, or were, encoded in
-    FP8: it is stored beside values, or used to make codes. `weights_digest` is that of the source's weights, taken if
-    it has FP8 state.
+    `asked` is what decides the result besides the plan. `files` are the source's as they were when it was opened: in
+    one that has changed since, tensors may have other places. `notes` are planning's notes for the user. `states` is
+    the FP8 state of the result, or a function that makes it when all weights have been read. `trained` is the reader if
+    its optimizer is converted, too. `encodings` is how the weights are, or were, encoded in FP8: it is stored beside
+    values, or used to make codes. `weights_digest` is that of the source's weights, taken if it has FP8 state.
     """
 
     reader: Reader
     plan: Plan
     writer: Writer
     output: Output
-    digest: str
+    asked: tuple[object, ...]
     files: Fingerprints
     notes: tuple[str, ...]
     states: Fp8States | MakeStates | None = None
     trained: MegatronReader | TrainedReader | None = None
     encodings: WeightEncodings | None = None
     weights_digest: str | None = None
+
+    @cached_property  # when it is carried out: for the largest models it takes a second
+    def digest(self) -> str:
+        """What identifies the command: only the same one may continue a partial result."""
+        return hashlib.sha256(str([__version__, self.plan.digest, *self.asked]).encode()).hexdigest()
 
     @property
     def source(self) -> TensorSource:
