@@ -180,6 +180,8 @@ class TensorSpec:
 
 
 @lru_cache(maxsize=4096)
-def shared_spec(shape: tuple[int, ...], dtype: DType, parallel: Parallel = REPLICATED) -> TensorSpec:
+def shared_spec(
+    shape: tuple[int, ...], dtype: DType, parallel: Parallel = REPLICATED, packing: Packing | None = None
+) -> TensorSpec:
     """A TensorSpec that equal tensors share: a model's 100,000 tensors have a few dozen different ones."""
-    return TensorSpec(shape, dtype, parallel)
+    return TensorSpec(shape, dtype, parallel, packing)

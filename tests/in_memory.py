@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from precisionctl.conversion.convert import convert
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import engines
-from precisionctl.export.encode import WeightFormat, encode, in_scheme
+from precisionctl.export.encode import WeightFormat, encode, fp8_jobs, in_scheme
 from precisionctl.fp8.delayed_scaling import after_one_update
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.numerics import Numbers
@@ -28,7 +28,7 @@ from precisionctl.param import ONE_RANK, Layout, Parallelism, TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.served_model import served
 from precisionctl.precision import PRESETS
-from precisionctl.quant_methods.base import SCHEMES, Scheme, quant_methods
+from precisionctl.quant_methods.base import SCHEMES, Scales, Scheme, quant_methods
 
 
 @dataclass
@@ -124,8 +124,13 @@ def export(
     form = WeightFormat(quant_methods()[method], scheme, numbers)
     values = make_plan(source, "hf", dtype=DType.bfloat16, naming="as saved")
     layout = served(values.model, values.targets)
-    refusal = partial(engines()["vllm"].shapes.refusal, block=SCHEMES[scheme].block, served=layout, method=method)
-    plan = encode(values, in_scheme(values, source.fp8, form, PRESETS["fp8-delayed"], refusal, why_no_state=""))
+    shapes, block = engines()["vllm"].shapes, SCHEMES[scheme].block
+
+    def refusal(name: str, spec: TensorSpec, scales: Scales) -> str | None:
+        return shapes.refusal(name, spec, block, layout, method)
+
+    jobs = fp8_jobs(values, PRESETS["fp8-delayed"])
+    plan = encode(values, in_scheme(values, jobs, source.fp8, form, refusal, why_no_state=""))
     directory.mkdir()
     writer = HuggingFaceWriter(
         directory,

@@ -21,7 +21,7 @@ from precisionctl.dtypes import DType
 from precisionctl.engines.base import engine_named
 from precisionctl.export import weight_encodings as weight_encodings_module
 from precisionctl.export.as_before import AsBefore
-from precisionctl.export.encode import Policy, WeightFormat, encode, in_scheme
+from precisionctl.export.encode import Policy, WeightFormat, encode, fp8_jobs, in_scheme
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8 import sidecar
 from precisionctl.planning.make_plan import make_plan
@@ -45,7 +45,8 @@ def test_encode_makes_another_plan_and_the_same_one_each_time(tmp_path: Path, po
     if policy in ("static", "dynamic"):
         form = WeightFormat(quant_methods()["compressed-tensors"], policy)  # type: ignore[arg-type]
         states = in_memory.recorded(reader)
-        made = in_scheme(plan, states, form, PRESETS["fp8-delayed"], lambda name, spec: None, why_no_state="")
+        jobs = fp8_jobs(plan, PRESETS["fp8-delayed"])
+        made = in_scheme(plan, jobs, states, form, lambda name, spec, scales: None, why_no_state="")
     before = plan.digest
     first, second = encode(plan, made), encode(plan, made)
     assert plan.digest == before and not plan.encodes and not plan.codes

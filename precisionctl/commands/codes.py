@@ -1,6 +1,6 @@
 """Results whose weights are codes: for an inference engine, or the codes that they were before."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,14 @@ from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.export import kv_cache
 from precisionctl.export.as_before import AsBefore, all_mxfp4, in_powers_of_2
-from precisionctl.export.encode import InScheme, WeightFormat, encode, in_scheme, is_slice, modules_in_bf16
+from precisionctl.export.encode import InScheme, WeightFormat, encode, fp8_jobs, in_scheme, is_slice, modules_in_bf16
 from precisionctl.export.model_card import Card, path_in_command
 from precisionctl.export.schemes import best_scheme
 from precisionctl.fp8.numerics import Numbers
 from precisionctl.fp8.statistics import Scaling
 from precisionctl.model_shape import ModelShape
-from precisionctl.planning.plan import Plan
+from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.served_model import served
-from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import SCHEMES, Scheme, quant_methods
 from precisionctl.untabled_model import UntabledModel
 
@@ -52,10 +51,11 @@ def for_engine(kind: Codes, source: Source, engine: Engine, destination: Path) -
     """
     reader, known, model = source.reader, source.known, source.plan.model
     export, precision = kind.export or EngineExport(engine.name), numerics(kind.recipe, model)
-    scheme, why = _scheme(kind, source, engine, precision)
+    jobs = fp8_jobs(source.plan, precision)
+    scheme, why = _scheme(kind, source, engine, jobs)
     form = _format(export, source, engine, scheme, why)
     _check_blocks(engine, model.architecture, scheme, ())  # before amaxes are asked for, which nothing would need
-    policy = _policy(export, source, engine, form, precision)
+    policy = _policy(export, source, engine, form, jobs)
     encoded = encode(source.plan, policy)
     _check_stored(engine, encoded, form)
     plan, cache_notes = _with_cache(export, source, engine, form, encoded)
@@ -79,21 +79,21 @@ def for_engine(kind: Codes, source: Source, engine: Engine, destination: Path) -
     return Result(plan, notes, states, encodings=source.encodings, card=card, lacks=engine.lacks)
 
 
-def _policy(export: EngineExport, source: Source, engine: Engine, form: WeightFormat, precision: Precision) -> InScheme:
-    """Which weights become codes, and with which scales. Raises PrecisionError for what the engine does not take, and
-    MissingFp8State for amaxes of inputs that were never recorded."""
+def _policy(export: EngineExport, source: Source, engine: Engine, form: WeightFormat, jobs: Sequence[Job]) -> InScheme:
+    """Which weights of these jobs become codes, and with which scales. Raises PrecisionError for what the engine does
+    not take, and MissingFp8State for amaxes of inputs that were never recorded."""
     plan, model = source.plan, source.plan.model
     config, untabled = _config_of(source.reader, model), isinstance(model, UntabledModel)
-    misfits = Misfits(engine, plan, precision, form, _layout(export, engine, plan), config)
+    misfits = Misfits(engine, plan, jobs, form, _layout(export, engine, plan), config)
     keep_misfits = export.keep_misfits or untabled
     if not keep_misfits:
-        misfits.check_taken(misfits.jobs)  # first, as no advice on shapes would help
+        misfits.check_taken(jobs)  # first, as no advice on shapes would help
     method = form.method.name
     policy = in_scheme(
         plan,
+        jobs,
         source.states,
         form,
-        precision,
         misfits.refusal,
         advice=misfits.advice,
         keep_refused=keep_misfits,
@@ -148,7 +148,7 @@ def _with_cache(
     return plan, [*notes, *kv_cache.of_no_cache(source.encodings, source.plan)]
 
 
-def _scheme(kind: Codes, source: Source, engine: Engine, precision: Precision) -> tuple[Scheme, str]:
+def _scheme(kind: Codes, source: Source, engine: Engine, jobs: Sequence[Job]) -> tuple[Scheme, str]:
     """The scheme, and why it was chosen, if it was not asked for."""
     if kind.export is None:
         untrained = isinstance(source.plan.model, UntabledModel) and not source.states  # nor could a command record any
@@ -157,8 +157,8 @@ def _scheme(kind: Codes, source: Source, engine: Engine, precision: Precision) -
         return kind.export.scheme, ""
     return best_scheme(
         engine,
-        source.plan,
-        precision,
+        source.plan.model,
+        jobs,
         source.states,
         source.encodings,
         source.known.why_none,

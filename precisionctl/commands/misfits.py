@@ -10,35 +10,30 @@ from precisionctl.engines.base import Engine
 from precisionctl.engines.rule import Finding
 from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import PrecisionError
-from precisionctl.export.encode import WeightFormat, fp8_jobs
+from precisionctl.export.encode import WeightFormat
 from precisionctl.export.schemes import schemes_of
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Job, Plan
-from precisionctl.precision import Precision
-from precisionctl.quant_methods.base import FOUR_BITS, SCHEMES, Scheme, quant_methods
+from precisionctl.quant_methods.base import FOUR_BITS, SCHEMES, Scales, Scheme, quant_methods
 
 
 @dataclass(frozen=True)
 class Misfits:
-    """An export of a plan of values to an engine in a `form`, and what of it the engine does not take."""
+    """An export of a plan of values to an engine in a `form`, and what of it the engine does not take. The weights of
+    the `jobs` become codes if all fit."""
 
     engine: Engine
     plan: Plan
-    precision: Precision
+    jobs: Sequence[Job]
     form: WeightFormat
     layout: ServingLayout
     config: Mapping[str, Any]
 
-    @property
-    def jobs(self) -> list[Job]:
-        """Those whose weights become codes if all fit."""
-        return fp8_jobs(self.plan, self.precision)
-
-    def refusal(self, name: str, spec: TensorSpec) -> str | None:
-        """Why the engine does not take a weight of this shape as codes, in words; None if it does."""
-        method, scheme = self.form.method, self.form.scheme
-        refused = self.engine.shapes.refusal(name, spec, SCHEMES[scheme].block, self.layout, method.name)
-        moved = self.engine.shapes.check_moved(name, spec, method.scales(name, spec, scheme), self.layout)
+    def refusal(self, name: str, spec: TensorSpec, scales: Scales) -> str | None:
+        """Why the engine does not take a weight of this shape as codes with these scales, in words; None if it does."""
+        block = SCHEMES[self.form.scheme].block
+        refused = self.engine.shapes.refusal(name, spec, block, self.layout, self.form.method.name)
+        moved = self.engine.shapes.check_moved(name, spec, scales, self.layout)
         return refused or (moved.what if moved else None)
 
     def check_taken(self, jobs: Iterable[Job]) -> None:
@@ -72,7 +67,7 @@ class Misfits:
     def _schemes(self) -> list[Scheme]:
         """The other schemes in which the engine takes all weights; four-bit ones only if this one has four bits."""
         bits = [each for each in self.engine.spells if {each, self.form.scheme} <= FOUR_BITS.keys()]
-        schemes = (*bits, *schemes_of(self.engine, self.plan, self.precision))
+        schemes = (*bits, *schemes_of(self.engine, self.plan.model, self.jobs))
         return [each for each in schemes if self._in(each)._all_fit()]
 
     def _in(self, scheme: Scheme) -> Misfits:
@@ -81,11 +76,11 @@ class Misfits:
         return replace(self, form=replace(self.form, method=method, scheme=scheme))
 
     def _all_fit(self) -> bool:
-        names = [name for job in self.jobs for name in job.weights]
+        scales = self.form.scales(self.jobs, self.plan)
         return not (
-            self._experts(names)
-            or any(self.refusal(name, self.plan.targets[name]) for name in names)
-            or self._loses(names)
+            self._experts(scales)
+            or any(self.refusal(name, self.plan.targets[name], each) for name, each in scales.items())
+            or self._loses(scales)
         )
 
     def _experts(self, coded: Iterable[str]) -> list[Finding]:
@@ -93,6 +88,8 @@ class Misfits:
 
     def _loses(self, coded: Iterable[str]) -> list[Finding]:
         form = self.form
+        if not self.engine.joins(form.method.name):
+            return []
         codes = {name: form.spelling.codes(self.plan.targets[name], form.scheme) for name in coded}
         quantization = form.spelling.config(form.scheme, ())
         return self.engine.check_joined(self.config, form.method.name, quantization, {**self.plan.targets, **codes})

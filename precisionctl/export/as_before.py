@@ -1,6 +1,6 @@
 """The encoding policy for going back to codes: weights that were codes get their old codes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.planning.checks import check_names
 from precisionctl.planning.plan import Encode, Job, Plan
-from precisionctl.quant_methods.base import POWERS_OF_2, QuantMethod, sized
+from precisionctl.quant_methods.base import POWERS_OF_2, CodeFormat, QuantMethod, Scales, sized
 from precisionctl.quant_methods.coded_weights import cache_scales
 
 
@@ -40,10 +40,11 @@ class AsBefore:
         """For each job, how it encodes. Raises MissingFp8State or PrecisionError if a fixed scale, of an input or of a
         KV cache, is needed and its weights have changed since; UnmappedTensor for a scale of no module of the model."""
         encodings, encodes = self.encodings, {}
+        formats = self.method.read(encodings.quantization).formats
         for job in plan.jobs:
             if names := [name for name in job.writes if name in encodings.weights]:
                 encodes[job.name] = Encode(
-                    {name: replace(encodings.scales[name], block=self._block(name)) for name in names},
+                    {name: replace(encodings.scales[name], block=self._block(name, formats)) for name in names},
                     known=self._input_scales(names, job),
                     numbers="powers of 2" if in_powers_of_2(encodings) else "FP32",
                 )
@@ -53,12 +54,13 @@ class AsBefore:
             encodes[first] = replace(encode, known={**encode.known, **rest})
         return encodes
 
-    def tensors(self, weight: str, spec: TensorSpec) -> Mapping[str, TensorSpec]:
-        codes, scales = self.encodings.weights[weight], self.encodings.scales[weight]
-        stored, block = {name: self.encodings.stored.specs[name] for name in scales.of_weight}, self._block(weight)
-        if block != scales.block:
-            stored[scales.weight] = replace(stored[scales.weight], shape=grid_shape(codes.rows, codes.columns, block))
-        return {weight: replace(spec, dtype=codes.dtype, packing=codes.packing), **stored}
+    def tensors(self, weight: str, spec: TensorSpec, scales: Scales) -> Mapping[str, TensorSpec]:
+        codes, stored = self.encodings.weights[weight], self.encodings.stored.specs
+        beside = {name: stored[name] for name in scales.of_weight}
+        if scales.block != self.encodings.scales[weight].block:
+            grid = grid_shape(codes.rows, codes.columns, scales.block)
+            beside[scales.weight] = replace(beside[scales.weight], shape=grid)
+        return {weight: replace(spec, dtype=codes.dtype, packing=codes.packing), **beside}
 
     def further(self, encodes: Mapping[str, Encode]) -> Mapping[str, TensorSpec]:
         stored = self.encodings.stored.specs
@@ -70,9 +72,9 @@ class AsBefore:
     def files(self, quantization: Mapping[str, Any]) -> Mapping[str, bytes]:
         return self.encodings.files
 
-    def _block(self, name: str) -> tuple[int, int]:
-        """The block size that a weight had, if the method can express it, else the first that it can."""
-        formats, spec = self.method.read(self.encodings.quantization).formats, self.encodings.weights[name]
+    def _block(self, name: str, formats: Iterable[CodeFormat]) -> tuple[int, int]:
+        """The block size that a weight had, if it is one of the method's `formats`, else the first of these."""
+        spec = self.encodings.weights[name]
         blocks = [sized(form.block, spec) for form in formats if (form.packing is None) == (spec.packing is None)]
         had = self.encodings.scales[name].block
         return had if had in blocks else blocks[0]

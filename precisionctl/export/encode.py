@@ -45,8 +45,8 @@ class Policy(Protocol):
         """For each job that encodes, by its name, how it does; other jobs write values."""
         ...
 
-    def tensors(self, weight: str, spec: TensorSpec) -> Mapping[str, TensorSpec]:
-        """The specs of a weight's codes and scales in the result."""
+    def tensors(self, weight: str, spec: TensorSpec, scales: Scales) -> Mapping[str, TensorSpec]:
+        """The specs of a weight's codes and of these scales in the result."""
         ...
 
     def further(self, encodes: Mapping[str, Encode]) -> Mapping[str, TensorSpec]:
@@ -69,26 +69,21 @@ def encode(plan: Plan, policy: Policy) -> Plan:
     too for scales under the name of one of the model's tensors.
     """
     encodes = policy.encodes(plan)
-    codes = {name for encode in encodes.values() for name in encode.weights}
-    targets: dict[str, TensorSpec] = {}
-    for name, spec in plan.targets.items():
-        stands = policy.tensors(name, spec) if name in codes else {name: spec}
-        _check_free(stands.keys() - {name}, plan)
-        targets |= stands
-    further = policy.further(encodes)
-    _check_free(further.keys(), plan)
-    targets |= further
-    quantization = policy.quantization(with_names_in_memory(modules_in_bf16(plan, codes), plan, codes))
-    jobs = tuple(replace(job, encode=encodes.get(job.name)) for job in plan.jobs)
-    return replace(plan, jobs=jobs, targets=targets, quantization=quantization, files=policy.files(quantization))
-
-
-def _check_free(new: Set[str], plan: Plan) -> None:
+    scales = {name: each for encode in encodes.values() for name, each in encode.weights.items()}
+    new = {name for encode in encodes.values() for name in encode.scale_tensors}
     if taken := min(new & plan.targets.keys(), default=None):
         raise PrecisionError(
             f"a scale would be called `{taken}`, and the model has another tensor of that name",
             do="Name the module in --exclude: it stays in BF16.",
         )
+    targets: dict[str, TensorSpec] = {}
+    for name, spec in plan.targets.items():
+        targets |= policy.tensors(name, spec, scales[name]) if name in scales else {name: spec}
+    targets |= policy.further(encodes)
+    codes = scales.keys()
+    quantization = policy.quantization(with_names_in_memory(modules_in_bf16(plan, codes), plan, codes))
+    jobs = tuple(replace(job, encode=encodes.get(job.name)) for job in plan.jobs)
+    return replace(plan, jobs=jobs, targets=targets, quantization=quantization, files=policy.files(quantization))
 
 
 def modules_in_bf16(plan: Plan, codes: Set[str]) -> list[str]:
@@ -153,14 +148,16 @@ class WeightFormat:
         assert self.method.spelling is not None, "engines name methods that exports are written in"
         return self.method.spelling
 
-    def scales(self, weight: str, spec: TensorSpec) -> Scales:
-        """The scale tensors of a weight."""
-        return self.method.scales(weight, spec, self.scheme)
+    def scales(self, jobs: Iterable[Job], plan: Plan) -> dict[str, Scales]:
+        """The scale tensors of each weight of these jobs."""
+        weights = (name for job in jobs for name in job.weights)
+        return {name: self.method.scales(name, plan.targets[name], self.scheme) for name in weights}
 
 
 @dataclass(frozen=True)
 class InScheme:
-    """The policy of a scheme that engines know: the weights of these `jobs` become codes in the scheme's grid.
+    """The policy of a scheme that engines know: the weights of these `jobs` become codes with these `scales`, in the
+    scheme's grid.
 
     `inputs` is the amax of each module's input, where the scheme fixes its scale (`static`, `nvfp4`). `refused` are
     weights that stay values because an engine refuses their shapes, or those of weights that it joins with them, and
@@ -169,41 +166,37 @@ class InScheme:
 
     format: WeightFormat
     jobs: Sequence[Job]
+    scales: Mapping[str, Scales]
     refused: Mapping[str, str]
     inputs: Mapping[str, Tensor] | None = None
     kept: KeptList | None = None
 
     def encodes(self, plan: Plan) -> Mapping[str, Encode]:
-        if not SCHEMES[self.format.scheme].shared:
-            return {job.name: self._encode(job, plan) for job in self.jobs}
+        shared = SCHEMES[self.format.scheme].shared
         # What engines compute as one has one (global) weight scale, and one input scale, the largest of its inputs'.
+        groups = with_one_input(self.jobs) if shared else [[job] for job in self.jobs]
         encodes = {}
-        for group in with_one_input(self.jobs):
+        for group in groups:
             for job in group:
-                encode = self._encode(job, plan)
+                scales = {name: self.scales[name] for name in job.weights}
                 others = {other.writes[0]: other.reads[0] for other in group if other is not job}
-                given = self._input_scales(encode, group)
-                encodes[job.name] = replace(encode, shared=True, alongside=others, known=given)
+                given = self._input_scales(scales.values(), group)
+                encodes[job.name] = Encode(scales, given, shared, self.format.numbers, others)
         return encodes
 
-    def _input_scales(self, encode: Encode, group: Sequence[Job]) -> dict[str, float]:
+    def _input_scales(self, of_weights: Iterable[Scales], group: Sequence[Job]) -> dict[str, float]:
         """The fixed input scales of a job's weights, of the largest amax of a group's inputs."""
         if self.inputs is None:
             return {}
         amax = torch.stack([self.inputs[job.module] for job in group if job.module in self.inputs]).amax()
-        found = {scales.input: scales.of_input_amax(amax) for scales in encode.weights.values() if scales.input}
+        found = {scales.input: scales.of_input_amax(amax) for scales in of_weights if scales.input}
         of_groups = self.format.scheme in FOUR_BITS  # engines load global scales without rounding them
         numbers = "FP32" if of_groups else self.format.numbers
         return {name: float(rounded_up(scale, numbers)) for name, scale in found.items()}
 
-    def _encode(self, job: Job, plan: Plan) -> Encode:
-        scales = {name: self.format.scales(name, plan.targets[name]) for name in job.weights}
-        return Encode(scales, known={}, numbers=self.format.numbers)
-
-    def tensors(self, weight: str, spec: TensorSpec) -> Mapping[str, TensorSpec]:
+    def tensors(self, weight: str, spec: TensorSpec, scales: Scales) -> Mapping[str, TensorSpec]:
         spelling, scheme = self.format.spelling, self.format.scheme
-        scales = spelling.specs(self.format.scales(weight, spec), spec, spelling.form(scheme))
-        return {weight: spelling.codes(spec, scheme), **scales}
+        return {weight: spelling.codes(spec, scheme), **spelling.specs(scales, spec, spelling.form(scheme))}
 
     def further(self, encodes: Mapping[str, Encode]) -> Mapping[str, TensorSpec]:
         return {}
@@ -222,8 +215,8 @@ class InScheme:
         return self.format.spelling.files(quantization)
 
 
-Refusal = Callable[[str, TensorSpec], str | None]
-"""A function from a weight's name and spec to why an engine does not take it as codes; None if it does."""
+Refusal = Callable[[str, TensorSpec, Scales], str | None]
+"""A function from a weight's name, spec and scales to why an engine does not take it as codes; None if it does."""
 
 
 KeptList = Callable[[Sequence[str], Sequence[str]], Sequence[str]]
@@ -233,9 +226,9 @@ that the engine looks for."""
 
 def in_scheme(
     plan: Plan,
+    jobs: Sequence[Job],
     states: Fp8States | None,
     form: WeightFormat,
-    precision: Precision,
     refusal: Refusal,
     *,
     why_no_state: str,
@@ -243,19 +236,19 @@ def in_scheme(
     keep_refused: bool = False,
     kept: KeptList | None = None,
 ) -> InScheme:
-    """The policy that encodes a plan of BF16 values in a format.
+    """The policy that encodes the weights of these `jobs`, of a plan of BF16 values, in a format.
 
-    `precision` says which modules stay in BF16. A weight with a `refusal` is an error. `advice` makes its advice from
-    the jobs that are left: without refused weights, and without those that engines want in the same form as them. With
-    `keep_refused` all these stay in BF16 instead. `kept` makes the list of what is not quantized. The scheme `static`
-    takes its input scales from `states`; if there are none, `why_no_state` says why.
+    A weight with a `refusal` is an error. `advice` makes its advice from the jobs that are left: without refused
+    weights, and without those that engines want in the same form as them. With `keep_refused` all these stay in BF16
+    instead. `kept` makes the list of what is not quantized. The scheme `static` takes its input scales from `states`;
+    if there are none, `why_no_state` says why.
 
     Raises MissingFp8State if `static` needs an input amax that was never recorded, and PrecisionError for shapes that
     are refused and for weights that a family stores transposed (GPT-2's Conv1D).
     """
-    jobs = fp8_jobs(plan, precision)
-    refused = {name: why for job in jobs for name in job.weights if (why := refusal(name, plan.targets[name]))}
-    misfits = refused | along_with(refused, (name for job in jobs for name in job.weights))
+    scales = form.scales(jobs, plan)
+    refused = {name: why for name, each in scales.items() if (why := refusal(name, plan.targets[name], each))}
+    misfits = refused | along_with(refused, scales)
     jobs = [job for job in jobs if misfits.keys().isdisjoint(job.weights)]
     if refused and not keep_refused:
         name, why = next(iter(refused.items()))
@@ -280,7 +273,7 @@ def in_scheme(
                 where=f"architecture {plan.model.architecture}",
                 do="`export-inference --scheme static` has one scale for all of a weight.",
             )
-    return InScheme(form, jobs, misfits, inputs, kept)
+    return InScheme(form, jobs, scales, misfits, inputs, kept)
 
 
 def along_with(refused: Mapping[str, str], weights: Iterable[str]) -> dict[str, str]:

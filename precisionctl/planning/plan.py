@@ -87,6 +87,8 @@ class Job:
     @property
     def weights(self) -> Sequence[str]:
         """The tensors that the job writes and that an export encodes if it encodes this job."""
+        if not self.row.values:
+            return self.writes
         values = {name for template, name in zip(self.row.hf, self.writes, strict=False) if template in self.row.values}
         return [name for name in self.writes if name not in values]
 

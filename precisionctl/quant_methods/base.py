@@ -20,7 +20,7 @@ from precisionctl.errors import PrecisionError, shown
 from precisionctl.fp8.elements import E2M1, E4M3, Element, Packing
 from precisionctl.fp8.encoding import grid_shape
 from precisionctl.fp8.group_scales import INT4_GROUP, MXFP4_GROUP, NVFP4_GROUP
-from precisionctl.param import TensorSpec
+from precisionctl.param import TensorSpec, shared_spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -342,17 +342,17 @@ class Spelling:
     def codes(self, weight: TensorSpec, scheme: Scheme) -> TensorSpec:
         """A weight's spec once it is codes."""
         packing = self.form(scheme).packing
-        return replace(weight, dtype=packing.element.dtype if packing else CODES, packing=packing)
+        return shared_spec(weight.shape, packing.element.dtype if packing else CODES, weight.parallel, packing)
 
     def specs(self, scales: Scales, weight: TensorSpec, form: CodeFormat) -> dict[str, TensorSpec]:
         """The tensors that are stored beside a weight in a format. A format that is only read may not say the dtype of
         its scales: then they are taken for FP32."""
         grid, dtype = grid_shape(weight.rows, weight.columns, scales.block), (*form.scales, DType.float32)[0]
-        one = TensorSpec(self.shape(TENSOR, (1, 1)), DType.float32)
-        found = {scales.weight: TensorSpec(self.shape(form.block, grid), dtype)}
+        one = shared_spec(self.shape(TENSOR, (1, 1)), DType.float32)
+        found = {scales.weight: shared_spec(self.shape(form.block, grid), dtype)}
         found |= {name: one for name in (scales.global_scale, scales.input) if name is not None}
         if scales.shape is not None:
-            found[scales.shape] = TensorSpec((2,), DType.int64)
+            found[scales.shape] = shared_spec((2,), DType.int64)
         return found
 
 
