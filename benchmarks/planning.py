@@ -44,8 +44,8 @@ def make_sparse(directory: Path, repository: str, layers: int, *, codes: bool) -
     from precisionctl.architectures.param_map import names
     from precisionctl.checkpoints.base import Companions
     from precisionctl.checkpoints.huggingface import HuggingFaceWriter
+    from precisionctl.codes.encoding import grid_shape
     from precisionctl.dtypes import DType
-    from precisionctl.fp8.encoding import grid_shape
     from precisionctl.param import TensorSpec
 
     published = [json.loads(line) for line in CONFIGS.read_text().splitlines()]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
+from precisionctl.codes.elements import FP8, Element, Packing, element_of
 from precisionctl.dtypes import DType
-from precisionctl.fp8.elements import FP8, Element, Packing, element_of
 
 Layout = Literal["hf", "megatron"]
 

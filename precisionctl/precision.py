@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
+from precisionctl.codes.numerics import MX_BLOCK
+from precisionctl.codes.statistics import Scaling
 from precisionctl.errors import RecipeError
-from precisionctl.fp8.numerics import MX_BLOCK
 from precisionctl.fp8.state import DelayedScaling, Fp8Format, Role, code_dtype
-from precisionctl.fp8.statistics import Scaling
 from precisionctl.param import GEMM_ALIGNMENT
 from precisionctl.torch_when_used import torch
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from precisionctl.fp8 import group_scales, nibbles, zero_points
-from precisionctl.fp8.nibbles import NibbleFormat
+from precisionctl.codes import group_scales, nibbles, zero_points
+from precisionctl.codes.nibbles import NibbleFormat
 
 
 class FourBitWeight:

@@ -14,14 +14,14 @@ from precisionctl.architectures.param_map import Naming
 from precisionctl.checkpoints.base import Companions, Reader
 from precisionctl.checkpoints.chunks import Chunk, read_tensor, whole
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter
+from precisionctl.codes.encoding import Encoding
+from precisionctl.codes.numerics import Numbers
 from precisionctl.conversion.convert import convert
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import engines
 from precisionctl.export.encode import WeightFormat, encode, fp8_jobs, in_scheme
 from precisionctl.fp8.delayed_scaling import after_one_update
-from precisionctl.fp8.encoding import Encoding
-from precisionctl.fp8.numerics import Numbers
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism, TensorSpec

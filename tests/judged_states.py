@@ -2,8 +2,8 @@
 
 import torch
 
+from precisionctl.codes.health import measure
 from precisionctl.fp8.delayed_scaling import after_one_update
-from precisionctl.fp8.health import measure
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, RoleState
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -12,11 +12,12 @@ from scoring import TOKENS, save
 from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.codes import numerics
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.engines.base import engine_named
-from precisionctl.fp8 import numerics, sidecar
+from precisionctl.fp8 import sidecar
 from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check
 

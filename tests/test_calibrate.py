@@ -20,6 +20,7 @@ from precisionctl.calibration.calibrate import Calibrated, calibrate
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
+from precisionctl.codes.health import measure
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
@@ -35,7 +36,6 @@ from precisionctl.errors import (
 )
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.carry import under_recipe
-from precisionctl.fp8.health import measure
 from precisionctl.fp8.state import Fp8State, Role, RoleState
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.recipe import load_recipe

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from precisionctl.codes import numerics
+from precisionctl.codes.blocks import BlockScales, share
+from precisionctl.codes.elements import E4M3, element_of
+from precisionctl.codes.encoding import Encoding, by_rows, grid_shape, of_rows
 from precisionctl.dtypes import DType
-from precisionctl.fp8 import numerics
-from precisionctl.fp8.blocks import BlockScales, share
-from precisionctl.fp8.elements import E4M3, element_of
-from precisionctl.fp8.encoding import Encoding, by_rows, grid_shape, of_rows
 
 FORMATS = pytest.mark.parametrize("dtype", fp8_directories.LAYOUTS)
 

@@ -15,10 +15,10 @@ from fp8_directories import value_of
 from safetensors import safe_open
 from torch import Tensor
 
+from precisionctl.codes import elements
+from precisionctl.codes.encoding import Encoding, GlobalScale
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionctlError
-from precisionctl.fp8 import elements
-from precisionctl.fp8.encoding import Encoding, GlobalScale
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.coded_weights import coded_weights, complete_encoding
 

@@ -12,7 +12,7 @@ from four_bit_weights import FourBitWeight
 from safetensors.torch import load_file
 from torch import Tensor
 
-from precisionctl.fp8 import group_scales
+from precisionctl.codes import group_scales
 
 FOLDER = Path(__file__).parent / "golden" / "four_bit"
 SCHEMES = sorted(file.stem for file in FOLDER.glob("*-*.safetensors"))

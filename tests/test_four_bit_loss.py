@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from precisionctl.fp8 import nibbles, numerics
-from precisionctl.fp8.four_bit_loss import FORMATS, FourBitScheme, four_bit_losses
-from precisionctl.fp8.health import measure
-from precisionctl.fp8.statistics import Loss
+from precisionctl.codes import nibbles, numerics
+from precisionctl.codes.four_bit_loss import FORMATS, FourBitScheme, four_bit_losses
+from precisionctl.codes.health import measure
+from precisionctl.codes.statistics import Loss
 
 SCRATCH = torch.empty(nibbles.SCRATCH)
 

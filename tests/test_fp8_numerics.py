@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from te_kernels import FLT_MAX, fused_kernel_step
 
+from precisionctl.codes import elements, numerics
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
-from precisionctl.fp8 import delayed_scaling, elements, numerics
+from precisionctl.fp8 import delayed_scaling
 from precisionctl.fp8.state import DelayedScaling, Fp8State, RoleState
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

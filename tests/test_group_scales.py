@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from precisionctl.fp8 import group_scales, nibbles, numerics
-from precisionctl.fp8.nibbles import NibbleFormat
+from precisionctl.codes import group_scales, nibbles, numerics
+from precisionctl.codes.nibbles import NibbleFormat
 
 EVERY_BF16 = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).float()
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precisionctl.fp8 import health, numerics
-from precisionctl.fp8.health import measure
-from precisionctl.fp8.statistics import NUMBERS, SCALINGS, Loss, Statistics
+from precisionctl.codes import health, numerics
+from precisionctl.codes.health import measure
+from precisionctl.codes.statistics import NUMBERS, SCALINGS, Loss, Statistics
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.codes.elements import INT8, INT8_PLUS_128, Element
+from precisionctl.codes.encoding import Encoding
 from precisionctl.commands.request import Request
 from precisionctl.errors import PrecisionctlError, PrecisionError, UnmappedTensor
 from precisionctl.evaluate import load
 from precisionctl.evaluate.quantizers import InputQuantizer, Int8Inputs, Int8TokenInputs
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.delayed_scaling import recorded_amax
-from precisionctl.fp8.elements import INT8, INT8_PLUS_128, Element
-from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import Parallelism
 from precisionctl.reports.inspect import describe
 from precisionctl.verify.code_comparison import compare_codes

@@ -19,8 +19,8 @@ from training import make_source, make_text, run, settings
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
+from precisionctl.codes.numerics import code_values
 from precisionctl.errors import EnvironmentProblem
-from precisionctl.fp8.numerics import code_values
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe, load_recipe
 from precisionctl.reports.inspect import describe

@@ -11,8 +11,8 @@ import torch
 from command_line import say
 from safetensors.torch import load_file, save_file
 
+from precisionctl.codes import numerics
 from precisionctl.errors import BROKEN_WEIGHTS
-from precisionctl.fp8 import numerics
 
 DOWN, GATE = "model.layers.1.mlp.down_proj.weight", "model.layers.0.mlp.gate_proj.weight"
 

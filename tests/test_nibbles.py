@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from precisionctl.fp8 import group_scales, nibbles
-from precisionctl.fp8.nibbles import NibbleFormat
+from precisionctl.codes import group_scales, nibbles
+from precisionctl.codes.nibbles import NibbleFormat
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 FORMS: tuple[NibbleFormat, ...] = ("E2M1", "INT4")

@@ -15,13 +15,13 @@ from precisionctl.architectures.families import from_hf_config, table_of
 from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter
+from precisionctl.codes import nibbles
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import PlannedCommand, check_room
 from precisionctl.conversion.estimate import estimate
 from precisionctl.dtypes import DType
 from precisionctl.errors import DiskProblem
-from precisionctl.fp8 import nibbles
 from precisionctl.param import ONE_RANK, Parallelism, TensorSpec
 
 PUBLISHED = [json.loads(line) for line in Path(__file__).with_name("published_configs.jsonl").read_text().splitlines()]

@@ -16,16 +16,17 @@ from judged_states import E4M3, E5M2, MODULES, RECIPE, gaussian, healthy, record
 from safetensors.torch import load_file, save_file
 
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.codes import nibbles
+from precisionctl.codes.four_bit_loss import GAUSSIAN_DB, GAUSSIAN_ZEROS, four_bit_losses
+from precisionctl.codes.health import measure
+from precisionctl.codes.statistics import SCALINGS, Statistics
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion import buffers
 from precisionctl.conversion.command import execute
-from precisionctl.fp8 import nibbles, sidecar
+from precisionctl.fp8 import sidecar
 from precisionctl.fp8.delayed_scaling import after_one_update
-from precisionctl.fp8.four_bit_loss import GAUSSIAN_DB, GAUSSIAN_ZEROS, four_bit_losses
-from precisionctl.fp8.health import measure
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, RoleState
-from precisionctl.fp8.statistics import SCALINGS, Statistics
 from precisionctl.readiness import thresholds
 from precisionctl.readiness.assess import assess
 from precisionctl.readiness.history import headroom, read_history

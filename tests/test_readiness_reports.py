@@ -14,9 +14,9 @@ from judged_states import E4M3, MODULES, gaussian, healthy, recorded, with_outli
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
+from precisionctl.codes.health import measure
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.health import measure
 from precisionctl.fp8.state import Fp8State
 from precisionctl.readiness.assess import assess
 from precisionctl.readiness.judge import judge

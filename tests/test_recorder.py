@@ -14,10 +14,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from precisionctl.calibration.calibrate import _merged
 from precisionctl.checkpoints.module import TensorShard
+from precisionctl.codes.health import measure
+from precisionctl.codes.statistics import Statistics
 from precisionctl.dtypes import DType
-from precisionctl.fp8.health import measure
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Role
-from precisionctl.fp8.statistics import Statistics
 from precisionctl.param import COLUMNS, TensorSpec
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.recorder import Recorder

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from te_states import same, trained
 
+from precisionctl.codes.health import measure
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownFormat
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.health import measure
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, RoleState
 
 RECIPE = DelayedScaling(margin=1, amax_history_len=4, amax_compute_algo="most_recent", reduce_amax=False)

@@ -8,10 +8,10 @@ import pytest
 from training import losses, run, scales, settings
 
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.codes.statistics import NAMES
 from precisionctl.errors import RecipeError
 from precisionctl.evaluate import evaluate
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.statistics import NAMES
 from precisionctl.precision import Precision
 from precisionctl.readiness.assess import assess
 from precisionctl.reports import inspect as report

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.codes.encoding import Encoding
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.errors import BROKEN_WEIGHTS, PrecisionError
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.encoding import Encoding
 
 WHOLE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
 UP = "model.layers.0.mlp.up_proj.weight"

@@ -20,11 +20,11 @@ from precisionctl.checkpoints.chunks import read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
+from precisionctl.codes.statistics import Statistics
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import engines
 from precisionctl.errors import MissingTensor, UnknownFormat
 from precisionctl.fp8.state import Fp8State, RoleState
-from precisionctl.fp8.statistics import Statistics
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.reports.verify import tables, verdict
 from precisionctl.verify import engine_rules, hf_tensors

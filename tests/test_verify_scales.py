@@ -23,10 +23,11 @@ from precisionctl.checkpoints.encodings_file import QUANT_CONFIG
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
+from precisionctl.codes import numerics
+from precisionctl.codes.elements import E4M3
 from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
-from precisionctl.fp8 import delayed_scaling, numerics, sidecar
-from precisionctl.fp8.elements import E4M3
+from precisionctl.fp8 import delayed_scaling, sidecar
 from precisionctl.fp8.state import Fp8State, Fp8States, RoleState
 from precisionctl.reports.verify import tables
 from precisionctl.verify.compare import Comparison, compare

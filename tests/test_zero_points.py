@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from precisionctl.fp8 import zero_points
+from precisionctl.codes import zero_points
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -12,10 +12,11 @@ from command_line import say
 from safetensors.torch import load_file, save_file
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.codes import numerics
+from precisionctl.codes.elements import E4M3, E5M2
+from precisionctl.codes.statistics import UNDERFLOW
 from precisionctl.dtypes import DType
-from precisionctl.fp8 import numerics, sidecar
-from precisionctl.fp8.elements import E4M3, E5M2
-from precisionctl.fp8.statistics import UNDERFLOW
+from precisionctl.fp8 import sidecar
 
 DOWN, GATE = "model.layers.1.mlp.down_proj.weight", "model.layers.0.mlp.gate_proj.weight"
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from gpu_sections.casts import coded
 from gpu_sections.common import Place, Report, Row, Shape, alone, attempt, peak_gb, recipes, shapes, sqnr, timed
 from gpu_sections.plain import to_fp8
+from precisionctl.codes.numerics import BLOCK
 from precisionctl.evaluate.quantizers import GroupInputs
-from precisionctl.fp8.numerics import BLOCK
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.backends.choose import make_backend
 from precisionctl.trainer.backends.fp8_gemm import NativeBlocks

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from precisionctl.checkpoints.chunks import Chunk, Chunked
-from precisionctl.fp8.elements import Packing
-from precisionctl.fp8.encoding import Encoding
+from precisionctl.codes.elements import Packing
+from precisionctl.codes.encoding import Encoding
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape

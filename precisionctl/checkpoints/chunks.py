@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from precisionctl.fp8.encoding import Encoding
+    from precisionctl.codes.encoding import Encoding
 
 Bytes: TypeAlias = "NDArray[np.uint8]"
 """Bytes in memory, `[rows, bytes of a row]`. Reading, moving, comparing and writing them needs no PyTorch."""

@@ -18,9 +18,9 @@ from precisionctl.checkpoints.chunks import Chunk, Chunked, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.output import sync
 from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, StoredTensor, make_header, read_described
+from precisionctl.codes.elements import E4M3, FP8, Packing
+from precisionctl.codes.encoding import Encoding, grid_shape
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
-from precisionctl.fp8.elements import E4M3, FP8, Packing
-from precisionctl.fp8.encoding import Encoding, grid_shape
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales
 from precisionctl.quant_methods.coded_weights import check_other_tensors, complete_encoding, input_largest, recognise

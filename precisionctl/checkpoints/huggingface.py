@@ -29,11 +29,11 @@ from precisionctl.checkpoints.huggingface_files import (
 )
 from precisionctl.checkpoints.numbered_optimizer import NumberedOptimizer
 from precisionctl.checkpoints.trainer_run import TrainerRun, trainer_step
+from precisionctl.codes.elements import FP8
+from precisionctl.codes.encoding import Encoding
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, damage, shown
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.elements import FP8
-from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_parts import text_part
 from precisionctl.model_shape import ModelShape

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from precisionctl.checkpoints.base import Writer
 from precisionctl.checkpoints.chunks import Box, Chunk, Chunked, whole
 from precisionctl.checkpoints.output import chunk_files, sync_all
+from precisionctl.codes.encoding import Encoding
 from precisionctl.dtypes import DType
-from precisionctl.fp8.encoding import Encoding
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 from precisionctl.torch_when_used import torch

@@ -9,9 +9,9 @@ from pathlib import Path
 from precisionctl.architectures.families import read_model
 from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints, Reader
 from precisionctl.checkpoints.companions import needed, parse_json, read_companions
+from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import CheckpointError
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec

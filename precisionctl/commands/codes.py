@@ -8,6 +8,8 @@ from typing import Any
 from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.companions import parse_json
+from precisionctl.codes.numerics import Numbers
+from precisionctl.codes.statistics import Scaling
 from precisionctl.commands.build import Result
 from precisionctl.commands.misfits import Misfits
 from precisionctl.commands.notes import (
@@ -31,8 +33,6 @@ from precisionctl.export.as_before import AsBefore, all_mxfp4, in_powers_of_2
 from precisionctl.export.encode import InScheme, WeightFormat, encode, fp8_jobs, in_scheme, is_slice, modules_in_bf16
 from precisionctl.export.model_card import Card, path_in_command
 from precisionctl.export.schemes import best_scheme
-from precisionctl.fp8.numerics import Numbers
-from precisionctl.fp8.statistics import Scaling
 from precisionctl.model_shape import ModelShape
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.served_model import served

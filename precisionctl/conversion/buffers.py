@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from precisionctl.checkpoints.chunks import Bytes, in_pieces
+from precisionctl.codes import nibbles
+from precisionctl.codes.encoding import grid_shape
 from precisionctl.dtypes import DType
-from precisionctl.fp8 import nibbles
-from precisionctl.fp8.encoding import grid_shape
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.torch_when_used import torch
 

@@ -21,6 +21,7 @@ from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
 from precisionctl.checkpoints.trainer_run import TrainedReader
+from precisionctl.codes.encoding import Encoding
 from precisionctl.conversion.convert import OnBytes, convert, read_back
 from precisionctl.conversion.edges import changed_notes
 from precisionctl.conversion.findings import Findings, nan_notes, zeroed_notes
@@ -38,7 +39,6 @@ from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.conversion.worker import TensorSource
 from precisionctl.errors import DiskProblem, OutputError
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan
 from precisionctl.sizes import size

@@ -16,12 +16,12 @@ from typing import Protocol, TypeVar
 
 from precisionctl.checkpoints.chunks import Chunk, Chunked
 from precisionctl.checkpoints.output import chunk_files, forget, sync_all
+from precisionctl.codes.encoding import Encoding
 from precisionctl.conversion.findings import Findings
 from precisionctl.conversion.journal import Journal
 from precisionctl.conversion.processes import deal, in_processes, one_torch_thread
 from precisionctl.conversion.ranks import ALONE, Ranks
 from precisionctl.conversion.worker import Checker, TensorSource, Worker
-from precisionctl.fp8.encoding import Encoding
 from precisionctl.planning.plan import Job, Plan
 
 SYNC_EVERY = 64 << 20

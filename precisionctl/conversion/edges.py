@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.codes.elements import Element
+from precisionctl.codes.group_scales import MXFP4_GROUP
 from precisionctl.conversion.findings import Findings
-from precisionctl.fp8.elements import Element
-from precisionctl.fp8.group_scales import MXFP4_GROUP
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.base import EXPONENTS, Scales

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.chunks import Chunked, read_rows
+from precisionctl.codes import numerics, zero_points
+from precisionctl.codes.blocks import BlockScales, share, share_global
+from precisionctl.codes.elements import Element
+from precisionctl.codes.encoding import Encoding, scale_dtype
+from precisionctl.codes.statistics import UNDERFLOW
 from precisionctl.conversion.buffers import Buffers
 from precisionctl.conversion.findings import Findings
 from precisionctl.dtypes import DType
 from precisionctl.errors import BROKEN_WEIGHTS, PrecisionError
-from precisionctl.fp8 import numerics, zero_points
-from precisionctl.fp8.blocks import BlockScales, share, share_global
-from precisionctl.fp8.elements import Element
-from precisionctl.fp8.encoding import Encoding, scale_dtype
-from precisionctl.fp8.statistics import UNDERFLOW
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode
 from precisionctl.quant_methods.base import Scales

@@ -18,10 +18,10 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import shard_boxes
 from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.output import directory_above
+from precisionctl.codes.elements import Element
 from precisionctl.conversion.buffers import BUFFER, WIDEST, Buffers, worker_memory
 from precisionctl.conversion.encoder import Encoder
 from precisionctl.errors import DiskProblem
-from precisionctl.fp8.elements import Element
 from precisionctl.planning.plan import Encode, Plan
 from precisionctl.torch_when_used import torch
 

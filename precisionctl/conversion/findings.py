@@ -16,7 +16,7 @@ class Findings:
     rounds (`conversion/edges.py`), of values. `with_nan` are tensors with NaN, among those whose values were cast or
     encoded. `rounded` are tensors of codes with zero points of which some values had been rounded to BF16. `zeroed` has
     the share of elements that became zero, for tensors where it exceeds the limit beyond which `inspect --fp8` advises
-    against FP8 (fp8.statistics.UNDERFLOW).
+    against FP8 (codes.statistics.UNDERFLOW).
     """
 
     amax: dict[str, float] = field(default_factory=dict)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from precisionctl.codes.encoding import Encoding, scale_dtype
 from precisionctl.dtypes import DType
-from precisionctl.fp8.encoding import Encoding, scale_dtype
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode
 from precisionctl.planning.segments import Segment

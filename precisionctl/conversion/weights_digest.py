@@ -16,9 +16,9 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Protocol
 
 from precisionctl.checkpoints.chunks import Chunk, Chunked
+from precisionctl.codes.encoding import Encoding
 from precisionctl.conversion.worker import Nowhere, TensorSource, Worker
 from precisionctl.dtypes import DType
-from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import PlanSource, plan_weights
 from precisionctl.planning.plan import Job, Plan

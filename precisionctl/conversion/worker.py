@@ -28,14 +28,14 @@ from precisionctl.checkpoints.chunks import (
     whole,
     write_rows,
 )
+from precisionctl.codes import numerics
+from precisionctl.codes.encoding import Encoding
 from precisionctl.conversion.buffers import WIDEST, Buffers
 from precisionctl.conversion.encoder import Encoder, ValuePiece
 from precisionctl.conversion.findings import Findings
 from precisionctl.conversion.unchanged_codes import encodings_if_unchanged
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
-from precisionctl.fp8 import numerics
-from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.planning.segments import Segment, lower

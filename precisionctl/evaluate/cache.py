@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from precisionctl.codes import numerics
 from precisionctl.export.kv_cache import CacheScale
-from precisionctl.fp8 import numerics
 from precisionctl.quant_methods.base import CODES
 
 

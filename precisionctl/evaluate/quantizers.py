@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precisionctl.fp8 import nibbles, numerics
-from precisionctl.fp8.elements import E2M1, E4M3
-from precisionctl.fp8.encoding import Encoding
-from precisionctl.fp8.group_scales import MXFP4_GROUP, NVFP4_GROUP, mxfp4_scales
+from precisionctl.codes import nibbles, numerics
+from precisionctl.codes.elements import E2M1, E4M3
+from precisionctl.codes.encoding import Encoding
+from precisionctl.codes.group_scales import MXFP4_GROUP, NVFP4_GROUP, mxfp4_scales
 from precisionctl.quant_methods.base import CODES
 from precisionctl.trainer.backends.fp8_gemm import NativeBlocks, NativeOperand, Operand, Quantized
 

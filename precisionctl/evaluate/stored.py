@@ -19,6 +19,10 @@ from precisionctl.checkpoints.chunks import read_tensor, read_values
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
+from precisionctl.codes.elements import E4M3, Packing
+from precisionctl.codes.encoding import Encoding, by_rows
+from precisionctl.codes.numerics import BLOCK
+from precisionctl.codes.statistics import NAMES
 from precisionctl.conversion.convert import convert
 from precisionctl.conversion.known_state import is_of_weights
 from precisionctl.conversion.weights_digest import digest_weights
@@ -43,11 +47,7 @@ from precisionctl.evaluate.quantizers import (
 from precisionctl.export.kv_cache import stored_scales
 from precisionctl.export.weight_encodings import method_of, stored_weight_encodings
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.elements import E4M3, Packing
-from precisionctl.fp8.encoding import Encoding, by_rows
-from precisionctl.fp8.numerics import BLOCK
 from precisionctl.fp8.state import Fp8States
-from precisionctl.fp8.statistics import NAMES
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.precision import Precision

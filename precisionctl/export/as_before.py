@@ -7,11 +7,11 @@ from typing import Any
 
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.codes.encoding import grid_shape
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.export.input_scales import is_same_amax
 from precisionctl.export.weight_encodings import method_of
 from precisionctl.fp8.delayed_scaling import recorded_amax
-from precisionctl.fp8.encoding import grid_shape
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.planning.checks import check_names

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from precisionctl.architectures.families import table_of
+from precisionctl.codes.numerics import Numbers, rounded_up
 from precisionctl.engines.serving import fused, in_step
 from precisionctl.errors import PrecisionError
 from precisionctl.export.input_scales import input_amaxes
-from precisionctl.fp8.numerics import Numbers, rounded_up
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode, Job, Plan

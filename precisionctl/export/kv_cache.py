@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.keys import layer_of
+from precisionctl.codes.numerics import Numbers, rounded_up
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import Engine
 from precisionctl.engines.cache_rules import attention_and_kind
@@ -20,7 +21,6 @@ from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionErr
 from precisionctl.export.encode import WeightFormat
 from precisionctl.export.input_scales import OF_PREDICTION, prediction_in_bf16, scale_of
 from precisionctl.fp8.delayed_scaling import recorded_amax
-from precisionctl.fp8.numerics import Numbers, rounded_up
 from precisionctl.fp8.state import CACHE, Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec

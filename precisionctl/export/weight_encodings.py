@@ -16,10 +16,10 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.codes.encoding import Encoding, by_rows, of_rows
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.errors import MappingError
-from precisionctl.fp8.encoding import Encoding, by_rows, of_rows
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan

@@ -1,1 +1,1 @@
-"""FP8 arithmetic and state: what Transformer Engine keeps, without Transformer Engine."""
+"""FP8 state: what Transformer Engine keeps of a tensor between steps, without Transformer Engine."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from precisionctl.fp8.numerics import delayed_scale, quotient, scaled_max
+from precisionctl.codes.numerics import delayed_scale, quotient, scaled_max
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Role, RoleState
 from precisionctl.torch_when_used import torch
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
+from precisionctl.codes.statistics import NUMBERS, Statistics
 from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownFormat
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8State, Fp8States, Role, RoleState
-from precisionctl.fp8.statistics import NUMBERS, Statistics
 from precisionctl.sizes import size
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file

@@ -10,8 +10,8 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from precisionctl.codes.statistics import Statistics
 from precisionctl.errors import DamagedCheckpoint, RecipeError
-from precisionctl.fp8.statistics import Statistics
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from precisionctl.architectures.param_map import Row
+from precisionctl.codes.elements import FP8
 from precisionctl.dtypes import DType
 from precisionctl.errors import MappingError, MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor, one_line
-from precisionctl.fp8.elements import FP8
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec, divides_heads
 from precisionctl.untabled_model import UntabledModel

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from precisionctl.architectures.param_map import Row
 from precisionctl.architectures.wrappers import TOWERS
+from precisionctl.codes.numerics import Numbers
 from precisionctl.errors import PrecisionError
-from precisionctl.fp8.numerics import Numbers
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism, TensorSpec
 from precisionctl.precision import Precision

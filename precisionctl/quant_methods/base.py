@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import precisionctl.quant_methods
+from precisionctl.codes.elements import E2M1, E4M3, Element, Packing
+from precisionctl.codes.encoding import grid_shape
+from precisionctl.codes.group_scales import INT4_GROUP, MXFP4_GROUP, NVFP4_GROUP
 from precisionctl.discover import discover_names
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError, shown
-from precisionctl.fp8.elements import E2M1, E4M3, Element, Packing
-from precisionctl.fp8.encoding import grid_shape
-from precisionctl.fp8.group_scales import INT4_GROUP, MXFP4_GROUP, NVFP4_GROUP
 from precisionctl.param import TensorSpec, shared_spec
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from precisionctl.codes import zero_points
+from precisionctl.codes.elements import E4M3, FP8, element_of
+from precisionctl.codes.encoding import Encoding, GlobalScale, grid_shape
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
-from precisionctl.fp8 import zero_points
-from precisionctl.fp8.elements import E4M3, FP8, element_of
-from precisionctl.fp8.encoding import Encoding, GlobalScale, grid_shape
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import (
     FLOATS,

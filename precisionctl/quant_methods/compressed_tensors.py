@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from precisionctl.codes.elements import E2M1, E4M3, INT4, INT8, INT8_PLUS_128, Element, Packing
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError, shown
-from precisionctl.fp8.elements import E2M1, E4M3, INT4, INT8, INT8_PLUS_128, Element, Packing
 from precisionctl.quant_methods.base import (
     CHANNEL,
     EXPONENTS,

@@ -7,8 +7,8 @@ not written.
 from collections.abc import Mapping
 from typing import Any
 
+from precisionctl.codes.elements import E2M1, Packing
 from precisionctl.dtypes import DType
-from precisionctl.fp8.elements import E2M1, Packing
 from precisionctl.quant_methods.base import CodeFormat, Quantization, QuantMethod
 
 BLOCKS_OF_16 = Packing("MXFP4", E2M1, DType.uint8, block=16)

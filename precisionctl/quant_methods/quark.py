@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from precisionctl.codes.elements import E2M1, Packing
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError, shown
-from precisionctl.fp8.elements import E2M1, Packing
 from precisionctl.quant_methods.base import (
     CHANNEL,
     EXPONENTS,

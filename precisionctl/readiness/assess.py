@@ -6,9 +6,9 @@ from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import BytesProgress, in_pieces, read_values
+from precisionctl.codes.statistics import Statistics
 from precisionctl.conversion.known_state import known_state, outdated_note
 from precisionctl.errors import BROKEN_WEIGHTS
-from precisionctl.fp8.statistics import Statistics
 from precisionctl.planning.plan import Job
 from precisionctl.readiness.four_bits import cost_of_four_bits
 from precisionctl.readiness.judge import Readiness, judge

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from precisionctl.fp8.four_bit_loss import FORMATS, GAUSSIAN_DB, GAUSSIAN_ZEROS, FourBitScheme
-from precisionctl.fp8.statistics import Loss
+from precisionctl.codes.four_bit_loss import FORMATS, GAUSSIAN_DB, GAUSSIAN_ZEROS, FourBitScheme
+from precisionctl.codes.statistics import Loss
 from precisionctl.readiness.patterns import shortened
 from precisionctl.readiness.thresholds import NOISE, ZEROS
 

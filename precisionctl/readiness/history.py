@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from precisionctl.codes.numerics import FP8_MAX
 from precisionctl.dtypes import DType
 from precisionctl.fp8.delayed_scaling import recorded_amax
-from precisionctl.fp8.numerics import FP8_MAX
 from precisionctl.fp8.state import DelayedScaling, Role, RoleState
 from precisionctl.readiness.thresholds import TREND_ROWS
 

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from precisionctl.codes.statistics import NAMES, SCALINGS, Loss, Scaling, Statistics
 from precisionctl.fp8.delayed_scaling import recorded_amax
 from precisionctl.fp8.state import ATTENTION, BACKWARD, IN_USE, ROLES, Fp8States, Role
-from precisionctl.fp8.statistics import NAMES, SCALINGS, Loss, Scaling, Statistics
 from precisionctl.readiness.four_bits import FourBitCost
 from precisionctl.readiness.history import History, read_history
 from precisionctl.readiness.patterns import shortened

@@ -3,8 +3,8 @@ The source of a limit that is not published is `ours`, and its docstring says wh
 
 from dataclasses import dataclass
 
+from precisionctl.codes.statistics import UNDERFLOW as UNDERFLOW_SHARE
 from precisionctl.fp8.carry import STALE as STALE_FACTOR
-from precisionctl.fp8.statistics import UNDERFLOW as UNDERFLOW_SHARE
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import Bytes
+from precisionctl.codes import nibbles, numerics
+from precisionctl.codes.four_bit_loss import FORMATS, FourBitScheme, four_bit_losses
+from precisionctl.codes.health import measure
+from precisionctl.codes.numerics import BLOCK
+from precisionctl.codes.statistics import Loss, Statistics
 from precisionctl.conversion.processes import in_processes, one_torch_thread
 from precisionctl.conversion.worker import Nowhere, Worker
-from precisionctl.fp8 import nibbles, numerics
-from precisionctl.fp8.four_bit_loss import FORMATS, FourBitScheme, four_bit_losses
-from precisionctl.fp8.health import measure
-from precisionctl.fp8.numerics import BLOCK
 from precisionctl.fp8.state import DelayedScaling, Fp8States
-from precisionctl.fp8.statistics import Loss, Statistics
 from precisionctl.planning.make_plan import plan_weights
 from precisionctl.planning.plan import Job, Plan
 

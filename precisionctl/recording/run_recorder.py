@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from precisionctl.checkpoints.output import Output
+from precisionctl.codes import numerics
 from precisionctl.commands.request import StrPath
 from precisionctl.errors import MissingFp8State, RecipeError
-from precisionctl.fp8 import delayed_scaling, numerics
+from precisionctl.fp8 import delayed_scaling
 from precisionctl.fp8.extra_state import decode_payload
 from precisionctl.fp8.state import (
     BY_RECORDER,

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from precisionctl.fp8.four_bit_loss import FORMATS, GAUSSIAN_DB, GAUSSIAN_ZEROS
+from precisionctl.codes.four_bit_loss import FORMATS, GAUSSIAN_DB, GAUSSIAN_ZEROS
+from precisionctl.codes.statistics import NAMES, SCALINGS
 from precisionctl.fp8.state import IN_USE
-from precisionctl.fp8.statistics import NAMES, SCALINGS
 from precisionctl.quant_methods.base import FOUR_BITS
 from precisionctl.readiness.history import headroom
 from precisionctl.readiness.judge import Readiness, RoleHealth

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from precisionctl.fp8.statistics import NAMES, SCALINGS
+from precisionctl.codes.statistics import NAMES, SCALINGS
 from precisionctl.readiness.history import headroom
 from precisionctl.readiness.judge import Readiness, RoleHealth
 from precisionctl.readiness.patterns import split_name

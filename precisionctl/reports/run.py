@@ -8,8 +8,8 @@ from typing import Any
 
 from precisionctl.calibration.calibrate import Calibrated
 from precisionctl.checkpoints.megatron.towers import tower_names
+from precisionctl.codes.statistics import NAMES
 from precisionctl.fp8.state import Role
-from precisionctl.fp8.statistics import NAMES
 from precisionctl.reports.table import percent
 from precisionctl.sizes import counted, size
 from precisionctl.trainer.data.corpus import Corpus

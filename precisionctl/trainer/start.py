@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from precisionctl.codes.numerics import amax
 from precisionctl.conversion.known_state import KnownState
 from precisionctl.fp8.carry import (
     StateChange,
@@ -27,7 +28,6 @@ from precisionctl.fp8.carry import (
     from_other_experts,
     under_recipe,
 )
-from precisionctl.fp8.numerics import amax
 from precisionctl.fp8.state import (
     BY_RECORDER,
     BY_RECORDER_IN_TRANSFORMERS,

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from precisionctl.codes.encoding import Encoding
+from precisionctl.codes.statistics import decibels
 from precisionctl.export.weight_encodings import weight_encodings
-from precisionctl.fp8.encoding import Encoding
-from precisionctl.fp8.statistics import decibels
 from precisionctl.verify.hf_tensors import HfTensors, StoredRows
 
 if TYPE_CHECKING:

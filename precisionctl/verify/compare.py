@@ -16,10 +16,10 @@ import numpy as np
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import BytesProgress
+from precisionctl.codes.statistics import decibels
 from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.state import Fp8State, Fp8States
-from precisionctl.fp8.statistics import decibels
 from precisionctl.same_model import differences, in_words
 from precisionctl.torch_when_used import torch
 from precisionctl.verify.code_comparison import CodesComparison, compare_codes

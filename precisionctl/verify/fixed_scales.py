@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.codes.numerics import rounded_up
 from precisionctl.engines.cache_rules import attention_and_kind
 from precisionctl.export.encode import with_one_input
 from precisionctl.export.input_scales import amax_of, is_same_amax, scale_of
 from precisionctl.export.kv_cache import scales_of_state
 from precisionctl.fp8.delayed_scaling import recorded_amax
-from precisionctl.fp8.numerics import rounded_up
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.coded_weights import CACHE_SCALES

@@ -10,8 +10,8 @@ import numpy as np
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import Bytes, bytes_of, in_pieces, read_bytes, read_tensor, read_values
+from precisionctl.codes.encoding import Encoding, joined
 from precisionctl.dtypes import DType
-from precisionctl.fp8.encoding import Encoding, joined
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan

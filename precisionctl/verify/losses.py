@@ -12,9 +12,9 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from precisionctl.codes.numerics import FP8_MAX
+from precisionctl.codes.statistics import Loss
 from precisionctl.dtypes import DType
-from precisionctl.fp8.numerics import FP8_MAX
-from precisionctl.fp8.statistics import Loss
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:

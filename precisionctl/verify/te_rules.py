@@ -8,10 +8,11 @@ import torch
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import in_pieces, read_rows
+from precisionctl.codes import numerics
 from precisionctl.dtypes import DType
 from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
-from precisionctl.fp8 import delayed_scaling, numerics, sidecar
+from precisionctl.fp8 import delayed_scaling, sidecar
 from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.param import GEMM_ALIGNMENT
 from precisionctl.planning.make_plan import make_plan

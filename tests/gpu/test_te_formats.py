@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from precisionctl.fp8 import group_scales, nibbles, numerics
+from precisionctl.codes import group_scales, nibbles, numerics
 
 try:
     import transformer_engine.pytorch as te

@@ -19,8 +19,9 @@ from te_pairs import (
     step,
 )
 
+from precisionctl.codes import numerics
 from precisionctl.errors import PrecisionError
-from precisionctl.fp8 import delayed_scaling, numerics
+from precisionctl.fp8 import delayed_scaling
 from precisionctl.fp8.extra_state import decode_payload
 from precisionctl.fp8.extra_state_writer import encode_payload
 from precisionctl.fp8.state import Fp8State

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.codes import numerics
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
-from precisionctl.fp8 import numerics
 
 SCRIPT = Path(__file__).with_name("llmcompressor_export.py")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.chunks import Chunked, read_tensor, read_values
-from precisionctl.fp8.encoding import Encoding
+from precisionctl.codes.encoding import Encoding
 from precisionctl.param import TensorSpec
 from precisionctl.torch_when_used import torch
 

@@ -25,9 +25,9 @@ from precisionctl.checkpoints.companions import CHAT_TEMPLATE, TOKENIZER, is_tok
 from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.codes.encoding import Encoding
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, MappingError, ShapeMismatch, UnknownFormat, at
-from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.encodings_file import StoredTensors
+from precisionctl.codes import numerics
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
-from precisionctl.fp8 import numerics
 from precisionctl.param import TensorSpec
 
 if TYPE_CHECKING:

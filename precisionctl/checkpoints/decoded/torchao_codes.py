@@ -20,9 +20,9 @@ from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.safetensors_file import read_described
+from precisionctl.codes import nibbles
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, damage, shown
-from precisionctl.fp8 import nibbles
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_pickle import sizes

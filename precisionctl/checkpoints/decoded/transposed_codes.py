@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import Box, read_box, read_tensor
 from precisionctl.checkpoints.decoded.base import FROM_THE_RELEASE, DecodedWeights
+from precisionctl.codes import nibbles
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
-from precisionctl.fp8 import nibbles
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
 

@@ -27,9 +27,9 @@ from precisionctl.checkpoints.trainer_run import (
     count_of_updates,
     stored_group,
 )
+from precisionctl.codes.encoding import Encoding
 from precisionctl.dtypes import DType
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
-from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import MOMENTUM, Parallelism, TensorSpec, state_name
 from precisionctl.torch_when_used import is_tensor
 from precisionctl.untrusted.safe_pickle import finite, parts

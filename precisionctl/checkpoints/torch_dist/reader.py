@@ -42,8 +42,8 @@ from precisionctl.checkpoints.megatron.provider import described_args
 from precisionctl.checkpoints.megatron.towers import with_towers
 from precisionctl.checkpoints.output import chunk_files
 from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack
+from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import NOT_TRAINED, TensorSpec
 from precisionctl.untrusted.safe_files import check_link, has_file, leads_out, read_file
 

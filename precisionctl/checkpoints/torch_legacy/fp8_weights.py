@@ -11,10 +11,10 @@ from precisionctl.checkpoints.encodings_file import EncodingsOnDemand
 from precisionctl.checkpoints.te_tensors import LocatedFp8Weight
 from precisionctl.checkpoints.torch_legacy.rank_shards import Shard, ShardedTensor
 from precisionctl.checkpoints.torch_zip import LocatedTensor, read_located
+from precisionctl.codes.elements import E4M3
+from precisionctl.codes.encoding import Encoding, by_rows, grid_shape, of_rows
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
-from precisionctl.fp8.elements import E4M3
-from precisionctl.fp8.encoding import Encoding, by_rows, grid_shape, of_rows
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales
 from precisionctl.quant_methods.coded_weights import encoding

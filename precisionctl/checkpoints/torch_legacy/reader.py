@@ -54,8 +54,8 @@ from precisionctl.checkpoints.torch_legacy.rank_shards import (
     gathered,
 )
 from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_located
+from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, damage, shown
-from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import (
     REPLICATED,
     ROWS,

@@ -9,7 +9,7 @@ dimension that is summed over last, as on Hopper (cublaslt_gemm.cu, Canonicalize
     wgrad = columns(G) @ columns(X).T           G: grad_output [tokens, out]  sums over tokens
 
 With one scale for a tensor, `columns` is `rows` transposed; with a scale for each block it has its own codes
-(`fp8.block_scaling`).
+(`codes.block_scaling`).
 
 Under delayed scaling a cast uses the scale from earlier steps and records the tensor's amax in row 0 of the history;
 `fp8.delayed_scaling.update_delayed` computes the next scales from the history. TE also has the roles `output` and
@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from precisionctl.codes import block_scaling, numerics
+from precisionctl.codes.numerics import BLOCK, MX_BLOCK
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
-from precisionctl.fp8 import block_scaling, numerics
-from precisionctl.fp8.numerics import BLOCK, MX_BLOCK
 from precisionctl.fp8.state import IN_USE, Fp8State, Role, RoleState
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.scaling_buffers import Slot

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from precisionctl.fp8 import numerics
-from precisionctl.fp8.health import measure
+from precisionctl.codes import numerics
+from precisionctl.codes.health import measure
+from precisionctl.codes.statistics import Statistics
 from precisionctl.fp8.state import ATTENTION_BACKWARD, BACKWARD, ROLES, Fp8State, Role, RoleState
-from precisionctl.fp8.statistics import Statistics
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.scaling_buffers import ScalingBuffers, Slot
 from precisionctl.trainer.parallel.group_ranks import LOCAL_DISPATCH, TokenDispatch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from precisionctl.fp8.numerics import MX_BLOCK
+from precisionctl.codes.numerics import MX_BLOCK
 from precisionctl.torch_when_used import torch
 from precisionctl.trainer.transfers import to_device
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from precisionctl.codes.numerics import FP8_MAX
 from precisionctl.dtypes import DType
-from precisionctl.fp8.numerics import FP8_MAX
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.measure.flops import bf16_peak
 from precisionctl.trainer.model.gpt import GPT

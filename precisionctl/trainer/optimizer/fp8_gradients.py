@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from precisionctl.codes.numerics import FP8_MAX, amax, code_values, current_scale
 from precisionctl.dtypes import DType
-from precisionctl.fp8.numerics import FP8_MAX, amax, code_values, current_scale
 from precisionctl.trainer.optimizer.scaled import ScaledTensor
 from precisionctl.trainer.parallel.world import World
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from precisionctl.codes.numerics import FP8_MAX, amax, code_values, encode
 from precisionctl.dtypes import DType
-from precisionctl.fp8.numerics import FP8_MAX, amax, code_values, encode
 
 _LARGEST = {torch.float8_e4m3fn: FP8_MAX[DType.float8_e4m3fn], torch.float16: torch.finfo(torch.float16).max / 2}
 """By dtype, the code that a tensor's amax is scaled to (fused_adam.py, dtype_to_range_map)."""

@@ -1,8 +1,8 @@
 """Elements: the number formats of codes, before any scale, and how files pack those that are not FP8.
 
-An encoding is an element, a grid of scales (`fp8/encoding.py`) and a packing. Rows of packed codes are bytes in memory,
-as they are in files: of four bits two in each, the first in its low half (`fp8/nibbles.py`), or INT8
-(`fp8/integers.py`).
+An encoding is an element, a grid of scales (`codes/encoding.py`) and a packing. Rows of packed codes are bytes in
+memory, as they are in files: of four bits two in each, the first in its low half (`codes/nibbles.py`), or INT8
+(`codes/integers.py`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from precisionctl.fp8.numerics import INTEGERS, PIECE
+from precisionctl.codes.numerics import INTEGERS, PIECE
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from precisionctl.codes import integers, nibbles, numerics
+from precisionctl.codes.elements import E2M1, Element
 from precisionctl.dtypes import DType
-from precisionctl.fp8 import integers, nibbles, numerics
-from precisionctl.fp8.elements import E2M1, Element
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from precisionctl.codes import numerics
+from precisionctl.codes.numerics import BLOCK, MX_BLOCK
+from precisionctl.codes.statistics import SCALINGS, Loss, Scaling, Statistics
 from precisionctl.dtypes import DType
-from precisionctl.fp8 import numerics
-from precisionctl.fp8.numerics import BLOCK, MX_BLOCK
-from precisionctl.fp8.statistics import SCALINGS, Loss, Scaling, Statistics
 
 _BY_BLOCK: tuple[Scaling, ...] = ("block", "mxfp8")
 

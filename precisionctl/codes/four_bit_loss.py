@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from precisionctl.fp8 import group_scales, nibbles, numerics
-from precisionctl.fp8.nibbles import NUMBERS, NibbleFormat
-from precisionctl.fp8.statistics import Loss
+from precisionctl.codes import group_scales, nibbles, numerics
+from precisionctl.codes.nibbles import NUMBERS, NibbleFormat
+from precisionctl.codes.statistics import Loss
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:

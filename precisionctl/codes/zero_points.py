@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from precisionctl.fp8 import nibbles
+from precisionctl.codes import nibbles
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:

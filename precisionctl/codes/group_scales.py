@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from precisionctl.fp8 import nibbles, numerics
-from precisionctl.fp8.elements import E2M1, E4M3
-from precisionctl.fp8.nibbles import NibbleFormat
-from precisionctl.fp8.numerics import INTEGERS
+from precisionctl.codes import nibbles, numerics
+from precisionctl.codes.elements import E2M1, E4M3
+from precisionctl.codes.nibbles import NibbleFormat
+from precisionctl.codes.numerics import INTEGERS
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from precisionctl.fp8 import group_scales, numerics
-from precisionctl.fp8.elements import E2M1, E4M3, INT4, Element
-from precisionctl.fp8.encoding import Encoding, GlobalScale, grid_shape
+from precisionctl.codes import group_scales, numerics
+from precisionctl.codes.elements import E2M1, E4M3, INT4, Element
+from precisionctl.codes.encoding import Encoding, GlobalScale, grid_shape
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
@@ -148,8 +148,8 @@ class BlockScales:
 
     def encoding(self, dtype: torch.dtype, numbers: numerics.Numbers = "FP32") -> Encoding:
         """The scales to encode with, stored in `dtype`: those that fit, and new ones. New ones of FP8 are rounded up to
-        such `numbers`, those of INT8 the nearest; those of four bits are made as in `fp8/group_scales.py`, or, where it
-        `searches`, left to `searched`. What `dtype` cannot hold does not fit either."""
+        such `numbers`, those of INT8 the nearest; those of four bits are made as in `codes/group_scales.py`, or, where
+        it `searches`, left to `searched`. What `dtype` cannot hold does not fit either."""
         if self.carried is not None:
             self.fits &= self.candidate.to(dtype).float() == self.candidate
         if self.divides is not None and self.needs_new_global:

@@ -1,6 +1,6 @@
 """Statistics: counts and sums over the elements of a tensor, and what each FP8 scaling would lose of it.
 
-`fp8/health.py` measures them and defines the terms; the sidecar stores them.
+`codes/health.py` measures them and defines the terms; the sidecar stores them.
 """
 
 import math

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from precisionctl.fp8 import numerics
+from precisionctl.codes import numerics
 
 ScaleOf = Callable[[Tensor], Tensor]
 """A function from amaxes to scales, both FP32."""
