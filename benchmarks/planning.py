@@ -34,6 +34,9 @@ MODELS = (
 MEGATRON = ("torch_dist", "torch")
 """Megatron's containers, as sources of each number of DeepSeek-V3's layers."""
 
+EXPORTS = ("block", "nvfp4a16")
+"""Schemes in which the last of MODELS is exported for vLLM, from BF16."""
+
 RANKS = (8, 64, 256)
 
 
@@ -83,7 +86,7 @@ def make_sparse_in_megatron(source: Path, destination: Path, container: str) -> 
         return Findings()
 
     request = Request(source, destination, "megatron", container=container)
-    with mock.patch.multiple(command, run=lay_out, check_room=lambda command: None):
+    with mock.patch.multiple(command, convert=lay_out, check_room=lambda command: None):
         command.execute(plan_command(request))
     for index in destination.glob("*/.metadata"):  # as Megatron pickles it, with a memo of everything
         index.write_bytes(pickle.dumps(pickle.loads(index.read_bytes())))
@@ -98,7 +101,12 @@ def child(source: Path, target: str) -> dict[str, Any]:
 
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak that importing left
     before, start = memory_mb("VmRSS"), time.process_time()
-    command = plan_command(Request(source, source.with_name("none"), "hf" if target == "hf" else "megatron"))
+    destination = source.with_name("none")
+    if target in EXPORTS:
+        request = Request.export(source, destination, "vllm", target)
+    else:
+        request = Request(source, destination, "hf" if target == "hf" else "megatron")
+    command = plan_command(request)
     seconds, memory = time.process_time() - start, memory_mb("VmHWM") - before
     said = PLANNED * (len(command.reader.specs) + len(command.plan.targets)) / 1e6
     shares = {}
@@ -129,7 +137,8 @@ def measure(scratch: Path) -> list[dict[str, Any]]:
         for codes in (False, True):
             source = scratch / f"{repository.rpartition('/')[2]}-{layers}-{'fp8' if codes else 'bf16'}"
             tensors = make_sparse(source, repository, layers, codes=codes)
-            rows += [planned(source, target, tensors) for target in ("torch_dist", "hf")]
+            exports = EXPORTS if (repository, layers) == MODELS[-1] and not codes else ()
+            rows += [planned(source, target, tensors) for target in ("torch_dist", "hf", *exports)]
             if codes or repository != MODELS[0][0]:
                 continue
             for container in MEGATRON:
@@ -156,13 +165,14 @@ def line(row: dict[str, Any]) -> str:
 
 
 def plans_table(rows: list[dict[str, Any]]) -> str:
-    """Of plans for `torch_dist`, and of those from Megatron for Hugging Face."""
+    """Of plans for `torch_dist`, of those from Megatron for Hugging Face, and of exports."""
     lines = ["| model | stored tensors | CPU | memory | predicted |", "|---|---|---|---|---|"]
     for row in rows:
-        if row["target"] == "torch_dist" or row["model"].endswith(MEGATRON):
+        exported = f", exported as `{row['target']}`" if row["target"] in EXPORTS else ""
+        if row["target"] == "torch_dist" or row["model"].endswith(MEGATRON) or exported:
             lines.append(
-                f"| {in_words(row)} | {row['tensors']:,} | {row['cpu_s']:.2f} s | {row['memory_mb']:.0f} MB | "
-                f"{row['said_mb']:.0f} MB |"
+                f"| {in_words(row)}{exported} | {row['tensors']:,} | {row['cpu_s']:.2f} s | "
+                f"{row['memory_mb']:.0f} MB | {row['said_mb']:.0f} MB |"
             )
     return "\n".join(lines)
 
@@ -174,7 +184,7 @@ def ranks_table(rows: list[dict[str, Any]]) -> str:
         "|---" * (1 + len(RANKS)) + "|",
     ]
     for row in rows:
-        if row["model"].endswith("-61-bf16"):
+        if row["model"].endswith("-61-bf16") and row["target"] not in EXPORTS:
             target = "Hugging Face" if row["target"] == "hf" else f"`{row['target']}`"
             shares = " | ".join(f"{row['ranks'][str(count)]['most_over_mean']:.2f}" for count in RANKS)
             lines.append(f"| {in_words(row)}, {target} | {shares} |")
