@@ -1,7 +1,7 @@
-"""Hugging Face directories of four-bit weights, in every spelling that is read, by a slow writer of its own.
+"""Hugging Face directories of four-bit weights, in every spelling that is read, by a writer of its own.
 
-Random codes under random scales that no amax would give. What they are worth is computed code by code, from a list of
-sixteen numbers.
+Random codes under random scales that no amax would give. What they are worth is computed from a list of sixteen
+numbers.
 """
 
 import json
@@ -124,14 +124,11 @@ SPELLINGS: dict[str, FourBits] = {
 }
 
 
-def packed_slowly(codes: np.ndarray, words: torch.dtype) -> Tensor:
-    """Codes `[rows, columns]` in words along each row, the first in the lowest bits, one after the other."""
+def packed(codes: np.ndarray, words: torch.dtype) -> Tensor:
+    """Codes `[rows, columns]` in words along each row, the first in the lowest bits."""
     each = 8 if words == torch.int32 else 2
-    rows, columns = codes.shape
-    found = np.zeros((rows, -(-columns // each)), dtype=np.int64)
-    for i in range(rows):
-        for j in range(columns):
-            found[i, j // each] += int(codes[i, j]) << 4 * (j % each)
+    padded = np.pad(codes.astype(np.int64), ((0, 0), (0, -codes.shape[1] % each)))
+    found = (padded.reshape(len(codes), -1, each) << 4 * np.arange(each)).sum(-1)
     bits = 8 * words.itemsize
     if words.is_signed:
         found = np.where(found >= 1 << bits - 1, found - (1 << bits), found)
@@ -160,7 +157,7 @@ def coded(shape: tuple[int, int], spelled: FourBits, generator: torch.Generator)
         scale = torch.randint(110, 120, grid, generator=generator, dtype=torch.uint8).view(spelled.scales)
     else:
         scale = (torch.rand(grid, generator=generator) * 0.01 + 0.001).to(spelled.scales)
-    stored = {f"weight{spelled.suffix}": packed_slowly(codes, spelled.words), spelled.scale: scale}
+    stored = {f"weight{spelled.suffix}": packed(codes, spelled.words), spelled.scale: scale}
     multipliers, zeros = worth(scale), np.zeros(grid, np.float32)
     whole = float(torch.rand((), generator=generator))
     if spelled.divisor:
@@ -175,14 +172,11 @@ def coded(shape: tuple[int, int], spelled: FourBits, generator: torch.Generator)
     if spelled.zero_points:
         points = torch.randint(16, grid, generator=generator).numpy()
         zeros = points.astype(np.float32) - 8
-        stored["weight_zero_point"] = packed_slowly(points.T, torch.int32).t().contiguous()
+        stored["weight_zero_point"] = packed(points.T, torch.int32).t().contiguous()
     if spelled.words == torch.int32:
         stored["weight_shape"] = torch.tensor(shape)
-    values = np.empty(shape, np.float32)
-    for i in range(rows):
-        for j in range(columns):
-            number = np.float32(spelled.numbers[codes[i, j]]) - zeros[i, j // group]
-            values[i, j] = np.float32(number * multipliers[i, j // group])
+    numbers = np.array(spelled.numbers, np.float32)[codes]
+    values = (numbers - zeros.repeat(group, axis=1)) * multipliers.repeat(group, axis=1)
     return stored, torch.from_numpy(values)
 
 
