@@ -1,6 +1,7 @@
 """Runs of several ranks, for test_distributed.py: forked from this one process, which has imported torch already.
 
-`python many_ranks.py FOLDER` makes them all in FOLDER, and ends with what each step and each rank said in `told.json`.
+`python many_ranks.py FOLDER` makes them in FOLDER, those for tests marked `soak` too if a word `soak` follows, and ends
+with what each step and each rank said in `told.json`.
 """
 
 import io
@@ -173,21 +174,22 @@ def signalled() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def sharing_runs(fp8: dict[str, Any], still: dict[str, Any]) -> None:
+def sharing_runs(fp8: dict[str, Any], still: dict[str, Any], *, soak: bool) -> None:
     """By ranks that share layers and experts."""
     tensor = {"parallel__tensor": 2, "parallel__sequence": "true"}
     shared = {**tensor, "parallel__expert": 2, "source": "moe"}
     run("source tensor", 2, shadow_every=2, train__recompute="layer", **tensor, **fp8)
     run("moe tensor", 4, shadow_every=2, train__async_save=True, **shared, **fp8 | {"train__micro_batch_size": 2})
     run("four sharing", 4, **shared, **still)
-    run("4 of 4-1-2", 4, "4-1-2", kill=3, **tensor, **fp8)
-    run("1 of 4-1-2", 1, "4-1-2", kill=5, **fp8)
-    run("2 of 4-1-2", 2, "4-1-2", parallel__tensor=2, **fp8)
+    if soak:
+        run("4 of 4-1-2", 4, "4-1-2", kill=3, **tensor, **fp8)
+        run("1 of 4-1-2", 1, "4-1-2", kill=5, **fp8)
+        run("2 of 4-1-2", 2, "4-1-2", parallel__tensor=2, **fp8)
     record("source recorded at once by tensor", 2, 1, 4, **tensor)
     record("moe recorded at once by tensor", 4, 1, 2, **shared)
 
 
-def all_runs() -> None:
+def all_runs(*, soak: bool) -> None:
     held_out = make_text(FOLDER / "held_out", seed=1, words=300)
     make_text(FOLDER / "text")
     make_source(FOLDER / "source")
@@ -209,14 +211,15 @@ def all_runs() -> None:
         run(f"{source} two", 2, source=source, **exact)
         run(f"{source} fp8 alone", 1, source=source, **fp8)
         run(f"{source} fp8 two", 2, source=source, **fp8)
-        run(f"{source} fp8 two, recomputed", 2, source=source, train__recompute="layer", **fp8)
         run(f"{source} guarded alone", 1, source=source, shadow_every=2, **fp8)
-        run(f"{source} guarded two", 2, source=source, shadow_every=2, train__recompute="layer", **fp8)
+        if source == "source" or soak:
+            run(f"{source} fp8 two, recomputed", 2, source=source, train__recompute="layer", **fp8)
+            run(f"{source} guarded two", 2, source=source, shadow_every=2, train__recompute="layer", **fp8)
     for name, count, how in (("alone", 1, {}), ("two", 2, {}), ("tensor", 2, {"parallel__tensor": 2})):
         run(f"block {name}", count, precision__scaling="block", train__steps=3, **how, **fp8)
     run("four alone", 1, train__micro_batch_size=1, train__steps=1)
     look = {**fp8, "train__micro_batch_size": 1, "train__steps": 1, "shadow_every": 1}
-    for copies in (1, 2, 4):
+    for copies in (1, 2, 4) if soak else (2,):
         run(f"guarded, four in {copies}", 4, parallel__replicate=copies, **look)
         run(f"four in {copies}", 4, train__micro_batch_size=1, train__steps=1, parallel__replicate=copies)
     still = {"optimizer__lr": 1e-30, "optimizer__weight_decay": 0, "train__batch_size": 6, "train__steps": 1}
@@ -224,7 +227,7 @@ def all_runs() -> None:
     run("2 of 2-1-4", 2, "2-1-4", kill=3, **fp8)
     run("1 of 2-1-4", 1, "2-1-4", kill=5, **fp8)
     run("4 of 2-1-4", 4, "2-1-4", **fp8)
-    sharing_runs(fp8, still)
+    sharing_runs(fp8, still, soak=soak)
     phases = {**fp8, "precision__schedule": "[{until = 0.2}, {until = 0.7, fp8 = false}, {}]"}
     run("phases", 2, **phases)
     run("phases, killed", 2, "phases killed", kill=3, **phases)
@@ -244,15 +247,16 @@ def all_runs() -> None:
     run("two skip", 2, **skipping)
     back = {**fp8, "precision__schedule": "[{until = 0.5, fp8 = false}, {}]", "guard__jump_at": 1.0}
     run("going back", 2, broken=4, **back)
-    run_command("killed", die)
     run_command("failed", fails)
     run_command("killed in a save", saving_it(die))
-    run_command("failed in a save", saving_it(fails))
+    if soak:
+        run_command("killed", die)
+        run_command("failed in a save", saving_it(fails))
     run_command("signalled", signalled)
     run_command("out of time", lambda: None, more=["--time-limit=0:00:00"])
     run_command("uneven", die, train__batch_size=5, train__micro_batch_size=1)
 
 
 if __name__ == "__main__":
-    all_runs()
+    all_runs(soak="soak" in sys.argv[2:])
     (FOLDER / "told.json").write_text(json.dumps(told))

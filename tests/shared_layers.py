@@ -1,8 +1,8 @@
 """Passes forward and backward by several ranks, for test_tensor_parallel.py.
 
-`python shared_layers.py FILE` writes into FILE how far each rank's part of the gradients is from that of one process:
-of tensor and expert ranks in FP32, so that a sum that is missing somewhere cannot hide behind rounding; of data ranks
-in FP8, whose scales start cold.
+`python shared_layers.py FILE CASES` writes into FILE how far each rank's part of the gradients is from that of one
+process: in the CASES (JSON) of tensor and expert ranks in FP32, so that a sum that is missing somewhere cannot hide
+behind rounding; of data ranks in FP8, whose scales start cold.
 """
 
 import json
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pico
+import pytest
 import torch
 import torch.distributed as dist
 from forked import fork
@@ -53,23 +54,25 @@ SIZES = {
 }
 """How many ranks, and how they share a model."""
 
+
+def _first_of(family: str, *others: str) -> list[Any]:
+    return [pytest.param(family), *(pytest.param(other, marks=pytest.mark.soak) for other in others)]
+
+
 EVEN = [family for family in pico.FAMILIES if pico.shape(family).num_query_groups % 2 == 0]
-CASES = [
-    *(("tensor", family) for family in pico.first_of_each(pico.block_kinds, EVEN)),
-    *(("sequence", family) for family in pico.first_of_each(lambda f: {*pico.rows(f), *pico.switches(f)}, EVEN)),
-    *(
-        (how, family)
-        for how in ("sequence and data", "tensor in copies")
-        for family in ("llama-3", "mixtral", "gemma4-small")
+SHARING = {
+    "tensor": pico.representing(pico.mixers, pico.first_of_each(pico.block_kinds, EVEN)),
+    "sequence": pico.representing(
+        pico.block_kinds, pico.first_of_each(lambda family: {*pico.rows(family), *pico.switches(family)}, EVEN)
     ),
-    *(
-        (how, family)
-        for how in SIZES
-        if "experts" in how
-        for family in ("mixtral", "gpt-oss", "deepseek-v3", "gemma4-moe")
-    ),
-    *((how, "deepseek-v4") for how in ("experts", "experts in copies")),
-]
+    "sequence and data": _first_of("llama-3", "mixtral", "gemma4-small"),
+    "tensor in copies": _first_of("gemma4-small", "llama-3", "mixtral"),
+    "experts": _first_of("mixtral", "deepseek-v4", "gpt-oss", "deepseek-v3", "gemma4-moe"),
+    "experts in copies": _first_of("gemma4-moe", "mixtral", "gpt-oss", "deepseek-v3", "deepseek-v4"),
+    "experts and tensor": _first_of("gpt-oss", "mixtral", "deepseek-v3", "gemma4-moe"),
+    "experts and sequence": _first_of("deepseek-v3", "mixtral", "gpt-oss", "gemma4-moe"),
+}
+"""The families that ranks share so, as parameters of a test."""
 ROWS, LENGTH = 4, 16
 BALANCE = Balance(seq_aux_loss=0.3, global_aux_loss=0.3, z_loss=0.02)
 """The losses of routers that do not depend on which ranks have which rows."""
@@ -261,11 +264,11 @@ def by_passes(source: InMemory, expected: tuple[Any, ...]) -> dict[str, Any]:
     return told
 
 
-def main(file: Path) -> None:
-    expected = {family: alone(family) for family in dict.fromkeys(family for _, family in CASES)}
+def main(file: Path, cases: list[tuple[str, str]]) -> None:
+    expected = {family: alone(family) for family in {family: None for _, family in cases} | {"llama-3": None}}
     told: dict[str, list[Any]] = {"shared": []}
     for count in (2, 4):
-        wanted = [(how, family) for how, family in CASES if SIZES[how][0] == count]
+        wanted = [(how, family) for how, family in cases if SIZES[how][0] == count]
         told["shared"] += [answer for _, answer in fork(count, lambda rank, wanted=wanted: by_ranks(wanted, expected))]
     llama = expected["llama-3"][0], expected["llama-3"]
     told["data"] = [answer for _, answer in fork(2, lambda rank: by_data_ranks(llama[0]))]
@@ -274,4 +277,4 @@ def main(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -24,12 +24,14 @@ from precisionctl.trainer.parallel import world
 
 Told = dict[str, dict[str, Any]]
 models = pytest.mark.parametrize("model", ["source", "moe"])
+first_model = pytest.mark.parametrize("model", ["source", pytest.param("moe", marks=pytest.mark.soak)])
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    run_program(Path(__file__).with_name("many_ranks.py"), folder)
+    soak = any(item.get_closest_marker("soak") for item in request.session.items if item.path == request.path)
+    run_program(Path(__file__).with_name("many_ranks.py"), folder, *["soak"] * soak)
     return folder
 
 
@@ -105,7 +107,7 @@ def test_parts_of_any_shape_come_and_go_as_they_are(place: Path, told: Told, nam
     assert all(torch.equal(read_tensor(masters, f"optimizer.state.param.{n}"), t.float()) for n, t in source.items())
 
 
-@pytest.mark.parametrize("copies", [1, 2, 4])
+@pytest.mark.parametrize("copies", [2, *(pytest.param(copies, marks=pytest.mark.soak) for copies in (1, 4))])
 def test_gradients_of_four_ranks_are_those_of_one_process_but_for_the_order_of_a_sum(
     place: Path, told: Told, copies: int
 ) -> None:
@@ -155,7 +157,7 @@ def test_all_ranks_have_the_same_fp8_state(place: Path, told: Told, model: str) 
                 assert torch.allclose(history, alone[key][1], rtol=2**-7, atol=0)
 
 
-@models
+@first_model
 def test_recomputing_layers_changes_no_bit_of_any_rank(place: Path, told: Told, model: str) -> None:
     assert steps(told, f"{model} fp8 two, recomputed") == steps(told, f"{model} fp8 two")
     last = [place / f"{model} fp8 two{how}/iter_0000006" for how in ("", ", recomputed")]
@@ -166,7 +168,7 @@ def guard_s_looks(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / SHADOWS).read_text().splitlines()]
 
 
-@models
+@first_model
 def test_the_guard_of_two_ranks_changes_nothing_and_sees_what_that_of_one_process_does(
     place: Path, told: Told, model: str
 ) -> None:
@@ -224,6 +226,7 @@ def test_ranks_that_share_layers_have_one_fp8_state(place: Path, model: str) -> 
                     assert torch.equal(history, alone[key][1])
 
 
+@pytest.mark.soak
 def test_copies_of_the_model_change_nothing_of_what_the_guard_sees(place: Path) -> None:
     """A rank that has all of a gradient and one that has a part of it come to the same."""
     (cut,), (copied,), (both,) = (guard_s_looks(place / f"guarded, four in {copies}") for copies in (1, 4, 2))
@@ -261,6 +264,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(place: Path, told: Told) -> 
     assert [row["loss"] for row in made[:2]] == [loss for _, loss, _ in steps(told, "source fp8 two")[:2]]
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_with_other_ranks_that_share_layers(place: Path, told: Told) -> None:
     """Killed with two ranks for each layer and two rows of them, and with one; ended by two for each layer."""
     assert -signal.SIGKILL in told["4 of 4-1-2"]["codes"] and 0 not in told["4 of 4-1-2"]["codes"]
@@ -317,10 +321,10 @@ def test_ranks_that_were_stopped_go_on_calibrating_to_the_same_bytes(place: Path
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("killed", "another rank ended without a message"),
+        pytest.param("killed", "another rank ended without a message", marks=pytest.mark.soak),
         ("failed", "the disk of the last rank failed"),
         ("killed in a save", "another rank ended without a message"),
-        ("failed in a save", "the disk of the last rank failed"),
+        pytest.param("failed in a save", "the disk of the last rank failed", marks=pytest.mark.soak),
         ("uneven", "train.batch_size 5 cannot be divided evenly among 2 ranks"),
     ],
 )
