@@ -22,6 +22,21 @@ def forks_stay() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_worker() -> None:
+    """What writes is one process unless a test asks for more: forking two, as users have it, takes longer than a small
+    model, and tests of several compare with one."""
+    from precisionctl.cli import main
+    from precisionctl.conversion.command import execute
+
+    for command in main.commands.values():
+        for option in command.params:
+            if option.name == "workers" and option.default == 2:
+                option.default = 1
+    assert execute.__kwdefaults__["workers"] == 2
+    execute.__kwdefaults__["workers"] = 1
+
+
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A source and texts for runs, which nothing changes."""

@@ -26,8 +26,7 @@ def run(
     verify: bool = False,
     **options: Any,
 ) -> PlannedCommand:
-    """`precisionctl convert` in this process: to fork others takes longer than a small model. Commands and `carry_out`
-    have two, and tests that ask for more compare with one. Further options are those of a Request."""
+    """`precisionctl convert` in this process. Further options are those of a Request."""
     return carry_out(Request(source, destination, to, precision, **options), workers=workers, verify=verify)
 
 

@@ -1,6 +1,7 @@
 """Runs of two ranks with FP8-LM, for test_fp8_lm_ranks.py: `python fp8_lm_ranks.py FOLDER`, as many_ranks.py."""
 
 import json
+import sys
 from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
@@ -68,13 +69,13 @@ def run(name: str, count: int, out: str = "", source: str = "source", kill: int 
 told: dict[str, Any] = {}
 
 
-def all_runs() -> None:
+def all_runs(*, soak: bool) -> None:
     make_text(FOLDER / "text")
     make_source(FOLDER / "source")
     make_source(FOLDER / "moe", **MOE)
     two = {"parallel__replicate": 2, "train__micro_batch_size": 2}
     lm = {"optimizer__preset": "fp8-lm"}
-    for source in ("source", "moe"):
+    for source in ("source", "moe") if soak else ("source",):
         run(f"{source} alone", 1, source=source, train__micro_batch_size=4, **lm)
         run(f"{source} two", 2, source=source, **two, **lm)
     run("adamw", 2, **two)
@@ -82,9 +83,10 @@ def all_runs() -> None:
     run("gone on", 2, **two, **lm)
     fp8 = {"precision": "fp8", "train__warmup_passes": 1}
     run("fp8", 2, **two, **lm, **fp8)
-    run("guarded", 2, shadow_every=2, **two, **lm, **fp8)
+    if soak:
+        run("guarded", 2, shadow_every=2, **two, **lm, **fp8)
 
 
 if __name__ == "__main__":
-    all_runs()
+    all_runs(soak="soak" in sys.argv[2:])
     (FOLDER / "told.json").write_text(json.dumps(told))

@@ -17,6 +17,10 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
 
 MEGATRON = tuple(
     f"megatron.core.{name}"
@@ -47,6 +51,12 @@ def run_program(program: Path | str, *arguments: object, imports: tuple[str, ...
         server.stdin.flush()
         code = server.stdout.readline().strip()
         assert code == "0", f"{words} ended with {code}: {said.read()[-4000:]}"
+
+
+def word_for_soak(request: "pytest.FixtureRequest") -> list[str]:
+    """`soak`, for a program that makes what the tests of a file need, if any that are asked for have this mark."""
+    of_file = [item for item in request.session.items if item.path == request.path]
+    return ["soak"] if any(item.get_closest_marker("soak") for item in of_file) else []
 
 
 @cache

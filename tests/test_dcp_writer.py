@@ -172,7 +172,7 @@ def in_pairs(rows: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def test_rotary_pairs_are_moved_there_and_back() -> None:
-    shape = from_hf_config(pico.make("llama-3").config.to_dict())
+    shape = from_hf_config(pico.config("llama-3"))
     whole, pairs = torch.arange(shape.qkv_size * 2).reshape(-1, 2), RotaryPairs(QKV)
     query, key, value = pairs.split(whole, shape)
     plain = QKV.split(whole, shape)

@@ -206,7 +206,7 @@ def test_norms_that_were_wide_in_megatron_alone_are_not_told_as_rounded(tmp_path
 
 
 def test_a_config_of_layers_that_are_not_known_is_refused_by_name() -> None:
-    config = pico.make("qwen3-5").config.to_dict()
+    config = pico.config("qwen3-5")
     with pytest.raises(UnknownArchitecture, match="layers of type 'mamba'"):
         from_hf_config(config | {"layer_types": ["mamba"] * 4})
     with pytest.raises(DamagedCheckpoint, match="16 value heads for 3 key heads"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from in_memory import to_megatron
-from programs import run_program
+from programs import run_program, word_for_soak
 from torch import Tensor
 
 from precisionctl.checkpoints.chunks import read_tensor
@@ -30,8 +30,7 @@ first_model = pytest.mark.parametrize("model", ["source", pytest.param("moe", ma
 @pytest.fixture(scope="module")
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    soak = any(item.get_closest_marker("soak") for item in request.session.items if item.path == request.path)
-    run_program(Path(__file__).with_name("many_ranks.py"), folder, *["soak"] * soak)
+    run_program(Path(__file__).with_name("many_ranks.py"), folder, *word_for_soak(request))
     return folder
 
 

@@ -92,7 +92,7 @@ def test_names_that_only_megatron_bridge_has_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ALL)
 def test_a_config_that_is_written_is_read_as_the_same_model(family: str) -> None:
-    model = from_hf_config(pico.make(family).config.to_dict())
+    model = from_hf_config(pico.config(family))
     assert from_hf_config(to_hf_config(model, "bfloat16")) == model
 
 
@@ -166,7 +166,7 @@ UNTOLD = {
 
 @pytest.mark.parametrize("family", [f for f in ALL if not otherwise_in_megatron(pico.shape(f))])
 def test_megatrons_arguments_describe_the_model_and_its_family(family: str) -> None:
-    model = from_hf_config(pico.make(family).config.to_dict()).padded(1)
+    model = from_hf_config(pico.config(family)).padded(1)
     found = from_megatron_args(to_megatron_args(model), model.padded_vocab_size, "args")
     assert found == dataclasses.replace(model, **UNTOLD.get(family, {}))
 
@@ -181,7 +181,7 @@ JUNK = st.sampled_from(
 )
 """What a stranger's file may have where a size, a switch or a table should be."""
 
-CONFIGS = {family: pico.make(family).config.to_dict() for family in ALL}
+CONFIGS = {family: pico.config(family) for family in ALL}
 OLDER_KEYS = (
     *("rope_scaling", "rope_theta", "rope_local_base_freq", "rotary_pct", "rotary_emb_base", "rotary_dim"),
     *("partial_rotary_factor", "original_max_position_embeddings", "sliding_window_pattern", "n_inner"),

@@ -14,7 +14,7 @@ from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 
 
 def config(family: str, **changes: Any) -> dict[str, Any]:
-    return pico.make(family).config.to_dict() | changes
+    return pico.config(family) | changes
 
 
 def test_trinity_without_a_window_has_no_layers_in_one() -> None:

@@ -54,7 +54,7 @@ def test_ragged_edges_belong_to_the_last_scales(tmp_path: Path, rows: int, colum
     stored = load_file(file) | {name: codes, f"{name}_scale_inv": grid}
     save_file(stored, file, metadata={"format": "pt"})
     reader = HuggingFaceReader(tmp_path)
-    expected = torch.from_numpy(fp8_directories.slowly_decoded(codes, grid.numpy(), (128, 128)))
+    expected = torch.from_numpy(fp8_directories.decoded(codes, grid.numpy(), (128, 128)))
     assert torch.equal(decoded(reader, name), expected)
     for row, count in ((0, 1), (rows // 2, rows - rows // 2), (rows - 1, 1)):  # any run of rows, as a worker reads them
         part = reader.encodings[name].decode_rows(read_rows(reader, name, row, count), row)
@@ -70,7 +70,7 @@ def test_transformers_gets_ragged_blocks_wrong_which_is_why_it_is_no_judge_of_th
     with pytest.raises(ValueError, match="not divisible"):
         theirs._dequantize_one(fp8_directories.random_codes((576, 128), generator, torch.float8_e4m3fn), grid)
     codes = fp8_directories.random_codes((192, 128), generator, torch.float8_e4m3fn)
-    expected = fp8_directories.slowly_decoded(codes, grid[:2].numpy(), (128, 128))
+    expected = fp8_directories.decoded(codes, grid[:2].numpy(), (128, 128))
     assert not np.array_equal(theirs._dequantize_one(codes, grid[:2], torch.float32).numpy(), expected)
 
 

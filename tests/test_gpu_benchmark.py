@@ -165,6 +165,7 @@ def test_a_recipe_that_the_machine_refuses_is_told_and_the_others_are_measured(
     assert told == "- speed, mxfp8: MXFP8 wants compute capability 10.0. Choose another scaling."
 
 
+@pytest.mark.soak
 def test_gemms_are_measured_on_a_cpu_too() -> None:
     rows = measured(products)
     found = {(row["by"], "error" in row) for row in rows if "by" in row}
@@ -180,6 +181,7 @@ def test_the_emulation_is_itself_to_the_bit() -> None:
     assert replayed["equal"] > 100
 
 
+@pytest.mark.soak
 def test_a_step_is_profiled_by_kinds_of_kernels() -> None:
     for row in (row for row in measured(profile) if "profile" in row):
         assert row["ms"]["GEMM"] > 0

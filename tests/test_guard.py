@@ -227,7 +227,9 @@ IN_FP8 = {
 }
 
 
-@pytest.mark.parametrize("way", SWITCHED)
+@pytest.mark.parametrize(
+    "way", ["guard", *(pytest.param(way, marks=pytest.mark.soak) for way in ("schedule", "mxfp8"))]
+)
 def test_a_run_that_switches_and_is_killed_decides_and_ends_the_same(place: Path, tmp_path: Path, way: str) -> None:
     whole = watched(place, tmp_path / "whole", train__steps=8, train__save_every=2, **SWITCHED[way])
     run(whole)

@@ -59,7 +59,7 @@ def published(folder: Path, family: str = "nemotron-h") -> dict[str, Tensor]:
 
 
 def predicting() -> ModelShape:
-    return from_hf_config(pico.make("nemotron-h").config.to_dict() | {"num_nextn_predict_layers": 1})
+    return from_hf_config(pico.config("nemotron-h") | {"num_nextn_predict_layers": 1})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

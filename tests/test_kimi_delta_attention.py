@@ -320,7 +320,7 @@ def test_a_published_config_describes_what_transformers_makes_of_it(config: dict
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
-    return pico.make(family).config.to_dict() | changes
+    return pico.config(family) | changes
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,9 @@ def same(a: Reader, b: Reader) -> None:
 
 
 @pytest.mark.parametrize("sizes", DENSE, ids=str)
-@pytest.mark.parametrize("family", ["llama-3", "llama-tied", "llama-all-biases"])
+@pytest.mark.parametrize(
+    "family", ["llama-tied", *(pytest.param(f"llama-{one}", marks=pytest.mark.soak) for one in ("3", "all-biases"))]
+)
 def test_what_is_written_for_any_sizes_is_read_as_it_was(tmp_path: Path, family: str, sizes: Parallelism) -> None:
     source = model(tmp_path, family)
     write(source, tmp_path / "release", sizes, companions=source.companions)
@@ -80,7 +82,7 @@ def test_what_is_written_for_any_sizes_is_read_as_it_was(tmp_path: Path, family:
     assert reader.iteration is None
 
 
-@pytest.mark.parametrize("family", pico.representing(pico.rows))
+@pytest.mark.parametrize("family", pico.representing(pico.block_kinds))
 def test_every_family_is_cut_and_put_together_again(tmp_path: Path, family: str) -> None:
     pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
     hf = HuggingFaceReader(tmp_path / "hf")

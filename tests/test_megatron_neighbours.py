@@ -14,11 +14,10 @@ import torch.distributed.checkpoint
 import yaml
 from conversions import assert_same_tensors, run
 from dist_checkpoints import MODEL, NAMES, specs, values, write
-from pico import FAMILIES, make
+from pico import FAMILIES
 from torch.distributed.checkpoint import FileSystemWriter
 from trained_models import config_of, moments, save, states, trained
 
-from precisionctl.architectures.families import from_hf_config
 from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.chunks import read_tensor
@@ -40,11 +39,11 @@ OF_PROVIDER = {
 RUN = {"params_dtype": DType.bfloat16, "bf16": True, "fp16": False}
 
 
-DESCRIBED = [family for family in FAMILIES if describes(from_hf_config(make(family).config.to_dict()))]
+DESCRIBED = [family for family in FAMILIES if describes(pico.shape(family))]
 
 
 def args_of(family: str) -> dict[str, Any]:
-    return to_megatron_args(from_hf_config(make(family).config.to_dict()).padded(1)) | RUN
+    return to_megatron_args(pico.shape(family).padded(1)) | RUN
 
 
 @pytest.mark.parametrize("family", DESCRIBED)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
-from pico import representing, shape, switches
+from pico import block_kinds, representing, shape
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -95,18 +95,24 @@ def saved(model: ModelShape, made: Recipe, length: int) -> int:
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8-delayed"])
-@pytest.mark.parametrize("family", representing(switches))
+@pytest.mark.parametrize("family", representing(block_kinds))
 def test_activations_are_what_autograd_keeps(family: str, name: str) -> None:
     assert_kept(family, name)
 
 
-@pytest.mark.parametrize("family", representing(switches))
+@pytest.mark.parametrize("family", representing(block_kinds))
 @pytest.mark.usefixtures("with_kernels")
 def test_activations_are_what_autograd_keeps_beside_kernels(family: str) -> None:
     assert_kept(family, "bf16", kernels=True)
 
 
-@pytest.mark.parametrize(("family", "rows"), [("mistral", 1), ("gemma2", 1), ("gemma3", 2), ("gpt-oss", 2)])
+@pytest.mark.parametrize(
+    ("family", "rows"),
+    [
+        ("gemma3", 2),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in (("mistral", 1), ("gemma2", 1), ("gpt-oss", 2))),
+    ],
+)
 def test_masks_of_windows_and_caps_are_counted_and_shared_by_the_rows_of_a_pass(family: str, rows: int) -> None:
     """They are most of what long rows keep of a small model."""
     model, made = shape(family), recipe(train__micro_batch_size=rows)
@@ -191,10 +197,10 @@ LONG = {"data__sequence_length": 256, "train__micro_batch_size": 4, "train__batc
     ("family", "keys"),
     [
         ("llama-2", {}),
-        ("llama-2", {"train__batch_size": 1}),
         ("llama-2", {"optimizer__preset": "fp8-lm"}),
         ("llama-2", {**LONG, "train__recompute": "layer"}),
         ("mixtral", LONG),
+        pytest.param("llama-2", {"train__batch_size": 1}, marks=pytest.mark.soak),
         pytest.param("llama-2", LONG, marks=pytest.mark.soak),
         pytest.param("gemma4-small", {**LONG, "train__recompute": "layer"}, marks=pytest.mark.soak),
     ],

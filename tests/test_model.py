@@ -303,12 +303,12 @@ def test_numbers_that_make_no_angles_are_refused(changes: dict[str, Any]) -> Non
 def test_groups_that_a_router_cannot_choose_from_are_refused(changes: dict[str, int]) -> None:
     """Of 8 experts: more groups than there are, the two best of groups of one, four experts of a group of two."""
     with pytest.raises(DamagedCheckpoint, match="experts of .* groups"):
-        from_hf_config(pico.make("deepseek-v3").config.to_dict() | changes)
+        from_hf_config(pico.config("deepseek-v3") | changes)
 
 
 def test_granites_logits_are_divided() -> None:
     """A product with the reciprocal differs in the last bit, in FP32, and 49 did not come back."""
-    model = from_hf_config(pico.make("granite", logits_scaling=49.0).config.to_dict())
+    model = from_hf_config(pico.config("granite", logits_scaling=49.0))
     gpt = GPT(model, BF16, dtype=torch.float32)
     hidden = torch.randn(50, model.hidden_size, generator=torch.Generator().manual_seed(1))
     assert torch.equal(gpt.logits(hidden), hidden @ gpt.output_weight.T / 49)
@@ -317,7 +317,7 @@ def test_granites_logits_are_divided() -> None:
 
 def test_a_bias_of_a_tied_output_layer_is_not_computed() -> None:
     """transformers adds it; Megatron's output layer is not there."""
-    model = from_hf_config(pico.make("phi", tie_word_embeddings=True).config.to_dict())
+    model = from_hf_config(pico.config("phi", tie_word_embeddings=True))
     with pytest.raises(UnknownArchitecture, match="not computed here with output_bias=True"):
         GPT(model, BF16)
 

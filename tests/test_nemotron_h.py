@@ -113,19 +113,19 @@ def test_it_is_exported(source: Path, tmp_path: Path, scheme: str) -> None:
 )
 def test_what_the_table_does_not_say_is_refused_by_name(key: str, value: object) -> None:
     with pytest.raises(UnknownArchitecture, match=key):
-        from_hf_config(pico.make("nemotron-h").config.to_dict() | {key: value})
+        from_hf_config(pico.config("nemotron-h") | {key: value})
 
 
 @pytest.mark.parametrize("end", [float("inf"), {"__float__": "Infinity"}, 1e308])
 def test_a_limit_that_no_step_reaches_is_none(end: object) -> None:
     """Nemotron 3 Super has infinity, transformers writes it as an object, and Nemotron 3 Ultra has 1e308."""
-    config = pico.make("nemotron-h").config.to_dict()
+    config = pico.config("nemotron-h")
     assert from_hf_config(config | {"time_step_limit": [0.0, end]}) == from_hf_config(config)
 
 
 def test_another_word_for_its_layers_must_not_say_otherwise() -> None:
     """transformers goes by the word, if it stands below the key."""
-    config = pico.make("nemotron-h").config.to_dict()
+    config = pico.config("nemotron-h")
     blocks = config["layers_block_type"]
     assert from_hf_config(config | {"layer_types": blocks}) == from_hf_config(config)
     assert AutoConfig.for_model(**config | {"layer_types": blocks[::-1]}).layers_block_type == blocks[::-1]

@@ -9,7 +9,6 @@ import pico
 import pytest
 import torch
 from trained_models import RATE, moments, train
-from transformers import Trainer
 
 from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.chunks import read_tensor
@@ -73,6 +72,8 @@ OTHERS = (
 
 def groups(model: Any) -> list[dict[str, Any]]:
     """As Hugging Face's Trainer makes them."""
+    from transformers import Trainer  # which takes seconds
+
     decayed = set(Trainer.get_decay_parameter_names(None, model))
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     return [

@@ -68,8 +68,7 @@ def gradients(model: GPT, batch: Batch) -> tuple[float, dict[str, Tensor]]:
 
 def kinds(case: str) -> set[str]:
     """What a text's tokens read of others, and where they stand."""
-    told = pico.switches(CASES[case][0]) if case in pico.FAMILIES else {case}
-    return pico.mixers(CASES[case][0]) | told
+    return pico.block_kinds(CASES[case][0]) | (set() if case in pico.FAMILIES else {case})
 
 
 @pytest.mark.parametrize("case", pico.representing(kinds, CASES))

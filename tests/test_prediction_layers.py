@@ -188,7 +188,7 @@ def test_a_copy_of_the_head_that_no_source_of_hy3_has_is_not_dropped(tmp_path: P
 
 @pytest.mark.parametrize("said", [0, 2, 3, True, "1"])
 def test_dense_layers_of_hy3_that_transformers_does_not_heed_are_refused(said: object) -> None:
-    config = pico.make("hy-v3").config.to_dict()
+    config = pico.config("hy-v3")
     assert from_hf_config(config | {"first_k_dense_replace": 1, "expert_hidden_dim": 32}).moe
     with pytest.raises(DamagedCheckpoint, match="first_k_dense_replace"):
         from_hf_config(config | {"first_k_dense_replace": said})
@@ -197,21 +197,21 @@ def test_dense_layers_of_hy3_that_transformers_does_not_heed_are_refused(said: o
 
 
 def test_more_than_the_one_layer_that_exaone_has_is_refused() -> None:
-    config = pico.make("exaone-moe").config.to_dict()
+    config = pico.config("exaone-moe")
     with pytest.raises(UnknownArchitecture, match="num_nextn_predict_layers=2"):
         from_hf_config(config | {"num_nextn_predict_layers": 2})
 
 
 @pytest.mark.parametrize("key", ["swiglu_limits", "sliding_windows"])
 def test_what_transformers_does_not_compute_of_exaones_settings_is_refused(key: str) -> None:
-    config = pico.make("exaone-moe").config.to_dict()
+    config = pico.config("exaone-moe")
     assert from_hf_config(config | {key: None}) == from_hf_config(config)
     with pytest.raises(UnknownArchitecture, match=f"{key}="):
         from_hf_config(config | {key: [4.0] * 4})
 
 
 def test_mellum_says_what_its_prediction_layer_is_made_of() -> None:
-    told = pico.make("mellum").config.to_dict()
+    told = pico.config("mellum")
     config = {key: value for key, value in told.items() if key != "num_nextn_predict_layers"} | {"num_mtp_layers": 1}
     model = from_hf_config(config | {"mtp_mlp_layer_types": ["dense"]})
     assert model.mtp_dense and from_hf_config(to_hf_config(model, "bfloat16")) == model

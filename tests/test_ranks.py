@@ -57,7 +57,11 @@ def convert(source: Path, destination: Path) -> list[str]:
     return ["convert", str(source), str(destination), "--to", "hf", "--max-shard-size", str(SHARD), "--verify"]
 
 
-@pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")], ids=str)
+@pytest.mark.parametrize(
+    "names",
+    [("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), pytest.param(("RANK", "WORLD_SIZE"), marks=pytest.mark.soak)],
+    ids=str,
+)
 def test_two_ranks_write_the_bytes_of_one(tmp_path: Path, megatron: Path, names: tuple[str, str]) -> None:
     alone = finish([CommandProcess(convert(megatron, tmp_path / "alone"), dict(os.environ))])
     assert alone[0][0] == 0, alone
@@ -195,7 +199,7 @@ worker.write_rows = die
     assert [code for code, _, _ in ends] == [0, 0], ends
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_rank_that_is_killed_is_noticed_by_the_one_that_waits(tmp_path: Path, megatron: Path, killed: int) -> None:
     impatient = "from precisionctl.conversion import ranks\nranks._BEAT, ranks._SILENCE = 0.2, 8.0\n"
     dies = """

@@ -133,6 +133,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "reports_late", lambda run: run.guard is None)
 
 
+@pytest.mark.soak
 def test_a_run_that_is_told_of_late_skips_is_killed_and_ends_as_one_that_is_told_of_at_once(
     place: Path, tmp_path: Path, broken: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,13 +66,16 @@ def replaced(value: Any, at: Place, new: Any) -> Any:
     return changed
 
 
-def check(value: Any, kinds: list[Any], write: Callable[[Any], object], read: Callable[[], object]) -> None:
-    """Read what is written with any place replaced by any of these kinds."""
+def check(
+    value: Any, kinds: list[Any], write: Callable[[Any], object], read: Callable[[], object], third: int | None = None
+) -> None:
+    """Read what is written with any place replaced by any of these kinds, or by one of three thirds of them, which
+    are dealt out to the places in turn."""
     write(value)
     read()
     refused = 0
-    for at in places(value):
-        for new in kinds:
+    for number, at in enumerate(places(value)):
+        for new in kinds if third is None else kinds[(number + third) % 3 :: 3]:
             write(replaced(value, at, new))
             try:
                 read()
@@ -89,13 +92,18 @@ def plan_of(path: Path) -> None:
     make_plan(reader, "hf" if reader.layout == "megatron" else "megatron")
 
 
+a_third = pytest.mark.parametrize("third", [0, *(pytest.param(third, marks=pytest.mark.soak) for third in (1, 2))])
+
+
+@a_third
 @pytest.mark.parametrize(
     "family", ["deepseek-v3", *(pytest.param(name, marks=pytest.mark.soak) for name in ("llama-3", "gpt-oss"))]
 )
-def test_a_config(tmp_path: Path, family: str) -> None:
+def test_a_config(tmp_path: Path, family: str, third: int) -> None:
     config = pico.save(tmp_path, family, dtype=torch.bfloat16).config.to_dict()
     kept = {key: value for key, value in config.items() if value is not None}
-    check(kept, IN_JSON, lambda v: (tmp_path / "config.json").write_text(json.dumps(v)), lambda: plan_of(tmp_path))
+    file = tmp_path / "config.json"
+    check(kept, IN_JSON, lambda v: file.write_text(json.dumps(v)), lambda: plan_of(tmp_path), third)
 
 
 def test_a_config_of_nemo(tmp_path: Path) -> None:
@@ -245,15 +253,17 @@ def test_a_sidecar(tmp_path: Path) -> None:
     check(said, IN_JSON, lambda v: save_file(state, path, {"precisionctl": json.dumps(v)}), lambda: sidecar.read(path))
 
 
-def test_a_runs_common_data(tmp_path: Path) -> None:
+@a_third
+def test_a_runs_common_data(tmp_path: Path, third: int) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     execute(plan_command(Request(tmp_path / "hf", tmp_path / "dist", "megatron")), workers=1)
     common = tmp_path / "dist" / "release" / "common.pt"
     saved = torch.load(common, weights_only=False)
-    check(saved, IN_PICKLES, lambda v: torch.save(v, common), lambda: plan_of(tmp_path / "dist"))
+    check(saved, IN_PICKLES, lambda v: torch.save(v, common), lambda: plan_of(tmp_path / "dist"), third)
 
 
-def test_what_a_rank_saved(tmp_path: Path) -> None:
+@a_third
+def test_what_a_rank_saved(tmp_path: Path, third: int) -> None:
     args = {**ARGS, "num_layers": 1, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     shapes = {**SHAPES, "self_attention.linear_qkv.weight": (24, 8), "mlp.linear_fc1.weight": (32, 8)}
     shapes |= {"self_attention.linear_proj.weight": (8, 8), "mlp.linear_fc2.weight": (8, 16)}
@@ -284,7 +294,7 @@ def test_what_a_rank_saved(tmp_path: Path) -> None:
         _ = reader.optimizer_specs, reader.fp8, reader.common, reader.iteration
         plan_command(Request(tmp_path, tmp_path.parent / "nowhere", "megatron"))
 
-    check(rest, IN_PICKLES, write, read)
+    check(rest, IN_PICKLES, write, read, third)
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.soak)])

@@ -70,13 +70,13 @@ def test_keys_of_one_hash_in_yaml() -> None:
 
 @pytest.mark.parametrize(("family", "key"), [("llama4", "moe_layers"), ("qwen3-moe", "mlp_only_layers")])
 def test_layers_of_one_hash(family: str, key: str) -> None:
-    config = pico.make(family).config.to_dict() | {key: [number * MODULUS for number in range(60_000)]}
+    config = pico.config(family) | {key: [number * MODULUS for number in range(60_000)]}
     with soon(), pytest.raises(DamagedCheckpoint, match=f"{key} is .* not a list of layers"):
         from_hf_config(config, "here")
 
 
 def test_a_pattern_of_more_layers_than_there_may_be() -> None:
-    config = pico.make("nemotron-h").config.to_dict()
+    config = pico.config("nemotron-h")
     config.pop("layers_block_type", None)
     config |= {"hybrid_override_pattern": "ME" * 5000}
     with pytest.raises(DamagedCheckpoint, match="hybrid_override_pattern is"):
