@@ -185,30 +185,36 @@ class ServingLayout:
         return f"{cut}; with --expert-parallel experts are not cut" if cut and not whole else cut
 
     def _refusal_of_share(self, name: str, spec: TensorSpec, block: Block, ragged: Ragged, aligned: bool) -> str | None:
-        cut, here = self._cut(name) or WHOLE, f" on each of {self.ranks} GPUs" if self.ranks > 1 else ""
+        cut = self._cut(name) or WHOLE
         outputs, inputs = (spec.columns, spec.rows) if cut.transposed else (spec.rows, spec.columns)
         parts, columns = cut.share(outputs, inputs, self.ranks)
-        shape = f"{[columns, sum(parts)] if cut.transposed else [sum(parts), columns]}{here}"
         if 0 in (columns, *parts):
             return f"shape {list(spec.shape)} cannot be cut for {self.ranks} GPUs"
-        aligned &= spec.codes_name != "INT8"
-        if aligned and any(size % GEMM_ALIGNMENT for size in (sum(parts), columns)):
-            return f"shape {shape}, of which FP8 GEMMs need multiples of {GEMM_ALIGNMENT}"
         high, wide = block
-        if cut.by_row and self.ranks > 1 and not (high == 1 and spec.codes_name in ("FP8", "INT8")):
-            return f"shape {shape}, of rows that are found only in codes of one byte with a scale for each row"
-        if high is None or wide is None:  # no scale is cut with the inputs
+        split = self.ranks > 1
+        if aligned and spec.codes_name != "INT8" and any(size % GEMM_ALIGNMENT for size in (sum(parts), columns)):
+            misfit = f"of which FP8 GEMMs need multiples of {GEMM_ALIGNMENT}"
+        elif cut.by_row and split and not (high == 1 and spec.codes_name in ("FP8", "INT8")):
+            misfit = "of rows that are found only in codes of one byte with a scale for each row"
+        elif high is None or wide is None:  # no scale is cut with the inputs
             return None
-        if columns % wide:
-            return f"shape {shape}, whose inputs are not a multiple of {wide}"
+        elif columns % wide:
+            misfit = f"whose inputs are not a multiple of {wide}"
+        elif self._ends_blocks(name, parts, high, ragged, split=split and cut.along == "outputs"):
+            return None
+        else:
+            misfit = f"whose outputs are not a multiple of {high}"
+        shape = [columns, sum(parts)] if cut.transposed else [sum(parts), columns]
+        return f"shape {shape}{f' on each of {self.ranks} GPUs' if split else ''}, {misfit}"
+
+    def _ends_blocks(self, name: str, parts: list[int], high: int, ragged: Ragged, *, split: bool) -> bool:
+        """Whether blocks of `high` rows end with each part of a weight's outputs, or may be ragged there. `split`: GPUs
+        divide the outputs."""
         if ragged == "never":  # it computes what is stored as one as one linear
             parts = [sum(parts)]
-        split = cut.along == "outputs" and self.ranks > 1
-        if any(rows % high for rows in parts) and (
-            split or not self._may_be_ragged(name.removesuffix(".weight"), parts, ragged)
-        ):
-            return f"shape {shape}, whose outputs are not a multiple of {high}"
-        return None
+        if not any(rows % high for rows in parts):
+            return True
+        return not split and self._may_be_ragged(name.removesuffix(".weight"), parts, ragged)
 
     def _may_be_ragged(self, module: str, parts: list[int], ragged: Ragged) -> bool:
         group = _group(module) or (module,)
