@@ -7,7 +7,7 @@ recipe's defaults are TE's, where Megatron's differ (a history of 1 and `most_re
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from precisionctl.errors import RecipeError
 
@@ -25,8 +25,13 @@ class Flag:
 
     @property
     def parameter(self) -> str:
-        """Its name as a Python parameter, which is also Megatron's argument."""
+        """Its name as a Python parameter."""
         return self.name.removeprefix("--").replace("-", "_")
+
+    @property
+    def argument(self) -> str:
+        """Its name among the arguments that Megatron stores."""
+        return {"fp8_format": "fp8"}.get(self.parameter, self.parameter)
 
 
 FIRST_LAST = Flag("--first-last-layers-bf16", ())
@@ -72,6 +77,36 @@ def as_overrides(given: Mapping[str, object], first_last: bool) -> tuple[str, ..
     return tuple(
         f"{key}={known[name].words.get(str(value), value)}" for name, value in given.items() for key in known[name].keys
     )
+
+
+def keys_of(args: Mapping[str, Any]) -> Mapping[str, object]:
+    """The recipe keys that the arguments in a Megatron checkpoint set, as far as its scaling uses them. Empty if the
+    run was not in FP8, or has a value that no key has (the recipe `custom`)."""
+    if args.get("fp8") is None:
+        return {}
+    keys: dict[str, object] = {}
+    for flag in FLAGS:
+        value = args.get(flag.argument)
+        if value is None or (flag in LAYERS and args.get(FIRST_LAST.parameter) is not True):
+            continue
+        if flag.words:
+            value = flag.words.get(value) if isinstance(value, str) else None
+        elif not (type(value) is int and abs(value) < 1 << 63):
+            value = None
+        if value is None:
+            return {}
+        keys |= dict.fromkeys(flag.keys, value)
+    unused = _UNUSED[str(keys.get("precision.scaling", "delayed"))]
+    return {key: value for key, value in keys.items() if not key.startswith(unused)}
+
+
+_UNUSED: Mapping[str, tuple[str, ...]] = {
+    "delayed": ("precision.block.",),
+    "current": ("precision.block.", "precision.delayed.margin", "precision.delayed.amax_"),
+    "block": ("precision.delayed.",),
+    "mxfp8": ("precision.delayed.",),
+}
+"""How keys begin that a scaling does not use."""
 
 
 def stateless_words(precision: "Precision") -> Mapping[str, object]:

@@ -71,7 +71,11 @@ backend_option = click.option(
     type=NEW_PATH,
     help="Folder of the run. A run that is already there continues. Default: CHECKPOINT's name with -bf16 or -fp8.",
 )
-@click.option("--recipe", type=RecipeName(), help="A bundled name or a TOML file. Default: bf16 or fp8-delayed.")
+@click.option(
+    "--recipe",
+    type=RecipeName(),
+    help="A bundled name or a TOML file. Default: bf16, or fp8-delayed with the FP8 settings of the run before.",
+)
 @click.option(
     "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key of the recipe. Can be repeated."
 )

@@ -27,12 +27,14 @@ class KnownState:
 
     `usable` are the state of the user's file and the checkpoint's own, if it was recorded with its weights; each role
     is taken from the first that recorded it. `outdated` is the checkpoint's own state if it was recorded with other
-    weights. `notes` say what was replaced. `weights_digest` is that of the checkpoint's weights, taken if there is
-    any state.
+    weights. `recorded` is the usable state of GEMMs under the recipe that it was recorded with: the checkpoint's own,
+    else the file's. `notes` say what was replaced. `weights_digest` is that of the checkpoint's weights, taken if there
+    is any state.
     """
 
     usable: tuple[Fp8States, ...] = ()
     outdated: Fp8States | None = None
+    recorded: Fp8States | None = None
     notes: tuple[str, ...] = ()
     weights_digest: str | None = None
 
@@ -73,11 +75,12 @@ def known_state(
     if given and given.of_weights is None:  # the user says whose it is
         given = replace(given, of_weights=digest)
     usable = [states for states in (given, current) if states]
+    recorded = next((states for states in reversed(usable) if states.of_gemms), None)
     if usable:  # the checkpoint's own recipe, if its state is usable, with histories long enough for all rows
         rows = max(each.recipe.amax_history_len for each in usable)
         new = recipe or replace(usable[-1].recipe, amax_history_len=rows)
         usable = [replace(each, recipe=new, modules=under_recipe(new, each)) for each in usable]
-    return KnownState(tuple(usable), own if current is None else None, notes, digest)
+    return KnownState(tuple(usable), own if current is None else None, recorded, notes, digest)
 
 
 def is_of_weights(states: Fp8States, digest: str, reader: Reader) -> bool:

@@ -57,7 +57,8 @@ class DelayedScaling:
     def __post_init__(self) -> None:
         for name, accepted in _ACCEPTED.items():
             if not accepted(value := getattr(self, name)):
-                shown = repr(value)[:40] if isinstance(value, str | float | int) else f"a {type(value).__name__}"
+                short = isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 1 << 63)
+                shown = repr(value)[:40] if short else f"a {type(value).__name__}"
                 raise RecipeError(f"delayed scaling cannot have {shown} as its {name}")
 
     def dtype(self, role: Role) -> torch.dtype:
@@ -238,6 +239,11 @@ class Fp8States:
     statistics: Mapping[str, Mapping[Role, Statistics]] = field(default_factory=dict)
     of_weights: str | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def of_gemms(self) -> bool:
+        """Whether there is state of a GEMM, and not of attention alone."""
+        return any(state.of_gemm for state in self.modules.values())
 
     @property
     def has_router_weights(self) -> bool:

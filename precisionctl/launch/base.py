@@ -24,6 +24,7 @@ from precisionctl.planning.make_plan import stored_model
 from precisionctl.precision import Precision
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.saved.run_folder import recipe_of_run
+from precisionctl.trainer.saved.run_precision import precision_of_run
 from precisionctl.untrusted.safe_files import check_link
 
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
@@ -143,7 +144,7 @@ class LaunchSource:
         `_extra_state` payloads, in a Hugging Face directory that of the sidecar. None if there is no such state, or if
         Transformer Engine refuses to load its pickles."""
         states = self.reader.fp8
-        if states is None or not any(one.of_gemm for one in states.modules.values()):
+        if states is None or not states.of_gemms:
             return None
         if of_megatron(self.reader) and not self._refused:
             return None
@@ -156,10 +157,10 @@ class LaunchSource:
 
     @property
     def stateless(self) -> Precision | None:
-        """The precision of the run of `resume` that wrote the checkpoint, if that is FP8 under a recipe without state
-        (current, block or MXFP8 scaling); None otherwise."""
-        precision = self.recipe.precision if self.recipe else None
-        return precision if precision and precision.fp8 and not precision.keeps_state else None
+        """The precision of the run that wrote the checkpoint, if that is FP8 under a recipe without state (current,
+        block or MXFP8 scaling), as run.json or Megatron's arguments say; None otherwise."""
+        run = precision_of_run(self.reader)
+        return run.precision if run and not run.precision.keeps_state else None
 
     @cached_property
     def _refused(self) -> int:

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import GenericAlias
+from types import GenericAlias, MappingProxyType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from precisionctl.errors import NEAR, RecipeError, most_alike, nearest, nearest_path
@@ -18,14 +18,19 @@ TomlTable = dict[str, Any]
 Section = TypeVar("Section")
 
 
-def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+def load_recipe(
+    name: str | Path, overrides: Iterable[str] = (), known: Mapping[str, Any] = MappingProxyType({})
+) -> Recipe:
     """Load a TOML file, or else the bundled recipe of that name, and apply `key=value` overrides. A file may name a
-    `base`, a file beside it or a bundled recipe, for all keys that it does not have.
+    `base`, a file beside it or a bundled recipe, for all keys that it does not have. `known` are values by full key
+    (`precision.scaling`) that count before the file's, and after the overrides.
 
     Raises RecipeError for a file that is not there, invalid TOML, an unknown key or a value of the wrong type.
     """
     file = find_recipe(name)
     table = _read(file)
+    for key, value in known.items():
+        _set(table, key, value, str(file))
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()

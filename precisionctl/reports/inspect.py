@@ -18,6 +18,7 @@ from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.towers import tower_names
 from precisionctl.checkpoints.trainer_directory import says_its_model
 from precisionctl.checkpoints.trainer_run import of_trainer
+from precisionctl.codes.statistics import NAMES
 from precisionctl.conversion.known_state import is_of_weights, why_outdated
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.engines.serving import ServingLayout
@@ -32,6 +33,7 @@ from precisionctl.quant_methods.base import CHANNEL
 from precisionctl.reports.table import Table
 from precisionctl.sizes import counted, size
 from precisionctl.torch_when_used import torch
+from precisionctl.trainer.saved.run_precision import precision_of_run
 from precisionctl.untabled_model import UntabledModel
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ def describe(reader: Reader) -> Description:
         "parts": _parts(reader) if model and model.wrapper else None,
         "cut": _cut(reader),
         "precision": f"{stored} with delayed-scaling state" if reader.fp8 else stored,
+        "run": _run(reader),
         "coded": _coded(reader),
         "model": model.described() if model else None,
         "mismatch": _mismatch(reader) if model else None,
@@ -102,6 +105,13 @@ _SIZES = {
     "expert_tensor": ("etp", "expert_tensor_parallel_size"),
 }
 """Fields of a Parallelism: the option of `convert` for each, and Megatron's argument."""
+
+
+def _run(reader: Reader) -> dict[str, Any] | None:
+    """The FP8 precision of the run that wrote the checkpoint: its kind of scaling, the keys of a recipe that are known
+    of it, and what says so. None for a run in BF16, or of which nothing is said."""
+    run = precision_of_run(reader)
+    return {"scaling": run.precision.scaling, "keys": dict(run.keys), "said_by": run.said_by} if run else None
 
 
 def _cut(reader: Reader) -> dict[str, int] | None:
@@ -274,6 +284,7 @@ def summary(description: Description) -> Table:
         *([("split for", _cut_words(cut))] if (cut := description["cut"]) is not None else []),
         ("stored as", ", ".join(f"{dtype} {size(count)}" for dtype, count in description["bytes_by_dtype"].items())),
         ("precision", description["precision"]),
+        *([("trained in", _run_words(run))] if (run := description["run"]) else []),
     ]
     if description["layout"] == "megatron" or description["optimizer"]:
         rows.append(("optimizer", _optimizer_words(description["optimizer"])))
@@ -312,6 +323,10 @@ def _shape_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
         *([("experts", _experts(model["moe"]))] if model["moe"] else []),
         ("vocabulary", f"{model['vocab_size']}" + (f" and {counted(padding, 'row')} of padding" if padding else "")),
     ]
+
+
+def _run_words(run: Description) -> str:
+    return f"FP8 with {NAMES[run['scaling']]} scaling, by {run['said_by']}"
 
 
 def _cut_words(cut: Mapping[str, int]) -> str:

@@ -2,7 +2,7 @@
 begins with it, and `--dry-run` ends here."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from precisionctl.trainer.parallel.world import together
 from precisionctl.trainer.saved import loading, run_folder
 from precisionctl.trainer.saved.balance import balance_notes, balance_of
 from precisionctl.trainer.saved.loading import Load, StatePart
+from precisionctl.trainer.saved.run_precision import precision_to_continue
 from precisionctl.trainer.settings import Settings, check_length, read_recipe
 
 
@@ -34,7 +35,7 @@ from precisionctl.trainer.settings import Settings, check_length, read_recipe
 class RunPlan:
     """A run without its data. `load` and `skipped` say what is loaded from the `source`, and `plan` how its tensors
     become the model's. `schedule` is the source's if the run continues it, `known` the FP8 state to start from, and
-    `balance` what keeps the loads of experts even."""
+    `balance` what keeps the loads of experts even. `precision_notes` say which settings of FP8 are the source's."""
 
     settings: Settings
     recipe: Recipe
@@ -47,6 +48,7 @@ class RunPlan:
     backend: BackendName
     known: KnownState
     balance: Balance
+    precision_notes: tuple[str, ...]
 
     @property
     def model(self) -> ModelShape:
@@ -63,6 +65,8 @@ class RunPlan:
         said only where the run begins: later it is in the run's own folder."""
         parts = (self.recipe, self.schedule, self.source, self.skipped, self.settings.overrides)
         begins = not run_folder.steps_of(self.out)
+        if begins:
+            yield from self.precision_notes
         yield from loading.rate_notes(*parts, begun, begins=begins)
         if begins:
             yield from loading.loading_notes(self.recipe, self.source, self.skipped)
@@ -115,15 +119,36 @@ def plan_run(settings: Settings, recipe: Recipe, ranks: int, engine: TrainingEng
     load, skipped = loading.what_to_load(source, settings.load, settings.skip)
     schedule = loading.schedule_of(source, skipped, settings.overrides)
     plan = make_plan(source, "megatron")
+    known = known_state(source, plan.gemms, settings.fp8_state, drop="fp8" in skipped)
+    recipe, notes = _as_before(settings, recipe, source, known)
     backend = choose_backend(settings.backend, recipe.precision)
     check_length(recipe, plan.model)
     if settings.collect_amax:
         check_fp8_gemms(plan, replace(recipe.precision.of_layers(plan.model.num_layers), fp8=True))
-    known = known_state(source, plan.gemms, settings.fp8_state, drop="fp8" in skipped)
     balance = balance_of(source, recipe.router)
-    made = RunPlan(settings, recipe, settings.folder, source, plan, load, skipped, schedule, backend, known, balance)
+    made = RunPlan(
+        settings, recipe, settings.folder, source, plan, load, skipped, schedule, backend, known, balance, notes
+    )
     engine.check(made, ranks)
     return made
+
+
+def _as_before(settings: Settings, recipe: Recipe, source: Reader, known: KnownState) -> tuple[Recipe, tuple[str, ...]]:
+    """The recipe with the FP8 settings of the run that wrote the source, and a note on those that differ. The recipe
+    stays as it is if the user names it, or another scaling than that run's, and if amaxes, which are for delayed
+    scaling, are collected after a run in another. Raises as `read_recipe` and `precision_to_continue`."""
+    if settings.recipe is not None or not (recipe.precision.fp8 or settings.collect_amax):
+        return recipe, ()
+    before = precision_to_continue(source, known, state_given=settings.fp8_state is not None)
+    if before is None or (settings.collect_amax and not before.precision.keeps_state):
+        return recipe, ()
+    made = read_recipe(settings, before.keys)
+    if made.precision.scaling != before.precision.scaling:
+        return recipe, ()
+    plain, taken = (run_folder.flat({"precision": asdict(each.precision)}) for each in (recipe, made))
+    differing = [f"{key} {value}" for key, value in taken.items() if value != plain[key]]
+    said = f"FP8 settings from {before.said_by}: {', '.join(differing)}; --recipe gives others"
+    return made, (said,) if differing else ()
 
 
 GRAPH_ROW = 128

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 from precisionctl.commands.request import StrPath
 from precisionctl.errors import RecipeError
@@ -58,12 +59,13 @@ class Settings:
         return start
 
 
-def read_recipe(settings: Settings) -> Recipe:
-    """The recipe with the command line's overrides; if none is named, the plain one of the precision. Raises
-    RecipeError for settings that contradict each other or the recipe, DataError for data that is not there: both are
-    known before anything large is read."""
+def read_recipe(settings: Settings, known: Mapping[str, Any] = MappingProxyType({})) -> Recipe:
+    """The recipe with the command line's overrides; if none is named, the plain one of the precision. `known` are keys
+    with values that count before the recipe's, and after the command line's. Raises RecipeError for settings that
+    contradict each other or the recipe, DataError for data that is not there: both are known before anything large is
+    read."""
     name = settings.recipe or {"bf16": "bf16", "fp8": "fp8-delayed"}[settings.precision]
-    recipe = load_recipe(name, settings.overrides)
+    recipe = load_recipe(name, settings.overrides, known)
     recipe = replace(recipe, precision=replace(recipe.precision, fp8=settings.precision == "fp8"))
     if settings.shadow_every is not None:
         recipe = replace(recipe, guard=replace(recipe.guard, shadow_every=settings.shadow_every))

@@ -225,8 +225,8 @@ def _counts(sources: Mapping[str, Mapping[Role, Counter[StateOrigin]]]) -> Mappi
 
 def _recipe_notes(state: KnownState, recipe: DelayedScaling) -> Iterator[str]:
     """What a run does otherwise than the one whose state it starts with."""
-    of_runs = (states.recipe for states in state.usable if states.producer not in _PRODUCERS)
-    if other := next((each for each in of_runs if each != recipe), None):
+    recorded = state.recorded
+    if recorded and recorded.producer not in _PRODUCERS and (other := recorded.recipe) != recipe:
         keys = [key for key in vars(recipe) if getattr(other, key) != getattr(recipe, key)]
         theirs, mine = (", ".join(f"{key} {getattr(each, key)}" for key in keys) for each in (other, recipe))
         yield f"the FP8 state is of a run with {theirs}; this recipe has {mine} (--set precision.delayed.KEY=VALUE)"

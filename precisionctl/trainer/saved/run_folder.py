@@ -83,19 +83,19 @@ def identity(source: Reader, data: str, recipe: Recipe, **start: object) -> dict
     state = [source.path / sidecar.RELATIVE] if source.path else []
     files = [file for file in (*source.files, *state) if file.is_file()]
     stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    keys = {key: value for key, value in _flat(asdict(recipe)).items() if key not in _KEYS_NOT_IN_IDENTITY}
-    keys |= _flat({"model": asdict(source.model)})
+    keys = {key: value for key, value in flat(asdict(recipe)).items() if key not in _KEYS_NOT_IN_IDENTITY}
+    keys |= flat({"model": asdict(source.model)})
     if recipe.schedule.kind == "constant" and not recipe.precision.schedule:
         del keys["train.steps"]  # no learning rate and no precision depends on it, so such a run may be extended
     return {"source": hashlib.sha256(json.dumps(stats).encode()).hexdigest(), "data": data, **start, **keys}
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dicts as one, with keys joined by dots."""
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
 
 
 def check_place(out: Path, checkpoint: Path) -> None:

@@ -1,0 +1,66 @@
+"""The FP8 precision of the run that wrote a checkpoint, where the checkpoint says it: a run of ours in its run.json,
+Megatron's in its arguments, and one in delayed scaling in its FP8 state too."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.megatron.arguments import recipe_words
+from precisionctl.checkpoints.megatron.carried_run import of_megatron
+from precisionctl.checkpoints.megatron.keys import RUN_FILE
+from precisionctl.conversion.known_state import KnownState
+from precisionctl.errors import RecipeError
+from precisionctl.megatron_flags import keys_of
+from precisionctl.precision import Precision
+from precisionctl.recipe import recipe_of
+from precisionctl.trainer.saved.run_folder import saved_of
+
+_OF_ONE_RUN = ("precision.fp8", "precision.schedule")
+"""Keys that another run does not take over: a command says the first, the second has shares of the run's own steps."""
+
+
+@dataclass(frozen=True)
+class RunPrecision:
+    """The recipe keys (`precision.scaling`) that are known of an FP8 run, the precision that they make, and what says
+    them."""
+
+    keys: Mapping[str, Any]
+    precision: Precision
+    said_by: str
+
+
+def precision_of_run(reader: Reader) -> RunPrecision | None:
+    """What run.json or Megatron's arguments say. None if neither is there, if the run was in BF16, and for arguments of
+    which no recipe can be made, such as another version of Megatron may have. Raises DamagedCheckpoint and RecipeError
+    for a `run.json` that makes no sense."""
+    if saved := saved_of(reader):
+        keys = {key: value for key, value in saved.identity.items() if key.startswith("precision.")}
+        if not keys.get("precision.fp8"):
+            return None
+        return _made({key: value for key, value in keys.items() if key not in _OF_ONE_RUN}, str(RUN_FILE), reader.path)
+    given = keys_of(reader.args) if of_megatron(reader) else {}
+    with suppress(RecipeError):
+        return _made(given, "Megatron's arguments") if given else None
+    return None
+
+
+def precision_to_continue(reader: Reader, known: KnownState, *, state_given: bool) -> RunPrecision | None:
+    """The precision in which a run goes on from a checkpoint: that of the run before, under delayed scaling with the
+    settings of the usable state. State that the user has given means delayed scaling. Raises as `precision_of_run`."""
+    before = precision_of_run(reader)
+    delayed = before is not None and before.precision.keeps_state
+    if known.recorded is None or not (before is None or delayed or state_given):
+        return before
+    keys = keys_of(recipe_words(known.recorded.recipe))
+    if before and delayed:
+        return _made({**before.keys, **keys}, f"{before.said_by} and the FP8 state")
+    return _made(keys, "the FP8 state")
+
+
+def _made(keys: Mapping[str, Any], said_by: str, folder: Path | None = None) -> RunPrecision:
+    """Raises RecipeError as `recipe_of`; `folder` is that of the file that says the keys."""
+    recipe = recipe_of({**keys, "precision.fp8": True}, (folder or Path()) / said_by)
+    return RunPrecision(keys, recipe.precision, said_by)

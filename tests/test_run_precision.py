@@ -1,0 +1,203 @@
+"""A run goes on in the FP8 precision of the run before it, unless a recipe is named."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import calibrating
+import pytest
+from conversions import change_args
+from conversions import run as convert
+from training import SMALL, make_place, run, settings
+
+from precisionctl.calibration.calibrate import calibrate
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.errors import RecipeError
+from precisionctl.fp8.state import DelayedScaling
+from precisionctl.launch.base import LaunchSource
+from precisionctl.megatron_flags import keys_of
+from precisionctl.precision import BlockScaling, Precision
+from precisionctl.reports.inspect import describe, tables
+from precisionctl.trainer.resume import Settings, Started
+from precisionctl.trainer.run_plan import dry_run
+from precisionctl.trainer.saved.run_precision import precision_of_run
+
+OTHER = {"precision__delayed__amax_compute_algo": "most_recent", "precision__delayed__margin": 1, "train__steps": 1}
+"""Settings that no bundled recipe has."""
+SAID = "precision.delayed.margin 1, precision.delayed.amax_history_len 4, "
+SAID += "precision.delayed.amax_compute_algo most_recent"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a source, a run in `delayed` scaling under other settings than the recipes', one in `block`
+    scaling, and the source in Megatron's layout."""
+    folder = make_place(tmp_path_factory.mktemp("precision"))
+    run(settings(folder / "source", folder / "text.txt", folder / "delayed", "fp8", **OTHER))
+    stateless = {"precision__scaling": "block", "precision__keep_bf16": '["*.linear_proj"]'}
+    run(settings(folder / "source", folder / "text.txt", folder / "block", "fp8", train__steps=1, **stateless))
+    convert(folder / "source", folder / "megatron", "megatron")
+    return folder
+
+
+def asked(source: Path, place: Path, out: Path, precision: str = "fp8", **changes: Any) -> Settings:
+    """Settings that say nothing on FP8 but what `changes` do."""
+    made = settings(source, place / "text.txt", out, precision, load="weights", train__steps=1, **changes)
+    said = {key for key in SMALL if key.startswith("precision.")}
+    own = {key.replace("__", ".") for key in changes}
+    overrides = [each for each in made.overrides if each.partition("=")[0] not in said - own]
+    return Settings(**{**vars(made), "overrides": tuple(overrides)})
+
+
+def told(started: Started) -> list[str]:
+    return [note for note in started.notes if note.startswith("FP8 settings")]
+
+
+def test_without_a_recipe_delayed_scaling_has_the_settings_of_the_run_before(place: Path, tmp_path: Path) -> None:
+    started, finished, _ = run(asked(place / "delayed", place, tmp_path / "run"))
+    assert told(started) == [
+        f"FP8 settings from precisionctl/run.json and the FP8 state: {SAID}; --recipe gives others"
+    ]
+    delayed = started.recipe.precision.delayed
+    assert delayed == DelayedScaling(1, amax_history_len=4, amax_compute_algo="most_recent")
+    assert not any("the FP8 state is of a run with" in note for note in started.notes)
+    states = open_checkpoint(finished.checkpoint).fp8
+    assert states is not None and states.recipe == delayed
+    again, _, _ = run(asked(place / "delayed", place, tmp_path / "run"))
+    assert again.continues and again.recipe == started.recipe and not told(again)
+
+
+def test_by_way_of_hugging_face_the_state_alone_says_them(place: Path, tmp_path: Path) -> None:
+    convert(place / "delayed", tmp_path / "hf", "hf")
+    planned = dry_run(asked(tmp_path / "hf", place, tmp_path / "run")).plan
+    assert planned.precision_notes == (f"FP8 settings from the FP8 state: {SAID}; --recipe gives others",)
+
+
+def test_a_recipe_and_set_count_before_the_run_before(place: Path, tmp_path: Path) -> None:
+    named, _, _ = run(asked(place / "delayed", place, tmp_path / "named", recipe="fp8-delayed"))
+    assert named.recipe.precision.delayed == DelayedScaling() and not told(named)
+    assert any("the FP8 state is of a run with margin 1, amax_history_len 4, amax_comp" in note for note in named.notes)
+    planned = dry_run(asked(place / "delayed", place, tmp_path / "a", precision__delayed__margin=2)).plan
+    assert planned.recipe.precision.delayed == DelayedScaling(2, amax_history_len=4, amax_compute_algo="most_recent")
+    other = dry_run(asked(place / "delayed", place, tmp_path / "b", precision__scaling="block")).plan
+    assert other.recipe.precision == Precision(fp8=True, scaling="block") and not other.precision_notes
+
+
+def test_state_that_is_not_of_these_weights_or_is_skipped_says_nothing(place: Path, tmp_path: Path) -> None:
+    convert(place / "delayed", tmp_path / "hf", "hf")
+    assert dry_run(asked(tmp_path / "hf", place, tmp_path / "a", skip=("fp8",))).plan.precision_notes == ()
+    run(asked(tmp_path / "hf", place, tmp_path / "other", "bf16"))  # which carries the state
+    planned = dry_run(asked(tmp_path / "other", place, tmp_path / "b")).plan
+    assert planned.known.outdated is not None
+    assert planned.recipe.precision == Precision(fp8=True) and planned.precision_notes == ()
+
+
+def test_collected_amaxes_go_on_under_the_settings_of_their_state(place: Path, tmp_path: Path) -> None:
+    convert(place / "delayed", tmp_path / "hf", "hf")
+    started, _, _ = run(asked(tmp_path / "hf", place, tmp_path / "a", "bf16", collect_amax=True))
+    assert started.recipe.precision.delayed.amax_history_len == 4 and told(started)
+    plain = dry_run(asked(tmp_path / "hf", place, tmp_path / "b", "bf16")).plan
+    assert plain.recipe.precision == Precision(fp8=False) and plain.precision_notes == ()
+
+
+def test_amaxes_are_collected_for_delayed_scaling_whatever_the_run_before_was_in(place: Path, tmp_path: Path) -> None:
+    planned = dry_run(asked(place / "block", place, tmp_path / "run", "bf16", collect_amax=True)).plan
+    assert planned.recipe.precision == Precision(fp8=False) and planned.precision_notes == ()
+
+
+def test_a_file_of_state_brings_the_recipe_it_was_recorded_under_and_not_before_the_checkpoint_s(
+    place: Path, tmp_path: Path
+) -> None:
+    calibrate(calibrating.asked(place, tmp_path / "state"))
+    given = {"fp8_state": tmp_path / "state"}
+    planned = dry_run(asked(place / "source", place, tmp_path / "a", **given)).plan
+    assert planned.recipe.precision.delayed.amax_history_len == calibrating.HISTORY
+    planned = dry_run(asked(place / "delayed", place, tmp_path / "b", **given)).plan
+    assert planned.recipe.precision.delayed.amax_history_len == 4
+    planned = dry_run(asked(place / "block", place, tmp_path / "c", **given)).plan
+    assert planned.recipe.precision == Precision(fp8=True, delayed=DelayedScaling(amax_history_len=calibrating.HISTORY))
+
+
+def test_a_run_of_ours_without_state_goes_on_as_it_was(place: Path, tmp_path: Path) -> None:
+    started, _, _ = run(asked(place / "block", place, tmp_path / "run"))
+    expected = Precision(True, "block", DelayedScaling(amax_history_len=4), keep_bf16=("*.linear_proj",))
+    assert started.recipe.precision == expected
+    (said,) = told(started)
+    assert said.startswith("FP8 settings from precisionctl/run.json: precision.scaling block, ")
+    assert "precision.keep_bf16 ('*.linear_proj',)" in said
+    with pytest.raises(RecipeError, match="--cold-start empties the state of delayed scaling, and this run keeps none"):
+        dry_run(asked(place / "block", place, tmp_path / "cold", cold_start=True))
+
+
+MEGATRONS = {"fp8_margin": 0, "fp8_amax_history_len": 1, "fp8_amax_compute_algo": "most_recent"}
+"""What Megatron stores, whatever the recipe."""
+ENDS = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, Precision(fp8=True, scaling="current")),
+        (
+            {"fp8": "e4m3", "fp8_recipe": "tensorwise", "first_last_layers_bf16": True},
+            Precision(
+                fp8=True,
+                scaling="current",
+                delayed=DelayedScaling(fp8_format="E4M3"),
+                num_layers_at_start_in_bf16=1,
+                num_layers_at_end_in_bf16=1,
+            ),
+        ),
+        (
+            {"fp8": "hybrid", "fp8_recipe": "blockwise", "first_last_layers_bf16": False},
+            Precision(fp8=True, scaling="block", block=BlockScaling("HYBRID")),
+        ),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, Precision(fp8=True, scaling="mxfp8")),
+        (
+            {"fp8": "hybrid", "fp8_recipe": "delayed"},
+            Precision(fp8=True, delayed=DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent")),
+        ),
+        (
+            {"fp8": "hybrid"},  # of before there were recipes
+            Precision(fp8=True, delayed=DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent")),
+        ),
+    ],
+)
+def test_megatron_s_arguments_mean_what_its_flags_do(
+    place: Path, tmp_path: Path, given: dict[str, Any], expected: Precision
+) -> None:
+    shutil.copytree(place / "megatron", tmp_path / "megatron")
+    change_args(tmp_path / "megatron" / "release", **{**MEGATRONS, **ENDS, **given})
+    found = precision_of_run(open_checkpoint(tmp_path / "megatron"))
+    assert found is not None and found.precision == expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"fp8": None, "fp8_recipe": "tensorwise"}, {"fp8_recipe": "delayed"}, {"fp8": "hybrid", "fp8_recipe": "custom"}]
+    + [{"fp8": "hybrid", "fp8_recipe": ["tensorwise"]}, {"fp8": b"hybrid"}]
+    + [{"fp8": "hybrid", "fp8_margin": 10**5000}, {"fp8": "hybrid", "fp8_margin": "0"}],
+)
+def test_arguments_of_a_run_in_bf16_or_of_another_kind_mean_none(given: dict[str, Any]) -> None:
+    assert not keys_of({**MEGATRONS, **ENDS, **given})
+
+
+def test_a_megatron_run_without_state_goes_on_as_its_arguments_say(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "megatron", tmp_path / "megatron")
+    change_args(tmp_path / "megatron" / "release", fp8="hybrid", fp8_recipe="tensorwise", **MEGATRONS, **ENDS)
+    started, _, _ = run(asked(tmp_path / "megatron", place, tmp_path / "run"))
+    assert started.recipe.precision == Precision(fp8=True, scaling="current")
+    said = "FP8 settings from Megatron's arguments: precision.scaling current; --recipe gives others"
+    assert told(started) == [said] and started.fp8 == {}
+    reader = open_checkpoint(tmp_path / "megatron")
+    assert LaunchSource(reader, tmp_path / "megatron").stateless == Precision(fp8=True, scaling="current")
+    found = describe(reader)
+    assert found["run"]["scaling"] == "current" and found["run"]["said_by"] == "Megatron's arguments"
+    assert ("trained in", "FP8 with current scaling, by Megatron's arguments") in tables(found)[0].rows
+
+
+def test_arguments_of_which_no_recipe_can_be_made_are_left_alone(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "megatron", tmp_path / "megatron")
+    change_args(tmp_path / "megatron" / "release", fp8="hybrid", fp8_recipe="delayed", fp8_margin=10**6)
+    assert describe(open_checkpoint(tmp_path / "megatron"))["run"] is None
+    assert dry_run(asked(tmp_path / "megatron", place, tmp_path / "run")).plan.recipe.precision == Precision(fp8=True)
