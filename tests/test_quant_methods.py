@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 
+from precisionctl.codes import elements
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import CHANNEL, CODES, TENSOR, Scales, Scheme, block_of, quant_methods
+from precisionctl.quant_methods.base import CHANNEL, CODES, TENSOR, InputFormat, Scales, Scheme, block_of, quant_methods
 from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights, encoding, recognise
 
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
@@ -133,6 +134,21 @@ def test_groups_of_no_size_and_eight_bit_integers_are_refused_and_a_block_withou
     for config in ({"quant_algo": "NVFP4_AWQ"}, {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}):
         with pytest.raises(PrecisionError, match="NVFP4_AWQ.* inputs are scaled too"):
             METHODS["modelopt"].read(config)
+
+
+@pytest.mark.parametrize("beside", [{}, {"format": "mixed-precision"}])
+def test_int4_in_bytes_is_refused_by_llm_compressor_s_name_and_read_in_words(beside):
+    """What compressed-tensors 0.20 takes for its preset W4AFP8, unless the user names a format
+    (compressors/format.py, COMPRESSION_FORMAT_PRIORITY)."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+    inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": "int-quantized"}
+    read = METHODS["compressed-tensors"].read
+    with pytest.raises(PrecisionError, match=r"(?s)a byte for each code \('int-quantized'\).*W4AFP8.*pack-quantized"):
+        read({"format": "int-quantized", "config_groups": {"group_0": group}} | beside)
+    (form,) = read({"config_groups": {"group_0": group | {"format": "pack-quantized"}}}).formats
+    assert form.packing == elements.Packing("INT4", elements.INT4, DType.int32, "_packed")
+    assert form.inputs == InputFormat(elements.E4M3) and form.block == (1, 128)
 
 
 @pytest.mark.parametrize("groups", [[1], {"group_0": 1}, {"group_0": {"weights": [1]}}, "abc", None])

@@ -122,7 +122,7 @@ def _group(group: object, layout: object) -> Quantization:
     weights, inputs = (_arguments(group, part) for part in ("weights", "input_activations"))
     own = group.get("format") if isinstance(group, Mapping) else None
     if weights is not None and weights.get("num_bits") == 4:
-        return Quantization((_four_bits(weights, inputs),), None)
+        return Quantization((_four_bits(weights, inputs, own or layout),), None)
     if weights is not None and (weights.get("num_bits", 8), weights.get("type", "int")) == (8, "int"):
         return _int8(weights, inputs, own or layout)
     if weights is None or weights.get("num_bits") != 8 or weights.get("type") != "float":
@@ -172,7 +172,7 @@ def _targets(group: object) -> list[str]:
     return [target for target in found if isinstance(target, str)] if isinstance(found, list) else []
 
 
-def _four_bits(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> CodeFormat:
+def _four_bits(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout: object) -> CodeFormat:
     kind, strategy, size = (weights.get(key) for key in ("type", "strategy", "group_size"))
     symmetric = _symmetric(weights)
     if kind == "float" and symmetric and (strategy, size) == ("tensor_group", 16):
@@ -182,12 +182,20 @@ def _four_bits(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> 
         return replace(_MXFP4, inputs=_inputs(inputs, (E2M1,)))
     if kind != "int":
         raise _unread(f"4-bit {shown(kind)} weights of strategy {shown(strategy)}, groups of {shown(size)}")
+    if layout in _IN_BYTES:
+        raise PrecisionError(
+            f"these are INT4 weights with a byte for each code ({layout!r}), as llm-compressor stores those with "
+            "inputs in FP8 (W4AFP8) or INT8 (W4A8)",
+            where="config.json",
+            do='INT4 is read in words of eight: save the model again with `quantization_format="pack-quantized"`.',
+        )
     by_token = inputs is None or (inputs.get("strategy"), inputs.get("dynamic", False)) == ("token", True)
     form = replace(_INT4, block=_block_of_integers(weights), inputs=_inputs(inputs, (E4M3,) if by_token else ()))
     return form if symmetric else replace(form, zero_points="weight_zero_point")
 
 
-_LAYOUTS = {"int-quantized": (_INT8,), "naive-quantized": (_INT8,), "pack-quantized": (_INT8_PACKED,)}
+_IN_BYTES = ("int-quantized", "naive-quantized")
+_LAYOUTS = {**dict.fromkeys(_IN_BYTES, (_INT8,)), "pack-quantized": (_INT8_PACKED,)}
 
 
 def _int8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout: object) -> Quantization:
