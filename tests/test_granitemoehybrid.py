@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(family: str = "granite-hybrid", **changes: Any) -> dict[str, Any]:
-    found: dict[str, Any] = pico.config(family, **changes)
+    found: dict[str, Any] = pico.make(family, **changes).config.to_dict()
     return found
 
 
