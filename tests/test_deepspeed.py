@@ -141,7 +141,7 @@ def test_a_parameter_of_a_universal_checkpoint_without_any_moments_is_named(tmp_
     directory = files.save_universal(tmp_path / "global_step3_universal", files.states_of(weights_of(llama)))
     for file in ("exp_avg.pt", "exp_avg_sq.pt", "step.pt"):
         (directory / "zero" / "model.norm.weight" / file).unlink()
-    with pytest.raises(MissingTensor, match=r"exp_avg\.model\.norm\.weight"):
+    with pytest.raises(MissingTensor, match=r"no state of 1 parameter, such as `model\.norm\.weight`: frozen, or"):
         conversions.run(directory, tmp_path / "out", "megatron", reference=llama)
     conversions.run(directory, tmp_path / "out", "megatron", reference=llama, drop_optimizer=True)
 
@@ -160,6 +160,11 @@ def test_frozen_and_shared_parameters_are_read_where_they_are(tmp_path: Path, st
         assert reader.specs[name].dtype == DType.bfloat16 and torch.equal(read_tensor(reader, name), one)
     conversions.run(tmp_path / "run", tmp_path / "out", "hf", reference=tmp_path / "hf")
     assert weights_of(tmp_path / "out").keys() == weights.keys()
+    without_state = rf"no state of {len(frozen)} parameters, such as `model\.layers\.0\.mlp\..*`: frozen"
+    for layout, container in (("megatron", None), ("hf", "dcp"), ("hf", "deepspeed-universal")):
+        with pytest.raises(MissingTensor, match=without_state):
+            conversions.run(tmp_path / "run", tmp_path / "x", layout, reference=tmp_path / "hf", container=container)
+    conversions.run(tmp_path / "run", tmp_path / "megatron", "megatron", reference=tmp_path / "hf", drop_optimizer=True)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from precisionctl.architectures.rearrangements import SAME, Gamma
-from precisionctl.errors import DROP_OPTIMIZER, MappingError
+from precisionctl.errors import DROP_OPTIMIZER, MappingError, MissingTensor
 from precisionctl.param import KINDS, MOMENTUM, NOT_TRAINED, Layout, TensorSpec, kind_and_parameter, state_name
 from precisionctl.planning.checks import check_names
 from precisionctl.planning.plan import Job
+from precisionctl.sizes import counted
 
 
 @runtime_checkable
@@ -38,7 +39,7 @@ def optimizer_jobs(jobs: Sequence[Job], source: OptimizerSource, target: Layout,
     for name in source.optimizer_specs:
         kind, parameter = kind_and_parameter(name)
         kinds.setdefault(parameter, []).append(kind)
-    whole, missing = source.layout == "hf", list[str]()
+    whole, missing, untrained = source.layout == "hf", list[str](), list[str]()
     has_muon = whole and target == "megatron" and any(MOMENTUM in found for found in kinds.values())
     for job in jobs:
         stored = [kinds.pop(name, []) for name in job.reads]
@@ -60,6 +61,7 @@ def optimizer_jobs(jobs: Sequence[Job], source: OptimizerSource, target: Layout,
                 reads = ()
             elif lacking:
                 missing += lacking
+                untrained += (name for name, each in zip(job.reads, stored, strict=True) if not each)
                 continue
             row = replace(job.row, gemm=False)
             if kind != "param" and isinstance(row.rearrangement, Gamma):
@@ -73,8 +75,14 @@ def optimizer_jobs(jobs: Sequence[Job], source: OptimizerSource, target: Layout,
         parameter, (kind, *_) = next(iter(kinds.items()))
         what = f"`{state_name(kind, parameter)}`" if kind in KINDS else f"`{parameter}`"
         raise MappingError(f"{what} is not the state of a parameter of this model", do=DROP)
-    frozen = "Was a part of the model frozen, or trained by another optimizer than Adam?"
-    check_names(missing, [], f"{frozen} {DROP_OPTIMIZER}")
+    if whole and untrained:
+        them = f"{counted(len(set(untrained)), 'parameter')}, such as `{untrained[0][:90]}`"
+        raise MissingTensor(
+            f"the optimizer has no state of {them}: frozen, or trained by another optimizer than Adam",
+            do="It is carried for all parameters or for none: Megatron looks for the state of each that it trains, and "
+            f"`resume` trains all. {DROP_OPTIMIZER}",
+        )
+    check_names(missing, [], f"Was it another optimizer than Adam? {DROP_OPTIMIZER}")
 
 
 _NOT_MUONS = ("embedding.word_embeddings.weight", "output_layer.weight")
