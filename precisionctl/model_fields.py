@@ -12,7 +12,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu", "quick
 """`gelu_tanh` is GELU by its tanh approximation, `quick_gelu` x * sigmoid(1.702 x); `xielu` has parameters in each
 layer."""
 
-LinearGate = Literal["sigmoid per head", "softplus per head", "softplus per element"]
+LinearGate = Literal["sigmoid per head", "sigmoid per element", "softplus per head", "softplus per element"]
 """What becomes of a number that a gate makes, and what it is for: a head, or one of its channels."""
 
 

@@ -58,7 +58,8 @@ class MoE:
     outputs of routed and of shared experts are normalised before they are added. The router's norm is an RMSNorm
     without weights, whose output is multiplied by a vector and by hidden_size^(-1/2). The weight of an expert for a
     token is multiplied by a factor of that expert. With `post_layernorm` (A.X K1) the sum of routed and shared experts
-    is normalised, in a model without norms behind blocks.
+    is normalised, in a model without norms behind blocks. `activation_clamp` (Hunyuan 4) is that of routed experts
+    alone; ModelShape's is that of all MLPs.
     """
 
     num_experts: int
@@ -83,6 +84,7 @@ class MoE:
     n_hash_layers: int = 0
     expert_bias_on_logits: bool = False
     post_layernorm: bool = False
+    activation_clamp: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "topk", "ffn_hidden_size"):
@@ -92,8 +94,9 @@ class MoE:
                 check_size(getattr(self, name), name)
         check_count(self.n_hash_layers, "n_hash_layers", MOST_LAYERS)
         real(self.topk_scaling_factor, "topk_scaling_factor")
-        if self.sparsemixer_eps is not None:
-            real(self.sparsemixer_eps, "sparsemixer_eps")
+        for name in ("sparsemixer_eps", "activation_clamp"):
+            if getattr(self, name) is not None:
+                real(getattr(self, name), name)
         if self.topk > self.num_experts:
             raise DamagedCheckpoint(f"{self.topk} of {self.num_experts} experts for a token")
         if self.num_groups is not None and self.num_experts % self.num_groups:
@@ -208,20 +211,31 @@ def text_part(config: Mapping[str, Any]) -> Any:
 @dataclass(frozen=True)
 class HyperConnections:
     """Several residual streams in the place of one (Xie et al., mHC, 2026); the fields are Megatron's. A block reads a
-    weighted sum of the `num_residual_streams`, and is added to each by a weight; beforehand they are mixed by a matrix,
-    which `mhc_sinkhorn_iterations` make doubly stochastic. All three are made of the streams. `epsilon` is added to the
-    weights, and to the sums that they are divided by."""
+    weighted sum of the `num_residual_streams`, and is added to each by a weight, a sigmoid times `magnitude`;
+    beforehand they are mixed by a matrix, which `mhc_sinkhorn_iterations` make doubly stochastic. All three are made of
+    the streams. `epsilon` is added to the weights to read by and to the matrix, and to the sums that it is divided by.
+
+    Streams without iterations are not mixed (independent hyper-connections, Hunyuan 4); `epsilon` is then added to the
+    weights to add by."""
 
     num_residual_streams: int
-    mhc_sinkhorn_iterations: int
+    mhc_sinkhorn_iterations: int | None
     epsilon: float = 1e-6
+    magnitude: float = 2.0
 
     def __post_init__(self) -> None:
         check_size(self.num_residual_streams, "num_residual_streams", 1 << 10)
-        check_size(self.mhc_sinkhorn_iterations, "mhc_sinkhorn_iterations", 1 << 10)
+        if self.mixed:
+            check_size(self.mhc_sinkhorn_iterations, "mhc_sinkhorn_iterations", 1 << 10)
         real(self.epsilon, "epsilon of hyper-connections")
+        real(self.magnitude, "magnitude of hyper-connections")
+
+    @property
+    def mixed(self) -> bool:
+        """Whether a matrix mixes the streams."""
+        return self.mhc_sinkhorn_iterations is not None
 
     @property
     def mapping_size(self) -> int:
         """Weights that each token has: one of a stream to read, one to add, and the matrix."""
-        return self.num_residual_streams * (2 + self.num_residual_streams)
+        return self.num_residual_streams * (2 + self.num_residual_streams * self.mixed)

@@ -99,8 +99,8 @@ class ModelShape(ModelFields):
     @property
     def of_prediction(self) -> "ModelShape":
         """The model whose last layer is made as its layers of multi-token prediction are. These have indexers of their
-        own, also where the decoder's last layer has none (GLM-5.2). Where each layer is one block, the model whose
-        layers are the blocks of one."""
+        own, also where the decoder's last layer has none (GLM-5.2), and streams only if the decoder mixes them. Where
+        each layer is one block, the model whose layers are the blocks of one."""
         if self.mamba:
             pattern = self.mamba.mtp_pattern
             return replace(
@@ -114,7 +114,16 @@ class ModelShape(ModelFields):
         csa = self.csa and replace(self.csa, pattern=self.csa.pattern[:-1] + "W")
         dsa = self.dsa and replace(self.dsa, layers=(*self.dsa.layers[:-1], True))
         moe = self.moe and not self.mtp_dense and replace(self.moe, n_hash_layers=0)
-        return replace(self, gdn=None, short_conv=None, csa=csa, dsa=dsa, global_attention=None, moe=moe or None)
+        mhc = self.mhc if self.mhc and self.mhc.mixed else None
+        return replace(
+            self, gdn=None, short_conv=None, csa=csa, dsa=dsa, mhc=mhc, global_attention=None, moe=moe or None
+        )
+
+    @property
+    def of_experts(self) -> "ModelShape":
+        """The model whose MLPs compute between their linears what its routed experts do."""
+        clamp = self.moe.activation_clamp if self.moe else None
+        return self if clamp is None else replace(self, activation_clamp=clamp)
 
     @property
     def rotary_size(self) -> int:
@@ -153,7 +162,7 @@ class ModelShape(ModelFields):
         """Rows of the projection that makes a `linear_gate`."""
         if self.linear_gate is None:
             return 0
-        return self.projection_size if self.linear_gate == "softplus per element" else self.num_attention_heads
+        return self.projection_size if self.linear_gate.endswith("per element") else self.num_attention_heads
 
     @property
     def key_size(self) -> int:

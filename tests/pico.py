@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from precisionctl.architectures.families import architecture_of, from_hf_config
@@ -23,6 +25,11 @@ if "mistral4" in CONFIG_MAPPING:
     # It is published within Mistral 3's wrapper alone, and so has no name of its own there. `register` of transformers
     # 5.17 passes over classes of its own.
     AutoModelForCausalLM._model_mapping._extra_content[CONFIG_MAPPING["mistral4"]] = transformers.Mistral4ForCausalLM
+
+if "hy_v4" in CONFIG_MAPPING:
+    # transformers 5.23 turns halves of channels, for which no published weights were trained (architectures/hy_v4.py).
+    modeling_hy_v4 = import_module("transformers.models.hy_v4.modeling_hy_v4")
+    modeling_hy_v4.apply_rotary_pos_emb = modeling_glm_moe_dsa.apply_rotary_pos_emb_interleave
 
 SIZES: dict[str, Any] = {
     "vocab_size": 250,
@@ -496,6 +503,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "indexer_types": ["full", "shared", "full"],
+    },
+    "hy4": {
+        "model_type": "hy_v4",
+        **{name: size for name, size in _INDEXED.items() if name != "first_k_dense_replace"},
+        "n_shared_experts": 1,
+        "indexer_types": ["full", "shared", "full"],
+        "hc_mult": 2,
+        "hc_magnitude": 1.5,
+        "swiglu_limit": 0.5,
+        "rms_norm_eps": 1e-6,  # that of latents' norms, whatever config.json says
+        "initializer_range": 0.02,
     },
     "internlm3": {"model_type": "internlm3", "head_dim": 16},
     "stablelm": {"model_type": "stablelm", "use_qkv_bias": True},
@@ -984,6 +1002,11 @@ def _of_deepseek_v4(name: str) -> str:
     return name.replace(".attn.norm.", ".attn.kv_norm.")
 
 
+def _of_hy_v4(name: str) -> str:
+    name = re.sub(r"\.hc_pre\.(hc_\w+_layer)\.", r".\1.hc_pre.", name).replace(".hc_pre.hc_head.", ".hc_head.")
+    return name if ".self_attn." in name else name.replace(".linear_gate.", ".gate_proj.")
+
+
 def _of_olmo_hybrid(name: str) -> str:
     name = name.replace(".attention_layer_norm.", ".input_layernorm.")
     return name.replace(".feedforward_layer_norm.", ".post_attention_layernorm.")
@@ -991,6 +1014,7 @@ def _of_olmo_hybrid(name: str) -> str:
 
 PUBLISHED: dict[str, Callable[[str], str]] = {
     "deepseek_v4": _of_deepseek_v4,
+    "hy_v4": _of_hy_v4,
     "olmo_hybrid": _of_olmo_hybrid,
     "kimi_linear": lambda name: re.sub(r"block_sparse_moe(\.(gate|up|down)_proj)", r"mlp\1", name),
     # of its layers those with even numbers have delta attention

@@ -113,11 +113,13 @@ def _beside_streams(model: ModelShape, lengths: list[int]) -> int:
     """What joins blocks to the residual streams, and what attention to compressed keys takes more: all pairs, and no
     gradient of an indexer."""
     csa, mhc, tokens = model.csa, model.mhc, sum(lengths)
-    if csa is None or mhc is None:
+    if mhc is None:
         return 0
     number, streams = mhc.num_residual_streams, model.streams_size
-    connection = 6 * tokens * (mhc.mapping_size * streams + number * streams)
+    connection = 6 * tokens * (mhc.mapping_size + number * mhc.mixed) * streams
     beside = 2 * model.num_layers * connection + 6 * tokens * number * streams
+    if csa is None:
+        return beside
     layers = GPT(model, PRESETS["bf16"], dtype=torch.float32).decoder.layers
     for layer, each in enumerate(layers):
         sizes = (model.query_size, model.kv_channels, model.hidden_size, csa.q_lora_rank)

@@ -122,6 +122,10 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
     ("gpt-neo", {"window_layers": None}),
     ("flint", {"rope_layers": None}),
     ("flint", {"moe.score_function": "softmax"}),
+    ("hy4", {"moe.activation_clamp": None}),
+    ("hy4", {"mhc.magnitude": 2.0}),
+    ("hy4", {"mhc.epsilon": 0.01}),
+    ("hy4", {"linear_gate": "softplus per element"}),
 ]
 """What no tensor's shape shows."""
 
@@ -421,13 +425,12 @@ def trained(name: str, model: ModelShape) -> bool:
 
 
 def replaced(model: ModelShape, changes: dict[str, Any]) -> ModelShape:
-    """With other fields; those of its experts as `moe.field`."""
-    moe = {key.removeprefix("moe."): value for key, value in changes.items() if key.startswith("moe.")}
-    plain = {key: value for key, value in changes.items() if not key.startswith("moe.")}
-    if moe:
-        assert model.moe is not None
-        plain["moe"] = dataclasses.replace(model.moe, **moe)
-    return dataclasses.replace(model, **plain)
+    """With other fields; those of its parts with a dot."""
+    for name, value in changes.items():
+        part, _, field = name.rpartition(".")
+        value = dataclasses.replace(getattr(model, part), **{field: value}) if part else value
+        model = dataclasses.replace(model, **{part or field: value})
+    return model
 
 
 def recorded(linear: Any) -> set[str]:

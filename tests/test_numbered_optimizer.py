@@ -31,6 +31,7 @@ NOT_KNOWN = (
     "gpt-neox",
     "llama4",
     "deepseek-v4",
+    "hy4",
     "falcon",
     "bloom",
     "lfm",

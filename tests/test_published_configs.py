@@ -58,6 +58,8 @@ def test_every_parameter_of_a_published_model_has_its_row(name: str) -> None:
     assert parameters(model) == PUBLISHED[name]["parameters"]
     told = from_hf_config(to_hf_config(model, "bfloat16"))
     assert dataclasses.replace(told, mtp_num_layers=0) == model
+    if config["model_type"] in {its.get("model_type") for its in pico.ABSENT.values()}:
+        pytest.skip("this transformers has no class of it")
     cut = first_layers(config)
     plan = make_plan(Described(from_hf_config(cut), stored(cut)), "megatron")
     assert plan.model.num_layers == min(LAYERS, model.num_layers) and plan.jobs

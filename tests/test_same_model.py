@@ -472,6 +472,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "own_norms": True,
             "latent_size": 8,
             "post_layernorm": True,
+            "activation_clamp": 0.5,
         }.items()
     ),
     (PLAIN_ROUTER, {"moe.sparsemixer_eps": 0.4}),
@@ -554,6 +555,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     (STREAMS, {"mhc.num_residual_streams": 3}),
     (STREAMS, {"mhc.mhc_sinkhorn_iterations": 4}),
     (STREAMS, {"mhc.epsilon": 0.1}),
+    (STREAMS, {"mhc.magnitude": 1.0}),
     (STREAMS, {"moe.n_hash_layers": 2}),
     (STREAMS, {"moe.score_function": "sigmoid"}),
     (STREAMS, {"rotary_base_local": 3.0}),

@@ -34,6 +34,7 @@ _BY_CLASS = {
         *("c_fc", "fc1", "fc_in", "dense_h_to_4h"),
         *("q_b_proj", "kv_b_proj", "wq_b", "wo_a", "o_a_proj"),  # deepseek_v2.py, deepseek_v4/attention.py
         *("q_gate_proj",),  # transformers, of A.X K2
+        *("linear_gate",),  # hy_v4/nvidia/attention.py; of MLPs, as transformers saves Hunyuan 4's
         *("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_z", "g_proj", "g_b_proj"),  # layers/mamba/
         *("index_q_proj",),  # linear.py MinimaxM3QKVParallelLinearWithIndexer
     ),

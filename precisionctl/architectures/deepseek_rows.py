@@ -154,10 +154,13 @@ def decoder(
 
 
 def prediction(
-    attention: tuple[Row, ...], routing: tuple[Row | Either, ...] = ROUTING, last_norm: str = "shared_head.norm"
+    attention: tuple[Row, ...],
+    routing: tuple[Row | Either, ...] = ROUTING,
+    last_norm: str = "shared_head.norm",
+    experts: tuple[Either, ...] = EXPERTS,
 ) -> tuple[Row | Either, ...]:
     """Layers of multi-token prediction, of the same attention."""
-    layer = (*attention, *MLP_NORM, *MLP, *MOE_NORM, *routing, *EXPERTS)
+    layer = (*attention, *MLP_NORM, *MLP, *MOE_NORM, *routing, *experts)
     after = _AFTER.renamed({"shared_head.norm": last_norm})
     return (*_BEFORE, *(each.renamed(_HF, PREDICTION_LAYER) for each in layer), after)
 

@@ -2,18 +2,18 @@
 Megatron are those of Megatron-Core's dev branch (transformer/experimental_attention_variant/csa.py and
 deepseek_v4_hybrid_attention.py, hyper_connection.py), as Megatron-Bridge and mcore-bridge fill them.
 
-Traps: the three scales of a hyper-connection are one tensor in Hugging Face. Where windows overlap, projections have
-twice as many rows. `norm` is that of compressed keys in published files, and that of keys, too, in transformers'. The
-output projection by groups has no `.weight` in Megatron.
+Traps: where windows overlap, projections have twice as many rows. `norm` is that of compressed keys in published files,
+and that of keys, too, in transformers'. The output projection by groups has no `.weight` in Megatron.
 """
 
 from dataclasses import replace
 from typing import Literal
 
+from precisionctl.architectures.hyper_connection_rows import head, hyper_connection
 from precisionctl.architectures.llama_rows import PREDICTION_LAYER
 from precisionctl.architectures.moe_rows import FUSED, experts
 from precisionctl.architectures.param_map import COMPRESSED, Either, Row, renamed, when
-from precisionctl.architectures.rearrangements import GAMMA, GATE_UP, SCALAR, VOCABULARY
+from precisionctl.architectures.rearrangements import GAMMA, GATE_UP, VOCABULARY
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
 from precisionctl.sparse_parts import CSA
 
@@ -33,21 +33,10 @@ def _compressor(of: str, layers: Literal["sparse", "heavy"], rows: str, head: st
     )
 
 
-def _hyper_connection(of: str, megatron: str) -> tuple[Row, ...]:
-    """What joins a block to the residual streams; FP32 as released."""
-    hf, name = f"{_HF}hc_{of}_", f"{_MEGATRON}{megatron}_hyper_connection."
-    return (
-        Row(f"{hf}fn", f"{name}mapping_proj.weight", ("mhc.mapping_size", "streams_size"), keeps_dtype=True),
-        Row(f"{hf}base", f"{name}bias", ("mhc.mapping_size",), keeps_dtype=True),
-        *(
-            Row(f"{hf}scale[{number}]", f"{name}alpha_{kind}", (1,), SCALAR, keeps_dtype=True)
-            for number, kind in enumerate(("pre", "post", "res"))
-        ),
-    )
-
+_SCALES = ("pre", "post", "res")
 
 _LAYER = (
-    *_hyper_connection("attn", "self_attention"),
+    *hyper_connection(f"{_HF}hc_attn_", "self_attention", _SCALES),
     Row(f"{_HF}attn_norm.weight", f"{_MEGATRON}input_layernorm.weight", ("hidden_size",), GAMMA),
     Row(
         f"{_HF}attn.wq_a.weight",
@@ -79,7 +68,7 @@ _LAYER = (
         parallel=COLUMNS,
         gemm=True,
     ),
-    *_hyper_connection("ffn", "mlp"),
+    *hyper_connection(f"{_HF}hc_ffn_", "mlp", _SCALES),
     Row(f"{_HF}ffn_norm.weight", f"{_MEGATRON}pre_mlp_layernorm.weight", ("hidden_size",), GAMMA),
     Row(f"{_HF}ffn.gate.weight", f"{_MEGATRON}mlp.router.weight", ("moe.num_experts", "hidden_size")),
     Row(
@@ -128,15 +117,6 @@ _COMPRESSED = (
 _EXPERTS = experts(*(f"{_HF}ffn.experts.{{expert}}.{name}.weight" for name in ("w1", "w3", "w2")))
 
 
-def _head(hf: str, megatron: str) -> tuple[Row, ...]:
-    """What makes one of the residual streams; FP32 as released."""
-    shapes = {"fn": ("mhc.num_residual_streams", "streams_size"), "base": ("mhc.num_residual_streams",), "scale": (1,)}
-    return tuple(
-        Row(f"{hf}hc_head_{name}", f"{megatron}hc_head_{name}", shape, keeps_dtype=True)
-        for name, shape in shapes.items()
-    )
-
-
 _DECODER = (
     Row("embed.weight", "embedding.word_embeddings.weight", ("padded_vocab_size", "hidden_size"), VOCABULARY, ROWS),
     *_LAYER,
@@ -148,7 +128,7 @@ _DECODER = (
         layers="hashed",
         integers_below="moe.num_experts",
     ),
-    *_head("", "decoder."),
+    *head("hc_head_", "decoder."),
 )
 _FINAL_NORM = Row("norm.weight", "decoder.final_layernorm.weight", ("hidden_size",), GAMMA)
 _OUTPUT = Row(
@@ -207,7 +187,7 @@ _PREDICTION = (
         for name in ("e_proj", "h_proj")
     ),
     *renamed((*_LAYER, *_EXPERTS), {_HF: "mtp.{mtp}."}, PREDICTION_LAYER),
-    *_head("mtp.{mtp}.", "mtp.layers.{mtp}."),
+    *head("mtp.{mtp}.hc_head_", "mtp.layers.{mtp}."),
 )
 
 ROWS_OF_MODEL: tuple[Row | Either, ...] = (

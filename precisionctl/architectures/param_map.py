@@ -321,11 +321,9 @@ class Architecture:
             if isinstance(row, Row):
                 rows.append(row)
                 continue
-            second_names = {each.hf for each in row.second}
-            third = tuple(each for each in row.also if each.hf not in second_names)
-            second = row.also if _any_stored(third, stored, model) else row.second
+            second = row.also if _any_stored(row.also, stored, model, (*row.first, *row.second)) else row.second
             if naming == row.second_is or (row.only_read and _any_stored(row.second, codes, model)):
-                here = {_key(each): each for each in (*row.first, *row.also) if _any_stored((each,), stored, model)}
+                here = {_key(each): each for each in (*row.first, *row.also) if _all_stored(each, stored, model)}
                 rows += (replace(each, as_stored=here.get(_key(each))) for each in row.second)
             elif not _is_stored(row.first, second, stored, model):
                 rows += row.first
@@ -347,9 +345,23 @@ def _key(row: Row) -> tuple[str, Layers]:
     return row.megatron, row.layers
 
 
-def _any_stored(rows: tuple[Row, ...], stored: Container[str], model: ModelShape) -> bool:
+def _any_stored(rows: tuple[Row, ...], stored: Container[str], model: ModelShape, others: tuple[Row, ...] = ()) -> bool:
+    """Whether there is a tensor with a name that these rows have, and the others have not."""
+    shared = {name for row in others for name in row.hf}
     places = ((row, next(iter(row.places(model)), None)) for row in rows)
-    return any(name in stored for row, place in places if place is not None for name in names(row, "hf", place))
+    return any(
+        filled(name, place) in stored
+        for row, place in places
+        if place is not None
+        for name in row.hf
+        if name not in shared
+    )
+
+
+def _all_stored(row: Row, stored: Container[str], model: ModelShape) -> bool:
+    """Whether all the tensors of a row are there, at its first place."""
+    place = next(iter(row.places(model)), None)
+    return place is not None and all(name in stored for name in names(row, "hf", place))
 
 
 def _is_stored(
@@ -357,7 +369,7 @@ def _is_stored(
 ) -> bool:
     """Whether the second spelling is the stored one."""
     if {row.hf for row in first} != {row.hf for row in second}:
-        return _any_stored(second, stored, model)
+        return _any_stored(second, stored, model, first)
     places = ((row, next(iter(row.places(model)), None)) for row in second)
     shapes = {
         name: shape

@@ -333,6 +333,30 @@ class LatentPairs(MovesSingleRows):
 
 
 @dataclass(frozen=True)
+class TurnedFirst(_RowPermutation):
+    """The rows of an indexer that rotary embeddings turn, of each head, or of the one key that all share. They are the
+    last in Hugging Face (Hunyuan 4), and the first in Megatron's."""
+
+    by_head: bool
+
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        return self._exchanged(parts[0], -self._turned(model), model)
+
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        return (self._exchanged(whole, self._turned(model), model),)
+
+    def _turned(self, model: ModelShape) -> int:
+        assert model.mla
+        return model.mla.qk_pos_emb_head_dim
+
+    def _exchanged(self, rows: Movable, at: int, model: ModelShape) -> Movable:
+        """Each head's rows from this one on, then those before it."""
+        assert model.dsa
+        heads = rows.reshape(model.dsa.n_heads if self.by_head else 1, -1, *rows.shape[1:])
+        return _flat(_joined([heads[:, at:], heads[:, :at]], 1))
+
+
+@dataclass(frozen=True)
 class Squeezed(_Computation):
     """Hugging Face keeps a vector as a tensor of more dimensions, all but one of size 1: a matrix of one row."""
 
@@ -402,6 +426,8 @@ BY_KIND = DeltaNetByKind()
 THIRDS = Thirds()
 QUERY_PAIRS = LatentPairs(by_head=True)
 KEY_PAIRS = LatentPairs(by_head=False)
+INDEX_QUERIES = TurnedFirst(by_head=True)
+INDEX_KEYS = TurnedFirst(by_head=False)
 SQUEEZED = Squeezed()
 DELTA_NET_IN_PROJ = ByPart("gdn.in_proj_parts")
 DELTA_NET_CONV = ByPart("gdn.conv_parts")

@@ -69,8 +69,9 @@ def read_csa_rope(args: Mapping[str, Any], yarn: Mapping[str, Any]) -> dict[str,
 
 
 def mhc_args(model: ModelShape) -> dict[str, Any]:
-    """Arguments of several residual streams."""
-    return {MHC_NAME: True, **{name: getattr(model.mhc, name) for name in _MHC}} if model.mhc else {}
+    """Arguments of several residual streams; of those that are not mixed Megatron has none."""
+    mixed = model.mhc is not None and model.mhc.mixed
+    return {MHC_NAME: True, **{name: getattr(model.mhc, name) for name in _MHC}} if mixed else {}
 
 
 def read_mhc(args: Mapping[str, Any]) -> HyperConnections | None:

@@ -2,9 +2,9 @@
 `block_sparse_moe.input_linear.weight`.
 
 Logical tensors are one per expert, so such a tensor is read as its slices `name[0]`, `name[1]`, ..., each of which is
-contiguous. So are the three scales of DeepSeek-V4's hyper-connections, which Megatron has one by one. In MXFP4, as
-gpt-oss has it, `experts.gate_up_proj_blocks` is bytes `[experts, rows, columns / 32, 16]` with two E2M1 codes each, and
-`..._scales` beside it has one byte for each block of 32 (`quant_methods/mxfp4.py`).
+contiguous. So are the scales of a hyper-connection (DeepSeek-V4, Hunyuan 4), which Megatron has one by one. In MXFP4,
+as gpt-oss has it, `experts.gate_up_proj_blocks` is bytes `[experts, rows, columns / 32, 16]` with two E2M1 codes each,
+and `..._scales` beside it has one byte for each block of 32 (`quant_methods/mxfp4.py`).
 """
 
 import re
@@ -19,7 +19,7 @@ from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.mxfp4 import BLOCKS_OF_16
 
 _EXPERTS = r"experts\.[a-z_]+|block_sparse_moe\.(?:input|output)_linear\.weight"
-_SCALES_OF_STREAMS = r"hc_(?:attn|ffn)_scale|(?:attn|ffn)_hc\.scale"
+_SCALES_OF_STREAMS = r"hc_(?:attn|ffn)_scale|(?:attn|ffn)_hc\.scale|hc_(?:attn|mlp)_layer\.(?:hc_pre\.)?hc_scale"
 _FUSED = re.compile(rf".+\.(?:{_EXPERTS}|{_SCALES_OF_STREAMS})")
 _SLICE = re.compile(rf"({_FUSED.pattern})\[(\d+)\]")
 

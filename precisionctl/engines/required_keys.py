@@ -43,6 +43,18 @@ def of_minimax_m3(config: Mapping[str, Any]) -> Iterator[str]:
     yield from (key for key in ("moe_layer_freq", "sparse_attention_config", *turning) if config.get(key) is None)
 
 
+def of_hy_v4(config: Mapping[str, Any]) -> Iterator[str]:
+    """The published words of Hunyuan 4, for what transformers' class always has and does not write, and for its kind of
+    layers."""
+    if config.get("model_type") != "hy_v4":
+        return
+    switches = ("gated_mla", "gating_type", "learnable_sink", "enable_ihc")
+    yield from (key for key in switches if config.get(key) is None)
+    layers = config.get("layer_types")
+    if not isinstance(layers, list) or layers != ["deepseek_sparse_attention"] * len(layers):
+        yield "layer_types"
+
+
 def rotary_of_transformers_4(config: Mapping[str, Any]) -> Iterator[str]:
     """The keys of transformers 4 that a config with `rope_parameters` lacks. Configs whose `rope_parameters` differ by
     kind of layer have no counterpart there."""

@@ -91,7 +91,7 @@ class BytesKept:
         norm = 2 if not emulated else 8 if model.normalization == "RMSNorm" and model.norm_weight else 4
         working = 12 if emulated and fp8 else 8
         # The gradient in BF16, with two FP8 codes of each number of it, or with the gradient of half as many outputs
-        activated = 4 if kernels and is_swiglu(model) else working
+        activated = 4 if kernels and is_swiglu(model.of_experts) else working
         rows = recipe.train.micro_batch_size
         return BytesKept(norm, 1 + grouped if fp8 else 2, codes, activated, working, tensor, tokens, kernels, rows)
 
@@ -170,7 +170,7 @@ def _attention(model: ModelShape, kept: BytesKept, length: int, shares_kv: bool,
         if model.v_l2_norm:
             made += kept.norm * keys
     if model.linear_gate:  # the gate in FP32 after, of a softplus before too, and its other factor
-        made += (4 if model.linear_gate == "sigmoid per head" else 2 + 4 + 4) * model.gate_size + 2 * out
+        made += (4 if model.linear_gate.startswith("sigmoid") else 2 + 4 + 4) * model.gate_size + 2 * out
     if capped:  # for each pair FP32 weights, BF16 ones and capped scores; keys and values for each head
         core = heads * length * (4 + 2 + 4) + 2 * (model.query_size + 2 * out)
     else:
@@ -237,8 +237,8 @@ def _streams(model: ModelShape, mhc: HyperConnections) -> float:
     """Bytes that joining a block to the residual streams saves for each token: what it reads and gives, and the matrix
     after each half of an iteration, with its sums."""
     number = mhc.num_residual_streams
-    halves = 2 * mhc.mhc_sinkhorn_iterations * 4 * number * (number + 1)
-    return _read_streams(model) + 2 * model.hidden_size + halves
+    halves = 2 * (mhc.mhc_sinkhorn_iterations or 0) * 4 * number * (number + 1)
+    return _read_streams(model) + (2 if mhc.mixed else 4) * model.hidden_size + halves
 
 
 def _compressed_attention(model: ModelShape, csa: CSA, layer: int, kept: BytesKept, length: int) -> float:
@@ -253,15 +253,19 @@ def _compressed_attention(model: ModelShape, csa: CSA, layer: int, kept: BytesKe
     return latents + core + made + 2 * out + kept.input * csa.grouped_size
 
 
-def _inner(model: ModelShape, layer: int, kept: BytesKept) -> float:
-    """Bytes that the MLP of a layer keeps for the backward for each token, its input included."""
-    hidden, moe = model.hidden_size, model.moe
+def _channel(model: ModelShape, kept: BytesKept) -> float:
+    """Bytes that an MLP keeps for the backward for each of its channels."""
     read = 4 if kept.kernels and is_swiglu(model) else 6 if model.gated_linear_unit else 2
     channel: float = read + kept.input + (4 if model.activation == "quick_gelu" else 0)
     channel += {"squared_relu": 2, "xielu": 8}.get(model.activation, 0)
     if model.activation == "relu" and not kept.codes:  # it saves what it gives, which the next GEMM reads
         channel -= 2
-    channel /= kept.tensor
+    return channel / kept.tensor
+
+
+def _inner(model: ModelShape, layer: int, kept: BytesKept) -> float:
+    """Bytes that the MLP of a layer keeps for the backward for each token, its input included."""
+    hidden, moe, channel = model.hidden_size, model.moe, _channel(model, kept)
     if moe is None or not model.has_experts(layer):
         return kept.input * hidden + channel * model.ffn_size(layer)
     router = 4 * hidden + 16 * moe.num_experts
@@ -274,7 +278,7 @@ def _inner(model: ModelShape, layer: int, kept: BytesKept) -> float:
     if moe.shared_expert_gate:
         shared += 2 * hidden  # the gate's other factor
     width = model.expert_hidden_size
-    routed = moe.topk * (kept.input * width + channel * moe.ffn_hidden_size + 2 * width)
+    routed = moe.topk * (kept.input * width + _channel(model.of_experts, kept) * moe.ffn_hidden_size + 2 * width)
     if moe.latent_size:  # inputs of the projections to it and back
         routed += kept.input * (hidden + width)
     return router + shared + routed

@@ -173,7 +173,7 @@ class GateOfHeads(nn.Module):
 
     def __init__(self, model: ModelShape, backend: Backend) -> None:
         super().__init__()
-        sigmoid = model.linear_gate == "sigmoid per head"
+        sigmoid = (model.linear_gate or "").startswith("sigmoid")
         self.opening: Callable[[Tensor], Tensor] = torch.sigmoid if sigmoid else F.softplus
         rows = model.gate_size // backend.world.tensor.size
         self.weight = plain_linear(model.hidden_size, rows, backend).weight

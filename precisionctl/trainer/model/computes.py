@@ -54,12 +54,13 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("moe.shared_ffn_hidden_size", "moe.pre_softmax", "moe.topk_scaling_factor"), ANY),
     **dict.fromkeys(("moe.expert_bias", "moe.router_bias", "moe.latent_size", "moe.sparsemixer_eps"), ANY),
     **dict.fromkeys(("moe.expert_bias_on_logits", "moe.post_layernorm", "hf_expert_bias"), ANY),
+    "moe.activation_clamp": ANY,
     **dict.fromkeys(("moe.num_groups", "moe.group_topk", "moe.group_scores"), ANY),
     "moe.n_hash_layers": ANY,
     "moe.score_function": ("softmax", "sigmoid", "sqrtsoftplus"),
     **dict.fromkeys(("csa.pattern", "csa.window_size", "csa.q_lora_rank", "csa.o_groups", "csa.o_lora_rank"), ANY),
     **dict.fromkeys(("csa.n_heads", "csa.head_dim", "csa.topk"), ANY),
-    **dict.fromkeys(("mhc.num_residual_streams", "mhc.mhc_sinkhorn_iterations", "mhc.epsilon"), ANY),
+    **dict.fromkeys(("mhc.num_residual_streams", "mhc.mhc_sinkhorn_iterations", "mhc.epsilon", "mhc.magnitude"), ANY),
     **dict.fromkeys(("gdn.layers", "gdn.num_key_heads", "gdn.num_value_heads", "gdn.key_head_dim"), ANY),
     **dict.fromkeys(("gdn.value_head_dim", "gdn.conv_kernel_dim", "gdn.allow_neg_eigval", "gdn.norm_epsilon"), ANY),
     **dict.fromkeys(("gdn.kda", "gdn.kda_lora_rank", "gdn.kda_lower_bound"), ANY),
@@ -121,6 +122,13 @@ BESIDE_CSA: Mapping[str, object] = {
 }
 """What layers with compressed keys compute of these."""
 
+BESIDE_STREAMS: Mapping[str, object] = {
+    **dict.fromkeys(("gdn", "short_conv", "mamba", "per_layer_embed_dim", "norm_gate_rank"), None),
+    **dict.fromkeys(("post_layernorms", "layer_scalar", "stores_unused"), False),
+    "residual_multiplier": 1.0,
+}
+"""What layers between several residual streams compute of these."""
+
 BESIDE_MSA: Mapping[str, object] = {
     **dict.fromkeys(("mla", "dsa", "csa", "gdn", "mamba", "global_attention", "sliding_window"), None),
     **dict.fromkeys(("attention_chunk_size", "attn_logit_softcapping", "linear_gate"), None),
@@ -151,6 +159,7 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         **(BESIDE_SHORT_CONVS if model.short_conv else {}),
         **(BESIDE_MIXERS if model.mamba else {}),
         **(BESIDE_CSA if model.csa else {}),
+        **(BESIDE_STREAMS if model.mhc else {}),
         **(BESIDE_MSA if model.msa else {}),
     }
     yield from ((name, values[name]) for name, value in beside.items() if values[name] != value)
@@ -163,9 +172,10 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         "msa.n_heads": model.msa and model.msa.n_heads != model.num_query_groups,
         "msa.head_dim": model.msa and model.rotary_size > model.msa.head_dim,
         "csa": model.csa and not (model.mhc and model.moe and all(model.moe.layer_freq)),
-        "mhc": model.mhc and not model.csa,
+        "mhc": model.mhc and not model.csa and not model.mla,
         "moe.n_hash_layers": model.moe and model.moe.n_hash_layers and not model.csa,
-        "moe.own_norms": model.moe and model.moe.own_norms and (model.mamba or model.csa or model.latent_experts),
+        "moe.own_norms": model.moe and model.moe.own_norms and (model.mamba or model.mhc or model.latent_experts),
+        "moe.post_layernorm": model.moe and model.moe.post_layernorm and model.mhc,
         "moe.sparsemixer_eps": model.moe
         and model.moe.sparsemixer_eps
         and (model.moe.score_function != "softmax" or model.moe.expert_bias or model.moe.num_groups),

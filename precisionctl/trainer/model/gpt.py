@@ -134,7 +134,7 @@ class GPT(nn.Module):
         share; those within the backend's `same_weights`, too, where that is said. Raises EnvironmentProblem."""
         shape, dtype, device = (rows, length), self.backend.dtype, self.backend.device
         positions = self._positions(torch.arange(length, device=device), length, None, shape)
-        hidden = torch.zeros(rows * length, self.model.hidden_size, dtype=dtype, device=device)
+        hidden = torch.zeros(rows * length, self.model.streams_size, dtype=dtype, device=device)
         replay = self.backend.captured(self.decoder.layers, positions, hidden, same_weights=same_weights)
         self.decoder.captured = shape, replay
 
@@ -263,7 +263,7 @@ class MTP(nn.Module):
 
     def __init__(self, model: ModelShape, backend: Backend) -> None:
         super().__init__()
-        kind = HyperMTPLayer if model.mhc else MTPLayer
+        kind = HyperMTPLayer if model.of_prediction.mhc else MTPLayer
         self.layers = nn.ModuleList(kind(model, backend) for _ in range(model.mtp_num_layers))
         self.requires_grad_(False)
 

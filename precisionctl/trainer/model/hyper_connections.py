@@ -1,4 +1,5 @@
 """Several residual streams (Xie et al., mHC, 2026) with the parameter names of Megatron-Core's hyper_connection.py.
+Streams that are not mixed have its parameters but those of the matrix.
 
 Shape letters: T tokens, N residual streams, E hidden_size.
 """
@@ -24,32 +25,43 @@ class HyperConnection(nn.Module):
         self.mhc, self.norm_epsilon = mhc, model.norm_epsilon
         self.mapping_proj = plain_linear(model.streams_size, mhc.mapping_size, backend)
         self.bias = nn.Parameter(torch.zeros(mhc.mapping_size, dtype=backend.dtype, device=backend.device))
-        self.alpha_pre, self.alpha_post, self.alpha_res = (
+        self.alpha_pre, self.alpha_post, alpha_res = (
             nn.Parameter(torch.full((1,), 0.01, dtype=backend.dtype, device=backend.device)) for _ in range(3)
         )
+        self.alpha_res = alpha_res if mhc.mixed else None
 
-    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Streams `[T, N, E]` to what a block reads, `[T, E]`, and FP32 weights to add by, `[T, N]`, and to mix by,
-        `[T, N, N]`."""
+        `[T, N, N]`; None where streams are not mixed."""
         number, epsilon = self.mhc.num_residual_streams, self.mhc.epsilon
         mapped = F.linear(_normed(streams, self.norm_epsilon), self.mapping_proj.weight.float())
-        sizes = [number, number, number * number]
+        sizes = [number, number, mapped.shape[-1] - 2 * number]
         read, add, mix = torch.split(mapped, sizes, -1)
         biases = torch.split(self.bias.float(), sizes)
         read = torch.sigmoid(read * self.alpha_pre.float() + biases[0]) + epsilon
-        add = 2 * torch.sigmoid(add * self.alpha_post.float() + biases[1])
-        mix = torch.unflatten(mix * self.alpha_res.float() + biases[2], -1, (number, number)).softmax(-1) + epsilon
+        add = self.mhc.magnitude * torch.sigmoid(add * self.alpha_post.float() + biases[1])
+        if self.alpha_res is None:
+            return _read(streams, read), add + epsilon, None
+        mix = torch.unflatten(mix * self.alpha_res.float() + biases[2], -1, (number, number))
+        return _read(streams, read), add, self._stochastic(mix.softmax(-1) + epsilon)
+
+    def _stochastic(self, mix: Tensor) -> Tensor:
+        """Matrices `[T, N, N]`, made doubly stochastic (Sinkhorn and Knopp)."""
+        iterations, epsilon = self.mhc.mhc_sinkhorn_iterations or 1, self.mhc.epsilon
         mix = mix / (mix.sum(-2, keepdim=True) + epsilon)
-        for _ in range(self.mhc.mhc_sinkhorn_iterations - 1):
+        for _ in range(iterations - 1):
             mix = mix / (mix.sum(-1, keepdim=True) + epsilon)
             mix = mix / (mix.sum(-2, keepdim=True) + epsilon)
-        return _read(streams, read), add, mix
+        return mix
 
 
-def added(streams: Tensor, block: Tensor, add: Tensor, mix: Tensor) -> Tensor:
+def added(streams: Tensor, block: Tensor, add: Tensor, mix: Tensor | None) -> Tensor:
     """Streams `[T, N, E]`, mixed, with what a block gives, `[T, E]`, in each: `[T, N * E]`, and no view, since FSDP2
-    wants none of a layer."""
+    wants none of a layer. Streams that are not mixed are added to in FP32."""
     dtype = streams.dtype
+    if mix is None:
+        given = add[..., None] * block.float()[:, None]
+        return (given.flatten(1) + streams.flatten(1).float()).to(dtype)
     given, mixed = add.to(dtype)[..., None] * block[:, None], torch.matmul(mix.to(dtype).mT, streams)
     return given.flatten(1) + mixed.flatten(1)
 

@@ -6,17 +6,18 @@ from torch import Tensor, nn
 from precisionctl.model_parts import HyperConnections
 from precisionctl.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, norm_of
-from precisionctl.trainer.model.attention import KeysValues
+from precisionctl.trainer.model.attention import KeysValues, MLASelfAttention
 from precisionctl.trainer.model.compressed_attention import CompressedAttention
 from precisionctl.trainer.model.embedding import plain_linear
 from precisionctl.trainer.model.hyper_connections import HyperConnection, add_head, added
-from precisionctl.trainer.model.mlp import MoELayer
+from precisionctl.trainer.model.mlp import MLP, MoELayer
 from precisionctl.trainer.model.positions import Positions
 from precisionctl.trainer.model.residual_layer import ResidualLayer
 
 
 class HyperLayer(ResidualLayer):
-    """Attention with compressed keys, and experts, each between the streams. Hidden states are `[T, N * E]`."""
+    """Attention with compressed keys or over latents, and experts or an MLP, whose norm lives in it, each between the
+    streams. Hidden states are `[T, N * E]`."""
 
     def __init__(
         self,
@@ -28,15 +29,24 @@ class HyperLayer(ResidualLayer):
         recompute: bool = False,
     ) -> None:
         super().__init__(model, number, backend, recompute)
-        csa, moe = model.csa, model.moe
-        assert csa and moe, "computes.py refuses others"
+        norm, moe = norm_of(model), model.moe if model.has_experts(number) else None
         self.streams = mhc.num_residual_streams
         self.self_attention_hyper_connection = HyperConnection(model, mhc, backend)
-        self.input_layernorm = backend.norm(model.hidden_size, norm_of(model))
-        self.self_attention = CompressedAttention(f"{name}.self_attention", model, csa, number, backend)
+        self.input_layernorm = backend.norm(model.hidden_size, norm)
+        self.self_attention: CompressedAttention | MLASelfAttention
+        if model.csa:
+            self.self_attention = CompressedAttention(f"{name}.self_attention", model, model.csa, number, backend)
+        else:
+            assert model.mla, "computes.py refuses others"
+            indexer = model.dsa if model.has_indexer(number) else None
+            self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, indexer, backend)
         self.mlp_hyper_connection = HyperConnection(model, mhc, backend)
-        self.pre_mlp_layernorm = backend.norm(model.hidden_size, norm_of(model))
-        self.mlp = MoELayer(f"{name}.mlp", model, moe, backend, hashed=model.is_hashed(number))
+        self.pre_mlp_layernorm = backend.norm(model.hidden_size, norm) if moe else nn.Identity()
+        self.mlp: MLP | MoELayer
+        if moe:
+            self.mlp = MoELayer(f"{name}.mlp", model, moe, backend, hashed=model.is_hashed(number))
+        else:
+            self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_hidden_size, norm)
 
     def through(
         self, hidden: Tensor, positions: Positions, per_layer: Tensor | None, shared: KeysValues | None
@@ -46,7 +56,9 @@ class HyperLayer(ResidualLayer):
         hidden = added(streams, self.self_attention(self.input_layernorm(read), positions), add, mix)
         streams = torch.unflatten(hidden, -1, (self.streams, -1))
         read, add, mix = self.mlp_hyper_connection(streams)
-        return added(streams, self.mlp(self.pre_mlp_layernorm(read), positions.tokens), add, mix), None
+        normed = self.pre_mlp_layernorm(read)
+        made = self.mlp(normed, positions.tokens) if isinstance(self.mlp, MoELayer) else self.mlp(normed)
+        return added(streams, made, add, mix), None
 
 
 class HyperMTPLayer(nn.Module):

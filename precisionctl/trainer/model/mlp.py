@@ -155,7 +155,7 @@ class Experts(nn.Module):
 
     def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend) -> None:
         super().__init__()
-        self.backend, self.model, self.number = backend, model, moe.num_experts
+        self.backend, self.model, self.number = backend, model.of_experts, moe.num_experts
         self.probs_on_input = moe.probs_on_input
         hidden, inner, bias = model.expert_hidden_size, moe.ffn_hidden_size, model.add_bias_linear
         self.linear_fc1 = backend.grouped_linear(
