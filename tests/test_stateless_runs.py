@@ -70,7 +70,8 @@ def test_the_state_of_delayed_scaling_is_carried_beside_such_a_run_and_is_of_oth
     _, finished, _ = run(between)
     before = scales(open_checkpoint(delayed).fp8)
     assert scales(sidecar.find(finished.checkpoint)) == before
-    back = settings(finished.checkpoint, place / "text.txt", tmp_path / "back", "fp8", load="weights", train__steps=1)
+    changes = {"load": "weights", "train__steps": 1, "precision__scaling": "delayed"}
+    back = settings(finished.checkpoint, place / "text.txt", tmp_path / "back", "fp8", **changes)
     started, _, _ = run(back)
     assert "carried" not in started.fp8 and started.fp8["warm-up"]["input"] == 8
 
