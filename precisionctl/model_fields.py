@@ -83,6 +83,8 @@ class ModelFields:
     """Pairs that turn are neighbouring channels, and not one of each half."""
     rope_scaling: Mapping[str, Any] | None = None
     """Hugging Face's mapping, with `rope_type`."""
+    lerope: bool = False
+    """The angle of each pair is multiplied by the exponential of a number, which is not trained."""
     rope_layers: tuple[bool, ...] | None = None
     """By layer: has it rotary embeddings? None: all have."""
 
@@ -99,6 +101,9 @@ class ModelFields:
     """Queries are multiplied by `1 + beta * log(1 + floor(position / original context))`."""
     query_scaling_floor: int | None = None
     """In the place of the original context: then in layers without rotary embeddings alone, counting from 1."""
+    softmax_scaling: bool = False
+    """Queries are multiplied by `scale * log(position) + bias`, positions counting from 1: two numbers of each head. So
+    are those of a DSA indexer, which are then made of hidden states, through a norm of their own."""
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     softmax_offset: bool = False

@@ -1,7 +1,6 @@
 """What some models have beside plain attention and MLPs: experts, latent attention, other attention without a window,
 several residual streams, a wrapper of images or sound; and what is a size."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -131,7 +130,11 @@ class MLA:
     """Multi-head latent attention. A query or key has `qk_head_dim` channels without positions, then
     `qk_pos_emb_head_dim` with them (of neighbouring pairs); a value `v_head_dim`. `q_lora_rank` None: queries are
     projected in one step. With a `query_gate` (A.X K2) the projection of the latent of queries reads it twice,
-    normalised and as it is, and also makes a gate, whose sigmoid multiplies each channel of the heads' output."""
+    normalised and as it is, and also makes a gate, whose sigmoid multiplies each channel of the heads' output.
+
+    A layer of which `kv_source_layers` names an earlier one reads that one's latent and makes its own keys and values
+    of it; None: all have their own. In layers without rotary embeddings all channels of a key are the head's own if
+    `nope_keys_by_head` (Mistral Large 4); else heads share the last ones there too, which nothing turns."""
 
     q_lora_rank: int | None
     kv_lora_rank: int
@@ -139,13 +142,26 @@ class MLA:
     qk_pos_emb_head_dim: int
     v_head_dim: int
     query_gate: bool = False
+    nope_keys_by_head: bool = False
+    kv_source_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name, size in dataclasses.asdict(self).items():
-            if name != "query_gate" and (name, size) != ("q_lora_rank", None):
-                check_size(size, name)
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
+            if (name, self.q_lora_rank) != ("q_lora_rank", None):
+                check_size(getattr(self, name), name)
         if self.qk_pos_emb_head_dim % 2:
             raise DamagedCheckpoint(f"qk_pos_emb_head_dim is {self.qk_pos_emb_head_dim}, of which no pairs are made")
+        sources = self.kv_source_layers or ()
+        for layer, source in enumerate(sources):
+            if type(source) is not int or not 0 <= source <= layer or sources[source] != source:
+                what = f"layer {layer} reads the latent of layer {shown(source)}"
+                raise DamagedCheckpoint(what, do="Known are earlier layers that have a latent of their own.")
+
+    def key_channels(self, rope: bool) -> tuple[int, int]:
+        """Channels of a key that are each head's own, and those that all heads share, in layers with rotary embeddings
+        or without."""
+        own, shared = self.qk_head_dim, self.qk_pos_emb_head_dim
+        return (own, shared) if rope or not self.nope_keys_by_head else (own + shared, 0)
 
 
 @dataclass(frozen=True)
@@ -175,13 +191,13 @@ class GlobalAttention:
 class Wrapper:
     """A model of images or sound around a text model: its `model_type`, and what its Hugging Face names have in place
     of the text model's `model.` (or `backbone.`), `lm_head.` and, where its prediction layers have such names, `mtp.`.
-    All its other tensors are towers, and those whose names begin with what is `apart`."""
+    All its other tensors are towers, and those whose names begin with one of what is `apart`."""
 
     model_type: str
     body: str
     head: str
     mtp: str | None = None
-    apart: str | None = None
+    apart: tuple[str, ...] = ()
 
     @property
     def names(self) -> dict[str, str]:
@@ -191,8 +207,7 @@ class Wrapper:
 
     def is_text(self, name: str) -> bool:
         """Whether a tensor of this Hugging Face name is the text model's."""
-        is_apart = self.apart is not None and name.startswith(self.apart)
-        return name.startswith(tuple(self.names.values())) and not is_apart
+        return name.startswith(tuple(self.names.values())) and not name.startswith(self.apart)
 
     def name_of(self, name: str) -> str:
         """The name in the wrapper of what the text model alone calls so."""

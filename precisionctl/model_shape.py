@@ -56,10 +56,15 @@ class ModelShape(ModelFields):
         by_layer["hybrid_override_pattern"] = self.mamba.pattern if self.mamba else None
         by_layer["indexer's layers"] = self.dsa.layers if self.dsa else None
         by_layer["layers with an indexer of blocks"] = self.msa.layers if self.msa else None
+        by_layer["kv_source_layers"] = self.mla.kv_source_layers if self.mla else None
         by_layer["csa_compress_ratios"] = self.csa.pattern if self.csa else None
         for field, entries in by_layer.items():
             if entries is not None and len(entries) != self.num_layers:
                 raise DamagedCheckpoint(f"{field} has {len(entries)} entries for {self.num_layers} layers")
+        for layer, source in enumerate((self.mla and self.mla.kv_source_layers) or ()):
+            if self.has_rope(layer) != self.has_rope(source):
+                what = f"layer {layer} reads the latent of layer {source}, and one of the two has rotary embeddings"
+                raise DamagedCheckpoint(what, do="Is config.json this model's?")
         check_count(self.num_kv_shared_layers, "num_kv_shared_layers", self.num_layers)
         shared = range(self.num_layers - self.num_kv_shared_layers, self.num_layers)
         for layer in sorted({self.in_window(layer): layer for layer in reversed(shared)}.values()):
@@ -131,6 +136,11 @@ class ModelShape(ModelFields):
         return self.mla.qk_pos_emb_head_dim if self.mla else int(self.kv_channels * self.rotary_percent)
 
     @property
+    def rotary_pairs(self) -> int:
+        """Pairs of these channels."""
+        return self.rotary_size // 2
+
+    @property
     def qkv_size(self) -> int:
         """Rows of the fused query, key and value projection, with the output gate."""
         queries = self.num_attention_heads * (1 + self.attention_output_gate)
@@ -190,6 +200,13 @@ class ModelShape(ModelFields):
         if self.mla is None:
             return self.key_size + self.value_size
         return self.num_attention_heads * (self.mla.qk_head_dim + self.mla.v_head_dim)
+
+    @property
+    def nope_key_value_size(self) -> int:
+        """Those of latent attention in layers without rotary embeddings."""
+        if self.mla is None:
+            return self.key_value_size
+        return self.num_attention_heads * (self.mla.key_channels(rope=False)[0] + self.mla.v_head_dim)
 
     @property
     def alibi(self) -> bool:
@@ -360,12 +377,21 @@ class ModelShape(ModelFields):
             return False
         return self.window_layers is None or self.window_layers[layer]
 
+    def has_rope(self, layer: int) -> bool:
+        """Whether a layer's queries and keys have rotary embeddings."""
+        return self.position_embedding == "rope" and (self.rope_layers is None or self.rope_layers[layer])
+
     def shares_kv(self, layer: int) -> bool:
-        """Whether a layer reads the keys and values of another one."""
+        """Whether a layer reads the keys and values of another one, or its latent."""
+        if self.mla and self.mla.kv_source_layers:
+            return self.mla.kv_source_layers[layer] != layer
         return layer >= self.num_layers - self.num_kv_shared_layers
 
     def kv_layer(self, layer: int) -> int:
-        """The layer whose keys and values a layer reads: the last of its kind with its own, or itself."""
+        """The layer whose keys and values, or latent, a layer reads: of keys the last of its kind with its own, or
+        itself."""
+        if self.mla and self.mla.kv_source_layers:
+            return self.mla.kv_source_layers[layer]
         own = self.num_layers - self.num_kv_shared_layers
         if layer < own:
             return layer

@@ -27,12 +27,13 @@ MOMENTUM = "momentum_buffer"
 
 NOT_TRAINED = (
     *(".e_score_correction_bias", ".expert_bias", ".ffn.gate.bias", ".tid2eid"),
-    ".layer_scalar",
+    *(".layer_scalar", ".lerope.alpha", ".rotary_emb.alpha"),
     *(".unused_linear_k.weight", ".unused_linear_v.weight", ".unused_k_norm.weight", ".unused_post_layernorm.weight"),
     *(".act_fn.beta", ".act_fn.eps", ".activation_func.beta", ".activation_func.eps"),
 )
 """Ends of the names, in both layouts, of parameters without optimizer state: a router's bias (a rule changes it) and
-table of experts; the factor of a layer of Gemma 4; parameters that nothing reads; xIELU's two settings."""
+table of experts; the factor of a layer of Gemma 4; those of
+angles in LeRoPE; parameters that nothing reads; xIELU's two settings."""
 
 GEMM_ALIGNMENT = 16
 """Both dimensions of every operand of an FP8 GEMM must be multiples of it (cuBLASLt's leading dimensions; TE checks it

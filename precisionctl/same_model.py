@@ -62,6 +62,10 @@ def used(model: ModelShape) -> dict[str, object]:
             found |= {name: USED, **{f"{name}.{field}": value for field, value in vars(part).items()}}
     if model.mla:
         found |= dict.fromkeys(("num_query_groups", "kv_channels", "v_head_dim"))
+        if all(map(model.has_rope, layers)):
+            found["mla.nope_keys_by_head"] = None
+        if not any(map(model.shares_kv, layers)):
+            found["mla.kv_source_layers"] = None
     elif model.query_pre_attn_scalar == model.kv_channels and not model.global_attention:
         found["query_pre_attn_scalar"] = None
     windows = tuple(map(model.in_window, layers))
@@ -91,7 +95,7 @@ def used(model: ModelShape) -> dict[str, object]:
     if not model.gated_linear_unit:
         found |= dict.fromkeys(("activation_clamp", "glu_offset"))
     if not attends or model.position_embedding != "rope" or not any(model.rope_layers or (True,)):
-        rotary = ("rotary_base", "rotary_base_local", "rotary_percent", "rotary_interleaved", "rope_scaling")
+        rotary = ("rotary_base", "rotary_base_local", "rotary_percent", "rotary_interleaved", "rope_scaling", "lerope")
         found |= dict.fromkeys(rotary)
     if model.position_embedding != "rope":
         found["rope_layers"] = None

@@ -31,6 +31,11 @@ if "hy_v4" in CONFIG_MAPPING:
     modeling_hy_v4 = import_module("transformers.models.hy_v4.modeling_hy_v4")
     modeling_hy_v4.apply_rotary_pos_emb = modeling_glm_moe_dsa.apply_rotary_pos_emb_interleave
 
+if "mistral_large4_text" in CONFIG_MAPPING:
+    from mistral_large4 import MistralLarge4ForCausalLM
+
+    AutoModelForCausalLM._model_mapping._extra_content[MistralLarge4ForCausalLM.config_class] = MistralLarge4ForCausalLM
+
 SIZES: dict[str, Any] = {
     "vocab_size": 250,
     "hidden_size": 64,
@@ -656,6 +661,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN_ROPE
         | {"original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
     },
+    "mistral-large-4": {
+        "model_type": "mistral_large4_text",
+        **{name: size for name, size in _INDEXED.items() if name != "q_lora_rank"},
+        "num_hidden_layers": 4,
+        "no_rope_layers": [1, 0, 1, 0],
+        "kv_source_layers": [0, 1, 0, 1],
+        "indexer_types": ["full", "full", "shared", "shared"],
+        "final_logit_softcapping": 2.0,
+        "rope_parameters": YARN_ROPE | {"original_max_position_embeddings": 8, "attention_factor": 1.0},
+    },
     "llama4": {
         "model_type": "llama4_text",
         "num_hidden_layers": 4,
@@ -958,7 +973,8 @@ def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_floating_point() and re.search(
-                r"norm|ln_|bias$|sinks$|layer_scalar$|_hc\.(base|scale)$|hc_(base|scale)$|router\.\w*scale$|router\.gate\.weight$",
+                r"norm|ln_|bias$|sinks$|layer_scalar$|_hc\.(base|scale)$|hc_(base|scale)$|router\.\w*scale$|router\.gate\.weight$"
+                r"|softmax_scaling\.scale$|rotary_emb\.alpha$",
                 name,
             ):
                 tensor.add_(torch.randn_like(tensor) * 0.1)

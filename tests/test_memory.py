@@ -125,7 +125,8 @@ def assert_kept(family: str, name: str, kernels: bool = False) -> None:
     """9 % below (positions, indices) and 10 % above."""
     model, made = shape(family), recipe(name)
     if model.mla and name != "bf16":
-        model = replace(model, mla=replace(model.mla, q_lora_rank=16, qk_pos_emb_head_dim=16, v_head_dim=32))
+        latents = 16 if model.mla.q_lora_rank or not model.dsa else None
+        model = replace(model, mla=replace(model.mla, q_lora_rank=latents, qk_pos_emb_head_dim=16, v_head_dim=32))
     length = 4 * CHUNK if model.gdn or model.mamba else LENGTH
     assert 0.91 < kept_and_saved(model, made, length, kernels) < 1.1
 

@@ -126,6 +126,9 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
     ("hy4", {"mhc.magnitude": 2.0}),
     ("hy4", {"mhc.epsilon": 0.01}),
     ("hy4", {"linear_gate": "softplus per element"}),
+    ("mistral-large-4", {"final_logit_softcapping": None}),
+    ("mistral-large-4", {"rope_scaling": None}),
+    ("mistral-large-4", {"moe.pre_softmax": True}),
 ]
 """What no tensor's shape shows."""
 
@@ -148,7 +151,7 @@ def test_logits_are_those_of_transformers(case: str, length: int, tmp_path: Path
 GRADIENTS = (
     *("mimo-v2-flash", "laguna", "laguna-per-element", "phimoe", "olmo", "flex-olmo", "minicpm3", "falcon"),
     *("falcon-40b", "gpt-bigcode", "kolibri1", "kimi-linear", "ling-3", "lfm3", "axk1", "axk2", "nanochat", "flint"),
-    *("opt", "gpt-neo", "bloom", "mpt", "bamba", "mamba2"),
+    *("opt", "gpt-neo", "bloom", "mpt", "bamba", "mamba2", "mistral-large-4"),
 )
 
 
@@ -156,7 +159,7 @@ GRADIENTS = (
 def test_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """Sinks, values of another size, gates of heads, a number of heads by kind of layer, SparseMixer, clamped queries,
     LayerNorms without weights, experts without a norm before them, multiplied residuals, attention beside an MLP under
-    one norm and under two, one key for all heads, a bias of logits, and Kimi delta attention."""
+    one norm and under two, one key for all heads, a bias of logits, Kimi delta attention, latents of other layers."""
     theirs = transformers_model(family)
     ours = as_gpt(converted(theirs, tmp_path))
     tokens = clear_tokens(ours, (3, 100))
@@ -412,7 +415,7 @@ def trained(name: str, model: ModelShape) -> bool:
     """Whether an update changes a parameter: not what balances experts, nor buffers, nor layers and indexers that
     nothing runs, nor biases and norms that only Megatron has."""
     kept_as_it_is = name.endswith(("expert_bias", "activation_func.beta", "activation_func.eps", "layer_scalar"))
-    kept_as_it_is |= name.endswith("tid2eid")
+    kept_as_it_is |= name.endswith(("tid2eid", "lerope.alpha"))
     kept_as_it_is |= name.startswith("mtp.") or ".indexer." in name
     only_megatrons = {"linear_qkv.bias": not model.qkv_bias, "linear_proj.bias": not model.proj_bias}
     only_megatrons |= dict.fromkeys(("input_layernorm.bias", "final_layernorm.bias"), not model.norm_bias)

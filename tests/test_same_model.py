@@ -339,6 +339,9 @@ BESIDE = dataclasses.replace(
 )
 LATENT = dataclasses.replace(DENSE, mla=MLA(6, 6, 4, 4, 6))
 INDEXED = dataclasses.replace(LATENT, dsa=DSA(2, 8, 12, (True, True)))
+SHARED_LATENTS = dataclasses.replace(
+    INDEXED, mla=MLA(None, 6, 4, 4, 6, nope_keys_by_head=True), softmax_scaling=True, rope_layers=(True, False)
+)
 BLOCKS = dataclasses.replace(NO_WINDOW, msa=MSA(2, 8, 3, 2, 1, (False, True)))
 STREAMS = dataclasses.replace(
     NO_WINDOW,
@@ -520,7 +523,11 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     (DELTA, {"gdn.norm_epsilon": 0.1}),
     (DELTA, {"pre_layernorms": False, "post_layernorms": True}),
     (DELTA, {"gdn.layers": (False, True)}),
-    *((LATENT, {f"mla.{field.name}": 8}) for field in dataclasses.fields(MLA) if field.name != "query_gate"),
+    *((LATENT, {f"mla.{field.name}": 8}) for field in dataclasses.fields(MLA)[:5]),
+    (SHARED_LATENTS, {"mla.nope_keys_by_head": False}),
+    (dataclasses.replace(SHARED_LATENTS, rope_layers=None), {"mla.kv_source_layers": (0, 0)}),
+    (LATENT, {"softmax_scaling": True}),
+    (DENSE, {"lerope": True}),
     (INDEXED, {"mla.query_gate": True}),
     (LATENT, {"norm_gate_rank": 8}),
     *((LATENT, {"linear_gate": kind}) for kind in get_args(LinearGate)),
@@ -617,6 +624,9 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (NO_GATE, {"activation_clamp": 0.01, "glu_offset": 2.0}),
     (LEARNED, {"rotary_base": 5.0, "rotary_percent": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
     (LATENT, {"num_query_groups": 4, "kv_channels": 6}),
+    (LATENT, {"mla.nope_keys_by_head": True}),
+    (SHARED_LATENTS, {"mla.kv_source_layers": (0, 1)}),
+    (dataclasses.replace(DENSE, rope_layers=(False, False)), {"lerope": True}),
     (dataclasses.replace(DENSE, window_layers=None), {"global_attention": GLOBAL.global_attention}),
     (dataclasses.replace(GLOBAL, window_layers=(False, False)), {"num_query_groups": 4, "kv_channels": 2}),
     (ALL_EXPERTS, {"ffn_hidden_size": 9}),

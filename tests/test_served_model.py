@@ -35,15 +35,16 @@ _BY_CLASS = {
         *("q_b_proj", "kv_b_proj", "wq_b", "wo_a", "o_a_proj"),  # deepseek_v2.py, deepseek_v4/attention.py
         *("q_gate_proj",),  # transformers, of A.X K2
         *("linear_gate",),  # hy_v4/nvidia/attention.py; of MLPs, as transformers saves Hunyuan 4's
+        *("wq", "wkv_b"),  # mistral_large_3.py, which names Mistral's linears as DeepSeek's
         *("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_z", "g_proj", "g_b_proj"),  # layers/mamba/
         *("index_q_proj",),  # linear.py MinimaxM3QKVParallelLinearWithIndexer
     ),
     "inputs": (  # RowParallelLinear
         *("o_proj", "out_proj", "dense", "c_proj", "fc2", "fc_out", "dense_4h_to_h"),
-        *("down_proj", "w2", "output_linear", "wo_b", "o_b_proj"),
+        *("down_proj", "w2", "output_linear", "wo_b", "o_b_proj", "wo"),
     ),
     "nothing": (  # ReplicatedLinear, or disable_tp=True
-        *("q_a_proj", "kv_a_proj_with_mqa", "wq_a", "wkv", "kv_proj"),
+        *("q_a_proj", "kv_a_proj_with_mqa", "wkv_a_with_mqa", "wq_a", "wkv", "kv_proj"),
         *("fc1_latent_proj", "fc2_latent_proj"),  # nemotron_h.py
         *("g_a_proj", "index_k_proj"),  # gdn/kimi_gdn_linear_attn.py, linear.py
     ),

@@ -353,7 +353,7 @@ def test_a_run_trains_the_text_keeps_the_towers_and_its_result_is_loaded_and_exp
     run(tmp_path / "run", tmp_path / "back", "hf")
     before, after = stored(tmp_path / "source"), stored(tmp_path / "back")
     assert_same(towers(before), towers(after))
-    outputs = ("self_attn.o_proj.weight", "self_attn.out_proj.weight", "mixer.o_proj.weight")
+    outputs = ("self_attn.o_proj.weight", "self_attn.out_proj.weight", "mixer.o_proj.weight", "attention.wo.weight")
     trained = [name for name in before.keys() - towers(before) if name.endswith(outputs)]
     assert trained and not any(torch.equal(before[name], after[name]) for name in trained)
 

@@ -134,6 +134,17 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "index_block_size": 4,
         "index_topk_blocks": 2,
     },
+    "mistral_large4": {
+        "model_type": "mistral_large4_text",
+        **{
+            name: its
+            for name, its in pico.FAMILIES.get("mistral-large-4", {}).items()
+            if name not in {"model_type", *TEXT}
+        },
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "qk_rope_head_dim": 16,
+    },
     "llava_onevision": {"model_type": "qwen2"},
     "llava": {"model_type": "llama", "rms_norm_eps": 1e-5},
     "llava_next": {"model_type": "mistral"},
@@ -286,4 +297,5 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
 def towers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Those of what sees and hears."""
     text, without = {"language_model", "text_model", "lm_head"}, ("model.embed_tokens.", "model.layers.", "model.norm.")
+    without += ("tok_embeddings.", "layers.", "norm.", "output.", "lerope.")  # of Mistral Large 4
     return {name: t for name, t in tensors.items() if not (text & {*name.split(".")} or name.startswith(without))}

@@ -32,6 +32,11 @@ def _write_layers(model: ModelShape) -> Config:
     return {"indexer_types": ["full" if model.has_indexer(layer) else "shared" for layer in range(model.num_layers)]}
 
 
+INDEXERS = Rule(
+    ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"), _read_layers, _write_layers
+)
+"""Which layers have one."""
+
 ARCHITECTURE = Architecture(
     model_types={"glm_moe_dsa": "GlmMoeDsaForCausalLM"},
     behind={"gate": "experts"},
@@ -41,11 +46,7 @@ ARCHITECTURE = Architecture(
         *COMMON,
         Key("dsa.n_heads", "index_n_heads", 32),
         Only("indexer_rope_interleave", True, "dsa.rope_interleaved", True),
-        Rule(
-            ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
-            _read_layers,
-            _write_layers,
-        ),
+        INDEXERS,
         groups(1, 1),
         Key("norm_epsilon", "rms_norm_eps", 1e-5),
     ),

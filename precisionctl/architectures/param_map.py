@@ -58,6 +58,8 @@ Layers = Literal[
     "indexed",
     "windowed",
     "global",
+    "rope",
+    "nope",
     "sparse",
     "heavy",
     "hashed",
@@ -71,6 +73,7 @@ Layers = Literal[
   mixer
 - `indexed`: those with an indexer
 - `windowed`, `global`: those whose attention has a window, or none
+- `rope`, `nope`: those with rotary embeddings, or without
 - `sparse`, `heavy`: those whose compressed keys overlap, or do not (CSA)
 - `hashed`, `scored`: those with experts that a table chooses, or a router's scores
 """
@@ -240,6 +243,8 @@ class Row:
             return model.has_indexer(layer)
         if self.layers in ("windowed", "global"):
             return model.in_window(layer) == (self.layers == "windowed")
+        if self.layers in ("rope", "nope"):
+            return model.has_rope(layer) == (self.layers == "rope")
         if self.layers in COMPRESSED:
             return model.csa is not None and model.csa.pattern[layer] == COMPRESSED[self.layers]
         if self.layers in ("hashed", "scored"):
@@ -295,7 +300,8 @@ class Architecture:
     class defines it in another place than most classes (`checkpoints/numbered_optimizer.py`). `names_by` says whose
     names the rows have in Megatron: Megatron-Core's, if its modules have all of these parameters (it may compute
     something else with them); Megatron-Bridge's, if modules of its own have them; this project's, if neither has.
-    `otherwise_in_transformers` is a note on what transformers alone computes differently.
+    `otherwise_in_transformers` is a note on what transformers alone computes differently, `heeds_latents_epsilon` says
+    whether its class normalises latents of attention by config.json's epsilon, and not by 1e-6 as others.
     """
 
     model_types: Mapping[str, str]
@@ -306,6 +312,7 @@ class Architecture:
     behind: Mapping[str, str] = field(default_factory=dict)
     names_by: Literal["Megatron-Core", "Megatron-Bridge", "this project"] = "Megatron-Core"
     otherwise_in_transformers: str = ""
+    heeds_latents_epsilon: bool = False
 
     def spelled(
         self,

@@ -41,7 +41,7 @@ class WrapperNames:
       have there, and not in published files
     - `experts`: the rows of experts, if they are not the family's
     - `second`: whether published files have the spelling that is the second one of the text model alone
-    - `apart`: a prefix of names in the body that are not its text model's
+    - `apart`: prefixes of names in the body that are not its text model's
     - `mark`: a part of the towers' names that no other wrapper with the same text model has; empty if none needs it
     - `absent`: the class's defaults for keys that `text_config` lacks, if the text model's class has others
     """
@@ -54,7 +54,7 @@ class WrapperNames:
     experts: Either | None = None
     second: bool = False
     mtp: str | None = None
-    apart: str | None = None
+    apart: tuple[str, ...] = ()
     towers_in_memory: str = "model."
     mark: str = ""
     absent: Mapping[str, Any] = field(default_factory=dict)
@@ -69,7 +69,11 @@ reads both, as it has them in memory."""
 _TEXT_MODEL = "model.text_model.", "lm_head."
 _GATED_WITH_BIAS = "visual.blocks.0.mlp.gate_proj.bias"
 _HEARS = "audio_tower.conv1."
-_PREDICTION_OF_GLM_OCR = "model.language_model.layers.16."
+_PREDICTION_OF_GLM_OCR = ("model.language_model.layers.16.",)
+_BESIDE_MISTRAL_LARGE_4 = (
+    *("vision_encoder.", "pre_mm_projector_norm.", "patch_merger.", "vision_language_adapter."),
+    "mtp_dspark.",  # what drafts tokens, which transformers passes over
+)
 _HYPERCLOVA = WrapperNames(
     "model.language_model.model.",
     "model.language_model.lm_head.",
@@ -110,6 +114,9 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     "llava_onevision": WrapperNames(text="qwen2", mark="image_newline"),
     "internvl": WrapperNames(text="qwen2", mark="vision_tower.embeddings.cls_token"),
     "mistral3": WrapperNames(text="mistral", mark="multi_modal_projector.patch_merger."),
+    "mistral_large4": WrapperNames(
+        body="", head="output.", text="mistral_large4_text", apart=_BESIDE_MISTRAL_LARGE_4, mark="patch_merger."
+    ),
     "gemma3": WrapperNames(text="gemma3_text", mark="multi_modal_projector.mm_soft_emb_norm."),
     "gemma4": WrapperNames(*IN_MEMORY, text="gemma4_text", mark="vision_tower.patch_embedder.position_embedding_table"),
     "gemma4_unified": WrapperNames(*IN_MEMORY, text="gemma4_unified_text", mark="vision_embedder.patch_dense."),
@@ -213,6 +220,12 @@ TEXT_MODELS: Mapping[str, TextModel] = {
         | {"rms_norm_eps": 1e-5, "embedding_multiplier": 12.0, "logits_scaling": 4.0}
         | {"residual_multiplier": 0.263, "attention_multiplier": 0.015625},
     ),
+    "mistral_large4_text": TextModel(
+        "mistral_large4_text",
+        _sizes(204800, 6144, 24576, 72, 64, 64, 1048576)
+        | {"n_routed_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 6144, "kv_lora_rank": 512}
+        | {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    ),
     "minimax_m3_vl_text": TextModel("minimax_m3_vl_text", _sizes(200064, 6144, 3072, 60, 64, 4, 524288)),
     "glm4v_text": TextModel(
         "glm4",
@@ -313,7 +326,8 @@ def beside_towers(model: ModelShape, towers: Collection[str], *, has_head: bool)
     return replace(model, wrapper=_by_towers(model.wrapper, towers), tied_embeddings=not has_head)
 
 
-_EMBEDDINGS, _HEAD = ("model.embed_tokens.weight", "model.embeddings.weight"), "lm_head.weight"
+_EMBEDDINGS = tuple(f"model.{name}.weight" for name in ("embed_tokens", "embeddings", "tok_embeddings"))
+_HEAD = "lm_head.weight"
 
 
 def _check_marks(model_type: str, towers: Collection[str]) -> None:
@@ -368,7 +382,8 @@ class WrappedArchitecture(Architecture):
     def _in_memory(self, name: str) -> str:
         assert self.wrapper is not None, "made by `wrapped`"
         in_memory = WRAPPERS[self.wrapper.model_type].in_memory
-        for here, there in zip((self.wrapper.body, self.wrapper.head), in_memory, strict=True):
+        body, head = in_memory
+        for here, there in ((self.wrapper.head, head), (self.wrapper.body, body)):  # which may be empty
             if name.startswith(here):
                 return there + name.removeprefix(here)
         return name
@@ -400,5 +415,6 @@ def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:
         derived=tuple(map(wrapper.name_of, family.derived)),
         names_by=family.names_by,
         otherwise_in_transformers=family.otherwise_in_transformers,
+        heeds_latents_epsilon=family.heeds_latents_epsilon,
         wrapper=wrapper,
     )

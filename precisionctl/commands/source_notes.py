@@ -88,7 +88,7 @@ def _other_arithmetic(reader: Reader, model: ModelShape, to: Layout) -> Iterator
                 "Megatron-Core's arguments cannot express all of this model. A Megatron-Core that trained it by them "
                 f"alone computed another one (the result / Megatron-Core's): {named}."
             )
-    if model.mla and model.norm_epsilon != _MLA_EPSILON:
+    if model.mla and not table_of(model).heeds_latents_epsilon and model.norm_epsilon != _MLA_EPSILON:
         yield (
             f"transformers normalises the latents of attention with epsilon {_MLA_EPSILON:g}, whatever config.json "
             f"says; Megatron-Core and `resume` with the model's {model.norm_epsilon:g}."

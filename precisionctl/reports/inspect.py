@@ -356,7 +356,9 @@ def _coded_row(description: Description) -> tuple[str, str]:
 
 def _attention(model: Mapping[str, Any]) -> str:
     if model["mla"]:
-        return f"{counted(model['num_attention_heads'], 'head')} of latents of {model['mla']['kv_lora_rank']}"
+        shared = sum(source != layer for layer, source in enumerate(model["mla"]["kv_source_layers"] or ()))
+        shares = f"; {counted(shared, 'layer')} read the latent of an earlier one" if shared else ""
+        return f"{counted(model['num_attention_heads'], 'head')} of latents of {model['mla']['kv_lora_rank']}{shares}"
     own = model["global_attention"]
     groups = counted(model["num_query_groups"], "key-value group")
     without_window = (

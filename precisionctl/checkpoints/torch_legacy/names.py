@@ -114,6 +114,7 @@ _ROWS = (
     *("output_layer.weight", "output_layer.bias", "softmax_offset", "attn_sink"),
     *("eh_proj.weight", ".e_proj.weight", ".h_proj.weight"),
     *("self_attention.dt_bias", "self_attention.A_log"),
+    *("self_attention.softmax_scaling.scale", "self_attention.softmax_scaling.bias"),
     *("mixer.dt_bias", "mixer.A_log", "mixer.D", "mixer.norm.weight"),
 )
 _ROWS_OF = re.compile(

@@ -55,7 +55,10 @@ def pass_bytes(
         inputs = 2 * model.streams_size * tokens * model.num_layers
         beside = (2 + kept.norm) * model.per_layer_embed_size / kept.tokens
         read = {model.kv_layer(each) for each in range(model.num_layers) if model.shares_kv(each)}
-        beside += sum(2 * 2 * model.attention_of(model.in_window(each)).key_size for each in read) / kept.tensor
+        if model.mla:
+            beside += 2 * model.kv_down_size * len(read) / kept.tokens
+        else:
+            beside += sum(2 * 2 * model.attention_of(model.in_window(each)).key_size for each in read) / kept.tensor
         held = sum(codes) if recipe.casts_once else 0
         return round(inputs + beside * tokens + last + held + max(logits, max(layers) + working))
     return round(sum(layers) + last + max(logits, working))
@@ -127,7 +130,7 @@ def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float
     elif model.has_attention(layer):
         attention, shares_kv = model.attention_of(model.in_window(layer)), model.shares_kv(layer)
         of_blocks = model.msa is not None and model.has_indexer(layer) and length > model.msa.dense_length
-        made += read + _attention(attention, kept, length, shares_kv, of_blocks) / kept.tensor
+        made += read + _attention(attention, layer, kept, length, shares_kv, of_blocks) / kept.tensor
         made += _mask(model, layer, kept, length)
     return made
 
@@ -142,15 +145,19 @@ def _mask(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float:
     return 2 * length / kept.rows if narrow and not by_kernels else 0
 
 
-def _attention(model: ModelShape, kept: BytesKept, length: int, shares_kv: bool, of_blocks: bool) -> float:
+def _attention(model: ModelShape, layer: int, kept: BytesKept, length: int, shares_kv: bool, of_blocks: bool) -> float:
     """Bytes that attention saves for the backward for each token, without those of the keys and values of another layer
     that it `shares_kv` with; with `of_blocks`, in texts of which an indexer chooses keys."""
     heads, out = model.num_attention_heads, model.projection_size
     capped, sinks = model.attn_logit_softcapping is not None, model.softmax_offset or model.alibi
     kernels = kept.kernels and not capped and not sinks and not of_blocks
     if model.mla:
-        latents = (kept.norm + kept.input) * ((model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank)
-        made = latents + 2 * 2 * model.query_size + 2 * model.key_value_size + 2 * model.query_size
+        made = (kept.norm + kept.input) * (model.mla.q_lora_rank or 0)
+        made += (kept.input + (0 if shares_kv else kept.norm)) * model.mla.kv_lora_rank
+        key_values = model.key_value_size if model.has_rope(layer) else model.nope_key_value_size
+        made += 2 * 2 * model.query_size + 2 * key_values + 2 * model.query_size
+        if model.softmax_scaling:  # what is multiplied
+            made += 2 * model.query_size
         if model.mla.query_gate:  # the other half of what makes them; their sigmoid, and its other factor
             made += kept.input * (model.mla.q_lora_rank or 0) + (4 + 2) * out
     else:

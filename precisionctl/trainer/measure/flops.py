@@ -106,7 +106,7 @@ def projections(model: ModelShape, layer: int) -> int:
         given = model.csa.o_lora_rank * model.projection_size + model.csa.grouped_size * hidden
         keys = hidden * (model.kv_channels + 2 * compressed_rows(model, layer))
         return queries + keys + given + (indexer(model) if model.has_indexer(layer) else 0)
-    shared = model.shares_kv(layer)
+    shared, rope = model.shares_kv(layer), model.has_rope(layer)
     model = model.attention_of(model.in_window(layer))
     out = model.projection_size * hidden
     if mla is None:
@@ -114,8 +114,9 @@ def projections(model: ModelShape, layer: int) -> int:
     rank = mla.q_lora_rank
     up = model.query_up_inputs * model.query_up_size
     queries = hidden * model.query_size if rank is None else rank * hidden + up
-    latents = hidden * (model.kv_down_size + model.gate_size)
-    return queries + latents + mla.kv_lora_rank * model.key_value_size + out
+    own, of_all = mla.key_channels(rope)
+    latents = hidden * ((0 if shared else mla.kv_lora_rank + of_all) + model.gate_size)
+    return queries + latents + mla.kv_lora_rank * model.num_attention_heads * (own + mla.v_head_dim) + out
 
 
 def beside_in_proj(gdn: GatedDeltaNet, hidden: int) -> int:

@@ -45,7 +45,8 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     "activation": get_args(Activation),
     "position_embedding": ("rope", "learned_absolute", "alibi"),
     **dict.fromkeys(("mla.q_lora_rank", "mla.kv_lora_rank", "mla.qk_head_dim"), ANY),
-    **dict.fromkeys(("mla.qk_pos_emb_head_dim", "mla.v_head_dim", "mla.query_gate"), ANY),
+    **dict.fromkeys(("mla.qk_pos_emb_head_dim", "mla.v_head_dim", "mla.query_gate", "mla.nope_keys_by_head"), ANY),
+    **dict.fromkeys(("mla.kv_source_layers", "softmax_scaling", "lerope"), ANY),
     # texts longer than `dsa.topk` are refused, where they are met
     **dict.fromkeys(("dsa.n_heads", "dsa.head_dim", "dsa.topk", "dsa.layers", "dsa.rope_interleaved"), ANY),
     **dict.fromkeys(("msa.n_heads", "msa.head_dim", "msa.block_size", "msa.topk_blocks", "msa.local_blocks"), ANY),
@@ -168,7 +169,9 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         "mla.query_gate": model.mla and model.mla.query_gate and not (model.dsa and model.query_latent),
         "norm_gate_rank": model.norm_gate_rank
         and (not model.mla or model.gdn or model.parallel_residual or (model.moe and model.moe.own_norms)),
-        "dsa": model.dsa and not model.query_latent,
+        "dsa": model.dsa and model.query_latent == model.softmax_scaling,
+        "softmax_scaling": model.softmax_scaling and (not model.mla or model.query_scaling_beta is not None),
+        "mla.kv_source_layers": model.mla and model.mla.kv_source_layers and model.fused_latent_layernorms,
         "msa.n_heads": model.msa and model.msa.n_heads != model.num_query_groups,
         "msa.head_dim": model.msa and model.rotary_size > model.msa.head_dim,
         "csa": model.csa and not (model.mhc and model.moe and all(model.moe.layer_freq)),

@@ -3,6 +3,7 @@
 Shape letters: B batch, S sequence, T tokens, E hidden_size.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -32,6 +33,7 @@ class Embedding(nn.Module):
             self.per_layer_model_proj = plain_linear(model.hidden_size, model.per_layer_embed_size, backend)
             self.per_layer_proj_norm = backend.norm(model.per_layer_embed_dim, norm_of(model))
         self.layers = model.num_layers
+        self.lerope = LeRope(model.rotary_pairs, backend) if model.lerope else None
 
     def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
         """`[B, S]`, at positions `[S]` or `[B, S]`, to `[T, E]`."""
@@ -57,6 +59,14 @@ class Embedding(nn.Module):
         context = product(F.linear, hidden, self.per_layer_model_proj.weight) * hidden.shape[-1] ** -0.5
         context = self.per_layer_proj_norm(context.view_as(own))
         return list(((context + own) * 2**-0.5).unbind(1))
+
+
+class LeRope(nn.Module):
+    """What angles of rotary embeddings are multiplied by, as logarithms, FP32; for all layers. It is not trained."""
+
+    def __init__(self, pairs: int, backend: Backend) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.zeros(pairs, device=backend.device), requires_grad=False)
 
 
 def plain_linear(inputs: int, outputs: int, backend: Backend) -> nn.Linear:

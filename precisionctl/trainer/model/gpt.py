@@ -196,8 +196,9 @@ class GPT(nn.Module):
         made, chunk = {}, self.model.attention_chunk_size
         texts = packed or PackedSequences((shape[1],) * shape[0])
         chunks = texts.in_chunks(chunk) if chunk and texts.longest > chunk else packed
+        alpha = self.embedding.lerope.alpha if self.embedding.lerope else None
         for kind, rope in self._ropes.items():
-            cos, sin = rope.at(position, lengths) if rope else (None, None)
+            cos, sin = rope.at(position, lengths, alpha) if rope else (None, None)
             window = self.model.sliding_window if kind.in_window else None
             seen = chunks if kind.in_window else packed  # a chunk is a text of its own, but for its positions
             made[kind] = Positions(cos, sin, window, seen, shape, query_scale(self.model, position, kind.rope))

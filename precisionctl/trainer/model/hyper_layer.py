@@ -39,7 +39,7 @@ class HyperLayer(ResidualLayer):
         else:
             assert model.mla, "computes.py refuses others"
             indexer = model.dsa if model.has_indexer(number) else None
-            self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, indexer, backend)
+            self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, backend, number, indexer)
         self.mlp_hyper_connection = HyperConnection(model, mhc, backend)
         self.pre_mlp_layernorm = backend.norm(model.hidden_size, norm) if moe else nn.Identity()
         self.mlp: MLP | MoELayer
@@ -53,12 +53,17 @@ class HyperLayer(ResidualLayer):
     ) -> tuple[Tensor, KeysValues | None]:
         streams = torch.unflatten(hidden, -1, (self.streams, -1))
         read, add, mix = self.self_attention_hyper_connection(streams)
-        hidden = added(streams, self.self_attention(self.input_layernorm(read), positions), add, mix)
+        normed, kept = self.input_layernorm(read), None
+        if isinstance(self.self_attention, MLASelfAttention):
+            attended, kept = self.self_attention(normed, positions, shared)
+        else:
+            attended = self.self_attention(normed, positions)
+        hidden = added(streams, attended, add, mix)
         streams = torch.unflatten(hidden, -1, (self.streams, -1))
         read, add, mix = self.mlp_hyper_connection(streams)
         normed = self.pre_mlp_layernorm(read)
         made = self.mlp(normed, positions.tokens) if isinstance(self.mlp, MoELayer) else self.mlp(normed)
-        return added(streams, made, add, mix), None
+        return added(streams, made, add, mix), kept
 
 
 class HyperMTPLayer(nn.Module):

@@ -47,7 +47,7 @@ class Layer(ResidualLayer):
             self.self_attention = ShortConvolution(f"{name}.self_attention", model, model.short_conv, backend)
         elif model.mla:
             indexer = model.dsa if model.has_indexer(number) else None
-            self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, indexer, backend)
+            self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, backend, number, indexer)
         else:
             attention, shares_kv = model.attention_of(self.kind.in_window), model.shares_kv(number)
             msa = model.msa if model.has_indexer(number) else None
@@ -93,7 +93,7 @@ class Layer(ResidualLayer):
         self, hidden: Tensor, positions: Positions, per_layer: Tensor | None, shared: KeysValues | None
     ) -> tuple[Tensor, KeysValues | None]:
         normed, kept = self.input_layernorm(hidden), None
-        if isinstance(self.self_attention, SelfAttention):
+        if isinstance(self.self_attention, SelfAttention | MLASelfAttention):
             attended, kept = self.self_attention(normed, positions, shared)
         else:
             attended = self.self_attention(normed, positions)

@@ -71,7 +71,8 @@ class Positions(NamedTuple):
     shape: tuple[int, int]
     """B and S."""
     query_scale: Tensor | None = None
-    """FP32 `[S]` or `[B, S]`: what queries are multiplied by. None for 1."""
+    """FP32 `[S]` or `[B, S]`: what queries are multiplied by, or, where heads have numbers of their own for it, the
+    logarithm that these belong to. None for 1."""
     tokens: Tensor | None = None
     """int64 `[B * S]`, for routers that look experts up by token; None without such routers."""
 
@@ -142,20 +143,24 @@ class Rope:
         """Whether the angles depend on the length of the text."""
         self._magnitude = frequencies.magnitude
 
-    def at(self, position: Tensor, length: int | Tensor) -> tuple[Tensor, Tensor]:
+    def at(self, position: Tensor, length: int | Tensor, alpha: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin of every pair's angle at each position `[...]`, in texts of one length or of lengths that
-        broadcast with the positions: FP32 `[..., size / 2]`."""
+        broadcast with the positions: FP32 `[..., size / 2]`. Angles are multiplied by the exponentials of `alpha`, FP32
+        `[size / 2]`."""
         if isinstance(length, int):
             frequencies = self._beyond if length > self._original else self._within
         else:
             frequencies = torch.where((length > self._original)[..., None], self._beyond, self._within)
-        angles = position[..., None] * frequencies
+        angles = position[..., None] * (frequencies if alpha is None else frequencies * alpha.exp())
         return angles.cos() * self._magnitude, angles.sin() * self._magnitude
 
 
 def query_scale(model: ModelShape, position: Tensor, rope: bool) -> Tensor | None:
     """What queries at each position are multiplied by, FP32 in the shape of `position`, in layers with rotary
-    embeddings or without: 1 within the original context (Ministral 3) or the floor (Llama 4). None where nothing is."""
+    embeddings or without: 1 within the original context (Ministral 3) or the floor (Llama 4). With `softmax_scaling`
+    the logarithm. None where nothing is."""
+    if model.softmax_scaling:
+        return torch.log((position + 1).float())
     if model.query_scaling_beta is None or (model.query_scaling_floor is not None and rope):
         return None
     if model.query_scaling_floor is None:
@@ -261,8 +266,7 @@ class LayerKind(NamedTuple):
 
 def kind_of(model: ModelShape, layer: int) -> LayerKind:
     """A layer's kind."""
-    rope = model.position_embedding == "rope" and (model.rope_layers is None or model.rope_layers[layer])
-    return LayerKind(model.in_window(layer), rope)
+    return LayerKind(model.in_window(layer), model.has_rope(layer))
 
 
 def sliding_window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
