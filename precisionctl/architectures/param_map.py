@@ -328,7 +328,7 @@ class Architecture:
             if isinstance(row, Row):
                 rows.append(row)
                 continue
-            second = row.also if _any_stored(row.also, stored, model, (*row.first, *row.second)) else row.second
+            second = row.also if _any_stored(row.also, stored, model, row.second) else row.second
             if naming == row.second_is or (row.only_read and _any_stored(row.second, codes, model)):
                 here = {_key(each): each for each in (*row.first, *row.also) if _all_stored(each, stored, model)}
                 rows += (replace(each, as_stored=here.get(_key(each))) for each in row.second)
