@@ -115,7 +115,11 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     "internvl": WrapperNames(text="qwen2", mark="vision_tower.embeddings.cls_token"),
     "mistral3": WrapperNames(text="mistral", mark="multi_modal_projector.patch_merger."),
     "mistral_large4": WrapperNames(
-        body="", head="output.", text="mistral_large4_text", apart=_BESIDE_MISTRAL_LARGE_4, mark="patch_merger."
+        body="",
+        head="output.",
+        text="mistral_large4_text",
+        apart=_BESIDE_MISTRAL_LARGE_4,
+        mark="vision_language_adapter.",
     ),
     "gemma3": WrapperNames(text="gemma3_text", mark="multi_modal_projector.mm_soft_emb_norm."),
     "gemma4": WrapperNames(*IN_MEMORY, text="gemma4_text", mark="vision_tower.patch_embedder.position_embedding_table"),
