@@ -35,7 +35,7 @@ _BY_CLASS = {
         *("q_b_proj", "kv_b_proj", "wq_b", "wo_a", "o_a_proj"),  # deepseek_v2.py, deepseek_v4/attention.py
         *("q_gate_proj",),  # transformers, of A.X K2
         *("linear_gate",),  # hy_v4/nvidia/attention.py; of MLPs, as transformers saves Hunyuan 4's
-        *("wq", "wkv_b"),  # mistral_large_3.py, which names Mistral's linears as DeepSeek's
+        *("wq", "wkv_b"),  # as mistral_large_3.py renames Mistral's to DeepSeek's; Mistral Large 4's class was not read
         *("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_z", "g_proj", "g_b_proj"),  # layers/mamba/
         *("index_q_proj",),  # linear.py MinimaxM3QKVParallelLinearWithIndexer
     ),
