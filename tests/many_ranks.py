@@ -207,14 +207,14 @@ def all_runs(*, soak: bool) -> None:
         "data__held_out": held_out,
     }
     for source in ("source", "moe"):
+        run(f"{source} fp8 alone", 1, source=source, **fp8)
+        run(f"{source} guarded alone", 1, source=source, shadow_every=2, **fp8)
+    for source in ("source", "moe") if soak else ("source",):
         run(f"{source} alone", 1, source=source, **exact)
         run(f"{source} two", 2, source=source, **exact)
-        run(f"{source} fp8 alone", 1, source=source, **fp8)
         run(f"{source} fp8 two", 2, source=source, **fp8)
-        run(f"{source} guarded alone", 1, source=source, shadow_every=2, **fp8)
-        if source == "source" or soak:
-            run(f"{source} fp8 two, recomputed", 2, source=source, train__recompute="layer", **fp8)
-            run(f"{source} guarded two", 2, source=source, shadow_every=2, train__recompute="layer", **fp8)
+        run(f"{source} fp8 two, recomputed", 2, source=source, train__recompute="layer", **fp8)
+        run(f"{source} guarded two", 2, source=source, shadow_every=2, train__recompute="layer", **fp8)
     for name, count, how in (("alone", 1, {}), ("two", 2, {}), ("tensor", 2, {"parallel__tensor": 2})):
         run(f"block {name}", count, precision__scaling="block", train__steps=3, **how, **fp8)
     run("four alone", 1, train__micro_batch_size=1, train__steps=1)

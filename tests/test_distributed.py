@@ -59,7 +59,7 @@ def moments(checkpoint: Path) -> dict[str, Tensor]:
     return {name: read_tensor(source, name) for name in source.specs if ".exp_avg." in name}
 
 
-@models
+@first_model
 def test_two_ranks_make_every_bit_of_one_process_with_as_many_micro_batches(
     place: Path, told: Told, model: str
 ) -> None:
@@ -83,6 +83,7 @@ def test_amaxes_are_the_largest_of_what_one_process_sees_in_as_many_passes(place
                 assert not two.modules[name].roles[role].amax_history[:-6].any()
 
 
+@pytest.mark.soak
 def test_amaxes_of_experts_are_the_largest_of_all_ranks_and_none_of_those_that_none_saw(place: Path) -> None:
     """Of an expert that saw no token in a pass there is no row, so the two histories have rows in common, not all."""
     one, two = (sidecar.find(place / f"moe {ranks}/iter_0000006") for ranks in ("alone", "two"))
@@ -120,7 +121,7 @@ def test_gradients_of_four_ranks_are_those_of_one_process_but_for_the_order_of_a
         assert (found[name] - tensor).norm() <= 8 * 2**-24 * tensor.norm(), name
 
 
-@models
+@first_model
 def test_fp8_of_two_ranks_is_that_of_one_process_but_for_rounding(place: Path, told: Told, model: str) -> None:
     """The same rows in a pass, so the same amaxes; but the gradient of a weight is rounded to BF16 for each rank, by up
     to 2^-9 of it. Updates are apart by about as much, and so a loss by less than that share of itself."""
@@ -143,7 +144,7 @@ def test_128_blocks_of_two_ranks_are_those_of_one_process_but_for_rounding(
     assert [loss for _, loss, _ in two] == pytest.approx([loss for _, loss, _ in alone], rel=2**-9)
 
 
-@models
+@first_model
 def test_all_ranks_have_the_same_fp8_state(place: Path, told: Told, model: str) -> None:
     for when in ("start", "end"):
         first, second = (torch.load(place / f"{model} fp8 two.{when}.{rank}.pt") for rank in (0, 1))

@@ -133,7 +133,7 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
 """What no tensor's shape shows."""
 
 
-@pytest.mark.parametrize("length", [12, 100])
+@pytest.mark.parametrize("length", [100, pytest.param(12, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(case: str, length: int, tmp_path: Path) -> None:
     """Through a directory that transformers wrote and the family's table. FP32's rounding makes up to 1e-5 of a
@@ -210,7 +210,7 @@ def test_a_family_s_parameters_are_what_its_table_makes(family: str, tmp_path: P
     assert {name: tuple(p.shape) for name, p in parameters} == {name: spec.shape for name, spec in made.specs.items()}
 
 
-@pytest.mark.parametrize("family", pico.FAMILIES)
+@pytest.mark.parametrize("family", pico.representing(pico.rows))
 def test_one_update_reaches_every_parameter_that_is_trained(family: str, tmp_path: Path) -> None:
     model = as_gpt(converted(transformers_model(family), tmp_path))
     optimizer = MasterAdamW(model, Optimizer(lr=1e-3, weight_decay=0.0))
