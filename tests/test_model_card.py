@@ -126,6 +126,11 @@ def test_a_directorys_name_is_text_and_nothing_else(source: Path, tmp_path: Path
     assert "<b>" not in card.text.partition("```")[0] and "\n# a" in card.text
 
 
+def test_a_name_that_is_not_utf_8_is_spelled_out(source: Path, tmp_path: Path) -> None:
+    card = (export(source, tmp_path / "o\udcff") / "README.md").read_text(encoding="utf-8")
+    assert "\n# o\\udcff\n" in card
+
+
 def test_a_name_that_is_none_on_the_hub_is_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="not a name on the Hub"):
         export(source, tmp_path / "out", base_model="../etc\n")

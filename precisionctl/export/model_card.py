@@ -56,7 +56,7 @@ class Card:
         """The bytes of the file, for an export of `reader`."""
         lines = [*self._front(), "", f"# {_plain(self.name)}", "", *self._about(reader), *self._weights()]
         lines += ["## Quality", "", _START + _UNMEASURED + "\n" + _END]
-        return "\n".join(lines).encode()
+        return "\n".join(lines).encode(errors="backslashreplace")  # of a name that is not UTF-8
 
     def _front(self) -> Iterator[str]:
         yield "---"
