@@ -10,6 +10,7 @@ dense MLPs have no gate. Without a number there are no groups of experts. Rotary
 from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule, layers, tied
 from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.deepseek_keys import (
+    INDEXER,
     SIGMOID,
     experts_by_list,
     experts_of_a_layer,
@@ -72,8 +73,7 @@ ARCHITECTURE = Architecture(
         groups(1, 1),
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
         Key("dsa.n_heads", "index_n_heads", 16),
-        Key("dsa.head_dim", "index_head_dim", 128),
-        Key("dsa.topk", "index_topk", 2048),
+        *INDEXER,
         Rule(("layer_types",), _read_layers),
         Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope(),

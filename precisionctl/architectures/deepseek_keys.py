@@ -116,6 +116,12 @@ def latent_attention(q_lora_rank: int | None) -> tuple[Entry, ...]:
     )
 
 
+INDEXER: tuple[Entry, ...] = (
+    Key("dsa.head_dim", "index_head_dim", 128),
+    Key("dsa.topk", "index_topk", 2048),
+)
+"""Of an indexer what all families have alike."""
+
 ROTATED_HEAD = Synonyms({"head_dim": "qk_rope_head_dim"})
 """For families whose class in transformers computes rotary embeddings for `head_dim`, if config.json has it."""
 

@@ -6,6 +6,7 @@ is a LayerNorm of epsilon 1e-6, stored in FP32.
 
 from precisionctl.architectures.config_keys import Config, Entry, Fields, Key, Only, Rule, layers, tied
 from precisionctl.architectures.deepseek_keys import (
+    INDEXER,
     SIGMOID,
     experts_by_list,
     experts_of_a_layer,
@@ -25,8 +26,7 @@ COMMON: tuple[Entry, ...] = (
     *SIGMOID,
     Only("norm_topk_prob", True),
     Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
-    Key("dsa.head_dim", "index_head_dim", 128),
-    Key("dsa.topk", "index_topk", 2048),
+    *INDEXER,
     rope(),
     Key("mtp_num_layers", "num_nextn_predict_layers", 0),
     tied(False),

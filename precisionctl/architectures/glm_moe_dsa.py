@@ -28,12 +28,13 @@ def _read_layers(config: Config, where: object) -> Fields:
     return {"dsa.layers": tuple(_KINDS[kind] for kind in listed)}
 
 
-def _write_layers(model: ModelShape) -> Config:
+def write_indexers(model: ModelShape) -> Config:
+    """Which layers have one, by words."""
     return {"indexer_types": ["full" if model.has_indexer(layer) else "shared" for layer in range(model.num_layers)]}
 
 
 INDEXERS = Rule(
-    ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"), _read_layers, _write_layers
+    ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"), _read_layers, write_indexers
 )
 """Which layers have one."""
 

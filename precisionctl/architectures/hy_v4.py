@@ -12,6 +12,7 @@ from dataclasses import replace
 from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule, layers, tied
 from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.deepseek_keys import (
+    INDEXER,
     SIGMOID,
     experts_by_list,
     experts_of_a_layer,
@@ -19,6 +20,7 @@ from precisionctl.architectures.deepseek_keys import (
     latent_attention,
 )
 from precisionctl.architectures.deepseek_rows import INDEXED_ATTENTION, prediction
+from precisionctl.architectures.glm_moe_dsa import write_indexers
 from precisionctl.architectures.gpt_oss import SINKS
 from precisionctl.architectures.hyper_connection_rows import head, hyper_connection
 from precisionctl.architectures.llama_rows import LINEAR_GATE, MLP, MLP_NORM, ROTARY, TIED, model_rows
@@ -85,11 +87,7 @@ _SPARSE = "deepseek_sparse_attention"
 
 
 def _write_layers(model: ModelShape) -> Config:
-    numbers = range(model.num_layers)
-    return {
-        "layer_types": [_SPARSE] * model.num_layers,
-        "indexer_types": ["full" if model.has_indexer(layer) else "shared" for layer in numbers],
-    }
+    return {"layer_types": [_SPARSE] * model.num_layers, **write_indexers(model)}
 
 
 ARCHITECTURE = Architecture(
@@ -114,8 +112,7 @@ ARCHITECTURE = Architecture(
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.827),
         Key("moe.activation_clamp", "swiglu_limit", 10.0),
         Key("dsa.n_heads", "index_n_heads", 16),
-        Key("dsa.head_dim", "index_head_dim", 128),
-        Key("dsa.topk", "index_topk", 2048),
+        *INDEXER,
         Always("dsa.rope_interleaved", True),
         Rule(("layer_types", "indexer_types"), _read_layers, _write_layers),
         Only("gated_mla", True),

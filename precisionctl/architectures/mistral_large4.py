@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule, layers
-from precisionctl.architectures.deepseek_keys import experts_by_list, experts_of_a_layer, latent_attention
+from precisionctl.architectures.deepseek_keys import INDEXER, experts_by_list, experts_of_a_layer, latent_attention
 from precisionctl.architectures.deepseek_rows import INDEXED_ATTENTION
 from precisionctl.architectures.glm_moe_dsa import INDEXERS
 from precisionctl.architectures.llama_rows import EMBEDDING, FINAL_NORM, MLP, MLP_NORM, OUTPUT
@@ -154,8 +154,7 @@ ARCHITECTURE = Architecture(
         Only("topk_group", 1),
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
         Key("dsa.n_heads", "index_n_heads", 32),
-        Key("dsa.head_dim", "index_head_dim", 128),
-        Key("dsa.topk", "index_topk", 2048),
+        *INDEXER,
         Always("dsa.rope_interleaved", True),
         INDEXERS,
         Key("norm_epsilon", "rms_norm_eps", 1e-5),

@@ -330,7 +330,11 @@ class Architecture:
                 continue
             second = row.also if _any_stored(row.also, stored, model, row.second) else row.second
             if naming == row.second_is or (row.only_read and _any_stored(row.second, codes, model)):
-                here = {_key(each): each for each in (*row.first, *row.also) if _all_stored(each, stored, model)}
+                here = {
+                    _key(each): each
+                    for each in (*row.first, *row.also)
+                    if (whole := _first_names(each, model)) and all(name in stored for name in whole)
+                }
                 rows += (replace(each, as_stored=here.get(_key(each))) for each in row.second)
             elif not _is_stored(row.first, second, stored, model):
                 rows += row.first
@@ -354,21 +358,19 @@ def _key(row: Row) -> tuple[str, Layers]:
 
 def _any_stored(rows: tuple[Row, ...], stored: Container[str], model: ModelShape, others: tuple[Row, ...] = ()) -> bool:
     """Whether there is a tensor with a name that these rows have, and the others have not."""
-    shared = {name for row in others for name in row.hf}
-    places = ((row, next(iter(row.places(model)), None)) for row in rows)
+    shared = {template for row in others for template in row.hf}
     return any(
-        filled(name, place) in stored
-        for row, place in places
-        if place is not None
-        for name in row.hf
-        if name not in shared
+        name in stored
+        for row in rows
+        for template, name in zip(row.hf, _first_names(row, model), strict=False)
+        if template not in shared
     )
 
 
-def _all_stored(row: Row, stored: Container[str], model: ModelShape) -> bool:
-    """Whether all the tensors of a row are there, at its first place."""
+def _first_names(row: Row, model: ModelShape) -> tuple[str, ...]:
+    """A row's tensors in Hugging Face at its first place; none if the model has no place for it."""
     place = next(iter(row.places(model)), None)
-    return place is not None and all(name in stored for name in names(row, "hf", place))
+    return () if place is None else names(row, "hf", place)
 
 
 def _is_stored(
@@ -377,12 +379,11 @@ def _is_stored(
     """Whether the second spelling is the stored one."""
     if {row.hf for row in first} != {row.hf for row in second}:
         return _any_stored(second, stored, model, first)
-    places = ((row, next(iter(row.places(model)), None)) for row in second)
     shapes = {
         name: shape
-        for row, place in places
-        if place is not None
-        for name, shape in zip(names(row, "hf", place), row.shapes(model, "hf"), strict=True)
+        for row in second
+        if (found := _first_names(row, model))
+        for name, shape in zip(found, row.shapes(model, "hf"), strict=True)
     }
     return any(name in stored for name in shapes) and all(
         stored[name].shape == shape for name, shape in shapes.items() if name in stored

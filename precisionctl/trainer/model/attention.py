@@ -340,9 +340,7 @@ class MLASelfAttention(nn.Module):
     reads the latent of another one.
     """
 
-    def __init__(
-        self, name: str, model: ModelShape, mla: MLA, backend: Backend, number: int, indexer: DSA | None
-    ) -> None:
+    def __init__(self, name: str, model: ModelShape, mla: MLA, number: int, backend: Backend) -> None:
         super().__init__()
         self.name, self.backend = f"{name}.core_attention", backend
         self.mla, self.fused_layernorms = mla, model.fused_latent_layernorms
@@ -382,8 +380,8 @@ class MLASelfAttention(nn.Module):
         if scaling.get("mscale_all_dim"):  # DeepSeek's YaRN magnifies the part without positions too, by the scores
             scale *= yarn_mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2
         self.core_attention = CoreAttention(model, backend, scale)
-        if indexer:
-            self.core_attention.indexer = Indexer(model, indexer, mla.q_lora_rank or hidden, backend)
+        if model.dsa and model.has_indexer(number):
+            self.core_attention.indexer = Indexer(model, model.dsa, mla.q_lora_rank or hidden, backend)
         self.linear_gate = GateOfHeads(model, backend) if model.linear_gate else None
         self.linear_proj = backend.linear(f"{name}.linear_proj", model.projection_size, hidden, False, "row")
 

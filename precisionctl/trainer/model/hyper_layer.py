@@ -38,8 +38,7 @@ class HyperLayer(ResidualLayer):
             self.self_attention = CompressedAttention(f"{name}.self_attention", model, model.csa, number, backend)
         else:
             assert model.mla, "computes.py refuses others"
-            indexer = model.dsa if model.has_indexer(number) else None
-            self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, backend, number, indexer)
+            self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, number, backend)
         self.mlp_hyper_connection = HyperConnection(model, mhc, backend)
         self.pre_mlp_layernorm = backend.norm(model.hidden_size, norm) if moe else nn.Identity()
         self.mlp: MLP | MoELayer

@@ -46,8 +46,7 @@ class Layer(ResidualLayer):
         elif model.short_conv and model.has_short_conv(number):
             self.self_attention = ShortConvolution(f"{name}.self_attention", model, model.short_conv, backend)
         elif model.mla:
-            indexer = model.dsa if model.has_indexer(number) else None
-            self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, backend, number, indexer)
+            self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, number, backend)
         else:
             attention, shares_kv = model.attention_of(self.kind.in_window), model.shares_kv(number)
             msa = model.msa if model.has_indexer(number) else None
