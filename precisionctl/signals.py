@@ -44,6 +44,13 @@ def held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def hold_until_the_end() -> None:
+    """In the program, from now on SIGINT and SIGTERM stop nothing: its work is done, and the exit code has to say so.
+    While it ends, Python gives SIGTERM its own meaning back before it has unloaded PyTorch, which takes a while."""
+    if signal.getsignal(signal.SIGTERM) is terminate:
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+
+
 def end_with(parent: int) -> None:
     """On Linux, kill this process when its parent, the process `parent`, ends, whatever ends that: also if this process
     hangs in the file system, or is stopped. Strictly, when the parent's thread ends that has started this process."""

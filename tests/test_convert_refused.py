@@ -110,7 +110,9 @@ def test_weights_without_a_config_take_that_of_a_reference(tmp_path: Path) -> No
         run(tmp_path / "weights", tmp_path / "out", "megatron", reference=tmp_path / "other")
     for to in ("hf", "megatron"):
         for name in ("hf", "weights"):
-            run(tmp_path / name, tmp_path / f"{name} {to}", to, "bf16", reference=tmp_path / "hf")
+            notes = run(tmp_path / name, tmp_path / f"{name} {to}", to, "bf16", reference=tmp_path / "hf").notes
+            said = [note for note in notes if "they are the reference's" in note]
+            assert ["config.json" in note for note in said] == ([True] if name == "weights" else [])
         theirs, ours = (tree(tmp_path / f"{name} {to}") for name in ("hf", "weights"))
         assert theirs.keys() == ours.keys()
         assert all(theirs[file] == ours[file] for file in theirs if "manifest" not in file)

@@ -1,6 +1,8 @@
 """SIGTERM, as the program and its trainer answer it."""
 
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -36,3 +38,19 @@ def test_a_run_notes_the_first_sigterm_and_the_system_answers_a_second_one() -> 
         assert received == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) is terminate
+
+
+def test_a_signal_while_python_ends_does_not_change_the_exit_code() -> None:
+    program = """
+import os, signal
+from precisionctl.__main__ import main
+class Last:
+    def __del__(self, kill=os.kill, this=os.getpid(), numbers=(signal.SIGINT, signal.SIGTERM)):
+        for number in numbers:
+            kill(this, number)
+last = Last()
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", program, "--version"], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("precisionctl")

@@ -1,6 +1,7 @@
 """Notes for the user on a source: what it is, what was guessed of it, and what of it stays behind."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from precisionctl.architectures.expert_args import CAPACITY
 from precisionctl.architectures.families import models_of_megatron_args, table_of
@@ -46,7 +47,7 @@ def source_notes(source: Source) -> Iterator[str]:
     yield from _padding_notes(reader, plan)
     yield from left_behind_notes(reader, carried=source.trained is not None)
     yield from adapter_notes(reader)
-    yield from _companion_notes(reader)
+    yield from _companion_notes(reader, source.given.reference)
     if plan.to_layout == "hf":
         yield from _missing_notes(reader)
 
@@ -194,8 +195,10 @@ def decoded_base_notes(reader: Reader) -> Iterator[str]:
         )
 
 
-def _companion_notes(reader: Reader) -> Iterator[str]:
-    """Notes on files beside the weights that are not copied, and on code among those that are."""
+def _companion_notes(reader: Reader, reference: Path | None) -> Iterator[str]:
+    """Notes on files beside the weights: those that are the reference's, those that are not copied, and code."""
+    if taken := [name for name in reader.companions.files if name not in reader.own_companions.files]:
+        yield f"The source has none of these, so they are the reference's, {reference}: {', '.join(taken)}."
     yield from reader.companions.notes
     if code := reader.companions.code:
         yield (
