@@ -5,14 +5,15 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model_fields import Activation, LinearGate, ModelFields
+from precisionctl.model_fields import Activation, LinearGate
+from precisionctl.model_layers import ModelLayers
 from precisionctl.model_parts import LARGEST, MOST_LAYERS, check_count, check_size, real
 
 
 @dataclass(frozen=True)
-class ModelShape(ModelFields):
+class ModelShape(ModelLayers):
     """The fields, checked, and what follows from them: the sizes and switches that rows of a family's table name
-    (`Row.sizes`, `Row.present`), and what each layer has."""
+    (`Row.sizes`, `Row.present`)."""
 
     def __post_init__(self) -> None:
         """Sizes come from files of strangers, and loops run over them."""
@@ -48,27 +49,7 @@ class ModelShape(ModelFields):
         for product in ("qkv_size", "projection_size", "query_size", "key_value_size"):
             check_size(getattr(self, product), product, 4 * LARGEST)
         self.attention_of(in_window=False)  # whose sizes are checked so, too
-        freq = self.moe.layer_freq if self.moe else None
-        by_layer: dict[str, Any] = {"window_layers": self.window_layers, "rope_layers": self.rope_layers}
-        by_layer["moe_layer_freq"] = freq
-        by_layer["linear_attention_freq"] = self.gdn.layers if self.gdn else None
-        by_layer["layers with a short convolution"] = self.short_conv.layers if self.short_conv else None
-        by_layer["hybrid_override_pattern"] = self.mamba.pattern if self.mamba else None
-        by_layer["indexer's layers"] = self.dsa.layers if self.dsa else None
-        by_layer["layers with an indexer of blocks"] = self.msa.layers if self.msa else None
-        by_layer["kv_source_layers"] = self.mla.kv_source_layers if self.mla else None
-        by_layer["csa_compress_ratios"] = self.csa.pattern if self.csa else None
-        for field, entries in by_layer.items():
-            if entries is not None and len(entries) != self.num_layers:
-                raise DamagedCheckpoint(f"{field} has {len(entries)} entries for {self.num_layers} layers")
-        for layer, source in enumerate((self.mla and self.mla.kv_source_layers) or ()):
-            if self.has_rope(layer) != self.has_rope(source):
-                what = f"layer {layer} reads the latent of layer {source}, and one of the two has rotary embeddings"
-                raise DamagedCheckpoint(what, do="Is config.json this model's?")
-        check_count(self.num_kv_shared_layers, "num_kv_shared_layers", self.num_layers)
-        shared = range(self.num_layers - self.num_kv_shared_layers, self.num_layers)
-        for layer in sorted({self.in_window(layer): layer for layer in reversed(shared)}.values()):
-            self.kv_layer(layer)  # which raises where the first of its kind has none to read
+        self.check_layers()
         if self.mamba and self.mtp_num_layers and not self.moe:
             raise DamagedCheckpoint(f"prediction layers {self.mamba.mtp_pattern} of a model without experts")
         check_size(self.per_layer_embed_size or 1, "per_layer_embed_size", 4 * LARGEST)
@@ -369,75 +350,9 @@ class ModelShape(ModelFields):
     def xielu(self) -> bool:
         return self.activation == "xielu"
 
-    def in_window(self, layer: int) -> bool:
-        """Whether a layer's attention is in a sliding window or in chunks."""
-        if self.csa:
-            return self.csa.pattern[layer] == "W"
-        if self.sliding_window is None and self.attention_chunk_size is None:
-            return False
-        return self.window_layers is None or self.window_layers[layer]
-
-    def has_rope(self, layer: int) -> bool:
-        """Whether a layer's queries and keys have rotary embeddings."""
-        return self.position_embedding == "rope" and (self.rope_layers is None or self.rope_layers[layer])
-
-    def shares_kv(self, layer: int) -> bool:
-        """Whether a layer reads the keys and values of another one, or its latent."""
-        if self.mla and self.mla.kv_source_layers:
-            return self.mla.kv_source_layers[layer] != layer
-        return layer >= self.num_layers - self.num_kv_shared_layers
-
-    def kv_layer(self, layer: int) -> int:
-        """The layer whose keys and values, or latent, a layer reads: of keys the last of its kind with its own, or
-        itself."""
-        if self.mla and self.mla.kv_source_layers:
-            return self.mla.kv_source_layers[layer]
-        own = self.num_layers - self.num_kv_shared_layers
-        if layer < own:
-            return layer
-        kind = self.in_window(layer)
-        found = next((other for other in reversed(range(own)) if self.in_window(other) == kind), None)
-        if found is None:
-            what = (
-                f"layer {layer} shares keys and values, but no layer {'with' if kind else 'without'} a window has any"
-            )
-            raise DamagedCheckpoint(what, do="Is config.json this model's?")
-        return found
-
     def ffn_size(self, layer: int) -> int:
         """Channels of a layer's dense MLP."""
         return self.kv_shared_ffn_hidden_size if self.shares_kv(layer) else self.ffn_hidden_size
-
-    def has_indexer(self, layer: int) -> bool:
-        if self.csa:
-            return self.csa.pattern[layer] == "C"
-        indexed = self.dsa or self.msa
-        return indexed is not None and indexed.layers[layer]
-
-    def is_hashed(self, layer: int) -> bool:
-        """Whether a table chooses a token's experts."""
-        return self.moe is not None and layer < self.moe.n_hash_layers
-
-    def has_experts(self, layer: int) -> bool:
-        return self.moe is not None and self.moe.layer_freq[layer]
-
-    def has_delta_net(self, layer: int) -> bool:
-        return self.gdn is not None and self.gdn.layers[layer]
-
-    def has_short_conv(self, layer: int) -> bool:
-        return self.short_conv is not None and self.short_conv.layers[layer]
-
-    def has_mixer(self, layer: int) -> bool:
-        return self.mamba is not None and self.mamba.pattern[layer] in "MP"
-
-    def has_attention(self, layer: int) -> bool:
-        """Whether a layer has softmax attention."""
-        if self.mamba:
-            return self.mamba.pattern[layer] in "*P"
-        return not self.has_delta_net(layer) and not self.has_short_conv(layer)
-
-    def has_dense_mlp(self, layer: int) -> bool:
-        return self.mamba.pattern[layer] in "-P" if self.mamba else not self.has_experts(layer)
 
     def described(self) -> dict[str, Any]:
         """Every field, as JSON can have it."""
