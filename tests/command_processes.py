@@ -1,4 +1,4 @@
-"""Commands in processes of their own, forked from one that has imported what they need: that takes two seconds."""
+"""Commands in processes of their own, forked from one that has imported what they need: that takes five seconds."""
 
 import multiprocessing
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["precisionctl.cli", "precisionctl.commands.plan_command"])
+SERVER.set_forkserver_preload(["precisionctl.cli", "precisionctl.commands.plan_command", "torch.distributed"])
 
 
 class CommandProcess:

@@ -174,19 +174,83 @@ def signalled() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def sharing_runs(fp8: dict[str, Any], still: dict[str, Any], *, soak: bool) -> None:
-    """By ranks that share layers and experts."""
-    tensor = {"parallel__tensor": 2, "parallel__sequence": "true"}
-    shared = {**tensor, "parallel__expert": 2, "source": "moe"}
-    run("source tensor", 2, shadow_every=2, train__recompute="layer", **tensor, **fp8)
+BLOCKS = {"precision__scaling": "block", "train__steps": 3}
+ONCE = {"train__micro_batch_size": 1, "train__steps": 1}
+TENSOR = {"parallel__tensor": 2, "parallel__sequence": "true"}
+
+
+def by_two(source: str, exact: dict[str, Any], fp8: dict[str, Any]) -> None:
+    run(f"{source} alone", 1, source=source, **exact)
+    run(f"{source} two", 2, source=source, **exact)
+    run(f"{source} fp8 two", 2, source=source, **fp8)
+    run(f"{source} guarded two", 2, source=source, shadow_every=2, train__recompute="layer", **fp8)
+
+
+def recorded(source: str) -> None:
+    record(f"{source} recorded alone", 1, 6, 2, source=source)
+    record(f"{source} recorded at once", 1, 1, 4, source=source)
+    record(f"{source} recorded at once by two", 2, 1, 2, source=source)
+
+
+def make_runs(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
+    for source in ("source", "moe"):
+        run(f"{source} fp8 alone", 1, source=source, **fp8)
+        run(f"{source} guarded alone", 1, source=source, shadow_every=2, **fp8)
+    by_two("source", exact, fp8)
+    for name, count in (("alone", 1), ("two", 2)):
+        run(f"block {name}", count, **BLOCKS, **fp8)
+    run("four alone", 1, **ONCE)
+    run("four in 2", 4, parallel__replicate=2, **ONCE)
+    still = {"optimizer__lr": 1e-30, "optimizer__weight_decay": 0, "train__batch_size": 6, "train__steps": 1}
+    run("three", 3, source="moe", **still)
+    run("2 of 2-1-4", 2, "2-1-4", kill=3, **fp8)
+    run("1 of 2-1-4", 1, "2-1-4", kill=5, **fp8)
+    run("4 of 2-1-4", 4, "2-1-4", **fp8)
+    shared = {**TENSOR, "parallel__expert": 2, "source": "moe"}
     run("moe tensor", 4, shadow_every=2, train__async_save=True, **shared, **fp8 | {"train__micro_batch_size": 2})
     run("four sharing", 4, **shared, **still)
-    if soak:
-        run("4 of 4-1-2", 4, "4-1-2", kill=3, **tensor, **fp8)
-        run("1 of 4-1-2", 1, "4-1-2", kill=5, **fp8)
-        run("2 of 4-1-2", 2, "4-1-2", parallel__tensor=2, **fp8)
-    record("source recorded at once by tensor", 2, 1, 4, **tensor)
+    recorded("moe")
     record("moe recorded at once by tensor", 4, 1, 2, **shared)
+    for source in ("source", "moe"):
+        record(f"{source} recorded by two", 2, 3, 2, source=source)
+    record("recorded, stopped", 2, 3, 2, stop=1, out="recorded twice")
+    record("recorded, gone on", 2, 3, 2, out="recorded twice")
+    skipping = {"optimizer__clip_norm": 0, "broken": 2, "train__save_every": 3}
+    run("one skips", 1, **skipping)
+    run("two skip", 2, **skipping)
+    back = {**fp8, "precision__schedule": "[{until = 0.5, fp8 = false}, {}]", "guard__jump_at": 1.0}
+    run("going back", 2, broken=4, **back)
+    run_command("failed", fails)
+    run_command("killed in a save", saving_it(die))
+    run_command("signalled", signalled)
+
+
+def make_runs_for_soak(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
+    by_two("moe", exact, fp8)
+    for source in ("source", "moe"):
+        run(f"{source} fp8 two, recomputed", 2, source=source, train__recompute="layer", **fp8)
+    run("block tensor", 2, parallel__tensor=2, **BLOCKS, **fp8)
+    for copies in (1, 4):
+        run(f"four in {copies}", 4, parallel__replicate=copies, **ONCE)
+    for copies in (1, 2, 4):
+        run(f"guarded, four in {copies}", 4, parallel__replicate=copies, shadow_every=1, **fp8 | ONCE)
+    run("source tensor", 2, shadow_every=2, train__recompute="layer", **TENSOR, **fp8)
+    run("4 of 4-1-2", 4, "4-1-2", kill=3, **TENSOR, **fp8)
+    run("1 of 4-1-2", 1, "4-1-2", kill=5, **fp8)
+    run("2 of 4-1-2", 2, "4-1-2", parallel__tensor=2, **fp8)
+    recorded("source")
+    record("source recorded at once by tensor", 2, 1, 4, **TENSOR)
+    phases = {**fp8, "precision__schedule": "[{until = 0.2}, {until = 0.7, fp8 = false}, {}]"}
+    run("phases", 2, **phases)
+    run("phases, killed", 2, "phases killed", kill=3, **phases)
+    run("phases, gone on", 2, "phases killed", **phases)
+    run("two, meanwhile", 2, train__async_save=True, **exact)
+    run("two, meanwhile, killed", 2, "two, meanwhile and killed", kill=5, train__async_save=True, **exact)
+    run("two, meanwhile, gone on", 2, "two, meanwhile and killed", **exact)
+    run_command("killed", die)
+    run_command("failed in a save", saving_it(fails))
+    run_command("out of time", lambda: None, more=["--time-limit=0:00:00"])
+    run_command("uneven", die, train__batch_size=5, train__micro_batch_size=1)
 
 
 def all_runs(*, soak: bool) -> None:
@@ -206,55 +270,9 @@ def all_runs(*, soak: bool) -> None:
         "optimizer__lr": 0.001,
         "data__held_out": held_out,
     }
-    for source in ("source", "moe"):
-        run(f"{source} fp8 alone", 1, source=source, **fp8)
-        run(f"{source} guarded alone", 1, source=source, shadow_every=2, **fp8)
-    for source in ("source", "moe") if soak else ("source",):
-        run(f"{source} alone", 1, source=source, **exact)
-        run(f"{source} two", 2, source=source, **exact)
-        run(f"{source} fp8 two", 2, source=source, **fp8)
-        run(f"{source} fp8 two, recomputed", 2, source=source, train__recompute="layer", **fp8)
-        run(f"{source} guarded two", 2, source=source, shadow_every=2, train__recompute="layer", **fp8)
-    for name, count, how in (("alone", 1, {}), ("two", 2, {}), ("tensor", 2, {"parallel__tensor": 2})):
-        run(f"block {name}", count, precision__scaling="block", train__steps=3, **how, **fp8)
-    run("four alone", 1, train__micro_batch_size=1, train__steps=1)
-    look = {**fp8, "train__micro_batch_size": 1, "train__steps": 1, "shadow_every": 1}
-    for copies in (1, 2, 4) if soak else (2,):
-        run(f"guarded, four in {copies}", 4, parallel__replicate=copies, **look)
-        run(f"four in {copies}", 4, train__micro_batch_size=1, train__steps=1, parallel__replicate=copies)
-    still = {"optimizer__lr": 1e-30, "optimizer__weight_decay": 0, "train__batch_size": 6, "train__steps": 1}
-    run("three", 3, source="moe", **still)
-    run("2 of 2-1-4", 2, "2-1-4", kill=3, **fp8)
-    run("1 of 2-1-4", 1, "2-1-4", kill=5, **fp8)
-    run("4 of 2-1-4", 4, "2-1-4", **fp8)
-    sharing_runs(fp8, still, soak=soak)
-    phases = {**fp8, "precision__schedule": "[{until = 0.2}, {until = 0.7, fp8 = false}, {}]"}
-    run("phases", 2, **phases)
-    run("phases, killed", 2, "phases killed", kill=3, **phases)
-    run("phases, gone on", 2, "phases killed", **phases)
-    for source in ("source", "moe"):
-        record(f"{source} recorded alone", 1, 6, 2, source=source)
-        record(f"{source} recorded by two", 2, 3, 2, source=source)
-        record(f"{source} recorded at once", 1, 1, 4, source=source)
-        record(f"{source} recorded at once by two", 2, 1, 2, source=source)
-    record("recorded, stopped", 2, 3, 2, stop=1, out="recorded twice")
-    record("recorded, gone on", 2, 3, 2, out="recorded twice")
-    run("two, meanwhile", 2, train__async_save=True, **exact)
-    run("two, meanwhile, killed", 2, "two, meanwhile and killed", kill=5, train__async_save=True, **exact)
-    run("two, meanwhile, gone on", 2, "two, meanwhile and killed", **exact)
-    skipping = {"optimizer__clip_norm": 0, "broken": 2, "train__save_every": 3}
-    run("one skips", 1, **skipping)
-    run("two skip", 2, **skipping)
-    back = {**fp8, "precision__schedule": "[{until = 0.5, fp8 = false}, {}]", "guard__jump_at": 1.0}
-    run("going back", 2, broken=4, **back)
-    run_command("failed", fails)
-    run_command("killed in a save", saving_it(die))
+    make_runs(exact, fp8)
     if soak:
-        run_command("killed", die)
-        run_command("failed in a save", saving_it(fails))
-    run_command("signalled", signalled)
-    run_command("out of time", lambda: None, more=["--time-limit=0:00:00"])
-    run_command("uneven", die, train__batch_size=5, train__micro_batch_size=1)
+        make_runs_for_soak(exact, fp8)
 
 
 if __name__ == "__main__":

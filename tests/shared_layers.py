@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from forked import fork
 from in_memory import InMemory, to_megatron
+from soaking import in_soak
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -55,22 +56,18 @@ SIZES = {
 """How many ranks, and how they share a model."""
 
 
-def _first_of(family: str, *others: str) -> list[Any]:
-    return [pytest.param(family), *(pytest.param(other, marks=pytest.mark.soak) for other in others)]
-
-
 EVEN = [family for family in pico.FAMILIES if pico.shape(family).num_query_groups % 2 == 0]
 SHARING = {
     "tensor": pico.representing(pico.mixers, pico.first_of_each(pico.block_kinds, EVEN)),
     "sequence": pico.representing(
         pico.block_kinds, pico.first_of_each(lambda family: {*pico.rows(family), *pico.switches(family)}, EVEN)
     ),
-    "sequence and data": _first_of("llama-3", "mixtral", "gemma4-small"),
-    "tensor in copies": _first_of("gemma4-small", "llama-3", "mixtral"),
-    "experts": _first_of("mixtral", "deepseek-v4", "gpt-oss", "deepseek-v3", "gemma4-moe"),
-    "experts in copies": _first_of("gemma4-moe", "mixtral", "gpt-oss", "deepseek-v3", "deepseek-v4"),
-    "experts and tensor": _first_of("gpt-oss", "mixtral", "deepseek-v3", "gemma4-moe"),
-    "experts and sequence": _first_of("deepseek-v3", "mixtral", "gpt-oss", "gemma4-moe"),
+    "sequence and data": [pytest.param("llama-3"), *in_soak("mixtral", "gemma4-small")],
+    "tensor in copies": [pytest.param("gemma4-small"), *in_soak("llama-3", "mixtral")],
+    "experts": [pytest.param("mixtral"), *in_soak("deepseek-v4", "gpt-oss", "deepseek-v3", "gemma4-moe")],
+    "experts in copies": [pytest.param("gemma4-moe"), *in_soak("mixtral", "gpt-oss", "deepseek-v3", "deepseek-v4")],
+    "experts and tensor": [pytest.param("gpt-oss"), *in_soak("mixtral", "deepseek-v3", "gemma4-moe")],
+    "experts and sequence": [pytest.param("deepseek-v3"), *in_soak("mixtral", "gpt-oss", "gemma4-moe")],
 }
 """The families that ranks share so, as parameters of a test."""
 ROWS, LENGTH = 4, 16

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from conversions import carry_out
 from programs import run_program
 from safetensors import safe_open
+from soaking import in_soak
 from training import make_source, make_text, run, scales, settings
 
 from precisionctl.calibration.calibrate import Calibrated, calibrate
@@ -498,9 +499,7 @@ def test_the_command_says_what_it_recorded_and_what_to_do_with_it(place: Path, t
     assert sidecar.read(tmp_path / "state").recipe.amax_history_len == 1024
 
 
-@pytest.mark.parametrize(
-    "family", ["deepseek-v3", *(pytest.param(one, marks=pytest.mark.soak) for one in ("mixtral", "gpt-oss", "gemma2"))]
-)
+@pytest.mark.parametrize("family", ["deepseek-v3", *in_soak("mixtral", "gpt-oss", "gemma2")])
 def test_other_families_start_from_their_calibration_experts_by_themselves(
     place: Path, tmp_path: Path, family: str
 ) -> None:

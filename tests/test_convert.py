@@ -13,6 +13,7 @@ import pytest
 import torch
 from conversions import assert_same_tensors, run, tensors, tree
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 
 from precisionctl.architectures.rearrangements import Grouped
 from precisionctl.checkpoints.chunks import Bytes, read_tensor
@@ -28,7 +29,7 @@ from precisionctl.param import Parallelism
 from precisionctl.planning.make_plan import make_plan
 
 
-@pytest.mark.parametrize("tensor_parallel", [2, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("tensor_parallel", [2, *in_soak(1)])
 @pytest.mark.parametrize("family", pico.representing(pico.block_kinds))
 def test_there_and_back_is_bit_exact(tmp_path: Path, family: str, tensor_parallel: int) -> None:
     pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, max_shard_size="40KB")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from in_memory import to_megatron
 from programs import run_program, word_for_soak
+from soaking import in_soak
 from torch import Tensor
 
 from precisionctl.checkpoints.chunks import read_tensor
@@ -23,8 +24,8 @@ from precisionctl.trainer.measure.metrics import FILE, SHADOWS, read_metrics
 from precisionctl.trainer.parallel import world
 
 Told = dict[str, dict[str, Any]]
-models = pytest.mark.parametrize("model", ["source", "moe"])
-first_model = pytest.mark.parametrize("model", ["source", pytest.param("moe", marks=pytest.mark.soak)])
+with_experts = pytest.mark.parametrize("model", ["moe", *in_soak("source")])
+first_model = pytest.mark.parametrize("model", ["source", *in_soak("moe")])
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def test_parts_of_any_shape_come_and_go_as_they_are(place: Path, told: Told, nam
     assert all(torch.equal(read_tensor(masters, f"optimizer.state.param.{n}"), t.float()) for n, t in source.items())
 
 
-@pytest.mark.parametrize("copies", [2, *(pytest.param(copies, marks=pytest.mark.soak) for copies in (1, 4))])
+@pytest.mark.parametrize("copies", [2, *in_soak(1, 4)])
 def test_gradients_of_four_ranks_are_those_of_one_process_but_for_the_order_of_a_sum(
     place: Path, told: Told, copies: int
 ) -> None:
@@ -134,7 +135,7 @@ def test_fp8_of_two_ranks_is_that_of_one_process_but_for_rounding(place: Path, t
     assert [loss for _, loss in looks[1]] == pytest.approx([loss for _, loss in looks[0]], rel=2**-9)
 
 
-@pytest.mark.parametrize(("ranks", "at_first"), [("two", 1e-6), ("tensor", 2**-12)])
+@pytest.mark.parametrize(("ranks", "at_first"), [("two", 1e-6), *in_soak(("tensor", 2**-12))])
 def test_128_blocks_of_two_ranks_are_those_of_one_process_but_for_rounding(
     told: Told, ranks: str, at_first: float
 ) -> None:
@@ -157,6 +158,7 @@ def test_all_ranks_have_the_same_fp8_state(place: Path, told: Told, model: str) 
                 assert torch.allclose(history, alone[key][1], rtol=2**-7, atol=0)
 
 
+@pytest.mark.soak
 @first_model
 def test_recomputing_layers_changes_no_bit_of_any_rank(place: Path, told: Told, model: str) -> None:
     assert steps(told, f"{model} fp8 two, recomputed") == steps(told, f"{model} fp8 two")
@@ -187,7 +189,7 @@ def test_the_guard_of_two_ranks_changes_nothing_and_sees_what_that_of_one_proces
         assert list(ours["modules"]) == list(expected["modules"])
 
 
-@models
+@with_experts
 def test_ranks_that_share_layers_train_as_one_process_does_but_for_rounding(
     place: Path, told: Told, model: str
 ) -> None:
@@ -209,7 +211,7 @@ def test_ranks_that_share_layers_train_as_one_process_does_but_for_rounding(
     assert norms[1] == pytest.approx(norms[0], rel=2**-5)
 
 
-@models
+@with_experts
 def test_ranks_that_share_layers_have_one_fp8_state(place: Path, model: str) -> None:
     """That of one process, of the same tokens: amaxes are of a rounding to BF16 that may be another one, after a
     gradient's or activation's way through both layers."""
@@ -244,6 +246,7 @@ def test_flops_are_those_of_all_ranks_and_each_has_its_share(place: Path) -> Non
         assert {"host_bytes", "fp8_clipped", "fp8_underflow"} < other.keys()
 
 
+@pytest.mark.soak
 def test_phases_of_two_ranks_go_on_after_a_kill_as_if_it_had_not_been(place: Path, told: Told) -> None:
     whole, gone_on = steps(told, "phases"), steps(told, "phases, gone on")
     assert told["phases, killed"]["codes"][1] == -signal.SIGKILL
@@ -274,7 +277,7 @@ def test_a_run_goes_on_with_other_ranks_that_share_layers(place: Path, told: Tol
     assert [row["loss"] for row in made] == pytest.approx([loss for _, loss, _ in alone], rel=2**-9)
 
 
-@models
+@with_experts
 def test_two_ranks_calibrate_as_one_process_does_in_twice_as_many_passes(place: Path, told: Told, model: str) -> None:
     """The same micro-batches with the same weights: a row of two ranks is the larger of two rows of one process. Of an
     expert that saw no token in a pass there is no row."""
@@ -291,7 +294,7 @@ def test_two_ranks_calibrate_as_one_process_does_in_twice_as_many_passes(place: 
                 assert torch.equal(found[-3:], part.amax_history[-6:].view(3, 2).amax(1))
 
 
-@models
+@with_experts
 @pytest.mark.parametrize("by", ["two", "tensor"])
 def test_statistics_are_of_what_all_ranks_saw(place: Path, model: str, by: str) -> None:
     """A pass over the same rows by one process, and by ranks that share layers or do not. Sums have another order, and
@@ -321,11 +324,11 @@ def test_ranks_that_were_stopped_go_on_calibrating_to_the_same_bytes(place: Path
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        pytest.param("killed", "another rank ended without a message", marks=pytest.mark.soak),
+        *in_soak(("killed", "another rank ended without a message")),
         ("failed", "the disk of the last rank failed"),
         ("killed in a save", "another rank ended without a message"),
-        pytest.param("failed in a save", "the disk of the last rank failed", marks=pytest.mark.soak),
-        ("uneven", "train.batch_size 5 cannot be divided evenly among 2 ranks"),
+        *in_soak(("failed in a save", "the disk of the last rank failed")),
+        *in_soak(("uneven", "train.batch_size 5 cannot be divided evenly among 2 ranks")),
     ],
 )
 def test_whatever_happens_to_a_rank_all_end_and_one_of_them_says_so(
@@ -342,6 +345,7 @@ def test_whatever_happens_to_a_rank_all_end_and_one_of_them_says_so(
     assert left == ([] if name == "uneven" else ["iter_0000001", "iter_0000002", *begun])
 
 
+@pytest.mark.soak
 def test_two_ranks_save_meanwhile_what_they_save_at_once_and_go_on_after_a_kill(place: Path, told: Told) -> None:
     assert steps(told, "two, meanwhile") == steps(told, "source two")
     assert told["two, meanwhile, killed"]["codes"][1] == -signal.SIGKILL
@@ -374,6 +378,7 @@ def test_two_ranks_go_back_together_where_one_s_loss_jumps(place: Path, told: To
     ]
 
 
+@pytest.mark.soak
 def test_all_ranks_stop_when_one_is_out_of_time(place: Path, told: Told) -> None:
     (code, first), (other, said) = told["out of time"]["said"]
     assert (code, other, said) == (75, 75, "") and (place / "out of time/iter_0000001/metadata.json").is_file()

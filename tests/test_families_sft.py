@@ -10,6 +10,7 @@ import torch
 from click.testing import Result
 from command_line import run
 from installed import need_loader
+from soaking import in_soak
 from training import SMALL, WORDS, make_source
 from transformers import AutoModelForCausalLM
 
@@ -35,7 +36,7 @@ def make_chats(file: Path) -> Path:
     "family",
     [
         "deepseek-v2",
-        *(pytest.param(one, marks=pytest.mark.soak) for one in pico.first_of_each(pico.mixers) if one != "deepseek-v2"),
+        *in_soak(*(one for one in pico.first_of_each(pico.mixers) if one != "deepseek-v2")),
     ],
 )
 def test_ten_steps_of_fine_tuning_in_fp8_and_transformers_computes_the_export(family: str, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from programs import run_program, word_for_soak
+from soaking import in_soak
 from training import SMALL, contents
 
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
@@ -38,7 +39,7 @@ def test_both_ranks_have_the_same_model_whatever_is_rounded(told: dict[str, Any]
         assert told[name]["codes"] == [0, 0] and first["model"] == second["model"], name
 
 
-@pytest.mark.parametrize("model", ["source", pytest.param("moe", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("model", ["source", *in_soak("moe")])
 def test_two_ranks_lose_no_more_than_what_fp8_rounds(told: dict[str, Any], model: str) -> None:
     """Each half of a gradient is rounded by up to 2^-4 of itself, and then their sum; at this learning rate a loss
     moves by a tenth in a step."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from training import Killed, contents, losses, make_place, run, run_with_kills, scales, settings
@@ -227,9 +228,7 @@ IN_FP8 = {
 }
 
 
-@pytest.mark.parametrize(
-    "way", ["guard", *(pytest.param(way, marks=pytest.mark.soak) for way in ("schedule", "mxfp8"))]
-)
+@pytest.mark.parametrize("way", ["guard", *in_soak("schedule", "mxfp8")])
 def test_a_run_that_switches_and_is_killed_decides_and_ends_the_same(place: Path, tmp_path: Path, way: str) -> None:
     whole = watched(place, tmp_path / "whole", train__steps=8, train__save_every=2, **SWITCHED[way])
     run(whole)

@@ -11,6 +11,7 @@ import pico
 import pytest
 import torch
 from in_memory import InMemory, recorded, to_megatron
+from soaking import in_soak
 from torch import Tensor
 
 from precisionctl.architectures.families import supported
@@ -69,9 +70,7 @@ def same(a: Reader, b: Reader) -> None:
 
 
 @pytest.mark.parametrize("sizes", DENSE, ids=str)
-@pytest.mark.parametrize(
-    "family", ["llama-tied", *(pytest.param(f"llama-{one}", marks=pytest.mark.soak) for one in ("3", "all-biases"))]
-)
+@pytest.mark.parametrize("family", ["llama-tied", *in_soak("llama-3", "llama-all-biases")])
 def test_what_is_written_for_any_sizes_is_read_as_it_was(tmp_path: Path, family: str, sizes: Parallelism) -> None:
     source = model(tmp_path, family)
     write(source, tmp_path / "release", sizes, companions=source.companions)

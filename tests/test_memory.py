@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
 from pico import ABSENT, block_kinds, representing, shape
+from soaking import in_soak
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -110,7 +111,7 @@ def test_activations_are_what_autograd_keeps_beside_kernels(family: str) -> None
     ("family", "rows"),
     [
         ("gemma3", 2),
-        *(pytest.param(*each, marks=pytest.mark.soak) for each in (("mistral", 1), ("gemma2", 1), ("gpt-oss", 2))),
+        *in_soak(("mistral", 1), ("gemma2", 1), ("gpt-oss", 2)),
     ],
 )
 def test_masks_of_windows_and_caps_are_counted_and_shared_by_the_rows_of_a_pass(family: str, rows: int) -> None:

@@ -22,6 +22,7 @@ from gpt_models import (
     transformers_model,
 )
 from in_memory import InMemory
+from soaking import in_soak
 from torch import Tensor
 
 from precisionctl.architectures.families import from_hf_config, to_hf_config
@@ -133,7 +134,7 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
 """What no tensor's shape shows."""
 
 
-@pytest.mark.parametrize("length", [100, pytest.param(12, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("length", [100, *in_soak(12)])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(case: str, length: int, tmp_path: Path) -> None:
     """Through a directory that transformers wrote and the family's table. FP32's rounding makes up to 1e-5 of a

@@ -13,6 +13,7 @@ from command_line import run as command
 from conversions import change_args, run
 from gpt_models import as_gpt, assert_texts_are_apart, clear_tokens, converted, transformers_model
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 from torch import Tensor
 from training import make_source, make_text
 from transformers import AutoConfig
@@ -97,7 +98,7 @@ def test_names_in_memory_are_read_and_written_as_published(source: Path, tmp_pat
 SCHEMES = ("block", "mxfp8", "nvfp4a16", "mxfp4", "w4a16")
 
 
-@pytest.mark.parametrize("scheme", ["dynamic", *(pytest.param(name, marks=pytest.mark.soak) for name in SCHEMES)])
+@pytest.mark.parametrize("scheme", ["dynamic", *in_soak(*SCHEMES)])
 def test_it_is_exported(source: Path, tmp_path: Path, scheme: str) -> None:
     execute(plan_command(Request.export(source, tmp_path / "out", "vllm", scheme, keep_misfits=True)), workers=1)
     assert check(open_checkpoint(tmp_path / "out"), engine_named("vllm")) == []

@@ -8,6 +8,7 @@ import conversions
 import pico
 import pytest
 import torch
+from soaking import in_soak
 from trained_models import RATE, moments, train
 
 from precisionctl.architectures.families import table_of
@@ -106,7 +107,7 @@ def hf_trainer_step(path: Path, family: str, one_group: bool = False, **changes:
         ("deepseek-v3", True, torch.float32),
         ("axk1", False, torch.float32),
         ("gpt-oss", False, torch.float32),
-        *(pytest.param(family, False, torch.float32, marks=pytest.mark.soak) for family in OTHERS),
+        *in_soak(*((family, False, torch.float32) for family in OTHERS)),
     ],
 )
 def test_hf_trainers_optimizer_goes_along_and_weights_are_its_masters(

@@ -17,6 +17,7 @@ import torch
 from command_processes import CommandProcess
 from conversions import tree
 from forked import free_port
+from soaking import in_soak
 from torch.distributed import HashStore
 
 import precisionctl.conversion.convert
@@ -53,8 +54,10 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return top / "megatron"
 
 
-def convert(source: Path, destination: Path) -> list[str]:
-    return ["convert", str(source), str(destination), "--to", "hf", "--max-shard-size", str(SHARD), "--verify"]
+def convert(source: Path, destination: Path, workers: int = 1) -> list[str]:
+    """One worker for each rank, as a second one takes longer than what there is to write, unless a worker is to die."""
+    how = ["--max-shard-size", str(SHARD), "--verify", "--workers", str(workers)]
+    return ["convert", str(source), str(destination), "--to", "hf", *how]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +192,7 @@ def die(*_): os.kill(os.getppid(), signal.SIGKILL)
 worker.write_rows = die
 """
     first, second = environments(2, ("RANK", "WORLD_SIZE"))
-    arguments = convert(megatron, tmp_path / "two")
+    arguments = convert(megatron, tmp_path / "two", workers=2)
     waiting = CommandProcess(arguments, first)
     assert finish([CommandProcess(arguments, second, dies)])[0][0] == -signal.SIGKILL
     waiting.kill()  # as torchrun and srun do when a rank is gone
@@ -199,7 +202,7 @@ worker.write_rows = die
     assert [code for code, _, _ in ends] == [0, 0], ends
 
 
-@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("killed", [0, *in_soak(1)])
 def test_a_rank_that_is_killed_is_noticed_by_the_one_that_waits(tmp_path: Path, megatron: Path, killed: int) -> None:
     impatient = "from precisionctl.conversion import ranks\nranks._BEAT, ranks._SILENCE = 0.2, 8.0\n"
     dies = """
@@ -209,7 +212,7 @@ def die(*_): os.kill(os.getppid(), signal.SIGKILL)
 worker.write_rows = die
 """
     befores = [impatient + dies * (rank == killed) for rank in range(2)]
-    arguments = convert(megatron, tmp_path / "two")
+    arguments = convert(megatron, tmp_path / "two", workers=2)
     each = zip(environments(2, ("RANK", "WORLD_SIZE")), befores, strict=True)
     ends = finish([CommandProcess(arguments, environment, before) for environment, before in each])
     assert ends[killed][0] == -signal.SIGKILL

@@ -13,6 +13,7 @@ import pytest
 import torch
 from pico import save as save_pico
 from programs import run_program
+from soaking import in_soak
 from training import SMALL, contents, losses, make_place, make_source, make_text, run, scales, settings
 
 from precisionctl.checkpoints.chunks import read_tensor
@@ -299,7 +300,7 @@ def test_another_recipe_than_that_of_the_carried_state_is_said(fp8_run: Path, pl
     assert said in started.notes
 
 
-@pytest.mark.parametrize("container", ["torch_dist", pytest.param("torch", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("container", ["torch_dist", *in_soak("torch")])
 def test_by_way_of_hugging_face_and_back_the_next_50_losses_are_the_same_to_the_last_bit(
     fp8_run: Path, place: Path, tmp_path: Path, container: str
 ) -> None:

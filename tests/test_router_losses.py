@@ -13,6 +13,7 @@ from conversions import change_args
 from conversions import run as convert
 from gpt_models import VOCABULARY, converted, transformers_model
 from in_memory import InMemory
+from soaking import in_soak
 from torch import Tensor
 from training import losses, make_source, make_text, run, settings
 
@@ -51,7 +52,7 @@ def logged(model: GPT, targets: int) -> dict[str, float]:
     return dict(zip(losses.names, (losses.sums / targets).tolist(), strict=True))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", pytest.param("olmoe", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", *in_soak("olmoe")])
 def test_thirty_steps_with_the_pooled_loss_are_transformers(family: str, tmp_path: Path) -> None:
     coefficient = 0.3  # much larger than any model's, so that it moves the routers
     theirs = transformers_model(family, output_router_logits=True, router_aux_loss_coef=coefficient)

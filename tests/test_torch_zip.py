@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from soaking import in_soak
 
 from precisionctl.checkpoints import torch_zip, torch_zip_writer
 from precisionctl.checkpoints.torch_zip import Inert, Span
@@ -117,9 +118,7 @@ def test_an_archive_is_byte_for_byte_the_one_that_pytorch_writes(records):
     assert ends == [start for start, _ in ours.pieces[1:]]
 
 
-@pytest.mark.parametrize(
-    "count", [10, 11, 12, 26, 27, 28, 1000, 70_000, pytest.param(1_500_000, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("count", [10, 11, 12, 26, 27, 28, 1000, 70_000, *in_soak(1_500_000)])
 def test_archives_of_many_records_are_pytorchs_too(count):
     """Its serialization id depends on the order of a hash table, which grows at 13, 29, ... names; and an archive of
     more than 65,535 records says so elsewhere."""

@@ -14,6 +14,7 @@ from any_models import assert_as_tabled, export, load_whole, logits
 from conversions import run, tree
 from gpt_models import assert_text_is_computed
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 from tiny_wrappers import MISTRAL_4, WRAPPERS, stored, towers
 from training import make_text, run_with_kills, settings
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -104,7 +105,7 @@ def test_so_does_mistral_4_in_the_wrapper_that_it_is_published_in(tmp_path: Path
     check_there_and_back("mistral3", tmp_path, **MISTRAL_4)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", pytest.param("mistral3", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kind", ["gemma3", *in_soak("mistral3")])
 def test_so_does_one_with_the_names_that_it_has_in_memory(kind: str, tmp_path: Path) -> None:
     check_there_and_back(kind, tmp_path, in_memory=True)
 

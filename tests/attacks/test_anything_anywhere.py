@@ -24,6 +24,7 @@ from fp8_directories import make
 from legacy_files import ARGS, SHAPES
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 
 from precisionctl.architectures.megatron_args import read_megatron_args
 from precisionctl.checkpoints import encodings_file
@@ -92,13 +93,11 @@ def plan_of(path: Path) -> None:
     make_plan(reader, "hf" if reader.layout == "megatron" else "megatron")
 
 
-a_third = pytest.mark.parametrize("third", [0, *(pytest.param(third, marks=pytest.mark.soak) for third in (1, 2))])
+a_third = pytest.mark.parametrize("third", [0, *in_soak(1, 2)])
 
 
 @a_third
-@pytest.mark.parametrize(
-    "family", ["deepseek-v3", *(pytest.param(name, marks=pytest.mark.soak) for name in ("llama-3", "gpt-oss"))]
-)
+@pytest.mark.parametrize("family", ["deepseek-v3", *in_soak("llama-3", "gpt-oss")])
 def test_a_config(tmp_path: Path, family: str, third: int) -> None:
     config = pico.save(tmp_path, family, dtype=torch.bfloat16).config.to_dict()
     kept = {key: value for key, value in config.items() if value is not None}
@@ -297,7 +296,7 @@ def test_what_a_rank_saved(tmp_path: Path, third: int) -> None:
     check(rest, IN_PICKLES, write, read, third)
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("stage", [1, *in_soak(3)])
 def test_what_deepspeeds_ranks_saved(tmp_path: Path, stage: int) -> None:
     made = deepspeed_files.states_of({"a.weight": torch.ones(5, 3), "b.weight": torch.ones(7)})
     frozen = {"c.weight": torch.ones(3, dtype=torch.bfloat16)}
