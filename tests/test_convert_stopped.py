@@ -18,6 +18,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conversions import assert_same_tensors, run, tree
+from soaking import in_soak
 
 from precisionctl.checkpoints import output
 from precisionctl.checkpoints.output import Output
@@ -54,7 +55,7 @@ command.execute(plan_command(Request(source, destination, "megatron", "fp8")), w
 """
 
 
-@pytest.mark.parametrize("stage", [1, 20, 40])
+@pytest.mark.parametrize("stage", [20, *in_soak(1, 40)])
 def test_a_kill_leaves_nothing_that_looks_whole_and_the_same_command_goes_on(tmp_path: Path, stage: int) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     run(tmp_path / "hf", tmp_path / "undisturbed", "megatron", precision="fp8")
@@ -440,7 +441,7 @@ __main__.main()
 """
 
 
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("kind", [signal.SIGTERM, *in_soak(signal.SIGKILL)])
 def test_no_worker_outlives_a_command_that_is_stopped_or_killed(tmp_path: Path, kind: signal.Signals) -> None:
     """Even one that hangs in the file system, here one that is stopped; so the same command goes on at once."""
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)

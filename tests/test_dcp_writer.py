@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from trained_models import adamw, config_of, save, states, train, trained
@@ -41,7 +42,9 @@ def loaded(path: Path, family: str, one_group: bool = False) -> tuple[PreTrained
     return model, optimizer
 
 
-@pytest.mark.parametrize("family", ["llama-3", "llama-tied", "qwen3-moe", "gpt2", "phi3", "deepseek-v2", "gemma4"])
+@pytest.mark.parametrize(
+    "family", ["llama-tied", "qwen3-moe", "gpt2", *in_soak("llama-3", "phi3", "deepseek-v2", "gemma4")]
+)
 def test_pytorch_goes_on_from_a_megatron_checkpoint_with_the_losses_of_the_run(tmp_path: Path, family: str) -> None:
     """PyTorch's checkpoint to Megatron's in BF16 with FP32 masters, and back to PyTorch."""
     model, optimizer = trained(family)

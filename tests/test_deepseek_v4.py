@@ -11,6 +11,7 @@ from any_models import export, load_whole, logits, same, stored
 from conversions import run
 from installed import BEFORE_5_23
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 from transformers import DeepseekV4ForCausalLM
 
 from precisionctl.checkpoints.open import open_checkpoint
@@ -62,7 +63,7 @@ def test_what_is_published_becomes_its_values_and_the_same_bytes_again(tmp_path:
 
 
 @RATES
-@pytest.mark.parametrize("scheme", ["block", "dynamic"])
+@pytest.mark.parametrize("scheme", ["block", *in_soak("dynamic")])
 def test_transformers_computes_with_an_export_of_it_what_it_does_with_our_decoding_of_that(
     tmp_path: Path, scheme: str, rate: int
 ) -> None:

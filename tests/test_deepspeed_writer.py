@@ -8,6 +8,7 @@ import pico
 import pytest
 import torch
 from safetensors.torch import load_file
+from soaking import in_soak
 from torch import Tensor
 from trained_models import config_of, moments, save, states, trained
 
@@ -61,7 +62,7 @@ def test_what_ranks_have_is_there_parameter_by_parameter(tmp_path: Path, stage: 
     assert all(torch.equal(weights[name], one) for name, one in made["fp32"].items())
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "qwen3-moe", "gemma4", "gemma4-moe"])
+@pytest.mark.parametrize("family", ["llama-tied", "gemma4-moe", *in_soak("qwen3-moe", "gemma4")])
 def test_a_run_of_pytorch_comes_with_the_names_of_its_class(tmp_path: Path, family: str) -> None:
     model, optimizer = trained(family)
     made, reference = save(tmp_path / "dcp", states(model, optimizer)), config_of(model, tmp_path / "config")

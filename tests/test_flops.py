@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pico import representing, shape, switches
+from pico import block_kinds, representing, shape
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -134,7 +134,7 @@ def _beside_streams(model: ModelShape, lengths: list[int]) -> int:
     return beside
 
 
-@pytest.mark.parametrize("family", representing(switches))
+@pytest.mark.parametrize("family", representing(block_kinds))
 def test_torch_counts_the_same_products(family: str) -> None:
     model, lengths = shape(family), [LENGTH] * 2
     assert counted(model, 2) == training_flops(model, lengths) + left_out(model, lengths)

@@ -10,6 +10,7 @@ import pico
 import pytest
 import torch
 from in_memory import InMemory, recorded, to_megatron
+from soaking import in_soak
 from te_pickles import NOTHING, VERSIONS, empty_file, of_module, pickled, recipe_object, unpickled
 from te_states import same
 
@@ -251,7 +252,7 @@ MOE = [
 ]
 
 
-@pytest.mark.parametrize("te", [1, 2])
+@pytest.mark.parametrize("te", [2, *in_soak(1)])
 @pytest.mark.parametrize(("family", "way"), [("llama-3", DENSE), ("qwen3-moe", MOE)], ids=["dense", "experts"])
 def test_state_goes_through_every_size_and_container_bit_for_bit(tmp_path, family, way, te):
     source: Reader = model(tmp_path, family)
@@ -353,7 +354,7 @@ def with_payloads(source: Reader, directory: Path, container: str, payloads) -> 
     return TorchDistReader(directory / "release")
 
 
-@pytest.mark.parametrize("container", ["torch", "torch_dist"])
+@pytest.mark.parametrize("container", ["torch_dist", *in_soak("torch")])
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda version: ".".join(map(str, version)))
 def test_state_of_every_generation_comes_out_of_every_container_and_into_every_other(tmp_path, version, container):
     source = model(tmp_path, "llama-3")

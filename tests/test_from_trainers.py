@@ -13,6 +13,7 @@ import pytest
 import torch
 import trained_models
 import training
+from soaking import in_soak
 from trainer_directories import deepspeed, hf_trainer, pytorch, verl
 
 from precisionctl.checkpoints.open import open_checkpoint
@@ -39,10 +40,8 @@ ROWS = Rows(np.zeros(2, np.int32), None, EqualRows(1, 1), padding=0, largest=0, 
         ("llama-3", deepspeed),
         ("qwen2", verl),
         ("gemma4", hf_trainer),
-        ("gemma4", pytorch),
-        ("gemma4", deepspeed),
-        ("gemma4-moe", pytorch),
         ("gemma4-moe", deepspeed),
+        *in_soak(("gemma4", pytorch), ("gemma4", deepspeed), ("gemma4-moe", pytorch)),
     ],
 )
 def test_the_next_five_losses_are_the_other_trainers_but_for_rounding(

@@ -175,6 +175,7 @@ def test_gemms_are_measured_on_a_cpu_too() -> None:
     assert attention == [(by, window) for window in (None, 16) for by in ("rows", "packed rows")]
 
 
+@pytest.mark.soak
 def test_the_emulation_is_itself_to_the_bit() -> None:
     (replayed,) = (row for row in measured(truth) if row.get("of") == "replay")
     assert replayed["different"] == 0
@@ -222,6 +223,7 @@ def test_time_in_which_kernels_run_is_counted_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile's, in PyTorch 2.13
+@pytest.mark.soak
 def test_others_are_measured_beside_ours_and_one_that_is_not_there_is_told() -> None:
     rows = measured(peers)
     assert {*peers.OURS, *peers.PLAIN} <= {row.get("variant") for row in rows}

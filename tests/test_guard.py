@@ -57,7 +57,9 @@ def looks(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / SHADOWS).read_text().splitlines()]
 
 
-@pytest.mark.parametrize("changes", [{}, {"precision__scaling": "block"}, {"data__held_out": "held_out.txt"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"data__held_out": "held_out.txt"}, *in_soak({}, {"precision__scaling": "block"})], ids=str
+)
 def test_looking_changes_no_loss_and_no_byte_and_interrupts_no_healthy_run(
     place: Path, tmp_path: Path, changes: dict[str, str]
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from soaking import in_soak
 
 from precisionctl.codes import health, numerics
 from precisionctl.codes.health import measure
@@ -121,7 +122,7 @@ def check_against_slow(values, dtype, delayed, square):
     return found
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 31), (2, 160), (130, 5), (129, 33)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 160), (130, 5), *in_soak(((3, 31),), ((129, 33),))], ids=str)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("square", [False, True], ids=["rows", "square"])
 def test_every_number_is_that_of_a_slow_reference(shape, dtype, square):

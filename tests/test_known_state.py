@@ -36,7 +36,7 @@ from precisionctl.reports.inspect import describe, tables
 # The digest
 
 
-@pytest.mark.parametrize("family", pico.representing(pico.block_kinds))
+@pytest.mark.parametrize("family", pico.representing(pico.mixers))
 def test_the_digest_of_the_same_weights_is_the_same_in_every_layout_and_dtype(family: str, tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", family)
     reader = HuggingFaceReader(tmp_path / "hf")

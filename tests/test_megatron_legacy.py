@@ -81,7 +81,7 @@ def test_what_is_written_for_any_sizes_is_read_as_it_was(tmp_path: Path, family:
     assert reader.iteration is None
 
 
-@pytest.mark.parametrize("family", pico.representing(pico.block_kinds))
+@pytest.mark.parametrize("family", pico.representing(pico.mixers))
 def test_every_family_is_cut_and_put_together_again(tmp_path: Path, family: str) -> None:
     pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
     hf = HuggingFaceReader(tmp_path / "hf")

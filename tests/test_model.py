@@ -211,7 +211,7 @@ def test_a_family_s_parameters_are_what_its_table_makes(family: str, tmp_path: P
     assert {name: tuple(p.shape) for name, p in parameters} == {name: spec.shape for name, spec in made.specs.items()}
 
 
-@pytest.mark.parametrize("family", pico.representing(pico.rows))
+@pytest.mark.parametrize("family", pico.representing(pico.block_kinds))
 def test_one_update_reaches_every_parameter_that_is_trained(family: str, tmp_path: Path) -> None:
     model = as_gpt(converted(transformers_model(family), tmp_path))
     optimizer = MasterAdamW(model, Optimizer(lr=1e-3, weight_decay=0.0))

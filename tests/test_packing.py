@@ -68,7 +68,10 @@ def gradients(model: GPT, batch: Batch) -> tuple[float, dict[str, Tensor]]:
 
 def kinds(case: str) -> set[str]:
     """What a text's tokens read of others, and where they stand."""
-    return pico.block_kinds(CASES[case][0]) | (set() if case in pico.FAMILIES else {case})
+    model = pico.shape(CASES[case][0])
+    window = model.sliding_window is not None, model.attention_chunk_size is not None
+    places = {("positions", model.position_embedding), ("window", window)}
+    return pico.mixers(CASES[case][0]) | places | (set() if case in pico.FAMILIES else {case})
 
 
 @pytest.mark.parametrize("case", pico.representing(kinds, CASES))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from gpt_models import VOCABULARY, same_state, transformers_model
+from soaking import in_soak
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.fp8.state import DelayedScaling
@@ -37,7 +38,7 @@ def trained(model: GPT, real: torch.Tensor | None = None) -> list[torch.Tensor]:
     return [*seen, *(parameter.detach() for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("family", ["llama-2", "mixtral"])
+@pytest.mark.parametrize("family", ["mixtral", *in_soak("llama-2")])
 @pytest.mark.parametrize(
     "precision",
     [PRESETS["bf16"], DELAYED, PRESETS["fp8-current"], PRESETS["fp8-block"], PRESETS["mxfp8"]],

@@ -12,6 +12,7 @@ import torch
 import training
 from conversions import carry_out
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.chunks import read_tensor, write_rows
@@ -73,7 +74,7 @@ def test_every_way_to_hugging_face_says_which_files_are_missing(tmp_path: Path) 
         assert any("Missing in the source, and so in the result: tokenizer" in note for note in work.notes)
 
 
-@pytest.mark.parametrize("spelling", ["fp8-block", "compressed-tensor", "modelopt-channel"])
+@pytest.mark.parametrize("spelling", ["fp8-block", *in_soak("compressed-tensor", "modelopt-channel")])
 def test_by_way_of_hugging_face_in_bf16_and_in_fp32(tmp_path: Path, spelling: str) -> None:
     """And of BF16 that was made FP32 then."""
     fp8_directories.make(tmp_path / "fp8", spelling, **fp8_directories.RAGGED)
@@ -94,7 +95,7 @@ def test_fp8_to_fp8_is_the_same_directory(tmp_path: Path) -> None:
     assert same(stored(tmp_path / "again"), stored(tmp_path / "fp8"))
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "mixtral", "qwen3-moe", "gpt2", "phi3"])
+@pytest.mark.parametrize("family", ["deepseek-v3", "qwen3-moe", "gpt2", *in_soak("mixtral", "phi3")])
 def test_other_families_come_back_too(tmp_path: Path, family: str) -> None:
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64} if family == "deepseek-v3" else {}
     fp8_directories.make(tmp_path / "fp8", "fp8-block", family, **sizes)
@@ -113,7 +114,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> Non
     assert kept[0] == kept[1] and made[0] == made[1]
 
 
-@pytest.mark.parametrize("spelling", ["fp8-block", "compressed-tensor", "compressed-mxfp8"])
+@pytest.mark.parametrize("spelling", ["fp8-block", *in_soak("compressed-tensor", "compressed-mxfp8")])
 def test_pieces_of_fewer_rows_than_a_block_make_the_same_codes(
     tmp_path: Path, spelling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

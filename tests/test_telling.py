@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pico import shape
+from soaking import in_soak
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import contents, losses, run_with_kills, settings
@@ -99,10 +100,8 @@ WHOLE, PACKED, PADDED = (32,), (20, 12), (19,)
     ("family", "precision", "lengths"),
     [
         ("llama-3", "fp8-delayed", WHOLE),
-        ("llama-3", "fp8-current", PADDED),
-        ("gemma2", "fp8-delayed", PACKED),
         ("deepseek-v3", "bf16", PADDED),
-        ("gpt2", "bf16", PACKED),
+        *in_soak(("llama-3", "fp8-current", PADDED), ("gemma2", "fp8-delayed", PACKED), ("gpt2", "bf16", PACKED)),
     ],
 )
 def test_nothing_is_read_from_the_device_within_a_step_and_nothing_sent_that_is_waited_for(

@@ -53,7 +53,7 @@ def of(comparison, name):
     return found
 
 
-@pytest.mark.parametrize("family", pico.representing(pico.block_kinds))
+@pytest.mark.parametrize("family", pico.representing(pico.mixers))
 def test_both_layouts_of_a_model_are_equal_whatever_the_padding(tmp_path, family):
     pico.save(tmp_path, family, dtype=torch.bfloat16)
     hf = HuggingFaceReader(tmp_path)
