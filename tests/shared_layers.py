@@ -58,7 +58,10 @@ SIZES = {
 
 EVEN = [family for family in pico.FAMILIES if pico.shape(family).num_query_groups % 2 == 0]
 SHARING = {
-    "tensor": pico.representing(pico.mixers, pico.first_of_each(pico.block_kinds, EVEN)),
+    "tensor": [
+        pytest.param("mixtral"),
+        *in_soak(*(one for one in pico.first_of_each(pico.block_kinds, EVEN) if one != "mixtral")),
+    ],
     "sequence": pico.representing(
         pico.block_kinds, pico.first_of_each(lambda family: {*pico.rows(family), *pico.switches(family)}, EVEN)
     ),

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from conversions import assert_same_tensors, run
+from soaking import in_soak
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
@@ -271,11 +272,15 @@ def shape_of(family: str, **changes: Any) -> ModelShape:
     return from_hf_config(config_of(family) | changes)
 
 
+@cache
+def companions_of(family: str) -> Companions:
+    return Companions({"config.json": json.dumps(config_of(family)).encode()})
+
+
 def read_beside_config(family: str, args: Mapping[str, Any]) -> ModelShape:
     """What a Megatron checkpoint with these arguments is read as, where the family's config.json lies in it."""
-    beside = Companions({"config.json": json.dumps(config_of(family)).encode()})
     embedding = TensorSpec((256, 64), DType.bfloat16)
-    return model_of(Path("checkpoint"), args, beside, {"embedding.word_embeddings.weight": embedding})
+    return model_of(Path("checkpoint"), args, companions_of(family), {"embedding.word_embeddings.weight": embedding})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -284,11 +289,12 @@ def test_a_config_is_read_beside_the_arguments_that_are_written_for_it(family: s
     assert not differences(read_beside_config(family, to_megatron_args(model.padded(1))), model)
 
 
-def test_no_argument_is_passed_over() -> None:
+@pytest.mark.parametrize("kinds", [pico.block_kinds, *in_soak(pico.switches)])
+def test_no_argument_is_passed_over(kinds: Callable[[str], set[Any]]) -> None:
     """Whatever single argument is another one: it is refused, unless by the arguments it is still the same model. Each
     is refused in some family, and there is none that neither table names."""
     refused = set()
-    for family in (*pico.first_of_each(pico.switches), "llama-3.1"):
+    for family in (*pico.first_of_each(kinds), "llama-3.1"):
         shape = shape_of(family)
         args = to_megatron_args(shape.padded(1))
         same = (read_megatron_args(args, 256, ""), shape)
@@ -302,7 +308,8 @@ def test_no_argument_is_passed_over() -> None:
                 told = read_megatron_args(args | {name: value}, 256, "")
                 assert not all(differences(told, each) for each in same), (family, name, value)
     of_ling = {"kda_safe_gate", "kda_lower_bound", "gated_attention_proj_granularity"}
-    assert refused == READ.keys() - (of_ling if "ling-3" in pico.ABSENT else set())
+    if kinds is pico.switches:
+        assert refused == READ.keys() - (of_ling if "ling-3" in pico.ABSENT else set())
 
 
 def with_fields(model: ModelShape, change: Mapping[str, Any]) -> ModelShape:
