@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE, Wrapper
-from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2, Multipliers, ShortConv
+from precisionctl.recurrent_parts import GatedDeltaNet, Mamba, Multipliers, ShortConv
 from precisionctl.sparse_parts import CSA, DSA, MSA
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu", "quick_gelu", "xielu"]
@@ -173,7 +173,7 @@ class ModelFields:
     moe: MoE | None = None
     gdn: GatedDeltaNet | None = None
     short_conv: ShortConv | None = None
-    mamba: Mamba2 | None = None
+    mamba: Mamba | None = None
     multipliers: Multipliers | None = None
     mtp_num_layers: int = 0
     """Layers of multi-token prediction, made as the decoder's last one is, but with attention."""
@@ -192,7 +192,7 @@ PARTS: Mapping[str, Callable[..., object]] = {
     "mhc": HyperConnections,
     "gdn": GatedDeltaNet,
     "short_conv": ShortConv,
-    "mamba": Mamba2,
+    "mamba": Mamba,
     "multipliers": Multipliers,
     "global_attention": GlobalAttention,
 }

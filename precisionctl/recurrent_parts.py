@@ -1,5 +1,5 @@
 """What some models have in the place of attention, or beside it, with a state that passes from token to token: gated
-delta nets, short convolutions, Mamba-2 mixers."""
+delta nets, short convolutions, Mamba mixers."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -106,13 +106,18 @@ class ShortConv:
 
 
 @dataclass(frozen=True)
-class Mamba2:
+class Mamba:
     """Layers of one block each, with its own norm. `pattern`, Megatron's `--hybrid-override-pattern`, has a letter for
     each: M a Mamba-2 mixer (arXiv 2405.21060), * attention, - an MLP, E experts. In Megatron-Bridge's Falcon-H1 all are
     P: a mixer beside attention, which read one norm, and then an MLP. With `gated_norm` the output of a mixer's state
     space is normalised after its gate. The other fields are Megatron's `--mamba-*`: a mixer has `num_heads` heads of
     `head_dim` channels, which in `num_groups` groups share the vectors by which a state of `state_dim` channels is
-    written (B) and read (C)."""
+    written (B) and read (C).
+
+    With `dt_rank` mixers are Mamba-1's (arXiv 2312.00752), of which Megatron has none: each channel is a head, each
+    channel of its state decays at its own rate, and B, C and steps are made of the values behind the convolution, and
+    normalised; steps in two steps, by `dt_rank` channels.
+    """
 
     pattern: str
     num_heads: int
@@ -120,6 +125,7 @@ class Mamba2:
     num_groups: int
     state_dim: int
     gated_norm: bool = True
+    dt_rank: int | None = None
 
     conv_kernel_dim: ClassVar[int] = 4
     """Taps of the convolution of values, B and C: Megatron-Core's, which no argument changes."""
@@ -130,7 +136,8 @@ class Mamba2:
         if not isinstance(self.pattern, str) or not ({*self.pattern} <= {*"M*-E"} or {*self.pattern} == {"P"}):
             do = "Known are M, *, - and E, or P alone."
             raise DamagedCheckpoint(f"a pattern of layers {shown(self.pattern)}", do=do)
-        for name in ("num_heads", "head_dim", "num_groups", "state_dim"):
+        sizes = ("num_heads", "head_dim", "num_groups", "state_dim")
+        for name in (*sizes, *(() if self.dt_rank is None else ("dt_rank",))):
             check_size(getattr(self, name), f"mamba_{name}")
         if self.num_heads % self.num_groups:
             raise DamagedCheckpoint(f"{self.num_heads} heads of a mixer in {self.num_groups} groups")
@@ -147,8 +154,16 @@ class Mamba2:
         return self.num_heads * self.head_dim
 
     @property
+    def divisible(self) -> int:
+        """What tensor-parallel ranks must divide: the groups of heads; of Mamba-1 channels, as ranks make the vectors
+        for all of them together."""
+        return self.num_groups if self.dt_rank is None else self.inner_size
+
+    @property
     def in_proj_parts(self) -> tuple[int, ...]:
-        """Rows of in_proj: gate (z), x, B, C, dt."""
+        """Rows of in_proj: gate (z), x, B, C, dt; of Mamba-1 x and gate."""
+        if self.dt_rank is not None:
+            return (self.inner_size, self.inner_size)
         state = self.num_groups * self.state_dim
         return (self.inner_size, self.inner_size, state, state, self.num_heads)
 
@@ -158,12 +173,21 @@ class Mamba2:
 
     @property
     def conv_parts(self) -> tuple[int, ...]:
-        """Channels of the convolution: x, B, C."""
-        return self.in_proj_parts[1:4]
+        """Channels of the convolution: x, B, C; of Mamba-1 x."""
+        return self.in_proj_parts[:1] if self.dt_rank is not None else self.in_proj_parts[1:4]
 
     @property
     def conv_size(self) -> int:
         return sum(self.conv_parts)
+
+    @property
+    def x_proj_parts(self) -> tuple[int, ...]:
+        """Rows of x_proj, which Mamba-1 alone has: what steps are made of, B, C."""
+        return () if self.dt_rank is None else (self.dt_rank, self.state_dim, self.state_dim)
+
+    @property
+    def x_proj_size(self) -> int:
+        return sum(self.x_proj_parts)
 
 
 @dataclass(frozen=True)

@@ -838,6 +838,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "state_size": 8,
         "time_step_floor": 0.5,  # as Nemotron-H's
     },
+    "jamba": {
+        "model_type": "jamba",
+        "num_hidden_layers": 3,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "num_experts": 4,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
+    },
     "nemotron-h": _NEMOTRON_H,
     "nemotron-h-latent": _NEMOTRON_H | {"hybrid_override_pattern": "MEE*", "moe_latent_size": 32},
 }
@@ -907,6 +916,7 @@ def block_kinds(family: str) -> set[Any]:
     made |= {("experts beside attention", model.moe is not None and model.parallel_residual)}
     made |= {("experts with norms of their own", model.moe is not None and model.moe.own_norms)}
     made |= {("compressed keys", model.csa is not None), ("blocks of keys", model.msa is not None)}
+    made |= {("Mamba-1 mixers", model.mamba is not None and model.mamba.dt_rank is not None)}
     made |= {("decays of channels", model.gdn is not None and model.gdn.kda)}
     made |= {("short convolutions", model.short_conv is not None), ("mixers beside attention", model.parallel_mixers)}
     return made | {("gated delta nets", model.gdn is not None), ("Mamba-2 mixers", model.mamba is not None)}

@@ -83,6 +83,7 @@ _SETTINGS = {
     # and of the weights to read them by in layer 0, where they are copies, a norm leaves what its epsilon makes of them
     "hy4": {"initializer_range": 0.12, "rms_norm_eps": 1e-2},
     "ling-3": {"rms_norm_eps": 1e-3},  # what a query reads may be next to nothing, with rounding that a norm magnifies
+    "jamba": {"initializer_range": 0.05, "rms_norm_eps": 1e-3},  # of what its x_proj makes, too
 }
 
 

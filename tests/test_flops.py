@@ -16,6 +16,7 @@ from precisionctl.trainer.model.attention import SINK_CHANNELS
 from precisionctl.trainer.model.delta_rule import gated_delta_rule
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.positions import PackedSequences
+from precisionctl.trainer.model.selective_scan import selective_scan
 from precisionctl.trainer.model.state_space import state_space
 
 LENGTH = 16
@@ -81,7 +82,8 @@ def _of_all(taps: int, channels: int, tokens: int) -> int:
 
 
 def _beside_the_scan(model: ModelShape, lengths: list[int]) -> int:
-    """What the state space takes by chunks more than 7 FLOPs (`SCAN`), and the convolution, which they leave out."""
+    """What a state space or scan takes by chunks more than 7 FLOPs (`SCAN`), and the convolution, which they leave
+    out."""
     mamba, tokens = model.mamba, sum(lengths)
     if mamba is None:
         return 0
@@ -93,8 +95,12 @@ def _beside_the_scan(model: ModelShape, lengths: list[int]) -> int:
             *((mamba.num_groups, mamba.state_dim) for _ in range(2)),
         )
     )
+    rates = torch.rand(mamba.num_heads, mamba.state_dim, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        state_space(value, -decay, write, read).sum().backward()
+        if mamba.dt_rank is None:
+            state_space(value, -decay, write, read).sum().backward()
+        else:
+            selective_scan(value[..., 0], decay, -rates, write[:, :, 0], read[:, :, 0]).sum().backward()
     formula = 3 * 7 * tokens * mamba.inner_size * mamba.state_dim
     convolution = 6 * tokens * mamba.conv_kernel_dim * mamba.conv_size + _of_all(
         mamba.conv_kernel_dim, mamba.conv_size, tokens

@@ -157,6 +157,7 @@ def test_experts_and_latents_are_told(tmp_path: Path) -> None:
         ("lfm2", "in 1 layer", "short convolutions", "of 3 tokens, in 2 layers"),
         ("nemotron-h", "in 2 layers", "Mamba-2 mixers", "32 heads of 4, states of 8, in 2 layers"),
         ("falcon-h1", "4 heads, 2 key-value groups", "Mamba-2 mixers", "32 heads of 4, states of 8"),
+        ("jamba", "in 1 layer", "Mamba-1 mixers", "128 channels, states of 8, in 2 layers"),
     ],
 )
 def test_what_stands_in_the_place_of_attention_or_beside_it_is_told(

@@ -202,6 +202,7 @@ LONG = {"data__sequence_length": 256, "train__micro_batch_size": 4, "train__batc
         ("llama-2", {"optimizer__preset": "fp8-lm"}),
         ("llama-2", {**LONG, "train__recompute": "layer"}),
         ("mixtral", LONG),
+        ("jamba", {}),
         pytest.param("llama-2", {"train__batch_size": 1}, marks=pytest.mark.soak),
         pytest.param("llama-2", LONG, marks=pytest.mark.soak),
         pytest.param("gemma4-small", {**LONG, "train__recompute": "layer"}, marks=pytest.mark.soak),
@@ -226,6 +227,7 @@ def test_parameters_are_those_of_the_model_but_for_norms_biases_and_convolutions
         "deepseek-v3",
         "gemma4-small",
         "nemotron-h",
+        "jamba",
         "deepseek-v4",
         *({"hy4"} - ABSENT.keys()),
     )

@@ -119,6 +119,8 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
     ("bloom", {"position_embedding": "rope"}),
     ("mpt", {"clip_qkv": None}),
     ("bamba", {"rotary_percent": 1.0}),
+    ("jamba", {"moe.pre_softmax": False}),
+    ("jamba", {"rope_layers": None}),
     ("gpt-neo", {"query_pre_attn_scalar": None}),
     ("gpt-neo", {"window_layers": None}),
     ("flint", {"rope_layers": None}),
@@ -152,7 +154,7 @@ def test_logits_are_those_of_transformers(case: str, length: int, tmp_path: Path
 GRADIENTS = (
     *("mimo-v2-flash", "laguna", "laguna-per-element", "phimoe", "olmo", "flex-olmo", "minicpm3", "falcon"),
     *("falcon-40b", "gpt-bigcode", "kolibri1", "kimi-linear", "ling-3", "lfm3", "axk1", "axk2", "nanochat", "flint"),
-    *("opt", "gpt-neo", "bloom", "mpt", "bamba", "mamba2", "mistral-large-4"),
+    *("opt", "gpt-neo", "bloom", "mpt", "bamba", "mamba2", "jamba", "mistral-large-4"),
 )
 
 

@@ -27,6 +27,7 @@ from precisionctl.reports import inspect
 NOT_KNOWN = (
     "axk2",
     "bamba",
+    "jamba",
     "mpt",
     "gpt-j",
     "gpt-neox",

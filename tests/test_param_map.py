@@ -17,7 +17,7 @@ from precisionctl.errors import UnknownArchitecture
 from precisionctl.model_parts import MLA, HyperConnections, MoE
 from precisionctl.model_shape import ModelShape
 from precisionctl.planning.segments import lower
-from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2, ShortConv
+from precisionctl.recurrent_parts import GatedDeltaNet, Mamba, ShortConv
 from precisionctl.sparse_parts import CSA, DSA, MSA
 
 
@@ -72,7 +72,7 @@ def models(draw: st.DrawFn) -> ModelShape:
             kda_lora_rank=draw(sizes),
         ),
         short_conv=ShortConv((False,) * num_layers, draw(sizes)),
-        mamba=Mamba2("M" * num_layers, groups * per_group, head, groups, draw(sizes)),
+        mamba=Mamba("M" * num_layers, groups * per_group, head, groups, draw(sizes), dt_rank=draw(sizes)),
         csa=CSA("W" * num_layers, draw(sizes), draw(sizes), groups, *(draw(sizes) for _ in range(4))),
         mhc=HyperConnections(draw(sizes), 1),
         attention_output_gate=draw(st.booleans()),

@@ -43,7 +43,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.precision import Precision
 from precisionctl.recipe import load_recipe
-from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2, Multipliers, ShortConv
+from precisionctl.recurrent_parts import GatedDeltaNet, Mamba, Multipliers, ShortConv
 from precisionctl.same_model import STORED, TENSORS, differences
 from precisionctl.sparse_parts import CSA, DSA, MSA
 from precisionctl.trainer.model.computes import (
@@ -338,10 +338,11 @@ KDA = dataclasses.replace(
 CONVOLUTIONS = dataclasses.replace(NO_WINDOW, short_conv=ShortConv((True, False), 3))
 GLOBAL = dataclasses.replace(DENSE, global_attention=GlobalAttention(1, 8, True))
 SHARING = dataclasses.replace(DENSE, num_layers=4, window_layers=(True, False) * 2, num_kv_shared_layers=2)
-MIXERS = dataclasses.replace(DENSE, mamba=Mamba2("M*", 4, 4, 2, 8))
+MIXERS = dataclasses.replace(DENSE, mamba=Mamba("M*", 4, 4, 2, 8))
+MAMBA_1 = dataclasses.replace(DENSE, mamba=Mamba("M*", 16, 1, 1, 8, gated_norm=False, dt_rank=3))
 BESIDE = dataclasses.replace(
     NO_WINDOW,
-    mamba=Mamba2("PP", 4, 4, 2, 8),
+    mamba=Mamba("PP", 4, 4, 2, 8),
     multipliers=Multipliers(1.5, 0.5, 0.75, 1.25, 0.5, (0.5, 0.75, 1.25, 1.5, 2.0), (1.5, 0.5)),
 )
 LATENT = dataclasses.replace(DENSE, mla=MLA(6, 6, 4, 4, 6))
@@ -508,6 +509,8 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
         for name, value in {"pattern": "*M", "num_heads": 8, "head_dim": 8, "num_groups": 4, "state_dim": 4}.items()
     ),
     (MIXERS, {"mamba.gated_norm": False}),
+    *((MAMBA_1, {f"mamba.{name}": value}) for name, value in {"dt_rank": 4, "num_heads": 8, "state_dim": 4}.items()),
+    (MIXERS, {"mamba.dt_rank": 4}),
     (BESIDE, {"mamba.gated_norm": False}),
     (BESIDE, {"multipliers": None}),
     *(
@@ -795,6 +798,7 @@ LATENT_WITHOUT_WINDOW = dataclasses.replace(NO_WINDOW, mla=LATENT.mla)
         *((DELTA, {name: _other_than(value)}) for name, value in BESIDE_DELTA_NETS.items()),
         *((CONVOLUTIONS, {name: value}) for name, value in BESIDE_SHORT_CONVS_OTHERWISE.items()),
         *((MIXERS, {name: value}) for name, value in BESIDE_MIXERS_OTHERWISE.items()),
+        *((each, {"mamba.dt_rank": 4}) for each in (MIXERS, BESIDE)),
         *((STREAMS, {name: value}) for name, value in BESIDE_CSA_OTHERWISE.items()),
         *((BLOCKS, {name: value}) for name, value in BESIDE_MSA_OTHERWISE.items()),
     ],

@@ -7,7 +7,7 @@ from precisionctl.architectures.args_said import entries, one_of
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_parts import MoE
 from precisionctl.model_shape import ModelShape
-from precisionctl.recurrent_parts import Mamba2
+from precisionctl.recurrent_parts import Mamba
 
 BALANCING = "moe_router_load_balancing_type"
 CAPACITY = "moe_expert_capacity_factor"
@@ -49,7 +49,7 @@ def moe_args(model: ModelShape) -> dict[str, Any]:
     }
 
 
-def read_moe(args: Mapping[str, Any], num_layers: int, biased: bool, mamba: Mamba2 | None, where: object) -> MoE | None:
+def read_moe(args: Mapping[str, Any], num_layers: int, biased: bool, mamba: Mamba | None, where: object) -> MoE | None:
     """The inverse; None where there are none. `biased`: whether linears have biases, as a router then does. Layers of
     one block each have experts where the pattern of `mamba` says so."""
     if not args.get("num_experts"):

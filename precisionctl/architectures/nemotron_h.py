@@ -38,7 +38,7 @@ from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_parts import MOST_LAYERS
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, ROWS
-from precisionctl.recurrent_parts import Mamba2
+from precisionctl.recurrent_parts import Mamba
 
 _HF = "model.layers.{layer}.mixer."
 
@@ -130,7 +130,7 @@ _PREDICTION = (
     *_predicting(1, (*_BESIDE_EXPERTS, *_NUMBERED)),
     Row("mtp.layers.1.final_layernorm.weight", "mtp.layers.{mtp}.final_layernorm.weight", ("hidden_size",), GAMMA),
 )
-"""Of which there may be one, made of attention and experts (Mamba2.mtp_pattern)."""
+"""Of which there may be one, made of attention and experts (Mamba.mtp_pattern)."""
 
 _LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
 """Of kinds of layers, with the names that transformers first had."""
@@ -190,7 +190,7 @@ def _write_prediction(model: ModelShape) -> Config:
 
 
 _PREDICTING: dict[str, tuple[object, ...]] = {
-    "mtp_hybrid_override_pattern": (None, Mamba2.mtp_pattern),
+    "mtp_hybrid_override_pattern": (None, Mamba.mtp_pattern),
     "mtp_layers_block_type": (None, ["attention", "moe"], ["full_attention", "moe"]),
 }
 

@@ -69,7 +69,7 @@ Layers = Literal[
 
 - `all`: every layer
 - `dense`, `moe`: those whose MLP is dense, or has experts
-- `attention`, `gdn`, `conv`, `mamba`: those with softmax attention, a gated delta net, a short convolution, a Mamba-2
+- `attention`, `gdn`, `conv`, `mamba`: those with softmax attention, a gated delta net, a short convolution, a Mamba
   mixer
 - `indexed`: those with an indexer
 - `windowed`, `global`: those whose attention has a window, or none

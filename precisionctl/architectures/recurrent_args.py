@@ -6,7 +6,7 @@ from typing import Any
 from precisionctl.architectures.args_said import all_but_every, one_of
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape
-from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2
+from precisionctl.recurrent_parts import GatedDeltaNet, Mamba
 
 HYBRID_PATTERN = "hybrid_layer_pattern"
 _DELTA_NET = {  # argument, field of GatedDeltaNet
@@ -20,7 +20,7 @@ DELTA_NET_NAMES = ("gated_delta_net", "gdn")
 """Of `experimental_attention_variant`: the second since 2026, which still takes the first."""
 KDA_NAME = "kda"
 """The same of Kimi delta attention, on Megatron-LM's dev branch."""
-_MAMBA = {  # argument, field of Mamba2
+_MAMBA = {  # argument, field of Mamba
     "hybrid_override_pattern": "pattern",
     "mamba_num_heads": "num_heads",
     "mamba_head_dim": "head_dim",
@@ -71,7 +71,7 @@ def mamba_args(model: ModelShape) -> dict[str, Any]:
     return {"is_hybrid_model": True, **sizes, **prediction}
 
 
-def read_mamba(args: Mapping[str, Any]) -> Mamba2 | None:
+def read_mamba(args: Mapping[str, Any]) -> Mamba | None:
     """The inverse; None where there are none."""
     pattern = _hybrid_pattern(args)[0]
     if not (args.get("is_hybrid_model") or pattern):
@@ -80,7 +80,7 @@ def read_mamba(args: Mapping[str, Any]) -> Mamba2 | None:
     defaults["hybrid_override_pattern"] = pattern
     if defaults.get("mamba_num_heads") is None:
         defaults["mamba_num_heads"] = 2 * args["hidden_size"] // defaults["mamba_head_dim"]
-    return Mamba2(**{field: defaults[name] for name, field in _MAMBA.items()})
+    return Mamba(**{field: defaults[name] for name, field in _MAMBA.items()})
 
 
 def read_hybrid_mtp(args: Mapping[str, Any]) -> int:
@@ -91,12 +91,12 @@ def read_hybrid_mtp(args: Mapping[str, Any]) -> int:
     depth = len(behind) or args.get("mtp_num_layers") or 0
     if not depth:
         return 0
-    if {*kinds} != {Mamba2.mtp_pattern} or (depth != 1 and not args.get("mtp_use_repeated_layer")):
+    if {*kinds} != {Mamba.mtp_pattern} or (depth != 1 and not args.get("mtp_use_repeated_layer")):
         said = f"mtp_num_layers={shown(depth)}, mtp_hybrid_override_pattern={shown(kinds[0])}"
         if behind:
             said = f"{HYBRID_PATTERN}={shown(args.get(HYBRID_PATTERN))}"
         what = f"no family known here has the prediction layers of Megatron's {said}"
-        raise UnknownArchitecture(what, do=f"Known is one of {Mamba2.mtp_pattern}, also repeated.")
+        raise UnknownArchitecture(what, do=f"Known is one of {Mamba.mtp_pattern}, also repeated.")
     return 1
 
 

@@ -83,7 +83,7 @@ def check_division(row: Row, model: ModelShape, parallelism: Parallelism) -> Non
         return
     sizes = [shape[1]] if parallel.kind == "columns" else parallel.rows_of_parts(shape[0])
     if row.layers == "mamba" and model.mamba:
-        sizes.append(model.mamba.num_groups)
+        sizes.append(model.mamba.divisible)
     if row.layers == "gdn" and model.gdn:
         sizes.append(model.gdn.num_key_heads)
     if any(size % ranks for size in sizes):

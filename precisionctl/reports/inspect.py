@@ -387,8 +387,11 @@ def _recurrent_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     if conv := model["short_conv"]:
         rows.append(("short convolutions", f"of {counted(conv['kernel_dim'], 'token')}" + _in_layers(conv["layers"])))
     if mamba := model["mamba"]:
-        heads = f"{counted(mamba['num_heads'], 'head')} of {mamba['head_dim']}, states of {mamba['state_dim']}"
-        rows.append(("Mamba-2 mixers", heads + _in_layers([kind in "MP" for kind in mamba["pattern"]])))
+        of_heads = mamba["dt_rank"] is None
+        sizes = f"{counted(mamba['num_heads'], 'head')} of {mamba['head_dim']}"
+        sizes = f"{sizes if of_heads else counted(mamba['num_heads'], 'channel')}, states of {mamba['state_dim']}"
+        sizes += _in_layers([kind in "MP" for kind in mamba["pattern"]])
+        rows.append((f"Mamba-{2 if of_heads else 1} mixers", sizes))
     return rows
 
 

@@ -12,7 +12,7 @@ from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, 
 from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
-from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2, ShortConv
+from precisionctl.recurrent_parts import GatedDeltaNet, Mamba, ShortConv
 from precisionctl.sparse_parts import CSA, DSA, MSA
 from precisionctl.trainer.backends.base import Backend, Norm
 from precisionctl.trainer.backends.choose import BackendName, choose_backend, make_backend
@@ -187,7 +187,7 @@ SHAPES = {
         activation="squared_relu",
         gated_linear_unit=False,
         rope_layers=(False, False),
-        mamba=Mamba2("M*", 32, 8, 2, 32),
+        mamba=Mamba("M*", 32, 8, 2, 32),
     ),
     "like Granite 4": replace(
         SHAPE,
@@ -197,7 +197,7 @@ SHAPES = {
         logits_scaling=0.5,
         query_pre_attn_scalar=64.0,
         rope_layers=(False,) * 4,
-        mamba=Mamba2("ME*E", 32, 8, 2, 32),
+        mamba=Mamba("ME*E", 32, 8, 2, 32),
         moe=MoE(4, 2, 128, (False, True) * 2, shared_ffn_hidden_size=128),
     ),
     "like Llama 4": replace(

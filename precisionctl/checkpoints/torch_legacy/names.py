@@ -115,13 +115,15 @@ _ROWS = (
     *("eh_proj.weight", ".e_proj.weight", ".h_proj.weight"),
     *("self_attention.dt_bias", "self_attention.A_log"),
     *("self_attention.softmax_scaling.scale", "self_attention.softmax_scaling.bias"),
-    *("mixer.dt_bias", "mixer.A_log", "mixer.D", "mixer.norm.weight"),
+    *("mixer.dt_bias", "mixer.A_log", "mixer.D", "mixer.norm.weight", "mixer.dt_proj.weight", "mixer.dt_proj.bias"),
 )
 _ROWS_OF = re.compile(
     r".+\.(?:linear_qkv|linear_gate|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|f_b_proj|g_b_proj)\.(?:weight|bias)"
 )
 _FC1 = re.compile(r"(.+\.)linear_fc1\.(?:weight|bias)(\d*)")
-_COLUMNS = re.compile(r".+\.(?:linear_proj|linear_fc2|(?:self_attention|(?:mamba_)?mixer)\.out_proj)\.weight\d*")
+_COLUMNS = re.compile(
+    r".+\.(?:linear_proj|linear_fc2|(?:self_attention|(?:mamba_)?mixer)\.out_proj|mixer\.x_proj)\.weight\d*"
+)
 
 
 def parallel_of(name: str, gated: bool) -> Parallel:

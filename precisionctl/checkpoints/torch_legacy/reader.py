@@ -57,6 +57,7 @@ from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_locate
 from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, damage, shown
 from precisionctl.param import (
+    GATED_ROWS,
     REPLICATED,
     ROWS,
     TWICE_GATED_ROWS,
@@ -226,6 +227,9 @@ class LegacyReader(MegatronDirectory):
             one_head = self.args.get("num_attention_heads") == self.parallelism.tensor
             return ROWS if length == heads and not one_head else REPLICATED
         if name.endswith(("in_proj.weight", "conv1d.weight", "conv1d.bias")):
+            mixer = name.rsplit(".", 2)[0]
+            if f"{mixer}.x_proj.weight" in self._shards:  # Mamba-1's, of which no argument says anything
+                return GATED_ROWS if "in_proj" in name else ROWS
             with damage("arguments that describe no gated delta net, and no mixer", self.path):
                 cut = read_mamba(self.args) if "mixer." in name else read_delta_net(self.args)
             if cut is None:  # a short convolution, of which no argument says anything

@@ -8,11 +8,12 @@ trainer's modules save them, which tests compare with what autograd saves.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import log2
 
 from precisionctl.model_parts import HyperConnections
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe
-from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2
+from precisionctl.recurrent_parts import GatedDeltaNet, Mamba
 from precisionctl.sparse_parts import CSA
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.flops import compressed_rows, compression
@@ -45,6 +46,9 @@ def pass_bytes(
         activated = max(activated, model.moe.topk * model.expert_fc1_size)
         others.append(model.moe.topk * model.expert_hidden_size)
     working = max(kept.activated * activated, kept.working * max(others)) * tokens // kept.tensor
+    if model.mamba and model.mamba.dt_rank is not None:
+        states = min(length, CHUNK) * recipe.train.micro_batch_size * model.mamba.inner_size * model.mamba.state_dim
+        working = max(working, _SCANNED * states // kept.tensor)
     working += 8 * max(tensor_sizes(model)) if kept.codes else 0
     logits = loss_bytes(model.padded_vocab_size * tokens // kept.tensor)
     last = (
@@ -62,6 +66,11 @@ def pass_bytes(
         held = sum(codes) if recipe.casts_once else 0
         return round(inputs + beside * tokens + last + held + max(logits, max(layers) + working))
     return round(sum(layers) + last + max(logits, working))
+
+
+_SCANNED = 4 * (3 * int(log2(CHUNK)) + 4)
+"""Bytes for each number of the states of a chunk's tokens while the backward computes it again: three FP32 numbers for
+each step of the prefix scan, and what is around it."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +130,8 @@ def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float
     if model.csa:
         return made + read + _compressed_attention(model, model.csa, layer, kept, length)
     if model.mamba and model.has_mixer(layer):
-        made += read + _mixer(model.mamba, kept) / kept.tensor
+        mixer = _mixer if model.mamba.dt_rank is None else _mamba_1_mixer
+        made += read + mixer(model.mamba, kept) / kept.tensor
     if model.gdn and model.has_delta_net(layer):
         net = _kimi_delta_attention if model.gdn.kda else _delta_net
         made += read + net(model.gdn, kept) / kept.tensor
@@ -220,7 +230,7 @@ def _short_conv(model: ModelShape, kept: BytesKept) -> float:
     return 2 * model.short_conv_size + (2 + 2 + kept.input) * model.hidden_size
 
 
-def _mixer(mamba: Mamba2, kept: BytesKept) -> float:
+def _mixer(mamba: Mamba, kept: BytesKept) -> float:
     """Bytes that a Mamba-2 mixer saves for the backward for each token, in rows of several chunks."""
     heads, vectors = mamba.num_heads, 2 * mamba.num_groups * mamba.state_dim
     made = 4 * mamba.conv_size + 16 * heads
@@ -233,6 +243,17 @@ def _mixer(mamba: Mamba2, kept: BytesKept) -> float:
         + 2 * 4 * mamba.inner_size * mamba.state_dim // CHUNK
     )
     return made + space + (kept.norm + 4 + 4 + 4 + kept.input) * mamba.inner_size
+
+
+def _mamba_1_mixer(mamba: Mamba, kept: BytesKept) -> float:
+    """The same of a Mamba-1 mixer."""
+    of_steps, state = mamba.x_proj_parts[0], mamba.state_dim
+    # What the convolution reads and gives, and this behind SiLU; what x_proj makes, normalised
+    made = 3 * 2 * mamba.conv_size + kept.norm * mamba.x_proj_size + 2 * of_steps
+    # All FP32: what steps are made of, steps, values and their products, B and C, the state of each chunk; what is
+    # read, the gate before and after SiLU
+    scan = 7 * 4 * mamba.inner_size + 2 * 4 * state + 4 * mamba.inner_size * state // CHUNK
+    return made + scan + kept.input * mamba.inner_size
 
 
 def _read_streams(model: ModelShape) -> float:

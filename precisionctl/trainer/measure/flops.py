@@ -9,7 +9,7 @@ are comparable. Only GEMMs count, with 2 FLOPs for a multiply-add, times 3 for f
 - MiniMax-M3's attention: all pairs, whichever blocks its indexer chooses; the indexer does not count
 - gated delta nets: also the convolution, and four products of a state's size for each token
 - short convolutions: all products
-- Mamba-2 mixers: 7 FLOPs for each number of a state and token
+- Mamba mixers: 7 FLOPs for each number of a state and token
 - logits: of the padded vocabulary
 
 Routers, the joining of residual streams, norms, rotary embedding and softmax do not count, nor does what
@@ -95,6 +95,7 @@ def projections(model: ModelShape, layer: int) -> int:
     hidden, mla, mixer = model.hidden_size, model.mla, 0
     if model.mamba and model.has_mixer(layer):
         mixer = hidden * (model.mamba.in_proj_size + model.mamba.inner_size)
+        mixer += model.mamba.inner_size * (model.mamba.x_proj_size + (model.mamba.dt_rank or 0))
     if model.gdn and model.has_delta_net(layer):
         return hidden * (model.gdn.in_proj_size + model.gdn.value_size) + beside_in_proj(model.gdn, hidden)
     if model.has_short_conv(layer):

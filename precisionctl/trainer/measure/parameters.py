@@ -73,7 +73,10 @@ class Parameters:
 
 
 def _tables(model: ModelShape, layer: int) -> int:
-    """Numbers that are no linear's: the experts of each token, and what is added to the tokens of a window."""
+    """Numbers that are no linear's: the experts of each token, what is added to the tokens of a window, and rates by
+    which the states of a Mamba-1 mixer decay."""
+    if model.mamba and model.mamba.dt_rank is not None and model.has_mixer(layer):
+        return model.mamba.inner_size * model.mamba.state_dim
     hashed = model.vocab_size * model.moe.topk if model.moe and model.is_hashed(layer) else 0
     rows = compressed_rows(model, layer)
     if model.csa and model.has_indexer(layer):

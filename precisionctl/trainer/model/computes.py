@@ -67,6 +67,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("gdn.kda", "gdn.kda_lora_rank", "gdn.kda_lower_bound"), ANY),
     **dict.fromkeys(("short_conv", "short_conv.layers", "short_conv.kernel_dim"), ANY),
     **dict.fromkeys(("mamba.pattern", "mamba.num_heads", "mamba.head_dim", "mamba.num_groups", "mamba.state_dim"), ANY),
+    "mamba.dt_rank": ANY,
     **dict.fromkeys(("mamba.gated_norm", "multipliers", "multipliers.attention_in", "multipliers.attention_out"), ANY),
     **dict.fromkeys(("multipliers.key", "multipliers.ssm_in", "multipliers.ssm_out", "multipliers.ssm"), ANY),
     "multipliers.mlp": ANY,
@@ -199,6 +200,9 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         "per_layer_embed_dim": model.per_layer_embed_dim and model.xielu,
         "multipliers": bool(model.multipliers) != model.parallel_mixers
         or (model.multipliers and not model.gated_linear_unit),
+        "mamba.dt_rank": model.mamba
+        and model.mamba.dt_rank is not None
+        and (model.mamba.parallel or model.mamba.gated_norm or model.mamba.head_dim * model.mamba.num_groups > 1),
         "activation": model.xielu and (model.moe or model.gated_linear_unit),
     }
     yield from ((name, values[name]) for name, holds in refused.items() if holds)

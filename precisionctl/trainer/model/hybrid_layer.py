@@ -4,9 +4,10 @@ Megatron-Bridge's Falcon-H1 (modeling_falconh1/falconh1_layer.py)."""
 from torch import Tensor, nn
 
 from precisionctl.model_shape import ModelShape
-from precisionctl.recurrent_parts import Mamba2
+from precisionctl.recurrent_parts import Mamba
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.model.attention import KeysValues, SelfAttention
+from precisionctl.trainer.model.mamba_1_mixer import Mamba1Mixer
 from precisionctl.trainer.model.mamba_mixer import MambaMixer
 from precisionctl.trainer.model.mlp import MLP, MoELayer
 from precisionctl.trainer.model.positions import Positions
@@ -14,11 +15,11 @@ from precisionctl.trainer.model.residual_layer import ResidualLayer
 
 
 class HybridLayer(ResidualLayer):
-    """A Mamba-2 mixer, attention, an MLP or experts: what the model's pattern says. Its norm lives in the block's first
+    """A Mamba mixer, attention, an MLP or experts: what the model's pattern says. Its norm lives in the block's first
     linear, except before experts, and before a mixer beside attention, which both read it."""
 
     def __init__(
-        self, name: str, model: ModelShape, mamba: Mamba2, number: int, backend: Backend, recompute: bool = False
+        self, name: str, model: ModelShape, mamba: Mamba, number: int, backend: Backend, recompute: bool = False
     ) -> None:
         super().__init__(model, number, backend, recompute)
         self.block, norm, self.multipliers = mamba.pattern[number], norm_of(model), model.multipliers
@@ -28,7 +29,11 @@ class HybridLayer(ResidualLayer):
             self.norm = backend.norm(model.hidden_size, norm)
             self.mamba_mixer = MambaMixer(f"{name}.mamba_mixer", model, mamba, backend)
         if self.block == "M":
-            self.mixer = MambaMixer(f"{name}.mixer", model, mamba, backend)
+            self.mixer: MambaMixer | Mamba1Mixer = (
+                MambaMixer(f"{name}.mixer", model, mamba, backend)
+                if mamba.dt_rank is None
+                else Mamba1Mixer(f"{name}.mixer", model, mamba, mamba.dt_rank, backend)
+            )
         if self.block in "*P":
             attention = model.attention_of(self.kind.in_window)
             self.self_attention = SelfAttention(f"{name}.self_attention", attention, backend)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precisionctl.model_shape import ModelShape
-from precisionctl.recurrent_parts import Mamba2
+from precisionctl.recurrent_parts import Mamba
 from precisionctl.trainer.backends.base import Backend, Norm, column_linear, norm_of
 from precisionctl.trainer.model.positions import Positions
 from precisionctl.trainer.model.recurrence import by_text, convolution, convolved
@@ -21,12 +21,18 @@ _STEPS = (0.001, 0.1)
 """Of a new mixer: its heads' steps, where in_proj gives 0, are between these (Megatron-Core's dt_min and dt_max)."""
 
 
+def initial_steps(heads: int, backend: Backend) -> Tensor:
+    """What softplus makes the steps of a new mixer of."""
+    steps = torch.empty(heads, device=backend.device).uniform_(*map(math.log, _STEPS)).exp_()
+    return steps.expm1().log_().to(backend.dtype)
+
+
 class MambaMixer(nn.Module):
     """Values and the vectors B and C go through a causal convolution, the state space and a gate, with a norm or
     without one, and out_proj. Rows of in_proj: gates (z), values (x), B, C, then what makes the step dt of each head:
     the more of it, the more a token adds to the state, and the more decays. It is not clamped, as in Megatron-Core."""
 
-    def __init__(self, name: str, model: ModelShape, mamba: Mamba2, backend: Backend) -> None:
+    def __init__(self, name: str, model: ModelShape, mamba: Mamba, backend: Backend) -> None:
         super().__init__()
         ranks, dtype, device = backend.world.tensor.size, backend.dtype, backend.device
         self.parts = [rows // ranks for rows in mamba.in_proj_parts]
@@ -35,8 +41,7 @@ class MambaMixer(nn.Module):
         self.in_proj = column_linear(backend, f"{name}.in_proj", model.hidden_size, mamba.in_proj_size, False, before)
         self.factors = model.multipliers.ssm if model.multipliers else None
         self.conv1d = convolution(mamba.conv_size, mamba.conv_kernel_dim, backend, bias=True)
-        steps = torch.empty(heads, device=device).uniform_(*map(math.log, _STEPS)).exp_()
-        self.dt_bias = nn.Parameter(steps.expm1().log_().to(dtype))
+        self.dt_bias = nn.Parameter(initial_steps(heads, backend))
         self.A_log = nn.Parameter(torch.empty(heads, device=device).uniform_(1, 16).log_().to(dtype))
         self.D = nn.Parameter(torch.ones(heads, dtype=dtype, device=device))
         self.norm: GatedNorm | None = None

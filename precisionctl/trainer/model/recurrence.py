@@ -1,4 +1,4 @@
-"""What gated delta nets, Mamba-2 mixers and short convolutions share: a causal convolution, and texts that begin with
+"""What gated delta nets, Mamba mixers and short convolutions share: a causal convolution, and texts that begin with
 nothing that another left; and what the first two share, a state that is computed chunk by chunk.
 
 Shape letters: B batch, S sequence, N heads.

@@ -32,9 +32,12 @@ _OF_LATENTS = (
 )
 """Modules of MLA that see all tokens even with `sequence` and begin no region, so that gradients of norms are whole."""
 
-_OF_ALL_TOKENS = ("fc1_latent_proj", "fc2_latent_proj", "beta_proj", "f_a_proj", "g_a_proj")
-"""Modules that see all tokens too: around experts of a latent size, and those of Kimi delta attention that every tensor
-rank has whole."""
+_OF_ALL_TOKENS = (
+    *("fc1_latent_proj", "fc2_latent_proj", "beta_proj", "f_a_proj", "g_a_proj"),
+    *("dt_layernorm", "b_layernorm", "c_layernorm"),
+)
+"""Modules that see all tokens too: around experts of a latent size, those of Kimi delta attention that every tensor
+rank has whole, and norms of what a Mamba-1 mixer's ranks add up."""
 
 
 class ModelShards:
@@ -148,12 +151,14 @@ def check(model: ModelShape, sizes: ParallelSettings) -> None:
     if model.csa and sizes.tensor > 1:
         what = "attention with compressed keys has one key for all heads, and is not shared by tensor-parallel ranks"
         raise RecipeError(what, do="Leave parallel.tensor out.")
+    groups = model.mamba is None or model.mamba.dt_rank is None
+    mixer = model.mamba.divisible if model.mamba else sizes.tensor
     shared = [
         *(("attention heads", each.num_attention_heads) for each in model.attentions),
         *(("query groups", each.num_query_groups) for each in model.attentions if not model.mla),
         ("key heads of a gated delta net", model.gdn.num_key_heads if model.gdn else sizes.tensor),
         ("channels of a short convolution", model.hidden_size if model.short_conv else sizes.tensor),
-        ("groups of a Mamba-2 mixer's heads", model.mamba.num_groups if model.mamba else sizes.tensor),
+        ("groups of a Mamba-2 mixer's heads" if groups else "channels of a Mamba-1 mixer", mixer),
         ("rows of the vocabulary, padded", model.padded_vocab_size),
         ("channels of an MLP", model.ffn_hidden_size if dense else sizes.tensor),
         ("channels of an expert", moe.ffn_hidden_size if moe else sizes.tensor),
