@@ -13,6 +13,7 @@ import pytest
 import torch
 from conversions import run, tree
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.companions import read_companions
@@ -120,6 +121,43 @@ def test_weights_without_a_config_take_that_of_a_reference(tmp_path: Path) -> No
     (tmp_path / "other" / "config.json").write_text(json.dumps({**said, "num_attention_heads": "four"}))
     with pytest.raises(DamagedCheckpoint, match="num_attention_heads is 'four'.*other/config.json"):
         run(tmp_path / "weights", tmp_path / "out", "megatron", reference=tmp_path / "other")
+
+
+def changed(source: Path, to: Path, **changes: Any) -> Path:
+    """The config.json of a model with changes, beside a tokenizer."""
+    config = json.loads((source / "config.json").read_text())
+    to.mkdir()
+    (to / "config.json").write_text(json.dumps(config | changes))
+    (to / "tokenizer.json").write_text("{}")
+    return to
+
+
+@pytest.mark.parametrize("family", ["llama-3", "t5"])
+def test_a_tokenizer_is_taken_from_a_reference_of_the_same_model_alone(tmp_path: Path, family: str) -> None:
+    """Also of a model without a table, whose keys say less."""
+    if family == "t5":
+        config = AutoConfig.for_model("t5", vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=4)
+        AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path / "hf")
+    else:
+        pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
+    same = changed(tmp_path / "hf", tmp_path / "same", transformers_version="9", use_cache=False)
+    run(tmp_path / "hf", tmp_path / "out", "hf", reference=same)
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    for key in ("num_layers", "vocab_size") if family == "t5" else ("num_hidden_layers", "vocab_size"):
+        other = changed(tmp_path / "hf", tmp_path / key, **{key: 3})
+        with pytest.raises(RecipeError, match=f"another model than the checkpoint's own config.json: .*{key}"):
+            run(tmp_path / "hf", tmp_path / "never", "hf", reference=other)
+
+
+def test_a_reference_with_fewer_tokens_than_megatron_trained_takes_no_rows_away(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    shutil.rmtree(tmp_path / "megatron" / "release" / "precisionctl")
+    tokens = pico.SIZES["vocab_size"]
+    fewer = changed(tmp_path / "hf", tmp_path / "fewer", vocab_size=tokens - 6)
+    with pytest.raises(RecipeError, match=f"vocab_size {tokens - 6} / {tokens}.*--trust-reference"):
+        run(tmp_path / "megatron", tmp_path / "never", "hf", reference=fewer)
+    run(tmp_path / "megatron", tmp_path / "told", "megatron", reference=fewer, trust_reference=True)
 
 
 def test_an_error_names_the_config_json_that_was_read(tmp_path: Path) -> None:

@@ -269,6 +269,18 @@ def test_towers_of_a_checkpoint_that_megatron_saved_are_taken_from_a_reference(t
         run(tmp_path / "megatrons", tmp_path / "out", "hf", reference=tmp_path / "hf")
 
 
+def test_a_reference_that_gives_the_tokenizer_leaves_a_checkpoint_its_own_towers(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "gemma3", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    reference = shutil.copytree(tmp_path / "hf", tmp_path / "reference")
+    tensors = {name: tensor + 1 for name, tensor in load_file(reference / "model.safetensors").items()}
+    save_file(tensors, reference / "model.safetensors", {"format": "pt"})
+    (reference / "tokenizer.json").write_text("{}")
+    run(tmp_path / "megatron", tmp_path / "back", "hf", reference=reference)
+    assert_same(stored(tmp_path / "hf"), stored(tmp_path / "back"))
+    assert (tmp_path / "back" / "tokenizer.json").is_file()
+
+
 def test_towers_in_several_files_need_all_of_them(tmp_path: Path) -> None:
     tiny_wrappers.save(tmp_path / "hf", "mistral3", dtype=torch.bfloat16)
     run(tmp_path / "hf", tmp_path / "megatron", "megatron", max_shard_size=300_000)

@@ -121,8 +121,8 @@ def is_tokenizer(name: str) -> bool:
 
 def needed(hints: Hints, own: Companions) -> Hints:
     """What a checkpoint with its `own` companions takes from a reference. Without a config.json: everything, but not
-    the tokenizer if it has one. With a config.json and no tokenizer: the files that it lacks. With both: nothing. The
-    result's `companions` are those that it then has; None means its own."""
+    the tokenizer if it has one. With a config.json and no tokenizer: the files that it lacks, and no towers. With both:
+    nothing. The result's `companions` are those that it then has; None means its own."""
     given = hints.companions
     if given is None or hints.family:
         return hints
@@ -134,7 +134,7 @@ def needed(hints: Hints, own: Companions) -> Hints:
         }
         return replace(hints, companions=_over(replace(given, files=taken), own, given.directory))
     if without_tokenizer(own) and not without_tokenizer(given):
-        return replace(hints, companions=_over(given, own, own.directory))
+        return replace(hints, companions=_over(given, own, own.directory), towers=None)
     return replace(hints, companions=None, towers=None)
 
 

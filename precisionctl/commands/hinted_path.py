@@ -6,7 +6,7 @@ from pathlib import Path
 from precisionctl.architectures.families import key_in, read_model
 from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints.base import Companions, Hints, Reader
-from precisionctl.checkpoints.companions import parse_json, read_companions, without_tokenizer
+from precisionctl.checkpoints.companions import parse_json, read_companions
 from precisionctl.checkpoints.huggingface_files import file_format_of
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.directory import TRUST_REFERENCE
@@ -16,6 +16,7 @@ from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownFormat, o
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.same_model import differences
 from precisionctl.untabled_model import UntabledModel
+from precisionctl.verify.configs import differing_keys
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,7 @@ def _check_hints(given: HintedPath, reader: Reader) -> None:
 
 def _check_reference(given: HintedPath, reader: Reader, reference: Path, companions: Companions) -> None:
     """Raise RecipeError for a reference of another model than the checkpoint's."""
-    own = reader.own_companions
-    if without_tokenizer(own) and not without_tokenizer(companions):
-        configs = [parse_json(one.files["config.json"], one.config_path) for one in (own, companions)]
-        mine, theirs = (config.get("vocab_size") for config in configs)
-        if None not in (mine, theirs) and mine != theirs:
-            what = "the reference is of another model: its vocabulary has another size"
-            raise RecipeError(what, where=reference, do="Give another one.")
-    elif "config.json" in own.files:
+    if "config.json" in reader.own_companions.files:
         _check_same_model(reader, companions, reference)
     try:
         _ = reader.model
@@ -113,7 +107,7 @@ def _check_same_model(reader: Reader, companions: Companions, reference: Path) -
         return
     model, other = (read_model(config, where, reader.specs) for config, where in configs)
     if isinstance(model, UntabledModel) or isinstance(other, UntabledModel):
-        differing = ["config.json"]  # no table says which of its keys change nothing
+        differing = differing_keys(configs[0][0], configs[1][0])
     else:
         fields = [*differences(model, other), *(["vocab_size"] if model.vocab_size != other.vocab_size else [])]
         differing = [key_in(configs[0][0], field) for field in fields]

@@ -6,7 +6,7 @@ from pathlib import Path
 from precisionctl.architectures.expert_args import CAPACITY
 from precisionctl.architectures.families import models_of_megatron_args, table_of
 from precisionctl.architectures.indexer_args import INDEXER_NORM_EPSILON, indexer_norm_epsilon
-from precisionctl.architectures.megatron_args import otherwise_in_megatron, read_megatron_args
+from precisionctl.architectures.megatron_args import otherwise_in_megatron
 from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.companions import is_tokenizer
@@ -14,7 +14,7 @@ from precisionctl.checkpoints.dcp_model import DcpModelReader
 from precisionctl.checkpoints.deepspeed.reader import directory_of
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
-from precisionctl.checkpoints.megatron.directory import contradictions
+from precisionctl.checkpoints.megatron.directory import by_arguments, contradictions
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import of_trainer
@@ -227,7 +227,7 @@ def _overruled_notes(reader: Reader) -> Iterator[str]:
     if not of_megatron(reader):
         return
     try:
-        by_args = read_megatron_args(reader.args, reader.model.padded_vocab_size, reader.path)
+        by_args = by_arguments(reader.args, reader.model, reader.path)
         found = contradictions(reader.model, by_args)
     except PrecisionctlError as error:
         found = error.what

@@ -43,6 +43,12 @@ def compare_configs(a: Reader, b: Reader) -> Found:
     return differing, [line for topic, names in left_out.items() for line in of_keys(topic, names)]
 
 
+def differing_keys(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """The keys, with dots, by which two config.json may describe two models, where no table says what they mean."""
+    left_out = ("quantization_config", OLDER_KEY, *_TOPIC)
+    return [".".join(path) for path, *_ in _unequal(here, there) if path[0] not in left_out]
+
+
 def compare_quantization(a: Mapping[str, Any], b: Mapping[str, Any], file: str = "quantization_config") -> Found:
     """The differences of two `quantization_config`s; none if they are of different methods, which name things
     differently."""

@@ -84,7 +84,7 @@ def model_of(
         model = beside_towers(model, towers, has_head="output_layer.weight" in specs)
     if not args:
         return model
-    by_args = read_megatron_args(as_config_says(args, model) if trusted else args, rows, directory)
+    by_args = by_arguments(as_config_says(args, model) if trusted else args, model, directory)
     model = dataclasses.replace(model, **{field: getattr(by_args, field) for field in MEGATRON_ONLY})
     # config.json was copied when the run began; the run may have changed the model since
     if found := contradictions(model, by_args):
@@ -102,12 +102,21 @@ TRUST_REFERENCE = (
 """What to do about arguments that a run was not trained by."""
 
 
+def by_arguments(args: Mapping[str, Any], model: ModelShape, where: object) -> ModelShape:
+    """The model that Megatron's arguments describe, with as many tokens as `model` where they do not say how many.
+    Raises as `read_megatron_args`."""
+    said = {**args, "vocab_size": args.get("vocab_size") or model.vocab_size}
+    return read_megatron_args(said, model.padded_vocab_size, where)
+
+
 def contradictions(model: ModelShape, by_args: ModelShape) -> str:
     """The fields in which a model that config.json describes is another one than Megatron's arguments describe, in
     words: `rotary_base 10000.0 / 5.0`. Empty where they agree, as far as arguments can say the model."""
     differing = differences(model, by_args)
-    named = [name for name in differences(as_in_megatron(model), by_args) if name in differing]
-    return ", ".join(f"{name} {' / '.join(map(shown, differing[name]))}" for name in named)
+    named = {name: differing[name] for name in differences(as_in_megatron(model), by_args) if name in differing}
+    if model.vocab_size < by_args.vocab_size:  # the rows between are tokens, and no padding
+        named["vocab_size"] = model.vocab_size, by_args.vocab_size
+    return ", ".join(f"{name} {' / '.join(map(shown, both))}" for name, both in named.items())
 
 
 class MegatronDirectory(ABC):
