@@ -169,6 +169,22 @@ def test_a_template_that_rewrites_the_prompt_is_refused(tmp_path: Path) -> None:
         labels(write_rows(tmp_path / "rows.jsonl", [row]), last_only)
 
 
+LATER = (
+    "{% macro said(m) %}<bot> {% generation %}{{ m.content }} <end> {% endgeneration %}{% endmacro %}"
+    "{% for m in messages %}{% set text %}{% if m.role == 'user' %}<user> {{ m.content }} <end> {% else %}"
+    "{{ said(m) }}{% endif %}{% endset %}{{ text }}{% endfor %}"
+)
+
+
+def test_what_is_marked_in_text_that_a_template_prints_later_is_learned(tmp_path: Path) -> None:
+    """Not by where transformers says that it is: it counts what has been printed when a mark is met."""
+    rows = write_rows(tmp_path / "rows.jsonl", [{"messages": CONVERSATION}])
+    expected = labels(rows, MARKING_TEMPLATE)
+    assert labels(rows, LATER) == expected == [". . . . . c d <end> . . . . a <end>"]
+    with pytest.raises(DataError, match="changes what it marks"):
+        labels(rows, LATER.replace("{{ text }}", "{{ text | replace('c', 'd') | reverse }}"))
+
+
 def test_a_completion_is_learned_with_its_end_and_needs_no_template(tmp_path: Path) -> None:
     rows = [{"prompt": "a b ", "completion": "c d"}, {"prompt": "a", "completion": " b <eos>"}]
     path = write_rows(tmp_path / "rows.jsonl", rows)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,9 @@ _FIXED_CLOCK = (
 )
 """Templates that print the date get a fixed day, Llama 3.1's own fallback, so that a run that is resumed tomorrow sees
 the same tokens. It is prepended to the template, as transformers passes no function of ours to it."""
+
+
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
 @dataclass(frozen=True)
@@ -76,20 +80,41 @@ class ChatTemplate:
     @property
     def marks(self) -> bool:
         """Whether the template marks the assistant's words itself."""
-        return re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
+        return _GENERATION.search(self.source) is not None
 
-    def render(
-        self, messages: Sequence[Message], chat: Conversation, where: str, *, prompt: bool = False
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Some messages of a conversation as text, and the spans of characters that the template marks in it. `prompt`
-        adds what comes before a reply. Raises DataError if the template fails."""
-        source = _FIXED_CLOCK + self.source if "strftime_now" in self.source else self.source
+    def render(self, messages: Sequence[Message], chat: Conversation, where: str, *, prompt: bool = False) -> str:
+        """Some messages of a conversation as text. `prompt` adds what comes before a reply. Raises DataError if the
+        template fails."""
+        return self._rendered(self.source, messages, chat, where, prompt=prompt)
+
+    def marked(self, text: str, chat: Conversation, where: str) -> list[tuple[int, int]]:
+        """The spans of characters that the template marks in `text`, the whole conversation. Where they begin and end
+        it prints a character that the text has not: transformers counts what has been printed when a mark is met,
+        which is less where a macro or `{% set %}` prints later. Raises DataError if its text is another one then."""
+        begin, end = [mark for mark in map(chr, range(0xFDD0, 0xFDF0)) if mark not in text][:2]  # no characters at all
+        printing = _GENERATION.sub(
+            lambda tag: f'{{%{tag[1]} print "{end if tag[2] else begin}" {tag[3]}%}}', self.source
+        )
+        shown = self._rendered(printing, chat.messages, chat, where)
+        pieces = re.split(f"([{begin}{end}])", shown)
+        if "".join(pieces[::2]) != text or pieces[1::2] != [begin, end] * (len(pieces) // 4):
+            raise DataError(
+                "the chat template changes what it marks, so the assistant's text cannot be found",
+                where=where,
+                do="Put {% generation %} ... {% endgeneration %} where that text is printed, and not into what a "
+                "filter changes.",
+            )
+        ends = list(accumulate(len(piece) for piece in pieces[::2]))
+        return list(zip(ends[:-1:2], ends[1::2], strict=True))
+
+    def _rendered(
+        self, source: str, messages: Sequence[Message], chat: Conversation, where: str, *, prompt: bool = False
+    ) -> str:
+        source = _FIXED_CLOCK + source if "strftime_now" in source else source
         options = {**self.special_tokens, "add_generation_prompt": prompt, "tools": chat.tools}
         made: Any  # annotated as a string in transformers, and a pair in fact
         try:
-            made = render_jinja_template(
-                [list(messages)], chat_template=source, return_assistant_tokens_mask=self.marks, **options
-            )
+            made = render_jinja_template([list(messages)], chat_template=source, **options)
         except TemplateSyntaxError as error:
             what = f"the chat template is no Jinja: {error} (its line {error.lineno})"
             raise DataError(what, where=where, do="Mend chat_template.jinja, or copy it again.") from None
@@ -98,22 +123,23 @@ class ChatTemplate:
             own = "These are the template's own words: change the conversation, or the template (chat_template.jinja)."
             do = own if isinstance(error, TemplateError) else ""
             raise DataError(f"the chat template refuses {str(messages)[:80]}: {problem}", where=where, do=do) from None
-        texts, marks = made
-        return texts[0], marks[0] if self.marks else []
+        texts, _ = made
+        return str(texts[0])
 
 
 def chat_row(chat: Conversation, template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, where: str) -> ChatRow:
     """The tokens of a conversation. Raises DataError if the template fails, or it cannot be found out which words are
     the assistant's."""
     _require_places(tokenizer)
-    text, spans = template.render(chat.messages, chat, where)
+    text = template.render(chat.messages, chat, where)
     require_utf8(text, where)
     _require_understood(text, chat, template, where)
+    spans = template.marked(text, chat, where) if template.marks else []
     if not template.marks:
         replies = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant" and i >= chat.prompt]
         spans = [_added(i, text, chat, template, where) for i in replies]
     elif chat.prompt:
-        prompt, _ = template.render(chat.messages[: chat.prompt], chat, where)
+        prompt = template.render(chat.messages[: chat.prompt], chat, where)
         if not text.startswith(prompt):
             raise DataError("the chat template rewrites the prompt, so its end cannot be found", where=where)
         spans = [span for span in spans if span[0] >= len(prompt)]
@@ -140,7 +166,7 @@ def _prints(number: int, content: str, text: str, chat: Conversation, template: 
     messages = [*chat.messages]
     messages[number] = {**messages[number], "content": content}
     try:
-        return template.render(messages, chat, where)[0] == text
+        return template.render(messages, chat, where) == text
     except DataError:
         return False
 
@@ -187,8 +213,8 @@ def _row(ids: Sequence[int], places: Sequence[tuple[int, int]], spans: Sequence[
 
 def _added(i: int, text: str, chat: Conversation, template: ChatTemplate, where: str) -> tuple[int, int]:
     """The span of characters in `text`, the whole conversation, that message `i` has added."""
-    before, _ = template.render(chat.messages[:i], chat, where, prompt=True)
-    after, _ = template.render(chat.messages[: i + 1], chat, where)
+    before = template.render(chat.messages[:i], chat, where, prompt=True)
+    after = template.render(chat.messages[: i + 1], chat, where)
     if not (text.startswith(after) and after.startswith(before)):
         raise DataError(
             "the chat template rewrites earlier messages, so the assistant's text cannot be found",
