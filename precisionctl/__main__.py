@@ -2,7 +2,7 @@
 
 import sys
 
-from precisionctl.signals import hold_until_the_end, stop_on_sigterm
+from precisionctl.signals import ignore_until_the_end, stop_on_sigterm
 
 
 def main() -> None:
@@ -11,7 +11,7 @@ def main() -> None:
     try:
         _run()
     finally:
-        hold_until_the_end()
+        ignore_until_the_end()
         # An interrupt in the `exec` of a text, by which dataclasses make methods, stays in CPython's memory even if it
         # is caught: it then ends by the signal, whatever the exit code. The next such `exec` makes it forget
         # (Python/pythonrun.c, run_eval_code_obj).

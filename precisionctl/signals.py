@@ -44,11 +44,13 @@ def held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def hold_until_the_end() -> None:
-    """In the program, from now on SIGINT and SIGTERM stop nothing: its work is done, and the exit code has to say so.
-    While it ends, Python gives SIGTERM its own meaning back before it has unloaded PyTorch, which takes a while."""
+def ignore_until_the_end() -> None:
+    """In the program, from now on SIGINT and SIGTERM stop nothing: its work is done, and what it prints and its exit
+    code have to say so. While it ends, Python gives back SIGTERM's own meaning unless it is ignored, and unloading
+    PyTorch takes a while."""
     if signal.getsignal(signal.SIGTERM) is terminate:
-        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def end_with(parent: int) -> None:

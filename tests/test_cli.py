@@ -723,6 +723,14 @@ def test_what_contradicts_the_container_is_refused_in_the_options_that_were_give
     assert result.exit_code == 2 and advice in result.stderr
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a disk that is always full")
+def test_a_full_disk_behind_stdout_is_one_error(tmp_path):
+    command = [sys.executable, "-m", "precisionctl", "inspect", tmp_path, "--json"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 1 and ended.stderr.count("error[") == 1 and "Traceback" not in ended.stderr
+
+
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
 def test_closed_streams_are_no_files_to_print_into(tmp_path, closed):
     """With one closed, its number would go to the next file that is opened: the journal, or a shard."""

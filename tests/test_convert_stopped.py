@@ -17,10 +17,12 @@ import pico
 import pytest
 import torch
 from click.testing import CliRunner
+from command_processes import CommandProcess
 from conversions import assert_same_tensors, run, tree
 from soaking import in_soak
 
 from precisionctl.checkpoints import output
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output
 from precisionctl.cli import main
 from precisionctl.commands.plan_command import plan_command
@@ -100,6 +102,29 @@ def test_a_kill_after_the_last_rename_is_finished_by_the_same_command_and_by_no_
     assert tree(tmp_path / "out") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
     assert CliRunner().invoke(main, same).exit_code == 1  # as for every result that is there
+
+
+LATE_SIGNALS = """
+import os, signal
+from precisionctl.checkpoints.output import Output
+from precisionctl.signals import stop_on_sigterm
+stop_on_sigterm()
+commit = Output.commit
+def commit_and_hear(output):
+    commit(output)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+Output.commit = commit_and_hear
+"""
+
+
+def test_a_signal_after_the_last_rename_stops_nothing(tmp_path: Path) -> None:
+    """It would end by 75, which says that the same command continues."""
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    command = ["convert", str(tmp_path / "hf"), str(tmp_path / "out"), "--to", "megatron", "--workers", "1"]
+    code, said, told = CommandProcess(command, os.environ, LATE_SIGNALS).ended()
+    assert (code, said.startswith("Wrote")) == (0, True), told
+    assert open_checkpoint(tmp_path / "out").specs
 
 
 @pytest.mark.parametrize(

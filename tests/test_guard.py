@@ -370,6 +370,7 @@ def test_a_jump_after_the_switch_takes_the_run_back_once_and_on_in_bf16(place: P
     assert [row["loss"] for row in rows] == expected
 
 
+@pytest.mark.soak
 def test_a_run_that_went_back_and_is_killed_ends_the_same(place: Path, tmp_path: Path) -> None:
     whole = watched(place, tmp_path / "whole", checkpoint="trained", **WORTHLESS)
     run(whole)
@@ -380,6 +381,7 @@ def test_a_run_that_went_back_and_is_killed_ends_the_same(place: Path, tmp_path:
     assert jump_of(tmp_path / "killed") == jump_of(tmp_path / "whole")
 
 
+@pytest.mark.soak
 def test_a_run_that_is_killed_just_after_the_switch_sees_the_jump_all_the_same(place: Path, tmp_path: Path) -> None:
     """It goes on from the last step in BF16, and so begins in FP8."""
     changes = WORTHLESS | {"train__save_every": 4, "guard__jump_within": 3, "guard__jump_at": 0.03}

@@ -210,6 +210,7 @@ def test_a_base_says_what_a_recipe_does_not(tmp_path: Path) -> None:
         ({"top": 'base = "top.toml"'}, "leads back to this recipe .*top.toml"),
         ({"top": 'base = "other.toml"', "other": 'base = "top.toml"'}, "leads back to this recipe .*other.toml"),
         ({"top": 'base = "nothing"'}, "no recipe nothing"),
+        ({"top": 'base = ".."'}, "a recipe is a TOML file"),
         ({"top": "base = 3"}, "base = 3 is not the name of a recipe"),
         ({"top": 'base = "other.toml"', "other": "[train]\nstep = 3"}, "unknown key train.step .*other.toml"),
         ({"top": 'base = "other.toml"\n[train]\nstep = 3', "other": ""}, "unknown key train.step .*top.toml"),

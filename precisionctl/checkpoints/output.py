@@ -83,10 +83,14 @@ class Output:
             shutil.rmtree(self.partial)
         self.partial.mkdir(parents=True)
 
+    def sync(self) -> None:
+        """Sync every file, which takes as long as the disk does."""
+        sync_all(Path(directory, name) for directory, _, names in os.walk(self.partial) for name in (*names, os.curdir))
+
     def commit(self) -> None:
         """Sync every file, then rename. Raises DestinationExists if something has appeared at `path` meanwhile."""
         self.check_free()
-        sync_all(Path(directory, name) for directory, _, names in os.walk(self.partial) for name in (*names, os.curdir))
+        self.sync()
         for file in self.partial.glob(f"{self.token.name}*"):
             file.unlink()
         os.rename(self.partial, self.path)

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import click
@@ -211,7 +211,8 @@ class Commands(click.Group):
             console.show_error(ours)
             if ctx.meta[_JSON]:
                 kind = type(ours).__name__
-                print_json({"error": {"kind": kind, "what": ours.what, "where": ours.where, "do": ours.do}})
+                with suppress(OSError):  # a full device behind stdout may be the error
+                    print_json({"error": {"kind": kind, "what": ours.what, "where": ours.where, "do": ours.do}})
             ctx.exit(2 if isinstance(ours, RecipeError) else 1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

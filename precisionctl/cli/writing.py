@@ -27,7 +27,6 @@ from precisionctl.cli.options import (
     reference_option,
     writing_options,
 )
-from precisionctl.signals import hold_until_the_end
 from precisionctl.sizes import size
 
 if TYPE_CHECKING:
@@ -211,7 +210,6 @@ def do(request: "Request", how: Writing) -> None:
     if not how.dry_run:
         with kept_when_stopped():
             command, found = carry_out(request, how)
-        hold_until_the_end()  # the result is there, so "the same command continues" would be wrong
         if command is None:
             return
         notes = [*command.notes, *(found.notes if found else ())]

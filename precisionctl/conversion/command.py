@@ -41,6 +41,7 @@ from precisionctl.errors import DiskProblem, OutputError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan
+from precisionctl.signals import ignore_until_the_end
 from precisionctl.sizes import size
 
 MakeStates = Callable[[Mapping[str, float]], tuple[Fp8States, Sequence[str]]]
@@ -216,6 +217,8 @@ def _finish(command: PlannedCommand, journal: Journal, found: Findings, checksum
     if plan.to_layout == "megatron":
         write_tracker(command.output.partial, command.iteration)
     journal.record_whole()
+    command.output.sync()  # what takes long may still be stopped
+    ignore_until_the_end()  # from here on the same command would find the result, and have nothing to continue
     command.output.commit()
     return notes
 

@@ -94,6 +94,8 @@ def find_recipe(name: str | Path, beside: Path = Path()) -> Path:
     try:
         return bundled[str(name)]
     except KeyError:
+        if (beside / name).exists():
+            raise RecipeError("a recipe is a TOML file, and this is none", where=beside / name) from None
         advice = nearest_path(beside / name) or nearest(str(name), bundled)
         raise RecipeError(f"no recipe {name}", do=f"Give a TOML file or a bundled one. {advice}") from None
 
