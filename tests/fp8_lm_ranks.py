@@ -79,11 +79,11 @@ def all_runs(*, soak: bool) -> None:
         run(f"{source} alone", 1, source=source, train__micro_batch_size=4, **lm)
         run(f"{source} two", 2, source=source, **two, **lm)
     run("adamw", 2, **two)
-    run("killed", 2, "gone on", kill=3, **two, **lm)
-    run("gone on", 2, **two, **lm)
     fp8 = {"precision": "fp8", "train__warmup_passes": 1}
     run("fp8", 2, **two, **lm, **fp8)
     if soak:
+        run("killed", 2, "gone on", kill=3, **two, **lm)
+        run("gone on", 2, **two, **lm)
         run("guarded", 2, shadow_every=2, **two, **lm, **fp8)
 
 

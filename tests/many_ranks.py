@@ -220,7 +220,6 @@ def make_runs(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
     run("two skip", 2, **skipping)
     back = {**fp8, "precision__schedule": "[{until = 0.5, fp8 = false}, {}]", "guard__jump_at": 1.0}
     run("going back", 2, broken=4, **back)
-    run_command("failed", fails)
     run_command("killed in a save", saving_it(die))
     run_command("signalled", signalled)
 
@@ -248,6 +247,7 @@ def make_runs_for_soak(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
     run("two, meanwhile, killed", 2, "two, meanwhile and killed", kill=5, train__async_save=True, **exact)
     run("two, meanwhile, gone on", 2, "two, meanwhile and killed", **exact)
     run_command("killed", die)
+    run_command("failed", fails)
     run_command("failed in a save", saving_it(fails))
     run_command("out of time", lambda: None, more=["--time-limit=0:00:00"])
     run_command("uneven", die, train__batch_size=5, train__micro_batch_size=1)

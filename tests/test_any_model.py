@@ -14,6 +14,7 @@ import torch
 from any_models import assert_as_tabled, check_there_and_back, export, same, stored, untabled
 from conversions import carry_out, run, tree
 from safetensors.torch import save_file
+from soaking import in_soak
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from precisionctl.architectures.families import read_model
@@ -48,7 +49,7 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("kind", SHOWN)
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_vl_moe", "t5", *in_soak("gemma3", "bamba")])
 def test_codes_are_those_of_a_slow_reference_and_decode_to_its_values(tmp_path: Path, kind: str) -> None:
     any_models.save(tmp_path / "source", kind)
     check_there_and_back(tmp_path / "source", tmp_path, SHOWN[kind])

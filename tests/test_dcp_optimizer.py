@@ -12,6 +12,7 @@ import pico
 import pytest
 import torch
 from core_models import of_stages, peer
+from soaking import in_soak
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from trained_models import MOMENTS, config_of, moments, save, states, train, trained
@@ -46,7 +47,7 @@ def weights_as(tmp_path: Path, what: str, tensors: dict[str, Tensor], reference:
     return conversions.tensors(tmp_path / f"{what}-in-megatron")
 
 
-@pytest.mark.parametrize("family", ["llama-3", "llama-tied", "qwen3-moe", "gpt2", "gemma2", "phi3"])
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3-moe", "gpt2", *in_soak("llama-3", "gemma2", "phi3")])
 def test_masters_and_moments_go_where_weights_of_their_names_go(tmp_path: Path, family: str) -> None:
     model, optimizer = trained(family)
     reference = config_of(model, tmp_path / "config")

@@ -20,7 +20,7 @@ from precisionctl.engines.rule import Finding
 from precisionctl.errors import PrecisionError
 from precisionctl.verify.engine_rules import check
 
-RATES = pytest.mark.parametrize("rate", [128, 8], ids=["a table", "no table"])
+RATES = pytest.mark.parametrize("rate", [128, *in_soak(8)], ids=["a table", "no table"])
 
 
 def rates(heavy: int) -> dict[str, int]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine_exports import ENGINES, LAYER, METHODS, exported
 from installed import BEFORE_5_23, need_loader
+from soaking import in_soak
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.utils.quantization_config import FineGrainedFP8Config
@@ -67,10 +68,8 @@ def fatal(directory: Path) -> list[str]:
     [
         ("qwen3-moe", False),
         ("qwen2-moe", True),  # its gate of shared experts
-        ("mixtral", False),
-        ("granite-moe", False),
-        ("phimoe", True),
         ("afmoe", True),
+        *in_soak(("mixtral", False), ("granite-moe", False), ("phimoe", True)),
     ],
 )
 def test_a_list_of_compressed_tensors_lacks_what_transformers_misses(
@@ -97,12 +96,10 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("family", "exclude", "named"),
     [
-        ("qwen3-moe", (), ""),
         ("qwen3-moe", EXPERTS, "experts"),
         ("qwen2-moe", (), "shared_expert_gate"),
-        ("granite-moe", (), "experts"),
-        ("phimoe", (), ""),
         ("afmoe", (), "router.gate"),
+        *in_soak(("qwen3-moe", (), ""), ("granite-moe", (), "experts"), ("phimoe", (), "")),
     ],
 )
 def test_a_list_of_fp8_lacks_what_transformers_misses_on_a_gpu(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from soaking import in_soak
 from torch import nn
 from training import contents, make_source, make_text, run, settings
 
@@ -284,7 +285,9 @@ def test_a_checkpoint_holds_what_the_codes_are_worth_and_their_scales(place: Pat
                 assert torch.equal(values.bfloat16(), read_tensor(saved, name))
 
 
-@pytest.mark.parametrize(("first", "second"), [("fp8-lm", "adamw"), ("adamw", "fp8-lm"), ("fp8-lm", "fp8-lm")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("fp8-lm", "adamw"), *in_soak(("adamw", "fp8-lm"), ("fp8-lm", "fp8-lm"))]
+)
 def test_either_optimizer_goes_on_from_what_the_other_left_also_when_converted(
     place: Path, tmp_path: Path, first: str, second: str
 ) -> None:

@@ -70,6 +70,7 @@ def test_half_the_bytes_of_bf16_and_a_quarter_of_fp32_go_between_ranks(told: dic
     assert beside < 0.02 * in_bf16
 
 
+@pytest.mark.soak
 def test_killed_and_gone_on_with_every_bit_is_that_of_a_run_that_was_not(place: Path, told: dict[str, Any]) -> None:
     assert told["killed"]["codes"][1] == -signal.SIGKILL
     assert told["gone on"]["said"][0]["losses"] == told["source two"]["said"][0]["losses"][2:]

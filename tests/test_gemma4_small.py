@@ -14,6 +14,7 @@ from command_line import run as command
 from conversions import run
 from gpt_models import VOCABULARY, assert_text_is_computed, backward, converted, transformers_model
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 from torch import Tensor
 from training import add_tokenizer, make_text, settings
 from training import run as resumed
@@ -86,7 +87,7 @@ def test_a_part_of_them_is_a_checkpoint_that_lacks_tensors(tmp_path: Path) -> No
         run(tmp_path / "hf", tmp_path / "megatron", "megatron")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["fp8", *in_soak("bf16")])
 def test_training_carries_them_along_as_they_are(precision: str, tmp_path: Path) -> None:
     before = published(tmp_path / "hf", vocab_size=80)
     add_tokenizer(tmp_path / "hf")
@@ -123,7 +124,7 @@ def test_recomputation_and_a_shared_row_change_no_gradient(tmp_path: Path) -> No
     ("target", "scheme"),
     [("vllm", "dynamic"), ("sglang", "block"), ("tensorrt-llm", "mxfp8"), ("transformers", "block")],
 )
-@pytest.mark.parametrize("as_published", [True, False], ids=["published", "saved"])
+@pytest.mark.parametrize("as_published", [True, *in_soak(False)], ids=["published", "saved"])
 def test_exports_have_the_projections_of_a_layer_in_one_form(
     as_published: bool, target: str, scheme: Any, tmp_path: Path
 ) -> None:

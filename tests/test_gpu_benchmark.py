@@ -30,6 +30,7 @@ NOT_ON_A_CPU = ("only supports per-tensor scaling for CPU", "aten::_scaled_mm_v2
 """What PyTorch says of a product with a scale for each row, until 2.11, and for each block."""
 
 
+@pytest.mark.soak
 def test_a_section_that_fails_or_is_too_slow_is_told_with_the_rows_that_it_had() -> None:
     asked = (("no_such_section", True, 600, print), ("truth", True, 0.1, print))
     failed, slow = (gpu.run_section(*each) for each in asked)

@@ -201,11 +201,9 @@ LONG = {"data__sequence_length": 256, "train__micro_batch_size": 4, "train__batc
         ("llama-2", {}),
         ("llama-2", {"optimizer__preset": "fp8-lm"}),
         ("llama-2", {**LONG, "train__recompute": "layer"}),
-        ("mixtral", LONG),
         ("jamba", {}),
-        pytest.param("llama-2", {"train__batch_size": 1}, marks=pytest.mark.soak),
-        pytest.param("llama-2", LONG, marks=pytest.mark.soak),
-        pytest.param("gemma4-small", {**LONG, "train__recompute": "layer"}, marks=pytest.mark.soak),
+        *in_soak(("llama-2", {"train__batch_size": 1}), ("llama-2", LONG), ("mixtral", LONG)),
+        *in_soak(("gemma4-small", {**LONG, "train__recompute": "layer"})),
     ],
 )
 def test_the_whole_is_what_tensors_take_in_a_step_and_no_more_than_a_third_beyond(

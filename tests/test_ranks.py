@@ -157,6 +157,7 @@ def test_a_file_is_not_cut_between_ranks_where_it_begins_or_ends_near_the_cut(tm
     assert not parts[0].keys() & parts[1].keys()
 
 
+@pytest.mark.soak
 def test_torchrun_itself_can_start_it(tmp_path: Path, megatron: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
     command = [sys.executable, *launcher, "-m", "precisionctl", *convert(megatron, tmp_path / "two")]

@@ -114,7 +114,7 @@ class Both:
         return not found.equal, {each.topic: each.what for each in found.not_compared}
 
 
-LATER = ["bin", "torch", *list(KINDS.values())[1:]]
+LATER = ["bin", "torch", "mxfp4", *list(KINDS.values())[1:]]
 """Those of which each tensor is found as in others."""
 
 

@@ -17,6 +17,7 @@ from checkpoint_mutations import cache_scales
 from click.testing import CliRunner
 from conversions import run
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG
@@ -235,7 +236,7 @@ SCALES = {"a million times too large": 1e6, "a million times too small": 1e-6, "
 
 
 @pytest.mark.parametrize("factor", SCALES.values(), ids=SCALES)
-@pytest.mark.parametrize("scheme", ["static", "dynamic", "block", "mxfp8"])
+@pytest.mark.parametrize("scheme", ["static", "block", *in_soak("dynamic", "mxfp8")])
 def test_codes_that_do_not_stand_for_the_values_are_lost_though_they_are_their_encoding(
     source: Path, tmp_path: Path, scheme: str, factor: float
 ) -> None:

@@ -105,7 +105,7 @@ TRUST_REFERENCE = (
 def by_arguments(args: Mapping[str, Any], model: ModelShape, where: object) -> ModelShape:
     """The model that Megatron's arguments describe, with as many tokens as `model` where they do not say how many.
     Raises as `read_megatron_args`."""
-    said = {**args, "vocab_size": args.get("vocab_size") or model.vocab_size}
+    said = args if args.get("vocab_size") is not None else {**args, "vocab_size": model.vocab_size}
     return read_megatron_args(said, model.padded_vocab_size, where)
 
 
