@@ -113,7 +113,8 @@ def _check_same_model(reader: Reader, companions: Companions, reference: Path) -
         differing = [key_in(configs[0][0], field) for field in fields]
     if differing:
         what = f"the reference is of another model than the checkpoint's own config.json: {', '.join(differing)}"
-        raise RecipeError(what, where=reference, do="Leave --reference out, or give another one.")
+        do = "Leave --reference out, or give another one. If its tokenizer is this model's all the same, copy it to "
+        raise RecipeError(what, where=reference, do=f"{do}{reader.own_companions.directory}.")
 
 
 _REFERENCE = "--reference takes a Hugging Face directory of the same model: its config.json and tokenizer are enough."
