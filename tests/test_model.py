@@ -158,12 +158,13 @@ GRADIENTS = (
 )
 
 
-@pytest.mark.parametrize("family", [each for each in GRADIENTS if each not in pico.ABSENT])
-def test_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [each for each in GRADIENTS if each not in pico.ABSENT])
+def test_gradients_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     """Sinks, values of another size, gates of heads, a number of heads by kind of layer, SparseMixer, clamped queries,
     LayerNorms without weights, experts without a norm before them, multiplied residuals, attention beside an MLP under
     one norm and under two, one key for all heads, a bias of logits, Kimi delta attention, latents of other layers."""
-    theirs = transformers_model(family)
+    family, changes = CASES[case]
+    theirs = transformers_model(family, **changes)
     ours = as_gpt(converted(theirs, tmp_path))
     tokens = clear_tokens(ours, (3, 100))
     for logits in (theirs(tokens).logits, ours(tokens)[..., :VOCABULARY]):
