@@ -3,13 +3,16 @@ BIN := .venv/bin
 READY := .venv/ready
 
 GPU_CALLS := gpu-1 gpu-2 gpu-3 gpu-4
-.PHONY: demo test lint docs bench gpu $(GPU_CALLS) peers soak clean
+.PHONY: demo test pytest lint docs bench gpu $(GPU_CALLS) peers soak clean
 
 demo: $(READY)  ## the whole story on two CPU cores, in under 8 minutes
 	rm -rf demo-run
 	$(BIN)/precisionctl demo --out demo-run
 
-test: lint docs  ## what CI runs, on the same examples each time (`soak` draws new ones); a thread each, for there is a process to each core
+test: $(READY)  ## what CI runs: linters, types and pages while the tests begin, for checking types takes one core a minute
+	$(MAKE) --jobs=2 lint docs pytest
+
+pytest: $(READY)  ## on the same examples each time (`soak` draws new ones); a thread each, for there is a process to each core
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q --hypothesis-profile=ci -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
