@@ -181,6 +181,10 @@ def test_what_is_marked_in_text_that_a_template_prints_later_is_learned(tmp_path
     rows = write_rows(tmp_path / "rows.jsonl", [{"messages": CONVERSATION}])
     expected = labels(rows, MARKING_TEMPLATE)
     assert labels(rows, LATER) == expected == [". . . . . c d <end> . . . . a <end>"]
+    marks = "".join(map(chr, range(0xFDD0, 0xFDEF)))
+    odd = [{"role": "user", "content": marks}, *CONVERSATION[1:]]
+    with pytest.raises(DataError, match="noncharacters"):
+        labels(write_rows(tmp_path / "odd.jsonl", [{"messages": odd}]), MARKING_TEMPLATE)
     with pytest.raises(DataError, match="changes what it marks"):
         labels(rows, LATER.replace("{{ text }}", "{{ text | replace('c', 'd') | reverse }}"))
 

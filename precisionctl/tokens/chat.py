@@ -32,6 +32,8 @@ the same tokens. It is prepended to the template, as transformers passes no func
 
 
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+_NONCHARACTERS = [chr(number) for number in range(0xFDD0, 0xFDF0)]
+"""Unicode keeps them for a program's own use; no text has them."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,11 @@ class ChatTemplate:
         """The spans of characters that the template marks in `text`, the whole conversation. Where they begin and end
         it prints a character that the text has not: transformers counts what has been printed when a mark is met,
         which is less where a macro or `{% set %}` prints later. Raises DataError if its text is another one then."""
-        begin, end = [mark for mark in map(chr, range(0xFDD0, 0xFDF0)) if mark not in text][:2]  # no characters at all
+        free = [mark for mark in _NONCHARACTERS if mark not in text]
+        if len(free) < 2:
+            what = "the conversation has the noncharacters U+FDD0 to U+FDEF, which mark what is learned"
+            raise DataError(what, where=where, do="Leave them out: Unicode has them for no text.")
+        begin, end, *_ = free
         printing = _GENERATION.sub(
             lambda tag: f'{{%{tag[1]} print "{end if tag[2] else begin}" {tag[3]}%}}', self.source
         )
