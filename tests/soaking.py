@@ -1,8 +1,14 @@
 """Cases of slow tests that repeat others: `make soak` runs them, `make test` does not."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+
+def few(cases: Iterable[str], *kept: str) -> list[Any]:
+    """All cases, by name, of which `make soak` alone runs those that are not kept."""
+    return [pytest.param(name, marks=[] if name in kept else [pytest.mark.soak]) for name in cases]
 
 
 def in_soak(*cases: Any) -> list[Any]:

@@ -110,8 +110,8 @@ from precisionctl.checkpoints.output import Output
 from precisionctl.signals import stop_on_sigterm
 stop_on_sigterm()
 commit = Output.commit
-def commit_and_hear(output):
-    commit(output)
+def commit_and_hear(output, **how):
+    commit(output, **how)
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(os.getpid(), number)
 Output.commit = commit_and_hear
@@ -279,7 +279,7 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unfinished conversion at tmp_path/out, with all of its jobs in the journal."""
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     with monkeypatch.context() as patch:
-        patch.setattr(Output, "commit", lambda output: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+        patch.setattr(Output, "commit", lambda output, **how: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
         with pytest.raises(DiskProblem):
             run(tmp_path / "hf", tmp_path / "out", "megatron")
 

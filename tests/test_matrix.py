@@ -11,7 +11,7 @@ import torch
 from fp8_directories import decoded_by_transformers
 from installed import BEFORE_5_23, need_loader
 from safetensors.torch import load_file, save_file
-from soaking import in_soak
+from soaking import few
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, PreTrainedModel
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -87,7 +87,7 @@ def problem_of_transformers(directory: Path) -> object:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3", *in_soak("llama-3", "qwen3", "mixtral")])
+@pytest.mark.parametrize("family", few(matrix.FAMILIES, "qwen3-moe", "deepseek-v3"))
 @pytest.mark.parametrize(("method", "scheme"), matrix.SPELLINGS)
 def test_transformers_computes_with_what_is_stored_or_the_checker_says_that_it_does_not(root, family, method, scheme):
     if BEFORE_5_23 and (method, scheme) == ("compressed-tensors", "mxfp8"):

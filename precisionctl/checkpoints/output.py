@@ -83,14 +83,12 @@ class Output:
             shutil.rmtree(self.partial)
         self.partial.mkdir(parents=True)
 
-    def sync(self) -> None:
-        """Sync every file, which takes as long as the disk does."""
-        sync_all(Path(directory, name) for directory, _, names in os.walk(self.partial) for name in (*names, os.curdir))
-
-    def commit(self) -> None:
-        """Sync every file, then rename. Raises DestinationExists if something has appeared at `path` meanwhile."""
+    def commit(self, on_synced: Callable[[], None] = lambda: None) -> None:
+        """Sync every file, which takes as long as the disk does, then call `on_synced` and rename. Raises
+        DestinationExists if something has appeared at `path` meanwhile."""
         self.check_free()
-        self.sync()
+        sync_all(Path(directory, name) for directory, _, names in os.walk(self.partial) for name in (*names, os.curdir))
+        on_synced()
         for file in self.partial.glob(f"{self.token.name}*"):
             file.unlink()
         os.rename(self.partial, self.path)

@@ -217,9 +217,8 @@ def _finish(command: PlannedCommand, journal: Journal, found: Findings, checksum
     if plan.to_layout == "megatron":
         write_tracker(command.output.partial, command.iteration)
     journal.record_whole()
-    command.output.sync()  # what takes long may still be stopped
-    ignore_until_the_end()  # from here on the same command would find the result, and have nothing to continue
-    command.output.commit()
+    # after the rename the same command would find the result, and have nothing to continue
+    command.output.commit(on_synced=ignore_until_the_end)
     return notes
 
 

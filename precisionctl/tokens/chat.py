@@ -6,7 +6,7 @@ what the template adds to the text for an assistant message is that message.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import accumulate
 from typing import Any
@@ -87,36 +87,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], chat: Conversation, where: str, *, prompt: bool = False) -> str:
         """Some messages of a conversation as text. `prompt` adds what comes before a reply. Raises DataError if the
         template fails."""
-        return self._rendered(self.source, messages, chat, where, prompt=prompt)
-
-    def marked(self, text: str, chat: Conversation, where: str) -> list[tuple[int, int]]:
-        """The spans of characters that the template marks in `text`, the whole conversation. Where they begin and end
-        it prints a character that the text has not: transformers counts what has been printed when a mark is met,
-        which is less where a macro or `{% set %}` prints later. Raises DataError if its text is another one then."""
-        free = [mark for mark in _NONCHARACTERS if mark not in text]
-        if len(free) < 2:
-            what = "the conversation has the noncharacters U+FDD0 to U+FDEF, which mark what is learned"
-            raise DataError(what, where=where, do="Leave them out: Unicode has them for no text.")
-        begin, end, *_ = free
-        printing = _GENERATION.sub(
-            lambda tag: f'{{%{tag[1]} print "{end if tag[2] else begin}" {tag[3]}%}}', self.source
-        )
-        shown = self._rendered(printing, chat.messages, chat, where)
-        pieces = re.split(f"([{begin}{end}])", shown)
-        if "".join(pieces[::2]) != text or pieces[1::2] != [begin, end] * (len(pieces) // 4):
-            raise DataError(
-                "the chat template changes what it marks, so the assistant's text cannot be found",
-                where=where,
-                do="Put {% generation %} ... {% endgeneration %} where that text is printed, and not into what a "
-                "filter changes.",
-            )
-        ends = list(accumulate(len(piece) for piece in pieces[::2]))
-        return list(zip(ends[:-1:2], ends[1::2], strict=True))
-
-    def _rendered(
-        self, source: str, messages: Sequence[Message], chat: Conversation, where: str, *, prompt: bool = False
-    ) -> str:
-        source = _FIXED_CLOCK + source if "strftime_now" in source else source
+        source = _FIXED_CLOCK + self.source if "strftime_now" in self.source else self.source
         options = {**self.special_tokens, "add_generation_prompt": prompt, "tools": chat.tools}
         made: Any  # annotated as a string in transformers, and a pair in fact
         try:
@@ -131,6 +102,30 @@ class ChatTemplate:
             raise DataError(f"the chat template refuses {str(messages)[:80]}: {problem}", where=where, do=do) from None
         texts, _ = made
         return str(texts[0])
+
+    def marked(self, text: str, chat: Conversation, where: str) -> list[tuple[int, int]]:
+        """The spans of characters that the template marks in `text`, the whole conversation. Where they begin and end
+        it prints a character that the text has not: transformers counts what has been printed when a mark is met,
+        which is less where a macro or `{% set %}` prints later. Raises DataError if its text is another one then."""
+        free = [mark for mark in _NONCHARACTERS if mark not in text]
+        if len(free) < 2:
+            what = "the conversation has the noncharacters U+FDD0 to U+FDEF, which mark what is learned"
+            raise DataError(what, where=where, do="Leave them out: Unicode has them for no text.")
+        begin, end, *_ = free
+        printing = _GENERATION.sub(
+            lambda tag: f'{{%{tag[1]} print "{end if tag[2] else begin}" {tag[3]}%}}', self.source
+        )
+        shown = replace(self, source=printing).render(chat.messages, chat, where)
+        pieces = re.split(f"([{begin}{end}])", shown)
+        if "".join(pieces[::2]) != text or pieces[1::2] != [begin, end] * (len(pieces) // 4):
+            raise DataError(
+                "the chat template changes what it marks, so the assistant's text cannot be found",
+                where=where,
+                do="Put {% generation %} ... {% endgeneration %} where that text is printed, and not into what a "
+                "filter changes.",
+            )
+        ends = list(accumulate(len(piece) for piece in pieces[::2]))
+        return list(zip(ends[:-1:2], ends[1::2], strict=True))
 
 
 def chat_row(chat: Conversation, template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, where: str) -> ChatRow:

@@ -121,7 +121,7 @@ def test_a_conversion_that_goes_on_writes_through_nothing_that_was_put_into_its_
 ) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     request = Request(tmp_path / "hf", tmp_path / "out", "megatron")
-    monkeypatch.setattr(Output, "commit", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(Output, "commit", lambda self, **how: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         execute(plan_command(request), workers=1)
     monkeypatch.undo()

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 from conversations import WORDS
 from conversations import tokenizer as sound
+from soaking import few
 from training import make_source, make_text
 
 from precisionctl.checkpoints.base import Companions
@@ -37,11 +38,6 @@ def conversation(*contents: str) -> TextPiece:
 
 
 CHAT = conversation("a")
-
-
-def few(cases: Iterable[str], *kept: str) -> list[Any]:
-    """Each takes a process of its own: those that are not kept have the mark `soak`."""
-    return [pytest.param(name, marks=[] if name in kept else [pytest.mark.soak]) for name in cases]
 
 
 @pytest.fixture(autouse=True)
