@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 
 def make_checkpoint(folder: Path, text: Path) -> None:
     """Write a random BF16 Llama of 2.4 million parameters with a tokenizer for the files in `text`."""
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     tokenizer = _train_tokenizer(text)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -54,7 +54,7 @@ def _train_tokenizer(text: Path) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_samples(text), trainer)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END, pad_token=END, chat_template=CHAT_TEMPLATE
     )
 

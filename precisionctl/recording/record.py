@@ -46,7 +46,7 @@ def recorder_callback(
     errors are those of `record`."""
     from transformers import TrainerCallback
 
-    class RecorderCallback(TrainerCallback):
+    class RecorderCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed (pyproject.toml)
         recorder: RunRecorder
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:

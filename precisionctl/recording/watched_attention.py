@@ -36,7 +36,7 @@ def watch_attention(modules: Mapping[nn.Module, str], on_cache: OnCache) -> Call
         nonlocal modules
         modules = {}
         if AttentionInterface.get_interface is get_interface:
-            AttentionInterface.get_interface = asked  # type: ignore[method-assign]
+            AttentionInterface.get_interface = asked
 
-    AttentionInterface.get_interface = get_interface  # type: ignore[method-assign, assignment]
+    AttentionInterface.get_interface = get_interface
     return end
