@@ -199,16 +199,17 @@ class RunView:
         """Show the number of tokens made so far, as tokenizing may take hours before a run starts."""
         note(f"tokenized {count:,}")
 
-    def start(self, title: str, steps: int) -> None:
-        """Show that a run which ends at step `steps` starts."""
+    def start(self, title: str, step: int, steps: int) -> None:
+        """Show that a run starts after step `step`, which ends at step `steps`. A rollback starts it again, earlier."""
         self._title, self._steps = title, steps
+        self._seen = [seen for seen in self._seen if seen.step <= step]
         if _err.is_terminal:
             self._live.start()
 
     def step(self, step: "StepMetrics") -> None:
         """Show a finished step."""
-        self._seen.append(step)
         if self._live.is_started:
+            self._seen.append(step)
             title = Text(one_line(self._title))
             panel = Panel(_run_so_far(self._seen, self._steps), title=title, title_align="left")
             self._live.update(panel, refresh=True)

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -33,15 +34,29 @@ def name_of(stop: KeyboardInterrupt) -> str:
     return "SIGTERM" if isinstance(stop, Terminated) else "SIGINT"
 
 
+_STOPS = (signal.SIGINT, signal.SIGTERM)
+
+
 @contextmanager
 def held() -> Iterator[None]:
     """Inside, SIGINT and SIGTERM wait. A process that is started here never gets them: a terminal, Slurm and torchrun
     send them to all processes, and the parent answers for all."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    came: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in _STOPS}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # which a process that is started here inherits
+    in_main = threading.current_thread() is threading.main_thread()
     try:
+        if in_main:  # a signal that another thread gets is answered here, whatever this one's mask
+            for number in _STOPS:
+                signal.signal(number, lambda number, frame: came.append(number))
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if in_main:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for each in came:
+            signal.raise_signal(each)
 
 
 def ignore_until_the_end() -> None:
@@ -49,7 +64,7 @@ def ignore_until_the_end() -> None:
     code have to say so. While it ends, Python gives back SIGTERM's own meaning unless it is ignored, and unloading
     PyTorch takes a while."""
     if signal.getsignal(signal.SIGTERM) is terminate:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _STOPS:
             signal.signal(number, signal.SIG_IGN)
 
 

@@ -475,7 +475,10 @@ def test_ctrl_c_while_converting_says_that_the_same_command_goes_on(tmp_path, mo
     assert run("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron").exit_code == 0
 
 
-@pytest.mark.parametrize("arguments", [["inspect", "hf"], ["convert", "hf", "out", "--to", "hf", "--dry-run"]])
+CONVERT = ["convert", "hf", "out", "--to", "hf"]
+
+
+@pytest.mark.parametrize("arguments", [["inspect", "hf"], CONVERT, [*CONVERT, "--dry-run"]])
 def test_ctrl_c_before_anything_is_written_says_so_and_exits_as_when_stopped(tmp_path, monkeypatch, arguments):
     pico.save(tmp_path / "hf")
     monkeypatch.chdir(tmp_path)

@@ -81,11 +81,23 @@ def test_a_bar_is_drawn_when_something_is_done_and_not_before_an_error(shown: io
 
 def test_a_run_on_a_terminal_is_one_panel_with_time_left_and_the_curve(shown: io.StringIO) -> None:
     with console.RunView() as view:
-        view.start("FP8", 30)
+        view.start("FP8", 0, 30)
         for number in range(1, 11):
             view.step(step(number, 5.0 - number / 10, held_out=4.5 if number == 10 else None))
     for part in ("FP8", "10 of 30, 0:00:02 left", "4.0000", "█", "▁", "held out", "640 a second"):
         assert part in shown.getvalue()
+
+
+def test_after_a_rollback_the_curve_has_no_step_that_was_undone(shown: io.StringIO) -> None:
+    with console.RunView() as view:
+        view.start("FP8", 0, 30)
+        for number in range(1, 4):
+            view.step(step(number, 2.0 + number))
+        view.start("FP8", 1, 30)
+        for number in range(2, 4):
+            view.step(step(number, 2.0))
+    assert shown.getvalue().count("█") == 0 or "▂" not in shown.getvalue().rpartition("loss")[2]
+    assert shown.getvalue().rpartition("loss")[2].split("\n")[0].count("▁") == 2
 
 
 def test_on_a_terminal_with_colours_no_line_of_the_panel_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,14 +105,14 @@ def test_on_a_terminal_with_colours_no_line_of_the_panel_is_lost(monkeypatch: py
     colours = Console(file=text, force_terminal=True, width=80, color_system="truecolor", legacy_windows=False)
     monkeypatch.setattr(console, "_err", colours)
     with console.RunView() as view:
-        view.start("FP8", 30)
+        view.start("FP8", 0, 30)
         view.step(step(10, 4.0))
     assert "\x1b[38;2;" in text.getvalue() and "10 of 30, 0:00:02 left" in text.getvalue()
 
 
 def test_the_panel_says_what_a_step_took_and_needs_no_more_than_80_columns(shown: io.StringIO) -> None:
     with console.RunView() as view:
-        view.start("FP8, delayed scaling", 250_000)
+        view.start("FP8, delayed scaling", 0, 250_000)
         for number in range(100_000, 100_050):
             wide = StepMetrics(number, 2.0, 1e-3, 1.0, 10**13, 1234567.0, 10.0, 2.5, cost=TAKEN)
             view.step(wide)
@@ -118,7 +130,7 @@ def test_the_panel_says_what_a_step_took_and_needs_no_more_than_80_columns(shown
 
 def test_of_a_cpu_no_peak_and_no_gpu_are_shown(shown: io.StringIO) -> None:
     with console.RunView() as view:
-        view.start("BF16", 3)
+        view.start("BF16", 0, 3)
         view.step(replace(step(1, 2.0), cost=StepCost(0.0123, None, None, 500_000_000)))
     for part in ("0.0123 TFLOP/s", "500.0 MB of the host"):
         assert part in shown.getvalue()
@@ -130,7 +142,7 @@ def test_a_run_elsewhere_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(console, "_err", Console(file=text))
     with console.RunView() as view:
         view.tokenized(10_000_000)
-        view.start("FP8", 12)
+        view.start("FP8", 0, 12)
         for number in range(1, 13):
             view.step(step(number, 3.0))
     said = [line.split("  ")[0] for line in text.getvalue().splitlines()]

@@ -430,6 +430,18 @@ def test_the_target_alone_gets_the_best_scheme_that_the_state_allows(tmp_path: P
     assert "`decoder.layers.1.mlp.linear_fc1` was never recorded" in best(source)
 
 
+def test_groups_of_32_under_floats_are_not_taken_for_mxfp8(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path / "fp8", "compressed-mxfp8")
+    assert best(tmp_path / "fp8").startswith("Scheme mxfp8: the weights are FP8 codes of that kind already")
+    tensors = stored(tmp_path / "fp8")
+    for name in [name for name in tensors if name.endswith("_scale")]:
+        tensors[name] = (tensors[name].float() - 127).exp2().bfloat16()
+    save_file(tensors, tmp_path / "fp8" / "model.safetensors", metadata={"format": "pt"})
+    config = (tmp_path / "fp8" / "config.json").read_text()
+    (tmp_path / "fp8" / "config.json").write_text(config.replace("mxfp8-quantized", "float-quantized"))
+    assert best(tmp_path / "fp8").startswith("Scheme dynamic: the checkpoint has no FP8 state")
+
+
 def test_experts_get_blocks_where_an_engine_has_no_channels_for_them(tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", "mixtral", dtype=torch.bfloat16, **WHOLE)
     assert best(tmp_path / "hf").startswith("Scheme dynamic")

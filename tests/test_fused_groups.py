@@ -5,6 +5,7 @@ import re
 from functools import partial
 from pathlib import Path
 
+import fp8_directories
 import in_memory
 import pico
 import pytest
@@ -93,6 +94,14 @@ def test_codes_under_one_scale_pass_and_under_two_are_made_anew(exported: Path, 
     one, two = (made[f"{attention(1, name)}.weight_scale"].item() for name in LATENTS)
     values = [before[f"{attention(1, name)}.weight"].float() * before[halved] for name in LATENTS]
     assert one == two == pytest.approx(float(max(values[0].abs().max(), values[1].abs().max() / 2)) / 448)
+
+
+@pytest.mark.parametrize("inputs", ["dynamic", "vllm"])
+def test_scales_that_differ_in_what_is_fused_are_found_whatever_is_said_of_inputs(tmp_path: Path, inputs: str) -> None:
+    fp8_directories.make(tmp_path / "fp8", f"fp8-tensor-{inputs}")
+    for engine in ("vllm", "sglang"):
+        found = [each.what for each in check(HuggingFaceReader(tmp_path / "fp8"), engines()[engine])]
+        assert sum("weight scales" in what and "of one fused group differ" in what for what in found) == 4
 
 
 def test_vllm_fuses_the_gate_of_olmo_hybrids_delta_net_with_its_query_key_and_value(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fp8_directories
 import pico
 import pytest
 import torch
@@ -42,7 +43,12 @@ def test_converting_exporting_and_verifying_need_no_extra(tmp_path: Path) -> Non
         (
             "transformers",
             ("export-inference", "hf", "out", "--target", "transformers", "--scheme", "dynamic"),
-            "an export for transformers needs transformers",
+            "a directory for transformers needs transformers",
+        ),
+        (
+            "transformers",
+            ("verify", "fp8", "--target", "transformers"),
+            "a directory for transformers needs transformers",
         ),
         ("matplotlib", ("compare", "a", "b", "--png", "curves.png"), "a picture of curves needs matplotlib"),
         ("transformers", ("demo",), "the demo needs transformers"),
@@ -54,6 +60,7 @@ def test_what_is_missing_is_named_with_the_extra_that_brings_it(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hf").mkdir()
     pico.save(tmp_path / "hf", "qwen3", dtype=torch.bfloat16)
+    fp8_directories.make(tmp_path / "fp8", "compressed-channel")
     (tmp_path / "text.txt").write_text("some words\n")
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

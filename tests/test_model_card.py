@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import any_models
 import fp8_directories
 import in_memory
 import pytest
@@ -72,6 +73,7 @@ def test_the_hub_reads_the_card_and_it_says_everything(megatron: Path, tmp_path:
     card = ModelCard.load(out / "README.md")
     assert card.data.base_model == "org/small"
     assert card.data.tags == ["fp8", "vllm", "precisionctl"]
+    assert card.data.pipeline_tag == "text-generation"
     assert card.data.to_dict()["quantization"]["format"] == "compressed-tensors"
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert all(f"- `{name}`\n" in card.text for name in config["ignore"])
@@ -85,7 +87,13 @@ def test_the_hub_reads_the_card_and_it_says_everything(megatron: Path, tmp_path:
     assert json.loads((out / "precisionctl/manifest.json").read_text())["source"]["fingerprint"] in card.text
 
 
-@pytest.mark.parametrize("spelling", ["fp8-block", "compressed-tensor", "modelopt-mxfp8"])
+def test_of_a_model_without_a_table_the_card_does_not_say_that_it_makes_text(tmp_path: Path) -> None:
+    any_models.save(tmp_path / "bert", "bert")
+    card = ModelCard.load(export(tmp_path / "bert", tmp_path / "out", scheme="dynamic") / "README.md")
+    assert card.data.pipeline_tag is None
+
+
+@pytest.mark.parametrize("spelling", ["fp8-block", "fp8-tensor-vllm", "compressed-tensor", "modelopt-mxfp8"])
 def test_codes_that_come_back_have_a_card_of_where_they_are_from(tmp_path: Path, spelling: str) -> None:
     fp8_directories.make(tmp_path / "fp8", spelling)
     (tmp_path / "fp8" / "README.md").write_text("of somebody else's model")
@@ -93,7 +101,8 @@ def test_codes_that_come_back_have_a_card_of_where_they_are_from(tmp_path: Path,
         execute(plan_command(Request(tmp_path / source, tmp_path / out, to, precision=precision)))  # type: ignore[arg-type]
     card = ModelCard.load(tmp_path / "again" / "README.md")
     method = {"fp8": "fp8", "compressed": "compressed-tensors", "modelopt": "modelopt"}[spelling.partition("-")[0]]
-    assert set(card.data.tags) == {"fp8", method, "precisionctl"}
+    assert card.data.tags == [*dict.fromkeys(["fp8", method, "precisionctl"])]
+    assert " or " not in card.data.to_dict()["quantization"]["scheme"]
     assert "| source | torch_dist" in card.text and "serve ./again" in card.text and "somebody else" not in card.text
     codes = [name for name, t in load_file(tmp_path / "again/model.safetensors").items() if t.dtype == CODES.torch]
     said = [line for line in card.text.splitlines() if line.startswith("- `") and line.endswith(")")]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pico
 import pytest
 import torch
+from command_line import run
 from command_processes import CommandProcess
 from conversions import tree
 from forked import free_port
@@ -221,6 +222,16 @@ worker.write_rows = die
     assert ends[1 - killed][0] == 1
     assert ("rank 1 has not answered" if killed else "the other ranks are gone") in told
     assert not (tmp_path / "two").exists()
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_only_the_first_rank_shows_a_plan(
+    tmp_path: Path, megatron: Path, monkeypatch: pytest.MonkeyPatch, rank: str
+) -> None:
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    shown = run(*convert(megatron, tmp_path / "two"), "--dry-run")
+    assert shown.exit_code == 0 and bool(shown.stdout) is (rank == "0")
 
 
 def test_slurm_says_where_the_first_rank_is() -> None:

@@ -1,13 +1,16 @@
 """SIGTERM, as the program and its trainer answer it."""
 
+import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from precisionctl.signals import Terminated, stop_on_sigterm, terminate
+from precisionctl.signals import Terminated, held, stop_on_sigterm, terminate
 from precisionctl.trainer.stopping import stop_signals
 
 
@@ -38,6 +41,23 @@ def test_a_run_notes_the_first_sigterm_and_the_system_answers_a_second_one() -> 
         assert received == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) is terminate
+
+
+def test_a_signal_that_another_thread_gets_waits_too() -> None:
+    stop_on_sigterm()
+    ended = threading.Event()
+    other = threading.Thread(target=ended.wait)
+    other.start()
+    reached = False
+    try:
+        with pytest.raises(Terminated), held():
+            os.kill(os.getpid(), signal.SIGTERM)  # to the process: to the thread that does not block it
+            time.sleep(0.05)
+            reached = True
+    finally:
+        ended.set()
+        other.join()
+    assert reached and not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_signal_while_python_ends_does_not_change_the_exit_code() -> None:

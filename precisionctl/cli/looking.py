@@ -1,4 +1,4 @@
-"""Commands that look at checkpoints, runs and machines: inspect, verify, compare, eval and doctor."""
+"""Commands that look at checkpoints, runs and machines: inspect, verify, compare, eval, launch-args and doctor."""
 
 from dataclasses import asdict
 from functools import partial

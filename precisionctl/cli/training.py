@@ -1,4 +1,4 @@
-"""Commands that run a model: resume, calibrate and demo."""
+"""Training, and what prepares it: resume, calibrate, tokenize and demo."""
 
 import os
 import sys
@@ -151,7 +151,7 @@ def resume(
             begun = started
             if not json_wanted:
                 console.show_lines(report.beginning(started))
-            view.start(report.precision(started), started.recipe.train.steps)
+            view.start(report.precision(started), started.step, started.recipe.train.steps)
 
         def on_step(step: StepMetrics) -> None:
             nonlocal last

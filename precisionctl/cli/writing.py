@@ -200,28 +200,37 @@ def precision_of(recipe: str | None, overrides: tuple[str, ...] = ()) -> "Precis
 
 
 def do(request: "Request", how: Writing) -> None:
-    """Show the plan of a request, or carry it out. With several ranks, each plans it and only the first prints."""
+    """Show the plan of a request, or carry it out and say what was done. With several ranks only the first prints."""
+    from precisionctl import console
+
+    if how.dry_run:
+        show_plan(request, how)
+        return
+    command, found = carry_out(request, how)
+    if command is None:
+        return
+    notes = [*command.notes, *(found.notes if found else ())]
+    if how.json_wanted:
+        print_json(_in_short(command) | {"done_before": found is None, "notes": notes})
+        return
+    path = command.output.path
+    done = f"Wrote {path}" if found else f"Already done: this command wrote {path}"
+    lines = [f"{done}, {size(command.plan.nbytes)}.", *notes]
+    if how.verify and found:
+        lines.insert(1, "Read back and compared with the source: the same.")
+    console.show_lines([*lines, next_step(request, command, compared=how.verify)])
+
+
+def show_plan(request: "Request", how: Writing) -> None:
+    """Show the plan of a request, and what carrying it out would take; on the first rank alone."""
     from precisionctl import console
     from precisionctl.commands.plan_command import plan_command
     from precisionctl.conversion.command import check_room
     from precisionctl.conversion.estimate import estimate
+    from precisionctl.conversion.ranks import place_among_ranks
     from precisionctl.reports import plan as report
 
-    if not how.dry_run:
-        with kept_when_stopped():
-            command, found = carry_out(request, how)
-        if command is None:
-            return
-        notes = [*command.notes, *(found.notes if found else ())]
-        if how.json_wanted:
-            print_json(_in_short(command) | {"done_before": found is None, "notes": notes})
-        else:
-            path = command.output.path
-            done = f"Wrote {path}" if found else f"Already done: this command wrote {path}"
-            lines = [f"{done}, {size(command.plan.nbytes)}.", *notes]
-            if how.verify and found:
-                lines.insert(1, "Read back and compared with the source: the same.")
-            console.show_lines([*lines, next_step(request, command, compared=how.verify)])
+    if (place_among_ranks() or (0, 1))[0] > 0:
         return
     command = plan_command(request)
     expected = estimate(command.plan, command.reader, command.output.path, how.workers, verify=how.verify)
@@ -282,7 +291,7 @@ def carry_out(request: "Request", how: Writing) -> "tuple[PlannedCommand | None,
     with here.together():  # planning too: an error on one rank is raised on all
         command = plan_command(request)
         total = (2 if how.verify else 1) * command.plan.nbytes // here.count
-        with console.bytes_progress("writing", total, quiet=not here.first) as on_bytes:
+        with kept_when_stopped(), console.bytes_progress("writing", total, quiet=not here.first) as on_bytes:
             found = execute(
                 command, workers=how.workers, restart=how.restart, verify=how.verify, ranks=here, on_bytes=on_bytes
             )

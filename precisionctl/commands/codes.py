@@ -37,6 +37,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.served_model import served
 from precisionctl.quant_methods.base import SCHEMES, Scheme, quant_methods
+from precisionctl.quant_methods.coded_weights import scheme_of
 from precisionctl.untabled_model import UntabledModel
 
 _SCHEMES: Mapping[Scaling, Scheme] = {"delayed": "static", "current": "dynamic", "block": "block", "mxfp8": "mxfp8"}
@@ -267,7 +268,7 @@ def _card_as_before(name: str, plan: Plan, policy: AsBefore) -> Card:
     """The model card of a result with its old codes, for whichever engine reads them."""
     encodings, method = policy.encodings, policy.method
     quantization = method.read(encodings.quantization)
-    scheme = quantization.scheme
+    scheme = scheme_of(encodings.quantization, encodings.scales, encodings.weights)
     serving = [engine for engine in engines().values() if scheme in engine.formats(method.name)]
     dtypes = sorted({spec.stored_dtype for spec in encodings.weights.values()})
     fixed = any(scales.input is not None for scales in encodings.scales.values())

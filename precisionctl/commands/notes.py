@@ -1,6 +1,7 @@
 """Notes for the user on a result: what it needs, what was computed anew, and where its scales come from."""
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -199,11 +200,12 @@ def four_bit_notes(
     rounded = [weight for weight in plan.codes if encodings is None or weight not in encodings.weights]
     if name and rounded:
         usual = next(GAUSSIAN_DB[scheme] for scheme in GAUSSIAN_DB if FOUR_BITS[scheme] == name)
+        from_path, to_path = shlex.quote(str(source)), shlex.quote(str(destination))
         yield (
             f"{counted(len(rounded), 'weight is', 'weights are')} rounded to {name}: Gaussian ones keep {usual} dB of "
             f"signal over rounding (FP8 keeps 31), those with outliers less. "
-            f"`precisionctl inspect {source} --fp8` says beforehand what each kind loses, "
-            f"`precisionctl eval {destination} --data FILE --against {source}` what it costs the model."
+            f"`precisionctl inspect {from_path} --fp8` says beforehand what each kind loses, "
+            f"`precisionctl eval {to_path} --data FILE --against {from_path}` what it costs the model."
         )
 
 

@@ -45,7 +45,7 @@ def with_te_state(kind: TeState, source: Source, destination: Path) -> Result:
         *input_scale_notes(recorded, source.state_file, file_is_noted=True),
         *source_notes(source),
         *rounded_notes(reader, source.plan),
-        f'Load it with: precisionctl.te.load_te("{destination}")',
+        f"Load it with: precisionctl.te.load_te({json.dumps(str(destination))})",
     ]
     make_states = partial(_with_weight_scales, states, source.plan)
     return Result(

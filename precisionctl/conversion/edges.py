@@ -4,7 +4,7 @@ announced before a conversion, counted after it."""
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.codes.elements import Element
@@ -13,7 +13,7 @@ from precisionctl.conversion.findings import Findings
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.base import EXPONENTS, Scales
-from precisionctl.quant_methods.coded_weights import recognise
+from precisionctl.quant_methods.coded_weights import scheme_of
 from precisionctl.sizes import counted
 
 EdgeKind = Literal["same", "same values", "exact", "in reach", "rounded"]
@@ -140,16 +140,10 @@ def _other_scheme(encodings: WeightEncodings, plan: Plan) -> tuple[str, set[str]
     """`block to dynamic`, if a directory's codes of the one scheme become the other's, and the weights that get other
     blocks by it."""
     now = {name: scales for job in plan.jobs if job.encode for name, scales in job.encode.weights.items()}
-    before = _scheme(encodings.quantization, encodings.scales, encodings.weights)
-    after = _scheme(plan.quantization, now, plan.targets)
+    before = scheme_of(encodings.quantization, encodings.scales, encodings.weights)
+    after = scheme_of(plan.quantization, now, plan.targets)
     both = encodings.scales.keys() & now.keys() if before and before != after else set()
     return f"{before} to {after}", {name for name in both if encodings.scales[name].block != now[name].block}
-
-
-def _scheme(quantization: Mapping[str, Any], scales: Mapping[str, Scales], weights: Mapping[str, TensorSpec]) -> str:
-    """The scheme that a `quantization_config` names, as far as its weights show; empty for codes of no directory."""
-    method = recognise({"quantization_config": quantization})
-    return method.read(quantization).narrowed(scales, weights).scheme if method else ""
 
 
 def _counted(what: str, names: Sequence[str], changed: Mapping[str, int], encodings: WeightEncodings) -> str:

@@ -26,7 +26,7 @@ from precisionctl.engines.required_keys import MissingKeys
 from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
 from precisionctl.engines.serving import ServingLayout, text_config
 from precisionctl.engines.serving_rules import Division, ShapeRules
-from precisionctl.errors import PrecisionctlError, RecipeError, nearest, shown
+from precisionctl.errors import CheckpointError, MappingError, PrecisionError, RecipeError, nearest, shown
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import FOUR_BITS, Quantization, QuantMethod, Scheme, form_in_words, kind_of
 from precisionctl.quant_methods.coded_weights import CodedWeight, coded_weights, recognise
@@ -119,7 +119,7 @@ class Engine:
         try:
             with in_time():
                 return self._findings(config, specs, read, served or ServingLayout.of(config), hf_quant_config)
-        except PrecisionctlError as error:
+        except (CheckpointError, MappingError, PrecisionError) as error:  # other ones are not the directory's
             return [Finding("config.json", error.what, self.quantisation)]
 
     def _findings(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from precisionctl.dtypes import DType
-from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, config_groups, words
+from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, config_groups, is_of_a_class, words
 from precisionctl.engines.ignored_modules import IgnoreList
 from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.quant_methods.base import TENSOR, sibling, sized
@@ -183,7 +183,7 @@ def classes_in_several_groups(directory: QuantizedDirectory) -> Breaches:
     groups = config_groups(directory.quantization)
     if directory.method == "compressed-tensors" and len(groups) > 1:
         for name, group in groups.items():
-            if any(target[:1].isupper() for target in words(group.get("targets"))):
+            if any(is_of_a_class(target) for target in words(group.get("targets"))):
                 yield CONFIG, f"config group {name} of several targets a class of modules"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from precisionctl.engines.code_rules import EXPERT
 from precisionctl.engines.rule import Breaches, EngineRule, Finding, QuantizedDirectory, broken
 from precisionctl.engines.serving import FUSED
+from precisionctl.quant_methods.base import TENSOR
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,19 @@ class FusedLinears:
                 yield quantised[0], "codes in another format than those that it is fused with"
 
     def _unequal_in_group(self, directory: QuantizedDirectory) -> Iterator[Finding]:
-        """Fused linears with static scales, or global ones, that differ; integers have rules of their own."""
+        """Fused linears that differ in the scale of a whole weight, in the global one or in the fixed one of an input.
+        Integers have rules of their own."""
         floating = {n: each for n, each in directory.scales.items() if not directory.specs[n].element.is_integer}
         for group in fused_weights(floating, self.groups or FUSED):
             found = [floating[name] for name in group]
-            static = [each for each in found if each.input is not None]
+            of_all = [name for name in group if directory.coded[name].form.block == TENSOR]
             for kind, names, rule in (
-                ("weight", [each.weight for each in static if each.global_scale is None], self.scales),
+                ("weight", [floating[name].weight for name in of_all], self.scales),
                 ("global weight", [each.global_scale for each in found if each.global_scale], self.global_scales),
-                ("input", [each.input for each in static if each.input], self.scales),
+                ("input", [each.input for each in found if each.input], self.scales),
             ):
                 values = [float(value) for name in names if (value := directory.read(name)).numel() == 1]
-                if len(set(values)) > 1:  # without those of channels
+                if len(set(values)) > 1:
                     yield Finding(group[0], f"{kind} scales {values} of one fused group differ", rule)
 
 

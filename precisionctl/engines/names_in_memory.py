@@ -145,7 +145,7 @@ def _table(identifiers: Iterable[str]) -> list[Any]:
 
 def _of_transformers() -> tuple[Mapping[str, Any], Any]:
     """Its classes of bodies by model type, and its function from a class or type to renamings."""
-    require_package("transformers", "train", "an export for transformers")
+    require_package("transformers", "train", "a directory for transformers")
     from transformers import conversion_mapping
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 

@@ -16,7 +16,9 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.output import replace_file
 from precisionctl.conversion.manifest import fingerprint, torch_version
 from precisionctl.errors import OutputError, RecipeError
+from precisionctl.model_shape import ModelShape
 from precisionctl.sizes import counted, size
+from precisionctl.untabled_model import UntabledModel
 from precisionctl.untrusted.safe_files import has_file, read_file
 
 NAME = "README.md"
@@ -54,21 +56,18 @@ class Card:
 
     def text(self, reader: Reader) -> bytes:
         """The bytes of the file, for an export of `reader`."""
-        lines = [*self._front(), "", f"# {_plain(self.name)}", "", *self._about(reader), *self._weights()]
+        lines = [*self._front(reader.model), "", f"# {_plain(self.name)}", "", *self._about(reader), *self._weights()]
         lines += ["## Quality", "", _START + _UNMEASURED + "\n" + _END]
         return "\n".join(lines).encode(errors="backslashreplace")  # of a name that is not UTF-8
 
-    def _front(self) -> Iterator[str]:
+    def _front(self, model: ModelShape) -> Iterator[str]:
         yield "---"
         if self.base_model:
             yield from (f"base_model: {self.base_model}", "base_model_relation: quantized")
-        yield from (
-            "pipeline_tag: text-generation",
-            "tags:",
-            *(f"- {codes.lower()}" for codes in self.codes.split(" and ")),
-            f"- {self.tag}",
-            "- precisionctl",
-        )
+        if not (model.wrapper or isinstance(model, UntabledModel)):  # the Hub tells others by the class in config.json
+            yield "pipeline_tag: text-generation"
+        codes = self.codes.lower().split(" and ")
+        yield from ("tags:", *(f"- {tag}" for tag in dict.fromkeys([*codes, self.tag, "precisionctl"])))
         yield from ("quantized_by: precisionctl", "quantization:")
         yield from (f"  {name.lower().replace(' ', '_')}: {_quoted(value)}" for name, value in self.facts.items())
         yield "---"

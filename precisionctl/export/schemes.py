@@ -9,7 +9,7 @@ from precisionctl.export.input_scales import input_amaxes, why_too_small
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.planning.plan import Job
-from precisionctl.quant_methods.base import CODES, FOUR_BITS, SCHEMES, TENSOR, Scheme, sized
+from precisionctl.quant_methods.base import CODES, EXPONENTS, FOUR_BITS, SCHEMES, TENSOR, Scheme, sized
 from precisionctl.untabled_model import UntabledModel
 
 
@@ -74,9 +74,11 @@ def best_scheme(
 
 def _is_coded(encodings: WeightEncodings, scheme: Scheme) -> bool:
     """Whether all weights are encoded as a scheme would encode them."""
+    stored = encodings.stored.specs
     return all(
         weight.dtype == CODES
         and encodings.scales[name].block == sized(SCHEMES[scheme].block, weight)
         and (encodings.scales[name].input is not None) == SCHEMES[scheme].fixed_inputs
+        and (scheme != "mxfp8" or stored[encodings.scales[name].weight].dtype in EXPONENTS)
         for name, weight in encodings.weights.items()
     )

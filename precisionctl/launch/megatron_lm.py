@@ -1,6 +1,7 @@
 """Megatron-LM: flags of `pretrain_gpt.py`, under the names that versions from 0.14 on have in common (arguments.py)."""
 
 import math
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,9 +90,10 @@ def launch(source: LaunchSource) -> Launch:
     elif source.reader.fp8:
         notes.append("FP8 state is in the sidecar alone: for an FP8 run, convert with --precision fp8")
     if source.lacks_schedule:
+        path = shlex.quote(str(source.path))
         notes.append(
             "Megatron-LM loads an optimizer only with a schedule of learning rates, which this checkpoint lacks: "
-            f"continue from a step of `precisionctl resume {source.path} --precision bf16`, which adds one "
+            f"continue from a step of `precisionctl resume {path} --precision bf16`, which adds one "
             "(docs/deepspeed_to_megatron.md); or give --no-load-optim, and lose the optimizer"
         )
     if source.lacks_extra_state:

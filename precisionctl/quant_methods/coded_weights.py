@@ -63,6 +63,12 @@ def recognise(config: Mapping[str, Any], where: object = "config.json") -> Quant
     return methods[name]
 
 
+def scheme_of(quantization: Mapping[str, Any], scales: Mapping[str, Scales], weights: Mapping[str, TensorSpec]) -> str:
+    """The scheme that a `quantization_config` names, as far as its weights show; empty for codes of no directory."""
+    method = recognise({"quantization_config": quantization})
+    return method.read(quantization).narrowed(scales, weights).scheme if method else ""
+
+
 @dataclass(frozen=True, slots=True)
 class CodedWeight:
     """A weight that is stored as codes: the name of the tensor that holds them (`codes`), its `spec` as a logical

@@ -1,5 +1,6 @@
 """A directory held against what an inference engine loads."""
 
+import shlex
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -41,7 +42,7 @@ def check(reader: Reader, engine: Engine, ranks: int = 1, *, expert_parallel: bo
         raise UnknownFormat(
             f"{engine.title} loads Hugging Face directories, this is {reader.container}",
             where=reader.path,
-            do=f"Make one: precisionctl export-inference {reader.path} DST --target {engine.name}",
+            do=f"Make one: precisionctl export-inference {shlex.quote(str(reader.path))} DST --target {engine.name}",
         )
     if (name := quant_method_of(reader.config)) in AS_VALUES:
         raise _no_rules(reader, engine, f"codes of {name}")

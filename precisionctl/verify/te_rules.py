@@ -1,5 +1,6 @@
 """A directory held against what `te.load_te` and Transformer Engine's modules ask of an export for them."""
 
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -64,7 +65,7 @@ def check_te(reader: Reader) -> list[Finding]:
         raise UnknownFormat(
             f"{TITLE} reads Hugging Face directories, and this is {reader.container}",
             where=reader.path,
-            do=f"Make one: precisionctl export-inference {reader.path} DST --target te",
+            do=f"Make one: precisionctl export-inference {shlex.quote(str(reader.path))} DST --target te",
         )
     if reader.config.get("quantization_config"):
         return [Finding("config.json", "a quantization_config", _VALUES)]
