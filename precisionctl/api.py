@@ -100,8 +100,7 @@ def convert(
 
     The destination appears when it is complete. After a kill or an error the same call continues; `restart` discards
     what an unfinished one left. `verify` reads everything back and compares it with the source before that. `workers`
-    are processes; with several, a script needs `if __name__ == "__main__":`. `on_bytes` is called with the
-    number of bytes that a finished job has written.
+    are forked processes. `on_bytes` is called with the number of bytes that a finished job has written.
 
     Raises RecipeError for options that contradict each other, CheckpointError and MappingError for a source that cannot
     be read, PrecisionError for numbers that cannot be made, OutputError and DiskProblem for a destination that cannot
@@ -129,10 +128,13 @@ def verify(
     `calibrate`, with which fixed scales are compared. `reference` is a Hugging Face directory of the same model, as in
     a Request. Raises CheckpointError; MappingError for a checkpoint that does not fit its own architecture; RecipeError
     for a reference that contradicts one."""
-    same_model = Path(reference) if reference else None
-    readers = (open_hinted(HintedPath(Path(path), reference=same_model)) for path in (a, b))
+    readers = (_opened(path, None, reference) for path in (a, b))
     state = sidecar.read(Path(fp8_state)) if fp8_state else None
     return compare(*readers, fp8=fp8, state=state, progress=lambda total: nullcontext(on_bytes))
+
+
+def _opened(path: StrPath, iteration: int | None, reference: StrPath | None) -> Reader:
+    return open_hinted(HintedPath(Path(path), iteration, reference=Path(reference) if reference else None))
 
 
 def check_target(path: StrPath, target: str, ranks: int = 1, *, expert_parallel: bool = False) -> list[Finding]:
@@ -145,22 +147,28 @@ def check_target(path: StrPath, target: str, ranks: int = 1, *, expert_parallel:
     return [*check_directory(Path(path), target, ranks, expert_parallel=expert_parallel).findings]
 
 
-def inspect(path: StrPath, iteration: int | None = None) -> Mapping[str, Any]:
-    """What a checkpoint is, with the keys of `inspect --json` (docs/json.md), without reading tensor data. Raises
-    CheckpointError, also for an `iteration` that is not there or not complete."""
-    return describe(open_reader(Path(path), iteration))
+def inspect(path: StrPath, iteration: int | None = None, *, reference: StrPath | None = None) -> Mapping[str, Any]:
+    """What a checkpoint is, with the keys of `inspect --json` (docs/json.md). No matrix is read whole: where there is
+    FP8 state, the rows that the digest of its weights samples are. `reference` is as in a Request. Raises
+    CheckpointError, also for an `iteration` that is not there or not complete, and RecipeError as `verify`."""
+    return describe(_opened(path, iteration, reference))
 
 
 def readiness(
-    path: StrPath, *, fp8_state: StrPath | None = None, workers: int = 2, iteration: int | None = None
+    path: StrPath,
+    *,
+    fp8_state: StrPath | None = None,
+    workers: int = 2,
+    iteration: int | None = None,
+    reference: StrPath | None = None,
 ) -> Readiness:
     """Whether FP8 training is safe from a checkpoint, as `inspect --fp8` judges it: `.verdicts` by scaling, `.roles` by
     module and role, with shares from 0 to 1 (docs/switching.md has definitions, limits and their sources).
 
-    Reads all weights, in `workers` processes. `fp8_state` is a file of `calibrate`. Raises CheckpointError, and
-    MissingFp8State for a state file of another model."""
+    Reads all weights, in `workers` processes. `fp8_state` is a file of `calibrate`, and `reference` as in a Request.
+    Raises CheckpointError, MissingFp8State for a state file of another model, and RecipeError as `verify`."""
     state = Path(fp8_state) if fp8_state else None
-    return assess(open_reader(Path(path), iteration), state, lambda total: nullcontext(lambda count: None), workers)
+    return assess(_opened(path, iteration, reference), state, lambda total: nullcontext(lambda count: None), workers)
 
 
 def evaluate(

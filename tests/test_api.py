@@ -7,6 +7,7 @@ from pathlib import Path
 import pico
 import pytest
 import torch
+import torch.distributed.checkpoint
 from safetensors.torch import load_file
 
 from precisionctl import api
@@ -76,3 +77,14 @@ def test_paths_are_strings_as_well(tmp_path: Path) -> None:
     assert (asked.source, asked.fp8_state, asked.reference) == (tmp_path, tmp_path / "state", tmp_path)
     with pytest.raises(CheckpointError):
         api.evaluate(f"{here}/none", f"{here}/text")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_that_lacks_its_config_is_looked_at_with_a_reference(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    model = pico.save(tmp_path / "hf", "qwen3")
+    files = torch.distributed.checkpoint.FileSystemWriter(tmp_path / "dcp")
+    torch.distributed.checkpoint.save(model.state_dict(), storage_writer=files, no_dist=True)
+    assert api.inspect(tmp_path / "dcp")["model"] is None
+    assert api.inspect(tmp_path / "dcp", reference=tmp_path / "hf")["model"]["architecture"] == "qwen3"
+    assert api.readiness(tmp_path / "dcp", reference=tmp_path / "hf", workers=1).roles

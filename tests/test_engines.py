@@ -19,12 +19,15 @@ EVERY = pytest.mark.parametrize(
 )
 
 
+IGNORED = {"fp8": "modules_to_not_convert", "mxfp8": "ignored_layers"}
+
+
 def scale(engine, scheme, module):
     return f"{LAYER}.{module}.{METHODS[engine.spells[scheme]].weight_scales[0]}"
 
 
 def ignored(engine, scheme, config):
-    return config["quantization_config"][METHODS[engine.spells[scheme]].spelling.ignored]
+    return config["quantization_config"][IGNORED.get(engine.spells[scheme], "ignore")]
 
 
 def one(name):

@@ -21,7 +21,6 @@ WRITTEN: list[tuple[str, Scheme]] = [
     *((name, scheme) for name in ("compressed-tensors", "modelopt") for scheme in ("static", "dynamic", "mxfp8")),
     ("fp8", "block"),
     ("mxfp8", "mxfp8"),
-    ("fbgemm_fp8", "dynamic"),
 ]
 EACH = pytest.mark.parametrize(
     "method, scheme",

@@ -17,7 +17,7 @@ from precisionctl.architectures.param_map import Row, filled
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
-from precisionctl.commands.target_rules import check_target
+from precisionctl.commands.target_rules import check_directory
 from precisionctl.conversion.command import execute
 from precisionctl.engines.base import engines
 from precisionctl.engines.serving import Cut, ServingLayout
@@ -111,7 +111,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 def refusal(here: Path, ranks: int, scheme: str = "dynamic") -> str | None:
     """Why so many GPUs are refused, by an export and by `verify` alike; None if they are not."""
-    found = check_target(open_checkpoint(here / "out"), "vllm", ranks)
+    found = check_directory(here / "out", "vllm", ranks)
     why = None
     try:
         plan_command(Request.export(here / "hf", here / "other", "vllm", scheme, ranks=ranks))
@@ -148,7 +148,7 @@ def test_heads_that_gpus_do_not_divide_are_refused(exported: Callable[..., Path]
     here = exported("llama-3", **twelve, num_key_value_heads=6)
     assert [ranks for ranks in range(1, 13) if refusal(here, ranks) is None] == [1, 2, 3, 6, 12]
     assert "12 attention heads in 6 query groups on 4 GPUs" in str(refusal(here, 4))
-    told = check_target(open_checkpoint(here / "hf"), "vllm", 4)  # of values too
+    told = check_directory(here / "hf", "vllm", 4)  # of values too
     assert not told.passes and len([each for each in told.findings if each.rule.fatal]) == 1
 
 

@@ -42,7 +42,7 @@ class Result:
 
     `plan` has its tensors, already with codes if it is encoded. `states` is its FP8 state, or a function that makes it
     when all weights have been read. With `live` the state is stored where a run loads it from, else in the sidecar.
-    `run` is what is carried over from the run that made the source. `encodings` is how the weights were encoded in FP8,
+    `run` is what is carried over from the run that made the source. `encodings` is how the weights were encoded,
     to be kept beside values or to make codes with. `lacks` returns the keys that an engine needs and a config.json does
     not have; they are added. `notes` are for the user.
     """
@@ -108,7 +108,8 @@ def _open_output(destination: Path, *sources: Path | None) -> Output:
 
 def _writer(storage: Storage, source: Source, result: Result, output: Output) -> Writer:
     """The Writer of the container that was asked for. In Megatron's it writes an iteration if a run is carried over,
-    else a release. Raises RecipeError for a size of shards where there are none."""
+    else a release. Raises RecipeError for a size of shards where there are none, MappingError for a source without an
+    optimizer where one is needed, and CheckpointError for a trainer's state that cannot be read."""
     plan, card, companions = result.plan, result.card, source.reader.companions
     in_shards = not storage.is_state_dict if storage.layout == "hf" else plan.model.wrapper is not None
     if storage.max_shard_size != MAX_SHARD_SIZE and not in_shards:

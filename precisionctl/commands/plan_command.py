@@ -31,7 +31,7 @@ def _without_garbage_collector() -> Iterator[None]:
 
 @_without_garbage_collector()
 def plan_command(request: Request) -> PlannedCommand:
-    """Plan a request. If FP8 weights are asked for without a target, they get the codes that they had before, if these
+    """Plan a request. If codes are asked for without a target, they get the codes that they had before, if these
     are known; else those of an export.
 
     Raises as `open_source`, as the function for the kind of result (`as_values`, `for_engine`, `as_before`,

@@ -135,8 +135,8 @@ def _encodings(request: Request, reader: Reader) -> WeightEncodings | None:
     encodings = None if request.drop_encodings else weight_encodings(reader)
     method = method_of(encodings)
     chosen = isinstance(kind, TeState) or (isinstance(kind, Codes) and kind.chosen)
-    if chosen and method and method.own_names:
-        if request.scheme == method.name:
+    if chosen and encodings and method and method.own_names:
+        if request.scheme and SCHEMES[request.scheme].codes in {spec.codes_name for spec in encodings.weights.values()}:
             raise PrecisionError(
                 f"the release has its experts in {SCHEMES[request.scheme].codes}, and all else in BF16; this scheme "
                 "would make BF16 of the experts, which are one tensor, and round the rest",

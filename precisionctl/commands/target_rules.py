@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.request import TE, check_expert_parallel
 from precisionctl.engines.base import engine_named
@@ -28,19 +27,16 @@ class TargetCheck:
 
 
 def check_directory(path: Path, target: str, ranks: int = 1, *, expert_parallel: bool = False) -> TargetCheck:
-    """As `check_target`, of the directory at a path. Raises RecipeError also for codes that are not read here: that
-    says nothing of whether the target loads them."""
+    """The rules of `target`, an engine's name or TE, that a directory breaks, served on `ranks` GPUs, with experts
+    whole if `expert_parallel`.
+
+    Raises RecipeError for an unknown target, for TE on several GPUs, for experts on one GPU, and for codes that are not
+    read here: that says nothing of whether the target loads them. Raises UnknownFormat for what is no such directory.
+    """
     try:
         reader = open_checkpoint(path)
     except PrecisionError as error:
         raise RecipeError(f"{error.what}, so nothing was checked", where=error.where, do=error.do) from error
-    return check_target(reader, target, ranks, expert_parallel=expert_parallel)
-
-
-def check_target(reader: Reader, target: str, ranks: int = 1, *, expert_parallel: bool = False) -> TargetCheck:
-    """The rules of `target`, an engine's name or TE, that a directory breaks, served on `ranks` GPUs, with experts
-    whole if `expert_parallel`. Raises RecipeError for an unknown target, for TE on several GPUs, and for experts on one
-    GPU; UnknownFormat for what is no such directory."""
     if target != TE:
         engine = engine_named(target, TE)
         check_expert_parallel(expert_parallel, ranks)

@@ -55,7 +55,7 @@ class PlannedCommand:
     `asked` is what decides the result besides the plan. `files` are the source's as they were when it was opened: in
     one that has changed since, tensors may have other places. `notes` are planning's notes for the user. `states` is
     the FP8 state of the result, or a function that makes it when all weights have been read. `trained` is the reader if
-    its optimizer is converted, too. `encodings` is how the weights are, or were, encoded in FP8: it is stored beside
+    its optimizer is converted, too. `encodings` is how the weights are, or were, encoded: it is stored beside
     values, or used to make codes. `weights_digest` is that of the source's weights, taken if it has FP8 state.
     """
 

@@ -21,6 +21,7 @@ from precisionctl.checkpoints.output import directory_above
 from precisionctl.codes.elements import Element
 from precisionctl.conversion.buffers import BUFFER, WIDEST, Buffers, worker_memory
 from precisionctl.conversion.encoder import Encoder
+from precisionctl.conversion.processes import one_torch_thread
 from precisionctl.errors import DiskProblem
 from precisionctl.planning.plan import Encode, Plan
 from precisionctl.torch_when_used import torch
@@ -130,12 +131,10 @@ def _encode_rate(plan: Plan, name: str, encode: Encode) -> float:
     here = replace(encode, weights={name: replace(scales, block=(high, scales.block[1]))}, known={}, alongside={})
     specs = {**plan.targets, name: replace(spec, shape=(rows, *spec.shape[1:]))}
     encoder = Encoder(specs, {}, buffers, put=lambda name, row, codes: None, read=lambda name, row, rows: ())
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     seconds = []
-    for _ in range(3):  # the first fills caches and takes memory
-        start = time.perf_counter()
-        encoder.encode(here, lambda: [(name, 0, values)])
-        seconds.append(time.perf_counter() - start)
-    torch.set_num_threads(threads)
+    with one_torch_thread():
+        for _ in range(3):  # the first fills caches and takes memory
+            start = time.perf_counter()
+            encoder.encode(here, lambda: [(name, 0, values)])
+            seconds.append(time.perf_counter() - start)
     return values.numel() / min(seconds)

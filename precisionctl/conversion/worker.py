@@ -50,7 +50,7 @@ class TensorSource(Chunked, Protocol):
 
     @property
     def encodings(self) -> Mapping[str, Encoding]:
-        """How the FP8 codes among `specs` decode, by tensor name."""
+        """How the codes among `specs` decode, by tensor name."""
         ...
 
 

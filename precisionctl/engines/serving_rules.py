@@ -76,7 +76,7 @@ class ShapeRules:
         return moved.check(name, spec, scales, served) if moved else None
 
     def check(self, directory: QuantizedDirectory) -> Iterator[Finding]:
-        """The findings on the shapes of a directory's codes; where GPUs do not divide the heads, on none of them."""
+        """The findings on a directory's codes. Where GPUs do not divide the heads, their shapes are not judged."""
         served, specs = directory.served, directory.specs
         for name, weight in directory.coded.items() if not served.uneven else ():
             if found := self.check_shape(name, specs[name], weight.form.block, served, directory.method):

@@ -1,4 +1,4 @@
-"""SGLang: what it asks of an FP8 directory. Read in SGLang 0.5.23; its config parsers were run, without its kernels."""
+"""SGLang: what it asks of a directory of codes. Read in SGLang 0.5.23; its config parsers were run, not its kernels."""
 
 from dataclasses import replace
 from functools import partial

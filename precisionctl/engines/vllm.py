@@ -1,4 +1,4 @@
-"""vLLM: what it asks of an FP8 directory. Read in vLLM 0.33.0; config parser and weight loader were run on a CPU."""
+"""vLLM: what it asks of a directory of codes. Read in 0.33.0; its config parser and weight loader were run on a CPU."""
 
 from functools import partial
 

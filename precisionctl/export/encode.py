@@ -1,4 +1,4 @@
-"""encode: a pass over a plan by which weights become FP8 codes, under a policy that says which and how.
+"""encode: a pass over a plan by which weights become codes, under a policy that says which and how.
 
 A plan without such a pass writes values.
 """

@@ -70,7 +70,7 @@ class Job:
     `name` is the Megatron parameter, `module` its module. `reads` is empty where biases of the target are filled with
     zeros, and `writes` where biases of the source have no place and must be zero. `copies` are tensors that the source
     stores as copies of `reads[0]` (a tied `lm_head`), and must equal it; names in `writes` beyond the row's own are
-    copies of its first. `encode` says which of `writes` become FP8 codes.
+    copies of its first. `encode` says which of `writes` become codes.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Plan:
 
     `model` is the target's: its vocabulary may be padded to another size than the source's. `derived` are tensors of
     the source that are left out because they can be computed (`rotary_emb.inv_freq`). `quantization` is the
-    `quantization_config` of a result with FP8 weights, and `files` are what says it beside config.json, by name.
+    `quantization_config` of a result with codes, and `files` are what says it beside config.json, by name.
     """
 
     model: ModelShape

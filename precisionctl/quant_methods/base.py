@@ -318,8 +318,8 @@ _FP8_FORMATS: Mapping[Scheme, CodeFormat] = {
 class Spelling:
     """How an export is written in a method's form.
 
-    `config(scheme, ignored)` is the `quantization_config`; its key `ignored` has the full names of the linear and
-    embedding modules that are not quantised. `cache` says how the scales of a KV cache are stored, and `files(config)`
+    `config(scheme, ignored)` is the `quantization_config`; `ignored` are the full names of the linear and embedding
+    modules that are not quantised. `cache` says how the scales of a KV cache are stored, and `files(config)`
     are further files, by name. `shape(block, grid)` is the shape in which a grid of scales for such blocks is stored.
     Loaders know that modules whose name ends in one of `never` are not quantised, so these need not be listed.
     `ignored_by_part`: some loaders also skip a module whose name contains a listed name that is not a glob. `four_bits`
@@ -330,7 +330,6 @@ class Spelling:
     cache: CacheSpelling
     files: Callable[[Mapping[str, Any]], dict[str, bytes]] = lambda config: {}
     shape: Callable[[Block, tuple[int, int]], tuple[int, ...]] = lambda block, grid: grid
-    ignored: str = "ignore"
     never: tuple[str, ...] = ()
     ignored_by_part: bool = False
     four_bits: Mapping[Scheme, CodeFormat] = field(default_factory=dict)

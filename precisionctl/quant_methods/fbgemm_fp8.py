@@ -6,27 +6,12 @@ export is made in it.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from precisionctl.errors import PrecisionError, shown
-from precisionctl.quant_methods.base import (
-    CHANNEL,
-    IN_FP8,
-    CacheSpelling,
-    Quantization,
-    QuantMethod,
-    Scheme,
-    Spelling,
-    in_fp8,
-)
-
-
-def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
-    """The keys of FbgemmFp8Config (transformers' utils/quantization_config.py)."""
-    assert scheme == "dynamic", "the method has no other"
-    return {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": list(ignored)}
+from precisionctl.quant_methods.base import CHANNEL, IN_FP8, Quantization, QuantMethod, in_fp8
 
 
 def read(config: Mapping[str, Any]) -> Quantization:
@@ -37,12 +22,4 @@ def read(config: Mapping[str, Any]) -> Quantization:
     return in_fp8([CHANNEL], False, inputs=replace(IN_FP8, bound=float(bound)))
 
 
-QUANT_METHOD = QuantMethod(
-    name="fbgemm_fp8",
-    read=read,
-    spelling=Spelling(
-        config=config,
-        cache=CacheSpelling(("k_proj.k_scale", "v_proj.v_scale"), (), {}),
-        ignored="modules_to_not_convert",
-    ),
-)
+QUANT_METHOD = QuantMethod(name="fbgemm_fp8", read=read)

@@ -76,7 +76,6 @@ QUANT_METHOD = QuantMethod(
         # ModelOpt's, which vLLM and SGLang read here too; the key is SGLang's, others are told when they start.
         cache=CacheSpelling(("k_proj.k_scale", "v_proj.v_scale"), (), {"kv_cache_quant_algo": "FP8"}),
         shape=lambda block, grid: () if block == TENSOR else grid,
-        ignored="modules_to_not_convert",
         # DeepSeek's own directories name none of these.
         never=(
             *("lm_head", "shared_head.head", ".gate", "eh_proj"),

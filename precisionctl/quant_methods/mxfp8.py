@@ -45,7 +45,6 @@ QUANT_METHOD = QuantMethod(
         config=config,
         # As beside `quant_method: fp8`, whose class reads this one too in SGLang.
         cache=CacheSpelling(("k_proj.k_scale", "v_proj.v_scale"), (), {"kv_cache_quant_algo": "FP8"}),
-        ignored="ignored_layers",
         never=("lm_head", ".gate"),  # no reader takes codes for these, listed or not
     ),
 )

@@ -44,9 +44,11 @@ Description = Mapping[str, Any]
 
 
 def describe(reader: Reader) -> Description:
-    """Everything that can be said of a checkpoint without reading tensor data, except FP8 state, which is small and is
-    read. `model`, as its tensors show it, is None if nothing describes the model of a trainer's checkpoint; `mismatch`
-    says why its tensors are not that model's, and is None if they are."""
+    """Everything that can be said of a checkpoint without reading whole matrices: of those with FP8
+    state, only the rows that the digest of the weights samples.
+
+    `model`, as its tensors show it, is None if nothing describes the model of a trainer's checkpoint; `mismatch` says
+    why its tensors are not that model's, and is None if they are."""
     specs, model = reader.specs.values(), reader.model if says_its_model(reader) else None
     if model and not isinstance(model, UntabledModel):
         model = stored_model(reader)
