@@ -141,5 +141,5 @@ def test_a_link_to_files_of_another_directory_is_refused(tmp_path: Path) -> None
 
 def test_a_step_is_chosen_by_its_directory(tmp_path: Path) -> None:
     path, _ = actor(tmp_path, "llama-3", 1)
-    with pytest.raises(CheckpointError, match="global_step_4"):
+    with pytest.raises(CheckpointError, match="no iterations to choose from.*a directory of its own, give that"):
         open_checkpoint(path, 4)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints import dcp, torch_zip
-from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
+from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, no_iterations
 from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.dcp_model import ACCELERATE, ACCELERATE_OPTIMIZER, DcpModelReader, directory_of
 from precisionctl.checkpoints.megatron.keys import MARKER
@@ -102,11 +102,13 @@ def open_reader(
 ) -> FsdpDtensorReader | DcpModelReader:
     """Open an iteration of Megatron's, or the newest of a directory; or a model with Hugging Face's names. Raises as
     their Readers do."""
-    directory = directory_of(path) if iteration is None else None
+    directory = directory_of(path)
     if directory is not None:
         check_link(directory, path)
         index = dcp.read_index(directory)
         if not any(key.endswith(EMBEDDING) for key in index.tensors):
+            if iteration is not None:
+                raise no_iterations(path)
             apart = directory.parent / ACCELERATE_OPTIMIZER
             if directory == path or not _is_complete(apart):
                 return DcpModelReader(path, directory, index, hints)

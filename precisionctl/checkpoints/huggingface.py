@@ -11,7 +11,7 @@ from typing import Any
 from precisionctl.architectures.families import read_model, table_of
 from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints import encodings_file, numbered_optimizer
-from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints
+from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
 from precisionctl.checkpoints.chunks import Chunk, read_tensor
 from precisionctl.checkpoints.companions import needed, parse_json, read_companions, to_json, write_companions
 from precisionctl.checkpoints.decoded.base import DecodedWeights
@@ -280,15 +280,9 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 say the same. Towers keep theirs, as their tensors do."""
 
 
-def _open(path: Path, iteration: int | None, hints: Hints) -> HuggingFaceReader:
-    if iteration is not None:
-        raise CheckpointError("a Hugging Face directory has no iterations", where=path, do="Leave --iteration out.")
-    return HuggingFaceReader(path, hints)
-
-
 CONTAINER = Container(
     recognise,
-    _open,
+    without_iterations(HuggingFaceReader),
     "config.json with model.safetensors, model.safetensors.index.json or other *.safetensors, or pytorch_model.bin "
     "or its index (Hugging Face)",
 )

@@ -19,7 +19,7 @@ from precisionctl.architectures.rearrangements import Transposed
 from precisionctl.checkpoints.adapter.lora_config import FILE, LoraConfig, read_lora_config
 from precisionctl.checkpoints.adapter.low_rank import Factors, LowRank, Merged
 from precisionctl.checkpoints.adapter.tied import check_known, check_same_change, check_touched, tied_embeddings
-from precisionctl.checkpoints.base import Companions, Container, Hints, Reader
+from precisionctl.checkpoints.base import Companions, Container, Hints, Reader, without_iterations
 from precisionctl.checkpoints.chunks import Chunk, Chunked, whole
 from precisionctl.checkpoints.companions import CHAT_TEMPLATE, TOKENIZER, is_tokenizer, kind_of, read_companions
 from precisionctl.checkpoints.encodings_file import StoredTensors
@@ -27,7 +27,7 @@ from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.encoding import Encoding
 from precisionctl.dtypes import DType
-from precisionctl.errors import CheckpointError, DamagedCheckpoint, MappingError, ShapeMismatch, UnknownFormat, at
+from precisionctl.errors import DamagedCheckpoint, MappingError, ShapeMismatch, UnknownFormat, at
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
@@ -386,10 +386,8 @@ def open_base(path: Path, hints: Hints, of: str) -> Reader:
     return base
 
 
-def _open(path: Path, iteration: int | None, hints: Hints) -> AdapterReader:
+def _open(path: Path, hints: Hints) -> AdapterReader:
     base = open_base(path, hints, "PEFT")
-    if iteration is not None:
-        raise CheckpointError("an adapter has no iterations", where=path, do="Leave --iteration out.")
     file = _weights_file(path)
     file_format = SAFETENSORS if file.suffix == SAFETENSORS.suffix else BIN
     config = read_lora_config(path)
@@ -398,4 +396,4 @@ def _open(path: Path, iteration: int | None, hints: Hints) -> AdapterReader:
         return AdapterReader(path, base, config, stored, (file, path / FILE))
 
 
-CONTAINER = Container(recognise, _open, f"{FILE} of a LoRA adapter of PEFT")
+CONTAINER = Container(recognise, without_iterations(_open), f"{FILE} of a LoRA adapter of PEFT")

@@ -9,7 +9,7 @@ from precisionctl.checkpoints.deepspeed.universal import is_universal, read_univ
 from precisionctl.checkpoints.deepspeed.zero import read_zero
 from precisionctl.checkpoints.huggingface import recognise as is_hugging_face
 from precisionctl.checkpoints.saved_states import SavedStatesReader
-from precisionctl.errors import DamagedCheckpoint
+from precisionctl.errors import CheckpointError
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file
 
 LATEST = ("latest", "latest_universal")
@@ -17,9 +17,9 @@ LATEST = ("latest", "latest_universal")
 
 
 def directory_of(path: Path, iteration: int | None = None) -> Path | None:
-    """The directory with a checkpoint's files: `path` itself, or in it the directory of `iteration`, or of the
-    iteration that `latest` names. None if there is none."""
-    if has_model_states(path) or is_universal(path):
+    """The directory with a checkpoint's files: in `path` that of `iteration`; without one `path` itself, or
+    in it the directory that `latest` names. None if there is none."""
+    if iteration is None and (has_model_states(path) or is_universal(path)):
         return path
     names = [f"global_step{iteration}"] if iteration is not None else [_latest(path, name) for name in LATEST]
     folders = [path / name for name in names if name]
@@ -54,7 +54,9 @@ class DeepSpeedReader(SavedStatesReader):
         if directory is None:
             which = "the newest checkpoint" if iteration is None else f"global_step{iteration}"
             do = "Give the directory of a step, such as global_step100."
-            raise DamagedCheckpoint(f"{which} is not there", where=path, do=do)
+            if directory_of(path) == path:
+                do = "Leave --iteration out: there is only this one."
+            raise CheckpointError(f"{which} is not there", where=path, do=do)
         check_link(directory, path)
         universal = is_universal(directory)
         self.container = "deepspeed-universal" if universal else "deepspeed"
