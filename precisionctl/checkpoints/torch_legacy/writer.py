@@ -209,13 +209,12 @@ class LegacyWriter:
         name there. Empty payloads (uint8 `[0]`) where there is no state."""
         model = [name for name in self.specs if not name.startswith(OPTIMIZER)]
         of_rank = self._experts // self._sizes.expert
-        states = [
-            grouped_payloads(fp8, self._te, e * of_rank, of_rank) if fp8 else {} for e in range(self._sizes.expert)
-        ]
-        found: dict[_TensorRanks, dict[tuple[int, str], object]] = {ranks: {} for ranks in self._ranks}
+        ranks = self._sizes.expert
+        states = [grouped_payloads(fp8, self._te, rank, ranks, of_rank) if fp8 else {} for rank in range(ranks)]
+        found: dict[_TensorRanks, dict[tuple[int, str], object]] = {holder: {} for holder in self._ranks}
         for name in dict.fromkeys([*map(grouped_name, demanded(model)), *states[0]]):
-            for ranks, stage, local in self._holders(name):
-                found[ranks][stage, local] = states[ranks.expert].get(name, torch_zip_writer.EMPTY)
+            for holder, stage, local in self._holders(name):
+                found[holder][stage, local] = states[holder.expert].get(name, torch_zip_writer.EMPTY)
         return found
 
 
