@@ -143,7 +143,8 @@ class LegacyReader(MegatronDirectory):
             for index, chunk in enumerate(chunks):
                 layers[index * self.parallelism.pipeline + rank.pipeline].add(count_layers(chunk))
         if uneven := [stage for stage in order if len(layers[stage]) > 1]:
-            raise DamagedCheckpoint(f"the ranks of stage {uneven[0]} hold {sorted(layers[uneven[0]])} layers")
+            what = f"the ranks of stage {uneven[0]} hold {sorted(layers[uneven[0]])} layers"
+            raise DamagedCheckpoint(what, where=self.path, do="Is the copy whole?")
         counts = [layers[stage].pop() for stage in order]
         for rank, chunks in stages:
             for index, chunk in enumerate(chunks):
