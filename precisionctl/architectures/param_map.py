@@ -99,16 +99,21 @@ def when(switch: str) -> Condition:
 class Row:
     """One Megatron parameter and the Hugging Face tensors that it is made of.
 
-    `sizes` is the shape of the whole (all ranks') Megatron tensor, as fields of ModelShape or numbers. If tensor
-    parallelism cuts a tensor of unequal parts, `parts` is the field with their numbers of rows. `layers` says which
-    layers have one (Layers), and `shares_kv`, unless None, that of these only those do that share keys and values
-    (True), or that do not (False). `gemm` says whether this is the weight of a GEMM that an FP8 recipe computes in FP8:
-    routers stay in BF16. Of its Hugging Face tensors, `values` stay values in exports. With `keeps_dtype` values keep
-    their stored dtype, whatever the target's is. So do those of a row with `integers_below`, which are integers from 0
-    to below that field of ModelShape. `only_exported` is the weight of a GEMM that becomes codes in exports, though no
-    FP8 recipe computes it in FP8. A norm that is 1 more in Hugging Face than in Megatron would lose bits in BF16, so
-    with `wide_beside` it becomes FP32 in Megatron. `wide_beside` names a parameter beside it: on the way back the norm
-    gets that one's dtype. `as_stored` is the same row under the source's names, if other names are written.
+    - `names`, `megatron`: the names in Hugging Face and in Megatron, with `{layer}`, `{expert}`, ... for numbers
+    - `sizes`: the shape of the whole (all ranks') Megatron tensor, as fields of ModelShape or numbers
+    - `rearrangement`: how the one is made of the others
+    - `parallel`: how tensor parallelism cuts it; `parts`: the field with the numbers of rows of unequal parts
+    - `present`: which models have it
+    - `layers`: which layers do; `shares_kv`: unless None, only those of them that share keys and values (True), or that
+      do not (False)
+    - `gemm`: whether it is the weight of a GEMM that an FP8 recipe computes in FP8; routers stay in BF16
+    - `only_exported`: whether it is the weight of one that becomes codes in exports alone
+    - `values`: those of its Hugging Face tensors that stay values in exports
+    - `keeps_dtype`: whether values keep their stored dtype, whatever the target's is
+    - `integers_below`: a field of ModelShape, if they are integers from 0 to below it, which keep their dtype too
+    - `wide_beside`: for a norm that is 1 more in Hugging Face than in Megatron, and would lose bits in BF16: it is FP32
+      in Megatron, and on the way back gets the dtype of the parameter of this name beside it
+    - `as_stored`: the same row under the source's names, if other names are written
     """
 
     names: str | tuple[str, ...]

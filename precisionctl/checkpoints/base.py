@@ -35,7 +35,8 @@ class Companions:
 
 
 class Reader(Protocol):
-    """A checkpoint (or a live model) to read from. Opening one reads no tensor data."""
+    """A checkpoint (or a live model) to read from. Opening one reads no tensor data but the few rows that prove an
+    order of parameters or a bias of zeros."""
 
     @property
     def path(self) -> Path | None:

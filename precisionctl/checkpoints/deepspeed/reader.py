@@ -43,7 +43,8 @@ def recognise(path: Path) -> bool:
 
 
 class DeepSpeedReader(SavedStatesReader):
-    """A checkpoint of DeepSpeed. Opening one reads the pickles of all ranks, and no tensors.
+    """A checkpoint of DeepSpeed. Opening one reads the pickles of all ranks, and of tensors the few rows that
+    prove the order of parameters.
 
     Raises DamagedCheckpoint where files contradict each other, UnsafePickle, and CheckpointError for a checkpoint that
     is cut in a way that is not read.

@@ -80,8 +80,9 @@ class TorchDistReader(MegatronDirectory):
     newest); also in the directories of NeMo 2 and verl.
 
     `specs` are the model's tensors and `optimizer_specs` the optimizer's (`optimizer.state.exp_avg.<parameter>` if it
-    is stored by parameter); `chunks` serves both. Opening reads only `.metadata`. `container` and `complete` are for
-    fsdp_dtensor, which differs in the file that marks a complete checkpoint.
+    is stored by parameter); `chunks` serves both. Opening reads `.metadata`, the headers of towers, and the arguments
+    if the optimizer is in buckets. `container` and `complete` are for fsdp_dtensor, which differs in the file that
+    marks a complete checkpoint.
 
     Raises DamagedCheckpoint where files, boxes or sizes contradict each other, UnsafePickle for a pickle that asks for
     anything but Megatron's and PyTorch's classes.
