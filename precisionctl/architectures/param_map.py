@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from precisionctl.architectures.config_keys import Entry
-from precisionctl.architectures.rearrangements import SAME, Movable, MovesSingleRows, Rearrangement
+from precisionctl.architectures.rearrangements import SAME, Movable, Rearrangement
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import REPLICATED, Layout, Parallel, TensorSpec
 from precisionctl.torch_when_used import torch
@@ -204,7 +204,7 @@ class Row:
     @property
     def moves_single_rows(self) -> bool:
         """Whether a conversion must not copy run by run what only moves."""
-        return isinstance(self.rearrangement, MovesSingleRows)
+        return self.rearrangement.moves_single_rows
 
     def places(self, model: ModelShape) -> Iterator[Place]:
         """The numbers (layer, expert, ...) of every parameter that this row describes, in order."""
