@@ -176,9 +176,10 @@ def _not_ours(path: Path) -> OutputError:
 
 
 def write_then_rename(path: Path, write: Callable[[Path], object], beside: Path | None = None) -> None:
-    """Write a file atomically: `write` writes to another path, in the folder `beside` if given, which is then synced
-    and renamed."""
+    """Write a file atomically: readers see the old or the new content, also after a crash. `write` writes to another
+    path, where nothing is, in the folder `beside` if given; that is then synced and renamed."""
     new = (beside or path.parent) / f"{path.name}.new"
+    new.unlink(missing_ok=True)  # left by a kill
     write(new)
     sync(new)
     os.rename(new, path)
@@ -186,15 +187,13 @@ def write_then_rename(path: Path, write: Callable[[Path], object], beside: Path 
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a small file atomically: readers see the old or the new content, also after a crash."""
-    new = path.with_name(f"{path.name}.new")
-    new.unlink(missing_ok=True)  # left by a kill
-    with open(new, "xb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(new, path)
-    sync(path.parent)
+    """Write a small file atomically, as `write_then_rename` does."""
+
+    def write(new: Path) -> None:
+        with open(new, "xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+
+    write_then_rename(path, write)
 
 
 def forget(file: Path) -> None:

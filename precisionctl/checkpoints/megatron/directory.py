@@ -20,7 +20,7 @@ from precisionctl.checkpoints.chunks import Chunked
 from precisionctl.checkpoints.companions import is_tokenizer, needed, parse_json, read_companions
 from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, as_states, decode
 from precisionctl.checkpoints.megatron.keys import BRIDGE_TOKENIZER, COMPANIONS, VERL, VERL_COMPANIONS
-from precisionctl.checkpoints.megatron.logical import EMBEDDING
+from precisionctl.checkpoints.megatron.logical import EMBEDDING, OUTPUT
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.checkpoints.megatron.towers import stored_towers
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, shown
@@ -81,7 +81,7 @@ def model_of(
     model = dataclasses.replace(from_hf_config(config, path), padded_vocab_size=rows)
     if model.wrapper:
         towers = [name.removeprefix(TOWERS) for name in specs if name.startswith(TOWERS)]
-        model = beside_towers(model, towers, has_head="output_layer.weight" in specs)
+        model = beside_towers(model, towers, has_head=OUTPUT in specs)
     if not args:
         return model
     by_args = by_arguments(as_config_says(args, model) if trusted else args, model, directory)

@@ -27,6 +27,7 @@ from precisionctl.param import (
 )
 
 EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
 OPTIMIZER = "optimizer."
 """Prefix of everything of an optimizer."""
 MASTER = state_name("param", "")

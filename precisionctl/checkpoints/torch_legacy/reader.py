@@ -22,7 +22,7 @@ from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
 from precisionctl.checkpoints.chunks import Box, Chunk, shard_boxes
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, count_experts, find_iteration, iteration_of
-from precisionctl.checkpoints.megatron.logical import EMBEDDING
+from precisionctl.checkpoints.megatron.logical import EMBEDDING, OUTPUT
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, bytes_of
 from precisionctl.checkpoints.megatron.towers import with_towers
 from precisionctl.checkpoints.output import chunk_files
@@ -72,7 +72,6 @@ from precisionctl.untrusted.safe_files import has_file
 
 _GROUPED = (".mlp.experts.linear_fc1._extra_state", ".mlp.experts.linear_fc2._extra_state")
 _QKV = (".linear_qkv.weight", ".linear_qkv.bias")
-_OUTPUT = "output_layer.weight"
 
 
 def recognise(path: Path) -> bool:
@@ -103,7 +102,7 @@ class LegacyReader(MegatronDirectory):
         self._stages = list(self._numbered())
         self._shards = gathered(self._located(), self.parallelism)
         if self._tied and self.parallelism.pipeline > 1:
-            _join_tied(self._shards, _OUTPUT, EMBEDDING)
+            _join_tied(self._shards, OUTPUT, EMBEDDING)
         self._tensors = assembled(self._shards, self.parallelism, self._parallel)
         text = {name: tensor.spec for name, tensor in self._tensors.items()}
         self.specs = with_towers(text, self.towers, self.path)
@@ -186,7 +185,7 @@ class LegacyReader(MegatronDirectory):
         shards = gathered(self._optimizer_located(), self.parallelism)
         for kind in {kind_and_parameter(name)[0] for name in shards}:
             if self._tied and self.parallelism.pipeline > 1:
-                _join_tied(shards, state_name(kind, _OUTPUT), state_name(kind, EMBEDDING))
+                _join_tied(shards, state_name(kind, OUTPUT), state_name(kind, EMBEDDING))
 
         def as_its_parameter(name: str, *_: object) -> Parallel:
             return self.specs[kind_and_parameter(name)[1]].parallel
