@@ -208,26 +208,29 @@ class Row:
 
     def places(self, model: ModelShape) -> Iterator[Place]:
         """The numbers (layer, expert, ...) of every parameter that this row describes, in order."""
+        for place in self._in_layers(model):
+            if self.of_experts:
+                yield from ({**place, "expert": expert} for expert in self._experts(model))
+            else:
+                yield place
+
+    def count(self, model: ModelShape) -> int:
+        """How many places there are, without listing those of experts."""
+        return sum(1 for _ in self._in_layers(model)) * (len(self._experts(model)) if self.of_experts else 1)
+
+    def _in_layers(self, model: ModelShape) -> Iterator[Place]:
+        """A place in each layer that has the row, or one outside of layers."""
         if self.of_prediction:
-            for mtp in range(model.mtp_num_layers):
-                if self._in_layer(model.of_prediction, model.num_layers - 1):
-                    yield from self._at_experts({"mtp": mtp, "mtp_layer": model.num_layers + mtp}, model)
+            if self._in_layer(model.of_prediction, model.num_layers - 1):
+                yield from ({"mtp": mtp, "mtp_layer": model.num_layers + mtp} for mtp in range(model.mtp_num_layers))
         elif "{layer}" in self.megatron:
-            for layer in range(model.num_layers):
-                if self._in_layer(model, layer):
-                    yield from self._at_experts({"layer": layer, "hf_layer": layer // 2}, model)
+            layers = (layer for layer in range(model.num_layers) if self._in_layer(model, layer))
+            yield from ({"layer": layer, "hf_layer": layer // 2} for layer in layers)
         else:
             yield {}
 
-    def count(self, model: ModelShape) -> int:
-        """How many places there are, without listing them."""
-        if self.of_prediction:
-            number = model.mtp_num_layers * self._in_layer(model.of_prediction, model.num_layers - 1)
-        elif "{layer}" in self.megatron:
-            number = sum(self._in_layer(model, layer) for layer in range(model.num_layers))
-        else:
-            number = 1
-        return number * (model.moe.num_experts if model.moe and self.of_experts else 1)
+    def _experts(self, model: ModelShape) -> range:
+        return range(model.moe.num_experts if model.moe else 0)
 
     def _in_its_layers(self, model: ModelShape) -> ModelShape:
         """The model as the row's layers have it."""
@@ -255,13 +258,6 @@ class Row:
         if self.layers in ("hashed", "scored"):
             return model.has_experts(layer) and model.is_hashed(layer) == (self.layers == "hashed")
         return self.layers == "all" or model.has_experts(layer) == (self.layers == "moe")
-
-    def _at_experts(self, place: Place, model: ModelShape) -> Iterator[Place]:
-        if not self.of_experts:
-            yield place
-            return
-        for expert in range(model.moe.num_experts if model.moe else 0):
-            yield {**place, "expert": expert}
 
 
 @dataclass(frozen=True)
