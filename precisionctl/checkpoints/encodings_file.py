@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import Chunk, Chunked, read_tensor, whole
-from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.output import sync
 from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, StoredTensor, make_header, read_described
 from precisionctl.codes.elements import E4M3, FP8, Packing
@@ -26,6 +25,7 @@ from precisionctl.quant_methods.base import Scales
 from precisionctl.quant_methods.coded_weights import check_other_tensors, complete_encoding, input_largest, recognise
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file
+from precisionctl.untrusted.safe_json import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor

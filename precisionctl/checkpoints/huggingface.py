@@ -13,7 +13,7 @@ from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints import encodings_file, numbered_optimizer
 from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
 from precisionctl.checkpoints.chunks import Chunk, read_tensor
-from precisionctl.checkpoints.companions import needed, parse_json, read_companions, to_json, write_companions
+from precisionctl.checkpoints.companions import needed, read_companions, to_json, write_companions
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.methods import decoded_weights
 from precisionctl.checkpoints.decoded.transposed_codes import FILES_BESIDE
@@ -43,6 +43,7 @@ from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights
 from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
 from precisionctl.quant_methods.fp8 import expert_dtype
 from precisionctl.untrusted.safe_files import has_file, read_file, whole_length
+from precisionctl.untrusted.safe_json import parse_json
 
 
 def recognise(path: Path) -> bool:

@@ -17,7 +17,7 @@ from precisionctl.architectures.megatron_args import (
 from precisionctl.architectures.wrappers import TOWERS, beside_towers
 from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints
 from precisionctl.checkpoints.chunks import Chunked
-from precisionctl.checkpoints.companions import is_tokenizer, needed, parse_json, read_companions
+from precisionctl.checkpoints.companions import is_tokenizer, needed, read_companions
 from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, as_states, decode
 from precisionctl.checkpoints.megatron.keys import BRIDGE_TOKENIZER, COMPANIONS, VERL, VERL_COMPANIONS
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, OUTPUT
@@ -30,6 +30,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 from precisionctl.same_model import differences
 from precisionctl.untrusted.safe_files import check_link
+from precisionctl.untrusted.safe_json import parse_json
 
 
 def companions_of(directory: Path) -> Companions:

@@ -17,7 +17,6 @@ from typing import Any
 from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.base import NO_HINTS, WITH_REFERENCE, Container, Hints, without_iterations
 from precisionctl.checkpoints.chunks import Chunk
-from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import MARKER
 from precisionctl.checkpoints.nemo import config, zarr
@@ -30,6 +29,7 @@ from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownForma
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.sizes import counted
+from precisionctl.untrusted.safe_json import parse_json
 
 _CONFIG = "model_config.yaml"
 _SHARDED, _STATE = "model_weights", "model_weights.ckpt"

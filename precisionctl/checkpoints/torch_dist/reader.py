@@ -16,7 +16,6 @@ from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.adapter import bridge
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, Reader
 from precisionctl.checkpoints.chunks import Chunk
-from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import (
     COMMON,
@@ -46,6 +45,7 @@ from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import NOT_TRAINED, TensorSpec
 from precisionctl.untrusted.safe_files import check_link, has_file, leads_out, read_file
+from precisionctl.untrusted.safe_json import parse_json
 
 INNER = ("weights", VERL, f"model/{VERL}")
 """Subdirectories that hold the checkpoint: NeMo 2's `weights`, beside the `context` that describes it, and verl's, at
