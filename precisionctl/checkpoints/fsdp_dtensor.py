@@ -65,7 +65,7 @@ class FsdpDtensorReader(TorchDistReader):
         counts = set[int]()
         for name in {_kind(parameter): name for name, parameter in self._steps.items()}.values():
             span = self._index.tensors[name].pieces[0].span
-            counts.add(count_of_updates(torch_zip.located(span), f"`{self._steps[name]}`", span.path))
+            counts.add(count_of_updates(torch_zip.skeleton_at(span), f"`{self._steps[name]}`", span.path))
         return counts
 
     def chunks(self, name: str) -> Sequence[Chunk]:

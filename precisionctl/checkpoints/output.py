@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from precisionctl.checkpoints.chunks import Chunked
 from precisionctl.errors import DestinationExists, DiskProblem, OutputError
 
 _TOKEN = ".unfinished"
@@ -143,11 +142,6 @@ def open_kept(path: Path, encoding: str = "utf-8") -> IO[str]:
         os.close(handle)
         raise _not_ours(path)
     return open(handle, "a+", encoding=encoding)
-
-
-def chunk_files(place: Chunked, names: Iterable[str]) -> set[Path]:
-    """The files that hold these tensors of a Reader, or will hold those of a Writer."""
-    return {chunk.place for name in names for chunk in place.chunks(name) if isinstance(chunk.place, Path)}
 
 
 def lay_out_file(path: Path, pieces: Iterable[tuple[int, bytes]], length: int) -> None:

@@ -108,7 +108,7 @@ def chunks_of(name: str, tensor: LogicalTensor) -> tuple[Chunk, ...]:
     spec, chunks = tensor.spec, []
     for part in tensor.parts:
         piece = part.piece
-        located = torch_zip.locate(piece.span)
+        located = torch_zip.one_tensor(piece.span)
         if (located.dtype, located.shape) != (spec.dtype, piece.sizes):
             found, wanted = f"{located.dtype} {list(located.shape)}", f"{spec.dtype} {list(piece.sizes)}"
             raise DamagedCheckpoint(f"{name}: a piece is {found}, not {wanted}", where=piece.span)

@@ -157,7 +157,7 @@ class NemoRanks(_Nemo, LegacyReader):
 
 def _state(span: Span) -> Mapping[str, Any]:
     """A rank's state dict, without NeMo's prefix of all names."""
-    state = torch_zip.located(span)
+    state = torch_zip.skeleton_at(span)
     if not isinstance(state, dict) or not all(type(name) is str for name in state):
         raise DamagedCheckpoint("it holds no state dict", where=span)
     return {_PREFIX.sub("", name): value for name, value in state.items()}

@@ -15,7 +15,7 @@ from typing import Any
 from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.adapter import bridge
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, Reader
-from precisionctl.checkpoints.chunks import Chunk
+from precisionctl.checkpoints.chunks import Chunk, chunk_files
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import (
     COMMON,
@@ -39,7 +39,6 @@ from precisionctl.checkpoints.megatron.parameter_order import EVERY_KIND, Module
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, bytes_of
 from precisionctl.checkpoints.megatron.provider import described_args
 from precisionctl.checkpoints.megatron.towers import with_towers
-from precisionctl.checkpoints.output import chunk_files
 from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack
 from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import DamagedCheckpoint
@@ -240,7 +239,7 @@ class TorchDistReader(MegatronDirectory):
         archive = span.read()
         if archive == self._empty:
             return b""
-        found = _only(torch_zip.located(span), key, span)
+        found = _only(torch_zip.skeleton_at(span), key, span)
         if isinstance(found, torch_zip.LocatedTensor):
             begin = found.offset - span.offset
             payload = archive[begin : begin + found.nbytes]

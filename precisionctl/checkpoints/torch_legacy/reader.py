@@ -19,13 +19,12 @@ from precisionctl.architectures.indexer_args import DSA_NAME
 from precisionctl.architectures.recurrent_args import read_delta_net, read_mamba
 from precisionctl.architectures.streams_args import CSA_NAME
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
-from precisionctl.checkpoints.chunks import Box, Chunk, shard_boxes
+from precisionctl.checkpoints.chunks import Box, Chunk, chunk_files, shard_boxes
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, count_experts, find_iteration, iteration_of
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, OUTPUT
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, bytes_of
 from precisionctl.checkpoints.megatron.towers import with_towers
-from precisionctl.checkpoints.output import chunk_files
 from precisionctl.checkpoints.te_tensors import LocatedFp8Weight
 from precisionctl.checkpoints.torch_legacy.buckets import FILE as BUCKETS
 from precisionctl.checkpoints.torch_legacy.buckets import bucket_tensors
