@@ -40,8 +40,11 @@ _STEP = re.compile(r"optimizer\.(?:state|param_to_group_meta)\.(.+)\.step")
 class FsdpDtensorReader(TorchDistReader):
     """A checkpoint of Megatron-FSDP with Megatron's names. Raises as TorchDistReader."""
 
+    container = "fsdp_dtensor"
+    complete = staticmethod(_is_complete)
+
     def __init__(self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> None:
-        super().__init__(path, iteration, hints, container="fsdp_dtensor", complete=_is_complete)
+        super().__init__(path, iteration, hints)
         first = state_name("exp_avg", "")
         trained = [name.removeprefix(first) for name in self._of_optimizer if name.startswith(first)]
         self._masters: Mapping[str, TensorSpec] = {

@@ -68,7 +68,8 @@ class AdapterReader:
         self.changes: dict[str, LowRank] = {}
         self.replaced: dict[str, str] = {}
         """What the adapter has in place of a tensor of the base, by that one's name."""
-        self._read_names()
+        in_file = _names_in_files(base)
+        self._set_changes(self._sorted(in_file), in_file)
         check_touched(base.model, base.specs, {*self.changes, *self.replaced})
         self.specs: Mapping[str, TensorSpec] = {name: self._spec(name) for name in (*base.specs, *self.replaced)}
 
@@ -135,9 +136,9 @@ class AdapterReader:
             raise _other_shape(self.replaced[name], mine, f"`{name}`, which it replaces, is {list(before.shape)}")
         return TensorSpec(before.shape, DType.bfloat16) if of in self.base.encodings else before
 
-    def _read_names(self) -> None:
-        """Find out what each tensor of the adapter is for."""
-        in_file = _names_in_files(self.base)
+    def _sorted(self, in_file: Mapping[str, str]) -> dict[str, dict[str, str]]:
+        """Find out what each tensor of the adapter is: set `replaced`, and return the factors of each module that it
+        changes, by kind. `in_file` has names in the base's files for those in memory."""
         modules: dict[str, dict[str, str]] = {}
         for name, spec in self._stored.specs.items():
             if not name.startswith(PREFIX):
@@ -155,6 +156,10 @@ class AdapterReader:
             if target in self.replaced:
                 raise _twice(target, name)
             self.replaced[target] = name
+        return modules
+
+    def _set_changes(self, modules: Mapping[str, Mapping[str, str]], in_file: Mapping[str, str]) -> None:
+        """Set what the factors of these modules change of the base."""
         stacks: dict[str, list[str]] = {}
         tied: Mapping[str, str] = {}
         heads: dict[str, str] = {}

@@ -7,7 +7,7 @@ written last. `torch_dist/writer.py` is the inverse.
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -80,32 +80,27 @@ class TorchDistReader(MegatronDirectory):
 
     `specs` are the model's tensors and `optimizer_specs` the optimizer's (`optimizer.state.exp_avg.<parameter>` if it
     is stored by parameter); `chunks` serves both. Opening reads `.metadata`, the headers of towers, and the arguments
-    if the optimizer is in buckets. `container` and `complete` are for fsdp_dtensor, which differs in the file that
-    marks a complete checkpoint.
+    if the optimizer is in buckets.
 
     Raises DamagedCheckpoint where files, boxes or sizes contradict each other, UnsafePickle for a pickle that asks for
     anything but Megatron's and PyTorch's classes.
     """
 
+    container = "torch_dist"
     encodings: Mapping[str, Encoding] = {}
 
-    def __init__(
-        self,
-        path: Path,
-        iteration: int | None = None,
-        hints: Hints = NO_HINTS,
-        *,
-        container: str = "torch_dist",
-        complete: Callable[[Path], bool] = has_marker,
-    ) -> None:
-        inner = [path / name for name in INNER if iteration is None and complete(path / name)]
+    complete = staticmethod(has_marker)
+    """Whether a directory is a complete checkpoint."""
+
+    def __init__(self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> None:
+        inner = [path / name for name in INNER if iteration is None and self.complete(path / name)]
         top = inner[0] if inner else path
         check_link(top, path)
-        self.path: Path = find_iteration(top, iteration, complete)
-        self.container, self.hints = container, hints
+        self.path: Path = find_iteration(top, iteration, self.complete)
+        self.hints = hints
         index = dcp.read_index(self.path)
         beside = path / "optimizer" / VERL
-        self._optimizer_beside = beside if self.path == path / "model" / VERL and complete(beside) else None
+        self._optimizer_beside = beside if self.path == path / "model" / VERL and self.complete(beside) else None
         if self._optimizer_beside:
             check_link(beside, path)
             of_run = dcp.read_index(beside)
@@ -115,7 +110,7 @@ class TorchDistReader(MegatronDirectory):
         self._set_up(index)
 
     def _set_up(self, index: dcp.Index) -> None:
-        """Set everything that follows from what is stored. `path`, `container`, `hints` and what `args` needs are set
+        """Set everything that follows from what is stored. `path`, `hints` and what `args` needs are set
         before."""
         self._index = index
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
