@@ -120,7 +120,7 @@ def is_tokenizer(name: str) -> bool:
     return kind_of(name) is TOKENIZER and name not in ("special_tokens_map.json", "added_tokens.json")
 
 
-def needed(hints: Hints, own: Companions) -> Hints:
+def needed_hints(hints: Hints, own: Companions) -> Hints:
     """What a checkpoint with its `own` companions takes from a reference. Without a config.json: everything, but not
     the tokenizer if it has one. With a config.json and no tokenizer: the files that it lacks, and no towers. With both:
     nothing. The result's `companions` are those that it then has; None means its own."""

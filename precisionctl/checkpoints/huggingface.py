@@ -12,7 +12,7 @@ from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints import encodings_file, numbered_optimizer
 from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
 from precisionctl.checkpoints.chunks import Chunk, read_tensor
-from precisionctl.checkpoints.companions import needed, read_companions
+from precisionctl.checkpoints.companions import needed_hints, read_companions
 from precisionctl.checkpoints.config_json import config_of_values, write_beside
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.methods import decoded_weights
@@ -49,10 +49,10 @@ from precisionctl.untrusted.safe_json import parse_json
 def recognise(path: Path) -> bool:
     """A directory with a config.json and files of weights (or an index that names some). An adapter's may be those of
     its base."""
-    return (path / "config.json").exists() and is_of_weights(path)
+    return (path / "config.json").exists() and has_weight_files(path)
 
 
-def is_of_weights(path: Path) -> bool:
+def has_weight_files(path: Path) -> bool:
     """Whether a directory has files of weights, which are no adapter's."""
     return not (path / "adapter_config.json").exists() and file_format_of(path) is not None
 
@@ -70,11 +70,12 @@ class HuggingFaceReader:
     layout: Layout = "hf"
 
     def __init__(self, path: Path, hints: Hints = NO_HINTS) -> None:
-        """Companions are those of a reference where they are `needed`; config.json is its own if it has one."""
+        """Companions are those of a reference where they are needed (`needed_hints`); config.json is its own if it has
+        one."""
         self.path = path
         self._file_format = file_format_of(path) or SAFETENSORS
         self.own_companions = read_companions(path)
-        self.companions = needed(hints, self.own_companions).companions or self.own_companions
+        self.companions = needed_hints(hints, self.own_companions).companions or self.own_companions
         where = self.companions.config_path
         self.config = _with_quantization(parse_json(self.companions.files["config.json"], where), path)
         # Where config.json names another file to transformers, that and engines would read two models

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from precisionctl.architectures.families import read_model
 from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints, Reader
-from precisionctl.checkpoints.companions import needed, read_companions
+from precisionctl.checkpoints.companions import needed_hints, read_companions
 from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import CheckpointError
 from precisionctl.fp8 import sidecar
@@ -43,7 +43,7 @@ class TrainerDirectory:
     @property
     def companions(self) -> Companions:
         """The companion files beside the checkpoint, or those of a reference that it needs."""
-        return needed(self._hints, self.own_companions).companions or self.own_companions
+        return needed_hints(self._hints, self.own_companions).companions or self.own_companions
 
     @cached_property
     def model(self) -> ModelShape:

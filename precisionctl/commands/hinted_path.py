@@ -46,7 +46,7 @@ class HintedPath:
 
 
 def open_hinted(given: HintedPath) -> Reader:
-    """Open a checkpoint with the user's hints about it. `companions.needed` says what is used of a reference. Raises
+    """Open a checkpoint with the user's hints about it. `needed_hints` says what is used of a reference. Raises
     RecipeError for hints that contradict the checkpoint and for other hints that it does not need, DamagedCheckpoint
     for a reference whose config.json describes no model, and as `open_checkpoint`."""
     reference, companions, towers = given.reference, None, None

@@ -16,7 +16,7 @@ LATEST = ("latest", "latest_universal")
 """Files that name the newest checkpoint of a folder."""
 
 
-def directory_of(path: Path, iteration: int | None = None) -> Path | None:
+def step_directory(path: Path, iteration: int | None = None) -> Path | None:
     """The directory with a checkpoint's files: in `path` that of `iteration`; without one `path` itself, or
     in it the directory that `latest` names. None if there is none."""
     if iteration is None and (has_model_states(path) or is_universal(path)):
@@ -39,7 +39,7 @@ def recognise(path: Path) -> bool:
     Trainer also has weights: then it is read as those, and a step must be named to read DeepSpeed's."""
     if not path.is_dir() or is_hugging_face(path):
         return False
-    return directory_of(path) is not None or any(map(has_model_states, path.glob("global_step*")))
+    return step_directory(path) is not None or any(map(has_model_states, path.glob("global_step*")))
 
 
 class DeepSpeedReader(SavedStatesReader):
@@ -51,11 +51,11 @@ class DeepSpeedReader(SavedStatesReader):
     """
 
     def __init__(self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> None:
-        directory = directory_of(path, iteration)
+        directory = step_directory(path, iteration)
         if directory is None:
             which = "the newest checkpoint" if iteration is None else f"global_step{iteration}"
             do = "Give the directory of a step, such as global_step100."
-            if directory_of(path) == path:
+            if step_directory(path) == path:
                 do = "Leave --iteration out: there is only this one."
             raise CheckpointError(f"{which} is not there", where=path, do=do)
         check_link(directory, path)

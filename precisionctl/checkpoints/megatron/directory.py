@@ -17,7 +17,7 @@ from precisionctl.architectures.megatron_args import (
 from precisionctl.architectures.wrappers import TOWERS, beside_towers
 from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints
 from precisionctl.checkpoints.chunks import Chunked
-from precisionctl.checkpoints.companions import is_tokenizer, needed, read_companions
+from precisionctl.checkpoints.companions import is_tokenizer, needed_hints, read_companions
 from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, as_states, decode
 from precisionctl.checkpoints.megatron.keys import BRIDGE_TOKENIZER, COMPANIONS, VERL, VERL_COMPANIONS
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, OUTPUT
@@ -162,12 +162,12 @@ class MegatronDirectory(ABC):
     @property
     def companions(self) -> Companions:
         """The checkpoint's own companion files, or those of a reference that it needs."""
-        return needed(self.hints, self.own_companions).companions or self.own_companions
+        return needed_hints(self.hints, self.own_companions).companions or self.own_companions
 
     @cached_property
     def towers(self) -> Chunked:
         """A wrapper's towers, by their names in a plan: from where its companion files are."""
-        return needed(self.hints, self.own_companions).towers or stored_towers(self.path)
+        return needed_hints(self.hints, self.own_companions).towers or stored_towers(self.path)
 
     @cached_property
     def model(self) -> ModelShape:

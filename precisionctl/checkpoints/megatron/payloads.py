@@ -48,7 +48,7 @@ class SavedPayload(NamedTuple):
         return self.module if self.expert is None else f"{self.module}.{self.expert}"
 
 
-def bytes_of(value: Any, where: str) -> bytes:
+def payload_bytes(value: Any, where: str) -> bytes:
     """The bytes of the payload in an unpickled object: a tensor of bytes, or a file of TE 0.12 to 1.13. The plain
     objects of TE up to 0.5 are serialized to such a file; None gives no bytes. Raises DamagedCheckpoint for anything
     else."""

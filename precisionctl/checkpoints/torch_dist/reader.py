@@ -36,7 +36,7 @@ from precisionctl.checkpoints.megatron.logical import (
     of_optimizer,
 )
 from precisionctl.checkpoints.megatron.parameter_order import EVERY_KIND, Modules
-from precisionctl.checkpoints.megatron.payloads import SavedPayload, bytes_of
+from precisionctl.checkpoints.megatron.payloads import SavedPayload, payload_bytes
 from precisionctl.checkpoints.megatron.provider import described_args
 from precisionctl.checkpoints.megatron.towers import with_towers
 from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack
@@ -239,7 +239,7 @@ class TorchDistReader(MegatronDirectory):
             begin = found.offset - span.offset
             payload = archive[begin : begin + found.nbytes]
         else:
-            payload = bytes_of(self.read_object(key), key)
+            payload = payload_bytes(self.read_object(key), key)
         if not payload:
             self._empty = archive
         return payload

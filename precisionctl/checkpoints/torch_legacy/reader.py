@@ -23,7 +23,7 @@ from precisionctl.checkpoints.chunks import Box, Chunk, chunk_files, shard_boxes
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, count_experts, find_iteration, iteration_of
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, OUTPUT
-from precisionctl.checkpoints.megatron.payloads import SavedPayload, bytes_of
+from precisionctl.checkpoints.megatron.payloads import SavedPayload, payload_bytes
 from precisionctl.checkpoints.megatron.towers import with_towers
 from precisionctl.checkpoints.te_tensors import LocatedFp8Weight
 from precisionctl.checkpoints.torch_legacy.buckets import FILE as BUCKETS
@@ -305,7 +305,7 @@ class LegacyReader(MegatronDirectory):
             for name, value in entries.items():
                 if EXTRA_STATE not in name or (isinstance(value, LocatedTensor) and not value.nbytes):
                     continue
-                if data := bytes_of(_read(value, rank.path), f"{rank.path}: {name}"):
+                if data := payload_bytes(_read(value, rank.path), f"{rank.path}: {name}"):
                     yield SavedPayload(name, data, str(rank.path), rank.expert if name.endswith(_GROUPED) else None)
 
 

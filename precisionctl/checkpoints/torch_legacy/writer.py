@@ -26,7 +26,7 @@ from precisionctl.checkpoints.megatron.logical import EMBEDDING, OPTIMIZER, OUTP
 from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
 from precisionctl.checkpoints.torch_legacy.names import renumbered
 from precisionctl.checkpoints.torch_legacy.optimizer import optimizer_state
-from precisionctl.checkpoints.torch_legacy.rank_directories import FILE, directory_name, places
+from precisionctl.checkpoints.torch_legacy.rank_directories import FILE, places, rank_directory
 from precisionctl.checkpoints.torch_legacy.rank_shards import cut_for
 from precisionctl.checkpoints.torch_zip_writer import Archive, Blank
 from precisionctl.errors import MappingError, ShapeMismatch
@@ -97,7 +97,7 @@ class LegacyWriter:
         of_place: dict[tuple[int, int], _TensorRanks] = {}
         for tensor, stage, expert in places(parallelism):
             new = _TensorRanks(stage, expert, [{} for _ in range(parallelism.virtual)])
-            path = directory / directory_name(tensor, stage, expert, parallelism) / FILE
+            path = directory / rank_directory(tensor, stage, expert, parallelism) / FILE
             of_place.setdefault((stage, expert), new).paths[tensor] = path
         self._ranks = list(of_place.values())
         self._of_stage: dict[int, list[_TensorRanks]] = {}
