@@ -11,10 +11,9 @@ import pytest
 import torch
 from conversions import run, tree
 
-from precisionctl.checkpoints import companions
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.companions import KINDS, TEMPLATES, TOKENIZER, kind_of, read_companions
-from precisionctl.checkpoints.huggingface import config_of_values
+from precisionctl.checkpoints.config_json import config_of_values
 from precisionctl.checkpoints.megatron.keys import COMPANIONS as COMPANIONS_OF_MEGATRON
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
@@ -22,7 +21,7 @@ from precisionctl.commands.request import Request
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import TensorSpec
-from precisionctl.untrusted import safe_files
+from precisionctl.untrusted import safe_files, safe_json
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "companions.md"
 
@@ -189,14 +188,14 @@ def test_json_that_is_no_object_of_a_sane_size_is_damage(
     monkeypatch: pytest.MonkeyPatch, data: bytes, why: str
 ) -> None:
     if "parts" in why:
-        monkeypatch.setattr(companions, "_MOST_PARTS", 20)
+        monkeypatch.setattr(safe_json, "_MOST_PARTS", 20)
     with pytest.raises(DamagedCheckpoint, match=why):
-        companions.parse_json(data, "config.json")
+        safe_json.parse_json(data, "config.json")
 
 
 def test_json_up_to_the_limits_is_read_and_a_key_may_be_repeated() -> None:
-    assert companions.parse_json(b'{"a": [1], "a": [1]}', "") == {"a": [1]}
-    assert companions.parse_json(nested(100), "") == json.loads(nested(100))
+    assert safe_json.parse_json(b'{"a": [1], "a": [1]}', "") == {"a": [1]}
+    assert safe_json.parse_json(nested(100), "") == json.loads(nested(100))
 
 
 TRAVEL = (

@@ -89,6 +89,9 @@ def test_a_step_of_accelerates_fsdp_with_a_config_beside_it(tmp_path: Path) -> N
     assert_is(load_file(tmp_path / "out" / "model.safetensors"), live)
     with pytest.raises(UnknownFormat, match="without its model"):
         open_checkpoint(tmp_path / "checkpoint-3" / "optimizer_0")
+    for path in (tmp_path / "checkpoint-3", tmp_path / "checkpoint-3" / "pytorch_model_fsdp_0"):
+        with pytest.raises(CheckpointError, match="no iterations to choose from"):
+            open_checkpoint(path, 5)
 
 
 def in_titan(name: str) -> str:

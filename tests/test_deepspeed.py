@@ -214,8 +214,11 @@ def test_an_iteration_is_chosen_by_its_number(tmp_path: Path, llama: Path) -> No
     hints = Hints(companions=read_companions(llama))
     for iteration, step in ((None, 6), (3, 3), (6, 6)):
         assert open_checkpoint(tmp_path / "run", iteration, hints).iteration == step
-    with pytest.raises(DamagedCheckpoint, match="global_step5 is not there"):
+    with pytest.raises(CheckpointError, match="global_step5 is not there"):
         open_checkpoint(tmp_path / "run", 5, hints)
+    for iteration in (5, 6):
+        with pytest.raises(CheckpointError, match="Leave --iteration out: there is only this one"):
+            open_checkpoint(tmp_path / "run" / "global_step6", iteration, hints)
 
 
 def test_it_asks_for_the_config_that_it_does_not_have(tmp_path: Path, llama: Path) -> None:
@@ -373,5 +376,5 @@ def test_universal_masters_that_the_model_has_are_held_against_it(tmp_path: Path
     (directory / "zero" / "lm_head.weight" / "exp_avg_old.pt").touch()
     assert "exp_avg_old.pt" in read(directory, llama).unread
     torch.save({"param": states["fp32"]["lm_head.weight"] + 1}, directory / "zero" / "lm_head.weight" / "fp32.pt")
-    with pytest.raises(DamagedCheckpoint, match="masters are not those of the weights, `lm_head.weight`"):
+    with pytest.raises(DamagedCheckpoint, match="masters are not those of the weights: 1 of .*, `lm_head.weight`"):
         read(directory, llama)

@@ -11,7 +11,7 @@ from te_pickles import NOTHING, empty_file, of_module
 from te_states import EMPTY, OTHER_FORMS, OTHERS, PAYLOADS, RECIPES, trained
 
 from precisionctl import doctor
-from precisionctl.checkpoints.megatron.payloads import bytes_of
+from precisionctl.checkpoints.megatron.payloads import payload_bytes
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
 from precisionctl.commands.plan_command import plan_command
@@ -82,8 +82,8 @@ def test_payloads_without_state_are_not(name):
 
 
 def test_every_file_is_refused_and_nothing_is_not():
-    assert refused(bytes_of(empty_file(), "here"))
-    assert not any(refused(bytes_of(value, "here")) for value in NOTHING.values())
+    assert refused(payload_bytes(empty_file(), "here"))
+    assert not any(refused(payload_bytes(value, "here")) for value in NOTHING.values())
 
 
 def megatron(tmp_path: Path, **options) -> Path:

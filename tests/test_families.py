@@ -215,6 +215,22 @@ def test_arguments_with_junk_in_them_are_a_model_or_one_error(data: st.DataObjec
         assert from_megatron_args(args | junk, 256, "args")
 
 
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("gemma3", "sliding_window_pattern"),
+        ("qwen2-moe", "max_window_layers"),
+        ("cohere2-moe", "sliding_window_pattern"),
+        ("smollm3", "use_sliding_window"),
+    ],
+)
+def test_what_says_no_number_of_layers_is_an_error_in_the_file_that_it_is_in(family: str, key: str) -> None:
+    config = {**CONFIGS[family], "sliding_window": 4, "use_sliding_window": True, "layer_types": None, key: "two"}
+    with pytest.raises(DamagedCheckpoint, match=key) as error:
+        from_hf_config(config, "here/config.json")
+    assert error.value.where == "here/config.json"
+
+
 def test_biases_that_megatrons_one_switch_would_give_to_experts_are_refused(tmp_path: Path) -> None:
     reader = opened(tmp_path, "qwen3-moe", attention_bias=True)
     make_plan(reader, "hf")

@@ -18,9 +18,10 @@ from transformers import AutoModel, AutoModelForCausalLM
 from precisionctl.checkpoints.dcp import Index, read_index, write_index
 from precisionctl.checkpoints.foreign import TENSORS, UNREAD
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import UnknownFormat
+from precisionctl.errors import MissingTensor, UnknownFormat
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import DelayedScaling, Fp8States
+from precisionctl.planning.make_plan import make_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -146,6 +147,13 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "a config alone": (files("config.json"), "config without weights", "no weights beside it"),
     "weights alone": (files("model.safetensors"), "weights without a config", "enough. Or copy config.json there"),
 }
+
+
+def test_weights_without_a_tensor_have_no_wrapper_in_their_names(tmp_path: Path) -> None:
+    pico.save(tmp_path, "llama-2")
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(MissingTensor):
+        make_plan(open_checkpoint(tmp_path), "hf")
 
 
 @pytest.mark.parametrize("name", MADE)

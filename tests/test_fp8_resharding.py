@@ -307,11 +307,11 @@ def test_a_torch_checkpoint_whose_ranks_differ_is_merged(tmp_path):
 
 
 def test_a_rank_s_payload_is_of_its_own_experts(tmp_path):
-    state = of_experts(8, unused=True)
-    whole = grouped_payloads(Fp8States(RECIPE, {LINEAR: state}), 2, 2, 3)[f"{LINEAR}._extra_state"]
+    state = of_experts(9, unused=True)
+    whole = grouped_payloads(Fp8States(RECIPE, {LINEAR: state}), 2, 1, 3, 3)[f"{LINEAR}._extra_state"]
     seen = unpickled(whole.numpy().tobytes())
     assert seen["extra_fp8_variables"]["num_gemms"] == 3
-    held = Fp8State({role: RoleState(p.scale[2:5], p.amax_history[2:5]) for role, p in state.roles.items()})
+    held = Fp8State({role: RoleState(p.scale[3:6], p.amax_history[3:6]) for role, p in state.roles.items()})
     assert seen["scale_fwd"].tolist() == as_te_stacks(held, "gemm")["scale_fwd"].tolist()
 
 
@@ -415,6 +415,30 @@ def test_a_file_that_is_not_understood_is_written_back_as_the_file_that_it_was(t
         found = written(found, tmp_path / str(number), container, Parallelism(), found.fp8, 2)
     saved = torch.load(tmp_path / "1" / "release" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
     assert saved["model"][name].getvalue() == file.getvalue()
+
+
+def test_a_grouped_linear_s_payload_that_is_not_understood_comes_back_to_its_own_rank(tmp_path):
+    source = model(tmp_path, "mixtral")
+    kept = {f"{LINEAR}.rank{rank}": torch.frombuffer(bytearray(pickled([rank])), dtype=torch.uint8) for rank in (0, 1)}
+    states = Fp8States(RECIPE, {}, kept, of_weights="these")
+
+    def stored(rank: int) -> dict[str, bytes]:
+        file = found.path / f"mp_rank_00_{rank:03}" / "model_optim_rng.pt"
+        saved = torch.load(file, weights_only=False)["model"]
+        return {name: value.numpy().tobytes() for name, value in saved.items() if name.startswith(f"{LINEAR}._extra")}
+
+    found = source
+    for number, (container, ranks) in enumerate((("torch", 2), ("torch_dist", 2), ("torch", 1), ("torch", 2))):
+        found = written(found, tmp_path / str(number), container, Parallelism(expert=ranks), states, 2)
+        assert found.fp8 is not None
+        assert {name: data.tolist() for name, data in found.fp8.raw.items()} == {
+            name: data.tolist() for name, data in kept.items()
+        }
+        states = found.fp8
+        if container == "torch" and ranks == 2:
+            assert [stored(rank) for rank in (0, 1)] == [{f"{LINEAR}._extra_state": pickled([rank])} for rank in (0, 1)]
+    for writing in (payloads_of(states, 2, 2), grouped_payloads(states, 2, 0, 1, 4)):
+        assert not writing  # nothing would load it
 
 
 @pytest.mark.parametrize("container", ["torch", "torch_dist"])

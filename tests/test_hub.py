@@ -17,7 +17,7 @@ from local_hub import LocalHub
 
 from precisionctl import api
 from precisionctl.checkpoints import hub as hub_module
-from precisionctl.checkpoints.hub import HubName, needed
+from precisionctl.checkpoints.hub import HubName, needed_files
 from precisionctl.checkpoints.safetensors_file import read_header
 from precisionctl.cli import main
 from precisionctl.cli.group import Command
@@ -246,12 +246,12 @@ def test_of_a_tokenizer_no_weights_are_downloaded(hub: LocalHub) -> None:
 def test_pickles_come_only_where_there_is_nothing_else() -> None:
     beside = ["config.json", "tokenizer.json", "model.py", "training_args.bin", "optimizer.pt"]
     pickles = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"]
-    assert set(needed([*beside, *pickles], "")) == {"config.json", "tokenizer.json", *pickles}
+    assert set(needed_files([*beside, *pickles], "")) == {"config.json", "tokenizer.json", *pickles}
     for safe in ("model.safetensors", "adapter_model.safetensors"):
-        assert set(needed([*beside, *pickles, safe], "")) == {"config.json", "tokenizer.json", pickles[2], safe}
-    assert "consolidated.safetensors" not in needed(["model.safetensors", "consolidated.safetensors"], "")
-    assert needed(["consolidated.safetensors"], "") == ["consolidated.safetensors"]
-    assert "precisionctl/fp8_state.safetensors" in needed(
+        assert set(needed_files([*beside, *pickles, safe], "")) == {"config.json", "tokenizer.json", pickles[2], safe}
+    assert "consolidated.safetensors" not in needed_files(["model.safetensors", "consolidated.safetensors"], "")
+    assert needed_files(["consolidated.safetensors"], "") == ["consolidated.safetensors"]
+    assert "precisionctl/fp8_state.safetensors" in needed_files(
         ["model.safetensors", "precisionctl/fp8_state.safetensors"], ""
     )
 
@@ -260,7 +260,7 @@ def test_named_chat_templates_come_and_nothing_else_of_their_folder_or_of_others
     folder = "additional_chat_templates"
     others = [f"{folder}/README.md", f"{folder}/deeper/rag.jinja", f"{folder}/config.json", "other/rag.jinja"]
     names = ["model.safetensors", f"{folder}/tool_use.jinja"]
-    assert needed([*names, *others], "") == names
+    assert needed_files([*names, *others], "") == names
 
 
 def test_a_path_that_is_there_wins_and_one_in_a_folder_that_is_there_is_no_name(tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_a_fault_of_ours_is_not_told_as_the_hub_s_and_an_answer_that_is_no_json_
         return call
 
     with monkeypatch.context() as ours:
-        ours.setattr(hub_module, "needed", raises(TypeError("of ours")))
+        ours.setattr(hub_module, "needed_files", raises(TypeError("of ours")))
         with pytest.raises(TypeError, match="of ours"):
             api.download("org/model")
     for strange in ({"rfilename": 5}, {"rfilename": "config.json", "sha": 5}):

@@ -147,6 +147,14 @@ def test_routers_that_choose_experts_otherwise_are_refused(balancing):
         from_megatron_args(args | {"moe_router_load_balancing_type": balancing}, 256, "args")
 
 
+def test_groups_of_experts_need_no_number_of_chosen_experts():
+    """megatron/training/arguments.py: --moe-router-topk is 2 by default."""
+    args = to_megatron_args(shape("deepseek-v3").padded(1)) | {"moe_router_group_topk": 1}
+    said = from_megatron_args(args | {"moe_router_topk": 2}, 256, "args", "deepseek_v3")
+    del args["moe_router_topk"]
+    assert from_megatron_args(args, 256, "args", "deepseek_v3") == said
+
+
 def test_a_gpt_with_rotary_embeddings_is_a_gpt_neox_of_one_block_after_the_other():
     """Megatron has no argument for blocks beside each other: those of a Pythia describe another model, as they do to
     Megatron-Core, unless config.json says more."""

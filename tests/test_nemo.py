@@ -107,6 +107,12 @@ def test_an_unpacked_directory_is_the_same(tmp_path: Path, write: Write) -> None
     assert packed.files == [tmp_path / "model.nemo"] and packed.path == tmp_path / "model.nemo"
 
 
+@pytest.mark.parametrize("write", [in_torch_dist, in_ckpt])
+def test_it_has_no_iterations(tmp_path: Path, write: Write) -> None:
+    with pytest.raises(CheckpointError, match="no iterations to choose from"):
+        open_checkpoint(unpacked(tmp_path, "mistral", write), 99)
+
+
 def test_the_reference_says_how_far_the_vocabulary_is_padded(tmp_path: Path) -> None:
     path = nemo_files.pack(unpacked(tmp_path, "mistral", in_torch_dist, rows=256), tmp_path / "model.nemo")
     conversions.run(path, tmp_path / "out", "hf", reference=tmp_path / "hf", workers=1)

@@ -1,6 +1,7 @@
 """Every kind of row that a family has: `split` is the inverse of `merge`, and lowering moves what the row moves."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,14 @@ from torch import Tensor
 
 from precisionctl.architectures.families import architecture_of, supported
 from precisionctl.architectures.param_map import Architecture, Either, Row
-from precisionctl.architectures.rearrangements import QKV
+from precisionctl.architectures.rearrangements import (
+    KEY_PAIRS,
+    QKV,
+    Alternating,
+    Joined,
+    Rearrangement,
+    RotaryPairs,
+)
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.model_parts import MLA, HyperConnections, MoE
 from precisionctl.model_shape import ModelShape
@@ -131,6 +139,8 @@ def apply(
 class PaddedInFront:
     """Two rows of zeros before each row of the table, as of positions that begin with an offset."""
 
+    moves_single_rows = False
+
     def merge(self, parts: Sequence[Any], model: ModelShape) -> Any:
         (values,) = parts
         zeros = values[:1] * 0
@@ -142,6 +152,19 @@ class PaddedInFront:
 
     def is_row_permutation(self, model: ModelShape) -> bool:
         return True
+
+
+@pytest.mark.parametrize("moved", [Alternating(), RotaryPairs(QKV), Joined(KEY_PAIRS)], ids=repr)
+def test_row_numbers_move_as_values_do_also_one_by_one(moved: Rearrangement) -> None:
+    model = replace(MODEL, kv_channels=4, mla=MLA(None, 6, 2, 4, 2))
+    count = 8 * model.num_query_groups * 2
+    numbers = np.arange(count)[:, None]
+    parts = moved.split(numbers, model)
+    values = moved.split(torch.from_numpy(numbers), model)
+    assert moved.moves_single_rows and moved.is_row_permutation(model)
+    assert [part.tolist() for part in parts] == [part.tolist() for part in values]
+    assert sum(part[:-1, 0].tolist() != (part[1:, 0] - 1).tolist() for part in parts)
+    assert moved.merge(parts, model).tolist() == moved.merge(values, model).tolist() == numbers.tolist()
 
 
 def test_rows_of_zeros_may_be_anywhere() -> None:

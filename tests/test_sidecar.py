@@ -253,5 +253,5 @@ def test_metadata_of_endless_parts_is_refused_before_it_is_parsed(tmp_path: Path
     path = tmp_path / "state"
     header = json.dumps({"__metadata__": {"precisionctl": "[" + "[]," * 1_000_000 + "0]"}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(DamagedCheckpoint, match="metadata is not JSON"):
+    with pytest.raises(DamagedCheckpoint, match="metadata is too long"):
         sidecar.read(path)

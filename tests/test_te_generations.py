@@ -18,7 +18,7 @@ from te_pickles import (
 )
 from te_states import same
 
-from precisionctl.checkpoints.megatron.payloads import bytes_of
+from precisionctl.checkpoints.megatron.payloads import payload_bytes
 from precisionctl.errors import NotUnderstood
 from precisionctl.fp8.extra_state import decode_payload, read_payload
 from precisionctl.fp8.extra_state_writer import encode_payload
@@ -66,7 +66,7 @@ def known_of(recipe, version):
 @given(made=made())
 def test_a_module_s_state_of_every_version_is_read_number_for_number(version, made):
     recipe, state = made
-    payload = read_payload(bytes_of(of_module(state, recipe, version), "here"), "here")
+    payload = read_payload(payload_bytes(of_module(state, recipe, version), "here"), "here")
     expected = as_kept(state, recipe) if version < (0, 6) else state
     assert same(payload.state("here"), expected)
     if version >= (0, 3):  # a list of 0.1 and 0.2 does not tell its format either
@@ -103,14 +103,14 @@ def test_attention_s_state_is_read_number_for_number(layout, version, made):
     fresh = RoleState.fresh(recipe.amax_history_len)
     kept = Fp8State({**state.roles, UNUSED: fresh})
     forward, backward = layout
-    data = bytes_of(of_module(kept, recipe, version, forward, backward, gemms=3), "here")
+    data = payload_bytes(of_module(kept, recipe, version, forward, backward, gemms=3), "here")
     _, read = decode_payload(data, "here")
     assert same(read, Fp8State({role: state.roles[role] for role in ATTENTION if role in forward + backward}))
 
 
 @pytest.mark.parametrize("value", [*NOTHING.values(), empty_file()], ids=[*NOTHING, "0.12 to 1.13"])
 def test_modules_without_state_leave_nothing(value):
-    assert read_payload(bytes_of(value, "here"), "here") is None
+    assert read_payload(payload_bytes(value, "here"), "here") is None
 
 
 def test_megatron_s_subclass_of_the_recipe_is_the_recipe():
@@ -125,7 +125,7 @@ def test_a_buffer_s_index_of_te_1_6_is_left_out_of_what_is_written():
     add_fp8_tensors_to_global_buffer)."""
 
     recipe, state = DelayedScaling(amax_history_len=2), Fp8State.fresh(2)
-    old = bytes_of(of_module(state, recipe, (1, 6)), "here")
+    old = payload_bytes(of_module(state, recipe, (1, 6)), "here")
     found, read = decode_payload(old, "here")
     for te in (1, 2):
         kept = unpickled(encode_payload(read, found, te))["extra_fp8_variables"]
@@ -135,6 +135,6 @@ def test_a_buffer_s_index_of_te_1_6_is_left_out_of_what_is_written():
 def test_two_gemms_are_not_understood():
     recipe = DelayedScaling(amax_history_len=2)
     state = Fp8State.fresh(2)
-    data = bytes_of(of_module(state, recipe, (2, 20), ROLES[:3] * 2, ROLES[3:] * 2, gemms=2), "here")
+    data = payload_bytes(of_module(state, recipe, (2, 20), ROLES[:3] * 2, ROLES[3:] * 2, gemms=2), "here")
     with pytest.raises(NotUnderstood, match="2 GEMMs"):
         decode_payload(data, "here")

@@ -36,7 +36,7 @@ def test_a_tensor_is_found_wherever_its_archive_stands_in_a_file(tmp_path_factor
     archive = saved(tensor)
     path = tmp_path_factory.mktemp("zip") / "file"
     path.write_bytes(b"?" * offset + archive + b"behind")
-    located = torch_zip.locate(Span(path, offset, len(archive)))
+    located = torch_zip.one_tensor(Span(path, offset, len(archive)))
     assert (located.dtype.torch, located.shape) == (dtype, tuple(shape))
     data = path.read_bytes()[located.offset :][: tensor.nbytes]
     assert torch.equal(torch.frombuffer(bytearray(data), dtype=dtype).view(shape), tensor)
@@ -61,7 +61,7 @@ def test_a_record_of_more_than_four_gibibytes_is_found_too(tmp_path):
         file.seek(record.nbytes, io.SEEK_CUR)
         file.write(record.tail)
     assert record.nbytes == 5 << 30
-    assert torch_zip.locate(Span(path, 0, record.length)).offset == len(record.head)
+    assert torch_zip.one_tensor(Span(path, 0, record.length)).offset == len(record.head)
 
 
 class AroundHoles(io.RawIOBase):
@@ -177,7 +177,7 @@ def test_only_a_plain_contiguous_tensor_is_taken_for_one(tmp_path, value):
     path = tmp_path / "file"
     path.write_bytes(saved(value))
     with pytest.raises((DamagedCheckpoint, UnsafePickle)):
-        torch_zip.locate(Span(path, 0, path.stat().st_size))
+        torch_zip.one_tensor(Span(path, 0, path.stat().st_size))
 
 
 def test_objects_load_as_plain_values_and_foreign_ones_as_inert_stand_ins():

@@ -139,7 +139,15 @@ def test_a_link_to_files_of_another_directory_is_refused(tmp_path: Path) -> None
         conversions.run(path, tmp_path / "out", "hf")
 
 
+def test_a_stack_of_no_experts_is_not_left_out(tmp_path: Path) -> None:
+    path, _ = actor(tmp_path, "qwen3-moe", 1)
+    stack = "model.layers.1.mlp.experts.gate_up_proj"
+    rewrite(path / "model_world_size_1_rank_0.pt", lambda state: state.update({stack: torch.ones(0, 4, 4)}))
+    with pytest.raises(DamagedCheckpoint, match=f"`{stack}` is a stack of no experts"):
+        open_checkpoint(path)
+
+
 def test_a_step_is_chosen_by_its_directory(tmp_path: Path) -> None:
     path, _ = actor(tmp_path, "llama-3", 1)
-    with pytest.raises(CheckpointError, match="global_step_4"):
+    with pytest.raises(CheckpointError, match="no iterations to choose from.*a directory of its own, give that"):
         open_checkpoint(path, 4)

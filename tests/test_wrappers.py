@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,15 @@ from tiny_wrappers import MISTRAL_4, WRAPPERS, stored, towers
 from training import make_text, run_with_kills, settings
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from precisionctl.architectures.families import from_hf_config, read_model, table_of
-from precisionctl.architectures.wrappers import TEXT_MODELS
+from precisionctl.architectures.families import architecture_of, from_hf_config, read_model, table_of
+from precisionctl.architectures.wrappers import TEXT_MODELS, wrapped
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion import worker
 from precisionctl.engines.base import engine_named
 from precisionctl.errors import DamagedCheckpoint, MissingTensor, PrecisionError, UnknownArchitecture, UnmappedTensor
+from precisionctl.model_parts import Wrapper
 from precisionctl.param import Parallelism
 from precisionctl.reports import run as report
 from precisionctl.reports.inspect import describe
@@ -442,6 +443,13 @@ def test_whether_the_head_is_the_embedding_is_told_by_the_config_or_by_the_tenso
     assert read_model(config, "config.json", names).tied_embeddings == tied
 
 
+def test_a_word_for_a_switch_is_damage_of_the_file_that_it_is_in() -> None:
+    config = {"model_type": "mistral3", "tie_word_embeddings": "so", "text_config": {"model_type": "mistral"}}
+    with pytest.raises(DamagedCheckpoint, match="tie_word_embeddings") as error:
+        read_model(config, "here/config.json")
+    assert error.value.where == "here/config.json"
+
+
 HOSTILE: dict[str, Any] = {
     "a text model of other names": {"model_type": "gpt2"},
     "a text model of no family": {"model_type": "of_tomorrow"},
@@ -454,6 +462,20 @@ HOSTILE: dict[str, Any] = {
 def test_a_wrapper_around_something_else_is_a_model_without_a_table(text: Any) -> None:
     config = {"model_type": "mistral3", "text_config": text}
     assert isinstance(read_model(config, "config.json", ("vision_tower.a",)), UntabledModel)
+
+
+def test_of_a_family_all_but_names_is_the_wrappers_too() -> None:
+    for family in map(architecture_of, ("nemotron_h", "gemma4_text", "qwen2")):
+        wrapper = Wrapper("mistral3", "language_model.model.", "language_model.lm_head.")
+        kept = {f.name for f in fields(family)} - {"rows", "config", "aliases", "derived"}
+        table = wrapped(family, wrapper)
+        assert "behind" in kept and all(getattr(table, name) == getattr(family, name) for name in kept)
+
+
+@pytest.mark.parametrize("kind", [["llama"], {}, None, 7])
+def test_a_text_model_of_a_wrapper_without_a_table_may_have_no_name(kind: Any) -> None:
+    config = {"model_type": "foo_vl", "text_config": {"model_type": kind}}
+    assert isinstance(read_model(config), UntabledModel)
 
 
 @pytest.mark.parametrize("text", [7, [], {"model_type": []}, {"model_type": "mistral", "hidden_size": -1}])

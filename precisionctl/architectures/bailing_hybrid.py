@@ -75,7 +75,7 @@ _UNLISTED = all_but_every(6, "layer_group_size")
 def _read_kda(config: Config, where: object) -> Fields:
     listed = listed_layers(config, KINDS, where)
     if listed is None:
-        listed = _UNLISTED(config, layers(config, where))
+        listed = _UNLISTED(config, layers(config, where), where)
     said = {"head_dim": 128, "short_conv_kernel_size": 4} | dict(config)
     heads, head, taps = (size({first: said.get(then)} | dict(config), first, where) for first, then in _SAVED.items())
     bounded, bound = is_on(config, "kda_safe_gate", where, absent=True), config.get("kda_lower_bound", -5.0)

@@ -30,11 +30,11 @@ from precisionctl.model_shape import ModelShape
 _DENSE, _PATTERN, _OF_DENSE = "first_k_dense_replace", "sliding_window_pattern", "prefix_dense_sliding_window_pattern"
 
 
-def _local(config: Config, number: int) -> list[bool]:
+def _local(config: Config, number: int, where: object) -> list[bool]:
     said = {_PATTERN: 4, _OF_DENSE: 1} | dict(config)
-    dense = 0 if config.get(_DENSE) in (None, 0) else size(config, _DENSE, "config.json", number)
+    dense = 0 if config.get(_DENSE) in (None, 0) else size(config, _DENSE, where, number)
     lengths = {_OF_DENSE: dense, _PATTERN: number - dense}
-    return [(layer + 1) % size(said, key, "config.json") != 0 for key, each in lengths.items() for layer in range(each)]
+    return [(layer + 1) % size(said, key, where) != 0 for key, each in lengths.items() for layer in range(each)]
 
 
 _LENGTH = 4096  # where none is said

@@ -9,9 +9,13 @@ from precisionctl.model_parts import MOST_LAYERS
 from precisionctl.model_shape import ModelShape
 from precisionctl.sizes import counted
 
+Local = Callable[[Config, int, object], list[bool]]
+"""From a config.json, the number of layers and the place for errors: whether each layer has the window where no list
+says so. Raises DamagedCheckpoint for keys that say no number."""
+
 
 def sliding_window(
-    local: Callable[[Config, int], list[bool]],
+    local: Local,
     switch: str = "",
     absent: int | None = None,
     also: tuple[str, ...] = (),
@@ -19,9 +23,8 @@ def sliding_window(
 ) -> Rule:
     """`sliding_window`, and the layers that it is for: as `layer_types` lists them, else as the family has them.
 
-    `local(config, layers)` says for each layer whether it has the window; `also` are the keys that it reads. `switch`
-    names a key that turns the window on; `absent` is the class's default window. A class that ignores `layer_types` is
-    not `listed`: a list that contradicts it is refused.
+    `also` are the keys that `local` reads. `switch` names a key that turns the window on; `absent` is the class's
+    default window. A class that ignores `layer_types` is not `listed`: a list that contradicts it is refused.
     """
 
     def read(config: Config, where: object) -> Fields:
@@ -30,7 +33,7 @@ def sliding_window(
         if window is None or (switch and not is_on(config, switch, where)):
             return {}
         windows = layers_in_window(config, where, local)
-        if not listed and windows != local(config, len(windows)):
+        if not listed and windows != local(config, len(windows), where):
             what = f"no {config.get('model_type')} known here has a window in the layers that layer_types lists alone"
             raise UnknownArchitecture(what, where=where, do="transformers has it in every layer.")
         if not any(windows):
@@ -49,15 +52,13 @@ def sliding_window(
     return Rule(keys, read, write)
 
 
-def layers_in_window(config: Config, where: object, local: Callable[[Config, int], list[bool]]) -> list[bool]:
+def layers_in_window(config: Config, where: object, local: Local) -> list[bool]:
     """Whether each layer has the window: as `layer_types` lists them, else as the family has them."""
     listed = listed_layers(config, _WINDOWS, where)
-    return local(config, layers(config, where)) if listed is None else listed
+    return local(config, layers(config, where), where) if listed is None else listed
 
 
-def layers_with_window(
-    config: Config, where: object, local: Callable[[Config, int], list[bool]], absent: int
-) -> list[bool]:
+def layers_with_window(config: Config, where: object, local: Local, absent: int) -> list[bool]:
     """As `layers_in_window`, of a class whose window is `absent` where none is said. Raises DamagedCheckpoint for
     layers with a window that is null: transformers makes no mask for them."""
     in_window = layers_in_window(config, where, local)
@@ -110,30 +111,30 @@ def numbered_layers(listed: object, key: str, where: object) -> frozenset[int]:
     return frozenset(listed)
 
 
-def everywhere(config: Config, layers: int) -> list[bool]:
+def everywhere(config: Config, layers: int, where: object) -> list[bool]:
     """True for every layer."""
     return [True] * layers
 
 
-def nowhere(config: Config, layers: int) -> list[bool]:
+def nowhere(config: Config, layers: int, where: object) -> list[bool]:
     return [False] * layers
 
 
-def but_first_of_four(config: Config, layers: int) -> list[bool]:
+def but_first_of_four(config: Config, layers: int, where: object) -> list[bool]:
     """False for the first layer, the fifth, and so on."""
     return [layer % 4 != 0 for layer in range(layers)]
 
 
-def every_other(config: Config, layers: int) -> list[bool]:
+def every_other(config: Config, layers: int, where: object) -> list[bool]:
     """True for the first layer, the third, and so on."""
     return [layer % 2 == 0 for layer in range(layers)]
 
 
-def all_but_every(number: int, key: str = "") -> Callable[[Config, int], list[bool]]:
+def all_but_every(number: int, key: str = "") -> Local:
     """True for every layer but each of this number; `key` may say another one."""
 
-    def local(config: Config, layers: int) -> list[bool]:
-        every = size({key: number} | dict(config), key, "config.json") if key else number
+    def local(config: Config, layers: int, where: object) -> list[bool]:
+        every = size({key: number} | dict(config), key, where) if key else number
         return [(layer + 1) % every != 0 for layer in range(layers)]
 
     return local

@@ -26,7 +26,7 @@ _UNLISTED = all_but_every(4, _INTERVAL)
 
 def _read_layers(config: Config, where: object) -> Fields:
     listed = listed_layers(config, KINDS, where)
-    return {"gdn.layers": tuple(_UNLISTED(config, layers(config, where)) if listed is None else listed)}
+    return {"gdn.layers": tuple(_UNLISTED(config, layers(config, where), where) if listed is None else listed)}
 
 
 def write_layers(model: ModelShape) -> Config:

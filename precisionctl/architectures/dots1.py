@@ -23,7 +23,7 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 
 
-def _after_the_first(config: Config, layers: int) -> list[bool]:
+def _after_the_first(config: Config, layers: int, where: object) -> list[bool]:
     first = config.get("max_window_layers", 62)
     return [first is not None and layer >= first for layer in range(layers)]
 

@@ -4,8 +4,6 @@ three layers of four, the others have no rotary embeddings.
 Trap: without a window, all layers have rotary embeddings.
 """
 
-from collections.abc import Callable
-
 from precisionctl.architectures.config_keys import (
     SILU,
     SIZES,
@@ -18,7 +16,7 @@ from precisionctl.architectures.config_keys import (
     heads,
     tied,
 )
-from precisionctl.architectures.config_layers import all_but_every, layer_types, layers_in_window, sliding_window
+from precisionctl.architectures.config_layers import Local, all_but_every, layer_types, layers_in_window, sliding_window
 from precisionctl.architectures.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
 from precisionctl.architectures.llama_rows import ATTENTION, MLP, ROTARY, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture
@@ -26,7 +24,7 @@ from precisionctl.architectures.rope import rope
 from precisionctl.model_shape import ModelShape
 
 
-def windows(local: Callable[[Config, int], list[bool]], absent: int, also: tuple[str, ...] = ()) -> tuple[Entry, ...]:
+def windows(local: Local, absent: int, also: tuple[str, ...] = ()) -> tuple[Entry, ...]:
     """Layers with a window and rotary embeddings, and layers with neither: arguments as `sliding_window` has them."""
 
     def read(config: Config, where: object) -> Fields:

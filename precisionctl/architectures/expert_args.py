@@ -74,7 +74,7 @@ def read_moe(args: Mapping[str, Any], num_layers: int, biased: bool, mamba: Mamb
         "router_bias": biased,
     }
     if found.get("group_topk"):
-        defaults["group_scores"] = found["topk"] // found["group_topk"]
+        defaults["group_scores"] = found.get("topk", defaults["topk"]) // found["group_topk"]
     one_of(args, "moe_router_score_function", ("softmax", "sigmoid", "sqrtsoftplus", None), None, where)
     if args.get(BALANCING) in ("sinkhorn", "quantile_balancing"):  # these choose experts; others are losses alone
         raise UnknownArchitecture(f"no family known here has Megatron's {BALANCING}={args[BALANCING]}", where=where)

@@ -83,15 +83,16 @@ def read_model(config: Config, where: object = "config.json", stored: Collection
         model = from_hf_config(config, where)
         if model.wrapper:
             return in_directory(model, config, stored)
-        if stored and (kind := _class_for_numbers(config)):
-            what = f"a model with a head for rewards or classes ({kind:.60}), which gives numbers and no tokens"
+        if stored and (head := _class_for_numbers(config)):
+            what = f"a model with a head for rewards or classes ({head:.60}), which gives numbers and no tokens"
             raise UnknownArchitecture(what, where=where, do=_OF_NUMBERS)
         return model
     except UnknownArchitecture as why:
         said = text_part(config)
         text = said if isinstance(said, Mapping) else {}
-        if text.get("model_type") in supported() and not (is_wrapper(config) and _is_refused(text)):
-            do = f"Its text model is a {text['model_type']}, which has a table: docs/foreign.md saves it alone."
+        kind = text.get("model_type")
+        if isinstance(kind, str) and kind in supported() and not (is_wrapper(config) and _is_refused(text)):
+            do = f"Its text model is a {kind}, which has a table: docs/foreign.md saves it alone."
             why = UnknownArchitecture(why.what, where=where, do=f"{do} {why.do}")
         return UntabledModel(str(config["model_type"]), config, why)
 
@@ -169,7 +170,7 @@ def _in_wrapper(config: Config, where: object) -> ModelShape:
         what = f"no table for a `{wrapper.model_type}` around a `{text['model_type']:.60}`"
         raise UnknownArchitecture(what, where=where, do=_NO_TABLE)
     model = from_hf_config(text, where)
-    return dataclasses.replace(model, wrapper=wrapper, tied_embeddings=may_be_tied(config))
+    return dataclasses.replace(model, wrapper=wrapper, tied_embeddings=may_be_tied(config, where))
 
 
 def _shape(fields: dict[str, Any]) -> ModelShape:

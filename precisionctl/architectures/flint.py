@@ -33,7 +33,7 @@ _WIDE_SINKS = tuple(replace(row, keeps_dtype=True) for row in SINKS)
 _SINKS = Either(renamed(_WIDE_SINKS, {".sinks": ".softmax_offset"}), _WIDE_SINKS, second_is="in memory")
 
 
-def _local(config: Config, layers: int) -> list[bool]:
+def _local(config: Config, layers: int, where: object) -> list[bool]:
     return [layer > 1 and layer % 4 != 1 and layer != layers - 1 for layer in range(layers)]
 
 

@@ -86,7 +86,7 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
     `otherwise_in_megatron` names them, and config.json keeps them.
     """
     window = None if model.sliding_window is None else (model.sliding_window - 1, 0)
-    every = model.rotary_base
+    base = model.rotary_base
     args = {name: getattr(model, name) for name in _SAME_NAME}
     return {
         **args,
@@ -106,7 +106,7 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         "seq_length": model.max_position_embeddings,
         "group_query_attention": model.num_query_groups != model.num_attention_heads,
         "num_query_groups": model.num_query_groups,
-        "rotary_base": int(every) if every.is_integer() else every,
+        "rotary_base": int(base) if base.is_integer() else base,
         "rotary_percent": model.rotary_percent,
         "window_size": window,  # distances to the left and right; Hugging Face counts the token itself
         "window_attn_skip_freq": None if model.window_layers is None else [int(each) for each in model.window_layers],

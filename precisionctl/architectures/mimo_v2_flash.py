@@ -92,7 +92,7 @@ _EXPERTS = experts_by_list(dense=1)
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
 
 
-def _local(config: Config, layers: int) -> list[bool]:
+def _local(config: Config, layers: int, where: object) -> list[bool]:
     return [layer > 0 and (layer + 1) % 6 != 0 for layer in range(layers)]
 
 

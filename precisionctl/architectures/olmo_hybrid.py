@@ -76,7 +76,7 @@ _UNLISTED = all_but_every(4)
 def _read_layers(config: Config, where: object) -> Fields:
     listed = listed_layers(config, KINDS, where)
     if listed is None:
-        listed = _UNLISTED(config, layers(config, where))
+        listed = _UNLISTED(config, layers(config, where), where)
         listed[-1] = listed[-1] and not all(listed)  # one has attention
     return {"gdn.layers": tuple(listed)}
 

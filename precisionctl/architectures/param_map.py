@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from precisionctl.architectures.config_keys import Entry
-from precisionctl.architectures.rearrangements import SAME, Movable, MovesSingleRows, Rearrangement
+from precisionctl.architectures.rearrangements import SAME, Movable, Rearrangement
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import REPLICATED, Layout, Parallel, TensorSpec
 from precisionctl.torch_when_used import torch
@@ -99,16 +99,21 @@ def when(switch: str) -> Condition:
 class Row:
     """One Megatron parameter and the Hugging Face tensors that it is made of.
 
-    `sizes` is the shape of the whole (all ranks') Megatron tensor, as fields of ModelShape or numbers. If tensor
-    parallelism cuts a tensor of unequal parts, `parts` is the field with their numbers of rows. `layers` says which
-    layers have one (Layers), and `shares_kv`, unless None, that of these only those do that share keys and values
-    (True), or that do not (False). `gemm` says whether this is the weight of a GEMM that an FP8 recipe computes in FP8:
-    routers stay in BF16. Of its Hugging Face tensors, `values` stay values in exports. With `keeps_dtype` values keep
-    their stored dtype, whatever the target's is. So do those of a row with `integers_below`, which are integers from 0
-    to below that field of ModelShape. `only_exported` is the weight of a GEMM that becomes codes in exports, though no
-    FP8 recipe computes it in FP8. A norm that is 1 more in Hugging Face than in Megatron would lose bits in BF16, so
-    with `wide_beside` it becomes FP32 in Megatron. `wide_beside` names a parameter beside it: on the way back the norm
-    gets that one's dtype. `as_stored` is the same row under the source's names, if other names are written.
+    - `names`, `megatron`: the names in Hugging Face and in Megatron, with `{layer}`, `{expert}`, ... for numbers
+    - `sizes`: the shape of the whole (all ranks') Megatron tensor, as fields of ModelShape or numbers
+    - `rearrangement`: how the one is made of the others
+    - `parallel`: how tensor parallelism cuts it; `parts`: the field with the numbers of rows of unequal parts
+    - `present`: which models have it
+    - `layers`: which layers do; `shares_kv`: unless None, only those of them that share keys and values (True), or that
+      do not (False)
+    - `gemm`: whether it is the weight of a GEMM that an FP8 recipe computes in FP8; routers stay in BF16
+    - `only_exported`: whether it is the weight of one that becomes codes in exports alone
+    - `values`: those of its Hugging Face tensors that stay values in exports
+    - `keeps_dtype`: whether values keep their stored dtype, whatever the target's is
+    - `integers_below`: a field of ModelShape, if they are integers from 0 to below it, which keep their dtype too
+    - `wide_beside`: for a norm that is 1 more in Hugging Face than in Megatron, and would lose bits in BF16: it is FP32
+      in Megatron, and on the way back gets the dtype of the parameter of this name beside it
+    - `as_stored`: the same row under the source's names, if other names are written
     """
 
     names: str | tuple[str, ...]
@@ -199,30 +204,33 @@ class Row:
     @property
     def moves_single_rows(self) -> bool:
         """Whether a conversion must not copy run by run what only moves."""
-        return isinstance(self.rearrangement, MovesSingleRows)
+        return self.rearrangement.moves_single_rows
 
     def places(self, model: ModelShape) -> Iterator[Place]:
         """The numbers (layer, expert, ...) of every parameter that this row describes, in order."""
+        for place in self._in_layers(model):
+            if self.of_experts:
+                yield from ({**place, "expert": expert} for expert in self._experts(model))
+            else:
+                yield place
+
+    def count(self, model: ModelShape) -> int:
+        """How many places there are, without listing those of experts."""
+        return sum(1 for _ in self._in_layers(model)) * (len(self._experts(model)) if self.of_experts else 1)
+
+    def _in_layers(self, model: ModelShape) -> Iterator[Place]:
+        """A place in each layer that has the row, or one outside of layers."""
         if self.of_prediction:
-            for mtp in range(model.mtp_num_layers):
-                if self._in_layer(model.of_prediction, model.num_layers - 1):
-                    yield from self._at_experts({"mtp": mtp, "mtp_layer": model.num_layers + mtp}, model)
+            if self._in_layer(model.of_prediction, model.num_layers - 1):
+                yield from ({"mtp": mtp, "mtp_layer": model.num_layers + mtp} for mtp in range(model.mtp_num_layers))
         elif "{layer}" in self.megatron:
-            for layer in range(model.num_layers):
-                if self._in_layer(model, layer):
-                    yield from self._at_experts({"layer": layer, "hf_layer": layer // 2}, model)
+            layers = (layer for layer in range(model.num_layers) if self._in_layer(model, layer))
+            yield from ({"layer": layer, "hf_layer": layer // 2} for layer in layers)
         else:
             yield {}
 
-    def count(self, model: ModelShape) -> int:
-        """How many places there are, without listing them."""
-        if self.of_prediction:
-            number = model.mtp_num_layers * self._in_layer(model.of_prediction, model.num_layers - 1)
-        elif "{layer}" in self.megatron:
-            number = sum(self._in_layer(model, layer) for layer in range(model.num_layers))
-        else:
-            number = 1
-        return number * (model.moe.num_experts if model.moe and self.of_experts else 1)
+    def _experts(self, model: ModelShape) -> range:
+        return range(model.moe.num_experts if model.moe else 0)
 
     def _in_its_layers(self, model: ModelShape) -> ModelShape:
         """The model as the row's layers have it."""
@@ -250,13 +258,6 @@ class Row:
         if self.layers in ("hashed", "scored"):
             return model.has_experts(layer) and model.is_hashed(layer) == (self.layers == "hashed")
         return self.layers == "all" or model.has_experts(layer) == (self.layers == "moe")
-
-    def _at_experts(self, place: Place, model: ModelShape) -> Iterator[Place]:
-        if not self.of_experts:
-            yield place
-            return
-        for expert in range(model.moe.num_experts if model.moe else 0):
-            yield {**place, "expert": expert}
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from precisionctl.architectures.qwen3_moe import EXPERT_KEYS
 from precisionctl.architectures.rope import rope
 
 
-def _every_other_of_the_first(config: Config, layers: int) -> list[bool]:
-    first = size({"max_window_layers": 28} | dict(config), "max_window_layers", "config.json")
+def _every_other_of_the_first(config: Config, layers: int, where: object) -> list[bool]:
+    first = size({"max_window_layers": 28} | dict(config), "max_window_layers", where)
     return [layer % 2 == 0 and layer < first for layer in range(layers)]
 
 

@@ -165,7 +165,7 @@ def _why_never(name: str, spec: TensorSpec) -> str | None:
         return "no matrix of a linear"
     if not (spec.is_codes or spec.dtype in VALUES):
         return "no values"
-    return "a head" if HEAD_OF_NUMBERS.fullmatch(name) else _says(name.removesuffix(".weight").rpartition(".")[2])[0]
+    return "a head" if HEAD_OF_NUMBERS.fullmatch(name) else _says(_leaf_module(name))[0]
 
 
 def _why_unasked(words: list[str], text: bool) -> str | None:
@@ -179,7 +179,8 @@ def _why_unasked(words: list[str], text: bool) -> str | None:
 
 @lru_cache(maxsize=1 << 12)  # a million names are made of a few words
 def _says(word: str) -> tuple[str | None, str | None]:
-    """Why a matrix is not encoded that a word ends the name of, and one that has it anywhere in its name."""
+    """Two reasons not to encode a matrix: one if this is the last word of its module's name, one if it is any word of
+    its name."""
     never, unasked = (
         next((why for why, pattern in reasons.items() if pattern.fullmatch(word)), None)
         for reasons in (_NEVER, _UNLESS_ASKED)
@@ -193,9 +194,5 @@ def _is_transposed(name: str, stored: Mapping[str, TensorSpec]) -> bool:
     return bias is not None and len(shape) == 2 and shape[0] != shape[1] and bias.shape == shape[1:]
 
 
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
 def _leaf_module(name: str) -> str:
-    return _leaf(name.removesuffix(".weight"))
+    return name.removesuffix(".weight").rpartition(".")[2]

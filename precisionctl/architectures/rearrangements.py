@@ -30,8 +30,12 @@ Movable = TypeVar("Movable", "Tensor", "NDArray[Any]")
 
 class Rearrangement(Protocol):
     """How the tensors of a row go from Hugging Face to Megatron and back. `is_row_permutation` says whether both ways
-    only put rows into another order, and compute nothing: then they take, and give, arrays of row numbers too."""
+    only put rows into another order, and compute nothing: then they take, and give, arrays of row numbers too.
+    `moves_single_rows` says of such a permutation that it leaves many rows without a neighbour: copied one by one they
+    would be slow, so conversions move them in memory. Rows of scales, and of adapters, move like those of any other."""
 
+    @property
+    def moves_single_rows(self) -> bool: ...
     def merge(self, parts: Sequence[Any], model: ModelShape) -> Any: ...
     def split(self, whole: Any, model: ModelShape) -> tuple[Any, ...]: ...
     def is_row_permutation(self, model: ModelShape) -> bool: ...
@@ -57,16 +61,19 @@ def _flat(grouped: Movable) -> Movable:
 
 
 class _RowPermutation:
+    moves_single_rows = False
+
     def is_row_permutation(self, model: ModelShape) -> bool:
         return True
 
 
-class MovesSingleRows(_RowPermutation):
-    """A permutation that leaves many rows without a neighbour. It would be slow to copy them one by one, so conversions
-    move them in memory. Rows of scales, and of adapters, move like those of any permutation."""
+class _OfSingleRows(_RowPermutation):
+    moves_single_rows = True
 
 
 class _Computation:
+    moves_single_rows = False
+
     def is_row_permutation(self, model: ModelShape) -> bool:
         return False
 
@@ -252,6 +259,10 @@ class Joined:
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         return (_joined(self.inner.split(whole, model)),)
 
+    @property
+    def moves_single_rows(self) -> bool:
+        return self.inner.moves_single_rows
+
     def is_row_permutation(self, model: ModelShape) -> bool:
         return self.inner.is_row_permutation(model)
 
@@ -270,46 +281,43 @@ class Transposed(_Computation):
         return tuple(part.t().contiguous() for part in self.inner.split(whole, model))
 
 
-class Alternating(_Computation):
-    """Hugging Face alternates rows of gate and up; Megatron has all of gate, then all of up.
+class Alternating(_OfSingleRows):
+    """Hugging Face alternates rows of gate and up; Megatron has all of gate, then all of up."""
 
-    It permutes rows too, but single ones, which would be slow to copy one by one: so it counts as a computation.
-    """
-
-    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         (pairs,) = parts
-        return torch.cat([pairs[0::2], pairs[1::2]])
+        return _joined([pairs[0::2], pairs[1::2]])
 
-    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
-        return (torch.stack(whole.chunk(2), dim=1).flatten(0, 1),)
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        return (_flat(whole.reshape(2, len(whole) // 2, *whole.shape[1:]).swapaxes(0, 1)),)
 
 
 @dataclass(frozen=True)
-class RotaryPairs(_Computation):
-    """Query, key and value of another move, in which the two numbers of a rotary pair are neighbouring rows of queries
-    and keys, as in torchtitan. Hugging Face and Megatron have all first numbers of a head, then all second ones.
-
-    It permutes single rows, as Alternating does.
-    """
+class RotaryPairs(_OfSingleRows):
+    """Query, key and value of another permutation, in which the two numbers of a rotary pair are neighbouring rows of
+    queries and keys, as in torchtitan. Hugging Face and Megatron have all first numbers of a head, then all second
+    ones."""
 
     inner: Rearrangement
 
-    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
-        return self._turned(self.inner.merge(parts, model), (model.kv_channels // 2, 2), model)
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        whole: Movable = self.inner.merge(parts, model)
+        return self._turned(whole, (model.kv_channels // 2, 2), model)
 
-    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         return self.inner.split(self._turned(whole, (2, model.kv_channels // 2), model), model)
 
-    def _turned(self, whole: Tensor, order: tuple[int, int], model: ModelShape) -> Tensor:
+    def _turned(self, whole: Movable, order: tuple[int, int], model: ModelShape) -> Movable:
         """Megatron's tensor: each head's rows of queries and keys, seen as `order`, with the two dimensions
         exchanged."""
         heads = whole.reshape(model.num_query_groups, -1, *order, *whole.shape[1:])
-        turned = heads[:, :-1].transpose(2, 3)  # the last is of values
-        return torch.cat([turned.flatten(1, 3), heads[:, -1:].flatten(1, 3)], dim=1).flatten(0, 1)
+        turned = heads[:, :-1].swapaxes(2, 3)  # the last is of values
+        parts = [part.reshape(len(heads), -1, *whole.shape[1:]) for part in (turned, heads[:, -1:])]
+        return _flat(_joined(parts, 1))
 
 
 @dataclass(frozen=True)
-class LatentPairs(MovesSingleRows):
+class LatentPairs(_OfSingleRows):
     """The rows of latent attention that rotary embeddings turn, the last of each head, or of the one key that all heads
     share. Hugging Face has all first numbers of the pairs, then all second ones (MiniCPM3); Megatron's latent attention
     takes neighbouring rows for a pair."""
@@ -395,6 +403,7 @@ class Gamma:
     not so stored there, whatever others are. The 1 is added or subtracted in FP32."""
 
     ordinary: bool = False
+    moves_single_rows = False
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
         return self._shifted(parts[0], -self._less_in_megatron(model))

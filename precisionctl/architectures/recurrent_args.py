@@ -76,11 +76,11 @@ def read_mamba(args: Mapping[str, Any]) -> Mamba | None:
     pattern = _hybrid_pattern(args)[0]
     if not (args.get("is_hybrid_model") or pattern):
         return None
-    defaults = {"mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_state_dim": 128} | dict(args)
-    defaults["hybrid_override_pattern"] = pattern
-    if defaults.get("mamba_num_heads") is None:
-        defaults["mamba_num_heads"] = 2 * args["hidden_size"] // defaults["mamba_head_dim"]
-    return Mamba(**{field: defaults[name] for name, field in _MAMBA.items()})
+    said = {"mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_state_dim": 128} | dict(args)
+    said["hybrid_override_pattern"] = pattern
+    if said.get("mamba_num_heads") is None:
+        said["mamba_num_heads"] = 2 * args["hidden_size"] // said["mamba_head_dim"]
+    return Mamba(**{field: said[name] for name, field in _MAMBA.items()})
 
 
 def read_hybrid_mtp(args: Mapping[str, Any]) -> int:

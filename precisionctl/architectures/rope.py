@@ -84,8 +84,7 @@ def rope(
             config["rope_parameters"] = {"rope_type": "default", "rope_theta": model.rotary_base}
         return config
 
-    keys = (*KEYS, *((_ORIGINAL,) if original is not None else ()))
-    return Rule(keys, read, write)
+    return Rule(KEYS, read, write)
 
 
 def rope_by_kind(base: float, local_base: float, absent: Mapping[str, Mapping[str, Any]] | None = None) -> Rule:
@@ -103,13 +102,13 @@ def rope_by_kind(base: float, local_base: float, absent: Mapping[str, Mapping[st
             _check_whole(fields, config, where)
             return {**fields, "rotary_base_local": real(local, "rope_local_base_freq", where)}
         said = [parameters.get(kind) for kind in ("full_attention", "sliding_attention")]
-        by_kind = [{} if each is None else each for each in said]
-        if not all(isinstance(each, dict) for each in by_kind):
+        kinds = [{} if each is None else each for each in said]
+        if not all(isinstance(each, dict) for each in kinds):
             raise DamagedCheckpoint(f"rotary parameters are {shown(parameters)}", where=where)
         beside = {key: value for key, value in config.items() if key != "rope_theta"}
         everywhere, in_window = (
             read_rope(beside, where, each, default, 1.0)
-            for each, default in zip(by_kind, (base, local_base), strict=True)
+            for each, default in zip(kinds, (base, local_base), strict=True)
         )
         for fields in (everywhere, in_window):
             _check_whole(fields, config, where)
@@ -214,8 +213,8 @@ def rotary_parameters(
             raise DamagedCheckpoint(f"rotary parameters are {shown(parameters)}, not an object", where=where)
 
     def fields(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-        by_kind = _LAYERS & parameters.keys()
-        return parameters if by_kind else read_rope(config, where, parameters, base, 1.0)
+        in_kinds = bool(_LAYERS & parameters.keys())
+        return parameters if in_kinds else read_rope(config, where, parameters, base, 1.0)
 
     if len(both) == 2 and fields(both[0]) != fields(both[1]):
         what = f"`rope_parameters` {shown(both[0])} and `rope_scaling` {shown(both[1])} are not the same"

@@ -51,8 +51,8 @@ def _write_rope_layers(model: ModelShape) -> Config:
 _SWITCH = "use_sliding_window"
 
 
-def _without_rope(config: Config, layers: int) -> list[bool]:
-    return [is_on(config, _SWITCH, "config.json") and not each for each in with_rope(config, "config.json")]
+def _without_rope(config: Config, layers: int, where: object) -> list[bool]:
+    return [is_on(config, _SWITCH, where) and not each for each in with_rope(config, where)]
 
 
 def _write_switch(model: ModelShape) -> Config:

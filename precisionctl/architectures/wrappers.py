@@ -10,7 +10,7 @@ config.json, in older ones by its `text_config`, and in some by neither.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from precisionctl.architectures.config_keys import Config, is_on
@@ -42,7 +42,7 @@ class WrapperNames:
     - `experts`: the rows of experts, if they are not the family's
     - `second`: whether published files have the spelling that is the second one of the text model alone
     - `apart`: prefixes of names in the body that are not its text model's
-    - `mark`: a part of the towers' names that no other wrapper with the same text model has; empty if none needs it
+    - `mark`: a part of the towers' names that no other wrapper's have; empty if none needs it
     - `absent`: the class's defaults for keys that `text_config` lacks, if the text model's class has others
     """
 
@@ -297,11 +297,11 @@ def can_be_wrapped(family: Architecture, wrapper: Wrapper) -> bool:
     return all(name.startswith(tuple(wrapper.names)) for row in rows for name in row.hf)
 
 
-def may_be_tied(config: Config) -> bool:
+def may_be_tied(config: Config, where: object) -> bool:
     """Whether the head may be the embedding and so not be stored. If neither a wrapper's config.json nor its text
     model's part says so, the tensors decide."""
     parts = (config, text_part(config) or {})
-    on = [is_on(part, "tie_word_embeddings", "config.json") for part in parts]
+    on = [is_on(part, "tie_word_embeddings", where) for part in parts]
     return any(on) or all(part.get("tie_word_embeddings") is None for part in parts)
 
 
@@ -336,7 +336,7 @@ _HEAD = "lm_head.weight"
 
 def _check_marks(model_type: str, towers: Collection[str]) -> None:
     mine = WRAPPERS[model_type].mark
-    marks = {kind.mark for kind in WRAPPERS.values() if kind.mark}
+    marks = dict.fromkeys(kind.mark for kind in WRAPPERS.values() if kind.mark)
     found = next((mark for mark in marks if mark != mine and any(mark in name for name in towers)), None)
     if found or not any(mine in name for name in towers):
         has = f"have `{found}` in their names" if found else f"do not have `{mine}` in their names"
@@ -358,7 +358,7 @@ def _by_towers(published: Wrapper, towers: Collection[str]) -> Wrapper:
 class WrappedArchitecture(Architecture):
     """A family's table under the names that it has in a wrapper, and a row for each tower that there is."""
 
-    wrapper: Wrapper | None = None
+    wrapper: Wrapper = field(kw_only=True)
 
     def spelled(
         self,
@@ -367,7 +367,6 @@ class WrappedArchitecture(Architecture):
         naming: Naming = "as stored",
         codes: Collection[str] = (),
     ) -> tuple[Row, ...]:
-        assert self.wrapper is not None, "made by `wrapped`"
         if naming == "in memory" and self.wrapper.body != WRAPPERS[self.wrapper.model_type].in_memory[0]:
             raise MappingError(
                 f"the names that the towers of a `{self.wrapper.model_type}` have in memory are not known here",
@@ -384,9 +383,7 @@ class WrappedArchitecture(Architecture):
         return other_names(there, len(stored), model)
 
     def _in_memory(self, name: str) -> str:
-        assert self.wrapper is not None, "made by `wrapped`"
-        in_memory = WRAPPERS[self.wrapper.model_type].in_memory
-        body, head = in_memory
+        body, head = WRAPPERS[self.wrapper.model_type].in_memory
         for here, there in ((self.wrapper.head, head), (self.wrapper.body, body)):  # which may be empty
             if name.startswith(here):
                 return there + name.removeprefix(here)
@@ -411,14 +408,12 @@ def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:
             return (Either(second, first, second_is="in memory"),)
         return (replace(either, first=first, second=second),)
 
-    return WrappedArchitecture(
-        model_types=family.model_types,
-        rows=tuple(each for row in rows for each in ((renamed(row),) if isinstance(row, Row) else renamed_either(row))),
-        config=(),
-        aliases=tuple(replace(a, hf=wrapper.name_of(a.hf), of=wrapper.name_of(a.of)) for a in family.aliases),
-        derived=tuple(map(wrapper.name_of, family.derived)),
-        names_by=family.names_by,
-        otherwise_in_transformers=family.otherwise_in_transformers,
-        heeds_latents_epsilon=family.heeds_latents_epsilon,
-        wrapper=wrapper,
-    )
+    spellings = ((renamed(row),) if isinstance(row, Row) else renamed_either(row) for row in rows)
+    changed: dict[str, Any] = {
+        "rows": tuple(each for one in spellings for each in one),
+        "config": (),
+        "aliases": tuple(replace(a, hf=wrapper.name_of(a.hf), of=wrapper.name_of(a.of)) for a in family.aliases),
+        "derived": tuple(map(wrapper.name_of, family.derived)),
+    }
+    kept = {one.name: getattr(family, one.name) for one in fields(family)}
+    return WrappedArchitecture(**kept | changed, wrapper=wrapper)

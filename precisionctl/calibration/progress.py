@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.output import Output, lock, open_kept, replace_file, write_then_rename
 from precisionctl.errors import OutputError
 from precisionctl.fp8 import sidecar
@@ -21,6 +20,7 @@ from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.parallel.world import World
 from precisionctl.trainer.saved import run_folder
 from precisionctl.untrusted.safe_files import read_file
+from precisionctl.untrusted.safe_json import parse_json
 
 _IDENTITY = "calibration.json"
 

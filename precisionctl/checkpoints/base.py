@@ -10,6 +10,7 @@ from typing import Protocol
 from precisionctl.checkpoints.chunks import Chunk, Chunked
 from precisionctl.codes.elements import Packing
 from precisionctl.codes.encoding import Encoding
+from precisionctl.errors import CheckpointError
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
@@ -34,7 +35,8 @@ class Companions:
 
 
 class Reader(Protocol):
-    """A checkpoint (or a live model) to read from. Opening one reads no tensor data."""
+    """A checkpoint (or a live model) to read from. Opening one reads no tensor data but the few rows that prove an
+    order of parameters or a bias of zeros."""
 
     @property
     def path(self) -> Path | None:
@@ -128,13 +130,30 @@ NO_HINTS = Hints()
 class Container:
     """How a container is recognised and opened: the `CONTAINER` of each module that reads one.
 
-    `open` takes the path, the iteration that is wanted (None for the newest; ignored if there is only one) and the
-    user's hints. `looked_for` says in words how it is recognised, for errors.
+    `open` takes the path, the iteration that is wanted (None for the newest) and the user's hints; it refuses an
+    iteration that is not there. `looked_for` says in words how it is recognised, for errors.
     """
 
     recognise: Callable[[Path], bool]
     open: Callable[[Path, int | None, Hints], Reader]
     looked_for: str
+
+
+def without_iterations(open_only: Callable[[Path, Hints], Reader]) -> Callable[[Path, int | None, Hints], Reader]:
+    """The `open` of a container that has one checkpoint in a directory."""
+
+    def open_container(path: Path, iteration: int | None, hints: Hints) -> Reader:
+        if iteration is not None:
+            raise no_iterations(path)
+        return open_only(path, hints)
+
+    return open_container
+
+
+def no_iterations(path: Path) -> CheckpointError:
+    """The error for an iteration that is wanted of a checkpoint which has none to choose from."""
+    do = "Leave --iteration out. If each step has a directory of its own, give that."
+    return CheckpointError("it has no iterations to choose from", where=path, do=do)
 
 
 class Writer(Protocol):

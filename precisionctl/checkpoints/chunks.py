@@ -7,7 +7,7 @@ data is arithmetic on boxes, written once, here and in `planning/segments.py`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -103,6 +103,11 @@ class Chunked(Protocol):
     @property
     def specs(self) -> Mapping[str, TensorSpec]: ...
     def chunks(self, name: str) -> Sequence[Chunk]: ...
+
+
+def chunk_files(place: Chunked, names: Iterable[str]) -> set[Path]:
+    """The files that hold these tensors of a Reader, or will hold those of a Writer."""
+    return {chunk.place for name in names for chunk in place.chunks(name) if isinstance(chunk.place, Path)}
 
 
 def whole(spec: TensorSpec) -> Box:

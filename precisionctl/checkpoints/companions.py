@@ -1,18 +1,19 @@
 """The files beside a model's weights: which are copied with it ("travel"), which are made anew, which stay behind, and
-why. Also JSON from strangers."""
+why."""
 
 import json
 import re
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from precisionctl.checkpoints.base import Companions, Hints
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8 import sidecar
 from precisionctl.sizes import listed
 from precisionctl.untrusted.safe_files import check_link, read_file, read_files
+from precisionctl.untrusted.safe_json import parse_json
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def is_tokenizer(name: str) -> bool:
     return kind_of(name) is TOKENIZER and name not in ("special_tokens_map.json", "added_tokens.json")
 
 
-def needed(hints: Hints, own: Companions) -> Hints:
+def needed_hints(hints: Hints, own: Companions) -> Hints:
     """What a checkpoint with its `own` companions takes from a reference. Without a config.json: everything, but not
     the tokenizer if it has one. With a config.json and no tokenizer: the files that it lacks, and no towers. With both:
     nothing. The result's `companions` are those that it then has; None means its own."""
@@ -146,10 +147,6 @@ def _over(given: Companions, own: Companions, directory: Path) -> Companions:
 def without_tokenizer(companions: Companions) -> bool:
     """Whether there is a config.json, and no tokenizer beside it."""
     return "config.json" in companions.files and not any(map(is_tokenizer, companions.files))
-
-
-_MOST_PARTS, _DEEPEST = 8_000_000, 100
-"""Limits for JSON: more values than an index of the largest model has, yet at most a gigabyte of memory as lists."""
 
 
 def read_companions(directory: Path) -> Companions:
@@ -263,39 +260,3 @@ def to_json(value: object) -> bytes:
         return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:
         return (json.dumps(value, indent=2) + "\n").encode()
-
-
-def parse_json(data: bytes, where: object) -> dict[str, Any]:
-    """Parse a JSON object from a stranger. Raises DamagedCheckpoint for anything else, for too many or too deeply
-    nested values, and for a key with two values."""
-    if sum(map(data.count, (b",", b"[", b"{"))) > _MOST_PARTS:
-        raise DamagedCheckpoint(f"JSON of more than {_MOST_PARTS:,} parts", where=where, do="Is the copy whole?")
-    try:
-        parsed = json.loads(data, object_pairs_hook=_once)
-        if isinstance(parsed, dict):
-            _check_depth(parsed)
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"not readable as JSON: {error}", where=where) from error
-    if not isinstance(parsed, dict):
-        raise DamagedCheckpoint("not a JSON object", where=where)
-    return parsed
-
-
-def _check_depth(value: Any) -> None:
-    """Raise ValueError for values nested so deeply that recursion over them would fail."""
-    level = [value]
-    for _ in range(_DEEPEST):
-        inside = (each.values() if isinstance(each, dict) else each for each in level)
-        level = [part for parts in inside for part in parts if isinstance(part, dict | list)]
-        if not level:
-            return
-    raise ValueError(f"values that are nested more than {_DEEPEST} deep")
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found and found[key] != value:
-            raise ValueError(f"`{key:.80}` is there twice")
-        found[key] = value
-    return found

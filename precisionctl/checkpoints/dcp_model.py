@@ -18,7 +18,7 @@ from precisionctl.checkpoints import dcp, torchtitan
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.dcp_optimizer import split_off, with_names
-from precisionctl.checkpoints.fused_experts import MOST_SLICES, is_stack, stored_name
+from precisionctl.checkpoints.fused_experts import stacks
 from precisionctl.checkpoints.megatron.logical import LogicalTensor, check_whole, chunks_of, slices
 from precisionctl.checkpoints.trainer_directory import TrainerDirectory, says_its_model
 from precisionctl.checkpoints.trainer_run import (
@@ -29,7 +29,7 @@ from precisionctl.checkpoints.trainer_run import (
     trainer_step,
     with_parameters,
 )
-from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint
+from precisionctl.errors import DROP_OPTIMIZER, CheckpointError
 from precisionctl.param import MOMENTUM, STATE, TensorSpec, state_name
 
 ACCELERATE = "pytorch_model_fsdp_0"
@@ -112,14 +112,10 @@ class DcpModelReader(TrainerDirectory):
         """The tensors by name, without what wrappers put before it, one for each expert of a stack."""
         prefix = _wrapper(named)
         stored = {name.removeprefix(prefix): one for name, one in named.items()}
-        stacks = {name for name, one in stored.items() if is_stack(name, TensorSpec(one.shape, one.dtype))}
-        if sum(stored[name].shape[0] for name in stacks) > MOST_SLICES:
-            raise DamagedCheckpoint(f"more than {MOST_SLICES} experts", where=self.path)
+        fused = stacks({name: TensorSpec(one.shape, one.dtype) for name, one in stored.items()}, self.path)
         found: dict[str, LogicalTensor] = {}
         for name, one in stored.items():
-            if stored_name(name)[1] is not None:
-                raise DamagedCheckpoint(f"`{name}` is named as a slice of another tensor", where=self.path)
-            for at, tensor in slices(one, int(name in stacks), self.path):
+            for at, tensor in slices(one, int(name in fused), self.path):
                 logical = f"{name}[{at[0]}]" if at else name
                 check_whole(logical, tensor, self.path)
                 found[logical] = tensor

@@ -68,7 +68,7 @@ class DcpOptimizer:
         counts = dict[int, str]()
         for name, tensor in self.steps.items():
             span = tensor.pieces[0].span
-            step = torch_zip.located(span) if len(tensor.pieces) == 1 else None
+            step = torch_zip.skeleton_at(span) if len(tensor.pieces) == 1 else None
             counts.setdefault(count_of_updates(step, f"`{name}`", span.path), name)
         if not counts:
             raise CheckpointError(NO_COUNT, where=where, do=DROP_OPTIMIZER)

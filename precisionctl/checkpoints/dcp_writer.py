@@ -11,13 +11,11 @@ from typing import Any
 from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Chunk
-from precisionctl.checkpoints.companions import to_json, write_companions
+from precisionctl.checkpoints.config_json import config_of_values, write_beside
 from precisionctl.checkpoints.fused_experts import stored_name
-from precisionctl.checkpoints.huggingface import config_of_values
 from precisionctl.checkpoints.torch_dist.placement import Placement
 from precisionctl.checkpoints.trainer_run import TrainerRun
 from precisionctl.dtypes import DType
-from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import ONE_RANK, TensorSpec, kind_and_parameter, state_name
 
@@ -98,11 +96,8 @@ class DcpWriter:
                 else:
                     tensors[key] = dcp.DcpTensor(shape, DType.float32, (dcp.DcpPiece(shape, shape, span),))
                 offset += file.write(record)
-        write_companions(self.directory, self._companions)
         config = config_of_values(self._companions, self._config, self.specs)
-        (self.directory / "config.json").write_bytes(to_json(config))
-        if fp8 is not None:
-            sidecar.write(self.directory / sidecar.RELATIVE, fp8)
+        write_beside(self.directory, self._companions, config, fp8)
         dcp.write_index(self.directory, dcp.Index(tensors, objects), self._paths)
 
     def _small_entries(self) -> Iterator[tuple[tuple[str | int, ...], bytes, tuple[int, ...] | None]]:

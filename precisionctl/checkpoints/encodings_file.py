@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import Chunk, Chunked, read_tensor, whole
-from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.output import sync
 from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, StoredTensor, make_header, read_described
 from precisionctl.codes.elements import E4M3, FP8, Packing
@@ -26,6 +25,7 @@ from precisionctl.quant_methods.base import Scales
 from precisionctl.quant_methods.coded_weights import check_other_tensors, complete_encoding, input_largest, recognise
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file
+from precisionctl.untrusted.safe_json import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -258,9 +258,17 @@ def _scales(
     if not all(type(size) is int and 0 < size < 1 << 40 for size in (high, wide)):
         raise ValueError(f"{name} has a block of no size")
     of_all, divides = fields.get("global_scale", (None, False))
-    further = of_all, bool(divides), fields.get("zero_points"), fields.get("weight_shape")
-    inputs = fields.get("input_zero_point"), input_largest(weight)
-    found = Scales(fields["scale_inv"], fields["input_scale_inv"], (high, wide), *further, *inputs)
+    found = Scales(
+        fields["scale_inv"],
+        fields["input_scale_inv"],
+        (high, wide),
+        global_scale=of_all,
+        divides=bool(divides),
+        zero_points=fields.get("zero_points"),
+        shape=fields.get("weight_shape"),
+        input_zero_point=fields.get("input_zero_point"),
+        input_largest=input_largest(weight),
+    )
     if missing := [each for each in found.names if each not in stored]:
         raise ValueError(f"{name} has no {missing[0]}")
     spec, counts = stored[found.weight], grid_shape(weight.rows, weight.columns, found.block)

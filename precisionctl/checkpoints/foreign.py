@@ -136,7 +136,7 @@ def _of_a_family(reader: Reader) -> bool:
 
 
 def _common_wrapper(reader: Reader) -> str | None:
-    if reader.layout != "hf":
+    if reader.layout != "hf" or not reader.specs:
         return None
     return next((prefix for prefix in _WRAPPERS if all(name.startswith(prefix) for name in reader.specs)), None)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints import dcp, torch_zip
-from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
+from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, no_iterations
 from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.dcp_model import ACCELERATE, ACCELERATE_OPTIMIZER, DcpModelReader, directory_of
 from precisionctl.checkpoints.megatron.keys import MARKER
@@ -40,8 +40,11 @@ _STEP = re.compile(r"optimizer\.(?:state|param_to_group_meta)\.(.+)\.step")
 class FsdpDtensorReader(TorchDistReader):
     """A checkpoint of Megatron-FSDP with Megatron's names. Raises as TorchDistReader."""
 
+    container = "fsdp_dtensor"
+    complete = staticmethod(_is_complete)
+
     def __init__(self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> None:
-        super().__init__(path, iteration, hints, container="fsdp_dtensor", complete=_is_complete)
+        super().__init__(path, iteration, hints)
         first = state_name("exp_avg", "")
         trained = [name.removeprefix(first) for name in self._of_optimizer if name.startswith(first)]
         self._masters: Mapping[str, TensorSpec] = {
@@ -65,7 +68,7 @@ class FsdpDtensorReader(TorchDistReader):
         counts = set[int]()
         for name in {_kind(parameter): name for name, parameter in self._steps.items()}.values():
             span = self._index.tensors[name].pieces[0].span
-            counts.add(count_of_updates(torch_zip.located(span), f"`{self._steps[name]}`", span.path))
+            counts.add(count_of_updates(torch_zip.skeleton_at(span), f"`{self._steps[name]}`", span.path))
         return counts
 
     def chunks(self, name: str) -> Sequence[Chunk]:
@@ -102,11 +105,13 @@ def open_reader(
 ) -> FsdpDtensorReader | DcpModelReader:
     """Open an iteration of Megatron's, or the newest of a directory; or a model with Hugging Face's names. Raises as
     their Readers do."""
-    directory = directory_of(path) if iteration is None else None
+    directory = directory_of(path)
     if directory is not None:
         check_link(directory, path)
         index = dcp.read_index(directory)
         if not any(key.endswith(EMBEDDING) for key in index.tensors):
+            if iteration is not None:
+                raise no_iterations(path)
             apart = directory.parent / ACCELERATE_OPTIMIZER
             if directory == path or not _is_complete(apart):
                 return DcpModelReader(path, directory, index, hints)

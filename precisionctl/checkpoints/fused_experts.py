@@ -15,7 +15,7 @@ from pathlib import Path
 from precisionctl.checkpoints.safetensors_file import StoredTensor
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
-from precisionctl.param import TensorSpec
+from precisionctl.param import STATE, TensorSpec
 from precisionctl.quant_methods.mxfp4 import BLOCKS_OF_16
 
 _EXPERTS = r"experts\.[a-z_]+|block_sparse_moe\.(?:input|output)_linear\.weight"
@@ -23,21 +23,14 @@ _SCALES_OF_STREAMS = r"hc_(?:attn|ffn)_scale|(?:attn|ffn)_hc\.scale|hc_(?:attn|m
 _FUSED = re.compile(rf".+\.(?:{_EXPERTS}|{_SCALES_OF_STREAMS})")
 _SLICE = re.compile(rf"({_FUSED.pattern})\[(\d+)\]")
 
-MOST_SLICES = 1 << 18
+_MOST_SLICES = 1 << 18
 """Most experts in one file. All of DeepSeek-V3 has 3 x 10^4, but a header of a few bytes can claim any number."""
 
 
 def sliced(tensors: Mapping[str, StoredTensor], where: object) -> dict[str, StoredTensor]:
-    """The logical tensors of a file: stacks of experts replaced by their slices. Raises DamagedCheckpoint for more
-    experts than any model has, none, or a tensor that is named like a slice."""
-    fused = {name for name, tensor in tensors.items() if is_stack(name, tensor.spec)}
-    if sum(tensors[name].spec.rows for name in fused) > MOST_SLICES:
-        raise DamagedCheckpoint(f"more than {MOST_SLICES} experts", where=where)
-    if empty := [name for name in fused if not tensors[name].spec.rows]:
-        raise DamagedCheckpoint(f"`{min(empty)}` is a stack of no experts", where=where)
-    if posing := [name for name in tensors if _SLICE.fullmatch(name)]:
-        raise DamagedCheckpoint(f"`{posing[0]}` is named as a slice of another tensor", where=where)
+    """The logical tensors of a file: stacks of experts replaced by their slices. Raises as `stacks`."""
     found: dict[str, StoredTensor] = {}
+    fused = stacks({name: tensor.spec for name, tensor in tensors.items()}, where)
     for name, tensor in tensors.items():
         if name not in fused:
             found[name] = tensor
@@ -45,6 +38,20 @@ def sliced(tensors: Mapping[str, StoredTensor], where: object) -> dict[str, Stor
         spec = TensorSpec(tensor.spec.shape[1:], tensor.spec.dtype)
         for expert in range(tensor.spec.rows):
             found[f"{name}[{expert}]"] = StoredTensor(spec, tensor.offset + expert * spec.nbytes)
+    return found
+
+
+def stacks(stored: Mapping[str, TensorSpec], where: object) -> set[str]:
+    """The stored tensors that are stacks of experts. Raises DamagedCheckpoint for more experts than any model has, for
+    none, and for a tensor that is named like a slice or like optimizer state, which are other tensors to a Reader."""
+    found = {name for name, spec in stored.items() if is_stack(name, spec)}
+    if sum(stored[name].shape[0] for name in found) > _MOST_SLICES:
+        raise DamagedCheckpoint(f"more than {_MOST_SLICES} experts", where=where)
+    if empty := [name for name in found if not stored[name].shape[0]]:
+        raise DamagedCheckpoint(f"`{min(empty)}` is a stack of no experts", where=where)
+    if posing := [name for name in stored if _SLICE.fullmatch(name) or name.startswith(STATE)]:
+        what = f"`{posing[0]}` is named as a slice or the optimizer state of another tensor"
+        raise DamagedCheckpoint(what, where=where)
     return found
 
 

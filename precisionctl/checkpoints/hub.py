@@ -92,9 +92,9 @@ class HubName:
         several: bool = False,
         on_size: Callable[[int], None] = lambda nbytes: None,
     ) -> Path:
-        """The directory in the client's cache that has the files of a checkpoint (`needed`). What is there already is
-        not downloaded again, and is used as it is where the Hub cannot be reached. `several` says that other processes
-        take the same name; `on_size` is called with the bytes to download, if there are any.
+        """The directory in the client's cache that has the files of a checkpoint (`needed_files`). What is there
+        already is not downloaded again, and is used as it is where the Hub cannot be reached. `several` says that other
+        processes take the same name; `on_size` is called with the bytes to download, if there are any.
 
         With `headers`, of safetensors that are not in the cache only their headers come, into a directory among the
         client's assets. Reading a value there raises CheckpointError.
@@ -149,7 +149,7 @@ class HubName:
             if several:
                 self._check_pinned(commit)
             sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
-            names = needed([*sizes], self, weights=self.weights)
+            names = needed_files([*sizes], self, weights=self.weights)
             absent = [name for name in names if not try_to_load_from_cache(self.repo, name, revision=commit)]
             only_headers = [name for name in absent if headers and _WEIGHTS.fullmatch(name)]
             if only_headers and self._headers_at(commit).exists():
@@ -336,7 +336,7 @@ def _first_bytes(url: str, count: int) -> bytes:
     return bytes(found[:count])
 
 
-def needed(names: Sequence[str], where: object, *, weights: bool = True) -> list[str]:
+def needed_files(names: Sequence[str], where: object, *, weights: bool = True) -> list[str]:
     """The files of a repository that a checkpoint is read from.
 
     These are weights (safetensors; pickles only if there are none), configs, tokenizer, chat templates, licence, and

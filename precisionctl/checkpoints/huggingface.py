@@ -1,6 +1,5 @@
 """Hugging Face directories: files of weights (`huggingface_files.py`) beside config.json and a tokenizer."""
 
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -11,9 +10,10 @@ from typing import Any
 from precisionctl.architectures.families import read_model, table_of
 from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints import encodings_file, numbered_optimizer
-from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints
+from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
 from precisionctl.checkpoints.chunks import Chunk, read_tensor
-from precisionctl.checkpoints.companions import needed, parse_json, read_companions, to_json, write_companions
+from precisionctl.checkpoints.companions import needed_hints, read_companions
+from precisionctl.checkpoints.config_json import config_of_values, write_beside
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.methods import decoded_weights
 from precisionctl.checkpoints.decoded.transposed_codes import FILES_BESIDE
@@ -43,15 +43,16 @@ from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights
 from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
 from precisionctl.quant_methods.fp8 import expert_dtype
 from precisionctl.untrusted.safe_files import has_file, read_file, whole_length
+from precisionctl.untrusted.safe_json import parse_json
 
 
 def recognise(path: Path) -> bool:
     """A directory with a config.json and files of weights (or an index that names some). An adapter's may be those of
     its base."""
-    return (path / "config.json").exists() and is_of_weights(path)
+    return (path / "config.json").exists() and has_weight_files(path)
 
 
-def is_of_weights(path: Path) -> bool:
+def has_weight_files(path: Path) -> bool:
     """Whether a directory has files of weights, which are no adapter's."""
     return not (path / "adapter_config.json").exists() and file_format_of(path) is not None
 
@@ -69,11 +70,12 @@ class HuggingFaceReader:
     layout: Layout = "hf"
 
     def __init__(self, path: Path, hints: Hints = NO_HINTS) -> None:
-        """Companions are those of a reference where they are `needed`; config.json is its own if it has one."""
+        """Companions are those of a reference where they are needed (`needed_hints`); config.json is its own if it has
+        one."""
         self.path = path
         self._file_format = file_format_of(path) or SAFETENSORS
         self.own_companions = read_companions(path)
-        self.companions = needed(hints, self.own_companions).companions or self.own_companions
+        self.companions = needed_hints(hints, self.own_companions).companions or self.own_companions
         where = self.companions.config_path
         self.config = _with_quantization(parse_json(self.companions.files["config.json"], where), path)
         # Where config.json names another file to transformers, that and engines would read two models
@@ -242,7 +244,6 @@ class HuggingFaceWriter:
 
     def finish(self, fp8: Fp8States | None) -> None:
         files = {**self.companions.files, **self.extra_files}
-        write_companions(self.directory, replace(self.companions, files=files))
         config = config_of_values(self.companions, self.config, self.specs)
         text = text_part(config)
         said = text if isinstance(text, dict) else config  # `self.config` is of the text model alone
@@ -250,59 +251,16 @@ class HuggingFaceWriter:
         if self.quantization is not None:
             config["quantization_config"] = self.quantization
             config |= expert_dtype(config, self.specs)
-        (self.directory / "config.json").write_bytes(to_json(config))
         self._files.write_index()
-        if fp8 is not None:
-            sidecar.write(self.directory / (sidecar.LIVE if self.live else sidecar.RELATIVE), fp8)
-
-
-def config_of_values(
-    companions: Companions, config: Mapping[str, Any], specs: Mapping[str, TensorSpec]
-) -> dict[str, Any]:
-    """The config.json of a result whose tensors are values: that of the companions, else `config`, with its dtype."""
-    found: dict[str, Any] = json.loads(companions.files.get("config.json", b"null")) or dict(config)
-    part = text_part(found)
-    text = part if isinstance(part, dict) else {}
-    for key in ("quantization_config", OLDER_KEY):
-        found.pop(key, None)
-    text.pop("quantization_config", None)
-    found.pop("transformers_weights", None)  # the files have other names
-    if not any(key in found for key in _DTYPE_KEYS):
-        found["torch_dtype"] = None
-    for part in (found, text, *(each for each in text.values() if isinstance(each, dict))):
-        said = (key for key in _DTYPE_KEYS if not isinstance(part.get(key, 0), int))  # a map of tokens has numbers
-        part |= dict.fromkeys(said, config_dtype(specs))
-    return found
-
-
-_DTYPE_KEYS = ("dtype", "torch_dtype")
-"""The dtype of the weights, as transformers 5 writes it and as older ones did. Programs read one or the other, so both
-say the same. Towers keep theirs, as their tensors do."""
-
-
-def _open(path: Path, iteration: int | None, hints: Hints) -> HuggingFaceReader:
-    if iteration is not None:
-        raise CheckpointError("a Hugging Face directory has no iterations", where=path, do="Leave --iteration out.")
-    return HuggingFaceReader(path, hints)
+        write_beside(self.directory, replace(self.companions, files=files), config, fp8, live=self.live)
 
 
 CONTAINER = Container(
     recognise,
-    _open,
+    without_iterations(HuggingFaceReader),
     "config.json with model.safetensors, model.safetensors.index.json or other *.safetensors, or pytorch_model.bin "
     "or its index (Hugging Face)",
 )
-
-
-def config_dtype(specs: Mapping[str, TensorSpec]) -> str:
-    """The dtype of values for config.json: the one with the most bytes. Codes count as the BF16 that they decode to,
-    and their scales do not count."""
-    codes = sum(spec.rows * spec.columns for spec in specs.values() if spec.is_codes)
-    counts: dict[DType, int] = {DType.bfloat16: codes * DType.bfloat16.itemsize}
-    for name, spec in specs.items():
-        if spec.dtype.is_floating_point and spec.dtype.itemsize > 1 and not name.endswith(("_scale", "_scale_inv")):
-            counts[spec.dtype] = counts.get(spec.dtype, 0) + spec.nbytes
-    return max(counts, key=lambda dtype: counts[dtype]).value
 
 
 def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:

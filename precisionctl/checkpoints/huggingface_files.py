@@ -13,7 +13,6 @@ from pathlib import Path
 
 from precisionctl.checkpoints import torch_zip, torch_zip_writer
 from precisionctl.checkpoints.chunks import Chunk, whole
-from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.fused_experts import in_words, sliced, stacked, stored_name
 from precisionctl.checkpoints.output import lay_out_file
 from precisionctl.checkpoints.safetensors_file import LONGEST_NAME, StoredTensor, make_header, read_header, split_shards
@@ -21,6 +20,7 @@ from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
 from precisionctl.sizes import listed
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file
+from precisionctl.untrusted.safe_json import parse_json
 
 MAX_SHARD_SIZE = 5_000_000_000
 

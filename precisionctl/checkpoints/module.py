@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.base import Writer
-from precisionctl.checkpoints.chunks import Box, Chunk, Chunked, whole
-from precisionctl.checkpoints.output import chunk_files, sync_all
+from precisionctl.checkpoints.chunks import Box, Chunk, Chunked, chunk_files, whole
+from precisionctl.checkpoints.output import sync_all
 from precisionctl.codes.encoding import Encoding
 from precisionctl.dtypes import DType
 from precisionctl.model_shape import ModelShape

@@ -28,7 +28,7 @@ def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_
         raise UnknownFormat("no such file or directory", where=path)
     containers = discover(checkpoints, "CONTAINER", Container)
     container = next((each for each in containers if each.recognise(path)), None)
-    if container is None and hints.companions and huggingface.is_of_weights(path):
+    if container is None and hints.companions and huggingface.has_weight_files(path):
         container = huggingface.CONTAINER  # with the config.json of the reference
     if container is None:
         foreign.check_unread(path)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from precisionctl.checkpoints.chunks import Chunked
 from precisionctl.errors import DestinationExists, DiskProblem, OutputError
 
 _TOKEN = ".unfinished"
@@ -145,11 +144,6 @@ def open_kept(path: Path, encoding: str = "utf-8") -> IO[str]:
     return open(handle, "a+", encoding=encoding)
 
 
-def chunk_files(place: Chunked, names: Iterable[str]) -> set[Path]:
-    """The files that hold these tensors of a Reader, or will hold those of a Writer."""
-    return {chunk.place for name in names for chunk in place.chunks(name) if isinstance(chunk.place, Path)}
-
-
 def lay_out_file(path: Path, pieces: Iterable[tuple[int, bytes]], length: int) -> None:
     """Create a file for weights, `length` bytes long, with these pieces at their offsets. What an existing one has
     between them is not changed. Links are not followed."""
@@ -176,9 +170,10 @@ def _not_ours(path: Path) -> OutputError:
 
 
 def write_then_rename(path: Path, write: Callable[[Path], object], beside: Path | None = None) -> None:
-    """Write a file atomically: `write` writes to another path, in the folder `beside` if given, which is then synced
-    and renamed."""
+    """Write a file atomically: readers see the old or the new content, also after a crash. `write` writes to another
+    path, where nothing is, in the folder `beside` if given; that is then synced and renamed."""
     new = (beside or path.parent) / f"{path.name}.new"
+    new.unlink(missing_ok=True)  # left by a kill
     write(new)
     sync(new)
     os.rename(new, path)
@@ -186,15 +181,13 @@ def write_then_rename(path: Path, write: Callable[[Path], object], beside: Path 
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a small file atomically: readers see the old or the new content, also after a crash."""
-    new = path.with_name(f"{path.name}.new")
-    new.unlink(missing_ok=True)  # left by a kill
-    with open(new, "xb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(new, path)
-    sync(path.parent)
+    """Write a small file atomically, as `write_then_rename` does."""
+
+    def write(new: Path) -> None:
+        with open(new, "xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+
+    write_then_rename(path, write)
 
 
 def forget(file: Path) -> None:

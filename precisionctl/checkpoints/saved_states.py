@@ -8,7 +8,7 @@ from pathlib import Path
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.flat import FlatTensor, FlatTensors
-from precisionctl.checkpoints.fused_experts import MOST_SLICES, is_stack, stored_name
+from precisionctl.checkpoints.fused_experts import stacks
 from precisionctl.checkpoints.torch_zip import LocatedTensor
 from precisionctl.checkpoints.trainer_directory import TrainerDirectory
 from precisionctl.checkpoints.trainer_run import (
@@ -17,7 +17,7 @@ from precisionctl.checkpoints.trainer_run import (
     TrainerRun,
     adam_run,
 )
-from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint
+from precisionctl.errors import DROP_OPTIMIZER, CheckpointError
 from precisionctl.param import STATE, TensorSpec, state_name
 
 
@@ -71,14 +71,10 @@ class SavedStatesReader(TrainerDirectory):
 
     def _logical(self, stored: Mapping[str, FlatTensor]) -> dict[str, FlatTensor]:
         """The tensors by name, one for each expert of a stack."""
-        stacks = {name for name, one in stored.items() if is_stack(name, one.spec)}
-        if sum(stored[name].spec.rows for name in stacks) > MOST_SLICES:
-            raise DamagedCheckpoint(f"more than {MOST_SLICES} experts", where=self._directory)
+        fused = stacks({name: one.spec for name, one in stored.items()}, self._directory)
         found: dict[str, FlatTensor] = {}
         for name, one in stored.items():
-            if stored_name(name)[1] is not None or name.startswith(STATE):
-                raise DamagedCheckpoint(f"`{name}` is named as a part of something else", where=self._directory)
-            if name in stacks:
+            if name in fused:
                 found |= {f"{name}[{index}]": each for index, each in enumerate(one.slices())}
             else:
                 found[name] = one

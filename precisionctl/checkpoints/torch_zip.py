@@ -66,7 +66,7 @@ class LocatedTensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def locate(span: Span) -> LocatedTensor:
+def one_tensor(span: Span) -> LocatedTensor:
     """Find the tensor that is saved in `span`, reading its archive's directory and pickle only.
 
     Raises DamagedCheckpoint for anything but one whole, plain, uncompressed tensor, UnsafePickle for a pickle that asks
@@ -90,11 +90,11 @@ def skeleton(path: Path) -> Any:
             check_fetched(path)
             what = "no ZIP archive, as torch.save writes since PyTorch 1.6"
             raise DamagedCheckpoint(what, where=path, do="Is it whole? An older file: load it and save it again.")
-    return located(Span(path, 0, path.stat().st_size))
+    return skeleton_at(Span(path, 0, path.stat().st_size))
 
 
-def located(span: Span) -> Any:
-    """As `skeleton`, of an archive in a part of a file."""
+def skeleton_at(span: Span) -> Any:
+    """As `skeleton`, of the archive in a part of a file."""
     return _skeleton(span, _SKELETON)
 
 

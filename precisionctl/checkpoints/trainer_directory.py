@@ -8,7 +8,7 @@ from pathlib import Path
 
 from precisionctl.architectures.families import read_model
 from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints, Reader
-from precisionctl.checkpoints.companions import needed, parse_json, read_companions
+from precisionctl.checkpoints.companions import needed_hints, read_companions
 from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import CheckpointError
 from precisionctl.fp8 import sidecar
@@ -16,6 +16,7 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 from precisionctl.untrusted.safe_files import check_link
+from precisionctl.untrusted.safe_json import parse_json
 
 
 class TrainerDirectory:
@@ -42,7 +43,7 @@ class TrainerDirectory:
     @property
     def companions(self) -> Companions:
         """The companion files beside the checkpoint, or those of a reference that it needs."""
-        return needed(self._hints, self.own_companions).companions or self.own_companions
+        return needed_hints(self._hints, self.own_companions).companions or self.own_companions
 
     @cached_property
     def model(self) -> ModelShape:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_located
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, shown
 from precisionctl.param import MOMENTS, TensorSpec
 from precisionctl.sizes import counted
 from precisionctl.torch_when_used import is_tensor
 from precisionctl.untrusted.safe_files import has_file, read_file
+from precisionctl.untrusted.safe_json import parse_json
 from precisionctl.untrusted.safe_pickle import is_count
 
 NO_COUNT = "nothing says how many updates the optimizer made"

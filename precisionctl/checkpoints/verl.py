@@ -22,7 +22,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
+from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, without_iterations
 from precisionctl.checkpoints.dtensors import RankShard
 from precisionctl.checkpoints.flat import EndToEnd, FlatSlice, FlatTensor
 from precisionctl.checkpoints.numbered_optimizer import TIED, names_by_number
@@ -57,16 +57,13 @@ class VerlReader(SavedStatesReader):
 
     container = "verl"
 
-    def __init__(self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> None:
-        if iteration is not None:
-            do = f"Give {path.parent}/global_step_{iteration}."
-            raise CheckpointError("verl has each step in a directory of its own", where=path, do=do)
+    def __init__(self, path: Path, hints: Hints = NO_HINTS) -> None:
         with damage(_WHAT, path):
             saved = _read(path)
         super().__init__(path, hints, "a checkpoint of verl", path, saved, path / "huggingface")
 
 
-CONTAINER = Container(recognise, VerlReader, "model_world_size_*_rank_*.pt of verl's FSDP workers")
+CONTAINER = Container(recognise, without_iterations(VerlReader), "model_world_size_*_rank_*.pt of verl's FSDP workers")
 
 
 def _read(directory: Path) -> SavedStates:
@@ -126,7 +123,7 @@ def _rank_files(directory: Path, kind: str) -> list[Path]:
         )
         raise DamagedCheckpoint(what, where=directory, do="Is the copy whole? Remove files of other runs.")
     for _, name in ranks:
-        has_file(directory / name, directory)
+        has_file(directory / name, directory)  # raises for what is none
     return [directory / name for _, name in ranks]
 
 

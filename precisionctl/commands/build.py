@@ -7,10 +7,11 @@ from typing import Any
 
 from precisionctl.architectures.families import to_hf_config
 from precisionctl.checkpoints.base import Writer
+from precisionctl.checkpoints.config_json import config_dtype
 from precisionctl.checkpoints.dcp_writer import DcpWriter, TorchtitanWriter
 from precisionctl.checkpoints.deepspeed.writer import DeepSpeedWriter
 from precisionctl.checkpoints.encodings_file import WeightEncodings
-from precisionctl.checkpoints.huggingface import HuggingFaceWriter, config_dtype
+from precisionctl.checkpoints.huggingface import HuggingFaceWriter
 from precisionctl.checkpoints.huggingface_files import BIN, MAX_SHARD_SIZE, SAFETENSORS
 from precisionctl.checkpoints.megatron.carried_run import (
     NO_RUN,

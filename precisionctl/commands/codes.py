@@ -7,7 +7,6 @@ from typing import Any
 
 from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.companions import parse_json
 from precisionctl.codes.numerics import Numbers
 from precisionctl.codes.statistics import Scaling
 from precisionctl.commands.build import Result
@@ -39,6 +38,7 @@ from precisionctl.planning.served_model import served
 from precisionctl.quant_methods.base import SCHEMES, Scheme, quant_methods
 from precisionctl.quant_methods.coded_weights import scheme_of
 from precisionctl.untabled_model import UntabledModel
+from precisionctl.untrusted.safe_json import parse_json
 
 _SCHEMES: Mapping[Scaling, Scheme] = {"delayed": "static", "current": "dynamic", "block": "block", "mxfp8": "mxfp8"}
 """The scheme in which an engine computes most like a recipe's scaling."""

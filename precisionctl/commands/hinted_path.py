@@ -6,7 +6,7 @@ from pathlib import Path
 from precisionctl.architectures.families import key_in, read_model
 from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints.base import Companions, Hints, Reader
-from precisionctl.checkpoints.companions import parse_json, read_companions
+from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.huggingface_files import file_format_of
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.directory import TRUST_REFERENCE
@@ -16,6 +16,7 @@ from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownFormat, o
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.same_model import differences
 from precisionctl.untabled_model import UntabledModel
+from precisionctl.untrusted.safe_json import parse_json
 from precisionctl.verify.configs import differing_keys
 
 
@@ -45,7 +46,7 @@ class HintedPath:
 
 
 def open_hinted(given: HintedPath) -> Reader:
-    """Open a checkpoint with the user's hints about it. `companions.needed` says what is used of a reference. Raises
+    """Open a checkpoint with the user's hints about it. `needed_hints` says what is used of a reference. Raises
     RecipeError for hints that contradict the checkpoint and for other hints that it does not need, DamagedCheckpoint
     for a reference whose config.json describes no model, and as `open_checkpoint`."""
     reference, companions, towers = given.reference, None, None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from precisionctl.architectures.param_map import Naming
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.companions import parse_json, read_companions
+from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.huggingface_files import file_format_of
@@ -32,6 +32,7 @@ from precisionctl.planning.choice import choose
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.base import SCHEMES, quant_methods
+from precisionctl.untrusted.safe_json import parse_json
 
 
 @dataclass(frozen=True)

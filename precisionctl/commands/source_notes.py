@@ -11,7 +11,7 @@ from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.companions import is_tokenizer
 from precisionctl.checkpoints.dcp_model import DcpModelReader
-from precisionctl.checkpoints.deepspeed.reader import directory_of
+from precisionctl.checkpoints.deepspeed.reader import step_directory
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.directory import by_arguments, contradictions
@@ -130,7 +130,7 @@ def unread_notes(reader: Reader) -> Iterator[str]:
         yield f"Not carried over from the run: {counted(len(reader.left), 'tensor')} of its optimizer and other state."
     if of_trainer(reader) and reader.unread:
         yield f"These parts of the optimizer are not read, and stay behind: {reader.unread}."
-    if isinstance(reader, HuggingFaceReader) and (step := directory_of(reader.path)):
+    if isinstance(reader, HuggingFaceReader) and (step := step_directory(reader.path)):
         yield f"FP32 masters and the optimizer of DeepSpeed stay behind: give {step.name} inside to take them along."
 
 

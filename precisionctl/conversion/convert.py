@@ -14,8 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
-from precisionctl.checkpoints.chunks import Chunk, Chunked
-from precisionctl.checkpoints.output import chunk_files, forget, sync_all
+from precisionctl.checkpoints.chunks import Chunk, Chunked, chunk_files
+from precisionctl.checkpoints.output import forget, sync_all
 from precisionctl.codes.encoding import Encoding
 from precisionctl.conversion.findings import Findings
 from precisionctl.conversion.journal import Journal

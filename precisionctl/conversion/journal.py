@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.output import Output, lock, open_kept
 from precisionctl.conversion.findings import Findings
 from precisionctl.errors import DamagedCheckpoint, OutputError
 from precisionctl.sizes import counted, size
+from precisionctl.untrusted.safe_json import parse_json
 
 Fingerprints = list[list[object]]
 """What `fingerprints` gives."""

@@ -23,6 +23,7 @@ from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8State, F
 from precisionctl.sizes import size
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file
+from precisionctl.untrusted.safe_json import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,15 +117,10 @@ def read(path: Path) -> Fp8States:
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
         do = "Give a file that `precisionctl calibrate` or a recorder wrote, and copy it again if it is one."
         raise DamagedCheckpoint(f"the FP8 sidecar cannot be read: {error}", where=path, do=do) from error
-    try:
-        text = metadata.get(_KEY, "")
-        if len(text) > _MAX_METADATA:  # a few bytes of JSON can become hundreds in memory
-            raise ValueError("too long")
-        fields: object = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint("the FP8 sidecar's metadata is not JSON", where=path) from error
-    if not isinstance(fields, dict):
-        raise DamagedCheckpoint("the FP8 sidecar's metadata is not a table", where=path)
+    text = metadata.get(_KEY, "")
+    if len(text) > _MAX_METADATA:  # a few bytes of JSON can become hundreds in memory
+        raise DamagedCheckpoint("the FP8 sidecar's metadata is too long", where=path)
+    fields = parse_json(text.encode(), f"{path}, its metadata")
     version = fields.get("format_version")
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         shown = version if isinstance(version, int) else "unknown"

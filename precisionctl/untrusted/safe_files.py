@@ -1,12 +1,12 @@
 """Read files from strangers: they must be files, in the directory where they seem to be, and not too large."""
 
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from precisionctl.errors import DamagedCheckpoint, damage
 from precisionctl.sizes import size
+from precisionctl.untrusted.safe_json import parse_json
 
 LARGEST = 256_000_000
 """Most bytes of a file that is read at once, and of all companion files together; tokenizers have up to 40 MB."""
@@ -101,7 +101,7 @@ def whole_length(path: Path) -> int | None:
     if not has_file(lengths, path.parent):
         return None
     with damage("not the lengths of files", lengths):
-        length = json.loads(read_file(lengths, path.parent, _MOST_LENGTHS)).get(path.name)
+        length = parse_json(read_file(lengths, path.parent, _MOST_LENGTHS), lengths).get(path.name)
         if length is not None and type(length) is not int:
             raise ValueError(f"a length that is a {type(length).__name__}")
     return length

@@ -6,9 +6,9 @@ from typing import Any
 from precisionctl.architectures.families import table_of
 from precisionctl.architectures.rope import PARAMETERS
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.companions import parse_json
 from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
 from precisionctl.same_model import differences
+from precisionctl.untrusted.safe_json import parse_json
 from precisionctl.verify.not_compared import CONFIG_KEYS, QUANTIZER_KEYS, NotCompared, of_keys
 
 _TOPIC = {key: topic for topic, keys in CONFIG_KEYS.items() for key in keys}

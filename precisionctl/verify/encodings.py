@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from precisionctl.checkpoints.chunks import in_pieces
-from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, WeightEncodings
+from precisionctl.untrusted.safe_json import parse_json
 from precisionctl.verify.configs import Found, compare_quantization
 from precisionctl.verify.hf_tensors import PIECE, HfTensors
 from precisionctl.verify.not_compared import NotCompared

@@ -214,7 +214,7 @@ def test_a_gadget_in_a_tensors_archive_does_not_run(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(archive(Gadget()))
     with pytest.raises(UnsafePickle, match="system"):
-        torch_zip.locate(Span(path, 0, path.stat().st_size))
+        torch_zip.one_tensor(Span(path, 0, path.stat().st_size))
 
 
 def test_a_compressed_bomb_is_not_inflated(tmp_path):
@@ -226,7 +226,7 @@ def test_a_compressed_bomb_is_not_inflated(tmp_path):
     with pytest.raises(DamagedCheckpoint, match="compressed"):
         torch_zip.load(path.read_bytes(), path)
     with pytest.raises(DamagedCheckpoint, match="compressed"):
-        torch_zip.locate(Span(path, 0, path.stat().st_size))
+        torch_zip.one_tensor(Span(path, 0, path.stat().st_size))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 10 << 20

@@ -106,6 +106,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: edit(d, LAST, lambda state: state.update(model0=state.pop("model"), model1={})),
         "ranks with .1, 2. stages",
     ),
+    "a rank with a layer more": (
+        lambda d: edit(d, LAST, put(FC2.replace("layers.0", "layers.1"), torch.ones(8, 8))),
+        r"the ranks of stage 1 hold \[1, 2\] layers",
+    ),
     "sizes that are words": (lambda d: edit_all(d, tell(pipeline_model_parallel_size="two")), "not a number of ranks"),
     "a billion ranks": (
         lambda d: edit_all(d, tell(expert_model_parallel_size=10**6)),
@@ -126,10 +130,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_damage_is_one_error(directory: Path, name: str) -> None:
     damage, message = DAMAGE[name]
     damage(directory)
-    with pytest.raises(DamagedCheckpoint, match=message):
+    with pytest.raises(DamagedCheckpoint, match=message) as error:
         reader = LegacyReader(directory.parent)
         for each in reader.specs:
             reader.chunks(each)
+    assert error.value.where.startswith(str(directory.parent))
 
 
 @pytest.mark.parametrize("args", [{"num_layers": 10**9}, {"hidden_size": 10**9}, {"num_attention_heads": 10**9}])

@@ -12,7 +12,7 @@ from training import run, settings
 
 from precisionctl.checkpoints.megatron.keys import TRACKER as LATEST
 from precisionctl.checkpoints.megatron.keys import write_tracker
-from precisionctl.checkpoints.output import Output, open_kept, replace_file
+from precisionctl.checkpoints.output import Output, open_kept, replace_file, write_then_rename
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
@@ -75,7 +75,9 @@ def test_a_small_file_is_replaced_and_never_written_through(tmp_path: Path, targ
         (tmp_path / name).symlink_to(target)
     replace_file(tmp_path / "a", "new")
     assert (tmp_path / "a").read_text() == "new" and not (tmp_path / "a").is_symlink()
-    assert target.read_bytes() == TARGET
+    (tmp_path / "a.new").symlink_to(target)
+    write_then_rename(tmp_path / "a", lambda path: path.write_text("newer"))
+    assert (tmp_path / "a").read_text() == "newer" and target.read_bytes() == TARGET
     for name in (LATEST, f"{LATEST}.new", "rollback.json.new"):
         (tmp_path / name).symlink_to(target)
     write_tracker(tmp_path, 7)

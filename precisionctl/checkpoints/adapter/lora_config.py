@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.adapter.expressions import Expressions
-from precisionctl.checkpoints.companions import parse_json
 from precisionctl.errors import DamagedCheckpoint, MappingError, at, shown
 from precisionctl.untrusted.safe_files import read_file
+from precisionctl.untrusted.safe_json import parse_json
 
 FILE = "adapter_config.json"
 

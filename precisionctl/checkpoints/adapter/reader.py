@@ -19,7 +19,7 @@ from precisionctl.architectures.rearrangements import Transposed
 from precisionctl.checkpoints.adapter.lora_config import FILE, LoraConfig, read_lora_config
 from precisionctl.checkpoints.adapter.low_rank import Factors, LowRank, Merged
 from precisionctl.checkpoints.adapter.tied import check_known, check_same_change, check_touched, tied_embeddings
-from precisionctl.checkpoints.base import Companions, Container, Hints, Reader
+from precisionctl.checkpoints.base import Companions, Container, Hints, Reader, without_iterations
 from precisionctl.checkpoints.chunks import Chunk, Chunked, whole
 from precisionctl.checkpoints.companions import CHAT_TEMPLATE, TOKENIZER, is_tokenizer, kind_of, read_companions
 from precisionctl.checkpoints.encodings_file import StoredTensors
@@ -27,7 +27,7 @@ from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.encoding import Encoding
 from precisionctl.dtypes import DType
-from precisionctl.errors import CheckpointError, DamagedCheckpoint, MappingError, ShapeMismatch, UnknownFormat, at
+from precisionctl.errors import DamagedCheckpoint, MappingError, ShapeMismatch, UnknownFormat, at
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
@@ -68,7 +68,8 @@ class AdapterReader:
         self.changes: dict[str, LowRank] = {}
         self.replaced: dict[str, str] = {}
         """What the adapter has in place of a tensor of the base, by that one's name."""
-        self._read_names()
+        in_file = _names_in_files(base)
+        self._set_changes(self._sorted(in_file), in_file)
         check_touched(base.model, base.specs, {*self.changes, *self.replaced})
         self.specs: Mapping[str, TensorSpec] = {name: self._spec(name) for name in (*base.specs, *self.replaced)}
 
@@ -135,9 +136,9 @@ class AdapterReader:
             raise _other_shape(self.replaced[name], mine, f"`{name}`, which it replaces, is {list(before.shape)}")
         return TensorSpec(before.shape, DType.bfloat16) if of in self.base.encodings else before
 
-    def _read_names(self) -> None:
-        """Find out what each tensor of the adapter is for."""
-        in_file = _names_in_files(self.base)
+    def _sorted(self, in_file: Mapping[str, str]) -> dict[str, dict[str, str]]:
+        """Find out what each tensor of the adapter is: set `replaced`, and return the factors of each module that it
+        changes, by kind. `in_file` has names in the base's files for those in memory."""
         modules: dict[str, dict[str, str]] = {}
         for name, spec in self._stored.specs.items():
             if not name.startswith(PREFIX):
@@ -155,6 +156,10 @@ class AdapterReader:
             if target in self.replaced:
                 raise _twice(target, name)
             self.replaced[target] = name
+        return modules
+
+    def _set_changes(self, modules: Mapping[str, Mapping[str, str]], in_file: Mapping[str, str]) -> None:
+        """Set what the factors of these modules change of the base."""
         stacks: dict[str, list[str]] = {}
         tied: Mapping[str, str] = {}
         heads: dict[str, str] = {}
@@ -386,10 +391,8 @@ def open_base(path: Path, hints: Hints, of: str) -> Reader:
     return base
 
 
-def _open(path: Path, iteration: int | None, hints: Hints) -> AdapterReader:
+def _open(path: Path, hints: Hints) -> AdapterReader:
     base = open_base(path, hints, "PEFT")
-    if iteration is not None:
-        raise CheckpointError("an adapter has no iterations", where=path, do="Leave --iteration out.")
     file = _weights_file(path)
     file_format = SAFETENSORS if file.suffix == SAFETENSORS.suffix else BIN
     config = read_lora_config(path)
@@ -398,4 +401,4 @@ def _open(path: Path, iteration: int | None, hints: Hints) -> AdapterReader:
         return AdapterReader(path, base, config, stored, (file, path / FILE))
 
 
-CONTAINER = Container(recognise, _open, f"{FILE} of a LoRA adapter of PEFT")
+CONTAINER = Container(recognise, without_iterations(_open), f"{FILE} of a LoRA adapter of PEFT")

@@ -15,12 +15,12 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import in_pieces, read_bytes, read_rows, read_tensor
-from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
+from precisionctl.untrusted.safe_json import parse_json
 from precisionctl.untrusted.safe_pickle import sizes
 
 if TYPE_CHECKING:

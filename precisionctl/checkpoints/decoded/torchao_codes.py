@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import Box, in_pieces, read_box, read_rows
-from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.safetensors_file import read_described
@@ -25,6 +24,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
+from precisionctl.untrusted.safe_json import parse_json
 from precisionctl.untrusted.safe_pickle import sizes
 
 if TYPE_CHECKING:

@@ -9,17 +9,17 @@ from precisionctl.checkpoints.deepspeed.universal import is_universal, read_univ
 from precisionctl.checkpoints.deepspeed.zero import read_zero
 from precisionctl.checkpoints.huggingface import recognise as is_hugging_face
 from precisionctl.checkpoints.saved_states import SavedStatesReader
-from precisionctl.errors import DamagedCheckpoint
+from precisionctl.errors import CheckpointError
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file
 
 LATEST = ("latest", "latest_universal")
 """Files that name the newest checkpoint of a folder."""
 
 
-def directory_of(path: Path, iteration: int | None = None) -> Path | None:
-    """The directory with a checkpoint's files: `path` itself, or in it the directory of `iteration`, or of the
-    iteration that `latest` names. None if there is none."""
-    if has_model_states(path) or is_universal(path):
+def step_directory(path: Path, iteration: int | None = None) -> Path | None:
+    """The directory with a checkpoint's files: in `path` that of `iteration`; without one `path` itself, or
+    in it the directory that `latest` names. None if there is none."""
+    if iteration is None and (has_model_states(path) or is_universal(path)):
         return path
     names = [f"global_step{iteration}"] if iteration is not None else [_latest(path, name) for name in LATEST]
     folders = [path / name for name in names if name]
@@ -39,22 +39,25 @@ def recognise(path: Path) -> bool:
     Trainer also has weights: then it is read as those, and a step must be named to read DeepSpeed's."""
     if not path.is_dir() or is_hugging_face(path):
         return False
-    return directory_of(path) is not None or any(map(has_model_states, path.glob("global_step*")))
+    return step_directory(path) is not None or any(map(has_model_states, path.glob("global_step*")))
 
 
 class DeepSpeedReader(SavedStatesReader):
-    """A checkpoint of DeepSpeed. Opening one reads the pickles of all ranks, and no tensors.
+    """A checkpoint of DeepSpeed. Opening one reads the pickles of all ranks, and of tensors the few rows that
+    prove the order of parameters.
 
     Raises DamagedCheckpoint where files contradict each other, UnsafePickle, and CheckpointError for a checkpoint that
     is cut in a way that is not read.
     """
 
     def __init__(self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> None:
-        directory = directory_of(path, iteration)
+        directory = step_directory(path, iteration)
         if directory is None:
             which = "the newest checkpoint" if iteration is None else f"global_step{iteration}"
             do = "Give the directory of a step, such as global_step100."
-            raise DamagedCheckpoint(f"{which} is not there", where=path, do=do)
+            if step_directory(path) == path:
+                do = "Leave --iteration out: there is only this one."
+            raise CheckpointError(f"{which} is not there", where=path, do=do)
         check_link(directory, path)
         universal = is_universal(directory)
         self.container = "deepspeed-universal" if universal else "deepspeed"

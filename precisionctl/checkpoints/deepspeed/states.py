@@ -132,12 +132,10 @@ _COMPARED = 64
 """Elements of each tensor that are compared; at least one row."""
 
 
-def compare_with_module(masters: Mapping[str, FlatTensor], states: ModelStates) -> tuple[int, list[str]]:
-    """Compare FP32 masters with the weights in `states`. Returns the number of masters that have a weight, and the
-    names of those whose first rows, rounded, are not the weight's.
-
-    Raises DamagedCheckpoint if a weight has another shape than its master.
-    """
+def check_masters(masters: Mapping[str, FlatTensor], states: ModelStates, *, all_of_them: bool = False) -> None:
+    """Raise DamagedCheckpoint unless FP32 masters have the shapes of the model's weights and most of them, or all,
+    begin like these when rounded. Nothing else would show that a flat tensor has its parameters in another order. ZeRO
+    3 stores no weights."""
     names = [name for name, one in states.module.items() if name in masters and not is_empty(one)]
     weights = FlatTensors({name: whole_tensor(states.path, states.module[name], name) for name in names})
     flat, differing = FlatTensors(masters), []
@@ -152,7 +150,9 @@ def compare_with_module(masters: Mapping[str, FlatTensor], states: ModelStates) 
         rounded = read_rows(flat, name, 0, rows).to(weight.dtype)
         if not bool(((rounded == weight) | (rounded.isnan() & weight.isnan())).all()):
             differing.append(name)
-    return len(names), differing
+    if len(differing) > (0 if all_of_them else len(names) // 2):
+        what = f"FP32 masters are not those of the weights: {len(differing)} of {len(names)}, `{differing[0]}` first"
+        raise DamagedCheckpoint(what, where=states.path, do="Are these files of one checkpoint?")
 
 
 def is_flat(value: object) -> TypeGuard[LocatedTensor]:

@@ -6,14 +6,14 @@ describes them, and have the shapes; frozen parameters may be in them alone.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.deepspeed.states import (
     WHAT,
     ModelStates,
-    compare_with_module,
+    check_masters,
     dealt_frozen,
     plain_groups,
     rank_files,
@@ -48,54 +48,72 @@ def read_universal(directory: Path) -> SavedStates:
     if states and models[0].name.startswith("zero_"):  # of ZeRO 3
         weights |= dealt_frozen(states, models, directory)
     folders = sorted(one for one in (directory / ZERO).iterdir() if one.is_dir())
-    moments: dict[str, dict[str, FlatTensor]] = {kind: {} for kind in MOMENTS}
-    files = models
-    trained: list[Path] = []
-    frozen = dict[str, FlatTensor]()
-    for folder in folders:
-        if folder.name in weights:  # parameters that no optimizer has are stored a second time, in FP32
-            frozen[folder.name] = _tensor(folder / f"{FP32}.pt", directory, weights[folder.name].spec.shape)
-            if has_file(folder / f"{MOMENTS[0]}.pt", directory):
-                what = "a parameter that the model's states say is frozen has moments"
-                raise DamagedCheckpoint(what, where=folder, do="Copy the checkpoint again.")
-            continue
-        trained.append(folder)
-        for kind in (FP32, *MOMENTS):
-            path = folder / f"{kind}.pt"
-            if kind != FP32 and not has_file(path, directory):
-                continue
-            tensor = _tensor(path, directory, shapes.get(folder.name))
-            (weights if kind == FP32 else moments[kind])[folder.name] = tensor
-            files.append(path)
+    frozen = [folder for folder in folders if folder.name in weights]  # a second time, in FP32
+    trained = [folder for folder in folders if folder.name not in weights]
     if states:
-        differing = compare_with_module(frozen, states)[1]
-        compared, others = compare_with_module({folder.name: weights[folder.name] for folder in trained}, states)
-        if differing or len(others) > compared // 2:
-            what = f"FP32 masters are not those of the weights, `{(differing or others)[0]}` for one"
-            raise DamagedCheckpoint(what, where=states.path, do="Are these files of one checkpoint?")
+        _check_frozen(frozen, states, weights, directory)
+    masters = {folder.name: _tensor(folder / f"{FP32}.pt", directory, shapes.get(folder.name)) for folder in trained}
+    moments = {
+        kind: {
+            folder.name: _tensor(folder / f"{kind}.pt", directory, shapes.get(folder.name))
+            for folder in trained
+            if has_file(folder / f"{kind}.pt", directory)
+        }
+        for kind in MOMENTS
+    }
+    if states:
+        check_masters(masters, states)
+    weights |= masters
     if missing := [name for name in shapes if name not in weights]:
         raise DamagedCheckpoint(f"`{missing[0]}` is missing", where=directory / ZERO, do="Copy the checkpoint again.")
     settings = directory / ZERO / OPTIMIZER_STATE
     optimizer = read_states(settings) if has_file(settings, directory) else {}
-    first, second = moments.values()
-    known = {f"{kind}.pt" for kind in (FP32, *MOMENTS, "step")}
-    extra = dict.fromkeys(one.name for folder in folders for one in folder.iterdir() if one.name not in known)
-    unread = f"{shown(sorted(extra))} of its parameters" if extra else ""
-    lost = ""
-    if in_part := first.keys() ^ second.keys():  # one without both is a tied copy, or the family's table refuses it
-        lost = f"moments, which `{min(in_part)}` lacks in part"
-    elif (updates := _updates(trained, optimizer, directory)) is None and first:
-        lost = "moments, as nothing says how many updates made them, or parameters differ in it"
-    kept = moments if first and not lost else {}
+    updates = _updates(trained, optimizer, directory)
+    lost = _why_lost(moments, updates)
+    kept = moments if any(moments.values()) and not lost else {}
+    stored = {FP32: masters, **moments}
     return SavedStates(
         states.with_shared(weights) if states else weights,
-        files,
+        [*models, *(one / f"{kind}.pt" for one in trained for kind, found in stored.items() if one.name in found)],
         states.global_steps if states else None,
-        kept,
-        updates if kept else None,
-        [stored_group(group, settings) for group in plain_groups(optimizer.get("param_groups"))],
-        " and ".join(filter(None, (lost, unread))),
+        moments=kept,
+        updates=updates if kept else None,
+        groups=[stored_group(group, settings) for group in plain_groups(optimizer.get("param_groups"))],
+        unread=" and ".join(filter(None, (lost, _others(folders)))),
     )
+
+
+def _check_frozen(
+    folders: Sequence[Path], states: ModelStates, weights: Mapping[str, FlatTensor], directory: Path
+) -> None:
+    """Raise DamagedCheckpoint where parameters that no optimizer has are others than in the model's states."""
+    shapes = {folder.name: weights[folder.name].spec.shape for folder in folders}
+    check_masters(
+        {folder.name: _tensor(folder / f"{FP32}.pt", directory, shapes[folder.name]) for folder in folders},
+        states,
+        all_of_them=True,
+    )
+    for folder in folders:
+        if has_file(folder / f"{MOMENTS[0]}.pt", directory):
+            what = "a parameter that the model's states say is frozen has moments"
+            raise DamagedCheckpoint(what, where=folder, do="Copy the checkpoint again.")
+
+
+def _why_lost(moments: Mapping[str, Mapping[str, FlatTensor]], updates: int | None) -> str:
+    """In words, moments that are of no use; empty if they are, or if there are none."""
+    first, second = moments.values()
+    if in_part := first.keys() ^ second.keys():  # one without both is a tied copy, or the family's table refuses it
+        return f"moments, which `{min(in_part)}` lacks in part"
+    if first and updates is None:
+        return "moments, as nothing says how many updates made them, or parameters differ in it"
+    return ""
+
+
+def _others(folders: Sequence[Path]) -> str:
+    """In words, files of parameters that are not read."""
+    known = {f"{kind}.pt" for kind in (FP32, *MOMENTS, "step")}
+    extra = {one.name for folder in folders for one in folder.iterdir() if one.name not in known}
+    return f"{shown(sorted(extra))} of its parameters" if extra else ""
 
 
 def _tensor(path: Path, directory: Path, shape: tuple[int, ...] | None) -> FlatTensor:

@@ -14,14 +14,12 @@ from typing import Any
 from precisionctl.checkpoints import torch_zip_writer
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Chunk, whole
-from precisionctl.checkpoints.companions import to_json, write_companions
+from precisionctl.checkpoints.config_json import config_of_values, write_beside
 from precisionctl.checkpoints.deepspeed.universal import FP32, OPTIMIZER_STATE, ZERO
 from precisionctl.checkpoints.fused_experts import stacked, stored_name
-from precisionctl.checkpoints.huggingface import config_of_values
 from precisionctl.checkpoints.trainer_run import TrainerRun
 from precisionctl.dtypes import DType
 from precisionctl.errors import MappingError
-from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import MOMENTS, TensorSpec, kind_and_parameter
 
@@ -88,12 +86,9 @@ class DeepSpeedWriter:
         model = torch_zip_writer.dump(self._model_states([folder.name for folder in trained]))
         for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
             (directory / name).write_bytes(model)  # ZeRO 3 looks for the second
-        write_companions(self.directory, self._companions)
         config = config_of_values(self._companions, self._config, self.specs)
-        (self.directory / "config.json").write_bytes(to_json(config))
+        write_beside(self.directory, self._companions, config, fp8)
         (self.directory / "latest_universal").write_text(self._tag)
-        if fp8 is not None:
-            sidecar.write(self.directory / sidecar.RELATIVE, fp8)
 
     def _model_states(self, trained: Sequence[str]) -> dict[str, Any]:
         """The model states. `lr_scheduler` has the counts of torch's and DeepSpeed's schedulers; the schedule itself is

@@ -15,7 +15,7 @@ and model states, which list the parameters and their shapes in the order of the
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from precisionctl.checkpoints.deepspeed.states import (
     SAVE_IT_WHOLE,
     WHAT,
     ModelStates,
-    compare_with_module,
+    check_masters,
     dealt_frozen,
     is_flat,
     plain_groups,
@@ -69,7 +69,7 @@ def read_zero(directory: Path) -> SavedStates:
                 what = f"its optimizer has no {kind}, or of another dtype than other ranks'"
                 raise DamagedCheckpoint(what, where=rank.path)
         found[kind] = (_dealt if stage == 3 else _joined)(contents, kind, states, directory)
-    _check_order(found[_PARAM], states)
+    check_masters(found[_PARAM], states)
     weights = states.stored(states.shapes)
     if stage == 3:
         weights |= dealt_frozen(states, model, directory)
@@ -79,10 +79,10 @@ def read_zero(directory: Path) -> SavedStates:
         states.with_shared(weights | found.pop(_PARAM)),
         [*model, *optimizer],
         states.global_steps,
-        found,
-        _same_number(contents) if found else None,
-        [stored_group(group, contents[0].path, of) for group, of in zip(groups, shapes, strict=True)],
-        contents[0].unread,
+        moments=found,
+        updates=_same_number(contents) if found else None,
+        groups=[stored_group(group, contents[0].path, of) for group, of in zip(groups, shapes, strict=True)],
+        unread=contents[0].unread,
     )
 
 
@@ -208,15 +208,6 @@ def _dealt(contents: Sequence[_RankStates], kind: str, states: ModelStates, wher
     return found
 
 
-def _check_order(masters: Mapping[str, FlatTensor], states: ModelStates) -> None:
-    """Raise DamagedCheckpoint unless most masters, rounded, begin like the model's weights. Nothing else would show
-    that the flat tensor has its parameters in another order. ZeRO 3 stores no weights."""
-    compared, differing = compare_with_module(masters, states)
-    if len(differing) > compared // 2:
-        what = f"FP32 masters are not those of the weights: {len(differing)} differ, `{differing[0]}` first"
-        raise DamagedCheckpoint(what, where=states.path, do="Are these files of one checkpoint?")
-
-
 def _without_zero(states: ModelStates) -> SavedStates:
     """Without ZeRO the model is whole, in the dtype that it computes in. The optimizer is torch's, or DeepSpeed's
     around it with masters (`FP16_UnfusedOptimizer`, for BF16 too); its numbers are those of the parameters in the order
@@ -258,7 +249,7 @@ def _without_zero(states: ModelStates) -> SavedStates:
     if len(updates) > 1:
         return replace(saved, unread=different_counts(updates))
     masters = found.pop(_PARAM)
-    _check_order(masters, states)
+    check_masters(masters, states)
     weights = stored | {name: masters[first] for name, first in firsts.items() if first in masters}
     saved = replace(saved, weights=states.with_shared(weights))
     if not updates:

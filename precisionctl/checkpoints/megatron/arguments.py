@@ -70,8 +70,8 @@ def _stage_args(model: ModelShape, sizes: Parallelism) -> dict[str, Any]:
 
 
 def fp8_args(states: Fp8States) -> dict[str, Any]:
-    """The arguments of a run that continues with this FP8 state. None if only attention has state, which happens beside
-    linears in current scaling."""
+    """The arguments of a run that continues with this FP8 state: no arguments if only attention has state, which
+    happens beside linears in current scaling."""
     if not states.of_gemms:
         return {}
     recipe = states.recipe

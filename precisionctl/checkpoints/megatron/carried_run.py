@@ -195,12 +195,28 @@ def trainer_run_of(reader: MegatronReader) -> TrainerRun:
 
 def _adam_of(reader: MegatronReader) -> tuple[Any, Mapping[str, Any]]:
     """Adam's count of updates, from where Megatron's optimizers keep it, and the group of parameters with weight decay
-    (of the first of several optimizers). Raises KeyError and its like for an optimizer that is not Megatron's."""
+    (of the first of several optimizers). Raises ValueError for an optimizer that is not Megatron's."""
     found = next(iter(optimizer_settings(reader)), {})
-    inner = found.get("optimizer", found)
-    groups = inner.get("param_groups") or [{}]
+    step, groups = step_and_groups(found)
+    if found and groups is None:
+        raise ValueError("no groups of parameters")
+    groups = groups or [{}]
     group = next((group for group in groups if group.get("wd_mult") != 0.0), groups[0])
-    return inner.get("state", {}).get("common_step", group.get("step", reader.iteration)), group
+    return reader.iteration if step is None else step, group
+
+
+def step_and_groups(optimizer: object) -> tuple[Any, list[dict[str, Any]] | None]:
+    """Adam's count of updates and the parameter groups in an optimizer's settings, as the plain optimizer or the
+    distributed one stores them: the count (None if there is none) for all parameters, or with each group. None for the
+    groups where the settings have another form."""
+    found = optimizer if isinstance(optimizer, dict) else {}
+    inner = found.get("optimizer", found)
+    listed = inner.get("param_groups") if isinstance(inner, dict) else None
+    if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
+        return None, None
+    state = inner.get("state")
+    step = state.get("common_step") if isinstance(state, dict) else None
+    return next((group["step"] for group in listed if "step" in group), None) if step is None else step, listed
 
 
 def optimizer_settings(reader: MegatronReader) -> list[dict[str, Any]]:
@@ -221,15 +237,15 @@ def optimizer_settings(reader: MegatronReader) -> list[dict[str, Any]]:
 
 def _for_either(optimizer: dict[str, Any], iteration: int | None) -> dict[str, Any]:
     """An optimizer's settings with what the plain optimizer and the distributed one ask for, whichever it was."""
-    inner = optimizer.get("optimizer")
-    groups = inner.get("param_groups") if isinstance(inner, dict) else None
-    if not isinstance(inner, dict) or not isinstance(groups, list) or not all(isinstance(one, dict) for one in groups):
+    step, groups = step_and_groups(optimizer)
+    if "optimizer" not in optimizer or groups is None:
         return optimizer  # another form, such as that of a model in FP32
+    inner = optimizer["optimizer"]
     state: dict[Any, Any] = found if isinstance(found := inner.get("state"), dict) else {}
-    step: Any = state.get("common_step", next((group["step"] for group in groups if "step" in group), iteration))
+    count: Any = iteration if step is None else step
     with suppress(TypeError, ValueError, OverflowError):  # PyTorch's is a tensor or a float
-        step = int(step)
-    state, groups = {**state, "common_step": step}, [{**group, "step": step} for group in groups]
+        count = int(count)
+    state, groups = {**state, "common_step": count}, [{**group, "step": count} for group in groups]
     return optimizer | {"optimizer": {**inner, "state": state, "param_groups": groups}, _SHARDING: RESHARDABLE}
 
 

@@ -17,10 +17,10 @@ from precisionctl.architectures.megatron_args import (
 from precisionctl.architectures.wrappers import TOWERS, beside_towers
 from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints
 from precisionctl.checkpoints.chunks import Chunked
-from precisionctl.checkpoints.companions import is_tokenizer, needed, parse_json, read_companions
+from precisionctl.checkpoints.companions import is_tokenizer, needed_hints, read_companions
 from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, as_states, decode
 from precisionctl.checkpoints.megatron.keys import BRIDGE_TOKENIZER, COMPANIONS, VERL, VERL_COMPANIONS
-from precisionctl.checkpoints.megatron.logical import EMBEDDING
+from precisionctl.checkpoints.megatron.logical import EMBEDDING, OUTPUT
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.checkpoints.megatron.towers import stored_towers
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, shown
@@ -30,6 +30,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 from precisionctl.same_model import differences
 from precisionctl.untrusted.safe_files import check_link
+from precisionctl.untrusted.safe_json import parse_json
 
 
 def companions_of(directory: Path) -> Companions:
@@ -81,7 +82,7 @@ def model_of(
     model = dataclasses.replace(from_hf_config(config, path), padded_vocab_size=rows)
     if model.wrapper:
         towers = [name.removeprefix(TOWERS) for name in specs if name.startswith(TOWERS)]
-        model = beside_towers(model, towers, has_head="output_layer.weight" in specs)
+        model = beside_towers(model, towers, has_head=OUTPUT in specs)
     if not args:
         return model
     by_args = by_arguments(as_config_says(args, model) if trusted else args, model, directory)
@@ -161,12 +162,12 @@ class MegatronDirectory(ABC):
     @property
     def companions(self) -> Companions:
         """The checkpoint's own companion files, or those of a reference that it needs."""
-        return needed(self.hints, self.own_companions).companions or self.own_companions
+        return needed_hints(self.hints, self.own_companions).companions or self.own_companions
 
     @cached_property
     def towers(self) -> Chunked:
         """A wrapper's towers, by their names in a plan: from where its companion files are."""
-        return needed(self.hints, self.own_companions).towers or stored_towers(self.path)
+        return needed_hints(self.hints, self.own_companions).towers or stored_towers(self.path)
 
     @cached_property
     def model(self) -> ModelShape:

@@ -258,11 +258,13 @@ def as_states(
     these = (states.of_weights, states.iteration)
     if sidecar_state is None or (sidecar_state.of_weights, sidecar_state.iteration) != these:
         return states
-    # The sidecar of the same state has what payloads cannot store: keys and values of a cache, and statistics
+    # The sidecar of the same state has what payloads cannot store
     modules = dict(states.modules)
     for name, state in sidecar_state.modules.items():
         cache = Fp8State({role: part for role, part in state.roles.items() if role in CACHE})
         if cache.roles:
             known = modules[name].roles if name in modules else {}
             modules[name] = Fp8State({**known, **change_recipe(cache, sidecar_state.recipe, states.recipe).roles})
-    return replace(states, modules=modules, statistics=sidecar_state.statistics)
+    return replace(
+        states, modules=modules, raw={**sidecar_state.raw, **states.raw}, statistics=sidecar_state.statistics
+    )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Object: TypeAlias = "Tensor | io.BytesIO"
 """A payload in the types that TE has used for it: a uint8 tensor `[bytes]`, or a file."""
 
+_OF_RANK = re.compile(r"(.+)\.rank(\d+)")
 _WEIGHT = re.compile(r"(.+)\.weight(\d*)")
 _NONE = ("word_embeddings", "position_embeddings", "per_layer_embedding", "output_layer", "router", "conv1d")
 _ATTENTION = ".self_attention.linear_proj"
@@ -60,7 +61,7 @@ def demanded(names: Iterable[str]) -> list[str]:
 def payloads_of(states: Fp8States, te: TeVersion, expert_ranks: int) -> dict[str, Object]:
     """The payloads of all modules by the objects' logical names, for torch_dist: of grouped linears one for each
     expert, cut as by Megatron on `expert_ranks` ranks."""
-    found = {_object_of(module): _as_kept(data) for module, data in states.raw.items()}
+    found = _kept_objects(states)
     for module, state in _with_payload(states):
         if not _of_experts(state):
             found[module + EXTRA_STATE] = _payload(encode_payload(state, states.recipe, te))
@@ -75,9 +76,15 @@ def payloads_of(states: Fp8States, te: TeVersion, expert_ranks: int) -> dict[str
     return found
 
 
-def grouped_payloads(states: Fp8States, te: TeVersion, first: int, count: int) -> dict[str, Object]:
-    """The payloads of all modules on a rank with experts `[first, first + count)`: one for each grouped linear."""
-    found = {_object_of(module): _as_kept(data) for module, data in states.raw.items()}
+def grouped_payloads(states: Fp8States, te: TeVersion, rank: int, ranks: int, count: int) -> dict[str, Object]:
+    """The payloads of all modules on expert rank `rank` of `ranks`, with `count` experts each: one for each grouped
+    linear. One that could not be decoded goes to the rank that it is of, if there are as many ranks as it was cut for.
+    """
+    found, first = _kept_objects(states), rank * count
+    kept = [(match[1], int(match[2])) for name in states.raw if (match := _OF_RANK.fullmatch(name))]
+    for module, of_rank in kept:
+        if of_rank == rank and sorted(r for name, r in kept if name == module) == list(range(ranks)):
+            found[module + EXTRA_STATE] = _as_kept(states.raw[f"{module}.rank{rank}"])
     for module, state in _with_payload(states):
         part = state.of_expert(slice(first, first + count)) if _of_experts(state) else state
         found[module + EXTRA_STATE] = _payload(encode_payload(part, states.recipe, te))
@@ -86,14 +93,15 @@ def grouped_payloads(states: Fp8States, te: TeVersion, first: int, count: int) -
 
 def write_sidecar(directory: Path, states: Fp8States | None, *, live: bool) -> None:
     """Write the state into the sidecar. Of state that is `live`, write only what payloads cannot store: the roles of a
-    KV cache, and statistics."""
+    KV cache, statistics, and undecoded payloads of grouped linears, which fit only as many ranks as they are of."""
     if states and live:
         caches = {
             module: Fp8State({role: part for role, part in state.roles.items() if role in CACHE})
             for module, state in states.modules.items()
         }
         kept = {module: state for module, state in caches.items() if state.roles}
-        states = replace(states, modules=kept, raw={}) if kept or states.statistics else None
+        raw = {name: data for name, data in states.raw.items() if _OF_RANK.fullmatch(name)}
+        states = replace(states, modules=kept, raw=raw) if kept or raw or states.statistics else None
     if states is not None:
         sidecar.write(directory / sidecar.RELATIVE, states)
 
@@ -116,8 +124,12 @@ def _as_kept(data: Tensor) -> Object:
     return io.BytesIO(kept) if kept.startswith(safe_archive.MAGIC) else data
 
 
-def _object_of(module: str) -> str:
-    """The name of the object of a payload that could not be decoded; an expert's ends in its number,
-    `….linear_fc1.5`."""
-    name, _, number = module.rpartition(".")
-    return f"{name}{EXTRA_STATE}{number}" if number.isdecimal() else module + EXTRA_STATE
+def _kept_objects(states: Fp8States) -> dict[str, Object]:
+    """The payloads that could not be decoded, of modules and of experts (SavedPayload.raw_name), by the names of their
+    objects."""
+    found = {}
+    for key, data in states.raw.items():
+        if not _OF_RANK.fullmatch(key):
+            module, _, number = key.rpartition(".")
+            found[f"{module}{EXTRA_STATE}{number}" if number.isdecimal() else key + EXTRA_STATE] = _as_kept(data)
+    return found

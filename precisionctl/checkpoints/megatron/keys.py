@@ -53,8 +53,13 @@ _SHARD = re.compile(r"(.+)/shard_(\d{1,9}(?:\.\d{1,9})?)_\d+(?:\.\d+)?")
 
 def expert_of(name: str) -> int | None:
     """The number of the expert, in the whole model, that a logical name belongs to; None if to none."""
+    return without_expert(name)[1]
+
+
+def without_expert(name: str) -> tuple[str, int | None]:
+    """A logical name without the number of its expert, and that number: the grouped linear's parameter or state."""
     match = _EXPERT.fullmatch(name)
-    return int(match[3]) if match else None
+    return (match[1] + match[2], int(match[3])) if match else (name, None)
 
 
 def count_experts(names: Iterable[str]) -> int:

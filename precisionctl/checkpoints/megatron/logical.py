@@ -27,6 +27,7 @@ from precisionctl.param import (
 )
 
 EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
 OPTIMIZER = "optimizer."
 """Prefix of everything of an optimizer."""
 MASTER = state_name("param", "")
@@ -107,7 +108,7 @@ def chunks_of(name: str, tensor: LogicalTensor) -> tuple[Chunk, ...]:
     spec, chunks = tensor.spec, []
     for part in tensor.parts:
         piece = part.piece
-        located = torch_zip.locate(piece.span)
+        located = torch_zip.one_tensor(piece.span)
         if (located.dtype, located.shape) != (spec.dtype, piece.sizes):
             found, wanted = f"{located.dtype} {list(located.shape)}", f"{spec.dtype} {list(piece.sizes)}"
             raise DamagedCheckpoint(f"{name}: a piece is {found}, not {wanted}", where=piece.span)
@@ -316,9 +317,9 @@ def te_names(names: Mapping[str, object], indexed: bool) -> dict[str, str]:
 
     Transformer Engine fuses a norm into the linear that follows, so it is named after that linear. Megatron's local
     specs store some norms under the fused name, too, but not the same ones: it depends on whether a layer has experts
-    or multi-latent attention. Where there is no norm before the MLP, the one before attention is both's, and no part of
-    a linear; nor is it where a gate (Laguna's), or Kimi delta attention's beta_proj, reads it, too. Nor are norms of
-    latents in an `indexed` model, whose indexers read them too, and in DeepSeek-V4.
+    or multi-latent attention. A norm that two modules read stays a tensor of its own: the one before attention where
+    the MLP has none, or where a gate (Laguna) or beta_proj (Kimi delta attention) reads it too; norms of latents in an
+    `indexed` model, whose indexers read them too, and in DeepSeek-V4.
     """
     renamed = {}
     moved = _WITHOUT_TE if indexed else (*_WITHOUT_TE, *_LATENTS_WITHOUT_TE)

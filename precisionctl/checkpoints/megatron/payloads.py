@@ -41,13 +41,14 @@ class SavedPayload(NamedTuple):
 
     @property
     def raw_name(self) -> str:
-        """The key in `Fp8States.raw` for a payload that could not be decoded; an expert's has its number,
-        `….linear_fc1.5`."""
-        number = self.expert if self.expert_rank is None else self.expert_rank
-        return self.module if number is None else f"{self.module}.{number}"
+        """The key in `Fp8States.raw` for a payload that could not be decoded: the module, and with it an expert's
+        number, `….linear_fc1.5`, or the rank of a grouped linear's, `….linear_fc1.rank1`."""
+        if self.expert_rank is not None:
+            return f"{self.module}.rank{self.expert_rank}"
+        return self.module if self.expert is None else f"{self.module}.{self.expert}"
 
 
-def bytes_of(value: Any, where: str) -> bytes:
+def payload_bytes(value: Any, where: str) -> bytes:
     """The bytes of the payload in an unpickled object: a tensor of bytes, or a file of TE 0.12 to 1.13. The plain
     objects of TE up to 0.5 are serialized to such a file; None gives no bytes. Raises DamagedCheckpoint for anything
     else."""

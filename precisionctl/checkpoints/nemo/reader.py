@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints import dcp, torch_zip
-from precisionctl.checkpoints.base import NO_HINTS, WITH_REFERENCE, Container, Hints
+from precisionctl.checkpoints.base import NO_HINTS, WITH_REFERENCE, Container, Hints, without_iterations
 from precisionctl.checkpoints.chunks import Chunk
-from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import MARKER
 from precisionctl.checkpoints.nemo import config, zarr
@@ -30,6 +29,7 @@ from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownForma
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.sizes import counted
+from precisionctl.untrusted.safe_json import parse_json
 
 _CONFIG = "model_config.yaml"
 _SHARDED, _STATE = "model_weights", "model_weights.ckpt"
@@ -157,13 +157,13 @@ class NemoRanks(_Nemo, LegacyReader):
 
 def _state(span: Span) -> Mapping[str, Any]:
     """A rank's state dict, without NeMo's prefix of all names."""
-    state = torch_zip.located(span)
+    state = torch_zip.skeleton_at(span)
     if not isinstance(state, dict) or not all(type(name) is str for name in state):
         raise DamagedCheckpoint("it holds no state dict", where=span)
     return {_PREFIX.sub("", name): value for name, value in state.items()}
 
 
-def open_nemo(path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> NemoSharded | NemoRanks:
+def open_nemo(path: Path, hints: Hints = NO_HINTS) -> NemoSharded | NemoRanks:
     """A Reader for NeMo's checkpoint at `path`. Raises as `files_of` and the Readers do."""
     if _is_weights(path):
         what = f"the weights of a NeMo checkpoint without its {_CONFIG}"
@@ -178,4 +178,6 @@ def open_nemo(path: Path, iteration: int | None = None, hints: Hints = NO_HINTS)
     return (NemoSharded if f"{_SHARDED}/{MARKER}" in files else NemoRanks)(path, files, hints)
 
 
-CONTAINER = Container(recognise, open_nemo, "model_config.yaml beside model_weights of NeMo 1, or *.nemo")
+CONTAINER = Container(
+    recognise, without_iterations(open_nemo), "model_config.yaml beside model_weights of NeMo 1, or *.nemo"
+)

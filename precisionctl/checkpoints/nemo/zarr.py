@@ -10,12 +10,12 @@ import math
 import re
 from collections.abc import Iterator
 
-from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor
 from precisionctl.checkpoints.nemo.files import Files, read_text
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, damage, shown
+from precisionctl.untrusted.safe_json import parse_json
 from precisionctl.untrusted.safe_pickle import sizes
 
 _ABOUT = "/.zarray"

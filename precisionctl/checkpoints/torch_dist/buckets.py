@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.chunks import Box
 from precisionctl.checkpoints.megatron.keys import expert_of, layer_of
-from precisionctl.checkpoints.megatron.logical import EMBEDDING, LogicalTensor, TensorPart, flat_boxes
+from precisionctl.checkpoints.megatron.logical import EMBEDDING, OUTPUT, LogicalTensor, TensorPart, flat_boxes
 from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
 from precisionctl.dtypes import DType
 from precisionctl.param import KINDS, NOT_TRAINED, TensorSpec, kind_and_parameter, state_name
@@ -179,7 +179,7 @@ class _Unpacking:
             names += self._layers.get(layer, [])
         if is_last:
             names += self._tail
-            if not is_first and "output_layer.weight" not in self._tail and EMBEDDING not in names:
+            if not is_first and OUTPUT not in self._tail and EMBEDDING not in names:
                 names.append(EMBEDDING)
         return names
 

@@ -7,7 +7,7 @@ written last. `torch_dist/writer.py` is the inverse.
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,7 @@ from typing import Any
 from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.adapter import bridge
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, Reader
-from precisionctl.checkpoints.chunks import Chunk
-from precisionctl.checkpoints.companions import parse_json
+from precisionctl.checkpoints.chunks import Chunk, chunk_files
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import (
     COMMON,
@@ -37,15 +36,15 @@ from precisionctl.checkpoints.megatron.logical import (
     of_optimizer,
 )
 from precisionctl.checkpoints.megatron.parameter_order import EVERY_KIND, Modules
-from precisionctl.checkpoints.megatron.payloads import SavedPayload, bytes_of
+from precisionctl.checkpoints.megatron.payloads import SavedPayload, payload_bytes
 from precisionctl.checkpoints.megatron.provider import described_args
 from precisionctl.checkpoints.megatron.towers import with_towers
-from precisionctl.checkpoints.output import chunk_files
 from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack
 from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import NOT_TRAINED, TensorSpec
 from precisionctl.untrusted.safe_files import check_link, has_file, leads_out, read_file
+from precisionctl.untrusted.safe_json import parse_json
 
 INNER = ("weights", VERL, f"model/{VERL}")
 """Subdirectories that hold the checkpoint: NeMo 2's `weights`, beside the `context` that describes it, and verl's, at
@@ -80,32 +79,28 @@ class TorchDistReader(MegatronDirectory):
     newest); also in the directories of NeMo 2 and verl.
 
     `specs` are the model's tensors and `optimizer_specs` the optimizer's (`optimizer.state.exp_avg.<parameter>` if it
-    is stored by parameter); `chunks` serves both. Opening reads only `.metadata`. `container` and `complete` are for
-    fsdp_dtensor, which differs in the file that marks a complete checkpoint.
+    is stored by parameter); `chunks` serves both. Opening reads `.metadata`, the headers of towers, and the arguments
+    if the optimizer is in buckets.
 
     Raises DamagedCheckpoint where files, boxes or sizes contradict each other, UnsafePickle for a pickle that asks for
     anything but Megatron's and PyTorch's classes.
     """
 
+    container = "torch_dist"
     encodings: Mapping[str, Encoding] = {}
 
-    def __init__(
-        self,
-        path: Path,
-        iteration: int | None = None,
-        hints: Hints = NO_HINTS,
-        *,
-        container: str = "torch_dist",
-        complete: Callable[[Path], bool] = has_marker,
-    ) -> None:
-        inner = [path / name for name in INNER if iteration is None and complete(path / name)]
+    complete = staticmethod(has_marker)
+    """Whether a directory is a complete checkpoint."""
+
+    def __init__(self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> None:
+        inner = [path / name for name in INNER if iteration is None and self.complete(path / name)]
         top = inner[0] if inner else path
         check_link(top, path)
-        self.path: Path = find_iteration(top, iteration, complete)
-        self.container, self.hints = container, hints
+        self.path: Path = find_iteration(top, iteration, self.complete)
+        self.hints = hints
         index = dcp.read_index(self.path)
         beside = path / "optimizer" / VERL
-        self._optimizer_beside = beside if self.path == path / "model" / VERL and complete(beside) else None
+        self._optimizer_beside = beside if self.path == path / "model" / VERL and self.complete(beside) else None
         if self._optimizer_beside:
             check_link(beside, path)
             of_run = dcp.read_index(beside)
@@ -115,7 +110,7 @@ class TorchDistReader(MegatronDirectory):
         self._set_up(index)
 
     def _set_up(self, index: dcp.Index) -> None:
-        """Set everything that follows from what is stored. `path`, `container`, `hints` and what `args` needs are set
+        """Set everything that follows from what is stored. `path`, `hints` and what `args` needs are set
         before."""
         self._index = index
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
@@ -239,12 +234,12 @@ class TorchDistReader(MegatronDirectory):
         archive = span.read()
         if archive == self._empty:
             return b""
-        found = _only(torch_zip.located(span), key, span)
+        found = _only(torch_zip.skeleton_at(span), key, span)
         if isinstance(found, torch_zip.LocatedTensor):
             begin = found.offset - span.offset
             payload = archive[begin : begin + found.nbytes]
         else:
-            payload = bytes_of(self.read_object(key), key)
+            payload = payload_bytes(self.read_object(key), key)
         if not payload:
             self._empty = archive
         return payload

@@ -9,13 +9,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from precisionctl.checkpoints.megatron.keys import without_expert
 from precisionctl.checkpoints.megatron.logical import te_names
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import COLUMNS, GATED_ROWS, REPLICATED, ROWS, Parallel
 
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.(.+)")
 _SEQUENTIAL = re.compile(r"(.+\.mlp\.experts\.)local_experts\.(\d{1,9})\.(linear_fc[12]\.(?:weight|bias|_extra_state))")
-_EXPERT = re.compile(r"(.+\.mlp\.experts\.linear_fc[12]\.(?:weight|bias|_extra_state))(\d{1,9})")
 _GROUPED = (".mlp.experts.weight1", ".mlp.experts.weight2")
 
 
@@ -93,20 +93,13 @@ def count_layers(names: Iterable[str]) -> int:
     return len({match[1] for name in names if (match := _LAYER.fullmatch(name))})
 
 
-def grouped_name(name: str) -> str:
-    """A name without the number of its expert: the name of the grouped linear's parameter or state."""
-    match = _EXPERT.fullmatch(name)
-    return match[1] if match else name
-
-
 def renumbered(name: str, first_layer: int, first_expert: int) -> str:
     """A rank's name with these offsets added to the numbers of its layer and expert; negative offsets are the way
     back."""
     if match := _LAYER.fullmatch(name):
         name = f"decoder.layers.{int(match[1]) + first_layer}.{match[2]}"
-    if match := _EXPERT.fullmatch(name):
-        name = f"{match[1]}{int(match[2]) + first_expert}"
-    return name
+    grouped, expert = without_expert(name)
+    return name if expert is None else f"{grouped}{expert + first_expert}"
 
 
 _ROWS = (

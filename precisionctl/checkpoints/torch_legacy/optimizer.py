@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from precisionctl.checkpoints.megatron.carried_run import step_and_groups
 from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.torch_zip import LocatedTensor, read_located
 from precisionctl.checkpoints.torch_zip_writer import Blank, SmallTensor
@@ -114,9 +115,11 @@ def _optimizer_of(
     groups: list[dict[str, object]] = []
     masters: list[list[Blank]] = []
     states: dict[int, dict[str, object]] = {}
-    apart = not known or any(group.get("wd_mult") == 0.0 for group in known)  # else all in one group
+    spares_norms = not known or any(group.get("wd_mult") == 0.0 for group in known)  # else all are in one group
     for undecayed in (False, True):
-        members = [entry for entry in parameters if (apart and _is_undecayed(entry[1], entry[2].shape)) == undecayed]
+        members = [
+            entry for entry in parameters if (spares_norms and _is_undecayed(entry[1], entry[2].shape)) == undecayed
+        ]
         if not members:
             continue
         same = [group for group in known if (group.get("wd_mult") == 0.0) == undecayed] or list(known[:1])
@@ -134,20 +137,11 @@ def _optimizer_of(
     return {"optimizer": inner, "fp32_from_fp16_params": masters} if any(masters) else inner
 
 
-def _settings(settings: object) -> tuple[list[Mapping[str, Any]], float | None]:
+def _settings(settings: object) -> tuple[Sequence[Mapping[str, Any]], float | None]:
     """The parameter groups and the number of updates in `optimizer` of common data, which is one optimizer's, or a
     dict of several by number."""
-    found = settings.get(0, settings) if isinstance(settings, dict) else {}
-    inner = found.get("optimizer", found) if isinstance(found, dict) else {}
-    groups = inner.get("param_groups") if isinstance(inner, dict) else None
-    listed: list[Mapping[str, Any]] = (
-        [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
-    )
-    state = inner.get("state") if isinstance(inner, dict) else None
-    step = state.get("common_step") if isinstance(state, dict) else None
-    if step is None:
-        step = next((group["step"] for group in listed if "step" in group), None)
-    return listed, float(step) if isinstance(step, int | float) or is_tensor(step) else None
+    step, groups = step_and_groups(settings.get(0, settings) if isinstance(settings, dict) else None)
+    return groups or [], float(step) if isinstance(step, int | float) or is_tensor(step) else None
 
 
 def _is_undecayed(name: str, shape: Sequence[int]) -> bool:

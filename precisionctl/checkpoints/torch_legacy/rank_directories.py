@@ -55,7 +55,7 @@ def is_legacy(path: Path) -> bool:
     return any(_NAME.fullmatch(file.parent.name) for file in path.glob(f"mp_rank_*/{FILE}"))
 
 
-def directory_name(tensor: int, pipeline: int, expert: int, sizes: Parallelism) -> str:
+def rank_directory(tensor: int, pipeline: int, expert: int, sizes: Parallelism) -> str:
     """The name of a rank's directory in a run of these sizes."""
     name = f"mp_rank_{tensor:02d}"
     name += f"_{pipeline:03d}" if sizes.pipeline > 1 else ""
@@ -87,7 +87,7 @@ def read_ranks(path: Path) -> tuple[Parallelism, list[Rank]]:
     sizes = _sizes(arguments(content), found, path)
     if math.lcm(sizes.tensor, (sizes.expert_tensor or sizes.tensor) * sizes.expert) * sizes.pipeline > _MOST_RANKS:
         raise DamagedCheckpoint(f"its arguments ask for more ranks than there are: {sizes}", where=path / first)
-    expected = {directory_name(*place, sizes): place for place in places(sizes)}
+    expected = {rank_directory(*place, sizes): place for place in places(sizes)}
     missing = sorted(expected.keys() - found.keys())
     if missing:
         what = f"the directory {missing[0]} is missing ({len(missing)} of {len(expected)} ranks)"

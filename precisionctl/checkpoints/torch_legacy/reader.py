@@ -19,13 +19,12 @@ from precisionctl.architectures.indexer_args import DSA_NAME
 from precisionctl.architectures.recurrent_args import read_delta_net, read_mamba
 from precisionctl.architectures.streams_args import CSA_NAME
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
-from precisionctl.checkpoints.chunks import Box, Chunk, shard_boxes
+from precisionctl.checkpoints.chunks import Box, Chunk, chunk_files, shard_boxes
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, count_experts, find_iteration, iteration_of
-from precisionctl.checkpoints.megatron.logical import EMBEDDING
-from precisionctl.checkpoints.megatron.payloads import SavedPayload, bytes_of
+from precisionctl.checkpoints.megatron.logical import EMBEDDING, OUTPUT
+from precisionctl.checkpoints.megatron.payloads import SavedPayload, payload_bytes
 from precisionctl.checkpoints.megatron.towers import with_towers
-from precisionctl.checkpoints.output import chunk_files
 from precisionctl.checkpoints.te_tensors import LocatedFp8Weight
 from precisionctl.checkpoints.torch_legacy.buckets import FILE as BUCKETS
 from precisionctl.checkpoints.torch_legacy.buckets import bucket_tensors
@@ -72,7 +71,6 @@ from precisionctl.untrusted.safe_files import has_file
 
 _GROUPED = (".mlp.experts.linear_fc1._extra_state", ".mlp.experts.linear_fc2._extra_state")
 _QKV = (".linear_qkv.weight", ".linear_qkv.bias")
-_OUTPUT = "output_layer.weight"
 
 
 def recognise(path: Path) -> bool:
@@ -103,7 +101,7 @@ class LegacyReader(MegatronDirectory):
         self._stages = list(self._numbered())
         self._shards = gathered(self._located(), self.parallelism)
         if self._tied and self.parallelism.pipeline > 1:
-            _join_tied(self._shards, _OUTPUT, EMBEDDING)
+            _join_tied(self._shards, OUTPUT, EMBEDDING)
         self._tensors = assembled(self._shards, self.parallelism, self._parallel)
         text = {name: tensor.spec for name, tensor in self._tensors.items()}
         self.specs = with_towers(text, self.towers, self.path)
@@ -143,7 +141,8 @@ class LegacyReader(MegatronDirectory):
             for index, chunk in enumerate(chunks):
                 layers[index * self.parallelism.pipeline + rank.pipeline].add(count_layers(chunk))
         if uneven := [stage for stage in order if len(layers[stage]) > 1]:
-            raise DamagedCheckpoint(f"the ranks of stage {uneven[0]} hold {sorted(layers[uneven[0]])} layers")
+            what = f"the ranks of stage {uneven[0]} hold {sorted(layers[uneven[0]])} layers"
+            raise DamagedCheckpoint(what, where=self.path, do="Is the copy whole?")
         counts = [layers[stage].pop() for stage in order]
         for rank, chunks in stages:
             for index, chunk in enumerate(chunks):
@@ -185,7 +184,7 @@ class LegacyReader(MegatronDirectory):
         shards = gathered(self._optimizer_located(), self.parallelism)
         for kind in {kind_and_parameter(name)[0] for name in shards}:
             if self._tied and self.parallelism.pipeline > 1:
-                _join_tied(shards, state_name(kind, _OUTPUT), state_name(kind, EMBEDDING))
+                _join_tied(shards, state_name(kind, OUTPUT), state_name(kind, EMBEDDING))
 
         def as_its_parameter(name: str, *_: object) -> Parallel:
             return self.specs[kind_and_parameter(name)[1]].parallel
@@ -306,7 +305,7 @@ class LegacyReader(MegatronDirectory):
             for name, value in entries.items():
                 if EXTRA_STATE not in name or (isinstance(value, LocatedTensor) and not value.nbytes):
                     continue
-                if data := bytes_of(_read(value, rank.path), f"{rank.path}: {name}"):
+                if data := payload_bytes(_read(value, rank.path), f"{rank.path}: {name}"):
                     yield SavedPayload(name, data, str(rank.path), rank.expert if name.endswith(_GROUPED) else None)
 
 

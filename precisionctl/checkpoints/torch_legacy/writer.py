@@ -21,12 +21,12 @@ from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun
 from precisionctl.checkpoints.megatron.fp8_state_writer import demanded, grouped_payloads, origin, write_sidecar
-from precisionctl.checkpoints.megatron.keys import COMPANIONS, OURS, count_experts, expert_of, layer_of
-from precisionctl.checkpoints.megatron.logical import EMBEDDING, OPTIMIZER
+from precisionctl.checkpoints.megatron.keys import COMPANIONS, OURS, count_experts, expert_of, layer_of, without_expert
+from precisionctl.checkpoints.megatron.logical import EMBEDDING, OPTIMIZER, OUTPUT
 from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
-from precisionctl.checkpoints.torch_legacy.names import grouped_name, renumbered
+from precisionctl.checkpoints.torch_legacy.names import renumbered
 from precisionctl.checkpoints.torch_legacy.optimizer import optimizer_state
-from precisionctl.checkpoints.torch_legacy.rank_directories import FILE, directory_name, places
+from precisionctl.checkpoints.torch_legacy.rank_directories import FILE, places, rank_directory
 from precisionctl.checkpoints.torch_legacy.rank_shards import cut_for
 from precisionctl.checkpoints.torch_zip_writer import Archive, Blank
 from precisionctl.errors import MappingError, ShapeMismatch
@@ -35,7 +35,6 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import MOMENTS, ONE_RANK, Parallelism, TensorSpec, kind_and_parameter
 
-_OUTPUT = "output_layer.weight"
 _MODULES = Modules(fused=True, grouped=True)
 
 
@@ -98,7 +97,7 @@ class LegacyWriter:
         of_place: dict[tuple[int, int], _TensorRanks] = {}
         for tensor, stage, expert in places(parallelism):
             new = _TensorRanks(stage, expert, [{} for _ in range(parallelism.virtual)])
-            path = directory / directory_name(tensor, stage, expert, parallelism) / FILE
+            path = directory / rank_directory(tensor, stage, expert, parallelism) / FILE
             of_place.setdefault((stage, expert), new).paths[tensor] = path
         self._ranks = list(of_place.values())
         self._of_stage: dict[int, list[_TensorRanks]] = {}
@@ -134,7 +133,7 @@ class LegacyWriter:
         homes = [(first, renumbered(name, -starts[first], -(expert_rank or 0) * of_rank))]
         if self._sizes.pipeline > 1 and name.startswith("embedding."):
             if name == EMBEDDING and self.model.tied_embeddings:
-                homes.append((stages - 1, _OUTPUT))
+                homes.append((stages - 1, OUTPUT))
             if self.model.mtp_num_layers:  # multi-token prediction, on the last stage, embeds tokens, too
                 homes.append((stages - 1, name))
         for stage, local in homes:
@@ -209,13 +208,12 @@ class LegacyWriter:
         name there. Empty payloads (uint8 `[0]`) where there is no state."""
         model = [name for name in self.specs if not name.startswith(OPTIMIZER)]
         of_rank = self._experts // self._sizes.expert
-        states = [
-            grouped_payloads(fp8, self._te, e * of_rank, of_rank) if fp8 else {} for e in range(self._sizes.expert)
-        ]
-        found: dict[_TensorRanks, dict[tuple[int, str], object]] = {ranks: {} for ranks in self._ranks}
-        for name in dict.fromkeys([*map(grouped_name, demanded(model)), *states[0]]):
-            for ranks, stage, local in self._holders(name):
-                found[ranks][stage, local] = states[ranks.expert].get(name, torch_zip_writer.EMPTY)
+        ranks = self._sizes.expert
+        states = [grouped_payloads(fp8, self._te, rank, ranks, of_rank) if fp8 else {} for rank in range(ranks)]
+        found: dict[_TensorRanks, dict[tuple[int, str], object]] = {holder: {} for holder in self._ranks}
+        for name in dict.fromkeys([*(without_expert(name)[0] for name in demanded(model)), *states[0]]):
+            for holder, stage, local in self._holders(name):
+                found[holder][stage, local] = states[holder.expert].get(name, torch_zip_writer.EMPTY)
         return found
 
 

@@ -18,12 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Reader, Writer
+from precisionctl.checkpoints.chunks import chunk_files
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun, adam_in_megatron
 from precisionctl.checkpoints.megatron.keys import directory_name, write_tracker
 from precisionctl.checkpoints.megatron.towers import WithTowers
 from precisionctl.checkpoints.module import LazyTensors, LiveModel, LocalRows, Snapshot
-from precisionctl.checkpoints.output import Output, chunk_files, disk_problems, sync_all
+from precisionctl.checkpoints.output import Output, disk_problems, sync_all
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.conversion.weights_digest import digest_written
 from precisionctl.conversion.worker import Worker

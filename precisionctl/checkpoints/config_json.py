@@ -1,0 +1,63 @@
+"""config.json of a result whose tensors are values, and what is written with it beside weights of Hugging Face's names:
+companion files and FP8 state."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from precisionctl.checkpoints.base import Companions
+from precisionctl.checkpoints.companions import to_json, write_companions
+from precisionctl.dtypes import DType
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.state import Fp8States
+from precisionctl.model_parts import text_part
+from precisionctl.param import TensorSpec
+from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
+
+
+def write_beside(
+    directory: Path, companions: Companions, config: Mapping[str, Any], fp8: Fp8States | None, *, live: bool = False
+) -> None:
+    """Write companion files, config.json and FP8 state into a directory of weights. The state goes where a run loads it
+    from if it is `live`, else where it is only carried."""
+    write_companions(directory, companions)
+    (directory / "config.json").write_bytes(to_json(config))
+    if fp8 is not None:
+        sidecar.write(directory / (sidecar.LIVE if live else sidecar.RELATIVE), fp8)
+
+
+def config_of_values(
+    companions: Companions, config: Mapping[str, Any], specs: Mapping[str, TensorSpec]
+) -> dict[str, Any]:
+    """The config.json of a result whose tensors are values: that of the companions, else `config`, with its dtype."""
+    found: dict[str, Any] = json.loads(companions.files.get("config.json", b"null")) or dict(config)
+    said = text_part(found)
+    text = said if isinstance(said, dict) else {}
+    for key in ("quantization_config", OLDER_KEY):
+        found.pop(key, None)
+    text.pop("quantization_config", None)
+    found.pop("transformers_weights", None)  # the files have other names
+    if not any(key in found for key in _DTYPE_KEYS):
+        found["torch_dtype"] = None
+    dtype = config_dtype(specs)
+    for part in (found, text, *(each for each in text.values() if isinstance(each, dict))):
+        keys = [key for key in _DTYPE_KEYS if not isinstance(part.get(key, 0), int)]  # a map of tokens has numbers
+        part |= dict.fromkeys(keys, dtype)
+    return found
+
+
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+"""The dtype of the weights, as transformers 5 writes it and as older ones did. Programs read one or the other, so both
+say the same. Towers keep theirs, as their tensors do."""
+
+
+def config_dtype(specs: Mapping[str, TensorSpec]) -> str:
+    """The dtype of values for config.json: the one with the most bytes. Codes count as the BF16 that they decode to,
+    and their scales do not count."""
+    codes = sum(spec.rows * spec.columns for spec in specs.values() if spec.is_codes)
+    counts: dict[DType, int] = {DType.bfloat16: codes * DType.bfloat16.itemsize}
+    for name, spec in specs.items():
+        if spec.dtype.is_floating_point and spec.dtype.itemsize > 1 and not name.endswith(("_scale", "_scale_inv")):
+            counts[spec.dtype] = counts.get(spec.dtype, 0) + spec.nbytes
+    return max(counts, key=lambda dtype: counts[dtype]).value
