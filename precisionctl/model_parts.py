@@ -295,7 +295,7 @@ class NgramEmbedding:
                 check_size(size, f"{name} of n-gram embeddings")
         check_count(self.end_token, "eos_token_id", LARGEST)
         check_size(self.ngram_size - 1, "ngram_size - 1")
-        check_size(self.heads * sum(self.layers), "heads of n-gram embeddings", 1 << 9)
+        check_size(self.heads * sum(self.layers), "heads of n-gram embeddings", 1 << 8)
         check_size(self.split_parts * sum(self.layers), "parts of n-gram embeddings", 1 << 16)
         if self.embed_dim % self.heads:
             raise DamagedCheckpoint(f"{self.embed_dim} channels of n-gram embeddings for {self.heads} heads")
@@ -330,7 +330,8 @@ def _primes(least: int, number: int) -> tuple[int, ...]:
     """The first prime numbers from `least` on."""
     found: list[int] = []
     while len(found) < number:
-        if least > 1 and all(least % divisor for divisor in range(2, isqrt(least) + 1)):
+        divisors = (2, *range(3, isqrt(least) + 1, 2)) if least > 2 else ()
+        if least > 1 and all(least % divisor for divisor in divisors):
             found.append(least)
         least += 1
     return tuple(found)

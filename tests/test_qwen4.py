@@ -2,6 +2,7 @@
 the numbers of the published model (Qwen3.8-Flash-Next)."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from precisionctl.architectures.families import from_hf_config, table_of
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.errors import DamagedCheckpoint, RecipeError, ShapeMismatch, UnknownArchitecture
-from precisionctl.model_parts import NgramEmbedding
 from precisionctl.param import Parallelism
 from precisionctl.planning.segments import Segment, lower
 from precisionctl.recipe import ParallelSettings
@@ -104,19 +104,63 @@ def test_texts_that_share_a_row_do_not_see_each_other(tmp_path: Path) -> None:
     assert_texts_are_apart("qwen4", tmp_path, (15, 8, 17))
 
 
-def test_the_published_table_has_the_rows_that_llama_cpp_and_sglang_have_of_it() -> None:
-    """320,001,536 rows of 160 numbers, 51,200,245,760 bytes in FP8 (llama.cpp's `per_layer_token_embd`, SGLang's issue
-    37792), in 128 parts."""
-    ple = NgramEmbedding((False, True), 2560, 4, 3, 8, 20_000_000, 128, 128, 248044)
-    assert (ple.table_rows(1), ple.head_dim, ple.heads) == (320_001_536, 160, 16)
-    assert ple.table_rows(1) * ple.head_dim == 51_200_245_760
+PUBLISHED = {
+    "model_type": "qwen4_exp_text",
+    "hidden_size": 2560,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "eos_token_id": 248044,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 640,
+    "shared_expert_intermediate_size": 640,
+    "full_attention_interval": 4,
+    "output_gate_type": "sigmoid",
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "hc_count": 4,
+    "hc_lowrank": 320,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 128,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+    "ple_layer_ids": [2],
+    "ple_embed_dim": 2560,
+    "ple_conv_kernel_size": 4,
+    "ngram_size": 3,
+    "heads_per_ngram": 8,
+    "ngram_vocab_size_base": 20_000_000,
+    "split_ngram_parts": 128,
+    "make_ngram_vocab_size_divisible_by": 128,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 1e7,
+}
+"""The text model of Qwen3.8-Flash-Next."""
+
+
+def test_the_published_model_has_the_sizes_that_llama_cpp_and_sglang_found() -> None:
+    """In llama.cpp's files: 176.9 billion parameters without the prediction layer, of which a table has 320,001,536
+    rows of 160 numbers (`per_layer_token_embd`); these are 51,200,245,760 bytes in FP8 (SGLang's issue 37792)."""
+    model = from_hf_config(PUBLISHED)
+    rows = [row for row in table_of(model).spelled({}, model) if row.count(model)]
+    sizes = {row.megatron: row.count(model) * math.prod(row.shape(model)) for row in rows}
+    assert round(sum(sizes.values()) / 1e8) == 1769
+    assert sizes["decoder.layers.1.ple.ple_embedding.ngram_embedding.weight"] == 51_200_245_760
+    assert model.ple and (model.ple.table_rows(1), model.ple.head_dim) == (320_001_536, 160)
+    assert model.rotary_size == 64 and model.msa and model.msa.dense_length == 2051  # kekzl/imp, pull request 2057
 
 
 def test_a_table_larger_than_its_row_numbers_could_be_is_moved_in_whole_parts() -> None:
     """By no array of numbers, which would take gigabytes."""
-    said = {"hidden_size": 2560, "ple_layer_ids": [1], "ple_embed_dim": None, "heads_per_ngram": 8}
-    said |= {"ngram_vocab_size_base": 20_000_000, "make_ngram_vocab_size_divisible_by": 128, "split_ngram_parts": 128}
-    model = from_hf_config(pico.config("qwen4", **said))
+    model = from_hf_config(PUBLISHED)
     (row,) = (row for row in table_of(model).spelled({}, model) if row.megatron.endswith("ngram_embedding.weight"))
     shapes = row.shapes(model, "hf")
     assert shapes == ((2_500_012, 160),) * 128
