@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE, Wrapper
+from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE, NgramEmbedding, Wrapper
 from precisionctl.recurrent_parts import GatedDeltaNet, Mamba, Multipliers, ShortConv
 from precisionctl.sparse_parts import CSA, DSA, MSA
 
@@ -170,6 +170,7 @@ class ModelFields:
     msa: MSA | None = None
     csa: CSA | None = None
     mhc: HyperConnections | None = None
+    ple: NgramEmbedding | None = None
     moe: MoE | None = None
     gdn: GatedDeltaNet | None = None
     short_conv: ShortConv | None = None
@@ -190,6 +191,7 @@ PARTS: Mapping[str, Callable[..., object]] = {
     "msa": MSA,
     "csa": CSA,
     "mhc": HyperConnections,
+    "ple": NgramEmbedding,
     "gdn": GatedDeltaNet,
     "short_conv": ShortConv,
     "mamba": Mamba,

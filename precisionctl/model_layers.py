@@ -23,6 +23,7 @@ class ModelLayers(ModelFields):
         by_layer["hybrid_override_pattern"] = self.mamba.pattern if self.mamba else None
         by_layer["indexer's layers"] = self.dsa.layers if self.dsa else None
         by_layer["layers with an indexer of blocks"] = self.msa.layers if self.msa else None
+        by_layer["layers with n-gram embeddings"] = self.ple.layers if self.ple else None
         by_layer["kv_source_layers"] = self.mla.kv_source_layers if self.mla else None
         by_layer["csa_compress_ratios"] = self.csa.pattern if self.csa else None
         for field, entries in by_layer.items():
@@ -77,6 +78,10 @@ class ModelLayers(ModelFields):
             return self.csa.pattern[layer] == "C"
         indexed = self.dsa or self.msa
         return indexed is not None and indexed.layers[layer]
+
+    def has_ngrams(self, layer: int) -> bool:
+        """Whether a layer adds embeddings of n-grams."""
+        return self.ple is not None and self.ple.layers[layer]
 
     def is_hashed(self, layer: int) -> bool:
         """Whether a table chooses a token's experts."""

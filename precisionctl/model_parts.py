@@ -1,9 +1,11 @@
 """What some models have beside plain attention and MLPs: experts, latent attention, other attention without a window,
-several residual streams, a wrapper of images or sound; and what is a size."""
+several residual streams, embeddings of n-grams, a wrapper of images or sound; and what is a size."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cache
+from math import isqrt
+from typing import Any, ClassVar, Literal
 
 from precisionctl.errors import DamagedCheckpoint, shown
 
@@ -231,17 +233,22 @@ class HyperConnections:
     the streams. `epsilon` is added to the weights to read by and to the matrix, and to the sums that it is divided by.
 
     Streams without iterations are not mixed (independent hyper-connections, Hunyuan 4); `epsilon` is then added to the
-    weights to add by."""
+    weights to add by. With a `lowrank` (Qwen4-Exp) weights to read by are of each channel: the sigmoid of what a small
+    MLP of so many channels, by SiLU, makes of the streams, each normalised by itself. A block reads the mean of these,
+    so weighted, which no other norm normalises. No `epsilon` is added."""
 
     num_residual_streams: int
     mhc_sinkhorn_iterations: int | None
     epsilon: float = 1e-6
     magnitude: float = 2.0
+    lowrank: int | None = None
 
     def __post_init__(self) -> None:
         check_size(self.num_residual_streams, "num_residual_streams", 1 << 10)
         if self.mixed:
             check_size(self.mhc_sinkhorn_iterations, "mhc_sinkhorn_iterations", 1 << 10)
+        if self.lowrank is not None:
+            check_size(self.lowrank, "lowrank of hyper-connections")
         real(self.epsilon, "epsilon of hyper-connections")
         real(self.magnitude, "magnitude of hyper-connections")
 
@@ -254,3 +261,77 @@ class HyperConnections:
     def mapping_size(self) -> int:
         """Weights that each token has: one of a stream to read, one to add, and the matrix."""
         return self.num_residual_streams * (2 + self.num_residual_streams * self.mixed)
+
+
+@dataclass(frozen=True)
+class NgramEmbedding:
+    """What some `layers` (an entry for each) add to the residual streams before attention: embeddings of the last
+    tokens, 2 to `ngram_size` of them (Qwen4-Exp's PLE). An n-gram of each size has `heads_per_ngram` hashes, each with
+    a part of the `embed_dim` channels in a table of its own. These tables stand one after the other in the layer's one.
+    Each has a prime number of rows, of all layers together the first primes from `vocab_size_base` on, and the whole is
+    filled up to a multiple of `vocab_divisor`. Hugging Face stores it in `split_parts`.
+
+    A gate of each stream multiplies what is made of these embeddings, and a causal convolution of `conv_kernel_dim`
+    taps, which stand `ngram_size` tokens apart, is added. `end_token` stands for tokens before a text, or before the
+    last token of this number.
+    """
+
+    layers: tuple[bool, ...]
+    embed_dim: int
+    conv_kernel_dim: int
+    ngram_size: int
+    heads_per_ngram: int
+    vocab_size_base: int
+    vocab_divisor: int
+    split_parts: int
+    end_token: int
+
+    multipliers_below: ClassVar[int] = (1 << 63) - 1
+    """Hashes are products with numbers of 64 bits."""
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if name not in ("layers", "end_token"):
+                check_size(size, f"{name} of n-gram embeddings")
+        check_count(self.end_token, "eos_token_id", LARGEST)
+        check_size(self.ngram_size - 1, "ngram_size - 1")
+        check_size(self.heads * sum(self.layers), "heads of n-gram embeddings", 1 << 8)
+        check_size(self.split_parts * sum(self.layers), "parts of n-gram embeddings", 1 << 16)
+        if self.embed_dim % self.heads:
+            raise DamagedCheckpoint(f"{self.embed_dim} channels of n-gram embeddings for {self.heads} heads")
+
+    @property
+    def heads(self) -> int:
+        """Rows of the table that each token reads."""
+        return (self.ngram_size - 1) * self.heads_per_ngram
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one of them."""
+        return self.embed_dim // self.heads
+
+    @property
+    def rows_below(self) -> int:
+        """More than any layer's table has."""
+        return max(self.table_rows(layer) for layer, has in enumerate(self.layers) if has) + 1
+
+    def head_rows(self, layer: int) -> tuple[int, ...]:
+        """Rows that each head has in a layer's table."""
+        before = sum(self.layers[:layer]) * self.heads
+        return _primes(self.vocab_size_base, before + self.heads)[before:]
+
+    def table_rows(self, layer: int) -> int:
+        """Rows of a layer's table."""
+        return -(-sum(self.head_rows(layer)) // self.vocab_divisor) * self.vocab_divisor
+
+
+@cache
+def _primes(least: int, number: int) -> tuple[int, ...]:
+    """The first prime numbers from `least` on."""
+    found: list[int] = []
+    while len(found) < number:
+        divisors = (2, *range(3, isqrt(least) + 1, 2)) if least > 2 else ()
+        if least > 1 and all(least % divisor for divisor in divisors):
+            found.append(least)
+        least += 1
+    return tuple(found)

@@ -54,7 +54,7 @@ class ModelShape(ModelLayers):
             raise DamagedCheckpoint(f"prediction layers {self.mamba.mtp_pattern} of a model without experts")
         check_size(self.per_layer_embed_size or 1, "per_layer_embed_size", 4 * LARGEST)
         check_size(self.streams_size, "streams_size", 4 * LARGEST)
-        if self.msa and self.num_attention_heads % self.msa.n_heads:
+        if self.msa and not self.msa.averaged and self.num_attention_heads % self.msa.n_heads:
             raise DamagedCheckpoint(f"{self.num_attention_heads} heads for {self.msa.n_heads} heads of an indexer")
         if self.csa and self.projection_size % self.csa.o_groups:
             raise DamagedCheckpoint(f"{self.projection_size} channels of heads in {self.csa.o_groups} groups")
@@ -78,7 +78,7 @@ class ModelShape(ModelLayers):
 
     def normed_as(self, layer: int) -> "ModelShape":
         """The model whose norms are everywhere where this layer has them."""
-        if not self.has_delta_net(layer):
+        if not self.has_delta_net(layer) or (self.mhc and self.mhc.lowrank):
             return self
         return replace(self, pre_layernorms=True, post_layernorms=False)
 

@@ -29,11 +29,12 @@ NOT_TRAINED = (
     *(".e_score_correction_bias", ".expert_bias", ".ffn.gate.bias", ".tid2eid"),
     *(".layer_scalar", ".lerope.alpha", ".rotary_emb.alpha"),
     *(".unused_linear_k.weight", ".unused_linear_v.weight", ".unused_k_norm.weight", ".unused_post_layernorm.weight"),
+    *(".layer_multipliers", ".ngram_heads_vocab_sizes", ".ngram_heads_offsets"),
     *(".act_fn.beta", ".act_fn.eps", ".activation_func.beta", ".activation_func.eps"),
 )
 """Ends of the names, in both layouts, of parameters without optimizer state: a router's bias (a rule changes it) and
 table of experts; the factor of a layer of Gemma 4; those of
-angles in LeRoPE; parameters that nothing reads; xIELU's two settings."""
+angles in LeRoPE; parameters that nothing reads; numbers that hash n-grams; xIELU's two settings."""
 
 GEMM_ALIGNMENT = 16
 """Both dimensions of every operand of an FP8 GEMM must be multiples of it (cuBLASLt's leading dimensions; TE checks it

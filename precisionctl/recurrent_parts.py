@@ -2,7 +2,7 @@
 delta nets, short convolutions, Mamba mixers."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model_parts import LARGEST, check_size, real
@@ -15,8 +15,9 @@ class GatedDeltaNet:
     `layers` has an entry for each layer of the decoder: whether it is one. Each key head, of `key_head_dim` channels,
     serves as many value heads, of `value_head_dim`; queries, keys and values go through a causal convolution of
     `conv_kernel_dim` taps, one for each channel. With `allow_neg_eigval` learning rates are up to 2, and not to 1.
-    `norm_epsilon` is the epsilon of the norm of the heads' output (None: that of the model's other norms). Such a layer
-    has norms before attention and MLP alone, whatever the others have.
+    `norm_epsilon` is the epsilon of the norm of the heads' output (None: that of the model's other norms), which is
+    multiplied by a gate through `output_gate`. Such a layer has norms before attention and MLP alone, whatever the
+    others have, unless the model's residual streams are normalised as they are read (`mhc.lowrank`).
 
     With `kda` (Kimi delta attention, arXiv 2510.26692; fields are Megatron's `--kda-*`) a state decays by a number of
     each channel of a key, and the gate is a sigmoid. Decays and gates are projected in two steps, by `kda_lora_rank`
@@ -35,6 +36,7 @@ class GatedDeltaNet:
     kda: bool = False
     kda_lora_rank: int | None = None
     kda_lower_bound: float | None = None
+    output_gate: Literal["silu", "sigmoid"] = "silu"
 
     def __post_init__(self) -> None:
         sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
@@ -85,7 +87,8 @@ class GatedDeltaNet:
     def used(self) -> dict[str, object]:
         """The fields, by their names with `gdn.`; None where one changes nothing. Empty where no layer is one."""
         used = {f"gdn.{name}": value for name, value in vars(self).items()} if any(self.layers) else {}
-        return used | ({} if self.kda or not used else dict.fromkeys(("gdn.kda_lora_rank", "gdn.kda_lower_bound")))
+        unused = ("gdn.output_gate",) if self.kda else ("gdn.kda_lora_rank", "gdn.kda_lower_bound")
+        return used | dict.fromkeys(unused if used else ())
 
 
 @dataclass(frozen=True)

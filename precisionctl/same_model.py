@@ -9,7 +9,7 @@ from precisionctl.untabled_model import UntabledModel
 STORED = (
     *("architecture", "wrapper", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"),
     *("zero_centered_gamma", "hf_zero_centered_gamma", "add_bias_linear", "add_qkv_bias"),
-    "unread_positions",
+    *("unread_positions", "ple.split_parts"),
 )
 """Fields that say how a model is named, padded and stored, in one layout or the other, and not what it computes."""
 
@@ -57,9 +57,12 @@ def used(model: ModelShape) -> dict[str, object]:
     attends = model.mtp_num_layers or any(map(model.has_attention, layers))
     if not attends:
         found |= dict.fromkeys(("num_attention_heads", "num_query_groups", "kv_channels", "rope_layers"))
-    for name in ("mla", "dsa", "msa", "csa", "mhc", "mamba", "multipliers"):
+    for name in ("mla", "dsa", "msa", "csa", "mhc", "ple", "mamba", "multipliers"):
         if part := getattr(model, name):
             found |= {name: USED, **{f"{name}.{field}": value for field, value in vars(part).items()}}
+    if model.mhc and model.mhc.lowrank:
+        found["mhc.epsilon"] = None
+    found.pop("ple.split_parts", None)
     if model.mla:
         found |= dict.fromkeys(("num_query_groups", "kv_channels", "v_head_dim"))
         if all(map(model.has_rope, layers)):

@@ -39,7 +39,11 @@ class MSA:
     `n_heads` heads of `head_dim` channels choose the blocks of `block_size` keys that a query sees, each head for its
     share of the query heads: the last `local_blocks` up to the query's own, and the best others, `topk_blocks` in all.
     A block is worth its best key's product with the query. Where a text has no more than `topk_blocks` blocks, all are
-    chosen."""
+    chosen.
+
+    Of `averaged` blocks (Qwen4-Exp's QSA) each has one key, the mean of its keys, normalised then and turned as its
+    first. It is worth the sum of the products with all heads' queries, those below 0 left out, and chosen for all query
+    heads. Only blocks that end before the query, or with it, are chosen from; the keys behind them are all seen."""
 
     n_heads: int
     head_dim: int
@@ -47,6 +51,7 @@ class MSA:
     topk_blocks: int
     local_blocks: int
     layers: tuple[bool, ...]
+    averaged: bool = False
 
     def __post_init__(self) -> None:
         for name in ("n_heads", "head_dim", "block_size", "topk_blocks"):
@@ -60,9 +65,14 @@ class MSA:
         return self.n_heads * self.head_dim
 
     @property
+    def query_key_size(self) -> int:
+        """Rows of its queries and its key together."""
+        return self.query_size + self.head_dim
+
+    @property
     def dense_length(self) -> int:
         """Tokens of the longest text of which all blocks are chosen."""
-        return self.topk_blocks * self.block_size
+        return self.topk_blocks * self.block_size + (self.block_size - 1) * self.averaged
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,8 @@ def both_gradients(theirs: PreTrainedModel, ours: GPT) -> Iterator[tuple[str, Te
             (name,) = names(row, "megatron", place)
             parameter = left.pop(name)
             if parameter.requires_grad:
-                merged = row.merge([_gradient(expected, each) for each in names(row, "hf", place)], ours.model)
+                parts = [_gradient(expected, each) for each in names(row, "hf", place)]
+                merged = row.merge(parts, ours.model) - row.merge([each * 0 for each in parts], ours.model)  # no 1 less
                 assert parameter.grad is not None, name
                 yield name, parameter.grad[: len(merged)], merged
             else:

@@ -543,6 +543,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "shared_expert_intermediate_size": 64,
     },
+    "qwen4": {
+        "model_type": "qwen4_exp_text",
+        **DELTA_NET,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "output_gate_type": "sigmoid",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 64,  # not less than the channels that turn of a head of the class's own size
+        "indexer_budget": 6,
+        "indexer_compress_ratio": 3,
+        "hc_count": 2,
+        "hc_lowrank": 16,
+        "ple_layer_ids": [1, 3],
+        "ple_embed_dim": 32,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 20,
+        "make_ngram_vocab_size_divisible_by": 2,
+        "split_ngram_parts": 3,
+        "eos_token_id": 2,
+    },
     "lfm2": {
         "model_type": "lfm2",
         "num_hidden_layers": 3,
@@ -916,6 +942,7 @@ def block_kinds(family: str) -> set[Any]:
     made |= {("experts beside attention", model.moe is not None and model.parallel_residual)}
     made |= {("experts with norms of their own", model.moe is not None and model.moe.own_norms)}
     made |= {("compressed keys", model.csa is not None), ("blocks of keys", model.msa is not None)}
+    made |= {("embeddings of n-grams", model.ple is not None)}
     made |= {("Mamba-1 mixers", model.mamba is not None and model.mamba.dt_rank is not None)}
     made |= {("decays of channels", model.gdn is not None and model.gdn.kda)}
     made |= {("short convolutions", model.short_conv is not None), ("mixers beside attention", model.parallel_mixers)}
@@ -984,7 +1011,7 @@ def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_floating_point() and re.search(
                 r"norm|ln_|bias$|sinks$|layer_scalar$|_hc\.(base|scale)$|hc_(base|scale)$|router\.\w*scale$|router\.gate\.weight$"
-                r"|softmax_scaling\.scale$|rotary_emb\.alpha$",
+                r"|softmax_scaling\.scale$|rotary_emb\.alpha$|ple\.conv1d\.weight$",
                 name,
             ):
                 tensor.add_(torch.randn_like(tensor) * 0.1)

@@ -112,7 +112,9 @@ def _indexer(model: ModelShape, lengths: list[int]) -> int:
     """What an indexer of blocks takes, forward alone: of queries and keys, and their products."""
     if model.msa is None:
         return 0
-    return 2 * (sum(lengths) * flops.indexer(model) + sum(length**2 for length in lengths) * model.msa.query_size)
+    of_key = model.msa.block_size if model.msa.averaged else 1
+    pairs = sum(length * -(-length // of_key) for length in lengths)
+    return 2 * (sum(lengths) * flops.indexer(model) + pairs * model.msa.query_size)
 
 
 def _beside_streams(model: ModelShape, lengths: list[int]) -> int:
@@ -122,6 +124,12 @@ def _beside_streams(model: ModelShape, lengths: list[int]) -> int:
     if mhc is None:
         return 0
     number, streams = mhc.num_residual_streams, model.streams_size
+    if mhc.lowrank:
+        beside = 6 * tokens * (flops.connections(model) * model.num_layers + 2 * mhc.lowrank * streams)
+        if model.ple:
+            taps = model.ple.conv_kernel_dim
+            beside += sum(model.ple.layers) * (6 * tokens * taps * streams + _of_all(taps, streams, tokens))
+        return beside
     connection = 6 * tokens * (mhc.mapping_size + number * mhc.mixed) * streams
     beside = 2 * model.num_layers * connection + 6 * tokens * number * streams
     if csa is None:

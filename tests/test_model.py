@@ -129,6 +129,10 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
     ("hy4", {"mhc.magnitude": 2.0}),
     ("hy4", {"mhc.epsilon": 0.01}),
     ("hy4", {"linear_gate": "softplus per element"}),
+    ("qwen4", {"mhc.magnitude": 1.0}),
+    ("qwen4", {"gdn.output_gate": "silu"}),
+    ("qwen4", {"msa.topk_blocks": 3}),
+    ("qwen4", {"ple.end_token": 3}),
     ("mistral-large-4", {"final_logit_softcapping": None}),
     ("mistral-large-4", {"rope_scaling": None}),
     ("mistral-large-4", {"moe.pre_softmax": True}),
@@ -420,6 +424,7 @@ def trained(name: str, model: ModelShape) -> bool:
     nothing runs, nor biases and norms that only Megatron has."""
     kept_as_it_is = name.endswith(("expert_bias", "activation_func.beta", "activation_func.eps", "layer_scalar"))
     kept_as_it_is |= name.endswith(("tid2eid", "lerope.alpha"))
+    kept_as_it_is |= name.endswith(("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets"))
     kept_as_it_is |= name.startswith("mtp.") or ".indexer." in name
     only_megatrons = {"linear_qkv.bias": not model.qkv_bias, "linear_proj.bias": not model.proj_bias}
     only_megatrons |= dict.fromkeys(("input_layernorm.bias", "final_layernorm.bias"), not model.norm_bias)

@@ -34,6 +34,7 @@ NOT_KNOWN = (
     "llama4",
     "deepseek-v4",
     "hy4",
+    "qwen4",
     "falcon",
     "bloom",
     "lfm",

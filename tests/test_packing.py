@@ -89,7 +89,8 @@ def test_packed_and_unpacked_texts_have_the_same_loss_and_gradients(case: str, t
     assert together.keys() == one_by_one.keys()
     for name, gradient in together.items():
         largest = float(one_by_one[name].abs().max())
-        most = max(2e-5 * largest, 1e-7 * norm)  # a single number may be a sum that cancels (DeepSeek-V4's `alpha_pre`)
+        # a single number may be a sum that cancels (DeepSeek-V4's `alpha_pre`), and a root magnifies rounding (n-grams)
+        most = max((5e-5 if ".ple." in name else 2e-5) * largest, 1e-7 * norm)
         torch.testing.assert_close(gradient, one_by_one[name], rtol=0, atol=most, msg=name)
     leaking = float(summed_loss(model, Batch(packed.tokens, packed.labels, packed.padding_mask)).detach())
     assert abs(leaking - expected) > 1e-5 * expected  # ten times what is allowed above

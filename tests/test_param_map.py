@@ -22,7 +22,7 @@ from precisionctl.architectures.rearrangements import (
     RotaryPairs,
 )
 from precisionctl.errors import UnknownArchitecture
-from precisionctl.model_parts import MLA, HyperConnections, MoE
+from precisionctl.model_parts import MLA, HyperConnections, MoE, NgramEmbedding
 from precisionctl.model_shape import ModelShape
 from precisionctl.planning.segments import lower
 from precisionctl.recurrent_parts import GatedDeltaNet, Mamba, ShortConv
@@ -82,7 +82,8 @@ def models(draw: st.DrawFn) -> ModelShape:
         short_conv=ShortConv((False,) * num_layers, draw(sizes)),
         mamba=Mamba("M" * num_layers, groups * per_group, head, groups, draw(sizes), dt_rank=draw(sizes)),
         csa=CSA("W" * num_layers, draw(sizes), draw(sizes), groups, *(draw(sizes) for _ in range(4))),
-        mhc=HyperConnections(draw(sizes), 1),
+        mhc=HyperConnections(draw(sizes), 1, lowrank=draw(sizes)),
+        ple=NgramEmbedding((True,) * num_layers, 8, draw(sizes), 3, 2, *(draw(sizes) for _ in range(3)), 0),
         attention_output_gate=draw(st.booleans()),
         per_layer_embed_dim=draw(sizes),
         mtp_num_layers=draw(st.integers(0, 2)),

@@ -38,7 +38,7 @@ from precisionctl.errors import (
 )
 from precisionctl.launch.frameworks import launch
 from precisionctl.model_fields import LinearGate
-from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE
+from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE, NgramEmbedding
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.precision import Precision
@@ -49,6 +49,7 @@ from precisionctl.sparse_parts import CSA, DSA, MSA
 from precisionctl.trainer.model.computes import (
     BESIDE_CSA,
     BESIDE_DELTA_NETS,
+    BESIDE_LOWRANK,
     BESIDE_MIXERS,
     BESIDE_MLA,
     BESIDE_MSA,
@@ -361,6 +362,14 @@ STREAMS = dataclasses.replace(
     mhc=HyperConnections(2, 3),
     moe=MoE(4, 2, 12, (True,) * 3, 12, "sqrtsoftplus", expert_bias=True, n_hash_layers=1),
 )
+NGRAMS = dataclasses.replace(
+    NO_WINDOW,
+    pre_layernorms=False,
+    mhc=HyperConnections(2, None, lowrank=4),
+    gdn=DELTA.gdn,
+    msa=MSA(2, 8, 3, 2, 0, (False, True), averaged=True),
+    ple=NgramEmbedding((True, False), 8, 2, 3, 2, 20, 4, 2, 5),
+)
 SCALED = dataclasses.replace(
     DENSE, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}
 )
@@ -573,6 +582,24 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     (STREAMS, {"mhc.mhc_sinkhorn_iterations": 4}),
     (STREAMS, {"mhc.epsilon": 0.1}),
     (STREAMS, {"mhc.magnitude": 1.0}),
+    (BLOCKS, {"msa.averaged": True}),
+    (DELTA, {"gdn.output_gate": "sigmoid"}),
+    (NGRAMS, {"mhc.lowrank": 5}),
+    (NGRAMS, {"mhc.magnitude": 1.0}),
+    (NGRAMS, {"ple": None}),
+    *(
+        (NGRAMS, {f"ple.{name}": value})
+        for name, value in {
+            "layers": (True, True),
+            "embed_dim": 12,
+            "conv_kernel_dim": 3,
+            "ngram_size": 2,
+            "heads_per_ngram": 4,
+            "vocab_size_base": 30,
+            "vocab_divisor": 7,
+            "end_token": 3,
+        }.items()
+    ),
     (STREAMS, {"moe.n_hash_layers": 2}),
     (STREAMS, {"moe.score_function": "sigmoid"}),
     (STREAMS, {"rotary_base_local": 3.0}),
@@ -620,6 +647,8 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (DENSE, {"query_pre_attn_scalar": 4}),
     (DENSE, {"gdn": dataclasses.replace(DELTA.gdn, layers=(False, False))}),
     *((DELTA, {f"gdn.{name}": value}) for name, value in {"kda_lora_rank": 5, "kda_lower_bound": -5.0}.items()),
+    (KDA, {"gdn.output_gate": "sigmoid"}),
+    (NGRAMS, {"mhc.epsilon": 0.1}),
     (NO_WINDOW, {"short_conv": ShortConv((False, False), 3)}),
     (DENSE, {"moe": dataclasses.replace(EXPERTS.moe, layer_freq=(False, False))}),
     (DENSE, {"rope_scaling": {"rope_type": "linear", "factor": 1.0}}),
@@ -654,6 +683,8 @@ def logits(model: ModelShape, dtype: torch.dtype = torch.float32) -> torch.Tenso
     gpt = GPT(model, BF16, dtype=dtype)
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():
+            if not parameter.is_floating_point():
+                continue  # numbers that hash, and experts by token
             generator = torch.Generator().manual_seed(zlib.crc32(f"{name}{tuple(parameter.shape)}".encode()))
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
         return gpt(torch.arange(12)[None] % 7)
@@ -713,7 +744,7 @@ def test_every_field_of_a_model_is_one_of_those_above() -> None:
 
 NAMES = {
     name
-    for model in (EXPERTS, INDEXED, BLOCKS, DELTA, CONVOLUTIONS, BESIDE, GLOBAL, STREAMS)
+    for model in (EXPERTS, INDEXED, BLOCKS, DELTA, CONVOLUTIONS, BESIDE, GLOBAL, STREAMS, NGRAMS)
     for name, _ in named_values(model)
 }
 
@@ -762,9 +793,20 @@ BESIDE_MSA_OTHERWISE = {
     "linear_gate": "softplus per head",
     "mla": LATENT.mla,
     "gdn": DELTA.gdn,
+    "pre_layernorms": False,
     "global_attention": GLOBAL.global_attention,
     "msa.head_dim": 2,
     "msa.n_heads": 1,
+}
+
+
+BESIDE_LOWRANK_OTHERWISE = {
+    **{name: not value for name, value in BESIDE_LOWRANK.items() if isinstance(value, bool)},
+    "normalization": "LayerNorm",
+    "num_kv_shared_layers": 1,
+    "gdn": KDA.gdn,
+    "mla": LATENT.mla,
+    "global_attention": GLOBAL.global_attention,
 }
 
 
@@ -801,6 +843,7 @@ LATENT_WITHOUT_WINDOW = dataclasses.replace(NO_WINDOW, mla=LATENT.mla)
         *((each, {"mamba.dt_rank": 4}) for each in (MIXERS, BESIDE)),
         *((STREAMS, {name: value}) for name, value in BESIDE_CSA_OTHERWISE.items()),
         *((BLOCKS, {name: value}) for name, value in BESIDE_MSA_OTHERWISE.items()),
+        *((NGRAMS, {name: value}) for name, value in BESIDE_LOWRANK_OTHERWISE.items()),
     ],
     ids=str,
 )
@@ -846,6 +889,23 @@ def test_multipliers_of_other_layers_than_a_mixer_beside_attention_and_a_gated_m
 def test_a_sparse_mixer_of_other_scores_than_a_softmax_is_refused(scores: str) -> None:
     with pytest.raises(UnknownArchitecture, match=r"is not computed here with moe.sparsemixer_eps=0\.4"):
         GPT(with_fields(PLAIN_ROUTER, {"moe.sparsemixer_eps": 0.4, "moe.score_function": scores}), BF16)
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "refused"),
+    [
+        (NGRAMS, {"mhc.mhc_sinkhorn_iterations": 2}, "mhc.lowrank=4"),
+        (NGRAMS, {"mhc": None, "msa": None, "pre_layernorms": True}, "ple="),
+        (NGRAMS, {"mhc.lowrank": None}, "gdn="),
+        (DELTA, {"msa": BLOCKS.msa}, "gdn="),
+    ],
+    ids=str,
+)
+def test_what_goes_with_streams_that_are_read_channel_by_channel_is_refused_elsewhere(
+    model: ModelShape, change: dict[str, Any], refused: str
+) -> None:
+    with pytest.raises(UnknownArchitecture, match=f"is not computed here with .*{refused}"):
+        GPT(with_fields(model, change), BF16)
 
 
 def test_latent_attention_with_heads_of_two_sizes_is_refused() -> None:

@@ -105,6 +105,11 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "shared_expert_intermediate_size": 64,
     },
+    "qwen4_exp": {
+        **{name: its for name, its in pico.FAMILIES.get("qwen4", {}).items() if name not in TEXT},
+        "num_hidden_layers": 3,
+        "rope_parameters": DELTA_NET["rope_parameters"],
+    },
     "glm4v": {
         "model_type": "glm4v_text",
         "rope_parameters": MROPE | {"mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5},

@@ -44,7 +44,7 @@ def make_source(folder: Path, **settings: Any) -> Path:
     return add_tokenizer(folder, model.config.model_type)
 
 
-BYTE_LEVEL = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "hyperclovax_vision_v2")
+BYTE_LEVEL = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "hyperclovax_vision_v2")
 """Models whose own kind of tokenizer knows no words."""
 
 

@@ -1,5 +1,7 @@
 """config.json's keys of models with a gated delta net beside attention, which Qwen3-Next and Qwen3.5 have in common."""
 
+from collections.abc import Mapping
+
 from precisionctl.architectures.config_keys import (
     ATTENTION_BIAS,
     SILU,
@@ -24,9 +26,14 @@ _INTERVAL = "full_attention_interval"
 _UNLISTED = all_but_every(4, _INTERVAL)
 
 
-def _read_layers(config: Config, where: object) -> Fields:
-    listed = listed_layers(config, KINDS, where)
-    return {"gdn.layers": tuple(_UNLISTED(config, layers(config, where), where) if listed is None else listed)}
+def delta_net_layers(kinds: Mapping[str, bool]) -> Rule:
+    """Which layers have a delta net, by these kinds."""
+
+    def read(config: Config, where: object) -> Fields:
+        listed = listed_layers(config, kinds, where)
+        return {"gdn.layers": tuple(_UNLISTED(config, layers(config, where), where) if listed is None else listed)}
+
+    return Rule(("layer_types", _INTERVAL), read, write_layers)
 
 
 def write_layers(model: ModelShape) -> Config:
@@ -34,7 +41,7 @@ def write_layers(model: ModelShape) -> Config:
     return {"layer_types": ["linear_attention" if model.has_delta_net(each) else "full_attention" for each in numbers]}
 
 
-COMMON: tuple[Entry, ...] = (
+BESIDE_LAYERS: tuple[Entry, ...] = (
     ATTENTION_BIAS,
     SILU,
     Always("qk_layernorm", True),
@@ -42,15 +49,15 @@ COMMON: tuple[Entry, ...] = (
     Always("zero_centered_gamma", True),
     Always("hf_zero_centered_gamma", True),
     Key("norm_epsilon", "rms_norm_eps", 1e-6),
-    Rule(("layer_types", _INTERVAL), _read_layers, write_layers),
     Key("gdn.num_key_heads", "linear_num_key_heads", 16),
     Key("gdn.num_value_heads", "linear_num_value_heads", 32),
     Key("gdn.key_head_dim", "linear_key_head_dim", 128),
     Key("gdn.value_head_dim", "linear_value_head_dim", 128),
     Key("gdn.conv_kernel_dim", "linear_conv_kernel_dim", 4),
-    rope(percent=0.25, partial=True),
     tied(False),
 )
+
+COMMON: tuple[Entry, ...] = (*BESIDE_LAYERS, delta_net_layers(KINDS), rope(percent=0.25, partial=True))
 
 
 def prediction_layers(key: str) -> Rule:

@@ -1,10 +1,11 @@
-"""Rows of several residual streams, by the names of Megatron-Core's hyper_connection.py; FP32 as released.
+"""Rows of several residual streams, by the names of Megatron-Core's hyper_connection.py, FP32 as released; and of those
+that are read channel by channel, which Megatron-Core does not have.
 
 Trap: the scales of a hyper-connection are one tensor in Hugging Face.
 """
 
 from precisionctl.architectures.param_map import Row
-from precisionctl.architectures.rearrangements import SCALAR
+from precisionctl.architectures.rearrangements import GAMMA, SCALAR
 
 
 def hyper_connection(hf: str, block: str, scales: tuple[str, ...]) -> tuple[Row, ...]:
@@ -26,4 +27,28 @@ def head(hf: str, megatron: str) -> tuple[Row, ...]:
     shapes = {"fn": ("mhc.num_residual_streams", "streams_size"), "base": ("mhc.num_residual_streams",), "scale": (1,)}
     return tuple(
         Row(f"{hf}{name}", f"{megatron}hc_head_{name}", shape, keeps_dtype=True) for name, shape in shapes.items()
+    )
+
+
+def gated_residual(hf: str, block: str) -> tuple[Row, ...]:
+    """What joins a `block` to streams of which each channel has a weight to read it by (Qwen4-Exp). Megatron has none
+    such: names are transformers', in its hyper-connection."""
+    return _gated_residual(hf, f"decoder.layers.{{layer}}.{block}_hyper_connection.", ("block_inject_weight",))
+
+
+def residual_mixer(hf: str, megatron: str) -> tuple[Row, ...]:
+    """What makes one of these streams; `hf` and `megatron` are what the names begin with."""
+    return _gated_residual(f"{hf}hyper_connection_mixer.", f"{megatron}hyper_connection_mixer.", ())
+
+
+def _gated_residual(hf: str, megatron: str, beside: tuple[str, ...]) -> tuple[Row, ...]:
+    sizes = {
+        "input_mix_weight_down": ("mhc.lowrank", "streams_size"),
+        "input_mix_weight_up": ("streams_size", "mhc.lowrank"),
+        "block_inject_weight": ("mhc.num_residual_streams", "streams_size"),
+    }
+    names = ("input_mix_weight_down", "input_mix_weight_up", *beside)
+    return (
+        Row(f"{hf}hc_norm.weight", f"{megatron}hc_norm.weight", ("streams_size",), GAMMA),
+        *(Row(f"{hf}{name}.weight", f"{megatron}{name}.weight", sizes[name]) for name in names),
     )

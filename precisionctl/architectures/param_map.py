@@ -8,7 +8,7 @@ as Megatron's hybrid layers are one block each, `{hf_layer}` is its number there
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Literal
@@ -64,6 +64,7 @@ Layers = Literal[
     "heavy",
     "hashed",
     "scored",
+    "ngrams",
 ]
 """Which layers have a row:
 
@@ -76,6 +77,7 @@ Layers = Literal[
 - `rope`, `nope`: those with rotary embeddings, or without
 - `sparse`, `heavy`: those whose compressed keys overlap, or do not (CSA)
 - `hashed`, `scored`: those with experts that a table chooses, or a router's scores
+- `ngrams`: those with embeddings of n-grams
 """
 
 Naming = Literal["as stored", "as saved", "in memory", "for engines"]
@@ -249,6 +251,8 @@ class Row:
             return model.has_short_conv(layer)
         if self.layers == "indexed":
             return model.has_indexer(layer)
+        if self.layers == "ngrams":
+            return model.has_ngrams(layer)
         if self.layers in ("windowed", "global"):
             return model.in_window(layer) == (self.layers == "windowed")
         if self.layers in ("rope", "nope"):
@@ -303,6 +307,7 @@ class Architecture:
     something else with them); Megatron-Bridge's, if modules of its own have them; this project's, if neither has.
     `otherwise_in_transformers` is a note on what transformers alone computes differently, `heeds_latents_epsilon` says
     whether its class normalises latents of attention by config.json's epsilon, and not by 1e-6 as others.
+    `more_rows` are rows whose names or sizes follow from the model's settings.
     """
 
     model_types: Mapping[str, str]
@@ -314,6 +319,7 @@ class Architecture:
     names_by: Literal["Megatron-Core", "Megatron-Bridge", "this project"] = "Megatron-Core"
     otherwise_in_transformers: str = ""
     heeds_latents_epsilon: bool = False
+    more_rows: Callable[[ModelShape], tuple[Row | Either, ...]] = lambda model: ()
 
     def spelled(
         self,
@@ -325,7 +331,7 @@ class Architecture:
         """The rows, each in the spelling that `naming` asks for (Either), and with the spelling in `stored` as
         `as_stored`. `codes` are the names of weights that become codes again."""
         rows: list[Row] = []
-        for row in self.rows:
+        for row in (*self.rows, *self.more_rows(model)):
             if isinstance(row, Row):
                 rows.append(row)
                 continue

@@ -71,6 +71,13 @@ class _OfSingleRows(_RowPermutation):
     moves_single_rows = True
 
 
+class InOrder(_RowPermutation):
+    """Hugging Face's tensors are the whole, one after the other."""
+
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        return _joined(parts)
+
+
 class _Computation:
     moves_single_rows = False
 
@@ -78,7 +85,7 @@ class _Computation:
         return False
 
 
-class Same(_RowPermutation):
+class Same(InOrder):
     """The same tensor."""
 
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
@@ -175,11 +182,8 @@ class GroupedWithGate(_RowPermutation):
         return tuple(_flat(part) for part in _cut(grouped, sizes, 1))
 
 
-class Halves(_RowPermutation):
+class Halves(InOrder):
     """The two halves of a gated MLP's first linear: all of gate, then all of up."""
-
-    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        return _joined(parts)
 
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         return tuple(_cut(whole, [len(whole) // 2] * 2))
@@ -207,11 +211,8 @@ class DeltaNetByHead(_RowPermutation):
         return tuple(_flat(_joined(those, 1)) for those in (by_head[:4], by_head[4:]))
 
 
-class DeltaNetByKind(_RowPermutation):
+class DeltaNetByKind(InOrder):
     """The same, of four tensors in Hugging Face: queries, keys and values; output gates; betas; alphas (Qwen3.5)."""
-
-    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        return _joined(parts)
 
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         assert model.gdn
@@ -220,28 +221,26 @@ class DeltaNetByKind(_RowPermutation):
 
 
 @dataclass(frozen=True)
-class ByPart(_RowPermutation):
+class ByPart(InOrder):
     """Hugging Face has a tensor for each part of Megatron's; `parts` is the field of ModelShape with their numbers of
     rows."""
 
     parts: str
 
-    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        return _joined(parts)
-
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         return tuple(_cut(whole, attrgetter(self.parts)(model)))
 
 
-class Thirds(_RowPermutation):
-    """Hugging Face has three tensors, of as many rows as `torch.chunk` gives them, whatever the parts are."""
+@dataclass(frozen=True)
+class Chunks(InOrder):
+    """Hugging Face has so many tensors, of as many rows as `torch.chunk` gives them, whatever the parts are."""
 
-    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        return _joined(parts)
+    number: int
 
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        third = -(-len(whole) // 3)
-        return tuple(_cut(whole, [third, third, len(whole) - 2 * third]))
+        rows = len(whole)
+        high = -(-rows // self.number)
+        return tuple(_cut(whole, [max(0, min(high, rows - high * each)) for each in range(self.number)]))
 
 
 @dataclass(frozen=True)
@@ -432,7 +431,7 @@ GAMMA = Gamma()
 ORDINARY_GAMMA = Gamma(ordinary=True)
 BY_HEAD = DeltaNetByHead()
 BY_KIND = DeltaNetByKind()
-THIRDS = Thirds()
+THIRDS = Chunks(3)
 QUERY_PAIRS = LatentPairs(by_head=True)
 KEY_PAIRS = LatentPairs(by_head=False)
 INDEX_QUERIES = TurnedFirst(by_head=True)

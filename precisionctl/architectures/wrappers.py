@@ -9,7 +9,7 @@ Traps: the same wrapper has older names in published files than in memory, where
 config.json, in older ones by its `text_config`, and in some by neither.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -132,6 +132,7 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     "qwen3_vl": WrapperNames(*IN_MEMORY, text="qwen3_vl_text"),
     "qwen3_vl_moe": WrapperNames(*IN_MEMORY, text="qwen3_vl_moe_text", experts=EXPERTS_AS_IN_OUT),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), WrapperNames(*IN_MEMORY, mtp="mtp.")),
+    "qwen4_exp": WrapperNames(*IN_MEMORY),
     **dict.fromkeys(
         ("glm4v", "glm46v"), WrapperNames(*IN_MEMORY, text="glm4v_text", mark="visual.post_conv_layernorm.")
     ),
@@ -408,9 +409,13 @@ def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:
             return (Either(second, first, second_is="in memory"),)
         return (replace(either, first=first, second=second),)
 
-    spellings = ((renamed(row),) if isinstance(row, Row) else renamed_either(row) for row in rows)
+    def all_renamed(some: Iterable[Row | Either]) -> tuple[Row | Either, ...]:
+        made = ((renamed(row),) if isinstance(row, Row) else renamed_either(row) for row in some)
+        return tuple(each for rows in made for each in rows)
+
     changed: dict[str, Any] = {
-        "rows": tuple(each for one in spellings for each in one),
+        "rows": all_renamed(rows),
+        "more_rows": lambda model: all_renamed(family.more_rows(model)),
         "config": (),
         "aliases": tuple(replace(a, hf=wrapper.name_of(a.hf), of=wrapper.name_of(a.of)) for a in family.aliases),
         "derived": tuple(map(wrapper.name_of, family.derived)),

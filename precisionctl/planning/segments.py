@@ -6,13 +6,14 @@ result is a segment: a number of rows to copy from one place to another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from precisionctl.architectures.param_map import Row
+from precisionctl.architectures.rearrangements import InOrder
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout
 
@@ -59,6 +60,13 @@ def lower(
         return segments
     if not reads:
         return [Segment(None, 0, write, 0, rows) for write, rows in zip(writes, written, strict=True)]
+    if isinstance(row.source.rearrangement, InOrder) and isinstance(row.rearrangement, InOrder):
+        # not by numbers: a table of n-grams has hundreds of millions of rows
+        whole_or_parts = dict(zip(writes, written, strict=False))
+        return [
+            *_in_order(reads, whole_or_parts),
+            *(each for copy in copies for each in _in_order(reads, {copy: written[0]})),
+        ]
     numbers, starts = _number(reads.values())
     whole = numbers[0] if source == "megatron" else row.source.merge(numbers, model)
     outputs = (whole,) if target == "megatron" else row.split(whole, model)
@@ -68,6 +76,21 @@ def lower(
         for write, output in zip(writes, outputs, strict=False)
         for segment in _coalesce(output.flatten(), write, list(reads), starts)
     ]
+
+
+def _in_order(reads: Mapping[str, int], writes: Mapping[str, int]) -> Iterator[Segment]:
+    """The segments from tensors of these numbers of rows, one after the other, to others with as many in all."""
+    begins, start = [], 0
+    for read, rows in reads.items():
+        begins.append((read, start, start + rows))
+        start += rows
+    at = 0
+    for write, rows in writes.items():
+        for read, begin, end in begins:
+            first, last = max(begin, at), min(end, at + rows)
+            if first < last:
+                yield Segment(read, first - begin, write, first - at, last - first)
+        at += rows
 
 
 def _number(sizes: Iterable[int]) -> tuple[list[RowNumbers], list[int]]:

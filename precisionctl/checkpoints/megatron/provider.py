@@ -85,9 +85,9 @@ SQUARED_RELU = "megatron.core.activations.squared_relu"
 
 def describes(model: ModelShape) -> bool:
     """Whether Bridge's generic providers have fields for all of a model: none has for all of an indexer, nor xIELU, nor
-    for DeepSeek-V4's layers, nor for Kimi delta attention."""
+    for several residual streams, nor for Kimi delta attention."""
     kda = model.gdn is not None and model.gdn.kda
-    return model.dsa is None and model.csa is None and not model.xielu and not kda
+    return model.dsa is None and model.mhc is None and not model.xielu and not kda
 
 
 def write_run_config(directory: Path, args: Mapping[str, Any], model: ModelShape) -> None:

@@ -115,7 +115,8 @@ _ROWS_OF = re.compile(
 )
 _FC1 = re.compile(r"(.+\.)linear_fc1\.(?:weight|bias)(\d*)")
 _COLUMNS = re.compile(
-    r".+\.(?:linear_proj|linear_fc2|(?:self_attention|(?:mamba_)?mixer)\.out_proj|mixer\.x_proj)\.weight\d*"
+    r".+\.(?:linear_proj|linear_fc2|(?:self_attention|(?:mamba_)?mixer)\.out_proj|mixer\.x_proj|ngram_embedding)"
+    r"\.weight\d*"
 )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import log2
 
-from precisionctl.model_parts import HyperConnections
+from precisionctl.model_parts import HyperConnections, NgramEmbedding
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe
 from precisionctl.recurrent_parts import GatedDeltaNet, Mamba
@@ -127,6 +127,8 @@ def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float
     read = kept.input * model.hidden_size
     if model.mhc:
         made += 2 * _streams(model, model.mhc)
+    if model.ple and model.has_ngrams(layer):
+        made += _ngrams(model, model.ple)
     if model.csa:
         return made + read + _compressed_attention(model, model.csa, layer, kept, length)
     if model.mamba and model.has_mixer(layer):
@@ -194,8 +196,8 @@ def _attention(model: ModelShape, layer: int, kept: BytesKept, length: int, shar
         core = 4 * heads + 2 * out
         if sinks or (out < model.query_size and not kernels):  # what is attended is cut out of wider heads
             core += 2 * model.query_size
-        if of_blocks:  # a mask for each group, and what groups give, put together
-            core += 2 * length * model.num_query_groups + 2 * out
+        if of_blocks and model.msa:  # a mask for each group, or one, and what groups give, put together
+            core += 2 * length * (1 if model.msa.averaged else model.num_query_groups) + 2 * out
         if sinks:
             core += 2 * SINK_CHANNELS * 2 * (heads + model.num_query_groups)
     return made + core + (kept.input * out if kept.input < 2 else 0)
@@ -257,8 +259,17 @@ def _mamba_1_mixer(mamba: Mamba, kept: BytesKept) -> float:
 
 
 def _read_streams(model: ModelShape) -> float:
-    """Bytes that reading the residual streams saves for each token: they, in FP32 too, normalised."""
+    """Bytes that reading the residual streams saves for each token: they, in FP32 too, normalised. Channel by channel,
+    they in FP32, normalised, so weighted, and the weights, with what these are made of before and after SiLU."""
+    if model.mhc and model.mhc.lowrank:
+        return (4 + 4 + 2 + 4) * model.streams_size + (2 + 2) * model.mhc.lowrank
     return (2 + 4 + 4) * model.streams_size
+
+
+def _ngrams(model: ModelShape, ple: NgramEmbedding) -> float:
+    """Bytes that embeddings of n-grams save for each token: rows of the table and what stands there; what three norms
+    read, in FP32 and normalised, and two of them give; the value, what the convolution reads, and what it gives."""
+    return 8 * ple.heads + 2 * ple.embed_dim + (3 * 8 + 2 * 2 + 2 + 2) * model.streams_size + 2 * model.hidden_size
 
 
 def _streams(model: ModelShape, mhc: HyperConnections) -> float:

@@ -6,9 +6,10 @@ are comparable. Only GEMMs count, with 2 FLOPs for a multiply-add, times 3 for f
 - experts: those that a token is routed to
 - attention: the half that a causal mask leaves, whatever the window; with chunks, that half of each chunk
 - DeepSeek-V4's attention: the window, the compressed keys that a query may choose, and the indexer
-- MiniMax-M3's attention: all pairs, whichever blocks its indexer chooses; the indexer does not count
+- attention to blocks of keys: all pairs, whichever blocks an indexer chooses; the indexer does not count
 - gated delta nets: also the convolution, and four products of a state's size for each token
 - short convolutions: all products
+- embeddings of n-grams: what is projected of them
 - Mamba mixers: 7 FLOPs for each number of a state and token
 - logits: of the padded vocabulary
 
@@ -78,6 +79,7 @@ def weights_used(model: ModelShape) -> int:
     """The number of weights that a token is multiplied with: all linears', except experts that it is not routed to."""
     layers = sum(projections(model, layer) + mlp_used(model, layer) for layer in range(model.num_layers))
     layers += model.num_layers * per_layer_input(model) + sum(map(partial(norm_gates, model), range(model.num_layers)))
+    layers += sum(map(partial(ngram_projections, model), range(model.num_layers)))
     return layers + model.hidden_size * (model.padded_vocab_size + model.per_layer_embed_size)
 
 
@@ -142,7 +144,18 @@ def compressed_rows(model: ModelShape, layer: int) -> int:
 
 def connections(model: ModelShape) -> int:
     """The number of weights that join a layer's two blocks to the residual streams."""
-    return 2 * model.mhc.mapping_size * model.streams_size if model.mhc else 0
+    mhc = model.mhc
+    if mhc is None:
+        return 0
+    of_block = 2 * mhc.lowrank + mhc.num_residual_streams if mhc.lowrank else mhc.mapping_size
+    return 2 * of_block * model.streams_size
+
+
+def ngram_projections(model: ModelShape, layer: int) -> int:
+    """The number of weights in the linears that read a layer's embeddings of n-grams."""
+    if model.ple is None or not model.has_ngrams(layer):
+        return 0
+    return model.ple.embed_dim * (model.streams_size + model.hidden_size)
 
 
 def per_layer_input(model: ModelShape) -> int:

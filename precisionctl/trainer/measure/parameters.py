@@ -13,6 +13,7 @@ from precisionctl.trainer.measure.flops import (
     indexer,
     mlp,
     mlp_used,
+    ngram_projections,
     norm_gates,
     per_layer_input,
     projections,
@@ -42,7 +43,7 @@ class Parameters:
             if model.stores_unused and model.shares_kv(layer):
                 attention += model.hidden_size * model.attention_of(model.in_window(layer)).key_value_size
             attention += per_layer_input(model) + connections(model) + _tables(model, layer)
-            attention += norm_gates(model, layer)
+            attention += norm_gates(model, layer) + ngram_projections(model, layer)
             if moe is None or not model.has_experts(layer):
                 return attention + mlp_used(model, layer)
             return attention + beside_experts(moe, model) + moe.num_experts * model.hidden_size
@@ -73,10 +74,12 @@ class Parameters:
 
 
 def _tables(model: ModelShape, layer: int) -> int:
-    """Numbers that are no linear's: the experts of each token, what is added to the tokens of a window, and rates by
-    which the states of a Mamba-1 mixer decay."""
+    """Numbers that are no linear's: the experts of each token, embeddings of n-grams, what is added to the tokens of a
+    window, and rates by which the states of a Mamba-1 mixer decay."""
     if model.mamba and model.mamba.dt_rank is not None and model.has_mixer(layer):
         return model.mamba.inner_size * model.mamba.state_dim
+    if model.ple and model.has_ngrams(layer):
+        return model.ple.table_rows(layer) * model.ple.head_dim
     hashed = model.vocab_size * model.moe.topk if model.moe and model.is_hashed(layer) else 0
     rows = compressed_rows(model, layer)
     if model.csa and model.has_indexer(layer):
@@ -86,7 +89,9 @@ def _tables(model: ModelShape, layer: int) -> int:
 
 def _head(model: ModelShape) -> int:
     """Weights by which one of the residual streams is made."""
-    return model.mhc.num_residual_streams * model.streams_size if model.mhc else 0
+    if model.mhc is None:
+        return 0
+    return model.streams_size * (2 * model.mhc.lowrank if model.mhc.lowrank else model.mhc.num_residual_streams)
 
 
 def tensor_sizes(model: ModelShape) -> Iterator[int]:

@@ -221,8 +221,9 @@ class SelfAttention(nn.Module):
         own = () if shares_kv else (self.head,) if model.keys_are_values else (self.head, model.value_channels)
         self.own_kv: tuple[int, ...] = own  # rows of the key and value of a group
         rows = model.qkv_size - (model.key_value_size if shares_kv else 0)
+        self.fused_layernorm = model.fused_input_layernorm
         self.linear_qkv: Any = column_linear(
-            backend, f"{name}.linear_qkv", hidden, rows, bias, norm if model.fused_input_layernorm else None
+            backend, f"{name}.linear_qkv", hidden, rows, bias, norm if self.fused_layernorm else None
         )
         self.q_layernorm: nn.Module = nn.Identity()
         self.k_layernorm: nn.Module = nn.Identity()
@@ -289,7 +290,8 @@ class SelfAttention(nn.Module):
         core, longest = self.core_attention, positions.packed.longest if positions.packed else positions.shape[1]
         if core.indexer is None or core.msa is None or longest <= core.msa.dense_length:
             return ()
-        index: tuple[Tensor, ...] = core.indexer(self.linear_qkv.gemm_input(hidden).to(hidden.dtype), positions)
+        read = self.linear_qkv.gemm_input(hidden).to(hidden.dtype) if self.fused_layernorm else hidden
+        index: tuple[Tensor, ...] = core.indexer(read, positions)
         return index
 
     def _placed(self, heads: Tensor, norm: nn.Module, positions: Positions) -> Tensor:

@@ -50,7 +50,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     # texts longer than `dsa.topk` are refused, where they are met
     **dict.fromkeys(("dsa.n_heads", "dsa.head_dim", "dsa.topk", "dsa.layers", "dsa.rope_interleaved"), ANY),
     **dict.fromkeys(("msa.n_heads", "msa.head_dim", "msa.block_size", "msa.topk_blocks", "msa.local_blocks"), ANY),
-    "msa.layers": ANY,
+    **dict.fromkeys(("msa.layers", "msa.averaged"), ANY),
     **dict.fromkeys(("moe.num_experts", "moe.topk", "moe.ffn_hidden_size", "moe.layer_freq"), ANY),
     **dict.fromkeys(("moe.shared_ffn_hidden_size", "moe.pre_softmax", "moe.topk_scaling_factor"), ANY),
     **dict.fromkeys(("moe.expert_bias", "moe.router_bias", "moe.latent_size", "moe.sparsemixer_eps"), ANY),
@@ -62,6 +62,9 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("csa.pattern", "csa.window_size", "csa.q_lora_rank", "csa.o_groups", "csa.o_lora_rank"), ANY),
     **dict.fromkeys(("csa.n_heads", "csa.head_dim", "csa.topk"), ANY),
     **dict.fromkeys(("mhc.num_residual_streams", "mhc.mhc_sinkhorn_iterations", "mhc.epsilon", "mhc.magnitude"), ANY),
+    **dict.fromkeys(("mhc.lowrank", "ple.layers", "ple.embed_dim", "ple.conv_kernel_dim", "ple.ngram_size"), ANY),
+    **dict.fromkeys(("ple.heads_per_ngram", "ple.vocab_size_base", "ple.vocab_divisor", "ple.split_parts"), ANY),
+    **dict.fromkeys(("ple", "ple.end_token", "gdn.output_gate"), ANY),
     **dict.fromkeys(("gdn.layers", "gdn.num_key_heads", "gdn.num_value_heads", "gdn.key_head_dim"), ANY),
     **dict.fromkeys(("gdn.value_head_dim", "gdn.conv_kernel_dim", "gdn.allow_neg_eigval", "gdn.norm_epsilon"), ANY),
     **dict.fromkeys(("gdn.kda", "gdn.kda_lora_rank", "gdn.kda_lower_bound"), ANY),
@@ -125,18 +128,25 @@ BESIDE_CSA: Mapping[str, object] = {
 """What layers with compressed keys compute of these."""
 
 BESIDE_STREAMS: Mapping[str, object] = {
-    **dict.fromkeys(("gdn", "short_conv", "mamba", "per_layer_embed_dim", "norm_gate_rank"), None),
+    **dict.fromkeys(("short_conv", "mamba", "per_layer_embed_dim", "norm_gate_rank"), None),
     **dict.fromkeys(("post_layernorms", "layer_scalar", "stores_unused"), False),
     "residual_multiplier": 1.0,
 }
 """What layers between several residual streams compute of these."""
 
+BESIDE_LOWRANK: Mapping[str, object] = {
+    **dict.fromkeys(("mla", "csa", "global_attention"), None),
+    **dict.fromkeys(("pre_layernorms", "parallel_residual"), False),
+    "normalization": "RMSNorm",
+    "num_kv_shared_layers": 0,
+}
+"""What layers between streams that are read channel by channel compute of these."""
+
 BESIDE_MSA: Mapping[str, object] = {
-    **dict.fromkeys(("mla", "dsa", "csa", "gdn", "mamba", "global_attention", "sliding_window"), None),
+    **dict.fromkeys(("mla", "dsa", "csa", "mamba", "global_attention", "sliding_window"), None),
     **dict.fromkeys(("attention_chunk_size", "attn_logit_softcapping", "linear_gate"), None),
     **dict.fromkeys(("softmax_offset", "rotary_interleaved", "parallel_residual"), False),
     "normalization": "RMSNorm",
-    "pre_layernorms": True,
     "num_kv_shared_layers": 0,
 }
 """What a model with indexers of blocks computes of these."""
@@ -163,6 +173,7 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         **(BESIDE_CSA if model.csa else {}),
         **(BESIDE_STREAMS if model.mhc else {}),
         **(BESIDE_MSA if model.msa else {}),
+        **(BESIDE_LOWRANK if model.mhc and model.mhc.lowrank else {"pre_layernorms": True} if model.msa else {}),
     }
     yield from ((name, values[name]) for name, value in beside.items() if values[name] != value)
     refused = {
@@ -173,10 +184,14 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         "dsa": model.dsa and model.query_latent == model.softmax_scaling,
         "softmax_scaling": model.softmax_scaling and (not model.mla or model.query_scaling_beta is not None),
         "mla.kv_source_layers": model.mla and model.mla.kv_source_layers and model.fused_latent_layernorms,
-        "msa.n_heads": model.msa and model.msa.n_heads != model.num_query_groups,
+        "msa.n_heads": model.msa and not model.msa.averaged and model.msa.n_heads != model.num_query_groups,
         "msa.head_dim": model.msa and model.rotary_size > model.msa.head_dim,
         "csa": model.csa and not (model.mhc and model.moe and all(model.moe.layer_freq)),
-        "mhc": model.mhc and not model.csa and not model.mla,
+        "mhc": model.mhc and not model.csa and not model.mla and not model.mhc.lowrank,
+        "mhc.lowrank": model.mhc and model.mhc.lowrank and model.mhc.mixed,
+        "gdn": model.gdn
+        and ((model.mhc and (model.gdn.kda or not model.mhc.lowrank)) or (model.msa and not model.mhc)),
+        "ple": model.ple and not (model.mhc and model.mhc.lowrank),
         "moe.n_hash_layers": model.moe and model.moe.n_hash_layers and not model.csa,
         "moe.own_norms": model.moe and model.moe.own_norms and (model.mamba or model.mhc or model.latent_experts),
         "moe.post_layernorm": model.moe and model.moe.post_layernorm and model.mhc,

@@ -36,12 +36,14 @@ class GatedDeltaNetAttention(nn.Module):
         ranks, dtype, device = backend.world.tensor.size, backend.dtype, backend.device
         self.gdn, self.parts = gdn, [rows // ranks for rows in gdn.in_proj_parts]
         norm, heads = norm_of(model), gdn.num_value_heads // ranks
-        self.in_proj = column_linear(backend, f"{name}.in_proj", model.hidden_size, gdn.in_proj_size, False, norm)
+        fused = norm if model.fused_layernorms else None
+        self.in_proj = column_linear(backend, f"{name}.in_proj", model.hidden_size, gdn.in_proj_size, False, fused)
         self.conv1d = convolution(gdn.conv_size, gdn.conv_kernel_dim, backend)
         self.dt_bias = nn.Parameter(torch.ones(heads, dtype=dtype, device=device))
         self.A_log = nn.Parameter(torch.empty(heads, device=device).uniform_(1, 16).log_().to(dtype))
         out_norm = norm if gdn.norm_epsilon is None else replace(norm, epsilon=gdn.norm_epsilon)
         self.out_norm = backend.norm(gdn.value_head_dim, out_norm)
+        self.opening = F.silu if gdn.output_gate == "silu" else torch.sigmoid
         self.fastest = 2 if gdn.allow_neg_eigval else 1
         self.out_proj = backend.linear(f"{name}.out_proj", gdn.value_size, model.hidden_size, False, "row")
 
@@ -57,5 +59,5 @@ class GatedDeltaNetAttention(nn.Module):
         query, key, value = in_heads(F.silu(convolved(mixed, self.conv1d)), self.gdn)
         decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
         read = gated_delta_rule(query, key, value, decay, self.fastest * beta.sigmoid())
-        gated: Tensor = self.out_norm(read) * F.silu(gate.reshape(read.shape).float())
+        gated: Tensor = self.out_norm(read) * self.opening(gate.reshape(read.shape).float())
         return gated.to(projected.dtype).flatten(2)

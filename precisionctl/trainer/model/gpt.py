@@ -26,6 +26,7 @@ from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.attention import KeysValues
 from precisionctl.trainer.model.computes import check
 from precisionctl.trainer.model.embedding import Embedding
+from precisionctl.trainer.model.gated_residual import GatedResidual
 from precisionctl.trainer.model.hybrid_layer import HybridLayer
 from precisionctl.trainer.model.hyper_connections import add_head, contracted
 from precisionctl.trainer.model.hyper_layer import HyperLayer, HyperMTPLayer
@@ -124,7 +125,7 @@ class GPT(nn.Module):
             if hidden.requires_grad:
                 hidden.register_hook(lambda _: (recorder or self.backend).after_backward())  # its gradient is the last
             positions = self._positions(position, lengths, packed, (len(tokens), length))
-            if self.model.moe and self.model.moe.n_hash_layers:
+            if self.model.ple or (self.model.moe and self.model.moe.n_hash_layers):
                 positions = {kind: each._replace(tokens=tokens.flatten()) for kind, each in positions.items()}
             decoded: Tensor = self.decoder(hidden, positions, self.embedding.per_layer(tokens, hidden))
         return self.backend.world.tensor.enter(decoded).view(*tokens.shape, -1)
@@ -207,12 +208,15 @@ class GPT(nn.Module):
 
 class Decoder(nn.Module):
     """All layers, and the norm after the last, which has another name where each layer is one block. Between residual
-    streams, each begins as the embedding, and one is made of them before the norm."""
+    streams, each begins as the embedding, and one is made of them before the norm, or in its place."""
 
     def __init__(self, model: ModelShape, backend: Backend, recompute: bool) -> None:
         super().__init__()
         self.model, self.mhc = model, model.mhc
-        if self.mhc:
+        self.hyper_connection_mixer: GatedResidual | None = None
+        if self.mhc and self.mhc.lowrank:
+            self.hyper_connection_mixer = GatedResidual(model, self.mhc, backend, adds=False)
+        elif self.mhc:
             add_head(self, model, self.mhc, backend)
         self.kv_layers = [model.kv_layer(layer) for layer in range(model.num_layers)]
 
@@ -227,7 +231,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             backend.world.sharded(made(number), backend.dtype) for number in range(model.num_layers)
         )
-        norm = backend.norm(model.hidden_size, norm_of(model))
+        norm = None if self.hyper_connection_mixer else backend.norm(model.hidden_size, norm_of(model))
         self.final_layernorm = None if model.mamba else norm
         self.final_norm = norm if model.mamba else None
         self.backend = backend
@@ -251,6 +255,9 @@ class Decoder(nn.Module):
                 hidden, kept[number] = layer(hidden, positions, own, kept.get(source))
         if self.mhc:
             streams = torch.unflatten(hidden, -1, (self.mhc.num_residual_streams, -1))
+            if self.hyper_connection_mixer:
+                read: Tensor = self.hyper_connection_mixer(streams)[0]
+                return read
             hidden = contracted(streams, self, self.model, self.mhc)
         last = self.final_layernorm or self.final_norm
         assert last is not None, "one of the two is there"

@@ -6,18 +6,22 @@ from torch import Tensor, nn
 from precisionctl.model_parts import HyperConnections
 from precisionctl.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, norm_of
-from precisionctl.trainer.model.attention import KeysValues, MLASelfAttention
+from precisionctl.trainer.model.attention import KeysValues, MLASelfAttention, SelfAttention
 from precisionctl.trainer.model.compressed_attention import CompressedAttention
 from precisionctl.trainer.model.embedding import plain_linear
+from precisionctl.trainer.model.gated_delta_net import GatedDeltaNetAttention
+from precisionctl.trainer.model.gated_residual import GatedResidual
 from precisionctl.trainer.model.hyper_connections import HyperConnection, add_head, added
 from precisionctl.trainer.model.mlp import MLP, MoELayer
+from precisionctl.trainer.model.ngram_embedding import NgramLayer
 from precisionctl.trainer.model.positions import Positions
 from precisionctl.trainer.model.residual_layer import ResidualLayer
 
 
 class HyperLayer(ResidualLayer):
-    """Attention with compressed keys or over latents, and experts or an MLP, whose norm lives in it, each between the
-    streams. Hidden states are `[T, N * E]`."""
+    """Attention or a gated delta net, and experts or an MLP, whose norm lives in it, each between the streams. Hidden
+    states are `[T, N * E]`. There are no norms where connections normalise the streams. Embeddings of n-grams are added
+    first."""
 
     def __init__(
         self,
@@ -31,29 +35,41 @@ class HyperLayer(ResidualLayer):
         super().__init__(model, number, backend, recompute)
         norm, moe = norm_of(model), model.moe if model.has_experts(number) else None
         self.streams = mhc.num_residual_streams
-        self.self_attention_hyper_connection = HyperConnection(model, mhc, backend)
-        self.input_layernorm = backend.norm(model.hidden_size, norm)
-        self.self_attention: CompressedAttention | MLASelfAttention
+        connection = GatedResidual if mhc.lowrank else HyperConnection
+        self.ple: NgramLayer | None = None
+        if model.ple and model.has_ngrams(number):
+            self.ple = NgramLayer(model, model.ple, mhc, number, backend)
+        self.self_attention_hyper_connection = connection(model, mhc, backend)
+        self.input_layernorm = backend.norm(model.hidden_size, norm) if model.pre_layernorms else nn.Identity()
+        self.self_attention: CompressedAttention | GatedDeltaNetAttention | MLASelfAttention | SelfAttention
         if model.csa:
             self.self_attention = CompressedAttention(f"{name}.self_attention", model, model.csa, number, backend)
-        else:
-            assert model.mla, "computes.py refuses others"
+        elif model.gdn and model.has_delta_net(number):
+            self.self_attention = GatedDeltaNetAttention(f"{name}.self_attention", model, model.gdn, backend)
+        elif model.mla:
             self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, number, backend)
-        self.mlp_hyper_connection = HyperConnection(model, mhc, backend)
-        self.pre_mlp_layernorm = backend.norm(model.hidden_size, norm) if moe else nn.Identity()
+        else:
+            msa = model.msa if model.has_indexer(number) else None
+            self.self_attention = SelfAttention(f"{name}.self_attention", model, backend, msa=msa)
+        self.mlp_hyper_connection = connection(model, mhc, backend)
+        own_norm = moe and model.pre_layernorms
+        self.pre_mlp_layernorm = backend.norm(model.hidden_size, norm) if own_norm else nn.Identity()
         self.mlp: MLP | MoELayer
         if moe:
             self.mlp = MoELayer(f"{name}.mlp", model, moe, backend, hashed=model.is_hashed(number))
         else:
-            self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_hidden_size, norm)
+            fused = norm if model.fused_layernorms else None
+            self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_hidden_size, fused)
 
     def through(
         self, hidden: Tensor, positions: Positions, per_layer: Tensor | None, shared: KeysValues | None
     ) -> tuple[Tensor, KeysValues | None]:
         streams = torch.unflatten(hidden, -1, (self.streams, -1))
+        if self.ple is not None:
+            streams = streams + self.ple(streams, positions)
         read, add, mix = self.self_attention_hyper_connection(streams)
         normed, kept = self.input_layernorm(read), None
-        if isinstance(self.self_attention, MLASelfAttention):
+        if isinstance(self.self_attention, MLASelfAttention | SelfAttention):
             attended, kept = self.self_attention(normed, positions, shared)
         else:
             attended = self.self_attention(normed, positions)

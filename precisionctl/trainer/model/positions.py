@@ -74,7 +74,7 @@ class Positions(NamedTuple):
     """FP32 `[S]` or `[B, S]`: what queries are multiplied by, or, where heads have numbers of their own for it, the
     logarithm that these belong to. None for 1."""
     tokens: Tensor | None = None
-    """int64 `[B * S]`, for routers that look experts up by token; None without such routers."""
+    """int64 `[B * S]`, for routers that look experts up by token, and for n-grams; None without these."""
 
 
 def rotate(heads: Tensor, positions: Positions, interleaved: bool) -> Tensor:

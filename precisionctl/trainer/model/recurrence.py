@@ -27,16 +27,16 @@ def by_text(function: Callable[[Tensor], Tensor], tokens: Tensor, positions: Pos
     return torch.cat([function(text) for text in texts], 1).flatten(0, 1)
 
 
-def convolution(channels: int, taps: int, backend: Backend, bias: bool = False) -> nn.Conv1d:
-    """Of a tensor rank's part of so many channels, each by itself."""
+def convolution(channels: int, taps: int, backend: Backend, bias: bool = False, apart: int = 1) -> nn.Conv1d:
+    """Of a tensor rank's part of so many channels, each by itself. Taps are so many tokens `apart`."""
     own, dtype, device = channels // backend.world.tensor.size, backend.dtype, backend.device
-    return nn.Conv1d(own, own, taps, groups=own, bias=bias, dtype=dtype, device=device)
+    return nn.Conv1d(own, own, taps, groups=own, dilation=apart, bias=bias, dtype=dtype, device=device)
 
 
 def convolved(channels: Tensor, conv: nn.Conv1d) -> Tensor:
     """The causal convolution of each channel by itself, `[B, S, channels]` to the same."""
-    padded = F.pad(channels.mT, (conv.kernel_size[0] - 1, 0))
-    return F.conv1d(padded, conv.weight, conv.bias, groups=conv.groups).mT
+    padded = F.pad(channels.mT, ((conv.kernel_size[0] - 1) * conv.dilation[0], 0))
+    return F.conv1d(padded, conv.weight, conv.bias, dilation=conv.dilation, groups=conv.groups).mT
 
 
 def in_chunks(tensor: Tensor) -> Tensor:

@@ -151,6 +151,9 @@ def check(model: ModelShape, sizes: ParallelSettings) -> None:
     if model.csa and sizes.tensor > 1:
         what = "attention with compressed keys has one key for all heads, and is not shared by tensor-parallel ranks"
         raise RecipeError(what, do="Leave parallel.tensor out.")
+    if model.mhc and model.mhc.lowrank and sizes.tensor > 1:
+        what = "what reads residual streams channel by channel is not shared by tensor-parallel ranks"
+        raise RecipeError(what, do="Leave parallel.tensor out.")
     groups = model.mamba is None or model.mamba.dt_rank is None
     mixer = model.mamba.divisible if model.mamba else sizes.tensor
     shared = [
