@@ -27,7 +27,7 @@ from precisionctl.trainer.data.rows import EqualRows, Rows
 from precisionctl.trainer.measure.metrics import FILE, read_metrics
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
-from precisionctl.trainer.optimizer.megatron_schedule import read_schedule
+from precisionctl.trainer.optimizer.megatron_schedule import megatron_scheduler, read_schedule, training_args
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved import loading
 
@@ -86,6 +86,17 @@ def test_a_wsd_schedule_that_counts_iterations_is_one_that_counts_samples(megatr
     iterations = {"lr_wsd_decay_iters": 40 // BATCH, "global_batch_size": BATCH, "lr_wsd_decay_style": "linear"}
     assert read_schedule(common, iterations, 3, "") == read_schedule(common, told["args"], 3, "")
     assert read_schedule({}, {}, 3, "") is None
+
+
+@pytest.mark.parametrize("batch", [BATCH, 16])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_run_of_ours_saves_all_of_a_schedule_that_it_goes_on_with(megatron: Path, name: str, batch: int) -> None:
+    """WSD's decay over 40 samples is not a whole number of batches of 16."""
+    told = json.loads((megatron / "rates.json").read_text())[name]
+    schedule = read_schedule({"opt_param_scheduler": told["state"]}, told["args"], 3, "")
+    recipe = load_recipe("bf16", [f"train.batch_size={batch}"])
+    args = training_args(recipe, schedule, 0)
+    assert read_schedule({"opt_param_scheduler": megatron_scheduler(recipe, schedule, 3)}, args, 3, "") == schedule
 
 
 @pytest.mark.parametrize(
