@@ -175,6 +175,17 @@ def test_the_command_line_s_rates_come_before_the_checkpoint_s(megatron: Path, t
     assert rates_of(tmp_path / "run") == [5e-5 * 0 + load_recipe("bf16").optimizer.lr * step / 20 for step in (6, 7, 8)]
 
 
+def test_generators_of_a_run_without_a_gpu_are_restored_on_a_machine_with_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"torch_rng_state": torch.get_rng_state(), "cuda_rng_state": None}
+    source: Any = SimpleNamespace(objects=(loading.RNG,), read_object=lambda name: state, path=tmp_path)
+    torch.rand(1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    loading.load_rng(source)
+    assert torch.equal(torch.get_rng_state(), state["torch_rng_state"])
+
+
 def test_each_part_of_a_checkpoint_can_be_left_behind(megatron: Path, tmp_path: Path) -> None:
     """Of a run of ours, which has all of them: the FP8 state, too."""
     first = settings(megatron / "source", megatron / "text.txt", tmp_path / "first", "fp8", train__steps=4)

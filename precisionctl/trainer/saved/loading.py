@@ -311,5 +311,5 @@ def load_rng(source: TorchDistReader) -> None:
         state = source.read_object(RNG)
         with damage("invalid states of random generators", source.path):
             torch.set_rng_state(state["torch_rng_state"])
-            if torch.cuda.is_available():
+            if torch.cuda.is_available() and state["cuda_rng_state"] is not None:  # None: saved without a GPU
                 torch.cuda.set_rng_state(state["cuda_rng_state"])
