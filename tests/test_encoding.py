@@ -34,7 +34,7 @@ def test_every_code_comes_back_under_its_own_scale(dtype: torch.dtype, through: 
     """All codes of all formats, one row for each of 20,000 scales and more, 2^-90 to 2^90."""
     codes, scales = all_codes(dtype), some_scales(20_000, -90, 90).unsqueeze(1)
     rows = codes.view(torch.uint8).expand(len(scales), -1).contiguous().view(dtype)
-    values = numerics.decode(rows, scales, through)
+    values = numerics.decode(rows, scales).to(through)
     again = torch.empty_like(rows)
     numerics.encode_by_scale_inv(values, scales, again, torch.empty(numerics.PIECE))
     assert torch.equal(again.view(torch.uint8), rows.view(torch.uint8))

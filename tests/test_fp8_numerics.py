@@ -11,7 +11,6 @@ from te_kernels import FLT_MAX, fused_kernel_step
 
 from precisionctl.codes import elements, numerics
 from precisionctl.dtypes import DType
-from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import delayed_scaling
 from precisionctl.fp8.state import DelayedScaling, Fp8State, RoleState
 
@@ -137,7 +136,7 @@ def test_every_finite_code_encodes_back_to_itself_under_its_scale(dtype, through
     codes = codes_of(dtype)
     codes = codes[codes.float().isfinite()]
     for scale in edge_scales():
-        values = numerics.decode(codes, scale.reciprocal(), through)
+        values = numerics.decode(codes, scale.reciprocal()).to(through)
         if direction == "scale":
             again = numerics.encode(values, scale, dtype)
         else:
@@ -156,12 +155,10 @@ def test_codes_that_are_not_numbers_stay_nan_and_infinities_become_the_largest_c
     assert torch.equal(again.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
 
 
-def test_codes_do_not_survive_fp16_and_decoding_to_it_is_refused():
+def test_codes_do_not_survive_fp16():
     codes = codes_of(E4M3)[:0x7F]
     values = numerics.decode(codes, torch.tensor(2.0**-18)).half()
     assert not torch.equal(numerics.encode(values, torch.tensor(2.0**18), E4M3).float(), codes.float())
-    with pytest.raises(PrecisionError, match="FP16"):
-        numerics.decode(codes, torch.ones(()), torch.float16)
 
 
 @FORMATS

@@ -16,7 +16,6 @@ import numpy as np
 
 from precisionctl.codes.elements import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, Element
 from precisionctl.dtypes import DType
-from precisionctl.errors import PrecisionError
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
@@ -240,15 +239,10 @@ def _tiles(room: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     return chain.from_iterable(zip(*(torch.split(row, room, 1) for row in band), strict=True) for band in bands)
 
 
-def decode(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Values `codes * scale_inv` (FP32), multiplied in FP32 and rounded once to `dtype`; without one they stay FP32.
-
-    Raises PrecisionError for FP16: its range is too small, codes would not encode back to themselves.
-    """
-    if dtype == torch.float16:
-        raise PrecisionError("FP8 codes do not survive FP16", do="Decode them to BF16 or FP32.")
-    values = code_values(codes) * scale_inv
-    return values if dtype is None else values.to(dtype)
+def decode(codes: Tensor, scale_inv: Tensor) -> Tensor:
+    """Values `codes * scale_inv`, FP32. Rounded to BF16 they encode back to their codes; rounded to FP16, whose range
+    is too small, they may not."""
+    return code_values(codes) * scale_inv
 
 
 def decode_by_scale_inv(codes: Tensor, scale_inv: Tensor, values: Tensor, scratch: Tensor) -> None:
