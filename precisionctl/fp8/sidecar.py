@@ -173,15 +173,17 @@ def _modules(tensors: Mapping[str, Tensor], path: Path) -> list[str]:
 
 
 def _read_module(module: str, tensors: Mapping[str, Tensor], recipe: DelayedScaling, path: Path) -> Fp8State:
-    """The state of one module: all roles of a GEMM, or those of attention that are stored."""
+    """The state of one module: of a `core_attention` the roles of attention that are stored, else all of a GEMM."""
     parts = ("scale", "amax_history")
     roles = tuple(role for role in ROLES + ATTENTION if any(f"{module}/{role}.{part}" in tensors for part in parts))
-    wanted = ROLES if set(roles) & set(ROLES) else roles
+    of_attention = module.rpartition(".")[2] == "core_attention"
+    wanted = tuple(role for role in roles if role in ATTENTION) if of_attention else ROLES
     leaves = [f"{role}.{part}" for role in wanted for part in parts]
     if missing := [leaf for leaf in leaves if f"{module}/{leaf}" not in tensors]:
         raise DamagedCheckpoint(f"the FP8 sidecar lacks {module}/{missing[0]}", where=path)
     if others := set(roles) - set(wanted):
-        raise DamagedCheckpoint(f"{module} has roles of a GEMM, and {min(others)}", where=path)
+        kind = "attention" if of_attention else "a GEMM"
+        raise DamagedCheckpoint(f"{module} has roles that are not of {kind}: {min(others)}", where=path)
     state = Fp8State(
         {
             role: RoleState(tensors[f"{module}/{role}.scale"], tensors[f"{module}/{role}.amax_history"])
