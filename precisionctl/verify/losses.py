@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from precisionctl.codes import numerics
 from precisionctl.codes.numerics import FP8_MAX
 from precisionctl.codes.statistics import Loss
 from precisionctl.dtypes import DType
@@ -57,9 +58,9 @@ class Losses:
 
     def see(self, row: int, codes: Tensor, values: Tensor, decoded: Tensor) -> None:
         """Rows from `row` on: codes, and FP32 values and what the codes decode to, `[n, columns]`."""
-        error = (values - decoded).abs_()
+        error = difference(values, decoded).abs_()
         self.largest_error = max(self.largest_error, float(error.max()))
-        self.largest = max(self.largest, float(values.abs().max()))
+        self.largest = max(self.largest, float(numerics.amax(values)))
         power, noise = (self._by_block(each.square_()) for each in (values.clone(), error))
         there = values != 0
         self.total += Loss(
@@ -116,6 +117,15 @@ class Losses:
     def _shares(self) -> str:
         zero, beyond = self.total.underflow, self.total.saturation
         return f"{zero:.1%} of values became zero, {beyond:.1%} were beyond the largest code"
+
+
+def difference(a: Tensor, b: Tensor) -> Tensor:
+    """`a - b`, without NaN: 0 where both are NaN or the same infinity, infinite where only one is NaN."""
+    error = a - b
+    if numerics.has_nan(error):
+        same = (a == b) | (a.isnan() & b.isnan())
+        error.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf).masked_fill_(same, 0.0)
+    return error
 
 
 def _beyond(codes: Tensor, values: Tensor, decoded: Tensor) -> int:
