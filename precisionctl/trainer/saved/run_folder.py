@@ -25,6 +25,7 @@ from precisionctl.recipe import GuardSettings, Recipe, Tracking, recipe_of
 from precisionctl.trainer.measure.json_numbers import numbers, to_json
 from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
+from precisionctl.trainer.stopping import SkippedSteps
 from precisionctl.untrusted.safe_files import has_file, read_file
 from precisionctl.untrusted.safe_pickle import is_count
 
@@ -69,7 +70,7 @@ class Saved:
     identity: Mapping[str, Any]
     guard: Mapping[str, Any] | None = None
     schedule: Mapping[str, Any] | None = None
-    skips: Mapping[str, int] = field(default_factory=lambda: {"total": 0, "running": 0})
+    skips: Mapping[str, int] = field(default_factory=dict)
     balance: Mapping[str, float] | None = None
     """What keeps the loads of its experts even, as `Balance` has it; None in runs from before there was one."""
     fp8: bool | None = None
@@ -163,8 +164,9 @@ def read_saved(iteration: Path) -> Saved | None:
         with damage("not what a run writes: its schedule", file):
             MegatronSchedule(**saved.schedule)
     with damage("not what a run writes: its skipped steps", file):
-        if not (saved.skips.keys() <= {"total", "running"} and all(map(is_count, saved.skips.values()))):
-            raise ValueError("not the numbers `total` and `running`")
+        counts = {each.name for each in fields(SkippedSteps)}
+        if not (saved.skips.keys() <= counts and all(map(is_count, saved.skips.values()))):
+            raise ValueError(f"not the numbers {', '.join(sorted(counts))}")
     if saved.balance is not None:
         with damage("not what a run writes: what balances its experts", file):
             Balance(**saved.balance)
