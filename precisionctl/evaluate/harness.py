@@ -5,6 +5,7 @@ generation.
 """
 
 import re
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,13 +109,14 @@ class StoredModel(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         ends = [text.index(stop) for stop in stops if stop in text]
         return text[: min(ends)] if ends else text
 
-    @torch.no_grad()
     def _logits(self, tokens: list[int], count: int) -> Tensor:
         """The logits at the last `count` tokens, FP32 `[count, vocab_size]`."""
-        padding = -len(tokens) % GEMM_ALIGNMENT  # at the right: causal attention does not see it
-        row = torch.tensor([tokens + [0] * padding], device=self.model.output_weight.device)
-        hidden = self.model.hidden(row)[0, len(tokens) - count : len(tokens)]
-        return self.model.logits(hidden)[:, : self.model.model.vocab_size].float()
+        # At the right, where causal attention does not see it. An amax of all rows does, so it is a token of the text.
+        padding = tokens[-1:] * (-len(tokens) % GEMM_ALIGNMENT)
+        row = torch.tensor([tokens + padding], device=self.model.output_weight.device)
+        with torch.no_grad():
+            hidden = self.model.hidden(row)[0, len(tokens) - count : len(tokens)]
+            return self.model.logits(hidden)[:, : self.model.model.vocab_size].float()
 
 
 def run_tasks(reader: Reader, tasks: Sequence[str], *, limit: int | None) -> dict[str, Any]:
@@ -131,8 +133,15 @@ def run_tasks(reader: Reader, tasks: Sequence[str], *, limit: int | None) -> dic
             names = [files.get(task, task) for task in tasks]
             found = simple_evaluate(adapter, tasks=names, limit=limit, task_manager=manager, log_samples=False)
         except (ValueError, KeyError, OSError, TypeError, AssertionError) as error:
+            if _of_model(error):
+                raise
             raise DataError(f"lm-eval: {error}", do="See `lm-eval ls tasks` for its names.") from None
     return {"precision": precision, "results": found["results"], "samples": found["n-samples"]}
+
+
+def _of_model(error: Exception) -> bool:
+    """Whether the model here raised it, and not lm-eval or a task."""
+    return any(frame.f_code is StoredModel._logits.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _name_in(file: Path) -> str:
