@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from precisionctl.codes import integers, nibbles, numerics
-from precisionctl.codes.elements import E2M1, Element
+from precisionctl.codes.elements import Element
 from precisionctl.dtypes import DType
 from precisionctl.torch_when_used import torch
 
@@ -86,7 +86,8 @@ class Encoding:
         values = torch.empty(len(codes), codes.shape[1] * 8 // self.element.bits) if into is None else into
         work = numerics.scratch_for(codes) if scratch is None else scratch
         if self.element.bits == 4:
-            nibbles.decode_asymmetric(codes, self._form, *self._groups(row, *values.shape), values, work)
+            groups, zeros = self._groups(row, *values.shape)
+            nibbles.decode(codes, self.element, groups, values, work, zeros)
             return values
         if self.element.is_integer:
             integers.decode(codes, *self._groups(row, *values.shape), values)
@@ -105,7 +106,8 @@ class Encoding:
         codes = torch.empty(rows, columns * self.element.bits // 8, dtype=dtype) if into is None else into
         work = numerics.scratch_for(values) if scratch is None else scratch
         if self.element.bits == 4:
-            nibbles.encode_asymmetric(values, self._form, *self._groups(row, rows, columns), codes, work)
+            groups, zeros = self._groups(row, rows, columns)
+            nibbles.encode(values, self.element, groups, codes, work, zeros)
             return codes
         if self.element.is_integer:
             integers.encode(values, *self._groups(row, rows, columns), codes, work)
@@ -113,10 +115,6 @@ class Encoding:
         shape, scales = self._scaled(row, *values.shape)
         numerics.encode_by_scale_inv(values.reshape(shape), scales, codes.view(shape), work)
         return codes
-
-    @property
-    def _form(self) -> nibbles.NibbleFormat:
-        return "E2M1" if self.element is E2M1 else "INT4"
 
     def _groups(self, row: int, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
         """Scales and zero points of rows of packed codes, FP32 `[rows, groups]`."""

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from precisionctl.codes import nibbles, numerics
-from precisionctl.codes.elements import E2M1, E4M3
-from precisionctl.codes.nibbles import NibbleFormat
+from precisionctl.codes.elements import E2M1, E4M3, INT4, Element
 from precisionctl.codes.numerics import INTEGERS
 from precisionctl.torch_when_used import torch
 
@@ -72,7 +71,7 @@ def int4_scales(amax: Tensor) -> Tensor:
 
 def least_error(
     values: Tensor,
-    form: NibbleFormat,
+    element: Element,
     candidates: Sequence[Tensor],
     multipliers: Callable[[Tensor], Tensor],
     scratch: Tensor,
@@ -84,7 +83,7 @@ def least_error(
     A later candidate must be better by a thousandth than the best before it, since the last bits of a sum depend on the
     machine.
     """
-    errors = nibbles.squared_errors(values, form, [multipliers(stored) for stored in candidates], scratch)
+    errors = nibbles.squared_errors(values, element, [multipliers(stored) for stored in candidates], scratch)
     best, least = candidates[0], errors[0]
     for stored, error in zip(candidates[1:], errors[1:], strict=True):
         better = error < least * (1 - 2.0**-10)
@@ -108,11 +107,11 @@ def nvfp4_scales_of(values: Tensor, amax: Tensor, global_scale: Tensor, scratch:
     def multipliers(stored: Tensor) -> Tensor:
         return nvfp4_multipliers(stored, global_scale, divisor=divisor)
 
-    return least_error(values, "E2M1", candidates, multipliers, scratch)
+    return least_error(values, E2M1, candidates, multipliers, scratch)
 
 
 def int4_scales_of(values: Tensor, amax: Tensor, scratch: Tensor) -> Tensor:
     """`int4_scales`, or those of 0.9 or 0.8 of amax where less is lost by clamping the largest: 0.5 dB more in groups
     of 32 and 0.7 in groups of 128."""
     candidates = [int4_scales(amax * part) for part in (1.0, 0.9, 0.8)]
-    return least_error(values, "INT4", candidates, torch.Tensor.float, scratch)
+    return least_error(values, INT4, candidates, torch.Tensor.float, scratch)

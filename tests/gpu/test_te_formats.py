@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.codes import group_scales, nibbles, numerics
+from precisionctl.codes.elements import E2M1
 
 try:
     import transformer_engine.pytorch as te
@@ -48,7 +49,7 @@ def decoded(codes: Tensor, scale_inv: Tensor, amax: Tensor) -> Tensor:
     whole = group_scales.nvfp4_global(amax, divisor=False)
     scales = group_scales.nvfp4_multipliers(scale_inv.view(torch.float8_e4m3fn), whole, divisor=False)
     made, scratch = torch.empty(ROWS, COLUMNS, device="cuda"), torch.empty(nibbles.SCRATCH, device="cuda")
-    nibbles.decode(codes.view(ROWS, -1), "E2M1", scales, made, scratch)
+    nibbles.decode(codes.view(ROWS, -1), E2M1, scales, made, scratch)
     return made
 
 
