@@ -39,7 +39,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("moe.shared_expert_gate", "moe.shared_average"), ANY),
     **dict.fromkeys(
         ("rope_scaling", "mla", "dsa", "msa", "csa", "mhc", "moe", "gdn", "mamba", "attention_output_gate"), ANY
-    ),  # kinds of scaling: `rope.py`; the others by their own fields
+    ),  # kinds of scaling: `_SCALINGS` in `positions.py`; the others by their own fields
     **dict.fromkeys(("mtp_num_layers", "mtp_dense"), ANY),  # carried along: no logits come from them
     "normalization": ("RMSNorm", "LayerNorm"),
     "activation": get_args(Activation),

@@ -44,8 +44,8 @@ class GPT(nn.Module):
     `precision` says which GEMMs run in FP8; the embedding, the output layer, routers and their experts never do.
     Parameters and activations have `dtype`. The ranks of `world` shard the parameters, layer by layer as they are made,
     and embedding, output layer and last norm together; sizes are such that tensor and expert ranks can shard them
-    (`shards.check`). `balance` is for passes with gradients (`backward` in `loop.py`). Raises PrecisionError for sizes
-    that FP8 GEMMs cannot have, UnknownArchitecture for a model of which it does not compute all (`computes.py`).
+    (`shards.check`). `balance` is for passes with gradients (`backward` in `passes.py`). Raises PrecisionError for
+    sizes that FP8 GEMMs cannot have, UnknownArchitecture for a model of which it does not compute all (`computes.py`).
     """
 
     def __init__(

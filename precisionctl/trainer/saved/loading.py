@@ -122,8 +122,8 @@ def load_run(run: Run, source: Reader, skipped: Collection[StatePart]) -> None:
 
 
 def load_with_optimizer(source: Reader, run: Run) -> None:
-    """Load all weights, as of what nothing trains no optimizer has a state, and the optimizer. Raises MissingTensor and
-    UnmappedTensor, before anything is loaded, for an optimizer that does not fit the model."""
+    """Load weights and optimizer: the weights too, because parameters that nothing trains have no master. Raises
+    MissingTensor and UnmappedTensor, before anything is loaded, for an optimizer that does not fit the model."""
     assert has_optimizer(source), "runs of ours save it, and `start_of` has refused what has none"
     plan = plan_optimizer(source, run)
     load_weights(source, run)
