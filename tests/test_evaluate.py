@@ -76,6 +76,11 @@ def test_rows_are_never_longer_than_the_models_own(tmp_path, text):
     assert "200 tokens in rows of 40 (not 1,024: the model takes no longer ones)," in lines(found, 1024)[0]
 
 
+def test_rows_are_no_longer_than_what_is_computed_of_sparse_attention(tmp_path, text):
+    save(tmp_path / "model", "glm-moe-dsa", index_topk=48)
+    assert evaluate(HuggingFaceReader(tmp_path / "model"), text).sequence_length == 48
+
+
 @pytest.mark.parametrize(("broken", "perplexity"), [(1e30, math.inf), (math.nan, math.nan)])
 def test_a_model_that_is_broken_has_no_finite_perplexity_and_the_way_to_the_fault_is_told(
     tmp_path, text, broken, perplexity

@@ -20,6 +20,7 @@ from precisionctl.evaluate.measure import best_device
 from precisionctl.evaluate.stored import load
 from precisionctl.param import GEMM_ALIGNMENT
 from precisionctl.tokens.tokenizer import Tokenizer, open_tokenizer
+from precisionctl.trainer.model.computes import longest_text
 from precisionctl.trainer.model.gpt import GPT
 
 try:
@@ -40,7 +41,7 @@ Scored = tuple[float, bool]
 
 
 class StoredModel(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
-    """A model and its tokenizer behind lm-eval's interface. `longest` is the model's maximum sequence length."""
+    """A model and its tokenizer behind lm-eval's interface. `longest` is the most tokens of a text."""
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, longest: int) -> None:
         super().__init__()
@@ -127,7 +128,7 @@ def run_tasks(reader: Reader, tasks: Sequence[str], *, limit: int | None) -> dic
     model, precision = load(reader, best_device())
     files = {task: _name_in(Path(task)) for task in tasks if task.endswith((".yaml", ".yml"))}
     with open_tokenizer(reader.companions, reader.path) as tokenizer:
-        adapter = StoredModel(model, tokenizer, reader.model.max_position_embeddings)
+        adapter = StoredModel(model, tokenizer, longest_text(reader.model))
         try:
             manager = TaskManager(include_path=sorted({str(Path(file).parent) for file in files}) or None)
             names = [files.get(task, task) for task in tasks]

@@ -149,6 +149,13 @@ def check(model: ModelShape) -> None:
         raise UnknownArchitecture(f"`{model.architecture}` is not computed here with {', '.join(unknown)}")
 
 
+def longest_text(model: ModelShape) -> int:
+    """The most tokens of a text that GPT computes: the model's positions, or as many keys as sparse attention chooses,
+    if these are fewer."""
+    longest = model.max_position_embeddings
+    return min(longest, model.dsa.topk) if model.dsa else longest
+
+
 def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
     values = dict(named_values(model))
     for name, value in values.items():
