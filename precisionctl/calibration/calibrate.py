@@ -26,7 +26,7 @@ from precisionctl.conversion.convert import convert
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.errors import OutputError, PrecisionError, RecipeError
-from precisionctl.fp8.state import Fp8State, Fp8States, Role
+from precisionctl.fp8.state import CALIBRATED, Fp8State, Fp8States, Role
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.recipe import Recipe, load_recipe
 from precisionctl.sizes import counted
@@ -41,7 +41,6 @@ from precisionctl.trainer.parallel.world import World, together, world
 from precisionctl.trainer.passes import backward
 from precisionctl.trainer.saved import run_folder
 from precisionctl.trainer.settings import check_length, read_rows, with_data
-from precisionctl.trainer.start import CALIBRATED
 from precisionctl.trainer.stopping import agreed_signal, stop_signals
 
 PASSES = 64

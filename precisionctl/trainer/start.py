@@ -31,6 +31,8 @@ from precisionctl.fp8.carry import (
 from precisionctl.fp8.state import (
     BY_RECORDER,
     BY_RECORDER_IN_TRANSFORMERS,
+    CALIBRATED,
+    COLLECTED,
     IN_USE,
     DelayedScaling,
     Fp8State,
@@ -43,7 +45,6 @@ from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.parallel.world import local
 from precisionctl.trainer.passes import backward
 from precisionctl.trainer.run import Run
-from precisionctl.trainer.saved.loading import COLLECTED
 
 StateOrigin = Literal[
     "carried",
@@ -54,9 +55,6 @@ StateOrigin = Literal[
     "from other experts",
     "never recorded",
 ]
-
-CALIBRATED = "precisionctl calibrate"
-"""The `producer` of state from `calibrate`."""
 
 _PRODUCERS: Mapping[str, StateOrigin] = {
     COLLECTED: "collected in BF16 training",

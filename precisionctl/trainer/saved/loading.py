@@ -45,9 +45,6 @@ StatePart = Literal["optimizer", "schedule", "data", "rng", "fp8"]
 _OF_THE_RUN: tuple[StatePart, ...] = ("optimizer", "schedule", "data", "rng")
 """The parts that `--load weights` skips. FP8 state is not one of them, as it belongs to the weights."""
 
-COLLECTED = "collected in BF16 training"
-"""The `producer` of state that a BF16 run recorded."""
-
 RNG = "precisionctl_rng/shard_0_1"
 """Key of our random generator states. Megatron's `rng_state` has generators that our runs do not use."""
 
