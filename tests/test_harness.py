@@ -13,7 +13,7 @@ import torch
 from scoring import save
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.errors import DataError
+from precisionctl.errors import DataError, RecipeError
 from precisionctl.precision import Precision
 from precisionctl.trainer.model.gpt import GPT
 
@@ -49,6 +49,18 @@ def test_what_fills_up_a_text_is_a_token_of_it(harness: Any, tmp_path: Path) -> 
         model.embedding.word_embeddings.weight[0] *= 1e3
     changed = adapter._logits(tokens, 18)
     assert torch.equal(changed[:, 1:], logits[:, 1:])  # word 0 has its own logit
+
+
+def test_a_text_may_be_as_long_as_is_computed_however_it_is_filled_up(harness: Any, tmp_path: Path) -> None:
+    save(tmp_path, "glm-moe-dsa", index_topk=20)
+    model = GPT(HuggingFaceReader(tmp_path).model, Precision(fp8=False), "emulated")
+    tokens = list(range(1, 21))
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens]))[0, :, : model.model.vocab_size]
+    logits = harness.StoredModel(model, None, 20)._logits(tokens, 20)
+    assert torch.allclose(logits, expected.float(), atol=0.05)
+    with pytest.raises(RecipeError, match="a text of 21 tokens"):
+        harness.StoredModel(model, None, 21)._logits([*tokens, 21], 1)
 
 
 @pytest.mark.parametrize("raised", [ValueError, KeyError, TypeError])

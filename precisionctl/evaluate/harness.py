@@ -115,8 +115,9 @@ class StoredModel(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         # At the right, where causal attention does not see it. An amax of all rows does, so it is a token of the text.
         padding = tokens[-1:] * (-len(tokens) % GEMM_ALIGNMENT)
         row = torch.tensor([tokens + padding], device=self.model.output_weight.device)
+        mask = (torch.arange(row.shape[1], device=row.device) < len(tokens)).unsqueeze(0)
         with torch.no_grad():
-            hidden = self.model.hidden(row)[0, len(tokens) - count : len(tokens)]
+            hidden = self.model.hidden(row, mask)[0, len(tokens) - count : len(tokens)]
             return self.model.logits(hidden)[:, : self.model.model.vocab_size].float()
 
 

@@ -80,9 +80,9 @@ def evaluate(
     a reference to compare with, which computes in the dtype that its values have, or decode to, never in FP8. Without
     `device`, on the GPU if there is one.
 
-    The text is cut into rows of `sequence_length` targets (or the longest that the models compute, if that is shorter), each without
-    the context of the previous one; a shorter remainder is dropped. Raises DataError for text or a tokenizer that
-    cannot be used, and for a reference with another vocabulary.
+    The text is cut into rows of `sequence_length` targets (or the longest that the models compute, if that is shorter),
+    each without the context of the previous one; a shorter remainder is dropped. Raises DataError for text or a
+    tokenizer that cannot be used, and for a reference with another vocabulary.
     """
     device = device or best_device()
     readers = [reader] if against is None else [reader, against]

@@ -230,8 +230,8 @@ class Fp8States:
     """The delayed-scaling state of a whole checkpoint.
 
     `modules` is keyed by Megatron module name (`decoder.layers.0.mlp.linear_fc1`). `raw` keeps TE payloads that could
-    not be decoded, byte for byte (uint8 `[bytes]`), by module. `producer` names what made the state (BY_TE and so on), and
-    `iteration` is the step at which it was recorded.
+    not be decoded, byte for byte (uint8 `[bytes]`), by module. `producer` names what made the state (BY_TE and so on),
+    and `iteration` is the step at which it was recorded.
 
     `of_weights` is the digest of the weights that the state was recorded with (conversion/weights_digest.py), None if
     no digest was taken; scales are valid for exactly these weights. `statistics`, by module and role, are measurements

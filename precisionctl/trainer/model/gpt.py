@@ -100,6 +100,8 @@ class GPT(nn.Module):
         """As `forward`, but what comes before the output layer, `[B, S, E]`."""
         recorder, device, length = self.backend.recorder, self.backend.device, tokens.shape[1]
         longest = packed.longest if packed else length
+        if self.model.dsa and longest > self.model.dsa.topk and padding_mask is not None and not packed:
+            longest = int(padding_mask.sum(1).max())  # no text reads padding
         if self.model.dsa and longest > self.model.dsa.topk:
             raise RecipeError(
                 f"a text of {longest} tokens, of which sparse attention would choose {self.model.dsa.topk}",
