@@ -5,8 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from precisionctl.codes import group_scales, nibbles, zero_points
+from precisionctl.codes import nibbles, zero_points
 from precisionctl.codes.elements import E2M1, INT4
+from precisionctl.codes.encoding import GlobalScale
 
 
 class FourBitWeight:
@@ -22,7 +23,7 @@ class FourBitWeight:
         zeros = stored.get("weight_zero_point")
         self.zeros = None if zeros is None else zero_points.unpacked(zeros, len(codes), 4)
         if self.whole is not None:
-            self.multipliers = group_scales.nvfp4_multipliers(self.scale, self.whole, divisor=not self.modelopt)
+            self.multipliers = GlobalScale(self.whole, divides=not self.modelopt).times(self.scale)
         else:
             exponents = self.scale.dtype == torch.uint8
             self.multipliers = (self.scale.view(torch.float8_e8m0fnu) if exponents else self.scale).float()

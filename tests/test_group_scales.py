@@ -9,6 +9,7 @@ from torch import Tensor
 
 from precisionctl.codes import group_scales, nibbles, numerics
 from precisionctl.codes.elements import E2M1, INT4, Element
+from precisionctl.codes.encoding import GlobalScale
 
 EVERY_BF16 = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).float()
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
@@ -60,7 +61,7 @@ def test_scales_of_nvfp4_are_the_definition_for_every_amax_of_a_group(largest: f
         wanted = numbers / six * expected_global if divisor else numbers / (six * expected_global)
     expected = [1.0 if number == 0 else to_e4m3(want) for number, want in zip(numbers, wanted, strict=True)]
     assert scales.float().view(-1).tolist() == expected and min(expected) > 0
-    multipliers = group_scales.nvfp4_multipliers(scales, found, divisor=divisor)
+    multipliers = GlobalScale(found, divisor).times(scales)
     assert bool(multipliers.isfinite().all()) and float(multipliers.min()) > 0
 
 

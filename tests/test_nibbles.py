@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from precisionctl.codes import group_scales, nibbles
+from precisionctl.codes import nibbles
 from precisionctl.codes.elements import E2M1, INT4, Element
-from precisionctl.codes.encoding import Encoding
+from precisionctl.codes.encoding import Encoding, GlobalScale
 
 MAGNITUDES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 ELEMENTS = (E2M1, INT4)
@@ -111,7 +111,7 @@ def test_every_code_under_every_scale_of_nvfp4_is_the_definition_and_comes_back_
         exact_global = np.float64(np.float32(number))
         scale = EVERY_E4M3.float().numpy().astype(np.float64)
         expected_scale = exactly(scale / exact_global if divisor else scale * exact_global)
-        scales = group_scales.nvfp4_multipliers(EVERY_E4M3, torch.tensor(number), divisor=divisor)
+        scales = GlobalScale(torch.tensor(number), divisor).times(EVERY_E4M3)
         assert torch.equal(bits(scales), bits(expected_scale))
         values = decoded(packed, E2M1, scales.view(-1, 1))
         expected = exactly(scales.numpy().astype(np.float64)[:, None] * numbers)

@@ -23,8 +23,10 @@ class GlobalScale:
     value: Tensor
     divides: bool
 
-    def times(self, grid: Tensor) -> Tensor:
-        """The multipliers of codes, from an FP32 grid of blocks' scales."""
+    def times(self, stored: Tensor) -> Tensor:
+        """The multipliers of codes, FP32, from a grid of blocks' scales as they are stored; rounded once, as ModelOpt
+        and compressed-tensors do before they multiply with the code."""
+        grid = _numbers(stored)
         return grid / self.value if self.divides else grid * self.value
 
     def same(self, other: GlobalScale | None) -> bool:
@@ -57,8 +59,7 @@ class Encoding:
     @property
     def multipliers(self) -> Tensor:
         """The FP32 grid by which codes are multiplied, with the global scale included."""
-        grid = _numbers(self.scale_inv)
-        return self.global_scale.times(grid) if self.global_scale else grid
+        return self.global_scale.times(self.scale_inv) if self.global_scale else _numbers(self.scale_inv)
 
     def same(self, other: Encoding) -> bool:
         """Whether two encodings are equal, apart from the dtype in which scales are stored."""
@@ -123,8 +124,8 @@ class Encoding:
 
     def _grid(self, row: int, rows: int) -> Tensor:
         """FP32 scale_inv of the blocks in each row, `[rows, blocks]`, or `[1, blocks]` where all rows are alike."""
-        grid = _numbers(self._rows_of(self.scale_inv, row, rows))
-        return self.global_scale.times(grid) if self.global_scale else grid
+        stored = self._rows_of(self.scale_inv, row, rows)
+        return self.global_scale.times(stored) if self.global_scale else _numbers(stored)
 
     def _rows_of(self, grid: Tensor, row: int, rows: int) -> Tensor:
         if len(grid) == 1:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from precisionctl.codes import group_scales, nibbles, numerics
 from precisionctl.codes.elements import E2M1, INT4, Element
+from precisionctl.codes.encoding import GlobalScale
 from precisionctl.codes.nibbles import NUMBERS
 from precisionctl.codes.statistics import Loss
 from precisionctl.torch_when_used import torch
@@ -59,7 +60,7 @@ def _scales(scheme: FourBitScheme, values: Tensor, amax: Tensor, whole: Tensor, 
     if scheme == "nvfp4":
         global_scale = group_scales.nvfp4_global(whole, divisor=False)
         stored = group_scales.nvfp4_scales_of(values, amax, global_scale, scratch, divisor=False)
-        return group_scales.nvfp4_multipliers(stored, global_scale, divisor=False)
+        return GlobalScale(global_scale, divides=False).times(stored)
     if scheme == "mxfp4":
         return group_scales.mxfp4_scales(amax).float()
     return group_scales.int4_scales_of(values, amax, scratch).float()

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from precisionctl.codes import nibbles, numerics
+from precisionctl.codes import nibbles
 from precisionctl.codes.elements import E2M1, E4M3, INT4, Element
+from precisionctl.codes.encoding import GlobalScale
 from precisionctl.codes.numerics import INTEGERS
 from precisionctl.torch_when_used import torch
 
@@ -39,13 +40,6 @@ def nvfp4_scales(amax: Tensor, global_scale: Tensor, *, divisor: bool, largest: 
     wanted = amax / largest * global_scale if divisor else amax / (largest * global_scale)
     stored = wanted.clamp(_SMALLEST_E4M3, E4M3.largest)
     return torch.where(amax > 0, stored, 1.0).to(torch.float8_e4m3fn)
-
-
-def nvfp4_multipliers(stored: Tensor, global_scale: Tensor, *, divisor: bool) -> Tensor:
-    """What codes are multiplied by, FP32: the E4M3 scale times the global one, or divided by it, rounded once, as
-    ModelOpt and compressed-tensors do before they multiply with the code."""
-    numbers = numerics.code_values(stored)
-    return numbers.div_(global_scale) if divisor else numbers.mul_(global_scale)
 
 
 def mxfp4_scales(amax: Tensor) -> Tensor:
@@ -103,11 +97,7 @@ def nvfp4_scales_of(values: Tensor, amax: Tensor, global_scale: Tensor, scratch:
     """`nvfp4_scales`, or those that bring amax to 4 instead of 6 where less is lost by it ("four over six"): the steps
     between 4 and 6 are the coarsest. 0.4 to 0.8 dB more, of Gaussian weights 21.2 in place of 20.4."""
     candidates = [nvfp4_scales(amax, global_scale, divisor=divisor, largest=number) for number in (6.0, 4.0)]
-
-    def multipliers(stored: Tensor) -> Tensor:
-        return nvfp4_multipliers(stored, global_scale, divisor=divisor)
-
-    return least_error(values, E2M1, candidates, multipliers, scratch)
+    return least_error(values, E2M1, candidates, GlobalScale(global_scale, divisor).times, scratch)
 
 
 def int4_scales_of(values: Tensor, amax: Tensor, scratch: Tensor) -> Tensor:

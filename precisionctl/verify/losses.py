@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from precisionctl.codes import numerics
-from precisionctl.codes.numerics import FP8_MAX
 from precisionctl.codes.statistics import Loss
-from precisionctl.dtypes import DType
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
@@ -131,7 +129,7 @@ def difference(a: Tensor, b: Tensor) -> Tensor:
 def _beyond(codes: Tensor, values: Tensor, decoded: Tensor) -> int:
     """The number of values that were too large for FP8: more than 1/28 (16/448) above the largest code, halfway to the
     next code if there were one."""
-    largest = torch.tensor(FP8_MAX[DType.of(codes.dtype)]).to(codes.dtype).view(torch.uint8)
+    largest = torch.tensor(numerics.largest_code(codes.dtype)).to(codes.dtype).view(torch.uint8)
     at = ((codes.reshape(-1).view(torch.uint8) & 0x7F) == largest).nonzero().squeeze(1)
     return int((values.view(-1)[at].abs() > decoded.view(-1)[at].abs() * (29 / 28)).sum())
 
