@@ -206,11 +206,10 @@ def _model(source: Reader, recipe: Recipe, backend: BackendName, device: torch.d
 def _record(model: GPT, recorder: Recorder, rows: Rows | Blend, recipe: Recipe, numbers: range) -> Iterator[int]:
     """Make the passes with these numbers. Yields, after each, how many have been made in all."""
     world = model.backend.world
-    feed = Feed(rows, recipe.train, recorder.device, rank=world.data_rank, ranks=world.data_count)
+    feed = Feed(rows, recipe.train, recorder.device, world)
     with model.recorded_by(recorder):
-        for number, (batch, mine) in zip(numbers, islice(feed.upcoming(0), numbers.start, None), strict=False):
+        for number, (batch, targets) in zip(numbers, islice(feed.upcoming(0), numbers.start, None), strict=False):
             recorder.measuring = (number + 1) % MEASURE_EVERY == 0 or number + 1 == numbers.stop
-            targets = int(world.sum_over_data_ranks(torch.tensor(mine)))
             if not math.isfinite(float(world.sum_over_data_ranks(backward(model, batch, targets)))):
                 raise PrecisionError(
                     f"the loss of pass {number + 1} is not a number",

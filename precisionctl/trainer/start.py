@@ -94,7 +94,7 @@ def start_fp8(run: Run, state: KnownState, sidecar_state: Fp8States | None, *, c
     if not all(_recorded(name, fresh, known) for name in linears):
         recorder = Recorder(run.recipe.precision, run.device, run.world)
         with run.model.recorded_by(recorder):
-            for batch, targets in islice(run.upcoming(), run.recipe.train.warmup_passes):
+            for batch, targets in islice(run.feed.upcoming(run.position), run.recipe.train.warmup_passes):
                 backward(run.model, batch, targets)
                 run.model.zero_grad()
         known.append(("warm-up", recorder.states()))
