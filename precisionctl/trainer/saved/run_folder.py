@@ -22,7 +22,7 @@ from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, OutputError, damage
 from precisionctl.fp8 import sidecar
 from precisionctl.recipe import GuardSettings, Recipe, Tracking, recipe_of
-from precisionctl.trainer.measure.json_numbers import numbers, to_json
+from precisionctl.trainer.measure.json_numbers import nan_for_null, to_json
 from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.stopping import SkippedSteps
@@ -153,7 +153,7 @@ def read_saved(iteration: Path) -> Saved | None:
         return None
     try:
         saved = Saved(**json.loads(read_file(file, iteration)))
-        saved = replace(saved, guard=saved.guard and numbers(saved.guard))  # a gap that is NaN is null in JSON
+        saved = replace(saved, guard=saved.guard and nan_for_null(saved.guard))  # a gap that is NaN is null in JSON
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"not what a run writes: {error}", where=file) from None
     if not (is_count(saved.step) and is_count(saved.position) and isinstance(saved.identity, dict)):
