@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -116,28 +116,7 @@ def read(path: Path) -> Fp8States:
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
         do = "Give a file that `precisionctl calibrate` or a recorder wrote, and copy it again if it is one."
         raise DamagedCheckpoint(f"the FP8 sidecar cannot be read: {error}", where=path, do=do) from error
-    try:
-        text = metadata.get(_KEY, "")
-        if len(text) > _MAX_METADATA:  # a few bytes of JSON can become hundreds in memory
-            raise ValueError("too long")
-        fields: object = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint("the FP8 sidecar's metadata is not JSON", where=path) from error
-    if not isinstance(fields, dict):
-        raise DamagedCheckpoint("the FP8 sidecar's metadata is not a table", where=path)
-    version = fields.get("format_version")
-    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
-        shown = version if isinstance(version, int) else "unknown"
-        raise UnknownFormat(
-            f"an FP8 sidecar of format version {shown}; this release reads up to {FORMAT_VERSION}",
-            where=path,
-            do="Read it with the release that wrote it.",
-        )
-    iteration = fields.get("iteration", "missing")
-    has_iteration = iteration is None or (type(iteration) is int and iteration >= 0)
-    has_origin = isinstance(fields.get("producer"), str) and isinstance(fields.get("of_weights", ""), str)
-    if not has_iteration or not has_origin:
-        raise DamagedCheckpoint("the FP8 sidecar does not say who made it and when", where=path)
+    fields = _fields(metadata.get(_KEY, ""), path)
     raw = {name.removesuffix("/raw"): tensors.pop(name) for name in list(tensors) if name.endswith("/raw")}
     for module, data in raw.items():
         if data.dtype != torch.uint8 or data.dim() != 1:
@@ -159,6 +138,32 @@ def read(path: Path) -> Fp8States:
         statistics,
         fields.get("of_weights"),
     )
+
+
+def _fields(text: str, path: Path) -> Mapping[str, Any]:
+    """The metadata: of a version that is read here, and with what says who made the states and when."""
+    try:
+        if len(text) > _MAX_METADATA:  # a few bytes of JSON can become hundreds in memory
+            raise ValueError("too long")
+        fields: object = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint("the FP8 sidecar's metadata is not JSON", where=path) from error
+    if not isinstance(fields, dict):
+        raise DamagedCheckpoint("the FP8 sidecar's metadata is not a table", where=path)
+    version = fields.get("format_version")
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+        shown = version if isinstance(version, int) else "unknown"
+        raise UnknownFormat(
+            f"an FP8 sidecar of format version {shown}; this release reads up to {FORMAT_VERSION}",
+            where=path,
+            do="Read it with the release that wrote it.",
+        )
+    iteration = fields.get("iteration", "missing")
+    has_iteration = iteration is None or (type(iteration) is int and iteration >= 0)
+    has_origin = isinstance(fields.get("producer"), str) and isinstance(fields.get("of_weights", ""), str)
+    if not has_iteration or not has_origin:
+        raise DamagedCheckpoint("the FP8 sidecar does not say who made it and when", where=path)
+    return fields
 
 
 def _modules(tensors: Mapping[str, Tensor], path: Path) -> list[str]:
