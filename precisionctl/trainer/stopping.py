@@ -1,5 +1,7 @@
 """What ends a run before its last step: a signal, the time limit, or too many skipped steps."""
 
+from __future__ import annotations
+
 import math
 import signal
 import time
@@ -8,13 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from precisionctl.errors import PrecisionError
 from precisionctl.signals import terminate
-from precisionctl.trainer.parallel.world import World
+from precisionctl.torch_when_used import torch
+
+if TYPE_CHECKING:
+    from precisionctl.trainer.parallel.world import World
 
 Stop = signal.Signals | Literal["time limit"]
 
