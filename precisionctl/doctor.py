@@ -16,7 +16,7 @@ from precisionctl.commands.notes import GATE
 from precisionctl.errors import EnvironmentProblem, NotUnderstood
 from precisionctl.fp8.extra_state import Payload, read_payload
 from precisionctl.torch_when_used import torch
-from precisionctl.trainer.backends.te_version import numbers
+from precisionctl.trainer.backends.te_version import version_parts
 from precisionctl.untrusted import safe_archive
 
 PACKAGES = ("torch", "transformer-engine", "megatron-core", "transformers", "safetensors", "triton")
@@ -99,7 +99,7 @@ def examine() -> Machine:
         torch.version.cuda,
         devices,
         problem,
-        recipes(weakest, numbers(torch.version.cuda or "")),
+        recipes(weakest, version_parts(torch.version.cuda or "")),
         {each.name: os.environ[each.name] for each in VARIABLES if each.name in os.environ},
     )
 
@@ -177,7 +177,7 @@ def has_gate(te_version: str | None) -> bool:
     from 2.18 on. None stands for the newest."""
     if te_version is None:
         return True
-    release = numbers(te_version)
+    release = version_parts(te_version)
     return release >= (2, 18) or (2, 17, 1) <= release < (2, 18) or (2, 16, 1) <= release < (2, 17)
 
 

@@ -57,8 +57,8 @@ class ModelLayers(ModelFields):
         return layer >= self.num_layers - self.num_kv_shared_layers
 
     def kv_layer(self, layer: int) -> int:
-        """The layer whose keys and values, or latent, a layer reads: of keys the last of its kind with its own, or
-        itself."""
+        """The layer whose keys and values, or latent, `layer` reads: itself, or the last one of its kind that has its
+        own."""
         if self.mla and self.mla.kv_source_layers:
             return self.mla.kv_source_layers[layer]
         own = self.num_layers - self.num_kv_shared_layers

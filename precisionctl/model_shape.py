@@ -77,7 +77,7 @@ class ModelShape(ModelLayers):
         return tuple(map(self.attention_of, kinds))
 
     def normed_as(self, layer: int) -> "ModelShape":
-        """The model whose norms are everywhere where this layer has them."""
+        """The model with this layer's norms in every layer."""
         if not self.has_delta_net(layer) or (self.mhc and self.mhc.lowrank):
             return self
         return replace(self, pre_layernorms=True, post_layernorms=False)

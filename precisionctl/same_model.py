@@ -28,10 +28,10 @@ def differences(model: ModelShape, other: ModelShape) -> dict[str, tuple[object,
     """Why the two are not the same model: each field by which they make another function of the same tensors, with the
     model's value and the other's. Fields of a part, such as experts, have a dot in their names.
 
-    What no layer uses is None, and no difference. Nor are STORED and TENSORS, which whoever reads tensors sees. Of an
+    What no layer uses is None, and no difference. Nor are STORED and TENSORS, which whoever reads tensors sees. With an
     UntabledModel there is none: its config.json is compared key by key.
     """
-    if isinstance(model, UntabledModel):
+    if any(isinstance(each, UntabledModel) for each in (model, other)):
         return {}
     mine, others = used(model), used(other)
     return {name: (mine[name], others[name]) for name in mine if mine[name] != others.get(name, mine[name])}

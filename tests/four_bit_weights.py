@@ -5,8 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from precisionctl.codes import group_scales, nibbles, zero_points
-from precisionctl.codes.nibbles import NibbleFormat
+from precisionctl.codes import nibbles, zero_points
+from precisionctl.codes.elements import E2M1, INT4
+from precisionctl.codes.encoding import GlobalScale
 
 
 class FourBitWeight:
@@ -15,14 +16,14 @@ class FourBitWeight:
     def __init__(self, stored: Mapping[str, Tensor]) -> None:
         self.stored, self.modelopt = stored, "weight" in stored
         codes = stored["weight" if self.modelopt else "weight_packed"]
-        self.form: NibbleFormat = "INT4" if codes.dtype == torch.int32 else "E2M1"
+        self.element = INT4 if codes.dtype == torch.int32 else E2M1
         self.packed, self.scale = codes.view(torch.uint8), stored["weight_scale"]
         self.codes = nibbles.unpack(self.packed)
         self.whole = stored.get("weight_scale_2" if self.modelopt else "weight_global_scale")
         zeros = stored.get("weight_zero_point")
         self.zeros = None if zeros is None else zero_points.unpacked(zeros, len(codes), 4)
         if self.whole is not None:
-            self.multipliers = group_scales.nvfp4_multipliers(self.scale, self.whole, divisor=not self.modelopt)
+            self.multipliers = GlobalScale(self.whole, divides=not self.modelopt).times(self.scale)
         else:
             exponents = self.scale.dtype == torch.uint8
             self.multipliers = (self.scale.view(torch.float8_e8m0fnu) if exponents else self.scale).float()
@@ -30,15 +31,14 @@ class FourBitWeight:
     def decoded(self) -> Tensor:
         """BF16."""
         values = torch.empty(self.codes.shape)
-        nibbles.decode_asymmetric(
-            self.packed, self.form, self.multipliers, self.zeros, values, torch.empty(nibbles.SCRATCH)
-        )
+        scratch = torch.empty(nibbles.SCRATCH)
+        nibbles.decode(self.packed, self.element, self.multipliers, values, scratch, self.zeros)
         return values.bfloat16()
 
     def encoded(self, values: Tensor) -> Tensor:
         """The codes of values under these scales."""
         packed = torch.empty_like(self.packed)
-        nibbles.encode_asymmetric(values, self.form, self.multipliers, self.zeros, packed, torch.empty(nibbles.SCRATCH))
+        nibbles.encode(values, self.element, self.multipliers, packed, torch.empty(nibbles.SCRATCH), self.zeros)
         return nibbles.unpack(packed)
 
     def by_element(self, grid: Tensor) -> Tensor:

@@ -37,13 +37,11 @@ from precisionctl.errors import (
 )
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.carry import under_recipe
-from precisionctl.fp8.state import Fp8State, Role, RoleState
+from precisionctl.fp8.state import CALIBRATED, COLLECTED, Fp8State, Role, RoleState
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer.resume import resume
 from precisionctl.trainer.saved import run_folder
-from precisionctl.trainer.saved.loading import COLLECTED
-from precisionctl.trainer.start import CALIBRATED
 
 IN_USE: tuple[Role, ...] = ("input", "weight", "grad_output")
 GEMMS = [

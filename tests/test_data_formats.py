@@ -370,6 +370,23 @@ def test_a_document_beyond_all_measure_is_refused_before_it_is_read(
     tracemalloc.stop()
 
 
+@pytest.mark.parametrize(
+    ("begins", "goes_on", "message"),
+    [('[{"text": "', "a", "a document of more than 1,000,000 characters"), ('[{"text": "a"}', " ", "expected one of")],
+    ids=["a text without an end", "white space without an end"],
+)
+def test_a_list_without_an_end_is_not_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: str, goes_on: str, message: str
+) -> None:
+    (tmp_path / "rows.json").write_text(begins + goes_on * 20_000_000)
+    monkeypatch.setattr(base, "MOST_CHARACTERS", 1_000_000)
+    tracemalloc.start()
+    with pytest.raises(DataError, match=message):
+        list(records([tmp_path / "rows.json"]))
+    assert tracemalloc.get_traced_memory()[1] < 12e6
+    tracemalloc.stop()
+
+
 def test_what_is_packed_otherwise_is_said_to_be(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl.bz2").write_bytes(bz2.compress(b"text" * 99))
     with pytest.raises(DataError, match=r"not UTF-8 text.*It is packed by bzip2: unpack it first"):

@@ -4,6 +4,8 @@ import warnings
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from precisionctl.recipe import Data, Share, Train
 from precisionctl.trainer.data import Blend, Feed, Order, Rows, load_data, load_rows, share_of
 from precisionctl.trainer.data.order import LONGEST_PERIOD, BlendedOrder, one_period, turns_of
 from precisionctl.trainer.data.rows import pack
+from precisionctl.trainer.parallel.world import ALONE
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, of what megatron-core imports from it
@@ -137,8 +140,9 @@ def test_ranks_are_fed_the_micro_batches_of_one_process_from_any_position(tmp_pa
     train, cpu = Train(batch_size=8, micro_batch_size=2, seed=3), torch.device("cpu")
     blend = blend_of(tmp_path, 0.5, 0.25, 0.25)
     for position in (0, 8, 40):
-        whole = Feed(blend, train, cpu).batches(position)
-        shares = [Feed(blend, train, cpu, rank=rank, ranks=ranks).batches(position) for rank in range(ranks)]
+        whole = Feed(blend, train, cpu, ALONE).batches(position)
+        worlds: list[Any] = [SimpleNamespace(data_rank=rank, data_count=ranks) for rank in range(ranks)]
+        shares = [Feed(blend, train, cpu, world).batches(position) for world in worlds]
         together = [batch for share in shares for batch in share]
         assert [batch.tokens.tolist() for batch in together] == [batch.tokens.tolist() for batch in whole]
         assert [batch.labels.tolist() for batch in together] == [batch.labels.tolist() for batch in whole]

@@ -34,7 +34,7 @@ def test_every_code_comes_back_under_its_own_scale(dtype: torch.dtype, through: 
     """All codes of all formats, one row for each of 20,000 scales and more, 2^-90 to 2^90."""
     codes, scales = all_codes(dtype), some_scales(20_000, -90, 90).unsqueeze(1)
     rows = codes.view(torch.uint8).expand(len(scales), -1).contiguous().view(dtype)
-    values = numerics.decode(rows, scales, through)
+    values = numerics.decode(rows, scales).to(through)
     again = torch.empty_like(rows)
     numerics.encode_by_scale_inv(values, scales, again, torch.empty(numerics.PIECE))
     assert torch.equal(again.view(torch.uint8), rows.view(torch.uint8))
@@ -67,7 +67,7 @@ def test_a_carried_grid_gives_the_same_codes_and_is_kept(
     fit = BlockScales(rows, columns, block, element_of(DType.of(codes.dtype)), carried)
     for row in range(0, rows, 7):
         fit.see(values[row : row + 7], row)
-    kept = fit.encoding(torch.float32)
+    kept = fit.settle(torch.float32)
     assert bool(fit.fits.all()) and torch.equal(kept.scale_inv, grid)
     for row in range(0, rows, 5):
         again = kept.encode_rows(values[row : row + 5], row)
@@ -90,7 +90,7 @@ def test_a_block_that_has_changed_and_no_other_gets_a_new_scale(sample: Sample, 
     expected[place] = False
     assert torch.equal(fit.fits, expected)
     inside = values[place[0] * block[0] :][: block[0], place[1] * block[1] :][:, : block[1]]
-    made = fit.encoding(torch.float32).scale_inv
+    made = fit.settle(torch.float32).scale_inv
     assert made[place] == inside.abs().max().float() / 448
     assert torch.equal(made[expected], grid[expected])
 
@@ -115,7 +115,7 @@ def test_infinity_tells_nothing_of_its_code() -> None:
 def test_new_powers_of_two_are_the_smallest_under_which_nothing_saturates(amax: float, expected: float | None) -> None:
     fit = BlockScales(1, 2, (1, 2), E4M3, None)
     fit.see(torch.tensor([[amax, -amax / 2]]), 0)
-    for made in (fit.encoding(torch.float8_e8m0fnu), fit.encoding(torch.float32, "powers of 2")):
+    for made in (fit.settle(torch.float8_e8m0fnu), fit.settle(torch.float32, "powers of 2")):
         scale = float(made.scale_inv.float())
         assert expected in (None, scale)
         assert amax <= 448 * scale and (amax == 0 or 448 * scale < 2 * amax)
@@ -129,8 +129,8 @@ def test_tensors_that_share_a_scale_keep_the_carried_one_only_together() -> None
         share(found)
         return found
 
-    assert [float(fit.encoding(torch.float32).scale_inv) for fit in fits(0.25, 0.25)] == [0.25, 0.25]
-    assert [float(fit.encoding(torch.float32).scale_inv) for fit in fits(0.25, 0.5)] == [0.5, 0.5]
+    assert [float(fit.settle(torch.float32).scale_inv) for fit in fits(0.25, 0.25)] == [0.25, 0.25]
+    assert [float(fit.settle(torch.float32).scale_inv) for fit in fits(0.25, 0.5)] == [0.5, 0.5]
     assert not any(bool(fit.fits.any()) for fit in fits(0.25, 0.5))
 
 

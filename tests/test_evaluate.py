@@ -30,7 +30,9 @@ from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.errors import DataError
 from precisionctl.evaluate import evaluate, load, quantizers, stored
+from precisionctl.evaluate.cache import round_cached
 from precisionctl.evaluate.quantizers import InputQuantizer, Mxfp4Inputs, Nvfp4Inputs, TokenInputs
+from precisionctl.export.kv_cache import CacheScale
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, RoleState
 from precisionctl.planning.make_plan import make_plan
@@ -72,6 +74,11 @@ def test_rows_are_never_longer_than_the_models_own(tmp_path, text):
     assert (found.tokens, found.sequence_length) == (200 // 40 * 40, 40)
     assert "200 tokens in rows of 40," in lines(found, 40)[0]
     assert "200 tokens in rows of 40 (not 1,024: the model takes no longer ones)," in lines(found, 1024)[0]
+
+
+def test_rows_are_no_longer_than_what_is_computed_of_sparse_attention(tmp_path, text):
+    save(tmp_path / "model", "glm-moe-dsa", index_topk=48)
+    assert evaluate(HuggingFaceReader(tmp_path / "model"), text).sequence_length == 48
 
 
 @pytest.mark.parametrize(("broken", "perplexity"), [(1e30, math.inf), (math.nan, math.nan)])
@@ -321,6 +328,17 @@ def test_experts_that_are_stored_as_codes_compute_with_those_under_one_input_sca
         for e, part in enumerate(values.double().split(counts))
     ]
     assert (found.double() - torch.cat(plain)).norm() > 0.01 * exact.norm()  # it was computed in FP8
+
+
+def test_a_cache_in_fp8_gives_values_of_the_models_own_dtype():
+    values = torch.tensor([1.0, 1.1, -460.0]).half().view(1, 1, 1, 3)
+    core = torch.nn.Identity()
+    core.forward = lambda query, key, value: (query, key, value)
+    round_cached(core, CacheScale(0.5, 1.0))
+    query, key, value = core(values, values, values)
+    assert query is values and key.dtype == value.dtype == torch.float16
+    assert key.flatten().tolist() == [1.0, 1.125, -224.0]  # of 0.5: 2.2 is next to 2.25, and 920 beyond 448
+    assert value.flatten().tolist() == [1.0, 1.125, -448.0]
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.codes import nibbles, numerics
+from precisionctl.codes.elements import E2M1
 from precisionctl.codes.four_bit_loss import FORMATS, FourBitScheme, four_bit_losses
 from precisionctl.codes.health import measure
 from precisionctl.codes.statistics import Loss
@@ -31,7 +32,7 @@ def test_the_losses_of_gaussian_weights_are_in_the_order_that_is_known() -> None
 
 
 def test_what_is_a_number_of_the_format_loses_nothing() -> None:
-    numbers = torch.tensor(nibbles.NUMBERS["E2M1"]).repeat(4, 16) / 4
+    numbers = torch.tensor(nibbles.NUMBERS[E2M1]).repeat(4, 16) / 4
     found = losses(numbers)
     assert found["mxfp4"] == found["nvfp4"] == Loss(1024, 0, 0, found["mxfp4"].power, 0.0)
     assert found["mxfp4"].sqnr == math.inf and found["w4a16"].sqnr < 40
@@ -39,7 +40,7 @@ def test_what_is_a_number_of_the_format_loses_nothing() -> None:
 
 @pytest.mark.parametrize("scheme", FORMATS)
 def test_underflows_saturation_and_error_are_counted(scheme: FourBitScheme) -> None:
-    form, group = FORMATS[scheme]
+    element, group = FORMATS[scheme]
     values = torch.zeros(3, 2 * group)
     values[0, :group] = 1.0
     values[0, 1] = 1e-3  # of 1, less than any format's smallest

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from precisionctl.codes import group_scales, nibbles, numerics
-from precisionctl.codes.nibbles import NibbleFormat
+from precisionctl.codes.elements import E2M1, INT4, Element
+from precisionctl.codes.encoding import GlobalScale
 
 EVERY_BF16 = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).float()
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
@@ -34,10 +35,10 @@ def amax_of(values: Tensor, group: int) -> Tensor:
     return numerics.row_amax(values.reshape(-1, group), torch.empty(numerics.PIECE)).view(len(values), -1)
 
 
-def sqnr(values: Tensor, form: NibbleFormat, scales: Tensor) -> float:
+def sqnr(values: Tensor, element: Element, scales: Tensor) -> float:
     packed, back = torch.empty(len(values), values.shape[1] // 2, dtype=torch.uint8), torch.empty(values.shape)
-    nibbles.encode(values, form, scales, packed, SCRATCH)
-    nibbles.decode(packed, form, scales, back, SCRATCH)
+    nibbles.encode(values, element, scales, packed, SCRATCH)
+    nibbles.decode(packed, element, scales, back, SCRATCH)
     power, error = values.double().square().sum(), (back.double() - values.double()).square().sum()
     return 10 * math.log10(power / error)
 
@@ -60,7 +61,7 @@ def test_scales_of_nvfp4_are_the_definition_for_every_amax_of_a_group(largest: f
         wanted = numbers / six * expected_global if divisor else numbers / (six * expected_global)
     expected = [1.0 if number == 0 else to_e4m3(want) for number, want in zip(numbers, wanted, strict=True)]
     assert scales.float().view(-1).tolist() == expected and min(expected) > 0
-    multipliers = group_scales.nvfp4_multipliers(scales, found, divisor=divisor)
+    multipliers = GlobalScale(found, divisor).times(scales)
     assert bool(multipliers.isfinite().all()) and float(multipliers.min()) > 0
 
 
@@ -115,18 +116,18 @@ def test_which_rule_loses_least(kind: str) -> None:
     values = weights(kind)
     amax = amax_of(values, 32)
     ocp, ceiling = torch.exp2(torch.floor(torch.log2(amax)) - 2), torch.exp2(torch.ceil(torch.log2(amax / 6)))
-    ours = sqnr(values, "E2M1", group_scales.mxfp4_scales(amax).float())
-    assert sqnr(values, "E2M1", ceiling) + 0.3 < ours > sqnr(values, "E2M1", ocp) + 0.1
+    ours = sqnr(values, E2M1, group_scales.mxfp4_scales(amax).float())
+    assert sqnr(values, E2M1, ceiling) + 0.3 < ours > sqnr(values, E2M1, ocp) + 0.1
     amax = amax_of(values, 16)
     whole = group_scales.nvfp4_global(amax.amax(), divisor=False)
     by_amax = group_scales.nvfp4_scales(amax, whole, divisor=False)
     searched = group_scales.nvfp4_scales_of(values, amax, whole, SCRATCH, divisor=False)
-    gain = sqnr(values, "E2M1", searched.float() * whole) - sqnr(values, "E2M1", by_amax.float() * whole)
+    gain = sqnr(values, E2M1, searched.float() * whole) - sqnr(values, E2M1, by_amax.float() * whole)
     assert 0.4 < gain < 1
     for group, least in ((32, 0.4), (128, 0.6)):
         amax = amax_of(values, group)
         by_amax, searched = group_scales.int4_scales(amax), group_scales.int4_scales_of(values, amax, SCRATCH)
-        gain = sqnr(values, "INT4", searched.float()) - sqnr(values, "INT4", by_amax.float())
+        gain = sqnr(values, INT4, searched.float()) - sqnr(values, INT4, by_amax.float())
         assert least < gain < 1.2
 
 
@@ -134,7 +135,7 @@ def test_a_search_takes_the_candidate_of_the_least_squared_error_and_the_first_o
     values = weights("student", 64)
     amax = amax_of(values, 32)
     candidates = [group_scales.int4_scales(amax * part) for part in (1.0, 0.5, 1.0, 0.8)]
-    found = group_scales.least_error(values, "INT4", candidates, Tensor.float, SCRATCH)
+    found = group_scales.least_error(values, INT4, candidates, Tensor.float, SCRATCH)
     groups = values.double().view(64, 2, 32)
     errors = []
     for candidate in candidates:
@@ -146,6 +147,6 @@ def test_a_search_takes_the_candidate_of_the_least_squared_error_and_the_first_o
     halfway = torch.full((1, 32), 1.25)  # 1 and 1.5 are as far away
     for pair in ([1.0, 1.5], [1.5, 1.0]):
         equals = [torch.tensor([[number]], dtype=torch.bfloat16) for number in pair]
-        assert group_scales.least_error(halfway, "INT4", equals, Tensor.float, SCRATCH).item() == pair[0]
+        assert group_scales.least_error(halfway, INT4, equals, Tensor.float, SCRATCH).item() == pair[0]
     zeros = torch.zeros(2, 32)
     assert group_scales.int4_scales_of(zeros, amax_of(zeros, 32), SCRATCH).tolist() == [[1.0], [1.0]]

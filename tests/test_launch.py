@@ -205,6 +205,20 @@ def test_a_run_of_ours_is_gone_on_from_with_its_optimizer_rates_and_batches(plac
     assert not args["no_save_optim"] and args["no_save_rng"] and args["consumed_train_samples"] == 2 * batch
 
 
+def test_a_schedule_that_counts_samples_is_gone_on_with_by_the_sample(place: Path, tmp_path: Path) -> None:
+    """As Megatron does (get_optimizer_param_scheduler, megatron/training/training.py): a run in iterations heeds no
+    decay in samples."""
+    run(settings(place / "source", place / "text", tmp_path / "run", train__steps=1, schedule__kind="wsd"))
+    words = {"lr_wsd_decay_iters": None, "lr_wsd_decay_samples": 6, "train_samples": 90, "lr_warmup_init": 1e-6}
+    change_args(tmp_path / "run" / "iter_0000001", **words)
+    found = launch(tmp_path / "run", "megatron-lm")
+    assert found.yours == ("--data-path", "--save")
+    for version in FLAGS:
+        read = parse(version, flags_of(found))
+        assert (read.lr_wsd_decay_samples, read.lr_wsd_decay_iters) == (6, None)
+        assert (read.train_samples, read.train_iters, read.lr_warmup_init) == (90, None, 1e-6)
+
+
 def test_what_balances_experts_in_a_run_of_ours_balances_them_in_megatron(place: Path, tmp_path: Path) -> None:
     source = make_source(tmp_path / "source", family="qwen3-moe", mlp_only_layers=[])
     keys = {"router__pooled_loss": 0, "router__aux_loss": 0.01, "router__z_loss": 0.001}

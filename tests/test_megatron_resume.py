@@ -27,7 +27,7 @@ from precisionctl.trainer.data.rows import EqualRows, Rows
 from precisionctl.trainer.measure.metrics import FILE, read_metrics
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
-from precisionctl.trainer.optimizer.megatron_schedule import read_schedule
+from precisionctl.trainer.optimizer.megatron_schedule import megatron_scheduler, read_schedule, training_args
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved import loading
 
@@ -86,6 +86,17 @@ def test_a_wsd_schedule_that_counts_iterations_is_one_that_counts_samples(megatr
     iterations = {"lr_wsd_decay_iters": 40 // BATCH, "global_batch_size": BATCH, "lr_wsd_decay_style": "linear"}
     assert read_schedule(common, iterations, 3, "") == read_schedule(common, told["args"], 3, "")
     assert read_schedule({}, {}, 3, "") is None
+
+
+@pytest.mark.parametrize("batch", [BATCH, 16])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_run_of_ours_saves_all_of_a_schedule_that_it_goes_on_with(megatron: Path, name: str, batch: int) -> None:
+    """WSD's decay over 40 samples is not a whole number of batches of 16."""
+    told = json.loads((megatron / "rates.json").read_text())[name]
+    schedule = read_schedule({"opt_param_scheduler": told["state"]}, told["args"], 3, "")
+    recipe = load_recipe("bf16", [f"train.batch_size={batch}"])
+    args = training_args(recipe, schedule, 0)
+    assert read_schedule({"opt_param_scheduler": megatron_scheduler(recipe, schedule, 3)}, args, 3, "") == schedule
 
 
 @pytest.mark.parametrize(
@@ -162,6 +173,17 @@ def test_the_command_line_s_rates_come_before_the_checkpoint_s(megatron: Path, t
     started, _, _ = run(made)
     assert started.step == 5 and any(", as --set says: " in note for note in started.notes)
     assert rates_of(tmp_path / "run") == [5e-5 * 0 + load_recipe("bf16").optimizer.lr * step / 20 for step in (6, 7, 8)]
+
+
+def test_generators_of_a_run_without_a_gpu_are_restored_on_a_machine_with_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"torch_rng_state": torch.get_rng_state(), "cuda_rng_state": None}
+    source: Any = SimpleNamespace(objects=(loading.RNG,), read_object=lambda name: state, path=tmp_path)
+    torch.rand(1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    loading.load_rng(source)
+    assert torch.equal(torch.get_rng_state(), state["torch_rng_state"])
 
 
 def test_each_part_of_a_checkpoint_can_be_left_behind(megatron: Path, tmp_path: Path) -> None:

@@ -43,6 +43,17 @@ def test_a_class_an_alias_and_a_file_have_a_name_that_no_other_has():
     assert SAME_MEANING.keys() - twice.keys() == set(), "no longer twice: take it off the list"
 
 
+def test_a_folder_that_lists_its_files_lists_all_of_them():
+    listed = 0
+    for file in sorted(PACKAGE.rglob("__init__.py")):
+        said = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        if re.search(r"^\w+\.py\b", said, re.MULTILINE):
+            listed += 1
+            there = {each.name for each in file.parent.glob("*.py")} - {"__init__.py"}
+            assert set(re.findall(r"\b\w+\.py\b", said)) == there, file
+    assert listed > 2
+
+
 def test_the_glossary_has_the_terms_of_the_architecture_and_is_in_alphabetical_order():
     words = (DOCS / "architecture.md").read_text(encoding="utf-8").partition("## Words")[2].partition("\n## ")[0]
     used = {term.lower() for term in re.findall(r"\*\*(.+?)\*\*", words)} - {"state"}  # there it is FP8 state

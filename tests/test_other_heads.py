@@ -21,6 +21,7 @@ from precisionctl.dtypes import DType
 from precisionctl.engines.base import engine_named
 from precisionctl.errors import RecipeError, UnknownArchitecture, UnknownFormat
 from precisionctl.param import TensorSpec
+from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check
 
 
@@ -95,6 +96,15 @@ def test_transformers_loads_an_export_and_computes_nearly_the_same(tmp_path: Pat
     ours, theirs = (any_models.logits(any_models.load_whole(auto, tmp_path / name)) for name in ("fp8", "source"))
     assert not torch.equal(ours, theirs)
     assert torch.cosine_similarity(ours.flatten().float(), theirs.flatten().float(), dim=0) > 0.98
+
+
+def test_another_head_is_other_tensors_whichever_checkpoint_comes_first(tmp_path: Path) -> None:
+    HEADS["classes"][0](tmp_path / "classes")
+    pico.save(tmp_path / "words", "llama-2", dtype=torch.bfloat16)
+    classes, words = (open_checkpoint(tmp_path / name) for name in ("classes", "words"))
+    for a, b in ((classes, words), (words, classes)):
+        found = {each.name: each.status for each in compare(a, b).tensors}
+        assert found["score.weight"] == ("only in A" if a is classes else "only in B")
 
 
 def test_what_needs_the_head_of_a_language_model_is_refused_with_which_model_to_give(tmp_path: Path) -> None:

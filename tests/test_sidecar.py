@@ -91,9 +91,15 @@ def test_attention_keeps_the_roles_that_it_has_and_a_gemm_all_of_its_own(path):
     (again,) = sidecar.read(path).modules.values()
     assert same(again, attention)
     mixed = Fp8State({**trained(4).roles, "k": part})
-    sidecar.write(path, Fp8States(RECIPE, {"decoder.layers.0.mlp.linear_fc1": mixed}))
-    with pytest.raises(DamagedCheckpoint, match="roles of a GEMM, and k"):
-        sidecar.read(path)
+    for state, module, message in (
+        (mixed, "mlp.linear_fc1", "roles that are not of a GEMM: k"),
+        (attention, "mlp.linear_fc1", "lacks .*linear_fc1/input.scale"),
+        (mixed, "self_attention.core_attention", "roles that are not of attention: grad_input"),
+    ):
+        path.unlink()
+        sidecar.write(path, Fp8States(RECIPE, {f"decoder.layers.0.{module}": state}))
+        with pytest.raises(DamagedCheckpoint, match=message):
+            sidecar.read(path)
 
 
 def test_statistics_are_kept_to_the_last_bit_with_a_module_s_state_or_without(path):

@@ -111,6 +111,16 @@ def test_weights_with_which_no_step_works_are_looked_at_before_the_rate(
     assert "Are the weights finite?" in refused.value.do and "optimizer.lr" not in refused.value.do
 
 
+def test_so_are_those_of_a_run_that_goes_on_from_a_later_step(place: Path, tmp_path: Path, broken: set[int]) -> None:
+    run(settings(place / "source", place / "text.txt", tmp_path / "first", train__steps=2))
+    broken |= {3, 4, 5, 6}
+    hopeless = {"load": "full", "train__max_skipped": 2, "train__save_every": 1}
+    made = settings(tmp_path / "first", place / "text.txt", tmp_path / "run", **hopeless)
+    with pytest.raises(PrecisionError, match="step 5 has loss nan .* the last of 3") as refused:
+        run_with_kills(made, {3})
+    assert "Are the weights finite?" in refused.value.do
+
+
 @pytest.mark.parametrize("skips", [[], {"total": 1}, {"total": "1", "running": 0}, {"total": 1, "x": 0}], ids=str)
 def test_a_damaged_count_is_one_clear_error(place: Path, tmp_path: Path, skips: Any) -> None:
     made = settings(place / "source", place / "text.txt", tmp_path / "run", train__steps=1)

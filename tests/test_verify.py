@@ -351,6 +351,17 @@ def test_an_infinity_on_one_side_only_is_a_difference_with_no_sqnr(source):
     assert of(compare(source, other), Q).sqnr_db == -math.inf
 
 
+def test_the_largest_error_is_infinite_for_a_nan_on_one_side_and_none_for_one_on_both(source):
+    a, b = source_in_memory(source), source_in_memory(source)
+    for reader in (a, b):
+        reader.tensors[Q][0, :2] = torch.tensor([math.nan, math.inf])
+    b.tensors[Q][1, 1] = 2 * (b.tensors[Q][1, 1] + 1)
+    assert of(compare(a, b), Q).max_abs_error == float((a.tensors[Q][1, 1].float() - b.tensors[Q][1, 1].float()).abs())
+    b.tensors[Q][1, 2] = math.nan
+    for one, other in ((a, b), (b, a)):
+        assert of(compare(one, other), Q).max_abs_error == math.inf
+
+
 def test_no_state_on_either_side_is_no_difference(source):
     found = compare(source, source, fp8=True)
     assert found.equal and found.fp8 is None  # and not said to be equal

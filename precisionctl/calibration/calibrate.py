@@ -26,7 +26,7 @@ from precisionctl.conversion.convert import convert
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.errors import OutputError, PrecisionError, RecipeError
-from precisionctl.fp8.state import Fp8State, Fp8States, Role
+from precisionctl.fp8.state import CALIBRATED, Fp8State, Fp8States, Role
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.recipe import Recipe, load_recipe
 from precisionctl.sizes import counted
@@ -41,7 +41,6 @@ from precisionctl.trainer.parallel.world import World, together, world
 from precisionctl.trainer.passes import backward
 from precisionctl.trainer.saved import run_folder
 from precisionctl.trainer.settings import check_length, read_rows, with_data
-from precisionctl.trainer.start import CALIBRATED
 from precisionctl.trainer.stopping import agreed_signal, stop_signals
 
 PASSES = 64
@@ -207,11 +206,10 @@ def _model(source: Reader, recipe: Recipe, backend: BackendName, device: torch.d
 def _record(model: GPT, recorder: Recorder, rows: Rows | Blend, recipe: Recipe, numbers: range) -> Iterator[int]:
     """Make the passes with these numbers. Yields, after each, how many have been made in all."""
     world = model.backend.world
-    feed = Feed(rows, recipe.train, recorder.device, rank=world.data_rank, ranks=world.data_count)
+    feed = Feed(rows, recipe.train, recorder.device, world)
     with model.recorded_by(recorder):
-        for number, (batch, mine) in zip(numbers, islice(feed.upcoming(0), numbers.start, None), strict=False):
+        for number, (batch, targets) in zip(numbers, islice(feed.upcoming(0), numbers.start, None), strict=False):
             recorder.measuring = (number + 1) % MEASURE_EVERY == 0 or number + 1 == numbers.stop
-            targets = int(world.sum_over_data_ranks(torch.tensor(mine)))
             if not math.isfinite(float(world.sum_over_data_ranks(backward(model, batch, targets)))):
                 raise PrecisionError(
                     f"the loss of pass {number + 1} is not a number",

@@ -15,7 +15,7 @@ from pathlib import Path
 from precisionctl.checkpoints.safetensors_file import StoredTensor
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
-from precisionctl.param import STATE, TensorSpec
+from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.mxfp4 import BLOCKS_OF_16
 
 _EXPERTS = r"experts\.[a-z_]+|block_sparse_moe\.(?:input|output)_linear\.weight"
@@ -43,15 +43,14 @@ def sliced(tensors: Mapping[str, StoredTensor], where: object) -> dict[str, Stor
 
 def stacks(stored: Mapping[str, TensorSpec], where: object) -> set[str]:
     """The stored tensors that are stacks of experts. Raises DamagedCheckpoint for more experts than any model has, for
-    none, and for a tensor that is named like a slice or like optimizer state, which are other tensors to a Reader."""
+    none, and for a tensor that is named like a slice, which is another one to a Reader."""
     found = {name for name, spec in stored.items() if is_stack(name, spec)}
     if sum(stored[name].shape[0] for name in found) > _MOST_SLICES:
         raise DamagedCheckpoint(f"more than {_MOST_SLICES} experts", where=where)
     if empty := [name for name in found if not stored[name].shape[0]]:
         raise DamagedCheckpoint(f"`{min(empty)}` is a stack of no experts", where=where)
-    if posing := [name for name in stored if _SLICE.fullmatch(name) or name.startswith(STATE)]:
-        what = f"`{posing[0]}` is named as a slice or the optimizer state of another tensor"
-        raise DamagedCheckpoint(what, where=where)
+    if posing := [name for name in stored if _SLICE.fullmatch(name)]:
+        raise DamagedCheckpoint(f"`{posing[0]}` is named as a slice of another tensor", where=where)
     return found
 
 

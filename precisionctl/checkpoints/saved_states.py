@@ -17,7 +17,7 @@ from precisionctl.checkpoints.trainer_run import (
     TrainerRun,
     adam_run,
 )
-from precisionctl.errors import DROP_OPTIMIZER, CheckpointError
+from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint
 from precisionctl.param import STATE, TensorSpec, state_name
 
 
@@ -71,6 +71,9 @@ class SavedStatesReader(TrainerDirectory):
 
     def _logical(self, stored: Mapping[str, FlatTensor]) -> dict[str, FlatTensor]:
         """The tensors by name, one for each expert of a stack."""
+        if posing := [name for name in stored if name.startswith(STATE)]:
+            what = f"`{posing[0]}` is named as the optimizer state of another tensor"
+            raise DamagedCheckpoint(what, where=self._directory)
         fused = stacks({name: one.spec for name, one in stored.items()}, self._directory)
         found: dict[str, FlatTensor] = {}
         for name, one in stored.items():

@@ -114,7 +114,7 @@ class BlockScales:
 
     def searched(self, values: Tensor, row: int, whole: Encoding, scratch: Tensor) -> Encoding:
         """The encoding of rows `[row, row + n)`, with scales searched for their `values` (FP32). `whole` is the
-        tensor's `encoding`; `scratch` is as `nibbles.encode` takes it."""
+        tensor's, by `settle`; `scratch` is as `nibbles.encode` takes it."""
         here = slice(row, row + len(values))
         amax = self.amax[here]
         if self.global_scale is None:
@@ -146,10 +146,11 @@ class BlockScales:
             first, last = max(block * high - row, 0), (block + 1) * high - row
             into[block] = torch.maximum(into[block], by_row[first:last].amax(0))
 
-    def encoding(self, dtype: torch.dtype, numbers: numerics.Numbers = "FP32") -> Encoding:
-        """The scales to encode with, stored in `dtype`: those that fit, and new ones. New ones of FP8 are rounded up to
-        such `numbers`, those of INT8 the nearest; those of four bits are made as in `codes/group_scales.py`, or, where
-        it `searches`, left to `searched`. What `dtype` cannot hold does not fit either."""
+    def settle(self, dtype: torch.dtype, numbers: numerics.Numbers = "FP32") -> Encoding:
+        """Decide which carried scales fit and, if that is needed, on a new global scale. Returns the scales to encode
+        with, stored in `dtype`: those that fit, and new ones. New ones of FP8 are rounded up to such `numbers`, those
+        of INT8 the nearest; those of four bits are made as in `codes/group_scales.py`, or, where it `searches`, left to
+        `searched`. What `dtype` cannot hold does not fit either."""
         if self.carried is not None:
             self.fits &= self.candidate.to(dtype).float() == self.candidate
         if self.divides is not None and self.needs_new_global:

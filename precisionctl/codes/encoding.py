@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from precisionctl.codes import integers, nibbles, numerics
-from precisionctl.codes.elements import E2M1, Element
+from precisionctl.codes.elements import Element
 from precisionctl.dtypes import DType
 from precisionctl.torch_when_used import torch
 
@@ -23,8 +23,10 @@ class GlobalScale:
     value: Tensor
     divides: bool
 
-    def times(self, grid: Tensor) -> Tensor:
-        """The multipliers of codes, from an FP32 grid of blocks' scales."""
+    def times(self, stored: Tensor) -> Tensor:
+        """The multipliers of codes, FP32, from a grid of blocks' scales as they are stored; rounded once, as ModelOpt
+        and compressed-tensors do before they multiply with the code."""
+        grid = _numbers(stored)
         return grid / self.value if self.divides else grid * self.value
 
     def same(self, other: GlobalScale | None) -> bool:
@@ -57,8 +59,7 @@ class Encoding:
     @property
     def multipliers(self) -> Tensor:
         """The FP32 grid by which codes are multiplied, with the global scale included."""
-        grid = _numbers(self.scale_inv)
-        return self.global_scale.times(grid) if self.global_scale else grid
+        return self.global_scale.times(self.scale_inv) if self.global_scale else _numbers(self.scale_inv)
 
     def same(self, other: Encoding) -> bool:
         """Whether two encodings are equal, apart from the dtype in which scales are stored."""
@@ -86,7 +87,8 @@ class Encoding:
         values = torch.empty(len(codes), codes.shape[1] * 8 // self.element.bits) if into is None else into
         work = numerics.scratch_for(codes) if scratch is None else scratch
         if self.element.bits == 4:
-            nibbles.decode_asymmetric(codes, self._form, *self._groups(row, *values.shape), values, work)
+            groups, zeros = self._groups(row, *values.shape)
+            nibbles.decode(codes, self.element, groups, values, work, zeros)
             return values
         if self.element.is_integer:
             integers.decode(codes, *self._groups(row, *values.shape), values)
@@ -105,7 +107,8 @@ class Encoding:
         codes = torch.empty(rows, columns * self.element.bits // 8, dtype=dtype) if into is None else into
         work = numerics.scratch_for(values) if scratch is None else scratch
         if self.element.bits == 4:
-            nibbles.encode_asymmetric(values, self._form, *self._groups(row, rows, columns), codes, work)
+            groups, zeros = self._groups(row, rows, columns)
+            nibbles.encode(values, self.element, groups, codes, work, zeros)
             return codes
         if self.element.is_integer:
             integers.encode(values, *self._groups(row, rows, columns), codes, work)
@@ -114,10 +117,6 @@ class Encoding:
         numerics.encode_by_scale_inv(values.reshape(shape), scales, codes.view(shape), work)
         return codes
 
-    @property
-    def _form(self) -> nibbles.NibbleFormat:
-        return "E2M1" if self.element is E2M1 else "INT4"
-
     def _groups(self, row: int, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
         """Scales and zero points of rows of packed codes, FP32 `[rows, groups]`."""
         zeros = None if self.zeros is None else self._rows_of(self.zeros, row, rows).expand(rows, -1)
@@ -125,8 +124,8 @@ class Encoding:
 
     def _grid(self, row: int, rows: int) -> Tensor:
         """FP32 scale_inv of the blocks in each row, `[rows, blocks]`, or `[1, blocks]` where all rows are alike."""
-        grid = _numbers(self._rows_of(self.scale_inv, row, rows))
-        return self.global_scale.times(grid) if self.global_scale else grid
+        stored = self._rows_of(self.scale_inv, row, rows)
+        return self.global_scale.times(stored) if self.global_scale else _numbers(stored)
 
     def _rows_of(self, grid: Tensor, row: int, rows: int) -> Tensor:
         if len(grid) == 1:

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from precisionctl.codes import group_scales, nibbles, numerics
-from precisionctl.codes.nibbles import NUMBERS, NibbleFormat
+from precisionctl.codes.elements import E2M1, INT4, Element
+from precisionctl.codes.encoding import GlobalScale
+from precisionctl.codes.nibbles import NUMBERS
 from precisionctl.codes.statistics import Loss
 from precisionctl.torch_when_used import torch
 
@@ -14,12 +16,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FourBitScheme = Literal["nvfp4", "mxfp4", "w4a16"]
-FORMATS: Mapping[FourBitScheme, tuple[NibbleFormat, int]] = {
-    "nvfp4": ("E2M1", group_scales.NVFP4_GROUP),
-    "mxfp4": ("E2M1", group_scales.MXFP4_GROUP),
-    "w4a16": ("INT4", group_scales.INT4_GROUP),
+FORMATS: Mapping[FourBitScheme, tuple[Element, int]] = {
+    "nvfp4": (E2M1, group_scales.NVFP4_GROUP),
+    "mxfp4": (E2M1, group_scales.MXFP4_GROUP),
+    "w4a16": (INT4, group_scales.INT4_GROUP),
 }
-"""What a code is, and how many inputs share a scale."""
+"""The element of its codes, and how many inputs share a scale."""
 
 GAUSSIAN_DB: Mapping[FourBitScheme, float] = {"nvfp4": 21.2, "mxfp4": 19.0, "w4a16": 19.8}
 GAUSSIAN_ZEROS: Mapping[FourBitScheme, float] = {"nvfp4": 0.081, "mxfp4": 0.098, "w4a16": 0.134}
@@ -37,16 +39,16 @@ def four_bit_losses(values: Tensor, amax: Tensor, scratch: Tensor) -> dict[FourB
     finite = values.float().nan_to_num(0.0, 0.0, 0.0)
     power = float(finite.double().square().sum())
     losses: dict[FourBitScheme, Loss] = {}
-    for scheme, (form, group) in FORMATS.items():
+    for scheme, (element, group) in FORMATS.items():
         rows = torch.nn.functional.pad(finite, (0, -values.shape[1] % group))
         largest = numerics.row_amax(rows.view(-1, group), scratch).view(len(rows), -1)
         scales = _scales(scheme, rows, largest, amax.clamp(max=torch.finfo(torch.float32).max), scratch)
         packed = torch.empty(len(rows), rows.shape[1] // 2, dtype=torch.uint8)
         decoded = torch.empty_like(rows)
-        nibbles.encode(rows, form, scales, packed, scratch)
-        nibbles.decode(packed, form, scales, decoded, scratch)
+        nibbles.encode(rows, element, scales, packed, scratch)
+        nibbles.decode(packed, element, scales, decoded, scratch)
         limits, groups = scales.unsqueeze(-1) * _ROUNDING, rows.view(*scales.shape, group)
-        saturated = (groups > max(NUMBERS[form]) * limits) | (groups < min(NUMBERS[form]) * limits)
+        saturated = (groups > max(NUMBERS[element]) * limits) | (groups < min(NUMBERS[element]) * limits)
         underflows = (decoded == 0) & (rows != 0)
         error = float((decoded - rows).double().square().sum())
         losses[scheme] = Loss(values.numel(), int(underflows.sum()), int(saturated.sum()), power, error)
@@ -58,7 +60,7 @@ def _scales(scheme: FourBitScheme, values: Tensor, amax: Tensor, whole: Tensor, 
     if scheme == "nvfp4":
         global_scale = group_scales.nvfp4_global(whole, divisor=False)
         stored = group_scales.nvfp4_scales_of(values, amax, global_scale, scratch, divisor=False)
-        return group_scales.nvfp4_multipliers(stored, global_scale, divisor=False)
+        return GlobalScale(global_scale, divides=False).times(stored)
     if scheme == "mxfp4":
         return group_scales.mxfp4_scales(amax).float()
     return group_scales.int4_scales_of(values, amax, scratch).float()

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from precisionctl.codes import nibbles, numerics
-from precisionctl.codes.elements import E2M1, E4M3
-from precisionctl.codes.nibbles import NibbleFormat
+from precisionctl.codes import nibbles
+from precisionctl.codes.elements import E2M1, E4M3, INT4, Element
+from precisionctl.codes.encoding import GlobalScale
 from precisionctl.codes.numerics import INTEGERS
 from precisionctl.torch_when_used import torch
 
@@ -42,13 +42,6 @@ def nvfp4_scales(amax: Tensor, global_scale: Tensor, *, divisor: bool, largest: 
     return torch.where(amax > 0, stored, 1.0).to(torch.float8_e4m3fn)
 
 
-def nvfp4_multipliers(stored: Tensor, global_scale: Tensor, *, divisor: bool) -> Tensor:
-    """What codes are multiplied by, FP32: the E4M3 scale times the global one, or divided by it, rounded once, as
-    ModelOpt and compressed-tensors do before they multiply with the code."""
-    numbers = numerics.code_values(stored)
-    return numbers.div_(global_scale) if divisor else numbers.mul_(global_scale)
-
-
 def mxfp4_scales(amax: Tensor) -> Tensor:
     """What is stored for each group, E8M0: 2^(e - 2) for an amax of 2^e * m, and 2^(e - 1) from m = 1.75 on, where amax
     / 2^(e - 2) is 7 or more, and so nearer to 8 than to 6 (compressed-tensors, `round_to_power_2`).
@@ -72,7 +65,7 @@ def int4_scales(amax: Tensor) -> Tensor:
 
 def least_error(
     values: Tensor,
-    form: NibbleFormat,
+    element: Element,
     candidates: Sequence[Tensor],
     multipliers: Callable[[Tensor], Tensor],
     scratch: Tensor,
@@ -84,7 +77,7 @@ def least_error(
     A later candidate must be better by a thousandth than the best before it, since the last bits of a sum depend on the
     machine.
     """
-    errors = nibbles.squared_errors(values, form, [multipliers(stored) for stored in candidates], scratch)
+    errors = nibbles.squared_errors(values, element, [multipliers(stored) for stored in candidates], scratch)
     best, least = candidates[0], errors[0]
     for stored, error in zip(candidates[1:], errors[1:], strict=True):
         better = error < least * (1 - 2.0**-10)
@@ -104,15 +97,11 @@ def nvfp4_scales_of(values: Tensor, amax: Tensor, global_scale: Tensor, scratch:
     """`nvfp4_scales`, or those that bring amax to 4 instead of 6 where less is lost by it ("four over six"): the steps
     between 4 and 6 are the coarsest. 0.4 to 0.8 dB more, of Gaussian weights 21.2 in place of 20.4."""
     candidates = [nvfp4_scales(amax, global_scale, divisor=divisor, largest=number) for number in (6.0, 4.0)]
-
-    def multipliers(stored: Tensor) -> Tensor:
-        return nvfp4_multipliers(stored, global_scale, divisor=divisor)
-
-    return least_error(values, "E2M1", candidates, multipliers, scratch)
+    return least_error(values, E2M1, candidates, GlobalScale(global_scale, divisor).times, scratch)
 
 
 def int4_scales_of(values: Tensor, amax: Tensor, scratch: Tensor) -> Tensor:
     """`int4_scales`, or those of 0.9 or 0.8 of amax where less is lost by clamping the largest: 0.5 dB more in groups
     of 32 and 0.7 in groups of 128."""
     candidates = [int4_scales(amax * part) for part in (1.0, 0.9, 0.8)]
-    return least_error(values, "INT4", candidates, torch.Tensor.float, scratch)
+    return least_error(values, INT4, candidates, torch.Tensor.float, scratch)

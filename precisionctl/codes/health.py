@@ -22,7 +22,6 @@ from torch import Tensor
 from precisionctl.codes import numerics
 from precisionctl.codes.numerics import BLOCK, MX_BLOCK
 from precisionctl.codes.statistics import SCALINGS, Loss, Scaling, Statistics
-from precisionctl.dtypes import DType
 
 _BY_BLOCK: tuple[Scaling, ...] = ("block", "mxfp8")
 
@@ -99,7 +98,7 @@ def _measure_tiles(tiles: Tensor, dtype: torch.dtype, fixed: Mapping[Scaling, Te
 
 def _lost(tiles: Tensor, magnitudes: Tensor, nonzero: Tensor, scale: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """How many elements a scaling makes zero, how many it clamps, and the sum of the squared errors; each `[]`."""
-    largest, scale_inv = numerics.FP8_MAX[DType.of(dtype)], scale.reciprocal()
+    largest, scale_inv = numerics.largest_code(dtype), scale.reciprocal()
     decoded = (tiles * scale).clamp_(-largest, largest).to(dtype).float()
     left = torch.count_nonzero(decoded)
     limit = (largest * scale_inv).clamp(max=torch.finfo(torch.float32).max)  # so that an infinity is beyond it

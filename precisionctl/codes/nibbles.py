@@ -8,83 +8,75 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from precisionctl.codes.elements import E2M1, INT4, Element
 from precisionctl.codes.numerics import INTEGERS, PIECE
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-NibbleFormat = Literal["E2M1", "INT4"]
-"""What a code of four bits stands for."""
-
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-NUMBERS: Mapping[NibbleFormat, tuple[float, ...]] = {
-    "E2M1": (*_E2M1, *(-number for number in _E2M1)),
-    "INT4": tuple(float(number) for number in range(-8, 8)),
+NUMBERS: Mapping[Element, tuple[float, ...]] = {
+    E2M1: (*_E2M1, *(-number for number in _E2M1)),
+    INT4: tuple(float(number) for number in range(-8, 8)),
 }
 """The number of each code. E2M1 has a negative zero, code 8."""
+
+_POWERS = {E2M1: 1, INT4: 0}
+"""How many buffers for powers of two rounding to an element takes."""
 
 SCRATCH = 3 * PIECE
 """Elements of FP32 scratch to work in. A piece needs up to four buffers of its size, and twenty calls of PyTorch."""
 
 
-def decode(packed: Tensor, form: NibbleFormat, scales: Tensor, values: Tensor, scratch: Tensor) -> None:
-    """`number * scale`, in FP32, into `values`, FP32 `[rows, columns]`, contiguous.
+def decode(
+    packed: Tensor, element: Element, scales: Tensor, values: Tensor, scratch: Tensor, zeros: Tensor | None = None
+) -> None:
+    """`number * scale`, or `(number - zero) * scale`, in FP32, into `values`, FP32 `[rows, columns]`, contiguous.
 
     `packed` is uint8 `[rows, bytes]`, where the last bytes of a row may be filling; `scales` FP32 `[rows, groups]`, for
-    groups of equal size, so `[rows, columns]` is one for each element; `scratch` FP32 of any size, best SCRATCH.
+    groups of equal size, so `[rows, columns]` is one for each element; `zeros` numbers of the element, FP32, of
+    `scales`' shape; `scratch` FP32 of any size, best SCRATCH.
     """
-    decode_asymmetric(packed, form, scales, None, values, scratch)
-
-
-def decode_asymmetric(
-    packed: Tensor, form: NibbleFormat, scales: Tensor, zeros: Tensor | None, values: Tensor, scratch: Tensor
-) -> None:
-    """`decode` of `(number - zero) * scale`; `zeros` are numbers of the format, FP32, of `scales`' shape."""
     if 2 * packed.shape[1] != values.shape[1]:  # the last bytes of rows are filling
         filled = torch.empty(len(packed), 2 * packed.shape[1], device=values.device)
-        decode(packed, form, filled.new_ones(1, 1).expand(len(packed), 1), filled, scratch)
+        decode(packed, element, filled.new_ones(1, 1).expand(len(packed), 1), filled, scratch)
         values.copy_(filled[:, : values.shape[1]])
     for rows, (work,) in _bands(values, scratch, 1):
         into, by = values[rows], scales[rows].unsqueeze(-1)
         if 2 * packed.shape[1] == values.shape[1]:
             index = work.view(torch.int32)[: packed[rows].numel()].copy_(packed[rows].reshape(-1))
-            torch.index_select(_pairs(form, values.device), 0, index, out=into.view(-1).view(torch.float64))
+            torch.index_select(_pairs(element, values.device), 0, index, out=into.view(-1).view(torch.float64))
         groups = into.view(*scales[rows].shape, -1)
         if zeros is not None:
             groups.sub_(zeros[rows].unsqueeze(-1))
         groups.mul_(by)
 
 
-def encode(values: Tensor, form: NibbleFormat, scales: Tensor, packed: Tensor, scratch: Tensor) -> None:
-    """The codes of the numbers nearest to `values / scale`, divided in FP32, into `packed`; of two that are as near,
-    the even one. What is beyond the largest number becomes it.
+def encode(
+    values: Tensor, element: Element, scales: Tensor, packed: Tensor, scratch: Tensor, zeros: Tensor | None = None
+) -> None:
+    """The codes of the numbers nearest to `values / scale`, or `values / scale + zero`, in FP32, into `packed`; of two
+    that are as near, the even one. What is beyond the largest number becomes it.
 
     Shapes are those of `decode`; filling becomes the code of zero. A zero of E2M1 keeps the sign of its value, as
     compressed-tensors' does, so that codes decoded to BF16 and encoded again are the same. There is no code for NaN:
     it gives an arbitrary one.
     """
-    encode_asymmetric(values, form, scales, None, packed, scratch)
-
-
-def encode_asymmetric(
-    values: Tensor, form: NibbleFormat, scales: Tensor, zeros: Tensor | None, packed: Tensor, scratch: Tensor
-) -> None:
-    """`encode` of `values / scale + zero`; `zeros` as `decode_asymmetric` takes them."""
     filling = 2 * packed.shape[1] - values.shape[1]
-    for rows, (quotients, *powers) in _bands(values, scratch, 2 if form == "E2M1" else 1):
+    for rows, (quotients, *powers) in _bands(values, scratch, 1 + _POWERS[element]):
         quotients.view(values[rows].shape).copy_(values[rows])
         groups = quotients.view(*scales[rows].shape, -1).div_(scales[rows].unsqueeze(-1))
         if zeros is not None:
             groups.add_(zeros[rows].unsqueeze(-1))
-        codes = _to_e2m1(quotients, *powers) if form == "E2M1" else _to_int4(quotients)
+        codes = _to_e2m1(quotients, *powers) if element == E2M1 else _to_int4(quotients)
         codes = codes.view(values[rows].shape)
-        if form == "E2M1":
+        if element == E2M1:
             codes.bitwise_or_(_signs(values[rows]))
         if filling:
-            codes = torch.nn.functional.pad(codes, (0, filling), value=NUMBERS[form].index(0.0))
+            codes = torch.nn.functional.pad(codes, (0, filling), value=NUMBERS[element].index(0.0))
         packed[rows] = pack(codes)
 
 
@@ -100,18 +92,18 @@ def _bands(values: Tensor, scratch: Tensor, buffers: int) -> Iterator[tuple[slic
         yield slice(row, row + step), work[:, : min(step, rows - row) * columns].unbind()
 
 
-def squared_errors(values: Tensor, form: NibbleFormat, choices: Sequence[Tensor], scratch: Tensor) -> list[Tensor]:
+def squared_errors(values: Tensor, element: Element, choices: Sequence[Tensor], scratch: Tensor) -> list[Tensor]:
     """What `encode` loses of `values` `[rows, columns]` in each group, under each of several `scales`: sums of squared
     differences, FP32 `[rows, groups]`."""
     errors = [torch.empty_like(scales) for scales in choices]
-    for rows, (numbers, quotients, nearest, *powers) in _bands(values, scratch, 4 if form == "E2M1" else 3):
+    for rows, (numbers, quotients, nearest, *powers) in _bands(values, scratch, 3 + _POWERS[element]):
         numbers.view(values[rows].shape).copy_(values[rows])
-        if form == "E2M1":
+        if element == E2M1:
             numbers.abs_()
         for scales, error in zip(choices, errors, strict=True):
             shape = (*scales[rows].shape, -1)
             torch.div(numbers.view(shape), scales[rows].unsqueeze(-1), out=quotients.view(shape))
-            if form == "E2M1":
+            if element == E2M1:
                 _count_steps(quotients, nearest, *powers).sub_(*powers, alpha=_TO_HALF_ULP).clamp_(max=6)
             else:
                 torch.round(quotients, out=nearest).clamp_(-8, 7)
@@ -172,9 +164,9 @@ def laid_out(words: Tensor) -> Tensor:
 
 
 @functools.cache
-def _pairs(form: NibbleFormat, device: torch.device) -> Tensor:
+def _pairs(element: Element, device: torch.device) -> Tensor:
     """For each byte, its two numbers in FP32, bit-cast to one FP64 in this order in memory. An index_select of FP64
     then copies both at once."""
     with torch.inference_mode(False):  # the cached tensor must also work outside inference mode
-        numbers = torch.tensor(NUMBERS[form], device=device)
+        numbers = torch.tensor(NUMBERS[element], device=device)
         return numbers[unpack(torch.arange(256, dtype=torch.uint8, device=device)).int()].view(torch.float64)

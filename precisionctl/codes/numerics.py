@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from precisionctl.codes.elements import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, Element
+from precisionctl.codes.elements import FP8, Element
 from precisionctl.dtypes import DType
-from precisionctl.errors import PrecisionError
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-FP8_MAX: Mapping[DType, float] = {each.dtype: each.largest for each in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
-"""Largest finite value of each code dtype."""
 
 BLOCK, MX_BLOCK = 128, 32
 """Elements that share a scale in Float8BlockScaling, along a row or on each side of a weight's square, and in MXFP8."""
@@ -110,9 +106,14 @@ def row_amax_and_nan(values: Tensor, scratch: Tensor) -> tuple[Tensor, bool]:
     return (row_amax(_without_nan(values), scratch) if has_nan else amax), has_nan
 
 
+def largest_code(dtype: torch.dtype) -> float:
+    """The largest finite number of an FP8 dtype."""
+    return FP8[DType.of(dtype)].largest
+
+
 def scaled_max(dtype: torch.dtype, margin: int) -> float:
     """`fp8_max * 2**-margin`: what TE's kernel divides by the amax to get a scale. Exact in FP32."""
-    return FP8_MAX[DType.of(dtype)] * 2.0**-margin
+    return largest_code(dtype) * 2.0**-margin
 
 
 def delayed_scale(amax: Tensor, previous: Tensor, dtype: torch.dtype, margin: int) -> Tensor:
@@ -131,7 +132,7 @@ def current_scale(
     stands in for a scale beyond FP32."""
     amax = torch.where(amax < epsilon, epsilon, amax)
     usable = amax.isfinite() & (amax != 0)
-    scale = torch.where(usable, quotient(FP8_MAX[DType.of(dtype)], amax), 1.0)
+    scale = torch.where(usable, quotient(largest_code(dtype), amax), 1.0)
     scale = torch.where(scale.isinf(), largest, scale)
     return (scale.view(torch.int32) & _FP32_EXPONENT).view(torch.float32) if power_of_2 else scale
 
@@ -149,7 +150,7 @@ def mx_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     As TE computes it since 2.13 (ptx_arch_spec.cuh, float_to_e8m0; ptx.cuh, exp2f_rcp). Before 2.13 the E8M0 byte 0
     gave the scale 1.
     """
-    bits = (amax.float() * (1.0 / FP8_MAX[DType.of(dtype)])).view(torch.int32)
+    bits = (amax.float() * (1.0 / largest_code(dtype))).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))
     exponent = (exponent + up).clamp(max=254)  # an infinity is stored as the largest exponent
@@ -214,7 +215,7 @@ def encode_by_scale_inv(values: Tensor, scale_inv: Tensor, codes: Tensor, scratc
 def _encode_pieces(
     values: Tensor, apply: Callable[[Tensor, Tensor], Tensor], factor: Tensor, codes: Tensor, scratch: Tensor
 ) -> None:
-    largest = FP8_MAX[DType.of(codes.dtype)]
+    largest = largest_code(codes.dtype)
     saturates = codes.is_cpu and _cast_saturates(codes.dtype)
     for tile, by, into in _tiles(scratch.numel(), values, factor.expand(values.shape), codes):
         work = scratch[: tile.numel()].view(tile.shape).copy_(tile)
@@ -226,7 +227,7 @@ def _encode_pieces(
 def _cast_saturates(dtype: torch.dtype) -> bool:
     """Whether PyTorch's cast to `dtype` on a CPU saturates, so that no clamp is needed: to E4M3 it does since some
     version after 2.11, to E5M2 not yet."""
-    largest = FP8_MAX[DType.of(dtype)]
+    largest = largest_code(dtype)
     beyond = torch.tensor([math.inf, _FP32_MAX, 1.1 * largest]).repeat(64)  # enough for the vectorised path too
     return bool((beyond.to(dtype).float() == largest).all())
 
@@ -240,15 +241,10 @@ def _tiles(room: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     return chain.from_iterable(zip(*(torch.split(row, room, 1) for row in band), strict=True) for band in bands)
 
 
-def decode(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Values `codes * scale_inv` (FP32), multiplied in FP32 and rounded once to `dtype`; without one they stay FP32.
-
-    Raises PrecisionError for FP16: its range is too small, codes would not encode back to themselves.
-    """
-    if dtype == torch.float16:
-        raise PrecisionError("FP8 codes do not survive FP16", do="Decode them to BF16 or FP32.")
-    values = code_values(codes) * scale_inv
-    return values if dtype is None else values.to(dtype)
+def decode(codes: Tensor, scale_inv: Tensor) -> Tensor:
+    """Values `codes * scale_inv`, FP32. Rounded to BF16 they encode back to their codes; rounded to FP16, whose range
+    is too small, they may not."""
+    return code_values(codes) * scale_inv
 
 
 def decode_by_scale_inv(codes: Tensor, scale_inv: Tensor, values: Tensor, scratch: Tensor) -> None:

@@ -160,7 +160,7 @@ class Encoder:
     def _encoding_of(self, name: str, found: BlockScales, encode: Encode) -> Encoding:
         """The encoding of a tensor after the first pass. The parts that are final by now are written."""
         dtype = scale_dtype(self._specs[encode.weights[name].weight].dtype)
-        encoding = found.encoding(dtype.torch, encode.numbers)
+        encoding = found.settle(dtype.torch, encode.numbers)
         if not found.searches:
             self._put_grid(encode.weights[name], encoding)
         self._put_further(name, encode.weights[name], encoding)

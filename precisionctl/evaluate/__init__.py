@@ -2,7 +2,7 @@
 
 stored.py  a model that computes as an engine would         quantizers.py  how the tensors of its GEMMs are cast
 measure.py  perplexity, and the distance from a reference   harness.py  lm-eval's tasks
-cache.py  keys and values rounded as in an FP8 KV cache
+cache.py  keys and values rounded as in an FP8 KV cache     input_formats.py  what engines round inputs to
 """
 
 from precisionctl.evaluate.measure import Evaluation, evaluate

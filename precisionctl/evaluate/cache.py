@@ -13,8 +13,8 @@ from precisionctl.quant_methods.base import CODES
 
 def round_cached(attention: nn.Module, scale: CacheScale) -> None:
     """Register a hook that rounds the keys and values `[B, S, G, D]` of an attention as an FP8 cache does: divided by
-    their scale in FP32, saturated, rounded to E4M3, and multiplied again (vLLM's csrc/cache_kernels.cu,
-    fp8::scaled_convert)."""
+    their scale in FP32, saturated, rounded to E4M3, and multiplied again, in FP32 too (vLLM's
+    csrc/cache_kernels.cu, fp8::scaled_convert)."""
     attention.register_forward_pre_hook(partial(_round_arguments, scale))
 
 
@@ -28,4 +28,4 @@ def _rounded(values: Tensor, scale_inv: float) -> Tensor:
     rows = values.reshape(-1, values.shape[-1])
     codes = torch.empty(rows.shape, dtype=CODES.torch, device=values.device)
     numerics.encode_by_scale_inv(rows, divisor, codes, numerics.scratch_for(rows))
-    return numerics.decode(codes, divisor, values.dtype).view(values.shape)
+    return numerics.decode(codes, divisor).to(values.dtype).view(values.shape)

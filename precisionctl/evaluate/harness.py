@@ -5,6 +5,7 @@ generation.
 """
 
 import re
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from precisionctl.evaluate.measure import best_device
 from precisionctl.evaluate.stored import load
 from precisionctl.param import GEMM_ALIGNMENT
 from precisionctl.tokens.tokenizer import Tokenizer, open_tokenizer
+from precisionctl.trainer.model.computes import longest_text
 from precisionctl.trainer.model.gpt import GPT
 
 try:
@@ -39,7 +41,7 @@ Scored = tuple[float, bool]
 
 
 class StoredModel(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
-    """A model and its tokenizer behind lm-eval's interface. `longest` is the model's maximum sequence length."""
+    """A model and its tokenizer behind lm-eval's interface. `longest` is the most tokens of a text."""
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, longest: int) -> None:
         super().__init__()
@@ -108,13 +110,15 @@ class StoredModel(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         ends = [text.index(stop) for stop in stops if stop in text]
         return text[: min(ends)] if ends else text
 
-    @torch.no_grad()
     def _logits(self, tokens: list[int], count: int) -> Tensor:
         """The logits at the last `count` tokens, FP32 `[count, vocab_size]`."""
-        padding = -len(tokens) % GEMM_ALIGNMENT  # at the right: causal attention does not see it
-        row = torch.tensor([tokens + [0] * padding], device=self.model.output_weight.device)
-        hidden = self.model.hidden(row)[0, len(tokens) - count : len(tokens)]
-        return self.model.logits(hidden)[:, : self.model.model.vocab_size].float()
+        # At the right, where causal attention does not see it. An amax of all rows does, so it is a token of the text.
+        padding = tokens[-1:] * (-len(tokens) % GEMM_ALIGNMENT)
+        row = torch.tensor([tokens + padding], device=self.model.output_weight.device)
+        mask = (torch.arange(row.shape[1], device=row.device) < len(tokens)).unsqueeze(0)
+        with torch.no_grad():
+            hidden = self.model.hidden(row, mask)[0, len(tokens) - count : len(tokens)]
+            return self.model.logits(hidden)[:, : self.model.model.vocab_size].float()
 
 
 def run_tasks(reader: Reader, tasks: Sequence[str], *, limit: int | None) -> dict[str, Any]:
@@ -125,14 +129,21 @@ def run_tasks(reader: Reader, tasks: Sequence[str], *, limit: int | None) -> dic
     model, precision = load(reader, best_device())
     files = {task: _name_in(Path(task)) for task in tasks if task.endswith((".yaml", ".yml"))}
     with open_tokenizer(reader.companions, reader.path) as tokenizer:
-        adapter = StoredModel(model, tokenizer, reader.model.max_position_embeddings)
+        adapter = StoredModel(model, tokenizer, longest_text(reader.model))
         try:
             manager = TaskManager(include_path=sorted({str(Path(file).parent) for file in files}) or None)
             names = [files.get(task, task) for task in tasks]
             found = simple_evaluate(adapter, tasks=names, limit=limit, task_manager=manager, log_samples=False)
         except (ValueError, KeyError, OSError, TypeError, AssertionError) as error:
+            if _of_model(error):
+                raise
             raise DataError(f"lm-eval: {error}", do="See `lm-eval ls tasks` for its names.") from None
     return {"precision": precision, "results": found["results"], "samples": found["n-samples"]}
+
+
+def _of_model(error: Exception) -> bool:
+    """Whether the model here raised it, and not lm-eval or a task."""
+    return any(frame.f_code is StoredModel._logits.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _name_in(file: Path) -> str:

@@ -20,6 +20,7 @@ from precisionctl.errors import DataError
 from precisionctl.evaluate.stored import load
 from precisionctl.tokens.tokenizer import open_tokenizer
 from precisionctl.trainer.data import IGNORED, Batch, load_rows
+from precisionctl.trainer.model.computes import longest_text
 from precisionctl.trainer.model.gpt import GPT
 
 ROWS_AT_A_TIME = 4
@@ -79,13 +80,13 @@ def evaluate(
     a reference to compare with, which computes in the dtype that its values have, or decode to, never in FP8. Without
     `device`, on the GPU if there is one.
 
-    The text is cut into rows of `sequence_length` targets (or the models' maximum, if that is shorter), each without
-    the context of the previous one; a shorter remainder is dropped. Raises DataError for text or a tokenizer that
-    cannot be used, and for a reference with another vocabulary.
+    The text is cut into rows of `sequence_length` targets (or the longest that the models compute, if that is shorter),
+    each without the context of the previous one; a shorter remainder is dropped. Raises DataError for text or a
+    tokenizer that cannot be used, and for a reference with another vocabulary.
     """
     device = device or best_device()
     readers = [reader] if against is None else [reader, against]
-    length = min(sequence_length, *(each.model.max_position_embeddings for each in readers))
+    length = min(sequence_length, *(longest_text(each.model) for each in readers))
     with open_tokenizer(reader.companions, reader.path) as tokenizer:
         rows = load_rows(data, tokenizer, length)
     rows.require_vocabulary(reader.model.vocab_size)

@@ -248,7 +248,7 @@ def _as_e2m1(values: Tensor) -> Tensor:
     """The nearest numbers of E2M1, FP32 `[groups, size]`; of two the even one."""
     packed = torch.empty(len(values), values.shape[1] // 2, dtype=torch.uint8, device=values.device)
     ones, scratch = values.new_ones(1, 1).expand(len(values), 1), values.new_empty(nibbles.SCRATCH)
-    nibbles.encode(values, "E2M1", ones, packed, scratch)
+    nibbles.encode(values, E2M1, ones, packed, scratch)
     numbers = torch.empty_like(values)
-    nibbles.decode(packed, "E2M1", ones, numbers, scratch)
+    nibbles.decode(packed, E2M1, ones, numbers, scratch)
     return numbers

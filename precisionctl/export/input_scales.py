@@ -12,9 +12,8 @@ from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.codes.elements import E4M3
 from precisionctl.engines.serving import fused
 from precisionctl.errors import MissingFp8State, Unrecordable
-from precisionctl.fp8.carry import FIXED_SCALES
 from precisionctl.fp8.delayed_scaling import after_one_update, recorded_amax
-from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
+from precisionctl.fp8.state import FIXED_SCALES, DelayedScaling, Fp8State, Fp8States
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.sizes import counted
 from precisionctl.torch_when_used import torch

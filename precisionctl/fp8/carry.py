@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING
 from precisionctl.errors import MappingError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.delayed_scaling import after_one_update, change_recipe, recorded_amax
-from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, Role, RoleState
+from precisionctl.fp8.state import BY_RUN, DelayedScaling, Fp8State, Fp8States, Role, RoleState
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-FIXED_SCALES = "input scales of "
-"""Prefix of the `producer` of state that was made from the fixed input scales of an FP8 checkpoint."""
 
 STALE = 2.0
 """A carried weight amax is stale where it is more than this factor above or below the amax of the weights."""
@@ -132,7 +129,7 @@ def carry_state(
             shapes,
         )
         modules |= under_recipe(new, checkpoint_state)
-    states = replace(checkpoint_state, recipe=new) if checkpoint_state else Fp8States(new, {}, producer="precisionctl")
+    states = replace(checkpoint_state, recipe=new) if checkpoint_state else Fp8States(new, {}, producer=BY_RUN)
     unrecorded: dict[str, Tensor] = {}
     stale: dict[str, Tensor] = {}
     for name, amax in weight_amax.items():

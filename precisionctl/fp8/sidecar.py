@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -117,23 +117,7 @@ def read(path: Path) -> Fp8States:
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
         do = "Give a file that `precisionctl calibrate` or a recorder wrote, and copy it again if it is one."
         raise DamagedCheckpoint(f"the FP8 sidecar cannot be read: {error}", where=path, do=do) from error
-    text = metadata.get(_KEY, "")
-    if len(text) > _MAX_METADATA:  # a few bytes of JSON can become hundreds in memory
-        raise DamagedCheckpoint("the FP8 sidecar's metadata is too long", where=path)
-    fields = parse_json(text.encode(), f"{path}, its metadata")
-    version = fields.get("format_version")
-    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
-        shown = version if isinstance(version, int) else "unknown"
-        raise UnknownFormat(
-            f"an FP8 sidecar of format version {shown}; this release reads up to {FORMAT_VERSION}",
-            where=path,
-            do="Read it with the release that wrote it.",
-        )
-    iteration = fields.get("iteration", "missing")
-    has_iteration = iteration is None or (type(iteration) is int and iteration >= 0)
-    has_origin = isinstance(fields.get("producer"), str) and isinstance(fields.get("of_weights", ""), str)
-    if not has_iteration or not has_origin:
-        raise DamagedCheckpoint("the FP8 sidecar does not say who made it and when", where=path)
+    fields = _fields(metadata.get(_KEY, ""), path)
     raw = {name.removesuffix("/raw"): tensors.pop(name) for name in list(tensors) if name.endswith("/raw")}
     for module, data in raw.items():
         if data.dtype != torch.uint8 or data.dim() != 1:
@@ -157,6 +141,27 @@ def read(path: Path) -> Fp8States:
     )
 
 
+def _fields(text: str, path: Path) -> Mapping[str, Any]:
+    """The metadata: of a version that is read here, and with what says who made the states and when."""
+    if len(text) > _MAX_METADATA:  # a few bytes of JSON can become hundreds in memory
+        raise DamagedCheckpoint("the FP8 sidecar's metadata is too long", where=path)
+    fields = parse_json(text.encode(), f"{path}, its metadata")
+    version = fields.get("format_version")
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+        shown = version if isinstance(version, int) else "unknown"
+        raise UnknownFormat(
+            f"an FP8 sidecar of format version {shown}; this release reads up to {FORMAT_VERSION}",
+            where=path,
+            do="Read it with the release that wrote it.",
+        )
+    iteration = fields.get("iteration", "missing")
+    has_iteration = iteration is None or (type(iteration) is int and iteration >= 0)
+    has_origin = isinstance(fields.get("producer"), str) and isinstance(fields.get("of_weights", ""), str)
+    if not has_iteration or not has_origin:
+        raise DamagedCheckpoint("the FP8 sidecar does not say who made it and when", where=path)
+    return fields
+
+
 def _modules(tensors: Mapping[str, Tensor], path: Path) -> list[str]:
     """The names of all modules. Raises DamagedCheckpoint for a tensor that belongs to none."""
     modules = set()
@@ -169,15 +174,17 @@ def _modules(tensors: Mapping[str, Tensor], path: Path) -> list[str]:
 
 
 def _read_module(module: str, tensors: Mapping[str, Tensor], recipe: DelayedScaling, path: Path) -> Fp8State:
-    """The state of one module: all roles of a GEMM, or those of attention that are stored."""
+    """The state of one module: of a `core_attention` the roles of attention that are stored, else all of a GEMM."""
     parts = ("scale", "amax_history")
     roles = tuple(role for role in ROLES + ATTENTION if any(f"{module}/{role}.{part}" in tensors for part in parts))
-    wanted = ROLES if set(roles) & set(ROLES) else roles
+    of_attention = module.rpartition(".")[2] == "core_attention"
+    wanted = tuple(role for role in roles if role in ATTENTION) if of_attention else ROLES
     leaves = [f"{role}.{part}" for role in wanted for part in parts]
     if missing := [leaf for leaf in leaves if f"{module}/{leaf}" not in tensors]:
         raise DamagedCheckpoint(f"the FP8 sidecar lacks {module}/{missing[0]}", where=path)
     if others := set(roles) - set(wanted):
-        raise DamagedCheckpoint(f"{module} has roles of a GEMM, and {min(others)}", where=path)
+        kind = "attention" if of_attention else "a GEMM"
+        raise DamagedCheckpoint(f"{module} has roles that are not of {kind}: {min(others)}", where=path)
     state = Fp8State(
         {
             role: RoleState(tensors[f"{module}/{role}.scale"], tensors[f"{module}/{role}.amax_history"])

@@ -213,9 +213,16 @@ class Fp8State:
 BY_TE = "transformer_engine"
 BY_RECORDER = "precisionctl's recorder in Megatron-Core"
 BY_RECORDER_IN_TRANSFORMERS = "precisionctl's recorder in transformers"
+BY_RUN = "precisionctl"
+COLLECTED = "collected in BF16 training"
+CALIBRATED = "precisionctl calibrate"
+FIXED_SCALES = "input scales of "
+"""The `producer`s of state that is known: TE's modules, which store no name; our recorders in other programs; an FP8
+run here, or the weights alone; a BF16 run; `calibrate`; and, before the name of a method, the fixed input scales of an
+FP8 checkpoint."""
+
 RECORDED_IN_MEGATRON = (BY_TE, BY_RECORDER)
-"""The `producer`s of state that was recorded in passes of Megatron-Core: TE's modules, which store no name, or our
-recorder."""
+"""The `producer`s of state that was recorded in passes of Megatron-Core."""
 
 
 @dataclass(frozen=True)
@@ -223,8 +230,8 @@ class Fp8States:
     """The delayed-scaling state of a whole checkpoint.
 
     `modules` is keyed by Megatron module name (`decoder.layers.0.mlp.linear_fc1`). `raw` keeps TE payloads that could
-    not be decoded, byte for byte (uint8 `[bytes]`), by module. `producer` names the program that wrote the state, and
-    `iteration` is the step at which it was recorded.
+    not be decoded, byte for byte (uint8 `[bytes]`), by module. `producer` names what made the state (BY_TE and so on),
+    and `iteration` is the step at which it was recorded.
 
     `of_weights` is the digest of the weights that the state was recorded with (conversion/weights_digest.py), None if
     no digest was taken; scales are valid for exactly these weights. `statistics`, by module and role, are measurements

@@ -141,8 +141,8 @@ class LaunchSource:
     @cached_property
     def state(self) -> DelayedScaling | None:
         """The recipe of the FP8 state from which Transformer Engine can continue: in a Megatron checkpoint that of its
-        `_extra_state` payloads, in a Hugging Face directory that of the sidecar. None if there is no such state, or if
-        Transformer Engine refuses to load its pickles."""
+        `_extra_state` payloads, in a Hugging Face directory that of the sidecar. None if there is no such state.
+        Payloads that Transformer Engine loads only with GATE count: `environment` sets it."""
         states = self.reader.fp8
         if states is None or not states.of_gemms:
             return None

@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from precisionctl.architectures.expert_args import CAPACITY
@@ -103,9 +103,15 @@ def launch(source: LaunchSource) -> Launch:
         ("torchrun", "--nproc-per-node", str(ranks), "pretrain_gpt.py"),
         tuple(options),
         source.environment,
-        yours=tuple(flag for flag in _YOURS if flag not in {option[0] for option in training}),
+        yours=_still_yours({option[0] for option in training}),
         notes=tuple(notes),
     )
+
+
+def _still_yours(given: Set[str]) -> tuple[str, ...]:
+    """The flags of _YOURS that are not `given`: the length of a run is given in iterations or in samples."""
+    counted = given | ({"--train-iters"} if "--train-samples" in given else set())
+    return tuple(flag for flag in _YOURS if flag not in counted)
 
 
 def has_flags(model: ModelShape) -> bool:
@@ -169,12 +175,15 @@ def _training_options(source: LaunchSource) -> list[Option]:
         return []
     scheduler, args = source.scheduler, source.reader.args if of_megatron(source.reader) else {}
     words = {"lr": scheduler.get("max_lr"), "min_lr": scheduler.get("min_lr"), "clip_grad": args.get("clip_grad")}
+    words |= {"lr_warmup_init": args.get("lr_warmup_init") or None}
     found: dict[str, object] = {name: value for name, value in words.items() if isinstance(value, int | float)}
     if (style := scheduler.get("lr_decay_style")) in DECAY_STYLES:
         found |= {"lr_decay_style": style}
+    length = source.sizes(["train_samples"]) or source.sizes(["train_iters"])  # a run in samples has both in its args
     if style == "WSD" and args.get("lr_wsd_decay_style") in WSD_STYLES:
-        found |= {"lr_wsd_decay_style": args["lr_wsd_decay_style"], **source.sizes(["lr_wsd_decay_iters"])}
-    found |= source.sizes(["micro_batch_size", "global_batch_size", "train_iters"])
+        decay = "lr_wsd_decay_samples" if "train_samples" in length else "lr_wsd_decay_iters"
+        found |= {"lr_wsd_decay_style": args["lr_wsd_decay_style"], **source.sizes([decay])}
+    found |= source.sizes(["micro_batch_size", "global_batch_size"]) | length
     options: list[Option] = [(_flag(name), str(value)) for name, value in found.items()]
     options += _balance_options(args) if source.model.moe else []
     return [*options, ("--use-checkpoint-opt_param-scheduler",)] if scheduler else options

@@ -74,7 +74,7 @@ def save(run: CoreRun, plan: RunPlan, identity: Mapping[str, Any], sidecar_state
     cut = Parallelism(sizes.tensor, sizes.pipeline, expert=sizes.expert, virtual=sizes.virtual)
     args = training_args(run.recipe, run.schedule, run.position)
     args |= balance_args(run.balance) if run.model.moe else {}
-    args = saved_args(args, run.model, plan.plan.text.targets, cut, run.step, "torch_dist")
+    args = saved_args(args, run.model, plan.mapping.text.targets, cut, run.step, "torch_dist")
     state: dict[str, Any] = {
         "args": argparse.Namespace(**args | {"params_dtype": run.dtype}),  # a dtype that Megatron can load
         "checkpoint_version": 3.0,
@@ -98,7 +98,7 @@ def save(run: CoreRun, plan: RunPlan, identity: Mapping[str, Any], sidecar_state
             if describes(run.model):
                 write_run_config(output.partial, args, run.model)
             if plan.model.wrapper:
-                towers = plan.plan.towers
+                towers = plan.mapping.towers
                 writer = TowersWriter(output.partial, towers.targets)
                 writer.lay_out()
                 copy_towers(towers, plan.source, writer)

@@ -60,7 +60,7 @@ class CoreRun:
 
         recipe, settings = self.recipe, self.recipe.optimizer
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.feed = Feed(self.rows, recipe.train, self.device, rank=self.world.data_rank, ranks=self.world.data_count)
+        self.feed = Feed(self.rows, recipe.train, self.device, self.world)
         config = make_config(
             self.model, recipe, self.balance, te=self.te, dtype=self.dtype, equal_rows=self.rows.has_equal_rows
         )

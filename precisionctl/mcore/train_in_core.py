@@ -243,7 +243,7 @@ def _carried_state(plan: RunPlan, newest: TorchDistReader | None) -> tuple[Fp8St
         return sidecar.find(newest.path), ()
     path, known, delayed = plan.source.path, plan.known, plan.recipe.precision.keeps_state
     beside = sidecar.find(path) if path and "fp8" not in plan.skipped else None
-    states, left = unused(known, beside, plan.plan.gemms if delayed else ())
+    states, left = unused(known, beside, plan.mapping.gemms if delayed else ())
     current = known.current
     if delayed and current is None:
         left += (f"{known.why_none}: activations and gradients start at scale 1, as Megatron-Core has no warm-up",)

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from precisionctl.codes.numerics import FP8_MAX
-from precisionctl.dtypes import DType
+from precisionctl.codes.numerics import largest_code
 from precisionctl.fp8.delayed_scaling import recorded_amax
 from precisionctl.fp8.state import DelayedScaling, Role, RoleState
 from precisionctl.readiness.thresholds import TREND_ROWS
@@ -53,7 +52,7 @@ def read_history(state: RoleState, role: Role, recipe: DelayedScaling) -> Histor
     found = [one for one in each if one is not None]
     if not found:
         return _from_scales(state, role, recipe)
-    largest = FP8_MAX[DType.of(recipe.dtype(role))]
+    largest = largest_code(recipe.dtype(role))
     growths = [one.growth for one in found if one.growth is not None]
     return History(
         rows=max(one.rows for one in found),

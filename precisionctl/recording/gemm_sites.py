@@ -15,7 +15,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job
 from precisionctl.precision import Precision
-from precisionctl.recording.live_weights import LiveWeights
+from precisionctl.recording.live_weights import LiveWeights, in_transformers
 from precisionctl.trainer.backends.base import Norm, norm_of
 
 _LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)$")
@@ -70,11 +70,6 @@ def find_sites(model: nn.Module, precision: Precision) -> Sites:
         f"`{type(model).__name__}` is a model of neither transformers nor Megatron-Core",
         do="Give the model itself: what an adapter or another wrapper makes of it has other names.",
     )
-
-
-def in_transformers(model: nn.Module) -> bool:
-    """Whether a model is transformers', by its config."""
-    return hasattr(getattr(model, "config", None), "model_type")
 
 
 def _of_transformers(model: nn.Module, precision: Precision) -> Sites:

@@ -48,12 +48,17 @@ class LiveWeights:
         return [Chunk(whole(self.specs[name]), self.tensors[name])]
 
 
+def in_transformers(model: nn.Module) -> bool:
+    """Whether a model is transformers', by its config."""
+    return hasattr(getattr(model, "config", None), "model_type")
+
+
 def digest_of(model: nn.Module) -> str | None:
     """The digest of a live transformers model's weights; None where this process has not all of them, and of a model of
     Megatron-Core, whose sizes nothing here reads."""
     from torch.distributed.tensor import DTensor
 
-    if not hasattr(getattr(model, "config", None), "model_type"):
+    if not in_transformers(model):
         return None
     parameters = list(model.parameters())
     if any(isinstance(each, DTensor) or not each.numel() for each in parameters):  # FSDP2's, and ZeRO 3's

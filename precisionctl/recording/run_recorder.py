@@ -28,8 +28,8 @@ from precisionctl.fp8.state import (
     Role,
 )
 from precisionctl.recipe import load_recipe
-from precisionctl.recording.gemm_sites import GemmSite, Normed, find_sites, in_transformers
-from precisionctl.recording.live_weights import digest_of
+from precisionctl.recording.gemm_sites import GemmSite, Normed, find_sites
+from precisionctl.recording.live_weights import digest_of, in_transformers
 from precisionctl.recording.rank_files import begin, key_of, write_part
 from precisionctl.recording.watched_attention import watch_attention
 from precisionctl.trainer.backends.recorder import Recorder

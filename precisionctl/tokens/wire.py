@@ -12,7 +12,7 @@ IDS = np.dtype("<u4")
 
 _LENGTH = struct.Struct("<Q")
 _MAX_FIELDS = 1 << 20
-"""Most bytes of the JSON object."""
+"""The JSON object may have so many bytes more than the parts (`receive`)."""
 
 
 class Pipe(Protocol):
@@ -42,7 +42,8 @@ def send(pipe: Pipe, fields: Mapping[str, Any], parts: Sequence[bytes] = ()) -> 
 
 
 def receive(pipe: Pipe, most: int) -> Packet:
-    """Receive a packet. Raises EOFError if the pipe ends, ValueError for parts of more than `most` bytes."""
+    """Receive a packet. Raises EOFError if the pipe ends, ValueError for parts of more than `most` bytes, and for a
+    JSON object of more than `most` and _MAX_FIELDS."""
     (length,) = _LENGTH.unpack(_exactly(pipe, _LENGTH.size))
     if length > _MAX_FIELDS + most:
         raise ValueError(f"{length} bytes of JSON")

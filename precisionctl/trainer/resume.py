@@ -39,7 +39,7 @@ from precisionctl.trainer.run import Run
 from precisionctl.trainer.run_plan import RunPlan, check_graph_rows, plan_run
 from precisionctl.trainer.saved import loading, run_folder
 from precisionctl.trainer.saved.loading import Load, StatePart
-from precisionctl.trainer.saved.run_folder import Rollback
+from precisionctl.trainer.saved.rollback import Rollback, read_rollback, write_rollback
 from precisionctl.trainer.saved.saving import Saver
 from precisionctl.trainer.settings import Settings, is_guarded, read_recipe, read_rows
 from precisionctl.trainer.start import Fp8Start, StateOrigin, continue_fp8, start_collecting, start_fp8
@@ -98,7 +98,7 @@ def resume(
                 while isinstance(ended := _attempt(setup, on_start, on_step, until), Rollback):
                     gc.collect()  # free the model before another one is built
                     if here.first:
-                        run_folder.write_rollback(plan.out, ended)
+                        write_rollback(plan.out, ended)
                     here.barrier()
                 return ended
 
@@ -128,10 +128,11 @@ def locked(out: Path, world: World) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Setup(RunPlan):
-    """A run with its data, before model and optimizer are built. `identity` is as by `run_folder.identity`;
+class _Setup:
+    """A run's plan and its data, before model and optimizer are built. `identity` is as by `run_folder.identity`;
     `memory_notes` are about the memory that it will take."""
 
+    plan: RunPlan
     world: World
     rows: Rows | Blend
     held_out_rows: Rows | Blend | None
@@ -152,7 +153,7 @@ def _prepare(plan: RunPlan, world: World, on_tokens: OnTokens) -> _Setup:
     check_graph_rows(recipe, rows)
     disk = require_disk_space(each, recipe.train, plan.out)  # again, as the tokens are on the disk now
     return _Setup(
-        **vars(plan),
+        plan=plan,
         world=world,
         rows=rows,
         held_out_rows=held_out,
@@ -177,8 +178,9 @@ def read_data(plan: RunPlan, on_tokens: OnTokens, token_ranks: int) -> tuple[Row
 
 def _attempt(setup: _Setup, on_start: Callable[[Started], None], on_step: OnStep, until: float) -> Finished | Rollback:
     """Train from the newest checkpoint in the run's folder (or the source) until the run ends or is rolled back."""
-    out, source, newest = setup.out, setup.source, run_folder.newest(setup.out)
-    rollback = run_folder.read_rollback(out)
+    plan = setup.plan
+    out, source, newest = plan.out, plan.source, run_folder.newest(plan.out)
+    rollback = read_rollback(out)
     run = _build(setup, rollback)
     fp8 = _continue(run, newest, setup, rollback) if newest else _start(run, setup)
     begun = run.step
@@ -190,13 +192,13 @@ def _attempt(setup: _Setup, on_start: Callable[[Started], None], on_step: OnStep
             notes = (*rolled_back, *setup.memory_notes, *_notes(setup, run), *setup.rows.notes, *fp8.notes)
             on_start(
                 Started(
-                    setup.recipe,
+                    plan.recipe,
                     out,
                     run.step,
                     newest is not None,
-                    setup.load,
-                    setup.skipped,
-                    setup.backend,
+                    plan.load,
+                    plan.skipped,
+                    plan.backend,
                     setup.disk,
                     fp8.counts,
                     notes,
@@ -210,17 +212,18 @@ def _attempt(setup: _Setup, on_start: Callable[[Started], None], on_step: OnStep
 
 
 def _build(setup: _Setup, rollback: Rollback | None) -> Run:
-    model, recipe = setup.model, setup.recipe
+    plan = setup.plan
+    model, recipe = plan.model, plan.recipe
     recipe = replace(recipe, precision=recipe.precision.of_layers(model.num_layers))
     torch.manual_seed(recipe.train.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     recompute = recipe.train.recompute == "layer"
     gpt = GPT(
-        model, recipe.precision, setup.backend, torch.bfloat16, device, setup.world, recompute, balance=setup.balance
+        model, recipe.precision, plan.backend, torch.bfloat16, device, setup.world, recompute, balance=plan.balance
     )
     optimizer: RunOptimizer
     if recipe.optimizer.preset == "fp8-lm":
-        optimizer = Fp8LmAdamW(gpt, recipe.optimizer, fused=setup.backend == "te")
+        optimizer = Fp8LmAdamW(gpt, recipe.optimizer, fused=plan.backend == "te")
     else:
         optimizer = MasterAdamW(gpt, recipe.optimizer, gpt.shards)
     return Run(
@@ -231,36 +234,37 @@ def _build(setup: _Setup, rollback: Rollback | None) -> Run:
         setup.held_out_rows,
         guard=Guard(recipe, rollback=rollback) if is_guarded(recipe) else None,
         world=setup.world,
-        schedule=setup.schedule,
+        schedule=plan.schedule,
     )
 
 
 def _continue(run: Run, newest: TorchDistReader, setup: _Setup, rollback: Rollback | None) -> Fp8Start:
     """Load everything from the newest iteration in the run's own folder."""
-    saved = run_folder.read_same(newest, setup.identity, setup.out)
+    saved = run_folder.read_same(newest, setup.identity, setup.plan.out)
     loading.load_rng(newest)
     loading.load_with_optimizer(newest, run)
     run.step, run.position, run.skipped = saved.step, saved.position, SkippedSteps(**saved.skips)
     if run.guard and saved.guard:
         run.guard = Guard(run.recipe, **saved.guard, rollback=rollback)
     sidecar_state = sidecar.find(newest.path)
-    if setup.settings.collect_amax:
+    if setup.plan.settings.collect_amax:
         return start_collecting(run, sidecar_state)
     return continue_fp8(run, newest.fp8, sidecar_state)
 
 
 def _start(run: Run, setup: _Setup) -> Fp8Start:
     """Load the parts of the source that are not skipped, and set up the FP8 state to start with."""
-    source = setup.source
-    loading.load_run(run, source, setup.skipped)
+    plan = setup.plan
+    source = plan.source
+    loading.load_run(run, source, plan.skipped)
     if run.guard:
         run.guard.start(run.step)
-    known, path = setup.known, source.path
-    if setup.settings.collect_amax:
+    known, path = plan.known, source.path
+    if plan.settings.collect_amax:
         started = start_collecting(run, known.current)
     else:
-        sidecar_state = sidecar.find(path) if path and "fp8" not in setup.skipped else None
-        started = start_fp8(run, known, sidecar_state, cold=setup.settings.cold_start)
+        sidecar_state = sidecar.find(path) if path and "fp8" not in plan.skipped else None
+        started = start_fp8(run, known, sidecar_state, cold=plan.settings.cold_start)
     outdated: tuple[str, ...] = ()
     if known.outdated and (run.recipe.precision.fp8 or run.recorder):
         outdated = (f"{outdated_words(known.outdated)}: nothing starts from it",)
@@ -268,7 +272,7 @@ def _start(run: Run, setup: _Setup) -> Fp8Start:
 
 
 def _notes(setup: _Setup, run: Run) -> Iterator[str]:
-    yield from setup.notes(run.step)
+    yield from setup.plan.notes(run.step)
     yield from run.optimizer.notes(run.schedule.max_lr if run.schedule else run.recipe.optimizer.lr)
     if run.model.model.mtp_num_layers:
         yield "multi-token prediction layers are carried along as they are; nothing trains them"

@@ -1,9 +1,7 @@
 """A run in memory: its parts, how far it has come, and which rows it takes next."""
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import count
 
 import torch
 
@@ -45,8 +43,7 @@ class Run:
     meter: Meter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.meter, world = Meter(self.model), self.world
-        self.feed = Feed(self.rows, self.recipe.train, self.device, rank=world.data_rank, ranks=world.data_count)
+        self.meter, self.feed = Meter(self.model), Feed(self.rows, self.recipe.train, self.device, self.world)
 
     def batches(self, position: int) -> tuple[list[Batch], int]:
         """This rank's micro-batches of the update whose rows begin at `position`, and the number of targets that all
@@ -56,12 +53,6 @@ class Run:
         mine = torch.tensor([sum(batch.targets for batch in batches), flops], dtype=torch.float64)
         targets, self.meter.flops = self.world.sum_over_data_ranks(mine).tolist()
         return batches, int(targets)
-
-    def upcoming(self) -> Iterator[tuple[Batch, int]]:
-        """This rank's micro-batches of the next and all later updates, each with its update's number of targets."""
-        for position in count(self.position, self.recipe.train.batch_size):
-            batches, targets = self.batches(position)
-            yield from ((batch, targets) for batch in batches)
 
     def compute_in(self, *, fp8: bool) -> None:
         """Switch an FP8 run to FP8 or BF16 from the next update on. While it computes in BF16 a recorder keeps the FP8

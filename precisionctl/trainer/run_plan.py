@@ -33,15 +33,16 @@ from precisionctl.trainer.settings import Settings, check_length, read_recipe
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run without its data. `load` and `skipped` say what is loaded from the `source`, and `plan` how its tensors
-    become the model's. `schedule` is the source's if the run continues it, `known` the FP8 state to start from, and
-    `balance` what keeps the loads of experts even. `precision_notes` say which settings of FP8 are the source's."""
+    """A run without its data. `load` and `skipped` say what is loaded from the `source`, and `mapping` how its
+    tensors become the model's. `schedule` is the source's if the run continues it, `known` the FP8 state to start
+    from, and `balance` what keeps the loads of experts even. `precision_notes` say which settings of FP8 are the
+    source's."""
 
     settings: Settings
     recipe: Recipe
     out: Path
     source: Reader
-    plan: Plan
+    mapping: Plan
     load: Load
     skipped: frozenset[StatePart]
     schedule: MegatronSchedule | None
@@ -52,7 +53,7 @@ class RunPlan:
 
     @property
     def model(self) -> ModelShape:
-        return self.plan.model
+        return self.mapping.model
 
     @property
     def held_out(self) -> Data | None:
@@ -118,16 +119,16 @@ def plan_run(settings: Settings, recipe: Recipe, ranks: int, engine: TrainingEng
     source = open_hinted(HintedPath(settings.checkpoint, reference=settings.reference))
     load, skipped = loading.what_to_load(source, settings.load, settings.skip)
     schedule = loading.schedule_of(source, skipped, settings.overrides)
-    plan = make_plan(source, "megatron")
-    known = known_state(source, plan.gemms, settings.fp8_state, drop="fp8" in skipped)
+    mapping = make_plan(source, "megatron")
+    known = known_state(source, mapping.gemms, settings.fp8_state, drop="fp8" in skipped)
     recipe, notes = _as_before(settings, recipe, source, known)
     backend = choose_backend(settings.backend, recipe.precision)
-    check_length(recipe, plan.model)
+    check_length(recipe, mapping.model)
     if settings.collect_amax:
-        check_fp8_gemms(plan, replace(recipe.precision.of_layers(plan.model.num_layers), fp8=True))
+        check_fp8_gemms(mapping, replace(recipe.precision.of_layers(mapping.model.num_layers), fp8=True))
     balance = balance_of(source, recipe.router)
     made = RunPlan(
-        settings, recipe, settings.folder, source, plan, load, skipped, schedule, backend, known, balance, notes
+        settings, recipe, settings.folder, source, mapping, load, skipped, schedule, backend, known, balance, notes
     )
     engine.check(made, ranks)
     return made

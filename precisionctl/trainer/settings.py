@@ -16,6 +16,7 @@ from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import Blend, OnTokens, Rows, load_data
 from precisionctl.trainer.data.rows import check_path
 from precisionctl.trainer.measure.tracking import require
+from precisionctl.trainer.model.computes import longest_text
 from precisionctl.trainer.saved.loading import Load, StatePart
 
 
@@ -136,10 +137,10 @@ def read_rows(
 def check_length(recipe: Recipe, model: ModelShape, option: str = "--set data.sequence_length=") -> None:
     """Raise RecipeError for rows longer than the model's positions, or than the keys that sparse attention chooses.
     `option` is how the length is given."""
-    longest, of_what = model.max_position_embeddings, "the model's"
-    if model.dsa and model.dsa.topk < longest:
-        longest, of_what = model.dsa.topk, "what the trainer computes of sparse attention:"
+    longest = longest_text(model)
     if recipe.data.sequence_length > longest:
+        whole = longest == model.max_position_embeddings
+        of_what = "the model's" if whole else "what the trainer computes of sparse attention:"
         raise RecipeError(
             f"data.sequence_length {recipe.data.sequence_length} is beyond {of_what} {longest}",
             do=f"Give {option}{longest}.",

@@ -31,6 +31,8 @@ from precisionctl.fp8.carry import (
 from precisionctl.fp8.state import (
     BY_RECORDER,
     BY_RECORDER_IN_TRANSFORMERS,
+    CALIBRATED,
+    COLLECTED,
     IN_USE,
     DelayedScaling,
     Fp8State,
@@ -43,7 +45,6 @@ from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.parallel.world import local
 from precisionctl.trainer.passes import backward
 from precisionctl.trainer.run import Run
-from precisionctl.trainer.saved.loading import COLLECTED
 
 StateOrigin = Literal[
     "carried",
@@ -54,9 +55,6 @@ StateOrigin = Literal[
     "from other experts",
     "never recorded",
 ]
-
-CALIBRATED = "precisionctl calibrate"
-"""The `producer` of state from `calibrate`."""
 
 _PRODUCERS: Mapping[str, StateOrigin] = {
     COLLECTED: "collected in BF16 training",
@@ -96,7 +94,7 @@ def start_fp8(run: Run, state: KnownState, sidecar_state: Fp8States | None, *, c
     if not all(_recorded(name, fresh, known) for name in linears):
         recorder = Recorder(run.recipe.precision, run.device, run.world)
         with run.model.recorded_by(recorder):
-            for batch, targets in islice(run.upcoming(), run.recipe.train.warmup_passes):
+            for batch, targets in islice(run.feed.upcoming(run.position), run.recipe.train.warmup_passes):
                 backward(run.model, batch, targets)
                 run.model.zero_grad()
         known.append(("warm-up", recorder.states()))

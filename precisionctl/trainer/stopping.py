@@ -1,5 +1,7 @@
 """What ends a run before its last step: a signal, the time limit, or too many skipped steps."""
 
+from __future__ import annotations
+
 import math
 import signal
 import time
@@ -8,13 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from precisionctl.errors import PrecisionError
 from precisionctl.signals import terminate
-from precisionctl.trainer.parallel.world import World
+from precisionctl.torch_when_used import torch
+
+if TYPE_CHECKING:
+    from precisionctl.trainer.parallel.world import World
 
 Stop = signal.Signals | Literal["time limit"]
 
@@ -68,15 +71,17 @@ def stop_signals() -> Iterator[list[signal.Signals]]:
 @dataclass
 class SkippedSteps:
     """The number of steps that updated nothing because their loss or gradient norm was NaN or infinite: in `total`, and
-    in a row since the last update (`running`)."""
+    in a row since the last update (`running`). `updates` is the number of the others."""
 
     total: int = 0
     running: int = 0
+    updates: int = 0
 
     def count(self, step: int, loss: float, norm: float, most: int) -> None:
         """Count a step. Raises PrecisionError after more than `most` skipped ones in a row."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.running = 0
+            self.updates += 1
             return
         self.total += 1
         self.running += 1
@@ -87,7 +92,7 @@ class SkippedSteps:
                 "`precisionctl inspect --fp8`; running again starts from it. train.max_skipped bounds how many there "
                 "may be."
             )
-            if self.running == step:  # the weights are still those of the beginning, whatever the rate
+            if not self.updates:  # the weights are still those of the beginning, whatever the rate
                 do = (
                     "No step has changed anything yet. Are the weights finite? `precisionctl inspect --fp8` of the "
                     "checkpoint that the run begins from names those that are not."

@@ -27,7 +27,7 @@ from precisionctl.verify.configs import compare_configs
 from precisionctl.verify.encodings import compare_encodings
 from precisionctl.verify.fixed_scales import FixedScales, compare_fixed_scales
 from precisionctl.verify.hf_tensors import HfTensors, StoredRows
-from precisionctl.verify.losses import Losses
+from precisionctl.verify.losses import Losses, difference
 from precisionctl.verify.not_compared import NotCompared, of_keys
 from precisionctl.verify.optimizers import OptimizerTensors, both_optimizers
 
@@ -265,14 +265,14 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _error(pieces: Iterable[tuple[StoredRows, StoredRows]]) -> tuple[float, float, int]:
-    """SQNR in dB, `10 log10(sum a^2 / sum (a - b)^2)`, summed in FP64, the largest absolute error, and how many values
-    differ."""
+    """SQNR in dB, `10 log10(sum a^2 / sum (a - b)^2)`, summed in FP64, the largest absolute error (by `difference`),
+    and how many values differ."""
     signal = noise = largest = 0.0
     differing = 0
     for a, b in pieces:
         differing += _differing(a.values, b.values)
         left, right = a.values.double(), b.values.double()
-        error = left - right
+        error = difference(left, right)
         signal += float(left.square().sum())
         noise += float(error.square().sum())
         largest = max(largest, float(error.abs().max()))

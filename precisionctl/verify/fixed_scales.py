@@ -61,7 +61,7 @@ class FixedScales:
 
     @cached_property
     def _inputs(self) -> Mapping[str, str]:
-        """The weight whose input each scale of an input is of."""
+        """Which weight each input scale belongs to, by the scale's name in reports."""
         renamed = {read: write for job in self.plan.jobs for read, write in zip(job.reads, job.writes, strict=False)}
         one_to_one = self.reader.layout == "hf"  # names of experts may be the file's, or the model class's
         weights = self.encodings.scales if self.encodings else ()

@@ -12,9 +12,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from precisionctl.codes.numerics import FP8_MAX
+from precisionctl.codes import numerics
 from precisionctl.codes.statistics import Loss
-from precisionctl.dtypes import DType
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
@@ -57,9 +56,9 @@ class Losses:
 
     def see(self, row: int, codes: Tensor, values: Tensor, decoded: Tensor) -> None:
         """Rows from `row` on: codes, and FP32 values and what the codes decode to, `[n, columns]`."""
-        error = (values - decoded).abs_()
+        error = difference(values, decoded).abs_()
         self.largest_error = max(self.largest_error, float(error.max()))
-        self.largest = max(self.largest, float(values.abs().max()))
+        self.largest = max(self.largest, float(numerics.amax(values)))
         power, noise = (self._by_block(each.square_()) for each in (values.clone(), error))
         there = values != 0
         self.total += Loss(
@@ -118,10 +117,19 @@ class Losses:
         return f"{zero:.1%} of values became zero, {beyond:.1%} were beyond the largest code"
 
 
+def difference(a: Tensor, b: Tensor) -> Tensor:
+    """`a - b`, without NaN: 0 where both are NaN or the same infinity, infinite where only one is NaN."""
+    error = a - b
+    if numerics.has_nan(error):
+        same = (a == b) | (a.isnan() & b.isnan())
+        error.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf).masked_fill_(same, 0.0)
+    return error
+
+
 def _beyond(codes: Tensor, values: Tensor, decoded: Tensor) -> int:
     """The number of values that were too large for FP8: more than 1/28 (16/448) above the largest code, halfway to the
     next code if there were one."""
-    largest = torch.tensor(FP8_MAX[DType.of(codes.dtype)]).to(codes.dtype).view(torch.uint8)
+    largest = torch.tensor(numerics.largest_code(codes.dtype)).to(codes.dtype).view(torch.uint8)
     at = ((codes.reshape(-1).view(torch.uint8) & 0x7F) == largest).nonzero().squeeze(1)
     return int((values.view(-1)[at].abs() > decoded.view(-1)[at].abs() * (29 / 28)).sum())
 

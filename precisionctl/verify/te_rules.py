@@ -10,7 +10,6 @@ import torch
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import in_pieces, read_rows
 from precisionctl.codes import numerics
-from precisionctl.dtypes import DType
 from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.fp8 import delayed_scaling, sidecar
@@ -111,4 +110,4 @@ def _beyond(name: str, job: Job, state: Fp8State, states: Fp8States, reader: Rea
     spec, amax = reader.specs[name], torch.zeros(())
     for row, rows in in_pieces(0, spec.rows, spec.columns, PIECE):
         amax = torch.maximum(amax, numerics.amax(read_rows(reader, name, row, rows)))
-    return float(amax * one / numerics.FP8_MAX[DType.of(states.recipe.dtype("weight"))])
+    return float(amax * one / numerics.largest_code(states.recipe.dtype("weight")))

@@ -100,7 +100,7 @@ def test_one_name_for_two_parameters_and_names_of_states_are_refused(directory: 
                     group[name] = group.pop(old)
 
         rewrite(model_states(directory), change)
-        with pytest.raises(CheckpointError, match="named as a slice or the optimizer state"):
+        with pytest.raises(CheckpointError, match="named as (a slice|the optimizer state) of another"):
             DeepSpeedReader(directory)
     rewrite(model_states(directory), lambda content: content.update(param_shapes=content["param_shapes"] * 2))
     with pytest.raises(CheckpointError, match="one name"):

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from precisionctl.codes import group_scales, nibbles, numerics
+from precisionctl.codes.elements import E2M1
+from precisionctl.codes.encoding import GlobalScale
 
 try:
     import transformer_engine.pytorch as te
@@ -46,9 +48,9 @@ def test_mxfp8_codes_and_exponents_are_those_that_we_make() -> None:
 def decoded(codes: Tensor, scale_inv: Tensor, amax: Tensor) -> Tensor:
     """Values of NVFP4, FP32, as those of a file are decoded."""
     whole = group_scales.nvfp4_global(amax, divisor=False)
-    scales = group_scales.nvfp4_multipliers(scale_inv.view(torch.float8_e4m3fn), whole, divisor=False)
+    scales = GlobalScale(whole, divides=False).times(scale_inv.view(torch.float8_e4m3fn))
     made, scratch = torch.empty(ROWS, COLUMNS, device="cuda"), torch.empty(nibbles.SCRATCH, device="cuda")
-    nibbles.decode(codes.view(ROWS, -1), "E2M1", scales, made, scratch)
+    nibbles.decode(codes.view(ROWS, -1), E2M1, scales, made, scratch)
     return made
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from precisionctl.checkpoints.chunks import Box, read_box, read_tensor
 from precisionctl.checkpoints.decoded.base import FROM_THE_RELEASE, DecodedWeights
 from precisionctl.codes import nibbles
+from precisionctl.codes.elements import INT4
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.quant_methods.base import FLOATS
@@ -244,7 +245,7 @@ def _decoded(module: _Module, slab: _Slab, here: slice) -> Tensor:
         scales, zeros = scales[:, slab.order], zeros[:, slab.order]
     if module.bits == 4:
         values = torch.empty(len(codes), module.inputs)
-        nibbles.decode_asymmetric(codes, "INT4", scales, zeros - 8, values, torch.empty(nibbles.SCRATCH))
+        nibbles.decode(codes, INT4, scales, values, torch.empty(nibbles.SCRATCH), zeros - 8)
         return values
     groups = _apart(codes, module.bits)[:, : module.inputs].float().view(*scales.shape, -1)
     return groups.sub_(zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1)).view(len(codes), -1)

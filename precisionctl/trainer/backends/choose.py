@@ -9,7 +9,7 @@ import torch
 from precisionctl.errors import EnvironmentProblem
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.trainer.backends.base import Backend
-from precisionctl.trainer.backends.te_version import TE_FLOOR, numbers
+from precisionctl.trainer.backends.te_version import TE_FLOOR, version_parts
 from precisionctl.trainer.parallel.world import ALONE, World
 
 BackendName = Literal["te", "emulated"]
@@ -43,7 +43,7 @@ def _te_problem() -> str | None:
     """Why Transformer Engine cannot run FP8 here; None if it can."""
     with suppress(metadata.PackageNotFoundError):  # then importing it raises the reason
         installed = metadata.version("transformer-engine")
-        if numbers(installed) < TE_FLOOR:
+        if version_parts(installed) < TE_FLOOR:
             return f"version {installed} is too old, {'.'.join(map(str, TE_FLOOR))} or newer is needed"
     if not torch.cuda.is_available():
         return "no CUDA device"

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from precisionctl.codes import block_scaling, numerics
+from precisionctl.codes.elements import FP8
 from precisionctl.codes.numerics import BLOCK, MX_BLOCK
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
@@ -256,7 +257,7 @@ def fp8_gemm(
 ) -> Tensor:
     """`Fp8Matmul` of values `[..., in]`; returns `[..., out]` in the weight's dtype, or in the values' if the weight is
     codes. The weight is cast unless its cast is in `casts`, to which it is added."""
-    dtype = values.dtype if DType.of(weight.dtype) in numerics.FP8_MAX else weight.dtype
+    dtype = values.dtype if DType.of(weight.dtype) in FP8 else weight.dtype
     rows, w = values.flatten(0, -2), casts.get(weight) if casts else None
     if w is None:
         with torch.no_grad():

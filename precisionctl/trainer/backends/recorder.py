@@ -131,8 +131,7 @@ class Recorder:
         for module, slots in self._slots.items():
             roles = {role: slot.state for role, slot in slots.items()}
             if "weight" in roles:
-                shape = tuple(roles["weight"].scale.shape)
-                fresh = RoleState(torch.ones(shape), torch.zeros(*shape, length))
+                fresh = RoleState.fresh(length, tuple(roles["weight"].scale.shape))
                 roles = {role: roles.get(role, fresh) for role in ROLES}
             made[module] = Fp8State(roles)
         return made

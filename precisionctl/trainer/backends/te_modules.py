@@ -148,7 +148,7 @@ class GroupedLinear(Stateful, te.GroupedLinear):  # type: ignore[misc]
     alignment of FP8 GEMMs, which changes no amax and no sum. If tensor ranks' results will be summed, only the first
     rank adds the bias."""
 
-    numbers: Mapping[str, str] = MappingProxyType({})
+    renamed: Mapping[str, str] = MappingProxyType({})
     """TE's names of parameters, which count from `weight0` on each rank -> names with the experts' own numbers."""
     adds_bias: bool
     return_bias: bool
@@ -174,16 +174,16 @@ class GroupedLinear(Stateful, te.GroupedLinear):  # type: ignore[misc]
         return out
 
     def __getattr__(self, name: str) -> Any:
-        return super().__getattr__(self.numbers.get(name, name))
+        return super().__getattr__(self.renamed.get(name, name))
 
     def number_from(self, first: int, experts: int) -> None:
         """Rename the parameters to have the numbers of experts from `first` on, where TE's count from 0."""
         each = ((kind, expert) for kind in ("weight", "bias") for expert in range(experts if first else 0))
-        numbers = {f"{kind}{expert}": f"{kind}{first + expert}" for kind, expert in each}
-        for name, numbered in numbers.items():
+        renamed = {f"{kind}{expert}": f"{kind}{first + expert}" for kind, expert in each}
+        for name, numbered in renamed.items():
             if name in self._parameters:
                 self._parameters[numbered] = self._parameters.pop(name)
-        self.numbers = numbers
+        self.renamed = renamed
 
     def fp8_state(self) -> Fp8State | None:
         if not self.keeps_state:

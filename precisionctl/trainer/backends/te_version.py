@@ -5,6 +5,6 @@ TE_FLOOR = (2, 9)
 pyproject.toml requires it, too."""
 
 
-def numbers(version: str) -> tuple[int, ...]:
+def version_parts(version: str) -> tuple[int, ...]:
     """The numeric parts of a version: `2.20.2+cu13` as (2, 20)."""
     return tuple(int(part) for part in version.split(".") if part.isdecimal())

@@ -1,10 +1,11 @@
 """Training data: files into samples, samples into tokens on a disk, tokens into rows, rows into batches.
 
 formats/   files -> records       store.py     tokens -> memory-mapped files
-shapes.py  records -> samples     rows.py      -> rows, cut or packed
-tokenize.py  samples -> tokens    blend.py     several data sets by weights
-megatron.py  .bin and .idx        order.py     which rows come when
-                                  feed.py      a rank's share of them, as batches
+hf_datasets.py  the Hub's, too    rows.py      -> rows, cut or packed
+shapes.py  records -> samples     blend.py     several data sets by weights
+tokenize.py  samples -> tokens    order.py     which rows come when
+megatron.py  .bin and .idx        feed.py      a rank's share of them, as batches
+corpus.py  writes those           batch.py     tokens, labels, padding, sequences
 """
 
 from precisionctl.trainer.data.batch import IGNORED, Batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from precisionctl.errors import DataError
 from precisionctl.recipe import Train
@@ -12,6 +12,9 @@ from precisionctl.torch_when_used import torch
 from precisionctl.trainer.data.batch import Batch
 from precisionctl.trainer.data.blend import Blend
 from precisionctl.trainer.data.rows import Rows
+
+if TYPE_CHECKING:
+    from precisionctl.trainer.parallel.world import World
 
 Item = TypeVar("Item")
 
@@ -32,26 +35,25 @@ def share_of(rows: Sequence[Item], rank: int, ranks: int) -> Sequence[Item]:
 
 
 class Feed:
-    """The micro-batches of a recipe's training, in order, on one rank."""
+    """The micro-batches of a recipe's training, in order, on one rank of a world."""
 
-    def __init__(
-        self, rows: Rows | Blend, train: Train, device: torch.device, *, rank: int = 0, ranks: int = 1
-    ) -> None:
-        self.rows, self._train, self._device = rows, train, device
-        self._rank, self._ranks = rank, ranks
+    def __init__(self, rows: Rows | Blend, train: Train, device: torch.device, world: World) -> None:
+        self.rows, self._train, self._device, self._world = rows, train, device, world
         self._order = rows.order(train.seed)
 
     def batches(self, position: int) -> list[Batch]:
         """This rank's micro-batches of the update whose rows begin at `position`."""
-        numbers = share_of(self._order.take(position, self._train.batch_size), self._rank, self._ranks)
+        rows = self._order.take(position, self._train.batch_size)
+        numbers = share_of(rows, self._world.data_rank, self._world.data_count)
         return list(in_batches(self.rows, numbers, self._train.micro_batch_size, self._device))
 
     def upcoming(self, position: int) -> Iterator[tuple[Batch, int]]:
-        """This rank's micro-batches of that update and all later ones, each with this rank's number of targets in its
-        update."""
+        """This rank's micro-batches of that update and all later ones, each with the number of targets that all ranks
+        together have in its update."""
         for start in count(position, self._train.batch_size):
             batches = self.batches(start)
-            targets = sum(batch.targets for batch in batches)
+            mine = torch.tensor(sum(batch.targets for batch in batches))
+            targets = int(self._world.sum_over_data_ranks(mine))
             yield from ((batch, targets) for batch in batches)
 
 

@@ -166,7 +166,7 @@ def _look_through(
     if not tokenizer.is_there:
         unknown = "there is no tokenizer, so it is not known whether documents end in its end-of-text token"
         return About(len(ids), None, largest, digest.hexdigest(), end, [unknown])
-    last = [end - 1 for end in np.unique(ends[ends > 0])[:_AT_ONCE]]
+    last = [place - 1 for place in np.unique(ends[ends > 0])[:_AT_ONCE]]
     unended = int((ids[last] != end).sum())
     documents = counted(unended, "document does", "documents do")
     without = f"{documents} not end in the tokenizer's end-of-text token; nothing else divides them"

@@ -18,10 +18,10 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def numbers(value: Any) -> Any:
+def nan_for_null(value: Any) -> Any:
     """Replace each None in parsed JSON by NaN; for JSON in which `null` stands only for numbers that are not finite."""
     if isinstance(value, dict):
-        return {key: numbers(each) for key, each in value.items()}
+        return {key: nan_for_null(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [numbers(each) for each in value]
+        return [nan_for_null(each) for each in value]
     return math.nan if value is None else value

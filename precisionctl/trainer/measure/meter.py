@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precisionctl.codes.numerics import FP8_MAX
-from precisionctl.dtypes import DType
+from precisionctl.codes.numerics import largest_code
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.measure.flops import bf16_peak
 from precisionctl.trainer.model.gpt import GPT
@@ -153,7 +152,7 @@ class Fp8Health:
         for number, linear in enumerate(self._linears):
             for role, view in linear.fp8_views():
                 dtype = self._recipe.dtype(role)
-                largest, about = FP8_MAX[DType.of(dtype)], torch.finfo(dtype)
+                largest, about = largest_code(dtype), torch.finfo(dtype)
                 half_ulp = 2 ** math.floor(math.log2(largest)) * about.eps / 2
                 rows += [(number, largest, largest + half_ulp, about.smallest_normal)] * view.scale.numel()
         module, largest_codes, clips, normal = torch.tensor(rows, device=self._scales().device).unbind(1)

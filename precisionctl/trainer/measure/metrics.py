@@ -17,7 +17,7 @@ from precisionctl.checkpoints.output import open_kept, replace_file
 from precisionctl.errors import DataError
 from precisionctl.recipe import Tracking
 from precisionctl.sizes import size
-from precisionctl.trainer.measure.json_numbers import numbers, to_json
+from precisionctl.trainer.measure.json_numbers import nan_for_null, to_json
 from precisionctl.trainer.measure.tracking import trackers
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(whole, start=1):
         try:
-            row: dict[str, Any] = numbers(json.loads(line))
+            row: dict[str, Any] = nan_for_null(json.loads(line))
             counted = {"tokens": int(row["tokens"])} if "tokens" in row else {}
             rows.append(row | {"step": int(row["step"]), "loss": float(row["loss"])} | counted)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):

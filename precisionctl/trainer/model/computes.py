@@ -39,7 +39,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("moe.shared_expert_gate", "moe.shared_average"), ANY),
     **dict.fromkeys(
         ("rope_scaling", "mla", "dsa", "msa", "csa", "mhc", "moe", "gdn", "mamba", "attention_output_gate"), ANY
-    ),  # kinds of scaling: `rope.py`; the others by their own fields
+    ),  # kinds of scaling: `_SCALINGS` in `positions.py`; the others by their own fields
     **dict.fromkeys(("mtp_num_layers", "mtp_dense"), ANY),  # carried along: no logits come from them
     "normalization": ("RMSNorm", "LayerNorm"),
     "activation": get_args(Activation),
@@ -157,6 +157,13 @@ def check(model: ModelShape) -> None:
     unknown = [f"{name}={shown(value)}" for name, value in _not_computed(model)]
     if unknown:
         raise UnknownArchitecture(f"`{model.architecture}` is not computed here with {', '.join(unknown)}")
+
+
+def longest_text(model: ModelShape) -> int:
+    """The most tokens of a text that GPT computes: the model's positions, or as many keys as sparse attention chooses,
+    if these are fewer."""
+    longest = model.max_position_embeddings
+    return min(longest, model.dsa.topk) if model.dsa else longest
 
 
 def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:

@@ -45,8 +45,8 @@ class GPT(nn.Module):
     `precision` says which GEMMs run in FP8; the embedding, the output layer, routers and their experts never do.
     Parameters and activations have `dtype`. The ranks of `world` shard the parameters, layer by layer as they are made,
     and embedding, output layer and last norm together; sizes are such that tensor and expert ranks can shard them
-    (`shards.check`). `balance` is for passes with gradients (`backward` in `loop.py`). Raises PrecisionError for sizes
-    that FP8 GEMMs cannot have, UnknownArchitecture for a model of which it does not compute all (`computes.py`).
+    (`shards.check`). `balance` is for passes with gradients (`backward` in `passes.py`). Raises PrecisionError for
+    sizes that FP8 GEMMs cannot have, UnknownArchitecture for a model of which it does not compute all (`computes.py`).
     """
 
     def __init__(
@@ -101,6 +101,8 @@ class GPT(nn.Module):
         """As `forward`, but what comes before the output layer, `[B, S, E]`."""
         recorder, device, length = self.backend.recorder, self.backend.device, tokens.shape[1]
         longest = packed.longest if packed else length
+        if self.model.dsa and longest > self.model.dsa.topk and padding_mask is not None and not packed:
+            longest = int(padding_mask.sum(1).max())  # no text reads padding
         if self.model.dsa and longest > self.model.dsa.topk:
             raise RecipeError(
                 f"a text of {longest} tokens, of which sparse attention would choose {self.model.dsa.topk}",

@@ -1,4 +1,4 @@
-"""AdamW over FP32 master weights, and the learning rate of a step.
+"""AdamW over FP32 master weights; the learning rate of a step is in `learning_rate.py`.
 
 torch.optim.AdamW updates the master weights; the model's parameters are their rounding. Gradients of micro-batches are
 summed in FP32, as in Megatron (accumulate_allreduce_grads_in_fp32).

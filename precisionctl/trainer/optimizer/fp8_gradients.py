@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from precisionctl.codes.numerics import FP8_MAX, amax, code_values, current_scale
-from precisionctl.dtypes import DType
+from precisionctl.codes.numerics import amax, code_values, current_scale, largest_code
 from precisionctl.trainer.optimizer.scaled import ScaledTensor
 from precisionctl.trainer.parallel.world import World
 
@@ -131,5 +130,5 @@ def _scale(largest: Tensor) -> Tensor:
 def _encode(values: Tensor, scale: Tensor) -> Tensor:
     """Codes as bytes. Infinity becomes NaN, as it would pass for a finite number as the largest code."""
     scaled = values.float() * scale
-    limit = FP8_MAX[DType.of(CODES)]
+    limit = largest_code(CODES)
     return scaled.masked_fill_(scaled.isinf(), torch.nan).clamp_(-limit, limit).to(CODES).view(torch.uint8)

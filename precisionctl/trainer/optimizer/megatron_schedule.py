@@ -107,7 +107,7 @@ def megatron_scheduler(recipe: Recipe, schedule: MegatronSchedule | None, step: 
 
 def training_args(recipe: Recipe, schedule: MegatronSchedule | None, position: int) -> dict[str, object]:
     """Megatron's arguments of a run that has taken `position` rows, as a checkpoint with its optimizer has them."""
-    train, decays = recipe.train, recipe.schedule.kind == "wsd" and schedule is None
+    train = recipe.train
     return {
         "no_save_optim": False,
         "consumed_train_samples": position,
@@ -115,9 +115,25 @@ def training_args(recipe: Recipe, schedule: MegatronSchedule | None, position: i
         "global_batch_size": train.batch_size,
         "train_iters": train.steps,
         "clip_grad": recipe.optimizer.clip_norm,
-        # no part of a scheduler's state
-        **({"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": recipe.schedule.decay_steps} if decays else {}),
+        **_schedule_args(recipe, schedule),
     }
+
+
+def _schedule_args(recipe: Recipe, schedule: MegatronSchedule | None) -> dict[str, object]:
+    """What of a schedule is in Megatron's arguments and not in its scheduler's state."""
+    if schedule is None:
+        decays = recipe.schedule.kind == "wsd"
+        return {"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": recipe.schedule.decay_steps} if decays else {}
+    begins: dict[str, object] = {"lr_warmup_init": schedule.init_lr}
+    if schedule.lr_decay_style != "WSD":
+        return begins
+    iterations, rest = divmod(schedule.wsd_decay_steps, recipe.train.batch_size)
+    if rest:  # Megatron heeds a decay that is counted in samples only in a run that is
+        samples = recipe.train.steps * recipe.train.batch_size
+        decay = {"lr_wsd_decay_samples": schedule.wsd_decay_steps, "train_samples": samples}
+    else:
+        decay = {"lr_wsd_decay_iters": iterations}
+    return begins | {"lr_wsd_decay_style": schedule.wsd_decay_style, **decay}
 
 
 def _left(style: str, done: float) -> float:

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precisionctl.codes.numerics import FP8_MAX, amax, code_values, encode
-from precisionctl.dtypes import DType
+from precisionctl.codes.numerics import amax, code_values, encode, largest_code
 
-_LARGEST = {torch.float8_e4m3fn: FP8_MAX[DType.float8_e4m3fn], torch.float16: torch.finfo(torch.float16).max / 2}
+_LARGEST = {torch.float8_e4m3fn: largest_code(torch.float8_e4m3fn), torch.float16: torch.finfo(torch.float16).max / 2}
 """By dtype, the code that a tensor's amax is scaled to (fused_adam.py, dtype_to_range_map)."""
 
 

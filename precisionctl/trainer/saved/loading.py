@@ -45,9 +45,6 @@ StatePart = Literal["optimizer", "schedule", "data", "rng", "fp8"]
 _OF_THE_RUN: tuple[StatePart, ...] = ("optimizer", "schedule", "data", "rng")
 """The parts that `--load weights` skips. FP8 state is not one of them, as it belongs to the weights."""
 
-COLLECTED = "collected in BF16 training"
-"""The `producer` of state that a BF16 run recorded."""
-
 RNG = "precisionctl_rng/shard_0_1"
 """Key of our random generator states. Megatron's `rng_state` has generators that our runs do not use."""
 
@@ -122,8 +119,8 @@ def load_run(run: Run, source: Reader, skipped: Collection[StatePart]) -> None:
 
 
 def load_with_optimizer(source: Reader, run: Run) -> None:
-    """Load all weights, as of what nothing trains no optimizer has a state, and the optimizer. Raises MissingTensor and
-    UnmappedTensor, before anything is loaded, for an optimizer that does not fit the model."""
+    """Load weights and optimizer: the weights too, because parameters that nothing trains have no master. Raises
+    MissingTensor and UnmappedTensor, before anything is loaded, for an optimizer that does not fit the model."""
     assert has_optimizer(source), "runs of ours save it, and `start_of` has refused what has none"
     plan = plan_optimizer(source, run)
     load_weights(source, run)
@@ -311,5 +308,5 @@ def load_rng(source: TorchDistReader) -> None:
         state = source.read_object(RNG)
         with damage("invalid states of random generators", source.path):
             torch.set_rng_state(state["torch_rng_state"])
-            if torch.cuda.is_available():
+            if torch.cuda.is_available() and state["cuda_rng_state"] is not None:  # None: saved without a GPU
                 torch.cuda.set_rng_state(state["cuda_rng_state"])

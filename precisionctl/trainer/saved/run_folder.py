@@ -1,13 +1,11 @@
-"""The folder of a run: which run it is, its newest iteration, which iterations are kept, and a rollback.
+"""The folder of a run: which run it is, its newest iteration, and which iterations are kept.
 
 Each checkpoint is one iteration of a Megatron `torch_dist` directory. `precisionctl/run.json` in it has the step, the
-position in the data, and the identity of the run; only iterations with this file are ever removed. `rollback.json`
-records that the guard has taken the run back.
+position in the data, and the identity of the run; only iterations with this file are ever removed.
 """
 
 import hashlib
 import json
-import math
 import re
 import shutil
 from collections.abc import Mapping
@@ -17,14 +15,14 @@ from typing import Any
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.keys import RUN_FILE, TRACKER
-from precisionctl.checkpoints.output import replace_file
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, OutputError, damage
 from precisionctl.fp8 import sidecar
 from precisionctl.recipe import GuardSettings, Recipe, Tracking, recipe_of
-from precisionctl.trainer.measure.json_numbers import numbers, to_json
+from precisionctl.trainer.measure.json_numbers import nan_for_null, to_json
 from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
+from precisionctl.trainer.stopping import SkippedSteps
 from precisionctl.untrusted.safe_files import has_file, read_file
 from precisionctl.untrusted.safe_pickle import is_count
 
@@ -69,7 +67,7 @@ class Saved:
     identity: Mapping[str, Any]
     guard: Mapping[str, Any] | None = None
     schedule: Mapping[str, Any] | None = None
-    skips: Mapping[str, int] = field(default_factory=lambda: {"total": 0, "running": 0})
+    skips: Mapping[str, int] = field(default_factory=dict)
     balance: Mapping[str, float] | None = None
     """What keeps the loads of its experts even, as `Balance` has it; None in runs from before there was one."""
     fp8: bool | None = None
@@ -152,7 +150,7 @@ def read_saved(iteration: Path) -> Saved | None:
         return None
     try:
         saved = Saved(**json.loads(read_file(file, iteration)))
-        saved = replace(saved, guard=saved.guard and numbers(saved.guard))  # a gap that is NaN is null in JSON
+        saved = replace(saved, guard=saved.guard and nan_for_null(saved.guard))  # a gap that is NaN is null in JSON
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"not what a run writes: {error}", where=file) from None
     if not (is_count(saved.step) and is_count(saved.position) and isinstance(saved.identity, dict)):
@@ -163,8 +161,9 @@ def read_saved(iteration: Path) -> Saved | None:
         with damage("not what a run writes: its schedule", file):
             MegatronSchedule(**saved.schedule)
     with damage("not what a run writes: its skipped steps", file):
-        if not (saved.skips.keys() <= {"total", "running"} and all(map(is_count, saved.skips.values()))):
-            raise ValueError("not the numbers `total` and `running`")
+        counts = {each.name for each in fields(SkippedSteps)}
+        if not (saved.skips.keys() <= counts and all(map(is_count, saved.skips.values()))):
+            raise ValueError(f"not the numbers {', '.join(sorted(counts))}")
     if saved.balance is not None:
         with damage("not what a run writes: what balances its experts", file):
             Balance(**saved.balance)
@@ -256,55 +255,3 @@ def prune(out: Path, step: int, keep: int) -> None:
     partial = [path for path in _iterations(out, _PARTIAL).values() if _is_ours(path)]
     for left in (*_iterations(out, _REMOVED).values(), *partial):
         shutil.rmtree(left)
-
-
-ROLLBACK_FILE = "rollback.json"
-
-
-@dataclass(frozen=True)
-class Rollback:
-    """At `step` the loss (None: not finite) was above `before` by more than the share `bound`, so the run went back to
-    step `back_to`. `before` is the mean loss before the switch to FP8, which was after step `switched`.
-
-    It is kept in the run's folder and holds the run in BF16 from then on. Steps after `back_to` are removed from
-    `metrics.jsonl`, as they are made again.
-    """
-
-    step: int
-    loss: float | None
-    before: float
-    bound: float
-    switched: int
-    back_to: int = 0
-
-    @property
-    def jump(self) -> float:
-        """(loss - before) / before."""
-        return math.inf if self.loss is None else self.loss / self.before - 1
-
-    @property
-    def words(self) -> str:
-        """It in a sentence for the user."""
-        loss = "is not a number" if self.loss is None else f"{self.loss:.4f} is {self.jump:.1%} above {self.before:.4f}"
-        return (
-            f"guard: at step {self.step} the loss {loss}, the bound after the switch to FP8 at step "
-            f"{self.switched} is {self.bound:.1%}: back to step {self.back_to}, and on in BF16"
-        )
-
-
-def write_rollback(folder: Path, rollback: Rollback) -> None:
-    """Write `rollback.json` atomically."""
-    replace_file(folder / ROLLBACK_FILE, json.dumps(asdict(rollback), indent=1))
-
-
-def read_rollback(folder: Path) -> Rollback | None:
-    """The rollback of a run; None if there was none. Raises DamagedCheckpoint for a file that makes no sense."""
-    file = folder / ROLLBACK_FILE
-    if not file.is_file():
-        return None
-    with damage("not what a guard writes", file, "Remove it: the run then goes on in FP8."):
-        found = Rollback(**json.loads(file.read_bytes()))
-        numbers = [found.before, found.bound, found.jump, found.step, found.switched, found.back_to]
-        if not all(isinstance(number, int | float) for number in numbers):
-            raise ValueError("a value of the wrong type")
-    return found

@@ -31,7 +31,7 @@ from precisionctl.conversion.worker import Worker
 from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.state import Fp8States
+from precisionctl.fp8.state import BY_RUN, COLLECTED, Fp8States
 from precisionctl.param import KINDS, NOT_TRAINED, STATE, state_name
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
@@ -39,11 +39,8 @@ from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.optimizer.megatron_schedule import megatron_scheduler, training_args
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved.balance import balance_args
-from precisionctl.trainer.saved.loading import COLLECTED, OPTIMIZER, RNG
+from precisionctl.trainer.saved.loading import OPTIMIZER, RNG
 from precisionctl.trainer.saved.run_folder import Saved, prune, sign
-
-PRODUCER = "precisionctl"
-"""The `producer` of state that an FP8 run recorded."""
 
 _WRITTEN, _WRITING, _FAILED = range(3)
 """Stages of a save on one rank. The stage on all ranks is the largest of theirs."""
@@ -279,7 +276,7 @@ def _fp8_states(run: Run, carried: Fp8States | None) -> tuple[Fp8States | None, 
         for name, linear in fp8_linears(run.model).items()
         if (state := recorded.get(name) or linear.fp8_state())
     }
-    fp8 = Fp8States(recipe, live, producer=PRODUCER, iteration=run.step) if live else None
+    fp8 = Fp8States(recipe, live, producer=BY_RUN, iteration=run.step) if live else None
     if run.recorder is None or run.recipe.precision.fp8:
         return fp8, None
     collected = Fp8States(recipe, recorded, producer=COLLECTED, iteration=run.step)

@@ -84,9 +84,14 @@ def open_text(path: Path, newline: str | None = None) -> Iterator[TextIO]:
 
 
 def a_document(read: Callable[[int], str], where: object) -> str:
-    """What `read` returns of at most so many characters. Raises DataError if there are more than MOST_CHARACTERS."""
-    if len(text := read(MOST_CHARACTERS + 1)) > MOST_CHARACTERS:
+    """What `read` returns of at most so many characters. Raises as `check_document`."""
+    check_document(text := read(MOST_CHARACTERS + 1), where)
+    return text
+
+
+def check_document(text: str, where: object) -> None:
+    """Raise DataError if a document has more than MOST_CHARACTERS."""
+    if len(text) > MOST_CHARACTERS:
         raise DataError(
             f"a document of more than {MOST_CHARACTERS:,} characters", where=where, do="Divide it into several."
         )
-    return text

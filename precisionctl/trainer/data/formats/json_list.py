@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from precisionctl.errors import DataError
-from precisionctl.trainer.data.formats.base import Format, Record, a_row, begins_with
+from precisionctl.trainer.data.formats.base import Format, Record, a_row, begins_with, check_document
 
 _PIECE = 1 << 20
 _SPACE = re.compile(r"\s*")
@@ -24,7 +24,7 @@ def _records(path: Path, _column: str | None) -> Iterator[Record]:
         while True:
             number += 1
             where = f"{path}, entry {number}"
-            yield a_row(text.value(), where)
+            yield a_row(text.value(where), where)
             if text.skip(",]") == "]":
                 break
         text.skip("")
@@ -46,19 +46,20 @@ class _Text:
         """Skip white space and one of the `expected` characters, and return it; if `expected` is empty, the file must
         end there."""
         while not (left := self._left.lstrip()) and self._more():
-            pass
+            self._left = self._left.lstrip()
         if (left[:1] not in expected) if left else expected:
             raise json.JSONDecodeError(f"expected one of {expected!r}" if expected else "text after the list", left, 0)
         self._left = left[1:]
         return left[:1]
 
-    def value(self) -> object:
-        """The next JSON value."""
+    def value(self, where: str) -> object:
+        """The next JSON value. Raises DataError if it does not end within a document's most characters."""
         while True:
             start = _SPACE.match(self._left)
             try:
                 value, end = json.JSONDecoder().raw_decode(self._left, start.end() if start else 0)
             except json.JSONDecodeError:
+                check_document(self._left, where)
                 if not self._more(at_least=len(self._left)):
                     raise
                 continue
