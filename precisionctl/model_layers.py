@@ -76,7 +76,7 @@ class ModelLayers(ModelFields):
         if self.csa:
             return self.csa.pattern[layer] == "C"
         indexed = self.dsa or self.msa
-        return indexed is not None and indexed.layers[layer]
+        return indexed is not None and indexed.layers[layer] and self.has_attention(layer)
 
     def is_hashed(self, layer: int) -> bool:
         """Whether a table chooses a token's experts."""

@@ -123,7 +123,7 @@ def _beside_streams(model: ModelShape, lengths: list[int]) -> int:
         return 0
     number, streams = mhc.num_residual_streams, model.streams_size
     connection = 6 * tokens * (mhc.mapping_size + number * mhc.mixed) * streams
-    beside = 2 * model.num_layers * connection + 6 * tokens * number * streams
+    beside = 2 * model.num_layers * connection + 6 * tokens * number * streams * (not mhc.mean_head)
     if csa is None:
         return beside
     layers = GPT(model, PRESETS["bf16"], dtype=torch.float32).decoder.layers

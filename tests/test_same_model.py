@@ -573,6 +573,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     (STREAMS, {"mhc.mhc_sinkhorn_iterations": 4}),
     (STREAMS, {"mhc.epsilon": 0.1}),
     (STREAMS, {"mhc.magnitude": 1.0}),
+    (STREAMS, {"mhc.mean_head": True}),
     (STREAMS, {"moe.n_hash_layers": 2}),
     (STREAMS, {"moe.score_function": "sigmoid"}),
     (STREAMS, {"rotary_base_local": 3.0}),
@@ -587,6 +588,7 @@ INDEXERS: list[tuple[ModelShape, dict[str, Any]]] = [
         "topk": 13,
         "layers": (True, False),
         "rope_interleaved": True,
+        "kpool": 4,
     }.items()
 ]
 """What makes another model of texts that are longer than those that GPT takes."""

@@ -73,20 +73,21 @@ class Parameters:
 
 
 def _tables(model: ModelShape, layer: int) -> int:
-    """Numbers that are no linear's: the experts of each token, what is added to the tokens of a window, and rates by
-    which the states of a Mamba-1 mixer decay."""
+    """Numbers that are no linear's: the experts of each token, what is added to the tokens of a window or pool, and
+    rates by which the states of a Mamba-1 mixer decay."""
     if model.mamba and model.mamba.dt_rank is not None and model.has_mixer(layer):
         return model.mamba.inner_size * model.mamba.state_dim
     hashed = model.vocab_size * model.moe.topk if model.moe and model.is_hashed(layer) else 0
     rows = compressed_rows(model, layer)
     if model.csa and model.has_indexer(layer):
         rows += model.csa.overlapping_size
-    return hashed + compression(model, layer) * rows
+    pooled = (model.dsa.kpool or 0) * model.dsa.head_dim if model.dsa and model.has_indexer(layer) else 0
+    return hashed + compression(model, layer) * rows + pooled
 
 
 def _head(model: ModelShape) -> int:
     """Weights by which one of the residual streams is made."""
-    return model.mhc.num_residual_streams * model.streams_size if model.mhc else 0
+    return model.mhc.num_residual_streams * model.streams_size if model.mhc and not model.mhc.mean_head else 0
 
 
 def tensor_sizes(model: ModelShape) -> Iterator[int]:

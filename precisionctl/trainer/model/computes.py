@@ -49,6 +49,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("mla.kv_source_layers", "softmax_scaling", "lerope"), ANY),
     # texts longer than `dsa.topk` are refused, where they are met
     **dict.fromkeys(("dsa.n_heads", "dsa.head_dim", "dsa.topk", "dsa.layers", "dsa.rope_interleaved"), ANY),
+    "dsa.kpool": ANY,
     **dict.fromkeys(("msa.n_heads", "msa.head_dim", "msa.block_size", "msa.topk_blocks", "msa.local_blocks"), ANY),
     "msa.layers": ANY,
     **dict.fromkeys(("moe.num_experts", "moe.topk", "moe.ffn_hidden_size", "moe.layer_freq"), ANY),
@@ -62,6 +63,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("csa.pattern", "csa.window_size", "csa.q_lora_rank", "csa.o_groups", "csa.o_lora_rank"), ANY),
     **dict.fromkeys(("csa.n_heads", "csa.head_dim", "csa.topk"), ANY),
     **dict.fromkeys(("mhc.num_residual_streams", "mhc.mhc_sinkhorn_iterations", "mhc.epsilon", "mhc.magnitude"), ANY),
+    "mhc.mean_head": ANY,
     **dict.fromkeys(("gdn.layers", "gdn.num_key_heads", "gdn.num_value_heads", "gdn.key_head_dim"), ANY),
     **dict.fromkeys(("gdn.value_head_dim", "gdn.conv_kernel_dim", "gdn.allow_neg_eigval", "gdn.norm_epsilon"), ANY),
     **dict.fromkeys(("gdn.kda", "gdn.kda_lora_rank", "gdn.kda_lower_bound"), ANY),
@@ -125,7 +127,7 @@ BESIDE_CSA: Mapping[str, object] = {
 """What layers with compressed keys compute of these."""
 
 BESIDE_STREAMS: Mapping[str, object] = {
-    **dict.fromkeys(("gdn", "short_conv", "mamba", "per_layer_embed_dim", "norm_gate_rank"), None),
+    **dict.fromkeys(("short_conv", "mamba", "per_layer_embed_dim", "norm_gate_rank"), None),
     **dict.fromkeys(("post_layernorms", "layer_scalar", "stores_unused"), False),
     "residual_multiplier": 1.0,
 }
@@ -177,6 +179,7 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         "msa.head_dim": model.msa and model.rotary_size > model.msa.head_dim,
         "csa": model.csa and not (model.mhc and model.moe and all(model.moe.layer_freq)),
         "mhc": model.mhc and not model.csa and not model.mla,
+        "gdn": model.gdn and model.mhc and not model.gdn.kda,
         "moe.n_hash_layers": model.moe and model.moe.n_hash_layers and not model.csa,
         "moe.own_norms": model.moe and model.moe.own_norms and (model.mamba or model.mhc or model.latent_experts),
         "moe.post_layernorm": model.moe and model.moe.post_layernorm and model.mhc,

@@ -10,14 +10,15 @@ from precisionctl.trainer.model.attention import KeysValues, MLASelfAttention
 from precisionctl.trainer.model.compressed_attention import CompressedAttention
 from precisionctl.trainer.model.embedding import plain_linear
 from precisionctl.trainer.model.hyper_connections import HyperConnection, add_head, added
+from precisionctl.trainer.model.kimi_delta_attention import KimiDeltaAttention
 from precisionctl.trainer.model.mlp import MLP, MoELayer
 from precisionctl.trainer.model.positions import Positions
 from precisionctl.trainer.model.residual_layer import ResidualLayer
 
 
 class HyperLayer(ResidualLayer):
-    """Attention with compressed keys or over latents, and experts or an MLP, whose norm lives in it, each between the
-    streams. Hidden states are `[T, N * E]`."""
+    """Attention with compressed keys or over latents, or Kimi delta attention, and experts or an MLP, whose norm lives
+    in it, each between the streams. Hidden states are `[T, N * E]`."""
 
     def __init__(
         self,
@@ -33,8 +34,10 @@ class HyperLayer(ResidualLayer):
         self.streams = mhc.num_residual_streams
         self.self_attention_hyper_connection = HyperConnection(model, mhc, backend)
         self.input_layernorm = backend.norm(model.hidden_size, norm)
-        self.self_attention: CompressedAttention | MLASelfAttention
-        if model.csa:
+        self.self_attention: CompressedAttention | MLASelfAttention | KimiDeltaAttention
+        if model.gdn and model.has_delta_net(number):
+            self.self_attention = KimiDeltaAttention(f"{name}.self_attention", model, model.gdn, backend)
+        elif model.csa:
             self.self_attention = CompressedAttention(f"{name}.self_attention", model, model.csa, number, backend)
         else:
             assert model.mla, "computes.py refuses others"
