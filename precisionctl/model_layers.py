@@ -77,7 +77,7 @@ class ModelLayers(ModelFields):
         if self.csa:
             return self.csa.pattern[layer] == "C"
         indexed = self.dsa or self.msa
-        return indexed is not None and indexed.layers[layer]
+        return indexed is not None and indexed.layers[layer] and self.has_attention(layer)
 
     def has_ngrams(self, layer: int) -> bool:
         """Whether a layer adds embeddings of n-grams."""

@@ -130,8 +130,8 @@ class MoE:
 @dataclass(frozen=True)
 class MLA:
     """Multi-head latent attention. A query or key has `qk_head_dim` channels without positions, then
-    `qk_pos_emb_head_dim` with them (of neighbouring pairs); a value `v_head_dim`. `q_lora_rank` None: queries are
-    projected in one step. With a `query_gate` (A.X K2) the projection of the latent of queries reads it twice,
+    `qk_pos_emb_head_dim` with them (of neighbouring pairs), if any; a value `v_head_dim`. `q_lora_rank` None: queries
+    are projected in one step. With a `query_gate` (A.X K2) the projection of the latent of queries reads it twice,
     normalised and as it is, and also makes a gate, whose sigmoid multiplies each channel of the heads' output.
 
     A layer of which `kv_source_layers` names an earlier one reads that one's latent and makes its own keys and values
@@ -148,9 +148,10 @@ class MLA:
     kv_source_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim"):
             if (name, self.q_lora_rank) != ("q_lora_rank", None):
                 check_size(getattr(self, name), name)
+        check_count(self.qk_pos_emb_head_dim, "qk_pos_emb_head_dim", LARGEST)
         if self.qk_pos_emb_head_dim % 2:
             raise DamagedCheckpoint(f"qk_pos_emb_head_dim is {self.qk_pos_emb_head_dim}, of which no pairs are made")
         sources = self.kv_source_layers or ()
@@ -235,13 +236,15 @@ class HyperConnections:
     Streams without iterations are not mixed (independent hyper-connections, Hunyuan 4); `epsilon` is then added to the
     weights to add by. With a `lowrank` (Qwen4-Exp) weights to read by are of each channel: the sigmoid of what a small
     MLP of so many channels, by SiLU, makes of the streams, each normalised by itself. A block reads the mean of these,
-    so weighted, which no other norm normalises. No `epsilon` is added."""
+    so weighted, which no other norm normalises. No `epsilon` is added. The last norm reads a weighted sum of the
+    streams, or with `mean_head` (GLM-5.3) their mean."""
 
     num_residual_streams: int
     mhc_sinkhorn_iterations: int | None
     epsilon: float = 1e-6
     magnitude: float = 2.0
     lowrank: int | None = None
+    mean_head: bool = False
 
     def __post_init__(self) -> None:
         check_size(self.num_residual_streams, "num_residual_streams", 1 << 10)

@@ -85,8 +85,8 @@ class ModelShape(ModelLayers):
     @property
     def of_prediction(self) -> "ModelShape":
         """The model whose last layer is made as its layers of multi-token prediction are. These have indexers of their
-        own, also where the decoder's last layer has none (GLM-5.2), and streams only if the decoder mixes them. Where
-        each layer is one block, the model whose layers are the blocks of one."""
+        own, also where the decoder's last layer has none (GLM-5.2), and streams only in DeepSeek-V4. Where each layer
+        is one block, the model whose layers are the blocks of one."""
         if self.mamba:
             pattern = self.mamba.mtp_pattern
             return replace(
@@ -100,7 +100,7 @@ class ModelShape(ModelLayers):
         csa = self.csa and replace(self.csa, pattern=self.csa.pattern[:-1] + "W")
         dsa = self.dsa and replace(self.dsa, layers=(*self.dsa.layers[:-1], True))
         moe = self.moe and not self.mtp_dense and replace(self.moe, n_hash_layers=0)
-        mhc = self.mhc if self.mhc and self.mhc.mixed else None
+        mhc = self.mhc if csa else None
         return replace(
             self, gdn=None, short_conv=None, csa=csa, dsa=dsa, mhc=mhc, global_attention=None, moe=moe or None
         )
@@ -336,6 +336,11 @@ class ModelShape(ModelLayers):
         """Whether norms of MLA's latents are part of the linears that read them: not beside an indexer, which reads the
         normalised latent too."""
         return self.mla is not None and self.dsa is None
+
+    @property
+    def pooled_index_keys(self) -> bool:
+        """Whether indexers choose pools of keys."""
+        return self.dsa is not None and self.dsa.kpool is not None
 
     @property
     def original_context(self) -> int:

@@ -12,18 +12,23 @@ from precisionctl.model_parts import LARGEST, check_count, check_size
 class DSA:
     """DeepSeek's sparse attention; the fields are Megatron's `--dsa-indexer-*`. `layers` says for each layer whether it
     has an indexer, whose `n_heads` heads of `head_dim` channels choose the `topk` keys that a query sees. A layer
-    without one uses the keys that the last indexer before it chose. The first channels of a head have positions, of
-    neighbouring pairs if `rope_interleaved`. Where a text has no more than `topk` tokens, all are chosen."""
+    without one uses the keys that the last indexer before it chose; of layers without attention it says nothing. The
+    first channels of a head have positions, of neighbouring pairs if `rope_interleaved`. With `kpool` (GLM-5.3) an
+    indexer chooses pools of so many keys in a row, by their mean with learned weights, and also the keys behind the
+    last whole pool. Where a text has no more than `topk` tokens, all are chosen."""
 
     n_heads: int
     head_dim: int
     topk: int
     layers: tuple[bool, ...]
     rope_interleaved: bool = False
+    kpool: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("n_heads", "head_dim", "topk"):
+        for name in ("n_heads", "head_dim", "topk", *(() if self.kpool is None else ("kpool",))):
             check_size(getattr(self, name), f"indexer's {name}")
+        if self.kpool is not None and self.topk % self.kpool:
+            raise DamagedCheckpoint(f"an indexer chooses {self.topk} keys in pools of {self.kpool}")
         if not any(self.layers[:1]):
             raise DamagedCheckpoint("the first layer has no indexer, and no layer before it to choose its keys")
 

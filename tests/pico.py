@@ -36,6 +36,11 @@ if "mistral_large4_text" in CONFIG_MAPPING:
 
     AutoModelForCausalLM._model_mapping._extra_content[MistralLarge4ForCausalLM.config_class] = MistralLarge4ForCausalLM
 
+if "glm5_next_text" in CONFIG_MAPPING:
+    from glm5_next import Glm5NextForCausalLM
+
+    AutoModelForCausalLM._model_mapping._extra_content[Glm5NextForCausalLM.config_class] = Glm5NextForCausalLM
+
 SIZES: dict[str, Any] = {
     "vocab_size": 250,
     "hidden_size": 64,
@@ -855,6 +860,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
     },
+    "glm-5.3": {
+        "model_type": "glm5_next_text",
+        **{name: size for name, size in _INDEXED.items() if name != "first_k_dense_replace"},
+        "num_hidden_layers": 4,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 0,
+        "n_shared_experts": 1,
+        "index_topk": 256,
+        "index_kpool": 4,
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+        "indexer_types": ["full", "full", "shared", "full"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "linear_num_heads": 16,
+        "linear_head_dim": 16,
+        "hc_mult": 2,
+        "hc_sinkhorn_iters": 3,
+        "swiglu_limit": 0.5,
+        "rms_norm_eps": 1e-3,  # as other delta nets'
+    },
     "deepseek-v4": _DEEPSEEK_V4,
     "mamba2": {
         "model_type": "mamba2",
@@ -990,7 +1014,8 @@ def fp8_sizes(family: str) -> dict[str, int]:
     latent = shape(family).mla
     if latent is None:
         return {}
-    return {"qk_rope_head_dim": 16} | ({"q_lora_rank": 32} if latent.q_lora_rank else {})
+    rope = {"qk_rope_head_dim": 16} if latent.qk_pos_emb_head_dim else {}
+    return rope | ({"q_lora_rank": 32} if latent.q_lora_rank else {})
 
 
 _SIZES = (

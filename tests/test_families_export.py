@@ -50,7 +50,8 @@ def sizes(family: str) -> dict[str, Any]:
             if "linear_attn_config" in said
             else {}
         )
-        return {**_WHOLE, **_LATENT, **mixer} | ({} if model.query_latent else {"q_lora_rank": None})
+        turned = {} if model.mla.qk_pos_emb_head_dim else {"qk_rope_head_dim": 0, "qk_nope_head_dim": 128}
+        return {**_WHOLE, **_LATENT, **mixer, **turned} | ({} if model.query_latent else {"q_lora_rank": None})
     if "n_embd" in said:
         return {"n_embd": 256, "hidden_size": 256, "n_inner": 384}
     if said.get("rope_parameters") is pico.LONG_ROPE:  # its factors are for heads of 16 channels
@@ -77,15 +78,26 @@ def test_an_export_decodes_to_nearly_the_weights_of_its_source(
         assert (expected - found).norm() < 0.04 * expected.norm(), name
 
 
-def test_codes_of_an_indexer_go_to_megatron_and_come_back(tmp_path: Path) -> None:
-    """As DeepSeek-V3.2 was released: this project's own exports leave the indexer in BF16."""
-    pico.save(tmp_path / "hf", "deepseek-v3.2", dtype=torch.bfloat16, **sizes("deepseek-v3.2"), index_head_dim=128)
+RELEASED = [
+    ("deepseek-v3.2", tuple(f"{layer}.self_attn.indexer.{name}" for layer in range(3) for name in ("wq_b", "wk"))),
+    (
+        "glm-5.3",
+        tuple(f"{layer}.self_attn.{name}_proj" for layer in (1, 2) for name in ("q_a", "q_b", "o")),
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "modules"), [each for each in RELEASED if each[0] in pico.FAMILIES])
+def test_codes_that_no_export_makes_go_to_megatron_and_come_back(
+    tmp_path: Path, family: str, modules: tuple[str, ...]
+) -> None:
+    """Of DeepSeek-V3.2's indexers and GLM-5.3's attention, as they were released: this project's own exports leave them
+    in BF16."""
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, **sizes(family), index_head_dim=128)
     in_memory.export(HuggingFaceReader(tmp_path / "hf"), tmp_path / "fp8", "fp8", "block")
     (file,) = (tmp_path / "fp8").glob("*.safetensors")
     stored = load_file(file)
-    of_indexer = [name for name in stored if name.endswith(("indexer.wq_b.weight", "indexer.wk.weight"))]
-    assert len(of_indexer) == 2 * 3
-    for name in of_indexer:
+    for name in (f"model.layers.{module}.weight" for module in modules):
         blocks = stored[name].float().unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
         scales = blocks.abs().amax((1, 3), keepdim=True) / 448
         stored[name] = (blocks / scales).to(torch.float8_e4m3fn).flatten(2, 3).flatten(0, 1)
@@ -93,9 +105,7 @@ def test_codes_of_an_indexer_go_to_megatron_and_come_back(tmp_path: Path) -> Non
     save_file(stored, file, {"format": "pt"})
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())
     left = config["quantization_config"]["modules_to_not_convert"]
-    config["quantization_config"]["modules_to_not_convert"] = [
-        name for name in left if ".wq_b" not in name and ".wk" not in name
-    ]
+    config["quantization_config"]["modules_to_not_convert"] = [name for name in left if not name.endswith(modules)]
     (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
     run(tmp_path / "fp8", tmp_path / "megatron", "megatron")
     run(tmp_path / "megatron", tmp_path / "back", "hf", "fp8")

@@ -131,7 +131,7 @@ def _beside_streams(model: ModelShape, lengths: list[int]) -> int:
             beside += sum(model.ple.layers) * (6 * tokens * taps * streams + _of_all(taps, streams, tokens))
         return beside
     connection = 6 * tokens * (mhc.mapping_size + number * mhc.mixed) * streams
-    beside = 2 * model.num_layers * connection + 6 * tokens * number * streams
+    beside = 2 * model.num_layers * connection + 6 * tokens * number * streams * (not mhc.mean_head)
     if csa is None:
         return beside
     layers = GPT(model, PRESETS["bf16"], dtype=torch.float32).decoder.layers

@@ -136,6 +136,9 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
     ("mistral-large-4", {"final_logit_softcapping": None}),
     ("mistral-large-4", {"rope_scaling": None}),
     ("mistral-large-4", {"moe.pre_softmax": True}),
+    ("glm-5.3", {"mhc.mhc_sinkhorn_iterations": 1}),
+    ("glm-5.3", {"gdn.kda_lower_bound": None}),
+    ("glm-5.3", {"activation_clamp": None}),
 ]
 """What no tensor's shape shows."""
 

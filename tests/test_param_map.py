@@ -68,7 +68,7 @@ def models(draw: st.DrawFn) -> ModelShape:
         zero_centered_gamma=draw(st.booleans()),
         hf_zero_centered_gamma=draw(st.booleans()),
         mla=MLA(draw(sizes), draw(sizes), draw(sizes), 2 * draw(sizes), draw(sizes)),  # what turns are pairs
-        dsa=DSA(draw(sizes), draw(sizes), draw(sizes), (True,) * num_layers),
+        dsa=DSA(draw(sizes), draw(sizes), draw(sizes), (True,) * num_layers, kpool=1),
         msa=MSA(groups, draw(sizes), draw(sizes), 5, draw(sizes), (True,) * num_layers),
         moe=MoE(
             *(draw(sizes), 1, draw(sizes), (True,) * num_layers),

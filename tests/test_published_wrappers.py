@@ -1,5 +1,6 @@
 """Published models of images at their own sizes: every tensor is text or tower, every one of the text has its row, and
-all together are as many parameters as the Hub counts.
+all together are as many parameters as the Hub counts, but for GLM-5.3's prediction layer, which transformers' class has
+not.
 
 Names and shapes are those of transformers' class on the meta device. The configurations and the Hub's counts are from
 memory, without keys that no tensor depends on; transformers' class, made of such a configuration, has that count.
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from in_memory import Described
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 
 from precisionctl.architectures.families import read_model
 from precisionctl.architectures.wrappers import TOWERS
@@ -34,6 +35,8 @@ FIRST = ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "Qwen/Qwen2.5-VL-7B-Instru
 )
 def test_every_parameter_of_a_published_wrapper_is_planned(name: str) -> None:
     config = PUBLISHED[name]["config"]
+    if config["model_type"] not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no class of it")
     with torch.device("meta"):
         theirs = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config))
     tied = {"lm_head.weight"} if theirs.config.tie_word_embeddings else set()

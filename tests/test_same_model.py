@@ -582,6 +582,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     (STREAMS, {"mhc.mhc_sinkhorn_iterations": 4}),
     (STREAMS, {"mhc.epsilon": 0.1}),
     (STREAMS, {"mhc.magnitude": 1.0}),
+    (STREAMS, {"mhc.mean_head": True}),
     (BLOCKS, {"msa.averaged": True}),
     (DELTA, {"gdn.output_gate": "sigmoid"}),
     (NGRAMS, {"mhc.lowrank": 5}),
@@ -614,6 +615,7 @@ INDEXERS: list[tuple[ModelShape, dict[str, Any]]] = [
         "topk": 13,
         "layers": (True, False),
         "rope_interleaved": True,
+        "kpool": 4,
     }.items()
 ]
 """What makes another model of texts that are longer than those that GPT takes."""

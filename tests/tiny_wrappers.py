@@ -150,6 +150,13 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "qk_rope_head_dim": 16,
     },
+    "glm5_next": {
+        "model_type": "glm5_next_text",
+        **{name: its for name, its in pico.FAMILIES.get("glm-5.3", {}).items() if name not in {"model_type", *TEXT}},
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+    },
     "llava_onevision": {"model_type": "qwen2"},
     "llava": {"model_type": "llama", "rms_norm_eps": 1e-5},
     "llava_next": {"model_type": "mistral"},

@@ -119,6 +119,18 @@ INDEXED_ATTENTION = (
 )
 """With DeepSeek's sparse attention: names of Megatron-Core 0.19, which keeps the norms of latents apart there."""
 
+POOLED_KEYS = tuple(
+    Row(
+        f"model.layers.{{layer}}.self_attn.indexer.index_kpool_compress_{name}",
+        f"{_INDEXER}.index_kpool_compress_{name}",
+        sizes,
+        present=when("pooled_index_keys"),
+        layers="indexed",
+    )
+    for name, sizes in {"ape": ("dsa.kpool", "dsa.head_dim"), "gate": ("dsa.head_dim", "hidden_size")}.items()
+)
+"""By which an indexer weighs the keys of a pool: what it adds for their places in it, and makes of hidden states."""
+
 _BEFORE = (
     Row("model.layers.{mtp_layer}.enorm.weight", "mtp.layers.{mtp}.enorm.weight", ("hidden_size",), GAMMA),
     Row("model.layers.{mtp_layer}.hnorm.weight", "mtp.layers.{mtp}.hnorm.weight", ("hidden_size",), GAMMA),

@@ -30,7 +30,7 @@ def _read_layers(config: Config, where: object) -> Fields:
 
 def write_indexers(model: ModelShape) -> Config:
     """Which layers have one, by words."""
-    return {"indexer_types": ["full" if model.has_indexer(layer) else "shared" for layer in range(model.num_layers)]}
+    return {"indexer_types": ["full" if indexed else "shared" for indexed in model.dsa.layers]} if model.dsa else {}
 
 
 INDEXERS = Rule(

@@ -23,8 +23,9 @@ config.json says."""
 
 
 def dsa_args(model: ModelShape) -> dict[str, Any]:
-    """Arguments of Megatron-Core 0.19; older versions know neither these nor the attention."""
-    if model.dsa is None:
+    """Arguments of Megatron-Core 0.19; older versions know neither these nor the attention. One argument says this and
+    that layers have delta nets, so beside those there are none."""
+    if model.dsa is None or model.gdn:
         return {}
     numbers = range(1, model.num_layers + 1)
     every, after = next(
@@ -53,9 +54,12 @@ def read_dsa(args: Mapping[str, Any], num_layers: int) -> DSA | None:
     return DSA(layers=_indexed(num_layers, every, after), **found)
 
 
-def indexer_norm_epsilon(args: Mapping[str, Any]) -> float:
+def indexer_norm_epsilon(args: Mapping[str, Any]) -> float | None:
     """The epsilon of the norm of an indexer's keys, which is the other norms' where no argument says it
-    (megatron/core/transformer/experimental_attention_variant/dsa.py, DSAIndexer). Raises DamagedCheckpoint."""
+    (megatron/core/transformer/experimental_attention_variant/dsa.py, DSAIndexer). None where the arguments are those of
+    a model without indexers. Raises DamagedCheckpoint."""
+    if args.get("experimental_attention_variant") != DSA_NAME:
+        return None
     said = args.get("dsa_indexer_k_norm_epsilon")
     return norm_epsilon(args, "") if said is None else real(said, "dsa_indexer_k_norm_epsilon")
 

@@ -69,9 +69,8 @@ def read_csa_rope(args: Mapping[str, Any], yarn: Mapping[str, Any]) -> dict[str,
 
 
 def mhc_args(model: ModelShape) -> dict[str, Any]:
-    """Arguments of several residual streams; of those that are not mixed Megatron has none."""
-    mixed = model.mhc is not None and model.mhc.mixed
-    return {MHC_NAME: True, **{name: getattr(model.mhc, name) for name in _MHC}} if mixed else {}
+    """Arguments of several residual streams, which Megatron has beside compressed keys alone."""
+    return {MHC_NAME: True, **{name: getattr(model.mhc, name) for name in _MHC}} if model.mhc and model.csa else {}
 
 
 def read_mhc(args: Mapping[str, Any]) -> HyperConnections | None:

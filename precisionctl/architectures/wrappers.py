@@ -164,6 +164,7 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     "glmasr": WrapperNames(text="llama", mark=_HEARS, absent=_GLM_ASR),
     **dict.fromkeys(("hyperclovax_vision_v2", "vlm"), _HYPERCLOVA),
     "granite4_vision": WrapperNames(*IN_MEMORY, text="granite4_vision_text", mark="image_newline"),
+    "glm5_next": WrapperNames(*IN_MEMORY, text="glm5_next_text", mark=_GATED_WITH_BIAS),
     "glm_ocr": WrapperNames(*IN_MEMORY, text="glm_ocr_text", apart=_PREDICTION_OF_GLM_OCR, mark=_GATED_WITH_BIAS),
     "qianfan_ocr": WrapperNames(text="qwen3", mark="encoder.layers.0.ls1"),
     "nemotron_h_omni": replace(_NEMOTRON, mtp="language_model.mtp."),
@@ -236,6 +237,12 @@ TEXT_MODELS: Mapping[str, TextModel] = {
         "glm4",
         _sizes(151552, 4096, 13696, 40, 32, 2, 32768) | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
         {"attention_bias": True},
+    ),
+    "glm5_next_text": TextModel(
+        "glm5_next_text",
+        _sizes(154880, 4096, 12288, 45, 64, 64, 1048576)
+        | {"n_routed_experts": 288, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "kv_lora_rank": 512}
+        | {"qk_nope_head_dim": 256, "qk_rope_head_dim": 0, "v_head_dim": 256},
     ),
     "glm_ocr_text": TextModel(
         "glm4",

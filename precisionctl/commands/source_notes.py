@@ -60,7 +60,8 @@ def family_notes(reader: Reader, model: ModelShape, to: Layout, *, named: bool) 
         yield _NAMES[table.names_by]
     if to == "megatron" or of_megatron(reader):
         yield from _other_arithmetic(reader, model, to)
-    if of_megatron(reader) and model.dsa and (epsilon := indexer_norm_epsilon(reader.args)) != INDEXER_NORM_EPSILON:
+    epsilon = indexer_norm_epsilon(reader.args) if of_megatron(reader) else None
+    if epsilon not in (None, INDEXER_NORM_EPSILON):
         yield (
             f"By its arguments Megatron-Core normalises an indexer's keys with epsilon {epsilon:g}; transformers, and "
             f"Megatron by the arguments written here, with {INDEXER_NORM_EPSILON:g}."

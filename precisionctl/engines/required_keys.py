@@ -55,6 +55,10 @@ def of_hy_v4(config: Mapping[str, Any]) -> Iterator[str]:
         yield "layer_types"
 
 
+GLM5_NEXT = ("glm5_next", "glm5_next_text")
+"""GLM-5.3, whose released config.json has words that transformers' class does not write."""
+
+
 def rotary_of_transformers_4(config: Mapping[str, Any]) -> Iterator[str]:
     """The keys of transformers 4 that a config with `rope_parameters` lacks. Configs whose `rope_parameters` differ by
     kind of layer have no counterpart there."""

@@ -39,7 +39,7 @@ from precisionctl.engines.integer_rules import (
 )
 from precisionctl.engines.method_rules import MethodRules
 from precisionctl.engines.model_rules import BlocksAlone
-from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_hy_v4, of_models
+from precisionctl.engines.required_keys import GLM5_NEXT, OF_DEEPSEEK_V4, of_hy_v4, of_models
 from precisionctl.engines.rule import EngineRule
 from precisionctl.engines.serving import FUSED, INDEXED, LATENT
 from precisionctl.engines.serving_rules import Division, ShapeRules
@@ -242,6 +242,10 @@ ENGINE = Engine(
         of_models(("deepseek_v4",), *OF_DEEPSEEK_V4): EngineRule(
             "its model asks the config for these keys, whose defaults are of another model",
             "SGLang models/deepseek_v4.py MQALayer, configs/deepseek_v4.py",
+        ),
+        of_models(GLM5_NEXT, "mhc", "first_k_dense_replace", "index_kpool_compress"): EngineRule(
+            "without them its model has one stream, and dense MLPs in three layers",
+            "SGLang configs/glm5_next.py Glm5NextTextConfig, models/glm5_next.py",
         ),
         of_hy_v4: EngineRule(
             "its config refuses layers of another kind", "SGLang configs/hy_v4.py HYV4Config._validate_hy_v4"

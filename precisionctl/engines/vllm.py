@@ -35,7 +35,7 @@ from precisionctl.engines.integer_rules import (
 from precisionctl.engines.method_rules import MethodRules
 from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype, RowsMoved
 from precisionctl.engines.quark_rules import quark_channels_in_columns, quark_keys_unsaid
-from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_hy_v4, of_minimax_m3, of_models
+from precisionctl.engines.required_keys import GLM5_NEXT, OF_DEEPSEEK_V4, of_hy_v4, of_minimax_m3, of_models
 from precisionctl.engines.rule import EngineRule
 from precisionctl.engines.serving import FUSED, LATENT
 from precisionctl.engines.serving_rules import Division, ShapeRules
@@ -288,6 +288,10 @@ ENGINE = Engine(
             "without the switches its model has no gates, no sinks and one stream, and layers of other kinds see all "
             "keys",
             "vLLM models/hy_v4/nvidia/attention.py HYV4MLAAttention, models/hy_v4/nvidia/model.py",
+        ),
+        of_models(GLM5_NEXT, "linear_attn_config", "mhc", "mla_use_nope", "topk_method", "scoring_func"): EngineRule(
+            "its model asks the config for these keys, which have no defaults",
+            "vLLM models/glm5next/common/model.py, transformers_utils/configs/glm5_next.py",
         ),
         of_minimax_m3: EngineRule(
             "its config takes the released model's layers, indexers and rotation where the published words do not say "

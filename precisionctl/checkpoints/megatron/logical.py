@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -78,8 +78,7 @@ def logical_tensors(stored: Mapping[str, dcp.DcpTensor], where: Path) -> dict[st
                 raise DamagedCheckpoint(f"{name} is there twice", where=where)
             found[name] = one
     found = _joined(found)
-    parts = (".core_attention.indexer.", ".core_attention.attn_sink")
-    renamed = te_names(found, indexed=any(part in name for name in found for part in parts))
+    renamed = te_names(found, is_indexed(found))
     clash = [new for old, new in renamed.items() if new in found]
     if clash:
         raise DamagedCheckpoint(f"{clash[0]} is there twice", where=where)
@@ -309,6 +308,12 @@ _LATENTS_WITHOUT_TE = (
         "self_attention.linear_kv_up_proj.layer_norm_",
     ),
 )
+
+
+def is_indexed(names: Iterable[str]) -> bool:
+    """Whether these are names of a model with indexers, or of DeepSeek-V4."""
+    parts = (".core_attention.indexer.", ".core_attention.attn_sink")
+    return any(part in name for name in names for part in parts)
 
 
 def te_names(names: Mapping[str, object], indexed: bool) -> dict[str, str]:

@@ -15,14 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from precisionctl.architectures.indexer_args import DSA_NAME
 from precisionctl.architectures.recurrent_args import read_delta_net, read_mamba
-from precisionctl.architectures.streams_args import CSA_NAME
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
 from precisionctl.checkpoints.chunks import Box, Chunk, chunk_files, shard_boxes
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, count_experts, find_iteration, iteration_of
-from precisionctl.checkpoints.megatron.logical import EMBEDDING, OUTPUT
+from precisionctl.checkpoints.megatron.logical import EMBEDDING, OUTPUT, is_indexed
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, payload_bytes
 from precisionctl.checkpoints.megatron.towers import with_towers
 from precisionctl.checkpoints.te_tensors import LocatedFp8Weight
@@ -130,8 +128,9 @@ class LegacyReader(MegatronDirectory):
         However layers are distributed (evenly, with another number on the first or last stage, or by a layout), stage i
         of pipeline rank p is virtual stage i * pipeline + p, and layers are numbered in the order of virtual stages.
         """
-        indexed = self.args.get("experimental_attention_variant") in (DSA_NAME, CSA_NAME)
-        stages = [(rank, [local_names(chunk, rank.path, indexed) for chunk in rank.chunks]) for rank in self._ranks]
+        read = [(rank, rank.chunks) for rank in self._ranks]
+        indexed = any(is_indexed(map(str, chunk)) for _, chunks in read for chunk in chunks)
+        stages = [(rank, [local_names(chunk, rank.path, indexed) for chunk in chunks]) for rank, chunks in read]
         virtual = {len(chunks) for _, chunks in stages}
         if len(virtual) > 1:
             raise DamagedCheckpoint(f"ranks with {sorted(virtual)} stages", where=self.path, do="Is the copy whole?")

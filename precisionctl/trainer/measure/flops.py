@@ -179,7 +179,8 @@ def indexer(model: ModelShape) -> int:
     if model.dsa is None:
         return 0
     latent = (model.mla.q_lora_rank if model.mla else None) or model.hidden_size
-    return latent * model.dsa.query_size + model.hidden_size * (model.dsa.head_dim + model.dsa.n_heads)
+    keys = model.dsa.head_dim * (1 + model.pooled_index_keys)
+    return latent * model.dsa.query_size + model.hidden_size * (keys + model.dsa.n_heads)
 
 
 def mlp(model: ModelShape, inner: int, width: int | None = None) -> int:

@@ -75,7 +75,7 @@ class Parameters:
 
 def _tables(model: ModelShape, layer: int) -> int:
     """Numbers that are no linear's: the experts of each token, embeddings of n-grams, what is added to the tokens of a
-    window, and rates by which the states of a Mamba-1 mixer decay."""
+    window or pool, and rates by which the states of a Mamba-1 mixer decay."""
     if model.mamba and model.mamba.dt_rank is not None and model.has_mixer(layer):
         return model.mamba.inner_size * model.mamba.state_dim
     if model.ple and model.has_ngrams(layer):
@@ -84,12 +84,13 @@ def _tables(model: ModelShape, layer: int) -> int:
     rows = compressed_rows(model, layer)
     if model.csa and model.has_indexer(layer):
         rows += model.csa.overlapping_size
-    return hashed + compression(model, layer) * rows
+    pooled = (model.dsa.kpool or 0) * model.dsa.head_dim if model.dsa and model.has_indexer(layer) else 0
+    return hashed + compression(model, layer) * rows + pooled
 
 
 def _head(model: ModelShape) -> int:
     """Weights by which one of the residual streams is made."""
-    if model.mhc is None:
+    if model.mhc is None or model.mhc.mean_head:
         return 0
     return model.streams_size * (2 * model.mhc.lowrank if model.mhc.lowrank else model.mhc.num_residual_streams)
 

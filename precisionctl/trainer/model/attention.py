@@ -328,6 +328,11 @@ class Indexer(nn.Module):
         if model.softmax_scaling:
             self.q_input_norm = nn.LayerNorm(latent, device=backend.device)
             self.softmax_scaling = SoftmaxScaling(dsa.n_heads, backend)
+        if dsa.kpool:
+            sizes = (dsa.kpool, dsa.head_dim), (dsa.head_dim, model.hidden_size)
+            self.index_kpool_compress_ape, self.index_kpool_compress_gate = (
+                nn.Parameter(torch.zeros(size, dtype=backend.dtype, device=backend.device)) for size in sizes
+            )
         self.requires_grad_(False)
 
 

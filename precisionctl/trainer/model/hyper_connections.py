@@ -67,7 +67,9 @@ def added(streams: Tensor, block: Tensor, add: Tensor, mix: Tensor | None) -> Te
 
 
 def add_head(module: nn.Module, model: ModelShape, mhc: HyperConnections, backend: Backend) -> None:
-    """Give a module the parameters that make one of the streams: Megatron's decoder has them itself."""
+    """Give a module the parameters that make one of the streams, if any do: Megatron's decoder has them itself."""
+    if mhc.mean_head:
+        return
     made: Any = {"dtype": backend.dtype, "device": backend.device}
     number = mhc.num_residual_streams
     module.hc_head_fn = plain_linear(model.streams_size, number, backend).weight
@@ -76,7 +78,9 @@ def add_head(module: nn.Module, model: ModelShape, mhc: HyperConnections, backen
 
 
 def contracted(streams: Tensor, module: Any, model: ModelShape, mhc: HyperConnections) -> Tensor:
-    """One of the streams `[T, N, E]`, `[T, E]`, by the parameters of `add_head`."""
+    """One of the streams `[T, N, E]`, `[T, E]`, by the parameters of `add_head`, or their mean."""
+    if mhc.mean_head:
+        return streams.mean(1)
     mapped = F.linear(_normed(streams, model.norm_epsilon), module.hc_head_fn.float())
     read = torch.sigmoid(mapped * module.hc_head_scale.float() + module.hc_head_base.float()) + mhc.epsilon
     return _read(streams, read)

@@ -12,6 +12,7 @@ from precisionctl.trainer.model.embedding import plain_linear
 from precisionctl.trainer.model.gated_delta_net import GatedDeltaNetAttention
 from precisionctl.trainer.model.gated_residual import GatedResidual
 from precisionctl.trainer.model.hyper_connections import HyperConnection, add_head, added
+from precisionctl.trainer.model.kimi_delta_attention import KimiDeltaAttention
 from precisionctl.trainer.model.mlp import MLP, MoELayer
 from precisionctl.trainer.model.ngram_embedding import NgramLayer
 from precisionctl.trainer.model.positions import Positions
@@ -19,9 +20,9 @@ from precisionctl.trainer.model.residual_layer import ResidualLayer
 
 
 class HyperLayer(ResidualLayer):
-    """Attention or a gated delta net, and experts or an MLP, whose norm lives in it, each between the streams. Hidden
-    states are `[T, N * E]`. There are no norms where connections normalise the streams. Embeddings of n-grams are added
-    first."""
+    """Attention, a gated delta net or Kimi delta attention, and experts or an MLP, whose norm lives in it, each between
+    the streams. Hidden states are `[T, N * E]`. There are no norms where connections normalise the streams. Embeddings
+    of n-grams are added first."""
 
     def __init__(
         self,
@@ -41,11 +42,14 @@ class HyperLayer(ResidualLayer):
             self.ple = NgramLayer(model, model.ple, mhc, number, backend)
         self.self_attention_hyper_connection = connection(model, mhc, backend)
         self.input_layernorm = backend.norm(model.hidden_size, norm) if model.pre_layernorms else nn.Identity()
-        self.self_attention: CompressedAttention | GatedDeltaNetAttention | MLASelfAttention | SelfAttention
+        self.self_attention: (
+            CompressedAttention | GatedDeltaNetAttention | KimiDeltaAttention | MLASelfAttention | SelfAttention
+        )
         if model.csa:
             self.self_attention = CompressedAttention(f"{name}.self_attention", model, model.csa, number, backend)
         elif model.gdn and model.has_delta_net(number):
-            self.self_attention = GatedDeltaNetAttention(f"{name}.self_attention", model, model.gdn, backend)
+            delta_net = KimiDeltaAttention if model.gdn.kda else GatedDeltaNetAttention
+            self.self_attention = delta_net(f"{name}.self_attention", model, model.gdn, backend)
         elif model.mla:
             self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, number, backend)
         else:
