@@ -42,7 +42,7 @@ class DType(Enum):
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> DType:
-        """The same of a tensor's. Raises ValueError for one that no checkpoint has (quantised, or of four bits)."""
+        """The same of a tensor's. Raises ValueError for one that no checkpoint has (quantized, or of four bits)."""
         return cls(str(dtype).removeprefix("torch."))
 
     def promoted(self, other: DType) -> DType:

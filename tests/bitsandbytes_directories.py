@@ -11,7 +11,7 @@ from typing import Any
 import pico
 import torch
 from bitsandbytes_tables import TABLES
-from fp8_directories import is_quantised
+from fp8_directories import is_quantized
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transposed_directories import SIZES
@@ -66,16 +66,16 @@ def make(
     directory: Path,
     spelling: str,
     family: str = "llama-3",
-    quantised: Callable[[str], bool] = lambda name: True,
+    quantized: Callable[[str], bool] = lambda name: True,
     **sizes: Any,
 ) -> dict[str, Tensor]:
-    """Save a small model whose linears, as far as `quantised` says, are codes. Returns what they decode to, BF16."""
+    """Save a small model whose linears, as far as `quantized` says, are codes. Returns what they decode to, BF16."""
     generator = torch.Generator().manual_seed(1)
     pico.save(directory, family, dtype=torch.bfloat16, **SIZES | sizes)
     file, values = directory / "model.safetensors", dict[str, Tensor]()
     stored = load_file(file)
     for name, tensor in list(stored.items()):
-        if is_quantised(name, tensor) and quantised(name):
+        if is_quantized(name, tensor) and quantized(name):
             tensors, values[name] = coded(name, tuple(stored.pop(name).shape), spelling, generator)
             stored |= tensors
     save_file({name: each.contiguous() for name, each in stored.items()}, file, metadata={"format": "pt"})

@@ -175,7 +175,7 @@ def random_scales(shape: tuple[int, ...], generator: torch.Generator, dtype: tor
     return exponents.exp2().to(dtype)
 
 
-def is_quantised(name: str, values: torch.Tensor) -> bool:
+def is_quantized(name: str, values: torch.Tensor) -> bool:
     return (
         values.dim() == 2 and name.endswith(".weight") and not any(part in name for part in ("embed", "head", "gate."))
     )
@@ -196,7 +196,7 @@ def make(
     file = directory / "model.safetensors"
     stored, made = load_file(file), {}
     for name, values in list(stored.items()):
-        if not is_quantised(name, values):
+        if not is_quantized(name, values):
             continue
         rows, columns = values.shape
         block = (spelled.block[0] or rows, spelled.block[1] or columns)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pico
 import torch
-from fp8_directories import is_quantised
+from fp8_directories import is_quantized
 from installed import judge
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -50,10 +50,10 @@ def make(
     directory: Path,
     spelled: Int8,
     family: str = "llama-3",
-    quantised: Callable[[str], bool] = lambda name: True,
+    quantized: Callable[[str], bool] = lambda name: True,
     **sizes: Any,
 ) -> dict[str, Tensor]:
-    """Save a small model whose linears, as far as `quantised` says, are codes, every code among them. Returns what
+    """Save a small model whose linears, as far as `quantized` says, are codes, every code among them. Returns what
     compressed-tensors makes of them, in the dtype of the scales."""
     pico.save(directory, family, dtype=torch.bfloat16, **SIZES | sizes)
     compressor = judge("compressed_tensors.compressors").BaseCompressor.get_value_from_registry(spelled.format)
@@ -64,7 +64,7 @@ def make(
     stored = load_file(file)
     generator = torch.Generator().manual_seed(1)
     for name, weight in list(stored.items()):
-        if not (is_quantised(name, weight) and quantised(name)):
+        if not (is_quantized(name, weight) and quantized(name)):
             continue
         parts = {"weight": weight, **_scales(weight, spelled, scheme)}
         parts = compressor.compress(parts, scheme)

@@ -130,7 +130,7 @@ def test_verify_finds_a_bit_that_has_flipped_anywhere(tmp_path: Path, part: str)
 
 
 def test_modules_that_were_skipped_are_values_beside_codes(tmp_path: Path) -> None:
-    values = bitsandbytes_directories.make(tmp_path, "nf4", quantised=lambda name: "mlp" in name)
+    values = bitsandbytes_directories.make(tmp_path, "nf4", quantized=lambda name: "mlp" in name)
     reader = open_checkpoint(tmp_path)
     assert len(values) == 3 and reader.specs["model.layers.0.self_attn.q_proj.weight"].shape == (128, 128)
 

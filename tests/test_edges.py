@@ -65,7 +65,7 @@ def test_an_edge_is_what_it_is_said_to_be_and_the_values_that_differ_are_counted
 @pytest.mark.parametrize("span", [14, 15])
 def test_mxfp4_is_exact_in_fp8_blocks_as_far_as_e4m3_reaches(tmp_path: Path, span: int) -> None:
     """E4M3 has six times the largest power of two, 6 * 2^6, and half of the smallest, 2^-9."""
-    four_bit_directories.make(tmp_path / "source", "ct-mxfp4", quantised=lambda name: "up_proj" in name)
+    four_bit_directories.make(tmp_path / "source", "ct-mxfp4", quantized=lambda name: "up_proj" in name)
     file = tmp_path / "source" / "model.safetensors"
     tensors = load_file(file)
     scales = tensors["model.layers.0.mlp.up_proj.weight_scale"]

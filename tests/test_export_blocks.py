@@ -110,7 +110,7 @@ def test_each_block_is_divided_by_its_largest_magnitude_over_448(tmp_path: Path,
     assert compare(open_checkpoint(tmp_path / "hf"), open_checkpoint(tmp_path / "out")).equal
 
 
-def test_codes_and_scales_are_those_of_transformers_own_quantiser(tmp_path: Path) -> None:
+def test_codes_and_scales_are_those_of_transformers_own_quantizer(tmp_path: Path) -> None:
     """It multiplies by 448 / amax, which rounds another time: scales to one FP32 rounding, codes but for near ties."""
     pico.save(tmp_path / "hf", dtype=torch.bfloat16, **WHOLE)
     export(tmp_path / "hf", tmp_path / "out")

@@ -155,8 +155,8 @@ def test_a_fused_group_that_outgrows_its_global_scale_gets_one_in_common(tmp_pat
 def test_one_bit_that_was_flipped_anywhere_is_found(tmp_path: Path, spelling: str) -> None:
     """The highest bit of the last byte of codes, of scales, of global scales, of zero points and of an input's scale:
     each is a difference, of that weight or that scale alone."""
-    four_bit_directories.make(tmp_path / "source", spelling, quantised=lambda name: "up_proj" in name)
-    four_bit_directories.make(tmp_path / "other", spelling, quantised=lambda name: "up_proj" in name)
+    four_bit_directories.make(tmp_path / "source", spelling, quantized=lambda name: "up_proj" in name)
+    four_bit_directories.make(tmp_path / "other", spelling, quantized=lambda name: "up_proj" in name)
     tensors = stored(tmp_path / "source")
     for name in tensors:
         if not name.startswith(UP) or name.endswith("weight_shape"):
@@ -173,7 +173,7 @@ def test_one_bit_that_was_flipped_anywhere_is_found(tmp_path: Path, spelling: st
 
 def test_codes_of_several_formats_stand_side_by_side(tmp_path: Path) -> None:
     """NVFP4 in the attention and FP8 with a scale for each channel in the MLP, as two config groups say."""
-    four_bit_directories.make(tmp_path / "source", "ct-nvfp4", quantised=lambda name: "self_attn" in name)
+    four_bit_directories.make(tmp_path / "source", "ct-nvfp4", quantized=lambda name: "self_attn" in name)
     tensors, path = stored(tmp_path / "source"), tmp_path / "source" / "config.json"
     for part in ("gate", "up", "down"):
         name = f"model.layers.0.mlp.{part}_proj.weight"
@@ -198,7 +198,7 @@ def test_four_bit_experts_stand_beside_fp8_blocks(tmp_path: Path) -> None:
         tmp_path / "source",
         "fp8-fp4-experts",
         "qwen3-moe",
-        quantised=lambda name: ".experts." in name,
+        quantized=lambda name: ".experts." in name,
         num_hidden_layers=2,
         moe_intermediate_size=32,
         hidden_size=64,
@@ -292,7 +292,7 @@ def test_codes_that_are_as_before_are_named_by_a_note_and_by_the_card(
 def decoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """BF16 values, with encodings of one weight of INT4 with zero points beside them."""
     place = tmp_path_factory.mktemp("decoded")
-    four_bit_directories.make(place / "source", "ct-int4-zero-points", quantised=lambda name: name == f"{UP}weight")
+    four_bit_directories.make(place / "source", "ct-int4-zero-points", quantized=lambda name: name == f"{UP}weight")
     run(place / "source", place / "bf16", "hf")
     return place / "bf16" / encodings_file.RELATIVE
 
@@ -329,7 +329,7 @@ def test_encodings_of_codes_that_no_tool_packs_so_are_damage(
 @pytest.mark.parametrize("value", [torch.inf, torch.nan, -1.0, 0.0])
 def test_a_divisor_of_inputs_that_is_none_is_damage(tmp_path: Path, value: float) -> None:
     """An infinite one would be an amax of zero."""
-    four_bit_directories.make(tmp_path, "ct-nvfp4", quantised=lambda name: name == f"{UP}weight")
+    four_bit_directories.make(tmp_path, "ct-nvfp4", quantized=lambda name: name == f"{UP}weight")
     changed(tmp_path, f"{UP}input_global_scale", lambda tensor: tensor.fill_(value))
     encodings = HuggingFaceReader(tmp_path).weight_encodings
     assert encodings is not None

@@ -157,7 +157,7 @@ class Stubs:
         return tensor
 
 
-def quantised(
+def quantized(
     shape: torch.Size, kind: str, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Random codes, their scales as TE stores them (padded with what must not be read), and the FP32 values."""
@@ -192,7 +192,7 @@ def make(folder: Path, stubs: Stubs, tensor_parallel: int = 2) -> tuple[Path, Pa
         plain = torch.load(folder / "plain" / file.relative_to(folder / "fp8"), weights_only=False)
         for name, values in list(content["model"].items()):
             if isinstance(values, torch.Tensor) and values.dim() == 2 and "linear" in name:
-                codes, scale, decoded = quantised(values.shape, stubs.form.kind, generator)
+                codes, scale, decoded = quantized(values.shape, stubs.form.kind, generator)
                 content["model"][name] = stubs.make(codes, scale)
                 plain["model"][name] = decoded
         torch.save(content, file)
@@ -262,7 +262,7 @@ def saved(tmp_path: Path, stubs: Stubs, change: Callable[[Any, Any], Any]) -> Pa
     (file,) = fp8.rglob(FILE)
     content = torch.load(plain / file.relative_to(fp8), weights_only=False)
     name = "decoder.layers.0.mlp.linear_fc1.weight"
-    codes, scale, _ = quantised(torch.Size((512, 256)), stubs.form.kind, torch.Generator().manual_seed(1))
+    codes, scale, _ = quantized(torch.Size((512, 256)), stubs.form.kind, torch.Generator().manual_seed(1))
     content["model"][name] = change(stubs, (codes, scale))
     torch.save(content, file)
     return fp8

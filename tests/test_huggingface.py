@@ -216,7 +216,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: edit_config(d, rope_scaling={"rope_type": "yarn", "factor": 4.0}),
         r"`rope_parameters` .* and `rope_scaling` .*yarn.* are not the same",
     ),
-    "quantisation that is a word": (lambda d: edit_config(d, quantization_config="abc"), "`quantization_config` is no"),
+    "quantization that is a word": (lambda d: edit_config(d, quantization_config="abc"), "`quantization_config` is no"),
     "a map of lists": (lambda d: edit_index(d, lambda i: i["weight_map"].update(x=["y"])), "not the name of a file"),
     "a header too deep to parse": (lambda d: replace_header(d, b"[" * 100_000), "makes no sense"),
     "an unknown dtype": (lambda d: lie(d, b'"dtype":"BF16"', b'"dtype":"XX16"'), "makes no sense"),

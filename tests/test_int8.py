@@ -242,7 +242,7 @@ def test_a_group_of_linears_whose_inputs_stay_as_they_are_is_told_from_one_whose
 ) -> None:
     """By the `format` of each group: `w8a8` in the attention, `w8a16` in the MLP."""
     for name, part in (("w8a8", "self_attn"), ("w8a16", "mlp")):
-        int8_directories.make(tmp_path / name, SPELLINGS[name], quantised=lambda weight, part=part: part in weight)
+        int8_directories.make(tmp_path / name, SPELLINGS[name], quantized=lambda weight, part=part: part in weight)
     mlp = {name: tensor for name, tensor in stored(tmp_path / "w8a16").items() if ".mlp." in name}
     rest = {name: tensor for name, tensor in stored(tmp_path / "w8a8").items() if ".mlp." not in name}
     save_file(rest | mlp, tmp_path / "w8a8" / "model.safetensors", metadata={"format": "pt"})

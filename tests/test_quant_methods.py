@@ -161,7 +161,7 @@ def test_an_unknown_quant_method_is_refused_by_name():
         recognise({"quantization_config": {"quant_method": "hqq"}})
 
 
-def test_a_model_without_quantisation_has_no_scales():
+def test_a_model_without_quantization_has_no_scales():
     assert stored_scales({}, {WEIGHT: TensorSpec((32, 16), DType.bfloat16)}) == {}
 
 

@@ -49,7 +49,7 @@ def assert_same(a: Path, b: Path) -> None:
 def mixed(directory: Path) -> dict[str, Any]:
     """MXFP4, and FP8 with a scale for each channel in the attention, for the whole of the output projection. Returns
     the layers' own settings."""
-    four_bit_directories.make(directory, "quark-mxfp4", quantised=lambda name: "mlp" in name)
+    four_bit_directories.make(directory, "quark-mxfp4", quantized=lambda name: "mlp" in name)
     tensors, attention = stored(directory), "model.layers.0.self_attn."
     for part in "qkvo":
         name = f"{attention}{part}_proj.weight"

@@ -55,7 +55,7 @@ def of_qkv(change: Callable[[Fp8State], Fp8State], to: str = QKV) -> Callable[[P
     return with_states(lambda states: replace(states, modules={**states.modules, to: change(states.modules[QKV])}))
 
 
-def quantised(directory: Path) -> None:
+def quantized(directory: Path) -> None:
     file = directory / "config.json"
     said = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": said}))
@@ -82,7 +82,7 @@ def of_experts(state: Fp8State) -> Fp8State:
 BROKEN: dict[str, tuple[Callable[[Path], object], str, str, bool]] = {
     "no state": (lambda path: (path / sidecar.LIVE).unlink(), "te_state.safetensors", "not there", True),
     "half a file": (lambda path: (path / sidecar.LIVE).write_bytes(b"{"), "te_state", "cannot be read", True),
-    "of codes": (quantised, "config.json", "a quantization_config", True),
+    "of codes": (quantized, "config.json", "a quantization_config", True),
     "of another model": (of_qkv(lambda state: state, "decoder.layers.7.mlp.linear_fc1"), "layers.7", "no GEMM", True),
     "of experts": (of_qkv(of_experts), QKV, "not []", True),
     "never recorded": (of_qkv(unrecorded), QKV, "never recorded", False),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pico
 import torch
-from fp8_directories import is_quantised
+from fp8_directories import is_quantized
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transposed_directories import SIZES
@@ -68,17 +68,17 @@ def make(
     directory: Path,
     spelling: str,
     family: str = "llama-3",
-    quantised: Callable[[str], bool] = lambda name: True,
+    quantized: Callable[[str], bool] = lambda name: True,
     **sizes: Any,
 ) -> dict[str, Tensor]:
-    """Save a small model whose linears, as far as `quantised` says, are codes. Returns what they decode to, BF16."""
+    """Save a small model whose linears, as far as `quantized` says, are codes. Returns what they decode to, BF16."""
     generator = torch.Generator().manual_seed(1)
     pico.save(directory, family, dtype=torch.bfloat16, **SIZES | sizes)
     file, values = directory / "model.safetensors", dict[str, Tensor]()
     tensors, metadata = load_file(file), dict[str, str]()
     for name, tensor in list(tensors.items()):
         said: dict[str, Any] = {"_type": "Tensor"}
-        if is_quantised(name, tensor) and quantised(name):
+        if is_quantized(name, tensor) and quantized(name):
             stored, said, values[name] = coded(tuple(tensors.pop(name).shape), spelling, generator)
             tensors |= {f"{name.removesuffix('weight')}_weight_{kind}": each for kind, each in stored.items()}
         metadata[name] = json.dumps(said)

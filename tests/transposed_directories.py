@@ -11,7 +11,7 @@ from typing import Any
 
 import pico
 import torch
-from fp8_directories import is_quantised
+from fp8_directories import is_quantized
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -96,16 +96,16 @@ def make(
     directory: Path,
     spelling: str,
     family: str = "llama-3",
-    quantised: Callable[[str], bool] = lambda name: True,
+    quantized: Callable[[str], bool] = lambda name: True,
     **sizes: Any,
 ) -> dict[str, Tensor]:
-    """Save a small model whose linears, as far as `quantised` says, are codes. Returns what they decode to, FP64."""
+    """Save a small model whose linears, as far as `quantized` says, are codes. Returns what they decode to, FP64."""
     spelled, generator = SPELLINGS[spelling], torch.Generator().manual_seed(1)
     pico.save(directory, family, dtype=torch.bfloat16, **SIZES | sizes)
     file, values = directory / "model.safetensors", {}
     stored = load_file(file)
     for name, tensor in list(stored.items()):
-        if is_quantised(name, tensor) and quantised(name):
+        if is_quantized(name, tensor) and quantized(name):
             tensors, values[name] = coded(tuple(stored.pop(name).shape), spelled, generator)
             stored |= {f"{name.removesuffix('weight')}{end}": each for end, each in tensors.items()}
     save_file(stored, file, metadata={"format": "pt"})

@@ -4,7 +4,7 @@
     python benchmarks/peers/static.py --demo demo-run --python .peers/llmcompressor/bin/python
 
 The demo trains a Llama of 2.4 million parameters in FP8; its checkpoints have recorded every input, where ours gets
-its scales. llm-compressor quantises the same weights in BF16 with its preset FP8, calibrated on rows of the text that
+its scales. llm-compressor quantizes the same weights in BF16 with its preset FP8, calibrated on rows of the text that
 the model was trained on. Both are evaluated as an engine would compute, against the BF16 weights, on text that neither
 has seen: by `precisionctl eval`, and by transformers, which simulates compressed-tensors by itself. Ours again under
 input scales that only move the grid says how much of a difference is the luck of rounding.

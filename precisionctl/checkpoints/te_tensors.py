@@ -1,6 +1,6 @@
 """Transformer Engine's FP8 weights in pickles: inert stand-ins for the classes and functions that the pickles name.
 
-A quantised tensor is pickled as a call: of a class method of Float8Tensor and so on (by `getattr`, TE 1.3 to 2.15), or
+A quantized tensor is pickled as a call: of a class method of Float8Tensor and so on (by `getattr`, TE 1.3 to 2.15), or
 of a module's function (since 2.16). Arguments have been added over time, always at the end:
 
     Float8Tensor             data, DType, scale_inv, dtype [, shape [, transposed data]]
@@ -78,7 +78,7 @@ def _weight(data: Any, dtype: Any, scale_inv: Any, block: tuple[int, int] | None
 
 
 class _Quantizer:
-    """Stands in for the other objects that are pickled with a quantised tensor; it does nothing."""
+    """Stands in for the other objects that are pickled with a quantized tensor; it does nothing."""
 
     def __init__(self, *args: object) -> None:
         pass

@@ -61,7 +61,7 @@ class Engine:
 
     name, title: as `--target` has it, and in words. serve: how it is started. spells: the quant method that exports to
     it are written in, by scheme. methods: what it does with the directories of each quant method that it loads; others
-    break the rule `quantisation`, as does what its config says wrongly of a module.
+    break the rule `config_rule`, as does what its config says wrongly of a module.
 
     scales: the rule on shapes and dtypes of scales. shapes: which shapes of weights it takes as codes. fused: what it
     computes as one. division: how GPUs divide a model. latents: what it does with a scale of the KV cache of latent
@@ -78,7 +78,7 @@ class Engine:
     serve: ServeCommand
     spells: Mapping[Scheme, str]
     methods: Mapping[str, MethodRules]
-    quantisation: EngineRule
+    config_rule: EngineRule
     scales: EngineRule
     shapes: ShapeRules
     fused: FusedLinears
@@ -120,7 +120,7 @@ class Engine:
             with in_time():
                 return self._findings(config, specs, read, served or ServingLayout.of(config), hf_quant_config)
         except (CheckpointError, MappingError, PrecisionError) as error:  # other ones are not the directory's
-            return [Finding("config.json", error.what, self.quantisation)]
+            return [Finding("config.json", error.what, self.config_rule)]
 
     def _findings(
         self,
@@ -145,7 +145,7 @@ class Engine:
         if unread := next((kind for kind in by_kind if kind not in known), None):
             forms = (form_in_words(coded[n].form, coded[n].scales.input is not None) for n in by_kind[unread])
             what = next(forms, _in_words(unread))
-            rule = self._loads(method.name, known) if method.name in self.methods else self.quantisation
+            rule = self._loads(method.name, known) if method.name in self.methods else self.config_rule
             return [Finding("config.json", f"{method.name} with {what}", rule)]
         directory = QuantizedDirectory(
             config, method.name, scheme, method.spelling, specs, coded, kinds, read, served, hf_quant_config
@@ -158,18 +158,18 @@ class Engine:
         rules = self.methods[method]
         ignored, values = rules.list_of(scheme), [name for name in specs if name not in directory.scales]
         alone, mxfp4 = self.blocks_alone.get(directory.model_type), self.mxfp4_experts.get(directory.model_type)
-        yield from broken(other_codes, self.quantisation, directory)
+        yield from broken(other_codes, self.config_rule, directory)
         yield from broken(wrong_scales, self.scales, directory)
         yield from broken(scales_of_no_use, _USABLE, directory)
         yield from self.shapes.check(directory)
         yield from self.division.check_groups(directory.served)
-        yield from broken(ignored.misread, self.quantisation, directory)
+        yield from broken(ignored.misread, self.config_rule, directory)
         yield from self.check_joined(directory.config, method, directory.quantization, specs)
         yield from self.check_stored(specs, method, directory.text_type)
         yield from self.check_blocks(directory.model_type, scheme, values)
         yield from broken(alone.other_scales, alone.rule, directory) if alone else ()
         yield from broken(mxfp4.contradicted, mxfp4.rule, directory) if mxfp4 else ()
-        yield from broken(ignored.misread_experts, self.quantisation, directory)
+        yield from broken(ignored.misread_experts, self.config_rule, directory)
         yield from self.fused.check(directory)
         for kind, names in _by_kind(directory.kinds).items():
             yield from self.check_experts(names, method, kind, directory.text_type)
@@ -208,7 +208,7 @@ class Engine:
             f"of {what} it loads {', '.join(formats) or 'none'}; `convert --to hf` makes values of others, and "
             f"`export-inference --target {self.name}` codes that it loads"
         )
-        return EngineRule(text, self.quantisation.source)
+        return EngineRule(text, self.config_rule.source)
 
     def joins(self, method: str) -> bool:
         """Whether the engine joins weights with others as it loads a directory of this method."""
@@ -229,7 +229,7 @@ class Engine:
         in_one = rules.in_one.get(text_type) if isinstance(text_type, str) else None
         forms = {"as one tensor, in BF16": rules.one_by_one, "one by one": in_one}
         found = ((name, form) for name in names for form, which in forms.items() if which and which.fullmatch(name))
-        return [Finding(name, f"experts of a layer {form}", self.quantisation) for name, form in islice(found, 1)]
+        return [Finding(name, f"experts of a layer {form}", self.config_rule) for name, form in islice(found, 1)]
 
     def check_blocks(self, model_type: str, scheme: str, values: Iterable[str]) -> list[Finding]:
         """That a model is in another scheme than the engine has kernels for, or one of these `values` should be codes,

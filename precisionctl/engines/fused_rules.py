@@ -38,14 +38,14 @@ class FusedLinears:
         """Fused linears, or a layer's experts, of which only some are codes, or in another format."""
         scales, specs, kinds = directory.scales, directory.specs, directory.kinds
         for group in (*fused_weights(specs, self.groups), *_experts(specs)):
-            quantised = [name for name in group if name in scales]
-            if quantised and len(quantised) < len(group):
-                yield quantised[0], f"{specs[quantised[0]].codes_name} codes, but not all that it is fused with"
+            quantized = [name for name in group if name in scales]
+            if quantized and len(quantized) < len(group):
+                yield quantized[0], f"{specs[quantized[0]].codes_name} codes, but not all that it is fused with"
             formats = {
-                (kinds[name], specs[name].packing, specs[name].dtype, scales[name].input is None) for name in quantised
+                (kinds[name], specs[name].packing, specs[name].dtype, scales[name].input is None) for name in quantized
             }
             if len(formats) > 1:
-                yield quantised[0], "codes in another format than those that it is fused with"
+                yield quantized[0], "codes in another format than those that it is fused with"
 
     def _unequal_in_group(self, directory: QuantizedDirectory) -> Iterator[Finding]:
         """Fused linears that differ in the scale of a whole weight, in the global one or in the fixed one of an input.

@@ -88,7 +88,7 @@ ENGINE = Engine(
             cache="casts keys and values with them",
         ),
     },
-    quantisation=EngineRule(
+    config_rule=EngineRule(
         "quantization_config must say of each linear what it is; of ModelOpt's algorithms FP8 and MXFP8 are taken",
         "SGLang 0.5.23 layers/quantization/fp8.py, modelopt_quant.py, configs/model_config.py, compressed_tensors.py",
     ),
@@ -111,7 +111,7 @@ ENGINE = Engine(
             "SGLang 0.5.23 layers/quantization/utils.py is_layer_skipped, compressed_tensors/utils.py",
         ),
         scales=EngineRule(
-            "it requantises the group with the largest, which rounds the weights twice",
+            "it requantizes the group with the largest, which rounds the weights twice",
             "SGLang 0.5.23 layers/quantization/utils.py requantize_with_max_scale",
             fatal=False,
         ),
@@ -186,7 +186,7 @@ ENGINE = Engine(
             "SGLang 0.5.23 compressed_tensors.py _get_scheme_from_parts",
         ),
         int8_of_a_tensor: EngineRule(
-            "it requantises the parts of a fused linear to FP8, and its kernel wants a scale for each channel",
+            "it requantizes the parts of a fused linear to FP8, and its kernel wants a scale for each channel",
             "SGLang 0.5.23 compressed_tensors_w8a8_int8.py process_weights_after_loading, apply_weights",
         ),
         int8_experts(by_token=False): EngineRule(

@@ -44,7 +44,7 @@ ENGINE = Engine(
             cache=_TOLD,
         ),
     },
-    quantisation=EngineRule(
+    config_rule=EngineRule(
         "quant_algo must be FP8 or FP8_PER_CHANNEL_PER_TOKEN, and name every module left out",
         "TensorRT-LLM tensorrt_llm/quantization/modelopt_config.py, models/quant_config_utils.py",
     ),

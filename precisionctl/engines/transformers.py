@@ -44,7 +44,7 @@ _AS_VALUES = ExpertsAsValues(
         "transformers 5.23 integrations/finegrained_fp8.py FP8Experts",
     ),
 )
-_QUANTISATION = EngineRule(
+_QUANTIZATION = EngineRule(
     "other methods are skipped with a warning, and codes taken for weights",
     "transformers 5.23 quantizers/auto.py, integrations/compressed_tensors.py",
 )
@@ -110,7 +110,7 @@ ENGINE = Engine(
             in_one=_IN_ONE,
         ),
     },
-    quantisation=_QUANTISATION,
+    config_rule=_QUANTIZATION,
     scales=EngineRule(
         "scales are loaded into parameters of fixed shapes",
         "transformers 5.23 integrations/finegrained_fp8.py FP8Linear; compressed-tensors 0.20",
@@ -130,7 +130,7 @@ ENGINE = Engine(
                 fatal=False,
             ),
         },
-        conv1d=_QUANTISATION,
+        conv1d=_QUANTIZATION,
     ),
     fused=FusedLinears(
         groups=(),

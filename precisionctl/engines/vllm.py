@@ -97,7 +97,7 @@ ENGINE = Engine(
             ignored=_list(("exclude",), BY_NAME_OR_REGEX, heads_apart=True),
         ),
     },
-    quantisation=EngineRule(
+    config_rule=EngineRule(
         "quantization_config must say of each linear what it is",
         "vLLM 0.33 compressed_tensors.py get_scheme, modelopt.py, quark.py _get_scheme_cls_from_config",
     ),
@@ -139,7 +139,7 @@ ENGINE = Engine(
             "vLLM 0.33 compressed_tensors/utils.py should_ignore_layer",
         ),
         scales=EngineRule(
-            "it requantises the group with the largest, in FP16, which rounds the weights twice",
+            "it requantizes the group with the largest, in FP16, which rounds the weights twice",
             "vLLM 0.33 w8a8_utils.py requantize_with_max_scale",
             fatal=False,
         ),

@@ -35,7 +35,7 @@ class Card:
     """The contents of the model card of an export called `name`.
 
     `title` is the engine's name in a sentence, `tag` its tag on the Hub, and `command` the command that serves the
-    model. `facts` are rows of a table. `quantised` are the names of weights in FP8, or what `codes` says, and `kept` of
+    model. `facts` are rows of a table. `quantized` are the names of weights in FP8, or what `codes` says, and `kept` of
     modules that are not. `base_model` is the source's name on the Hub. Raises RecipeError for a `base_model` that the
     Hub would not accept.
     """
@@ -45,7 +45,7 @@ class Card:
     tag: str
     command: str
     facts: Mapping[str, str]
-    quantised: Sequence[str]
+    quantized: Sequence[str]
     kept: Sequence[str]
     base_model: str | None = None
     codes: str = "FP8"
@@ -86,7 +86,7 @@ class Card:
 
     def _weights(self) -> Iterator[str]:
         yield from (f"## What is {self.codes}", "")
-        patterns = Counter(re.sub(r"\d+(?=[.\]])", "*", name) for name in self.quantised)
+        patterns = Counter(re.sub(r"\d+(?=[.\]])", "*", name) for name in self.quantized)
         yield from (f"- `{_plain(pattern)}` ({count})" for pattern, count in patterns.items())
         yield from ("", "In higher precision, besides norms and biases:", "")
         yield from (f"- `{_plain(name)}`" for name in self.kept)

@@ -238,7 +238,7 @@ def together(parts: Iterable[tuple[Sequence[str], Quantization]]) -> Quantizatio
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The tensors that hold the scale_inv of a quantised weight and of its input (`input` is None if that is dynamic),
+    """The tensors that hold the scale_inv of a quantized weight and of its input (`input` is None if that is dynamic),
     and how many rows and columns of the weight share a scale. The other tensors are as in its CodeFormat.
     `input_largest` is the number that the amax of an input becomes under a scale that is not global."""
 
@@ -319,9 +319,9 @@ class Spelling:
     """How an export is written in a method's form.
 
     `config(scheme, ignored)` is the `quantization_config`; `ignored` are the full names of the linear and embedding
-    modules that are not quantised. `cache` says how the scales of a KV cache are stored, and `files(config)`
+    modules that are not quantized. `cache` says how the scales of a KV cache are stored, and `files(config)`
     are further files, by name. `shape(block, grid)` is the shape in which a grid of scales for such blocks is stored.
-    Loaders know that modules whose name ends in one of `never` are not quantised, so these need not be listed.
+    Loaders know that modules whose name ends in one of `never` are not quantized, so these need not be listed.
     `ignored_by_part`: some loaders also skip a module whose name contains a listed name that is not a glob. `four_bits`
     has the formats of four-bit schemes.
     """

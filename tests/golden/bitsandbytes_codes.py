@@ -3,7 +3,7 @@
     PYTHONPATH=BITSANDBYTES python bitsandbytes_codes.py     where its wheel is unpacked; PyTorch
 
 `<case>.weight` and what it stores beside that, and `<case>.decoded`, in the dtype that the case names. By bitsandbytes
-0.50.2, on a CPU. Absmaxes of a doubly quantised weight are in two blocks of 256.
+0.50.2, on a CPU. Absmaxes of a doubly quantized weight are in two blocks of 256.
 """
 
 from pathlib import Path

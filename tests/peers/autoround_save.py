@@ -1,4 +1,4 @@
-"""Quantises a model with AutoRound in some ways and saves, beside each, the weights that AutoRound's own layers compute
+"""Quantizes a model with AutoRound in some ways and saves, beside each, the weights that AutoRound's own layers compute
 with. Arguments: the model, a folder, and as JSON the ways by name: a format, arguments of AutoRound, and settings of
 layers."""
 

@@ -1,4 +1,4 @@
-"""Small models for other programs to quantise to four bits, whose sizes any group divides."""
+"""Small models for other programs to quantize to four bits, whose sizes any group divides."""
 
 from pathlib import Path
 

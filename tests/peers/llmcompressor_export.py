@@ -1,4 +1,4 @@
-"""Run with llm-compressor's Python: SOURCE TARGET SCHEME [ROWS] quantises a model with one of its presets, or to INT4
+"""Run with llm-compressor's Python: SOURCE TARGET SCHEME [ROWS] quantizes a model with one of its presets, or to INT4
 in groups of 32 (W4A16_G32, W4A16_G32_ASYM), saves it, and writes beside it, to TARGET-expected.safetensors, what
 compressed-tensors' own decompression makes of each weight. It calibrates on the rows of tokens in the JSON file ROWS,
 or on a few made up."""

@@ -1,4 +1,4 @@
-"""Run with ModelOpt's Python: DIRECTORY OUT writes what its own tensors dequantise each weight of a directory to, in
+"""Run with ModelOpt's Python: DIRECTORY OUT writes what its own tensors dequantize each weight of a directory to, in
 FP32."""
 
 import sys

@@ -1,4 +1,4 @@
-"""Run with ModelOpt's Python: SOURCE TARGET SCHEME quantises and exports a model as ModelOpt does."""
+"""Run with ModelOpt's Python: SOURCE TARGET SCHEME quantizes and exports a model as ModelOpt does."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Run with Quark's Python: SOURCE TARGET SCHEME quantises a model (`fp8`, `fp8-kv`, `fp8-channel`, `mxfp4`, `mixed`),
+"""Run with Quark's Python: SOURCE TARGET SCHEME quantizes a model (`fp8`, `fp8-kv`, `fp8-channel`, `mxfp4`, `mixed`),
 saves it, and writes beside it, to TARGET-expected.safetensors, what Quark's own layers make of each weight, and, as
 `inputs` and `rounded`, what one of them makes of inputs."""
 

@@ -1,4 +1,4 @@
-"""Whole models that llm-compressor and ModelOpt quantise to four bits: every weight decodes to what the tool says of
+"""Whole models that llm-compressor and ModelOpt quantize to four bits: every weight decodes to what the tool says of
 it, and comes back from BF16; the golden files are still what the tools write; and the tools read ours."""
 
 import shutil

@@ -2,7 +2,7 @@
 
 Four bits: `weight` has two codes in a byte, the first in its high half; a value is a number of the table times the
 `absmax` of its block, in FP32, rounded to the dtype that `weight.quant_state.bitsandbytes__nf4` names, and then to
-BF16. Doubly quantised, `absmax` is codes too: `nested_quant_map[absmax] * nested_absmax + nested_offset`. Eight bits:
+BF16. Doubly quantized, `absmax` is codes too: `nested_quant_map[absmax] * nested_absmax + nested_offset`. Eight bits:
 `weight` I8 times `SCB` of its row times 1/127. Source: bitsandbytes 0.50.2 (functional.py, QuantState, dequantize_4bit;
 backends/default/ops.py; _ops.py, int8_vectorwise_dequant).
 """
@@ -46,7 +46,7 @@ _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _SAID = {"quant_type": (), "shape": (), "blocksize": _BLOCK_SIZES, "dtype": tuple(map(str, FLOATS))}
 _SAID_NESTED = {"nested_blocksize": _BLOCK_SIZES, "nested_dtype": ("float32",), "nested_offset": ()}
-"""The keys of a `quant_state`, those for double quantisation apart, and the values that bitsandbytes knows of some."""
+"""The keys of a `quant_state`, those for double quantization apart, and the values that bitsandbytes knows of some."""
 _PER_INT8 = 7.874015718698502e-3
 
 
