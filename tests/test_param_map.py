@@ -155,7 +155,9 @@ class PaddedInFront:
         return True
 
 
-@pytest.mark.parametrize("moved", [Alternating(), RotaryPairs(QKV), Joined(KEY_PAIRS)], ids=repr)
+@pytest.mark.parametrize(
+    "moved", [Alternating(), RotaryPairs(QKV), Joined(KEY_PAIRS)], ids=lambda each: type(each).__name__
+)
 def test_row_numbers_move_as_values_do_also_one_by_one(moved: Rearrangement) -> None:
     model = replace(MODEL, kv_channels=4, mla=MLA(None, 6, 2, 4, 2))
     count = 8 * model.num_query_groups * 2
