@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import fp8_directories
 import numpy as np
 import pico
 import pytest
@@ -249,3 +250,59 @@ def test_a_rows_numbers_and_its_parts_are_lowered_to_the_same_copies() -> None:
             ]
         )
         assert found.tolist() == row.merge(parts, model)[:, 0].tolist(), param_map.names(row, "hf", {})
+
+
+def with_codes(directory: Path, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """A model in blocks of FP8 whose tables of n-grams are codes under one scale each, as Qwen3.8-Flash-Next-FP8 has
+    them. Returns what it stores."""
+    fp8_directories.make(directory, "fp8-block", "qwen4")
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if ".ngram_embedding.shard_" in name and name.endswith(".weight")]:
+        tensors[name] = fp8_directories.random_codes(tensors[name].shape, generator, torch.float8_e4m3fn)
+        tensors[f"{name.partition('.shard_')[0]}.weight_scale"] = torch.tensor([0.000199]).bfloat16()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+def test_a_table_of_codes_has_one_scale_and_comes_back_to_the_byte(tmp_path: Path) -> None:
+    tensors = with_codes(tmp_path / "fp8", torch.Generator().manual_seed(3))
+    run(tmp_path / "fp8", tmp_path / "bf16", "hf", "bf16")
+    values = load_file(tmp_path / "bf16" / "model.safetensors")
+    parts = [name for name in tensors if ".shard_" in name]
+    assert len(parts) > 2
+    for name in parts:  # as FP8Embedding computes the rows that it looks up
+        scale = tensors[f"{name.partition('.shard_')[0]}.weight_scale"]
+        assert torch.equal(values[name], tensors[name].to(scale.dtype) * scale)
+    run(tmp_path / "fp8", tmp_path / "megatron", "megatron")
+    for source in ("bf16", "megatron"):
+        run(tmp_path / source, tmp_path / f"of {source}", "hf", "fp8")
+        back = load_file(tmp_path / f"of {source}" / "model.safetensors")
+        assert back.keys() == tensors.keys()
+        assert all(torch.equal(back[name].view(torch.uint8), tensors[name].view(torch.uint8)) for name in tensors)
+
+
+def test_a_table_that_was_trained_gets_one_new_scale_for_all_its_parts(tmp_path: Path) -> None:
+    tensors = with_codes(tmp_path / "fp8", torch.Generator().manual_seed(3))
+    run(tmp_path / "fp8", tmp_path / "bf16", "hf", "bf16")
+    file = tmp_path / "bf16" / "model.safetensors"
+    values = load_file(file)
+    first, *others = sorted(name for name in tensors if ".layers.0." in name and ".shard_" in name)
+    values[first][0, 0] = 1.0
+    save_file(values, file, metadata={"format": "pt"})
+    run(tmp_path / "bf16", tmp_path / "back", "hf", "fp8")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    scale = back[f"{first.partition('.shard_')[0]}.weight_scale"].float()
+    assert abs(scale * 448 - 1) <= 2**-8  # rounded to BF16, as it was stored
+    for name in (first, *others):
+        worth = back[name].float() * scale
+        assert bool(
+            ((worth - values[name].float()).abs() <= (values[name].float().abs() / 16).clamp(scale * 2**-10)).all()
+        )
+
+
+def test_a_table_under_a_scale_for_each_row_is_refused(tmp_path: Path) -> None:
+    tensors = with_codes(tmp_path, torch.Generator().manual_seed(3))
+    name = next(name for name in tensors if name.endswith("ngram_embedding.weight_scale"))
+    save_file({**tensors, name: torch.ones(7, 1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DamagedCheckpoint, match="not one scale of FP8 codes"):
+        plan_command(Request(tmp_path, tmp_path / "out", "hf", precision="bf16"))

@@ -29,7 +29,7 @@ from precisionctl.engines.serving_rules import Division, ShapeRules
 from precisionctl.errors import CheckpointError, MappingError, PrecisionError, RecipeError, nearest, shown
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import FOUR_BITS, Quantization, QuantMethod, Scheme, form_in_words, kind_of
-from precisionctl.quant_methods.coded_weights import CodedWeight, coded_weights, recognise
+from precisionctl.quant_methods.coded_weights import CodedWeight, coded_weights, ngram_table, recognise
 from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
 
 if TYPE_CHECKING:
@@ -130,7 +130,8 @@ class Engine:
         served: ServingLayout,
         hf_quant_config: Mapping[str, Any] | None,
     ) -> list[Finding]:
-        method, coded = recognise(config), coded_weights(config, specs)
+        method = recognise(config)
+        coded = {name: weight for name, weight in coded_weights(config, specs).items() if not ngram_table(name)}
         words = {weight.codes for weight in coded.values()}
         specs = {name: spec for name, spec in specs.items() if name not in words} | {
             name: weight.spec for name, weight in coded.items()

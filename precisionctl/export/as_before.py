@@ -17,7 +17,7 @@ from precisionctl.param import TensorSpec
 from precisionctl.planning.checks import check_names
 from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.quant_methods.base import POWERS_OF_2, CodeFormat, QuantMethod, Scales, sized
-from precisionctl.quant_methods.coded_weights import cache_scales
+from precisionctl.quant_methods.coded_weights import cache_scales, ngram_table
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class AsBefore:
                 encodes[job.name] = Encode(
                     {name: replace(encodings.scales[name], block=self._block(name, formats)) for name in names},
                     known=self._input_scales(names, job),
+                    shared=any(map(ngram_table, names)),
                     numbers="powers of 2" if in_powers_of_2(encodings) else "FP32",
                 )
         rest = self._cache_scales(plan)
@@ -77,7 +78,7 @@ class AsBefore:
         spec = self.encodings.weights[name]
         blocks = [sized(form.block, spec) for form in formats if (form.packing is None) == (spec.packing is None)]
         had = self.encodings.scales[name].block
-        return had if had in blocks else blocks[0]
+        return had if had in blocks or ngram_table(name) else blocks[0]
 
     def _input_scales(self, names: Sequence[str], job: Job) -> dict[str, float]:
         """The fixed scales of the inputs: the old ones, or, if the module or expert has recorded another amax since,

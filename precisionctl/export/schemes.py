@@ -10,6 +10,7 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.planning.plan import Job
 from precisionctl.quant_methods.base import CODES, EXPONENTS, FOUR_BITS, SCHEMES, TENSOR, Scheme, sized
+from precisionctl.quant_methods.coded_weights import ngram_table
 from precisionctl.untabled_model import UntabledModel
 
 
@@ -73,7 +74,7 @@ def best_scheme(
 
 
 def _is_coded(encodings: WeightEncodings, scheme: Scheme) -> bool:
-    """Whether all weights are encoded as a scheme would encode them."""
+    """Whether all weights, tables apart, are encoded as a scheme would encode them."""
     stored = encodings.stored.specs
     return all(
         weight.dtype == CODES
@@ -81,4 +82,5 @@ def _is_coded(encodings: WeightEncodings, scheme: Scheme) -> bool:
         and (encodings.scales[name].input is not None) == SCHEMES[scheme].fixed_inputs
         and (scheme != "mxfp8" or stored[encodings.scales[name].weight].dtype in EXPONENTS)
         for name, weight in encodings.weights.items()
+        if not ngram_table(name)
     )

@@ -20,6 +20,7 @@ from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import (
     FLOATS,
+    TENSOR,
     CodeFormat,
     Quantization,
     QuantMethod,
@@ -136,6 +137,8 @@ def _coded(
 ) -> CodedWeight:
     """The weight with the format that its tensors have. If its scales fit several formats, the one whose other tensors
     are there. Raises DamagedCheckpoint if no format fits."""
+    if (table := ngram_table(weight)) and (of_table := f"{table}.weight_scale") in specs:
+        return _in_table(codes, of_table, specs, where)
     scale, spec = _present(weight, method.weight_scales, specs, where), specs[codes]
     suffix = codes.removeprefix(weight)
     possible = [(form, found) for form in quantization.formats if (found := _as_weight(spec, suffix, form))]
@@ -163,6 +166,28 @@ def _coded(
     scales = Scales(scale, given, size, global_scale, form.divides, zeros, shape, of_input, largest)
     check_other_tensors(scales, spec, specs, where)
     return CodedWeight(codes, spec, form, scales)
+
+
+_TABLE = CodeFormat(TENSOR, inputs=None)
+"""That of a table: no linear's, so the config says nothing of its scale."""
+
+_PART_OF_TABLE = re.compile(r"(.+\.ngram_embedding)\.shard_\d+\.weight")
+
+
+def ngram_table(weight: str) -> str | None:
+    """The table that a weight is a part of, whose parts have one scale: of n-grams, as Qwen3.8-Flash-Next-FP8 has one.
+    None for other weights. transformers 5.23 integrations/finegrained_fp8.py, FP8Embedding."""
+    found = _PART_OF_TABLE.fullmatch(weight)
+    return found[1] if found else None
+
+
+def _in_table(codes: str, scale: str, specs: Mapping[str, TensorSpec], where: object) -> CodedWeight:
+    """A part of a table, whose tensor of codes has its name."""
+    spec = specs[codes]
+    if spec.packing is not None or not _fits(specs[scale], _TABLE, spec):
+        what = f"{scale} has shape {list(specs[scale].shape)} ({specs[scale].stored_dtype}), not one scale of FP8 codes"
+        raise DamagedCheckpoint(what, where=where)
+    return CodedWeight(codes, spec, _TABLE, Scales(scale, None, sized(TENSOR, spec)))
 
 
 def input_largest(weight: TensorSpec) -> float:
