@@ -91,9 +91,6 @@ def test_a_name_that_poses_as_a_slice_is_refused(tmp_path: Path) -> None:
     assert len(load_file(tmp_path / "x")) == 2
     with pytest.raises(DamagedCheckpoint, match=r"named as a slice"):
         sliced(read_header(tmp_path / "x"), tmp_path)
-    save_file({"optimizer.state.exp_avg.model.norm.weight": torch.ones(2)}, tmp_path / "x")
-    with pytest.raises(DamagedCheckpoint, match=r"optimizer state of another tensor"):
-        sliced(read_header(tmp_path / "x"), tmp_path)
 
 
 @pytest.mark.parametrize("names", [("[0]", "[2]"), ("[1]",)])

@@ -275,8 +275,8 @@ def test_what_the_fp8_state_of_a_source_lacks_for_megatron_core_is_said(place: P
     planned = plan_run(asked, read_recipe(asked), 1, CORE)
     _, notes = train_in_core._carried_state(planned, None)
     assert "no FP8 state: activations and gradients start at scale 1" in notes[0]
-    experts, recorded = replace(planned.plan, model=from_hf_config(QWEN_3_30B)), Fp8State.fresh(1024)
+    experts, recorded = replace(planned.mapping, model=from_hf_config(QWEN_3_30B)), Fp8State.fresh(1024)
     for producer, said in (("precisionctl", True), ("transformer_engine", False)):
         states = Fp8States(DelayedScaling(), {"decoder.layers.0.mlp.experts.linear_fc2": recorded}, producer=producer)
-        _, notes = train_in_core._carried_state(replace(planned, plan=experts, known=KnownState((states,))), None)
+        _, notes = train_in_core._carried_state(replace(planned, mapping=experts, known=KnownState((states,))), None)
         assert any("before multiplication by the router's weights" in note for note in notes) == said

@@ -8,6 +8,7 @@ from precisionctl.architectures.rope import PARAMETERS
 from precisionctl.checkpoints.base import Reader
 from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
 from precisionctl.same_model import differences
+from precisionctl.untabled_model import UntabledModel
 from precisionctl.untrusted.safe_json import parse_json
 from precisionctl.verify.not_compared import CONFIG_KEYS, QUANTIZER_KEYS, NotCompared, of_keys
 
@@ -23,18 +24,20 @@ Found = tuple[list[str], list[NotCompared]]
 
 
 def compare_configs(a: Reader, b: Reader) -> Found:
-    """The keys of config.json that differ, and those that were left out: keys that the families' tables read, since
-    ModelShape compares their meaning. Null and absent differ, as a class may have a default. `quantization_config` is
-    compared elsewhere."""
+    """The keys of config.json that differ, and those that were left out: where both models have a table, keys that
+    these read, since ModelShape compares their meaning. Null and absent differ, as a class may have a default.
+    `quantization_config` is compared elsewhere."""
     here, there = (_config(reader) for reader in (a, b))
     if here is None or there is None:
         return [], [] if here is there else [NotCompared("one config", f"only {'B' if here is None else 'A'} has one")]
-    read = {key for model in (a.model, b.model) for entry in table_of(model).config for key in entry.keys}
+    models = (a.model, b.model)
+    have_tables = not any(isinstance(model, UntabledModel) for model in models)
+    read = {key for model in models for entry in table_of(model).config for key in entry.keys} if have_tables else set()
     differing, left_out = [], dict[str, list[str]]()
     for path, left, right in _unequal(here, there):
         key, name = path[0], ".".join(path)
         topic = "spelled otherwise" if _is_read(path, read) else _TOPIC.get(key)
-        if topic == "spelled otherwise" and differences(a.model, b.model):
+        if topic == "spelled otherwise" and differences(*models):
             continue  # which are told as such
         if topic:
             left_out.setdefault(topic, []).append(name)
