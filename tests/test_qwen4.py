@@ -25,13 +25,17 @@ from safetensors.torch import load_file, save_file
 
 from precisionctl.architectures import param_map
 from precisionctl.architectures.families import from_hf_config, table_of
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
+from precisionctl.engines.base import engine_named
 from precisionctl.errors import DamagedCheckpoint, RecipeError, ShapeMismatch, UnknownArchitecture
+from precisionctl.evaluate import load as load_stored
 from precisionctl.param import Parallelism
 from precisionctl.planning.segments import Segment, lower
 from precisionctl.recipe import ParallelSettings
 from precisionctl.trainer.parallel.shards import check
+from precisionctl.verify.engine_rules import check as check_engine
 
 pytestmark = pytest.mark.skipif("qwen4" in pico.ABSENT, reason="this transformers has no Qwen4-Exp")
 
@@ -261,7 +265,40 @@ def with_codes(directory: Path, generator: torch.Generator) -> dict[str, torch.T
         tensors[name] = fp8_directories.random_codes(tensors[name].shape, generator, torch.float8_e4m3fn)
         tensors[f"{name.partition('.shard_')[0]}.weight_scale"] = torch.tensor([0.000199]).bfloat16()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    say(directory, modules_to_convert=["ngram_embedding"])
     return tensors
+
+
+def say(directory: Path, **keys: Any) -> None:
+    """Add these keys to its quantization config."""
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] |= keys
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def test_transformers_is_told_of_a_table_of_codes(tmp_path: Path) -> None:
+    """It makes no FP8Embedding of another one, and computes with codes as if they were weights."""
+    with_codes(tmp_path, torch.Generator().manual_seed(3))
+    for names, number in ((["ngram_embedding"], 0), (["other"], 2), (None, 2)):
+        say(tmp_path, modules_to_convert=names)
+        found = [each.what for each in check_engine(HuggingFaceReader(tmp_path), engine_named("transformers"))]
+        assert sum("modules_to_convert" in what for what in found) == number
+
+
+def test_an_export_says_that_the_table_becomes_values(tmp_path: Path) -> None:
+    with_codes(tmp_path / "fp8", torch.Generator().manual_seed(3))
+    notes = plan_command(Request.export(tmp_path / "fp8", tmp_path / "out", "vllm", "dynamic")).notes
+    assert any(note.startswith("The codes of 6 parts of tables of n-grams become BF16") for note in notes)
+
+
+def test_what_is_codes_in_part_is_evaluated_with_decoded_weights(tmp_path: Path) -> None:
+    tensors = with_codes(tmp_path, torch.Generator().manual_seed(3))
+    for name in [name for name in tensors if name.endswith("in_proj_b.weight")]:
+        del tensors[f"{name}_scale_inv"]
+        tensors[name] = torch.randn(tensors[name].shape).bfloat16()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    _, words = load_stored(HuggingFaceReader(tmp_path))
+    assert "weights from FP8 (not computed: inputs of linears that are codes in part)" in words
 
 
 def test_a_table_of_codes_has_one_scale_and_comes_back_to_the_byte(tmp_path: Path) -> None:

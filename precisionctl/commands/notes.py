@@ -21,6 +21,7 @@ from precisionctl.param import Parallelism
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import FOUR_BITS, Scheme
+from precisionctl.quant_methods.coded_weights import ngram_table
 from precisionctl.sizes import counted, size
 
 
@@ -220,6 +221,11 @@ def in_bf16_notes(
         yield (
             f"Experts {'become' if were_codes else 'stay in'} BF16: {plan.model.architecture} stores those of a layer "
             f"as one tensor, and no engine reads codes of that in scheme {scheme}."
+        )
+    if tables := [name for job in plan.jobs for name in job.reads if name in reader.encodings and ngram_table(name)]:
+        yield (
+            f"The codes of {counted(len(tables), 'part')} of tables of n-grams become BF16: no scheme has their form, "
+            "and `convert --to hf --precision fp8` keeps it."
         )
     if refused:
         name, what = next(iter(refused.items()))

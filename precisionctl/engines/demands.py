@@ -11,7 +11,7 @@ from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, config_groups, i
 from precisionctl.engines.ignored_modules import IgnoreList
 from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.quant_methods.base import TENSOR, sibling, sized
-from precisionctl.quant_methods.coded_weights import cache_scales
+from precisionctl.quant_methods.coded_weights import cache_scales, ngram_table
 from precisionctl.torch_when_used import torch
 
 CONFIG = "config.json"
@@ -185,6 +185,15 @@ def classes_in_several_groups(directory: QuantizedDirectory) -> Breaches:
         for name, group in groups.items():
             if any(is_of_a_class(target) for target in words(group.get("targets"))):
                 yield CONFIG, f"config group {name} of several targets a class of modules"
+
+
+def unnamed_tables(directory: QuantizedDirectory) -> Breaches:
+    """Tables of n-grams that are codes and that `modules_to_convert` does not name."""
+    codes = (name for name, spec in directory.specs.items() if spec.is_codes)
+    named = tuple(words(directory.quantization.get("modules_to_convert")))
+    for table in dict.fromkeys(filter(None, map(ngram_table, codes))):
+        if directory.method != "fp8" or not table.endswith(named or ("\0",)):
+            yield table, "a table of codes that modules_to_convert does not name"
 
 
 def said_twice_differently(directory: QuantizedDirectory) -> Breaches:

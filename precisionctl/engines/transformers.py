@@ -14,6 +14,7 @@ from precisionctl.engines.demands import (
     heads_beside,
     named,
     scales_beyond_bf16,
+    unnamed_tables,
     unsaid_tensors,
     without_dimension,
 )
@@ -212,6 +213,10 @@ ENGINE = Engine(
         ),
         cache_without_notice: EngineRule(
             "it knows none but that of compressed-tensors", "transformers 5.23 quantizers", fatal=False
+        ),
+        unnamed_tables: EngineRule(
+            "an embedding in FP8 is one for it if modules_to_convert names it, else its codes are taken for weights",
+            "transformers 5.23 integrations/finegrained_fp8.py replace_with_fp8_embedding",
         ),
         cache_scales_several: EngineRule(
             "keys and values are divided by one positive number each", "compressed-tensors 0.20 modeling/kvcache.py"

@@ -132,9 +132,9 @@ def _precision(reader: Reader, states: Fp8States | None, plan: Plan) -> Precisio
 
 def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
     """Let linears whose weights are stored as codes compute with these codes. A module has one static input scale, the
-    largest of its weights and experts, as in engines. Linears whose inputs engines leave as they are, indexers, and
-    DeepSeek-V4's projection by groups, compute with decoded weights. Returns the precision in words; None without
-    codes.
+    largest of its weights and experts, as in engines. Linears whose inputs engines leave as they are, indexers,
+    DeepSeek-V4's projection by groups, and what is joined of codes and values compute with decoded weights. Returns the
+    precision in words; None without codes.
     """
     device, packed = model.output_weight.device, packings_of(reader)
     stored = [job for job in plan.jobs if not reader.encodings.keys().isdisjoint(job.reads)]
@@ -156,6 +156,9 @@ def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
         name = packing.name if packing else "FP8"
         if not isinstance(linear, Linear | GroupedLinear):
             kinds[f"weights from {name}"] = None
+            continue
+        if not reader.encodings.keys() >= set(job.reads):  # such as a delta net's, whose smallest parts stay BF16
+            kinds[f"weights from {name} (not computed: inputs of linears that are codes in part)"] = None
             continue
         made = formats.of(job.reads) if formats else IN_FP8
         inputs = _packed_inputs(encodings, made, job, packing, device) if encodings and packing else None
