@@ -42,18 +42,16 @@ def held() -> Iterator[None]:
     """Inside, SIGINT and SIGTERM wait. A process that is started here never gets them: a terminal, Slurm and torchrun
     send them to all processes, and the parent answers for all."""
     came: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in _STOPS}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # which a process that is started here inherits
     in_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in _STOPS} if in_main else {}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # which a process that is started here inherits
     try:
-        if in_main:  # a signal that another thread gets is answered here, whatever this one's mask
-            for number in _STOPS:
-                signal.signal(number, lambda number, frame: came.append(number))
+        for number in handlers:  # the main thread answers what another one gets, whatever its own mask
+            signal.signal(number, lambda number, frame: came.append(number))
         yield
     finally:
-        if in_main:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for each in came:
             signal.raise_signal(each)

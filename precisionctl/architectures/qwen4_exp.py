@@ -171,7 +171,7 @@ def _read_ngrams(config: Config, where: object) -> Fields:
     if type(end) is not int or not 0 <= end < LARGEST:
         what = f"eos_token_id is {shown(config.get('eos_token_id'))}, and n-grams before it are made of it"
         raise DamagedCheckpoint(what, where=where)
-    given = {**{key: absent for key, absent in _NGRAM_KEYS.values()}, **config}
+    given = {**dict(_NGRAM_KEYS.values()), **config}
     embed_dim = size(config, "hidden_size" if config.get("ple_embed_dim") is None else "ple_embed_dim", where)
     return {
         **{f"ple.{field}": size(given, key, where) for field, (key, _) in _NGRAM_KEYS.items()},

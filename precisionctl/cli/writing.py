@@ -230,7 +230,8 @@ def show_plan(request: "Request", how: Writing) -> None:
     from precisionctl.conversion.ranks import place_among_ranks
     from precisionctl.reports import plan as report
 
-    if (place_among_ranks() or (0, 1))[0] > 0:
+    place = place_among_ranks()
+    if place and place[0] > 0:
         return
     command = plan_command(request)
     expected = estimate(command.plan, command.reader, command.output.path, how.workers, verify=how.verify)

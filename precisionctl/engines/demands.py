@@ -192,7 +192,7 @@ def unnamed_tables(directory: QuantizedDirectory) -> Breaches:
     codes = (name for name, spec in directory.specs.items() if spec.is_codes)
     named = tuple(words(directory.quantization.get("modules_to_convert")))
     for table in dict.fromkeys(filter(None, map(ngram_table, codes))):
-        if directory.method != "fp8" or not table.endswith(named or ("\0",)):
+        if directory.method != "fp8" or not table.endswith(named):
             yield table, "a table of codes that modules_to_convert does not name"
 
 

@@ -46,7 +46,7 @@ class AsBefore:
                 encodes[job.name] = Encode(
                     {name: replace(encodings.scales[name], block=self._block(name, formats)) for name in names},
                     known=self._input_scales(names, job),
-                    shared=any(map(ngram_table, names)),
+                    shared=len({encodings.scales[name].weight for name in names}) < len(names),
                     numbers="powers of 2" if in_powers_of_2(encodings) else "FP32",
                 )
         rest = self._cache_scales(plan)

@@ -168,7 +168,7 @@ def _coded(
     return CodedWeight(codes, spec, form, scales)
 
 
-_TABLE = CodeFormat(TENSOR, inputs=None)
+_TABLE = CodeFormat(TENSOR)
 """That of a table: no linear's, so the config says nothing of its scale."""
 
 _PART_OF_TABLE = re.compile(r"(.+\.ngram_embedding)\.shard_\d+\.weight")
