@@ -95,14 +95,15 @@ def speed(model: Any, batch: int, place: Place) -> dict[str, float]:
         model(prompt, use_cache=True)  # what is made once
         _forget_peak(place)
         seconds, out = _timed(lambda: model(prompt, use_cache=True), place)
-        cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        name = "cache" if "cache" in out else "past_key_values"  # before transformers 5.24
+        cache, token = out[name], out.logits[:, -1:].argmax(-1)
         del out
 
         def decode() -> None:
             following, kept = token, cache
             for _ in range(place.steps):
-                made = model(following, past_key_values=kept, use_cache=True)
-                following, kept = made.logits[:, -1:].argmax(-1), made.past_key_values
+                made = model(following, **{name: kept}, use_cache=True)
+                following, kept = made.logits[:, -1:].argmax(-1), made[name]
 
         decoding, _ = _timed(decode, place)
     return {

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from installed import CACHE
 from scoring import TOKENS
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -36,7 +37,7 @@ def cached_amaxes(directory: Path) -> list[tuple[float, float]]:
     """The largest key and value that transformers caches for some tokens, layer by layer."""
     cache = DynamicCache()
     with torch.no_grad():
-        AutoModelForCausalLM.from_pretrained(directory)(TOKENS, past_key_values=cache)
+        AutoModelForCausalLM.from_pretrained(directory)(TOKENS, **{CACHE: cache})
     return [(float(layer.keys.abs().max()), float(layer.values.abs().max())) for layer in cache.layers]
 
 

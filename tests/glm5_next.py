@@ -23,4 +23,4 @@ class Glm5NextForCausalLM(Glm5NextPreTrainedModel, GenerationMixin):
         out = self.model(input_ids, **rest)
         logits = self.lm_head(out.last_hidden_state)
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=out.past_key_values)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import transformers
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 BEFORE_5_23 = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
 """The checker's rules for transformers are those of 5.23."""
+
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""What models take a cache of keys and values by: the second before transformers 5.24."""
 
 LOADERS = {"compressed-tensors": "compressed_tensors", "fp8": "accelerate", "mxfp8": "accelerate"}
 """What transformers asks for before it loads a `quant_method`."""

@@ -27,7 +27,7 @@ class MistralLarge4ForCausalLM(MistralLarge4PreTrainedModel, GenerationMixin):
         out = self.model(input_ids, **rest)
         logits = torch.tanh(self.lm_head(out.last_hidden_state) / cap) * cap
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=out.past_key_values)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
 register_checkpoint_conversion_mapping(

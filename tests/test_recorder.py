@@ -9,6 +9,7 @@ import pico
 import pytest
 import torch
 from gpt_models import VOCABULARY, as_gpt, backward, converted, tiny_shape
+from installed import CACHE
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
@@ -92,7 +93,7 @@ def test_amaxes_are_those_that_hooks_see_in_transformers(family: str, tmp_path: 
     )
     ours, recorder, tokens = as_gpt(converted(theirs, tmp_path)), recorder_of(), torch.randint(VOCABULARY, (2, 48))
     cache = DynamicCache(config=theirs.config)
-    backward(theirs(tokens, past_key_values=cache).logits, tokens)
+    backward(theirs(tokens, **{CACHE: cache}).logits, tokens)
     with ours.recorded_by(recorder):
         backward(ours(tokens), tokens)
     states = recorder.states()
@@ -120,7 +121,7 @@ def test_of_latent_attention_the_latent_and_the_turned_part_are_cached_under_one
     theirs = pico.make("deepseek-v3")
     ours, recorder, tokens = as_gpt(converted(theirs, tmp_path)), recorder_of(), torch.randint(VOCABULARY, (2, 48))
     cache = DynamicCache(config=theirs.config)
-    theirs(tokens, past_key_values=cache)
+    theirs(tokens, **{CACHE: cache})
     with ours.recorded_by(recorder):
         ours(tokens)
     for number, held in enumerate(cache.layers):
