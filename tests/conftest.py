@@ -15,10 +15,11 @@ gc.disable()  # until all is imported and collected: that stays, and going throu
 
 @pytest.fixture(scope="session", autouse=True)
 def forks_stay() -> Iterator[None]:
+    from pico import models_kept
     from programs import forked_programs
     from tokenizing import shared_processes
 
-    with shared_processes(), forked_programs():
+    with shared_processes(), forked_programs(), models_kept():
         yield
 
 

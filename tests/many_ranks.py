@@ -193,9 +193,8 @@ def recorded(source: str) -> None:
 
 
 def make_runs(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
-    for source in ("source", "moe"):
-        run(f"{source} fp8 alone", 1, source=source, **fp8)
-        run(f"{source} guarded alone", 1, source=source, shadow_every=2, **fp8)
+    run("source fp8 alone", 1, **fp8)
+    run("source guarded alone", 1, shadow_every=2, **fp8)
     by_two("source", exact, fp8)
     for name, count in (("alone", 1), ("two", 2)):
         run(f"block {name}", count, **BLOCKS, **fp8)
@@ -207,7 +206,9 @@ def make_runs(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
     run("1 of 2-1-4", 1, "2-1-4", kill=5, **fp8)
     run("4 of 2-1-4", 4, "2-1-4", **fp8)
     shared = {**TENSOR, "parallel__expert": 2, "source": "moe"}
-    run("moe tensor", 4, shadow_every=2, train__async_save=True, **shared, **fp8 | {"train__micro_batch_size": 2})
+    shorter = {**fp8, "train__steps": 4, "train__eval_every": 2, "shadow_every": 2}
+    run("moe shorter alone", 1, source="moe", **shorter)
+    run("moe tensor", 4, train__async_save=True, **shared, **shorter | {"train__micro_batch_size": 2})
     run("four sharing", 4, **shared, **still)
     recorded("moe")
     record("moe recorded at once by tensor", 4, 1, 2, **shared)
@@ -225,6 +226,8 @@ def make_runs(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
 
 
 def make_runs_for_soak(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
+    run("moe fp8 alone", 1, source="moe", **fp8)
+    run("moe guarded alone", 1, source="moe", shadow_every=2, **fp8)
     by_two("moe", exact, fp8)
     for source in ("source", "moe"):
         run(f"{source} fp8 two, recomputed", 2, source=source, train__recompute="layer", **fp8)
@@ -254,7 +257,7 @@ def make_runs_for_soak(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
 
 
 def all_runs(*, soak: bool) -> None:
-    held_out = make_text(FOLDER / "held_out", seed=1, words=300)
+    held_out = make_text(FOLDER / "held_out", seed=1, words=100)
     make_text(FOLDER / "text")
     make_source(FOLDER / "source")
     make_source(FOLDER / "moe", **MOE)

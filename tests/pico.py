@@ -2,11 +2,15 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -1066,13 +1070,51 @@ def as_its_config_says(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def save(directory: Path, family: str = "llama-3", *, max_shard_size: str = "5GB", **changes: Any) -> PreTrainedModel:
+def make_and_save(
+    directory: Path, family: str = "llama-3", *, max_shard_size: str = "5GB", **changes: Any
+) -> PreTrainedModel:
     """Make a model and let transformers save it."""
     model = make(family, **changes)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     if published := PUBLISHED.get(model.config.model_type):
         _with_published_names(directory, published)
     return model
+
+
+@dataclass
+class _Kept:
+    """What was saved: by its settings a folder, and the state of PyTorch's generator after the model was made."""
+
+    folder: Path
+    saved: dict[str, tuple[Path, torch.Tensor]] = field(default_factory=dict)
+
+
+_kept: list[_Kept] = []
+
+
+@contextmanager
+def models_kept() -> Iterator[None]:
+    """Each model that is saved is made once: to make and save one takes 25 times as long as to copy it, and most tests
+    begin with one of a few."""
+    with TemporaryDirectory() as folder:
+        _kept.append(_Kept(Path(folder)))
+        yield
+        _kept.pop()
+
+
+def save(directory: Path, family: str = "llama-3", *, max_shard_size: str = "5GB", **changes: Any) -> None:
+    """`make_and_save`, for whoever needs the files alone."""
+    if not _kept or (directory.exists() and any(directory.iterdir())):  # of which transformers removes some
+        make_and_save(directory, family, max_shard_size=max_shard_size, **changes)
+        return
+    key = repr((family, max_shard_size, sorted(changes.items())))
+    if key not in _kept[-1].saved:
+        folder = _kept[-1].folder / str(len(_kept[-1].saved))
+        make_and_save(folder, family, max_shard_size=max_shard_size, **changes)
+        _kept[-1].saved[key] = folder, torch.get_rng_state()
+    folder, state = _kept[-1].saved[key]
+    torch.set_rng_state(state)
+    shutil.copytree(folder, directory, copy_function=shutil.copy, dirs_exist_ok=True)
 
 
 def _of_deepseek_v4(name: str) -> str:

@@ -15,7 +15,7 @@ TOKENS = torch.randint(1, 250, (2, 32), generator=torch.Generator().manual_seed(
 
 def save(directory: Path, family="llama-3", **settings):
     """A pico model with a tokenizer of one token a word."""
-    model = pico.save(directory, family, **settings)
+    model = pico.make_and_save(directory, family, **settings)
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<eos>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(directory)

@@ -82,7 +82,7 @@ def test_paths_are_strings_as_well(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_that_lacks_its_config_is_looked_at_with_a_reference(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
-    model = pico.save(tmp_path / "hf", "qwen3")
+    model = pico.make_and_save(tmp_path / "hf", "qwen3")
     files = torch.distributed.checkpoint.FileSystemWriter(tmp_path / "dcp")
     torch.distributed.checkpoint.save(model.state_dict(), storage_writer=files, no_dist=True)
     assert api.inspect(tmp_path / "dcp")["model"] is None

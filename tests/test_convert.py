@@ -188,7 +188,7 @@ def test_copies_that_are_no_numbers_are_copies(tmp_path: Path) -> None:
 
 
 def test_a_large_model_is_sharded_with_an_index(tmp_path: Path) -> None:
-    model = pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    model = pico.make_and_save(tmp_path / "hf", dtype=torch.bfloat16)
     run(tmp_path / "hf", tmp_path / "out", "hf", max_shard_size=40_000)
     index = json.loads((tmp_path / "out" / SAFETENSORS.index).read_text())
     assert index["metadata"]["total_size"] == sum(v.nbytes for v in model.state_dict().values())

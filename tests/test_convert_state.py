@@ -42,7 +42,7 @@ def test_bf16_to_fp8_fills_the_weight_role_as_one_update_would(tmp_path: Path) -
 
 def test_a_weight_of_zeros_is_not_said_to_wait_for_histories_that_are_there(tmp_path: Path) -> None:
     """Its amax is never recorded, by no number of passes; what lacks a history beside it still is."""
-    model = pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    model = pico.make_and_save(tmp_path / "hf", dtype=torch.bfloat16)
     model.model.layers[1].self_attn.o_proj.weight.data.zero_()
     model.save_pretrained(tmp_path / "hf")
     states = in_memory.recorded(open_checkpoint(tmp_path / "hf"))

@@ -65,7 +65,7 @@ def test_two_ranks_of_fsdp_with_their_optimizer(tmp_path: Path) -> None:
 
 
 def test_experts_in_one_tensor_become_those_that_their_class_saves(tmp_path: Path) -> None:
-    model = pico.save(tmp_path / "by-transformers", "qwen3-moe")
+    model = pico.make_and_save(tmp_path / "by-transformers", "qwen3-moe")
     assert any(re.search(r"experts\.gate_up_proj$", name) for name in model.state_dict())
     made = save(tmp_path / "dcp", {"model": model.state_dict()})
     for to in ("hf", "megatron"):

@@ -82,7 +82,7 @@ def test_settings_of_the_optimizer_come_back_whatever_its_groups_are(tmp_path: P
 
 
 def test_weights_alone_are_a_state_dict_of_the_class(tmp_path: Path) -> None:
-    model = pico.save(tmp_path / "hf", "qwen3-moe", dtype=torch.bfloat16, tie_word_embeddings=True)
+    model = pico.make_and_save(tmp_path / "hf", "qwen3-moe", dtype=torch.bfloat16, tie_word_embeddings=True)
     conversions.run(tmp_path / "hf", tmp_path / "out", "hf", container="dcp", verify=True)
     state = {"model": {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}}
     assert "lm_head.weight" in state["model"]
@@ -95,7 +95,7 @@ def test_weights_alone_are_a_state_dict_of_the_class(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", pico.representing(pico.rows))
 def test_names_and_shapes_are_those_that_the_class_has_in_memory(tmp_path: Path, family: str) -> None:
-    model = pico.save(tmp_path / "hf", family)
+    model = pico.make_and_save(tmp_path / "hf", family)
     writer = plan_command(Request(tmp_path / "hf", tmp_path / "out", "hf", container="dcp")).writer
     assert isinstance(writer, dcp_writer.DcpWriter)
     expected = {f"model.{name}": tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -104,7 +104,7 @@ def test_names_and_shapes_are_those_that_the_class_has_in_memory(tmp_path: Path,
 
 def test_names_of_the_first_gpt_2_become_those_that_the_class_has_in_memory(tmp_path: Path) -> None:
     """The Hub's has no `transformer.` before its names."""
-    model = pico.save(tmp_path / "hf", "gpt2")
+    model = pico.make_and_save(tmp_path / "hf", "gpt2")
     file = tmp_path / "hf" / "model.safetensors"
     save_file({name.removeprefix("transformer."): values for name, values in load_file(file).items()}, file)
     conversions.run(tmp_path / "hf", tmp_path / "out", "hf", container="dcp", verify=True)

@@ -169,7 +169,7 @@ def test_frozen_and_shared_parameters_are_read_where_they_are(tmp_path: Path, st
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_experts_in_one_tensor_become_those_that_their_class_saves(tmp_path: Path, stage: int) -> None:
-    model = pico.save(tmp_path / "hf", "qwen3-moe")
+    model = pico.make_and_save(tmp_path / "hf", "qwen3-moe")
     states = files.states_of(model.state_dict())
     assert any(name.endswith("experts.gate_up_proj") for name in states["fp32"])
     files.save(tmp_path / "run", states, stage, 3)

@@ -25,6 +25,7 @@ from precisionctl.trainer.parallel import world
 
 Told = dict[str, dict[str, Any]]
 with_experts = pytest.mark.parametrize("model", ["moe", *in_soak("source")])
+ALONE = {"source": "guarded alone", "moe": "shorter alone"}
 first_model = pytest.mark.parametrize("model", ["source", *in_soak("moe")])
 
 
@@ -195,19 +196,17 @@ def test_ranks_that_share_layers_train_as_one_process_does_but_for_rounding(
 ) -> None:
     """In FP8, with the sequence shared too, layers made once more, and experts dealt out: of a sum of two GEMMs'
     results each has been rounded to BF16. What the guard sees is of all parts, each once."""
-    alone, shared = steps(told, f"{model} guarded alone"), steps(told, f"{model} tensor")
+    of_one = f"{model} {ALONE[model]}"
+    alone, shared = steps(told, of_one), steps(told, f"{model} tensor")
     assert [loss for _, loss, _ in shared] == pytest.approx([loss for _, loss, _ in alone], rel=2**-9)
     looks = [[loss for _, _, loss in each if loss is not None] for each in (alone, shared)]
     assert len(looks[0]) == 2 and looks[1] == pytest.approx(looks[0], rel=2**-9)
-    seen = [guard_s_looks(place / f"{model} {how}") for how in ("guarded alone", "tensor")]
+    seen = [guard_s_looks(place / name) for name in (of_one, f"{model} tensor")]
     for expected, ours in zip(*seen, strict=True):
         assert ours["loss_bf16"] == pytest.approx(expected["loss_bf16"], rel=2**-9)
         assert ours["grad_norm_ratio"] == pytest.approx(expected["grad_norm_ratio"], abs=2**-5)
         assert list(ours["modules"]) == list(expected["modules"])
-    norms = [
-        [row["grad_norm"] for row in read_metrics(place / f"{model} {how}" / FILE)]
-        for how in ("guarded alone", "tensor")
-    ]
+    norms = [[row["grad_norm"] for row in read_metrics(place / name / FILE)] for name in (of_one, f"{model} tensor")]
     assert norms[1] == pytest.approx(norms[0], rel=2**-5)
 
 
@@ -215,7 +214,7 @@ def test_ranks_that_share_layers_train_as_one_process_does_but_for_rounding(
 def test_ranks_that_share_layers_have_one_fp8_state(place: Path, model: str) -> None:
     """That of one process, of the same tokens: amaxes are of a rounding to BF16 that may be another one, after a
     gradient's or activation's way through both layers."""
-    count, alone = {"source": 2, "moe": 4}[model], torch.load(place / f"{model} fp8 alone.start.0.pt")
+    count, alone = {"source": 2, "moe": 4}[model], torch.load(place / f"{model} {ALONE[model]}.start.0.pt")
     for when in ("start", "end"):
         first, *others = (torch.load(place / f"{model} tensor.{when}.{rank}.pt") for rank in range(count))
         assert first.keys() == alone.keys()

@@ -72,7 +72,7 @@ LOADED_BY_HAND = ("lfm3", "hy-v3", "kimi-linear", "gpt-neo")
     ],
 )
 def test_what_is_for_vllm_loads_by_hand_as_what_is_for_transformers(tmp_path: Path, family: str) -> None:
-    model = pico.save(tmp_path / "source", family, dtype=torch.bfloat16)
+    model = pico.make_and_save(tmp_path / "source", family, dtype=torch.bfloat16)
     distances = []
     for target in ("vllm", "transformers"):
         export(tmp_path / "source", tmp_path / target, target=target, keep_misfits=True)

@@ -411,7 +411,7 @@ def test_codes_of_experts_one_by_one_are_computed_with_as_they_decode(scheme: An
 
 @pytest.mark.parametrize("scheme", ["dynamic", "block"])
 def test_transformers_gets_experts_as_its_class_has_them(scheme: Any, tmp_path: Path) -> None:
-    theirs = pico.save(tmp_path / "hf", "gemma4-moe", dtype=torch.bfloat16, **WHOLE)
+    theirs = pico.make_and_save(tmp_path / "hf", "gemma4-moe", dtype=torch.bfloat16, **WHOLE)
     export(tmp_path / "hf", tmp_path / "fp8", scheme, "transformers")
     experts = {name: values for name, values in theirs.state_dict().items() if ".experts." in name}
     loaded = load_whole(type(theirs), tmp_path / "fp8").state_dict()

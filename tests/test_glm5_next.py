@@ -162,7 +162,7 @@ def test_texts_that_share_a_row_do_not_see_each_other(tmp_path: Path) -> None:
 
 def test_names_in_memory_are_read_and_published_ones_written(tmp_path: Path) -> None:
     """With what is FP32 as released: rates, steps, biases of routers, and biases and scales of streams."""
-    theirs = pico.save(tmp_path / "hf", FAMILY, dtype=torch.bfloat16)
+    theirs = pico.make_and_save(tmp_path / "hf", FAMILY, dtype=torch.bfloat16)
     file = tmp_path / "hf/model.safetensors"
     stored = load_file(file)
     wide = [name for name in stored if name.endswith(("_base", "_scale", "A_log", "dt_bias", "correction_bias"))]

@@ -40,7 +40,7 @@ def config_of(family: str = "granite-hybrid", **changes: Any) -> dict[str, Any]:
 def test_layers_are_two_blocks_of_megatron_each_with_the_norm_before_it(
     tmp_path: Path, family: str, pattern: str
 ) -> None:
-    theirs = pico.save(tmp_path, family, dtype=torch.bfloat16)
+    theirs = pico.make_and_save(tmp_path, family, dtype=torch.bfloat16)
     made = to_megatron(HuggingFaceReader(tmp_path))
     assert made.model.mamba is not None and made.model.mamba.pattern == pattern
     norms = {

@@ -32,7 +32,7 @@ INDEX, SINGLE = SAFETENSORS.index, SAFETENSORS.single
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "40KB"])
 def test_every_tensor_reads_as_transformers_has_it(tmp_path: Path, max_shard_size: str) -> None:
-    model = pico.save(tmp_path, "llama-3", dtype=torch.bfloat16, max_shard_size=max_shard_size)
+    model = pico.make_and_save(tmp_path, "llama-3", dtype=torch.bfloat16, max_shard_size=max_shard_size)
     reader = HuggingFaceReader(tmp_path)
     expected = model.state_dict()
     assert set(reader.specs) == set(expected)
@@ -61,7 +61,7 @@ def test_headers_are_those_of_the_library(tmp_path: Path) -> None:
 
 def test_a_writer_gives_what_transformers_loads(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
-    model = pico.save(source, "mistral", dtype=torch.float16)
+    model = pico.make_and_save(source, "mistral", dtype=torch.float16)
     reader = HuggingFaceReader(source)
     target.mkdir()
     writer = HuggingFaceWriter(target, reader.specs, reader.companions, {}, max_shard_size=30_000)
@@ -295,7 +295,7 @@ def test_another_word_for_a_key_must_not_say_otherwise(
     tmp_path: Path, family: str, key: str, word: str, value: int
 ) -> None:
     """transformers goes by the word, if it stands below the key."""
-    config = pico.save(tmp_path, family).config.to_dict()
+    config = pico.make_and_save(tmp_path, family).config.to_dict()
     edit_config(tmp_path, **{word: config[key]})
     before = HuggingFaceReader(tmp_path).model
     edit_config(tmp_path, **{word: value})
@@ -331,7 +331,7 @@ def test_rotary_scaling_that_both_sides_have_is_read(tmp_path: Path, scaling: di
 
 
 def test_frequencies_that_are_kept_are_not_below_those_that_are_divided(tmp_path: Path) -> None:
-    rope = pico.save(tmp_path, "llama-3").config.rope_parameters
+    rope = pico.make_and_save(tmp_path, "llama-3").config.rope_parameters
     edit_config(tmp_path, rope_parameters={**rope, "low_freq_factor": 16.0, "high_freq_factor": 4.0})
     with pytest.raises(DamagedCheckpoint, match=r"low_freq_factor 16.0 above high_freq_factor 4.0"):
         HuggingFaceReader(tmp_path)
@@ -371,7 +371,7 @@ def test_transformers_computes_what_a_config_is_read_as(
 ) -> None:
     """No rotary parameters are not those that are absent, and where kinds of layers have some of their own, an original
     context beside them is nobody's; a list of layers with a window outdoes a switch."""
-    theirs = pico.save(tmp_path, family)
+    theirs = pico.make_and_save(tmp_path, family)
     edit_config(tmp_path, **changes)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({key: config[key] for key in config if key not in dropped}))
@@ -429,7 +429,7 @@ def test_weights_that_torch_saved_are_read(tmp_path: Path, family: str, shards: 
 
 
 def test_safetensors_are_read_where_both_are_there(tmp_path: Path) -> None:
-    model = pico.save(tmp_path)
+    model = pico.make_and_save(tmp_path)
     torch.save({"lm_head.weight": torch.zeros(1)}, tmp_path / BIN.single)
     reader = HuggingFaceReader(tmp_path)
     assert reader.container == "safetensors"
@@ -438,7 +438,7 @@ def test_safetensors_are_read_where_both_are_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("largest", [5_000_000_000, 30_000])
 def test_transformers_and_torch_load_bin_files_that_we_wrote(tmp_path: Path, largest: int) -> None:
-    model = pico.save(tmp_path / "source", "llama-3", dtype=torch.bfloat16)
+    model = pico.make_and_save(tmp_path / "source", "llama-3", dtype=torch.bfloat16)
     reader = HuggingFaceReader(tmp_path / "source")
     target = tmp_path / "target"
     target.mkdir()

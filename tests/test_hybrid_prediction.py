@@ -41,7 +41,7 @@ AROUND = {"enorm": 0, "hnorm": 0, "eh_proj": 0, "final_layernorm": 1}
 
 def published(folder: Path, family: str = "nemotron-h") -> dict[str, Tensor]:
     """As transformers saves a model, with a random prediction layer: attention as its layer has it, and experts."""
-    model = pico.save(folder, family, dtype=torch.bfloat16)
+    model = pico.make_and_save(folder, family, dtype=torch.bfloat16)
     kinds, tensors = model.config.layers_block_type, load_file(folder / "model.safetensors")
     torch.manual_seed(1)
     for block, kind in enumerate(("full_attention", "moe")):

@@ -43,7 +43,7 @@ def with_state(directory: Path) -> Path:
 
 
 def test_a_description_counts_what_transformers_counts(tmp_path: Path) -> None:
-    model = pico.save(tmp_path, dtype=torch.bfloat16)
+    model = pico.make_and_save(tmp_path, dtype=torch.bfloat16)
     found = describe(open_checkpoint(tmp_path))
     assert found["parameters"] == model.num_parameters()
     assert found["bytes_by_dtype"] == {"bfloat16": 2 * model.num_parameters()}
@@ -85,7 +85,7 @@ def test_tensors_that_are_not_the_models_are_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["gpt-oss", "granite-moe", "qwen3-moe"])
 def test_tensors_are_as_many_as_the_file_has_also_where_experts_are_one(tmp_path: Path, family: str) -> None:
-    model = pico.save(tmp_path, family, dtype=torch.bfloat16)
+    model = pico.make_and_save(tmp_path, family, dtype=torch.bfloat16)
     found = describe(open_checkpoint(tmp_path))
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert found["tensors"] == len(file.keys())

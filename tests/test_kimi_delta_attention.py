@@ -168,7 +168,7 @@ def test_other_spellings_are_the_same_model_and_stay(tmp_path: Path, family: str
 
 @pytest.mark.parametrize("family", ["kimi-linear", "ling-3"])
 def test_transformers_loads_the_names_that_are_written(tmp_path: Path, family: str) -> None:
-    model = pico.save(tmp_path, family)
+    model = pico.make_and_save(tmp_path, family)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values())
     for (name, expected), found in zip(model.named_parameters(), loaded.parameters(), strict=True):

@@ -21,7 +21,7 @@ import trained_models
 import yaml
 from click.testing import CliRunner
 from conversions import change_args
-from pico import ABSENT, LLAMA3_ROPE, save
+from pico import ABSENT, LLAMA3_ROPE, make_and_save, save
 from trainer_directories import pytorch
 from training import SMALL, make_source, make_text, run, settings
 from transformers import AutoTokenizer
@@ -383,7 +383,7 @@ def test_accelerate_takes_the_recipe_and_hugging_face_s_directories_alone(place:
 def test_hugging_face_s_names_in_another_trainer_s_container_are_no_directory_of_it(
     tmp_path: Path, framework: str
 ) -> None:
-    model = save(tmp_path / "hf")
+    model = make_and_save(tmp_path / "hf")
     pytorch(tmp_path / "run" / "dcp", *trained_models.trained("llama-3"))
     states = deepspeed_files.states_of(dict(model.named_parameters()))
     deepspeed_files.save_universal(tmp_path / "run" / "universal", states)

@@ -18,7 +18,7 @@ def judge(top: Path, families: tuple[str, ...]) -> Path:
     jobs = []
     for family in (name for name in families if name not in pico.ABSENT):
         with torch.no_grad():
-            torch.save(pico.save(top / family, family)(TOKENS).logits, top / f"{family}.expected.pt")
+            torch.save(pico.make_and_save(top / family, family)(TOKENS).logits, top / f"{family}.expected.pt")
         run(top / family, top / f"{family}-ours", "megatron")
         directory, again = (top / f"{family}-{whose}" / "release" for whose in ("ours", "theirs"))
         job = {"do": "load", "directory": str(directory), "again": str(again), "out": str(top / f"{family}.found.pt")}

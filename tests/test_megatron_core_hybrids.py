@@ -35,7 +35,7 @@ def top(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases = {family: (family, {}) for family in CORE_HYBRIDS} | COMPUTED
     jobs = []
     for case, (family, changes) in cases.items():
-        theirs = pico.save(top / case, family, **changes)
+        theirs = pico.make_and_save(top / case, family, **changes)
         run(top / case, top / f"{case}-ours", "megatron")
         directory, again = (top / f"{case}-{whose}" / "release" for whose in ("ours", "theirs"))
         job = {"do": "load", "directory": str(directory), "again": str(again), "out": str(top / f"{case}.found.pt")}

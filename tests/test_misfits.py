@@ -78,7 +78,7 @@ def test_experts_whose_activation_transformers_does_not_find_on_a_gpu_are_no_blo
     tmp_path: Path, family: str
 ) -> None:
     """Told by the class of transformers that a GPU computes them with; a CPU decodes them."""
-    model = pico.save(tmp_path / "source", family, dtype=torch.bfloat16)
+    model = pico.make_and_save(tmp_path / "source", family, dtype=torch.bfloat16)
     with pytest.raises(AttributeError, match="none of: .*hidden_act"):
         FP8Experts(model.config, block_size=(128, 128))
     said = refused(tmp_path / "source", tmp_path / "out", "transformers", "block")

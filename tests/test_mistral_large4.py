@@ -77,7 +77,7 @@ def test_texts_that_share_a_row_count_their_positions_apart(tmp_path: Path) -> N
 
 
 def test_names_in_memory_are_read_and_published_ones_written(tmp_path: Path) -> None:
-    theirs = pico.save(tmp_path / "hf", FAMILY, dtype=torch.bfloat16)
+    theirs = pico.make_and_save(tmp_path / "hf", FAMILY, dtype=torch.bfloat16)
     file = tmp_path / "hf/model.safetensors"
     stored, reader = load_file(file), open_checkpoint(tmp_path / "hf")
     assert "model.layers.3.experts.7.w3.weight" in stored and "model.lerope.alpha" in stored

@@ -1,7 +1,9 @@
 """The GPT against transformers: tiny random models of each family."""
 
 import dataclasses
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pico
@@ -143,53 +145,58 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
 """What no tensor's shape shows."""
 
 
-@pytest.mark.parametrize("length", [100, *in_soak(12)])
-@pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers(case: str, length: int, tmp_path: Path) -> None:
-    """Through a directory that transformers wrote and the family's table. FP32's rounding makes up to 1e-5 of a
-    deviation of 75,000 logits, depending on the processor; what `MATTERS` has makes 5e-4."""
-    family, changes = CASES[case]
-    theirs = transformers_model(family, **changes)
-    ours = as_gpt(converted(theirs, tmp_path))
-    tokens = clear_tokens(ours, (3, length))
-    with torch.no_grad():
-        expected = theirs(tokens).logits
-        assert expected.std() > 0.3
-        torch.testing.assert_close(ours(tokens)[..., :VOCABULARY], expected, rtol=0, atol=3e-5 * float(expected.std()))
-
-
 GRADIENTS = (
     *("mimo-v2-flash", "laguna", "laguna-per-element", "phimoe", "olmo", "flex-olmo", "minicpm3", "falcon"),
     *("falcon-40b", "gpt-bigcode", "kolibri1", "kimi-linear", "ling-3", "lfm3", "axk1", "axk2", "nanochat", "flint"),
     *("opt", "gpt-neo", "bloom", "mpt", "bamba", "mamba2", "jamba", "mistral-large-4"),
 )
+"""Sinks, values of another size, gates of heads, a number of heads by kind of layer, SparseMixer, clamped queries,
+LayerNorms without weights, experts without a norm before them, multiplied residuals, attention beside an MLP under
+one norm and under two, one key for all heads, a bias of logits, Kimi delta attention, latents of other layers."""
 
 
-@pytest.mark.parametrize("case", [each for each in GRADIENTS if each not in pico.ABSENT])
-def test_gradients_are_those_of_transformers(case: str, tmp_path: Path) -> None:
-    """Sinks, values of another size, gates of heads, a number of heads by kind of layer, SparseMixer, clamped queries,
-    LayerNorms without weights, experts without a norm before them, multiplied residuals, attention beside an MLP under
-    one norm and under two, one key for all heads, a bias of logits, Kimi delta attention, latents of other layers."""
+@pytest.mark.parametrize("length", [100, *in_soak(12)])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_are_those_of_transformers(case: str, length: int, tmp_path: Path) -> None:
+    """Through a directory that transformers wrote and the family's table, which makes every parameter. FP32's rounding
+    makes up to 1e-5 of a deviation of 75,000 logits, depending on the processor; what `MATTERS` has makes 5e-4."""
     family, changes = CASES[case]
     theirs = transformers_model(family, **changes)
-    ours = as_gpt(converted(theirs, tmp_path))
-    tokens = clear_tokens(ours, (3, 100))
-    for logits in (theirs(tokens).logits, ours(tokens)[..., :VOCABULARY]):
-        logits.logsumexp(-1).sum().backward()
-    for name, found, expected in both_gradients(theirs, ours):
-        atol = 1e-5 * float(expected.abs().max())
-        torch.testing.assert_close(found, expected, rtol=0, atol=atol, msg=lambda said, name=name: f"{name}: {said}")
+    made = converted(theirs, tmp_path)
+    ours = as_gpt(made)
+    shapes = {name: parameter.shape for name, parameter in ours.named_parameters()}
+    assert shapes == {name: tensor.shape for name, tensor in made.tensors.items()}
+    tokens = clear_tokens(ours, (3, length))
+    with torch.set_grad_enabled(case in GRADIENTS):
+        expected, found = theirs(tokens).logits, ours(tokens)[..., :VOCABULARY]
+    deviation = float(expected.detach().std())
+    assert deviation > 0.3
+    torch.testing.assert_close(found, expected, rtol=0, atol=3e-5 * deviation)
+    if case in GRADIENTS:
+        for logits in (expected, found):
+            logits.logsumexp(-1).sum().backward()
+        for name, ours_of_it, theirs_of_it in both_gradients(theirs, ours):
+            atol = 1e-5 * float(theirs_of_it.abs().max())
+            torch.testing.assert_close(ours_of_it, theirs_of_it, rtol=0, atol=atol, msg=f"{name}: {{}}".format)
+
+
+@cache
+def computed(family: str) -> tuple[InMemory, Tensor, Tensor]:
+    """A model of a family, tokens and their logits."""
+    with TemporaryDirectory() as folder:
+        made = converted(transformers_model(family), Path(folder))
+    tokens = torch.randint(VOCABULARY, (3, 100))
+    with torch.no_grad():
+        return made, tokens, as_gpt(made)(tokens)
 
 
 @pytest.mark.parametrize(("family", "changes"), [each for each in MATTERS if each[0] not in pico.ABSENT], ids=str)
-def test_logits_are_others_without_what_makes_a_family(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_logits_are_others_without_what_makes_a_family(family: str, changes: dict[str, Any]) -> None:
     """What the test above compares would show if it were left out."""
-    made = converted(transformers_model(family), tmp_path)
-    tokens = torch.randint(VOCABULARY, (3, 100))
-    other = InMemory(replaced(made.model, changes), "megatron", made.tensors)
+    made, tokens, whole = computed(family)
     with torch.no_grad():
-        whole, without = as_gpt(made)(tokens), as_gpt(other)(tokens)
-        assert (whole - without).abs().max() > 5e-4
+        without = as_gpt(InMemory(replaced(made.model, changes), "megatron", made.tensors))(tokens)
+    assert (whole - without).abs().max() > 5e-4
 
 
 SCALED_EMBEDDINGS = [family for family in pico.FAMILIES if pico.shape(family).embedding_multiplier != 1]
@@ -212,13 +219,6 @@ def test_embeddings_are_scaled_in_bf16_by_the_number_that_the_family_s_class_tak
     other = not made.model.rounded_embedding_multiplier
     assert torch.equal(embedded(made.model), expected)
     assert not torch.equal(embedded(dataclasses.replace(made.model, rounded_embedding_multiplier=other)), expected)
-
-
-@pytest.mark.parametrize("family", pico.FAMILIES)
-def test_a_family_s_parameters_are_what_its_table_makes(family: str, tmp_path: Path) -> None:
-    made = converted(transformers_model(family), tmp_path)
-    parameters = GPT(made.model, BF16).named_parameters()
-    assert {name: tuple(p.shape) for name, p in parameters} == {name: spec.shape for name, spec in made.specs.items()}
 
 
 @pytest.mark.parametrize("family", pico.representing(pico.block_kinds))

@@ -62,7 +62,7 @@ def in_zarr(folder: Path, state: nemo_files.State) -> None:
 
 def unpacked(tmp_path: Path, family: str, write: Write, rows: int | None = None, **more: Any) -> Path:
     """The model in `hf`, and the folder of its `.nemo`."""
-    model = pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
+    model = pico.make_and_save(tmp_path / "hf", family, dtype=torch.bfloat16)
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     nemo_files.write_config(tmp_path / "nemo", nemo_files.fields(model.config, **more))
     write(tmp_path / "nemo", nemo_files.state_of(weights, model.config, rows=rows))

@@ -90,7 +90,7 @@ def groups(model: Any) -> list[dict[str, Any]]:
 
 def hf_trainer_step(path: Path, family: str, one_group: bool = False, **changes: Any) -> Any:
     """`checkpoint-7` after two updates, as Hugging Face's Trainer saves it, and what was live."""
-    model = pico.save(path, family, **changes)
+    model = pico.make_and_save(path, family, **changes)
     optimizer = torch.optim.AdamW(model.parameters() if one_group else groups(model), lr=RATE)
     train(model, optimizer, range(2))
     model.save_pretrained(path)
@@ -206,7 +206,7 @@ def test_an_optimizer_of_unknown_order_or_another_model_is_refused_and_can_be_dr
 
 
 def test_an_optimizer_that_has_made_no_update_is_said_to_stay_behind(tmp_path: Path) -> None:
-    model = pico.save(tmp_path / "checkpoint-0", "llama-3")
+    model = pico.make_and_save(tmp_path / "checkpoint-0", "llama-3")
     torch.save(torch.optim.AdamW(groups(model)).state_dict(), tmp_path / "checkpoint-0" / "optimizer.pt")
     notes = [*left_behind_notes(open_checkpoint(tmp_path / "checkpoint-0"))]
     assert any("stay behind: optimizer.pt, which has groups of parameters and no state" in note for note in notes)

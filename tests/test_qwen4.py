@@ -179,7 +179,7 @@ def test_a_table_larger_than_its_row_numbers_could_be_is_moved_in_whole_parts() 
 @pytest.mark.parametrize("parts", [1, 3, 64])
 def test_a_table_comes_from_pieces_and_from_memory_and_goes_back_to_either(tmp_path: Path, parts: int) -> None:
     """As `torch.chunk` cuts it, whatever is left for the last piece, and whether or not there are as many pieces."""
-    model = pico.save(tmp_path / "hf", "qwen4", dtype=torch.bfloat16, split_ngram_parts=parts)
+    model = pico.make_and_save(tmp_path / "hf", "qwen4", dtype=torch.bfloat16, split_ngram_parts=parts)
     stored, whole = load_file(tmp_path / "hf" / "model.safetensors"), model.state_dict()
     table = "model.layers.2.ple.ple_embedding.ngram_embedding"
     pieces = [stored[f"{table}.shard_{each}.weight"] for each in range(sum(table in name for name in stored))]

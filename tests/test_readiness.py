@@ -61,7 +61,7 @@ def by_group(q, k, v, heads, groups):
 
 @pytest.mark.parametrize("buffer", [buffers.BUFFER, 4 * 64 * 50], ids=["in one piece", "50 rows at a time"])
 def test_weights_are_measured_as_the_whole_of_megatron_s_tensors(tmp_path, monkeypatch, buffer):
-    model = pico.save(tmp_path, dtype=torch.bfloat16, hidden_size=128, intermediate_size=352)
+    model = pico.make_and_save(tmp_path, dtype=torch.bfloat16, hidden_size=128, intermediate_size=352)
     monkeypatch.setattr(buffers, "BUFFER", buffer)
     layer = model.model.layers[1]
     attention, mlp = layer.self_attn, layer.mlp
@@ -84,7 +84,7 @@ def test_weights_are_measured_as_the_whole_of_megatron_s_tensors(tmp_path, monke
 
 
 def test_a_weight_whose_rows_fill_whole_steps_is_measured_as_any_other(tmp_path, monkeypatch):
-    model = pico.save(tmp_path, dtype=torch.bfloat16, hidden_size=128, intermediate_size=352)
+    model = pico.make_and_save(tmp_path, dtype=torch.bfloat16, hidden_size=128, intermediate_size=352)
     monkeypatch.setattr("precisionctl.readiness.weights._AT_ONCE", 1)  # steps of 128 rows
     weight = model.model.layers[1].self_attn.o_proj.weight
     assert len(weight) == 128
@@ -113,7 +113,7 @@ def test_several_workers_measure_the_same(tmp_path):
 
 
 def test_weights_are_measured_under_the_delayed_scale_that_was_recorded(tmp_path):
-    model = pico.save(tmp_path, dtype=torch.bfloat16)
+    model = pico.make_and_save(tmp_path, dtype=torch.bfloat16)
     module = "decoder.layers.0.self_attention.linear_proj"
     weight = model.model.layers[0].self_attn.o_proj.weight
     half = after_one_update(weight.abs().amax().float() / 2, "weight", RECIPE)

@@ -960,7 +960,7 @@ COMPUTES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", OTHERWISE)
 def test_what_megatron_computes_otherwise_is_said_and_comes_back(tmp_path: Path, case: str) -> None:
     family, changes, words = OTHERWISE[case]
-    theirs = pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, **changes)
+    theirs = pico.make_and_save(tmp_path / "hf", family, dtype=torch.bfloat16, **changes)
     there = plan_command(Request(tmp_path / "hf", tmp_path / "megatron", "megatron"))
     (note,) = [note for note in there.notes if "computes another model" in note]
     assert words in note
@@ -994,7 +994,7 @@ def test_a_fixed_epsilon_of_latent_norms_is_told(tmp_path: Path) -> None:
     """transformers' latents have 1e-6, whatever config.json says: seen in what it makes."""
     for epsilon, told in ((1e-6, False), (1e-5, True)):
         folder = tmp_path / str(told)
-        theirs = pico.save(folder, "deepseek-v2", rms_norm_eps=epsilon)
+        theirs = pico.make_and_save(folder, "deepseek-v2", rms_norm_eps=epsilon)
         attention = theirs.model.layers[0].self_attn
         assert attention.kv_a_layernorm.variance_epsilon == 1e-6
         planned = plan_command(Request(folder, tmp_path / f"{told}-megatron", "megatron"))

@@ -99,7 +99,7 @@ a_third = pytest.mark.parametrize("third", [0, *in_soak(1, 2)])
 @a_third
 @pytest.mark.parametrize("family", ["deepseek-v3", *in_soak("llama-3", "gpt-oss")])
 def test_a_config(tmp_path: Path, family: str, third: int) -> None:
-    config = pico.save(tmp_path, family, dtype=torch.bfloat16).config.to_dict()
+    config = pico.make_and_save(tmp_path, family, dtype=torch.bfloat16).config.to_dict()
     kept = {key: value for key, value in config.items() if value is not None}
     file = tmp_path / "config.json"
     check(kept, IN_JSON, lambda v: file.write_text(json.dumps(v)), lambda: plan_of(tmp_path), third)
@@ -354,7 +354,7 @@ def test_a_universal_checkpoint_of_deepspeed(tmp_path: Path) -> None:
 
 
 def test_the_optimizer_of_hf_trainer(tmp_path: Path) -> None:
-    model = pico.save(tmp_path, "llama-3", num_hidden_layers=1)
+    model = pico.make_and_save(tmp_path, "llama-3", num_hidden_layers=1)
     optimizer = trained_models.adamw(model)
     trained_models.train(model, optimizer, range(1))
     saved = optimizer.state_dict()

@@ -264,7 +264,7 @@ def test_ranks(tmp_path: Path) -> None:
 
 
 def test_sizes_in_a_config_are_compared_before_anything_is_made_as_large(tmp_path: Path) -> None:
-    config = pico.save(tmp_path, dtype=torch.bfloat16).config.to_dict()
+    config = pico.make_and_save(tmp_path, dtype=torch.bfloat16).config.to_dict()
     claims = {"head_dim": 1 << 28, "vocab_size": 1 << 30, "intermediate_size": 1 << 30}
     for key, size in claims.items():
         (tmp_path / key).mkdir()
