@@ -183,7 +183,6 @@ def by_two(source: str, exact: dict[str, Any], fp8: dict[str, Any]) -> None:
     run(f"{source} alone", 1, source=source, **exact)
     run(f"{source} two", 2, source=source, **exact)
     run(f"{source} fp8 two", 2, source=source, **fp8)
-    run(f"{source} guarded two", 2, source=source, shadow_every=2, train__recompute="layer", **fp8)
 
 
 def recorded(source: str) -> None:
@@ -194,7 +193,6 @@ def recorded(source: str) -> None:
 
 def make_runs(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
     run("source fp8 alone", 1, **fp8)
-    run("source guarded alone", 1, shadow_every=2, **fp8)
     by_two("source", exact, fp8)
     for name, count in (("alone", 1), ("two", 2)):
         run(f"block {name}", count, **BLOCKS, **fp8)
@@ -227,7 +225,9 @@ def make_runs(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
 
 def make_runs_for_soak(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
     run("moe fp8 alone", 1, source="moe", **fp8)
-    run("moe guarded alone", 1, source="moe", shadow_every=2, **fp8)
+    for source in ("source", "moe"):
+        run(f"{source} guarded alone", 1, source=source, shadow_every=2, **fp8)
+        run(f"{source} guarded two", 2, source=source, shadow_every=2, train__recompute="layer", **fp8)
     by_two("moe", exact, fp8)
     for source in ("source", "moe"):
         run(f"{source} fp8 two, recomputed", 2, source=source, train__recompute="layer", **fp8)

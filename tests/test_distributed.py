@@ -171,6 +171,7 @@ def guard_s_looks(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / SHADOWS).read_text().splitlines()]
 
 
+@pytest.mark.soak
 @first_model
 def test_the_guard_of_two_ranks_changes_nothing_and_sees_what_that_of_one_process_does(
     place: Path, told: Told, model: str

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fp8_directories
 import in_memory
@@ -60,9 +61,19 @@ def test_the_digest_of_the_same_weights_is_the_same_cut_for_any_ranks(container:
     assert digest_weights(open_checkpoint(tmp_path / "cut")) == digest
 
 
-@pytest.mark.parametrize("family", ["llama-3", "gpt2", "qwen3-moe", "gpt-oss", "deepseek-v3"])
-def test_every_tensor_is_in_the_digest(family: str, tmp_path: Path) -> None:
-    pico.save(tmp_path / "hf", family, num_hidden_layers=2 if family == "deepseek-v3" else 1)
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("llama-3", {}),
+        ("gpt2", {}),
+        ("qwen3-moe", {"num_experts": 3, "mlp_only_layers": []}),
+        ("gpt-oss", {}),
+        ("deepseek-v3", {"num_hidden_layers": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}),
+    ],
+    ids=str,
+)
+def test_every_tensor_is_in_the_digest(family: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", family, **{"num_hidden_layers": 1, **sizes})
     made = in_memory.with_state(HuggingFaceReader(tmp_path / "hf"))
     digest = digest_weights(made)
     for name, values in made.tensors.items():

@@ -194,16 +194,30 @@ WIDE = {"hidden_size": 128, "ffn_hidden_size": 256}
 LONG = {"data__sequence_length": 256, "train__micro_batch_size": 4, "train__batch_size": 8}
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8-delayed"])
+FP8_LM, RECOMPUTED = {"optimizer__preset": "fp8-lm"}, {**LONG, "train__recompute": "layer"}
+
+
 @pytest.mark.parametrize(
-    ("family", "keys"),
+    ("family", "keys", "name"),
     [
-        ("llama-2", {}),
-        ("llama-2", {"optimizer__preset": "fp8-lm"}),
-        ("llama-2", {**LONG, "train__recompute": "layer"}),
-        ("jamba", {}),
-        *in_soak(("llama-2", {"train__batch_size": 1}), ("llama-2", LONG), ("mixtral", LONG)),
-        *in_soak(("gemma4-small", {**LONG, "train__recompute": "layer"})),
+        ("llama-2", {}, "bf16"),
+        ("llama-2", {}, "fp8-delayed"),
+        ("llama-2", FP8_LM, "bf16"),
+        ("llama-2", RECOMPUTED, "fp8-delayed"),
+        ("jamba", {}, "fp8-delayed"),
+        *in_soak(("llama-2", FP8_LM, "fp8-delayed"), ("llama-2", RECOMPUTED, "bf16"), ("jamba", {}, "bf16")),
+        *in_soak(
+            *(
+                (family, keys, name)
+                for family, keys in (
+                    ("llama-2", {"train__batch_size": 1}),
+                    ("llama-2", LONG),
+                    ("mixtral", LONG),
+                    ("gemma4-small", RECOMPUTED),
+                )
+                for name in ("bf16", "fp8-delayed")
+            )
+        ),
     ],
 )
 def test_the_whole_is_what_tensors_take_in_a_step_and_no_more_than_a_third_beyond(

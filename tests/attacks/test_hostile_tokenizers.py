@@ -40,14 +40,14 @@ def conversation(*contents: str) -> TextPiece:
 CHAT = conversation("a")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def started_as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not forked, as in other tests."""
     monkeypatch.setattr(process, "subprocess", subprocess)
 
 
 @pytest.fixture
-def bounded() -> Iterator[None]:
+def bounded(started_as_for_users: None) -> Iterator[None]:
     """Neither this process nor one that it starts takes much, whatever it is given. A process has at its start what
     this one has."""
     begun, own = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -222,6 +222,7 @@ def test_a_long_conversation_and_a_large_text_have_their_time() -> None:
     assert gigabyte.seconds > 10 * (1 << 30) / typical and gigabyte.nbytes > 600 << 30
 
 
+@pytest.mark.usefixtures("started_as_for_users")
 def test_a_process_that_is_killed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the system does where memory runs out."""
     made = Process()
