@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import conversions
@@ -31,7 +30,7 @@ from precisionctl.param import Parallelism
 from precisionctl.precision import PRESETS
 from precisionctl.reports.inspect import describe
 
-run = partial(conversions.run, workers=1, verify=True)
+run = conversions.run
 
 EACH = pytest.mark.parametrize("spelling", fp8_directories.SPELLINGS)
 UP = "model.layers.0.mlp.up_proj.weight"
