@@ -10,7 +10,7 @@ import transformers
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 BEFORE_5_23 = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
-"""The checker's rules for transformers are those of 5.23."""
+"""The checker's rules for transformers are those of 5.23 and 5.24."""
 
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 """What models take a cache of keys and values by: the second before transformers 5.24."""

@@ -31,7 +31,7 @@ if "mistral4" in CONFIG_MAPPING:
     AutoModelForCausalLM._model_mapping._extra_content[CONFIG_MAPPING["mistral4"]] = transformers.Mistral4ForCausalLM
 
 if "hy_v4" in CONFIG_MAPPING:
-    # transformers 5.23 turns halves of channels, for which no published weights were trained (architectures/hy_v4.py).
+    # transformers 5.24 turns halves of channels, for which no published weights were trained (architectures/hy_v4.py).
     modeling_hy_v4 = import_module("transformers.models.hy_v4.modeling_hy_v4")
     modeling_hy_v4.apply_rotary_pos_emb = modeling_glm_moe_dsa.apply_rotary_pos_emb_interleave
 
@@ -88,7 +88,7 @@ _NEMOTRON_H = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 48,
-    "time_step_min": 1e-30,  # transformers 5.23 clamps steps at it, as nobody else does
+    "time_step_min": 1e-30,  # transformers 5.24 clamps steps at it, as nobody else does
     "time_step_floor": 0.5,  # of a new model's steps: most heads forget a token within a dozen
 }
 _EXPERTS = {
@@ -129,7 +129,7 @@ _KDA = {
     "rms_norm_eps": 1e-6,  # that of latents' norms, whatever config.json says
 }
 _OLMO_HYBRID = {**DELTA_NET, "model_type": "olmo_hybrid", "head_dim": 16, "linear_num_value_heads": 8}
-"""With as many channels of values as of keys, as transformers 5.23 saves convolutions in thirds."""
+"""With as many channels of values as of keys, as transformers 5.24 saves convolutions in thirds."""
 _INDEXED = {**_DEEPSEEK, "q_lora_rank": 24, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 128}
 
 _GRANITE = {
@@ -1140,7 +1140,7 @@ PUBLISHED: dict[str, Callable[[str], str]] = {
     # of its layers those with even numbers have delta attention
     "bailing_hybrid": lambda name: re.sub(r"(layers\.[02]\.attention)\.dense", r"\1.o_proj", name),
 }
-"""From the names under which transformers 5.23 saves to published ones, which we write, and it reads as well."""
+"""From the names under which transformers 5.24 saves to published ones, which we write, and it reads as well."""
 
 
 def _with_published_names(directory: Path, published: Callable[[str], str]) -> None:

@@ -289,6 +289,16 @@ CASES = {
     "J, ModelOpt's MXFP8": (lambda: Made("modelopt", "mxfp8"), {"transformers"}, set()),
     "MXFP8 as SGLang and MiniMax write it": (lambda: Made("mxfp8", "mxfp8"), {"vllm"}, set()),
     "the same, of experts": (lambda: Made("mxfp8", "mxfp8", experts=True), {"vllm"}, set()),
+    "the same, of blocks that are not said": (
+        lambda: Made("mxfp8", "mxfp8").without("weight_block_size"),
+        {"vllm"},
+        {"transformers"},
+    ),
+    "the same, of bytes that are not said to be exponents": (
+        lambda: Made("mxfp8", "mxfp8").without("scale_fmt"),
+        {"vllm"},
+        {"transformers"},
+    ),
     "the same under ModelOpt's name, without words for SGLang": (
         lambda: Made("mxfp8", "mxfp8").renamed("weight_scale_inv", "weight_scale").without("activation_scheme"),
         {"sglang", "transformers"},
@@ -491,7 +501,7 @@ CASES = {
         EVERYONE - {"tensorrt-llm"},
     ),
     # experts
-    "experts in one tensor": (of_one_tensor, EVERYONE - {"transformers"}, set()),
+    "experts in one tensor": (of_one_tensor, EVERYONE - {"transformers"}, {"transformers"}),
     # the KV cache
     "a cache in compressed-tensors": (lambda: with_cache(ct("dynamic")), set(), {"tensorrt-llm"}),
     "a cache with ModelOpt's names in compressed-tensors": (

@@ -176,7 +176,7 @@ def test_what_others_compute_of_a_mixer_is_told(tmp_path: Path, epsilon: float) 
     theirs = pico.make_and_save(tmp_path / "hf", "nemotron-h", layer_norm_epsilon=epsilon, time_step_min=0.001)
     assert theirs.model.layers[0].mixer.time_step_limit == (0.001, float("inf"))
     notes = plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron")).notes
-    assert any("transformers 5.23 takes no step (dt) of a Mamba-2 mixer below" in note for note in notes)
+    assert any("transformers 5.24 takes no step (dt) of a Mamba-2 mixer below" in note for note in notes)
     assert any("with epsilon 1e-05, whatever the arguments say" in note for note in notes) == (epsilon != 1e-5)
 
 

@@ -142,7 +142,7 @@ _OUTPUT = Row(
 
 _BODY = {"layers.": "model.layers.", "embed.": "model.embed_tokens.", "hc_head_": "model.hc_head.hc_"}
 _SAVED = {**_BODY, ".attn.kv_norm.": ".attn.norm."}
-"""What transformers (5.23) saves: it turns its own renamings around, of which two make the same name."""
+"""What transformers (5.24) saves: it turns its own renamings around, of which two make the same name."""
 
 _IN_MEMORY = {
     **_BODY,

@@ -9,7 +9,7 @@ buffer. Experts are beside the MLP of each layer, not in its place: router, expe
 them, the last two one after, and so has their sum; the weights of the chosen experts sum to 1 before each is multiplied
 by a number of its expert. Layers that share keys and values have projections and a norm of their own in published files
 of E2B and E4B, but not of their QAT, and nothing reads them: transformers neither loads nor saves them. transformers
-5.23 saves what single layers have otherwise as `per_layer_config`, where published files have `global_head_dim` and
+5.24 saves what single layers have otherwise as `per_layer_config`, where published files have `global_head_dim` and
 `num_global_key_value_heads`, which counts only where keys are values.
 """
 

@@ -65,7 +65,7 @@ _SAVED = {
     ".ffn_hc.": ".hc_pre.hc_mlp_layer.hc_",
     ".hc_head.hc_": ".hc_pre.hc_head.hc_head_",
 }
-"""What transformers (5.23) saves: it turns its own renamings around, also where they change nothing."""
+"""What transformers (5.24) saves: it turns its own renamings around, also where they change nothing."""
 
 _PREDICTION = prediction(
     (*_ATTENTION, *renamed(_GATE_AND_SINKS, _GATES_AND_SINKS_PUBLISHED)),
@@ -131,6 +131,6 @@ ARCHITECTURE = Architecture(
     aliases=(TIED,),
     derived=ROTARY,
     names_by="this project",
-    otherwise_in_transformers="transformers 5.23 turns halves of Hunyuan 4's rotary channels; vLLM, SGLang and "
+    otherwise_in_transformers="transformers 5.24 turns halves of Hunyuan 4's rotary channels; vLLM, SGLang and "
     "`resume` turn pairs of neighbours, as the published weights were trained.",
 )

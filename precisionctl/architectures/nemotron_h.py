@@ -3,7 +3,7 @@ in Megatron are those of Megatron-Core's hybrid stack (megatron/core/ssm/mamba_b
 
 Traps: every block is called `mixer` in Hugging Face, and its norm `norm`; attention has no positions; in_proj's rows
 are in five parts of unequal size, which tensor parallelism cuts each by itself; the last norm is `final_norm`. What
-clamps a mixer's steps is time_step_limit, in NVIDIA's own code as in Megatron-Core; transformers (5.23) takes
+clamps a mixer's steps is time_step_limit, in NVIDIA's own code as in Megatron-Core; transformers (5.24) takes
 time_step_min for it, which is where steps of a new model begin. A prediction layer (Nemotron 3), which transformers
 leaves out, is two blocks: Hugging Face counts them as layers, `mtp.layers.0` and `mtp.layers.1`, and in Megatron they
 are the layers of `mtp_model_layer` (Megatron-Bridge's nemotron_h_bridge.py).
@@ -226,7 +226,7 @@ _KEYS = ("layers_block_type", "hybrid_override_pattern", "n_shared_experts")
 ARCHITECTURE = Architecture(
     model_types={"nemotron_h": "NemotronHForCausalLM"},
     behind={"gate": "experts"},
-    otherwise_in_transformers="transformers 5.23 takes no step (dt) of a Mamba-2 mixer below config.json's "
+    otherwise_in_transformers="transformers 5.24 takes no step (dt) of a Mamba-2 mixer below config.json's "
     "time_step_min, 0.001 if it says none; NVIDIA's own code, Megatron-Core and `resume` take it as it is.",
     rows=(
         *(

@@ -2,7 +2,7 @@
 
 Traps: layers with a delta net have norms before their blocks, as a Llama has them, and the others OLMo's behind them;
 `post_attention_layernorm` is the one before the MLP in the former, and that behind attention in the latter.
-transformers 5.23 saves these norms under other names than published ones, and has the three convolutions in one, which
+transformers 5.24 saves these norms under other names than published ones, and has the three convolutions in one, which
 it saves in thirds, though values have more channels than keys.
 Learning rates are up to 2. The norm of what a delta net gives has an epsilon of its own, which no key says. Published
 models have no rotary embeddings, which a null `rope_theta` says; a null `rope_parameters` alone says it to nobody.
@@ -106,7 +106,7 @@ def _read_rope(config: Config, where: object) -> Fields:
         return {"rope_layers": (False,) * layers(config, where)}
     if config.get("rope_parameters", {}) is None and not parameters and "rope_theta" not in config:
         raise UnknownArchitecture(
-            "rope_parameters is null, which is no rotary embedding to vLLM, and one of base 10000 to transformers 5.23",
+            "rope_parameters is null, which is no rotary embedding to vLLM, and one of base 10000 to transformers 5.24",
             where=where,
             do="Say `rope_theta` beside it: null for a model without rotary embeddings, as Ai2's are.",
         )

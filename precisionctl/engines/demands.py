@@ -10,7 +10,8 @@ from precisionctl.dtypes import DType
 from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, config_groups, is_of_a_class, words
 from precisionctl.engines.ignored_modules import IgnoreList
 from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
-from precisionctl.quant_methods.base import TENSOR, sibling, sized
+from precisionctl.errors import shown
+from precisionctl.quant_methods.base import POWERS_OF_2, SCHEMES, TENSOR, sibling, sized
 from precisionctl.quant_methods.coded_weights import cache_scales, ngram_table
 from precisionctl.torch_when_used import torch
 
@@ -131,13 +132,15 @@ def named(weight: str, activation: str) -> Demand:
     return broken
 
 
-def exponents_named(wanted: str) -> Demand:
-    """Scales of `quant_method: mxfp8` under another name."""
+def exponents_named(wanted: str, renamed: Mapping[str, str] | None = None) -> Demand:
+    """Scales of `quant_method: mxfp8` under another name. `renamed` has the names that the engine looks for in models
+    that it has a table for, by `model_type`."""
 
     def broken(directory: QuantizedDirectory) -> Breaches:
         for name, scales in directory.scales.items() if directory.method == "mxfp8" else ():
-            if scales.weight != sibling(name, wanted):
-                yield scales.weight, f"not named {wanted}"
+            of_model = renamed.get(directory.model_type) if renamed and name.endswith("]") else None
+            if scales.weight != sibling(name, of_model or wanted):
+                yield scales.weight, f"not named {of_model or wanted}"
 
     return broken
 
@@ -148,6 +151,25 @@ def stored_as_one(directory: QuantizedDirectory) -> Breaches:
         if name.endswith("]"):
             yield name.partition("[")[0], "FP8 codes of all experts in one tensor"
             return
+
+
+def unsaid_exponents(directory: QuantizedDirectory) -> Breaches:
+    """What a config of `quant_method: mxfp8` does not say of its scales: that each is of 32 values, and of bytes that
+    they are exponents."""
+    if directory.method != "mxfp8" or not directory.scales:
+        return
+    said = directory.quantization
+    if (block := said.get("weight_block_size")) != list(SCHEMES["mxfp8"].block):
+        yield CONFIG, f"weight_block_size {shown(block)}" if block else "no weight_block_size"
+    in_bytes = any(directory.specs[scales.weight].dtype == DType.uint8 for scales in directory.scales.values())
+    if in_bytes and not POWERS_OF_2.items() <= said.items():
+        yield CONFIG, f"no {' '.join(*POWERS_OF_2.items())}, and scales are bytes"
+
+
+def taken_for_weights(directory: QuantizedDirectory) -> Breaches:
+    """As `stored_as_one`, of methods that transformers reads as `fp8`."""
+    if directory.method in ("fp8", "mxfp8"):
+        yield from stored_as_one(directory)
 
 
 def without_dimension(directory: QuantizedDirectory) -> Breaches:

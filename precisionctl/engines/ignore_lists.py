@@ -138,7 +138,7 @@ BY_START_REGEX_OR_END = Matching(
     _NO_NAME,
     lambda entry, module: module.endswith(entry) or _matches(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", module),
 )
-"""transformers 5.23 quantizers_utils.py should_convert_module, to which every entry is an expression: a dot between
+"""transformers 5.24 quantizers_utils.py should_convert_module, to which every entry is an expression: a dot between
 words is any letter there, and a dot here."""
 
 BY_GLOB = Matching(_is_named, _GLOB, lambda entry, module: fnmatchcase(module, entry))

@@ -32,7 +32,7 @@ ROUTERS_AND_GATES = re.compile(rf".+\.({_ROUTERS}|shared_expert_gate)")
 """The latter are those of shared experts."""
 
 _HEADS = r"(\D*\.)?((\w+_)?lm_head|predictions|proj_out|embed_out|output_projection)(\.decoder|\.out_proj)?$"
-"""Heads that are tied to an embedding, by the names of transformers' classes (5.23, `_tied_weights_keys`)."""
+"""Heads that are tied to an embedding, by the names of transformers' classes (5.24, `_tied_weights_keys`)."""
 
 
 @dataclass(frozen=True)

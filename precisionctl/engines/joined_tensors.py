@@ -21,7 +21,7 @@ def wrongly_joined(
     config: Mapping[str, Any], quantization: Mapping[str, Any], specs: Mapping[str, TensorSpec]
 ) -> Breaches:
     """The weights among these tensors that are joined or divided, and not in the format of the group by which they are
-    decoded. Of those whose names differ in numbers alone the first. transformers 5.23, quantizers/base.py
+    decoded. Of those whose names differ in numbers alone the first. transformers 5.24, quantizers/base.py
     update_weight_conversions, integrations/compressed_tensors.py CompressedTensorsDequantize."""
     forms = read({**quantization, "config_groups": {"": _group_of_joined(quantization)}}).formats
     packings = {form.packing for form in forms}

@@ -1,7 +1,7 @@
 """What transformers makes of a directory's names in memory, by its own tables: other names, and tensors of several.
 
 A list of modules that are not quantized is held against the names in memory. transformers renames what it reads by
-tables for model types and classes (its conversion_mapping.py, 5.23), which are looked up here without making a model.
+tables for model types and classes (its conversion_mapping.py, 5.24), which are looked up here without making a model.
 Those of a model's root are applied as they are. Those of a part hold within the module that the part is, which only a
 model tells; so they are tried behind the first words of a name, and give names that may be none.
 """
@@ -57,7 +57,7 @@ def joined(config: Mapping[str, Any], weights: Iterable[str], codes: Iterable[st
     alone the first. Without those whose result is a linear that has scales of its own, as one made of `codes` has.
     Raises as `_of_parts`.
 
-    With these, and no others, transformers looks for scales (5.23, quantizers/base.py update_weight_conversions)."""
+    With these, and no others, transformers looks for scales (5.24, quantizers/base.py update_weight_conversions)."""
     root, parts = _of_root(config), _of_parts(config)
     coded = (name.removesuffix(".weight") for name in _unlike(codes))
     scaled = "\n".join(f"{name}.weight" for names in renamed(config, coded).values() for name in names)
@@ -99,9 +99,13 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def _through(table: list[Any], module: str) -> list[str]:
-    """The modules whose weight a module's weight becomes: renamed by all that rename, then by the first that
-    converts."""
-    name = f"{module}.weight"
+    """The modules whose weight a module's weight becomes; or a tensor of this very name, as Inkling 2's
+    `sconv.weight_proj`."""
+    return _weights(table, module) or _weights(table, f"{module}.weight")
+
+
+def _weights(table: list[Any], name: str) -> list[str]:
+    """The modules whose weight a tensor becomes: renamed by all that rename, then by the first that converts."""
     names = [name]
     for transform in table:
         name, matched = transform.rename_source_key(name)

@@ -1,4 +1,4 @@
-"""transformers: what it asks of an FP8 directory. Run in 5.23, on a CPU.
+"""transformers: what it asks of an FP8 directory. Run in 5.24, on a CPU.
 
 Of compressed-tensors it computes with inputs that it rounds to FP8 and back, or, told `dequantize=True`, without; of
 `quant_method: fp8` it decodes the weights wherever there is no GPU with FP8. ModelOpt's directories it takes for BF16.
@@ -14,7 +14,9 @@ from precisionctl.engines.demands import (
     heads_beside,
     named,
     scales_beyond_bf16,
+    taken_for_weights,
     unnamed_tables,
+    unsaid_exponents,
     unsaid_tensors,
     without_dimension,
 )
@@ -29,30 +31,33 @@ from precisionctl.engines.rule import EngineRule
 from precisionctl.engines.serving_rules import ShapeRules
 
 _LLAMA4_EXPERTS = re.compile(r".+\.feed_forward\.experts\.(gate_up_proj|down_proj)\[\d+\]")
-"""Of these it makes linears (5.23 quantizers/base.py MODULES_TO_PATCH_FOR_QUANTIZATION)."""
+"""Of these it makes linears (5.24 quantizers/base.py MODULES_TO_PATCH_FOR_QUANTIZATION)."""
 _GATEWAYS = ("d_fine", "deimv2")
 """Models in which `gate` is a linear, as in `afmoe`; routers of others are classes of their own, two of which are made
 from nn.Linear, which is enough for compressed-tensors alone."""
 _NUMBERED_EXPERTS = re.compile(r".+\.layers\.\d+\.(mlp\.)?experts\.\d+\..+")
 _IN_ONE = dict.fromkeys(("gemma4_text", "mistral4"), _NUMBERED_EXPERTS)
-"""For these it has no converter of numbered ones (5.23 conversion_mapping.py)."""
+"""For these it has no converter of numbered ones (5.24 conversion_mapping.py)."""
+
+_RENAMED = dict.fromkeys(("inkling2", "inkling2_text"), "weight_scale")
+"""What scales of experts in one tensor are called in models for which it has a table (5.24 conversion_mapping.py)."""
 
 _AS_VALUES = ExpertsAsValues(
     ("lfm2_moe", "nemotron_h"),
     "hidden_act",
     EngineRule(
         "on a GPU with FP8, experts of codes ask the config for hidden_act, which this model's does not have",
-        "transformers 5.23 integrations/finegrained_fp8.py FP8Experts",
+        "transformers 5.24 integrations/finegrained_fp8.py FP8Experts",
     ),
 )
 _QUANTIZATION = EngineRule(
     "other methods are skipped with a warning, and codes taken for weights",
-    "transformers 5.23 quantizers/auto.py, integrations/compressed_tensors.py",
+    "transformers 5.24 quantizers/auto.py, integrations/compressed_tensors.py",
 )
 _FINE_GRAINED = IgnoreList(
     ("modules_to_not_convert", "ignored_layers"),
     BY_START_REGEX_OR_END,
-    empty_counts=True,  # 5.23 utils/quantization_config.py FineGrainedFP8Config
+    empty_counts=True,  # 5.24 utils/quantization_config.py FineGrainedFP8Config
     unquantized=Unquantized(ROUTERS, ("afmoe", *_GATEWAYS)),
     experts=BY_MODULE,
     experts_as_one=True,
@@ -98,7 +103,7 @@ ENGINE = Engine(
             joined=EngineRule(
                 "what it joins as it loads it, it decodes by one config group, and loses what is not codes of that; "
                 "values stay beside FP8 alone: export a scheme of FP8, or use another engine",
-                "transformers 5.23 quantizers/base.py update_weight_conversions, integrations/compressed_tensors.py",
+                "transformers 5.24 quantizers/base.py update_weight_conversions, integrations/compressed_tensors.py",
             ),
             one_by_one=_LLAMA4_EXPERTS,
             in_one=_IN_ONE,
@@ -115,20 +120,20 @@ ENGINE = Engine(
     config_rule=_QUANTIZATION,
     scales=EngineRule(
         "scales are loaded into parameters of fixed shapes",
-        "transformers 5.23 integrations/finegrained_fp8.py FP8Linear; compressed-tensors 0.20",
+        "transformers 5.24 integrations/finegrained_fp8.py FP8Linear; compressed-tensors 0.20",
     ),
     shapes=ShapeRules(
         aligned=EngineRule("both dimensions of an FP8 weight must be multiples of 16", "torch._scaled_mm"),
         blocks=EngineRule(
             "the size of a block is the weight's by the number of scales, so all must be whole",
-            "transformers 5.23 integrations/finegrained_fp8.py Fp8Dequantize",
+            "transformers 5.24 integrations/finegrained_fp8.py Fp8Dequantize",
         ),
         ragged="never",
         decoded={
             "compressed-tensors": EngineRule(
                 "it decodes codes before it multiplies; only with `use_optimized_inference=True` it multiplies codes "
                 "of FP8, in multiples of 16",
-                "transformers 5.23 integrations/compressed_tensors.py CompressedTensorsFP8Linear, torch scaled_mm",
+                "transformers 5.24 integrations/compressed_tensors.py CompressedTensorsFP8Linear, torch scaled_mm",
                 fatal=False,
             ),
         },
@@ -138,7 +143,7 @@ ENGINE = Engine(
         groups=(),
         all_or_none=EngineRule(
             "experts are one tensor in memory, and have one dtype",
-            "transformers 5.23 core_model_loading.py MergeModulelist",
+            "transformers 5.24 core_model_loading.py MergeModulelist",
         ),
         scales=EngineRule(
             "linears are computed apart, each with its own scales; other engines fuse them",
@@ -152,13 +157,13 @@ ENGINE = Engine(
         ),
         input_scales=EngineRule(
             "experts are computed apart, each with its own scale; other engines take the largest",
-            "transformers 5.23 integrations/compressed_tensors.py",
+            "transformers 5.24 integrations/compressed_tensors.py",
             fatal=False,
         ),
     ),
     latents=EngineRule(
         "it caches the keys and values that latents become, and none of its cache is smaller for a scale",
-        "transformers 5.23 models/deepseek_v3/modeling_deepseek_v3.py DeepseekV3Attention",
+        "transformers 5.24 models/deepseek_v3/modeling_deepseek_v3.py DeepseekV3Attention",
         fatal=False,
     ),
     mxfp4_experts={
@@ -166,7 +171,7 @@ ENGINE = Engine(
             lambda config: {**config, **config["quantization_config"]}.get("expert_dtype", "fp8"),
             EngineRule(
                 "expert_dtype says what experts are, that of quantization_config first; a missing one means fp8",
-                "transformers 5.23 models/deepseek_v4/configuration_deepseek_v4.py, utils/quantization_config.py",
+                "transformers 5.24 models/deepseek_v4/configuration_deepseek_v4.py, utils/quantization_config.py",
             ),
         ),
     },
@@ -182,29 +187,41 @@ ENGINE = Engine(
         ),
         heads_beside(_FINE_GRAINED, "fp8", "mxfp8"): EngineRule(
             "where there is a list, even an empty one, it also quantizes a head that is not in it",
-            "transformers 5.23 quantizers/base.py get_modules_to_not_convert, integrations/finegrained_fp8.py",
+            "transformers 5.24 quantizers/base.py get_modules_to_not_convert, integrations/finegrained_fp8.py",
         ),
         unsaid_tensors: EngineRule(
             "without weight_block_size it expects blocks of 128",
-            "transformers 5.23 utils/quantization_config.py FineGrainedFP8Config",
+            "transformers 5.24 utils/quantization_config.py FineGrainedFP8Config",
         ),
         named("weight_scale_inv", "activation_scale"): EngineRule(
-            "it looks for scales under this name", "transformers 5.23 integrations/finegrained_fp8.py FP8Linear"
+            "it looks for scales under this name", "transformers 5.24 integrations/finegrained_fp8.py FP8Linear"
         ),
-        exponents_named("weight_scale_inv"): EngineRule(
+        exponents_named("weight_scale_inv", _RENAMED): EngineRule(
             "it looks for scales under this name",
-            "transformers 5.23 quantizers/quantizer_finegrained_fp8.py serialized_names",
+            "transformers 5.24 quantizers/quantizer_finegrained_fp8.py serialized_names",
+        ),
+        unsaid_exponents: EngineRule(
+            "on a GPU with FP8 it goes by these keys, refuses scales of another shape, and takes bytes for numbers; "
+            "elsewhere it decodes by what is stored",
+            "transformers 5.24 integrations/finegrained_fp8.py FP8Linear, quantizers/quantizer_finegrained_fp8.py",
+            fatal=False,
+        ),
+        taken_for_weights: EngineRule(
+            "a GPU with FP8 computes with them; where there is none, or told `dequantize=True`, it finds no scales for "
+            "them and takes codes for weights",
+            "transformers 5.24 quantizers/base.py update_weight_conversions; run",
+            fatal=False,
         ),
         without_dimension: EngineRule(
-            "scales of a tensor have one dimension", "transformers 5.23 with compressed-tensors 0.20"
+            "scales of a tensor have one dimension", "transformers 5.24 with compressed-tensors 0.20"
         ),
         zero_points_of(4, 8): EngineRule(
             "it makes place for zero points that are not packed, and those of the directory do not fit",
-            "compressed-tensors 0.20 quantization/lifecycle/initialize.py; transformers 5.23 core_model_loading.py",
+            "compressed-tensors 0.20 quantization/lifecycle/initialize.py; transformers 5.24 core_model_loading.py",
         ),
         scales_beyond_bf16: EngineRule(
             "scales are rounded to the model's dtype, and codes decode by other numbers than they were made with",
-            "compressed-tensors 0.20 quantization/lifecycle/initialize.py; transformers 5.23 core_model_loading.py",
+            "compressed-tensors 0.20 quantization/lifecycle/initialize.py; transformers 5.24 core_model_loading.py",
             fatal=False,
         ),
         cache_scales_of_projections: EngineRule(
@@ -213,11 +230,11 @@ ENGINE = Engine(
             fatal=False,
         ),
         cache_without_notice: EngineRule(
-            "it knows none but that of compressed-tensors", "transformers 5.23 quantizers", fatal=False
+            "it knows none but that of compressed-tensors", "transformers 5.24 quantizers", fatal=False
         ),
         unnamed_tables: EngineRule(
             "an embedding in FP8 is one for it if modules_to_convert names it, else its codes are taken for weights",
-            "transformers 5.23 integrations/finegrained_fp8.py replace_with_fp8_embedding",
+            "transformers 5.24 integrations/finegrained_fp8.py replace_with_fp8_embedding",
         ),
         cache_scales_several: EngineRule(
             "keys and values are divided by one positive number each", "compressed-tensors 0.20 modeling/kvcache.py"
@@ -226,7 +243,7 @@ ENGINE = Engine(
     keys={
         quantization_config_under_this_name: EngineRule(
             "it does not know it as `compression_config`, and takes codes for weights",
-            "transformers 5.23 quantizers/auto.py, configuration_utils.py",
+            "transformers 5.24 quantizers/auto.py, configuration_utils.py",
         ),
     },
 )

@@ -59,7 +59,7 @@ def expert_dtype(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> 
     """The key `expert_dtype` that a config.json of DeepSeek-V4 has beside its `quantization_config`: whether experts
     are MXFP4 or blocks of FP8. transformers and vLLM believe it, and vLLM takes a missing one for MXFP4.
 
-    vLLM models/deepseek_v4/quant_config.py; transformers 5.23 models/deepseek_v4/configuration_deepseek_v4.py.
+    vLLM models/deepseek_v4/quant_config.py; transformers 5.24 models/deepseek_v4/configuration_deepseek_v4.py.
     """
     if config.get("model_type") != "deepseek_v4" or config["quantization_config"].get("quant_method") != "fp8":
         return {}

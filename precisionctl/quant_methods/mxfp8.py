@@ -1,7 +1,8 @@
 """`quant_method: mxfp8` (`weight_scale_inv`): exponents of two as bytes, for 32 values of a row each; 2^(byte - 127).
 
-The format of SGLang, of those that refit its models (miles, NeMo-RL), and of MiniMax, which names only what is left
-out. TensorRT-LLM and transformers (5.23, experts too) read it; vLLM looks for `weight_scale`.
+The format of SGLang, of those that refit its models (miles, NeMo-RL), of MiniMax, which names only what is left out,
+and of Inkling 2 Small, whose experts have `weight_scale`. TensorRT-LLM and transformers (5.24, experts too) read it;
+vLLM looks for `weight_scale`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -25,7 +25,7 @@ PIECE = 1 << 22
 _FILE = EngineRule(f"the state of its GEMMs is in {sidecar.LIVE}, sound and whole", "precisionctl te.load_te")
 _VALUES = EngineRule(
     "weights are values, which it casts itself; of codes transformers would make linears of its own",
-    "Transformer Engine 2.20 pytorch/module/linear.py; transformers 5.23 quantizers",
+    "Transformer Engine 2.20 pytorch/module/linear.py; transformers 5.24 quantizers",
 )
 _MODULES = EngineRule(
     "state is of a GEMM of the model, with one scale, or one for each expert",

@@ -22,7 +22,7 @@ SCHEMES = ["fp8", "fp8-kv", "fp8-channel", "mxfp4", "mixed"]
 @pytest.fixture(scope="module", params=SCHEMES)
 def made(request, tmp_path_factory):
     """A directory, what Quark makes of its weights, inputs, and what it makes of them. (Of a model with experts, Quark
-    0.13 leaves them as values: transformers 5.23 has all of a layer in one tensor.)"""
+    0.13 leaves them as values: transformers 5.24 has all of a layer in one tensor.)"""
     folder = tmp_path_factory.mktemp(request.param)
     four_bit_models.save(folder / "source", "llama")
     command = [environments.quark(), SCRIPT, folder / "source", folder / request.param, request.param]
