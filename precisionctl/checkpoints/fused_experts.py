@@ -1,5 +1,5 @@
 """Experts that Hugging Face stores as one tensor: `mlp.experts.gate_up_proj` of shape `[experts, ...]`, in Granite
-`block_sparse_moe.input_linear.weight`.
+`block_sparse_moe.input_linear.weight`, in Inkling `mlp.experts.w13_weight`.
 
 Logical tensors are one per expert, so such a tensor is read as its slices `name[0]`, `name[1]`, ..., each of which is
 contiguous. So are the scales of a hyper-connection (DeepSeek-V4, Hunyuan 4), which Megatron has one by one. In MXFP4,
@@ -18,7 +18,7 @@ from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.mxfp4 import BLOCKS_OF_16
 
-_EXPERTS = r"experts\.[a-z_]+|block_sparse_moe\.(?:input|output)_linear\.weight"
+_EXPERTS = r"experts\.(?:[a-z_]+|w(?:13|2)_weight(?:_scale)?)|block_sparse_moe\.(?:input|output)_linear\.weight"
 _SCALES_OF_STREAMS = r"hc_(?:attn|ffn)_scale|(?:attn|ffn)_hc\.scale|hc_(?:attn|mlp)_layer\.(?:hc_pre\.)?hc_scale"
 _FUSED = re.compile(rf".+\.(?:{_EXPERTS}|{_SCALES_OF_STREAMS})")
 _SLICE = re.compile(rf"({_FUSED.pattern})\[(\d+)\]")

@@ -14,11 +14,12 @@ from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints
 from precisionctl.checkpoints.chunks import Chunk, read_tensor
 from precisionctl.checkpoints.companions import needed_hints, read_companions
 from precisionctl.checkpoints.config_json import config_of_values, write_beside
+from precisionctl.checkpoints.decoded import inkling2_loop_codes
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.methods import decoded_weights
 from precisionctl.checkpoints.decoded.transposed_codes import FILES_BESIDE
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, StoredTensors, WeightEncodings, stored_encodings
-from precisionctl.checkpoints.fused_experts import unpacked
+from precisionctl.checkpoints.fused_experts import stored_name, unpacked
 from precisionctl.checkpoints.huggingface_files import (
     MAX_SHARD_SIZE,
     SAFETENSORS,
@@ -95,7 +96,7 @@ class HuggingFaceReader:
             )
         places = unpacked(stored_places(path, self._file_format))
         stored = {name: tensor.spec for name, (_, tensor) in places.items()}
-        if not self.config.get("quantization_config") and (beside := _codes_beside(path, stored)):
+        if beside := _unsaid_codes(self.config, path, stored):
             self.config |= {"quantization_config": beside}
         self.decoded = decoded_weights(self.config, StoredTensors(places), where)
         coded = {} if self.decoded else coded_weights(self.config, stored, where)
@@ -283,9 +284,13 @@ def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     return config | {"quantization_config": found} if found else config
 
 
-def _codes_beside(path: Path, stored: Collection[str]) -> dict[str, Any] | None:
-    """The quantization config that AutoGPTQ or AutoAWQ wrote into a file of its own; None if there is none. Raises
-    DamagedCheckpoint for two."""
+def _unsaid_codes(config: Mapping[str, Any], path: Path, stored: Mapping[str, TensorSpec]) -> dict[str, Any] | None:
+    """The quantization config of codes that config.json does not describe: that of Inkling 2 Mini's experts, and what
+    AutoGPTQ or AutoAWQ wrote into a file of its own. None if there is none. Raises DamagedCheckpoint for two files."""
+    if inkling2_loop_codes.are_there(config, stored):
+        return {"quant_method": inkling2_loop_codes.METHOD}
+    if config.get("quantization_config"):
+        return None
     there = [name for name in FILES_BESIDE if has_file(path / name, path)]
     if not there or not any(name.endswith(".qweight") for name in stored):
         return None
@@ -333,7 +338,7 @@ def _check_packed(specs: Mapping[str, TensorSpec], scaled: Collection[str], path
     codes. They must be codes in a format that is not read here, and without the `quantization_config` nothing could
     decode them."""
     for name, spec in specs.items():
-        integers = spec.dtype in _PACKED and len(spec.shape) > 1 and name.endswith(_OF_WEIGHTS)
+        integers = spec.dtype in _PACKED and len(spec.shape) > 1 and stored_name(name)[0].endswith(_OF_WEIGHTS)
         if spec.packing is None and (integers or (spec.dtype in FP8 and name not in scaled)):
             raise PrecisionError(
                 f"`{name}` is {spec.dtype}: codes of a kind that cannot be read",

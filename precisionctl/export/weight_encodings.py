@@ -26,6 +26,7 @@ from precisionctl.planning.plan import Job, Plan
 from precisionctl.quant_methods.base import QuantMethod, Scales, sibling
 from precisionctl.quant_methods.coded_weights import recognise
 from precisionctl.torch_when_used import torch
+from precisionctl.untabled_model import UntabledModel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,8 +41,8 @@ def weight_encodings(reader: Reader) -> WeightEncodings | None:
     method = method_of(encodings)
     if method and method.own_names:  # gpt-oss: codes are `[out, in]` under them
         return encodings
-    renamed = reader.layout == "megatron" or any(name.endswith("]") for name in reader.encodings)
-    if reader.encodings and renamed:
+    in_one = any(name.endswith("]") for name in reader.encodings) and not isinstance(reader.model, UntabledModel)
+    if reader.encodings and (reader.layout == "megatron" or in_one):
         encodings = _moved(reader, encodings)
     if reader.encodings and encodings and encodings.has_fixed_scales:
         return replace(encodings, of_weights=digest_weights(reader))

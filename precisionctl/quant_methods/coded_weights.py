@@ -34,7 +34,7 @@ from precisionctl.torch_when_used import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-AS_VALUES = ("gptq", "awq", "auto-round", "bitsandbytes", "torchao")
+AS_VALUES = ("gptq", "awq", "auto-round", "bitsandbytes", "torchao", "inkling2_loop")
 """Methods whose codes are only read as values (`checkpoints/decoded/`)."""
 
 
@@ -176,7 +176,7 @@ _PART_OF_TABLE = re.compile(r"(.+\.ngram_embedding)\.shard_\d+\.weight")
 
 def ngram_table(weight: str) -> str | None:
     """The table that a weight is a part of, whose parts have one scale: of n-grams, as Qwen3.8-Flash-Next-FP8 has one.
-    None for other weights. transformers 5.23 integrations/finegrained_fp8.py, FP8Embedding."""
+    None for other weights. transformers 5.24 integrations/finegrained_fp8.py, FP8Embedding."""
     found = _PART_OF_TABLE.fullmatch(weight)
     return found[1] if found else None
 
