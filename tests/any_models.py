@@ -137,9 +137,9 @@ def save(directory: Path, model_type: str, **settings: Any) -> PreTrainedModel:
     return model
 
 
-def load_whole(kind: type[PreTrainedModel], directory: Path) -> PreTrainedModel:
-    """What transformers makes of a directory, which must have every tensor that it looks for, and no other. Skips the
-    test where transformers lacks a package to load it."""
+def load_whole(kind: Any, directory: Path) -> PreTrainedModel:
+    """What transformers makes of a directory, which must have every tensor that it looks for, and no other; `kind` is
+    its class, or one that finds it. Skips the test where transformers lacks a package to load it."""
     need_loader(directory)
     model, found = kind.from_pretrained(directory, dtype=torch.bfloat16, output_loading_info=True)
     assert not found["missing_keys"] and not found["unexpected_keys"]

@@ -884,6 +884,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-3,  # as other delta nets'
     },
     "deepseek-v4": _DEEPSEEK_V4,
+    "exaone": {"model_type": "exaone"},
+    "sarvam-moe": {
+        "model_type": "sarvam_moe",
+        **_EXPERTS,
+        "n_shared_experts": 1,
+        "head_dim": 32,
+        "initializer_range": 0.02,
+    },
+    "sarvam-mla": {
+        "model_type": "sarvam_mla",
+        **_DEEPSEEK,
+        "n_shared_experts": 1,
+        "initializer_range": 0.02,
+        "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    },
     "mamba2": {
         "model_type": "mamba2",
         "num_heads": 32,

@@ -10,6 +10,7 @@ import pico
 import pytest
 import torch
 from any_models import export, load_whole, logits
+from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
@@ -78,7 +79,7 @@ def test_what_is_for_vllm_loads_by_hand_as_what_is_for_transformers(tmp_path: Pa
         export(tmp_path / "source", tmp_path / target, target=target, keep_misfits=True)
         found = check(open_checkpoint(tmp_path / target), engine_named("transformers"))
         assert not [finding for finding in found if finding.rule.fatal]
-        loaded = load_whole(type(model), tmp_path / target)
+        loaded = load_whole(AutoModelForCausalLM, tmp_path / target)
         distances.append(torch.dist(*(logits(each).float() for each in (loaded, model))))
     assert distances[0] < 1.5 * distances[1]
 

@@ -163,6 +163,9 @@ UNTOLD = {
     "ministral": {"architecture": "mistral"},
     "solar-open": {"architecture": "glm4_moe"},
     "hy-v3": {"architecture": "dots1"},
+    "exaone": {"architecture": "llama"},
+    "sarvam-moe": {"architecture": "dots1"},
+    "sarvam-mla": {"architecture": "deepseek_v3"},
 }
 """What Megatron's arguments have no words for, and what is read instead."""
 

@@ -37,7 +37,7 @@ def parameters(model: ModelShape) -> int:
 
 
 def first_layers(config: dict[str, Any]) -> dict[str, Any]:
-    cut = {key: min(LAYERS, config[key]) for key in ("num_hidden_layers", "n_layer") if key in config}
+    cut = {key: min(LAYERS, config[key]) for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config}
     return config | cut | ({"layer_types": config["layer_types"][:LAYERS]} if "layer_types" in config else {})
 
 

@@ -31,7 +31,7 @@ _BY_CLASS = {
     "outputs": (  # ColumnParallelLinear, MergedColumnParallelLinear or QKVParallelLinear
         *("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv"),
         *("gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "input_linear"),
-        *("c_fc", "fc1", "fc_in", "dense_h_to_4h"),
+        *("c_fc", "c_fc_0", "c_fc_1", "fc1", "fc_in", "dense_h_to_4h"),
         *("q_b_proj", "kv_b_proj", "wq_b", "wo_a", "o_a_proj"),  # deepseek_v2.py, deepseek_v4/attention.py
         *("q_gate_proj",),  # transformers, of A.X K2
         *("linear_gate",),  # hy_v4/nvidia/attention.py; of MLPs, as transformers saves Hunyuan 4's

@@ -22,6 +22,7 @@ from precisionctl.architectures.config_keys import (
     size,
 )
 from precisionctl.architectures.config_layers import all_but_every, listed_layers
+from precisionctl.architectures.deepseek_keys import SHARED_EXPERT_SIZE
 from precisionctl.architectures.deepseek_rows import LATENT_ATTENTION, ROUTING, prediction
 from precisionctl.architectures.delta_net_keys import KINDS, write_layers
 from precisionctl.architectures.kda_keys import common, sparse_layers
@@ -116,19 +117,6 @@ def _read_rope(config: Config, where: object) -> Fields:
     return fields if fields["rope_scaling"] is None else _ROPE.read(config, where)
 
 
-def _read_shared(config: Config, where: object) -> Fields:
-    key = "moe_shared_expert_intermediate_size"
-    one = config.get("moe_intermediate_size")
-    if config.get(key, one) != one:
-        what = f"{key} is {shown(config[key])}, and transformers, which passes over it, takes moe_intermediate_size"
-        raise DamagedCheckpoint(what, where=where)
-    return {}
-
-
-def _write_shared(model: ModelShape) -> Config:
-    return {"moe_shared_expert_intermediate_size": model.moe.ffn_hidden_size} if model.moe else {}
-
-
 _LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
 
 
@@ -176,7 +164,7 @@ ARCHITECTURE = Architecture(
         Only("no_kda_lora", True),
         Only("use_kda_lora", False),
         sparse_layers(dense=2),
-        Rule(("moe_shared_expert_intermediate_size",), _read_shared, _write_shared),
+        SHARED_EXPERT_SIZE,
         Rule(_LIMITS, _read_limits),
         Only("group_norm_size", 1),
         Only("use_mla_nope", False),

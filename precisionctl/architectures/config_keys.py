@@ -5,7 +5,7 @@ A family lists its entries; several are common to many and stand here. Fields of
 and UnknownArchitecture for a setting that the family's table does not cover.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
@@ -174,6 +174,16 @@ class Reworded:
         return {self.words.get(key, key): value for key, value in written.items()} if self.published else written
 
 
+def reworded(entries: Iterable[Entry], words: Mapping[str, str], published: bool) -> tuple[Entry, ...]:
+    """The entries, those of them Reworded whose keys have other words."""
+
+    def one(entry: Entry) -> Entry:
+        own = {key: words[key] for key in entry.keys if key in words}
+        return Reworded(entry, own, published) if own else entry
+
+    return tuple(map(one, entries))
+
+
 def is_on(config: Config, key: str, where: object, absent: bool = False) -> bool:
     """Whether a switch is on; null is off. Raises DamagedCheckpoint for any other value: Python's truth would take
     `"no"` for on."""
@@ -318,6 +328,9 @@ def _read_causal(config: Config, where: object) -> Fields:
 CAUSAL = Rule(("is_causal",), _read_causal)
 """What transformers' masks heed in the config.json of every family."""
 
+
+TWO_CLASSES = Rule(("architectures",), lambda config, where: {})
+"""Of a family whose class has one name in published files, and another in transformers: either means the same model."""
 
 EVERY_LAYER_SPARSE = Rule((), lambda config, where: {"moe.layer_freq": (True,) * layers(config, where)})
 """Experts in all layers, which no key says."""

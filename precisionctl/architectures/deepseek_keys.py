@@ -64,6 +64,23 @@ def shared_experts(key: str, default: int | None = None) -> Rule:
     return Rule((key,), read, write)
 
 
+def _read_size_of_shared(config: Config, where: object) -> Fields:
+    key = "moe_shared_expert_intermediate_size"
+    one = config.get("moe_intermediate_size")
+    if config.get(key, one) != one:
+        what = f"{key} is {shown(config[key])}, and transformers, which passes over it, takes moe_intermediate_size"
+        raise DamagedCheckpoint(what, where=where)
+    return {}
+
+
+def _write_size_of_shared(model: ModelShape) -> Config:
+    return {"moe_shared_expert_intermediate_size": model.moe.ffn_hidden_size} if model.moe else {}
+
+
+SHARED_EXPERT_SIZE = Rule(("moe_shared_expert_intermediate_size",), _read_size_of_shared, _write_size_of_shared)
+"""Of one shared expert, that of a routed one."""
+
+
 def experts_of_a_layer(shared: int | None) -> tuple[Entry, ...]:
     """Routed ones, and as many shared ones where no key says how many."""
     return (

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from precisionctl.architectures.config_keys import Config, Entry, Key, Only, Reworded, Rule
+from precisionctl.architectures.config_keys import Config, Entry, Key, Only, Reworded, Rule, reworded
 from precisionctl.architectures.deepseek_keys import (
     SIGMOID,
     experts_by_list,
@@ -36,11 +36,7 @@ def common(published: bool, number: int, group_counts: tuple[int, int], scaling:
         Key("moe.topk_scaling_factor", "routed_scaling_factor", scaling),
         Only("tie_word_embeddings", False),
     )
-    return tuple(Reworded(each, words, published) if (words := _words(each)) else each for each in entries)
-
-
-def _words(entry: Entry) -> Mapping[str, str]:
-    return {key: _WORDS[key] for key in entry.keys if key in _WORDS}
+    return reworded(entries, _WORDS, published)
 
 
 def sparse_layers(dense: int) -> Rule:

@@ -37,13 +37,15 @@ class BlocksAlone:
 
 @dataclass(frozen=True)
 class RowsMoved:
-    """A model that stores queries, keys and values head by head in one linear (`linear`), and whose rows an engine puts
-    in another order as it loads them, by a `rule`: those of the weight and of its tables of scales, or of `all` tensors
-    beside it, also those of one number."""
+    """A model that stores queries, keys and values in one linear (`linear`), and whose rows an engine puts in another
+    order, or deals out to several linears, as it loads them, by a `rule`: those of the weight and of its tables of
+    scales, or of `all` tensors beside it, also those of one number. `blocks` says whether it moves scales of blocks of
+    rows too."""
 
     linear: str
     all: bool
     rule: EngineRule
+    blocks: bool = True
 
     def check(self, name: str, spec: TensorSpec, scales: Scales, served: ServingLayout) -> Finding | None:
         """That the rows of a weight with these scales cannot be moved, as a finding; None where they can, or where it
@@ -55,6 +57,8 @@ class RowsMoved:
         numbers = [scales.global_scale, scales.shape, scales.input, scales.input_zero_point]
         if high == spec.rows:
             numbers = [scales.weight, *numbers]
+        elif high > 1 and not self.blocks:
+            return Finding(name, f"shape {list(spec.shape)}, with a scale for {high} rows", self.rule)
         elif of_head % high:
             what = f"shape {list(spec.shape)}, whose heads of {of_head} rows are no whole blocks of {high}"
             return Finding(name, what, self.rule)

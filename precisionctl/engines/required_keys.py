@@ -55,6 +55,31 @@ def of_hy_v4(config: Mapping[str, Any]) -> Iterator[str]:
         yield "layer_types"
 
 
+_PUBLISHED: Mapping[object, tuple[str, ...]] = {
+    "exaone": ("ExaoneForCausalLM", "num_layers", "activation_function", "layer_norm_epsilon"),
+    "sarvam_mla": ("SarvamMLAForCausalLM", "num_experts", "num_shared_experts"),
+    "sarvam_moe": (
+        *("SarvamMoEForCausalLM", "num_experts", "num_shared_experts", "use_qkv_bias", "use_bias", "score_function"),
+        *("moe_router_enable_expert_bias", "embedding_dropout"),
+    ),
+}
+
+
+def of_published_classes(config: Mapping[str, Any]) -> Iterator[str]:
+    """The published class of models that transformers takes for a Llama, a GLM-4 or a DeepSeek-V3, and writes so, and
+    the published words of their config.json. YaRN has another name there."""
+    published = _PUBLISHED.get(config.get("model_type"))
+    if published is None:
+        return
+    of_class, *keys = published
+    if "architectures" in config and config["architectures"] != [of_class]:
+        yield "architectures"
+    yield from (key for key in keys if config.get(key) is None)
+    rope = config.get("rope_parameters")
+    if of_class == "SarvamMLAForCausalLM" and isinstance(rope, Mapping) and rope.get("rope_type") == "yarn":
+        yield from (key for key in ("rope_scaling", "rope_theta") if config.get(key) is None)
+
+
 GLM5_NEXT = ("glm5_next", "glm5_next_text")
 """GLM-5.3, whose released config.json has words that transformers' class does not write."""
 

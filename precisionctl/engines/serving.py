@@ -28,6 +28,7 @@ FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
     ("gate_proj", "up_proj"),
+    ("c_fc_0", "c_fc_1"),
     ("w1", "w3"),
     ("wq_a", "wkv"),
     ("in_proj_qkv", "in_proj_z"),

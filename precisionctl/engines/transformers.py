@@ -25,7 +25,7 @@ from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, BY_START_REGEX_O
 from precisionctl.engines.ignored_modules import BY_MODULE, ROUTERS, IgnoreList, Unquantized
 from precisionctl.engines.integer_rules import zero_points_of
 from precisionctl.engines.method_rules import ExpertsAsValues, MethodRules
-from precisionctl.engines.model_rules import ExpertDtype
+from precisionctl.engines.model_rules import ExpertDtype, RowsMoved
 from precisionctl.engines.required_keys import quantization_config_under_this_name
 from precisionctl.engines.rule import EngineRule
 from precisionctl.engines.serving_rules import ShapeRules
@@ -138,6 +138,17 @@ ENGINE = Engine(
             ),
         },
         conv1d=_QUANTIZATION,
+        moved={
+            "sarvam_moe": RowsMoved(
+                "query_key_value",
+                True,
+                EngineRule(
+                    "it deals the linear's rows out to three, and everything beside it as if it had as many rows",
+                    "transformers 5.24 conversion_mapping.py, core_model_loading.py Split",
+                ),
+                blocks=False,
+            ),
+        },
     ),
     fused=FusedLinears(
         groups=(),

@@ -35,7 +35,14 @@ from precisionctl.engines.integer_rules import (
 from precisionctl.engines.method_rules import MethodRules
 from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype, RowsMoved
 from precisionctl.engines.quark_rules import quark_channels_in_columns, quark_keys_unsaid
-from precisionctl.engines.required_keys import GLM5_NEXT, OF_DEEPSEEK_V4, of_hy_v4, of_minimax_m3, of_models
+from precisionctl.engines.required_keys import (
+    GLM5_NEXT,
+    OF_DEEPSEEK_V4,
+    of_hy_v4,
+    of_minimax_m3,
+    of_models,
+    of_published_classes,
+)
 from precisionctl.engines.rule import EngineRule
 from precisionctl.engines.serving import FUSED, LATENT
 from precisionctl.engines.serving_rules import Division, ShapeRules
@@ -283,6 +290,10 @@ ENGINE = Engine(
         of_models(("deepseek_v4",), *OF_DEEPSEEK_V4): EngineRule(
             "its model asks the config for these keys, which have no defaults",
             "vLLM models/deepseek_v4/nvidia/model.py, transformers_utils/configs/deepseek_v4.py",
+        ),
+        of_published_classes: EngineRule(
+            "it has a class of its own for this model, which asks the config for the published words",
+            "vLLM models/exaone.py, models/bailing_moe.py, models/sarvam.py SarvamMLAAttention",
         ),
         of_hy_v4: EngineRule(
             "without the switches its model has no gates, no sinks and one stream, and layers of other kinds see all "

@@ -38,7 +38,7 @@ CONFIG_KEYS: Mapping[str, tuple[str, ...]] = {
     "training": (
         *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "classifier_dropout"),
         *("initializer_range", "router_aux_loss_coef", "router_jitter_noise", "output_router_logits"),
-        *("aux_loss_alpha", "seq_aux"),
+        *("aux_loss_alpha", "seq_aux", "embed_dropout", "embedding_dropout", "output_dropout"),
     ),
     "running": (
         *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward"),
