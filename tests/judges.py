@@ -36,7 +36,7 @@ CORE_LATER = (
     *("starcoder2", "arcee", "glm4-moe-lite", "internlm3", "stablelm", "glm4-moe", "gpt-oss", "qwen3-5-moe"),
     *("solar-open", "youtu", "hy-v3", "exaone-moe", "glm", "jais2", "iquestcoder", "cwm", "helium"),
     *("minicpm3-plain", "gpt-bigcode", "gpt-bigcode-by-head", "flint", "opt-without-biases"),
-    *("exaone", "sarvam-moe", "sarvam-mla"),
+    *("exaone", "sarvam-moe", "sarvam-mla", "lara-mini"),
 )
 """As those, and saved again by megatron-core; the later ones in `make soak`."""
 

@@ -64,17 +64,19 @@ def allow_gated_delta_nets():
     gated_delta_net.chunk_gated_delta_rule = gated_delta_net.torch_chunk_gated_delta_rule
 
 
-class ZeroCenteredRMSNorm(torch.nn.Module):
-    """Transformer Engine's: without it, megatron-core has none whose weight is the factor less one."""
+class TransformerEngineRMSNorm(torch.nn.Module):
+    """Transformer Engine's: without it, megatron-core has none whose weight is the factor less one, where that is
+    asked for."""
 
     def __init__(self, config, hidden_size, eps=1e-5):
         super().__init__()
         self.eps, self.weight = eps, torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        self.less = 1 if config.layernorm_zero_centered_gamma else 0
 
     def forward(self, values):
         wide = values.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (normed * (1 + self.weight.float())).to(values.dtype)
+        return (normed * (self.less + self.weight.float())).to(values.dtype)
 
 
 def with_gated_delta_nets(layers: list[Any], config: Any) -> None:
@@ -83,17 +85,17 @@ def with_gated_delta_nets(layers: list[Any], config: Any) -> None:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    parts = GatedDeltaNetSubmodules(ColumnParallelLinear, ZeroCenteredRMSNorm, RowParallelLinear)
+    parts = GatedDeltaNetSubmodules(ColumnParallelLinear, TransformerEngineRMSNorm, RowParallelLinear)
     for number, (layer, is_one) in enumerate(zip(layers, config.linear_attention_freq, strict=True)):
         layers[number] = layer = copy.deepcopy(layer)
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = ZeroCenteredRMSNorm
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TransformerEngineRMSNorm
         if is_one:
             layer.submodules.self_attention = ModuleSpec(GatedDeltaNet, submodules=parts)
             names = layer.submodules.sharded_state_dict_keys_map
             names["input_layernorm."] = "self_attention.in_proj.layer_norm_"
         else:
             norms = layer.submodules.self_attention.submodules
-            norms.q_layernorm = norms.k_layernorm = ZeroCenteredRMSNorm
+            norms.q_layernorm = norms.k_layernorm = TransformerEngineRMSNorm
 
 
 def activation(args: argparse.Namespace) -> Any:
@@ -180,7 +182,7 @@ def spec_of(config: Any, args: argparse.Namespace, te_names: bool) -> Any:
     if getattr(config, "experimental_attention_variant", None):  # since 0.16
         layers = layers * config.num_layers if len(layers) == 1 else layers
         with_gated_delta_nets(layers, config)
-        block = TransformerBlockSubmodules(layers, ZeroCenteredRMSNorm)
+        block = TransformerBlockSubmodules(layers, TransformerEngineRMSNorm)
     frequency = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1] * len(layers)
     for layer, has_experts in zip(layers, frequency, strict=True) if te_names else []:
         names = layer.submodules.sharded_state_dict_keys_map

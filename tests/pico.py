@@ -899,6 +899,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "initializer_range": 0.02,
         "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0},
     },
+    "lara-mini": {
+        "model_type": "lara_mini",
+        **DELTA_NET,
+        "num_hidden_layers": 5,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "tie_word_embeddings": False,
+    },
     "mamba2": {
         "model_type": "mamba2",
         "num_heads": 32,
