@@ -91,6 +91,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: counts[item.path])
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    from programs import fork_server
+
     gc.freeze()
     gc.enable()
+    if not session.config.getoption("collectonly") and session.items:
+        fork_server()

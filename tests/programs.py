@@ -1,6 +1,6 @@
-"""Programs of tests, in processes of their own that are forked from one: what that has imported takes most of them
-longer than what they do. PyTorch, transformers and what a run imports when it comes to it take five seconds of a core,
-megatron-core takes five more."""
+"""Programs of tests, in processes of their own that are forked from a test process as it was before its first test:
+what that has imported takes most of them longer than what they do. PyTorch, transformers and what a run imports when it
+comes to it take five seconds of a core, megatron-core takes five more."""
 
 import gc
 import importlib
@@ -8,16 +8,16 @@ import json
 import os
 import pkgutil
 import signal
-import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     import pytest
@@ -45,11 +45,10 @@ def run_program(program: Path | str, *arguments: object, imports: tuple[str, ...
     with tempfile.NamedTemporaryFile("r") as said:
         text = program.read_text() if isinstance(program, Path) else program
         words = [str(program) if isinstance(program, Path) else "-c", *map(str, arguments)]
-        server = forking(os.getpid(), os.environ.get("PYTHONPATH", ""))
-        assert server.stdin and server.stdout
-        server.stdin.write(json.dumps({"text": text, "words": words, "imports": imports, "said": said.name}) + "\n")
-        server.stdin.flush()
-        code = server.stdout.readline().strip()
+        (server,) = servers
+        server.asked.write(json.dumps({"text": text, "words": words, "imports": imports, "said": said.name}) + "\n")
+        server.asked.flush()
+        code = server.told.readline().strip()
         assert code == "0", f"{words} ended with {code}: {said.read()[-4000:]}"
 
 
@@ -59,47 +58,88 @@ def word_for_soak(request: "pytest.FixtureRequest") -> list[str]:
     return ["soak"] if any(item.get_closest_marker("soak") for item in of_file) else []
 
 
-@cache
-def forking(pid: int, paths: str) -> subprocess.Popen[str]:
-    """The process, of this one, that forks itself for each program."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([paths, *sys.path] if paths else sys.path)}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCHDYNAMO_DISABLE": "1"}
-    command, pipe = [sys.executable, __file__], subprocess.PIPE
-    server = subprocess.Popen(command, env=environment, text=True, stdin=pipe, stdout=pipe)
-    servers.append(server)
-    return server
+@dataclass(frozen=True)
+class Server:
+    """The process that forks itself for each program: what it is asked, and the exit codes that it tells, in lines."""
+
+    pid: int
+    asked: TextIO
+    told: TextIO
 
 
-servers: list[subprocess.Popen[str]] = []
+servers: list[Server] = []
+
+
+def fork_server() -> None:
+    """Fork the server from this process, which has collected its tests and run none: it has a single thread of
+    PyTorch's, and nothing that a test has changed."""
+    (asked, ask), (told, tell) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            serve(asked, tell)
+        finally:
+            os._exit(1)
+    os.close(asked)
+    os.close(tell)
+    servers.append(Server(pid, os.fdopen(ask, "w"), os.fdopen(told)))
 
 
 @contextmanager
 def forked_programs() -> Iterator[None]:
     """Ends what forks programs."""
     yield
-    for server in servers:
-        server.communicate()
-    servers.clear()
-    forking.cache_clear()
+    while servers:
+        server = servers.pop()
+        server.asked.close()
+        server.told.close()
+        os.waitpid(server.pid, 0)
 
 
-def serve() -> None:
+def serve(asked: int, tell: int) -> None:
+    """Fork a program for each line, until there are no more; no descriptor of the test process stays open."""
+    with open(os.devnull, "r+b") as nothing:
+        for number in (0, 1):
+            os.dup2(nothing.fileno(), number)
+    low, high = sorted((asked, tell))
+    for first, end in ((3, low), (low + 1, high), (high + 1, os.sysconf("SC_OPEN_MAX"))):
+        os.closerange(first, end)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # pytest's are closed
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    os.environ |= {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].config.disable = True
+    warnings.simplefilter("ignore")
+    found: list[str] = []
+    with os.fdopen(asked) as lines, os.fdopen(tell, "w") as codes:
+        for line in lines:
+            found = found or imported_by_runs()
+            request = json.loads(line)
+            for name in request["imports"]:
+                importlib.import_module(name)
+            gc.collect()
+            gc.freeze()  # else each fork's collector writes into all that it shares with the others
+            child = os.fork()
+            if child == 0:
+                run(request["text"], request["words"], request["said"])
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=codes, flush=True)
+    os._exit(0)
+
+
+def imported_by_runs() -> list[str]:
+    """Import what registries look through, and what runs import when they come to it."""
+    import torch
+
     from precisionctl import architectures, checkpoints
 
-    found = [*pkgutil.walk_packages(architectures.__path__, "precisionctl.architectures.")]
-    found += pkgutil.walk_packages(checkpoints.__path__, "precisionctl.checkpoints.")
-    for name in (*LATE, *(module.name for module in found)):
+    torch.set_num_threads(1)
+    modules = [*pkgutil.walk_packages(architectures.__path__, "precisionctl.architectures.")]
+    modules += pkgutil.walk_packages(checkpoints.__path__, "precisionctl.checkpoints.")
+    names = [*LATE, *(module.name for module in modules)]
+    for name in names:
         importlib.import_module(name)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        for name in asked["imports"]:
-            importlib.import_module(name)
-        gc.collect()
-        gc.freeze()  # else each fork's collector writes into all that it shares with the others
-        child = os.fork()
-        if child == 0:
-            run(asked["text"], asked["words"], asked["said"])
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    return names
 
 
 def run(text: str, words: list[str], said: str) -> None:
@@ -120,7 +160,3 @@ def run(text: str, words: list[str], said: str) -> None:
     finally:
         sys.stderr.flush()
         os._exit(code)
-
-
-if __name__ == "__main__":
-    serve()
