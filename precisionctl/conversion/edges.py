@@ -105,7 +105,7 @@ def changed_notes(
     found = {name: edge for name, edge in each.items() if not edge.kind.startswith("same")}
     kept = [name for name in again if name not in found]
     merged = {name for name, edge in each.items() if edge.kind == "same values"} & findings.rounded - changed.keys()
-    if kept or not found:
+    if kept:
         same = len(set(kept) - merged - changed.keys())
         yield f"{same} of {len(kept)} weights have the same codes and scales as before."
     if merged:
