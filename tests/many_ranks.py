@@ -175,6 +175,7 @@ def signalled() -> None:
 
 
 BLOCKS = {"precision__scaling": "block", "train__steps": 3}
+STILL = {"optimizer__lr": 1e-30, "optimizer__weight_decay": 0, "train__batch_size": 6, "train__steps": 1}
 ONCE = {"train__micro_batch_size": 1, "train__steps": 1}
 TENSOR = {"parallel__tensor": 2, "parallel__sequence": "true"}
 
@@ -198,8 +199,6 @@ def make_runs(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
         run(f"block {name}", count, **BLOCKS, **fp8)
     run("four alone", 1, **ONCE)
     run("four in 2", 4, parallel__replicate=2, **ONCE)
-    still = {"optimizer__lr": 1e-30, "optimizer__weight_decay": 0, "train__batch_size": 6, "train__steps": 1}
-    run("three", 3, source="moe", **still)
     run("2 of 2-1-4", 2, "2-1-4", kill=3, **fp8)
     run("1 of 2-1-4", 1, "2-1-4", kill=5, **fp8)
     run("4 of 2-1-4", 4, "2-1-4", **fp8)
@@ -207,7 +206,7 @@ def make_runs(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
     shorter = {**fp8, "train__steps": 4, "train__eval_every": 2, "shadow_every": 2}
     run("moe shorter alone", 1, source="moe", **shorter)
     run("moe tensor", 4, train__async_save=True, **shared, **shorter | {"train__micro_batch_size": 2})
-    run("four sharing", 4, **shared, **still)
+    run("four sharing", 4, **shared, **STILL)
     recorded("moe")
     record("moe recorded at once by tensor", 4, 1, 2, **shared)
     for source in ("source", "moe"):
@@ -232,6 +231,7 @@ def make_runs_for_soak(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
     for source in ("source", "moe"):
         run(f"{source} fp8 two, recomputed", 2, source=source, train__recompute="layer", **fp8)
     run("block tensor", 2, parallel__tensor=2, **BLOCKS, **fp8)
+    run("three", 3, source="moe", **STILL)
     for copies in (1, 4):
         run(f"four in {copies}", 4, parallel__replicate=copies, **ONCE)
     for copies in (1, 2, 4):

@@ -15,6 +15,7 @@ from any_models import export, load_whole
 from conversions import run
 from gpt_models import VOCABULARY, as_gpt, assert_text_is_computed, backward, converted, transformers_model
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 from trained_models import trained
 from trainer_directories import hf_trainer, pytorch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -232,7 +233,9 @@ def test_every_bit_comes_back_from_megatron(family: str, container: Any, sizes: 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
-    ("family", "saved"), [("gemma4", hf_trainer), ("gemma4-moe", pytorch), ("gemma4-small", hf_trainer)], ids=KINDS
+    ("family", "saved"),
+    [("gemma4-moe", pytorch), ("gemma4-small", hf_trainer), *in_soak(("gemma4", hf_trainer))],
+    ids=["gemma4-moe", "gemma4-small", "gemma4"],
 )
 def test_an_optimizer_goes_through_both_containers_and_has_no_state_of_a_layer_s_factor(
     family: str, saved: Callable[[Path, Any, Any], Path], tmp_path: Path
@@ -394,7 +397,7 @@ def test_engines_get_codes_of_experts_one_by_one(target: str, scheme: Any, tmp_p
         export(tmp_path / "values", tmp_path / "out", scheme, "transformers")
 
 
-@pytest.mark.parametrize("scheme", ["dynamic", "block", "nvfp4a16"])
+@pytest.mark.parametrize("scheme", ["block", "nvfp4a16", *in_soak("dynamic")])
 def test_codes_of_experts_one_by_one_are_computed_with_as_they_decode(scheme: Any, tmp_path: Path) -> None:
     """Against transformers with the decoded weights: beside these, inputs alone are rounded, to eight bits or not."""
     pico.save(tmp_path / "hf", "gemma4-moe", dtype=torch.bfloat16, **WHOLE)

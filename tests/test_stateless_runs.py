@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from soaking import few
 from training import losses, run, scales, settings
 
 from precisionctl.checkpoints.open import open_checkpoint
@@ -29,7 +30,7 @@ def delayed(place: Path) -> Path:
     return finished.checkpoint
 
 
-@pytest.mark.parametrize("scaling", STATELESS)
+@pytest.mark.parametrize("scaling", few(STATELESS, "mxfp8"))
 def test_a_run_in_two_parts_is_the_run_in_one_and_saves_no_state(place: Path, tmp_path: Path, scaling: str) -> None:
     whole = settings(
         place / "source",
@@ -93,6 +94,7 @@ def test_a_run_is_evaluated_under_its_own_recipe(place: Path, tmp_path: Path, sc
     assert abs(found.against.loss - found.loss) > 1e-5 * found.loss
 
 
+@pytest.mark.soak
 def test_block_scaling_learns_what_bf16_learns(place: Path, tmp_path: Path) -> None:
     curves = {}
     for name, changes in {
