@@ -128,6 +128,18 @@ def test_prediction_layers_outside_of_the_text_model_are_its_own(tmp_path: Path)
     assert not [name for name in open_checkpoint(tmp_path / "megatron").specs if name.startswith("towers.mtp")]
 
 
+@pytest.mark.skipif("hy_v4_vl" not in WRAPPERS, reason="of transformers 5.24")
+def test_hunyuan_4_is_read_as_transformers_saves_it_and_written_as_published(tmp_path: Path) -> None:
+    """It turns its renamings around, with another result than that of the text model alone."""
+    theirs = tiny_wrappers.save(tmp_path / "hf", "hy_v4_vl", dtype=torch.bfloat16)
+    published = stored(tmp_path / "hf")
+    theirs.save_pretrained(tmp_path / "hf")
+    assert published.keys() - stored(tmp_path / "hf").keys() >= {"model.hc_head.hc_head_fn"}
+    run(tmp_path / "hf", tmp_path / "m", "megatron", workers=1)
+    run(tmp_path / "m", tmp_path / "back", "hf", workers=1)
+    assert_same(published, stored(tmp_path / "back"))
+
+
 @pytest.mark.skipif("exaone4_5" not in WRAPPERS, reason="of transformers 5.23")
 def test_exaone_4_5_by_its_first_name_with_prediction_layers_that_travel_like_towers(tmp_path: Path) -> None:
     tiny_wrappers.save(tmp_path / "hf", "exaone4_5", dtype=torch.bfloat16)
@@ -382,6 +394,10 @@ def test_a_run_trains_the_text_keeps_the_towers_and_its_result_is_loaded_and_exp
     with pytest.raises(PrecisionError, match=f"makes text models, and this is a `{kind}` around one"):
         plan_command(Request.export(tmp_path / "run", tmp_path / "te", "te"))
     if kind == "qianfan_ocr":  # of which transformers 5.24 loads no codes at all: it divides a tensor of the tower
+        return
+    if (
+        kind == "hy_v4_vl"
+    ):  # whose scales transformers 5.24 keeps in FP32, and multiplies weights so with inputs in BF16
         return
     values, codes = (load_whole(type(theirs), tmp_path / name) for name in ("back", "codes"))
     # routers choose other experts for up to a third of the tokens; states keep the errors of all tokens

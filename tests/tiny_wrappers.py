@@ -157,6 +157,15 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "q_lora_rank": 32,
     },
+    "hy_v4_vl": {
+        "model_type": "hy_v4_vl_text",
+        **{name: its for name, its in pico.FAMILIES.get("hy4", {}).items() if name not in {"model_type", *TEXT}},
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "rope_parameters": MROPE | {"mrope_section": [2, 3, 3]},
+    },
     "llava_onevision": {"model_type": "qwen2"},
     "llava": {"model_type": "llama", "rms_norm_eps": 1e-5},
     "llava_next": {"model_type": "mistral"},
@@ -287,7 +296,7 @@ def as_published(kind: str, name: str, tensor: torch.Tensor) -> tuple[str, torch
     """What transformers saves otherwise: the text model of Kimi K2.5 takes names of its tower, and experts of Qwen3-VL
     stay as in memory; before 5.23 MiniMax-M3's dense MLPs have the name of its experts' blocks, and models of sound
     have a `model.` too many. The text model of Qianfan-OCR takes names of its tower, too, and that of HyperCLOVA X
-    Vision has a `model.` too few."""
+    Vision has a `model.` too few. Hunyuan 4's is as `pico` has it."""
     if name.startswith("language_model.model.blocks."):
         name = name.replace("blocks", "layers")
     if kind == "qwen3_vl_moe" and name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")):
@@ -298,6 +307,8 @@ def as_published(kind: str, name: str, tensor: torch.Tensor) -> tuple[str, torch
     name = name.replace("language_model.model.encoder.layers.", "language_model.model.layers.")
     if kind == "hyperclovax_vision_v2":
         name = re.sub(r"language_model\.(?!lm_head\.)", "language_model.model.", name)
+    if kind == "hy_v4_vl":
+        name = pico.PUBLISHED["hy_v4"](name).replace(".hc_head.hc_pre.", ".hc_head.")
     return name.replace("model.mm_projector.", "mm_projector."), tensor
 
 
@@ -309,5 +320,5 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
 def towers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Those of what sees and hears."""
     text, without = {"language_model", "text_model", "lm_head"}, ("model.embed_tokens.", "model.layers.", "model.norm.")
-    without += ("tok_embeddings.", "layers.", "norm.", "output.", "lerope.")  # of Mistral Large 4
+    without += ("model.hc_head.", "tok_embeddings.", "layers.", "norm.", "output.", "lerope.")  # of Mistral Large 4
     return {name: t for name, t in tensors.items() if not (text & {*name.split(".")} or name.startswith(without))}

@@ -41,6 +41,7 @@ class WrapperNames:
       have there, and not in published files
     - `experts`: the rows of experts, if they are not the family's
     - `second`: whether published files have the spelling that is the second one of the text model alone
+    - `third`: what names of the text model's third spelling have in the wrapper in the place of parts of theirs
     - `apart`: prefixes of names in the body that are not its text model's
     - `mark`: a part of the towers' names that no other wrapper's have; empty if none needs it
     - `absent`: the class's defaults for keys that `text_config` lacks, if the text model's class has others
@@ -53,6 +54,7 @@ class WrapperNames:
     in_memory: tuple[str, str] = IN_MEMORY
     experts: Either | None = None
     second: bool = False
+    third: Mapping[str, str] = field(default_factory=dict)
     mtp: str | None = None
     apart: tuple[str, ...] = ()
     towers_in_memory: str = "model."
@@ -165,6 +167,13 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     **dict.fromkeys(("hyperclovax_vision_v2", "vlm"), _HYPERCLOVA),
     "granite4_vision": WrapperNames(*IN_MEMORY, text="granite4_vision_text", mark="image_newline"),
     "glm5_next": WrapperNames(*IN_MEMORY, text="glm5_next_text", mark=_GATED_WITH_BIAS),
+    "hy_v4_vl": WrapperNames(
+        "model.",
+        "lm_head.",
+        text="hy_v4_vl_text",
+        mark="image_newline",
+        third={".hc_pre.hc_head.": ".hc_head.hc_pre."},
+    ),
     "glm_ocr": WrapperNames(*IN_MEMORY, text="glm_ocr_text", apart=_PREDICTION_OF_GLM_OCR, mark=_GATED_WITH_BIAS),
     "qianfan_ocr": WrapperNames(text="qwen3", mark="encoder.layers.0.ls1"),
     "nemotron_h_omni": replace(_NEMOTRON, mtp="language_model.mtp."),
@@ -243,6 +252,13 @@ TEXT_MODELS: Mapping[str, TextModel] = {
         _sizes(154880, 4096, 12288, 45, 64, 64, 1048576)
         | {"n_routed_experts": 288, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "kv_lora_rank": 512}
         | {"qk_nope_head_dim": 256, "qk_rope_head_dim": 0, "v_head_dim": 256},
+    ),
+    "hy_v4_vl_text": TextModel(
+        "hy_v4",
+        _sizes(120832, 6144, 18432, 78, 64, 64, 262144)
+        | {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "q_lora_rank": 2048}
+        | {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
+        | {"index_n_heads": 32},
     ),
     "glm_ocr_text": TextModel(
         "glm4",
@@ -409,12 +425,13 @@ def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:
         return replace(row, names=names, values=values)
 
     def renamed_either(either: Either) -> tuple[Row | Either, ...]:
-        first, second = tuple(map(renamed, either.first)), tuple(map(renamed, either.second))
+        first, second, also = (tuple(map(renamed, each)) for each in (either.first, either.second, either.also))
+        also = tuple(row.renamed(kind.third) for row in also)
         if first == second:  # `backbone.` and `model.`, which differ in the text model alone
             return first
         if kind.second and wrapper.body == kind.body:  # as published
             return (Either(second, first, second_is="in memory"),)
-        return (replace(either, first=first, second=second),)
+        return (replace(either, first=first, second=second, also=also),)
 
     def all_renamed(some: Iterable[Row | Either]) -> tuple[Row | Either, ...]:
         made = ((renamed(row),) if isinstance(row, Row) else renamed_either(row) for row in some)

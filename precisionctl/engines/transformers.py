@@ -36,7 +36,7 @@ _GATEWAYS = ("d_fine", "deimv2")
 """Models in which `gate` is a linear, as in `afmoe`; routers of others are classes of their own, two of which are made
 from nn.Linear, which is enough for compressed-tensors alone."""
 _NUMBERED_EXPERTS = re.compile(r".+\.layers\.\d+\.(mlp\.)?experts\.\d+\..+")
-_IN_ONE = dict.fromkeys(("gemma4_text", "mistral4", "lara_mini"), _NUMBERED_EXPERTS)
+_IN_ONE = dict.fromkeys(("gemma4_text", "mistral4", "hy_v4", "hy_v4_vl_text", "lara_mini"), _NUMBERED_EXPERTS)
 """For these it has no converter of numbered ones (5.24 conversion_mapping.py)."""
 
 _RENAMED = dict.fromkeys(("inkling2", "inkling2_text"), "weight_scale")
