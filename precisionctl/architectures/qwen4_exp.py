@@ -144,7 +144,8 @@ def _write_indexer(model: ModelShape) -> Config:
     return dict(zip(_INDEXER_KEYS, sizes, strict=True))
 
 
-_LAYERS = delta_net_layers({**KINDS, "indexed_attention": False})
+_LAYERS = delta_net_layers(KINDS | dict.fromkeys(("indexed_attention", "qwen_sparse_attention"), False))
+"""Beside the published words transformers', today's and that of 5.17."""
 
 _NGRAM_KEYS = {  # field: key, and what its class takes where none is said
     "conv_kernel_dim": ("ple_conv_kernel_size", 4),
