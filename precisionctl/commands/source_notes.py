@@ -7,12 +7,14 @@ from precisionctl.architectures.expert_args import CAPACITY
 from precisionctl.architectures.families import models_of_megatron_args, table_of
 from precisionctl.architectures.indexer_args import INDEXER_NORM_EPSILON, indexer_norm_epsilon
 from precisionctl.architectures.megatron_args import otherwise_in_megatron
+from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.companions import is_tokenizer
 from precisionctl.checkpoints.dcp_model import DcpModelReader
 from precisionctl.checkpoints.deepspeed.reader import step_directory
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.megatron.bridge_towers import BridgeTowers
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.directory import by_arguments, contradictions
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
@@ -162,6 +164,8 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
         return
     if isinstance(reader, TorchDistReader) and reader.unread_optimizer:
         yield "The optimizer stays behind: it is stored by rank, in a form that newer Megatrons do not write."
+    if isinstance(reader, TorchDistReader) and (states := reader.towers_optimizer):
+        yield f"What trained the towers stays behind: {counted(len(states), 'tensor')} of the optimizer."
     older = sidecar.find(reader.path)
     if older and reader.fp8 and (names := older.modules.keys() - reader.fp8.modules.keys()):
         of = f"{counted(len(names), 'module')}, e.g. {min(names)}"
@@ -197,10 +201,17 @@ def decoded_base_notes(reader: Reader) -> Iterator[str]:
 
 
 def _companion_notes(reader: Reader, reference: Path | None) -> Iterator[str]:
-    """Notes on files beside the weights: those that are the reference's, those that are not copied, and code."""
+    """Notes on what is beside the text model: files and towers that are the reference's, files that are not copied, and
+    code."""
     if taken := [name for name in reader.companions.files if name not in reader.own_companions.files]:
         yield f"The source has none of these, so they are the reference's, {reference}: {', '.join(taken)}."
     yield from reader.companions.notes
+    if isinstance(reader, TorchDistReader) and isinstance(reader.towers, BridgeTowers) and reader.towers.lacking:
+        lacking = reader.towers.lacking
+        yield (
+            f"The run had no module for {counted(len(lacking), 'tensor')} of the reference's towers, which are taken from "
+            f"there as they are: e.g. {lacking[0].removeprefix(TOWERS)}."
+        )
     if code := reader.companions.code:
         yield (
             f"The model's own code is copied as it is: {', '.join(code)}. Nothing here has run it; whoever "

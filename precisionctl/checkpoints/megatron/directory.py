@@ -57,6 +57,12 @@ def _with_bridges_tokenizer(own: Companions, directory: Path) -> Companions:
     )
 
 
+def config_of(companions: Companions) -> Mapping[str, Any]:
+    """The config.json among companion files; empty if there is none."""
+    data = companions.files.get("config.json")
+    return {} if data is None else parse_json(data, companions.config_path)
+
+
 def model_of(
     directory: Path,
     args: Mapping[str, Any],
@@ -77,8 +83,7 @@ def model_of(
     rows = specs[EMBEDDING].rows
     if "config.json" not in companions.files:
         return from_megatron_args(args, rows, directory, family)
-    path = companions.config_path
-    config = parse_json(companions.files["config.json"], path)
+    path, config = companions.config_path, config_of(companions)
     model = dataclasses.replace(from_hf_config(config, path), padded_vocab_size=rows)
     if model.wrapper:
         towers = [name.removeprefix(TOWERS) for name in specs if name.startswith(TOWERS)]
@@ -166,8 +171,12 @@ class MegatronDirectory(ABC):
 
     @cached_property
     def towers(self) -> Chunked:
-        """A wrapper's towers, by their names in a plan: from where its companion files are."""
-        return needed_hints(self.hints, self.own_companions).towers or stored_towers(self.path)
+        """A wrapper's towers, by their names in a plan: the run's own, or from where its companion files are."""
+        return self._over(needed_hints(self.hints, self.own_companions).towers or stored_towers(self.path))
+
+    def _over(self, beside: Chunked) -> Chunked:
+        """The towers that the run itself trained and saved, over those `beside` it."""
+        return beside
 
     @cached_property
     def model(self) -> ModelShape:

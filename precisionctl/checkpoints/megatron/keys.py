@@ -42,7 +42,9 @@ OURS = "precisionctl"
 """Key of our entry in the common data, which Megatron ignores."""
 
 _LAYER = re.compile(r"(.*\bdecoder\.layers\.)(\d{1,9})\.(.+)")
-_LAYERS = re.compile(r"(.*\bdecoder\.layers\.)(?!\d+\.)(.+)")
+_LAYERS = re.compile(r"(.*\bdecoder\.(?:layers|deepstack_merger_list)\.)(?!\d+\.)(.+)")
+"""A stack of layers; or of what Megatron-Bridge's Qwen3-VL has for some layers of its tower."""
+
 _EXPERT = re.compile(r"(.+\.mlp\.experts\.)(linear_fc[12]\.(?:weight|bias|_extra_state))(\d{1,9})")
 _EXPERTS = re.compile(r"(.+\.mlp\.experts\.)experts\.(linear_fc[12]\.(?:weight|bias|_extra_state))")
 _ONE_EXPERT = re.compile(

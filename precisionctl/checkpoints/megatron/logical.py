@@ -71,7 +71,7 @@ def logical_tensors(stored: Mapping[str, dcp.DcpTensor], where: Path) -> dict[st
             continue  # the same bytes
         plain_key = plain(key, prefix)
         state = _STATE.fullmatch(plain_key)
-        parameter = stored.get(prefix + state[2]) if state else None
+        parameter = stored.get(prefix + state[2], stored.get(_outer(prefix) + state[2])) if state else None
         flat = _of_flat_shards(plain_key, tensor, parameter.shape) if parameter else []
         for name, one in flat or _slices(plain_key, tensor, where):
             if name in found:
@@ -116,11 +116,30 @@ def chunks_of(name: str, tensor: LogicalTensor) -> tuple[Chunk, ...]:
 
 
 def model_prefix(keys: Mapping[str, object]) -> str:
-    """The prefix of all names of the model, found at the word embedding: `module.` or `model.` in NeMo's checkpoints,
-    `model.module.` in fsdp_dtensor, empty in others."""
+    """The prefix of all names of the text model, found at the word embedding: `module.` or `model.` in NeMo's
+    checkpoints, `model.module.` in fsdp_dtensor, empty in others; behind it, in Megatron-Bridge's wrappers,
+    `language_model.`"""
     found = (key.removesuffix(EMBEDDING) for key in keys if key.endswith(EMBEDDING) and not of_optimizer(key))
     prefix = min(found, key=len, default="")
     return prefix if not prefix or prefix.endswith(".") else ""
+
+
+_BESIDE_TOWERS = "language_model."
+"""What a text model's names begin with in Megatron-Bridge's wrappers, behind what all names begin with."""
+
+
+def is_beside_towers(prefix: str) -> bool:
+    """Whether the text model with this prefix is part of a wrapper of Megatron-Bridge's."""
+    return prefix.endswith(_BESIDE_TOWERS)
+
+
+def _outer(prefix: str) -> str:
+    """The prefix of towers, beside a text model with this one."""
+    return prefix.removesuffix(_BESIDE_TOWERS)
+
+
+def _without(prefix: str, name: str) -> str:
+    return name.removeprefix(prefix if name.startswith(prefix) else _outer(prefix))
 
 
 _CHAINED = re.compile(r"chained_\d+\.")
@@ -137,7 +156,7 @@ def plain(key: str, prefix: str) -> str:
     """A key without the prefixes that containers add: the model's, and `chained_1.` of several optimizers (dense and
     experts). FP32 master weights become kind `param`, which plain optimizers call `fp32_param`."""
     if not of_optimizer(key):
-        return key.removeprefix(prefix)
+        return _without(prefix, key)
     match = _STATE.fullmatch(_CHAINED.sub("", key, count=1))
     if match:
         kind, name = match[1], match[2]
@@ -146,7 +165,7 @@ def plain(key: str, prefix: str) -> str:
     else:
         return key
     kind = "param" if kind == "fp32_param" else kind
-    name = name.removeprefix(prefix)
+    name = _without(prefix, name)
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return state_name(kind, name)

@@ -222,9 +222,10 @@ def _part(content: Any, name: str, where: Path) -> Mapping[str, Any]:
 
 def from_provider(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron-LM's arguments from a provider's fields: the inverse of `to_provider`."""
+    fields = {**fields, **_in_megatrons_words(fields)}
     args = {name: fields[name] for name in (*_SAME, *_ONLY_READ) if name in fields}
     args |= {argument: fields[name] for argument, name in _RENAMED.items() if name in fields}
-    if str(fields.get("_target_", "")).rpartition(".")[2].startswith("Gemma2"):  # by its own attention, not by a field
+    if _provider(fields).startswith("Gemma2"):  # by its own attention, not by a field
         args["window_attn_skip_freq"] = 2
     if all(fields.get(name) == value for name, value in _LLAMA3.items()):
         args |= {"use_rope_scaling": True, "rope_scaling_factor": fields.get("scale_factor")}
@@ -244,3 +245,27 @@ def from_provider(fields: Mapping[str, Any]) -> dict[str, Any]:
         "squared_relu": activation == "squared_relu",
         "bias_gelu_fusion": bool(fields.get("bias_activation_fusion", False)) or activation == "fast_gelu",
     }
+
+
+def _provider(fields: Mapping[str, Any]) -> str:
+    """The class of a provider."""
+    return str(fields.get("_target_", "")).rpartition(".")[2]
+
+
+def _in_megatrons_words(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What Bridge's Gemma 3 and 4 say otherwise (models/gemma/gemma3_provider.py, gemma4_provider.py): rotary bases of
+    layers with a window and without, of which Megatron has the latter; a window that counts the token itself; how
+    many layers have it before one that has none; and not that their own layers normalise queries and keys."""
+    base, window, pattern = (fields.get(name) for name in ("rotary_base", "window_size", "interleaved_attn_pattern"))
+    found: dict[str, Any] = {"qk_layernorm": True} if _provider(fields).startswith(("Gemma3", "Gemma4")) else {}
+    if isinstance(base, list) and len(base) == 2:
+        found["rotary_base"] = base[1]
+        if fields.get("rope_scaling_factor") not in (None, 1):
+            found["seq_len_interpolation_factor"] = fields["rope_scaling_factor"]
+    elif "full_attention_rope_base" in fields:
+        found["rotary_base"] = fields["full_attention_rope_base"]
+    if type(window) is int:
+        found["window_size"] = [window - 1, 0]
+    if isinstance(pattern, list) and [type(each) for each in pattern] == [int, int]:
+        found["window_attn_skip_freq"] = sum(pattern)
+    return found

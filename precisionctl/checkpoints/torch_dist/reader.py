@@ -7,16 +7,20 @@ written last. `torch_dist/writer.py` is the inverse.
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from precisionctl.architectures.towers_in_bridge import a_tower
+from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.adapter import bridge
-from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, Reader
-from precisionctl.checkpoints.chunks import Chunk, chunk_files
-from precisionctl.checkpoints.megatron.directory import MegatronDirectory
+from precisionctl.checkpoints.base import NO_HINTS, WITH_REFERENCE, Container, Hints, Reader
+from precisionctl.checkpoints.chunks import Chunk, Chunked, chunk_files
+from precisionctl.checkpoints.megatron.bridge_towers import BridgeTowers
+from precisionctl.checkpoints.megatron.directory import MegatronDirectory, config_of
 from precisionctl.checkpoints.megatron.keys import (
     COMMON,
     COMMON_OBJECT,
@@ -31,6 +35,7 @@ from precisionctl.checkpoints.megatron.keys import (
 from precisionctl.checkpoints.megatron.logical import (
     LogicalTensor,
     chunks_of,
+    is_beside_towers,
     logical_tensors,
     model_prefix,
     of_optimizer,
@@ -41,8 +46,8 @@ from precisionctl.checkpoints.megatron.provider import described_args
 from precisionctl.checkpoints.megatron.towers import with_towers
 from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack
 from precisionctl.codes.encoding import Encoding
-from precisionctl.errors import DamagedCheckpoint
-from precisionctl.param import NOT_TRAINED, TensorSpec
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
+from precisionctl.param import NOT_TRAINED, TensorSpec, kind_and_parameter
 from precisionctl.untrusted.safe_files import check_link, has_file, leads_out, read_file
 from precisionctl.untrusted.safe_json import parse_json
 
@@ -118,12 +123,31 @@ class TorchDistReader(MegatronDirectory):
         self._prefix = model_prefix(self._index.tensors)
         self._tensors = self._with_buckets(logical_tensors(self._index.tensors, self.path))
         specs = {name: tensor.spec for name, tensor in self._tensors.items()}
-        text = {name: spec for name, spec in specs.items() if not of_optimizer(name)}
+        trained = self.towers.own if isinstance(self.towers, BridgeTowers) else ()
+        text = {name: spec for name, spec in specs.items() if not of_optimizer(name) and name not in trained}
         self.specs = with_towers(text, self.towers, self.path)
         # Runs of this project once kept copies of what nothing trains, for which no other format has a place
-        self._of_optimizer = {
-            name: spec for name, spec in specs.items() if of_optimizer(name) and not name.endswith(NOT_TRAINED)
-        }
+        states = {name: spec for name, spec in specs.items() if of_optimizer(name) and not name.endswith(NOT_TRAINED)}
+        self._of_optimizer = {name: one for name, one in states.items() if kind_and_parameter(name)[1] not in trained}
+        self.towers_optimizer: Collection[str] = states.keys() - self._of_optimizer.keys()
+
+    def _over(self, beside: Chunked) -> Chunked:
+        """Bridge's towers, of a wrapper that it trained."""
+        config = config_of(self.companions)
+        if not is_beside_towers(self._prefix):
+            return beside
+        if not is_wrapper(config) and (tower := a_tower(self._tensors)):
+            raise UnknownArchitecture(
+                f"`{tower}` is part of a wrapper that Megatron-Bridge trained, and "
+                + ("config.json is of a text model" if config else "no config.json says of which"),
+                where=self.path,
+                do=WITH_REFERENCE,
+            )
+        if not is_wrapper(config):
+            return beside
+        stored = _Stored({name: one.spec for name, one in self._tensors.items()}, self._stored_chunks)
+        towers = BridgeTowers(stored, config, beside, self.path)
+        return towers if towers.own else beside
 
     @property
     def optimizer_specs(self) -> Mapping[str, TensorSpec]:
@@ -151,8 +175,9 @@ class TorchDistReader(MegatronDirectory):
         return sorted(text | chunk_files(self.towers, self.towers.specs))
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        if name in self.towers.specs:
-            return self.towers.chunks(name)
+        return self.towers.chunks(name) if name in self.towers.specs else self._stored_chunks(name)
+
+    def _stored_chunks(self, name: str) -> Sequence[Chunk]:
         if name not in self._chunks:
             self._chunks[name] = chunks_of(name, self._tensors[name])
         return self._chunks[name]
@@ -243,6 +268,14 @@ class TorchDistReader(MegatronDirectory):
         if not payload:
             self._empty = archive
         return payload
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The tensors of a checkpoint by the names that they are stored under."""
+
+    specs: Mapping[str, TensorSpec]
+    chunks: Callable[[str], Sequence[Chunk]]
 
 
 def _only(value: Any, key: str, where: torch_zip.Span) -> Any:

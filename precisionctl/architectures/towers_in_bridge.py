@@ -1,0 +1,208 @@
+"""How Megatron-Bridge names the towers of wrappers in its checkpoints, beside a text model at `language_model.`.
+
+Bridge trains towers too. Some are Hugging Face's modules under another prefix, some are Megatron's transformers, with
+query, key and value interleaved. The rows are those of Bridge's own mappings (src/megatron/bridge/models/*/*_bridge.py,
+0.3.1 and August 2026) in its notation: `*` stands for a number, `**` at the end for any name.
+
+Traps: the same wrapper may have either kind of tower, by Bridge's version (Qwen3-VL is Megatron's since 0.4), and the
+same module may have one more part in its name, by the version of transformers (Gemma 3's `vision_model`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from precisionctl.architectures.config_keys import Config
+from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.model_parts import text_part
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Order: TypeAlias = "Callable[[NDArray[np.int64], Config], list[NDArray[np.int64]]]"
+"""Of a tower's config and the numbers of the rows of Bridge's tensor: those that each Hugging Face tensor has."""
+
+
+@dataclass(frozen=True)
+class BridgeRow:
+    """One of Bridge's tensors, and those that it is in published files: the tensor as it is, its rows in another
+    `order`, or a matrix `transposed`."""
+
+    bridge: str
+    names: str | tuple[str, ...]
+    order: Order | None = None
+    transposed: bool = False
+
+    @property
+    def hf(self) -> tuple[str, ...]:
+        return (self.names,) if isinstance(self.names, str) else self.names
+
+
+def _interleaved(rows: NDArray[np.int64], heads: object, groups: object) -> list[NDArray[np.int64]]:
+    """The rows of query, key and value in Megatron's `[q_0 .. q_{r-1}, k, v]` of each query group. Raises
+    DamagedCheckpoint for numbers of heads that do not divide them so."""
+    if type(heads) is not int or type(groups) is not int or not 0 < groups <= heads or heads % groups:
+        raise DamagedCheckpoint(f"{shown(heads)} heads in {shown(groups)} groups", do="Is config.json this model's?")
+    if len(rows) % (heads + 2 * groups):
+        what = f"{len(rows)} rows are not query, key and value of {heads} heads in {groups} groups"
+        raise DamagedCheckpoint(what, do="Is config.json this model's?")
+    grouped = rows.reshape(groups, heads // groups + 2, -1)
+    return [part.reshape(-1) for part in (grouped[:, :-2], grouped[:, -2], grouped[:, -1])]
+
+
+def _query_key_value(rows: NDArray[np.int64], config: Config) -> list[NDArray[np.int64]]:
+    """One tensor: all queries, all keys, all values."""
+    tower = _part(config.get("vision_config"))
+    heads = tower.get("num_heads")
+    return [np.concatenate(_interleaved(rows, heads, tower.get("num_key_value_heads", heads)))]
+
+
+def _text_query_key_value(rows: NDArray[np.int64], config: Config) -> list[NDArray[np.int64]]:
+    text = _part(text_part(config))
+    return _interleaved(rows, text.get("num_attention_heads"), text.get("num_key_value_heads"))
+
+
+def _gate_up(rows: NDArray[np.int64], config: Config) -> list[NDArray[np.int64]]:
+    if len(rows) % 2:
+        raise DamagedCheckpoint(f"{len(rows)} rows are not gate and up")
+    return [*rows.reshape(2, -1)]
+
+
+def _part(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _as_they_are(*prefixes: str, within: str = "") -> tuple[BridgeRow, ...]:
+    return tuple(BridgeRow(f"{prefix}.**", f"{within}{prefix}.**") for prefix in prefixes)
+
+
+def _blocks(modules: dict[str, str]) -> tuple[BridgeRow, ...]:
+    """The blocks of a tower that is Megatron's transformer: what all such towers have, and these `modules`."""
+    norms = {
+        f"{linear}.layer_norm_{kind}": f"{norm}.{kind}"
+        for linear, norm in (("self_attention.linear_qkv", "norm1"), ("mlp.linear_fc1", "norm2"))
+        for kind in ("weight", "bias")
+    }
+    names = {
+        f"{linear}.{kind}": f"{module}.{kind}"
+        for linear, module in (modules | {"self_attention.linear_proj": "attn.proj"}).items()
+        for kind in ("weight", "bias")
+    }
+    block, hf = "vision_model.decoder.layers.*.", "model.visual.blocks.*."
+    qkv = tuple(
+        BridgeRow(f"{block}self_attention.linear_qkv.{kind}", f"{hf}attn.qkv.{kind}", _query_key_value)
+        for kind in ("weight", "bias")
+    )
+    return (*(BridgeRow(block + there, hf + here) for there, here in (norms | names).items()), *qkv)
+
+
+def _prediction_layers(block: str) -> tuple[BridgeRow, ...]:
+    """The prediction layer of EXAONE 4.5, which transformers passes over, and which travels with the towers."""
+    layer = f"mtp.layers.*.{block}."
+    norms = {
+        "self_attention.q_layernorm": "self_attn.q_norm",
+        "self_attention.k_layernorm": "self_attn.k_norm",
+        "self_attention.linear_proj": "self_attn.o_proj",
+        "self_attention.linear_proj.post_layernorm": "post_attention_layernorm",
+        "mlp.linear_fc2": "mlp.down_proj",
+        "mlp.linear_fc2.post_layernorm": "post_feedforward_layernorm",
+    }
+    return (
+        *(BridgeRow(f"{layer}{there}.weight", f"mtp.layers.*.{here}.weight") for there, here in norms.items()),
+        BridgeRow(
+            f"{layer}self_attention.linear_qkv.weight",
+            tuple(f"mtp.layers.*.self_attn.{part}_proj.weight" for part in "qkv"),
+            _text_query_key_value,
+        ),
+        BridgeRow(
+            f"{layer}mlp.linear_fc1.weight",
+            tuple(f"mtp.layers.*.mlp.{part}_proj.weight" for part in ("gate", "up")),
+            _gate_up,
+        ),
+    )
+
+
+_QWEN_3 = (
+    *_blocks({"mlp.linear_fc1": "mlp.linear_fc1", "mlp.linear_fc2": "mlp.linear_fc2"}),
+    BridgeRow(
+        "vision_model.decoder.deepstack_merger_list.*.patch_norm.**", "model.visual.deepstack_merger_list.*.norm.**"
+    ),
+    BridgeRow("vision_model.decoder.deepstack_merger_list.**", "model.visual.deepstack_merger_list.**"),
+    BridgeRow("vision_model.merger.patch_norm.**", "model.visual.merger.norm.**"),
+    *(
+        BridgeRow(f"vision_model.{module}.**", f"model.visual.{module}.**")
+        for module in ("patch_embed", "pos_embed", "merger", "blocks", "deepstack_merger_list")
+    ),
+)
+_EXAONE_4_5 = (
+    *_blocks({"mlp.linear_fc2": "mlp.down_proj"}),
+    *(
+        BridgeRow(
+            f"vision_model.decoder.layers.*.mlp.linear_fc1.{kind}",
+            tuple(f"model.visual.blocks.*.mlp.{linear}_proj.{kind}" for linear in ("gate", "up")),
+            _gate_up,
+        )
+        for kind in ("weight", "bias")
+    ),
+    BridgeRow("vision_model.merger.patch_norm.**", "model.visual.merger.ln_q.**"),
+    BridgeRow("vision_model.merger.linear_fc1.**", "model.visual.merger.mlp.0.**"),
+    BridgeRow("vision_model.merger.linear_fc2.**", "model.visual.merger.mlp.2.**"),
+    BridgeRow("vision_model.patch_embed.**", "model.visual.patch_embed.**"),
+    BridgeRow("mtp.layers.0.enorm.weight", "mtp.pre_fc_norm_embedding.weight"),
+    BridgeRow("mtp.layers.0.hnorm.weight", "mtp.pre_fc_norm_hidden.weight"),
+    BridgeRow("mtp.layers.0.eh_proj.weight", "mtp.fc.weight"),
+    BridgeRow("mtp.layers.0.final_layernorm.weight", "mtp.norm.weight"),
+    *_prediction_layers("transformer_layer"),
+    *_prediction_layers("mtp_model_layer"),  # as Megatron-Core calls it since 0.17, and mostly not in files
+)
+
+TOWERS_IN_BRIDGE: Mapping[str, tuple[BridgeRow, ...]] = {
+    "gemma3": (
+        BridgeRow("vision_tower.vision_model.**", "vision_tower.vision_model.**"),
+        BridgeRow("vision_tower.**", "vision_tower.vision_model.**"),
+        BridgeRow("multi_modal_projector.mm_soft_embed_norm.**", "multi_modal_projector.mm_soft_emb_norm.**"),
+        BridgeRow(
+            "multi_modal_projector.proj.weight", "multi_modal_projector.mm_input_projection_weight", transposed=True
+        ),
+    ),
+    "gemma4": _as_they_are("vision_tower", "embed_vision", "audio_tower", "embed_audio", within="model."),
+    "qwen2_5_vl": _as_they_are("visual"),
+    "glm4v_moe": _as_they_are("visual", within="model."),
+    "mistral3": _as_they_are("vision_tower", "multi_modal_projector"),
+    "kimi_k25": _as_they_are("vision_tower", "mm_projector"),
+    "minimax_m3_vl": _as_they_are("vision_tower", "multi_modal_projector", "patch_merge_mlp"),
+    "qwen2_audio": _as_they_are("audio_tower", "multi_modal_projector"),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN_3),
+    "exaone4_5": _EXAONE_4_5,
+}
+"""By `model_type`. The first row that fits a name is its row."""
+
+
+def in_bridge(model_type: str, name: str) -> tuple[BridgeRow, tuple[str, ...]] | None:
+    """The row of one of Bridge's names, and the tensor's names in published files; None for what is no tower."""
+    for row in TOWERS_IN_BRIDGE.get(model_type, ()):
+        if match := _pattern(row.bridge).fullmatch(name):
+            return row, tuple(_filled(hf, match.groups()) for hf in row.hf)
+    return None
+
+
+def a_tower(names: Iterable[str]) -> str | None:
+    """The first of these names that any wrapper's towers have in Bridge; None if there is none."""
+    return next((name for name in names if any(in_bridge(kind, name) for kind in TOWERS_IN_BRIDGE)), None)
+
+
+@lru_cache
+def _pattern(bridge: str) -> re.Pattern[str]:
+    return re.compile(re.escape(bridge).replace(r"\*\*", "(.+)").replace(r"\*", r"(\d{1,9})"))
+
+
+def _filled(template: str, parts: Iterable[str]) -> str:
+    """A name with what its stars stand for."""
+    left = iter(parts)
+    return re.sub(r"\*+", lambda _: next(left), template)

@@ -1,0 +1,135 @@
+"""The towers that Megatron-Bridge saved with a text model, by the names that they have in a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from precisionctl.architectures.config_keys import Config
+from precisionctl.architectures.towers_in_bridge import BridgeRow, Order, in_bridge
+from precisionctl.architectures.wrappers import TOWERS
+from precisionctl.checkpoints.chunks import Box, Chunk, Chunked, read_box, whole
+from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, RecipeError
+from precisionctl.param import TensorSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """A tower's tensor: the stored one that it is made of, and which rows; None for all, as they are."""
+
+    stored: str
+    row: BridgeRow
+    order: NDArray[np.int64] | None
+
+
+class BridgeTowers:
+    """The towers among the tensors that a run of Bridge `stored`, by the table `towers_in_bridge`, and those `beside`
+    it that the run had no module for: so they were not trained either. Names are spelled as those beside are, if there
+    are any, else as in published files.
+
+    `own` are the stored tensors that are towers, and `lacking` the names of the others. Raises DamagedCheckpoint for
+    rows that config.json's sizes do not fit, RecipeError for towers beside that are another model's.
+    """
+
+    def __init__(self, stored: Chunked, config: Config, beside: Chunked, where: Path) -> None:
+        self._stored, self._beside = stored, beside
+        self._chunks: dict[str, tuple[Chunk, ...]] = {}
+        self._moved: dict[str, _Moved] = {}
+        specs: dict[str, TensorSpec] = {}
+        own: set[str] = set()
+        for bridge, spec in stored.specs.items():
+            if (found := in_bridge(config["model_type"], bridge)) is None:
+                continue
+            row, published = found
+            own.add(bridge)
+            orders = [None] if row.order is None else _orders(row.order, bridge, spec, config, where)
+            for hf, order in zip(published, orders, strict=True):
+                name = _spelled(TOWERS + hf, beside.specs)
+                if name in specs:
+                    raise DamagedCheckpoint(f"`{name}` is there twice", where=where)
+                specs[name] = _spec(spec, row, order)
+                self._moved[name] = _Moved(bridge, row, order)
+        self.own: Collection[str] = own
+        self.lacking = tuple(name for name in beside.specs if name not in specs)
+        if specs and beside.specs and len(self.lacking) == len(beside.specs):
+            mine, theirs = (name.removeprefix(TOWERS) for name in (min(specs), self.lacking[0]))
+            what = f"the reference's towers have other names than the checkpoint's: `{theirs}`, not `{mine}`"
+            raise RecipeError(what, where=where, do="Give the model that the run began with.")
+        self.specs: Mapping[str, TensorSpec] = {**specs, **{name: beside.specs[name] for name in self.lacking}}
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        if name not in self._moved:
+            return self._beside.chunks(name)
+        if name not in self._chunks:
+            self._chunks[name] = tuple(self._located(self._moved[name], self.specs[name]))
+        return self._chunks[name]
+
+    def _located(self, moved: _Moved, spec: TensorSpec) -> Iterator[Chunk]:
+        if moved.row.transposed:
+            yield Chunk(whole(spec), _Transposed(self._stored, moved.stored))
+            return
+        stored = self._stored.chunks(moved.stored)
+        if moved.order is None:
+            yield from stored
+            return
+        for row, first, rows in _runs(moved.order):
+            for chunk in stored:
+                box = chunk.box
+                begin, end = max(first, box.row), min(first + rows, box.row + box.rows)
+                if begin < end:
+                    skipped = (begin - box.row) * box.columns * spec.dtype.itemsize
+                    part = Box(row + begin - first, end - begin, box.column, box.columns)
+                    yield Chunk(part, chunk.place, chunk.offset + skipped)
+
+
+@dataclass(frozen=True)
+class _Transposed:
+    """The rows of a stored matrix's transpose."""
+
+    stored: Chunked
+    name: str
+
+    def rows(self, row: int, rows: int) -> Tensor:
+        return read_box(self.stored, self.name, Box(0, self.stored.specs[self.name].rows, row, rows)).T.contiguous()
+
+
+def _orders(order: Order, bridge: str, spec: TensorSpec, config: Config, where: Path) -> Sequence[NDArray[np.int64]]:
+    if not spec.shape or spec.rows > _MOST_ROWS:
+        raise DamagedCheckpoint(f"`{bridge}` is {list(spec.shape)}", where=where)
+    try:
+        return order(np.arange(spec.rows), config)
+    except PrecisionctlError as error:
+        raise DamagedCheckpoint(f"`{bridge}`: {error.what}", where=where, do=error.do) from None
+
+
+_MOST_ROWS = 1 << 24
+"""More than any tower's tensor has. A file from a stranger may say more, and NumPy would take the memory."""
+
+
+def _spec(stored: TensorSpec, row: BridgeRow, order: NDArray[np.int64] | None) -> TensorSpec:
+    shape = stored.shape[::-1] if row.transposed else stored.shape
+    return TensorSpec(shape if order is None else (len(order), *shape[1:]), stored.dtype)
+
+
+def _runs(order: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
+    """Runs of consecutive numbers: where each begins, its first number, and how many there are."""
+    edges = [0, *(np.flatnonzero(np.diff(order) != 1) + 1).tolist(), len(order)]
+    for begin, end in zip(edges[:-1], edges[1:], strict=True):
+        yield begin, int(order[begin]), end - begin
+
+
+def _spelled(published: str, beside: Collection[str]) -> str:
+    """A published name as the towers beside the checkpoint have it: transformers saves Gemma 3's without
+    `vision_model`, and some programs save all with the `model.` that they have in memory."""
+    shorter = published.replace("vision_tower.vision_model.", "vision_tower.")
+    names = (published, shorter, *(TOWERS + "model." + name.removeprefix(TOWERS) for name in (published, shorter)))
+    return next((name for name in names if name in beside), published)

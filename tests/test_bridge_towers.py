@@ -1,0 +1,368 @@
+"""Wrappers that Megatron-Bridge trained: text model and towers become one Hugging Face directory again.
+
+What Bridge stores is made here as its source says (models/*/*_bridge.py and modeling files, August 2026), by PyTorch
+alone. tests/peers/test_bridge.py has what Bridge itself saves.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_wrappers
+import torch
+import torch.distributed.checkpoint as torch_dcp
+import yaml
+from any_models import load_whole, logits
+from conversions import run
+from in_memory import InMemory, recorded, to_megatron
+from safetensors.torch import save_file
+from soaking import in_soak
+from tiny_wrappers import WRAPPERS, stored, towers
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+
+from precisionctl.architectures.towers_in_bridge import TOWERS_IN_BRIDGE
+from precisionctl.architectures.wrappers import WRAPPERS as KNOWN
+from precisionctl.checkpoints import dcp
+from precisionctl.checkpoints.chunks import Box, Chunk, read_rows, write_rows
+from precisionctl.checkpoints.megatron.bridge_towers import BridgeTowers
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
+from precisionctl.dtypes import DType
+from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownArchitecture, UnmappedTensor
+from precisionctl.fp8 import sidecar
+from precisionctl.param import TensorSpec
+from precisionctl.reports.inspect import describe
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+PREFIXES = {
+    "gemma3": {"multi_modal_projector.mm_soft_emb_norm": "multi_modal_projector.mm_soft_embed_norm"},
+    "gemma4": {"model.": ""},
+    "glm4v_moe": {"model.": ""},
+}
+"""What Bridge calls otherwise of towers that are Hugging Face's modules."""
+
+IN_BLOCKS = {
+    r"model\.visual\.blocks\.(\d+)\.": r"vision_model.decoder.layers.\1.",
+    r"\.attn\.(qkv|proj)\.": r".self_attention.linear_\1.",
+    r"(layers\.\d+)\.norm1\.": r"\1.self_attention.linear_qkv.layer_norm_",
+    r"(layers\.\d+)\.norm2\.": r"\1.mlp.linear_fc1.layer_norm_",
+    r"model\.visual\.deepstack_merger_list\.(\d+)\.": r"vision_model.decoder.deepstack_merger_list.\1.",
+    r"((?:merger|list\.\d+)\.)norm\.": r"\1patch_norm.",
+    r"mlp\.down_proj\.": "mlp.linear_fc2.",
+    r"merger\.ln_q\.": "merger.patch_norm.",
+    r"merger\.mlp\.0\.": "merger.linear_fc1.",
+    r"merger\.mlp\.2\.": "merger.linear_fc2.",
+    r"model\.visual\.": "vision_model.",
+}
+"""What Bridge calls towers that are Megatron's transformers."""
+
+PREDICTION = {  # of EXAONE 4.5
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "final_layernorm": "norm",
+    "transformer_layer.self_attention.linear_proj": "layers.0.self_attn.o_proj",
+    "transformer_layer.self_attention.linear_proj.post_layernorm": "layers.0.post_attention_layernorm",
+    "transformer_layer.mlp.linear_fc2.post_layernorm": "layers.0.post_feedforward_layernorm",
+}
+
+
+def interleaved(query: Tensor, key: Tensor, value: Tensor, groups: int) -> Tensor:
+    """As Bridge's merge_qkv_weights: of each group its queries, its key, its value."""
+    parts = [tensor.view(groups, -1, *tensor.shape[1:]) for tensor in (query, key, value)]
+    return torch.cat(parts, 1).flatten(0, 1)
+
+
+def in_bridge(kind: str, of_towers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Bridge's tensors for towers under published names."""
+    if not any(name.startswith("model.visual.blocks.") for name in of_towers) or kind == "glm4v_moe":
+        found = {}
+        for name, tensor in of_towers.items():
+            if name == "multi_modal_projector.mm_input_projection_weight":
+                name, tensor = "multi_modal_projector.proj.weight", tensor.T.contiguous()
+            for published, theirs in PREFIXES.get(kind, {}).items():
+                name = name.replace(published, theirs)
+            found[name] = tensor
+        return found
+    found, groups = {}, 2 if kind == "exaone4_5" else 4
+    for name, tensor in of_towers.items():
+        if ".attn.qkv." in name:
+            heads = [4 * 32, groups * 32, groups * 32]
+            tensor = interleaved(*tensor.split(heads), groups)
+        if gate := re.fullmatch(r"model\.visual\.(blocks\.\d+\.mlp\.)(gate|up)_proj\.(\w+)", name):
+            name = f"model.visual.{gate[1]}linear_fc1.{gate[3]}_{'w' if gate[2] == 'gate' else 'v'}"
+        for pattern, theirs in IN_BLOCKS.items():
+            name = re.sub(pattern, theirs, name)
+        found[name] = tensor
+    return found
+
+
+def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Layers of one kind in one tensor, as Megatron stores them where all are alike."""
+    found: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        found.setdefault(re.sub(r"(decoder\.\w+\.)\d+\.", r"\1", name), []).append(tensor)
+    return {
+        name: torch.stack(each) if "decoder." in name and name not in tensors else each[0]
+        for name, each in found.items()
+    }
+
+
+def save(directory: Path, tensors: Mapping[str, Tensor], **model: Any) -> Path:
+    """A `torch_dist` of Bridge, as PyTorch writes it; with what its provider says of the `model`, if anything."""
+    torch_dcp.save(dict(tensors), storage_writer=torch_dcp.FileSystemWriter(directory), no_dist=True)
+    (directory / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    torch.save({"iteration": 7}, directory / "common.pt")
+    if model:
+        (directory / "run_config.yaml").write_text(yaml.safe_dump({"model": model}))
+    return directory
+
+
+def trained(
+    room: Path, kind: str, more: Mapping[str, Tensor] | None = None, **text: Any
+) -> tuple[Path, dict[str, Tensor]]:
+    """A Hugging Face directory `room/hf`, and a run of Bridge with the same model, all by Bridge's names."""
+    tiny_wrappers.save(room / "hf", kind, dtype=torch.bfloat16, **text)
+    tensors = stored(room / "hf") | dict(more or {})
+    if kind == "gemma3":  # as published
+        tensors = {
+            re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", n): t for n, t in tensors.items()
+        }
+    save_file(tensors, room / "hf" / "model.safetensors", metadata={"format": "pt"})
+    made = to_megatron(open_checkpoint(room / "hf")).tensors
+    language = {f"language_model.{name}": tensor for name, tensor in made.items() if not name.startswith("towers.")}
+    return room / "hf", language | in_bridge(
+        kind, {n: t for n, t in towers(tensors).items() if not n.startswith("mtp.")}
+    )
+
+
+def without_weights(directory: Path) -> Path:
+    """A copy of a Hugging Face directory with config.json and tokenizer alone."""
+    return Path(shutil.copytree(directory, f"{directory}-config", ignore=shutil.ignore_patterns("*.safetensors")))
+
+
+OF_HF = [
+    kind for kind in ("gemma4", "glm4v_moe", "mistral3", "kimi_k25", "minimax_m3_vl", "qwen2_audio") if kind in WRAPPERS
+]
+OF_MEGATRON = [kind for kind in ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe") if kind in WRAPPERS]
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl", *in_soak("qwen2_5_vl", *OF_HF, *OF_MEGATRON)])
+def test_a_wrapper_that_bridge_trained_comes_back_to_the_last_bit_and_transformers_loads_it(
+    kind: str, tmp_path: Path
+) -> None:
+    hf, tensors = trained(tmp_path, kind)
+    save(tmp_path / "bridge", stacked(tensors) if kind == "qwen3_vl" else tensors)
+    run(tmp_path / "bridge", tmp_path / "out", "hf", reference=without_weights(hf), verify=True)
+    before, after = stored(hf), stored(tmp_path / "out")
+    assert after.keys() == before.keys()
+    assert [name for name, tensor in before.items() if not torch.equal(after[name], tensor)] == []
+    auto = AutoModelForSeq2SeqLM if kind == "qwen2_audio" else AutoModelForImageTextToText
+    if kind in ("gemma3", "qwen3_vl"):
+        assert torch.equal(logits(load_whole(auto, tmp_path / "out")), logits(load_whole(auto, hf)))
+
+
+@pytest.mark.skipif("exaone4_5" not in WRAPPERS, reason="of transformers 5.23")
+def test_so_does_exaone_4_5_with_gated_mlps_and_a_prediction_layer(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    parts = {"q": (128, 128), "k": (64, 128), "v": (64, 128), "gate": (96, 128), "up": (96, 128)}
+    alone = {part: torch.randn(shape).bfloat16() for part, shape in parts.items()}
+    published = {
+        f"mtp.layers.0.{'self_attn' if part in 'qkv' else 'mlp'}.{part}_proj.weight": t for part, t in alone.items()
+    }
+    others = {theirs: torch.randn(128).bfloat16() for theirs in PREDICTION}
+    published |= {f"mtp.{PREDICTION[theirs]}.weight": tensor for theirs, tensor in others.items()}
+    hf, tensors = trained(tmp_path, "exaone4_5", published)
+    layer = "transformer_layer."
+    fused = {
+        f"{layer}self_attention.linear_qkv": interleaved(alone["q"], alone["k"], alone["v"], 2),
+        f"{layer}mlp.linear_fc1": torch.cat([alone["gate"], alone["up"]]),
+    }
+    tensors |= {f"language_model.mtp.layers.0.{name}.weight": tensor for name, tensor in (others | fused).items()}
+    save(tmp_path / "bridge", tensors)
+    run(tmp_path / "bridge", tmp_path / "out", "hf", reference=without_weights(hf))
+    before, after = stored(hf), stored(tmp_path / "out")
+    assert after.keys() == before.keys()
+    assert [name for name, tensor in before.items() if not torch.equal(after[name], tensor)] == []
+
+
+def test_trained_towers_are_taken_and_of_the_reference_only_those_that_the_run_had_no_module_for(
+    tmp_path: Path,
+) -> None:
+    hf, tensors = trained(tmp_path, "gemma3")
+    tensors = {name: tensor for name, tensor in tensors.items() if ".head." not in name}  # which Bridge leaves out
+    names = dict(tensors)
+    for name in [name for name in names if not name.startswith("language_model.")]:
+        tensors[name] = names[name] + 1
+    save(tmp_path / "bridge", tensors)
+    command = run(tmp_path / "bridge", tmp_path / "out", "hf", reference=hf)
+    before, after = stored(hf), stored(tmp_path / "out")
+    assert after.keys() == before.keys()
+    changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
+    assert changed == {name for name in towers(before) if ".head." not in name}
+    assert [note for note in command.notes if "11 tensors of the reference's towers" in note]
+
+
+def test_the_references_spelling_is_kept(tmp_path: Path) -> None:
+    hf, tensors = trained(tmp_path, "gemma3")
+    short = {name.replace("vision_model.", ""): tensor for name, tensor in stored(hf).items()}
+    save_file(short, hf / "model.safetensors", metadata={"format": "pt"})
+    run(save(tmp_path / "bridge", tensors), tmp_path / "out", "hf", reference=hf)
+    assert stored(tmp_path / "out").keys() == short.keys()
+
+
+GEMMA_3 = {  # what Bridge's provider says of Gemma 3's layers otherwise than Megatron
+    "_target_": "megatron.bridge.models.gemma_vl.gemma3_vl_provider.Gemma3VLModelProvider",
+    "rotary_base": [10000.0, 1000000.0],
+    "window_size": 8,
+    "interleaved_attn_pattern": [1, 1],
+    "layernorm_zero_centered_gamma": True,
+    "layernorm_epsilon": 1e-6,
+    "kv_channels": 32,
+    "activation_func": {"_target_": "megatron.bridge.models.gemma.modules.fast_gelu", "_call_": False},
+    "share_embeddings_and_output_weights": True,
+}
+PROVIDERS = {
+    "gemma3": GEMMA_3,
+    "qwen2_5_vl": {
+        "position_embedding_type": "mrope",
+        "rotary_base": 20000.0,
+        "add_qkv_bias": True,
+        "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
+        "share_embeddings_and_output_weights": False,
+        "layernorm_epsilon": 1e-5,
+    },
+}
+SIZES = {"hidden_size": 128, "ffn_hidden_size": 96, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 80}
+ALIKE = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False, "seq_length": 128}
+
+
+@pytest.mark.parametrize("kind", PROVIDERS)
+def test_what_bridge_describes_is_compared_with_the_references_config(kind: str, tmp_path: Path) -> None:
+    plain = {"use_sliding_window": False, "sliding_window": None} if kind == "qwen2_5_vl" else {}
+    hf, tensors = trained(tmp_path, kind, **plain)
+    described = ALIKE | SIZES | {"num_layers": 4 if kind == "gemma3" else 2, "position_embedding_type": "rope"}
+    described |= PROVIDERS[kind]
+    run(save(tmp_path / "bridge", tensors, **described), tmp_path / "out", "hf", reference=without_weights(hf))
+    assert stored(tmp_path / "out").keys() == stored(hf).keys()
+    save(tmp_path / "other", tensors, **described | {"rotary_base": 3e4})
+    with pytest.raises(RecipeError, match="rotary_base"):
+        run(tmp_path / "other", tmp_path / "no", "hf", reference=hf)
+
+
+def test_state_and_optimizer_of_the_text_model_go_along_and_what_trained_the_towers_stays_behind(
+    tmp_path: Path,
+) -> None:
+    hf, tensors = trained(tmp_path, "qwen3_vl")
+    moments = {
+        f"optimizer.state.{kind}.{name}": tensor.float() / 8
+        for kind in ("exp_avg", "exp_avg_sq", "param")
+        for name, tensor in tensors.items()
+    }
+    path = save(tmp_path / "bridge", tensors | moments)
+    command = run(path, tmp_path / "ours", "megatron", reference=hf, drop_optimizer=False)
+    of_towers = [name for name in moments if "vision_model" in name]
+    assert f"What trained the towers stays behind: {len(of_towers)} tensors of the optimizer." in command.notes
+    ours = open_checkpoint(tmp_path / "ours")
+    assert len(ours.optimizer_specs) == len(moments) - len(of_towers)
+    run(tmp_path / "ours", tmp_path / "back", "hf")
+    assert stored(tmp_path / "back").keys() == stored(hf).keys()
+    assert describe(ours)["parts"]["towers"]["tensors"] == len(towers(stored(hf)))
+
+
+def test_fp8_state_of_the_text_model_goes_along(tmp_path: Path) -> None:
+    hf, tensors = trained(tmp_path, "qwen3_vl")
+    whole = open_checkpoint(hf)
+    text, state = to_megatron(whole), recorded(whole)
+    made = {name: tensor for name, tensor in text.tensors.items() if not name.startswith("towers.")}
+    run_ = TorchDistWriter(
+        tmp_path / "bridge", replace(text.model, wrapper=None), {name: text.specs[name] for name in made}
+    )
+    run_.lay_out()
+    for name, tensor in made.items():
+        write_rows(run_, name, 0, tensor)
+    run_.finish(state)
+    save(
+        tmp_path / "towers",
+        {name: tensor for name, tensor in tensors.items() if not name.startswith("language_model.")},
+    )
+    index = dcp.read_index(tmp_path / "bridge")
+    keys = {
+        field: {f"language_model.{key}": one for key, one in getattr(index, field).items()} for field in vars(index)
+    }
+    beside = dcp.read_index(tmp_path / "towers").tensors
+    for file in (tmp_path / "towers").glob("*.distcp"):
+        shutil.copy(file, tmp_path / "bridge" / f"towers{file.name}")
+
+    def moved(piece: dcp.DcpPiece) -> dcp.DcpPiece:
+        path = tmp_path / "bridge" / f"towers{piece.span.path.name}"
+        return replace(piece, span=replace(piece.span, path=path))
+
+    keys["tensors"] |= {key: replace(one, pieces=tuple(map(moved, one.pieces))) for key, one in beside.items()}
+    dcp.write_index(tmp_path / "bridge", dcp.Index(**keys))
+    run(tmp_path / "bridge", tmp_path / "out", "hf", reference=hf)
+    assert stored(tmp_path / "out").keys() == stored(hf).keys()
+    assert sidecar.find(tmp_path / "out").modules.keys() == state.modules.keys()
+
+
+def test_a_tower_that_no_row_names_is_an_error_with_its_name(tmp_path: Path) -> None:
+    hf, tensors = trained(tmp_path, "qwen3_vl")
+    save(tmp_path / "bridge", tensors | {"vision_model.decoder.layers.0.mlp.gate.weight": torch.zeros(2, 2)})
+    with pytest.raises(UnmappedTensor, match=r"vision_model\.decoder\.layers\.0\.mlp\.gate\.weight"):
+        run(tmp_path / "bridge", tmp_path / "out", "hf", reference=hf)
+
+
+def test_without_a_wrappers_config_the_error_asks_for_one(tmp_path: Path) -> None:
+    hf, tensors = trained(tmp_path, "qwen3_vl")
+    path = save(tmp_path / "bridge", tensors)
+    with pytest.raises(UnknownArchitecture, match=r"no config\.json says of which.*--reference"):
+        open_checkpoint(path)
+    reference = without_weights(hf)
+    config = json.loads((reference / "config.json").read_text())["text_config"]
+    (reference / "config.json").write_text(json.dumps(config | {"model_type": "qwen3"}))
+    with pytest.raises(UnknownArchitecture, match=r"config\.json is of a text model"):
+        run(path, tmp_path / "out", "hf", reference=reference)
+
+
+@pytest.mark.parametrize("heads", [3, 0, True, "4", None])
+def test_heads_that_the_rows_do_not_fit_are_refused(heads: object, tmp_path: Path) -> None:
+    stored = InMemory(
+        None, "megatron", {"vision_model.decoder.layers.0.self_attention.linear_qkv.bias": torch.zeros(40)}
+    )
+    config = {"model_type": "qwen3_vl", "vision_config": {"num_heads": heads}}
+    with pytest.raises(DamagedCheckpoint, match=r"linear_qkv\.bias.*(?:heads|rows)"):
+        BridgeTowers(stored, config, InMemory(None, "hf", {}), tmp_path)
+
+
+def test_query_key_and_value_that_tensor_parallel_ranks_stored_apart_are_read_in_place(tmp_path: Path) -> None:
+    name, spec = "vision_model.decoder.layers.0.self_attention.linear_qkv.weight", TensorSpec((96, 5), DType.float32)
+    query, key, value = torch.arange(96 * 5.0).view(3, 32, 5)
+    (tmp_path / "x").write_bytes(b"??" + interleaved(query, key, value, 4).numpy().tobytes())
+    pieces = [Chunk(Box(row, rows, 0, 5), tmp_path / "x", 2 + row * 20) for row, rows in ((0, 36), (36, 12), (48, 48))]
+    ranks = SimpleNamespace(specs={name: spec}, chunks=lambda _: pieces)
+    config = {"model_type": "qwen3_5", "vision_config": {"num_heads": 4}}
+    found = BridgeTowers(ranks, config, InMemory(None, "hf", {}), tmp_path)
+    (shown,) = found.specs
+    assert torch.equal(read_rows(found, shown, 0, 96), torch.cat([query, key, value]))
+
+
+def test_towers_of_another_reference_are_refused(tmp_path: Path) -> None:
+    name = "visual.patch_embed.proj.weight"
+    run_, beside = (
+        InMemory(None, "megatron", {name: torch.zeros(2, 2)}),
+        InMemory(None, "hf", {"towers.eyes": torch.zeros(2)}),
+    )
+    with pytest.raises(RecipeError, match=r"`eyes`, not `visual\.patch_embed"):
+        BridgeTowers(run_, {"model_type": "qwen2_5_vl"}, beside, tmp_path)
+
+
+def test_every_wrapper_of_the_table_is_known() -> None:
+    assert TOWERS_IN_BRIDGE.keys() <= KNOWN.keys()
