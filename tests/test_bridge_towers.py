@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from soaking import in_soak
 from tiny_wrappers import WRAPPERS, stored, towers
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+from transformers import AutoModelForImageTextToText
 
 from precisionctl.architectures.towers_in_bridge import TOWERS_IN_BRIDGE
 from precisionctl.architectures.wrappers import WRAPPERS as KNOWN
@@ -44,7 +44,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 PREFIXES = {
     "gemma3": {"multi_modal_projector.mm_soft_emb_norm": "multi_modal_projector.mm_soft_embed_norm"},
-    "gemma4": {"model.": ""},
     "glm4v_moe": {"model.": ""},
 }
 """What Bridge calls otherwise of towers that are Hugging Face's modules."""
@@ -126,96 +125,126 @@ def save(directory: Path, tensors: Mapping[str, Tensor], **model: Any) -> Path:
     return directory
 
 
-def trained(
-    room: Path, kind: str, more: Mapping[str, Tensor] | None = None, **text: Any
-) -> tuple[Path, dict[str, Tensor]]:
-    """A Hugging Face directory `room/hf`, and a run of Bridge with the same model, all by Bridge's names."""
+Run = tuple[Path, dict[str, Tensor]]
+"""A Hugging Face directory, and all tensors of a run of Bridge with the same model, by Bridge's names."""
+
+
+def trained(room: Path, kind: str, more: Mapping[str, Tensor] | None = None, **text: Any) -> Run:
     tiny_wrappers.save(room / "hf", kind, dtype=torch.bfloat16, **text)
     tensors = stored(room / "hf") | dict(more or {})
-    if kind == "gemma3":  # as published
-        tensors = {
-            re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", n): t for n, t in tensors.items()
-        }
+    if kind == "gemma3":
+        tensors = {as_published(name): tensor for name, tensor in tensors.items()}
     save_file(tensors, room / "hf" / "model.safetensors", metadata={"format": "pt"})
     made = to_megatron(open_checkpoint(room / "hf")).tensors
     language = {f"language_model.{name}": tensor for name, tensor in made.items() if not name.startswith("towers.")}
-    return room / "hf", language | in_bridge(
-        kind, {n: t for n, t in towers(tensors).items() if not n.startswith("mtp.")}
-    )
+    of_towers = {name: tensor for name, tensor in towers(tensors).items() if not name.startswith("mtp.")}
+    return room / "hf", language | in_bridge(kind, of_towers)
 
 
-def without_weights(directory: Path) -> Path:
-    """A copy of a Hugging Face directory with config.json and tokenizer alone."""
-    return Path(shutil.copytree(directory, f"{directory}-config", ignore=shutil.ignore_patterns("*.safetensors")))
+def as_published(name: str) -> str:
+    """A name of Gemma 3's, which transformers saves otherwise."""
+    return re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name)
 
 
-OF_HF = [
-    kind for kind in ("gemma4", "glm4v_moe", "mistral3", "kimi_k25", "minimax_m3_vl", "qwen2_audio") if kind in WRAPPERS
-]
-OF_MEGATRON = [kind for kind in ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe") if kind in WRAPPERS]
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return trained(tmp_path_factory.mktemp("gemma3"), "gemma3")
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl", *in_soak("qwen2_5_vl", *OF_HF, *OF_MEGATRON)])
-def test_a_wrapper_that_bridge_trained_comes_back_to_the_last_bit_and_transformers_loads_it(
-    kind: str, tmp_path: Path
-) -> None:
-    hf, tensors = trained(tmp_path, kind)
-    save(tmp_path / "bridge", stacked(tensors) if kind == "qwen3_vl" else tensors)
-    run(tmp_path / "bridge", tmp_path / "out", "hf", reference=without_weights(hf), verify=True)
-    before, after = stored(hf), stored(tmp_path / "out")
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return trained(tmp_path_factory.mktemp("qwen3_vl"), "qwen3_vl")
+
+
+def assert_comes_back(of_run: Run, directory: Path, room: Path, **how: Any) -> None:
+    """That what Bridge saved in `directory` becomes the Hugging Face directory, by nothing of it but config.json."""
+    run(directory, room / "out", "hf", reference=without_weights(of_run[0], room / "config"), **how)
+    before, after = stored(of_run[0]), stored(room / "out")
     assert after.keys() == before.keys()
     assert [name for name, tensor in before.items() if not torch.equal(after[name], tensor)] == []
-    auto = AutoModelForSeq2SeqLM if kind == "qwen2_audio" else AutoModelForImageTextToText
-    if kind in ("gemma3", "qwen3_vl"):
-        assert torch.equal(logits(load_whole(auto, tmp_path / "out")), logits(load_whole(auto, hf)))
+
+
+def without_weights(directory: Path, copy: Path) -> Path:
+    """A copy of a Hugging Face directory with config.json and tokenizer alone."""
+    return Path(shutil.copytree(directory, copy, ignore=shutil.ignore_patterns("*.safetensors")))
+
+
+def assert_computes_the_same(one: Path, other: Path) -> None:
+    a, b = (load_whole(AutoModelForImageTextToText, directory) for directory in (one, other))
+    assert torch.equal(logits(a), logits(b))
+
+
+def test_gemma_3_comes_back_to_the_last_bit_and_transformers_loads_it(gemma: Run, tmp_path: Path) -> None:
+    assert_comes_back(gemma, save(tmp_path / "bridge", gemma[1]), tmp_path, verify=True)
+    assert_computes_the_same(tmp_path / "out", gemma[0])
+
+
+def test_so_does_qwen3_vl_whose_tower_is_megatrons_transformer(qwen: Run, tmp_path: Path) -> None:
+    assert_comes_back(qwen, save(tmp_path / "bridge", stacked(qwen[1])), tmp_path, verify=True)
+    assert_computes_the_same(tmp_path / "out", qwen[0])
+
+
+def test_so_does_one_that_megatron_fsdp_saved(qwen: Run, tmp_path: Path) -> None:
+    saved = save(tmp_path / "bridge", {f"model.module.{name}": tensor for name, tensor in qwen[1].items()})
+    for file in ("metadata.json", "common.pt"):
+        (saved / file).unlink()
+    assert_comes_back(qwen, saved, tmp_path)
+
+
+def test_so_does_qwen3_vl_of_bridge_0_3_whose_tower_is_hugging_faces(qwen: Run, tmp_path: Path) -> None:
+    text = {name: tensor for name, tensor in qwen[1].items() if name.startswith("language_model.")}
+    of_towers = {n.replace("model.visual.", "vision_model."): tensor for n, tensor in towers(stored(qwen[0])).items()}
+    assert_comes_back(qwen, save(tmp_path / "bridge", text | of_towers), tmp_path)
+
+
+OTHERS = ("qwen2_5_vl", "glm4v_moe", "mistral3", "kimi_k25", "qwen2_audio")
+ALIKE_QWEN_3 = ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", [kind for kind in (*OTHERS, *ALIKE_QWEN_3) if kind in WRAPPERS])
+def test_so_do_others(kind: str, tmp_path: Path) -> None:
+    made = trained(tmp_path, kind)
+    assert_comes_back(made, save(tmp_path / "bridge", made[1]), tmp_path)
 
 
 @pytest.mark.skipif("exaone4_5" not in WRAPPERS, reason="of transformers 5.23")
 def test_so_does_exaone_4_5_with_gated_mlps_and_a_prediction_layer(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    parts = {"q": (128, 128), "k": (64, 128), "v": (64, 128), "gate": (96, 128), "up": (96, 128)}
-    alone = {part: torch.randn(shape).bfloat16() for part, shape in parts.items()}
-    published = {
-        f"mtp.layers.0.{'self_attn' if part in 'qkv' else 'mlp'}.{part}_proj.weight": t for part, t in alone.items()
-    }
+    shapes = {"q": (128, 128), "k": (64, 128), "v": (64, 128), "gate": (96, 128), "up": (96, 128)}
+    parts = {part: torch.randn(shape).bfloat16() for part, shape in shapes.items()}
     others = {theirs: torch.randn(128).bfloat16() for theirs in PREDICTION}
-    published |= {f"mtp.{PREDICTION[theirs]}.weight": tensor for theirs, tensor in others.items()}
+    published = {f"mtp.{PREDICTION[theirs]}.weight": tensor for theirs, tensor in others.items()}
+    for part, tensor in parts.items():
+        published[f"mtp.layers.0.{'self_attn' if part in 'qkv' else 'mlp'}.{part}_proj.weight"] = tensor
     hf, tensors = trained(tmp_path, "exaone4_5", published)
-    layer = "transformer_layer."
     fused = {
-        f"{layer}self_attention.linear_qkv": interleaved(alone["q"], alone["k"], alone["v"], 2),
-        f"{layer}mlp.linear_fc1": torch.cat([alone["gate"], alone["up"]]),
+        "transformer_layer.self_attention.linear_qkv": interleaved(parts["q"], parts["k"], parts["v"], 2),
+        "transformer_layer.mlp.linear_fc1": torch.cat([parts["gate"], parts["up"]]),
     }
     tensors |= {f"language_model.mtp.layers.0.{name}.weight": tensor for name, tensor in (others | fused).items()}
-    save(tmp_path / "bridge", tensors)
-    run(tmp_path / "bridge", tmp_path / "out", "hf", reference=without_weights(hf))
-    before, after = stored(hf), stored(tmp_path / "out")
-    assert after.keys() == before.keys()
-    assert [name for name, tensor in before.items() if not torch.equal(after[name], tensor)] == []
+    assert_comes_back((hf, tensors), save(tmp_path / "bridge", tensors), tmp_path)
 
 
-def test_trained_towers_are_taken_and_of_the_reference_only_those_that_the_run_had_no_module_for(
-    tmp_path: Path,
+def test_trained_towers_are_taken_and_of_the_reference_only_what_the_run_had_no_module_for(
+    gemma: Run, tmp_path: Path
 ) -> None:
-    hf, tensors = trained(tmp_path, "gemma3")
-    tensors = {name: tensor for name, tensor in tensors.items() if ".head." not in name}  # which Bridge leaves out
-    names = dict(tensors)
-    for name in [name for name in names if not name.startswith("language_model.")]:
-        tensors[name] = names[name] + 1
-    save(tmp_path / "bridge", tensors)
-    command = run(tmp_path / "bridge", tmp_path / "out", "hf", reference=hf)
+    hf, tensors = gemma
+    text = {name: tensor for name, tensor in tensors.items() if name.startswith("language_model.")}
+    changed = {name: tensor + 1 for name, tensor in tensors.items() if name not in text and ".head." not in name}
+    command = run(save(tmp_path / "bridge", text | changed), tmp_path / "out", "hf", reference=hf)
     before, after = stored(hf), stored(tmp_path / "out")
     assert after.keys() == before.keys()
-    changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
-    assert changed == {name for name in towers(before) if ".head." not in name}
+    differing = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
+    assert differing == {name for name in towers(before) if ".head." not in name}
     assert [note for note in command.notes if "11 tensors of the reference's towers" in note]
 
 
-def test_the_references_spelling_is_kept(tmp_path: Path) -> None:
-    hf, tensors = trained(tmp_path, "gemma3")
-    short = {name.replace("vision_model.", ""): tensor for name, tensor in stored(hf).items()}
-    save_file(short, hf / "model.safetensors", metadata={"format": "pt"})
-    run(save(tmp_path / "bridge", tensors), tmp_path / "out", "hf", reference=hf)
+def test_the_references_spelling_is_kept(gemma: Run, tmp_path: Path) -> None:
+    short = {name.replace("vision_model.", ""): tensor for name, tensor in stored(gemma[0]).items()}
+    reference = without_weights(gemma[0], tmp_path / "reference")
+    save_file(short, reference / "model.safetensors", metadata={"format": "pt"})
+    run(save(tmp_path / "bridge", gemma[1]), tmp_path / "out", "hf", reference=reference)
     assert stored(tmp_path / "out").keys() == short.keys()
 
 
@@ -245,23 +274,23 @@ SIZES = {"hidden_size": 128, "ffn_hidden_size": 96, "num_attention_heads": 4, "n
 ALIKE = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False, "seq_length": 128}
 
 
-@pytest.mark.parametrize("kind", PROVIDERS)
-def test_what_bridge_describes_is_compared_with_the_references_config(kind: str, tmp_path: Path) -> None:
-    plain = {"use_sliding_window": False, "sliding_window": None} if kind == "qwen2_5_vl" else {}
-    hf, tensors = trained(tmp_path, kind, **plain)
+@pytest.mark.parametrize("kind", [*in_soak("qwen2_5_vl"), "gemma3"])
+def test_what_bridge_describes_is_compared_with_the_references_config(kind: str, gemma: Run, tmp_path: Path) -> None:
+    plain = {"use_sliding_window": False, "sliding_window": None}
+    hf, tensors = gemma if kind == "gemma3" else trained(tmp_path, kind, **plain)
     described = ALIKE | SIZES | {"num_layers": 4 if kind == "gemma3" else 2, "position_embedding_type": "rope"}
     described |= PROVIDERS[kind]
-    run(save(tmp_path / "bridge", tensors, **described), tmp_path / "out", "hf", reference=without_weights(hf))
-    assert stored(tmp_path / "out").keys() == stored(hf).keys()
-    save(tmp_path / "other", tensors, **described | {"rotary_base": 3e4})
+    assert_comes_back((hf, tensors), save(tmp_path / "bridge", tensors, **described), tmp_path)
+    described["rotary_base"] = 3e4
+    save(tmp_path / "other", tensors, **described)
     with pytest.raises(RecipeError, match="rotary_base"):
-        run(tmp_path / "other", tmp_path / "no", "hf", reference=hf)
+        run(tmp_path / "other", tmp_path / "no", "hf", reference=tmp_path / "config")
 
 
 def test_state_and_optimizer_of_the_text_model_go_along_and_what_trained_the_towers_stays_behind(
-    tmp_path: Path,
+    qwen: Run, tmp_path: Path
 ) -> None:
-    hf, tensors = trained(tmp_path, "qwen3_vl")
+    hf, tensors = qwen
     moments = {
         f"optimizer.state.{kind}.{name}": tensor.float() / 8
         for kind in ("exp_avg", "exp_avg_sq", "param")
@@ -278,8 +307,8 @@ def test_state_and_optimizer_of_the_text_model_go_along_and_what_trained_the_tow
     assert describe(ours)["parts"]["towers"]["tensors"] == len(towers(stored(hf)))
 
 
-def test_fp8_state_of_the_text_model_goes_along(tmp_path: Path) -> None:
-    hf, tensors = trained(tmp_path, "qwen3_vl")
+def test_fp8_state_of_the_text_model_goes_along(qwen: Run, tmp_path: Path) -> None:
+    hf, tensors = qwen
     whole = open_checkpoint(hf)
     text, state = to_megatron(whole), recorded(whole)
     made = {name: tensor for name, tensor in text.tensors.items() if not name.startswith("towers.")}
@@ -313,19 +342,19 @@ def test_fp8_state_of_the_text_model_goes_along(tmp_path: Path) -> None:
     assert sidecar.find(tmp_path / "out").modules.keys() == state.modules.keys()
 
 
-def test_a_tower_that_no_row_names_is_an_error_with_its_name(tmp_path: Path) -> None:
-    hf, tensors = trained(tmp_path, "qwen3_vl")
+def test_a_tower_that_no_row_names_is_an_error_with_its_name(qwen: Run, tmp_path: Path) -> None:
+    hf, tensors = qwen
     save(tmp_path / "bridge", tensors | {"vision_model.decoder.layers.0.mlp.gate.weight": torch.zeros(2, 2)})
     with pytest.raises(UnmappedTensor, match=r"vision_model\.decoder\.layers\.0\.mlp\.gate\.weight"):
         run(tmp_path / "bridge", tmp_path / "out", "hf", reference=hf)
 
 
-def test_without_a_wrappers_config_the_error_asks_for_one(tmp_path: Path) -> None:
-    hf, tensors = trained(tmp_path, "qwen3_vl")
+def test_without_a_wrappers_config_the_error_asks_for_one(qwen: Run, tmp_path: Path) -> None:
+    hf, tensors = qwen
     path = save(tmp_path / "bridge", tensors)
     with pytest.raises(UnknownArchitecture, match=r"no config\.json says of which.*--reference"):
         open_checkpoint(path)
-    reference = without_weights(hf)
+    reference = without_weights(hf, tmp_path / "config")
     config = json.loads((reference / "config.json").read_text())["text_config"]
     (reference / "config.json").write_text(json.dumps(config | {"model_type": "qwen3"}))
     with pytest.raises(UnknownArchitecture, match=r"config\.json is of a text model"):
@@ -340,6 +369,13 @@ def test_heads_that_the_rows_do_not_fit_are_refused(heads: object, tmp_path: Pat
     config = {"model_type": "qwen3_vl", "vision_config": {"num_heads": heads}}
     with pytest.raises(DamagedCheckpoint, match=r"linear_qkv\.bias.*(?:heads|rows)"):
         BridgeTowers(stored, config, InMemory(None, "hf", {}), tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3, 1)])
+def test_a_projection_that_is_no_matrix_is_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    run_ = InMemory(None, "megatron", {"multi_modal_projector.proj.weight": torch.zeros(shape)})
+    with pytest.raises(DamagedCheckpoint, match=r"`multi_modal_projector\.proj\.weight` is \["):
+        BridgeTowers(run_, {"model_type": "gemma3"}, InMemory(None, "hf", {}), tmp_path)
 
 
 def test_query_key_and_value_that_tensor_parallel_ranks_stored_apart_are_read_in_place(tmp_path: Path) -> None:

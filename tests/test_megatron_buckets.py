@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from precisionctl.checkpoints import dcp
+from precisionctl.checkpoints.base import Companions, Hints
 from precisionctl.checkpoints.chunks import Box, read_tensor, write_rows
 from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor
 from precisionctl.checkpoints.megatron.logical import flat_boxes, logical_tensors
@@ -140,6 +141,27 @@ def test_buckets_are_unpacked_for_any_stages_and_any_sizes(tmp_path, layers, sta
     for name, tensor in tensors.items():
         assert torch.equal(read_tensor(state, name), tensor), name
     assert differing_masters(reader) == []
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_buckets_of_a_wrappers_text_model_are_unpacked_if_its_towers_are_frozen(tmp_path, monkeypatch, trained):
+    """As Megatron-Bridge saves a wrapper. A trained tower is in the buckets, in an order that is not known."""
+    if trained:
+        monkeypatch.setitem(ONCE, "visual.proj.weight", ((8, 8), None))
+        monkeypatch.setattr(f"{__name__}.TAIL", [*TAIL, "visual.proj.weight"])
+    wanted = save(tmp_path, [2], 1, None, 1)
+    index = dcp.read_index(tmp_path)
+    tensors = {
+        key if "optimizer" in key or "visual" in key else f"language_model.{key}": one
+        for key, one in index.tensors.items()
+    }
+    if not trained:
+        tensors["visual.proj.weight"] = tensors["language_model.decoder.final_layernorm.weight"]
+    dcp.write_index(tmp_path, dcp.Index(tensors, index.objects))
+    of_a_wrapper = Hints(companions=Companions({"config.json": b'{"model_type": "qwen2_5_vl"}'}))
+    reader = TorchDistReader(tmp_path, hints=of_a_wrapper)
+    assert "towers.visual.proj.weight" in reader.specs
+    assert (reader.optimizer_specs.keys() == wanted.keys()) == (not trained)
 
 
 def places_in(box: Box) -> list[tuple[int, int]]:

@@ -171,17 +171,16 @@ TOWERS_IN_BRIDGE: Mapping[str, tuple[BridgeRow, ...]] = {
             "multi_modal_projector.proj.weight", "multi_modal_projector.mm_input_projection_weight", transposed=True
         ),
     ),
-    "gemma4": _as_they_are("vision_tower", "embed_vision", "audio_tower", "embed_audio", within="model."),
     "qwen2_5_vl": _as_they_are("visual"),
     "glm4v_moe": _as_they_are("visual", within="model."),
     "mistral3": _as_they_are("vision_tower", "multi_modal_projector"),
     "kimi_k25": _as_they_are("vision_tower", "mm_projector"),
-    "minimax_m3_vl": _as_they_are("vision_tower", "multi_modal_projector", "patch_merge_mlp"),
     "qwen2_audio": _as_they_are("audio_tower", "multi_modal_projector"),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN_3),
     "exaone4_5": _EXAONE_4_5,
 }
-"""By `model_type`. The first row that fits a name is its row."""
+"""By `model_type`: the wrappers whose text model has the names in Bridge that its family has here. Not so Gemma 4 and
+MiniMax-M3. The first row that fits a name is its row."""
 
 
 def in_bridge(model_type: str, name: str) -> tuple[BridgeRow, tuple[str, ...]] | None:
@@ -192,9 +191,12 @@ def in_bridge(model_type: str, name: str) -> tuple[BridgeRow, tuple[str, ...]] |
     return None
 
 
-def a_tower(names: Iterable[str]) -> str | None:
-    """The first of these names that any wrapper's towers have in Bridge; None if there is none."""
-    return next((name for name in names if any(in_bridge(kind, name) for kind in TOWERS_IN_BRIDGE)), None)
+def is_tower(name: str) -> bool:
+    """Whether a name begins as towers of some wrapper do in Bridge, and as no text model's."""
+    return name.startswith(_MODULES)
+
+
+_MODULES = tuple({f"{row.bridge.split('.')[0]}." for rows in TOWERS_IN_BRIDGE.values() for row in rows} - {"mtp."})
 
 
 @lru_cache

@@ -209,8 +209,8 @@ def _companion_notes(reader: Reader, reference: Path | None) -> Iterator[str]:
     if isinstance(reader, TorchDistReader) and isinstance(reader.towers, BridgeTowers) and reader.towers.lacking:
         lacking = reader.towers.lacking
         yield (
-            f"The run had no module for {counted(len(lacking), 'tensor')} of the reference's towers, which are taken from "
-            f"there as they are: e.g. {lacking[0].removeprefix(TOWERS)}."
+            f"The run had no module for {counted(len(lacking), 'tensor')} of the reference's towers: they are the "
+            f"reference's, e.g. {lacking[0].removeprefix(TOWERS)}."
         )
     if code := reader.companions.code:
         yield (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ from precisionctl.architectures.config_keys import Config
 from precisionctl.architectures.towers_in_bridge import BridgeRow, Order, in_bridge
 from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.checkpoints.chunks import Box, Chunk, Chunked, read_box, whole
-from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, RecipeError
+from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.param import TensorSpec
 
 if TYPE_CHECKING:
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Moved:
-    """A tower's tensor: the stored one that it is made of, and which rows; None for all, as they are."""
+class _TowerTensor:
+    """A tower's tensor: the stored one that it is made of, and which of the tensors in that one's row it is."""
 
     stored: str
     row: BridgeRow
-    order: NDArray[np.int64] | None
+    part: int
 
 
 class BridgeTowers:
@@ -36,29 +37,26 @@ class BridgeTowers:
     it that the run had no module for: so they were not trained either. Names are spelled as those beside are, if there
     are any, else as in published files.
 
-    `own` are the stored tensors that are towers, and `lacking` the names of the others. Raises DamagedCheckpoint for
-    rows that config.json's sizes do not fit, RecipeError for towers beside that are another model's.
+    `own` are the stored tensors that are towers, and `lacking` the names of those from beside. Raises DamagedCheckpoint
+    for shapes that the row or config.json does not fit, RecipeError for towers beside that are another model's.
     """
 
     def __init__(self, stored: Chunked, config: Config, beside: Chunked, where: Path) -> None:
-        self._stored, self._beside = stored, beside
+        self._stored, self._config, self._beside, self._where = stored, config, beside, where
+        self._orders = lru_cache(maxsize=8)(self._orders_of)  # layers have the same
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
-        self._moved: dict[str, _Moved] = {}
+        self._moved: dict[str, _TowerTensor] = {}
         specs: dict[str, TensorSpec] = {}
-        own: set[str] = set()
         for bridge, spec in stored.specs.items():
             if (found := in_bridge(config["model_type"], bridge)) is None:
                 continue
             row, published = found
-            own.add(bridge)
-            orders = [None] if row.order is None else _orders(row.order, bridge, spec, config, where)
-            for hf, order in zip(published, orders, strict=True):
+            for part, (hf, shape) in enumerate(zip(published, self._shapes(row, bridge, spec), strict=True)):
                 name = _spelled(TOWERS + hf, beside.specs)
                 if name in specs:
                     raise DamagedCheckpoint(f"`{name}` is there twice", where=where)
-                specs[name] = _spec(spec, row, order)
-                self._moved[name] = _Moved(bridge, row, order)
-        self.own: Collection[str] = own
+                specs[name], self._moved[name] = TensorSpec(shape, spec.dtype), _TowerTensor(bridge, row, part)
+        self.own: Collection[str] = {moved.stored for moved in self._moved.values()}
         self.lacking = tuple(name for name in beside.specs if name not in specs)
         if specs and beside.specs and len(self.lacking) == len(beside.specs):
             mine, theirs = (name.removeprefix(TOWERS) for name in (min(specs), self.lacking[0]))
@@ -73,15 +71,30 @@ class BridgeTowers:
             self._chunks[name] = tuple(self._located(self._moved[name], self.specs[name]))
         return self._chunks[name]
 
-    def _located(self, moved: _Moved, spec: TensorSpec) -> Iterator[Chunk]:
+    def _shapes(self, row: BridgeRow, bridge: str, spec: TensorSpec) -> list[tuple[int, ...]]:
+        """The shapes of a stored tensor's parts in Hugging Face."""
+        if (row.transposed and len(spec.shape) != 2) or (row.order and not (spec.shape and spec.rows <= _MOST_ROWS)):
+            raise DamagedCheckpoint(f"`{bridge}` is {list(spec.shape)}", where=self._where)
+        if row.order:
+            try:
+                return [(len(order), *spec.shape[1:]) for order in self._orders(row.order, spec.rows)]
+            except DamagedCheckpoint as error:
+                raise DamagedCheckpoint(f"`{bridge}`: {error.what}", where=self._where, do=error.do) from None
+        return [spec.shape[::-1] if row.transposed else spec.shape]
+
+    def _orders_of(self, order: Order, rows: int) -> list[NDArray[np.int64]]:
+        return order(np.arange(rows), self._config)
+
+    def _located(self, moved: _TowerTensor, spec: TensorSpec) -> Iterator[Chunk]:
         if moved.row.transposed:
             yield Chunk(whole(spec), _Transposed(self._stored, moved.stored))
             return
         stored = self._stored.chunks(moved.stored)
-        if moved.order is None:
+        if moved.row.order is None:
             yield from stored
             return
-        for row, first, rows in _runs(moved.order):
+        order = self._orders(moved.row.order, self._stored.specs[moved.stored].rows)[moved.part]
+        for row, first, rows in _runs(order):
             for chunk in stored:
                 box = chunk.box
                 begin, end = max(first, box.row), min(first + rows, box.row + box.rows)
@@ -102,22 +115,8 @@ class _Transposed:
         return read_box(self.stored, self.name, Box(0, self.stored.specs[self.name].rows, row, rows)).T.contiguous()
 
 
-def _orders(order: Order, bridge: str, spec: TensorSpec, config: Config, where: Path) -> Sequence[NDArray[np.int64]]:
-    if not spec.shape or spec.rows > _MOST_ROWS:
-        raise DamagedCheckpoint(f"`{bridge}` is {list(spec.shape)}", where=where)
-    try:
-        return order(np.arange(spec.rows), config)
-    except PrecisionctlError as error:
-        raise DamagedCheckpoint(f"`{bridge}`: {error.what}", where=where, do=error.do) from None
-
-
-_MOST_ROWS = 1 << 24
-"""More than any tower's tensor has. A file from a stranger may say more, and NumPy would take the memory."""
-
-
-def _spec(stored: TensorSpec, row: BridgeRow, order: NDArray[np.int64] | None) -> TensorSpec:
-    shape = stored.shape[::-1] if row.transposed else stored.shape
-    return TensorSpec(shape if order is None else (len(order), *shape[1:]), stored.dtype)
+_MOST_ROWS = 1 << 17
+"""More than any tower's linear has. A file from a stranger may say more, and NumPy would take the memory."""
 
 
 def _runs(order: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:

@@ -172,9 +172,9 @@ class MegatronDirectory(ABC):
     @cached_property
     def towers(self) -> Chunked:
         """A wrapper's towers, by their names in a plan: the run's own, or from where its companion files are."""
-        return self._over(needed_hints(self.hints, self.own_companions).towers or stored_towers(self.path))
+        return self._with_own(needed_hints(self.hints, self.own_companions).towers or stored_towers(self.path))
 
-    def _over(self, beside: Chunked) -> Chunked:
+    def _with_own(self, beside: Chunked) -> Chunked:
         """The towers that the run itself trained and saved, over those `beside` it."""
         return beside
 

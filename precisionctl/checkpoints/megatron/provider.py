@@ -253,17 +253,17 @@ def _provider(fields: Mapping[str, Any]) -> str:
 
 
 def _in_megatrons_words(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What Bridge's Gemma 3 and 4 say otherwise (models/gemma/gemma3_provider.py, gemma4_provider.py): rotary bases of
-    layers with a window and without, of which Megatron has the latter; a window that counts the token itself; how
-    many layers have it before one that has none; and not that their own layers normalise queries and keys."""
+    """What Bridge's Gemma 3 says otherwise (models/gemma/gemma3_provider.py): rotary bases of layers with a window and
+    without, of which Megatron has the latter; a window that counts the token itself; how many layers have it before one
+    that has none; and not that its own layers normalise queries and keys."""
+    if not _provider(fields).startswith("Gemma3"):
+        return {}
     base, window, pattern = (fields.get(name) for name in ("rotary_base", "window_size", "interleaved_attn_pattern"))
-    found: dict[str, Any] = {"qk_layernorm": True} if _provider(fields).startswith(("Gemma3", "Gemma4")) else {}
+    found: dict[str, Any] = {"qk_layernorm": True}
     if isinstance(base, list) and len(base) == 2:
         found["rotary_base"] = base[1]
         if fields.get("rope_scaling_factor") not in (None, 1):
             found["seq_len_interpolation_factor"] = fields["rope_scaling_factor"]
-    elif "full_attention_rope_base" in fields:
-        found["rotary_base"] = fields["full_attention_rope_base"]
     if type(window) is int:
         found["window_size"] = [window - 1, 0]
     if isinstance(pattern, list) and [type(each) for each in pattern] == [int, int]:

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from precisionctl.architectures.towers_in_bridge import a_tower
+from precisionctl.architectures.towers_in_bridge import is_tower
 from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.adapter import bridge
@@ -131,21 +131,21 @@ class TorchDistReader(MegatronDirectory):
         self._of_optimizer = {name: one for name, one in states.items() if kind_and_parameter(name)[1] not in trained}
         self.towers_optimizer: Collection[str] = states.keys() - self._of_optimizer.keys()
 
-    def _over(self, beside: Chunked) -> Chunked:
+    def _with_own(self, beside: Chunked) -> Chunked:
         """Bridge's towers, of a wrapper that it trained."""
-        config = config_of(self.companions)
         if not is_beside_towers(self._prefix):
             return beside
-        if not is_wrapper(config) and (tower := a_tower(self._tensors)):
+        config = config_of(self.companions)
+        if not is_wrapper(config):
+            if not (tower := next(filter(is_tower, self._tensors), "")):
+                return beside
             raise UnknownArchitecture(
                 f"`{tower}` is part of a wrapper that Megatron-Bridge trained, and "
                 + ("config.json is of a text model" if config else "no config.json says of which"),
                 where=self.path,
                 do=WITH_REFERENCE,
             )
-        if not is_wrapper(config):
-            return beside
-        stored = _Stored({name: one.spec for name, one in self._tensors.items()}, self._stored_chunks)
+        stored = _ByStoredName({name: one.spec for name, one in self._tensors.items()}, self._stored_chunks)
         towers = BridgeTowers(stored, config, beside, self.path)
         return towers if towers.own else beside
 
@@ -163,7 +163,8 @@ class TorchDistReader(MegatronDirectory):
         if not self.in_buckets:
             return tensors
         likely = Modules(self.args.get("transformer_impl") != "local", bool(self.args.get("moe_grouped_gemm", True)))
-        model = {name: tensor for name, tensor in tensors.items() if not of_optimizer(name)}
+        # Frozen towers have no part of the buckets; those that were trained have, in no known order: nothing fits then
+        model = {name: tensor for name, tensor in tensors.items() if not of_optimizer(name) and not is_tower(name)}
         found = unpack(self._index.tensors, model, sorted(EVERY_KIND, key=lambda kind: kind != likely))
         kept = {name: tensor for name, tensor in tensors.items() if name in model or not is_bucket(name)}
         return tensors if found is None else kept | found
@@ -271,7 +272,7 @@ class TorchDistReader(MegatronDirectory):
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _ByStoredName:
     """The tensors of a checkpoint by the names that they are stored under."""
 
     specs: Mapping[str, TensorSpec]
