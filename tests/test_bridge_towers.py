@@ -378,6 +378,13 @@ def test_a_projection_that_is_no_matrix_is_refused(shape: tuple[int, ...], tmp_p
         BridgeTowers(run_, {"model_type": "gemma3"}, InMemory(None, "hf", {}), tmp_path)
 
 
+@pytest.mark.parametrize("shape", [(), (0,), (0, 4), (3,), (1 << 18,)])
+def test_gate_and_up_of_no_such_rows_are_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    run_ = InMemory(None, "megatron", {"vision_model.decoder.layers.0.mlp.linear_fc1.bias": torch.zeros(shape)})
+    with pytest.raises(DamagedCheckpoint, match=r"linear_fc1\.bias"):
+        BridgeTowers(run_, {"model_type": "exaone4_5"}, InMemory(None, "hf", {}), tmp_path)
+
+
 def test_query_key_and_value_that_tensor_parallel_ranks_stored_apart_are_read_in_place(tmp_path: Path) -> None:
     name, spec = "vision_model.decoder.layers.0.self_attention.linear_qkv.weight", TensorSpec((96, 5), DType.float32)
     query, key, value = torch.arange(96 * 5.0).view(3, 32, 5)

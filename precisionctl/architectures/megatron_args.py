@@ -328,13 +328,7 @@ def _read_positions(
     for name, value in (fields["rope_scaling"] or {}).items():
         if name not in ("rope_type", "truncate"):
             real(value, name)
-    known = (
-        "rope",
-        "learned_absolute",
-        "yarn",
-        "mrope",
-        "none",
-    )  # yarn is rope, scaled, and so is mrope, of text alone
+    known = ("rope", "learned_absolute", "yarn", "none")  # yarn is rope, scaled
     kind = one_of(args, "position_embedding_type", known, "learned_absolute", where)
     no_rope = args.get("no_rope_freq")  # `N`: every N-th layer; a list: 1 where a layer has none
     if isinstance(no_rope, list | tuple):
@@ -344,7 +338,7 @@ def _read_positions(
         what = "no family known here has Megatron's qk_l2_norm in layers without rotary embeddings"
         raise UnknownArchitecture(what, where=where)
     return fields | {
-        "position_embedding": "rope" if kind in ("yarn", "mrope", "none") else kind,
+        "position_embedding": "rope" if kind in ("yarn", "none") else kind,
         "rotary_interleaved": bool(args.get("rotary_interleaved")),
         "rope_layers": (False,) * num_layers if kind == "none" else rope_layers,
     }

@@ -4,8 +4,9 @@ Bridge trains towers too. Some are Hugging Face's modules under another prefix, 
 query, key and value interleaved. The rows are those of Bridge's own mappings (src/megatron/bridge/models/*/*_bridge.py,
 0.3.1 and August 2026) in its notation: `*` stands for a number, `**` at the end for any name.
 
-Traps: the same wrapper may have either kind of tower, by Bridge's version (Qwen3-VL is Megatron's since 0.4), and the
-same module may have one more part in its name, by the version of transformers (Gemma 3's `vision_model`).
+Traps: the same wrapper may have either kind of tower, by Bridge's version (Qwen3-VL's is Hugging Face's in 0.3.1, and
+Megatron's in August 2026), and the same module may have one more part in its name, by the version of transformers
+(Gemma 3's `vision_model`).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _interleaved(rows: NDArray[np.int64], heads: object, groups: object) -> list
     DamagedCheckpoint for numbers of heads that do not divide them so."""
     if type(heads) is not int or type(groups) is not int or not 0 < groups <= heads or heads % groups:
         raise DamagedCheckpoint(f"{shown(heads)} heads in {shown(groups)} groups", do="Is config.json this model's?")
-    if len(rows) % (heads + 2 * groups):
+    if not len(rows) or len(rows) % (heads + 2 * groups):
         what = f"{len(rows)} rows are not query, key and value of {heads} heads in {groups} groups"
         raise DamagedCheckpoint(what, do="Is config.json this model's?")
     grouped = rows.reshape(groups, heads // groups + 2, -1)

@@ -73,7 +73,8 @@ class BridgeTowers:
 
     def _shapes(self, row: BridgeRow, bridge: str, spec: TensorSpec) -> list[tuple[int, ...]]:
         """The shapes of a stored tensor's parts in Hugging Face."""
-        if (row.transposed and len(spec.shape) != 2) or (row.order and not (spec.shape and spec.rows <= _MOST_ROWS)):
+        fits = len(spec.shape) == 2 if row.transposed else not row.order or 0 < spec.rows <= _MOST_ROWS
+        if not fits or (row.order and not spec.shape):
             raise DamagedCheckpoint(f"`{bridge}` is {list(spec.shape)}", where=self._where)
         if row.order:
             try:

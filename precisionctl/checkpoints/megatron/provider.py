@@ -253,17 +253,21 @@ def _provider(fields: Mapping[str, Any]) -> str:
 
 
 def _in_megatrons_words(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What Bridge's Gemma 3 says otherwise (models/gemma/gemma3_provider.py): rotary bases of layers with a window and
-    without, of which Megatron has the latter; a window that counts the token itself; how many layers have it before one
-    that has none; and not that its own layers normalise queries and keys."""
+    """What some of Bridge's providers say otherwise: wrappers have positions in several dimensions (`mrope`), which are
+    all the same in text; and Gemma 3 (models/gemma/gemma3_provider.py) has rotary bases of layers with a window and
+    without, of which Megatron has the latter, a window that counts the token itself, a number of layers that have it
+    before one that has none, and norms of queries and keys of which it says nothing."""
+    found: dict[str, Any] = {}
+    if fields.get("position_embedding_type") == "mrope":
+        found["position_embedding_type"] = "rope"
     if not _provider(fields).startswith("Gemma3"):
-        return {}
+        return found
     base, window, pattern = (fields.get(name) for name in ("rotary_base", "window_size", "interleaved_attn_pattern"))
-    found: dict[str, Any] = {"qk_layernorm": True}
+    found["qk_layernorm"] = True
     if isinstance(base, list) and len(base) == 2:
         found["rotary_base"] = base[1]
-        if fields.get("rope_scaling_factor") not in (None, 1):
-            found["seq_len_interpolation_factor"] = fields["rope_scaling_factor"]
+    if fields.get("rope_scaling_factor") not in (None, 1):
+        found["seq_len_interpolation_factor"] = fields["rope_scaling_factor"]
     if type(window) is int:
         found["window_size"] = [window - 1, 0]
     if isinstance(pattern, list) and [type(each) for each in pattern] == [int, int]:
