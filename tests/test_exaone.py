@@ -48,7 +48,7 @@ def test_a_setting_means_what_it_means_to_transformers(said: dict[str, Any], tmp
 
 
 def test_names_in_memory_are_read_too_and_published_ones_written(tmp_path: Path) -> None:
-    model = pico.save(tmp_path / "hf", "exaone", dtype=torch.bfloat16, tie_word_embeddings=True)
+    model = pico.make_and_save(tmp_path / "hf", "exaone", dtype=torch.bfloat16, tie_word_embeddings=True)
     run(tmp_path / "hf", tmp_path / "m", "megatron")
     run(tmp_path / "m", tmp_path / "back", "hf")
     assert_same_tensors(tmp_path / "hf", tmp_path / "back")

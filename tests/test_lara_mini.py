@@ -56,7 +56,7 @@ def test_what_is_not_known_is_refused_by_its_name(error: type[Exception], said: 
 
 
 def test_a_delta_net_is_one_projection_in_files_and_four_in_memory(tmp_path: Path) -> None:
-    model = pico.save(tmp_path / "hf", "lara-mini", dtype=torch.bfloat16)
+    model = pico.make_and_save(tmp_path / "hf", "lara-mini", dtype=torch.bfloat16)
     names = load_file(tmp_path / "hf" / "model.safetensors").keys()
     assert {f"model.layers.0.linear_attn.{name}.weight" for name in ("in_proj", "out_norm")} < names
     run(tmp_path / "hf", tmp_path / "m", "megatron")
@@ -80,7 +80,7 @@ WHOLE = {"hidden_size": 128, "moe_intermediate_size": 128, "shared_expert_interm
 @pytest.mark.parametrize("scheme", ["dynamic", "w4a16"])
 def test_transformers_loads_what_is_exported_for_it(tmp_path: Path, scheme: Any) -> None:
     """With experts as one tensor, and the projection that it divides, as values."""
-    source = pico.save(tmp_path / "hf", "lara-mini", dtype=torch.bfloat16, **WHOLE)
+    source = pico.make_and_save(tmp_path / "hf", "lara-mini", dtype=torch.bfloat16, **WHOLE)
     carry_out(Request.export(tmp_path / "hf", tmp_path / "out", "transformers", scheme))
     loaded, found = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True

@@ -120,7 +120,7 @@ def test_what_is_not_known_is_refused_by_its_name(family: str, error: type[Excep
 
 def test_names_in_memory_are_read_too_and_published_ones_written(tmp_path: Path) -> None:
     """Queries, keys and values are one tensor in files, also their biases."""
-    model = pico.save(tmp_path / "hf", "sarvam-moe", dtype=torch.bfloat16, attention_bias=True)
+    model = pico.make_and_save(tmp_path / "hf", "sarvam-moe", dtype=torch.bfloat16, attention_bias=True)
     names = load_file(tmp_path / "hf" / "model.safetensors").keys()
     assert {f"model.layers.0.attention.query_key_value.{kind}" for kind in ("weight", "bias")} < names
     run(tmp_path / "hf", tmp_path / "m", "megatron")
@@ -158,7 +158,7 @@ def test_engines_get_their_class_and_its_words(tmp_path: Path, engine: Any, fami
 
 def test_transformers_deals_out_a_scale_for_each_row_alone(tmp_path: Path) -> None:
     """Blocks of rows it takes for so many rows, and then codes for weights, without an error."""
-    source = pico.save(tmp_path / "hf", "sarvam-moe", dtype=torch.bfloat16, **WHOLE, head_dim=64)
+    source = pico.make_and_save(tmp_path / "hf", "sarvam-moe", dtype=torch.bfloat16, **WHOLE, head_dim=64)
     with pytest.raises(PrecisionError, match="query_key_value"):
         carry_out(Request.export(tmp_path / "hf", tmp_path / "out", "transformers", "block"))
     carry_out(Request.export(tmp_path / "hf", tmp_path / "out", "transformers", "dynamic"))
