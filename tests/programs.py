@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, TextIO
@@ -111,10 +112,9 @@ def serve(asked: int, tell: int) -> None:
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].config.disable = True
     warnings.simplefilter("ignore")
-    found: list[str] = []
     with os.fdopen(asked) as lines, os.fdopen(tell, "w") as codes:
         for line in lines:
-            found = found or imported_by_runs()
+            import_what_runs_do()
             request = json.loads(line)
             for name in request["imports"]:
                 importlib.import_module(name)
@@ -127,8 +127,9 @@ def serve(asked: int, tell: int) -> None:
     os._exit(0)
 
 
-def imported_by_runs() -> list[str]:
-    """Import what registries look through, and what runs import when they come to it."""
+@cache
+def import_what_runs_do() -> None:
+    """What registries look through, and what runs import when they come to it."""
     import torch
 
     from precisionctl import architectures, checkpoints
@@ -136,10 +137,8 @@ def imported_by_runs() -> list[str]:
     torch.set_num_threads(1)
     modules = [*pkgutil.walk_packages(architectures.__path__, "precisionctl.architectures.")]
     modules += pkgutil.walk_packages(checkpoints.__path__, "precisionctl.checkpoints.")
-    names = [*LATE, *(module.name for module in modules)]
-    for name in names:
+    for name in (*LATE, *(module.name for module in modules)):
         importlib.import_module(name)
-    return names
 
 
 def run(text: str, words: list[str], said: str) -> None:
