@@ -349,6 +349,29 @@ def test_a_tower_that_no_row_names_is_an_error_with_its_name(qwen: Run, tmp_path
         run(tmp_path / "bridge", tmp_path / "out", "hf", reference=hf)
 
 
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_tensor_that_one_layer_alone_lacks_is_not_taken_from_elsewhere(
+    qwen: Run, weights: bool, tmp_path: Path
+) -> None:
+    hf, tensors = qwen
+    left = {name: t for name, t in tensors.items() if name != "vision_model.decoder.layers.1.mlp.linear_fc2.weight"}
+    shutil.copytree(hf, tmp_path / "hf")
+    if not weights:
+        (tmp_path / "hf" / "model.safetensors").unlink()
+    save(tmp_path / "bridge", left)
+    with pytest.raises(DamagedCheckpoint, match=r"`model\.visual\.blocks\.1\.mlp\.linear_fc2\.weight` is missing"):
+        run(tmp_path / "bridge", tmp_path / "out", "hf", reference=tmp_path / "hf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tower_of_another_shape_than_the_references_is_refused(qwen: Run, tmp_path: Path) -> None:
+    hf, tensors = qwen
+    name = "vision_model.merger.linear_fc2.weight"
+    save(tmp_path / "bridge", tensors | {name: tensors[name][1:].clone()})
+    with pytest.raises(DamagedCheckpoint, match=rf"`{re.escape(name)}` is .* in Hugging Face, and the reference's"):
+        run(tmp_path / "bridge", tmp_path / "out", "hf", reference=hf)
+
+
 def test_without_a_wrappers_config_the_error_asks_for_one(qwen: Run, tmp_path: Path) -> None:
     hf, tensors = qwen
     path = save(tmp_path / "bridge", tensors)

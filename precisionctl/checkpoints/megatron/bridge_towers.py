@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -38,7 +39,8 @@ class BridgeTowers:
     are any, else as in published files.
 
     `own` are the stored tensors that are towers, and `lacking` the names of those from beside. Raises DamagedCheckpoint
-    for shapes that the row or config.json does not fit, RecipeError for towers beside that are another model's.
+    for shapes that the row, config.json or those beside do not fit, and for a layer that lacks a tensor which another
+    one has; RecipeError for towers beside that are another model's.
     """
 
     def __init__(self, stored: Chunked, config: Config, beside: Chunked, where: Path) -> None:
@@ -55,7 +57,11 @@ class BridgeTowers:
                 name = _spelled(TOWERS + hf, beside.specs)
                 if name in specs:
                     raise DamagedCheckpoint(f"`{name}` is there twice", where=where)
+                if (other := beside.specs.get(name)) and other.shape != shape:
+                    what = f"`{bridge}` is {list(shape)} in Hugging Face, and the reference's {list(other.shape)}"
+                    raise DamagedCheckpoint(what, where=where, do="Is the reference this model's?")
                 specs[name], self._moved[name] = TensorSpec(shape, spec.dtype), _TowerTensor(bridge, row, part)
+        _check_layers(specs, where)
         self.own: Collection[str] = {moved.stored for moved in self._moved.values()}
         self.lacking = tuple(name for name in beside.specs if name not in specs)
         if specs and beside.specs and len(self.lacking) == len(beside.specs):
@@ -114,6 +120,23 @@ class _Transposed:
 
     def rows(self, row: int, rows: int) -> Tensor:
         return read_box(self.stored, self.name, Box(0, self.stored.specs[self.name].rows, row, rows)).T.contiguous()
+
+
+_OF_LAYER = re.compile(r"(.*?\.(?:layers|blocks|\w+_list)\.)(\d+)(\..+)")
+
+
+def _check_layers(names: Iterable[str], where: Path) -> None:
+    """Raise DamagedCheckpoint if a tower's layer lacks a tensor that another one has: the run had a module for it."""
+    layers: dict[str, dict[str, set[str]]] = {}
+    for before, number, behind in (match.groups() for match in map(_OF_LAYER.fullmatch, names) if match):
+        layers.setdefault(before, {}).setdefault(behind, set()).add(number)
+    for before, tensors in layers.items():
+        numbers = set().union(*tensors.values())
+        for behind, there in tensors.items():
+            if missing := numbers - there:
+                name = f"{before}{min(missing)}{behind}".removeprefix(TOWERS)
+                do = "Copy the checkpoint again, or save it again."
+                raise DamagedCheckpoint(f"`{name}` is missing, which other layers have", where=where, do=do)
 
 
 _MOST_ROWS = 1 << 17
