@@ -7,7 +7,7 @@ alone. tests/peers/test_bridge.py has what Bridge itself saves.
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from tiny_wrappers import WRAPPERS, stored, towers
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from precisionctl.architectures.towers_in_bridge import TOWERS_IN_BRIDGE
+from precisionctl.architectures.towers_in_bridge import MODULES_OF_TOWERS, TOWERS_IN_BRIDGE
 from precisionctl.architectures.wrappers import WRAPPERS as KNOWN
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.chunks import Box, Chunk, read_rows, write_rows
@@ -169,6 +169,15 @@ def without_weights(directory: Path, copy: Path) -> Path:
     return Path(shutil.copytree(directory, copy, ignore=shutil.ignore_patterns("*.safetensors")))
 
 
+def changed(of_run: Run, room: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A copy of the run's Hugging Face directory without weights, with another config.json."""
+    copy = without_weights(of_run[0], room / "changed")
+    config = json.loads((copy / "config.json").read_text())
+    change(config)
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
 def assert_computes_the_same(one: Path, other: Path) -> None:
     a, b = (load_whole(AutoModelForImageTextToText, directory) for directory in (one, other))
     assert torch.equal(logits(a), logits(b))
@@ -273,6 +282,21 @@ PROVIDERS = {
 SIZES = {"hidden_size": 128, "ffn_hidden_size": 96, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 80}
 ALIKE = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False, "seq_length": 128}
 
+TEXT_OF_QWEN_3 = (
+    ALIKE
+    | SIZES
+    | {
+        "num_layers": 2,
+        "kv_channels": 32,
+        "layernorm_epsilon": 1e-6,
+        "rotary_base": 20000.0,
+        "qk_layernorm": True,
+        "position_embedding_type": "mrope",
+        "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
+        "share_embeddings_and_output_weights": False,
+    }
+)
+
 
 @pytest.mark.parametrize("kind", [*in_soak("qwen2_5_vl"), "gemma3"])
 def test_what_bridge_describes_is_compared_with_the_references_config(kind: str, gemma: Run, tmp_path: Path) -> None:
@@ -364,6 +388,84 @@ def test_a_tensor_that_one_layer_alone_lacks_is_not_taken_from_elsewhere(
     assert not (tmp_path / "out").exists()
 
 
+MISSING = {  # by what is left out of the run: what the error says
+    r"vision_model\.merger\.": r"no `model\.visual\.merger\.\w+`, which all towers of a `qwen3_vl` have",
+    r"vision_model\.decoder\.layers\.1\.": r"1 layers have .* vision_config\.depth of config\.json says 2",
+    r"vision_model\.decoder\.layers\.0\.": r"1 layers have .* vision_config\.depth of config\.json says 2",
+    r"vision_model\.decoder\.layers\.\d\.self_attention\.linear_proj\.": r"no `model\.visual\.blocks\.\*\.attn\.proj`",
+    r"vision_model\.decoder\.deepstack_merger_list\.2\.": r"2 layers have .*deepstack_visual_indexes.* says 3",
+}
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("left_out", MISSING)
+def test_towers_without_a_module_or_a_layer_that_all_have_are_refused(
+    qwen: Run, left_out: str, weights: bool, tmp_path: Path
+) -> None:
+    hf, tensors = qwen
+    path = save(tmp_path / "bridge", {name: one for name, one in tensors.items() if not re.match(left_out, name)})
+    reference = hf if weights else without_weights(hf, tmp_path / "config")
+    with pytest.raises(DamagedCheckpoint, match=MISSING[left_out]):
+        run(path, tmp_path / "out", "hf", reference=reference)
+    assert not (tmp_path / "out").exists()
+
+
+def test_where_config_json_does_not_say_how_many_layers_none_between_may_be_missing(qwen: Run, tmp_path: Path) -> None:
+    tensors = {name: one for name, one in qwen[1].items() if "vision_model.decoder.layers.0." not in name}
+    reference = changed(qwen, tmp_path, lambda config: config["vision_config"].pop("depth"))
+    with pytest.raises(DamagedCheckpoint, match=r"no `model\.visual\.blocks\.0\.norm1`"):
+        run(save(tmp_path / "bridge", tensors), tmp_path / "out", "hf", reference=reference)
+
+
+@pytest.mark.parametrize("depth", [True, "2", 1.0, {}])
+def test_a_depth_that_is_no_number_is_refused(depth: object, qwen: Run, tmp_path: Path) -> None:
+    reference = changed(qwen, tmp_path, lambda config: config["vision_config"].update(depth=depth))
+    with pytest.raises(DamagedCheckpoint, match=r"vision_config\.depth of config\.json is"):
+        run(save(tmp_path / "bridge", qwen[1]), tmp_path / "out", "hf", reference=reference)
+
+
+@pytest.mark.parametrize("key", ["num_heads", "spatial_merge_size"])
+def test_sizes_of_towers_that_no_shape_says_are_compared_with_what_bridge_describes(
+    qwen: Run, key: str, tmp_path: Path
+) -> None:
+    of_run = {"vision_config": {"config_dict": json.loads((qwen[0] / "config.json").read_text())["vision_config"]}}
+    path = save(tmp_path / "bridge", qwen[1], **TEXT_OF_QWEN_3, **of_run)
+    assert_comes_back(qwen, path, tmp_path)
+    (tmp_path / "other").mkdir()
+    reference = changed(qwen, tmp_path / "other", lambda config: config["vision_config"].update({key: 1}))
+    with pytest.raises(DamagedCheckpoint, match=rf"vision_config\.{key} of config\.json is 1, and the run had"):
+        run(path, tmp_path / "no", "hf", reference=reference)
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_a_config_json_that_says_otherwise_whether_there_is_an_output_layer_is_refused(
+    gemma: Run, has_head: bool, tmp_path: Path
+) -> None:
+    tensors = dict(gemma[1])
+    if has_head:
+        tensors["language_model.output_layer.weight"] = tensors["language_model.embedding.word_embeddings.weight"] + 1
+
+    def say(config: dict[str, Any]) -> None:
+        for part in (config, config["text_config"]):
+            part["tie_word_embeddings"] = has_head
+
+    reference = changed(gemma, tmp_path, say)
+    with pytest.raises(UnknownArchitecture, match="output layer, and tie_word_embeddings says otherwise"):
+        run(save(tmp_path / "bridge", tensors), tmp_path / "out", "hf", reference=reference)
+
+
+def test_the_config_json_of_another_wrapper_is_refused(qwen: Run, gemma: Run, tmp_path: Path) -> None:
+    with pytest.raises(UnknownArchitecture, match=r"`vision_model\..*` is not known as part of a `gemma3`"):
+        run(save(tmp_path / "bridge", qwen[1]), tmp_path / "out", "hf", reference=gemma[0])
+
+
+def test_a_tower_of_integers_is_refused(qwen: Run, tmp_path: Path) -> None:
+    name = "vision_model.patch_embed.proj.bias"
+    save(tmp_path / "bridge", qwen[1] | {name: qwen[1][name].long()})
+    with pytest.raises(DamagedCheckpoint, match=rf"`{re.escape(name)}` is int64"):
+        run(tmp_path / "bridge", tmp_path / "out", "hf", reference=qwen[0])
+
+
 def test_a_tower_of_another_shape_than_the_references_is_refused(qwen: Run, tmp_path: Path) -> None:
     hf, tensors = qwen
     name = "vision_model.merger.linear_fc2.weight"
@@ -431,4 +533,4 @@ def test_towers_of_another_reference_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_wrapper_of_the_table_is_known() -> None:
-    assert TOWERS_IN_BRIDGE.keys() <= KNOWN.keys()
+    assert TOWERS_IN_BRIDGE.keys() == MODULES_OF_TOWERS.keys() <= KNOWN.keys()

@@ -184,6 +184,83 @@ TOWERS_IN_BRIDGE: Mapping[str, tuple[BridgeRow, ...]] = {
 MiniMax-M3. The first row that fits a name is its row."""
 
 
+def _within(prefix: str, modules: str) -> tuple[str, ...]:
+    return tuple(f"{prefix}.{module}" for module in modules.split())
+
+
+ONCE = ""
+_DEPTH, _LAYERS = "vision_config.depth", "vision_config.num_hidden_layers"
+_VISUAL, _BLOCK, _PROJECTOR = "model.visual", "model.visual.blocks.*", "multi_modal_projector"
+_QWEN_3_5_MODULES = {
+    ONCE: _within(_VISUAL, "patch_embed pos_embed merger.norm merger.linear_fc1 merger.linear_fc2"),
+    _DEPTH: _within(_BLOCK, "norm1 norm2 attn.qkv attn.proj mlp.linear_fc1 mlp.linear_fc2"),
+}
+_QWEN_3_MODULES = _QWEN_3_5_MODULES | {
+    "vision_config.deepstack_visual_indexes": _within(
+        f"{_VISUAL}.deepstack_merger_list.*", "norm linear_fc1 linear_fc2"
+    ),
+}
+_GATED_BLOCK = "norm1 norm2 attn.qkv attn.proj mlp.gate_proj mlp.up_proj mlp.down_proj"
+
+MODULES_OF_TOWERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "gemma3": {
+        ONCE: (
+            *_within("vision_tower.vision_model", "embeddings.patch_embedding embeddings.position_embedding"),
+            *_within("vision_tower.vision_model", "post_layernorm"),
+            *_within(_PROJECTOR, "mm_soft_emb_norm mm_input_projection_weight"),
+        ),
+        _LAYERS: _within(
+            "vision_tower.vision_model.encoder.layers.*",
+            "layer_norm1 layer_norm2 mlp.fc1 mlp.fc2 "
+            "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj",
+        ),
+    },
+    "qwen2_5_vl": {
+        ONCE: _within("visual", "patch_embed merger.ln_q merger.mlp.0 merger.mlp.2"),
+        _DEPTH: _within("visual.blocks.*", _GATED_BLOCK),
+    },
+    "glm4v_moe": {
+        ONCE: _within(
+            _VISUAL,
+            "patch_embed embeddings post_conv_layernorm post_layernorm downsample "
+            "merger.proj merger.post_projection_norm merger.gate_proj merger.up_proj merger.down_proj",
+        ),
+        _DEPTH: _within(_BLOCK, _GATED_BLOCK),
+    },
+    "mistral3": {
+        ONCE: (
+            *_within("vision_tower", "patch_conv ln_pre"),
+            *_within(_PROJECTOR, "norm patch_merger.merging_layer linear_1 linear_2"),
+        ),
+        _LAYERS: _within(
+            "vision_tower.transformer.layers.*",
+            "attention_norm ffn_norm attention.q_proj attention.k_proj attention.v_proj attention.o_proj "
+            "feed_forward.gate_proj feed_forward.up_proj feed_forward.down_proj",
+        ),
+    },
+    "kimi_k25": {
+        ONCE: (*_within("vision_tower.encoder", "final_layernorm"), *_within("mm_projector", "pre_norm proj.0 proj.2")),
+        _LAYERS: _within("vision_tower.encoder.blocks.*", "norm0 norm1 wqkv wo mlp.fc0 mlp.fc1"),
+    },
+    "qwen2_audio": {
+        ONCE: (*_within("audio_tower", "conv1 conv2 embed_positions layer_norm"), f"{_PROJECTOR}.linear"),
+        "audio_config.encoder_layers": _within(
+            "audio_tower.layers.*",
+            "self_attn_layer_norm final_layer_norm fc1 fc2 "
+            "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj",
+        ),
+    },
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _QWEN_3_MODULES),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _QWEN_3_5_MODULES),
+    "exaone4_5": {
+        ONCE: _within(_VISUAL, "patch_embed merger.ln_q merger.mlp.0 merger.mlp.2"),
+        _DEPTH: _within(_BLOCK, _GATED_BLOCK),
+    },
+}
+"""By `model_type`: the modules that all towers of the kind have, by what published names begin with: those that are
+there `ONCE`, and those that each layer has, by the key of config.json that says how many layers there are."""
+
+
 def in_bridge(model_type: str, name: str) -> tuple[BridgeRow, tuple[str, ...]] | None:
     """The row of one of Bridge's names, and the tensor's names in published files; None for what is no tower."""
     for row in TOWERS_IN_BRIDGE.get(model_type, ()):

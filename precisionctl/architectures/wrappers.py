@@ -345,12 +345,15 @@ def in_directory(model: ModelShape, config: Config, stored: Collection[str]) -> 
     raise UnknownArchitecture(f"its tensors do not have the names of a `{model.wrapper.model_type}`")
 
 
-def beside_towers(model: ModelShape, towers: Collection[str], *, has_head: bool) -> ModelShape:
+def beside_towers(model: ModelShape, config: Config, towers: Collection[str], *, has_head: bool) -> ModelShape:
     """The text model of a Megatron checkpoint, by the Hugging Face names that the wrapper's towers have. Raises
-    UnknownArchitecture for towers of another wrapper."""
+    UnknownArchitecture for towers of another wrapper, and where config.json says of the head what is not so."""
     assert model.wrapper is not None, "only a wrapper has towers"
     if towers:
         _check_marks(model.wrapper.model_type, towers)
+    if not has_head and not model.tied_embeddings or has_head and config.get("tie_word_embeddings") is True:
+        what = f"it has {'an' if has_head else 'no'} output layer, and tie_word_embeddings says otherwise"
+        raise UnknownArchitecture(what, do="Is config.json this model's? If so, correct tie_word_embeddings in it.")
     return replace(model, wrapper=_by_towers(model.wrapper, towers), tied_embeddings=not has_head)
 
 

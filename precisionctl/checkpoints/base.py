@@ -100,7 +100,8 @@ class Reader(Protocol):
 
 WITH_REFERENCE = (
     "Give `convert`, `export-inference`, `resume`, `verify` or `inspect` a Hugging Face directory of the same model "
-    "with --reference: its config.json and tokenizer are enough."
+    "with --reference: its config.json and tokenizer are enough. Other commands read what `convert --to "
+    "megatron` makes with it."
 )
 """Advice for a checkpoint that does not say its model. It names the commands that have the option."""
 

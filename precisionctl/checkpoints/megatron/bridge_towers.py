@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from precisionctl.architectures.config_keys import Config
-from precisionctl.architectures.towers_in_bridge import BridgeRow, Order, in_bridge
+from precisionctl.architectures.towers_in_bridge import MODULES_OF_TOWERS, ONCE, BridgeRow, Order, in_bridge
 from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.checkpoints.chunks import Box, Chunk, Chunked, read_box, whole
-from precisionctl.errors import DamagedCheckpoint, RecipeError
+from precisionctl.errors import DamagedCheckpoint, RecipeError, shown
 from precisionctl.param import TensorSpec
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ class BridgeTowers:
     are any, else as in published files.
 
     `own` are the stored tensors that are towers, and `lacking` the names of those from beside. Raises DamagedCheckpoint
-    for shapes that the row, config.json or those beside do not fit, and for a layer that lacks a tensor which another
-    one has; RecipeError for towers beside that are another model's.
+    for shapes that the row, config.json or those beside do not fit, and for values that are not floating-point;
+    RecipeError for towers beside that are another model's.
     """
 
     def __init__(self, stored: Chunked, config: Config, beside: Chunked, where: Path) -> None:
@@ -48,6 +48,7 @@ class BridgeTowers:
         self._orders = lru_cache(maxsize=8)(self._orders_of)  # layers have the same
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
         self._moved: dict[str, _TowerTensor] = {}
+        self._published: set[str] = set()
         specs: dict[str, TensorSpec] = {}
         for bridge, spec in stored.specs.items():
             if (found := in_bridge(config["model_type"], bridge)) is None:
@@ -60,8 +61,10 @@ class BridgeTowers:
                 if (other := beside.specs.get(name)) and other.shape != shape:
                     what = f"`{bridge}` is {list(shape)} in Hugging Face, and the reference's {list(other.shape)}"
                     raise DamagedCheckpoint(what, where=where, do="Is the reference this model's?")
+                if not spec.dtype.is_floating_point or spec.is_codes:
+                    raise DamagedCheckpoint(f"`{bridge}` is {spec.dtype}", where=where)
                 specs[name], self._moved[name] = TensorSpec(shape, spec.dtype), _TowerTensor(bridge, row, part)
-        _check_layers(specs, where)
+                self._published.add(hf)
         self.own: Collection[str] = {moved.stored for moved in self._moved.values()}
         self.lacking = tuple(name for name in beside.specs if name not in specs)
         if specs and beside.specs and len(self.lacking) == len(beside.specs):
@@ -69,6 +72,14 @@ class BridgeTowers:
             what = f"the reference's towers have other names than the checkpoint's: `{theirs}`, not `{mine}`"
             raise RecipeError(what, where=where, do="Give the model that the run began with.")
         self.specs: Mapping[str, TensorSpec] = {**specs, **{name: beside.specs[name] for name in self.lacking}}
+
+    def check(self, described: Config) -> None:
+        """Raise DamagedCheckpoint if the run's towers lack a module or a layer that all have, or a tensor in a layer
+        that another one has; and if config.json says another size than the run, of which `described` says what it had
+        in the parts of its config.json."""
+        _check_sizes(self._config, described, self._where)
+        _check_layers(self._published, self._where)
+        _check_modules(self._published, self._config, self._where)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         if name not in self._moved:
@@ -122,6 +133,54 @@ class _Transposed:
         return read_box(self.stored, self.name, Box(0, self.stored.specs[self.name].rows, row, rows)).T.contiguous()
 
 
+def _check_sizes(config: Config, described: Config, where: Path) -> None:
+    """Raise DamagedCheckpoint if a size in config.json is not the one that the run had: no shape says how many heads
+    there are."""
+    for part, of_run in described.items():
+        said = config.get(part)
+        if not isinstance(said, Mapping):
+            continue
+        for key in sorted(of_run.keys() & said.keys()):
+            if _is_size(of_run[key]) and said[key] != of_run[key] and not key.endswith("token_id"):
+                what = f"{part}.{key} of config.json is {shown(said[key])}, and the run had {shown(of_run[key])}"
+                raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int or (isinstance(value, list) and all(type(each) is int for each in value))
+
+
+def _check_modules(names: Collection[str], config: Config, where: Path) -> None:
+    """Raise DamagedCheckpoint if towers, by their published names, lack a module that all of the kind have, or do not
+    have as many layers as config.json says."""
+    do = "Is config.json this model's? If it is, copy the checkpoint again, or save it again."
+    for key, modules in MODULES_OF_TOWERS[config["model_type"]].items():
+        count = None if key == ONCE else _count(config, key, where)
+        for module in modules:
+            pattern = re.compile(re.escape(module).replace(r"\*", r"(\d+)") + r"(?:\..+)?")
+            found = {match.groups() for match in map(pattern.fullmatch, names) if match}
+            if not found and count != 0:
+                what = f"there is no `{module}`, which all towers of a `{config['model_type']}` have"
+                raise DamagedCheckpoint(what, where=where, do=do)
+            if key == ONCE:
+                continue
+            if count is not None and len(found) != count:
+                what = f"{len(found)} layers have `{module}`, and {key} of config.json says {count}"
+                raise DamagedCheckpoint(what, where=where, do=do)
+            if lost := [number for number in range(len(found)) if (str(number),) not in found]:
+                raise DamagedCheckpoint(f"there is no `{module.replace('*', str(lost[0]))}`", where=where, do=do)
+
+
+def _count(config: Config, key: str, where: Path) -> int | None:
+    """How many layers a key of config.json says; None where it is absent. Raises DamagedCheckpoint for no number."""
+    part, last = key.split(".")
+    parts = config.get(part)
+    said = parts.get(last) if isinstance(parts, Mapping) else None
+    if said is not None and not _is_size(said):
+        raise DamagedCheckpoint(f"{key} of config.json is {shown(said)}", where=where)
+    return len(said) if isinstance(said, list) else said
+
+
 _OF_LAYER = re.compile(r"(.*?\.(?:layers|blocks|\w+_list)\.)(\d+)(\..+)")
 
 
@@ -134,9 +193,8 @@ def _check_layers(names: Iterable[str], where: Path) -> None:
         numbers = set().union(*tensors.values())
         for behind, there in tensors.items():
             if missing := numbers - there:
-                name = f"{before}{min(missing)}{behind}".removeprefix(TOWERS)
-                do = "Copy the checkpoint again, or save it again."
-                raise DamagedCheckpoint(f"`{name}` is missing, which other layers have", where=where, do=do)
+                what = f"`{before}{min(missing)}{behind}` is missing, which other layers have"
+                raise DamagedCheckpoint(what, where=where, do="Copy the checkpoint again, or save it again.")
 
 
 _MOST_ROWS = 1 << 17

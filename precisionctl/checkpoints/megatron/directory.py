@@ -87,7 +87,7 @@ def model_of(
     model = dataclasses.replace(from_hf_config(config, path), padded_vocab_size=rows)
     if model.wrapper:
         towers = [name.removeprefix(TOWERS) for name in specs if name.startswith(TOWERS)]
-        model = beside_towers(model, towers, has_head=OUTPUT in specs)
+        model = beside_towers(model, config, towers, has_head=OUTPUT in specs)
     if not args:
         return model
     by_args = by_arguments(as_config_says(args, model) if trusted else args, model, directory)
@@ -185,7 +185,7 @@ class MegatronDirectory(ABC):
             raise CheckpointError(
                 "it does not say which model it is: neither Megatron's arguments nor a config.json were saved with it",
                 where=self.path,
-                do=f"{WITH_REFERENCE} A checkpoint made by `convert --to megatron` contains them.",
+                do=WITH_REFERENCE,
             )
         hints = self.hints
         return model_of(self.path, self.args, self.companions, self.specs, hints.family, trusted=hints.trusted)

@@ -158,6 +158,23 @@ def described_args(directory: Path) -> Mapping[str, Any]:
     return {}
 
 
+def described_towers(directory: Path) -> dict[str, Mapping[str, Any]]:
+    """What Bridge's description says of a wrapper's towers, as the parts of config.json: it holds the config objects of
+    transformers (or one, `hf_config`, that holds these), by their class and their dicts. Empty if there is none."""
+    if not has_file(directory / BRIDGE, directory):
+        return {}
+    model = bridge_section(directory, "model")
+    whole = _config_dict(model.get("hf_config"))
+    parts = {name: _config_dict(model.get(name)) or whole.get(name) for name in ("vision_config", "audio_config")}
+    return {name: part for name, part in parts.items() if isinstance(part, dict)}
+
+
+def _config_dict(value: object) -> dict[str, Any]:
+    """The dict of a config object of transformers; empty for anything else."""
+    found = value.get("config_dict") if isinstance(value, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
 def from_nemo(fields: Mapping[str, Any]) -> dict[str, Any]:
     """As `from_provider`, of NeMo's fields."""
     if isinstance(window := fields.get("window_size"), list) and window[:1] and type(window[0]) is int:
@@ -229,6 +246,8 @@ def from_provider(fields: Mapping[str, Any]) -> dict[str, Any]:
         args["window_attn_skip_freq"] = 2
     if all(fields.get(name) == value for name, value in _LLAMA3.items()):
         args |= {"use_rope_scaling": True, "rope_scaling_factor": fields.get("scale_factor")}
+    if positions := fields.get("max_position_embeddings") or fields.get("seq_length"):
+        args["max_position_embeddings"] = positions
     groups, window = fields.get("num_query_groups"), fields.get("window_size")
     target = fields.get("activation_func")
     activation = str(target.get("_target_", "") if isinstance(target, dict) else target or "").rpartition(".")[2]
@@ -237,7 +256,6 @@ def from_provider(fields: Mapping[str, Any]) -> dict[str, Any]:
         **args,
         "window_size": tuple(window) if isinstance(window, list) else window,
         "group_query_attention": groups not in (None, fields.get("num_attention_heads")),
-        "max_position_embeddings": fields.get("max_position_embeddings") or fields.get("seq_length"),
         "untie_embeddings_and_output_weights": not fields.get("share_embeddings_and_output_weights", True),
         "swiglu": gated and activation == "silu",
         "gated_linear_unit": gated,

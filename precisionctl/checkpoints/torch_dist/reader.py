@@ -42,7 +42,7 @@ from precisionctl.checkpoints.megatron.logical import (
 )
 from precisionctl.checkpoints.megatron.parameter_order import EVERY_KIND, Modules
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, payload_bytes
-from precisionctl.checkpoints.megatron.provider import described_args
+from precisionctl.checkpoints.megatron.provider import described_args, described_towers
 from precisionctl.checkpoints.megatron.towers import with_towers
 from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack
 from precisionctl.codes.encoding import Encoding
@@ -135,9 +135,9 @@ class TorchDistReader(MegatronDirectory):
         """Bridge's towers, of a wrapper that it trained."""
         if not is_beside_towers(self._prefix):
             return beside
-        config = config_of(self.companions)
+        config, tower = config_of(self.companions), next(filter(is_tower, self._tensors), "")
         if not is_wrapper(config):
-            if not (tower := next(filter(is_tower, self._tensors), "")):
+            if not tower:
                 return beside
             raise UnknownArchitecture(
                 f"`{tower}` is part of a wrapper that Megatron-Bridge trained, and "
@@ -147,7 +147,13 @@ class TorchDistReader(MegatronDirectory):
             )
         stored = _ByStoredName({name: one.spec for name, one in self._tensors.items()}, self._stored_chunks)
         towers = BridgeTowers(stored, config, beside, self.path)
-        return towers if towers.own else beside
+        if towers.own:
+            towers.check(described_towers(self.path))
+            return towers
+        if tower:
+            what = f"`{tower}` is not known as part of a `{config['model_type']}`, of which config.json is"
+            raise UnknownArchitecture(what, where=self.path, do="Is config.json this model's?")
+        return beside
 
     @property
     def optimizer_specs(self) -> Mapping[str, TensorSpec]:
