@@ -222,8 +222,12 @@ class Wrapper:
 
 def text_part(config: Mapping[str, Any]) -> Any:
     """What a wrapper's config.json has of its text model; None where it has nothing. `llm_config` is the word of
-    InternVL's code, which NVIDIA's published Nemotrons have."""
-    return next((config[key] for key in ("text_config", "llm_config") if config.get(key) is not None), None)
+    InternVL's code, which NVIDIA's published Nemotrons have. Models that also speak (Qwen Omni) have a part for what
+    thinks, and the text model's within it."""
+    thinker = config.get("thinker_config")
+    parts = (config, thinker) if isinstance(thinker, Mapping) else (config,)
+    said = (part.get(key) for part in parts for key in ("text_config", "llm_config"))
+    return next((text for text in said if text is not None), None)
 
 
 @dataclass(frozen=True)

@@ -212,6 +212,32 @@ def check_there_and_back(kind: str, tmp_path: Path, **how: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_omni", *in_soak("qwen3_omni_moe")])
+def test_what_also_speaks_has_the_text_model_within_what_thinks(kind: str, tmp_path: Path) -> None:
+    """In published files, which transformers' class has in one with what speaks."""
+    tiny_wrappers.save(tmp_path / "thinker", f"{kind}_thinker", dtype=torch.bfloat16)
+    shutil.copytree(tmp_path / "thinker", tmp_path / "hf")
+    tensors = {f"thinker.{name}": tensor for name, tensor in stored(tmp_path / "thinker").items()}
+    speaks = {
+        "talker.model.layers.0.self_attn.q_proj.weight": torch.randn(8, 8).bfloat16(),
+        "code2wav.x": torch.ones(3),
+    }
+    save_file(tensors | speaks, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    thinker = json.loads((tmp_path / "thinker" / "config.json").read_text())
+    whole = {"model_type": kind, "thinker_config": thinker, "talker_config": {"text_config": {"hidden_size": 8}}}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(whole | {"dtype": "bfloat16"}))
+    texts = [replace(open_checkpoint(tmp_path / name).model, wrapper=None) for name in ("hf", "thinker")]
+    assert texts[0] == texts[1]
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron", parallelism=Parallelism(tensor=2))
+    run(tmp_path / "megatron", tmp_path / "back", "hf", "fp32")
+    assert_same(stored(tmp_path / "back"), {name: tensor.float() for name, tensor in (tensors | speaks).items()})
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["dtype"] == config["thinker_config"]["dtype"] == "float32"
+    export(tmp_path / "hf", tmp_path / "fp8")
+    codes = {name for name, tensor in stored(tmp_path / "fp8").items() if tensor.dtype == torch.float8_e4m3fn}
+    assert codes and all(name.startswith("thinker.model.layers.") for name in codes)
+
+
 def test_experts_as_transformers_saves_them_become_those_of_published_files(tmp_path: Path) -> None:
     tiny_wrappers.save(tmp_path / "memory", "qwen3_vl_moe", in_memory=True, dtype=torch.bfloat16)
     tiny_wrappers.save(tmp_path / "published", "qwen3_vl_moe", dtype=torch.bfloat16)

@@ -9,7 +9,14 @@ import torch
 from any_models import SMALL, shrunk
 from safetensors.torch import load_file, save_file
 from training import add_tokenizer
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
 
 TEXT: dict[str, Any] = {
     "vocab_size": 80,
@@ -202,6 +209,15 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("minicpmv4_6", "minicpmv4_7", "minicpm_ocr"), {"model_type": "qwen3_5_text", **DELTA_NET}),
     **dict.fromkeys(("qwen2_audio", "audioflamingo3"), {"model_type": "qwen2"}),
     **dict.fromkeys(("voxtral", "glmasr"), {"model_type": "llama", "rms_norm_eps": 1e-5}),
+    "qwen2_5_omni_thinker": {"model_type": "qwen2_5_omni_text", "rope_parameters": MROPE},
+    "qwen3_omni_moe_thinker": {
+        "model_type": "qwen3_omni_moe_text",
+        "rope_parameters": MROPE | {"mrope_interleaved": True},
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [0],
+    },
     "hyperclovax_vision_v2": {
         "model_type": "hyperclovax",
         "attention_multiplier": 0.25,
@@ -266,8 +282,8 @@ def make(kind: str, *, dtype: torch.dtype = torch.float32, **text: Any) -> PreTr
     config["text_config"] |= text
     config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = kind in TIED
     whole = AutoConfig.for_model(**{"model_type": kind} | config)
-    sees = type(whole) in AutoModelForImageTextToText._model_mapping
-    model: PreTrainedModel = (AutoModelForImageTextToText if sees else AutoModelForSeq2SeqLM).from_config(whole)
+    classes = (AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForMultimodalLM)
+    model: PreTrainedModel = next(each for each in classes if type(whole) in each._model_mapping).from_config(whole)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if "norm" in name or "ln_" in name or name.endswith("bias"):

@@ -44,6 +44,7 @@ class WrapperNames:
     - `third`: what names of the text model's third spelling have in the wrapper in the place of parts of theirs
     - `apart`: prefixes of names in the body that are not its text model's
     - `mark`: a part of the towers' names that no other wrapper's have; empty if none needs it
+    - `marks_of_others`: those that its towers' names have, too
     - `absent`: the class's defaults for keys that `text_config` lacks, if the text model's class has others
     """
 
@@ -59,6 +60,7 @@ class WrapperNames:
     apart: tuple[str, ...] = ()
     towers_in_memory: str = "model."
     mark: str = ""
+    marks_of_others: tuple[str, ...] = ()
     absent: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -71,6 +73,22 @@ reads both, as it has them in memory."""
 _TEXT_MODEL = "model.text_model.", "lm_head."
 _GATED_WITH_BIAS = "visual.blocks.0.mlp.gate_proj.bias"
 _HEARS = "audio_tower.conv1."
+_QWEN_2_5_OMNI = WrapperNames(
+    "thinker.model.",
+    "thinker.lm_head.",
+    text="qwen2_5_omni_text",
+    in_memory=("thinker.model.language_model.", "thinker.lm_head."),
+    towers_in_memory="thinker.model.",
+    mark="audio_tower.audio_bos_eos_token.",
+    marks_of_others=(_HEARS, _GATED_WITH_BIAS),
+)
+_QWEN_3_OMNI = replace(_QWEN_2_5_OMNI, text="qwen3_omni_moe_text", mark="audio_tower.conv2d1.", marks_of_others=())
+_THINKER: Mapping[str, Any] = {
+    "body": "model.",
+    "head": "lm_head.",
+    "in_memory": IN_MEMORY,
+    "towers_in_memory": "model.",
+}
 _PREDICTION_OF_GLM_OCR = ("model.language_model.layers.16.",)
 _BESIDE_MISTRAL_LARGE_4 = (
     *("vision_encoder.", "pre_mm_projector_norm.", "patch_merger.", "vision_language_adapter."),
@@ -162,6 +180,10 @@ WRAPPERS: Mapping[str, WrapperNames] = {
         WrapperNames(*IN_MEMORY, text="qwen3_5_text", mtp="mtp.", mark="vision_tower.vit_merger."),
     ),
     **dict.fromkeys(("qwen2_audio", "audioflamingo3"), WrapperNames(text="qwen2", mark=_HEARS)),
+    "qwen2_5_omni": _QWEN_2_5_OMNI,
+    "qwen2_5_omni_thinker": replace(_QWEN_2_5_OMNI, **_THINKER),
+    "qwen3_omni_moe": _QWEN_3_OMNI,
+    "qwen3_omni_moe_thinker": replace(_QWEN_3_OMNI, **_THINKER),
     "voxtral": WrapperNames(text="llama", mark=_HEARS, absent=_VOXTRAL),
     "glmasr": WrapperNames(text="llama", mark=_HEARS, absent=_GLM_ASR),
     **dict.fromkeys(("hyperclovax_vision_v2", "vlm"), _HYPERCLOVA),
@@ -227,6 +249,17 @@ TEXT_MODELS: Mapping[str, TextModel] = {
         _sizes(151936, 2048, 5632, 24, 16, 16, 128000)
         | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408, "rope_theta": 5e5},
         _NO_WINDOW | {"norm_topk_prob": True},
+    ),
+    "qwen2_5_omni_text": TextModel(
+        "qwen2",
+        _sizes(152064, 3584, 18944, 28, 28, 4, 32768) | {"rope_theta": 1e6, "max_window_layers": 28},
+    ),
+    "qwen3_omni_moe_text": TextModel(
+        "qwen3_moe",
+        _sizes(3584, 2048, 18944, 28, 28, 4, 32768)
+        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+        | {"head_dim": None, "rope_theta": 1e6},
+        _NO_WINDOW,
     ),
     "exaone4_5_text": TextModel("exaone4"),
     "granite_docling_text": TextModel(
@@ -324,7 +357,7 @@ def can_be_wrapped(family: Architecture, wrapper: Wrapper) -> bool:
 def may_be_tied(config: Config, where: object) -> bool:
     """Whether the head may be the embedding and so not be stored. If neither a wrapper's config.json nor its text
     model's part says so, the tensors decide."""
-    parts = (config, text_part(config) or {})
+    parts = (config, config.get("thinker_config") or {}, text_part(config) or {})
     on = [is_on(part, "tie_word_embeddings", where) for part in parts]
     return any(on) or all(part.get("tie_word_embeddings") is None for part in parts)
 
@@ -362,11 +395,11 @@ _HEAD = "lm_head.weight"
 
 
 def _check_marks(model_type: str, towers: Collection[str]) -> None:
-    mine = WRAPPERS[model_type].mark
-    marks = dict.fromkeys(kind.mark for kind in WRAPPERS.values() if kind.mark)
-    found = next((mark for mark in marks if mark != mine and any(mark in name for name in towers)), None)
-    if found or not any(mine in name for name in towers):
-        has = f"have `{found}` in their names" if found else f"do not have `{mine}` in their names"
+    mine = WRAPPERS[model_type]
+    others = {kind.mark for kind in WRAPPERS.values() if kind.mark} - {mine.mark, *mine.marks_of_others}
+    found = next((mark for mark in sorted(others) if any(mark in name for name in towers)), None)
+    if found or not any(mine.mark in name for name in towers):
+        has = f"have `{found}` in their names" if found else f"do not have `{mine.mark}` in their names"
         raise UnknownArchitecture(
             f"its towers {has}: they are not those of a `{model_type}`", do="Is config.json this model's?"
         )

@@ -41,7 +41,8 @@ def config_of_values(
     if not any(key in found for key in _DTYPE_KEYS):
         found["torch_dtype"] = None
     dtype = config_dtype(specs)
-    for part in (found, text, *(each for each in text.values() if isinstance(each, dict))):
+    within = [*text.values(), found.get("thinker_config")]
+    for part in (found, text, *(each for each in within if isinstance(each, dict))):
         keys = [key for key in _DTYPE_KEYS if not isinstance(part.get(key, 0), int)]  # a map of tokens has numbers
         part |= dict.fromkeys(keys, dtype)
     return found
