@@ -12,7 +12,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.measure import flops
 from precisionctl.trainer.measure.flops import bf16_peak, training_flops
-from precisionctl.trainer.model.attention import SINK_CHANNELS
+from precisionctl.trainer.model.core_attention import SINK_CHANNELS
 from precisionctl.trainer.model.delta_rule import gated_delta_rule
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.positions import PackedSequences

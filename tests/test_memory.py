@@ -30,7 +30,7 @@ from precisionctl.trainer.measure import activations, memory, preflight
 from precisionctl.trainer.measure.memory import estimate
 from precisionctl.trainer.measure.parameters import Parameters
 from precisionctl.trainer.model import mlp
-from precisionctl.trainer.model.attention import CoreAttention
+from precisionctl.trainer.model.core_attention import CoreAttention
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.loss import loss
 from precisionctl.trainer.model.recurrence import CHUNK

@@ -7,10 +7,11 @@ from torch import Tensor, nn
 from precisionctl.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, add_post_layernorm, norm_of
 from precisionctl.trainer.backends.bf16_products import product
-from precisionctl.trainer.model.attention import KeysValues, MLASelfAttention, SelfAttention
+from precisionctl.trainer.model.attention import KeysValues, SelfAttention
 from precisionctl.trainer.model.embedding import plain_linear
 from precisionctl.trainer.model.gated_delta_net import GatedDeltaNetAttention
 from precisionctl.trainer.model.kimi_delta_attention import KimiDeltaAttention
+from precisionctl.trainer.model.latent_attention import MLASelfAttention
 from precisionctl.trainer.model.mlp import ACTIVATIONS, MLP, MoELayer
 from precisionctl.trainer.model.norm_with_gate import NormWithGate
 from precisionctl.trainer.model.positions import Positions
