@@ -1,13 +1,10 @@
 """What a checkpoint is: container, layout, architecture, sizes, precision, and the health of its FP8 state."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from precisionctl.architectures.read_off import why_not_gemms
 from precisionctl.checkpoints.base import Reader
@@ -19,25 +16,20 @@ from precisionctl.checkpoints.megatron.towers import tower_names
 from precisionctl.checkpoints.trainer_directory import says_its_model
 from precisionctl.checkpoints.trainer_run import of_trainer
 from precisionctl.codes.statistics import NAMES
-from precisionctl.conversion.known_state import is_of_weights, why_outdated
-from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import CheckpointError, PrecisionctlError
 from precisionctl.export.encode import along_with, is_slice
 from precisionctl.export.weight_encodings import stored_weight_encodings
-from precisionctl.fp8.delayed_scaling import recorded_amax
-from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8States, Role, RoleState
+from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import plan_weights, stored_model
 from precisionctl.quant_methods.base import CHANNEL
+from precisionctl.reports.model_sizes import model_rows
+from precisionctl.reports.recorded_state import describe_fp8, fp8_rows, role_table
 from precisionctl.reports.table import Table
 from precisionctl.sizes import counted, size
-from precisionctl.torch_when_used import torch
 from precisionctl.trainer.saved.run_precision import precision_of_run
 from precisionctl.untabled_model import UntabledModel
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Description = Mapping[str, Any]
 """What `--json` prints. Numbers are numbers: bytes, counts, steps; dtypes are PyTorch's names."""
@@ -80,13 +72,13 @@ def describe(reader: Reader) -> Description:
         "mismatch": _mismatch(reader) if model else None,
         "linears": _linears(reader, model) if isinstance(model, UntabledModel) else None,
         "optimizer": _optimizer(reader),
-        "fp8": _fp8(reader.fp8, reader) if reader.fp8 else None,
+        "fp8": describe_fp8(reader.fp8, reader) if reader.fp8 else None,
     }
 
 
 def describe_state(states: Fp8States, path: Path) -> Description:
     """What a file of FP8 state says, as `describe` says it of state in a checkpoint."""
-    return {"path": str(path), "fp8": _fp8(states, None)}
+    return {"path": str(path), "fp8": describe_fp8(states, None)}
 
 
 def _mismatch(reader: Reader) -> str | None:
@@ -193,74 +185,15 @@ def _sharing(spec: TensorSpec, block: tuple[int, int]) -> str:
     return "channel" if block[0] == 1 and block[1] >= spec.columns else f"block of {block[0]} x {block[1]}"
 
 
-def _fp8(states: Fp8States, reader: Reader | None) -> dict[str, Any]:
-    iteration = reader.iteration if reader else None
-    age = None if iteration is None or states.iteration is None else iteration - states.iteration
-    of_its = _is_of_its_weights(states, reader) if reader else None
-    roles = [*ROLES, *(role for role in ATTENTION if any(role in state.roles for state in states.modules.values()))]
-    return {
-        "recipe": asdict(states.recipe),
-        "producer": states.producer,
-        "recorded_at_iteration": states.iteration,
-        "age_in_steps": age,
-        "of_these_weights": of_its,
-        "why_not_used": why_outdated(states) if of_its is False else None,
-        "never_recorded": {
-            role: sum(role in state.roles and not state.roles[role].recorded for state in states.modules.values())
-            for role in roles
-        },
-        "not_understood": sorted(states.raw),
-        "notes": list(states.notes),
-        "modules": {
-            name: {role: _role(part, role, states.recipe) for role, part in state.roles.items()}
-            for name, state in states.modules.items()
-        },
-    }
-
-
-def _is_of_its_weights(states: Fp8States, reader: Reader) -> bool | None:
-    """Whether FP8 state was recorded with the checkpoint's weights; None if too much of the checkpoint is missing to
-    tell."""
-    try:
-        return is_of_weights(states, digest_weights(reader), reader)
-    except PrecisionctlError:
-        return None
-
-
-def _role(state: RoleState, role: Role, recipe: DelayedScaling) -> dict[str, Any]:
-    """The largest amax of the history, the scale, and how many rows hold an amax; lists by expert."""
-    return {
-        "recorded": state.recorded,
-        "amax": _plain(recorded_amax(state, role, recipe)),
-        "scale": _plain(state.scale),
-        "rows_recorded": int((state.amax_history != 0).sum()),
-    }
-
-
-def _plain(values: Tensor) -> Any:
-    return values.to(torch.float64).tolist()
-
-
 def tables(description: Description) -> list[Table]:
     """The description for people."""
     if "container" not in description:  # of a file of state
-        return [Table(description["path"], ("", ""), _fp8_rows(description["fp8"])), _by_role(description["fp8"])]
+        return [Table(description["path"], ("", ""), fp8_rows(description["fp8"])), role_table(description["fp8"])]
     found = [summary(description)]
     if linears := description["linears"]:
         words = [(each["pattern"], str(each["count"]), each["why_not_fp8"] or "FP8") for each in linears]
         found.append(Table("Matrices, and what an FP8 export makes of them", ("name", "number", ""), words))
-    return [*found, _by_role(description["fp8"])] if description["fp8"] else found
-
-
-def _by_role(fp8: Description) -> Table:
-    """How many modules have recorded what, and within which limits."""
-    rows = []
-    for role, never in fp8["never_recorded"].items():
-        recorded = [each[role] for each in fp8["modules"].values() if role in each and each[role]["recorded"]]
-        amax, scale = (_range(state[key] for state in recorded) for key in ("amax", "scale"))
-        rows.append((role, str(len(recorded)), str(never), amax, scale))
-    columns = ("role", "recorded", "never recorded", "amax", "scale")
-    return Table("FP8 state by role", columns, rows)
+    return [*found, role_table(description["fp8"])] if description["fp8"] else found
 
 
 def summary(description: Description) -> Table:
@@ -282,7 +215,7 @@ def summary(description: Description) -> Table:
         *([] if description["iteration"] is None else [("iteration", str(description["iteration"]))]),
         ("parameters", f"{description['parameters']:,} in {tensors}, {files}"),
         *_part_rows(description),
-        *(_shape_rows(description["model"]) if description["model"] else ()),
+        *(model_rows(description["model"]) if description["model"] else ()),
         *([("split for", _cut_words(cut))] if (cut := description["cut"]) is not None else []),
         ("stored as", ", ".join(f"{dtype} {size(count)}" for dtype, count in description["bytes_by_dtype"].items())),
         ("precision", description["precision"]),
@@ -293,7 +226,7 @@ def summary(description: Description) -> Table:
     if description["coded"]:
         rows.append(_coded_row(description))
     if description["fp8"]:
-        rows += _fp8_rows(description["fp8"])
+        rows += fp8_rows(description["fp8"])
     return Table(description["path"], ("", ""), rows)
 
 
@@ -305,25 +238,6 @@ def _part_rows(description: Description) -> list[tuple[str, str]]:
     return [
         (titles[part], f"{each['parameters']:,} in {counted(each['tensors'], 'tensor')}, {size(each['bytes'])}")
         for part, each in parts.items()
-    ]
-
-
-def _shape_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Rows on the sizes of a model, or one row that says that its family has no table."""
-    if "no_table" in model:
-        return [("table", f"none: {model['no_table']}; converts from Hugging Face to Hugging Face only")]
-    padding = model["padded_vocab_size"] - model["vocab_size"]
-    per_layer = model["per_layer_embed_dim"]
-    beside = f", an embedding of {per_layer} for each layer" if per_layer else ""
-    wide = ", twice as wide where keys are shared" if model["use_double_wide_mlp"] else ""
-    mlp = f"MLP {model['ffn_hidden_size']}{wide}"
-    ahead = f"; {model['mtp_num_layers']} more of multi-token prediction" if model["mtp_num_layers"] else ""
-    return [
-        ("layers", f"{model['num_layers']} of hidden size {model['hidden_size']}, {mlp}{beside}{ahead}"),
-        ("attention", _attention(model) + _in_layers(_attending(model))),
-        *_recurrent_rows(model),
-        *([("experts", _experts(model["moe"]))] if model["moe"] else []),
-        ("vocabulary", f"{model['vocab_size']}" + (f" and {counted(padding, 'row')} of padding" if padding else "")),
     ]
 
 
@@ -354,83 +268,3 @@ def _coded_row(description: Description) -> tuple[str, str]:
     kind = " and ".join(coded["formats"])
     title = f"{kind} weights" if "codes" in description["precision"] else f"were {kind} weights"
     return title, f"{coded['quant_method'] or 'of no Hugging Face spelling'}: {by_scale}{inputs}"
-
-
-def _attention(model: Mapping[str, Any]) -> str:
-    if model["mla"]:
-        shared = sum(source != layer for layer, source in enumerate(model["mla"]["kv_source_layers"] or ()))
-        shares = f"; {counted(shared, 'layer')} read the latent of an earlier one" if shared else ""
-        return f"{counted(model['num_attention_heads'], 'head')} of latents of {model['mla']['kv_lora_rank']}{shares}"
-    own = model["global_attention"]
-    groups = counted(model["num_query_groups"], "key-value group")
-    without_window = (
-        f", {own['num_query_groups']} in layers without a window" if own and own["num_query_groups"] else ""
-    )
-    shared = model["num_kv_shared_layers"]
-    shares = f"; the last {counted(shared, 'layer')} read keys and values of earlier ones" if shared else ""
-    return f"{counted(model['num_attention_heads'], 'head')}, {groups}{without_window}{shares}"
-
-
-def _attending(model: Mapping[str, Any]) -> list[bool]:
-    """Which layers have attention."""
-    if mamba := model["mamba"]:
-        return [kind in "*P" for kind in mamba["pattern"]]
-    others = [part["layers"] for part in (model["gdn"], model["short_conv"]) if part]
-    return [not any(layers[i] for layers in others) for i in range(model["num_layers"])]
-
-
-def _recurrent_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What stands in the place of attention, or beside it."""
-    rows = []
-    if gdn := model["gdn"]:
-        sizes = f"keys of {gdn['key_head_dim']}, values of {gdn['value_head_dim']}" + _in_layers(gdn["layers"])
-        name = "Kimi delta attention" if gdn["kda"] else "gated delta nets"
-        rows.append((name, f"{counted(gdn['num_value_heads'], 'head')}, {sizes}"))
-    if conv := model["short_conv"]:
-        rows.append(("short convolutions", f"of {counted(conv['kernel_dim'], 'token')}" + _in_layers(conv["layers"])))
-    if mamba := model["mamba"]:
-        of_heads = mamba["dt_rank"] is None
-        sizes = f"{counted(mamba['num_heads'], 'head')} of {mamba['head_dim']}"
-        sizes = f"{sizes if of_heads else counted(mamba['num_heads'], 'channel')}, states of {mamba['state_dim']}"
-        sizes += _in_layers([kind in "MP" for kind in mamba["pattern"]])
-        rows.append((f"Mamba-{2 if of_heads else 1} mixers", sizes))
-    return rows
-
-
-def _in_layers(layers: Sequence[bool]) -> str:
-    """In how many layers, where not in all."""
-    return "" if all(layers) else f", in {counted(sum(layers), 'layer')}"
-
-
-def _experts(moe: Mapping[str, Any]) -> str:
-    shared = f", and shared ones of {moe['shared_ffn_hidden_size']}" if moe["shared_ffn_hidden_size"] else ""
-    each = f"{moe['topk']} of {moe['num_experts']} for a token, MLP {moe['ffn_hidden_size']}"
-    return f"{each}{shared}, in {counted(sum(moe['layer_freq']), 'layer')}"
-
-
-def _fp8_rows(fp8: Description) -> list[tuple[str, str]]:
-    recipe = fp8["recipe"]
-    words = (
-        f"delayed scaling, {recipe['fp8_format']}, history {recipe['amax_history_len']}, "
-        f"{recipe['amax_compute_algo']}, margin {recipe['margin']}"
-    )
-    recorded = fp8["recorded_at_iteration"]
-    when = "recorded at an unknown iteration" if recorded is None else f"recorded at iteration {recorded}"
-    age = fp8["age_in_steps"]
-    ago = f", {counted(age, 'step')} ago" if age else ""
-    of_its = fp8["of_these_weights"]
-    used = (
-        "; not compared with weights" if of_its is None else "" if of_its else f"; not used: it {fp8['why_not_used']}"
-    )
-    rows = [
-        ("FP8 recipe", words),
-        ("FP8 state", f"{counted(len(fp8['modules']), 'module')}, {when}{ago}{used}"),
-    ]
-    if fp8["not_understood"]:
-        rows.append(("kept unread", ", ".join(fp8["not_understood"])))
-    return rows + [("", note) for note in fp8["notes"]]
-
-
-def _range(values: Any) -> str:
-    flat = [number for value in values for number in (value if isinstance(value, list) else [value])]
-    return f"{min(flat):.4g} to {max(flat):.4g}" if flat else "-"
