@@ -55,8 +55,9 @@ _SIZED: Mapping[int, tuple[Struct, Callable[[bytes], object]]] = {
 def run(data: bytes, at: int, find_class: FindClass, persistent: PersistentLoad) -> tuple[Any, int]:
     """Run the pickle that begins at byte `at`. Returns its value, and the byte behind it.
 
-    Opcodes are tested in the order of how often they are in the files of PyTorch and Megatron. Raises UnsafePickle for
-    a pickle that changes what must not change; a damaged one can raise nearly anything.
+    Opcodes are tested in the order of how often they are in the files of PyTorch and Megatron. A table with a function
+    for each is twice as long, and takes 10 to 20% more time for an index of `torch_dist` or a state dict. Raises
+    UnsafePickle for a pickle that changes what must not change; a damaged one can raise nearly anything.
     """
     stack: list[Any] = []  # above the last mark
     below: list[list[Any]] = []  # under each mark
