@@ -21,8 +21,9 @@ from precisionctl.architectures.deepseek_rows import INDEXED_ATTENTION, ROUTING
 from precisionctl.architectures.kda_rows import either
 from precisionctl.architectures.llama_rows import MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.moe_rows import EXPERTS, MOE_NORM
-from precisionctl.architectures.param_map import Architecture, Layers, Row, renamed
+from precisionctl.architectures.param_map import Architecture, Row, renamed
 from precisionctl.architectures.rope import rope
+from precisionctl.architectures.row_layers import Layers
 
 
 def _gate(hf: str, megatron: str, layers: Layers) -> tuple[Row, ...]:

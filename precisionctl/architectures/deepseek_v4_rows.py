@@ -12,8 +12,9 @@ from typing import Literal
 from precisionctl.architectures.hyper_connection_rows import head, hyper_connection
 from precisionctl.architectures.llama_rows import PREDICTION_LAYER
 from precisionctl.architectures.moe_rows import FUSED, experts
-from precisionctl.architectures.param_map import COMPRESSED, Either, Row, renamed, when
+from precisionctl.architectures.param_map import Either, Row, renamed, when
 from precisionctl.architectures.rearrangements import GAMMA, GATE_UP, VOCABULARY
+from precisionctl.architectures.row_layers import COMPRESSED
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
 from precisionctl.sparse_parts import CSA
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from precisionctl.architectures.config_keys import Entry
 from precisionctl.architectures.rearrangements import SAME, Movable, Rearrangement
+from precisionctl.architectures.row_layers import Layers, is_among
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import REPLICATED, Layout, Parallel, TensorSpec
 from precisionctl.torch_when_used import torch
@@ -47,49 +48,10 @@ class Condition:
 
 ALWAYS = Condition()
 
-Layers = Literal[
-    "all",
-    "dense",
-    "moe",
-    "attention",
-    "gdn",
-    "conv",
-    "mamba",
-    "indexed",
-    "windowed",
-    "global",
-    "rope",
-    "nope",
-    "sparse",
-    "heavy",
-    "hashed",
-    "scored",
-    "ngrams",
-]
-"""Which layers have a row:
-
-- `all`: every layer
-- `dense`, `moe`: those whose MLP is dense, or has experts
-- `attention`, `gdn`, `conv`, `mamba`: those with softmax attention, a gated delta net, a short convolution, a Mamba
-  mixer
-- `indexed`: those with an indexer
-- `windowed`, `global`: those whose attention has a window, or none
-- `rope`, `nope`: those with rotary embeddings, or without
-- `sparse`, `heavy`: those whose compressed keys overlap, or do not (CSA)
-- `hashed`, `scored`: those with experts that a table chooses, or a router's scores
-- `ngrams`: those with embeddings of n-grams
-"""
-
 Naming = Literal["as stored", "as saved", "in memory", "for engines"]
 """Which of a family's spellings (`Either`) a Hugging Face result has: that of its source, the one that the model's
 class saves, the one that this class has in memory (trainers save it), or the one in which engines with classes of their
 own look for codes."""
-
-COMPRESSED: Mapping[str, str] = {"sparse": "C", "heavy": "H"}
-"""The letter in CSA's pattern of the layers that have a row with these `layers`."""
-
-_BLOCKS = {"mamba": "MP", "attention": "*P", "dense": "-P", "moe": "E"}
-"""The letters in a hybrid pattern of the layers that have rows with these `layers`."""
 
 
 def when(switch: str) -> Condition:
@@ -239,29 +201,7 @@ class Row:
         return model.attention_of(in_window=self.layers != "global")
 
     def _in_layer(self, model: ModelShape, layer: int) -> bool:
-        if self.shares_kv not in (None, model.shares_kv(layer)):
-            return False
-        if model.mamba:
-            return self.layers == "all" or model.mamba.pattern[layer] in _BLOCKS.get(self.layers, "")
-        if self.layers == "attention":
-            return model.has_attention(layer)
-        if self.layers == "gdn":
-            return model.has_delta_net(layer)
-        if self.layers == "conv":
-            return model.has_short_conv(layer)
-        if self.layers == "indexed":
-            return model.has_indexer(layer)
-        if self.layers == "ngrams":
-            return model.has_ngrams(layer)
-        if self.layers in ("windowed", "global"):
-            return model.in_window(layer) == (self.layers == "windowed")
-        if self.layers in ("rope", "nope"):
-            return model.has_rope(layer) == (self.layers == "rope")
-        if self.layers in COMPRESSED:
-            return model.csa is not None and model.csa.pattern[layer] == COMPRESSED[self.layers]
-        if self.layers in ("hashed", "scored"):
-            return model.has_experts(layer) and model.is_hashed(layer) == (self.layers == "hashed")
-        return self.layers == "all" or model.has_experts(layer) == (self.layers == "moe")
+        return self.shares_kv in (None, model.shares_kv(layer)) and is_among(self.layers, model, layer)
 
 
 @dataclass(frozen=True)
