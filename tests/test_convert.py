@@ -15,7 +15,7 @@ from conversions import assert_same_tensors, run, tensors, tree
 from safetensors.torch import load_file, save_file
 from soaking import in_soak
 
-from precisionctl.architectures.rearrangements import Grouped
+from precisionctl.architectures.head_rearrangements import Grouped
 from precisionctl.checkpoints.chunks import Bytes, read_tensor
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS
 from precisionctl.checkpoints.open import open_checkpoint

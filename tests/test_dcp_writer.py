@@ -18,7 +18,7 @@ from trained_models import adamw, config_of, save, states, train, trained
 from transformers import PreTrainedModel
 
 from precisionctl.architectures.families import from_hf_config
-from precisionctl.architectures.rearrangements import QKV, RotaryPairs
+from precisionctl.architectures.head_rearrangements import QKV, RotaryPairs
 from precisionctl.checkpoints import dcp_writer
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request

@@ -12,15 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from precisionctl.architectures.families import architecture_of, supported
+from precisionctl.architectures.head_rearrangements import KEY_PAIRS, QKV, RotaryPairs
 from precisionctl.architectures.param_map import Architecture, Either, Row
-from precisionctl.architectures.rearrangements import (
-    KEY_PAIRS,
-    QKV,
-    Alternating,
-    Joined,
-    Rearrangement,
-    RotaryPairs,
-)
+from precisionctl.architectures.rearrangements import Alternating, Joined, Rearrangement
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.model_parts import MLA, HyperConnections, MoE, NgramEmbedding
 from precisionctl.model_shape import ModelShape

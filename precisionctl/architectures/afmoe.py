@@ -24,10 +24,10 @@ from precisionctl.architectures.config_layers import all_but_every, layer_types,
 from precisionctl.architectures.deepseek_keys import leading_dense, shared_experts
 from precisionctl.architectures.deepseek_rows import decoder
 from precisionctl.architectures.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
+from precisionctl.architectures.head_rearrangements import QGKV
 from precisionctl.architectures.llama_rows import ATTENTION_NORM, PROJ, QK_NORMS, ROTARY, TIED
 from precisionctl.architectures.moe_rows import POST_MOE_NORM
 from precisionctl.architectures.param_map import Architecture, Row, renamed
-from precisionctl.architectures.rearrangements import QGKV
 from precisionctl.architectures.rope import rope
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ROWS

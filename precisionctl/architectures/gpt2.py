@@ -21,8 +21,9 @@ from precisionctl.architectures.config_keys import (
     size,
     tied,
 )
+from precisionctl.architectures.head_rearrangements import QKV
 from precisionctl.architectures.param_map import Alias, Architecture, Either, Row, renamed, when
-from precisionctl.architectures.rearrangements import GAMMA, QKV, SAME, Joined, Transposed
+from precisionctl.architectures.rearrangements import GAMMA, SAME, Joined, Transposed
 from precisionctl.architectures.rearrangements import VOCABULARY as PADDED
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, ROWS

@@ -6,9 +6,10 @@ has a bias.
 
 from precisionctl.architectures.config_keys import Always, Config, Fields, Rule, size, tied
 from precisionctl.architectures.gpt2 import SIZES
+from precisionctl.architectures.head_rearrangements import QKV
 from precisionctl.architectures.llama_rows import EMBEDDING, OUTPUT, OUTPUT_BIAS, PROJ_BIAS, QKV_BIASES
 from precisionctl.architectures.param_map import Architecture, Row, renamed
-from precisionctl.architectures.rearrangements import GAMMA, QKV
+from precisionctl.architectures.rearrangements import GAMMA
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, ROWS
 

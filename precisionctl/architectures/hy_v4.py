@@ -22,11 +22,11 @@ from precisionctl.architectures.deepseek_keys import (
 from precisionctl.architectures.deepseek_rows import INDEXED_ATTENTION, prediction
 from precisionctl.architectures.glm_moe_dsa import write_indexers
 from precisionctl.architectures.gpt_oss import SINKS
+from precisionctl.architectures.head_rearrangements import INDEX_KEYS, INDEX_QUERIES
 from precisionctl.architectures.hyper_connection_rows import head, hyper_connection
 from precisionctl.architectures.llama_rows import LINEAR_GATE, MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.moe_rows import EXPERT_BIAS, FUSED_EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.param_map import Architecture, Either, renamed
-from precisionctl.architectures.rearrangements import INDEX_KEYS, INDEX_QUERIES
 from precisionctl.architectures.rope import rope
 from precisionctl.model_shape import ModelShape
 

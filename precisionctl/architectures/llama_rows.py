@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from precisionctl.architectures.head_rearrangements import QKV
 from precisionctl.architectures.param_map import Alias, Condition, Either, Row, when
-from precisionctl.architectures.rearrangements import GAMMA, GATE_UP, QKV, VOCABULARY
+from precisionctl.architectures.rearrangements import GAMMA, GATE_UP, VOCABULARY
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
 
 # Megatron has one switch for all biases and one for QKV's alone; Hugging Face one for the attention or for QKV, and

@@ -10,9 +10,9 @@ from dataclasses import replace
 from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule, layers, size, tied
 from precisionctl.architectures.deepseek_keys import latent_attention
 from precisionctl.architectures.deepseek_rows import ATTENTION
+from precisionctl.architectures.head_rearrangements import KEY_PAIRS, QUERY_PAIRS
 from precisionctl.architectures.llama_rows import MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture
-from precisionctl.architectures.rearrangements import KEY_PAIRS, QUERY_PAIRS
 from precisionctl.architectures.rope import rope
 from precisionctl.model_parts import real
 from precisionctl.model_shape import ModelShape

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from precisionctl.architectures.config_keys import VOCABULARY, Always, Config, Fields, Key, Only, Reworded, Rule, tied
 from precisionctl.architectures.gpt2 import sizes
+from precisionctl.architectures.head_rearrangements import QKV
 from precisionctl.architectures.llama_rows import (
     ATTENTION_NORM,
     EMBEDDING,
@@ -22,7 +23,7 @@ from precisionctl.architectures.llama_rows import (
     ZERO_NORM_BIASES,
 )
 from precisionctl.architectures.param_map import Architecture, renamed
-from precisionctl.architectures.rearrangements import QKV, Joined
+from precisionctl.architectures.rearrangements import Joined
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_parts import real
 

@@ -8,6 +8,7 @@ one, and are zeros, which nothing trains. A cap that is null is none.
 from dataclasses import replace
 
 from precisionctl.architectures.config_keys import ATTENTION_BIAS, SIZES, Always, Key, activation, heads, tied
+from precisionctl.architectures.head_rearrangements import QKV_TURNED_BACK
 from precisionctl.architectures.llama_rows import (
     ATTENTION_NORM,
     FINAL_NORM,
@@ -20,7 +21,7 @@ from precisionctl.architectures.llama_rows import (
     model_rows,
 )
 from precisionctl.architectures.param_map import Architecture, Condition, renamed
-from precisionctl.architectures.rearrangements import QKV_TURNED_BACK, SAME
+from precisionctl.architectures.rearrangements import SAME
 from precisionctl.architectures.rope import rope
 
 _NORMS = tuple(

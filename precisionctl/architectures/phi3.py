@@ -13,9 +13,10 @@ from precisionctl.architectures.config_keys import (
     tied,
 )
 from precisionctl.architectures.config_layers import everywhere, sliding_window
+from precisionctl.architectures.head_rearrangements import QKV
 from precisionctl.architectures.llama_rows import ATTENTION_NORM, JOINED_MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture, Row
-from precisionctl.architectures.rearrangements import QKV, Joined
+from precisionctl.architectures.rearrangements import Joined
 from precisionctl.architectures.rope import rope
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, ROWS

@@ -2,7 +2,8 @@
 
 `merge` makes Megatron's one tensor of Hugging Face's, `split` is its inverse. Where `is_row_permutation` holds, both
 only put rows (dimension 0) into another order, so they work on values and on row numbers alike: `planning/segments.py`
-runs them on row numbers, an array of NumPy's, to turn a row of the table into copies.
+runs them on row numbers, an array of NumPy's, to turn a row of the table into copies. Those that go by heads
+of attention are in `head_rearrangements.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model_shape import ModelShape
 from precisionctl.torch_when_used import torch
 
@@ -41,41 +41,45 @@ class Rearrangement(Protocol):
     def is_row_permutation(self, model: ModelShape) -> bool: ...
 
 
-def _joined(parts: Sequence[Movable], axis: int = 0) -> Movable:
+def concatenated(parts: Sequence[Movable], axis: int = 0) -> Movable:
     """One after the other along an axis."""
     several: Any = tuple(parts)
     joined: Movable = np.concatenate(several, axis) if isinstance(parts[0], np.ndarray) else torch.cat(several, axis)
     return joined
 
 
-def _cut(whole: Movable, sizes: Sequence[int], axis: int = 0) -> list[Movable]:
+def cut_into(whole: Movable, sizes: Sequence[int], axis: int = 0) -> list[Movable]:
     """The inverse, into parts of these sizes."""
     stops = [*accumulate(sizes)]
     spans = [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
     return [whole[(slice(None),) * axis + (span,)] for span in spans]
 
 
-def _flat(grouped: Movable) -> Movable:
+def rows_of_groups(grouped: Movable) -> Movable:
     """Rows of all groups, of `[groups, rows, ...]`."""
     return grouped.reshape(grouped.shape[0] * grouped.shape[1], *grouped.shape[2:])
 
 
-class _RowPermutation:
+class RowPermutation:
+    """The base of those that only move rows."""
+
     moves_single_rows = False
 
     def is_row_permutation(self, model: ModelShape) -> bool:
         return True
 
 
-class _OfSingleRows(_RowPermutation):
+class OfSingleRows(RowPermutation):
+    """The base of those that leave many rows without a neighbour."""
+
     moves_single_rows = True
 
 
-class InOrder(_RowPermutation):
+class InOrder(RowPermutation):
     """Hugging Face's tensors are the whole, one after the other."""
 
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        return _joined(parts)
+        return concatenated(parts)
 
 
 class _Computation:
@@ -95,101 +99,38 @@ class Same(InOrder):
         return (whole,)
 
 
-class Vocabulary(_RowPermutation):
+class Vocabulary(RowPermutation):
     """A row per token. Megatron pads it with zero rows, which are cut off whatever they hold."""
 
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         values: Any = parts[0]
         shape = (model.padded_vocab_size - model.vocab_size, *values.shape[1:])
         padding = np.zeros(shape, values.dtype) if isinstance(values, np.ndarray) else values.new_zeros(shape)
-        joined: Movable = _joined([values[: model.vocab_size], padding])
+        joined: Movable = concatenated([values[: model.vocab_size], padding])
         return joined
 
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         return (whole[: model.vocab_size],)
 
 
-class FirstTwoLast(_RowPermutation):
+class FirstTwoLast(RowPermutation):
     """The first two rows behind all others (OPT's table of positions)."""
 
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        return _joined([parts[0][2:], parts[0][:2]])
+        return concatenated([parts[0][2:], parts[0][:2]])
 
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        return (_joined([whole[-2:], whole[:-2]]),)
-
-
-class Grouped(_RowPermutation):
-    """Query, key and value, interleaved per query group: `[q_0 .. q_{r-1}, k, v]`, each of `kv_channels` rows, or a
-    value of `v_head_dim`.
-
-    With an output gate, Hugging Face's queries are `q_0, gate_0, q_1, gate_1, ...`, and Megatron's groups
-    `[q_0 .. q_{r-1}, gate_0 .. gate_{r-1}, k, v]`. No rotary permutation: both sides rotate halves. Where keys are
-    values, there is no value.
-    """
-
-    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        query, *others = (part.reshape(model.num_query_groups, -1, *part.shape[1:]) for part in parts)
-        if model.attention_output_gate:
-            query = self._with_gates(query, (-1, 2), model)
-        return _flat(_joined([query, *others], 1))
-
-    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        grouped = whole.reshape(model.num_query_groups, -1, *whole.shape[1:])
-        sizes: list[int] = [model.kv_channels, *([] if model.keys_are_values else [model.value_channels])]
-        query, *others = _cut(grouped, [grouped.shape[1] - sum(sizes), *sizes], 1)
-        if model.attention_output_gate:
-            query = self._with_gates(query, (2, -1), model)
-        return tuple(_flat(part) for part in (query, *others))
-
-    def _with_gates(self, query: Movable, order: tuple[int, int], model: ModelShape) -> Movable:
-        """Queries and gates of groups, `[groups, rows, ...]`, in the other order than (of heads, of both) this one."""
-        heads = query.reshape(query.shape[0], *order, model.kv_channels, *query.shape[2:])
-        return heads.swapaxes(1, 2).reshape(query.shape)
-
-
-class GroupedTurnedBack(Grouped):
-    """The same of a model whose rotary pairs turn the other way (nanochat): the halves of each head of queries and keys
-    change places, and turn as Megatron's do. Raises DamagedCheckpoint for heads of an odd number of channels."""
-
-    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        query, key, value = parts
-        return super().merge((self._swapped(query, model), self._swapped(key, model), value), model)
-
-    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        query, key, value = super().split(whole, model)
-        return self._swapped(query, model), self._swapped(key, model), value
-
-    def _swapped(self, rows: Movable, model: ModelShape) -> Movable:
-        if model.kv_channels % 2:
-            what = f"kv_channels is {model.kv_channels}, of which no pairs are made"
-            raise DamagedCheckpoint(what, do="Is config.json this model's?")
-        halves = rows.reshape(-1, 2, model.kv_channels // 2, *rows.shape[1:])
-        return halves[:, [1, 0]].reshape(rows.shape)
-
-
-class GroupedWithGate(_RowPermutation):
-    """The same with an output gate that is a tensor of its own in Hugging Face: query, gate, key and value, each of all
-    heads (AFMoE)."""
-
-    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        return _flat(_joined([part.reshape(model.num_query_groups, -1, *part.shape[1:]) for part in parts], 1))
-
-    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        grouped = whole.reshape(model.num_query_groups, -1, *whole.shape[1:])
-        queries = model.num_attention_heads // model.num_query_groups * model.kv_channels
-        sizes = [queries, queries, model.kv_channels, model.kv_channels]
-        return tuple(_flat(part) for part in _cut(grouped, sizes, 1))
+        return (concatenated([whole[-2:], whole[:-2]]),)
 
 
 class Halves(InOrder):
     """The two halves of a gated MLP's first linear: all of gate, then all of up."""
 
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        return tuple(_cut(whole, [len(whole) // 2] * 2))
+        return tuple(cut_into(whole, [len(whole) // 2] * 2))
 
 
-class DeltaNetByHead(_RowPermutation):
+class DeltaNetByHead(RowPermutation):
     """The input projection of a gated delta net. Megatron has all queries, then all keys, values, output gates (z),
     beta and alpha. Hugging Face has two tensors that go by key head, each with the value heads that it serves
     (Qwen3-Next): of query, key, values and gates, and of betas and alphas.
@@ -201,14 +142,14 @@ class DeltaNetByHead(_RowPermutation):
         kinds: list[Movable] = []
         for part, sizes in zip(parts, (model.gdn.in_proj_parts[:4], model.gdn.in_proj_parts[4:]), strict=True):
             by_head = part.reshape(heads, -1, *part.shape[1:])
-            kinds += _cut(by_head, [size // heads for size in sizes], 1)
-        return _joined([_flat(kind) for kind in kinds])
+            kinds += cut_into(by_head, [size // heads for size in sizes], 1)
+        return concatenated([rows_of_groups(kind) for kind in kinds])
 
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         assert model.gdn
-        kinds = _cut(whole, model.gdn.in_proj_parts)
+        kinds = cut_into(whole, model.gdn.in_proj_parts)
         by_head = [kind.reshape(model.gdn.num_key_heads, -1, *kind.shape[1:]) for kind in kinds]
-        return tuple(_flat(_joined(those, 1)) for those in (by_head[:4], by_head[4:]))
+        return tuple(rows_of_groups(concatenated(those, 1)) for those in (by_head[:4], by_head[4:]))
 
 
 class DeltaNetByKind(InOrder):
@@ -217,7 +158,7 @@ class DeltaNetByKind(InOrder):
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         assert model.gdn
         *of_conv, gates, betas, alphas = model.gdn.in_proj_parts
-        return tuple(_cut(whole, [sum(of_conv), gates, betas, alphas]))
+        return tuple(cut_into(whole, [sum(of_conv), gates, betas, alphas]))
 
 
 @dataclass(frozen=True)
@@ -228,7 +169,7 @@ class ByPart(InOrder):
     parts: str
 
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        return tuple(_cut(whole, attrgetter(self.parts)(model)))
+        return tuple(cut_into(whole, attrgetter(self.parts)(model)))
 
 
 @dataclass(frozen=True)
@@ -240,7 +181,7 @@ class Chunks(InOrder):
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         rows = len(whole)
         high = -(-rows // self.number)
-        return tuple(_cut(whole, [max(0, min(high, rows - high * each)) for each in range(self.number)]))
+        return tuple(cut_into(whole, [max(0, min(high, rows - high * each)) for each in range(self.number)]))
 
 
 @dataclass(frozen=True)
@@ -252,11 +193,11 @@ class Joined:
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         (joined,) = parts
         sizes = [len(part) for part in self.inner.split(np.empty((len(joined), 1)), model)]
-        merged: Movable = self.inner.merge(_cut(joined, sizes), model)
+        merged: Movable = self.inner.merge(cut_into(joined, sizes), model)
         return merged
 
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        return (_joined(self.inner.split(whole, model)),)
+        return (concatenated(self.inner.split(whole, model)),)
 
     @property
     def moves_single_rows(self) -> bool:
@@ -280,87 +221,15 @@ class Transposed(_Computation):
         return tuple(part.t().contiguous() for part in self.inner.split(whole, model))
 
 
-class Alternating(_OfSingleRows):
+class Alternating(OfSingleRows):
     """Hugging Face alternates rows of gate and up; Megatron has all of gate, then all of up."""
 
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         (pairs,) = parts
-        return _joined([pairs[0::2], pairs[1::2]])
+        return concatenated([pairs[0::2], pairs[1::2]])
 
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        return (_flat(whole.reshape(2, len(whole) // 2, *whole.shape[1:]).swapaxes(0, 1)),)
-
-
-@dataclass(frozen=True)
-class RotaryPairs(_OfSingleRows):
-    """Query, key and value of another permutation, in which the two numbers of a rotary pair are neighbouring rows of
-    queries and keys, as in torchtitan. Hugging Face and Megatron have all first numbers of a head, then all second
-    ones."""
-
-    inner: Rearrangement
-
-    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        whole: Movable = self.inner.merge(parts, model)
-        return self._turned(whole, (model.kv_channels // 2, 2), model)
-
-    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        return self.inner.split(self._turned(whole, (2, model.kv_channels // 2), model), model)
-
-    def _turned(self, whole: Movable, order: tuple[int, int], model: ModelShape) -> Movable:
-        """Megatron's tensor: each head's rows of queries and keys, seen as `order`, with the two dimensions
-        exchanged."""
-        heads = whole.reshape(model.num_query_groups, -1, *order, *whole.shape[1:])
-        turned = heads[:, :-1].swapaxes(2, 3)  # the last is of values
-        parts = [part.reshape(len(heads), -1, *whole.shape[1:]) for part in (turned, heads[:, -1:])]
-        return _flat(_joined(parts, 1))
-
-
-@dataclass(frozen=True)
-class LatentPairs(_OfSingleRows):
-    """The rows of latent attention that rotary embeddings turn, the last of each head, or of the one key that all heads
-    share. Hugging Face has all first numbers of the pairs, then all second ones (MiniCPM3); Megatron's latent attention
-    takes neighbouring rows for a pair."""
-
-    by_head: bool
-
-    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        return self._turned(parts[0], (2, -1), model)
-
-    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        return (self._turned(whole, (-1, 2), model),)
-
-    def _turned(self, rows: Movable, order: tuple[int, int], model: ModelShape) -> Movable:
-        """Each head's last rows, seen as `order`, with the two dimensions exchanged."""
-        assert model.mla
-        heads = rows.reshape(model.num_attention_heads if self.by_head else 1, -1, *rows.shape[1:])
-        turned = model.mla.qk_pos_emb_head_dim
-        plain, pairs = _cut(heads, [heads.shape[1] - turned, turned], 1)
-        pairs = pairs.reshape(len(heads), *order, *rows.shape[1:]).swapaxes(1, 2).reshape(pairs.shape)
-        return _flat(_joined([plain, pairs], 1))
-
-
-@dataclass(frozen=True)
-class TurnedFirst(_RowPermutation):
-    """The rows of an indexer that rotary embeddings turn, of each head, or of the one key that all share. They are the
-    last in Hugging Face (Hunyuan 4), and the first in Megatron's."""
-
-    by_head: bool
-
-    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        return self._exchanged(parts[0], -self._turned(model), model)
-
-    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        return (self._exchanged(whole, self._turned(model), model),)
-
-    def _turned(self, model: ModelShape) -> int:
-        assert model.mla
-        return model.mla.qk_pos_emb_head_dim
-
-    def _exchanged(self, rows: Movable, at: int, model: ModelShape) -> Movable:
-        """Each head's rows from this one on, then those before it."""
-        assert model.dsa
-        heads = rows.reshape(model.dsa.n_heads if self.by_head else 1, -1, *rows.shape[1:])
-        return _flat(_joined([heads[:, at:], heads[:, :at]], 1))
+        return (rows_of_groups(whole.reshape(2, len(whole) // 2, *whole.shape[1:]).swapaxes(0, 1)),)
 
 
 @dataclass(frozen=True)
@@ -423,19 +292,12 @@ class Gamma:
 SAME = Same()
 VOCABULARY = Vocabulary()
 FIRST_TWO_LAST = FirstTwoLast()
-QKV = Grouped()
-QKV_TURNED_BACK = GroupedTurnedBack()
-QGKV = GroupedWithGate()
 GATE_UP = Halves()
 GAMMA = Gamma()
 ORDINARY_GAMMA = Gamma(ordinary=True)
 BY_HEAD = DeltaNetByHead()
 BY_KIND = DeltaNetByKind()
 THIRDS = Chunks(3)
-QUERY_PAIRS = LatentPairs(by_head=True)
-KEY_PAIRS = LatentPairs(by_head=False)
-INDEX_QUERIES = TurnedFirst(by_head=True)
-INDEX_KEYS = TurnedFirst(by_head=False)
 SQUEEZED = Squeezed()
 DELTA_NET_IN_PROJ = ByPart("gdn.in_proj_parts")
 DELTA_NET_CONV = ByPart("gdn.conv_parts")

@@ -21,6 +21,7 @@ from precisionctl.architectures.config_keys import (
     tied,
 )
 from precisionctl.architectures.deepseek_keys import SHARED_EXPERT_SIZE, experts, groups
+from precisionctl.architectures.head_rearrangements import QKV
 from precisionctl.architectures.llama_rows import (
     ATTENTION_NORM,
     EMBEDDING,
@@ -35,7 +36,7 @@ from precisionctl.architectures.llama_rows import (
 )
 from precisionctl.architectures.moe_rows import EXPERT_BIAS, EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.param_map import Alias, Architecture, Either, renamed
-from precisionctl.architectures.rearrangements import QKV, Joined
+from precisionctl.architectures.rearrangements import Joined
 from precisionctl.architectures.rope import rope
 
 _PUBLISHED = {

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from precisionctl.architectures.rearrangements import QKV, SAME, RotaryPairs
+from precisionctl.architectures.head_rearrangements import QKV, RotaryPairs
+from precisionctl.architectures.rearrangements import SAME
 from precisionctl.checkpoints.torchtitan import fused_name, torchtitan_name
 from precisionctl.errors import MappingError
 from precisionctl.param import STATE, TensorSpec, kind_and_parameter, state_name
