@@ -51,23 +51,12 @@ def _is_weights(path: Path) -> bool:
 
 
 class _Nemo(MegatronDirectory):
-    """The common part of the Readers of NeMo's checkpoints."""
+    """The common part of the Readers of NeMo's checkpoints: what follows from the configuration."""
 
     container = "nemo"
     iteration = None
     optimizer_specs: Mapping[str, TensorSpec] = {}
-
-    def _open(self, path: Path, files: Files, hints: Hints) -> None:
-        if _CONFIG not in files:
-            raise DamagedCheckpoint(f"no {_CONFIG} in it", where=path, do="Is the copy whole?")
-        self.path, self.hints, self._files = path, hints, files
-        self._config = config.parse(read_text(files[_CONFIG]), f"{path}, {_CONFIG}")
-
-    def _check_text(self, names: Iterable[str]) -> None:
-        if not any(name.endswith("word_embeddings.weight") for name in names):
-            target = shown(self._config.get("target"))
-            do = "Only language models are read."
-            raise UnknownFormat(f"a model of NeMo without word embeddings (target: {target})", where=self.path, do=do)
+    _config: Mapping[str, Any]
 
     @cached_property
     def args(self) -> Mapping[str, Any]:
@@ -91,26 +80,10 @@ class NemoSharded(_Nemo, TorchDistReader):
     common: Mapping[str, Any] = {}
 
     def __init__(self, path: Path, files: Files, hints: Hints) -> None:
-        self._open(path, files, hints)
-        marker = files[f"{_SHARDED}/{MARKER}"]
-        backend = parse_json(read_text(marker), marker).get("sharded_backend")
-        self._in_zarr = backend == "zarr"
-        if self._in_zarr:
-            index = dcp.Index(zarr.tensors_of(files, _SHARDED), {})
-        elif backend == "torch_dist":
-            metadata = self._whole(dcp.FILE)
-            index = dcp.parse_index(metadata.read(), self._whole, metadata.path)
-        else:
-            raise UnknownFormat(f"weights of NeMo in {shown(backend)}", where=path, do="Known: torch_dist, zarr.")
-        self._check_text(index.tensors)
-        self._optimizer_beside = None
-        self._set_up(index)
-
-    def _whole(self, name: str) -> Span:
-        """All of a file in `model_weights`."""
-        if (found := self._files.get(f"{_SHARDED}/{name}")) is None:
-            raise DamagedCheckpoint(f"{_SHARDED}/{name} is missing", where=self.path, do="Is the copy whole?")
-        return found
+        self._config = _read_config(path, files)
+        index, self._in_zarr = _read_index(path, files)
+        _check_text(index.tensors, self._config, path)
+        super().__init__(path, hints=hints, index=index)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         if not self._in_zarr:
@@ -128,31 +101,68 @@ class NemoRanks(_Nemo, LegacyReader):
     """
 
     def __init__(self, path: Path, files: Files, hints: Hints) -> None:
-        self._open(path, files, hints)
-        found: dict[tuple[int, int], Span] = {}
-        for name, span in files.items():
-            if match := _RANK.fullmatch(name):
-                at = int(match[1] or 0), int(match[2] or 0)
-                if at in found:
-                    what = f"{shown(name)} is a second file of tensor rank {at[0]}, pipeline rank {at[1]}"
-                    raise DamagedCheckpoint(what, where=path, do="Remove what another run has left.")
-                found[at] = span
-        if not found:
-            raise DamagedCheckpoint(f"neither {_STATE} nor {_SHARDED} in it", where=path, do="Is the copy whole?")
-        tensor, pipeline = (1 + max(numbers) for numbers in zip(*found, strict=True))
-        sizes = (("tensor", tensor), ("pipeline", pipeline))
-        configured = [self._config.get(f"{kind}_model_parallel_size") or size for kind, size in sizes]
-        if configured != [tensor, pipeline] or len(found) != tensor * pipeline:
-            what = f"{counted(len(found), 'rank')} of tensor {shown(configured[0])} x pipeline {shown(configured[1])}"
-            raise DamagedCheckpoint(what, where=path, do="Copy it again, from every machine that saved.")
-        args = argparse.Namespace(**self.args)
-        ranks = [Rank(*at, 0, span.path, {"args": args, "model": _state(span)}) for at, span in sorted(found.items())]
-        self._check_text(name for rank in ranks for name in rank.content["model"])
-        self._set_up(Parallelism(tensor, pipeline), ranks)
+        self._config = _read_config(path, files)
+        parallelism, ranks = _read_ranks(path, files, self._config)
+        _check_text((name for rank in ranks for name in rank.content["model"]), self._config, path)
+        super().__init__(path, hints=hints, ranks=(parallelism, ranks))
 
     @property
     def files(self) -> Sequence[Path]:
         return sorted({rank.path for rank in self._ranks})
+
+
+def _read_config(path: Path, files: Files) -> Mapping[str, Any]:
+    if _CONFIG not in files:
+        raise DamagedCheckpoint(f"no {_CONFIG} in it", where=path, do="Is the copy whole?")
+    return config.parse(read_text(files[_CONFIG]), f"{path}, {_CONFIG}")
+
+
+def _check_text(names: Iterable[str], fields: Mapping[str, Any], path: Path) -> None:
+    if not any(name.endswith("word_embeddings.weight") for name in names):
+        target = shown(fields.get("target"))
+        do = "Only language models are read."
+        raise UnknownFormat(f"a model of NeMo without word embeddings (target: {target})", where=path, do=do)
+
+
+def _read_index(path: Path, files: Files) -> tuple[dcp.Index, bool]:
+    """What `model_weights` holds, and whether in zarr."""
+
+    def whole(name: str) -> Span:
+        if (found := files.get(f"{_SHARDED}/{name}")) is None:
+            raise DamagedCheckpoint(f"{_SHARDED}/{name} is missing", where=path, do="Is the copy whole?")
+        return found
+
+    marker = files[f"{_SHARDED}/{MARKER}"]
+    backend = parse_json(read_text(marker), marker).get("sharded_backend")
+    if backend == "zarr":
+        return dcp.Index(zarr.tensors_of(files, _SHARDED), {}), True
+    if backend == "torch_dist":
+        metadata = whole(dcp.FILE)
+        return dcp.parse_index(metadata.read(), whole, metadata.path), False
+    raise UnknownFormat(f"weights of NeMo in {shown(backend)}", where=path, do="Known: torch_dist, zarr.")
+
+
+def _read_ranks(path: Path, files: Files, fields: Mapping[str, Any]) -> tuple[Parallelism, list[Rank]]:
+    """The state dicts of all ranks, as Megatron's with the arguments that the configuration says."""
+    found: dict[tuple[int, int], Span] = {}
+    for name, span in files.items():
+        if match := _RANK.fullmatch(name):
+            at = int(match[1] or 0), int(match[2] or 0)
+            if at in found:
+                what = f"{shown(name)} is a second file of tensor rank {at[0]}, pipeline rank {at[1]}"
+                raise DamagedCheckpoint(what, where=path, do="Remove what another run has left.")
+            found[at] = span
+    if not found:
+        raise DamagedCheckpoint(f"neither {_STATE} nor {_SHARDED} in it", where=path, do="Is the copy whole?")
+    tensor, pipeline = (1 + max(numbers) for numbers in zip(*found, strict=True))
+    sizes = (("tensor", tensor), ("pipeline", pipeline))
+    configured = [fields.get(f"{kind}_model_parallel_size") or size for kind, size in sizes]
+    if configured != [tensor, pipeline] or len(found) != tensor * pipeline:
+        what = f"{counted(len(found), 'rank')} of tensor {shown(configured[0])} x pipeline {shown(configured[1])}"
+        raise DamagedCheckpoint(what, where=path, do="Copy it again, from every machine that saved.")
+    args = argparse.Namespace(**config.to_megatron_args(fields, f"{path}, {_CONFIG}"))
+    ranks = [Rank(*at, 0, span.path, {"args": args, "model": _state(span)}) for at, span in sorted(found.items())]
+    return Parallelism(tensor, pipeline), ranks
 
 
 def _state(span: Span) -> Mapping[str, Any]:

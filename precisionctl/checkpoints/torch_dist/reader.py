@@ -97,26 +97,15 @@ class TorchDistReader(MegatronDirectory):
     complete = staticmethod(has_marker)
     """Whether a directory is a complete checkpoint."""
 
-    def __init__(self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> None:
-        inner = [path / name for name in INNER if iteration is None and self.complete(path / name)]
-        top = inner[0] if inner else path
-        check_link(top, path)
-        self.path: Path = find_iteration(top, iteration, self.complete)
-        self.hints = hints
-        index = dcp.read_index(self.path)
-        beside = path / "optimizer" / VERL
-        self._optimizer_beside = beside if self.path == path / "model" / VERL and self.complete(beside) else None
-        if self._optimizer_beside:
-            check_link(beside, path)
-            of_run = dcp.read_index(beside)
-            if twice := index.tensors.keys() & of_run.tensors.keys():
-                raise DamagedCheckpoint(f"`{min(twice)}` is there twice", where=beside)
-            index = dcp.Index({**index.tensors, **of_run.tensors}, {**of_run.objects, **index.objects})
-        self._set_up(index)
-
-    def _set_up(self, index: dcp.Index) -> None:
-        """Set everything that follows from what is stored. `path`, `hints` and what `args` needs are set
-        before."""
+    def __init__(
+        self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS, index: dcp.Index | None = None
+    ) -> None:
+        """`index` is what `path` holds, for a subclass that has read it; else it is looked for and read."""
+        self.path, self.hints = path, hints
+        self._optimizer_beside: Path | None = None
+        if index is None:
+            self.path, self._optimizer_beside = _find(path, iteration, self.complete)
+            index = _read_indices(self.path, self._optimizer_beside)
         self._index = index
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
         self._empty: bytes | None = None
@@ -275,6 +264,30 @@ class TorchDistReader(MegatronDirectory):
         if not payload:
             self._empty = archive
         return payload
+
+
+def _find(path: Path, iteration: int | None, complete: Callable[[Path], bool]) -> tuple[Path, Path | None]:
+    """The directory of the iteration that is wanted, and that of the optimizer, where verl has it beside the model."""
+    inner = [path / name for name in INNER if iteration is None and complete(path / name)]
+    top = inner[0] if inner else path
+    check_link(top, path)
+    found = find_iteration(top, iteration, complete)
+    beside = path / "optimizer" / VERL
+    if found != path / "model" / VERL or not complete(beside):
+        return found, None
+    check_link(beside, path)
+    return found, beside
+
+
+def _read_indices(directory: Path, optimizer: Path | None) -> dcp.Index:
+    """What is stored in a directory, and in that of its optimizer."""
+    index = dcp.read_index(directory)
+    if optimizer is None:
+        return index
+    of_run = dcp.read_index(optimizer)
+    if twice := index.tensors.keys() & of_run.tensors.keys():
+        raise DamagedCheckpoint(f"`{min(twice)}` is there twice", where=optimizer)
+    return dcp.Index({**index.tensors, **of_run.tensors}, {**of_run.objects, **index.objects})
 
 
 @dataclass(frozen=True)

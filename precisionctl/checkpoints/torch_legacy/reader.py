@@ -85,14 +85,19 @@ class LegacyReader(MegatronDirectory):
 
     container = "torch"
 
-    def __init__(self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> None:
-        self.hints = hints
-        self.path: Path = find_iteration(path, iteration, complete=is_legacy)
-        self._set_up(*read_ranks(self.path))
-
-    def _set_up(self, parallelism: Parallelism, ranks: list[Rank]) -> None:
-        """Set everything that follows from what the ranks saved. `path` and `hints` are set before."""
-        self.parallelism, self._ranks = parallelism, ranks
+    def __init__(
+        self,
+        path: Path,
+        iteration: int | None = None,
+        hints: Hints = NO_HINTS,
+        ranks: tuple[Parallelism, list[Rank]] | None = None,
+    ) -> None:
+        """`ranks` are those of `path`, for a subclass that has read them; else they are looked for and read."""
+        self.path, self.hints = path, hints
+        if ranks is None:
+            self.path = find_iteration(path, iteration, complete=is_legacy)
+            ranks = read_ranks(self.path)
+        self.parallelism, self._ranks = ranks
         self._first = self._ranks[0].content
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
         self._fp8: Fp8Weights = {}
