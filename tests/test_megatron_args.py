@@ -163,6 +163,12 @@ def test_a_gpt_with_rotary_embeddings_is_a_gpt_neox_of_one_block_after_the_other
     assert to_hf_config(found, "bfloat16")["use_parallel_residual"] is False
 
 
+@pytest.mark.parametrize(("family", "part"), [("mixtral", "moe"), ("deepseek_v3", "mla"), ("mimo_v2_flash", "moe")])
+def test_a_family_whose_models_all_have_a_part_does_not_describe_one_without(family: str, part: str) -> None:
+    with pytest.raises(UnknownArchitecture, match=f"a model without `{part}` is none .* of {family} describes"):
+        to_hf_config(dataclasses.replace(shape("llama-3"), architecture=family), "bfloat16")
+
+
 def test_latent_attention_has_no_biases_whatever_the_arguments_say():
     """As slime starts GLM-4.7-Flash: multi_latent_attention.py makes its linears without."""
     args = to_megatron_args(shape("glm4-moe-lite").padded(1))

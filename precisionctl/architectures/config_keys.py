@@ -7,7 +7,6 @@ and UnknownArchitecture for a setting that the family's table does not cover.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Protocol
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
@@ -32,7 +31,9 @@ class Entry(Protocol):
         ...
 
     def read(self, config: Config, where: object) -> Fields: ...
-    def write(self, model: ModelShape) -> Config: ...
+    def write(self, model: ModelShape) -> Config:
+        """Raises UnknownArchitecture for a model that these keys cannot describe."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,18 @@ class Key:
         return {self.field: is_on({self.key: value}, self.key, where) if isinstance(self.default, bool) else value}
 
     def write(self, model: ModelShape) -> Config:
-        value = attrgetter(self.field)(model)
+        part, _, field = self.field.rpartition(".")
+        value = getattr(part_of(model, part) if part else model, field)
         return {} if value is None and self.absent is None else {self.key: value}
+
+
+def part_of(model: ModelShape, part: str) -> Any:
+    """A part of a model, such as `moe`, for keys that describe it. Raises UnknownArchitecture for a model without."""
+    found = getattr(model, part)
+    if found is None:
+        what = f"a model without `{part}` is none that a config.json of {model.architecture} describes"
+        raise UnknownArchitecture(what, do="Choose another family.")
+    return found
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from precisionctl.architectures.wrappers import (
     wrapper_of,
 )
 from precisionctl.discover import discover_names
-from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, at, most_alike, shown
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, at, most_alike, shown
 from precisionctl.model_fields import PARTS
 from precisionctl.model_parts import text_part
 from precisionctl.model_shape import ModelShape
@@ -190,7 +190,8 @@ def to_hf_config(model: ModelShape, dtype: str) -> dict[str, Any]:
     """A config.json for a model that never had one. `dtype` is transformers' word, e.g. `bfloat16`.
 
     No token is named, as no tokenizer is known: a class's own may lie beyond the vocabulary, where transformers cannot
-    build an embedding that is padded with one.
+    build an embedding that is padded with one. Raises UnknownArchitecture for a model without a part that all of its
+    family have.
     """
     table = architecture_of(model.architecture)
     config: dict[str, Any] = {
@@ -236,7 +237,7 @@ def _as_family(model: ModelShape, model_type: str) -> ModelShape | None:
     try:
         told = from_hf_config(to_hf_config(dataclasses.replace(model, architecture=model_type), ""))
         told = dataclasses.replace(told, **{field: getattr(model, field) for field in MEGATRON_ONLY})
-    except (PrecisionctlError, AttributeError, TypeError):  # a setting or a part that the family does not have
+    except (DamagedCheckpoint, UnknownArchitecture):  # a setting or a part that the family does not have
         return None
     mine = model
     if told.moe and model.moe:  # Megatron has no argument for how a group of experts is scored; families differ in it

@@ -19,6 +19,7 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
+    part_of,
     size,
     tied,
 )
@@ -151,7 +152,7 @@ def _write_attention(model: ModelShape) -> Config:
     windows = [model.in_window(layer) for layer in range(model.num_layers)]
     without = model.attention_of(in_window=False)
     in_global = model.num_query_groups // 2 if all(windows) else without.num_query_groups
-    fields = vars(model) | {"v_head_dim": model.value_channels, "moe.layer_freq": model.moe and model.moe.layer_freq}
+    fields = vars(model) | {"v_head_dim": model.value_channels, "moe.layer_freq": part_of(model, "moe").layer_freq}
     window = model.sliding_window
     seen = {} if window is None else {"sliding_window": window, "sliding_window_size": window - 1}
     return {
