@@ -8,14 +8,15 @@ Tensors have the names of the base. The adapter adds a low-rank product to a mat
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from itertools import count, permutations, takewhile
+from itertools import permutations
 from pathlib import Path
 
 from precisionctl.architectures.families import table_of
 from precisionctl.architectures.param_map import names
 from precisionctl.architectures.rearrangements import Transposed
+from precisionctl.checkpoints.adapter.expert_stacks import JOINED, stack_of
 from precisionctl.checkpoints.adapter.lora_config import FILE, LoraConfig, read_lora_config
 from precisionctl.checkpoints.adapter.low_rank import Factors, LowRank, Merged
 from precisionctl.checkpoints.adapter.tied import check_known, check_same_change, check_touched, tied_embeddings
@@ -39,8 +40,6 @@ PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)")
 _NESTED = re.compile(r"(?<!\.base_layer)(?:\.base_layer)+$")
 """The levels of nesting at the end of a name. A match does not begin inside of them: names can have thousands."""
-_EXPERTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-"""For each parameter of all experts in transformers, the matrices of one expert that it joins, one below the other."""
 _VALUES = (DType.float32, DType.bfloat16, DType.float16)
 _LARGEST_RANK = 4096
 
@@ -258,7 +257,7 @@ class AdapterReader:
         as [in, out]. Their shapes do. Raises MappingError if the shapes fit no parameters, or fit in several ways.
         """
         wanted = {name.rpartition(".")[2] for name in self._config.parameters}
-        stacks = [stack for name in _EXPERTS if name in wanted and (stack := _stack_of(target, name, self.base.specs))]
+        stacks = [stack for name in JOINED if name in wanted and (stack := stack_of(target, name, self.base.specs))]
         if len(stacks) < len(levels):
             raise MappingError(
                 f"`{target}` is changed by the adapter, and the base has no such module",
@@ -267,10 +266,10 @@ class AdapterReader:
         pairs = {level: self._pair(level, stored, _LINEAR) for level, stored in levels.items()}
         sizes = {level: (self._spec_of(b)[0], self._spec_of(a)[1]) for level, (a, b) in pairs.items()}
         found = [
-            (transposed, stack_of)
-            for stack_of in ({*zip(levels, some, strict=True)} for some in permutations(stacks, len(levels)))
+            (transposed, fitting)
+            for fitting in ({*zip(levels, some, strict=True)} for some in permutations(stacks, len(levels)))
             for transposed in (False, True)
-            if all(sizes[level] == stack.size(transposed) for level, stack in stack_of)
+            if all(sizes[level] == stack.size(transposed) for level, stack in fitting)
         ]
         if len(found) != 1:
             do = "Is it the adapter's base?" if not found else _MERGE
@@ -278,9 +277,9 @@ class AdapterReader:
                 f"the shapes of `{target}`'s changes fit {'none' if not found else 'more than one'} of its parameters"
             )
             raise MappingError(what, do=do)
-        transposed, stack_of = found[0]
+        transposed, fitting = found[0]
         changes: dict[str, LowRank] = {}
-        for level, stack in stack_of:
+        for level, stack in fitting:
             a, b = pairs[level]
             self._magnitude(levels[level], (), True)
             scale = self._config.scale(f"{target}.{stack.parameter}", self._rank(a, b, stack.count))
@@ -292,46 +291,6 @@ class AdapterReader:
 _LINEAR = ("lora_A.weight", "lora_B.weight")
 _SAVED = "Save it with peft: `model.save_pretrained(ADAPTER)`."
 _MERGE = "Merge it with peft: `model.merge_and_unload().save_pretrained(OUT)`, and give OUT."
-
-
-@dataclass(frozen=True)
-class _Stack:
-    """A parameter of all experts of a layer, as the base stores it: one tensor of which each expert is a slice
-    (`in_one`), or one or two matrices per expert. `parts` has, for each stored tensor, its name, its expert's number
-    and its first row in the parameter."""
-
-    parameter: str
-    count: int
-    shape: tuple[int, int]
-    parts: tuple[tuple[str, int, int], ...]
-    in_one: bool
-
-    def size(self, transposed: bool) -> tuple[int, int] | None:
-        """The rows of B and the columns of A that fit one expert, if it is stored as [in, out] (`transposed`) or as
-        [out, in]; None if it cannot be stored so."""
-        if transposed:
-            return self.shape[::-1] if self.in_one else None
-        return self.shape
-
-
-def _stack_of(target: str, parameter: str, specs: Mapping[str, TensorSpec]) -> _Stack | None:
-    """How a base stores a parameter of a module of experts; None where it does not."""
-    spelled = [[(f"{target}.{parameter}[", "]")]]
-    for module in (target, target.replace(".mlp.experts", ".block_sparse_moe.experts")):
-        spelled += [[(f"{module}.", f".{part}.weight") for part in parts] for parts in _EXPERTS[parameter]]
-    for around in spelled:
-        numbered = ([f"{before}{number}{after}" for before, after in around] for number in count())
-        experts = list(takewhile(lambda names: all(name in specs for name in names), numbered))
-        shapes = {specs[name].shape for names in experts for name in names}
-        if len(shapes) == 1 and len(shape := shapes.pop()) == 2:
-            parts = [
-                (name, number, place * shape[0])
-                for number, names in enumerate(experts)
-                for place, name in enumerate(names)
-            ]
-            size = (len(around) * shape[0], shape[1])
-            return _Stack(parameter, len(experts), size, tuple(parts), in_one=around is spelled[0])
-    return None
 
 
 def _names_in_files(base: Reader) -> dict[str, str]:
