@@ -143,6 +143,7 @@ def test_tensors_that_contradict_one_another_are_one_error(tmp_path: Path, case:
         ("scale.0. has shape .64, 1.", lambda t: t.update({f"{W13}_scale": t[f"{W13}_scale"][..., :1].clone()})),
         ("scale.2. for its codes", lambda t: t.update({f"{W13}_scale": t[f"{W13}_scale"][:2].clone()})),
         ("scale.* negative, infinite or NaN", lambda t: t[f"{W13}_scale"].fill_(255)),
+        ("w13_weight.0.` has values that are infinite", lambda t: t[f"{W13}_scale"].fill_(254)),
     ],
 )
 def test_so_they_are_of_small(tmp_path: Path, words: str, change: Change) -> None:

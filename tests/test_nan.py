@@ -5,14 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import fp8_directories
+import mxfp4_directories
 import pico
 import pytest
 import torch
 from command_line import say
+from conversions import run
 from safetensors.torch import load_file, save_file
 
 from precisionctl.codes import numerics
-from precisionctl.errors import BROKEN_WEIGHTS
+from precisionctl.errors import BROKEN_WEIGHTS, DamagedCheckpoint, PrecisionError
 
 DOWN, GATE = "model.layers.1.mlp.down_proj.weight", "model.layers.0.mlp.gate_proj.weight"
 
@@ -76,9 +78,46 @@ def test_what_is_decoded_is_looked_at_and_what_is_copied_is_not(tmp_path: Path) 
     say("export-inference", source, tmp_path / "fp8", "--target=vllm", "--scheme=dynamic")
     codes = load_file(tmp_path / "fp8" / "model.safetensors")[DOWN]
     assert codes.float().isnan().nonzero().tolist() == [[127, 3]]
-    said = say("convert", tmp_path / "fp8", tmp_path / "decoded", "--to=hf", "--precision=bf16")
-    assert f"NaN in 2 of its tensors, and so has the result ({GATE}, {DOWN})" in said
-    assert load_file(tmp_path / "decoded" / "model.safetensors")[DOWN].isnan().nonzero().tolist() == [[127, 3]]
+    for precision in ("bf16", "fp32"):
+        said = say("convert", tmp_path / "fp8", tmp_path / precision, "--to=hf", f"--precision={precision}")
+        assert f"NaN in 2 of its tensors, and so has the result ({GATE}, {DOWN})" in said
+        assert load_file(tmp_path / precision / "model.safetensors")[DOWN].isnan().nonzero().tolist() == [[127, 3]]
+
+
+def make_codes(folder: Path, scale: float, code: float) -> Path:
+    """FP8 codes of one number, with one scale."""
+    fp8_directories.make(folder, "modelopt-tensor")
+    stored = load_file(folder / "model.safetensors")
+    stored[f"{DOWN}_scale"].fill_(scale)
+    stored[DOWN] = torch.full(stored[DOWN].shape, code).to(torch.float8_e4m3fn)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp8"])
+def test_codes_that_their_scale_makes_infinite_are_refused(tmp_path: Path, precision: str) -> None:
+    """2 * 2^127, which is the first number beyond FP32; and 6 * 2^127 of MXFP4."""
+    make_codes(tmp_path / "fp8", 2.0**127, 2)
+    mxfp4_directories.make(tmp_path / "mxfp4", (254, 255))
+    for kind in ("fp8", "mxfp4"):
+        with pytest.raises(DamagedCheckpoint, match="` has values that are infinite, by its codes and their scales"):
+            run(tmp_path / kind, tmp_path / f"{kind} out", "hf", precision)
+        assert not (tmp_path / f"{kind} out").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_a_number_that_rounding_would_make_infinite_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """3.4e38 is one of FP32, and nearer to 2^128 than to BF16's largest."""
+    source = tmp_path / "source"
+    if dtype == torch.float32:
+        make_source(source, -3.4e38, dtype=torch.float32)
+    else:
+        make_codes(source, 3.4e38, -1)
+    with pytest.raises(PrecisionError, match="`.*_proj.weight` holds a number that is too large for bfloat16"):
+        run(source, tmp_path / "bf16", "hf", "bf16")
+    run(source, tmp_path / "fp32", "hf", "fp32")
+    least = torch.tensor(-3.4e38)
+    assert not (tmp_path / "bf16").exists() and load_file(tmp_path / "fp32" / "model.safetensors")[DOWN].min() == least
 
 
 def test_infinities_of_both_signs_are_no_nan(tmp_path: Path) -> None:

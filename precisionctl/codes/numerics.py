@@ -57,6 +57,12 @@ def has_nan(values: Tensor) -> bool:
     return bool(values.sum().isnan()) and bool(values.isnan().any())
 
 
+def has_infinity(values: Tensor) -> bool:
+    """Whether any of the values, on a CPU, is infinite."""
+    # As in `has_nan`, a sum is fastest. One of finite numbers may overflow: `isinf` decides.
+    return not bool(values.sum().isfinite()) and bool(values.isinf().any())
+
+
 def underflows(values: Tensor, codes: Tensor) -> int:
     """How many nonzero values, on a CPU, have the code zero; `codes` are of `values`' shape.
 

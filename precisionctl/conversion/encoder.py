@@ -58,7 +58,8 @@ class Encoder:
 
     `carried` are the encodings that values had before, by the target's names: blocks whose values have not changed keep
     their scales. `read` reads weights that other jobs encode but that share a scale with this job's. `before` has the
-    codes that weights had, by the same names, if they are still stored somewhere.
+    codes that weights had, by the same names, if they are still stored somewhere. `refuses_infinity`: a number that
+    rounding makes infinite is an error.
     """
 
     def __init__(
@@ -69,9 +70,10 @@ class Encoder:
         put: Put,
         read: Read,
         before: Chunked | None = None,
+        refuses_infinity: bool = True,
     ) -> None:
         self._specs, self._carried, self._buffers, self._put, self._read = specs, carried, buffers, put, read
-        self._before = before
+        self._before, self._refuses_infinity = before, refuses_infinity
         self.found = Findings()
         """What was found out; the Worker puts new Findings here for each job."""
 
@@ -178,12 +180,17 @@ class Encoder:
         return Encoding(element, scale_inv, (1, values.shape[1]))
 
     def put_values(self, name: str, row: int, values: Tensor) -> None:
-        """Write rows as values, rounded to the target's dtype."""
+        """Write rows as values, rounded to the target's dtype. Raises PrecisionError for a number beyond it."""
         dtype = self._specs[name].dtype
+        if numerics.has_nan(values):
+            self.found.with_nan.add(name)
         if values.dtype != dtype.torch:
-            if numerics.has_nan(values):
-                self.found.with_nan.add(name)
-            values = self._buffers.to_write(dtype, *values.shape).copy_(values)
+            rounded = self._buffers.to_write(dtype, *values.shape).copy_(values)
+            found = self._refuses_infinity and numerics.has_infinity(rounded)
+            if found and bool((rounded.isinf() & values.isfinite()).any()):
+                what = f"`{name}` holds a number that is too large for {dtype} and would become infinite"
+                raise PrecisionError(what, do=BROKEN_WEIGHTS)
+            values = rounded
         self._put(name, row, values)
 
     def put_encoding(self, weight: str, scales: Scales, encoding: Encoding) -> None:

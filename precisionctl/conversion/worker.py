@@ -84,14 +84,17 @@ class Worker:
         self._collect_weight_amax, self._carried = collect_weight_amax, carried
         self._buffers = Buffers()
         before = reader.base if isinstance(reader, AdapterReader) else None
-        self._encoder = Encoder(writer.specs, carried, self._buffers, self._put, self._pieces, before)
+        self._is_written = not isinstance(writer, Nowhere)  # else it is looked at, and may be anything
+        put = self._put
+        self._encoder = Encoder(writer.specs, carried, self._buffers, put, self._pieces, before, self._is_written)
 
     def do(self, job: Job) -> Findings:
         """Do a job. Returns what was found out.
 
-        Raises DamagedCheckpoint for copies of a tensor that differ and for integers out of range, ShapeMismatch for a
-        bias that the target has no place for and that is not zero, PrecisionError for an infinite weight to encode, and
-        as `read_rows`.
+        Raises DamagedCheckpoint for copies of a tensor that differ, for integers out of range and for codes that are
+        infinite by their scales, ShapeMismatch for a bias that the target has no place for and that is not zero,
+        PrecisionError for an infinite weight to encode and for a number that would be infinite in the target's dtype,
+        and as `read_rows`.
         """
         self._encoder.found = Findings()
         for copy in job.copies:
@@ -174,10 +177,7 @@ class Worker:
         for segment in segments:
             for name, row, values in self._moved(segment):
                 if self._collects_amax(job):
-                    amax, has_nan = numerics.amax_and_nan(values)
-                    amaxes.append(amax)
-                    if has_nan:
-                        self._encoder.found.with_nan.add(name)
+                    amaxes.append(numerics.amax(values))
                 self._encoder.put_values(name, row, values)
         if amaxes:
             self._encoder.found.amax[job.name] = float(torch.stack(amaxes).amax())
@@ -229,7 +229,11 @@ class Worker:
         if encoding is None:
             return stored
         into = self._buffers.to_decode(rows, spec.columns)
-        return encoding.decode_rows(stored, row, into, self._buffers.scratch)
+        values = encoding.decode_rows(stored, row, into, self._buffers.scratch)
+        if self._is_written and numerics.has_infinity(values):
+            what = f"`{name}` has values that are infinite, by its codes and their scales"
+            raise DamagedCheckpoint(what, do="Copy the files again, or ask where they come from.")
+        return values
 
     def _whole(self, name: str, wanted: DType) -> Tensor:
         """A whole tensor in its shape, in a dtype that holds both its own and `wanted`; codes decoded to `wanted`."""
