@@ -1,13 +1,18 @@
 """Hunyuan 4: its config.json key by key against transformers' class, whose rotary pairs the tests mend (`pico.py`), its
 tensors by published names and others, and its prediction layer, which has one residual stream."""
 
+import ast
 import json
+import re
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pico
 import pytest
 import torch
+import transformers
 from conversions import assert_same_tensors, assert_there_and_back, run
 from gpt_models import (
     as_gpt,
@@ -17,7 +22,9 @@ from gpt_models import (
     clear_tokens,
     converted,
 )
+from installed import need_loader
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite
 
 from precisionctl.architectures.families import from_hf_config, to_hf_config
@@ -26,10 +33,11 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.engines.base import engine_named
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, UnknownArchitecture
 from precisionctl.param import Parallelism
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.model.gpt import GPT
+from precisionctl.verify.engine_rules import check
 
 pytestmark = pytest.mark.skipif("hy4" in pico.ABSENT, reason="this transformers has no Hunyuan 4")
 
@@ -218,3 +226,47 @@ def test_an_export_says_what_engines_look_for_and_leaves_gates_sinks_and_streams
     assert said["layer_types"] == ["deepseek_sparse_attention"] * 3
     assert said.get("gated_mla", target == "sglang") and engine_named(target).lacks(said) == []
     assert engine_named(target).lacks(to_hf_config(pico.shape("hy4"), "bfloat16")) == []
+
+
+_IN_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "q_lora_rank": 128, "kv_lora_rank": 128} | dict.fromkeys(
+    ("moe_intermediate_size", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_head_dim"), 128
+)
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "w4a16", "block", "mxfp8", "nvfp4a16", "mxfp4"])
+def test_what_transformers_cannot_multiply_with_inputs_in_bf16_is_refused(
+    tmp_path: Path, scheme: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps scales of this model in FP32, and in some formats compressed-tensors decodes to the dtype of a scale."""
+    engine = engine_named("transformers")
+    methods = dict(engine.methods)
+    pico.save(tmp_path / "hf", "hy4", dtype=torch.bfloat16, **_IN_BLOCKS)
+    asked = Request.export(tmp_path / "hf", tmp_path / "out", "transformers", scheme, keep_misfits=True)
+    with monkeypatch.context() as without_the_rule:
+        without = replace(methods["compressed-tensors"], in_fp32=None)
+        without_the_rule.setitem(engine.methods, "compressed-tensors", without)
+        execute(plan_command(asked))
+    need_loader(tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).eval()
+    fails = pytest.raises(RuntimeError, match="BFloat16 != float") if scheme in ("dynamic", "w4a16") else nullcontext()
+    with fails as failed, torch.no_grad():
+        loaded(torch.arange(3, 15).unsqueeze(0), use_cache=False)
+    found = [each.rule.text for each in check(open_checkpoint(tmp_path / "out"), engine) if each.rule.fatal]
+    assert [text.startswith("of this model it keeps in FP32") for text in found] == [True] * bool(failed)
+    again = replace(asked, destination=tmp_path / "again")
+    with pytest.raises(PrecisionError, match="does not load hy_v4 in compressed-tensors") if failed else nullcontext():
+        plan_command(again)
+
+
+def test_no_other_model_of_transformers_keeps_scales_in_fp32() -> None:
+    """By its sources, without importing them. A word is looked for anywhere in a name."""
+    folder = Path(transformers.__file__).parent / "models"
+    keeping = set()
+    for file in folder.glob("*/modeling_*.py"):
+        text = file.read_text(encoding="utf-8")
+        lists = re.findall(r"_keep_in_fp32_modules(?:_strict)? = (\[[^]]*\])", text)
+        words = [word for each in lists for word in ast.literal_eval(each)]
+        if any(re.search(word, "weight_scale") for word in words):
+            keeping.add(file.parent.name)
+    rule = engine_named("transformers").methods["compressed-tensors"].in_fp32
+    assert rule and keeping == {name.removesuffix("_text") for name in rule.models}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from precisionctl.engines.base import Engine
+from precisionctl.engines.code_rules import EXPERT
 from precisionctl.engines.rule import Finding
 from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import PrecisionError
@@ -37,12 +38,12 @@ class Misfits:
         return refused or (moved.what if moved else None)
 
     def check_taken(self, jobs: Iterable[Job]) -> None:
-        """Raise PrecisionError if the engine does not load experts among the weights of these jobs as codes, or loses
-        tensors that it joins with others beside these codes."""
+        """Raise PrecisionError if the engine does not load weights of these jobs, of this model or of experts, as
+        codes, or loses tensors that it joins with others beside these codes."""
         coded = [name for job in jobs for name in job.weights]
-        if found := self._experts(coded):
+        if found := self._unloaded(coded):
             do = "Choose another scheme (`export-inference --scheme`)"
-            if not self._loses(()):  # else the engine would lose them in BF16
+            if EXPERT.fullmatch(found[0].where) and not self._loses(()):  # else it would lose them in BF16
                 do += ", or leave the experts in BF16: --exclude '*.experts.*'"
             what = f"{self.engine.title} does not load {found[0].what}"
             raise PrecisionError(what, where=found[0].where, do=f"{do}.")
@@ -78,13 +79,13 @@ class Misfits:
     def _all_fit(self) -> bool:
         scales = self.form.scales(self.jobs, self.plan)
         return not (
-            self._experts(scales)
+            self._unloaded(scales)
             or any(self.refusal(name, self.plan.targets[name], each) for name, each in scales.items())
             or self._loses(scales)
         )
 
-    def _experts(self, coded: Iterable[str]) -> list[Finding]:
-        return self.engine.check_experts(coded, self.form.method.name, self.form.scheme, self.plan.model.architecture)
+    def _unloaded(self, coded: Iterable[str]) -> list[Finding]:
+        return self.engine.check_weights(coded, self.form.method.name, self.form.scheme, self.plan.model.architecture)
 
     def _loses(self, coded: Iterable[str]) -> list[Finding]:
         form = self.form

@@ -173,7 +173,7 @@ class Engine:
         yield from broken(ignored.misread_experts, self.config_rule, directory)
         yield from self.fused.check(directory)
         for kind, names in _by_kind(directory.kinds).items():
-            yield from self.check_experts(names, method, kind, directory.text_type)
+            yield from self.check_weights(names, method, kind, directory.text_type)
         yield from broken(cache_scales_of_latents, self.latents, directory)
         for demand, rule in self.demands.items():
             yield from broken(demand, rule, directory)
@@ -191,9 +191,13 @@ class Engine:
             for key in missing(text)
         ]
 
-    def check_experts(self, names: Iterable[str], method: str, scheme: str, text_type: object) -> list[Finding]:
-        """The first of these weights that the engine does not load as codes because it is an expert's, as a finding."""
+    def check_weights(self, names: Iterable[str], method: str, scheme: str, text_type: object) -> list[Finding]:
+        """The first of these weights that the engine does not load as codes because of its model, or because it is an
+        expert's, as a finding."""
         known, rules = FOUR_BITS.get(scheme, scheme), self.methods[method]
+        if (wide := rules.in_fp32) and text_type in wide.models and known not in wide.formats:
+            what = f"{text_type} in {method} with {_in_words(known)}"
+            return [Finding(name, what, wide.rule) for name in islice(names, 1)]
         values, formats = rules.as_values, rules.formats if rules.experts is None else rules.experts
         what = f"experts of {method} with {_in_words(known)}"
         rule = self._loads(f"experts of {method}", formats)

@@ -21,6 +21,16 @@ class ExpertsAsValues:
 
 
 @dataclass(frozen=True)
+class ScalesInFP32:
+    """Models, by the `model_type` of their text model, of which an engine keeps scales in FP32 beside BF16, so that it
+    computes with none but these `formats`, by a `rule`."""
+
+    models: Sequence[str]
+    formats: Sequence[str]
+    rule: EngineRule
+
+
+@dataclass(frozen=True)
 class MethodRules:
     """What an engine does with the directories of one quant method.
 
@@ -28,7 +38,7 @@ class MethodRules:
     ignored: how it finds out which modules are values; ignored_in: the same in a scheme where it does otherwise.
     bf16_scales: whether it rounds FP32 scales to BF16. cache: what it does with the scales of an FP8 KV cache, in words
     that follow its name; empty if nothing. joined: the rule on the format of tensors that it joins with others as it
-    loads them; None if it joins nothing.
+    loads them; None if it joins nothing. in_fp32: models whose scales are not rounded; None if there are none.
 
     Of experts, beside codes: `as_values` are models whose experts it does not load as codes. `one_by_one` matches the
     slices of tensors in BF16 that must be stored expert by expert instead; `in_one`, by the `model_type` of the text
@@ -42,6 +52,7 @@ class MethodRules:
     bf16_scales: bool = False
     cache: str = ""
     joined: EngineRule | None = None
+    in_fp32: ScalesInFP32 | None = None
     as_values: ExpertsAsValues | None = None
     one_by_one: re.Pattern[str] | None = None
     in_one: Mapping[str, re.Pattern[str]] = field(default_factory=dict)

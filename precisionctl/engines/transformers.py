@@ -24,7 +24,7 @@ from precisionctl.engines.fused_rules import FusedLinears
 from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, BY_START_REGEX_OR_END
 from precisionctl.engines.ignored_modules import BY_MODULE, ROUTERS, IgnoreList, Unquantized
 from precisionctl.engines.integer_rules import zero_points_of
-from precisionctl.engines.method_rules import ExpertsAsValues, MethodRules
+from precisionctl.engines.method_rules import ExpertsAsValues, MethodRules, ScalesInFP32
 from precisionctl.engines.model_rules import ExpertDtype, RowsMoved
 from precisionctl.engines.required_keys import quantization_config_under_this_name
 from precisionctl.engines.rule import EngineRule
@@ -104,6 +104,16 @@ ENGINE = Engine(
                 "what it joins as it loads it, it decodes by one config group, and loses what is not codes of that; "
                 "values stay beside FP8 alone: export a scheme of FP8, or use another engine",
                 "transformers 5.24 quantizers/base.py update_weight_conversions, integrations/compressed_tensors.py",
+            ),
+            in_fp32=ScalesInFP32(
+                ("hy_v4", "hy_v4_vl_text"),
+                ("mxfp8", "NVFP4", "MXFP4"),
+                EngineRule(
+                    "of this model it keeps in FP32 whatever has `scale` in its name; codes become values of their "
+                    "scales' dtype, which it cannot multiply with inputs in BF16, unless it is told `dequantize=True`",
+                    "transformers 5.24 models/hy_v4/modeling_hy_v4.py _keep_in_fp32_modules_strict, "
+                    "core_model_loading.py; compressed-tensors 0.20 quantization/lifecycle/forward.py; run",
+                ),
             ),
             one_by_one=_LLAMA4_EXPERTS,
             in_one=_IN_ONE,

@@ -23,7 +23,7 @@ def schemes_of(engine: Engine, model: ModelShape, jobs: Sequence[Job]) -> list[S
         for scheme, method in engine.spells.items()
         if scheme not in FOUR_BITS
         and (SCHEMES[scheme].block == TENSOR or moved)
-        and not engine.check_experts(names, method, scheme, model.architecture)
+        and not engine.check_weights(names, method, scheme, model.architecture)
         and not engine.check_blocks(model.architecture, scheme, ())
     ]
 
