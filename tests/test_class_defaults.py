@@ -1,9 +1,14 @@
 """A key that a config.json lacks has the default of the family's class in transformers."""
 
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
+from typing import Any
+
 import pico
 import pytest
+from huggingface_hub.errors import StrictDataclassError
 from installed import BEFORE_5_23
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from precisionctl.architectures.families import architecture_of, from_hf_config
 from precisionctl.errors import PrecisionctlError
@@ -13,17 +18,42 @@ PASSED_OVER = {"num_nextn_predict_layers", "rotary_dim"}
 has those that it says, and MiniMax's second word for how many channels turn."""
 
 
+def without_each(said: dict[str, Any], keys: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Configs that lack one key, or one within it."""
+    for key in sorted(keys):
+        rest = {name: value for name, value in said.items() if name != key}
+        yield rest
+        if isinstance(said[key], dict):
+            yield from ({**rest, key: value} for value in without_each(said[key], said[key]))
+
+
+def means_the_same(said: dict[str, Any], kind: type[PretrainedConfig]) -> bool:
+    """Whether a config is taken, here and by its class, which fills it; then both must mean the same."""
+    try:
+        ours = from_hf_config(said)
+        filled = from_hf_config(kind(**deepcopy(said)).to_dict())
+    except (PrecisionctlError, KeyError, StrictDataclassError):
+        return False
+    assert ours == filled
+    return True
+
+
+@pytest.mark.parametrize("own_sizes", [False, True])
 @pytest.mark.parametrize("family", pico.FAMILIES)
 @pytest.mark.skipif(BEFORE_5_23, reason="defaults are those of 5.23")
-def test_a_missing_key_means_what_its_class_takes(family: str) -> None:
-    """Or is refused: sizes that every file says."""
-    config = AutoConfig.for_model(**pico.settings(family))
-    said = config.to_dict()
-    table = architecture_of(from_hf_config(said).architecture)
-    for key in sorted({key for entry in table.config for key in entry.keys} & said.keys() - PASSED_OVER):
-        rest = {name: value for name, value in said.items() if name != key}
-        try:
-            ours = from_hf_config(rest)
-        except PrecisionctlError:
-            continue
-        assert ours == from_hf_config(type(config)(**rest).to_dict()), key
+def test_a_missing_key_means_what_its_class_takes(family: str, own_sizes: bool) -> None:
+    """Or is refused: sizes that every file says. One key is missing, or, as some default only counts then, all that may
+    be; of a small model and of the class's own, as small ones have too few layers and experts for some."""
+    small = AutoConfig.for_model(**pico.settings(family))
+    kind = type(small)
+    said = (kind() if own_sizes else small).to_dict()
+    table = architecture_of(small.model_type)
+    keys = {key for entry in table.config for key in entry.keys} & said.keys() - PASSED_OVER
+    for rest in without_each(said, keys):
+        means_the_same(rest, kind)
+    fewest = said
+    for key in (*sorted(keys), *sorted(keys)):
+        less = {name: value for name, value in fewest.items() if name != key}
+        if means_the_same(less, kind):
+            fewest = less
+    assert own_sizes or fewest.keys() < said.keys()

@@ -40,9 +40,9 @@ _NORMS_AFTER = only_with(
 
 
 def _read_attention(config: Config, where: object) -> Fields:
-    said = config.get("attention_multiplier")
-    if said is None:
-        return {"query_pre_attn_scalar": HEADS.read(config, where)["kv_channels"]}
+    said, usual = config.get("attention_multiplier"), HEADS.read(config, where)["kv_channels"]
+    if said is None or said == usual**-0.5:  # whose square is not 1 / 128 to the last bit
+        return {"query_pre_attn_scalar": usual}
     return {"query_pre_attn_scalar": real(said, "attention_multiplier", where) ** -2}
 
 
