@@ -1,6 +1,9 @@
 """What a step's metrics say that it took: tokens counted by hand, and FP8 state set so that casts go wrong."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,3 +107,11 @@ def test_without_delayed_scaling_there_is_nothing_to_see() -> None:
         with seen.watch():
             model(torch.arange(16).view(1, 16)).sum().backward()
         assert seen.fractions is None
+
+
+def test_the_peak_of_a_process_is_not_that_of_what_began_it() -> None:
+    """As Linux's `ru_maxrss` is, where this process has more."""
+    kept = bytearray(os.urandom(1 << 20)) * 700
+    code = "from precisionctl.trainer.measure.meter import host_bytes; print(host_bytes())"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert 50e6 < int(done.stdout) < len(kept)

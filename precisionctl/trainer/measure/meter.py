@@ -1,11 +1,10 @@
 """Measure each update of a run: FLOPs, memory and FP8 health, the latter from the state of delayed scaling."""
 
 import math
-import resource
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -100,8 +99,10 @@ class Meter:
 
 
 def host_bytes() -> int:
-    """The peak of this process's resident memory in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    """The peak of this process's resident memory in bytes. (`ru_maxrss` would be the parent's where that had more when
+    it began this process.)"""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
 
 
 @dataclass(frozen=True)
