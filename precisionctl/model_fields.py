@@ -8,9 +8,10 @@ from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE
 from precisionctl.recurrent_parts import GatedDeltaNet, Mamba, Multipliers, ShortConv
 from precisionctl.sparse_parts import CSA, DSA, MSA
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu", "quick_gelu", "xielu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu", "quick_gelu", "xielu", "situ"]
 """`gelu_tanh` is GELU by its tanh approximation, `quick_gelu` x * sigmoid(1.702 x); `xielu` has parameters in each
-layer."""
+layer; `situ` (Kimi K3), of gated MLPs alone, is 4 tanh(x / 4) * sigmoid(x), and makes 25 tanh(u / 25) of the linear
+half u."""
 
 LinearGate = Literal["sigmoid per head", "sigmoid per element", "softplus per head", "softplus per element"]
 """What becomes of a number that a gate makes, and what it is for: a head, or one of its channels."""
@@ -61,6 +62,10 @@ class ModelFields:
     """What attention and MLP give is multiplied by this, after their norms, and added."""
     layer_scalar: bool = False
     """What a layer gives is multiplied by a number of its own, which is not trained."""
+    attn_res_block_size: int | None = None
+    """Attention residuals (Kimi K3): before the first layer, and every so many layers, the residual stream is put
+    aside, and begins anew with that layer's attention. Attention, MLP and the last norm read a mean of what was put
+    aside and the stream, by a softmax over the products of each, normalised, with a vector of their own."""
 
     # MLP
     activation: Activation = "silu"

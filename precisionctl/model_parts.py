@@ -53,7 +53,7 @@ class MoE:
     the largest logit `m` of those left, with its weight in a softmax over the logits `l` left for which (m - l) /
     max(m, |l|) <= 2 * sparsemixer_eps. Experts with a `latent_size` (Nemotron 3) read the hidden states projected to so
     many channels, and their summed output is projected back; router and shared experts read the hidden states
-    themselves.
+    themselves. With `latent_norm` (Kimi K3) the sum is normalised before it is projected back.
 
     With `own_norms` (Gemma 4) router, routed and shared experts each have a norm of their own before them, and the
     outputs of routed and of shared experts are normalised before they are added. The router's norm is an RMSNorm
@@ -82,6 +82,7 @@ class MoE:
     sparsemixer_eps: float | None = None
     own_norms: bool = False
     latent_size: int | None = None
+    latent_norm: bool = False
     n_hash_layers: int = 0
     expert_bias_on_logits: bool = False
     post_layernorm: bool = False

@@ -26,6 +26,7 @@ class ModelShape(ModelLayers):
             "per_layer_embed_dim",
             "v_head_dim",
             "norm_gate_rank",
+            "attn_res_block_size",
         )
         for field in (*_SIZES, *(name for name in possible if getattr(self, name) is not None)):
             check_size(getattr(self, field), field)

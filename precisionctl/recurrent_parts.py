@@ -21,8 +21,8 @@ class GatedDeltaNet:
 
     With `kda` (Kimi delta attention, arXiv 2510.26692; fields are Megatron's `--kda-*`) a state decays by a number of
     each channel of a key, and the gate is a sigmoid. Decays and gates are projected in two steps, by `kda_lora_rank`
-    channels (`--kda-f-lora-rank` and `--kda-gate-lora-rank`), or in one. Logarithms of decays are above
-    `kda_lower_bound` (`--kda-safe-gate`), or have no bound.
+    channels (`--kda-f-lora-rank` and `--kda-gate-lora-rank`), or in one; with `kda_full_gate` (Kimi K3) decays in two,
+    and gates in one. Logarithms of decays are above `kda_lower_bound` (`--kda-safe-gate`), or have no bound.
     """
 
     layers: tuple[bool, ...]
@@ -36,6 +36,7 @@ class GatedDeltaNet:
     kda: bool = False
     kda_lora_rank: int | None = None
     kda_lower_bound: float | None = None
+    kda_full_gate: bool = False
     output_gate: Literal["silu", "sigmoid"] = "silu"
 
     def __post_init__(self) -> None:
@@ -68,7 +69,9 @@ class GatedDeltaNet:
         queries, keys, values and, if these are projected in one step, decays and output gate."""
         heads, of_conv = self.num_value_heads, (self.key_size, self.key_size, self.value_size)
         if self.kda:
-            return of_conv if self.kda_lora_rank else (*of_conv, self.key_size, self.value_size)
+            decays = () if self.kda_lora_rank else (self.key_size,)
+            gates = () if self.kda_lora_rank and not self.kda_full_gate else (self.value_size,)
+            return (*of_conv, *decays, *gates)
         return (*of_conv, self.value_size, heads, heads)
 
     @property
@@ -87,7 +90,8 @@ class GatedDeltaNet:
     def used(self) -> dict[str, object]:
         """The fields, by their names with `gdn.`; None where one changes nothing. Empty where no layer is one."""
         used = {f"gdn.{name}": value for name, value in vars(self).items()} if any(self.layers) else {}
-        unused = ("gdn.output_gate",) if self.kda else ("gdn.kda_lora_rank", "gdn.kda_lower_bound")
+        of_kda = ("gdn.kda_lora_rank", "gdn.kda_lower_bound", "gdn.kda_full_gate")
+        unused = ("gdn.output_gate",) if self.kda else of_kda
         return used | dict.fromkeys(unused if used else ())
 
 

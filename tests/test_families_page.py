@@ -23,6 +23,8 @@ def line(model_type: str) -> str:
     families = FAMILIES[like or model_type]
     otherwise = ", ".join(f"`{field}`" for field in otherwise_in_megatron(pico.shape(families[0])))
     judges = ["transformers" if like is None else f"transformers, as `{like}`"]
+    if {*families} & {*pico.BY_HAND}:
+        judges = ["its public sources"]
     if {*families} & {*CORE, *CORE_FIRST, *CORE_LATER} and like is None:
         judges.append("Megatron-Core")
     if {*families} & {*CORE_LOADS, *CORE_HYBRIDS}:

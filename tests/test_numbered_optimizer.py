@@ -43,6 +43,7 @@ NOT_KNOWN = (
     "ling-3",
     "mistral-large-4",
     "glm-5.3",
+    "kimi-k3",
 )
 """The convolutions of some are one parameter in memory, and three tensors in files."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from precisionctl.architectures.families import architecture_of, supported
 from precisionctl.architectures.head_rearrangements import KEY_PAIRS, QKV, RotaryPairs
 from precisionctl.architectures.param_map import Architecture, Either, Row
-from precisionctl.architectures.rearrangements import Alternating, Joined, Rearrangement
+from precisionctl.architectures.rearrangements import Alternating, Joined, Padded, Rearrangement
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.model_parts import MLA, HyperConnections, MoE, NgramEmbedding
 from precisionctl.model_shape import ModelShape
@@ -85,8 +85,11 @@ def models(draw: st.DrawFn) -> ModelShape:
 
 
 def hf_parts(row: Row, model: ModelShape) -> list[Tensor]:
-    """Multiples of 1/64, so that one more or less is exact in every dtype."""
-    return [torch.randint(-64, 64, shape) / 64 for shape in row.shapes(model, "hf")]
+    """Multiples of 1/64, so that one more or less is exact in every dtype; zeros where a row fills up with these."""
+    parts = [torch.randint(-64, 64, shape) / 64 for shape in row.shapes(model, "hf")]
+    if isinstance(row.rearrangement, Padded):
+        parts[0][row.shape(model)[0] :] = 0
+    return parts
 
 
 @given(model=models())

@@ -336,6 +336,7 @@ DELTA = dataclasses.replace(NO_WINDOW, gdn=GatedDeltaNet((True, False), 2, 4, 4,
 KDA = dataclasses.replace(
     NO_WINDOW, gdn=GatedDeltaNet((True, False), 4, 4, 4, 6, 3, kda=True, kda_lora_rank=5, kda_lower_bound=-5.0)
 )
+RESIDUALS = pico.shape("kimi-k3")
 CONVOLUTIONS = dataclasses.replace(NO_WINDOW, short_conv=ShortConv((True, False), 3))
 GLOBAL = dataclasses.replace(DENSE, global_attention=GlobalAttention(1, 8, True))
 SHARING = dataclasses.replace(DENSE, num_layers=4, window_layers=(True, False) * 2, num_kv_shared_layers=2)
@@ -538,6 +539,9 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     (dataclasses.replace(DELTA, gdn=dataclasses.replace(DELTA.gdn, num_key_heads=4)), {"gdn.kda": True}),
     *((KDA, {"gdn.kda_lora_rank": rank}) for rank in (8, None)),
     *((KDA, {"gdn.kda_lower_bound": bound}) for bound in (-1.0, None)),
+    (RESIDUALS, {"attn_res_block_size": 1}),
+    (RESIDUALS, {"moe.latent_norm": False}),
+    (RESIDUALS, {"gdn.kda_full_gate": False}),
     (DELTA, {"gdn.allow_neg_eigval": True}),
     (DELTA, {"gdn.norm_epsilon": 0.1}),
     (DELTA, {"pre_layernorms": False, "post_layernorms": True}),

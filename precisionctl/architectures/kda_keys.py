@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from precisionctl.architectures.config_keys import Config, Entry, Key, Only, Reworded, Rule, reworded
+from precisionctl.architectures.config_layers import numbered_layers
 from precisionctl.architectures.deepseek_keys import (
     SIGMOID,
     experts_by_list,
@@ -10,6 +11,7 @@ from precisionctl.architectures.deepseek_keys import (
     latent_attention,
     shared_experts,
 )
+from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model_shape import ModelShape
 
 _WORDS: Mapping[str, str] = {
@@ -37,6 +39,27 @@ def common(published: bool, number: int, group_counts: tuple[int, int], scaling:
         Only("tie_word_embeddings", False),
     )
     return reworded(entries, _WORDS, published)
+
+
+LISTS = ("kda_layers", "full_attn_layers")
+"""Of `linear_attn_config`: the numbers of layers with delta attention, and of those without, counting from 1."""
+
+
+def shared_out(said: Config, number: int, where: object) -> list[bool]:
+    """Whether each of so many layers has delta attention, as the LISTS say. Raises DamagedCheckpoint unless each layer
+    is in one of them."""
+    of_kda, full = (numbered_layers(said[key], key, where) for key in LISTS)
+    if of_kda & full or of_kda | full != {*range(1, number + 1)}:
+        what = f"kda_layers and full_attn_layers do not share out layers 1 to {number}"
+        raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
+    return [layer + 1 in of_kda for layer in range(number)]
+
+
+def layer_lists(model: ModelShape) -> Config:
+    """The inverse."""
+    numbers = range(1, model.num_layers + 1)
+    kinds = ([layer for layer in numbers if model.has_delta_net(layer - 1) is kind] for kind in (True, False))
+    return dict(zip(LISTS, kinds, strict=True))
 
 
 def sparse_layers(dense: int) -> Rule:

@@ -17,10 +17,10 @@ from precisionctl.architectures.config_keys import (
     layers,
     size,
 )
-from precisionctl.architectures.config_layers import listed_layers, numbered_layers
+from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.deepseek_rows import LATENT_ATTENTION, ROUTING
 from precisionctl.architectures.delta_net_keys import KINDS
-from precisionctl.architectures.kda_keys import common, sparse_layers
+from precisionctl.architectures.kda_keys import LISTS, common, layer_lists, shared_out, sparse_layers
 from precisionctl.architectures.kda_rows import either, in_memory, kda
 from precisionctl.architectures.llama_rows import MLP, MLP_NORM, SEPARATE_NORM, model_rows
 from precisionctl.architectures.moe_rows import FUSED, MOE_NORM, experts
@@ -39,14 +39,13 @@ _SIZES = {  # field, in linear_attn_config, beside it, and what the class takes 
     "gdn.num_key_heads": ("num_heads", "linear_num_heads", 32),
     "gdn.conv_kernel_dim": ("short_conv_kernel_size", "linear_conv_kernel_dim", 4),
 }
-_LISTS = ("kda_layers", "full_attn_layers")
 
 
 def _read_kda(config: Config, where: object) -> Fields:
     said = config.get("linear_attn_config", {})
     if not isinstance(said, Mapping):
         raise DamagedCheckpoint(f"linear_attn_config is {shown(said)}, not an object", where=where)
-    for key in said.keys() - {*_LISTS, *(inner for inner, _, _ in _SIZES.values())}:
+    for key in said.keys() - {*LISTS, *(inner for inner, _, _ in _SIZES.values())}:
         what = f"no kimi_linear known here has linear_attn_config.{key}={shown(said[key])}"
         raise UnknownArchitecture(what, where=where)
     sizes = {
@@ -62,25 +61,19 @@ def _read_layers(config: Config, said: Config, where: object) -> list[bool]:
     listed, number = listed_layers(config, KINDS, where), layers(config, where)
     if listed is not None:
         return listed
-    if not all(key in said for key in _LISTS):
+    if not all(key in said for key in LISTS):
         return [not layer or layer % 4 != 0 for layer in range(number)]  # from 0; lists count from 1
-    of_kda, full = (numbered_layers(said[key], key, where) for key in _LISTS)
-    if of_kda & full or of_kda | full != {*range(1, number + 1)}:
-        what = f"kda_layers and full_attn_layers do not share out layers 1 to {number}"
-        raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
-    return [layer + 1 in of_kda for layer in range(number)]
+    return shared_out(said, number, where)
 
 
 def _write_kda(model: ModelShape) -> Config:
     if model.gdn is None:
         return {}
-    numbers = range(1, model.num_layers + 1)
     sizes = (model.gdn.key_head_dim, model.gdn.num_key_heads, model.gdn.conv_kernel_dim)
     return {
         "linear_attn_config": {
             **{inner: value for (inner, _, _), value in zip(_SIZES.values(), sizes, strict=True)},
-            "kda_layers": [layer for layer in numbers if model.has_delta_net(layer - 1)],
-            "full_attn_layers": [layer for layer in numbers if not model.has_delta_net(layer - 1)],
+            **layer_lists(model),
         }
     }
 

@@ -245,6 +245,25 @@ class Squeezed(_Computation):
         return (whole.reshape(self.shape),)
 
 
+@dataclass(frozen=True)
+class Padded(_Computation):
+    """Hugging Face fills a vector of so many numbers, a field of ModelShape, up to a `multiple` with zeros. Raises
+    DamagedCheckpoint for other numbers there."""
+
+    size: str
+    multiple: int
+
+    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        number = attrgetter(self.size)(model)
+        if parts[0][number:].any():
+            what = f"a vector of {number} numbers is filled up to {len(parts[0])} with others than zeros"
+            raise DamagedCheckpoint(what, do="Copy the file again; nothing computes with these numbers.")
+        return parts[0][:number]
+
+    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return (torch.cat([whole, whole.new_zeros(-len(whole) % self.multiple)]),)
+
+
 class Scalar(_Computation):
     """Hugging Face keeps a number as a tensor without dimensions, which FSDP2 does not take."""
 

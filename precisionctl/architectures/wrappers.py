@@ -36,6 +36,7 @@ class WrapperNames:
 
     - `body`, `head`: prefixes in published files; `mtp`: that in place of the text model's `mtp.`
     - `text`: the text model's `model_type`, if its config may lack one; TEXT_MODELS has its class's defaults
+    - `calls_text`: what config.json calls it, if that is the `model_type` of another family
     - `flat`: whether config.json may have the text model's keys at its top, without a `text_config`
     - `in_memory`: the prefixes that the wrapper's class has in memory; `towers_in_memory`: one that names of its towers
       have there, and not in published files
@@ -51,6 +52,7 @@ class WrapperNames:
     body: str = "language_model.model."
     head: str = "language_model.lm_head."
     text: str = ""
+    calls_text: str = ""
     flat: bool = False
     in_memory: tuple[str, str] = IN_MEMORY
     experts: Either | None = None
@@ -145,7 +147,13 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     "gemma4": WrapperNames(*IN_MEMORY, text="gemma4_text", mark="vision_tower.patch_embedder.position_embedding_table"),
     "gemma4_unified": WrapperNames(*IN_MEMORY, text="gemma4_unified_text", mark="vision_embedder.patch_dense."),
     "llama4": WrapperNames(text="llama4_text", mark="vision_model.vision_adapter."),
-    "kimi_k25": WrapperNames(text="deepseek_v3", mark="mm_projector."),
+    "kimi_k25": WrapperNames(text="deepseek_v3", mark="mm_projector.pre_norm."),
+    "kimi_k3": WrapperNames(
+        text="kimi_k3_text",
+        calls_text="kimi_linear",
+        in_memory=("language_model.model.", "language_model.lm_head."),
+        mark="mm_projector.post_norm.",
+    ),
     "minimax_m3_vl": WrapperNames(text="minimax_m3_vl_text", second=True, mark="merge_"),
     "qwen2_vl": WrapperNames("model.", "lm_head.", text="qwen2_vl_text", flat=True, mark="visual.blocks.0.mlp.fc1."),
     "qwen2_5_vl": WrapperNames("model.", "lm_head.", text="qwen2_5_vl_text", flat=True, mark=_GATED_WITH_BIAS),
@@ -330,6 +338,8 @@ def text_config(config: Config, where: object) -> dict[str, Any]:
     model_type = text.get("model_type", kind.text)
     if not isinstance(model_type, str):
         raise DamagedCheckpoint(f"model_type of `text_config` is {shown(model_type)}, not a name", where=where)
+    if kind.calls_text and model_type == kind.calls_text:
+        model_type = kind.text
     text, model = {**kind.absent, **text}, TEXT_MODELS.get(model_type)
     if model is None:
         return {**text, "model_type": model_type}

@@ -111,12 +111,13 @@ _ROWS = (
     *("mixer.dt_bias", "mixer.A_log", "mixer.D", "mixer.norm.weight", "mixer.dt_proj.weight", "mixer.dt_proj.bias"),
 )
 _ROWS_OF = re.compile(
-    r".+\.(?:linear_qkv|linear_gate|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|f_b_proj|g_b_proj)\.(?:weight|bias)"
+    r".+\.(?:linear_qkv|linear_gate|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|f_b_proj|g_b_proj"
+    r"|self_attention\.(?:[bgkqv]_proj|q_b_proj|kv_b_proj|[kqv]_conv1d))\.(?:weight|bias)"
 )
 _FC1 = re.compile(r"(.+\.)linear_fc1\.(?:weight|bias)(\d*)")
 _COLUMNS = re.compile(
-    r".+\.(?:linear_proj|linear_fc2|(?:self_attention|(?:mamba_)?mixer)\.out_proj|mixer\.x_proj|ngram_embedding)"
-    r"\.weight\d*"
+    r".+\.(?:linear_proj|linear_fc2|(?:self_attention|(?:mamba_)?mixer)\.out_proj|self_attention\.o_proj|mixer\.x_proj"
+    r"|ngram_embedding)\.weight\d*"
 )
 
 

@@ -68,7 +68,7 @@ class GateOfHeads(nn.Module):
         return gated.to(attended.dtype).view_as(attended)
 
 
-KeysValues = tuple[Tensor, Tensor]
+KeysValues = tuple[Tensor, ...]
 """Keys and values as attention takes them, `[B, S, G, channels]`. Of latent attention the latent `[T, C]`, normalised
 if its norm is no part of the linear that reads it, and the part of keys that heads share, `[B, S, 1, channels]`."""
 

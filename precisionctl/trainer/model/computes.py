@@ -56,7 +56,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("moe.shared_ffn_hidden_size", "moe.pre_softmax", "moe.topk_scaling_factor"), ANY),
     **dict.fromkeys(("moe.expert_bias", "moe.router_bias", "moe.latent_size", "moe.sparsemixer_eps"), ANY),
     **dict.fromkeys(("moe.expert_bias_on_logits", "moe.post_layernorm", "hf_expert_bias"), ANY),
-    "moe.activation_clamp": ANY,
+    **dict.fromkeys(("moe.activation_clamp", "moe.latent_norm", "attn_res_block_size", "gdn.kda_full_gate"), ANY),
     **dict.fromkeys(("moe.num_groups", "moe.group_topk", "moe.group_scores"), ANY),
     "moe.n_hash_layers": ANY,
     "moe.score_function": ("softmax", "sigmoid", "sqrtsoftplus"),
@@ -143,6 +143,21 @@ BESIDE_LOWRANK: Mapping[str, object] = {
 }
 """What layers between streams that are read channel by channel compute of these."""
 
+BESIDE_RESIDUALS: Mapping[str, object] = {
+    **dict.fromkeys(("dsa", "msa", "csa", "mhc", "ple", "mamba", "short_conv", "rope_scaling", "sliding_window"), None),
+    **dict.fromkeys(
+        ("post_layernorms", "layer_scalar", "parallel_residual", "stores_unused", "softmax_scaling"), False
+    ),
+    **dict.fromkeys(("per_layer_embed_dim", "norm_gate_rank", "mla.kv_source_layers", "query_scaling_beta"), None),
+    **dict.fromkeys(("softmax_offset", "mla.query_gate", "mla.nope_keys_by_head"), False),
+    "activation": "situ",  # which other delta nets are not beside
+    "linear_gate": "sigmoid per element",
+    "gdn.kda_full_gate": True,
+    "residual_multiplier": 1.0,
+    "mtp_num_layers": 0,
+}
+"""What a model with attention residuals computes of these: Kimi K3's layers."""
+
 BESIDE_MSA: Mapping[str, object] = {
     **dict.fromkeys(("mla", "dsa", "csa", "mamba", "global_attention", "sliding_window"), None),
     **dict.fromkeys(("attention_chunk_size", "attn_logit_softcapping", "linear_gate"), None),
@@ -180,10 +195,11 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         **(BESIDE_MIXERS if model.mamba else {}),
         **(BESIDE_CSA if model.csa else {}),
         **(BESIDE_STREAMS if model.mhc else {}),
+        **(BESIDE_RESIDUALS if model.attn_res_block_size else {}),
         **(BESIDE_MSA if model.msa else {}),
         **(BESIDE_LOWRANK if model.mhc and model.mhc.lowrank else {"pre_layernorms": True} if model.msa else {}),
     }
-    yield from ((name, values[name]) for name, value in beside.items() if values[name] != value)
+    yield from ((name, values[name]) for name, value in beside.items() if values.get(name) != value)
     refused = {
         "output_bias": model.output_bias and model.tied_embeddings,
         "mla.query_gate": model.mla and model.mla.query_gate and not (model.dsa and model.query_latent),
@@ -226,7 +242,12 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         "mamba.dt_rank": model.mamba
         and model.mamba.dt_rank is not None
         and (model.mamba.parallel or model.mamba.gated_norm or model.mamba.head_dim * model.mamba.num_groups > 1),
-        "activation": model.xielu and (model.moe or model.gated_linear_unit),
+        "activation": (model.xielu and (model.moe or model.gated_linear_unit))
+        or (model.activation == "situ" and not model.gated_linear_unit),
+        "attn_res_block_size": model.attn_res_block_size
+        and (any(model.rope_layers or (True,)) or not model.query_latent),
+        "gdn.kda_full_gate": model.gdn and model.gdn.kda_full_gate and not model.attn_res_block_size,
+        "moe.latent_norm": model.moe and model.moe.latent_norm and not model.latent_experts,
     }
     yield from ((name, values[name]) for name, holds in refused.items() if holds)
 

@@ -24,6 +24,7 @@ from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.backends.choose import BackendName, make_backend
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.attention import KeysValues
+from precisionctl.trainer.model.attention_residuals import AttentionResidualLayer
 from precisionctl.trainer.model.computes import check
 from precisionctl.trainer.model.embedding import Embedding
 from precisionctl.trainer.model.gated_residual import GatedResidual
@@ -228,6 +229,8 @@ class Decoder(nn.Module):
                 return HybridLayer(name, model, model.mamba, number, backend, recompute)
             if model.mhc:
                 return HyperLayer(name, model, model.mhc, number, backend, recompute)
+            if model.attn_res_block_size:
+                return AttentionResidualLayer(name, model, number, backend, recompute)
             return Layer(name, model, number, backend, recompute)
 
         self.layers = nn.ModuleList(
@@ -252,9 +255,12 @@ class Decoder(nn.Module):
             hidden = replay(hidden)
         else:
             kept: dict[int, KeysValues | None] = {}
+            put_aside: tuple[Tensor, ...] = ()
             for number, (layer, source) in enumerate(zip(self.layers, self.kv_layers, strict=True)):
-                own = per_layer[number] if per_layer else None
-                hidden, kept[number] = layer(hidden, positions, own, kept.get(source))
+                own, before = per_layer[number] if per_layer else None, hidden
+                hidden, kept[number] = layer(hidden, positions, own, put_aside or kept.get(source))
+                if isinstance(layer, AttentionResidualLayer) and layer.begins:
+                    put_aside += (before,)
         if self.mhc:
             streams = torch.unflatten(hidden, -1, (self.mhc.num_residual_streams, -1))
             if self.hyper_connection_mixer:

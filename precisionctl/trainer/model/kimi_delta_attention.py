@@ -18,6 +18,13 @@ from precisionctl.trainer.model.positions import Positions
 from precisionctl.trainer.model.recurrence import by_text, convolution, convolved
 
 
+def decays(made: Tensor, rates: Tensor, bias: Tensor, bound: float | None) -> Tensor:
+    """Logarithms of what a state keeps of each channel of a key, FP32 `[B, S, N, K]`, of what linears make for it,
+    `[B, S, N * K]`; above `bound`, if there is one. `rates` are logarithms too, one for each head."""
+    steps, scales = torch.unflatten(made.float() + bias, -1, (len(rates), -1)), rates.float().exp()[:, None]
+    return -scales * F.softplus(steps) if bound is None else bound * (scales * steps).sigmoid()
+
+
 class KimiDeltaAttention(nn.Module):
     """A gated delta net whose state decays by a number of each channel of a key. Rows of in_proj: queries, keys and
     values; then what makes decays, and gates, unless linears of their own make these in two steps. All tensor ranks
@@ -57,11 +64,7 @@ class KimiDeltaAttention(nn.Module):
         parts = (self.gdn.conv_size, self.gdn.key_size, self.gdn.value_size, self.gdn.num_value_heads)
         mixed, decay, gate, beta = torch.split(made, [rows // self.ranks.size for rows in parts], -1)
         query, key, value = in_heads(F.silu(convolved(mixed, self.conv1d)), self.gdn)
-        steps, rates = (decay.float() + self.dt_bias).view(key.shape), self.A_log.float().exp()[:, None]
-        if self.gdn.kda_lower_bound is None:
-            logarithms = -rates * F.softplus(steps)
-        else:
-            logarithms = self.gdn.kda_lower_bound * (rates * steps).sigmoid()
+        logarithms = decays(decay, self.A_log, self.dt_bias, self.gdn.kda_lower_bound)
         read = gated_delta_rule(query, key, value, logarithms, beta.sigmoid())
         gated: Tensor = self.out_norm(read) * gate.reshape(read.shape).float().sigmoid()
         return gated.to(made.dtype).flatten(2)

@@ -20,6 +20,10 @@ from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.kernels import gpu_kernels
 from precisionctl.trainer.model.router_scores import SCORES, over_their_sum
 
+SITU_GATE: float = 4.0
+SITU_LINEAR: float = 25.0
+"""What bounds the gate and the linear half of SiTU."""
+
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -27,6 +31,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "squared_relu": lambda values: F.relu(values).square(),
     "quick_gelu": lambda values: values * torch.sigmoid(1.702 * values),
+    "situ": lambda values: SITU_GATE * torch.tanh(values / SITU_GATE) * torch.sigmoid(values),
 }
 
 
@@ -61,6 +66,9 @@ def activate(values: Tensor, model: ModelShape) -> Tensor:
         activated: Tensor = kernels.SwiGLU.apply(values)
         return activated
     gate, up = values.chunk(2, -1)
+    if model.activation == "situ":
+        up = SITU_LINEAR * torch.tanh(up.float() / SITU_LINEAR)
+        return (function(gate.float()) * up).to(values.dtype)
     if model.activation_clamp is not None:
         gate, up = gate.clamp(max=model.activation_clamp), up.clamp(-model.activation_clamp, model.activation_clamp)
     return function(gate) * (up + model.glu_offset if model.glu_offset else up)
@@ -114,6 +122,7 @@ class MoELayer(nn.Module):
             hidden, latent = model.hidden_size, moe.latent_size
             self.fc1_latent_proj = backend.linear(f"{name}.fc1_latent_proj", hidden, latent, False)
             self.fc2_latent_proj = backend.linear(f"{name}.fc2_latent_proj", latent, hidden, False)
+            self.routed_expert_norm = backend.norm(latent, norm_of(model)) if moe.latent_norm else nn.Identity()
 
     def forward(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
         """`[T, E]`, normalised but for norms of its own, to the same. `ids`, int64 `[T]`, are the tokens, for a router
@@ -126,7 +135,7 @@ class MoELayer(nn.Module):
         else:
             latent = self.ranks.copy(self.fc1_latent_proj(self.ranks.gather(hidden)))
             given = self.ranks.reduce(self.experts(latent, weights, chosen))
-            out = self.ranks.scatter(self.fc2_latent_proj(given))
+            out = self.ranks.scatter(self.fc2_latent_proj(self.routed_expert_norm(given)))
         if self.shared_experts is None:
             return out
         out = out + self.shared_experts(hidden)

@@ -23,7 +23,9 @@ from precisionctl.param import REPLICATED, TensorSpec
 from precisionctl.recipe import ParallelSettings
 from precisionctl.trainer.parallel.world import ALONE, World, local
 
-_REPLICATED_IN_REGIONS = ("q_layernorm", "k_layernorm", "out_norm", "router", "pre_moe_layernorm", "activation_func")
+_REPLICATED_IN_REGIONS = (
+    *("q_layernorm", "k_layernorm", "out_norm", "o_norm", "router", "pre_moe_layernorm", "activation_func"),
+)
 """Modules that every tensor rank has whole, but inside a region, so that their gradients are partial sums."""
 
 _OF_LATENTS = (
@@ -32,12 +34,16 @@ _OF_LATENTS = (
 )
 """Modules of MLA that see all tokens even with `sequence` and begin no region, so that gradients of norms are whole."""
 
+_KV_DOWN = ("linear_kv_down_proj", "kv_a_proj_with_mqa")
+"""What makes the latent of keys and values."""
+
 _OF_ALL_TOKENS = (
     *("fc1_latent_proj", "fc2_latent_proj", "beta_proj", "f_a_proj", "g_a_proj"),
-    *("dt_layernorm", "b_layernorm", "c_layernorm"),
+    *("dt_layernorm", "b_layernorm", "c_layernorm", "routed_expert_norm"),
+    *("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"),
 )
-"""Modules that see all tokens too: around experts of a latent size, those of Kimi delta attention that every tensor
-rank has whole, and norms of what a Mamba-1 mixer's ranks add up."""
+"""Modules that see all tokens too: around experts of a latent size, those of Kimi delta attention and of Kimi K3's
+latent attention that every tensor rank has whole, and norms of what a Mamba-1 mixer's ranks add up."""
 
 
 class ModelShards:
@@ -87,7 +93,8 @@ class ModelShards:
         if tensor.rank == 0 or (scattered and role == "grad_output"):
             return True
         if module.endswith("core_attention"):  # latents (MLA) are the same on all tensor ranks
-            latent = module.replace("core_attention", "linear_kv_down_proj.weight") in self.tensors
+            downs = (module.replace("core_attention", f"{down}.weight") for down in _KV_DOWN)
+            latent = any(down in self.tensors for down in downs)
             return role in ("k", "v") and not latent
         shard = self.tensors.get(f"{module}.weight") or self.tensors[f"{module}.weight0"]
         different = {"rows": ("weight", "grad_output"), "columns": ("weight", "input")}

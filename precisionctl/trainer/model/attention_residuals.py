@@ -1,0 +1,71 @@
+"""Attention residuals (Kimi K3, arXiv 2607.24653): blocks read a mean of the residual stream and of what it was before
+some earlier layers, by weights of a softmax. Parameter names are those of Megatron-Bridge's KimiK3TransformerLayer
+(models/kimi/kimi_k3_layers.py).
+
+Shape letters: T tokens, E hidden_size, N streams: those put aside, and the present one.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precisionctl.model_shape import ModelShape
+from precisionctl.trainer.backends.base import Backend, norm_of
+from precisionctl.trainer.model.attention import KeysValues
+from precisionctl.trainer.model.embedding import plain_linear
+from precisionctl.trainer.model.kimi_k3_attention import KimiK3DeltaAttention, KimiK3LatentAttention
+from precisionctl.trainer.model.mlp import MLP, MoELayer
+from precisionctl.trainer.model.positions import Positions
+from precisionctl.trainer.model.residual_layer import ResidualLayer
+
+
+class AttentionResidualLayer(ResidualLayer):
+    """A layer of Kimi K3. Where a block of layers `begins`, the stream that it is given is put aside, and what
+    attention gives is the new one. The last layer also makes the mean that the decoder's norm reads."""
+
+    def __init__(self, name: str, model: ModelShape, number: int, backend: Backend, recompute: bool = False) -> None:
+        super().__init__(model, number, backend, recompute)
+        self.begins = number % (model.attn_res_block_size or 1) == 0
+        self.norm, size = norm_of(model), model.hidden_size
+        self.input_layernorm = backend.norm(size, self.norm)
+        self.self_attention: KimiK3DeltaAttention | KimiK3LatentAttention
+        if model.gdn and model.has_delta_net(number):
+            self.self_attention = KimiK3DeltaAttention(f"{name}.self_attention", model, model.gdn, backend)
+        else:
+            assert model.mla, "computes.check refuses others"
+            self.self_attention = KimiK3LatentAttention(f"{name}.self_attention", model, model.mla, backend)
+        self.pre_mlp_layernorm = backend.norm(size, self.norm)
+        self.mlp: MLP | MoELayer
+        if model.moe and model.has_experts(number):
+            self.mlp = MoELayer(f"{name}.mlp", model, model.moe, backend)
+        else:
+            self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_hidden_size, None)
+        last = ("output_attn",) if number == model.num_layers - 1 else ()
+        for reader in ("self_attention", "mlp", *last):
+            setattr(self, f"{reader}_res_norm", backend.norm(size, self.norm))
+            setattr(self, f"{reader}_res_proj", plain_linear(size, 1, backend))
+        self.is_last = bool(last)
+
+    def through(
+        self, hidden: Tensor, positions: Positions, per_layer: Tensor | None, shared: KeysValues | None
+    ) -> tuple[Tensor, None]:
+        """`shared` are the streams `[T, E]` that were put aside before this layer."""
+        aside = shared or ()
+        attended = self.self_attention(self.input_layernorm(self._mean("self_attention", (*aside, hidden))), positions)
+        if self.begins:
+            aside, hidden = (*aside, hidden), attended
+        else:
+            hidden = hidden + attended
+        hidden = hidden + self.mlp(self.pre_mlp_layernorm(self._mean("mlp", (*aside, hidden))))
+        return self._mean("output_attn", (*aside, hidden)) if self.is_last else hidden, None
+
+    def _mean(self, reader: str, streams: Sequence[Tensor]) -> Tensor:
+        """Of streams `[T, E]`, N of them, what one of the readers reads, `[T, E]`, computed in FP32."""
+        norm: Any = getattr(self, f"{reader}_res_norm")
+        query: Any = getattr(self, f"{reader}_res_proj")
+        wide = torch.stack(tuple(streams), 1).float()  # [T, N, E]
+        scores = self.norm.of(wide, norm.weight, None) @ query.weight.float()[0]
+        mean: Tensor = (scores.softmax(-1)[..., None] * wide).sum(1)
+        return mean.to(streams[-1].dtype)
