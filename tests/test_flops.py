@@ -73,7 +73,9 @@ def _beside_the_rule(model: ModelShape, lengths: list[int]) -> int:
         of_rule = decay if model.gdn.kda else decay[..., 0]
         gated_delta_rule(query, key, value, -of_rule, beta[..., 0]).sum().backward()
     formula = 6 * tokens * 4 * model.gdn.value_size * size
-    return counter.get_total_flops() - formula + _of_all(model.gdn.conv_kernel_dim, model.gdn.conv_size, tokens)
+    convolutions = model.gdn.conv_parts if model.gdn.kda_full_gate else (model.gdn.conv_size,)
+    beside = sum(_of_all(model.gdn.conv_kernel_dim, channels, tokens) for channels in convolutions)
+    return counter.get_total_flops() - formula + beside
 
 
 def _of_all(taps: int, channels: int, tokens: int) -> int:

@@ -242,6 +242,7 @@ def test_parameters_are_those_of_the_model_but_for_norms_biases_and_convolutions
         "jamba",
         "deepseek-v4",
         *({"hy4", "qwen4", "glm-5.3"} - ABSENT.keys()),
+        "kimi-k3",
     )
     for family in families:
         model = replace(shape(family), stores_unused=family == "gemma4-small")

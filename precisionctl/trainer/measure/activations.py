@@ -127,6 +127,8 @@ def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float
     read = kept.input * model.hidden_size
     if model.mhc:
         made += 2 * _streams(model, model.mhc)
+    if model.attn_res_block_size:
+        made += _attention_residuals(model, layer, model.attn_res_block_size) / kept.tokens
     if model.ple and model.has_ngrams(layer):
         made += _ngrams(model, model.ple)
     if model.csa:
@@ -216,7 +218,8 @@ def _delta_net(gdn: GatedDeltaNet, kept: BytesKept) -> float:
 def _kimi_delta_attention(gdn: GatedDeltaNet, kept: BytesKept) -> float:
     """The same of Kimi delta attention."""
     heads, keys = gdn.num_value_heads, gdn.key_size
-    made = 4 * gdn.conv_size + 8 * keys + 2 * 2 * keys + 12 * heads + 2 * kept.input * (gdn.kda_lora_rank or 0)
+    made = 4 * gdn.conv_size + 8 * keys + 2 * 2 * keys + 12 * heads
+    made += (1 if gdn.kda_full_gate else 2) * kept.input * (gdn.kda_lora_rank or 0)
     # All FP32: products of the tokens of a chunk with each other; for each channel of a key what decays between tokens
     # of a block, and keys that have decayed so, twice earlier keys, and what is made of keys and queries; values and
     # steps, and the state of each chunk
@@ -280,6 +283,16 @@ def _streams(model: ModelShape, mhc: HyperConnections) -> float:
     return _read_streams(model) + (2 if mhc.mixed else 4) * model.hidden_size + halves
 
 
+def _attention_residuals(model: ModelShape, layer: int, size: int) -> float:
+    """Bytes that a layer's means of residual streams save for each token: the streams, in FP32, that attention and MLP
+    read, and the last norm."""
+    put_aside = layer // size + 1  # with the layer's own
+    read = -(-layer // size) + 1 + put_aside + 1
+    if layer == model.num_layers - 1:
+        read += put_aside + 1
+    return 4 * read * model.hidden_size
+
+
 def _compressed_attention(model: ModelShape, csa: CSA, layer: int, kept: BytesKept, length: int) -> float:
     """Bytes that attention to a window and to compressed keys saves for each token."""
     heads, out, rows = model.num_attention_heads, model.projection_size, compressed_rows(model, layer)
@@ -296,7 +309,7 @@ def _channel(model: ModelShape, kept: BytesKept) -> float:
     """Bytes that an MLP keeps for the backward for each of its channels."""
     read = 4 if kept.kernels and is_swiglu(model) else 6 if model.gated_linear_unit else 2
     channel: float = read + kept.input + (4 if model.activation == "quick_gelu" else 0)
-    channel += {"squared_relu": 2, "xielu": 8}.get(model.activation, 0)
+    channel += {"squared_relu": 2, "xielu": 8, "situ": 18}.get(model.activation, 0)
     if model.activation == "relu" and not kept.codes:  # it saves what it gives, which the next GEMM reads
         channel -= 2
     return channel / kept.tensor

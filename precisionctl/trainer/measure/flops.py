@@ -127,8 +127,9 @@ def beside_in_proj(gdn: GatedDeltaNet, hidden: int) -> int:
     makes these in two steps."""
     if not gdn.kda:
         return 0
-    rank = gdn.kda_lora_rank or 0
-    return hidden * gdn.num_value_heads + rank * (2 * hidden + gdn.key_size + gdn.value_size)
+    of_decays = hidden + gdn.key_size
+    of_gates = 0 if gdn.kda_full_gate else hidden + gdn.value_size
+    return hidden * gdn.num_value_heads + (gdn.kda_lora_rank or 0) * (of_decays + of_gates)
 
 
 def compression(model: ModelShape, layer: int) -> int:

@@ -66,6 +66,7 @@ class AttentionResidualLayer(ResidualLayer):
         norm: Any = getattr(self, f"{reader}_res_norm")
         query: Any = getattr(self, f"{reader}_res_proj")
         wide = torch.stack(tuple(streams), 1).float()  # [T, N, E]
-        scores = self.norm.of(wide, norm.weight, None) @ query.weight.float()[0]
+        weights = self.norm.multiplier(norm.weight) * query.weight.float()[0]
+        scores = (wide * weights).sum(-1) * torch.rsqrt(wide.square().mean(-1) + self.norm.epsilon)
         mean: Tensor = (scores.softmax(-1)[..., None] * wide).sum(1)
         return mean.to(streams[-1].dtype)

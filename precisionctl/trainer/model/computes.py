@@ -154,6 +154,7 @@ BESIDE_RESIDUALS: Mapping[str, object] = {
     "linear_gate": "sigmoid per element",
     "gdn.kda_full_gate": True,
     "residual_multiplier": 1.0,
+    "normalization": "RMSNorm",
     "mtp_num_layers": 0,
 }
 """What a model with attention residuals computes of these: Kimi K3's layers."""
