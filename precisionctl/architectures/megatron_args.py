@@ -10,6 +10,7 @@ from typing import Any
 from precisionctl.architectures.args_said import all_but_every, check_kinds, needed, norm_epsilon, one_of
 from precisionctl.architectures.expert_args import moe_args, read_moe
 from precisionctl.architectures.indexer_args import DSA_NAME, dsa_args, read_dsa
+from precisionctl.architectures.kimi_k3_args import KIMI_K3, as_kimi_k3, kimi_k3_args
 from precisionctl.architectures.recurrent_args import (
     DELTA_NET_NAMES,
     KDA_NAME,
@@ -127,6 +128,7 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         **_rope_args(model),
         **csa_args(model, _yarn_args(model.rope_scaling or {"factor": 1.0})),
         **mhc_args(model),
+        **kimi_k3_args(model),
     }
 
 
@@ -187,8 +189,10 @@ def _mla_args(model: ModelShape) -> dict[str, Any]:
 
 
 def as_in_megatron(model: ModelShape) -> ModelShape:
-    """The model that Megatron-Core's GPTModel computes when it is built from this one's arguments."""
-    return read_megatron_args(to_megatron_args(model), model.padded_vocab_size, "")
+    """The model that Megatron-Core's GPTModel computes when it is built from this one's arguments. It knows none that
+    are fields of Megatron-Bridge's alone."""
+    args = {name: value for name, value in to_megatron_args(model).items() if name not in KIMI_K3}
+    return read_megatron_args(args, model.padded_vocab_size, "")
 
 
 def as_config_says(args: Mapping[str, Any], model: ModelShape) -> dict[str, Any]:
@@ -244,7 +248,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
     positions = _read_positions(args, num_layers, mla, csa, where)
     mamba = read_mamba(args)
     scale = args.get("softmax_scale")  # a root, which may have cost the last digits
-    return ModelShape(
+    model = ModelShape(
         architecture="",
         num_layers=num_layers,
         hidden_size=hidden,
@@ -284,6 +288,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         **positions,
         **_read_activation(args),
     )
+    return as_kimi_k3(model, args, where)
 
 
 def _headwise(model: ModelShape) -> bool:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from precisionctl.architectures.param_map import Row
 from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.codes.numerics import Numbers
-from precisionctl.errors import PrecisionError
+from precisionctl.errors import PrecisionError, at
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism, TensorSpec
 from precisionctl.precision import Precision
@@ -174,8 +174,9 @@ class Plan:
 
     def compute(self, job: Job, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors that such a job writes, from the values of all that it reads."""
-        whole = parts[0] if self.from_layout == "megatron" else job.row.source.merge(parts, self.model)
-        return (whole,) if self.to_layout == "megatron" else job.row.split(whole, self.model)
+        with at(job.reads[0]):
+            whole = parts[0] if self.from_layout == "megatron" else job.row.source.merge(parts, self.model)
+            return (whole,) if self.to_layout == "megatron" else job.row.split(whole, self.model)
 
     def describe(self) -> dict[str, object]:
         """The plan as JSON: what `--dry-run --json` prints, and what `digest` covers."""

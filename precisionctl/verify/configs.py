@@ -6,6 +6,7 @@ from typing import Any
 from precisionctl.architectures.families import table_of
 from precisionctl.architectures.rope import PARAMETERS
 from precisionctl.checkpoints.base import Reader
+from precisionctl.engines.serving import text_config
 from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
 from precisionctl.same_model import differences
 from precisionctl.untabled_model import UntabledModel
@@ -26,7 +27,7 @@ Found = tuple[list[str], list[NotCompared]]
 def compare_configs(a: Reader, b: Reader) -> Found:
     """The keys of config.json that differ, and those that were left out: where both models have a table, keys that
     these read, since ModelShape compares their meaning. Null and absent differ, as a class may have a default.
-    `quantization_config` is compared elsewhere."""
+    `quantization_config`, also that of a wrapper's text model, is compared elsewhere."""
     here, there = (_config(reader) for reader in (a, b))
     if here is None or there is None:
         return [], [] if here is there else [NotCompared("one config", f"only {'B' if here is None else 'A'} has one")]
@@ -74,8 +75,10 @@ def _config(reader: Reader) -> Mapping[str, Any] | None:
     if data is None:
         return None
     config = parse_json(data, "config.json")
+    text = text_config(config)
+    own = {key: value for key, value in text.items() if key != "quantization_config"}
     left_out = ("quantization_config", OLDER_KEY, "model_type")
-    return {key: value for key, value in config.items() if key not in left_out}
+    return {key: own if value is text else value for key, value in config.items() if key not in left_out}
 
 
 def _is_read(path: tuple[str, ...], read: set[str]) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from precisionctl.architectures.expert_args import BALANCING, CAPACITY
+from precisionctl.architectures.kimi_k3_args import BLOCK_SIZE, KIMI_K3
 from precisionctl.architectures.megatron_args import GRANULARITY, WITHOUT
 from precisionctl.architectures.recurrent_args import HYBRID_PATTERN
 from precisionctl.errors import DamagedCheckpoint, damage
@@ -70,6 +71,7 @@ _ONLY_READ = (
     *("dsa_indexer_rope_interleaved", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
     "dsa_indexer_scoring_relu",
     *("kda_f_lora_rank", "kda_gate_lora_rank", "kda_safe_gate", "kda_lower_bound", GRANULARITY),
+    *KIMI_K3,
 )
 """Fields that only some of Bridge's providers have, the indexer's since 0.4: they are read, and not written alike."""
 _DELTA_NET_BLOCK = (
@@ -78,15 +80,16 @@ _DELTA_NET_BLOCK = (
 )
 _OVER_HEADS = "megatron.bridge.models.olmoe.olmoe_provider.olmoe_layer_spec"
 """Layers with norms of queries and keys over all heads, beside experts."""
+_KIMI_K3_LAYERS = "megatron.bridge.models.kimi.kimi_k3_spec.build_kimi_k3_spec"
 SILU, GELU = "torch.nn.functional.silu", "torch.nn.functional.gelu"
 _QUICK_GELU = "megatron.core.fusions.fused_bias_geglu.quick_gelu"
 SQUARED_RELU = "megatron.core.activations.squared_relu"
 
 
 def describes(model: ModelShape) -> bool:
-    """Whether Bridge's generic providers have fields for all of a model: none has for all of an indexer, nor xIELU, nor
-    for several residual streams, nor for Kimi delta attention."""
-    kda = model.gdn is not None and model.gdn.kda
+    """Whether Bridge's generic providers, or that of Kimi K3, have fields for all of a model: none has for all of an
+    indexer, nor xIELU, nor for several residual streams, nor for another model's Kimi delta attention."""
+    kda = model.gdn is not None and model.gdn.kda and model.attn_res_block_size is None
     return model.dsa is None and model.mhc is None and not model.xielu and not kda
 
 
@@ -102,7 +105,7 @@ def write_run_config(directory: Path, args: Mapping[str, Any], model: ModelShape
 
 def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
     """The `model` section of a run_config.yaml. It names one of Bridge's generic providers, which pad the vocabulary
-    only as the arguments say."""
+    only as the arguments say, or that of Kimi K3."""
     latent = bool(args.get("multi_latent_attention"))
     same = {name: args[name] for name in _SAME if name in args}
     fields: dict[str, Any] = {name: [*value] if isinstance(value, tuple) else value for name, value in same.items()}
@@ -119,6 +122,11 @@ def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
         fields = {name: value for name, value in fields.items() if name not in _OF_GPT} | {"is_hybrid_model": True}
         if args.get("mtp_num_layers"):
             fields |= {name: args[name] for name in _HYBRID_MTP if name in args}
+    if BLOCK_SIZE in args:
+        provider = "kimi.kimi_k3_provider.KimiK3ModelProvider"
+        fields = {name: value for name, value in fields.items() if not name.startswith("linear_") and name != _VARIANT}
+        fields |= {name: args[name] for name in KIMI_K3} | {"use_te_activation_func": True, "moe_router_dtype": "fp32"}
+        fields["transformer_layer_spec"] = _call(_KIMI_K3_LAYERS)
     return {
         **fields,
         "_target_": _PROVIDERS + provider,
@@ -142,7 +150,7 @@ def _activation(args: Mapping[str, Any]) -> str:
         return SQUARED_RELU
     if args.get("quick_geglu"):
         return _QUICK_GELU
-    return SILU if args.get("swiglu") else GELU
+    return SILU if args.get("swiglu") or BLOCK_SIZE in args else GELU  # of Kimi K3, whose layers have their own
 
 
 def described_args(directory: Path) -> Mapping[str, Any]:

@@ -229,7 +229,7 @@ class LegacyReader(MegatronDirectory):
             heads = proj[0][0].tensor.shape[-1:] if proj else ()
             one_head = self.args.get("num_attention_heads") == self.parallelism.tensor
             return ROWS if length == heads and not one_head else REPLICATED
-        if name.endswith(("in_proj.weight", "conv1d.weight", "conv1d.bias")) and ".ple." not in name:
+        if name.endswith((".in_proj.weight", ".conv1d.weight", ".conv1d.bias")) and ".ple." not in name:
             mixer = name.rsplit(".", 2)[0]
             if f"{mixer}.x_proj.weight" in self._shards:  # Mamba-1's, of which no argument says anything
                 return GATED_ROWS if "in_proj" in name else ROWS

@@ -218,8 +218,8 @@ def _delta_net(gdn: GatedDeltaNet, kept: BytesKept) -> float:
 def _kimi_delta_attention(gdn: GatedDeltaNet, kept: BytesKept) -> float:
     """The same of Kimi delta attention."""
     heads, keys = gdn.num_value_heads, gdn.key_size
-    made = 4 * gdn.conv_size + 8 * keys + 2 * 2 * keys + 12 * heads
-    made += (1 if gdn.kda_full_gate else 2) * kept.input * (gdn.kda_lora_rank or 0)
+    in_steps = (1 if gdn.kda_full_gate else 2) * kept.input * (gdn.kda_lora_rank or 0)
+    made = 4 * gdn.conv_size + 8 * keys + 2 * 2 * keys + 12 * heads + in_steps
     # All FP32: products of the tokens of a chunk with each other; for each channel of a key what decays between tokens
     # of a block, and keys that have decayed so, twice earlier keys, and what is made of keys and queries; values and
     # steps, and the state of each chunk
