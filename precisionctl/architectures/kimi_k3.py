@@ -27,8 +27,9 @@ from precisionctl.architectures.deepseek_rows import ROUTING
 from precisionctl.architectures.kda_keys import LISTS, layer_lists, shared_out, sparse_layers
 from precisionctl.architectures.llama_rows import MLP, SEPARATE_NORM, model_rows
 from precisionctl.architectures.moe_rows import experts
-from precisionctl.architectures.param_map import Architecture, Either, Layers, Row
+from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rearrangements import GAMMA, SAME, Padded, Rearrangement
+from precisionctl.architectures.row_layers import Layers
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, REPLICATED, ROWS, Parallel

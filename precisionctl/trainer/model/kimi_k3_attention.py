@@ -15,7 +15,8 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.recurrent_parts import GatedDeltaNet
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.backends.bf16_products import product
-from precisionctl.trainer.model.attention import CoreAttention, gated_by
+from precisionctl.trainer.model.attention import gated_by
+from precisionctl.trainer.model.core_attention import CoreAttention
 from precisionctl.trainer.model.delta_rule import gated_delta_rule
 from precisionctl.trainer.model.embedding import plain_linear
 from precisionctl.trainer.model.gated_delta_net import in_heads
