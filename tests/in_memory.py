@@ -28,7 +28,8 @@ from precisionctl.param import ONE_RANK, Layout, Parallelism, TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.served_model import served
 from precisionctl.precision import PRESETS
-from precisionctl.quant_methods.base import SCHEMES, Scales, Scheme, quant_methods
+from precisionctl.quant_methods.base import SCHEMES, Scheme, quant_methods
+from precisionctl.quant_methods.scales import Scales
 
 
 @dataclass

@@ -9,8 +9,9 @@ from precisionctl.codes import elements
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import CHANNEL, CODES, TENSOR, InputFormat, Scales, Scheme, block_of, quant_methods
+from precisionctl.quant_methods.base import CHANNEL, CODES, TENSOR, InputFormat, Scheme, block_of, quant_methods
 from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights, encoding, recognise
+from precisionctl.quant_methods.scales import Scales
 
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
 METHODS = quant_methods()

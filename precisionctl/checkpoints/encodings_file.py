@@ -21,8 +21,8 @@ from precisionctl.codes.elements import E4M3, FP8, Packing
 from precisionctl.codes.encoding import Encoding, grid_shape
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import Scales
 from precisionctl.quant_methods.coded_weights import check_other_tensors, complete_encoding, input_largest, recognise
+from precisionctl.quant_methods.scales import Scales
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file
 from precisionctl.untrusted.safe_json import parse_json

@@ -39,10 +39,11 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.model_parts import text_part
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import STATE, Layout, TensorSpec
-from precisionctl.quant_methods.base import FLOATS, Scales
+from precisionctl.quant_methods.base import FLOATS
 from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights, quant_method_of
 from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
 from precisionctl.quant_methods.fp8 import expert_dtype
+from precisionctl.quant_methods.scales import Scales
 from precisionctl.untrusted.safe_files import has_file, read_file, whole_length
 from precisionctl.untrusted.safe_json import parse_json
 

@@ -15,7 +15,8 @@ from precisionctl.export.encode import WeightFormat
 from precisionctl.export.schemes import schemes_of
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Job, Plan
-from precisionctl.quant_methods.base import FOUR_BITS, SCHEMES, Scales, Scheme, quant_methods
+from precisionctl.quant_methods.base import FOUR_BITS, SCHEMES, Scheme, quant_methods
+from precisionctl.quant_methods.scales import Scales
 
 
 @dataclass(frozen=True)

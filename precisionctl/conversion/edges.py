@@ -12,8 +12,9 @@ from precisionctl.codes.group_scales import MXFP4_GROUP
 from precisionctl.conversion.findings import Findings
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Plan
-from precisionctl.quant_methods.base import EXPONENTS, Scales
+from precisionctl.quant_methods.base import EXPONENTS
 from precisionctl.quant_methods.coded_weights import scheme_of
+from precisionctl.quant_methods.scales import Scales
 from precisionctl.sizes import counted
 
 EdgeKind = Literal["same", "same values", "exact", "in reach", "rounded"]

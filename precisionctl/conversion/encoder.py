@@ -18,7 +18,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import BROKEN_WEIGHTS, PrecisionError
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode
-from precisionctl.quant_methods.base import Scales
+from precisionctl.quant_methods.scales import Scales
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from precisionctl.engines.code_rules import EXPERT, linears
 from precisionctl.engines.ignore_lists import BY_END_OR_REGEX, BY_NAME_OR_REGEX, config_groups, words
 from precisionctl.engines.ignored_modules import Unquantized
 from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
-from precisionctl.quant_methods.base import kind_of, sibling
+from precisionctl.quant_methods.base import kind_of
 from precisionctl.quant_methods.compressed_tensors import fixes_inputs, read
+from precisionctl.quant_methods.scales import sibling
 
 _CLASS = "Linear"
 """The target that means all linears."""

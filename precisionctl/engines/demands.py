@@ -11,8 +11,9 @@ from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, config_groups, i
 from precisionctl.engines.ignored_modules import IgnoreList
 from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.errors import shown
-from precisionctl.quant_methods.base import POWERS_OF_2, SCHEMES, TENSOR, sibling, sized
+from precisionctl.quant_methods.base import POWERS_OF_2, SCHEMES, TENSOR, sized
 from precisionctl.quant_methods.coded_weights import cache_scales, ngram_table
+from precisionctl.quant_methods.scales import sibling
 from precisionctl.torch_when_used import torch
 
 CONFIG = "config.json"

@@ -14,7 +14,8 @@ from precisionctl.engines.fused_rules import fused_weights
 from precisionctl.engines.ignore_lists import config_groups
 from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.engines.serving import FUSED, LATENT
-from precisionctl.quant_methods.base import TENSOR, Scales, sized
+from precisionctl.quant_methods.base import TENSOR, sized
+from precisionctl.quant_methods.scales import Scales
 
 _BYTES, _WORDS = ("int-quantized", "naive-quantized"), "pack-quantized"
 

@@ -10,8 +10,8 @@ from precisionctl.engines.rule import Breaches, EngineRule, Finding, QuantizedDi
 from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import shown
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import Scales
 from precisionctl.quant_methods.fp8 import expert_dtype
+from precisionctl.quant_methods.scales import Scales
 from precisionctl.torch_when_used import torch
 
 

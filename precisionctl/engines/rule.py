@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from precisionctl.engines.serving import ServingLayout, text_config
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import Scales, Spelling
+from precisionctl.quant_methods.base import Spelling
 from precisionctl.quant_methods.coded_weights import CodedWeight
+from precisionctl.quant_methods.scales import Scales
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,8 @@ from precisionctl.engines.model_rules import RowsMoved
 from precisionctl.engines.rule import EngineRule, Finding, QuantizedDirectory
 from precisionctl.engines.serving import Ragged, ServingLayout
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import CHANNEL, TENSOR, Block, Scales
+from precisionctl.quant_methods.base import CHANNEL, TENSOR, Block
+from precisionctl.quant_methods.scales import Scales
 
 _CONV1D = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.(c_attn|c_proj|c_fc)\.weight")
 """GPT-2's linears, stored as `[in, out]`."""

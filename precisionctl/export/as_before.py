@@ -16,8 +16,9 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.planning.checks import check_names
 from precisionctl.planning.plan import Encode, Job, Plan
-from precisionctl.quant_methods.base import POWERS_OF_2, CodeFormat, QuantMethod, Scales, sized
+from precisionctl.quant_methods.base import POWERS_OF_2, CodeFormat, QuantMethod, sized
 from precisionctl.quant_methods.coded_weights import cache_scales, ngram_table
+from precisionctl.quant_methods.scales import Scales
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,8 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.precision import Precision
-from precisionctl.quant_methods.base import (
-    FOUR_BITS,
-    POWERS_OF_2,
-    SCHEMES,
-    TENSOR,
-    QuantMethod,
-    Scales,
-    Scheme,
-    Spelling,
-)
+from precisionctl.quant_methods.base import FOUR_BITS, POWERS_OF_2, SCHEMES, TENSOR, QuantMethod, Scheme, Spelling
+from precisionctl.quant_methods.scales import Scales
 from precisionctl.sizes import counted
 from precisionctl.torch_when_used import torch
 from precisionctl.untabled_model import UntabledModel

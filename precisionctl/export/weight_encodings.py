@@ -23,8 +23,9 @@ from precisionctl.errors import MappingError
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
-from precisionctl.quant_methods.base import QuantMethod, Scales, sibling
+from precisionctl.quant_methods.base import QuantMethod
 from precisionctl.quant_methods.coded_weights import recognise
+from precisionctl.quant_methods.scales import Scales, sibling
 from precisionctl.torch_when_used import torch
 from precisionctl.untabled_model import UntabledModel
 

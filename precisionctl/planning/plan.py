@@ -24,7 +24,7 @@ from precisionctl.errors import PrecisionError, at
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism, TensorSpec
 from precisionctl.precision import Precision
-from precisionctl.quant_methods.base import Scales
+from precisionctl.quant_methods.scales import Scales
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,22 +8,19 @@ gives. Every scale tensor of a weight holds scale_inv, whatever its name: the de
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import precisionctl.quant_methods
-from precisionctl.codes.elements import E2M1, E4M3, Element, Packing
+from precisionctl.codes.elements import E4M3, Element, Packing
 from precisionctl.codes.encoding import grid_shape
 from precisionctl.codes.group_scales import INT4_GROUP, MXFP4_GROUP, NVFP4_GROUP
 from precisionctl.discover import discover_names
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError, shown
 from precisionctl.param import TensorSpec, shared_spec
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from precisionctl.quant_methods.scales import Scales, sibling
 
 CODES = DType.float8_e4m3fn
 """The dtype of FP8 weights in exports. Every engine reads it, and none reads E5M2 weights."""
@@ -236,64 +233,6 @@ def together(parts: Iterable[tuple[Sequence[str], Quantization]]) -> Quantizatio
     return Quantization(tuple(formats), static.pop() if len(static) == 1 else None, by_target)
 
 
-@dataclass(frozen=True, slots=True)
-class Scales:
-    """The tensors that hold the scale_inv of a quantized weight and of its input (`input` is None if that is dynamic),
-    and how many rows and columns of the weight share a scale. The other tensors are as in its CodeFormat.
-    `input_largest` is the number that the amax of an input becomes under a scale that is not global."""
-
-    weight: str
-    input: str | None
-    block: tuple[int, int]
-    global_scale: str | None = None
-    divides: bool = False
-    zero_points: str | None = None
-    shape: str | None = None
-    input_zero_point: str | None = None
-    input_largest: float = E4M3.of_amax
-
-    @property
-    def of_weight(self) -> tuple[str, ...]:
-        """The names of all of them except the input's."""
-        names = (self.weight, self.global_scale, self.zero_points, self.shape)
-        return tuple(name for name in names if name is not None)
-
-    @property
-    def global_divides(self) -> bool | None:
-        """As `Encoding.global_divides`."""
-        return self.divides if self.global_scale else None
-
-    @property
-    def multiplying(self) -> tuple[str, ...]:
-        """The names of the scales by which values are multiplied or divided."""
-        return tuple(name for name in (self.weight, self.global_scale, self.input) if name is not None)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        names = (*self.of_weight, self.input, self.input_zero_point)
-        return tuple(name for name in names if name is not None)
-
-    @property
-    def inputs_in_fp8(self) -> bool:
-        """Whether a fixed scale of the input is the scale_inv of codes of FP8."""
-        return self.global_scale is None and self.input_largest == E4M3.of_amax
-
-    def input_amax(self, stored: Tensor, zero_point: float = 0.0) -> Tensor:
-        """The amax, FP32, that a fixed scale of the input stands for: `scale_inv * 448`, for INT8 `* 127.5`; with a
-        zero point, the end of the range that is farther from zero; `* 448 * 6` for a global scale, under which the
-        largest block's scale is 448."""
-        if self.global_scale is None:
-            beyond = abs(zero_point + 0.5) if self.input_zero_point else 0.0
-            return stored * (self.input_largest + beyond)
-        return E4M3.largest * E2M1.largest / stored if self.divides else stored * (E4M3.largest * E2M1.largest)
-
-    def of_input_amax(self, amax: Tensor) -> Tensor:
-        """The inverse of `input_amax`, for a zero point of 0 where there is one."""
-        if self.global_scale is None:
-            return amax / (self.input_largest + (0.5 if self.input_zero_point else 0.0))
-        return E4M3.largest * E2M1.largest / amax if self.divides else amax / (E4M3.largest * E2M1.largest)
-
-
 @dataclass(frozen=True)
 class CacheSpelling:
     """How the scale_inv of an FP8 KV cache are stored: the `names` of the scales of keys and of values, below the
@@ -378,17 +317,6 @@ class QuantMethod:
         given = sibling(weight, kind) if kind and SCHEMES[scheme].fixed_inputs else None
         whole, shape = (sibling(weight, kind) if kind else None for kind in (form.global_scale, form.shape))
         return Scales(name, given, sized(form.block, spec), whole, form.divides, shape=shape)
-
-
-_SLICE = re.compile(r"(.+)(\[\d+\])")
-
-
-def sibling(weight: str, kind: str) -> str:
-    """The name of a scale beside a weight: `<module>.weight_scale` of `<module>.weight`, and of experts that are
-    stored as one tensor `experts.gate_up_proj_scale[3]` of `experts.gate_up_proj[3]`, and of its `_blocks[3]`."""
-    if weight.endswith("]") and (match := _SLICE.fullmatch(weight)):
-        return f"{match[1].removesuffix('_blocks')}_{kind.removeprefix('weight_')}{match[2]}"
-    return f"{weight.removesuffix('.weight')}.{kind}"
 
 
 def quant_methods() -> dict[str, QuantMethod]:

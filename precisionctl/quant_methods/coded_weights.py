@@ -18,17 +18,8 @@ from precisionctl.codes.encoding import Encoding, GlobalScale, grid_shape
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import (
-    FLOATS,
-    TENSOR,
-    CodeFormat,
-    Quantization,
-    QuantMethod,
-    Scales,
-    quant_methods,
-    sibling,
-    sized,
-)
+from precisionctl.quant_methods.base import FLOATS, TENSOR, CodeFormat, Quantization, QuantMethod, quant_methods, sized
+from precisionctl.quant_methods.scales import Scales, sibling
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from precisionctl.codes.encoding import Encoding, by_rows, grid_shape, of_rows
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import Scales
 from precisionctl.quant_methods.coded_weights import encoding
+from precisionctl.quant_methods.scales import Scales
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
