@@ -24,7 +24,7 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import plan_weights, stored_model
 from precisionctl.quant_methods.base import CHANNEL
-from precisionctl.reports.model_sizes import model_rows
+from precisionctl.reports.model_sizes import size_rows
 from precisionctl.reports.recorded_state import describe_fp8, fp8_rows, role_table
 from precisionctl.reports.table import Table
 from precisionctl.sizes import counted, size
@@ -215,7 +215,7 @@ def summary(description: Description) -> Table:
         *([] if description["iteration"] is None else [("iteration", str(description["iteration"]))]),
         ("parameters", f"{description['parameters']:,} in {tensors}, {files}"),
         *_part_rows(description),
-        *(model_rows(description["model"]) if description["model"] else ()),
+        *(size_rows(description["model"]) if description["model"] else ()),
         *([("split for", _cut_words(cut))] if (cut := description["cut"]) is not None else []),
         ("stored as", ", ".join(f"{dtype} {size(count)}" for dtype, count in description["bytes_by_dtype"].items())),
         ("precision", description["precision"]),

@@ -6,7 +6,7 @@ from typing import Any
 from precisionctl.sizes import counted
 
 
-def model_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+def size_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Rows on the sizes of a model, or one row that says that its family has no table."""
     if "no_table" in model:
         return [("table", f"none: {model['no_table']}; converts from Hugging Face to Hugging Face only")]
