@@ -6,8 +6,6 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from precisionctl.precision import Precision
-from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import IGNORED, Batch, Blend, Rows
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.loss import loss
@@ -36,7 +34,7 @@ def bf16_passes(run: Run, batches: Sequence[Batch], targets: int) -> Bf16Passes:
     """Make the passes of an update of an FP8 run in BF16. Nothing in the run changes."""
     micro_batch_size = run.recipe.train.micro_batch_size
     in_fp8 = held_out_loss(run.model, run.held_out, micro_batch_size) if run.held_out else None
-    with run.model.recorded_by(Recorder(Precision(fp8=False), run.device, run.world)):
+    with run.model.in_bf16():
         loss = float(accumulate_gradients(run, batches, targets)[0]) / targets
         gradients = run.optimizer.take_gradients()
         held_out = None

@@ -19,7 +19,6 @@ from precisionctl.fp8.state import Fp8State, Role, RoleState
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.recorder import Recorder
-from precisionctl.trainer.model.router_losses import RouterLosses
 from precisionctl.trainer.parallel.world import World
 
 Mode = Literal["column", "inner column", "row"]
@@ -101,8 +100,6 @@ class Backend(Protocol):
     dtype: torch.dtype
     device: torch.device
     world: World
-    router_losses: RouterLosses | None
-    """What routers show their choices to, if anything."""
     recorder: Recorder | None
     """While it is set, GEMMs run in BF16 and pass it their tensors, and its `forward_pass` replaces the backend's."""
 

@@ -28,7 +28,6 @@ from precisionctl.trainer.backends.fp8_gemm import (
 )
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.backends.scaling_buffers import ScalingBuffers
-from precisionctl.trainer.model.router_losses import RouterLosses
 from precisionctl.trainer.parallel.world import ALONE, World
 
 
@@ -205,7 +204,6 @@ class EmulatedBackend:
         self.precision, self.dtype, self.device, self.world = precision, dtype, device, world
         self.fp8_weights = fp8_weights
         self.recorder: Recorder | None = None
-        self.router_losses: RouterLosses | None = None
         self.casts: Casts | None = None
         """The casts of weights so far, inside `same_weights`; else None."""
         recipe = precision.delayed

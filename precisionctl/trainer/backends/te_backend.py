@@ -35,7 +35,6 @@ from precisionctl.trainer.backends.te_modules import (
     RMSNorm,
     Stateful,
 )
-from precisionctl.trainer.model.router_losses import RouterLosses
 from precisionctl.trainer.parallel.world import ALONE, World
 
 
@@ -80,7 +79,6 @@ class TransformerEngineBackend:
         self.precision, self.dtype, self.device, self.world = precision, dtype, device, world
         self.fp8_weights = fp8_weights
         self.recorder: Recorder | None = None
-        self.router_losses: RouterLosses | None = None
         self.recipe = _recipe(precision)
         self.is_first_microbatch: bool | None = None
         """The argument of TE's modules in FP8: True casts weights and caches the casts, False uses cached casts, None

@@ -32,6 +32,7 @@ from precisionctl.trainer.model.hybrid_layer import HybridLayer
 from precisionctl.trainer.model.hyper_connections import add_head, contracted
 from precisionctl.trainer.model.hyper_layer import HyperLayer, HyperMTPLayer
 from precisionctl.trainer.model.layer import Layer
+from precisionctl.trainer.model.mlp import Router
 from precisionctl.trainer.model.positions import LayerKind, PackedSequences, Positions, Rope, kind_of, query_scale
 from precisionctl.trainer.model.residual_layer import ResidualLayer
 from precisionctl.trainer.model.router_balance import NO_BALANCE, Balance
@@ -65,14 +66,19 @@ class GPT(nn.Module):
         check(model)
         self.model, self.precision, self.balance = model, precision, balance
         self.backend = make_backend(backend, precision, dtype, torch.device(device), world)
-        if model.moe and any(model.moe.layer_freq) and balance.on:
-            self.backend.router_losses = RouterLosses(model.moe, balance, world, self.backend.device)
+        self.router_losses: RouterLosses | None = None
+        """What balances the experts; None if nothing does."""
         self._ropes = {
             kind: Rope(model, kind.in_window, self.backend.device) if kind.rope else None
             for kind in {kind_of(model, layer) for layer in range(model.num_layers)}
         }
         self.embedding = Embedding(model, self.backend)
         self.decoder = Decoder(model, self.backend, recompute)
+        if model.moe and any(model.moe.layer_freq) and balance.on:
+            self.router_losses = RouterLosses(model.moe, balance, world, self.backend.device)
+            for module in self.decoder.modules():
+                if isinstance(module, Router):
+                    module.losses = self.router_losses
         if model.untied_embeddings:
             rows = model.padded_vocab_size // world.tensor.size
             self.output_layer = nn.Linear(model.hidden_size, rows, bias=model.output_bias, dtype=dtype, device=device)
@@ -154,11 +160,6 @@ class GPT(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     @property
-    def router_losses(self) -> RouterLosses | None:
-        """What balances the experts; None if nothing does."""
-        return self.backend.router_losses
-
-    @property
     def output_weight(self) -> Tensor:
         """`[V, E]`, or the part of a tensor rank."""
         return self.embedding.word_embeddings.weight if self.model.tied_embeddings else self.output_layer.weight
@@ -176,6 +177,13 @@ class GPT(nn.Module):
             yield
         finally:
             self.backend.recorder = None
+
+    @contextmanager
+    def in_bf16(self) -> Iterator[None]:
+        """Run the GEMMs in BF16; the model's own FP8 state stays as it is."""
+        unread = Recorder(Precision(fp8=False), self.backend.device, self.backend.world)
+        with self.recorded_by(unread):
+            yield
 
     def _freeze_filled(self) -> None:
         # Megatron has one switch for the biases of all linears; where Hugging Face has only some of them, the others

@@ -18,6 +18,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, Norm, add_post_layernorm, column_linear, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.kernels import gpu_kernels
+from precisionctl.trainer.model.router_losses import RouterLosses
 from precisionctl.trainer.model.router_scores import SCORES, over_their_sum
 
 SITU_GATE: float = 4.0
@@ -196,7 +197,9 @@ class Router(nn.Module):
 
     def __init__(self, model: ModelShape, moe: MoE, backend: Backend, hashed: bool = False) -> None:
         super().__init__()
-        self.moe, self.backend = moe, backend
+        self.moe = moe
+        self.losses: RouterLosses | None = None
+        """What it shows its choices to, if anything."""
         weight = torch.empty(moe.num_experts, model.hidden_size, dtype=backend.dtype, device=backend.device)
         zeros = torch.zeros(moe.num_experts, device=backend.device)
         self.weight = nn.Parameter(weight.normal_(std=0.02))
@@ -223,8 +226,8 @@ class Router(nn.Module):
             weights, chosen = _sparsely_mixed(logits, self.moe.topk, self.moe.sparsemixer_eps)
         else:
             weights, chosen = self._of_scores(logits, ids)
-        if self.backend.router_losses and self.tid2eid is None:
-            self.backend.router_losses.see(logits, chosen, self.expert_bias)
+        if self.losses and self.tid2eid is None:
+            self.losses.see(logits, chosen, self.expert_bias)
         if self.per_expert_scale is not None:
             weights = weights * self.per_expert_scale.float()[chosen]
         return weights * self.moe.topk_scaling_factor, chosen
