@@ -29,7 +29,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from precisionctl.errors import PrecisionctlError, brief, one_line
+from precisionctl.errors import PrecisionctlError, brief, on_stdout, one_line
 from precisionctl.reports.table import Table
 from precisionctl.sizes import size
 
@@ -37,8 +37,16 @@ if TYPE_CHECKING:  # importing torch would make every error message slow
     from precisionctl.trainer.measure.meter import StepCost
     from precisionctl.trainer.measure.metrics import StepMetrics
 
-_out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)  # for files and pipes
-_err = Console(stderr=True, highlight=False)
+
+class _Terminal(Console):
+    """A console whose closed pipe is a BrokenPipeError, like any other's: rich ends the program with 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # noqa: PLE0704  # it is called where the error is caught
+
+
+_out = _Terminal(highlight=False, width=None if sys.stdout.isatty() else 160)  # for files and pipes
+_err = _Terminal(stderr=True, highlight=False)
 
 
 @contextmanager
@@ -53,14 +61,16 @@ def quietly() -> Iterator[None]:
 
 def show_tables(tables: Sequence[Table]) -> None:
     """Print a report's tables on stdout."""
-    for table in tables:
-        _out.print(_draw(_plain(table)))
+    with on_stdout():
+        for table in tables:
+            _out.print(_draw(_plain(table)))
 
 
 def show_lines(lines: Sequence[str]) -> None:
     """Print plain results on stdout, without wrapping, so that scripts can read them."""
-    for line in lines:
-        _out.print(one_line(line), soft_wrap=True, markup=False)
+    with on_stdout():
+        for line in lines:
+            _out.print(one_line(line), soft_wrap=True, markup=False)
 
 
 def note(line: str) -> None:

@@ -42,6 +42,9 @@ GO_ON = 75
 """Exit code of a command that was stopped, so that the same command continues, or starts if nothing was begun
 (EX_TEMPFAIL of sysexits.h)."""
 
+UNREAD = 128 + 13
+"""Exit code of a command whose output nobody reads any longer, as shells have it of a program that SIGPIPE ends."""
+
 NOT_BEGUN = "Stopped before anything was written. The same command starts again."
 """What a command says that a signal stops when it has nothing to keep: while it imports modules, reads or plans."""
 
@@ -248,6 +251,21 @@ def require_package(name: str, extra: str, what: str) -> None:
         raise EnvironmentProblem(
             f"{what} needs {name}, which is not installed", do=f"pip install 'precisionctl[{extra}]'"
         )
+
+
+@contextmanager
+def on_stdout() -> Iterator[None]:
+    """A context that prints on stdout. Raises SystemProblem if that fails, as on a full disk, and BrokenPipeError if
+    nobody reads it any longer."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.filename:
+            raise
+        do = "Is there room, and may you write, where it goes?"
+        raise SystemProblem(error.strerror or str(error), where="standard output", do=do) from error
 
 
 @contextmanager

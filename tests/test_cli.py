@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -726,12 +727,31 @@ def test_what_contradicts_the_container_is_refused_in_the_options_that_were_give
     assert result.exit_code == 2 and advice in result.stderr
 
 
+PRINTING = [["--help"], ["--version"], ["inspect", "--help"], ["completion", "bash"], ["inspect", "{}"]]
+PRINTING += [["inspect", "{}", "--json"]]
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a disk that is always full")
-def test_a_full_disk_behind_stdout_is_one_error(tmp_path):
-    command = [sys.executable, "-m", "precisionctl", "inspect", tmp_path, "--json"]
+@pytest.mark.parametrize("words", PRINTING, ids=" ".join)
+def test_a_full_disk_behind_stdout_is_one_error_that_names_it(tmp_path, words):
+    pico.save(tmp_path, dtype=torch.bfloat16)
+    command = [sys.executable, "-m", "precisionctl", *(word.format(tmp_path) for word in words)]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert ended.returncode == 1 and ended.stderr.count("error[") == 1 and "Traceback" not in ended.stderr
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("error[SystemProblem]: No space left on device (standard output). ")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", PRINTING, ids=" ".join)
+def test_a_reader_that_has_read_enough_ends_it_in_silence_as_sigpipe_would(tmp_path, words):
+    pico.save(tmp_path, dtype=torch.bfloat16)
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "precisionctl", *(word.format(tmp_path) for word in words)]
+    ended = subprocess.run(command, check=False, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])

@@ -19,7 +19,7 @@ def main() -> None:
     """Convert LLM checkpoints between training and inference formats, and between BF16, FP8 and four bits.
 
     Exit codes: 0 success, 1 error or difference, 2 wrong usage, 3 gap too large (compare),
-    75 stopped; the same command continues, or starts if nothing was begun.
+    75 stopped; the same command continues, or starts if nothing was begun, 141 output not read (`| head`).
     """
 
 

@@ -5,6 +5,7 @@ from click.shell_completion import get_completion_class
 
 from precisionctl.cli.group import Command
 from precisionctl.cli.options import Choice
+from precisionctl.errors import on_stdout
 
 
 @click.command(
@@ -21,4 +22,5 @@ def completion(ctx: click.Context, shell: str) -> None:
     """
     kind = get_completion_class(shell)
     assert kind is not None, "click knows all three"
-    click.echo(kind(ctx.find_root().command, {}, "precisionctl", "_PRECISIONCTL_COMPLETE").source())
+    with on_stdout():
+        click.echo(kind(ctx.find_root().command, {}, "precisionctl", "_PRECISIONCTL_COMPLETE").source())

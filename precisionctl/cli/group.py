@@ -17,6 +17,7 @@ from precisionctl.checkpoints.hub import HubName
 from precisionctl.errors import (
     GO_ON,
     NOT_BEGUN,
+    UNREAD,
     DamagedCheckpoint,
     EnvironmentProblem,
     PrecisionctlError,
@@ -24,6 +25,7 @@ from precisionctl.errors import (
     SystemProblem,
     UnexpectedError,
     meant,
+    on_stdout,
     one_line,
 )
 from precisionctl.signals import name_of
@@ -106,6 +108,10 @@ class Command(click.Command):
         with formatter.section("Examples"):
             for example in self.examples:
                 formatter.write(f"{'':{formatter.current_indent}}precisionctl {example}\n")
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with on_stdout():  # where `--help` is printed
+            return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         with _verbosity(quiet=ctx.meta[_QUIET], verbose=ctx.meta[_VERBOSE]):
@@ -190,33 +196,52 @@ class Commands(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[_JSON] = "--json" in args  # known before any option is found to be wrong
-        with _wrong_usage(ctx):
+        with _errors_shown(ctx), on_stdout():
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
-            with _wrong_usage(ctx):
-                return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
-            raise  # click handles these itself; a closed pipe (`| head`) ends the program silently
-        except KeyboardInterrupt as stop:
-            say_stopped(NOT_BEGUN, kept=False, by=stop)
-            ctx.exit(GO_ON)
-        except Exception as error:
-            if ctx.meta.get(_DEBUG):
-                raise
-            from precisionctl import console
-
-            ours = as_our_error(error)
-            console.show_error(ours)
-            if ctx.meta[_JSON]:
-                kind = type(ours).__name__
-                with suppress(OSError):  # a full device behind stdout may be the error
-                    print_json({"error": {"kind": kind, "what": ours.what, "where": ours.where, "do": ours.do}})
-            ctx.exit(2 if isinstance(ours, RecipeError) else 1)
+        with _errors_shown(ctx):
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order of their registration, not of the alphabet
+
+
+@contextmanager
+def _errors_shown(ctx: click.Context) -> Iterator[None]:
+    """Inside, every error ends the program as `Commands` says."""
+    try:
+        with _wrong_usage(ctx):
+            yield
+    except (click.ClickException, click.exceptions.Exit, click.Abort):
+        raise  # click handles these itself
+    except BrokenPipeError:  # `| head` has read enough
+        _print_nowhere()
+        ctx.exit(UNREAD)
+    except KeyboardInterrupt as stop:
+        say_stopped(NOT_BEGUN, kept=False, by=stop)
+        ctx.exit(GO_ON)
+    except Exception as error:
+        if ctx.meta.get(_DEBUG):
+            raise
+        from precisionctl import console
+
+        ours = as_our_error(error)
+        console.show_error(ours)
+        if ctx.meta[_JSON]:
+            kind = type(ours).__name__
+            with suppress(OSError, SystemProblem):  # a full device behind stdout may be the error
+                print_json({"error": {"kind": kind, "what": ours.what, "where": ours.where, "do": ours.do}})
+        ctx.exit(2 if isinstance(ours, RecipeError) else 1)
+
+
+def _print_nowhere() -> None:
+    """Send what is still to be printed to /dev/null: at the end Python would try once more, and complain."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # one that is no file, as in tests
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 @contextmanager
@@ -285,7 +310,8 @@ def _replace_closed_streams() -> None:
 
 def print_json(result: Mapping[str, Any]) -> None:
     """Print a command's result as JSON on stdout; infinity and NaN become strings."""
-    click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **_numbers(result)}, indent=2))
+    with on_stdout():
+        click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **_numbers(result)}, indent=2))
 
 
 def _numbers(value: Any) -> Any:
