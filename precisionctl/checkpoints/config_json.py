@@ -13,7 +13,7 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_parts import text_part
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
+from precisionctl.quant_methods.coded_weights import KEYS_OF_CODES
 
 
 def write_beside(
@@ -34,7 +34,7 @@ def config_of_values(
     found: dict[str, Any] = json.loads(companions.files.get("config.json", b"null")) or dict(config)
     said = text_part(found)
     text = said if isinstance(said, dict) else {}
-    for key in ("quantization_config", OLDER_KEY):
+    for key in KEYS_OF_CODES:
         found.pop(key, None)
     text.pop("quantization_config", None)
     found.pop("transformers_weights", None)  # the files have other names

@@ -9,7 +9,7 @@ from typing import Any
 
 from precisionctl.architectures.families import read_model, table_of
 from precisionctl.architectures.param_map import names
-from precisionctl.checkpoints import encodings_file, numbered_optimizer
+from precisionctl.checkpoints import encodings_file, mlx_names, numbered_optimizer
 from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
 from precisionctl.checkpoints.chunks import Chunk, read_tensor
 from precisionctl.checkpoints.companions import needed_hints, read_companions
@@ -96,6 +96,8 @@ class HuggingFaceReader:
                 do="Let transformers 5 with torchao 0.15 or newer save it again, in safetensors.",
             )
         places = unpacked(stored_places(path, self._file_format))
+        places, of_mlx = mlx_names.in_published_names(places, self.config, where)
+        self.config |= {"quantization_config": of_mlx} if of_mlx else {}
         stored = {name: tensor.spec for name, (_, tensor) in places.items()}
         if beside := _unsaid_codes(self.config, path, stored):
             self.config |= {"quantization_config": beside}
@@ -331,7 +333,7 @@ def _idle_biases(reader: HuggingFaceReader, decoded: DecodedWeights) -> list[str
     return [name for name, rows in found.items() if adds_nothing(name, rows)]
 
 
-_PACKED, _OF_WEIGHTS = (DType.uint8, DType.int8, DType.int32), ("weight", "_packed", "_blocks")
+_PACKED, _OF_WEIGHTS = (DType.uint8, DType.int8, DType.int32, DType.uint32), ("weight", "_packed", "_blocks")
 
 
 def _check_packed(specs: Mapping[str, TensorSpec], scaled: Collection[str], path: Path) -> None:

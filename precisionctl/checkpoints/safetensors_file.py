@@ -98,7 +98,9 @@ def _parse(text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
     if not text.startswith(b"{") or sum(map(text.count, (b",", b"[", b"{"))) > _MOST_VALUES:
         raise ValueError("the header is not a JSON object of tensors")
     header: dict[str, Any] = json.loads(text.decode(), object_pairs_hook=_once, parse_int=_natural)
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None)
+    if metadata is None:  # MLX writes a null where there is nothing to say
+        metadata = {}
     if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
         raise ValueError("`__metadata__` is not made of strings")
     if longest := max((len(name) for name in header if len(name) > LONGEST_NAME), default=0):

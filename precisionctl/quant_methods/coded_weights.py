@@ -19,14 +19,19 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import FLOATS, TENSOR, CodeFormat, Quantization, QuantMethod, quant_methods, sized
+from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
 from precisionctl.quant_methods.scales import Scales, sibling
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-AS_VALUES = ("gptq", "awq", "auto-round", "bitsandbytes", "torchao", "inkling2_loop")
+AS_VALUES = ("gptq", "awq", "auto-round", "bitsandbytes", "torchao", "inkling2_loop", "mlx")
 """Methods whose codes are only read as values (`checkpoints/decoded/`)."""
+
+MLX_KEY = "quantization"
+KEYS_OF_CODES = ("quantization_config", OLDER_KEY, MLX_KEY)
+"""Keys of config.json that say how weights are coded: the usual one, compressed-tensors' of 2024, and MLX's."""
 
 
 def quant_method_of(config: Mapping[str, Any]) -> object:

@@ -7,7 +7,7 @@ from precisionctl.architectures.families import table_of
 from precisionctl.architectures.rope import PARAMETERS
 from precisionctl.checkpoints.base import Reader
 from precisionctl.engines.serving import text_config
-from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
+from precisionctl.quant_methods.coded_weights import KEYS_OF_CODES
 from precisionctl.same_model import differences
 from precisionctl.untabled_model import UntabledModel
 from precisionctl.untrusted.safe_json import parse_json
@@ -49,7 +49,7 @@ def compare_configs(a: Reader, b: Reader) -> Found:
 
 def differing_keys(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
     """The keys, with dots, by which two config.json may describe two models, where no table says what they mean."""
-    left_out = ("quantization_config", OLDER_KEY, *_TOPIC)
+    left_out = (*KEYS_OF_CODES, *_TOPIC)
     return [".".join(path) for path, *_ in _unequal(here, there) if path[0] not in left_out]
 
 
@@ -76,8 +76,8 @@ def _config(reader: Reader) -> Mapping[str, Any] | None:
         return None
     config = parse_json(data, "config.json")
     text = text_config(config)
-    own = {key: value for key, value in text.items() if key != "quantization_config"}
-    left_out = ("quantization_config", OLDER_KEY, "model_type")
+    own = {key: value for key, value in text.items() if key not in KEYS_OF_CODES}
+    left_out = (*KEYS_OF_CODES, "model_type")
     return {key: own if value is text else value for key, value in config.items() if key not in left_out}
 
 

@@ -1,0 +1,180 @@
+"""MLX's codes, read as values: integers under a scale and a bias of a group, MXFP4, MXFP8 and NVFP4.
+
+A module has `weight` U32 `[out, in * bits / 32]`, whose rows are the bits of codes one after another, the first in the
+lowest; `scales` `[out, in / group]`; and, of integers, `biases` of the same shape, and dtype as `scales`.
+
+- affine: `code * scale + bias`, each step rounded to the dtype of the scales. So do `mx.dequantize` and
+  `mlx_lm.convert --dequantize`. (On Metal, products of vectors and of large matrices take `code * scale + bias` in FP32
+  instead: of 8 bits, the two roundings to BF16 are about as large as those to the codes.)
+- mxfp4, mxfp8: E2M1 or E4M3 codes, exponents of two as bytes for 32 values of a row.
+- nvfp4: E2M1 codes, scales in E4M3 as bytes for 16, times `global_scale / 2688` where a stack of experts has one.
+
+The result is rounded to BF16. Sources: MLX 0.32 (ops.cpp, affine_dequantize, fp_dequantize; kernels/quantized.h,
+fp_quantized.h; nn/layers/quantized.py), mlx-lm 0.32 (utils.py, load_model, quantize_model).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from precisionctl.checkpoints.chunks import in_pieces, read_rows, read_tensor
+from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
+from precisionctl.codes import nibbles, numerics
+from precisionctl.codes.elements import E2M1, E4M3
+from precisionctl.dtypes import DType
+from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.quant_methods.base import FLOATS
+from precisionctl.torch_when_used import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+METHOD = "mlx"
+"""Our name for it as a `quant_method`. MLX's own key of config.json is `quantization`, which names none."""
+
+
+@dataclass(frozen=True)
+class _Mode:
+    """One of MLX's modes: the bits of codes and the values of a group that it may have, the usual ones first."""
+
+    words: str
+    bits: tuple[int, ...]
+    groups: tuple[int, ...]
+    affine: bool = False
+
+
+MODES = {
+    "affine": _Mode("integers", (4, 1, 2, 3, 5, 6, 8), (64, 32, 128), affine=True),
+    "mxfp4": _Mode("MXFP4 codes", (4,), (32,)),
+    "mxfp8": _Mode("MXFP8 codes", (8,), (32,)),
+    "nvfp4": _Mode("NVFP4 codes", (4,), (16,)),
+}
+_OF_INPUTS = ("quantize_input",)
+"""Keys of a module that say nothing of its weight."""
+
+
+@dataclass(frozen=True)
+class _MlxFormat:
+    """What the config says of a module."""
+
+    mode: _Mode
+    bits: int
+    group: int
+
+    @property
+    def words(self) -> str:
+        return f"{self.bits}-bit integers" if self.mode.affine else self.mode.words
+
+
+class MlxCodes(DecodedWeights):
+    """The weights of a directory that mlx-lm quantized, under the names of published files. The config has its
+    settings, and those of modules' own, by their names."""
+
+    def _find(self, quantization: Mapping[str, Any]) -> None:
+        self._usual = self._format("`quantization`", quantization, own=False)
+        specs = self._stored.specs
+        modules = [name.removesuffix(".scales") for name in specs if name.endswith(".scales")]
+        self._formats = {f"{module}.weight": self._format_of(module, quantization) for module in modules}
+        self.shapes = {name: self._shape(name, form) for name, form in self._formats.items()}
+        self.read = {name for weight, form in self._formats.items() for name in self._parts(weight, form)}
+        self.kinds = {form.words for form in self._formats.values()}
+        for name, spec in specs.items():
+            if name.endswith(".weight") and spec.dtype == DType.uint32 and name not in self._formats:
+                self._present(f"{name.removesuffix('weight')}scales")
+            if name.endswith(".biases") and name not in self.read:
+                what = f"{name} is there, and no integers that it could belong to"
+                raise DamagedCheckpoint(what, where=self._where, do="Is every shard there?")
+
+    def rows(self, name: str, row: int, rows: int) -> Tensor:
+        form, columns, scales = self._formats[name], self.specs[name].columns, _beside(name, "scales")
+        made = []
+        for first, count in in_pieces(row, rows, columns, PIECE):
+            codes = read_rows(self._stored, name, first, count).view(torch.uint8)
+            scale = read_rows(self._stored, scales, first, count)
+            if form.mode.affine:
+                bias = read_rows(self._stored, _beside(name, "biases"), first, count)
+                groups = _unpacked(codes, form.bits).view(*scale.shape, -1).to(scale.dtype)
+                values = groups.mul_(scale.unsqueeze(-1)).add_(bias.unsqueeze(-1))
+            else:
+                values = self._floats(name, form, codes, scale)
+            made.append(self._in_bf16(name, values.view(count, columns), scales))
+        return torch.cat(made)
+
+    def _floats(self, name: str, form: _MlxFormat, codes: Tensor, scale: Tensor) -> Tensor:
+        """Values of rows in FP32."""
+        dtype = torch.float8_e4m3fn if form.mode is MODES["nvfp4"] else torch.float8_e8m0fnu
+        by = scale.view(dtype).float()
+        if (whole := _beside(name, "global_scale")) in self.read:
+            by *= read_tensor(self._stored, whole) / (E4M3.largest * E2M1.largest)
+        if form.bits == 8:
+            return numerics.code_values(codes.view(torch.float8_e4m3fn)).view(*by.shape, -1).mul_(by.unsqueeze(-1))
+        values = torch.empty(len(codes), 2 * codes.shape[1])
+        nibbles.decode(codes, E2M1, by, values, torch.empty(nibbles.SCRATCH))
+        return values
+
+    def _format_of(self, module: str, quantization: Mapping[str, Any]) -> _MlxFormat:
+        said = quantization.get(module, True)
+        if said is True:
+            return self._usual
+        if said is False:
+            what = f"{module}.scales is there, and config.json says that {module} is not quantized"
+            raise DamagedCheckpoint(what, where=self._where)
+        return self._format(module, said, own=True)
+
+    def _format(self, of: str, said: object, *, own: bool) -> _MlxFormat:
+        """The settings `of` a module, or of all. A module's own may lack any key, and then have MLX's default."""
+        if not isinstance(said, Mapping) or not (own or {"group_size", "bits"} <= said.keys()):
+            what = f"{of} is {shown(said)}, not an object with `group_size` and `bits`"
+            raise DamagedCheckpoint(what, where=self._where)
+        known = ("mode", "bits", "group_size", "global_scale", *_OF_INPUTS)
+        if other := next((key for key in said if own and key not in known), None):
+            raise self._unread(f"codes of MLX with `{other}` {shown(said[other])} ({of}), which are not read")
+        name = said.get("mode", "affine")
+        if not isinstance(name, str) or name not in MODES:
+            raise self._unread(f"codes of MLX in the mode {shown(name)} ({of}), which is not read")
+        mode = MODES[name]
+        bits, group = said.get("bits") or mode.bits[0], said.get("group_size") or mode.groups[0]
+        for key, value, possible in (("bits", bits, mode.bits), ("group_size", group, mode.groups)):
+            if type(value) is not int or value not in possible:
+                what = f"codes of MLX with `{key}` {shown(value)} ({of}), which the mode {name} does not have"
+                raise self._unread(what)
+        return _MlxFormat(mode, bits, group)
+
+    def _parts(self, weight: str, form: _MlxFormat) -> list[str]:
+        """The tensors beside the codes of a weight."""
+        kinds = ("scales", "biases") if form.mode.affine else ("scales", "global_scale")
+        names = [_beside(weight, kind) for kind in kinds]
+        return [name for name in names if not name.endswith(".global_scale") or name in self._stored.specs]
+
+    def _shape(self, name: str, form: _MlxFormat) -> tuple[int, ...]:
+        """The shape of a weight. Raises DamagedCheckpoint for tensors that are not such codes."""
+        parts = {name: self._present(name)} | {part: self._present(part) for part in self._parts(name, form)}
+        codes, scales, *others = parts.values()
+        shape = (codes.rows, form.group * scales.columns)
+        fits = len(codes.shape) == len(scales.shape) == 2 and codes.rows == scales.rows and 0 not in shape
+        fits = fits and codes.dtype == DType.uint32 and 32 * codes.columns == form.bits * shape[1]
+        fits = fits and scales.dtype in (FLOATS if form.mode.affine else (DType.uint8,))
+        for other in others:
+            fits = fits and (other == scales if form.mode.affine else (other.shape, other.dtype) == ((), DType.float32))
+        if not fits:
+            there = ", ".join(f"{part} {spec.stored_dtype} {shown(spec.shape)}" for part, spec in parts.items())
+            what = f"{there}, which are no {form.words} in groups of {form.group}, as config.json says"
+            raise DamagedCheckpoint(what, where=self._where)
+        return shape
+
+
+def _beside(weight: str, kind: str) -> str:
+    return f"{weight.removesuffix('weight')}{kind}"
+
+
+def _unpacked(packed: Tensor, bits: int) -> Tensor:
+    """Codes, uint8 `[rows, bytes * 8 / bits]`, of bytes `[rows, bytes]`: eight of them in each run of `bits` bytes."""
+    if bits == 8:
+        return packed
+    if bits == 4:
+        return nibbles.unpack(packed)
+    runs = packed.view(len(packed), -1, bits).long()
+    words = (runs << 8 * torch.arange(bits)).sum(-1)
+    return torch.stack([words >> bits * place & (1 << bits) - 1 for place in range(8)], -1).to(torch.uint8)

@@ -1,0 +1,272 @@
+"""MLX: what mlx-lm quantized and saved, decoded to BF16 by every command."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import conversions
+import mlx_directories
+import pico
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from precisionctl.checkpoints import mlx_names
+from precisionctl.checkpoints.chunks import read_rows, read_tensor
+from precisionctl.checkpoints.decoded import mlx_codes
+from precisionctl.checkpoints.encodings_file import StoredTensors
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.safetensors_file import read_header
+from precisionctl.commands.request import Request
+from precisionctl.errors import DamagedCheckpoint, MappingError, PrecisionctlError, PrecisionError
+from precisionctl.param import Parallelism
+from precisionctl.reports.inspect import describe
+from precisionctl.untrusted.safe_files import LENGTHS
+from precisionctl.verify.compare import compare
+
+UP = "model.layers.0.mlp.up_proj"
+GOLDEN = Path(__file__).parent / "golden" / "mlx_codes.safetensors"
+MOE = {"family": "qwen3-moe", "num_hidden_layers": 2, "moe_intermediate_size": 64}
+MIXED = ("5-bit integers and MXFP4 codes", {"model.layers.0.self_attn.v_proj.weight"})
+
+
+def change(directory: Path, changed: Callable[[dict[str, Tensor], dict[str, Any]], object]) -> None:
+    """Change the tensors and config.json."""
+    file, path = directory / "model.safetensors", directory / "config.json"
+    tensors, config = load_file(file), json.loads(path.read_text())
+    changed(tensors, config)
+    save_file(tensors, file, {"format": "mlx"})
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("spelling", mlx_directories.SPELLINGS)
+def test_values_are_those_of_a_slow_reader_in_bf16_and_through_megatron(tmp_path: Path, spelling: str) -> None:
+    more = MOE if spelling == "nvfp4-of-experts" else {}
+    values = mlx_directories.make(tmp_path / "source", spelling, **more)
+    assert len(values) == (2 + 2 * 4 + 3 + 24 + 1 if more else 8 if spelling == "mixed" else 9)
+    notes = conversions.run(tmp_path / "source", tmp_path / "bf16", "hf", verify=True).notes
+    assert any(note.startswith(f"{len(values)} weights were ") and "no way back" in note for note in notes)
+    found = load_file(tmp_path / "bf16" / "model.safetensors")
+    assert {name.rpartition(".")[2] for name in found} == {"weight"}
+    for name, expected in values.items():
+        assert torch.equal(found[name], expected), name
+    assert (
+        not {"quantization", "quantization_config"} & json.loads((tmp_path / "bf16" / "config.json").read_text()).keys()
+    )
+    source = open_checkpoint(tmp_path / "source")
+    assert compare(source, open_checkpoint(tmp_path / "bf16")).equal
+    if spelling in ("affine-3", "nvfp4-of-experts"):
+        conversions.run(tmp_path / "source", tmp_path / "megatron", "megatron", parallelism=Parallelism(2))
+        assert compare(source, open_checkpoint(tmp_path / "megatron")).equal
+
+
+def test_modules_have_settings_of_their_own_or_are_no_codes(tmp_path: Path) -> None:
+    values = mlx_directories.make(tmp_path, "mixed")
+    assert describe(open_checkpoint(tmp_path))["precision"] == f"{MIXED[0]} of mlx, read as bfloat16"
+    assert {
+        name for name in load_file(tmp_path / "model.safetensors") if name.endswith("proj.weight")
+    } - values.keys() == (MIXED[1])
+
+
+CASES = sorted(name.removesuffix(".decoded") for name in load_file(GOLDEN) if name.endswith(".decoded"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_mlx_has_coded_is_what_it_makes_of_it(case: str) -> None:
+    mode, *sizes = case.split("-")
+    said = {"mode": mode if mode in mlx_codes.MODES else "nvfp4", "bits": 8 if mode == "mxfp8" else 4}
+    said |= {"group_size": 16 if said["mode"] == "nvfp4" else 32}
+    said |= {"bits": int(sizes[0]), "group_size": int(sizes[1])} if sizes else {}
+    stored = {name: (GOLDEN, tensor) for name, tensor in read_header(GOLDEN).items() if name.startswith(f"{case}.")}
+    config = {"model_type": "llama", "quantization": said}
+    places, quantization = mlx_names.in_published_names(stored, config, GOLDEN)
+    codes = mlx_codes.MlxCodes(StoredTensors(places), quantization, GOLDEN)
+    found = torch.stack([read_tensor(codes, name) for name in codes.specs])
+    expected = load_file(GOLDEN)[f"{case}.decoded"].bfloat16()
+    assert torch.equal(found, expected if expected.dim() == 3 else expected[None])
+
+
+def test_there_is_a_golden_weight_of_each_mode_number_of_bits_group_and_dtype() -> None:
+    of_mode, of_bits, of_group, of_dtype = (
+        set(each) for each in zip(*(case.split("-") for case in CASES if case.startswith("affine")), strict=True)
+    )
+    assert (of_mode, of_bits, of_group) == ({"affine"}, set("1234568"), {"32", "64", "128"})
+    assert of_dtype == {"bfloat16", "float16", "float32"}
+    assert {case for case in CASES if "-" not in case} == {
+        "mxfp4",
+        "mxfp8",
+        "nvfp4",
+        "model.layers.0.mlp.switch_mlp.up_proj",
+    }
+
+
+@pytest.mark.parametrize("spelling", ["affine-3", "affine-4", "mxfp8", "nvfp4-of-experts"])
+def test_how_rows_are_cut_does_not_matter(tmp_path: Path, spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = mlx_directories.make(tmp_path, spelling, **MOE)
+    monkeypatch.setattr(mlx_codes, "PIECE", 300)
+    reader = open_checkpoint(tmp_path)
+    name = next(name for name in values if ".experts.1.down_proj" in name)
+    assert torch.equal(read_tensor(reader, name), values[name])
+    for row, rows in ((0, 1), (31, 2), (33, 64), (127, 1)):
+        assert torch.equal(read_rows(reader, name, row, rows), values[name][row : row + rows])
+
+
+def test_headers_alone_say_what_the_whole_says(tmp_path: Path) -> None:
+    mlx_directories.make(tmp_path, "affine-4", **MOE)
+    whole = describe(open_checkpoint(tmp_path))
+    file = tmp_path / "model.safetensors"
+    (tmp_path / LENGTHS).write_text(json.dumps({file.name: file.stat().st_size}))
+    os.truncate(file, min(tensor.offset for tensor in read_header(file).values()))
+    assert describe(open_checkpoint(tmp_path)) == whole
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3-moe", "mamba2", "nemotron-h"])
+def test_values_that_mlx_saved_are_those_of_the_model_under_its_published_names(tmp_path: Path, family: str) -> None:
+    pico.save(tmp_path / "bf16", family, dtype=torch.bfloat16)
+    pico.save(tmp_path / "mlx", family, dtype=torch.bfloat16)
+    change(tmp_path / "mlx", lambda tensors, config: mlx_directories.rename(tensors))
+    assert compare(open_checkpoint(tmp_path / "bf16"), open_checkpoint(tmp_path / "mlx")).equal
+
+
+def test_a_null_for_the_metadata_is_read_as_mlx_writes_it_where_it_is_given_none(tmp_path: Path) -> None:
+    header = b'{"__metadata__":null,"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\7")
+    assert [*read_header(tmp_path / "a.safetensors")] == ["a"]
+
+
+Changed = Callable[[dict[str, Tensor], dict[str, Any]], object]
+
+
+def put(name: str, tensor: Tensor | None) -> Changed:
+    """Another tensor in the place of one, or none."""
+
+    def changed(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        tensors.pop(name, None)
+        tensors.update({} if tensor is None else {name: tensor})
+
+    return changed
+
+
+def say(**keys: object) -> Changed:
+    """Other settings of all modules."""
+    return lambda tensors, config: config["quantization"].update(keys)
+
+
+def own(said: object) -> Changed:
+    """Settings of the module's own."""
+    return lambda tensors, config: config["quantization"].update({UP: said})
+
+
+def quantization(said: object) -> Changed:
+    return lambda tensors, config: config.update(quantization=said)
+
+
+WORDS, SCALES, BYTES = torch.ones(128, 16, dtype=torch.uint32), torch.ones(128, 2).bfloat16(), torch.uint8
+NOTHING, EMPTY = torch.ones(128, 0, dtype=torch.uint32), torch.ones(128, 0).bfloat16()
+HOSTILE: dict[str, tuple[str, Changed, type[PrecisionctlError], str]] = {
+    "no settings": ("affine-4", quantization(None), DamagedCheckpoint, "`quantization` does not say which: None"),
+    "settings in words": ("affine-4", quantization("4bit"), DamagedCheckpoint, "does not say which: '4bit'"),
+    "settings in a list": ("affine-4", quantization([4, 64]), DamagedCheckpoint, "does not say which"),
+    "empty settings": ("affine-4", quantization({}), DamagedCheckpoint, "not an object with `group_size`"),
+    "another method": ("affine-4", say(quant_method="gptq", bits=5), DamagedCheckpoint, "no 5-bit integers"),
+    "no bits": ("affine-4", quantization({"group_size": 64}), DamagedCheckpoint, "not an object with `group_size`"),
+    "bits in words": ("affine-4", say(bits="4"), PrecisionError, "`bits` '4'"),
+    "bits that are true": ("affine-4", say(bits=True), PrecisionError, "`bits` True"),
+    "seven bits": ("affine-4", say(bits=7), PrecisionError, "`bits` 7"),
+    "other bits": ("affine-4", say(bits=8), DamagedCheckpoint, "which are no 8-bit integers in groups of 64"),
+    "other groups": ("affine-4", say(group_size=32), DamagedCheckpoint, "no 4-bit integers in groups of 32"),
+    "huge groups": ("affine-4", say(group_size=1 << 62), PrecisionError, "`group_size` 4611686018427387904"),
+    "groups below zero": ("affine-4", say(group_size=-64), PrecisionError, "`group_size` -64"),
+    "another mode": ("affine-4", say(mode="mxfp4"), PrecisionError, "which the mode mxfp4 does not have"),
+    "a mode that is none": ("affine-4", say(mode="gguf"), PrecisionError, "in the mode 'gguf'"),
+    "a mode that is a list": ("affine-4", say(mode=["affine"]), PrecisionError, "in the mode"),
+    "codes of no codes": ("affine-4", own(False), DamagedCheckpoint, "is not quantized"),
+    "a number for a module": ("affine-4", own(7), DamagedCheckpoint, "up_proj is 7, not an object"),
+    "a module of another mode": ("affine-4", own({"mode": "mxfp8"}), DamagedCheckpoint, "which are no MXFP8 codes"),
+    "a key that is not known": ("affine-4", own({"rotated": True}), PrecisionError, "with `rotated` True"),
+    "no scales": ("affine-4", put(f"{UP}.scales", None), DamagedCheckpoint, "no .*up_proj.scales for its codes"),
+    "no biases": ("affine-4", put(f"{UP}.biases", None), DamagedCheckpoint, "no .*up_proj.biases for its codes"),
+    "no codes": ("affine-4", put(f"{UP}.weight", None), DamagedCheckpoint, "no .*up_proj.weight for its codes"),
+    "codes of bytes": ("affine-4", put(f"{UP}.weight", WORDS.view(BYTES)), DamagedCheckpoint, "no 4-bit integers"),
+    "codes in a row": ("affine-4", put(f"{UP}.weight", WORDS.view(-1)), DamagedCheckpoint, "no 4-bit integers"),
+    "codes in three dimensions": ("affine-4", put(f"{UP}.weight", WORDS[None]), DamagedCheckpoint, "no 4-bit integers"),
+    "a word less": ("affine-4", put(f"{UP}.weight", WORDS[:, 1:].clone()), DamagedCheckpoint, "no 4-bit integers"),
+    "a row less": ("affine-4", put(f"{UP}.scales", SCALES[1:].clone()), DamagedCheckpoint, "no 4-bit integers"),
+    "biases of FP32": ("affine-4", put(f"{UP}.biases", SCALES.float()), DamagedCheckpoint, "no 4-bit integers"),
+    "scales of bytes": ("affine-4", put(f"{UP}.scales", SCALES.to(BYTES)), DamagedCheckpoint, "no 4-bit integers"),
+    "scales of NaN": ("affine-4", put(f"{UP}.scales", SCALES * torch.nan), DamagedCheckpoint, "infinite or NaN"),
+    "scales of FP32": ("mxfp4", put(f"{UP}.scales", torch.ones(128, 4)), DamagedCheckpoint, "which are no MXFP4 codes"),
+    "exponents of NaN": (
+        "mxfp8",
+        put(f"{UP}.scales", torch.full((128, 4), 255, dtype=BYTES)),
+        DamagedCheckpoint,
+        "infinite or NaN",
+    ),
+    "biases of no integers": ("mxfp4", put(f"{UP}.biases", SCALES), DamagedCheckpoint, "no integers that it could"),
+    "global scales in BF16": (
+        "nvfp4",
+        put(f"{UP}.global_scale", torch.ones((), dtype=torch.bfloat16)),
+        DamagedCheckpoint,
+        "which are no NVFP4 codes",
+    ),
+    "a stack without experts": (
+        "affine-4",
+        put("model.layers.0.mlp.switch_mlp.up_proj.weight", torch.ones(0, 2, 2)),
+        DamagedCheckpoint,
+        "a stack of 0 experts",
+    ),
+    "stacks of millions": (
+        "affine-4",
+        put("model.layers.0.mlp.switch_mlp.up_proj.weight", torch.ones(1 << 19, 0)),
+        DamagedCheckpoint,
+        "a stack of 524288 experts",
+    ),
+    "a family with changes of its own": (
+        "affine-4",
+        lambda tensors, config: config.update(model_type="falcon_h1"),
+        PrecisionError,
+        "codes of MLX of a 'falcon_h1'",
+    ),
+    "a family that is none": (
+        "affine-4",
+        lambda tensors, config: config.update(model_type=["llama"]),
+        PrecisionError,
+        "codes of MLX of a .'llama'.,",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_tensors_and_settings_that_contradict_one_another_are_one_error(tmp_path: Path, case: str) -> None:
+    spelling, changed, error, match = HOSTILE[case]
+    mlx_directories.make(tmp_path, spelling)
+    change(tmp_path, changed)
+    with pytest.raises(error, match=match):
+        read_tensor(open_checkpoint(tmp_path), f"{UP}.weight")
+
+
+def test_a_stack_beside_one_of_its_experts_is_refused(tmp_path: Path) -> None:
+    mlx_directories.make(tmp_path, "affine-4", **MOE)
+    name = "model.layers.1.mlp.experts.1.up_proj.weight"
+    change(tmp_path, put(name, torch.ones(64, 128)))
+    with pytest.raises(DamagedCheckpoint, match=f"`{name}` is there, and is a part of a stack"):
+        open_checkpoint(tmp_path)
+
+
+def test_groups_that_others_read_as_twice_the_columns_are_no_weights_of_the_model(tmp_path: Path) -> None:
+    mlx_directories.make(tmp_path, "affine-8")
+    change(tmp_path, say(bits=4, group_size=128))
+    with pytest.raises(MappingError):
+        conversions.run(tmp_path, tmp_path / "bf16", "hf")
+
+
+def test_exports_are_those_of_the_decoded_values(tmp_path: Path) -> None:
+    mlx_directories.make(tmp_path / "mlx", "affine-4")
+    conversions.run(tmp_path / "mlx", tmp_path / "bf16", "hf")
+    for source in ("mlx", "bf16"):
+        conversions.carry_out(Request.export(tmp_path / source, tmp_path / f"{source}-fp8", "vllm", "dynamic"))
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "mlx-fp8" / name).read_bytes() == (tmp_path / "bf16-fp8" / name).read_bytes()
