@@ -27,7 +27,7 @@ from tiny_wrappers import WRAPPERS, stored, towers
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from precisionctl.architectures.towers_in_bridge import MODULES_OF_TOWERS, TOWERS_IN_BRIDGE
+from precisionctl.architectures.towers_in_bridge import TENSORS_OF_TOWERS, TOWERS_IN_BRIDGE
 from precisionctl.architectures.wrappers import WRAPPERS as KNOWN
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.chunks import Box, Chunk, read_rows, write_rows
@@ -331,7 +331,7 @@ def test_state_and_optimizer_of_the_text_model_go_along_and_what_trained_the_tow
     assert describe(ours)["parts"]["towers"]["tensors"] == len(towers(stored(hf)))
 
 
-def test_fp8_state_of_the_text_model_goes_along(qwen: Run, tmp_path: Path) -> None:
+def test_fp8_state_of_the_text_model_goes_along_and_that_of_towers_stays_behind(qwen: Run, tmp_path: Path) -> None:
     hf, tensors = qwen
     whole = open_checkpoint(hf)
     text, state = to_megatron(whole), recorded(whole)
@@ -360,10 +360,14 @@ def test_fp8_state_of_the_text_model_goes_along(qwen: Run, tmp_path: Path) -> No
         return replace(piece, span=replace(piece.span, path=path))
 
     keys["tensors"] |= {key: replace(one, pieces=tuple(map(moved, one.pieces))) for key, one in beside.items()}
+    qkv = next(key for key in keys["objects"] if "linear_qkv._extra_state/shard_0_" in key)
+    keys["objects"][qkv.replace("language_model.", "vision_model.")] = keys["objects"].pop(qkv)
     dcp.write_index(tmp_path / "bridge", dcp.Index(**keys))
-    run(tmp_path / "bridge", tmp_path / "out", "hf", reference=hf)
+    command = run(tmp_path / "bridge", tmp_path / "out", "hf", reference=hf)
+    assert "FP8 state of the towers stays behind: 1 module." in command.notes
     assert stored(tmp_path / "out").keys() == stored(hf).keys()
-    assert sidecar.find(tmp_path / "out").modules.keys() == state.modules.keys()
+    of_text = state.modules.keys() - {"decoder.layers.0.self_attention.linear_qkv"}
+    assert sidecar.find(tmp_path / "out").modules.keys() == of_text
 
 
 def test_a_tower_that_no_row_names_is_an_error_with_its_name(qwen: Run, tmp_path: Path) -> None:
@@ -389,17 +393,17 @@ def test_a_tensor_that_one_layer_alone_lacks_is_not_taken_from_elsewhere(
 
 
 MISSING = {  # by what is left out of the run: what the error says
-    r"vision_model\.merger\.": r"no `model\.visual\.merger\.\w+`, which all towers of a `qwen3_vl` have",
+    r"vision_model\.merger\.linear_fc1\.bias": r"no `model\.visual\.merger\.linear_fc1\.bias`, which all towers",
     r"vision_model\.decoder\.layers\.1\.": r"1 layers have .* vision_config\.depth of config\.json says 2",
     r"vision_model\.decoder\.layers\.0\.": r"1 layers have .* vision_config\.depth of config\.json says 2",
-    r"vision_model\.decoder\.layers\.\d\.self_attention\.linear_proj\.": r"no `model\.visual\.blocks\.\*\.attn\.proj`",
+    r"vision_model.*\.linear_qkv\.weight": r"no `model\.visual\.blocks\.\*\.attn\.qkv\.weight`",
     r"vision_model\.decoder\.deepstack_merger_list\.2\.": r"2 layers have .*deepstack_visual_indexes.* says 3",
 }
 
 
 @pytest.mark.parametrize("weights", [True, False])
 @pytest.mark.parametrize("left_out", MISSING)
-def test_towers_without_a_module_or_a_layer_that_all_have_are_refused(
+def test_towers_without_a_tensor_or_a_layer_that_all_have_are_refused(
     qwen: Run, left_out: str, weights: bool, tmp_path: Path
 ) -> None:
     hf, tensors = qwen
@@ -413,14 +417,20 @@ def test_towers_without_a_module_or_a_layer_that_all_have_are_refused(
 def test_where_config_json_does_not_say_how_many_layers_none_between_may_be_missing(qwen: Run, tmp_path: Path) -> None:
     tensors = {name: one for name, one in qwen[1].items() if "vision_model.decoder.layers.0." not in name}
     reference = changed(qwen, tmp_path, lambda config: config["vision_config"].pop("depth"))
-    with pytest.raises(DamagedCheckpoint, match=r"no `model\.visual\.blocks\.0\.norm1`"):
+    with pytest.raises(DamagedCheckpoint, match=r"no `model\.visual\.blocks\.0\.norm1\.weight`"):
         run(save(tmp_path / "bridge", tensors), tmp_path / "out", "hf", reference=reference)
 
 
-@pytest.mark.parametrize("depth", [True, "2", 1.0, {}])
+@pytest.mark.parametrize("depth", [0, True, "2", 1.0, {}])
 def test_a_depth_that_is_no_number_is_refused(depth: object, qwen: Run, tmp_path: Path) -> None:
     reference = changed(qwen, tmp_path, lambda config: config["vision_config"].update(depth=depth))
     with pytest.raises(DamagedCheckpoint, match=r"vision_config\.depth of config\.json is"):
+        run(save(tmp_path / "bridge", qwen[1]), tmp_path / "out", "hf", reference=reference)
+
+
+def test_a_tower_of_another_width_than_config_json_says_is_refused(qwen: Run, tmp_path: Path) -> None:
+    reference = changed(qwen, tmp_path, lambda config: config["vision_config"].update(hidden_size=64))
+    with pytest.raises(DamagedCheckpoint, match=r"norm1\.weight` has not the 64 numbers that vision_config says"):
         run(save(tmp_path / "bridge", qwen[1]), tmp_path / "out", "hf", reference=reference)
 
 
@@ -533,4 +543,4 @@ def test_towers_of_another_reference_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_wrapper_of_the_table_is_known() -> None:
-    assert TOWERS_IN_BRIDGE.keys() == MODULES_OF_TOWERS.keys() <= KNOWN.keys()
+    assert TOWERS_IN_BRIDGE.keys() == TENSORS_OF_TOWERS.keys() <= KNOWN.keys()

@@ -309,10 +309,10 @@ def save(directory: Path, kind: str, *, in_memory: bool = False, **settings: Any
 
 
 def as_published(kind: str, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """What transformers saves otherwise: the text model of Kimi K2.5 takes names of its tower, and experts of Qwen3-VL
-    stay as in memory; before 5.23 MiniMax-M3's dense MLPs have the name of its experts' blocks, and models of sound
-    have a `model.` too many. The text model of Qianfan-OCR takes names of its tower, too, and that of HyperCLOVA X
-    Vision has a `model.` too few. Hunyuan 4's is as `pico` has it."""
+    """What transformers saves otherwise: the text model of Kimi K2.5 takes names of its tower, and the tower some of
+    its own; experts of Qwen3-VL stay as in memory; before 5.23 MiniMax-M3's dense MLPs have the name of its experts'
+    blocks, and models of sound have a `model.` too many. The text model of Qianfan-OCR takes names of its tower, too,
+    and that of HyperCLOVA X Vision has a `model.` too few. Hunyuan 4's is as `pico` has it."""
     if name.startswith("language_model.model.blocks."):
         name = name.replace("blocks", "layers")
     if kind == "qwen3_vl_moe" and name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")):
@@ -325,6 +325,7 @@ def as_published(kind: str, name: str, tensor: torch.Tensor) -> tuple[str, torch
         name = re.sub(r"language_model\.(?!lm_head\.)", "language_model.model.", name)
     if kind == "hy_v4_vl":
         name = pico.PUBLISHED["hy_v4"](name).replace(".hc_head.hc_pre.", ".hc_head.")
+    name = name.replace("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed.")
     return name.replace("model.mm_projector.", "mm_projector."), tensor
 
 

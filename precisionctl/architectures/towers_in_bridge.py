@@ -59,9 +59,14 @@ def _interleaved(rows: NDArray[np.int64], heads: object, groups: object) -> list
 
 def _query_key_value(rows: NDArray[np.int64], config: Config) -> list[NDArray[np.int64]]:
     """One tensor: all queries, all keys, all values."""
+    heads = _part(config.get("vision_config")).get("num_heads")
+    return [np.concatenate(_interleaved(rows, heads, heads))]
+
+
+def _grouped_query_key_value(rows: NDArray[np.int64], config: Config) -> list[NDArray[np.int64]]:
+    """The same, with fewer keys and values than queries."""
     tower = _part(config.get("vision_config"))
-    heads = tower.get("num_heads")
-    return [np.concatenate(_interleaved(rows, heads, tower.get("num_key_value_heads", heads)))]
+    return [np.concatenate(_interleaved(rows, tower.get("num_heads"), tower.get("num_key_value_heads")))]
 
 
 def _text_query_key_value(rows: NDArray[np.int64], config: Config) -> list[NDArray[np.int64]]:
@@ -83,8 +88,9 @@ def _as_they_are(*prefixes: str, within: str = "") -> tuple[BridgeRow, ...]:
     return tuple(BridgeRow(f"{prefix}.**", f"{within}{prefix}.**") for prefix in prefixes)
 
 
-def _blocks(modules: dict[str, str]) -> tuple[BridgeRow, ...]:
-    """The blocks of a tower that is Megatron's transformer: what all such towers have, and these `modules`."""
+def _blocks(modules: dict[str, str], order: Order = _query_key_value) -> tuple[BridgeRow, ...]:
+    """The blocks of a tower that is Megatron's transformer: what all such towers have, and these `modules`; with its
+    order of queries, keys and values."""
     norms = {
         f"{linear}.layer_norm_{kind}": f"{norm}.{kind}"
         for linear, norm in (("self_attention.linear_qkv", "norm1"), ("mlp.linear_fc1", "norm2"))
@@ -97,7 +103,7 @@ def _blocks(modules: dict[str, str]) -> tuple[BridgeRow, ...]:
     }
     block, hf = "vision_model.decoder.layers.*.", "model.visual.blocks.*."
     qkv = tuple(
-        BridgeRow(f"{block}self_attention.linear_qkv.{kind}", f"{hf}attn.qkv.{kind}", _query_key_value)
+        BridgeRow(f"{block}self_attention.linear_qkv.{kind}", f"{hf}attn.qkv.{kind}", order)
         for kind in ("weight", "bias")
     )
     return (*(BridgeRow(block + there, hf + here) for there, here in (norms | names).items()), *qkv)
@@ -142,7 +148,7 @@ _QWEN_3 = (
     ),
 )
 _EXAONE_4_5 = (
-    *_blocks({"mlp.linear_fc2": "mlp.down_proj"}),
+    *_blocks({"mlp.linear_fc2": "mlp.down_proj"}, _grouped_query_key_value),
     *(
         BridgeRow(
             f"vision_model.decoder.layers.*.mlp.linear_fc1.{kind}",
@@ -184,81 +190,88 @@ TOWERS_IN_BRIDGE: Mapping[str, tuple[BridgeRow, ...]] = {
 MiniMax-M3. The first row that fits a name is its row."""
 
 
-def _within(prefix: str, modules: str) -> tuple[str, ...]:
-    return tuple(f"{prefix}.{module}" for module in modules.split())
+def _tensors(prefix: str, both: str = "", weights: str = "") -> tuple[str, ...]:
+    """Of modules by their names: weight and bias of `both`, and `weights` alone."""
+    biased = (f"{prefix}.{module}.{kind}" for module in both.split() for kind in ("weight", "bias"))
+    return (*biased, *(f"{prefix}.{module}.weight" for module in weights.split()))
 
 
 ONCE = ""
 _DEPTH, _LAYERS = "vision_config.depth", "vision_config.num_hidden_layers"
-_VISUAL, _BLOCK, _PROJECTOR = "model.visual", "model.visual.blocks.*", "multi_modal_projector"
-_QWEN_3_5_MODULES = {
-    ONCE: _within(_VISUAL, "patch_embed pos_embed merger.norm merger.linear_fc1 merger.linear_fc2"),
-    _DEPTH: _within(_BLOCK, "norm1 norm2 attn.qkv attn.proj mlp.linear_fc1 mlp.linear_fc2"),
+_VISUAL, _BLOCK, _SIGLIP = "model.visual", "model.visual.blocks.*", "vision_tower.vision_model"
+_PROJECTOR = "multi_modal_projector"
+_QWEN_3_5_TENSORS = {
+    ONCE: _tensors(_VISUAL, "patch_embed.proj merger.norm merger.linear_fc1 merger.linear_fc2", "pos_embed"),
+    _DEPTH: _tensors(_BLOCK, "norm1 norm2 attn.qkv attn.proj mlp.linear_fc1 mlp.linear_fc2"),
 }
-_QWEN_3_MODULES = _QWEN_3_5_MODULES | {
-    "vision_config.deepstack_visual_indexes": _within(
+_QWEN_3_TENSORS = _QWEN_3_5_TENSORS | {
+    "vision_config.deepstack_visual_indexes": _tensors(
         f"{_VISUAL}.deepstack_merger_list.*", "norm linear_fc1 linear_fc2"
     ),
 }
-_GATED_BLOCK = "norm1 norm2 attn.qkv attn.proj mlp.gate_proj mlp.up_proj mlp.down_proj"
+_GATED_MLP = "attn.qkv attn.proj mlp.gate_proj mlp.up_proj mlp.down_proj"
 
-MODULES_OF_TOWERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+TENSORS_OF_TOWERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "gemma3": {
         ONCE: (
-            *_within("vision_tower.vision_model", "embeddings.patch_embedding embeddings.position_embedding"),
-            *_within("vision_tower.vision_model", "post_layernorm"),
-            *_within(_PROJECTOR, "mm_soft_emb_norm mm_input_projection_weight"),
+            *_tensors(_SIGLIP, "embeddings.patch_embedding post_layernorm", "embeddings.position_embedding"),
+            *_tensors(_PROJECTOR, weights="mm_soft_emb_norm"),
+            f"{_PROJECTOR}.mm_input_projection_weight",
         ),
-        _LAYERS: _within(
-            "vision_tower.vision_model.encoder.layers.*",
+        _LAYERS: _tensors(
+            f"{_SIGLIP}.encoder.layers.*",
             "layer_norm1 layer_norm2 mlp.fc1 mlp.fc2 "
             "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj",
         ),
     },
     "qwen2_5_vl": {
-        ONCE: _within("visual", "patch_embed merger.ln_q merger.mlp.0 merger.mlp.2"),
-        _DEPTH: _within("visual.blocks.*", _GATED_BLOCK),
+        ONCE: _tensors("visual", "merger.mlp.0 merger.mlp.2", "patch_embed.proj merger.ln_q"),
+        _DEPTH: _tensors("visual.blocks.*", _GATED_MLP, "norm1 norm2"),
     },
     "glm4v_moe": {
-        ONCE: _within(
+        ONCE: _tensors(
             _VISUAL,
-            "patch_embed embeddings post_conv_layernorm post_layernorm downsample "
-            "merger.proj merger.post_projection_norm merger.gate_proj merger.up_proj merger.down_proj",
+            "patch_embed.proj downsample merger.post_projection_norm",
+            "embeddings.position_embedding post_conv_layernorm post_layernorm "
+            "merger.proj merger.gate_proj merger.up_proj merger.down_proj",
         ),
-        _DEPTH: _within(_BLOCK, _GATED_BLOCK),
+        _DEPTH: _tensors(_BLOCK, weights=f"norm1 norm2 {_GATED_MLP}"),
     },
     "mistral3": {
         ONCE: (
-            *_within("vision_tower", "patch_conv ln_pre"),
-            *_within(_PROJECTOR, "norm patch_merger.merging_layer linear_1 linear_2"),
+            *_tensors("vision_tower", weights="patch_conv ln_pre"),
+            *_tensors(_PROJECTOR, weights="norm patch_merger.merging_layer linear_1 linear_2"),
         ),
-        _LAYERS: _within(
+        _LAYERS: _tensors(
             "vision_tower.transformer.layers.*",
-            "attention_norm ffn_norm attention.q_proj attention.k_proj attention.v_proj attention.o_proj "
+            weights="attention_norm ffn_norm attention.q_proj attention.k_proj attention.v_proj attention.o_proj "
             "feed_forward.gate_proj feed_forward.up_proj feed_forward.down_proj",
         ),
     },
     "kimi_k25": {
-        ONCE: (*_within("vision_tower.encoder", "final_layernorm"), *_within("mm_projector", "pre_norm proj.0 proj.2")),
-        _LAYERS: _within("vision_tower.encoder.blocks.*", "norm0 norm1 wqkv wo mlp.fc0 mlp.fc1"),
+        ONCE: (
+            *_tensors("vision_tower", "patch_embed.proj encoder.final_layernorm", "patch_embed.pos_emb"),
+            *_tensors("mm_projector", "pre_norm proj.0 proj.2"),
+        ),
+        _LAYERS: _tensors("vision_tower.encoder.blocks.*", "norm0 norm1 wqkv wo mlp.fc0 mlp.fc1"),
     },
     "qwen2_audio": {
-        ONCE: (*_within("audio_tower", "conv1 conv2 embed_positions layer_norm"), f"{_PROJECTOR}.linear"),
-        "audio_config.encoder_layers": _within(
+        ONCE: (*_tensors("audio_tower", "conv1 conv2 layer_norm", "embed_positions"), *_tensors(_PROJECTOR, "linear")),
+        "audio_config.encoder_layers": _tensors(
             "audio_tower.layers.*",
-            "self_attn_layer_norm final_layer_norm fc1 fc2 "
-            "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj",
+            "self_attn_layer_norm final_layer_norm fc1 fc2 self_attn.q_proj self_attn.v_proj self_attn.out_proj",
+            "self_attn.k_proj",
         ),
     },
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _QWEN_3_MODULES),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _QWEN_3_5_MODULES),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _QWEN_3_TENSORS),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _QWEN_3_5_TENSORS),
     "exaone4_5": {
-        ONCE: _within(_VISUAL, "patch_embed merger.ln_q merger.mlp.0 merger.mlp.2"),
-        _DEPTH: _within(_BLOCK, _GATED_BLOCK),
+        ONCE: _tensors(_VISUAL, "merger.mlp.0 merger.mlp.2", "patch_embed.proj merger.ln_q"),
+        _DEPTH: _tensors(_BLOCK, _GATED_MLP, "norm1 norm2"),
     },
 }
-"""By `model_type`: the modules that all towers of the kind have, by what published names begin with: those that are
-there `ONCE`, and those that each layer has, by the key of config.json that says how many layers there are."""
+"""By `model_type`: the tensors that all towers of the kind have, under published names: those that are there `ONCE`,
+and those that each layer has, by the key of config.json that says how many layers there are."""
 
 
 def in_bridge(model_type: str, name: str) -> tuple[BridgeRow, tuple[str, ...]] | None:

@@ -66,6 +66,7 @@ KINDS = (
         "travels",
         "how images and sound become inputs; engines look for them",
     ),
+    CompanionKind(("spk_dict.pt",), "travels", "voices, without which transformers does not open Qwen2.5-Omni"),
     CompanionKind(
         ("*.py",), "stays", "code; what `auto_map` names, and what that imports from beside it, travels as bytes"
     ),

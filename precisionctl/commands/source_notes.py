@@ -166,6 +166,8 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
         yield "The optimizer stays behind: it is stored by rank, in a form that newer Megatrons do not write."
     if isinstance(reader, TorchDistReader) and (states := reader.towers_optimizer):
         yield f"What trained the towers stays behind: {counted(len(states), 'tensor')} of the optimizer."
+    if isinstance(reader, TorchDistReader) and (payloads := reader.towers_payloads):
+        yield f"FP8 state of the towers stays behind: {counted(payloads, 'module')}."
     older = sidecar.find(reader.path)
     if older and reader.fp8 and (names := older.modules.keys() - reader.fp8.modules.keys()):
         of = f"{counted(len(names), 'module')}, e.g. {min(names)}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from precisionctl.architectures.config_keys import Config
-from precisionctl.architectures.towers_in_bridge import MODULES_OF_TOWERS, ONCE, BridgeRow, Order, in_bridge
+from precisionctl.architectures.towers_in_bridge import ONCE, TENSORS_OF_TOWERS, BridgeRow, Order, in_bridge
 from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.checkpoints.chunks import Box, Chunk, Chunked, read_box, whole
 from precisionctl.errors import DamagedCheckpoint, RecipeError, shown
@@ -48,7 +48,7 @@ class BridgeTowers:
         self._orders = lru_cache(maxsize=8)(self._orders_of)  # layers have the same
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
         self._moved: dict[str, _TowerTensor] = {}
-        self._published: set[str] = set()
+        self._published: dict[str, TensorSpec] = {}
         specs: dict[str, TensorSpec] = {}
         for bridge, spec in stored.specs.items():
             if (found := in_bridge(config["model_type"], bridge)) is None:
@@ -64,7 +64,7 @@ class BridgeTowers:
                 if not spec.dtype.is_floating_point or spec.is_codes:
                     raise DamagedCheckpoint(f"`{bridge}` is {spec.dtype}", where=where)
                 specs[name], self._moved[name] = TensorSpec(shape, spec.dtype), _TowerTensor(bridge, row, part)
-                self._published.add(hf)
+                self._published[hf] = specs[name]
         self.own: Collection[str] = {moved.stored for moved in self._moved.values()}
         self.lacking = tuple(name for name in beside.specs if name not in specs)
         if specs and beside.specs and len(self.lacking) == len(beside.specs):
@@ -74,12 +74,12 @@ class BridgeTowers:
         self.specs: Mapping[str, TensorSpec] = {**specs, **{name: beside.specs[name] for name in self.lacking}}
 
     def check(self, described: Config) -> None:
-        """Raise DamagedCheckpoint if the run's towers lack a module or a layer that all have, or a tensor in a layer
-        that another one has; and if config.json says another size than the run, of which `described` says what it had
-        in the parts of its config.json."""
+        """Raise DamagedCheckpoint if the run's towers lack a tensor or a layer that all have, or a tensor in a layer
+        that another one has; and if config.json says other sizes than they have, or than `described`, which is what the
+        run says of its towers in the form of config.json's parts."""
         _check_sizes(self._config, described, self._where)
         _check_layers(self._published, self._where)
-        _check_modules(self._published, self._config, self._where)
+        _check_tensors(self._published, self._config, self._where)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         if name not in self._moved:
@@ -150,35 +150,56 @@ def _is_size(value: object) -> bool:
     return type(value) is int or (isinstance(value, list) and all(type(each) is int for each in value))
 
 
-def _check_modules(names: Collection[str], config: Config, where: Path) -> None:
-    """Raise DamagedCheckpoint if towers, by their published names, lack a module that all of the kind have, or do not
-    have as many layers as config.json says."""
+def _check_tensors(specs: Mapping[str, TensorSpec], config: Config, where: Path) -> None:
+    """Raise DamagedCheckpoint if towers, by their published names, lack a tensor that all of the kind have, do not have
+    as many layers as config.json says, or have another width."""
     do = "Is config.json this model's? If it is, copy the checkpoint again, or save it again."
-    for key, modules in MODULES_OF_TOWERS[config["model_type"]].items():
-        count = None if key == ONCE else _count(config, key, where)
-        for module in modules:
-            pattern = re.compile(re.escape(module).replace(r"\*", r"(\d+)") + r"(?:\..+)?")
-            found = {match.groups() for match in map(pattern.fullmatch, names) if match}
+    for key, tensors in TENSORS_OF_TOWERS[config["model_type"]].items():
+        part, _, last = key.partition(".")
+        said = config.get(part)
+        sizes: Mapping[str, object] = said if isinstance(said, Mapping) else {}
+        count = None if key == ONCE else _count(sizes.get(last), key, where)
+        for tensor in tensors:
+            pattern = re.compile(re.escape(tensor).replace(r"\*", r"(\d+)"))
+            found = {match.groups(): specs[match[0]] for match in map(pattern.fullmatch, specs) if match}
             if not found and count != 0:
-                what = f"there is no `{module}`, which all towers of a `{config['model_type']}` have"
+                what = f"there is no `{tensor}`, which all towers of a `{config['model_type']}` have"
                 raise DamagedCheckpoint(what, where=where, do=do)
             if key == ONCE:
                 continue
             if count is not None and len(found) != count:
-                what = f"{len(found)} layers have `{module}`, and {key} of config.json says {count}"
+                what = f"{len(found)} layers have `{tensor}`, and {key} of config.json says {count}"
                 raise DamagedCheckpoint(what, where=where, do=do)
             if lost := [number for number in range(len(found)) if (str(number),) not in found]:
-                raise DamagedCheckpoint(f"there is no `{module.replace('*', str(lost[0]))}`", where=where, do=do)
+                raise DamagedCheckpoint(f"there is no `{tensor.replace('*', str(lost[0]))}`", where=where, do=do)
+            width = next((sizes[size] for size in ("hidden_size", "d_model") if size in sizes), None)
+            if (
+                width is not None
+                and tensor.endswith(_OF_WIDTH)
+                and {spec.shape for spec in found.values()} != {(width,)}
+            ):
+                raise DamagedCheckpoint(
+                    f"`{tensor}` has not the {shown(width)} numbers that {part} says", where=where, do=do
+                )
 
 
-def _count(config: Config, key: str, where: Path) -> int | None:
-    """How many layers a key of config.json says; None where it is absent. Raises DamagedCheckpoint for no number."""
-    part, last = key.split(".")
-    parts = config.get(part)
-    said = parts.get(last) if isinstance(parts, Mapping) else None
-    if said is not None and not _is_size(said):
+_OF_WIDTH = (
+    ".norm0.weight",
+    ".norm1.weight",
+    ".layer_norm1.weight",
+    ".attention_norm.weight",
+    "_attn_layer_norm.weight",
+)
+"""The norm that a layer of a tower begins with."""
+
+
+def _count(said: object, key: str, where: Path) -> int | None:
+    """How many layers config.json says; None where it does not. Raises DamagedCheckpoint for no number of layers."""
+    if isinstance(said, list):
+        return len(said)
+    if said is not None and not (type(said) is int and said > 0):
         raise DamagedCheckpoint(f"{key} of config.json is {shown(said)}", where=where)
-    return len(said) if isinstance(said, list) else said
+    return said
 
 
 _OF_LAYER = re.compile(r"(.*?\.(?:layers|blocks|\w+_list)\.)(\d+)(\..+)")

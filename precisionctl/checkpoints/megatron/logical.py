@@ -138,7 +138,9 @@ def _outer(prefix: str) -> str:
     return prefix.removesuffix(_BESIDE_TOWERS)
 
 
-def _without(prefix: str, name: str) -> str:
+def without_prefix(prefix: str, name: str) -> str:
+    """A stored name without what all names begin with, or what those of towers do, beside a text model with this
+    `prefix`."""
     return name.removeprefix(prefix if name.startswith(prefix) else _outer(prefix))
 
 
@@ -156,7 +158,7 @@ def plain(key: str, prefix: str) -> str:
     """A key without the prefixes that containers add: the model's, and `chained_1.` of several optimizers (dense and
     experts). FP32 master weights become kind `param`, which plain optimizers call `fp32_param`."""
     if not of_optimizer(key):
-        return _without(prefix, key)
+        return without_prefix(prefix, key)
     match = _STATE.fullmatch(_CHAINED.sub("", key, count=1))
     if match:
         kind, name = match[1], match[2]
@@ -165,7 +167,7 @@ def plain(key: str, prefix: str) -> str:
     else:
         return key
     kind = "param" if kind == "fp32_param" else kind
-    name = _without(prefix, name)
+    name = without_prefix(prefix, name)
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return state_name(kind, name)

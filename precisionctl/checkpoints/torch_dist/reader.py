@@ -39,6 +39,7 @@ from precisionctl.checkpoints.megatron.logical import (
     logical_tensors,
     model_prefix,
     of_optimizer,
+    without_prefix,
 )
 from precisionctl.checkpoints.megatron.parameter_order import EVERY_KIND, Modules
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, payload_bytes
@@ -243,9 +244,25 @@ class TorchDistReader(MegatronDirectory):
         return ranks if grouped and type(ranks) is int and ranks > 0 else None
 
     def payloads(self) -> Iterator[SavedPayload]:
-        """Each `_extra_state` that is not empty."""
+        """Each `_extra_state` of the text model's that is not empty."""
+        return (saved for saved in self._payloads() if not saved.module.startswith(self._towers_modules))
+
+    @property
+    def towers_payloads(self) -> int:
+        """How many `_extra_state` of Bridge's towers are not empty."""
+        if not self._towers_modules:
+            return 0
+        return sum(saved.module.startswith(self._towers_modules) for saved in self._payloads())
+
+    @cached_property
+    def _towers_modules(self) -> tuple[str, ...]:
+        """What the names of modules of Bridge's towers begin with."""
+        trained = self.towers.own if isinstance(self.towers, BridgeTowers) else ()
+        return tuple({f"{name.partition('.')[0]}." for name in trained})
+
+    def _payloads(self) -> Iterator[SavedPayload]:
         for key in self._index.objects:
-            name = object_name(key.removeprefix(self._prefix)) or ""
+            name = object_name(without_prefix(self._prefix, key)) or ""
             if EXTRA_STATE in name and (data := self._payload(key)):
                 yield SavedPayload(name, data, str(self.path))
 
