@@ -1,6 +1,7 @@
 """`tokenize`: Megatron's .bin and .idx by several processes, the same bytes however it is stopped and by how many."""
 
 import json
+import os
 import signal
 import warnings
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from command_line import run
 from conversations import CONVERSATION, MARKING_TEMPLATE, tokenizer, write_rows
 from transformers import AutoTokenizer
 
-from precisionctl.errors import DataError, OutputError, UnknownFormat
+from precisionctl.errors import NOT_BEGUN, DataError, OutputError, UnknownFormat
 from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import corpus, load_rows, tokenize
 from precisionctl.trainer.data.corpus import Corpus, make_corpus
@@ -237,3 +238,72 @@ def test_data_without_a_token_and_data_that_is_not_there_are_refused(place: Path
     with pytest.raises(DataError, match="no such file or directory"):
         made(place, "y", data="nowhere.jsonl")
     assert not list(place.glob("*.partial"))
+
+
+def test_conversations_without_a_word_to_learn_are_refused_and_leave_nothing(place: Path) -> None:
+    write_rows(place / "chats.jsonl", [{"messages": [{"role": "user", "content": "a b"}]}] * 3)
+    with pytest.raises(DataError, match="no conversation has text of the assistant to learn"):
+        made(place, "chats", data="chats.jsonl")
+    assert not [*place.glob("chats.bin"), *place.glob("chats.partial")]
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_two_chat_templates_of_one_name_are_refused_unless_they_are_the_same(place: Path, listed: bool) -> None:
+    """transformers takes the last one, of a list in the config, and of files."""
+    write_rows(place / "chats.jsonl", [{"messages": CONVERSATION}])
+    words = place / "words"
+    config = json.loads((words / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (words / "chat_template.jinja").unlink(missing_ok=True)
+    for name, second in (("same", MARKING_TEMPLATE), ("other", MARKING_TEMPLATE.replace("<bot>", "<user>"))):
+        if listed:
+            config["chat_template"] = [{"name": "default", "template": each} for each in (MARKING_TEMPLATE, second)]
+        else:
+            (words / "additional_chat_templates").mkdir(exist_ok=True)
+            (words / "chat_template.jinja").write_text(MARKING_TEMPLATE)
+            (words / "additional_chat_templates/default.jinja").write_text(second)
+        (words / "tokenizer_config.json").write_text(json.dumps(config))
+        if name == "same":
+            assert made(place, name, data="chats.jsonl").learned
+            continue
+        with pytest.raises(DataError, match="two chat templates with the name 'default', which differ"):
+            made(place, name, data="chats.jsonl")
+
+
+def test_a_pipe_is_no_data(place: Path) -> None:
+    """It would wait forever, or give what it has only once; nor is it missing."""
+    os.mkfifo(place / "pipe")
+    said = run("tokenize", place / "pipe", place / "out", "--tokenizer", place / "words")
+    assert said.exit_code == 2 and "neither a file nor a folder. Write what a pipe gives into a file" in said.output
+    (place / "x.idx").write_bytes(b"")
+    os.mkfifo(place / "x.bin")
+    assert (
+        "the .bin beside Megatron's .idx is not a file"
+        in run(
+            "resume", place / "words", "--precision", "bf16", "--data", place / "x.idx", "--out", place / "run"
+        ).output
+    )
+
+
+PLANNING = {
+    "tokenize": "precisionctl.trainer.data.corpus.open_tokenizer",
+    "resume": "precisionctl.trainer.resume.plan_run",
+    "calibrate": "precisionctl.calibration.calibrate.open_checkpoint",
+}
+
+
+@pytest.mark.parametrize("command", PLANNING)
+def test_what_is_stopped_before_it_begins_does_not_say_that_something_is_kept(
+    place: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PLANNING[command], stop)
+    words = {
+        "tokenize": (place / "texts.jsonl", place / "out", "--tokenizer", place / "words"),
+        "resume": (place / "words", "--precision=bf16", "--data", place / "texts.jsonl", "--out", place / "out"),
+        "calibrate": (place / "words", "--data", place / "texts.jsonl", "--out", place / "out"),
+    }
+    said = run(command, *words[command])
+    assert (said.exit_code, NOT_BEGUN in said.output, "kept" in said.output) == (75, True, False)

@@ -158,6 +158,10 @@ def lie(directory: Path, old: bytes, new: bytes) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a shard that is a pipe": (
+        lambda d: (file := shard(d)).unlink() or os.mkfifo(file),
+        "not a file .*Download it again",
+    ),
     "a missing shard": (lambda d: shard(d).unlink(), r"shard .* is missing.*Download it again"),
     "missing shards": (
         lambda d: [file.unlink() for file in d.glob("model-0000[12]-*")],

@@ -18,7 +18,7 @@ from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.untrusted import safe_pickle
 from precisionctl.untrusted.pickle_machine import LONGEST_KEY
 from precisionctl.untrusted.pickle_writer import Global, LazyDict, LazyList, PickledObject, dump
-from precisionctl.untrusted.safe_files import check_link, read_file
+from precisionctl.untrusted.safe_files import check_file, check_link, read_file
 from precisionctl.untrusted.safe_pickle import itself, sizes
 
 FILE = ".metadata"
@@ -223,8 +223,7 @@ class _Files:
             raise DamagedCheckpoint(
                 f"{FILE} names a file outside its directory: {relative}", where=self._directory, do="Do not trust it."
             )
-        if not path.is_file():
-            raise DamagedCheckpoint("a file is missing", where=path, do="Copy the checkpoint again.")
+        check_file(path)
         span = self._found[relative] = Span(path, 0, path.stat().st_size)
         return span
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import click
@@ -163,14 +164,21 @@ def _verbosity(*, quiet: bool, verbose: bool) -> Iterator[None]:
 
 
 @contextmanager
-def kept_when_stopped() -> Iterator[None]:
+def kept_when_stopped(begun: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Inside, what is done is kept, and the same command continues: so say that if Ctrl-C or SIGTERM stops it, and exit
-    with GO_ON."""
+    with GO_ON; unless it has not `begun`, and is only planning."""
     try:
         yield
     except KeyboardInterrupt as stop:
+        if not begun():
+            raise
         say_stopped("Stopped. What is done is kept; the same command continues.", kept=True, by=stop)
         raise click.exceptions.Exit(GO_ON) from None
+
+
+def is_left(partial: Path) -> bool:
+    """Whether an unfinished command has left anything in its partial directory, beside a lock."""
+    return any(file.stat().st_size for file in partial.rglob("*") if file.is_file())
 
 
 def say_stopped(line: str, *, kept: bool, by: KeyboardInterrupt) -> None:

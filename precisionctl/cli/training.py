@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from precisionctl.cli.group import Command, kept_when_stopped, print_json
+from precisionctl.cli.group import Command, is_left, kept_when_stopped, print_json
 from precisionctl.cli.options import (
     CHECKPOINT,
     DATA,
@@ -131,6 +131,7 @@ def resume(
     from precisionctl.trainer.measure.metrics import StepMetrics
     from precisionctl.trainer.run_plan import BUNDLED
     from precisionctl.trainer.run_plan import dry_run as dry_run_of
+    from precisionctl.trainer.saved.run_folder import steps_of
     from precisionctl.trainer.settings import Settings
 
     settings = Settings(overrides=(*megatron, *overrides), **what)
@@ -144,7 +145,7 @@ def resume(
         return
     begun: trainer.Started | None = None  # the last one, if the guard rolled the run back
     last: StepMetrics | None = None
-    with kept_when_stopped(), console.RunView() as view:
+    with kept_when_stopped(lambda: begun is not None or bool(steps_of(settings.folder))), console.RunView() as view:
 
         def on_start(started: trainer.Started) -> None:
             nonlocal begun
@@ -228,11 +229,13 @@ def calibrate(
     from precisionctl import console
     from precisionctl.calibration.calibrate import Calibration
     from precisionctl.calibration.calibrate import calibrate as record
+    from precisionctl.checkpoints.output import Output
     from precisionctl.reports import run as report
 
     sizes = {"data.sequence_length": sequence_length, "train.micro_batch_size": batch_size}
     given = tuple(f"{key}={size}" for key, size in sizes.items() if size is not None)
-    with kept_when_stopped(), console.rows_progress("calibrating") as on_pass:
+    partial = Output(what["out"]).partial
+    with kept_when_stopped(lambda: is_left(partial)), console.rows_progress("calibrating") as on_pass:
         made = record(Calibration(overrides=(*megatron, *overrides, *given), **what), on_pass)
     if made.on_first_rank and json_wanted:
         print_json(report.calibrated_json(made))
@@ -258,13 +261,15 @@ def tokenize(data: str, out: Path, tokenizer: Path, workers: int | None, json_wa
     OUT.learned marks the tokens to learn. After a kill, the same command continues.
     """
     from precisionctl import console
+    from precisionctl.checkpoints.output import Output
     from precisionctl.reports import run as report
     from precisionctl.trainer.data.corpus import make_corpus
     from precisionctl.trainer.data.formats.find import source_of
 
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     source = source_of(data)
-    with kept_when_stopped(), console.bytes_progress("tokenizing", source.nbytes) as on_text:
+    partial = Output(out).partial
+    with kept_when_stopped(lambda: is_left(partial)), console.bytes_progress("tokenizing", source.nbytes) as on_text:
         made = make_corpus(source, out, tokenizer, workers or cores, on_text)
     if json_wanted:
         print_json(made.as_json(out))

@@ -95,7 +95,11 @@ def find_recipe(name: str | Path, beside: Path = Path()) -> Path:
         return bundled[str(name)]
     except KeyError:
         if (beside / name).exists():
-            raise RecipeError("a recipe is a TOML file, and this is none", where=beside / name) from None
+            raise RecipeError(
+                "a recipe is a TOML file, and this is none",
+                where=beside / name,
+                do="Each process, and the command that continues, reads it again: write what a pipe gives into a file.",
+            ) from None
         advice = nearest_path(beside / name) or nearest(str(name), bundled)
         raise RecipeError(f"no recipe {name}", do=f"Give a TOML file or a bundled one. {advice}") from None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from precisionctl.errors import DataError
+from precisionctl.errors import DataError, shown
 
 _OF_THE_MODEL = ("model_type", "model_name", "tokenizer_class", "transformers_version")
 """The keys of config.json by which transformers chooses a tokenizer's class. Others are removed: `num_labels`, for
@@ -54,7 +54,10 @@ def load(folder: Path) -> PreTrainedTokenizerBase:
         _cut(folder / "config.json", lambda key, value: key in _OF_THE_MODEL and isinstance(value, str))
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             _cut(folder / name, lambda key, _: key in _OF_THE_TOKENIZER or key.endswith("_token"))
+        _check_templates(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except DataError:
+        raise
     except Exception as error:  # a damaged file can make the libraries raise nearly anything
         raise _load_error(error, folder) from None
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not isinstance(tokenizer.eos_token_id, int):
@@ -80,6 +83,22 @@ def _load_error(error: Exception, folder: Path) -> DataError:
             "it loads.",
         )
     return DataError(what)
+
+
+def _check_templates(folder: Path) -> None:
+    """Raise DataError for two chat templates of one name that differ, of which transformers takes the last: in the
+    tokenizer's config, or in files, where `chat_template.jinja` is named `default`."""
+    config, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    said = json.loads(config.read_bytes()).get("chat_template") if config.is_file() else None
+    listed = [(each["name"], each["template"]) for each in said] if isinstance(said, list) else []
+    files = [("default", file)] if file.is_file() else []
+    files += [(each.stem, each) for each in sorted((folder / "additional_chat_templates").glob("*.jinja"))]
+    for templates in (listed, [(name, each.read_text(encoding="utf-8")) for name, each in files]):
+        found: dict[str, str] = {}
+        for name, template in templates:
+            if found.setdefault(name, template) != template:
+                what = f"the checkpoint's tokenizer has two chat templates with the name {shown(name)}, which differ"
+                raise DataError(what, do="Remove the one that is not meant.")
 
 
 def _cut(file: Path, keeps: Callable[[str, Any], bool]) -> None:

@@ -26,6 +26,13 @@ def has_file(path: Path, directory: Path) -> bool:
     return True
 
 
+def check_file(path: Path) -> None:
+    """Raise DamagedCheckpoint for a path where no file is: nothing, or a pipe, which would wait forever."""
+    if not path.is_file():
+        what = "not a file" if path.exists() else "a file is missing"
+        raise DamagedCheckpoint(what, where=path, do="Copy the checkpoint again.")
+
+
 def read_file(path: Path, directory: Path, most: int = LARGEST) -> bytes:
     """The bytes of a file that belongs to a directory.
 

@@ -18,7 +18,7 @@ from typing import Any
 from precisionctl.checkpoints import torch_zip
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import Parallelism
-from precisionctl.untrusted.safe_files import check_link
+from precisionctl.untrusted.safe_files import check_file, check_link
 
 FILE = "model_optim_rng.pt"
 _MOST_RANKS = 1 << 16
@@ -110,8 +110,7 @@ def arguments(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _content(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        raise DamagedCheckpoint("a file is missing", where=path, do="Copy the checkpoint again.")
+    check_file(path)
     check_link(path, path.parent.parent)
     content = torch_zip.skeleton(path)
     if not isinstance(content, dict):

@@ -109,7 +109,7 @@ def make_corpus(
                 if not made.signal:
                     _finish(partial, out, made)
             except DataError:
-                if not ((noted := _noted(partial)) and noted.tokens):  # nothing is there to continue from
+                if not ((noted := _noted(partial)) and noted.tokens and noted.learned != 0):  # nothing to continue from
                     shutil.rmtree(partial)
                 raise
         return made
@@ -214,6 +214,9 @@ def _finish(partial: Path, out: Path, made: Corpus) -> None:
     """Write the index, and give all files their names."""
     if not made.tokens:
         raise DataError("nothing to tokenize", where=out)
+    if made.learned == 0:
+        do = "Is there a message of the assistant, and does the chat template mark its words ({% generation %})?"
+        raise DataError("no conversation has text of the assistant to learn", where=out, do=do)
     if not made.written:
         write_index(partial / IDX, np.memmap(partial / _LENGTHS, "<i4", "r"), made.code)
         sync(partial / IDX)

@@ -44,7 +44,8 @@ def prefix_of(path: Path) -> Path | None:
     else:
         return None
     if not with_suffix(prefix, BIN).is_file():
-        raise DataError("the .bin beside Megatron's .idx is missing", where=prefix)
+        what = "is not a file" if with_suffix(prefix, BIN).exists() else "is missing"
+        raise DataError(f"the .bin beside Megatron's .idx {what}", where=prefix)
     return prefix
 
 

@@ -72,6 +72,8 @@ def _check_exists(path: Path) -> None:
         is_name = len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists()
         on_hub = f"A data set on the Hub is given as {HUB}{path}." if is_name else ""
         raise DataError("no such file or directory", where=path, do=nearest_path(path) or on_hub)
+    if not (path.is_file() or path.is_dir()):  # data is read more than once
+        raise DataError("neither a file nor a folder", where=path, do="Write what a pipe gives into a file, first.")
 
 
 def files_of(path: Path) -> list[Path]:
