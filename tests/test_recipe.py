@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,9 @@ def test_a_bad_blend_is_refused(blend: str, message: str) -> None:
 def test_one_path_and_a_blend_are_not_both_taken() -> None:
     with pytest.raises(RecipeError, match="data.path and data.blend are both given"):
         load_recipe("bf16", ["data.path=a", 'data.blend=[{path = "b"}]'])
+
+
+def test_a_pipe_is_no_recipe_as_it_is_read_more_than_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(RecipeError, match="and this is none.*write what a pipe gives into a file"):
+        load_recipe(tmp_path / "pipe")
