@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS
-from precisionctl.trainer.measure import flops
+from precisionctl.trainer.measure import flops, linear_weights
 from precisionctl.trainer.measure.flops import bf16_peak, training_flops
 from precisionctl.trainer.model.core_attention import SINK_CHANNELS
 from precisionctl.trainer.model.delta_rule import gated_delta_rule
@@ -116,7 +116,7 @@ def _indexer(model: ModelShape, lengths: list[int]) -> int:
         return 0
     of_key = model.msa.block_size if model.msa.averaged else 1
     pairs = sum(length * -(-length // of_key) for length in lengths)
-    return 2 * (sum(lengths) * flops.indexer(model) + pairs * model.msa.query_size)
+    return 2 * (sum(lengths) * linear_weights.indexer(model) + pairs * model.msa.query_size)
 
 
 def _beside_streams(model: ModelShape, lengths: list[int]) -> int:
@@ -127,7 +127,7 @@ def _beside_streams(model: ModelShape, lengths: list[int]) -> int:
         return 0
     number, streams = mhc.num_residual_streams, model.streams_size
     if mhc.lowrank:
-        beside = 6 * tokens * (flops.connections(model) * model.num_layers + 2 * mhc.lowrank * streams)
+        beside = 6 * tokens * (linear_weights.connections(model) * model.num_layers + 2 * mhc.lowrank * streams)
         if model.ple:
             taps = model.ple.conv_kernel_dim
             beside += sum(model.ple.layers) * (6 * tokens * taps * streams + _of_all(taps, streams, tokens))
@@ -144,8 +144,8 @@ def _beside_streams(model: ModelShape, lengths: list[int]) -> int:
         with FlopCounterMode(display=False) as counter:
             each.self_attention.core_attention(*read, *angles).sum().backward()
         pairs = sum(flops._compressed_attention(model, csa, layer, length) for length in lengths)
-        weights = 2 * model.hidden_size * flops.compressed_rows(model, layer)
-        weights += flops.indexer(model) if model.has_indexer(layer) else 0
+        weights = 2 * model.hidden_size * linear_weights.compressed_rows(model, layer)
+        weights += linear_weights.indexer(model) if model.has_indexer(layer) else 0
         beside += counter.get_total_flops() - 6 * (pairs + tokens * weights)
     return beside
 

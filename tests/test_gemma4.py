@@ -29,7 +29,7 @@ from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, 
 from precisionctl.evaluate.stored import load
 from precisionctl.param import Parallelism
 from precisionctl.recipe import ParallelSettings
-from precisionctl.trainer.measure.flops import weights_used
+from precisionctl.trainer.measure.linear_weights import weights_used
 from precisionctl.trainer.measure.parameters import Parameters
 from precisionctl.trainer.parallel.shards import check as check_ranks
 from precisionctl.untabled_model import UntabledModel

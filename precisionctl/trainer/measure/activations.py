@@ -16,7 +16,7 @@ from precisionctl.recipe import Recipe
 from precisionctl.recurrent_parts import GatedDeltaNet, Mamba
 from precisionctl.sparse_parts import CSA
 from precisionctl.trainer.backends.choose import BackendName
-from precisionctl.trainer.measure.flops import compressed_rows, compression
+from precisionctl.trainer.measure.linear_weights import compressed_rows, compression
 from precisionctl.trainer.measure.parameters import Parameters, tensor_sizes
 from precisionctl.trainer.model.core_attention import SINK_CHANNELS
 from precisionctl.trainer.model.delta_rule import BLOCK

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import ParallelSettings
-from precisionctl.trainer.measure.flops import (
+from precisionctl.trainer.measure.linear_weights import (
     beside_experts,
     compressed_rows,
     compression,
