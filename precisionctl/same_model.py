@@ -1,6 +1,6 @@
 """Do two ModelShapes describe the same model?"""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from precisionctl.model_shape import ModelShape
@@ -48,65 +48,87 @@ def used(model: ModelShape) -> dict[str, object]:
     for name in ("moe", "gdn", "short_conv"):
         fields = part.used() if (part := getattr(model, name)) else {}
         found |= {name: USED if fields else None, **fields}
-    found["rope_scaling"] = _used_scaling(model.rope_scaling)
-    layers = range(model.num_layers)
-    if not any(map(model.has_dense_mlp, layers)):
-        found["ffn_hidden_size"] = None
-        of_mlps = ("activation", "gated_linear_unit", "activation_clamp", "glu_offset")
-        found |= {} if found["moe"] else dict.fromkeys(of_mlps)
-    attends = model.mtp_num_layers or any(map(model.has_attention, layers))
-    if not attends:
-        found |= dict.fromkeys(("num_attention_heads", "num_query_groups", "kv_channels", "rope_layers"))
     for name in ("mla", "dsa", "msa", "csa", "mhc", "ple", "mamba", "multipliers"):
         if part := getattr(model, name):
-            found |= {name: USED, **{f"{name}.{field}": value for field, value in vars(part).items()}}
-    if model.mhc and model.mhc.lowrank:
-        found["mhc.epsilon"] = None
-    found.pop("ple.split_parts", None)
-    if model.mla:
-        found |= dict.fromkeys(("num_query_groups", "kv_channels", "v_head_dim"))
-        if all(map(model.has_rope, layers)):
-            found["mla.nope_keys_by_head"] = None
-        if not any(map(model.shares_kv, layers)):
-            found["mla.kv_source_layers"] = None
-    elif model.query_pre_attn_scalar == model.kv_channels and not model.global_attention:
-        found["query_pre_attn_scalar"] = None
-    windows = tuple(map(model.in_window, layers))
-    if model.v_head_dim == model.kv_channels:
-        found["v_head_dim"] = None
-    own = model.global_attention if not all(windows) else None
-    found |= {"global_attention": USED if own else None}
+            fields = {f"{name}.{field}": value for field, value in vars(part).items()}
+            found |= {name: USED, **{field: value for field, value in fields.items() if field not in STORED}}
+    own = None if _in_all(model, ModelShape.in_window) else model.global_attention
+    found["global_attention"] = USED if own else None
     if own:
         found |= {f"global_attention.{name}": getattr(model.attention_of(False), name) for name in vars(own)}
-        found |= dict.fromkeys(() if any(windows) else own.said)
-    if not any(windows):
-        found |= dict.fromkeys(("sliding_window", "attention_chunk_size", "window_layers", "rotary_base_local"))
-    elif all(windows):
-        found["window_layers"] = None
-    if model.embedding_multiplier == 1:
-        del found["rounded_embedding_multiplier"]  # and not None, so that a model that multiplies does not differ in it
-    if not (model.pre_layernorms and model.parallel_residual):
-        found["shared_layernorm"] = None
-    if not model.num_kv_shared_layers or (model.moe and all(model.moe.layer_freq)):
-        found["use_double_wide_mlp"] = None
-    if model.query_scaling_beta is None:
-        found["query_scaling_floor"] = None
-    if not model.qk_layernorm:
-        found |= dict.fromkeys(("qk_layernorm_over_heads", "qk_layernorm_after_rope"))
-    if all(model.rope_layers or ()):
-        found["rope_layers"] = None
-    if not model.gated_linear_unit:
-        found |= dict.fromkeys(("activation_clamp", "glu_offset"))
-    if not attends or model.position_embedding != "rope" or not any(model.rope_layers or (True,)):
-        rotary = ("rotary_base", "rotary_base_local", "rotary_percent", "rotary_interleaved", "rope_scaling", "lerope")
-        found |= dict.fromkeys(rotary)
-    if model.position_embedding != "rope":
-        found["rope_layers"] = None
+        found |= dict.fromkeys(() if _in_any(model, ModelShape.in_window) else own.said)
+    found["rope_scaling"] = _used_scaling(model.rope_scaling)
     if model.learned_positions:
         found["max_position_embeddings"] = model.position_rows  # Megatron counts them together
-    elif not found["rope_scaling"] or (model.rope_scaling or {}).get("rope_type") not in ("dynamic", "longrope"):
-        found["max_position_embeddings"] = None
+    if model.embedding_multiplier == 1:
+        del found["rounded_embedding_multiplier"]  # and not None, so that a model that multiplies does not differ in it
+    for unused, where in _UNUSED:
+        if where(model):
+            found |= dict.fromkeys(unused)
     return found
+
+
+def _in_any(model: ModelShape, has: Callable[[ModelShape, int], bool]) -> bool:
+    return any(has(model, layer) for layer in range(model.num_layers))
+
+
+def _in_all(model: ModelShape, has: Callable[[ModelShape, int], bool]) -> bool:
+    return all(has(model, layer) for layer in range(model.num_layers))
+
+
+def _attends(model: ModelShape) -> bool:
+    return model.mtp_num_layers > 0 or _in_any(model, ModelShape.has_attention)
+
+
+def _has_mlps(model: ModelShape) -> bool:
+    return _in_any(model, ModelShape.has_dense_mlp) or bool(model.moe and model.moe.used())
+
+
+def _rotates(model: ModelShape) -> bool:
+    return _attends(model) and model.position_embedding == "rope" and any(model.rope_layers or (True,))
+
+
+def _heeds_most_positions(model: ModelShape) -> bool:
+    scaling = _used_scaling(model.rope_scaling) if _rotates(model) else None
+    return model.learned_positions or (scaling or {}).get("rope_type") in ("dynamic", "longrope")
+
+
+_UNUSED: Sequence[tuple[tuple[str, ...], Callable[[ModelShape], bool]]] = (
+    (("ffn_hidden_size",), lambda model: not _in_any(model, ModelShape.has_dense_mlp)),
+    (("activation", "gated_linear_unit", "activation_clamp", "glu_offset"), lambda model: not _has_mlps(model)),
+    (("activation_clamp", "glu_offset"), lambda model: not model.gated_linear_unit),
+    (
+        ("use_double_wide_mlp",),
+        lambda model: not model.num_kv_shared_layers or (model.moe is not None and all(model.moe.layer_freq)),
+    ),
+    (("num_attention_heads", "num_query_groups", "kv_channels", "rope_layers"), lambda model: not _attends(model)),
+    (("num_query_groups", "kv_channels", "v_head_dim"), lambda model: model.mla is not None),
+    (("mla.nope_keys_by_head",), lambda model: model.mla is not None and _in_all(model, ModelShape.has_rope)),
+    (("mla.kv_source_layers",), lambda model: model.mla is not None and not _in_any(model, ModelShape.shares_kv)),
+    (
+        ("query_pre_attn_scalar",),
+        lambda model: (
+            model.mla is None and model.query_pre_attn_scalar == model.kv_channels and not model.global_attention
+        ),
+    ),
+    (("v_head_dim",), lambda model: model.v_head_dim == model.kv_channels),
+    (("qk_layernorm_over_heads", "qk_layernorm_after_rope"), lambda model: not model.qk_layernorm),
+    (("query_scaling_floor",), lambda model: model.query_scaling_beta is None),
+    (
+        ("sliding_window", "attention_chunk_size", "window_layers", "rotary_base_local"),
+        lambda model: not _in_any(model, ModelShape.in_window),
+    ),
+    (("window_layers",), lambda model: _in_all(model, ModelShape.in_window)),
+    (
+        ("rotary_base", "rotary_base_local", "rotary_percent", "rotary_interleaved", "rope_scaling", "lerope"),
+        lambda model: not _rotates(model),
+    ),
+    (("rope_layers",), lambda model: model.position_embedding != "rope" or all(model.rope_layers or ())),
+    (("max_position_embeddings",), lambda model: not _heeds_most_positions(model)),
+    (("shared_layernorm",), lambda model: not (model.pre_layernorms and model.parallel_residual)),
+    (("mhc.epsilon",), lambda model: model.mhc is not None and bool(model.mhc.lowrank)),
+)
+"""Fields, and of which models no layer uses them."""
 
 
 def _used_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
