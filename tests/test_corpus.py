@@ -20,7 +20,7 @@ from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import corpus, load_rows, tokenize
 from precisionctl.trainer.data.corpus import Corpus, make_corpus
 from precisionctl.trainer.data.formats.find import source_of
-from precisionctl.trainer.data.store import key_of
+from precisionctl.trainer.data.store import cache_key
 
 TEXTS = [" ".join("abcde"[(i * j) % 5] for j in range(i % 7)) for i in range(40)]
 
@@ -172,7 +172,7 @@ def test_a_kill_between_the_last_two_names_is_mended(place: Path) -> None:
     partial.mkdir()
     (partial / "lock").touch()
     known = Corpus(
-        key_of(source_of(place / "texts.jsonl").identity, tokenizer(MARKING_TEMPLATE)), 8, 40, 157, written=True
+        cache_key(source_of(place / "texts.jsonl").identity, tokenizer(MARKING_TEMPLATE)), 8, 40, 157, written=True
     )
     (partial / "journal.json").write_text(json.dumps(vars(known)))
     (place / "x.idx").rename(partial / ".idx")

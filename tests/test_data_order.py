@@ -18,7 +18,7 @@ from precisionctl.errors import DataError
 from precisionctl.recipe import Data, Share, Train
 from precisionctl.trainer.data import Blend, Feed, Order, Rows, load_data, load_rows, share_of
 from precisionctl.trainer.data.order import LONGEST_PERIOD, BlendedOrder, one_period, turns_of
-from precisionctl.trainer.data.rows import pack
+from precisionctl.trainer.data.rows import pack_texts
 from precisionctl.trainer.parallel.world import ALONE
 
 with warnings.catch_warnings():
@@ -157,7 +157,7 @@ def test_rows_that_ranks_cannot_share_evenly_are_refused() -> None:
 @given(st.integers(1, 50).flatmap(lambda room: st.tuples(st.just(room), st.lists(st.integers(1, room), max_size=60))))
 def test_packing_loses_no_text_and_fills_no_row_beyond_its_room(made: tuple[int, list[int]]) -> None:
     room, sizes = made
-    rows = pack(sizes, room)
+    rows = pack_texts(sizes, room)
     assert sorted(text for row in rows for text in row) == list(range(len(sizes)))
     filled = sorted(sum(sizes[text] for text in row) for row in rows)
     assert not filled or filled[-1] <= room

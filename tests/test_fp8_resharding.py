@@ -17,7 +17,7 @@ from te_states import same
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun
-from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, decode
+from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, decode_payloads
 from precisionctl.checkpoints.megatron.fp8_state_writer import grouped_payloads, payloads_of
 from precisionctl.checkpoints.megatron.keys import object_key
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
@@ -115,12 +115,12 @@ def test_a_grouped_linear_is_read_in_the_order_of_its_version(version, unused):
     saved = [SavedPayload(f"{LINEAR}._extra_state", data, "here", 0)]
     if unused and version in ((2, 2), (2, 3)):  # neither the recipe's fields nor the numbers tell
         with pytest.raises(PrecisionError, match="--grouped-columns gemm"):
-            decode(saved, Path("here"))
-        told = decode(saved, Path("here"), ExpertPayloads(order=ORDERS[version]))
+            decode_payloads(saved, Path("here"))
+        told = decode_payloads(saved, Path("here"), ExpertPayloads(order=ORDERS[version]))
         assert same(told.modules[LINEAR], state)
         assert any("as told" in note for note in told.notes)
         return
-    found = decode(saved, Path("here"))
+    found = decode_payloads(saved, Path("here"))
     assert same(found.modules[LINEAR], state)
     assert any({"role": "role by role", "gemm": "expert by expert"}[ORDERS[version]] in note for note in found.notes)
 
@@ -143,7 +143,7 @@ def test_experts_that_megatron_cut_apart_are_put_right(version, ranks):
             SavedPayload(f"{LINEAR}._extra_state{rank * each + i}", as_megatron_encodes(part, version), "here")
             for i, part in enumerate(parts)
         ]
-    assert same(decode(saved, Path("here"), ExpertPayloads(ranks=ranks)).modules[LINEAR], state)
+    assert same(decode_payloads(saved, Path("here"), ExpertPayloads(ranks=ranks)).modules[LINEAR], state)
 
 
 @pytest.mark.parametrize("te", [1, 2])
@@ -159,7 +159,7 @@ def test_what_is_written_for_expert_ranks_is_what_megatron_makes_te_s_columns_of
         expected = as_te_stacks(part, {1: "role", 2: "gemm"}[te])
         assert all(torch.equal(merged[key], expected[key]) for key in expected)
     saved = [SavedPayload(name, data.numpy().tobytes(), "here") for name, data in written.items()]
-    assert same(decode(saved, Path("here"), ExpertPayloads(ranks=ranks)).modules[LINEAR], state)
+    assert same(decode_payloads(saved, Path("here"), ExpertPayloads(ranks=ranks)).modules[LINEAR], state)
 
 
 def test_experts_that_were_linears_by_themselves_are_taken_as_they_are():
@@ -169,14 +169,14 @@ def test_experts_that_were_linears_by_themselves_are_taken_as_they_are():
         alone = {role: RoleState(p.scale[[expert]], p.amax_history[[expert]]) for role, p in state.roles.items()}
         data = pickled(payload_of(as_te_stacks(Fp8State(alone), "gemm"), (2, 20), 1))
         saved.append(SavedPayload(f"{LINEAR}._extra_state{expert}", data, "here"))
-    assert same(decode(saved, Path("here"), ExpertPayloads(ranks=None)).modules[LINEAR], state)
+    assert same(decode_payloads(saved, Path("here"), ExpertPayloads(ranks=None)).modules[LINEAR], state)
 
 
 def test_an_expert_without_a_payload_is_damage():
     written = payloads_of(Fp8States(RECIPE, {LINEAR: of_experts(4)}), 2, 1)
     saved = [SavedPayload(name, data.numpy().tobytes(), "here") for name, data in written.items()]
     with pytest.raises(DamagedCheckpoint, match="only some experts"):
-        decode(saved[:2] + saved[3:], Path("here"), ExpertPayloads(ranks=1))
+        decode_payloads(saved[:2] + saved[3:], Path("here"), ExpertPayloads(ranks=1))
 
 
 def test_ranks_that_kept_amaxes_for_themselves_give_the_largest_and_the_smallest_scale():
@@ -188,7 +188,7 @@ def test_ranks_that_kept_amaxes_for_themselves_give_the_largest_and_the_smallest
     for state in (a, b, a):
         data = pickled(payload_of(as_te_stacks(state, "gemm"), (2, 20), 2))
         saved.append(SavedPayload(f"{LINEAR}._extra_state", data, "here", 0))
-    found = decode(saved, Path("here"))
+    found = decode_payloads(saved, Path("here"))
     merged = found.modules[LINEAR].roles
     assert torch.equal(merged["weight"].scale, torch.minimum(a.roles["weight"].scale, b.roles["weight"].scale))
     histories = [state.roles["weight"].amax_history for state in (a, b)]
@@ -325,11 +325,11 @@ def test_two_recipes_in_one_checkpoint_are_damage_and_one_of_attention_is_kept()
         )
     ]
     with pytest.raises(DamagedCheckpoint, match="is not the other modules'"):
-        decode(saved, Path("here"))
+        decode_payloads(saved, Path("here"))
     attention = "decoder.layers.0.self_attention.core_attention"
     parts = dict.fromkeys(ATTENTION, RoleState(torch.tensor(2.0), torch.ones(3)))
     theirs = encode_payload(Fp8State(parts), RECIPE)
-    found = decode([SavedPayload(f"{attention}._extra_state", theirs, "here"), saved[0]], Path("here"))
+    found = decode_payloads([SavedPayload(f"{attention}._extra_state", theirs, "here"), saved[0]], Path("here"))
     assert found.raw[attention].numpy().tobytes() == theirs
     assert any("recipe of its own" in note for note in found.notes)
 
@@ -452,7 +452,7 @@ def test_what_a_payload_of_te_1_does_not_say_of_its_recipe_the_run_s_arguments_d
     assert any("the rest from the run's arguments" in note for note in found.fp8.notes)
     data = of_module(state, recipe, (1, 14)).numpy().tobytes()
     for args in ({}, {"fp8": None, "fp8_margin": 3}, {"fp8": "hybrid", "fp8_margin": "3"}):
-        decoded = decode([SavedPayload(f"{name}._extra_state", data, "here")], Path("here"), args=args)
+        decoded = decode_payloads([SavedPayload(f"{name}._extra_state", data, "here")], Path("here"), args=args)
         assert decoded.recipe == DelayedScaling(fp8_format="E4M3", amax_history_len=2)
         assert any("margin 0 and algorithm max are assumed" in note for note in decoded.notes)
 
@@ -460,14 +460,16 @@ def test_what_a_payload_of_te_1_does_not_say_of_its_recipe_the_run_s_arguments_d
 def test_one_expert_in_a_linear_has_one_order():
     state = of_experts(1, unused=True)
     data = pickled(payload_of(as_te_stacks(state, "gemm"), (2, 3), 1))
-    assert same(decode([SavedPayload(f"{LINEAR}._extra_state", data, "here", 0)], Path("here")).modules[LINEAR], state)
+    assert same(
+        decode_payloads([SavedPayload(f"{LINEAR}._extra_state", data, "here", 0)], Path("here")).modules[LINEAR], state
+    )
 
 
 def test_an_expert_that_is_not_understood_is_kept_and_leaves_nothing_half_read():
     state = of_experts(3, unused=True)
     data = pickled(payload_of(as_te_stacks(state, "gemm"), (2, 20), 3))  # of attention's size, under an expert's name
     saved = [SavedPayload(f"{LINEAR}._extra_state0", data, "here")]
-    found = decode(saved, Path("here"))
+    found = decode_payloads(saved, Path("here"))
     assert not found.modules
     assert found.raw[f"{LINEAR}.0"].numpy().tobytes() == data
 

@@ -32,7 +32,7 @@ from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.parallel.world import ALONE
 from precisionctl.trainer.resume import Started, resume
 from precisionctl.trainer.saved.run_folder import Saved, read_saved, sign
-from precisionctl.trainer.settings import Settings, read_recipe, read_rows
+from precisionctl.trainer.settings import Settings, read_recipe, tokenized_rows
 from precisionctl.trainer.shadow import GradientSimilarity, Shadow, compare_gradients
 
 COARSE = {"checkpoint": "trained", "load": "weights", "precision__delayed__margin": 17}
@@ -101,9 +101,9 @@ def test_what_is_seen_is_what_two_models_give(place: Path, tmp_path: Path) -> No
     recipe = read_recipe(made)
     position = json.loads((source.path / "precisionctl/run.json").read_text())["position"]
     tokenizer = Tokenizer(source.companions.files)
-    rows = read_rows(recipe.data, tokenizer, source.model)
+    rows = tokenized_rows(recipe.data, tokenizer, source.model)
     batches = list(Feed(rows, recipe.train, torch.device("cpu"), ALONE).batches(position))
-    beside = read_rows(replace(recipe.data, path=held_out), tokenizer, source.model)
+    beside = tokenized_rows(replace(recipe.data, path=held_out), tokenizer, source.model)
     held = [beside.batch(range(row, row + 1)) for row in range(len(beside))]
     for model, kind in ((fp8, ""), (bf16, "_bf16")):
         with torch.no_grad():

@@ -18,7 +18,7 @@ from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.emulated import EmulatedBackend
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data.batch import Batch, Piece, make_batch
-from precisionctl.trainer.data.rows import pack
+from precisionctl.trainer.data.rows import pack_texts
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.positions import PackedSequences
 from precisionctl.trainer.passes import summed_loss
@@ -36,7 +36,7 @@ def texts() -> list[Piece]:
 def batches() -> tuple[Batch, Batch]:
     """The same texts, each a row, and packed into rows of 110."""
     pieces = texts()
-    rows = pack([piece.positions for piece in pieces], 110)
+    rows = pack_texts([piece.positions for piece in pieces], 110)
     assert sorted(map(len, rows)) == [2, 2, 3]
     return make_batch([[piece] for piece in pieces], 0), make_batch([[pieces[i] for i in row] for row in rows], 0)
 

@@ -184,7 +184,7 @@ def test_colours_turn_warm_beyond_the_limit(value, step):
     ("value", "shown"), [(0, "0 %"), (1e-7, "<0.001 %"), (2.345e-4, "0.023 %"), (0.0123, "1.2 %"), (0.987, "99 %")]
 )
 def test_shares_are_short(value, shown):
-    assert report.share(value) == shown
+    assert report.share_in_words(value) == shown
 
 
 def test_inspect_of_a_bf16_checkpoint_says_what_it_cannot_know(tmp_path):

@@ -40,7 +40,7 @@ from precisionctl.trainer.parallel.shards import ModelShards
 from precisionctl.trainer.parallel.world import World, together, world
 from precisionctl.trainer.passes import backward
 from precisionctl.trainer.saved import run_folder
-from precisionctl.trainer.settings import check_length, read_rows, with_data
+from precisionctl.trainer.settings import check_length, tokenized_rows, with_data
 from precisionctl.trainer.stopping import agreed_signal, stop_signals
 
 PASSES = 64
@@ -114,7 +114,7 @@ def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: 
     shards.check(make_plan(source, "megatron").model, recipe.parallel)
     recipe = replace(recipe, precision=recipe.precision.of_layers(source.model.num_layers))
     with open_tokenizer(source.companions, source.path) as tokenizer:
-        rows = read_rows(recipe.data, tokenizer, source.model)
+        rows = tokenized_rows(recipe.data, tokenizer, source.model)
     rows = rows.shared_by(recipe.parallel.token_ranks)
     at_once = min(recipe.train.micro_batch_size, recipe.train.batch_size // world.data_count) * world.data_count
     passes, notes = _passes(calibration.passes, len(rows), at_once)

@@ -85,7 +85,7 @@ def stacked(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     return found
 
 
-def in_words(name: str, spec: TensorSpec) -> tuple[str, TensorSpec]:
+def stored_tensor(name: str, spec: TensorSpec) -> tuple[str, TensorSpec]:
     """The name and spec in a file of a logical tensor; for packed codes, those of the words that hold them."""
     packing = spec.packing
     if packing is None:

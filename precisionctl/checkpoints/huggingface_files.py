@@ -13,7 +13,7 @@ from pathlib import Path
 
 from precisionctl.checkpoints import torch_zip, torch_zip_writer
 from precisionctl.checkpoints.chunks import Chunk, whole
-from precisionctl.checkpoints.fused_experts import in_words, sliced, stacked, stored_name
+from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name, stored_tensor
 from precisionctl.checkpoints.output import lay_out_file
 from precisionctl.checkpoints.safetensors_file import LONGEST_NAME, StoredTensor, make_header, read_header, split_shards
 from precisionctl.errors import DamagedCheckpoint, shown
@@ -189,7 +189,7 @@ class WeightFiles:
     @cached_property
     def _shards(self) -> dict[Path, dict[str, TensorSpec]]:
         shards = split_shards(
-            stacked(dict(in_words(name, spec) for name, spec in self.specs.items())), self.max_shard_size
+            stacked(dict(stored_tensor(name, spec) for name, spec in self.specs.items())), self.max_shard_size
         )
         count = len(shards)
         return {self.directory / self.file_format.shard(number, count): shard for number, shard in enumerate(shards, 1)}
@@ -203,7 +203,7 @@ class WeightFiles:
         }
         places = {}
         for name, spec in self.specs.items():
-            stored, index = stored_name(in_words(name, spec)[0])
+            stored, index = stored_name(stored_tensor(name, spec)[0])
             file, offset = starts[stored]
             places[name] = Chunk(whole(spec), file, offset + (index or 0) * spec.nbytes)
         return places

@@ -24,11 +24,11 @@ from precisionctl.engines.method_rules import MethodRules
 from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype
 from precisionctl.engines.required_keys import MissingKeys
 from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
-from precisionctl.engines.serving import ServingLayout, text_config
+from precisionctl.engines.serving import ServingLayout, served_config
 from precisionctl.engines.serving_rules import Division, ShapeRules
 from precisionctl.errors import CheckpointError, MappingError, PrecisionError, RecipeError, nearest, shown
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import FOUR_BITS, Quantization, QuantMethod, Scheme, form_in_words, kind_of
+from precisionctl.quant_methods.base import FOUR_BITS, Quantization, QuantMethod, Scheme, codes_kind, form_in_words
 from precisionctl.quant_methods.coded_weights import CodedWeight, coded_weights, ngram_table, recognise
 from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
 
@@ -255,7 +255,7 @@ class Engine:
 def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The text model's part of a config.json, with what MissingKeys have of a wrapper's."""
     of_the_whole = ("model_type", "quantization_config", OLDER_KEY)
-    return {**{key: config.get(key) for key in of_the_whole}, **text_config(config)}
+    return {**{key: config.get(key) for key in of_the_whole}, **served_config(config)}
 
 
 def engines() -> dict[str, Engine]:
@@ -279,7 +279,7 @@ def _kinds(method: QuantMethod, said: Quantization, scheme: str, coded: Mapping[
     formats_differ, inputs_differ = len({*said.by_target.values()}) > 1, said.by_target and said.static is None
     if said.blocks and method.spelling and not (formats_differ or inputs_differ):
         return dict.fromkeys(coded, scheme)
-    return {name: kind_of(each.form, each.scales.input is not None) for name, each in coded.items()}
+    return {name: codes_kind(each.form, each.scales.input is not None) for name, each in coded.items()}
 
 
 def _by_kind(kinds: Mapping[str, str]) -> dict[str, list[str]]:

@@ -9,7 +9,7 @@ from precisionctl.engines.code_rules import EXPERT, linears
 from precisionctl.engines.ignore_lists import BY_END_OR_REGEX, BY_NAME_OR_REGEX, config_groups, words
 from precisionctl.engines.ignored_modules import Unquantized
 from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
-from precisionctl.quant_methods.base import kind_of
+from precisionctl.quant_methods.base import codes_kind
 from precisionctl.quant_methods.compressed_tensors import fixes_inputs, read
 from precisionctl.quant_methods.scales import sibling
 
@@ -129,4 +129,4 @@ def _modules(directory: QuantizedDirectory) -> set[str]:
 
 def _kinds(quantization: Mapping[str, object], group: object) -> list[str]:
     said = read({**quantization, "config_groups": {"": group}})
-    return list(dict.fromkeys(kind_of(form, said.static) for form in said.formats))
+    return list(dict.fromkeys(codes_kind(form, said.static) for form in said.formats))

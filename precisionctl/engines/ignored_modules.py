@@ -17,7 +17,7 @@ from precisionctl.engines.ignore_lists import (
     names_in_layers,
     words,
 )
-from precisionctl.engines.names_in_memory import possible, renamed
+from precisionctl.engines.names_in_memory import module_names, possible
 from precisionctl.engines.rule import Breaches, QuantizedDirectory
 
 FIRST_EXPERT = (".0.gate_proj", ".0.up_proj", ".0.down_proj")
@@ -149,5 +149,5 @@ class IgnoreList:
             experts = {m: EXPERT.fullmatch(f"{m}.weight") for m in modules if self.experts_as_one}
             return {module: [match[1] if (match := experts.get(module)) else module] for module in modules}
         alone = [module for module in modules if not EXPERT.fullmatch(f"{module}.weight")]  # experts become one tensor
-        found = renamed(directory.config, alone)
+        found = module_names(directory.config, alone)
         return {module: found.get(module) or [module] for module in modules}

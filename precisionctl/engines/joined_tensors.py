@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 from precisionctl.engines.ignore_lists import words
-from precisionctl.engines.names_in_memory import joined
+from precisionctl.engines.names_in_memory import joined_weights
 from precisionctl.engines.rule import Breaches
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.compressed_tensors import read
@@ -29,7 +29,7 @@ def wrongly_joined(
     wrong = [name for name, spec in specs.items() if name.endswith(".weight") and spec.packing not in found]
     codes = (name for name, spec in specs.items() if spec.is_codes)
     beside = " or ".join(dict.fromkeys(form.name for form in forms))
-    for name in joined(config, wrong, codes) if wrong else ():  # it imports transformers, which takes seconds
+    for name in joined_weights(config, wrong, codes) if wrong else ():  # it imports transformers, which takes seconds
         yield name, f"{_in_words(specs[name])}, beside {beside}"
 
 

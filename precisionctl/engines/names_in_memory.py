@@ -19,7 +19,7 @@ MOST_PARTS = 16
 """Kinds of parts with renamings of their own. No model has half as many, and each may double the names of a module."""
 
 
-def renamed(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, list[str]]:
+def module_names(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, list[str]]:
     """For each module the names that the tables of its model and the model's body make of it: itself where it is not
     renamed, several where its rows are dealt out, none where it becomes a part of a tensor that is no linear's, as
     experts do."""
@@ -38,10 +38,10 @@ def _is_around_body(config: Mapping[str, Any]) -> bool:
 
 
 def possible(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, list[str]]:
-    """For each module all names that it may have: its own, those of `renamed`, and those that tables of parts give.
-    Raises as `_of_parts`."""
+    """For each module all names that it may have: its own, those of `module_names`, and those that tables of parts
+    give. Raises as `_of_parts`."""
     parts, found = _of_parts(config), {}
-    for module, names in renamed(config, modules).items():
+    for module, names in module_names(config, modules).items():
         all_names = dict.fromkeys((module, *names))
         for table in parts:
             for name in tuple(all_names):
@@ -52,7 +52,7 @@ def possible(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, lis
     return found
 
 
-def joined(config: Mapping[str, Any], weights: Iterable[str], codes: Iterable[str]) -> Iterator[str]:
+def joined_weights(config: Mapping[str, Any], weights: Iterable[str], codes: Iterable[str]) -> Iterator[str]:
     """The weights that become a part of another tensor, or several tensors; of those whose names differ in numbers
     alone the first. Without those whose result is a linear that has scales of its own, as one made of `codes` has.
     Raises as `_of_parts`.
@@ -60,7 +60,7 @@ def joined(config: Mapping[str, Any], weights: Iterable[str], codes: Iterable[st
     With these, and no others, transformers looks for scales (5.24, quantizers/base.py update_weight_conversions)."""
     root, parts = _of_root(config), _of_parts(config)
     coded = (name.removesuffix(".weight") for name in _unlike(codes))
-    scaled = "\n".join(f"{name}.weight" for names in renamed(config, coded).values() for name in names)
+    scaled = "\n".join(f"{name}.weight" for names in module_names(config, coded).values() for name in names)
     for name in _unlike(weights):
         inner = ((table, name.removeprefix(prefix)) for table in parts for prefix in _prefixes(name))
         for converter in (_converter(table, each) for table, each in [(root, name), *inner]):

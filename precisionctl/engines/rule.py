@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.engines.serving import ServingLayout, text_config
+from precisionctl.engines.serving import ServingLayout, served_config
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Spelling
 from precisionctl.quant_methods.coded_weights import CodedWeight
@@ -76,7 +76,7 @@ class QuantizedDirectory:
     @property
     def text_type(self) -> object:
         """The `model_type` of the text model."""
-        return text_config(self.config).get("model_type")
+        return served_config(self.config).get("model_type")
 
     @cached_property
     def scales(self) -> Mapping[str, Scales]:

@@ -123,7 +123,7 @@ def _linear(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def served_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The text model's part of a config.json; all of it where it has none."""
     text = text_part(config)
     return text if isinstance(text, Mapping) else config
@@ -144,7 +144,7 @@ class ServingLayout:
     @classmethod
     def of(cls, config: Mapping[str, Any], ranks: int = 1, *, expert_parallel: bool = False) -> "ServingLayout":
         """The model without a table that a config.json describes, or that it has a `text_config` of."""
-        config = config if "num_attention_heads" in config else text_config(config)
+        config = config if "num_attention_heads" in config else served_config(config)
         heads = config.get("num_attention_heads")
         groups = config.get("num_key_value_heads") or heads
         found: tuple[HeadCounts, ...] = ()

@@ -200,7 +200,7 @@ class Quantization:
         return self
 
 
-def kind_of(form: CodeFormat, fixed: bool | None) -> str:
+def codes_kind(form: CodeFormat, fixed: bool | None) -> str:
     """What codes in a format are: a scheme of FP8, by whether inputs have `fixed` scales, or the name of packed
     codes."""
     return form.packing.name if form.packing else Quantization((form,), fixed).scheme
@@ -221,7 +221,7 @@ def in_fp8(blocks: Iterable[Block], static: bool | None, *, inputs: InputFormat 
     return Quantization(tuple(CodeFormat(block, inputs=inputs) for block in blocks), static)
 
 
-def together(parts: Iterable[tuple[Sequence[str], Quantization]]) -> Quantization:
+def combined(parts: Iterable[tuple[Sequence[str], Quantization]]) -> Quantization:
     """The Quantization of a config that has several `parts`, each with what it is for: names or patterns of modules, or
     classes."""
     listed = list(parts)

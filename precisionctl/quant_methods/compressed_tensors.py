@@ -27,8 +27,8 @@ from precisionctl.quant_methods.base import (
     Scheme,
     Spelling,
     block_of,
+    combined,
     in_fp8,
-    together,
 )
 
 OLDER_KEY = "compression_config"
@@ -114,7 +114,7 @@ def read(config: Mapping[str, Any]) -> Quantization:
     cache = config.get("kv_cache_scheme")
     if isinstance(cache, Mapping) and (cache.get("num_bits", 8), cache.get("type", "int")) != (8, "float"):
         raise _unread("the KV cache is not in FP8")
-    return together(parts)
+    return combined(parts)
 
 
 def _group(group: object, layout: object) -> Quantization:

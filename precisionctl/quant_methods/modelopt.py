@@ -25,8 +25,8 @@ from precisionctl.quant_methods.base import (
     QuantMethod,
     Scheme,
     Spelling,
+    combined,
     in_fp8,
-    together,
 )
 
 _ALGORITHMS: Mapping[Scheme, str] = {
@@ -127,7 +127,7 @@ def read(config: Mapping[str, Any]) -> Quantization:
             where="config.json",
             do=f"Known: {', '.join(_READ)}. Start from the unquantized model.",
         )
-    return together(([name], part) for name, part in zip(named, parts, strict=True) if part is not None)
+    return combined(([name], part) for name, part in zip(named, parts, strict=True) if part is not None)
 
 
 QUANT_METHOD = QuantMethod(

@@ -20,8 +20,8 @@ from precisionctl.quant_methods.base import (
     InputFormat,
     Quantization,
     QuantMethod,
+    combined,
     in_fp8,
-    together,
 )
 
 _MXFP4 = CodeFormat((1, 32), Packing("MXFP4", E2M1, DType.uint8), EXPONENTS)
@@ -55,7 +55,7 @@ def read(config: Mapping[str, Any]) -> Quantization:
     parts = [([name], _layer(layer)) for name, layer in layers if layer.get("weight")]
     if not parts:
         raise _unread("no weight is quantized")
-    return together(parts)
+    return combined(parts)
 
 
 def _layer(layer: Mapping[str, Any]) -> Quantization:

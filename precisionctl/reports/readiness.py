@@ -122,7 +122,7 @@ def four_bit_tables(readiness: Readiness) -> list[Table]:
 
 def _lost(weights: Sequence[tuple[float | None, float | None]]) -> str:
     sqnr, zeros = [each for each, _ in weights if each is not None], [each for _, each in weights if each is not None]
-    return f"{min(sqnr):.1f} dB, {share(max(zeros))}" if sqnr and zeros else "-"
+    return f"{min(sqnr):.1f} dB, {share_in_words(max(zeros))}" if sqnr and zeros else "-"
 
 
 def _role_column(modules: Sequence[RoleHealth]) -> tuple[str, ...]:
@@ -134,7 +134,7 @@ def _role_column(modules: Sequence[RoleHealth]) -> tuple[str, ...]:
         str(sum(health.history is not None for health in modules)),
         f"{min(amaxes):.3g}" if amaxes else "-",
         f"{max(amaxes):.3g}" if amaxes else "-",
-        *(_worst((health.underflow(scaling) for health in modules), share) for scaling in SCALINGS),
+        *(_worst((health.underflow(scaling) for health in modules), share_in_words) for scaling in SCALINGS),
         _worst((health.kurtosis for health in modules), lambda value: f"{value:,.1f}"),
         f"{max(growths):.3g} x" if growths else "-",
     )
@@ -145,7 +145,7 @@ def _worst(values: Iterable[float | None], shown: Callable[[float], str]) -> str
     return shown(max(known)) if known else "-"
 
 
-def share(value: float) -> str:
+def share_in_words(value: float) -> str:
     """A share of elements (0 to 1) as text: `12 %`, or `<0.001 %` for a share that is not zero but negligible."""
     if 0 < value < 1e-5:
         return "<0.001 %"

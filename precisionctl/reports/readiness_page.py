@@ -21,7 +21,7 @@ from precisionctl.reports.readiness import (
     keep_bf16,
     left_out_of_four_bits,
     rests_on,
-    share,
+    share_in_words,
     to_measure,
 )
 from precisionctl.reports.table import Table
@@ -99,8 +99,8 @@ class _Measure:
     note: str
 
 
-_SHARES = ColourScale((0, 1e-5, 1e-4, 1e-3, UNDERFLOW.value), (0.1, 0.5, 1), share)
-_CLAMPED = ColourScale((0, SATURATION.value), (1e-4, 1e-3, 1), share)
+_SHARES = ColourScale((0, 1e-5, 1e-4, 1e-3, UNDERFLOW.value), (0.1, 0.5, 1), share_in_words)
+_CLAMPED = ColourScale((0, SATURATION.value), (1e-4, 1e-3, 1), share_in_words)
 
 
 def _plain(value: float) -> str:
@@ -122,7 +122,7 @@ def _measures(readiness: Readiness) -> list[_Measure]:
                 f"Zeros: {NAMES[scaling]}",
                 lambda health, scaling=scaling: health.underflow(scaling),  # type: ignore[misc]
                 _SHARES,
-                share,
+                share_in_words,
                 f"Share of elements that become zero under {NAMES[scaling]} scaling. Warm: beyond {UNDERFLOW.shown}.",
             )
             for scaling in SCALINGS
@@ -131,7 +131,7 @@ def _measures(readiness: Readiness) -> list[_Measure]:
             "Saturation: delayed",
             lambda health: health.saturation("delayed"),
             _CLAMPED,
-            share,
+            share_in_words,
             "Share of elements beyond what the scale of earlier steps holds; no other scaling saturates. Warm: "
             f"beyond {SATURATION.shown}.",
         ),

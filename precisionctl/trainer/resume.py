@@ -41,7 +41,7 @@ from precisionctl.trainer.saved import loading, run_folder
 from precisionctl.trainer.saved.loading import Load, StatePart
 from precisionctl.trainer.saved.rollback import Rollback, read_rollback, write_rollback
 from precisionctl.trainer.saved.saving import Saver
-from precisionctl.trainer.settings import Settings, is_guarded, read_recipe, read_rows
+from precisionctl.trainer.settings import Settings, is_guarded, read_recipe, tokenized_rows
 from precisionctl.trainer.start import Fp8Start, StateOrigin, continue_fp8, start_collecting, start_fp8
 from precisionctl.trainer.stopping import SkippedSteps, Stop, deadline
 
@@ -143,7 +143,7 @@ class _Setup:
 
 def _prepare(plan: RunPlan, world: World, on_tokens: OnTokens) -> _Setup:
     """Check memory and disk, and read the data. Raises EnvironmentProblem if the run does not fit into memory,
-    DiskProblem if its checkpoints do not fit on the disk, and as `read_rows`."""
+    DiskProblem if its checkpoints do not fit on the disk, and as `tokenized_rows`."""
     recipe, source = plan.recipe, plan.source
     memory_notes = require_memory(look_ahead(plan.model, recipe, plan.backend, world.count), recipe, world)
     each = checkpoint_bytes(source)
@@ -165,10 +165,10 @@ def _prepare(plan: RunPlan, world: World, on_tokens: OnTokens) -> _Setup:
 
 def read_data(plan: RunPlan, on_tokens: OnTokens, token_ranks: int) -> tuple[Rows | Blend, Rows | Blend | None]:
     """The rows to train on and those held out, for batches whose tokens are divided by this many ranks. Raises as
-    `read_rows`."""
+    `tokenized_rows`."""
 
     def read(data: Data) -> Rows | Blend:
-        rows = read_rows(data, tokenizer, plan.source.model, plan.out / "tokens", on_tokens)
+        rows = tokenized_rows(data, tokenizer, plan.source.model, plan.out / "tokens", on_tokens)
         return rows.shared_by(token_ranks)
 
     source = plan.source

@@ -120,7 +120,7 @@ def with_data(recipe: Recipe, data: StrPath | None) -> Recipe:
     return recipe
 
 
-def read_rows(
+def tokenized_rows(
     data: Data,
     tokenizer: Tokenizer,
     model: ModelShape,

@@ -18,7 +18,7 @@ from precisionctl.architectures.wrappers import TOWERS, beside_towers
 from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints
 from precisionctl.checkpoints.chunks import Chunked
 from precisionctl.checkpoints.companions import is_tokenizer, needed_hints, read_companions
-from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, as_states, decode
+from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, as_states, decode_payloads
 from precisionctl.checkpoints.megatron.keys import BRIDGE_TOKENIZER, COMPANIONS, VERL, VERL_COMPANIONS
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, OUTPUT
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
@@ -192,9 +192,9 @@ class MegatronDirectory(ABC):
 
     @cached_property
     def fp8(self) -> Fp8States | None:
-        """The delayed-scaling state in `_extra_state`, else that in the sidecar. Raises as `decode` and
+        """The delayed-scaling state in `_extra_state`, else that in the sidecar. Raises as `decode_payloads` and
         `sidecar.read` do."""
-        found = decode(
+        found = decode_payloads(
             self.payloads(), self.path, ExpertPayloads(self.expert_ranks, self.hints.grouped_columns), self.args
         )
         return as_states(found, self.common, self.iteration, sidecar.find(self.path))

@@ -49,7 +49,7 @@ class Decoded:
     notes: list[str] = field(default_factory=list)
 
 
-def decode(
+def decode_payloads(
     saved: Iterable[SavedPayload],
     where: Path,
     experts: ExpertPayloads = ExpertPayloads(),

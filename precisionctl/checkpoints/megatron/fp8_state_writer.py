@@ -28,7 +28,7 @@ _NONE = ("word_embeddings", "position_embeddings", "per_layer_embedding", "outpu
 _ATTENTION = ".self_attention.linear_proj"
 
 
-def origin(states: Fp8States) -> dict[str, object]:
+def origin_entry(states: Fp8States) -> dict[str, object]:
     """The origin and digest of FP8 state, which payloads cannot store, as an entry of the common data."""
     return {
         "fp8_iteration": states.iteration,

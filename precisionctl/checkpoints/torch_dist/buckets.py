@@ -73,7 +73,7 @@ def is_bucket(name: str) -> bool:
     return _KEY.fullmatch(name) is not None
 
 
-def unpack(
+def unpack_buckets(
     stored: Mapping[str, dcp.DcpTensor], model: Mapping[str, LogicalTensor], kinds: Iterable[Modules]
 ) -> dict[str, LogicalTensor] | None:
     """The optimizer's tensors, `optimizer.state.<kind>.<parameter>`, for the model whose tensors are `model`.

@@ -45,7 +45,7 @@ from precisionctl.checkpoints.megatron.parameter_order import EVERY_KIND, Module
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, payload_bytes
 from precisionctl.checkpoints.megatron.provider import described_args, described_towers
 from precisionctl.checkpoints.megatron.towers import with_towers
-from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack
+from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack_buckets
 from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.param import NOT_TRAINED, TensorSpec, kind_and_parameter
@@ -161,7 +161,7 @@ class TorchDistReader(MegatronDirectory):
         likely = Modules(self.args.get("transformer_impl") != "local", bool(self.args.get("moe_grouped_gemm", True)))
         # Frozen towers have no part of the buckets; those that were trained have, in no known order: nothing fits then
         model = {name: tensor for name, tensor in tensors.items() if not of_optimizer(name) and not is_tower(name)}
-        found = unpack(self._index.tensors, model, sorted(EVERY_KIND, key=lambda kind: kind != likely))
+        found = unpack_buckets(self._index.tensors, model, sorted(EVERY_KIND, key=lambda kind: kind != likely))
         kept = {name: tensor for name, tensor in tensors.items() if name in model or not is_bucket(name)}
         return tensors if found is None else kept | found
 

@@ -20,7 +20,7 @@ from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, RESHARDABLE, CarriedRun
-from precisionctl.checkpoints.megatron.fp8_state_writer import demanded, origin, payloads_of, write_sidecar
+from precisionctl.checkpoints.megatron.fp8_state_writer import demanded, origin_entry, payloads_of, write_sidecar
 from precisionctl.checkpoints.megatron.keys import COMMON, COMPANIONS, MARKER, OURS, count_experts, object_key, stack
 from precisionctl.checkpoints.megatron.logical import OPTIMIZER, with_plain_masters
 from precisionctl.checkpoints.megatron.provider import describes, write_run_config
@@ -84,7 +84,7 @@ class TorchDistWriter:
         if describes(self.model) and not own_provider:
             write_run_config(self.directory, self._args, self.model)
         args = self._args | (fp8_args(payloads) if payloads else {})
-        ours = origin(payloads) if payloads else {}
+        ours = origin_entry(payloads) if payloads else {}
         # Since 0.13 Megatron derives from these which keys to load
         content: dict[str, object] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
         if self._by_layer:

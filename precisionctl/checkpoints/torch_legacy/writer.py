@@ -20,7 +20,7 @@ from precisionctl.checkpoints.chunks import Chunk, shard_boxes, whole
 from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun
-from precisionctl.checkpoints.megatron.fp8_state_writer import demanded, grouped_payloads, origin, write_sidecar
+from precisionctl.checkpoints.megatron.fp8_state_writer import demanded, grouped_payloads, origin_entry, write_sidecar
 from precisionctl.checkpoints.megatron.keys import COMPANIONS, OURS, count_experts, expert_of, layer_of, without_expert
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, OPTIMIZER, OUTPUT
 from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
@@ -195,7 +195,7 @@ class LegacyWriter:
             "num_floating_point_operations_so_far": 0,
         }
         if fp8:
-            content[OURS] = origin(fp8)
+            content[OURS] = origin_entry(fp8)
         content |= {key: value for key, value in self._run.common.items() if key != "optimizer"}
         if ranks.optimizer:
             settings = self._run.common.get("optimizer")

@@ -25,7 +25,7 @@ from precisionctl.errors import DataError, OutputError
 from precisionctl.tokens.tokenizer import Tokenizer, open_tokenizer
 from precisionctl.trainer.data.formats.base import DataSource, Record
 from precisionctl.trainer.data.megatron import BIN, ID_TYPES, IDX, LEARNED, with_suffix, write_index
-from precisionctl.trainer.data.store import key_of
+from precisionctl.trainer.data.store import cache_key
 from precisionctl.trainer.data.tokenize import tokenize
 from precisionctl.trainer.stopping import stop_signals
 
@@ -102,7 +102,7 @@ def make_corpus(
                 opened = (open_tokenizer(companions, tokenizer, one_core=True) for _ in range(workers))
                 tokenizers = [stack.enter_context(one) for one in opened]
                 code = 8 if tokenizers[0].size < _MOST_OF_16_BITS else 4
-                begun = Corpus(key_of(source.identity, tokenizers[0]), code)
+                begun = Corpus(cache_key(source.identity, tokenizers[0]), code)
                 made = _begin(partial, out, begun)
                 if not made.written:
                     made = _write(partial, made, _counting_text(source.records(), on_text), tokenizers)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from precisionctl.errors import DataError
 from precisionctl.sizes import counted
 from precisionctl.tokens.tokenizer import Tokenizer
-from precisionctl.trainer.data.store import FIRST, About, Samples, Tokens, cached_folder, key_of, mapped, stats_of
+from precisionctl.trainer.data.store import FIRST, About, Samples, Tokens, cache_key, cached_folder, mapped, stats_of
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -64,7 +64,7 @@ def load(prefix: Path, tokenizer: Tokenizer, cache: Path | None) -> Tokens:
         if learned is not None and len(learned) != len(ids):
             raise DataError(f"{len(learned)} bytes, and its .bin has {len(ids)} tokens", where=mask)
         build = partial(_look_through, ids=ids, ends=document_ends, learned=learned, tokenizer=tokenizer, data=data)
-        with cached_folder(cache, key_of(stats_of(files), tokenizer), build) as (folder, about):
+        with cached_folder(cache, cache_key(stats_of(files), tokenizer), build) as (folder, about):
             if learned is None:
                 return Tokens(ids, about)
             first = mapped(folder / FIRST, np.dtype(np.int64), len(document_ends))

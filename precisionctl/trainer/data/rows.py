@@ -214,7 +214,7 @@ def _sample_rows(tokens: Tokens, samples: Samples, length: int, packing: bool, d
     starts, sizes = starts[kept], cut[kept]
     first = np.arange(len(sizes) + 1)
     if packing:
-        packed = pack((sizes - 1).tolist(), length)
+        packed = pack_texts((sizes - 1).tolist(), length)
         order = np.concatenate([np.asarray(row) for row in packed])
         first = np.cumsum([0, *map(len, packed)])
         starts, sizes = starts[order], sizes[order]
@@ -226,7 +226,7 @@ def _sample_rows(tokens: Tokens, samples: Samples, length: int, packing: bool, d
     return Rows(tokens.ids, samples.learned, where, about.end, about.largest, about.digest, tuple(notes))
 
 
-def pack(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+def pack_texts(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Pack texts by best-fit decreasing: the longest first, each into the row in which it leaves the least room.
 
     Returns the numbers of the texts in each row. No row exceeds `capacity`, and no size may. The result depends on the

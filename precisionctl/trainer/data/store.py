@@ -76,7 +76,7 @@ def tokenized(
     def build(folder: Path) -> About:
         return _write(folder, tokenize(source.records(), [tokenizer]), tokenizer.end, on_tokens)
 
-    with cached_folder(cache, key_of(source.identity, tokenizer), build) as (folder, about):
+    with cached_folder(cache, cache_key(source.identity, tokenizer), build) as (folder, about):
         about = replace(about, notes=[*source.notes, *about.notes])
         ids = mapped(folder / TOKENS, np.dtype(np.int32), about.tokens)
         if about.samples is None:
@@ -86,7 +86,7 @@ def tokenized(
         return Tokens(ids, about, Samples(learned, ends, first))
 
 
-def key_of(identity: object, tokenizer: Tokenizer) -> str:
+def cache_key(identity: object, tokenizer: Tokenizer) -> str:
     """A key for the tokens that a tokenizer makes of the data with an `identity`, JSON."""
     return hashlib.sha256(json.dumps([VERSION, tokenizer.key, identity]).encode()).hexdigest()[:32]
 

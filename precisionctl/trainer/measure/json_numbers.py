@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 
-def to_json(value: Any, indent: int | None = None) -> str:
+def to_json_numbers(value: Any, indent: int | None = None) -> str:
     """JSON in which `null` stands for NaN and infinities."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 

@@ -17,7 +17,7 @@ from precisionctl.checkpoints.output import open_kept, replace_file
 from precisionctl.errors import DataError
 from precisionctl.recipe import Tracking
 from precisionctl.sizes import size
-from precisionctl.trainer.measure.json_numbers import nan_for_null, to_json
+from precisionctl.trainer.measure.json_numbers import nan_for_null, to_json_numbers
 from precisionctl.trainer.measure.tracking import trackers
 
 if TYPE_CHECKING:
@@ -79,13 +79,13 @@ class MetricsLog:
         """Append a step and flush it, so that it survives a kill of the process."""
         self.tokens = metrics.tokens
         values = metrics.as_dict()
-        self._file.write(to_json(values) + "\n")
+        self._file.write(to_json_numbers(values) + "\n")
         self._file.flush()
         self._track(values.pop("step"), values)
         if shadow := metrics.shadow:
             if self._shadow_file is None:
                 self._shadow_file = open_kept(self._shadows)
-            self._shadow_file.write(to_json(shadow.as_dict()) + "\n")
+            self._shadow_file.write(to_json_numbers(shadow.as_dict()) + "\n")
             self._shadow_file.flush()
             self._track(shadow.step, {f"shadow/{key}": value for key, value in shadow.numbers().items()})
 
@@ -132,5 +132,5 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _keep_up_to(path: Path, step: int) -> list[dict[str, Any]]:
     """Remove the steps after `step` from a file, atomically. Returns the others."""
     kept = [row for row in read_metrics(path) if row["step"] <= step] if path.exists() else []
-    replace_file(path, "".join(to_json(row) + "\n" for row in kept))
+    replace_file(path, "".join(to_json_numbers(row) + "\n" for row in kept))
     return kept

@@ -33,7 +33,7 @@ from precisionctl.trainer.model.hyper_connections import add_head, contracted
 from precisionctl.trainer.model.hyper_layer import HyperLayer, HyperMTPLayer
 from precisionctl.trainer.model.layer import Layer
 from precisionctl.trainer.model.mlp import Router
-from precisionctl.trainer.model.positions import LayerKind, PackedSequences, Positions, Rope, kind_of, query_scale
+from precisionctl.trainer.model.positions import LayerKind, PackedSequences, Positions, Rope, layer_kind, query_scale
 from precisionctl.trainer.model.residual_layer import ResidualLayer
 from precisionctl.trainer.model.router_balance import NO_BALANCE, Balance
 from precisionctl.trainer.model.router_losses import RouterLosses
@@ -70,7 +70,7 @@ class GPT(nn.Module):
         """What balances the experts; None if nothing does."""
         self._ropes = {
             kind: Rope(model, kind.in_window, self.backend.device) if kind.rope else None
-            for kind in {kind_of(model, layer) for layer in range(model.num_layers)}
+            for kind in {layer_kind(model, layer) for layer in range(model.num_layers)}
         }
         self.embedding = Embedding(model, self.backend)
         self.decoder = Decoder(model, self.backend, recompute)

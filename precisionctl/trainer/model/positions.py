@@ -264,7 +264,7 @@ class LayerKind(NamedTuple):
     """Queries and keys have rotary embeddings."""
 
 
-def kind_of(model: ModelShape, layer: int) -> LayerKind:
+def layer_kind(model: ModelShape, layer: int) -> LayerKind:
     """A layer's kind."""
     return LayerKind(model.in_window(layer), model.has_rope(layer))
 

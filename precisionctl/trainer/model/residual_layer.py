@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from precisionctl.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend
 from precisionctl.trainer.model.attention import KeysValues
-from precisionctl.trainer.model.positions import LayerKind, Positions, kind_of
+from precisionctl.trainer.model.positions import LayerKind, Positions, layer_kind
 
 
 class ResidualLayer(nn.Module):
@@ -16,7 +16,7 @@ class ResidualLayer(nn.Module):
     def __init__(self, model: ModelShape, number: int, backend: Backend, recompute: bool) -> None:
         super().__init__()
         self.backend, self.recompute = backend, recompute
-        self.kind, self.residual_multiplier = kind_of(model, number), model.residual_multiplier
+        self.kind, self.residual_multiplier = layer_kind(model, number), model.residual_multiplier
 
     def forward(
         self,

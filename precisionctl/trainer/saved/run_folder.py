@@ -19,7 +19,7 @@ from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, OutputError, damage
 from precisionctl.fp8 import sidecar
 from precisionctl.recipe import GuardSettings, Recipe, Tracking, recipe_of
-from precisionctl.trainer.measure.json_numbers import nan_for_null, to_json
+from precisionctl.trainer.measure.json_numbers import nan_for_null, to_json_numbers
 from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.stopping import SkippedSteps
@@ -217,7 +217,7 @@ def _is_guard_state(guard: object) -> bool:
 
 def differing_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """The names of the settings in which two runs differ."""
-    found, wanted = (json.loads(to_json(each)) for each in (one, other))
+    found, wanted = (json.loads(to_json_numbers(each)) for each in (one, other))
     return sorted(key for key in {**found, **wanted} if found.get(key) != wanted.get(key))
 
 
@@ -243,7 +243,7 @@ def read_same(newest: TorchDistReader, wanted: Mapping[str, Any], out: Path) -> 
 def sign(partial: Path, saved: Saved) -> None:
     """Write `run.json` into a new iteration, before anything else, as only iterations with it may be pruned."""
     (partial / RUN_FILE).parent.mkdir()
-    (partial / RUN_FILE).write_text(to_json(asdict(saved), indent=1))
+    (partial / RUN_FILE).write_text(to_json_numbers(asdict(saved), indent=1))
 
 
 def prune(out: Path, step: int, keep: int) -> None:
