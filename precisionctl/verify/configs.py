@@ -6,7 +6,7 @@ from typing import Any
 from precisionctl.architectures.families import table_of
 from precisionctl.architectures.rope import PARAMETERS
 from precisionctl.checkpoints.base import Reader
-from precisionctl.engines.serving import text_config
+from precisionctl.engines.serving import served_config
 from precisionctl.quant_methods.coded_weights import KEYS_OF_CODES
 from precisionctl.same_model import differences
 from precisionctl.untabled_model import UntabledModel
@@ -75,7 +75,7 @@ def _config(reader: Reader) -> Mapping[str, Any] | None:
     if data is None:
         return None
     config = parse_json(data, "config.json")
-    text = text_config(config)
+    text = served_config(config)
     own = {key: value for key, value in text.items() if key not in KEYS_OF_CODES}
     left_out = (*KEYS_OF_CODES, "model_type")
     return {key: own if value is text else value for key, value in config.items() if key not in left_out}
