@@ -31,6 +31,7 @@ from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, ShapeMisma
 from precisionctl.param import Parallelism
 from precisionctl.same_model import differences
 from precisionctl.verify.compare import compare
+from precisionctl.verify.engine_rules import check
 
 FAMILY = "kimi-k3"
 WIDE = ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "e_score_correction_bias")
@@ -573,6 +574,17 @@ def test_a_description_of_bridge_that_is_none_is_one_error(tmp_path: Path, chang
 
 
 # Engines
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang"])
+def test_the_released_codes_keep_every_rule_and_come_back_so(tmp_path: Path, target: str) -> None:
+    """Whose list says nothing of projections around experts, nor of what weighs residual streams: both engines have
+    these without codes (vLLM models/kimi_k3/nvidia/model.py, SGLang models/kimi_k3.py)."""
+    publish(tmp_path / "hf")
+    run(tmp_path / "hf", tmp_path / "m", "megatron")
+    run(tmp_path / "m", tmp_path / "codes", "hf", precision="fp8")
+    for directory in ("hf", "codes"):
+        assert check(open_checkpoint(tmp_path / directory), engine_named(target)) == []
 
 
 @pytest.mark.parametrize("target", ["vllm", "sglang"])

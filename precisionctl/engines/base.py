@@ -94,6 +94,12 @@ class Engine:
         """The schemes, and formats of packed codes, that the engine loads of a quant method."""
         return rules.formats if (rules := self.methods.get(method)) else ()
 
+    def _formats(self, method: str, model_type: object) -> Sequence[str]:
+        """Those of a model."""
+        rules = self.methods.get(method)
+        own = rules.of_models.get(model_type, ()) if rules and isinstance(model_type, str) else ()
+        return (*self.formats(method), *own)
+
     @property
     def cache(self) -> dict[str, str]:
         """What the engine does with the scales of an FP8 KV cache, in words, by the quant methods beside which it does
@@ -142,7 +148,7 @@ class Engine:
         said = method.read(config["quantization_config"])
         scheme = said.narrowed({name: weight.scales for name, weight in coded.items()}, specs).scheme
         kinds = _kinds(method, said, scheme, coded)
-        known, by_kind = self.formats(method.name), _by_kind(kinds) or {scheme: []}
+        known, by_kind = self._formats(method.name, config.get("model_type")), _by_kind(kinds) or {scheme: []}
         if unread := next((kind for kind in by_kind if kind not in known), None):
             forms = (form_in_words(coded[n].form, coded[n].scales.input is not None) for n in by_kind[unread])
             what = next(forms, _in_words(unread))
@@ -172,7 +178,8 @@ class Engine:
         yield from broken(mxfp4.contradicted, mxfp4.rule, directory) if mxfp4 else ()
         yield from broken(ignored.misread_experts, self.config_rule, directory)
         yield from self.fused.check(directory)
-        for kind, names in _by_kind(directory.kinds).items():
+        own = rules.of_models.get(directory.model_type, ())
+        for kind, names in ((kind, names) for kind, names in _by_kind(directory.kinds).items() if kind not in own):
             yield from self.check_weights(names, method, kind, directory.text_type)
         yield from broken(cache_scales_of_latents, self.latents, directory)
         for demand, rule in self.demands.items():

@@ -28,8 +28,10 @@ BY_MODULE = ("",)
 
 _ROUTERS = r"gate|router|block_sparse_moe\.router\.layer"  # the last is Granite's, as in its files
 ROUTERS = re.compile(rf".+\.({_ROUTERS})")
-ROUTERS_AND_GATES = re.compile(rf".+\.({_ROUTERS}|shared_expert_gate)")
-"""The latter are those of shared experts."""
+_OF_KIMI_K3 = r"routed_expert_(down|up)_proj|(self_attention|mlp|output_attn)_res_proj"
+"""Projections around experts, and what weighs residual streams."""
+ROUTERS_AND_GATES = re.compile(rf".+\.({_ROUTERS}|shared_expert_gate|{_OF_KIMI_K3})")
+"""The gates are those of shared experts."""
 
 _HEADS = r"(\D*\.)?((\w+_)?lm_head|predictions|proj_out|embed_out|output_projection)(\.decoder|\.out_proj)?$"
 """Heads that are tied to an embedding, by the names of transformers' classes (5.24, `_tied_weights_keys`)."""

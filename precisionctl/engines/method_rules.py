@@ -35,6 +35,7 @@ class MethodRules:
     """What an engine does with the directories of one quant method.
 
     formats, experts: the schemes, and formats of packed codes, that it loads, and of experts if not the same (None).
+    of_models: those that it loads beside of single models, by config.json's `model_type`.
     ignored: how it finds out which modules are values; ignored_in: the same in a scheme where it does otherwise.
     bf16_scales: whether it rounds FP32 scales to BF16. cache: what it does with the scales of an FP8 KV cache, in words
     that follow its name; empty if nothing. joined: the rule on the format of tensors that it joins with others as it
@@ -48,6 +49,7 @@ class MethodRules:
     formats: Sequence[str]
     ignored: IgnoreList
     experts: Sequence[str] | None = None
+    of_models: Mapping[str, Sequence[str]] = field(default_factory=dict)
     ignored_in: Mapping[str, IgnoreList] = field(default_factory=dict)
     bf16_scales: bool = False
     cache: str = ""

@@ -72,6 +72,7 @@ ENGINE = Engine(
         "compressed-tensors": MethodRules(
             formats=("NVFP4", "INT4", "INT8", "static", "dynamic", "block"),
             experts=("NVFP4", "INT4", "INT8", "static", "dynamic"),
+            of_models={"kimi_k3": ("MXFP4",)},  # models/kimi_k3.py KimiK3MoE
             ignored=_list(("ignore",), BY_END_OR_REGEX, heads_apart=True, experts=FIRST_EXPERT),
             cache="casts keys and values with them",
         ),
