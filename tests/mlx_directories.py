@@ -5,6 +5,7 @@ holds every product and sum here, and rounded where MLX rounds.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,20 +90,78 @@ def coded(shape: tuple[int, ...], spelled: Spelled, generator: torch.Generator) 
 
 
 FC = {"up_proj": "fc1", "down_proj": "fc2"}
+PLUS_ONE = re.compile(r"(.+(input_layernorm|post_attention_layernorm|[qk]_norm)|model\.norm)\.weight")
 
 
-def rename(tensors: dict[str, Tensor]) -> None:
-    """Give a model's tensors the names and shapes that mlx-lm gives those of Qwen3-MoE, Nemotron-H and Mamba-2."""
-    stacks = dict[str, list[Tensor]]()
+def rename(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Give a model's tensors the names, shapes and values that mlx-lm gives them, as far as its family needs."""
+    family, stacks = config["model_type"], dict[str, list[Tensor]]()
     for name in sorted(tensors, key=in_order):
         before, at, after = name.partition(".experts.")
-        if at:
+        if at and family == "gpt_oss":
+            rename_gpt_oss(tensors, name)
+        elif at:
             _, matrix, kind = after.split(".")
             matrix = FC[matrix] if before.endswith("mixer") else matrix
             stacks.setdefault(f"{before}.switch_mlp.{matrix}.{kind}", []).append(tensors.pop(name))
         elif name.endswith("conv1d.weight"):
             tensors[name] = tensors[name].movedim(1, 2).contiguous()
+        elif name.endswith("kv_b_proj.weight"):
+            cut_heads(tensors, name, config)
+        elif name.endswith("input_linear.weight"):
+            names = ("mlp.{}", "shared_mlp") if "shared" in name else ("switch_mlp.{}", "")
+            gate, up = tensors.pop(name).chunk(2, -2)
+            for matrix, each in (("gate_proj", gate), ("up_proj", up)):
+                path = name.replace(names[1], "").replace("..", ".") if names[1] else name
+                tensors[path.replace("input_linear", names[0].format(matrix))] = each.contiguous()
+        elif name.endswith("output_linear.weight"):
+            path = name.replace("shared_mlp.output_linear", "mlp.down_proj")
+            tensors[path.replace("output_linear", "switch_mlp.down_proj")] = tensors.pop(name)
+        elif family == "qwen3_next" and PLUS_ONE.fullmatch(name):
+            tensors[name] = tensors[name] + 1
     tensors.update({name: torch.stack(parts) for name, parts in stacks.items()})
+
+
+def rename_gpt_oss(tensors: dict[str, Tensor], name: str) -> None:
+    """Rows of gate and up alternate in published files, whose matrices are `[in, out]`."""
+    tensor, kind = tensors.pop(name), ".bias" if name.endswith("_bias") else ".weight"
+    tensor = tensor if kind == ".bias" else tensor.mT.contiguous()
+    path = name.removesuffix("_bias")
+    if path.endswith("down_proj"):
+        tensors[path + kind] = tensor
+    else:
+        tensors[path.replace("gate_up", "gate") + kind] = tensor[:, ::2].contiguous()
+        tensors[path.replace("gate_up", "up") + kind] = tensor[:, 1::2].contiguous()
+
+
+def cut_heads(tensors: dict[str, Tensor], name: str, config: Mapping[str, Any]) -> None:
+    """The keys' rows of each head, turned, and the values'."""
+    keys, values = config["qk_nope_head_dim"], config["v_head_dim"]
+    heads = tensors.pop(name).view(config["num_attention_heads"], keys + values, -1)
+    tensors[name.replace("kv_b_proj", "embed_q")] = heads[:, :keys].mT.contiguous()
+    tensors[name.replace("kv_b_proj", "unembed_out")] = heads[:, keys:].contiguous()
+
+
+def published(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Values of matrices and stacks by the names of published files: of experts, of heads, and of gpt-oss."""
+    found = dict[str, Tensor]()
+    for name, value in values.items():
+        other = values.get(name.replace("embed_q", "unembed_out").replace("gate_proj", "up_proj"), value)
+        if ".switch_mlp." in name:
+            found |= {name.replace("switch_mlp", f"experts.{n}"): each for n, each in enumerate(value)}
+        elif ".embed_q." in name:
+            heads = [torch.cat([keys.t(), rest]) for keys, rest in zip(value, other, strict=True)]
+            found[name.replace("embed_q", "kv_b_proj")] = torch.cat(heads)
+        elif ".experts.gate_proj." in name:
+            pairs = [torch.stack(pair, 1).flatten(0, 1) for pair in zip(value, other, strict=True)]
+            path = name.replace("gate_proj.weight", "gate_up_proj_blocks")
+            found |= {f"{path}[{n}]": each for n, each in enumerate(pairs)}
+        elif ".experts.down_proj." in name:
+            path = name.replace("down_proj.weight", "down_proj_blocks")
+            found |= {f"{path}[{n}]": each for n, each in enumerate(value)}
+        elif ".unembed_out." not in name and ".experts.up_proj." not in name:
+            found[name] = value
+    return found
 
 
 def make(directory: Path, spelling: str, family: str = "llama-3", **sizes: Any) -> dict[str, Tensor]:
@@ -111,28 +170,26 @@ def make(directory: Path, spelling: str, family: str = "llama-3", **sizes: Any) 
     spelled, generator = SPELLINGS[spelling], torch.Generator().manual_seed(1)
     pico.save(directory, family, dtype=torch.bfloat16, **SIZES | {"intermediate_size": 128} | sizes)
     file, values, own = directory / "model.safetensors", dict[str, Tensor](), dict[str, Any]()
-    tensors = load_file(file)
-    rename(tensors)
+    path, tensors = directory / "config.json", load_file(file)
+    config = json.loads(path.read_text())
+    rename(tensors, config)
     for name, tensor in list(tensors.items()):
         module = name.removesuffix(".weight")
         said = next((said for part, said in spelled.own.items() if part in name), True)
         if said is not True:
             own[module] = said
-        stack = tensor.dim() == 3 and "switch_mlp" in name
-        if said is False or tensor.dim() != 2 + stack or tensor.shape[-1] % spelled.group:
+        matrix = name.endswith(".weight") and tensor.dim() > 1 and "conv1d" not in name
+        if said is False or not matrix or tensor.shape[-1] % spelled.group:
             continue
         how = spelled if said is True else Spelled("affine", said["bits"], said["group_size"])
-        if not stack and how.of_experts:
+        if tensor.dim() == 2 and how.of_experts:
             how = SPELLINGS["nvfp4"]
-        stored, decoded = coded(tuple(tensor.shape), how, generator)
+        stored, values[name] = coded(tuple(tensor.shape), how, generator)
         tensors |= {f"{module}.{kind}": each for kind, each in stored.items()}
-        for number, one in enumerate(decoded if stack else decoded[None]):
-            values[name.replace("switch_mlp", f"experts.{number}")] = one
     save_file(tensors, file, {"format": "mlx"})
-    path, quantization = directory / "config.json", spelled.settings | own
-    said = {"quantization": quantization, "quantization_config": quantization}
-    path.write_text(json.dumps(json.loads(path.read_text()) | said))
-    return values
+    quantization = spelled.settings | own
+    path.write_text(json.dumps(config | {"quantization": quantization, "quantization_config": quantization}))
+    return published(values)
 
 
 def in_order(name: str) -> tuple[int | str, ...]:

@@ -1,18 +1,20 @@
 """Directories that mlx-lm saved: their tensors under the names and in the shapes that published files have.
 
 mlx-lm's `sanitize` stacks the experts of a layer, `mlp.switch_mlp.up_proj.weight` `[experts, out, in]`, and has the
-channels of convolutions last. These bytes are only named otherwise here. Where it does more (absorbed projections of
-latent attention, norms plus one, weights times multipliers), or where that was not looked at, codes are refused by the
+channels of convolutions last. These bytes are only named otherwise here. Where it has cut a weight, turned it or added
+one to it, the parts are named `WEIGHT/PLACE-HOW.weight`, and `decoded/mlx_codes.py` puts them together. Where it does
+anything else (weights times multipliers, for instance), or where that was not looked at, codes are refused by the
 `model_type`. Source: mlx-lm 0.32 (models/*.py, sanitize), run on a small model of each of `READ`.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.decoded.mlx_codes import METHOD
+from precisionctl.checkpoints.decoded.mlx_parts import PART
 from precisionctl.checkpoints.fused_experts import MOST_SLICES
 from precisionctl.checkpoints.safetensors_file import StoredTensor, read_described
 from precisionctl.dtypes import DType
@@ -21,23 +23,61 @@ from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.coded_weights import MLX_KEY
 
 Places = dict[str, tuple[Path, StoredTensor]]
+_Renaming = tuple[re.Pattern[str], str]
 
-READ = frozenset(
-    "afmoe apertus cohere cohere2 deepseek_v2 dots1 ernie4_5 exaone exaone4 gemma gemma2 gemma3_text glm glm4 glm4_moe "
-    "gpt_bigcode granite helium hunyuan_v1_dense internlm3 iquestcoder jamba lfm2 llama mamba2 mellum minicpm3 "
-    "minimax_m2 ministral3 mistral mixtral nemotron nemotron_h olmo2 olmo3 olmo_hybrid olmoe phi phi3 phimoe qwen2 "
-    "qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2".split()
-)
-"""The `model_type`s of which mlx-lm changes nothing else."""
 
-_GATE_UP_DOWN = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-_STACKS: tuple[tuple[re.Pattern[str], Mapping[str, str]], ...] = (
-    (re.compile(r"(.+\.mlp)\.(?:switch_mlp|experts)\.(gate_proj|up_proj|down_proj)\.(.+)"), {}),
-    (re.compile(r"(.+\.feed_forward)\.switch_mlp\.(gate_proj|up_proj|down_proj)\.(.+)"), {}),
-    (re.compile(r"(.+\.block_sparse_moe)\.switch_mlp\.(gate_proj|up_proj|down_proj)\.(.+)"), _GATE_UP_DOWN),
-    (re.compile(r"(.+\.mixer)\.switch_mlp\.(fc1|fc2)\.(.+)"), {"fc1": "up_proj", "fc2": "down_proj"}),
+def _renamings(*of: tuple[str, str]) -> tuple[_Renaming, ...]:
+    """Patterns of names, and what published files have instead, with `{n}` for the place in a stack."""
+    return tuple((re.compile(pattern), name) for pattern, name in of)
+
+
+_STACKS = _renamings(
+    (r"(.+\.(?:mlp|feed_forward))\.switch_mlp\.((?:gate|up|down)_proj\..+)", "{0}.experts.{n}.{1}"),
+    (r"(.+\.mlp\.experts)\.((?:gate|up|down)_proj\..+)", "{0}.{n}.{1}"),
+    (r"(.+\.block_sparse_moe)\.switch_mlp\.gate_proj\.(.+)", "{0}.experts.{n}.w1.{1}"),
+    (r"(.+\.block_sparse_moe)\.switch_mlp\.up_proj\.(.+)", "{0}.experts.{n}.w3.{1}"),
+    (r"(.+\.block_sparse_moe)\.switch_mlp\.down_proj\.(.+)", "{0}.experts.{n}.w2.{1}"),
+    (r"(.+\.mixer)\.switch_mlp\.fc1\.(.+)", "{0}.experts.{n}.up_proj.{1}"),
+    (r"(.+\.mixer)\.switch_mlp\.fc2\.(.+)", "{0}.experts.{n}.down_proj.{1}"),
+    (r"(.+\.self_attn)\.embed_q\.(.+)", "{0}.kv_b_proj.weight/{n}a-turned.{1}"),
+    (r"(.+\.self_attn)\.unembed_out\.(.+)", "{0}.kv_b_proj.weight/{n}b-joined.{1}"),
 )
-"""Stacks of experts, and what published files call their matrices, if not the same."""
+_OF_GPT_OSS = _renamings(
+    (r"(.+\.mlp\.experts)\.gate_proj\.bias", "{0}.gate_up_proj_bias[{n}]/0-alternating.weight"),
+    (r"(.+\.mlp\.experts)\.up_proj\.bias", "{0}.gate_up_proj_bias[{n}]/1-alternating.weight"),
+    (r"(.+\.mlp\.experts)\.down_proj\.bias", "{0}.down_proj_bias[{n}]"),
+    (r"(.+\.mlp\.experts)\.gate_proj\.(.+)", "{0}.gate_up_proj_blocks[{n}]/0-alternating.{1}"),
+    (r"(.+\.mlp\.experts)\.up_proj\.(.+)", "{0}.gate_up_proj_blocks[{n}]/1-alternating.{1}"),
+    (r"(.+\.mlp\.experts)\.down_proj\.(.+)", "{0}.down_proj_blocks[{n}]/0-joined.{1}"),
+)
+_OF_GRANITE = _renamings(
+    (r"(.+\.block_sparse_moe)\.switch_mlp\.gate_proj\.(.+)", "{0}.input_linear.weight[{n}]/0-joined.{1}"),
+    (r"(.+\.block_sparse_moe)\.switch_mlp\.up_proj\.(.+)", "{0}.input_linear.weight[{n}]/1-joined.{1}"),
+    (r"(.+\.block_sparse_moe)\.switch_mlp\.down_proj\.(.+)", "{0}.output_linear.weight[{n}]/0-joined.{1}"),
+    (r"(.+\.layers\.\d+)\.mlp\.gate_proj\.(.+)", "{0}.shared_mlp.input_linear.weight/0-joined.{1}"),
+    (r"(.+\.layers\.\d+)\.mlp\.up_proj\.(.+)", "{0}.shared_mlp.input_linear.weight/1-joined.{1}"),
+    (r"(.+\.layers\.\d+)\.mlp\.down_proj\.(.+)", "{0}.shared_mlp.output_linear.{1}"),
+)
+_NORMS_PLUS_ONE = _renamings(
+    (r"(.+\.(?:input|post_attention)_layernorm|.+\.[qk]_norm|model\.norm)\.weight", "{0}.weight/0-plus_one.weight"),
+)
+
+READ: Mapping[str, tuple[_Renaming, ...]] = {
+    **dict.fromkeys(
+        "afmoe apertus cohere cohere2 deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5 exaone exaone4 gemma gemma2 "
+        "gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt_bigcode granite helium hunyuan_v1_dense internlm3 iquestcoder "
+        "jamba kimi_k2 lfm2 llama mamba2 mellum minicpm3 minimax_m2 ministral3 mistral mixtral nemotron nemotron_h "
+        "olmo2 olmo3 olmo_hybrid olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open "
+        "stablelm starcoder2".split(),
+        (),
+    ),
+    "gpt_oss": _OF_GPT_OSS,
+    "granitemoe": _OF_GRANITE,
+    "granitemoehybrid": _OF_GRANITE,
+    "qwen3_next": _NORMS_PLUS_ONE,
+}
+"""The `model_type`s of which it is known what mlx-lm changes, and what that is beside `_STACKS` and shapes."""
+
 _CONVOLUTION = re.compile(r".+\.(?:[qkv]_conv1d|conv1d|conv)\.weight")
 _NUMBER = re.compile(r".+\.act_fn\.alpha_[pn]")
 
@@ -69,13 +109,15 @@ def in_published_names(places: Places, config: Mapping[str, Any], where: object)
     found: Places = {}
     names = dict[str, list[str]]()
     for name, (file, tensor) in places.items():
-        published = _published(name, tensor, MOST_SLICES - len(found), file)
+        published = _published(name, tensor, (*READ[family], *_STACKS), MOST_SLICES - len(found), file)
         names[name] = list(published)
         for each, placed in published.items():
             if each in found:
                 raise DamagedCheckpoint(f"`{each}` is there, and is a part of a stack of experts too", where=file)
             found[each] = file, placed
-    return found, {} if not coded or settings is None else _of_modules(settings, names) | {"quant_method": METHOD}
+    if not coded and not any(map(PART.fullmatch, found)):
+        return found, {}
+    return found, _of_modules(settings or {}, names) | {"quant_method": METHOD}
 
 
 def _is_coded(name: str, tensor: StoredTensor, places: Places) -> bool:
@@ -89,28 +131,28 @@ def _saved_by_mlx(places: Places) -> bool:
     return file is not None and file.suffix == ".safetensors" and read_described(file)[1].get("format") == "mlx"
 
 
-def _published(name: str, tensor: StoredTensor, most: int, where: Path) -> dict[str, StoredTensor]:
+def _published(
+    name: str, tensor: StoredTensor, renamings: Iterable[_Renaming], most: int, where: Path
+) -> dict[str, StoredTensor]:
     """What published files have in the place of a tensor: of a stack, at `most` so many."""
     shape = tensor.spec.shape
     if _CONVOLUTION.fullmatch(name) and len(shape) == 3 and shape[2] == 1:
         shape = (shape[0], 1, shape[1])
     elif _NUMBER.fullmatch(name) and not shape:
         shape = (1,)
-    for pattern, others in _STACKS:
-        match = pattern.fullmatch(name)
-        if match is None or not shape:
-            continue
-        if not 0 < shape[0] <= most:
-            raise DamagedCheckpoint(f"`{name}` is a stack of {shape[0]} experts", where=where)
-        layer, matrix, kind = match.groups()
-        spec = TensorSpec(shape[1:], tensor.spec.dtype)
-        return {
-            f"{layer}.experts.{expert}.{others.get(matrix, matrix)}.{kind}": StoredTensor(
-                spec, tensor.offset + expert * spec.nbytes
-            )
-            for expert in range(shape[0])
-        }
-    return {name: replace(tensor, spec=TensorSpec(shape, tensor.spec.dtype))}
+    found = ((match, published) for pattern, published in renamings if (match := pattern.fullmatch(name)))
+    match, published = next(found, (None, ""))
+    if match is None or ("{n}" in published and not shape):
+        return {name: replace(tensor, spec=TensorSpec(shape, tensor.spec.dtype))}
+    if "{n}" not in published:
+        return {published.format(*match.groups()): tensor}
+    if not 0 < shape[0] <= most:
+        raise DamagedCheckpoint(f"`{name}` is a stack of {shape[0]} matrices", where=where)
+    spec = TensorSpec(shape[1:], tensor.spec.dtype)
+    return {
+        published.format(*match.groups(), n=place): StoredTensor(spec, tensor.offset + place * spec.nbytes)
+        for place in range(shape[0])
+    }
 
 
 def _of_modules(said: Mapping[str, Any], names: Mapping[str, list[str]]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ lowest; `scales` `[out, in / group]`; and, of integers, `biases` of the same sha
 - mxfp4, mxfp8: E2M1 or E4M3 codes, exponents of two as bytes for 32 values of a row.
 - nvfp4: E2M1 codes, scales in E4M3 as bytes for 16, times `global_scale / 2688` where a stack of experts has one.
 
-The result is rounded to BF16. Sources: MLX 0.32 (ops.cpp, affine_dequantize, fp_dequantize; kernels/quantized.h,
+The result is rounded to BF16. Weights that mlx-lm has cut, turned or added one to are put together again, of parts that
+`checkpoints/mlx_names.py` has named. Sources: MLX 0.32 (ops.cpp, affine_dequantize, fp_dequantize; kernels/quantized.h,
 fp_quantized.h; nn/layers/quantized.py), mlx-lm 0.32 (utils.py, load_model, quantize_model).
 """
 
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import in_pieces, read_rows, read_tensor
 from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
+from precisionctl.checkpoints.decoded.mlx_parts import WeightPart, shape_of, weights_in_parts
 from precisionctl.codes import nibbles, numerics
 from precisionctl.codes.elements import E2M1, E4M3
 from precisionctl.dtypes import DType
@@ -73,13 +75,23 @@ class MlxCodes(DecodedWeights):
     settings, and those of modules' own, by their names."""
 
     def _find(self, quantization: Mapping[str, Any]) -> None:
-        self._usual = self._format("`quantization`", quantization, own=False)
         specs = self._stored.specs
         modules = [name.removesuffix(".scales") for name in specs if name.endswith(".scales")]
+        self._usual = self._format("`quantization`", quantization, own=False) if modules else None
         self._formats = {f"{module}.weight": self._format_of(module, quantization) for module in modules}
-        self.shapes = {name: self._shape(name, form) for name, form in self._formats.items()}
-        self.read = {name for weight, form in self._formats.items() for name in self._parts(weight, form)}
-        self.kinds = {form.words for form in self._formats.values()}
+        coded = {name: self._shape(name, form) for name, form in self._formats.items()}
+        self.read = {name for weight, form in self._formats.items() for name in self._beside(weight, form)}
+        self.kinds = {form.words for form in self._formats.values()} or {"weights in parts"}
+        self._made = weights_in_parts({name: spec.shape for name, spec in specs.items()} | coded, self._where)
+        for weight, parts in self._made.items():
+            self._check_alone(weight, parts[0].name)
+            for name in (part.name for part in parts if part.name not in coded):
+                if specs[name].dtype not in FLOATS:
+                    what = f"{name} is {specs[name].stored_dtype}, no part of a weight"
+                    raise DamagedCheckpoint(what, where=self._where)
+            self.read |= {part.name for part in parts}
+        self.shapes = {name: shape for name, shape in coded.items() if name not in self.read}
+        self.shapes |= {name: shape_of(parts) for name, parts in self._made.items()}
         for name, spec in specs.items():
             if name.endswith(".weight") and spec.dtype == DType.uint32 and name not in self._formats:
                 self._present(f"{name.removesuffix('weight')}scales")
@@ -88,7 +100,35 @@ class MlxCodes(DecodedWeights):
                 raise DamagedCheckpoint(what, where=self._where, do="Is every shard there?")
 
     def rows(self, name: str, row: int, rows: int) -> Tensor:
-        form, columns, scales = self._formats[name], self.specs[name].columns, _beside(name, "scales")
+        if name not in self._made:
+            return self._of_codes(name, row, rows)
+        parts = self._made[name]
+        if parts[0].how == "alternating":
+            first, stop = row // len(parts), -(-(row + rows) // len(parts))
+            every = torch.stack([self._of_part(part, first, stop - first) for part in parts], 1).flatten(0, 1)
+            return every[row - first * len(parts) :][:rows]
+        made, start = [], 0
+        for part in parts:
+            stop = start + part.of_weight[0]
+            first, end = max(row, start), min(row + rows, stop)
+            if first < end:
+                made.append(self._of_part(part, first - start, end - first))
+            start = stop
+        return torch.cat(made)
+
+    def _of_part(self, part: WeightPart, row: int, rows: int) -> Tensor:
+        """Rows of a weight, as far as they are a part's, BF16 `[rows, columns]`."""
+        turned = part.how == "turned"
+        first, count = (0, part.shape[0]) if turned else (row, rows)
+        coded = part.name in self._formats
+        values = self._of_codes(part.name, first, count) if coded else read_rows(self._stored, part.name, first, count)
+        if part.how == "plus_one":
+            values = values.float() - 1
+        return values.t()[row : row + rows].bfloat16() if turned else values.bfloat16()
+
+    def _of_codes(self, name: str, row: int, rows: int) -> Tensor:
+        form, scales = self._formats[name], _beside(name, "scales")
+        columns = form.group * self._stored.specs[scales].columns
         made = []
         for first, count in in_pieces(row, rows, columns, PIECE):
             codes = read_rows(self._stored, name, first, count).view(torch.uint8)
@@ -117,6 +157,7 @@ class MlxCodes(DecodedWeights):
     def _format_of(self, module: str, quantization: Mapping[str, Any]) -> _MlxFormat:
         said = quantization.get(module, True)
         if said is True:
+            assert self._usual, "as there are codes"
             return self._usual
         if said is False:
             what = f"{module}.scales is there, and config.json says that {module} is not quantized"
@@ -142,7 +183,7 @@ class MlxCodes(DecodedWeights):
                 raise self._unread(what)
         return _MlxFormat(mode, bits, group)
 
-    def _parts(self, weight: str, form: _MlxFormat) -> list[str]:
+    def _beside(self, weight: str, form: _MlxFormat) -> list[str]:
         """The tensors beside the codes of a weight."""
         kinds = ("scales", "biases") if form.mode.affine else ("scales", "global_scale")
         names = [_beside(weight, kind) for kind in kinds]
@@ -150,7 +191,7 @@ class MlxCodes(DecodedWeights):
 
     def _shape(self, name: str, form: _MlxFormat) -> tuple[int, ...]:
         """The shape of a weight. Raises DamagedCheckpoint for tensors that are not such codes."""
-        parts = {name: self._present(name)} | {part: self._present(part) for part in self._parts(name, form)}
+        parts = {name: self._present(name)} | {part: self._present(part) for part in self._beside(name, form)}
         codes, scales, *others = parts.values()
         shape = (codes.rows, form.group * scales.columns)
         fits = len(codes.shape) == len(scales.shape) == 2 and codes.rows == scales.rows and 0 not in shape

@@ -1,0 +1,55 @@
+"""Weights that mlx-lm has cut, turned, or added one to: which parts they are made of (`checkpoints/mlx_names.py`)."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from precisionctl.errors import DamagedCheckpoint, shown
+
+PART = re.compile(r"(.+)/(\d{1,9})([ab]?)-(joined|turned|alternating|plus_one)\.weight")
+"""A part of a weight: the weight's name, the part's place in it, and how it is there.
+
+- `joined`: rows that follow those of the part before it
+- `turned`: the same, of the part's transpose
+- `alternating`: every second row, or whatever the number of parts is
+- `plus_one`: the only one, a norm of which one is to be taken away
+"""
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """The tensor of a part, and its shape as it is stored or decodes."""
+
+    name: str
+    how: str
+    shape: tuple[int, ...]
+
+    @property
+    def of_weight(self) -> tuple[int, ...]:
+        """The shape that it has in the weight."""
+        return self.shape[::-1] if self.how == "turned" else self.shape
+
+
+def weights_in_parts(shapes: Mapping[str, tuple[int, ...]], where: object) -> dict[str, list[WeightPart]]:
+    """The weights that are in parts, which are among tensors of these shapes, each with its parts in order. Raises
+    DamagedCheckpoint for parts that do not make one weight."""
+    found = dict[str, dict[tuple[int, str], WeightPart]]()
+    for name, shape in shapes.items():
+        if match := PART.fullmatch(name):
+            weight, place, letter, how = match.groups()
+            found.setdefault(weight, {})[int(place), letter] = WeightPart(name, how, shape)
+    made = {}
+    for weight, at in found.items():
+        made[weight] = parts = [at[place] for place in sorted(at)]
+        letters = sorted({letter for _, letter in at})
+        complete = sorted(at) == [(place, letter) for place in range(len(at) // len(letters)) for letter in letters]
+        one = parts[0].of_weight
+        sizes = {part.of_weight if part.how == "alternating" else part.of_weight[1:] for part in parts}
+        if not complete or len(sizes) > 1 or not 0 < len(one) <= 2 or any(0 in part.shape for part in parts):
+            shown_parts = ", ".join(f"{part.name} {shown(part.shape)}" for part in parts[:4])
+            raise DamagedCheckpoint(f"{weight} is in parts that do not fit: {shown_parts}", where=where)
+    return made
+
+
+def shape_of(parts: list[WeightPart]) -> tuple[int, ...]:
+    return (sum(part.of_weight[0] for part in parts), *parts[0].of_weight[1:])
