@@ -148,7 +148,8 @@ def published(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, value in values.items():
         other = values.get(name.replace("embed_q", "unembed_out").replace("gate_proj", "up_proj"), value)
         if ".switch_mlp." in name:
-            found |= {name.replace("switch_mlp", f"experts.{n}"): each for n, each in enumerate(value)}
+            path = name.replace("fc1", "up_proj").replace("fc2", "down_proj")
+            found |= {path.replace("switch_mlp", f"experts.{n}"): each for n, each in enumerate(value)}
         elif ".embed_q." in name:
             heads = [torch.cat([keys.t(), rest]) for keys, rest in zip(value, other, strict=True)]
             found[name.replace("embed_q", "kv_b_proj")] = torch.cat(heads)

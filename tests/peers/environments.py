@@ -33,6 +33,11 @@ def modelopt() -> Path:
     return python_with("modelopt", (*OUR_VERSIONS, *packages))
 
 
+def mlx() -> Path:
+    """The Python of an environment with mlx-lm and MLX for CPUs."""
+    return python_with("mlx", (*OUR_VERSIONS, "mlx[cpu]==0.32.4", "mlx-lm==0.32.2"))
+
+
 def quark() -> Path:
     """The Python of an environment with AMD's Quark, which names neither torch nor transformers as requirements."""
     version = torch.__version__.partition("+")[0]

@@ -1,0 +1,60 @@
+"""Directories that mlx-lm saves: we read the values that `mx.dequantize` gives, under the names of published files."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import environments
+import mlx_directories
+import pico
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from precisionctl.checkpoints.chunks import read_tensor
+from precisionctl.checkpoints.open import open_checkpoint
+
+SIZES = {"hidden_size": 128, "intermediate_size": 128}
+LATENTS = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 48}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama-3": SIZES,
+    "qwen3-moe": SIZES | {"moe_intermediate_size": 64},
+    "deepseek-v3": SIZES | LATENTS,
+    "gemma3": SIZES,
+    "nemotron-h": {},
+}
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{f"affine-{bits}": ({"bits": bits, "group_size": 32}, {}) for bits in (2, 3, 4, 5, 6, 8)},
+    "affine-128": ({"bits": 4, "group_size": 128}, {}),
+    "mxfp4": ({"mode": "mxfp4"}, {}),
+    "mxfp8": ({"mode": "mxfp8"}, {}),
+    "nvfp4": ({"mode": "nvfp4", "global_scale": True}, {}),
+    "mixed": ({"bits": 3, "group_size": 32}, {"down_proj": {"bits": 6, "group_size": 32}, "v_proj": False}),
+    "values": ({"quantize": False}, {}),
+}
+"""Keywords of mlx-lm's `quantize_model`, and settings of modules by parts of their names."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_mlx_lm_saves_decodes_to_what_mlx_makes_of_it(tmp_path: Path, family: str) -> None:
+    pico.save(tmp_path / "bf16", family, dtype=torch.bfloat16, **FAMILIES[family])
+    path = tmp_path / "bf16" / "config.json"
+    config = json.loads(path.read_text())  # with keys that mlx-lm looks for and transformers 5 has elsewhere
+    config |= {"rope_theta": 10000.0, "num_experts": config.get("num_local_experts", config.get("num_experts"))}
+    path.write_text(json.dumps({key: each for key, each in config.items() if key != "rope_parameters"}))
+    program = Path(__file__).parent / "mlx_save.py"
+    cases = json.dumps([("bf16", way, *said) for way, said in WAYS.items()])
+    command = [environments.mlx(), program, tmp_path, cases]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    names = load_file(tmp_path / "bf16" / "model.safetensors").keys()
+    for way in WAYS:
+        reader = open_checkpoint(tmp_path / way)
+        assert reader.specs.keys() == names, way
+        assert bool(reader.encodings) is False and reader.model == open_checkpoint(tmp_path / "bf16").model
+        expected = mlx_directories.published(load_file(tmp_path / f"{way}-values.safetensors"))
+        for name, values in expected.items():
+            found = read_tensor(reader, name)
+            assert torch.equal(found, values.bfloat16().view(found.shape)), (way, name)
