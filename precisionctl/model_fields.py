@@ -51,6 +51,10 @@ class ModelFields:
     """Norms of what attention and MLP read."""
     post_layernorms: bool = False
     """Norms of what attention and MLP give."""
+    post_norm_epsilon: float | None = None
+    """The epsilon of these (None: `norm_epsilon`)."""
+    final_gamma_whole: bool = False
+    """The last norm stores its factor itself, where the other norms store it less one."""
     parallel_residual: bool = False
     """Attention and MLP read the same hidden states."""
     shared_layernorm: bool = False
@@ -125,7 +129,9 @@ class ModelFields:
     """... of all heads together."""
     qk_layernorm_after_rope: bool = False
     qk_l2_norm: bool = False
-    """An RMSNorm without weights of each head's query and key, in layers with rotary embeddings."""
+    """An RMSNorm without weights of each head's query and key, in layers with rotary embeddings, after these."""
+    qk_l2_norm_everywhere: bool = False
+    """... in all layers, before rotary embeddings."""
     v_l2_norm: bool = False
     """Such a norm of each head's value."""
     v_head_dim: int | None = None

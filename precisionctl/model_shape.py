@@ -379,7 +379,7 @@ _SIZES = (
     *("vocab_size", "padded_vocab_size", "max_position_embeddings", "make_vocab_size_divisible_by"),
 )
 _REALS = (
-    *("norm_epsilon", "rotary_base", "rotary_base_local", "rotary_percent", "activation_clamp"),
+    *("norm_epsilon", "post_norm_epsilon", "rotary_base", "rotary_base_local", "rotary_percent", "activation_clamp"),
     *(
         "attention_value_scale",
         "clip_qkv",

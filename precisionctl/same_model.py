@@ -62,6 +62,10 @@ def used(model: ModelShape) -> dict[str, object]:
         found["max_position_embeddings"] = model.position_rows  # Megatron counts them together
     if model.embedding_multiplier == 1:
         del found["rounded_embedding_multiplier"]  # and not None, so that a model that multiplies does not differ in it
+    if not model.qk_l2_norm or all(model.rope_layers or ()):  # the norm of a head does not change as it turns
+        del found["qk_l2_norm_everywhere"]
+    if not model.zero_centered_gamma:
+        del found["final_gamma_whole"]
     for unused, where in _UNUSED:
         if where(model):
             found |= dict.fromkeys(unused)
@@ -113,6 +117,10 @@ _UNUSED: Sequence[tuple[tuple[str, ...], Callable[[ModelShape], bool]]] = (
     ),
     (("v_head_dim",), lambda model: model.v_head_dim == model.kv_channels),
     (("qk_layernorm_over_heads", "qk_layernorm_after_rope"), lambda model: not model.qk_layernorm),
+    (
+        ("post_norm_epsilon",),
+        lambda model: not model.post_layernorms or model.post_norm_epsilon == model.norm_epsilon,
+    ),
     (("query_scaling_floor",), lambda model: model.query_scaling_beta is None),
     (
         ("sliding_window", "attention_chunk_size", "window_layers", "rotary_base_local"),

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import kimi_k3  # noqa: F401, which gives transformers a class of it
+import muse
 import pytest
 import torch
 import transformers
@@ -45,6 +46,9 @@ if "glm5_next_text" in CONFIG_MAPPING:
     from glm5_next import Glm5NextForCausalLM
 
     AutoModelForCausalLM._model_mapping._extra_content[Glm5NextForCausalLM.config_class] = Glm5NextForCausalLM
+
+for _alone in muse.CLASSES:
+    AutoModelForCausalLM._model_mapping._extra_content[_alone.config_class] = _alone
 
 SIZES: dict[str, Any] = {
     "vocab_size": 250,
@@ -946,6 +950,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 48,
         "tie_word_embeddings": False,
+    },
+    "muse-glimmer": {
+        "model_type": "muse_glimmer_text",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "output_multiplier": 1.5,
+        "qk_scale_factor": 2.0,  # others are rounded where they are multiplied by, here and in transformers
+        "final_logit_softcapping": 2.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     },
     "mamba2": {
         "model_type": "mamba2",

@@ -141,6 +141,12 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
     ("glm-5.3", {"mhc.mhc_sinkhorn_iterations": 1}),
     ("glm-5.3", {"gdn.kda_lower_bound": None}),
     ("glm-5.3", {"activation_clamp": None}),
+    ("muse-glimmer", {"qk_l2_norm_everywhere": False}),
+    ("muse-glimmer", {"final_gamma_whole": False}),
+    ("muse-glimmer", {"embedding_norm": False}),
+    ("muse-glimmer", {"query_pre_attn_scalar": None}),
+    ("muse-glimmer", {"logit_multiplier": 1.0}),
+    ("muse-glimmer", {"rope_layers": None}),
 ]
 """What no tensor's shape shows."""
 

@@ -173,6 +173,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 16,
         "rope_parameters": MROPE | {"mrope_section": [2, 3, 3]},
     },
+    "muse_glimmer": {"model_type": "muse_glimmer_text", "num_hidden_layers": 4, "sliding_window": 8},
     "llava_onevision": {"model_type": "qwen2"},
     "llava": {"model_type": "llama", "rms_norm_eps": 1e-5},
     "llava_next": {"model_type": "mistral"},

@@ -61,19 +61,16 @@ def _write_scale(model: ModelShape) -> Config:
     return {"mup_enabled": model.embedding_multiplier != 1}
 
 
-_ATTENTION = (
-    *ATTENTION_NORM,
-    Row(
-        tuple(f"model.layers.{{layer}}.self_attn.{each}_proj.weight" for each in ("q", "gate", "k", "v")),
-        "decoder.layers.{layer}.self_attention.linear_qkv.weight",
-        ("qkv_size", "hidden_size"),
-        QGKV,
-        ROWS,
-        gemm=True,
-    ),
-    *QK_NORMS,
-    *PROJ,
+GATED_QKV = Row(
+    tuple(f"model.layers.{{layer}}.self_attn.{each}_proj.weight" for each in ("q", "gate", "k", "v")),
+    "decoder.layers.{layer}.self_attention.linear_qkv.weight",
+    ("qkv_size", "hidden_size"),
+    QGKV,
+    ROWS,
+    gemm=True,
 )
+
+_ATTENTION = (*ATTENTION_NORM, GATED_QKV, *QK_NORMS, *PROJ)
 _NORMS_AFTER = (*POST_ATTENTION_NORM, *renamed((*POST_MLP_NORM, *POST_MOE_NORM), {"post_feedforward": "post_mlp"}))
 
 ARCHITECTURE = Architecture(

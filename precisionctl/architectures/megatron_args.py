@@ -120,7 +120,7 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
             else {}
         ),
         **({"softmax_type": "learnable"} if model.softmax_offset else {}),
-        **({"qk_l2_norm": True} if model.qk_l2_norm and _rope_everywhere(model.rope_layers) else {}),
+        **({"qk_l2_norm": True} if model.qk_l2_norm and _l2_norm_in_megatron(model) else {}),
         "mtp_num_layers": model.mtp_num_layers or None,
         "vocab_size": model.vocab_size,
         "padded_vocab_size": model.padded_vocab_size,
@@ -132,9 +132,9 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
     }
 
 
-def _rope_everywhere(rope_layers: tuple[bool, ...] | None) -> bool:
-    """Where Megatron's `qk_l2_norm`, which is one for all layers, is ours."""
-    return all(rope_layers or ())
+def _l2_norm_in_megatron(model: ModelShape) -> bool:
+    """Whether Megatron's `qk_l2_norm`, which is one for all layers, is ours."""
+    return model.qk_l2_norm_everywhere or all(model.rope_layers or ())
 
 
 def _rope_nowhere(model: ModelShape) -> bool:
@@ -267,6 +267,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         window_layers=None if window is None or skipping is None else all_but_every(skipping, num_layers),
         qk_layernorm=bool(args.get("qk_layernorm")) and mla is None and csa is None,
         qk_l2_norm=bool(args.get("qk_l2_norm")),
+        qk_l2_norm_everywhere=bool(args.get("qk_l2_norm")),
         query_pre_attn_scalar=None if scale is None else round(float(scale) ** -2, 9),
         softmax_offset=one_of(args, "softmax_type", ("vanilla", "learnable"), "vanilla", where) == "learnable",
         tied_embeddings=not args.get("untie_embeddings_and_output_weights", False),
@@ -339,9 +340,6 @@ def _read_positions(
     if isinstance(no_rope, list | tuple):
         no_rope = [not each for each in no_rope]
     rope_layers = all_but_every(no_rope, num_layers) if no_rope else None
-    if args.get("qk_l2_norm") and not _rope_everywhere(rope_layers):
-        what = "no family known here has Megatron's qk_l2_norm in layers without rotary embeddings"
-        raise UnknownArchitecture(what, where=where)
     return fields | {
         "position_embedding": "rope" if kind in ("yarn", "none") else kind,
         "rotary_interleaved": bool(args.get("rotary_interleaved")),

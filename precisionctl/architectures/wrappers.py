@@ -144,7 +144,7 @@ WRAPPERS: Mapping[str, WrapperNames] = {
         mark="vision_language_adapter.",
     ),
     "gemma3": WrapperNames(text="gemma3_text", mark="multi_modal_projector.mm_soft_emb_norm."),
-    "gemma4": WrapperNames(*IN_MEMORY, text="gemma4_text", mark="vision_tower.patch_embedder.position_embedding_table"),
+    "gemma4": WrapperNames(*IN_MEMORY, text="gemma4_text", mark="vision_tower.patch_embedder.input_proj."),
     "gemma4_unified": WrapperNames(*IN_MEMORY, text="gemma4_unified_text", mark="vision_embedder.patch_dense."),
     "llama4": WrapperNames(text="llama4_text", mark="vision_model.vision_adapter."),
     "kimi_k25": WrapperNames(text="deepseek_v3", mark="mm_projector.pre_norm."),
@@ -179,7 +179,7 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     "got_ocr2": WrapperNames(text="qwen2", mark="multi_modal_projector.conv_upsampler1."),
     "ovis2": WrapperNames(*IN_MEMORY, text="qwen2", mark="visual_embeddings_table."),
     "video_llama_3": WrapperNames(*IN_MEMORY, text="qwen2", mark="projector.readout."),
-    "lighton_ocr": WrapperNames(*IN_MEMORY, text="qwen3", mark="vision_projection."),
+    "lighton_ocr": WrapperNames(*IN_MEMORY, text="qwen3", mark="vision_projection.patch_merger."),
     "deepseek_vl": WrapperNames(*IN_MEMORY, text="llama", mark="aligner.linear1."),
     "deepseek_vl_hybrid": WrapperNames(*IN_MEMORY, text="llama", mark="high_res_vision_model."),
     "janus": WrapperNames(*IN_MEMORY, text="llama", mark="vqmodel."),
@@ -204,6 +204,7 @@ WRAPPERS: Mapping[str, WrapperNames] = {
         mark="image_newline",
         third={".hc_pre.hc_head.": ".hc_head.hc_pre."},
     ),
+    "muse_glimmer": WrapperNames(*IN_MEMORY, text="muse_glimmer_text", mark="vision_adapter.fc1."),
     "glm_ocr": WrapperNames(*IN_MEMORY, text="glm_ocr_text", apart=_PREDICTION_OF_GLM_OCR, mark=_GATED_WITH_BIAS),
     "qianfan_ocr": WrapperNames(text="qwen3", mark="encoder.layers.0.ls1"),
     "nemotron_h_omni": replace(_NEMOTRON, mtp="language_model.mtp."),
@@ -301,6 +302,7 @@ TEXT_MODELS: Mapping[str, TextModel] = {
         | {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
         | {"index_n_heads": 32},
     ),
+    "muse_glimmer_text": TextModel("muse_glimmer_text", _sizes(202048, 6656, 19968, 52, 32, 2, 131072)),
     "glm_ocr_text": TextModel(
         "glm4",
         _sizes(59392, 1024, 4096, 16, 16, 8, 131072) | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},

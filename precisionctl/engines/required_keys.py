@@ -80,6 +80,12 @@ def of_published_classes(config: Mapping[str, Any]) -> Iterator[str]:
         yield from (key for key in ("rope_scaling", "rope_theta") if config.get(key) is None)
 
 
+MUSE_GLIMMER = (
+    *("head_dim", "hidden_activation", "rope_parameters", "layer_rope_theta", "qk_scale_factor"),
+    "final_logit_softcapping",
+)
+"""Keys of Muse Glimmer that transformers' class writes and has defaults for."""
+
 GLM5_NEXT = ("glm5_next", "glm5_next_text")
 """GLM-5.3, whose released config.json has words that transformers' class does not write."""
 

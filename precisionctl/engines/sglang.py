@@ -39,7 +39,14 @@ from precisionctl.engines.integer_rules import (
 )
 from precisionctl.engines.method_rules import MethodRules
 from precisionctl.engines.model_rules import BlocksAlone
-from precisionctl.engines.required_keys import GLM5_NEXT, OF_DEEPSEEK_V4, of_hy_v4, of_models, of_published_classes
+from precisionctl.engines.required_keys import (
+    GLM5_NEXT,
+    MUSE_GLIMMER,
+    OF_DEEPSEEK_V4,
+    of_hy_v4,
+    of_models,
+    of_published_classes,
+)
 from precisionctl.engines.rule import EngineRule
 from precisionctl.engines.serving import FUSED, INDEXED, LATENT
 from precisionctl.engines.serving_rules import Division, ShapeRules
@@ -247,6 +254,10 @@ ENGINE = Engine(
         of_models(GLM5_NEXT, "mhc", "first_k_dense_replace", "index_kpool_compress"): EngineRule(
             "without them its model has one stream, and dense MLPs in three layers",
             "SGLang configs/glm5_next.py Glm5NextTextConfig, models/glm5_next.py",
+        ),
+        of_models(("muse_glimmer", "muse_glimmer_text"), *MUSE_GLIMMER): EngineRule(
+            "its config asks for these keys, which have no defaults",
+            "SGLang configs/muse_glimmer.py muse_glimmer_config_kwargs_from_hf",
         ),
         of_published_classes: EngineRule(
             "it has a class of its own for this model, which asks the config for the published words",

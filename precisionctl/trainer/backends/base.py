@@ -6,7 +6,7 @@ the same parameter names, FP8 state and numerics.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -87,6 +87,16 @@ class Norm:
 def norm_of(model: ModelShape) -> Norm:
     """The kind of norm that a model has."""
     return Norm(model.normalization, model.norm_epsilon, model.zero_centered_gamma)
+
+
+def post_norm_of(model: ModelShape) -> Norm:
+    """That of what attention and MLP give."""
+    return replace(norm_of(model), epsilon=model.post_norm_epsilon or model.norm_epsilon)
+
+
+def final_norm_of(model: ModelShape) -> Norm:
+    """That after the last layer."""
+    return replace(norm_of(model), zero_centered=model.zero_centered_gamma and not model.final_gamma_whole)
 
 
 class Backend(Protocol):

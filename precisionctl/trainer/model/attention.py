@@ -106,6 +106,9 @@ class SelfAttention(nn.Module):
                 self._carry_unused(model, norm)
         self.l2_epsilon = norm.epsilon
         self.qk_l2_norm, self.v_l2_norm = model.qk_l2_norm, model.v_l2_norm
+        if model.qk_l2_norm and model.qk_l2_norm_everywhere:
+            self.q_layernorm = self.k_layernorm = nn.RMSNorm(self.head, norm.epsilon, elementwise_affine=False)
+            self.qk_l2_norm = False
         self.value_scale, self.clip = model.attention_value_scale, model.clip_qkv
         self.interleaved, self.norms_after_rope = model.rotary_interleaved, model.qk_layernorm_after_rope
         self.gated = model.attention_output_gate

@@ -28,6 +28,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("rope_layers", "rotary_interleaved", "qk_layernorm_over_heads", "output_bias", "norm_bias"), ANY),
     **dict.fromkeys(("qk_layernorm_after_rope", "query_scaling_beta", "query_scaling_floor"), ANY),
     **dict.fromkeys(("attention_chunk_size", "qk_l2_norm", "moe.probs_on_input", "moe.own_norms"), ANY),
+    **dict.fromkeys(("qk_l2_norm_everywhere", "post_norm_epsilon", "final_gamma_whole"), ANY),
     **dict.fromkeys(("v_head_dim", "attention_value_scale", "global_attention.softmax_offset"), ANY),
     **dict.fromkeys(("clip_qkv", "norm_weight", "linear_gate", "global_attention.num_attention_heads"), ANY),
     **dict.fromkeys(("v_l2_norm", "keys_are_values", "layer_scalar", "global_attention"), ANY),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from precisionctl.errors import RecipeError
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
-from precisionctl.trainer.backends.base import Backend, norm_of
+from precisionctl.trainer.backends.base import Backend, final_norm_of, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.backends.choose import BackendName, make_backend
 from precisionctl.trainer.backends.recorder import Recorder
@@ -244,7 +244,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             backend.world.sharded(made(number), backend.dtype) for number in range(model.num_layers)
         )
-        norm = None if self.hyper_connection_mixer else backend.norm(model.hidden_size, norm_of(model))
+        norm = None if self.hyper_connection_mixer else backend.norm(model.hidden_size, final_norm_of(model))
         self.final_layernorm = None if model.mamba else norm
         self.final_norm = norm if model.mamba else None
         self.backend = backend

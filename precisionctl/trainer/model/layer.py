@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precisionctl.model_shape import ModelShape
-from precisionctl.trainer.backends.base import Backend, add_post_layernorm, norm_of
+from precisionctl.trainer.backends.base import Backend, add_post_layernorm, norm_of, post_norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention import KeysValues, SelfAttention
 from precisionctl.trainer.model.embedding import plain_linear
@@ -66,9 +66,9 @@ class Layer(ResidualLayer):
         if model.post_layernorms:
             made = self.self_attention
             given = made.linear_proj if isinstance(made, SelfAttention | MLASelfAttention) else made.out_proj
-            add_post_layernorm(given, backend.norm(size, norm))
+            add_post_layernorm(given, backend.norm(size, post_norm_of(model)))
             last = self.mlp if isinstance(self.mlp, MoELayer) else self.mlp.linear_fc2
-            add_post_layernorm(last, backend.norm(size, norm))
+            add_post_layernorm(last, backend.norm(size, post_norm_of(model)))
         elif moe and moe.post_layernorm:
             add_post_layernorm(self.mlp, backend.norm(size, norm))
         elif model.stores_unused and model.moe and model.moe.post_layernorm:

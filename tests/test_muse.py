@@ -1,0 +1,129 @@
+"""Muse: config.json key by key against transformers' class, what is refused, the names of tensors, and divisions."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pico
+import pytest
+import tiny_wrappers
+import torch
+from conversions import assert_there_and_back, carry_out, run
+from gpt_models import assert_computes_as_transformers, assert_texts_are_apart
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from precisionctl.architectures.families import from_hf_config, to_hf_config
+from precisionctl.architectures.megatron_args import otherwise_in_megatron
+from precisionctl.checkpoints.chunks import read_tensor
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.request import Request
+from precisionctl.engines.base import engine_named
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
+from precisionctl.param import Parallelism
+from precisionctl.verify.engine_rules import check
+
+pytestmark = pytest.mark.skipif("muse-glimmer" in pico.ABSENT, reason="this transformers has no Muse")
+
+PLAIN = {"rope_type": "default", "rope_theta": 500.0}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"layer_types": None, "layer_rope_theta": None, "num_hidden_layers": 6},
+        {"layer_types": ["full_attention", *["sliding_attention"] * 3], "layer_rope_theta": None},
+        {"layer_rope_theta": [0, 500.0, 500.0, 0.0], "rope_parameters": PLAIN},
+        {"layer_types": ["full_attention"] * 4, "layer_rope_theta": [0] * 4},
+        {"qk_scale_factor": 1.2345678901234567, "post_norm_eps": 0.1},
+        {"rms_norm_eps": 0.1, "final_logit_softcapping": 0.5, "output_multiplier": 3.0},
+        {"rope_parameters": pico.LLAMA3_ROPE, "layer_rope_theta": None},
+    ],
+    ids=str,
+)
+def test_a_setting_of_glimmer_means_what_it_means_to_transformers(said: dict[str, Any], tmp_path: Path) -> None:
+    assert_computes_as_transformers(pico.config("muse-glimmer", **said), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (DamagedCheckpoint, {"sliding_window": None}),
+        (DamagedCheckpoint, {"layer_rope_theta": [1e4]}),
+        (DamagedCheckpoint, {"layer_rope_theta": [1e4, 1e4, 1e4, None]}),
+        (DamagedCheckpoint, {"layer_rope_theta": 7}),
+        (DamagedCheckpoint, {"qk_scale_factor": 0}),
+        (DamagedCheckpoint, {"post_norm_eps": "none"}),
+        (UnknownArchitecture, {"layer_rope_theta": [1e4, 1e4, 1e4, 0]}),  # which transformers would not heed
+        (UnknownArchitecture, {"layer_types": ["conv"] * 4}),
+        (UnknownArchitecture, {"hidden_activation": "gelu"}),
+        (UnknownArchitecture, {"attention_bias": True}),
+    ],
+    ids=str,
+)
+def test_what_is_not_known_is_refused_by_its_name(error: type[Exception], said: dict[str, Any]) -> None:
+    with pytest.raises(error, match=next(iter(said))):
+        from_hf_config(pico.config("muse-glimmer", **said))
+
+
+@pytest.mark.parametrize("factor", [3.87, 5.4730064863875, 2.0, 1 / 3])
+def test_the_factor_of_queries_is_written_as_it_was_read(factor: float) -> None:
+    model = from_hf_config(pico.config("muse-glimmer", qk_scale_factor=factor))
+    assert to_hf_config(model, "bfloat16")["qk_scale_factor"] == factor
+
+
+def test_texts_that_share_a_row_do_not_see_each_other(tmp_path: Path) -> None:
+    assert_texts_are_apart("muse-glimmer", tmp_path)
+
+
+@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+def test_a_checkpoint_of_glimmer_comes_back_from_any_division(tmp_path: Path, container: str) -> None:
+    pico.save(tmp_path / "hf", "muse-glimmer", dtype=torch.bfloat16)
+    assert_there_and_back(tmp_path / "hf", container=container, parallelism=Parallelism(2, 2))
+
+
+def test_norms_store_the_same_number_in_both_layouts(tmp_path: Path) -> None:
+    """Those in layers their factor less one, and the last one its factor."""
+    pico.save(tmp_path / "hf", "muse-glimmer", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "m", "megatron")
+    theirs, ours = load_file(tmp_path / "hf/model.safetensors"), open_checkpoint(tmp_path / "m")
+    for hf, megatron in {
+        "model.norm": "decoder.final_layernorm",
+        "model.layers.1.post_attention_layernorm": "decoder.layers.1.self_attention.linear_proj.post_layernorm",
+    }.items():
+        assert torch.equal(read_tensor(ours, f"{megatron}.weight"), theirs[f"{hf}.weight"])
+
+
+def test_what_megatron_has_no_arguments_for_is_named() -> None:
+    assert {*otherwise_in_megatron(pico.shape("muse-glimmer"))} == {
+        *("post_layernorms", "post_norm_epsilon", "final_gamma_whole", "embedding_norm", "query_pre_attn_scalar"),
+        *("logit_multiplier", "final_logit_softcapping"),
+    }
+
+
+WHOLE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang", "transformers"])
+def test_an_export_of_the_wrapper_is_what_the_engine_takes(tmp_path: Path, target: str) -> None:
+    theirs = tiny_wrappers.save(tmp_path / "hf", "muse_glimmer", dtype=torch.bfloat16, **WHOLE)
+    carry_out(Request.export(tmp_path / "hf", tmp_path / "out", target, "dynamic"))
+    made, engine = open_checkpoint(tmp_path / "out"), engine_named(target)
+    assert [each for each in check(made, engine) if each.rule.fatal] == []
+    assert engine.lacks(json.loads((tmp_path / "out/config.json").read_text())) == []
+    coded = {name.split(".")[-2] for name, spec in made.specs.items() if spec.dtype.name.startswith("float8")}
+    assert coded == {f"{each}_proj" for each in ("q", "k", "v", "gate", "o", "up", "down")}
+    if target == "transformers":
+        loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+        tokens = torch.arange(24).view(2, 12) * 3 % 70
+        with torch.no_grad():
+            expected, found = theirs(tokens).logits.float(), loaded(tokens).logits.float()
+        assert (expected - found).norm() < 0.3 * expected.norm()
+
+
+def test_sglang_lacks_the_words_that_its_config_asks_for(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "muse_glimmer", dtype=torch.bfloat16)
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert engine_named("sglang").lacks(config) == []
+    del config["text_config"]["layer_rope_theta"]
+    assert engine_named("sglang").lacks(config) == ["layer_rope_theta"]
