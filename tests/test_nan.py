@@ -120,6 +120,12 @@ def test_a_number_that_rounding_would_make_infinite_is_refused(tmp_path: Path, d
     assert not (tmp_path / "bf16").exists() and load_file(tmp_path / "fp32" / "model.safetensors")[DOWN].min() == least
 
 
+def test_the_largest_number_stands_for_infinity_as_in_masks(tmp_path: Path) -> None:
+    make_source(tmp_path / "source", torch.finfo(torch.float32).min, dtype=torch.float32)
+    run(tmp_path / "source", tmp_path / "out", "hf", "bf16")
+    assert load_file(tmp_path / "out" / "model.safetensors")[DOWN].min() == -torch.inf
+
+
 def test_infinities_of_both_signs_are_no_nan(tmp_path: Path) -> None:
     """Their sum is one."""
     values = torch.tensor([[torch.inf, -torch.inf, 1.0]])

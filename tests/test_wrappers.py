@@ -236,6 +236,14 @@ def test_what_also_speaks_has_the_text_model_within_what_thinks(kind: str, tmp_p
     export(tmp_path / "hf", tmp_path / "fp8")
     codes = {name for name, tensor in stored(tmp_path / "fp8").items() if tensor.dtype == torch.float8_e4m3fn}
     assert codes and all(name.startswith("thinker.model.layers.") for name in codes)
+    with pytest.raises(PrecisionError, match="export what thinks alone"):
+        export(tmp_path / "hf", tmp_path / "no", target="transformers")
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    config["thinker_config"]["quantization_config"] = config.pop("quantization_config")  # where engines look, too
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
+    run(tmp_path / "fp8", tmp_path / "values", "hf", "bf16")
+    assert stored(tmp_path / "values").keys() == stored(tmp_path / "hf").keys()
+    assert "quantization_config" not in json.loads((tmp_path / "values" / "config.json").read_text())["thinker_config"]
 
 
 def test_experts_as_transformers_saves_them_become_those_of_published_files(tmp_path: Path) -> None:

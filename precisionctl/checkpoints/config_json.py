@@ -32,17 +32,16 @@ def config_of_values(
 ) -> dict[str, Any]:
     """The config.json of a result whose tensors are values: that of the companions, else `config`, with its dtype."""
     found: dict[str, Any] = json.loads(companions.files.get("config.json", b"null")) or dict(config)
-    said = text_part(found)
-    text = said if isinstance(said, dict) else {}
+    text, thinker = (part if isinstance(part, dict) else {} for part in (text_part(found), found.get("thinker_config")))
     for key in KEYS_OF_CODES:
         found.pop(key, None)
-    text.pop("quantization_config", None)
+    for part in (text, thinker):
+        part.pop("quantization_config", None)
     found.pop("transformers_weights", None)  # the files have other names
     if not any(key in found for key in _DTYPE_KEYS):
         found["torch_dtype"] = None
     dtype = config_dtype(specs)
-    within = [*text.values(), found.get("thinker_config")]
-    for part in (found, text, *(each for each in within if isinstance(each, dict))):
+    for part in (found, thinker, text, *(each for each in text.values() if isinstance(each, dict))):
         keys = [key for key in _DTYPE_KEYS if not isinstance(part.get(key, 0), int)]  # a map of tokens has numbers
         part |= dict.fromkeys(keys, dtype)
     return found

@@ -271,10 +271,9 @@ def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     """config.json, with the `quantization_config` that the text model of a wrapper has, that compressed-tensors named
     otherwise in 2024 (in vLLM's order: 0.33, weight_utils.py get_quant_config), or that older ModelOpts wrote in a file
     of its own. Some of them did not write `quant_method`, which is known by `quant_algo` then."""
-    beside, text = path / QUANT_CONFIG, text_part(config)
-    found = config.get("quantization_config")
-    if not found and isinstance(text, dict):
-        found = text.get("quantization_config")
+    beside, parts = path / QUANT_CONFIG, (config, config.get("thinker_config"), text_part(config))
+    said = (part.get("quantization_config") for part in parts if isinstance(part, dict))
+    found = next(filter(None, said), None)
     if not found:
         found = config.get(OLDER_KEY)
     if not found and has_file(beside, path):

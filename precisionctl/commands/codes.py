@@ -85,6 +85,9 @@ def _policy(export: EngineExport, source: Source, engine: Engine, form: WeightFo
     not take, and MissingFp8State for amaxes of inputs that were never recorded."""
     plan, model = source.plan, source.plan.model
     config, untabled = _config_of(source.reader, model), isinstance(model, UntabledModel)
+    if rule := engine.no_codes.get(str(config.get("model_type"))):
+        what = f"{engine.title} computes no codes of a {config['model_type']}: {rule.text}"
+        raise PrecisionError(what, do="Or choose another --target.")
     misfits = Misfits(engine, plan, jobs, form, _layout(export, engine, plan), config)
     keep_misfits = export.keep_misfits or untabled
     if not keep_misfits:

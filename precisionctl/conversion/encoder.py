@@ -180,14 +180,15 @@ class Encoder:
         return Encoding(element, scale_inv, (1, values.shape[1]))
 
     def put_values(self, name: str, row: int, values: Tensor) -> None:
-        """Write rows as values, rounded to the target's dtype. Raises PrecisionError for a number beyond it."""
+        """Write rows as values, rounded to the target's dtype. Raises PrecisionError for a number beyond it, unless it
+        is the source's largest: masks have that in the place of infinity."""
         dtype = self._specs[name].dtype
         if numerics.has_nan(values):
             self.found.with_nan.add(name)
         if values.dtype != dtype.torch:
             rounded = self._buffers.to_write(dtype, *values.shape).copy_(values)
             found = self._refuses_infinity and numerics.has_infinity(rounded)
-            if found and bool((rounded.isinf() & values.isfinite()).any()):
+            if found and bool((rounded.isinf() & (values.abs() < torch.finfo(values.dtype).max)).any()):
                 what = f"`{name}` holds a number that is too large for {dtype} and would become infinite"
                 raise PrecisionError(what, do=BROKEN_WEIGHTS)
             values = rounded

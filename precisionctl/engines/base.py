@@ -67,7 +67,8 @@ class Engine:
     computes as one. division: how GPUs divide a model. latents: what it does with a scale of the KV cache of latent
     attention, which caches neither keys nor values. blocks_alone: the models, by `model_type`, of which it loads no
     codes but blocks of `quant_method: fp8`. mxfp4_experts: those whose experts may be MXFP4 beside such blocks, and
-    what of config.json says that they are (None: their tensors do). loads_own_classes: whether it looks for tensors
+    what of config.json says that they are (None: their tensors do). no_codes: those of which it computes no codes,
+    whatever the format. loads_own_classes: whether it looks for tensors
     only under the names that the model's own class saves.
 
     demands: all further rules on a directory of codes. keys: the keys that config.json must have, which an export adds.
@@ -88,6 +89,7 @@ class Engine:
     division: Division = Division()
     blocks_alone: Mapping[str, BlocksAlone] = field(default_factory=dict)
     mxfp4_experts: Mapping[str, ExpertDtype | None] = field(default_factory=dict)
+    no_codes: Mapping[str, EngineRule] = field(default_factory=dict)
     loads_own_classes: bool = False
 
     def formats(self, method: str) -> Sequence[str]:
@@ -165,6 +167,8 @@ class Engine:
         rules = self.methods[method]
         ignored, values = rules.list_of(scheme), [name for name in specs if name not in directory.scales]
         alone, mxfp4 = self.blocks_alone.get(directory.model_type), self.mxfp4_experts.get(directory.model_type)
+        if rule := self.no_codes.get(directory.model_type):
+            yield Finding("config.json", f"codes in a {directory.model_type}", rule)
         yield from broken(other_codes, self.config_rule, directory)
         yield from broken(wrong_scales, self.scales, directory)
         yield from broken(scales_of_no_use, _USABLE, directory)

@@ -196,6 +196,14 @@ ENGINE = Engine(
             ),
         ),
     },
+    no_codes=dict.fromkeys(
+        ("qwen2_5_omni", "qwen3_omni_moe"),
+        EngineRule(
+            "the class around what thinks and what speaks computes nothing itself, so what decodes before it does is "
+            "not called; nor does it find the towers that a list names: export what thinks alone",
+            "transformers 5.24 models/qwen3_omni_moe/modeling_qwen3_omni_moe.py; compressed-tensors 0.20; run",
+        ),
+    ),
     loads_own_classes=True,
     demands={
         without_scale_of_inputs(fuses=False): EngineRule(
