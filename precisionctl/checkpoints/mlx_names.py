@@ -106,10 +106,13 @@ def in_published_names(places: Places, config: Mapping[str, Any], where: object)
             where=where,
             do="Start from the release, or from what it was trained as with PyTorch.",
         )
+    renamings = (*READ[family], *_STACKS)
+    if READ[family] is _NORMS_PLUS_ONE and not any(_is_moved(name, tensor) for name, (_, tensor) in places.items()):
+        renamings = _STACKS  # mlx-lm adds one where it moves the channels of convolutions, too
     found: Places = {}
     names = dict[str, list[str]]()
     for name, (file, tensor) in places.items():
-        published = _published(name, tensor, (*READ[family], *_STACKS), MOST_SLICES - len(found), file)
+        published = _published(name, tensor, renamings, MOST_SLICES - len(found), file)
         names[name] = list(published)
         for each, placed in published.items():
             if each in found:
@@ -131,12 +134,18 @@ def _saved_by_mlx(places: Places) -> bool:
     return file is not None and file.suffix == ".safetensors" and read_described(file)[1].get("format") == "mlx"
 
 
+def _is_moved(name: str, tensor: StoredTensor) -> bool:
+    """Whether a tensor is a convolution's weight with its channels last, `[channels, width, 1]`."""
+    shape = tensor.spec.shape
+    return _CONVOLUTION.fullmatch(name) is not None and len(shape) == 3 and shape[2] == 1
+
+
 def _published(
     name: str, tensor: StoredTensor, renamings: Iterable[_Renaming], most: int, where: Path
 ) -> dict[str, StoredTensor]:
     """What published files have in the place of a tensor: of a stack, at `most` so many."""
     shape = tensor.spec.shape
-    if _CONVOLUTION.fullmatch(name) and len(shape) == 3 and shape[2] == 1:
+    if _is_moved(name, tensor):
         shape = (shape[0], 1, shape[1])
     elif _NUMBER.fullmatch(name) and not shape:
         shape = (1,)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import in_pieces, read_rows, read_tensor
@@ -211,11 +212,17 @@ def _beside(weight: str, kind: str) -> str:
 
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:
-    """Codes, uint8 `[rows, bytes * 8 / bits]`, of bytes `[rows, bytes]`: eight of them in each run of `bits` bytes."""
+    """Codes, uint8 `[rows, bytes * 8 / bits]`, of bytes `[rows, bytes]`."""
     if bits == 8:
         return packed
     if bits == 4:
         return nibbles.unpack(packed)
-    runs = packed.view(len(packed), -1, bits).long()
-    words = (runs << 8 * torch.arange(bits)).sum(-1)
-    return torch.stack([words >> bits * place & (1 << bits) - 1 for place in range(8)], -1).to(torch.uint8)
+    size, count = bits // gcd(bits, 8), 8 // gcd(bits, 8)  # so many bytes have so many whole codes
+    runs = packed.view(len(packed), -1, size).to(torch.int32 if size < 4 else torch.int64)
+    words = runs[..., 0]
+    for place in range(1, size):
+        words = words | runs[..., place] << 8 * place
+    codes = torch.empty(*words.shape, count, dtype=torch.uint8)
+    for place in range(count):
+        codes[..., place] = words >> bits * place & (1 << bits) - 1
+    return codes
