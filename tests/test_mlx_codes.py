@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,19 @@ def test_codes_of_parts_are_put_together(
     name = f"model.layers.1.{'' if family == 'deepseek-v3' else 'mlp.'}{part}"
     for row, rows in ((0, 1), (15, 2), (17, 50), (len(values[name]) - 1, 1)):
         assert torch.equal(read_rows(reader, name, row, rows), values[name][row : row + rows])
+
+
+def test_norms_beside_convolutions_as_published_are_as_published_too(tmp_path: Path) -> None:
+    pico.save(tmp_path / "bf16", "qwen3-next", dtype=torch.bfloat16)
+    pico.save(tmp_path / "mlx", "qwen3-next", dtype=torch.bfloat16)
+    change(tmp_path / "mlx", lambda tensors, config: None)  # but for `format: mlx`
+    assert compare(open_checkpoint(tmp_path / "bf16"), open_checkpoint(tmp_path / "mlx")).equal
+
+
+def test_the_page_names_the_families_that_are_read() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "mlx.md").read_text()
+    said = page.partition("This is known of these `model_type`s:")[2].partition("\n\n")[0]
+    assert re.findall(r"`(\w+)`", said) == sorted(mlx_names.READ)
 
 
 def test_a_null_for_the_metadata_is_read_as_mlx_writes_it_where_it_is_given_none(tmp_path: Path) -> None:
