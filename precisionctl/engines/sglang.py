@@ -157,6 +157,12 @@ ENGINE = Engine(
         ),
     },
     mxfp4_experts={"deepseek_v4": None},  # configs/deepseek_v4.py try_detect_fp4_experts
+    no_codes={
+        "qwen3_omni_moe": EngineRule(
+            "it asks for the linears of towers by none of their names, or by a part, so no list keeps them in BF16",
+            "SGLang 0.5.23 models/qwen3_omni_moe.py Qwen3OmniMoeAudioEncoder, Qwen3OmniMoeVisionEncoder",
+        ),
+    },
     demands={
         without_scale_of_inputs(fuses=True, class_first=True): EngineRule(
             TAKES_WHAT_MEMORY_HOLDS,
