@@ -14,8 +14,15 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 import yaml
 from conversions import run, tensors
-from gpt_models import as_gpt, assert_computes_as_transformers, assert_texts_are_apart, both_gradients, clear_tokens
+from gpt_models import (
+    as_gpt,
+    assert_computes_as_transformers,
+    assert_texts_are_apart,
+    both_gradients,
+    clear_tokens,
+)
 from gpt_models import converted as in_megatron
+from in_memory import to_megatron
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -84,7 +91,7 @@ QUANTIZATION: dict[str, Any] = {
 
 def publish(directory: Path, *, codes: bool = True) -> dict[str, Tensor]:
     """A tiny model under published names, with experts in MXFP4, or in BF16."""
-    model = pico.make(FAMILY, dtype=torch.bfloat16)
+    model = pico.make(FAMILY, dtype=torch.bfloat16, initializer_range=0.12)
     torch.manual_seed(1)
     stored: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
@@ -92,7 +99,7 @@ def publish(directory: Path, *, codes: bool = True) -> dict[str, Tensor]:
         if ".experts." in name and codes:
             rows, columns = tensor.shape
             stored[f"{name}_packed"] = torch.randint(256, (rows, columns // 2), dtype=torch.uint8)
-            stored[f"{name}_scale"] = torch.randint(118, 128, (rows, columns // 32), dtype=torch.uint8)
+            stored[f"{name}_scale"] = torch.randint(116, 123, (rows, columns // 32), dtype=torch.uint8)
         elif name.endswith(WIDE):
             stored[name] = tensor.float() * 1.001
         else:
@@ -393,6 +400,23 @@ def test_towers_of_kimi_k2_5_are_not_those_of_kimi_k3(tmp_path: Path) -> None:
 )
 def test_a_setting_means_what_its_public_sources_say(said: dict[str, Any], tmp_path: Path) -> None:
     assert_computes_as_transformers(pico.config(FAMILY, **said), tmp_path)
+
+
+def test_the_release_computes_what_its_values_do(tmp_path: Path) -> None:
+    publish(tmp_path / "hf")
+    run(tmp_path / "hf", tmp_path / "values", "hf")
+    values = load_file(tmp_path / "values/model.safetensors")
+    theirs = pico.make(FAMILY)
+    theirs.load_state_dict(
+        {name.removeprefix("language_model."): each.float() for name, each in values.items() if name not in TOWERS}
+    )
+    made = to_megatron(open_checkpoint(tmp_path / "hf"))
+    made.tensors = {name: tensor for name, tensor in made.tensors.items() if not name.startswith("towers.")}
+    ours = as_gpt(made)
+    tokens = clear_tokens(ours, (2, 40))
+    with torch.no_grad():
+        expected, found = theirs(tokens).logits, ours(tokens)[..., :250]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.std()))
 
 
 def test_gradients_are_those_of_its_public_sources(tmp_path: Path) -> None:

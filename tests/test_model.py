@@ -430,11 +430,11 @@ def test_modules_kept_in_bf16_have_no_state_and_plain_arithmetic() -> None:
 
 def trained(name: str, model: ModelShape) -> bool:
     """Whether an update changes a parameter: not what balances experts, nor buffers, nor layers and indexers that
-    nothing runs, nor biases and norms that only Megatron has."""
+    nothing runs, nor what weighs one stream alone, nor biases and norms that only Megatron has."""
     kept_as_it_is = name.endswith(("expert_bias", "activation_func.beta", "activation_func.eps", "layer_scalar"))
     kept_as_it_is |= name.endswith(("tid2eid", "lerope.alpha"))
     kept_as_it_is |= name.endswith(("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets"))
-    kept_as_it_is |= name.startswith("mtp.") or ".indexer." in name
+    kept_as_it_is |= name.startswith(("mtp.", "decoder.layers.0.self_attention_res_")) or ".indexer." in name
     only_megatrons = {"linear_qkv.bias": not model.qkv_bias, "linear_proj.bias": not model.proj_bias}
     only_megatrons |= dict.fromkeys(("input_layernorm.bias", "final_layernorm.bias"), not model.norm_bias)
     only_megatrons |= {"linear_fc1.bias": not model.mlp_bias, "linear_fc2.bias": not model.mlp_bias}

@@ -30,10 +30,11 @@ _MAMBA = {  # argument, field of Mamba
 
 
 def delta_net_args(model: ModelShape) -> dict[str, Any]:
-    """Arguments since megatron-core 0.15; older versions do not know the words."""
-    if model.gdn is None:
-        return {}
+    """Arguments since megatron-core 0.15; older versions do not know the words. None says that gates alone are
+    projected in one step."""
     gdn = model.gdn
+    if gdn is None or gdn.kda_full_gate:
+        return {}
     kda = {
         "kda_f_lora_rank": gdn.kda_lora_rank,
         "kda_gate_lora_rank": gdn.kda_lora_rank,

@@ -124,8 +124,8 @@ def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
             fields |= {name: args[name] for name in _HYBRID_MTP if name in args}
     if BLOCK_SIZE in args:
         provider = "kimi.kimi_k3_provider.KimiK3ModelProvider"
-        fields = {name: value for name, value in fields.items() if not name.startswith("linear_") and name != _VARIANT}
         fields |= {name: args[name] for name in KIMI_K3} | {"use_te_activation_func": True, "moe_router_dtype": "fp32"}
+        fields["hetereogenous_dist_checkpoint"] = True
         fields["transformer_layer_spec"] = _call(_KIMI_K3_LAYERS)
     return {
         **fields,
