@@ -584,6 +584,7 @@ def test_what_is_written_for_megatron_has_bridges_names_and_description(tmp_path
     [
         ({"kimi_kda_layers": None}, "kimi_kda_layers is None, not a list of layers"),
         ({"kimi_kda_layers": ["1"]}, "not a list of layers"),
+        ({"kimi_kda_layers": [0, 1, 2]}, r"kimi_kda_layers is \[0, 1, 2\], of 4 layers"),
         ({"kimi_linear_num_heads": None}, "num_value_heads|num_key_heads is None"),
         ({"kimi_kda_gate_lower_bound": 1.0}, "not a negative number"),
         ({"kimi_attn_res_block_size": -2}, "attn_res_block_size is -2, not a size"),

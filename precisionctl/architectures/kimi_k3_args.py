@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from precisionctl.architectures.args_said import needed
+from precisionctl.architectures.config_layers import numbered_layers
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape
 from precisionctl.recurrent_parts import GatedDeltaNet
+from precisionctl.sizes import counted
 
 BLOCK_SIZE = "kimi_attn_res_block_size"
 """Which is there in Kimi K3 alone."""
@@ -39,10 +41,11 @@ def as_kimi_k3(model: ModelShape, args: Mapping[str, Any], where: object) -> Mod
         return model
     if model.mla is None or (model.moe is not None and model.moe.latent_size is None):
         raise UnknownArchitecture("no Kimi K3 known here lacks latents of attention or experts", where=where)
-    listed, sizes = args.get(_KDA_LAYERS), {field: needed(args, name, where) for name, field in _SIZES.items()}
-    if not isinstance(listed, list | tuple) or any(type(layer) is not int for layer in listed):
-        raise DamagedCheckpoint(f"{_KDA_LAYERS} is {shown(listed)}, not a list of layers", where=where)
-    of_kda = frozenset(listed)
+    sizes = {field: needed(args, name, where) for name, field in _SIZES.items()}
+    of_kda = numbered_layers(args.get(_KDA_LAYERS), _KDA_LAYERS, where)
+    if not of_kda <= {*range(1, model.num_layers + 1)}:
+        what = f"{_KDA_LAYERS} is {shown(sorted(of_kda))}, of {counted(model.num_layers, 'layer')}"
+        raise DamagedCheckpoint(what, where=where)
     gdn = GatedDeltaNet(
         layers=tuple(layer + 1 in of_kda for layer in range(model.num_layers)),
         num_value_heads=sizes["num_key_heads"],
