@@ -188,8 +188,12 @@ def make(directory: Path, spelling: str, family: str = "llama-3", **sizes: Any) 
         stored, values[name] = coded(tuple(tensor.shape), how, generator)
         tensors |= {f"{module}.{kind}": each for kind, each in stored.items()}
     save_file(tensors, file, {"format": "mlx"})
-    quantization = spelled.settings | own
-    path.write_text(json.dumps(config | {"quantization": quantization, "quantization_config": quantization}))
+    said = {"quantization": spelled.settings | own}
+    if spelling == "affine-4":  # as mlx-lm wrote it before 2025
+        del said["quantization"]["mode"]
+    else:
+        said["quantization_config"] = said["quantization"]
+    path.write_text(json.dumps(config | said))
     return published(values)
 
 

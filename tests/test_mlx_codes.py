@@ -254,6 +254,19 @@ HOSTILE: dict[str, tuple[str, Changed, type[PrecisionctlError], str]] = {
         DamagedCheckpoint,
         "which are no NVFP4 codes",
     ),
+    "no global scale": (
+        "nvfp4",
+        own({"mode": "nvfp4", "global_scale": True}),
+        DamagedCheckpoint,
+        "no .*up_proj.global_scale for its codes",
+    ),
+    "a global scale of integers": ("affine-4", own({"global_scale": True}), PrecisionError, "`global_scale` True"),
+    "a global scale in words": (
+        "nvfp4",
+        own({"mode": "nvfp4", "global_scale": "yes"}),
+        PrecisionError,
+        "`global_scale` 'yes'",
+    ),
     "a stack without experts": (
         "affine-4",
         put("model.layers.0.mlp.switch_mlp.up_proj.weight", torch.ones(0, 2, 2)),
@@ -262,9 +275,9 @@ HOSTILE: dict[str, tuple[str, Changed, type[PrecisionctlError], str]] = {
     ),
     "stacks of millions": (
         "affine-4",
-        put("model.layers.0.mlp.switch_mlp.up_proj.weight", torch.ones(1 << 19, 0)),
+        put("model.layers.0.mlp.switch_mlp.up_proj.weight", torch.ones(1 << 20, 0)),
         DamagedCheckpoint,
-        "a stack of 524288 matrices",
+        "a stack of 1048576 matrices",
     ),
     "a family with changes of its own": (
         "affine-4",

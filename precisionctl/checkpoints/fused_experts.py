@@ -23,7 +23,7 @@ _SCALES_OF_STREAMS = r"hc_(?:attn|ffn)_scale|(?:attn|ffn)_hc\.scale|hc_(?:attn|m
 _FUSED = re.compile(rf".+\.(?:{_EXPERTS}|{_SCALES_OF_STREAMS})")
 _SLICE = re.compile(rf"({_FUSED.pattern})\[(\d+)\]")
 
-MOST_SLICES = 1 << 18
+_MOST_SLICES = 1 << 18
 """Most experts in one file. All of DeepSeek-V3 has 3 x 10^4, but a header of a few bytes can claim any number."""
 
 
@@ -45,8 +45,8 @@ def stacks(stored: Mapping[str, TensorSpec], where: object) -> set[str]:
     """The stored tensors that are stacks of experts. Raises DamagedCheckpoint for more experts than any model has, for
     none, and for a tensor that is named like a slice, which is another one to a Reader."""
     found = {name for name, spec in stored.items() if is_stack(name, spec)}
-    if sum(stored[name].shape[0] for name in found) > MOST_SLICES:
-        raise DamagedCheckpoint(f"more than {MOST_SLICES} experts", where=where)
+    if sum(stored[name].shape[0] for name in found) > _MOST_SLICES:
+        raise DamagedCheckpoint(f"more than {_MOST_SLICES} experts", where=where)
     if empty := [name for name in found if not stored[name].shape[0]]:
         raise DamagedCheckpoint(f"`{min(empty)}` is a stack of no experts", where=where)
     if posing := [name for name in stored if _SLICE.fullmatch(name)]:

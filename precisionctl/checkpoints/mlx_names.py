@@ -15,7 +15,6 @@ from typing import Any
 
 from precisionctl.checkpoints.decoded.mlx_codes import METHOD
 from precisionctl.checkpoints.decoded.mlx_parts import PART
-from precisionctl.checkpoints.fused_experts import MOST_SLICES
 from precisionctl.checkpoints.safetensors_file import StoredTensor, read_described
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
@@ -78,6 +77,10 @@ READ: Mapping[str, tuple[_Renaming, ...]] = {
 }
 """The `model_type`s of which it is known what mlx-lm changes, and what that is beside `_STACKS` and shapes."""
 
+_MOST_TENSORS = 1 << 19
+"""Most tensors of a directory with stacks taken apart: of Kimi K2, in codes, it is 240,000, but a header of a few bytes
+can claim any number."""
+
 _CONVOLUTION = re.compile(r".+\.(?:[qkv]_conv1d|conv1d|conv)\.weight")
 _NUMBER = re.compile(r".+\.act_fn\.alpha_[pn]")
 
@@ -104,7 +107,7 @@ def in_published_names(places: Places, config: Mapping[str, Any], where: object)
             f"codes of MLX of a {shown(family)}, of which mlx-lm stores other tensors than published files have, or "
             "was not seen to store the same",
             where=where,
-            do="Start from the release, or from what it was trained as with PyTorch.",
+            do="Start from the release in BF16. docs/mlx.md names the families that are read.",
         )
     renamings = (*READ[family], *_STACKS)
     if READ[family] is _NORMS_PLUS_ONE and not any(_is_moved(name, tensor) for name, (_, tensor) in places.items()):
@@ -112,7 +115,7 @@ def in_published_names(places: Places, config: Mapping[str, Any], where: object)
     found: Places = {}
     names = dict[str, list[str]]()
     for name, (file, tensor) in places.items():
-        published = _published(name, tensor, renamings, MOST_SLICES - len(found), file)
+        published = _published(name, tensor, renamings, _MOST_TENSORS - len(found), file)
         names[name] = list(published)
         for each, placed in published.items():
             if each in found:

@@ -60,11 +60,12 @@ _OF_INPUTS = ("quantize_input",)
 
 @dataclass(frozen=True)
 class _MlxFormat:
-    """What the config says of a module."""
+    """What the config says of a module; `scaled`: that it has a `global_scale`."""
 
     mode: _Mode
     bits: int
     group: int
+    scaled: bool
 
     @property
     def words(self) -> str:
@@ -81,7 +82,7 @@ class MlxCodes(DecodedWeights):
         self._usual = self._format("`quantization`", quantization, own=False) if modules else None
         self._formats = {f"{module}.weight": self._format_of(module, quantization) for module in modules}
         coded = {name: self._shape(name, form) for name, form in self._formats.items()}
-        self.read = {name for weight, form in self._formats.items() for name in self._beside(weight, form)}
+        self.read = {name for weight, form in self._formats.items() for name in self._tensors_beside(weight, form)}
         self.kinds = {form.words for form in self._formats.values()} or {"weights in parts"}
         self._made = weights_in_parts({name: spec.shape for name, spec in specs.items()} | coded, self._where)
         for weight, parts in self._made.items():
@@ -182,17 +183,22 @@ class MlxCodes(DecodedWeights):
             if type(value) is not int or value not in possible:
                 what = f"codes of MLX with `{key}` {shown(value)} ({of}), which the mode {name} does not have"
                 raise self._unread(what)
-        return _MlxFormat(mode, bits, group)
+        scaled = said.get("global_scale") or False
+        if scaled is not False and (scaled is not True or mode is not MODES["nvfp4"]):
+            raise self._unread(f"codes of MLX with `global_scale` {shown(scaled)} ({of}) in the mode {name}")
+        return _MlxFormat(mode, bits, group, scaled)
 
-    def _beside(self, weight: str, form: _MlxFormat) -> list[str]:
+    def _tensors_beside(self, weight: str, form: _MlxFormat) -> list[str]:
         """The tensors beside the codes of a weight."""
-        kinds = ("scales", "biases") if form.mode.affine else ("scales", "global_scale")
-        names = [_beside(weight, kind) for kind in kinds]
-        return [name for name in names if not name.endswith(".global_scale") or name in self._stored.specs]
+        scales, biases, whole = (_beside(weight, kind) for kind in ("scales", "biases", "global_scale"))
+        if form.mode.affine:
+            return [scales, biases]
+        scaled = form.scaled or (form.mode is MODES["nvfp4"] and whole in self._stored.specs)
+        return [scales, whole] if scaled else [scales]
 
     def _shape(self, name: str, form: _MlxFormat) -> tuple[int, ...]:
         """The shape of a weight. Raises DamagedCheckpoint for tensors that are not such codes."""
-        parts = {name: self._present(name)} | {part: self._present(part) for part in self._beside(name, form)}
+        parts = {name: self._present(name)} | {part: self._present(part) for part in self._tensors_beside(name, form)}
         codes, scales, *others = parts.values()
         shape = (codes.rows, form.group * scales.columns)
         fits = len(codes.shape) == len(scales.shape) == 2 and codes.rows == scales.rows and 0 not in shape
