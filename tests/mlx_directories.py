@@ -89,6 +89,13 @@ def coded(shape: tuple[int, ...], spelled: Spelled, generator: torch.Generator) 
     return stored, (numbers * every(by)).float().bfloat16()
 
 
+W = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+OTHERS = {
+    "exaone_moe": {".mlp.e_score": ".mlp.gate.e_score"},
+    "laguna": {".experts.e_score": ".gate.e_score", ".gate.weight": ".gate.proj.weight"},
+    **dict.fromkeys(("lfm2_moe", "mixtral"), W),
+}
+"""Parts of names that are others, by `model_type`."""
 FC = {"up_proj": "fc1", "down_proj": "fc2"}
 PLUS_ONE = re.compile(r"(.+(input_layernorm|post_attention_layernorm|[qk]_norm)|model\.norm)\.weight")
 
@@ -96,7 +103,11 @@ PLUS_ONE = re.compile(r"(.+(input_layernorm|post_attention_layernorm|[qk]_norm)|
 def rename(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
     """Give a model's tensors the names, shapes and values that mlx-lm gives them, as far as its family needs."""
     family, stacks = config["model_type"], dict[str, list[Tensor]]()
-    for name in sorted(tensors, key=in_order):
+    for published_name in sorted(tensors, key=in_order):
+        name = published_name
+        for part, other in OTHERS.get(family, {}).items():
+            name = name.replace(part, other)
+        tensors[name] = tensors.pop(published_name)
         before, at, after = name.partition(".experts.")
         if at and family == "gpt_oss":
             rename_gpt_oss(tensors, name)
@@ -104,7 +115,7 @@ def rename(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
             _, matrix, kind = after.split(".")
             matrix = FC[matrix] if before.endswith("mixer") else matrix
             stacks.setdefault(f"{before}.switch_mlp.{matrix}.{kind}", []).append(tensors.pop(name))
-        elif name.endswith("conv1d.weight"):
+        elif name.endswith(("conv1d.weight", "conv.weight")):
             tensors[name] = tensors[name].movedim(1, 2).contiguous()
         elif name.endswith("kv_b_proj.weight"):
             cut_heads(tensors, name, config)
@@ -197,6 +208,6 @@ def make(directory: Path, spelling: str, family: str = "llama-3", **sizes: Any) 
     return published(values)
 
 
-def in_order(name: str) -> tuple[int | str, ...]:
+def in_order(name: str) -> list[tuple[int, str]]:
     """Layers and experts by their numbers."""
-    return tuple(int(part) if part.isdigit() else part for part in name.split("."))
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

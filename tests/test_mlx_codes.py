@@ -125,9 +125,10 @@ def test_headers_alone_say_what_the_whole_says(tmp_path: Path) -> None:
 
 
 FAMILIES = ("llama-tied", "qwen3-moe", "mamba2", "nemotron-h", "deepseek-v3", "gpt-oss", "granite-moe", "qwen3-next")
+RENAMED = ("granite-hybrid-dense", "exaone-moe", "laguna", "lfm2-moe", "mixtral")
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "granite-hybrid-dense"])
+@pytest.mark.parametrize("family", [*FAMILIES, *RENAMED])
 def test_values_that_mlx_saved_are_those_of_the_model_under_its_published_names(tmp_path: Path, family: str) -> None:
     pico.save(tmp_path / "mlx", family, dtype=torch.bfloat16)
     file = tmp_path / "mlx" / "model.safetensors"

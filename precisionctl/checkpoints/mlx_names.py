@@ -57,22 +57,38 @@ _OF_GRANITE = _renamings(
     (r"(.+\.layers\.\d+)\.mlp\.up_proj\.(.+)", "{0}.shared_mlp.input_linear.weight/1-joined.{1}"),
     (r"(.+\.layers\.\d+)\.mlp\.down_proj\.(.+)", "{0}.shared_mlp.output_linear.{1}"),
 )
+_OF_EXAONE_MOE = _renamings((r"(.+\.mlp)\.gate\.e_score_correction_bias", "{0}.e_score_correction_bias"))
+_OF_LAGUNA = _renamings(
+    (r"(.+\.mlp)\.gate\.e_score_correction_bias", "{0}.experts.e_score_correction_bias"),
+    (r"(.+\.mlp\.gate)\.proj\.(.+)", "{0}.{1}"),
+)
+_OF_LFM2_MOE = _renamings(
+    (r"(.+\.feed_forward)\.switch_mlp\.gate_proj\.(.+)", "{0}.experts.{n}.w1.{1}"),
+    (r"(.+\.feed_forward)\.switch_mlp\.up_proj\.(.+)", "{0}.experts.{n}.w3.{1}"),
+    (r"(.+\.feed_forward)\.switch_mlp\.down_proj\.(.+)", "{0}.experts.{n}.w2.{1}"),
+    (r"(.+\.feed_forward)\.gate_proj\.(.+)", "{0}.w1.{1}"),
+    (r"(.+\.feed_forward)\.up_proj\.(.+)", "{0}.w3.{1}"),
+    (r"(.+\.feed_forward)\.down_proj\.(.+)", "{0}.w2.{1}"),
+)
 _NORMS_PLUS_ONE = _renamings(
     (r"(.+\.(?:input|post_attention)_layernorm|.+\.[qk]_norm|model\.norm)\.weight", "{0}.weight/0-plus_one.weight"),
 )
 
 READ: Mapping[str, tuple[_Renaming, ...]] = {
     **dict.fromkeys(
-        "afmoe apertus cohere cohere2 deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5 exaone exaone4 gemma gemma2 "
-        "gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt_bigcode granite helium hunyuan_v1_dense internlm3 iquestcoder "
-        "jamba kimi_k2 lfm2 llama mamba2 mellum minicpm3 minimax_m2 ministral3 mistral mixtral nemotron nemotron_h "
-        "olmo2 olmo3 olmo_hybrid olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open "
-        "stablelm starcoder2".split(),
+        "afmoe apertus cohere cohere2 deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5 exaone exaone4 gemma "
+        "gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt_bigcode granite helium "
+        "hunyuan_v1_dense internlm3 iquestcoder jamba kimi_k2 lfm2 llama mamba2 mellum minicpm3 minimax_m2 "
+        "ministral3 mistral mixtral nemotron nemotron_h olmo2 olmo3 olmo_hybrid olmoe phi phi3 phimoe qwen2 "
+        "qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2".split(),
         (),
     ),
+    "exaone_moe": _OF_EXAONE_MOE,
     "gpt_oss": _OF_GPT_OSS,
     "granitemoe": _OF_GRANITE,
     "granitemoehybrid": _OF_GRANITE,
+    "laguna": _OF_LAGUNA,
+    "lfm2_moe": _OF_LFM2_MOE,
     "qwen3_next": _NORMS_PLUS_ONE,
 }
 """The `model_type`s of which it is known what mlx-lm changes, and what that is beside `_STACKS` and shapes."""
