@@ -310,6 +310,12 @@ UNFIT: dict[str, tuple[Changed, str]] = {
     "a latent less": (put(f"{OUT}.weight", torch.ones(4, 24, 15)), "kv_b_proj.weight is in parts that do not fit"),
     "vectors": (put(f"{Q}.weight", torch.ones(4, 16)), "kv_b_proj.weight is in parts that do not fit"),
     "numbers": (put(f"{Q}.weight", torch.ones(4)), "kv_b_proj.weight is in parts that do not fit"),
+    "a head of millions": (
+        lambda tensors, config: tensors.update(
+            {f"{Q}.weight": torch.zeros(4, 1025, 1 << 14, dtype=BYTES), f"{OUT}.weight": torch.zeros(4, 1, 1025)}
+        ),
+        "kv_b_proj.weight is in parts that do not fit",
+    ),
     "integers": (
         put(f"{Q}.weight", torch.ones(4, 16, 16).int()),
         "kv_b_proj.weight/0a-turned.weight is int32, no part of a weight",

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from precisionctl.errors import DamagedCheckpoint, shown
 
@@ -14,6 +15,9 @@ PART = re.compile(r"(.+)/(\d{1,9})([ab]?)-(joined|turned|alternating|plus_one)\.
 - `alternating`: every second row, or whatever the number of parts is
 - `plus_one`: the only one, a norm of which one is to be taken away
 """
+
+_MOST_TURNED = 1 << 24
+"""Most values of a part that is turned, all of which are in memory to read some of its rows. Models' have 10^5."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ def weights_in_parts(shapes: Mapping[str, tuple[int, ...]], where: object) -> di
         complete = sorted(at) == [(place, letter) for place in range(len(at) // len(letters)) for letter in letters]
         one = parts[0].of_weight
         sizes = {part.of_weight if part.how == "alternating" else part.of_weight[1:] for part in parts}
-        if not complete or len(sizes) > 1 or not 0 < len(one) <= 2 or any(0 in part.shape for part in parts):
+        fits = complete and len(sizes) == 1 and 0 < len(one) <= 2 and not any(0 in part.shape for part in parts)
+        if not fits or any(part.how == "turned" and prod(part.shape) > _MOST_TURNED for part in parts):
             shown_parts = ", ".join(f"{part.name} {shown(part.shape)}" for part in parts[:4])
             raise DamagedCheckpoint(f"{weight} is in parts that do not fit: {shown_parts}", where=where)
     return made
