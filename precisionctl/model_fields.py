@@ -53,6 +53,8 @@ class ModelFields:
     """Norms of what attention and MLP give."""
     post_norm_epsilon: float | None = None
     """The epsilon of these (None: `norm_epsilon`)."""
+    scaled_post_layernorms: bool = False
+    """That of attention has no weight, and that of an MLP multiplies by its weight before it normalises."""
     final_gamma_whole: bool = False
     """The last norm stores its factor itself, where the other norms store it less one."""
     parallel_residual: bool = False
@@ -64,6 +66,9 @@ class ModelFields:
     many channels and SiLU."""
     residual_multiplier: float = 1.0
     """What attention and MLP give is multiplied by this, after their norms, and added."""
+    residual_gate_temperature: float | None = None
+    """A block is added to the residual stream with weights for each channel of both, which the sigmoid of a parameter
+    over this makes."""
     layer_scalar: bool = False
     """What a layer gives is multiplied by a number of its own, which is not trained."""
     attn_res_block_size: int | None = None
@@ -121,6 +126,8 @@ class ModelFields:
     """What heads give is multiplied by the sigmoid of as many channels, which the query projection makes too."""
     linear_gate: LinearGate | None = None
     """The output of heads is multiplied by a gate: a projection of the hidden states, through this function."""
+    attention_output_norm: bool = False
+    """What each head gives is normalised by an RMSNorm without weights, before an output gate."""
     clip_qkv: float | None = None
     """Queries, keys and values are clamped to this as they are projected."""
     qk_layernorm: bool = False

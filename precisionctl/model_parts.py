@@ -53,7 +53,9 @@ class MoE:
     the largest logit `m` of those left, with its weight in a softmax over the logits `l` left for which (m - l) /
     max(m, |l|) <= 2 * sparsemixer_eps. Experts with a `latent_size` (Nemotron 3) read the hidden states projected to so
     many channels, and their summed output is projected back; router and shared experts read the hidden states
-    themselves. With `latent_norm` (Kimi K3) the sum is normalised before it is projected back.
+    themselves. With `latent_norm` (Kimi K3) the sum is normalised before it is projected back. With `latent_norms`
+    (Muse Spark) a norm is between the projection and the experts, and one for all experts of a layer normalises what
+    each gives, which it multiplies by its weight first. A router's logits are multiplied by `logit_multiplier`.
 
     With `own_norms` (Gemma 4) router, routed and shared experts each have a norm of their own before them, and the
     outputs of routed and of shared experts are normalised before they are added. The router's norm is an RMSNorm
@@ -87,6 +89,8 @@ class MoE:
     expert_bias_on_logits: bool = False
     post_layernorm: bool = False
     activation_clamp: float | None = None
+    latent_norms: bool = False
+    logit_multiplier: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "topk", "ffn_hidden_size"):
@@ -95,7 +99,8 @@ class MoE:
             if getattr(self, name) is not None:
                 check_size(getattr(self, name), name)
         check_count(self.n_hash_layers, "n_hash_layers", MOST_LAYERS)
-        real(self.topk_scaling_factor, "topk_scaling_factor")
+        for name in ("topk_scaling_factor", "logit_multiplier"):
+            real(getattr(self, name), name)
         for name in ("sparsemixer_eps", "activation_clamp"):
             if getattr(self, name) is not None:
                 real(getattr(self, name), name)
@@ -125,6 +130,8 @@ class MoE:
             del used["moe.expert_bias_on_logits"]  # and not None, so that a model with the bias does not differ in it
         if self.shared_ffn_hidden_size is None:
             used |= dict.fromkeys(("moe.shared_expert_gate", "moe.shared_average"))
+        if self.latent_size is None:
+            del used["moe.latent_norms"]
         return used if any(self.layer_freq) else {}
 
 

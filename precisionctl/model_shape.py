@@ -389,5 +389,5 @@ _REALS = (
         "final_logit_softcapping",
         "embedding_multiplier",
     ),
-    *("residual_multiplier", "logit_multiplier", "logits_scaling"),
+    *("residual_multiplier", "residual_gate_temperature", "logit_multiplier", "logits_scaling"),
 )

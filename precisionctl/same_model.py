@@ -66,6 +66,8 @@ def used(model: ModelShape) -> dict[str, object]:
         del found["qk_l2_norm_everywhere"]
     if not model.zero_centered_gamma:
         del found["final_gamma_whole"]
+    if not model.post_layernorms:
+        del found["scaled_post_layernorms"]
     for unused, where in _UNUSED:
         if where(model):
             found |= dict.fromkeys(unused)
@@ -119,7 +121,10 @@ _UNUSED: Sequence[tuple[tuple[str, ...], Callable[[ModelShape], bool]]] = (
     (("qk_layernorm_over_heads", "qk_layernorm_after_rope"), lambda model: not model.qk_layernorm),
     (
         ("post_norm_epsilon",),
-        lambda model: not model.post_layernorms or model.post_norm_epsilon == model.norm_epsilon,
+        lambda model: (
+            not (model.post_layernorms or (model.moe and model.moe.latent_norms))
+            or model.post_norm_epsilon == model.norm_epsilon
+        ),
     ),
     (("query_scaling_floor",), lambda model: model.query_scaling_beta is None),
     (

@@ -38,7 +38,7 @@ def _alone(family: str, name: str) -> type[PreTrainedModel]:
 
 CLASSES = [
     _alone(family, name)
-    for family, name in {"muse_glimmer": "MuseGlimmer"}.items()
+    for family, name in {"muse_glimmer": "MuseGlimmer", "muse_spark": "MuseSpark"}.items()
     if f"{family}_text" in CONFIG_MAPPING
 ]
 """Of those that the installed transformers has."""

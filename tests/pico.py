@@ -961,6 +961,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 2.0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     },
+    "muse-spark": {
+        "model_type": "muse_spark_text",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "final_logit_softcapping": 2.0,
+        "output_multiplier": 2.5,
+        "qk_scale_factor": 2.0,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "moe_hidden_size": 48,
+    },
     "mamba2": {
         "model_type": "mamba2",
         "num_heads": 32,
@@ -1121,7 +1135,7 @@ def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_floating_point() and re.search(
                 r"norm|ln_|bias$|sinks$|layer_scalar$|_hc\.(base|scale)$|hc_(base|scale)$|router\.\w*scale$|router\.gate\.weight$"
-                r"|softmax_scaling\.scale$|rotary_emb\.alpha$|ple\.conv1d\.weight$",
+                r"|softmax_scaling\.scale$|rotary_emb\.alpha$|ple\.conv1d\.weight$|residual_gate\.gate$",
                 name,
             ):
                 tensor.add_(torch.randn_like(tensor) * 0.1)

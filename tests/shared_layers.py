@@ -56,7 +56,11 @@ SIZES = {
 """How many ranks, and how they share a model."""
 
 
-EVEN = [family for family in pico.FAMILIES if pico.shape(family).num_query_groups % 2 == 0 and family != "qwen4"]
+EVEN = [
+    family
+    for family in pico.FAMILIES
+    if pico.shape(family).num_query_groups % 2 == 0 and family not in ("qwen4", "muse-spark")
+]
 """The families that two tensor ranks can share."""
 SHARING = {
     "tensor": [

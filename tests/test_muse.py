@@ -19,11 +19,15 @@ from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.request import Request
 from precisionctl.engines.base import engine_named
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
+from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownArchitecture
 from precisionctl.param import Parallelism
+from precisionctl.recipe import ParallelSettings
+from precisionctl.trainer.parallel.shards import check as check_shards
 from precisionctl.verify.engine_rules import check
 
-pytestmark = pytest.mark.skipif("muse-glimmer" in pico.ABSENT, reason="this transformers has no Muse")
+pytestmark = pytest.mark.skipif(
+    bool({"muse-glimmer", "muse-spark"} & pico.ABSENT.keys()), reason="this transformers has no Muse"
+)
 
 PLAIN = {"rope_type": "default", "rope_theta": 500.0}
 
@@ -66,20 +70,75 @@ def test_what_is_not_known_is_refused_by_its_name(error: type[Exception], said: 
         from_hf_config(pico.config("muse-glimmer", **said))
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (DamagedCheckpoint, {"mlp_layer_types": ["sparse"]}),
+        (DamagedCheckpoint, {"residual_gate_temperature": 0}),
+        (DamagedCheckpoint, {"moe_hidden_size": 0}),
+        (DamagedCheckpoint, {"output_multiplier": "one"}),
+        (UnknownArchitecture, {"mlp_layer_types": ["thin"] * 4}),
+        (UnknownArchitecture, {"hidden_act": "gelu"}),
+    ],
+    ids=str,
+)
+def test_so_it_is_of_spark(error: type[Exception], said: dict[str, Any]) -> None:
+    with pytest.raises(error, match=next(iter(said))):
+        from_hf_config(pico.config("muse-spark", **said))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"mlp_layer_types": None, "residual_gate_temperature": 1.0},
+        {"mlp_layer_types": ["dense"] * 4, "rope_parameters": None, "layer_rope_theta": None},
+        {"routed_scaling_factor": 2.5, "post_norm_eps": 0.1, "rms_norm_eps": 0.01},
+        {"output_multiplier": 0.7, "num_experts_per_tok": 8, "moe_hidden_size": 16},
+    ],
+    ids=str,
+)
+def test_a_setting_of_spark_means_what_it_means_to_transformers(said: dict[str, Any], tmp_path: Path) -> None:
+    assert_computes_as_transformers(pico.config("muse-spark", **said), tmp_path)
+
+
 @pytest.mark.parametrize("factor", [3.87, 5.4730064863875, 2.0, 1 / 3])
 def test_the_factor_of_queries_is_written_as_it_was_read(factor: float) -> None:
     model = from_hf_config(pico.config("muse-glimmer", qk_scale_factor=factor))
     assert to_hf_config(model, "bfloat16")["qk_scale_factor"] == factor
 
 
-def test_texts_that_share_a_row_do_not_see_each_other(tmp_path: Path) -> None:
-    assert_texts_are_apart("muse-glimmer", tmp_path)
+@pytest.mark.parametrize("family", ["muse-glimmer", "muse-spark"])
+def test_texts_that_share_a_row_do_not_see_each_other(family: str, tmp_path: Path) -> None:
+    assert_texts_are_apart(family, tmp_path)
 
 
 @pytest.mark.parametrize("container", ["torch_dist", "torch"])
-def test_a_checkpoint_of_glimmer_comes_back_from_any_division(tmp_path: Path, container: str) -> None:
-    pico.save(tmp_path / "hf", "muse-glimmer", dtype=torch.bfloat16)
-    assert_there_and_back(tmp_path / "hf", container=container, parallelism=Parallelism(2, 2))
+@pytest.mark.parametrize("family", ["muse-glimmer", "muse-spark"])
+def test_a_checkpoint_comes_back_from_any_division(family: str, container: str, tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
+    expert = 2 if family == "muse-spark" else 1
+    assert_there_and_back(tmp_path / "hf", container=container, parallelism=Parallelism(2, 2, expert=expert))
+
+
+def test_gates_routers_and_their_biases_keep_their_dtype(tmp_path: Path) -> None:
+    """transformers has them in FP32."""
+    pico.save(tmp_path / "hf", "muse-spark")
+    run(tmp_path / "hf", tmp_path / "m", "megatron", precision="bf16")
+    run(tmp_path / "m", tmp_path / "back", "hf")
+    back = load_file(tmp_path / "back/model.safetensors")
+    gates = {f"model.layers.{layer}.post_{of}_residual_gate.gate" for layer in range(4) for of in OF_BLOCKS}
+    routers = {
+        f"model.layers.{layer}.mlp.gate.{of}" for layer in (1, 2, 3) for of in ("weight", "e_score_correction_bias")
+    }
+    assert {name for name, tensor in back.items() if tensor.dtype == torch.float32} == gates | routers
+
+
+OF_BLOCKS = ("attention", "feedforward")
+
+
+def test_a_norm_of_experts_is_not_computed_of_parts_of_them() -> None:
+    with pytest.raises(RecipeError, match="a norm of what each expert gives"):
+        check_shards(pico.shape("muse-spark"), ParallelSettings(tensor=2))
 
 
 def test_norms_store_the_same_number_in_both_layouts(tmp_path: Path) -> None:
@@ -102,26 +161,35 @@ def test_what_megatron_has_no_arguments_for_is_named() -> None:
 
 
 WHOLE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+LINEARS = {f"{each}_proj" for each in ("q", "k", "v", "gate", "o", "up", "down")}
 
 
 @pytest.mark.parametrize("target", ["vllm", "sglang", "transformers"])
-def test_an_export_of_the_wrapper_is_what_the_engine_takes(tmp_path: Path, target: str) -> None:
-    theirs = tiny_wrappers.save(tmp_path / "hf", "muse_glimmer", dtype=torch.bfloat16, **WHOLE)
+@pytest.mark.parametrize("kind", ["muse_glimmer", "muse_spark"])
+def test_an_export_of_the_wrapper_is_what_the_engine_takes(kind: str, target: str, tmp_path: Path) -> None:
+    """Without codes of Spark's experts and of the projections around them."""
+    all_experts = {"num_experts_per_tok": 8} if kind == "muse_spark" else {}  # none is chosen by a hair's breadth
+    theirs = tiny_wrappers.save(tmp_path / "hf", kind, dtype=torch.bfloat16, **WHOLE, **all_experts)
     carry_out(Request.export(tmp_path / "hf", tmp_path / "out", target, "dynamic"))
     made, engine = open_checkpoint(tmp_path / "out"), engine_named(target)
     assert [each for each in check(made, engine) if each.rule.fatal] == []
     assert engine.lacks(json.loads((tmp_path / "out/config.json").read_text())) == []
-    coded = {name.split(".")[-2] for name, spec in made.specs.items() if spec.dtype.name.startswith("float8")}
-    assert coded == {f"{each}_proj" for each in ("q", "k", "v", "gate", "o", "up", "down")}
+    stored = load_file(tmp_path / "out/model.safetensors")
+    coded = {name for name, tensor in stored.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert {name.split(".")[-2] for name in coded} == LINEARS
+    assert not [name for name in coded if "expert" in name or "tower" in name]
     if target == "transformers":
-        loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+        loaded, found_keys = AutoModelForImageTextToText.from_pretrained(
+            tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True
+        )
+        assert not found_keys["missing_keys"] and not found_keys["unexpected_keys"]
         tokens = torch.arange(24).view(2, 12) * 3 % 70
         with torch.no_grad():
             expected, found = theirs(tokens).logits.float(), loaded(tokens).logits.float()
         assert (expected - found).norm() < 0.3 * expected.norm()
 
 
-def test_sglang_lacks_the_words_that_its_config_asks_for(tmp_path: Path) -> None:
+def test_sglang_lacks_words_of_glimmer_that_its_config_asks_for(tmp_path: Path) -> None:
     tiny_wrappers.save(tmp_path / "hf", "muse_glimmer", dtype=torch.bfloat16)
     config = json.loads((tmp_path / "hf/config.json").read_text())
     assert engine_named("sglang").lacks(config) == []

@@ -611,6 +611,11 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     (EXPERTS, {"moe.n_hash_layers": 1}),
     (dataclasses.replace(DENSE, post_layernorms=True), {"post_norm_epsilon": 0.1}),
     (dataclasses.replace(DENSE, zero_centered_gamma=True), {"final_gamma_whole": True}),
+    (dataclasses.replace(DENSE, post_layernorms=True), {"scaled_post_layernorms": True}),
+    (DENSE, {"attention_output_norm": True}),
+    (DENSE, {"residual_gate_temperature": 0.5}),
+    (with_fields(EXPERTS, {"moe.latent_size": 6}), {"moe.latent_norms": True}),
+    (EXPERTS, {"moe.logit_multiplier": 0.5}),
     (dataclasses.replace(DENSE, qk_l2_norm=True, rope_layers=(False, True)), {"qk_l2_norm_everywhere": True}),
 ]
 """Models, and for each field one with another value, where a layer uses it."""
@@ -649,7 +654,15 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (DENSE, {"use_double_wide_mlp": True}),
     (DENSE, {"rounded_embedding_multiplier": True}),
     (NO_WINDOW, {"window_layers": (False, False), "attention_chunk_size": 2}),
-    (DENSE, {"post_norm_epsilon": 0.1, "final_gamma_whole": True, "qk_l2_norm_everywhere": True}),
+    (
+        DENSE,
+        {
+            "post_norm_epsilon": 0.1,
+            "scaled_post_layernorms": True,
+            "final_gamma_whole": True,
+            "qk_l2_norm_everywhere": True,
+        },
+    ),
     (dataclasses.replace(DENSE, qk_l2_norm=True), {"qk_l2_norm_everywhere": True}),
     (LEARNED, {"rope_layers": (True, False)}),
     (NO_SHARED, {"moe.shared_expert_gate": True}),

@@ -174,6 +174,10 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "rope_parameters": MROPE | {"mrope_section": [2, 3, 3]},
     },
     "muse_glimmer": {"model_type": "muse_glimmer_text", "num_hidden_layers": 4, "sliding_window": 8},
+    "muse_spark": {
+        **{name: its for name, its in pico.FAMILIES.get("muse-spark", {}).items() if name not in TEXT},
+        "num_hidden_layers": 4,
+    },
     "llava_onevision": {"model_type": "qwen2"},
     "llava": {"model_type": "llama", "rms_norm_eps": 1e-5},
     "llava_next": {"model_type": "mistral"},
@@ -265,6 +269,15 @@ OPTIONAL: dict[str, Any] = {
         },
     },
     "minimax_m3_vl": {"projector_hidden_size": 64},
+    "muse_spark": {
+        "audio_config": {
+            **dict.fromkeys(("patch_sizes", "depths"), [2, 2]),
+            "hidden_sizes": [8, 16],
+            "num_hidden_layers": 2,
+            "out_hidden_size": TEXT["hidden_size"],
+        },
+        "text_config": {"hidden_size": TEXT["hidden_size"]},
+    },
     "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2"},
     "nemotron_h_omni": {
         **dict.fromkeys(("vision_hidden_size", "projector_hidden_size"), 128),

@@ -58,7 +58,7 @@ _SHARED_EXPERT = (
 )
 
 
-_LATENTS = only_in(
+LATENTS = only_in(
     "moe",
     (
         Row(
@@ -95,7 +95,7 @@ _BESIDE_EXPERTS = (
     _norm("moe", "pre_mlp_layernorm.weight"),
     *_as_mixer((*ROUTER, *EXPERT_BIAS)),
     *_SHARED_EXPERT,
-    *_LATENTS,
+    *LATENTS,
 )
 _ROWS = (
     *renamed(EMBEDDING, {"embed_tokens": "embeddings"}),

@@ -205,6 +205,7 @@ WRAPPERS: Mapping[str, WrapperNames] = {
         third={".hc_pre.hc_head.": ".hc_head.hc_pre."},
     ),
     "muse_glimmer": WrapperNames(*IN_MEMORY, text="muse_glimmer_text", mark="vision_adapter.fc1."),
+    "muse_spark": WrapperNames(*IN_MEMORY, text="muse_spark_text", mark="vision_adapter.fc1."),
     "glm_ocr": WrapperNames(*IN_MEMORY, text="glm_ocr_text", apart=_PREDICTION_OF_GLM_OCR, mark=_GATED_WITH_BIAS),
     "qianfan_ocr": WrapperNames(text="qwen3", mark="encoder.layers.0.ls1"),
     "nemotron_h_omni": replace(_NEMOTRON, mtp="language_model.mtp."),
@@ -303,6 +304,7 @@ TEXT_MODELS: Mapping[str, TextModel] = {
         | {"index_n_heads": 32},
     ),
     "muse_glimmer_text": TextModel("muse_glimmer_text", _sizes(202048, 6656, 19968, 52, 32, 2, 131072)),
+    "muse_spark_text": TextModel("muse_spark_text", _sizes(202048, 8192, 16384, 62, 128, 16, 1048576)),
     "glm_ocr_text": TextModel(
         "glm4",
         _sizes(59392, 1024, 4096, 16, 16, 8, 131072) | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},

@@ -112,6 +112,10 @@ class SelfAttention(nn.Module):
         self.value_scale, self.clip = model.attention_value_scale, model.clip_qkv
         self.interleaved, self.norms_after_rope = model.rotary_interleaved, model.qk_layernorm_after_rope
         self.gated = model.attention_output_gate
+        self.value_channels = model.value_channels
+        self.output_norm: nn.Module | None = None
+        if model.attention_output_norm:
+            self.output_norm = nn.RMSNorm(self.value_channels, norm.epsilon, elementwise_affine=False)
         self.key_factor = model.multipliers.key if model.multipliers else 1.0
         self.linear_gate = GateOfHeads(model, backend) if model.linear_gate else None
         scale = 1 / math.sqrt(model.query_pre_attn_scalar or self.head)
@@ -148,6 +152,8 @@ class SelfAttention(nn.Module):
             recorder.kv_cache(self.name, "k", key)
             recorder.kv_cache(self.name, "v", value)
         attended = self.core_attention(query, key, value, positions, self._index(hidden, positions))
+        if self.output_norm is not None:
+            attended = self.output_norm(attended.unflatten(-1, (-1, self.value_channels))).flatten(-2)
         if self.gated:
             attended = gated_by(attended, gate)
         if self.linear_gate is not None:

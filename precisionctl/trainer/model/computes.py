@@ -29,6 +29,8 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("qk_layernorm_after_rope", "query_scaling_beta", "query_scaling_floor"), ANY),
     **dict.fromkeys(("attention_chunk_size", "qk_l2_norm", "moe.probs_on_input", "moe.own_norms"), ANY),
     **dict.fromkeys(("qk_l2_norm_everywhere", "post_norm_epsilon", "final_gamma_whole"), ANY),
+    **dict.fromkeys(("attention_output_norm", "scaled_post_layernorms", "residual_gate_temperature"), ANY),
+    **dict.fromkeys(("moe.latent_norms", "moe.logit_multiplier"), ANY),
     **dict.fromkeys(("v_head_dim", "attention_value_scale", "global_attention.softmax_offset"), ANY),
     **dict.fromkeys(("clip_qkv", "norm_weight", "linear_gate", "global_attention.num_attention_heads"), ANY),
     **dict.fromkeys(("v_l2_norm", "keys_are_values", "layer_scalar", "global_attention"), ANY),
@@ -80,6 +82,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
 
 GROUPED_QUERIES_ALONE: Mapping[str, object] = {
     **dict.fromkeys(("qk_layernorm", "qk_l2_norm", "v_l2_norm", "keys_are_values", "attention_output_gate"), False),
+    "attention_output_norm": False,
     **dict.fromkeys(("clip_qkv", "query_pre_attn_scalar"), None),
     "attention_value_scale": 1.0,
     "pre_layernorms": True,
@@ -221,6 +224,11 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         "moe.n_hash_layers": model.moe and model.moe.n_hash_layers and not model.csa,
         "moe.own_norms": model.moe and model.moe.own_norms and (model.mamba or model.mhc or model.latent_experts),
         "moe.post_layernorm": model.moe and model.moe.post_layernorm and model.mhc,
+        "moe.latent_norms": model.moe and model.moe.latent_norms and not model.latent_experts,
+        "scaled_post_layernorms": model.scaled_post_layernorms
+        and (model.gdn or model.short_conv or model.mamba or model.mhc or model.layer_norms),
+        "residual_gate_temperature": model.residual_gate_temperature
+        and (model.mamba or model.mhc or model.parallel_residual or model.residual_multiplier != 1),
         "moe.sparsemixer_eps": model.moe
         and model.moe.sparsemixer_eps
         and (model.moe.score_function != "softmax" or model.moe.expert_bias or model.moe.num_groups),

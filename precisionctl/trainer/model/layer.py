@@ -15,6 +15,7 @@ from precisionctl.trainer.model.latent_attention import MLASelfAttention
 from precisionctl.trainer.model.mlp import ACTIVATIONS, MLP, MoELayer
 from precisionctl.trainer.model.norm_with_gate import NormWithGate
 from precisionctl.trainer.model.positions import Positions
+from precisionctl.trainer.model.residual_gate import ResidualGate, ScaledNorm
 from precisionctl.trainer.model.residual_layer import ResidualLayer
 from precisionctl.trainer.model.short_convolution import ShortConvolution
 
@@ -63,12 +64,18 @@ class Layer(ResidualLayer):
         else:
             fused = norm if model.fused_layernorms else None
             self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_size(number), fused)
+        self.post_attention_residual_gate, self.post_feedforward_residual_gate = (
+            ResidualGate(size, model.residual_gate_temperature, backend) if model.residual_gate_temperature else None
+            for _ in range(2)
+        )
         if model.post_layernorms:
-            made = self.self_attention
+            made, norm = self.self_attention, post_norm_of(model)
             given = made.linear_proj if isinstance(made, SelfAttention | MLASelfAttention) else made.out_proj
-            add_post_layernorm(given, backend.norm(size, post_norm_of(model)))
+            plain = nn.RMSNorm(size, norm.epsilon, elementwise_affine=False)
+            add_post_layernorm(given, plain if model.scaled_post_layernorms else backend.norm(size, norm))
             last = self.mlp if isinstance(self.mlp, MoELayer) else self.mlp.linear_fc2
-            add_post_layernorm(last, backend.norm(size, post_norm_of(model)))
+            scaled = ScaledNorm(size, norm, backend) if model.scaled_post_layernorms else backend.norm(size, norm)
+            add_post_layernorm(last, scaled)
         elif moe and moe.post_layernorm:
             add_post_layernorm(self.mlp, backend.norm(size, norm))
         elif model.stores_unused and model.moe and model.moe.post_layernorm:
@@ -89,6 +96,13 @@ class Layer(ResidualLayer):
             return NormWithGate(model.hidden_size, model.norm_gate_rank, norm_of(model), backend)
         return backend.norm(model.hidden_size, norm_of(model))
 
+    def _joined(self, hidden: Tensor, block: Tensor, gate: ResidualGate | None) -> Tensor:
+        """The residual stream with what a block gives."""
+        if gate is None:
+            return self.added(hidden, block)
+        joined: Tensor = gate(hidden, block)
+        return joined
+
     def through(
         self, hidden: Tensor, positions: Positions, per_layer: Tensor | None, shared: KeysValues | None
     ) -> tuple[Tensor, KeysValues | None]:
@@ -97,9 +111,10 @@ class Layer(ResidualLayer):
             attended, kept = self.self_attention(normed, positions, shared)
         else:
             attended = self.self_attention(normed, positions)
-        out = self.added(hidden, attended)
+        out = self._joined(hidden, attended, self.post_attention_residual_gate)
         beside = normed if self.parallel_residual else out
-        out = self.added(out, self.mlp(self.pre_mlp_layernorm(beside)))
+        made = self.mlp(self.pre_mlp_layernorm(beside))
+        out = self._joined(out, made, self.post_feedforward_residual_gate)
         if self.per_layer_input_gate is not None:
             assert per_layer is not None, "`Embedding.per_layer` makes it where there is a gate"
             gate = self.activation(product(F.linear, out, self.per_layer_input_gate.weight))

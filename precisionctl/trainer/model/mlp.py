@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from precisionctl.model_fields import Activation
 from precisionctl.model_parts import MoE
 from precisionctl.model_shape import ModelShape
-from precisionctl.trainer.backends.base import Backend, Norm, add_post_layernorm, column_linear, norm_of
+from precisionctl.trainer.backends.base import Backend, Norm, add_post_layernorm, column_linear, norm_of, post_norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.kernels import gpu_kernels
+from precisionctl.trainer.model.residual_gate import ScaledNorm
 from precisionctl.trainer.model.router_losses import RouterLosses
 from precisionctl.trainer.model.router_scores import SCORES, over_their_sum
 
@@ -124,6 +125,11 @@ class MoELayer(nn.Module):
             self.fc1_latent_proj = backend.linear(f"{name}.fc1_latent_proj", hidden, latent, False)
             self.fc2_latent_proj = backend.linear(f"{name}.fc2_latent_proj", latent, hidden, False)
             self.routed_expert_norm = backend.norm(latent, norm_of(model)) if moe.latent_norm else nn.Identity()
+        self.pre_expert_layernorm: nn.Module = nn.Identity()
+        self.post_expert_layernorm: nn.Module = nn.Identity()
+        if moe.latent_norms:
+            self.pre_expert_layernorm = backend.norm(model.expert_hidden_size, norm_of(model))
+            self.post_expert_layernorm = ScaledNorm(model.expert_hidden_size, post_norm_of(model), backend)
 
     def forward(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
         """`[T, E]`, normalised but for norms of its own, to the same. `ids`, int64 `[T]`, are the tokens, for a router
@@ -131,11 +137,11 @@ class MoELayer(nn.Module):
         tokens = self.ranks.enter(hidden)
         weights, chosen = self.router(tokens, ids)
         if self.fc1_latent_proj is None:
-            routed = self.experts(self.pre_moe_layernorm(tokens), weights, chosen)
+            routed = self.experts(self.pre_moe_layernorm(tokens), weights, chosen, self.post_expert_layernorm)
             out: Tensor = self.post_moe_layernorm(self.ranks.leave(routed))
         else:
-            latent = self.ranks.copy(self.fc1_latent_proj(self.ranks.gather(hidden)))
-            given = self.ranks.reduce(self.experts(latent, weights, chosen))
+            latent = self.pre_expert_layernorm(self.ranks.copy(self.fc1_latent_proj(self.ranks.gather(hidden))))
+            given = self.ranks.reduce(self.experts(latent, weights, chosen, self.post_expert_layernorm))
             out = self.ranks.scatter(self.fc2_latent_proj(self.routed_expert_norm(given)))
         if self.shared_experts is None:
             return out
@@ -173,8 +179,9 @@ class Experts(nn.Module):
         )
         self.linear_fc2 = backend.grouped_linear(f"{name}.linear_fc2", self.number, inner, hidden, bias, "row")
 
-    def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Tokens `[T, E]` to the sums of their experts' outputs times `weights`, FP32 `[T, K]`; `chosen` `[T, K]`."""
+    def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor, norm: nn.Module) -> Tensor:
+        """Tokens `[T, E]` to the sums of their experts' outputs, each through the `norm`, times `weights`, FP32
+        `[T, K]`; `chosen` `[T, K]`."""
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.number).tolist()
         numbers, recorder = order // chosen.shape[1], self.backend.recorder
@@ -184,7 +191,7 @@ class Experts(nn.Module):
             if self.probs_on_input:
                 read = (read * weights.flatten()[order, None]).to(tokens.dtype)
             inner = self.linear_fc1(dispatch.dispatch(read), dispatch.counts)
-            outputs = dispatch.combine(self.linear_fc2(activate(inner, self.model), dispatch.counts))
+            outputs = norm(dispatch.combine(self.linear_fc2(activate(inner, self.model), dispatch.counts)))
         by_token: Tensor = outputs[order.argsort()].view(*chosen.shape, -1)
         if not self.probs_on_input:
             by_token = by_token * weights[..., None]
@@ -222,6 +229,8 @@ class Router(nn.Module):
             hidden = read.shape[-1]
             read = F.rms_norm(read, (hidden,), eps=self.norm_epsilon) * self.scale.float() * hidden**-0.5
         logits = F.linear(read, self.weight.float(), bias)
+        if self.moe.logit_multiplier != 1:
+            logits = logits * self.moe.logit_multiplier
         if self.moe.sparsemixer_eps is not None:
             weights, chosen = _sparsely_mixed(logits, self.moe.topk, self.moe.sparsemixer_eps)
         else:
