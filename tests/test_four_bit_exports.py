@@ -232,7 +232,7 @@ def test_transformers_decodes_to_the_same_values(tmp_path: Path, sources: Mappin
     assert f"What is {FOUR_BITS[scheme]}" in card and "FP8 codes" not in card
 
 
-TOGETHER = ("gpt-oss", "granite-moe", "granite-moe-shared", "granite-moe-swa", "granite-hybrid", "llama4")
+TOGETHER = ("gpt-oss", "granite-moe", "granite-moe-shared", "granite-moe-swa", "granite-hybrid", "llama4", "muse-spark")
 ONE_BY_ONE = [family for family in pico.FAMILIES if pico.shape(family).moe and family not in TOGETHER]
 """Families whose experts have tensors of their own; those in one tensor stay values."""
 BRIEFLY = {("deepseek-v3", "w4a16"), ("qwen3-next", "nvfp4a16")}

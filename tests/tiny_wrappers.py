@@ -173,7 +173,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 16,
         "rope_parameters": MROPE | {"mrope_section": [2, 3, 3]},
     },
-    "muse_glimmer": {"model_type": "muse_glimmer_text", "num_hidden_layers": 4, "sliding_window": 8},
+    "muse_glimmer": {"model_type": "muse_glimmer_text", "sliding_window": 8, "qk_scale_factor": 1.5},
     "muse_spark": {
         **{name: its for name, its in pico.FAMILIES.get("muse-spark", {}).items() if name not in TEXT},
         "num_hidden_layers": 4,

@@ -73,6 +73,10 @@ _SCANNED = 4 * (3 * int(log2(CHUNK)) + 4)
 each step of the prefix scan, and what is around it."""
 
 
+_SCALED_NORM = 4 + 2
+"""Bytes for each number of what a ScaledNorm reads: in FP32, and multiplied."""
+
+
 @dataclass(frozen=True)
 class BytesKept:
     """Bytes that are saved for the backward, for each element of a norm's input (`norm`), of a GEMM's input (`input`)
@@ -112,11 +116,17 @@ def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float
     """Bytes that a layer saves for the backward for each token, in rows of `length` tokens."""
     model = model.normed_as(layer)
     norms = 2 * (model.pre_layernorms + model.post_layernorms) - model.one_layernorm
+    if model.scaled_post_layernorms:
+        norms -= 2
     if model.mamba and not model.parallel_mixers:
         norms = 1
     if model.moe and model.moe.post_layernorm and model.has_experts(layer):
         norms += 1
     made = norms * kept.norm * model.hidden_size / kept.tokens
+    if model.scaled_post_layernorms:  # that of attention has no weight
+        made += (2 + _SCALED_NORM) * model.hidden_size / kept.tokens
+    if model.residual_gate_temperature:  # of both gates, what a block gives and the stream before it
+        made += 2 * (2 + 2) * model.hidden_size / kept.tokens
     if model.has_dense_mlp(layer) or model.has_experts(layer):
         made += _inner(model, layer, kept)
     if model.norm_gate_rank:  # what the norm gives, the gate in FP32, and the inner channels before and after SiLU
@@ -190,6 +200,8 @@ def _attention(model: ModelShape, layer: int, kept: BytesKept, length: int, shar
             made += kept.norm * (model.query_size + keys)
         if model.v_l2_norm:
             made += kept.norm * keys
+    if model.attention_output_norm:
+        made += 2 * out
     if model.linear_gate:  # the gate in FP32 after, of a softplus before too, and its other factor
         made += (4 if model.linear_gate.startswith("sigmoid") else 2 + 4 + 4) * model.gate_size + 2 * out
     if capped:  # for each pair FP32 weights, BF16 ones and capped scores; keys and values for each head
@@ -333,4 +345,6 @@ def _inner(model: ModelShape, layer: int, kept: BytesKept) -> float:
     routed = moe.topk * (kept.input * width + _channel(model.of_experts, kept) * moe.ffn_hidden_size + 2 * width)
     if moe.latent_size:  # inputs of the projections to it and back
         routed += kept.input * (hidden + width)
+    if moe.latent_norms:
+        routed += kept.norm * width + _SCALED_NORM * moe.topk * width
     return router + shared + routed
