@@ -145,7 +145,11 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "a cache without refs": (hub_entry(None, "0a", "ff"), "Hub's cache", ".*snapshots/ff"),
     "a cache whose refs lead elsewhere": (hub_entry("../..", "0a"), "Hub's cache", ".*snapshots/0a"),
     "a config alone": (files("config.json"), "config without weights", "no weights beside it"),
-    "weights alone": (files("model.safetensors"), "weights without a config", "makes with it. Or copy config.json there"),
+    "weights alone": (
+        files("model.safetensors"),
+        "weights without a config",
+        "makes with it. Or copy config.json there",
+    ),
 }
 
 
