@@ -1,6 +1,7 @@
 """Muse: config.json key by key against transformers' class, what is refused, the names of tensors, and divisions."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,16 @@ import tiny_wrappers
 import torch
 from conversions import assert_there_and_back, carry_out, run
 from gpt_models import assert_computes_as_transformers, assert_texts_are_apart
-from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
 
-from precisionctl.architectures.families import from_hf_config, to_hf_config
+from precisionctl.architectures.families import architecture_of, from_hf_config, to_hf_config
 from precisionctl.architectures.megatron_args import otherwise_in_megatron
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.request import Request
 from precisionctl.engines.base import engine_named
-from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownArchitecture
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.param import Parallelism
 from precisionctl.recipe import ParallelSettings
 from precisionctl.trainer.parallel.shards import check as check_shards
@@ -195,3 +196,31 @@ def test_sglang_lacks_words_of_glimmer_that_its_config_asks_for(tmp_path: Path) 
     assert engine_named("sglang").lacks(config) == []
     del config["text_config"]["layer_rope_theta"]
     assert engine_named("sglang").lacks(config) == ["layer_rope_theta"]
+
+
+def test_codes_of_a_stack_of_experts_are_refused_by_its_name(tmp_path: Path) -> None:
+    """As the NVFP4 release of Spark has them."""
+    pico.save(tmp_path, "muse-spark", dtype=torch.bfloat16)
+    tensors, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    stack = "model.layers.1.mlp.experts.down_proj"
+    tensors |= {
+        stack: torch.zeros(8, 48, 16, dtype=torch.uint8),
+        f"{stack}_weight_scale": torch.ones(8, 48, 2).to(torch.float8_e4m3fn),
+        f"{stack}_weight_scale_2": torch.ones(8),
+    }
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PrecisionError, match=f"{stack}_weight_scale is of codes of all experts of a layer in one"):
+        run(tmp_path, tmp_path / "out", "hf", precision="bf16")
+
+
+def test_spark_has_the_parameters_that_its_name_says() -> None:
+    """Muse-Spark-Open-816B-A42B, of the sizes of transformers' class: without embeddings."""
+    model = from_hf_config(AutoConfig.for_model("muse_spark_text").to_dict())
+    rows = [row for row in architecture_of(model.architecture).spelled({}, model) if row.present.in_layout("hf", model)]
+    sizes = {row.megatron: math.prod(row.shape(model)) * row.count(model) for row in rows}
+    without = sum(sizes.values()) - sizes["embedding.word_embeddings.weight"] - sizes["output_layer.weight"]
+    assert without // 10**9 == 816
+    of_experts = sum(size for name, size in sizes.items() if ".mlp.experts." in name)
+    assert (without - of_experts * 248 // 256) // 10**9 == 42  # 8 of 256 for a token

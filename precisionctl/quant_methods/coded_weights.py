@@ -77,6 +77,10 @@ class CodedWeight:
     scales: Scales
 
 
+_OF_STACK = re.compile(r"\.experts\.[a-z_]+_weight_scale(\[\d+\])?$")
+"""Names of scales as the NVFP4 release of Muse Spark has them."""
+
+
 def coded_weights(
     config: Mapping[str, Any], specs: Mapping[str, TensorSpec], where: object = "config.json"
 ) -> dict[str, CodedWeight]:
@@ -87,6 +91,11 @@ def coded_weights(
     """
     method = recognise(config, where)
     quantization = method.read(config["quantization_config"]) if method else None
+    if method and (of_stack := next(filter(_OF_STACK.search, specs), None)):
+        what = (
+            f"{of_stack.partition('[')[0]} is of codes of all experts of a layer in one tensor, as ModelOpt stores them"
+        )
+        raise PrecisionError(what, where=where, do="They are not read here: start from the unquantized model.")
     packed = _packed(quantization, specs, where) if quantization else {}
     known = (*packed, *(name for name, spec in specs.items() if spec.packing))
     beside = {sibling(name, kind) for name in known for kind in (method.weight_scales if method else ())}
