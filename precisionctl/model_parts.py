@@ -53,7 +53,7 @@ class MoE:
     the largest logit `m` of those left, with its weight in a softmax over the logits `l` left for which (m - l) /
     max(m, |l|) <= 2 * sparsemixer_eps. Experts with a `latent_size` (Nemotron 3) read the hidden states projected to so
     many channels, and their summed output is projected back; router and shared experts read the hidden states
-    themselves. With `latent_norm` (Kimi K3) the sum is normalised before it is projected back. With `latent_norms`
+    themselves. With `latent_norm` (Kimi K3) the sum is normalised before it is projected back. With `expert_norms`
     (Muse Spark) a norm is between the projection and the experts, and one for all experts of a layer normalises what
     each gives, which it multiplies by its weight first. A router's logits are multiplied by `logit_multiplier`.
 
@@ -89,7 +89,7 @@ class MoE:
     expert_bias_on_logits: bool = False
     post_layernorm: bool = False
     activation_clamp: float | None = None
-    latent_norms: bool = False
+    expert_norms: bool = False
     logit_multiplier: float = 1.0
 
     def __post_init__(self) -> None:
@@ -131,7 +131,7 @@ class MoE:
         if self.shared_ffn_hidden_size is None:
             used |= dict.fromkeys(("moe.shared_expert_gate", "moe.shared_average"))
         if self.latent_size is None:
-            del used["moe.latent_norms"]
+            del used["moe.expert_norms"]
         return used if any(self.layer_freq) else {}
 
 

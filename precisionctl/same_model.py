@@ -122,7 +122,7 @@ _UNUSED: Sequence[tuple[tuple[str, ...], Callable[[ModelShape], bool]]] = (
     (
         ("post_norm_epsilon",),
         lambda model: (
-            not (model.post_layernorms or (model.moe and model.moe.latent_norms))
+            not (model.post_layernorms or (model.moe and model.moe.expert_norms))
             or model.post_norm_epsilon == model.norm_epsilon
         ),
     ),

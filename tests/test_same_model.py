@@ -614,7 +614,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     (dataclasses.replace(DENSE, post_layernorms=True), {"scaled_post_layernorms": True}),
     (DENSE, {"attention_output_norm": True}),
     (DENSE, {"residual_gate_temperature": 0.5}),
-    (with_fields(EXPERTS, {"moe.latent_size": 6}), {"moe.latent_norms": True}),
+    (with_fields(EXPERTS, {"moe.latent_size": 6}), {"moe.expert_norms": True}),
     (EXPERTS, {"moe.logit_multiplier": 0.5}),
     (dataclasses.replace(DENSE, qk_l2_norm=True, rope_layers=(False, True)), {"qk_l2_norm_everywhere": True}),
 ]

@@ -106,7 +106,7 @@ ARCHITECTURE = Architecture(
         Key("moe.topk", "num_experts_per_tok", 8),
         Key("moe.ffn_hidden_size", "moe_intermediate_size", 4096),
         Key("moe.latent_size", "moe_hidden_size", 4096),
-        Always("moe.latent_norms", True),
+        Always("moe.expert_norms", True),
         Always("moe.score_function", "sigmoid"),
         Always("moe.expert_bias", True),
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),

@@ -345,6 +345,6 @@ def _inner(model: ModelShape, layer: int, kept: BytesKept) -> float:
     routed = moe.topk * (kept.input * width + _channel(model.of_experts, kept) * moe.ffn_hidden_size + 2 * width)
     if moe.latent_size:  # inputs of the projections to it and back
         routed += kept.input * (hidden + width)
-    if moe.latent_norms:
+    if moe.expert_norms:
         routed += kept.norm * width + _SCALED_NORM * moe.topk * width
     return router + shared + routed

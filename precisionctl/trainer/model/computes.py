@@ -30,7 +30,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("attention_chunk_size", "qk_l2_norm", "moe.probs_on_input", "moe.own_norms"), ANY),
     **dict.fromkeys(("qk_l2_norm_everywhere", "post_norm_epsilon", "final_gamma_whole"), ANY),
     **dict.fromkeys(("attention_output_norm", "scaled_post_layernorms", "residual_gate_temperature"), ANY),
-    **dict.fromkeys(("moe.latent_norms", "moe.logit_multiplier"), ANY),
+    **dict.fromkeys(("moe.expert_norms", "moe.logit_multiplier"), ANY),
     **dict.fromkeys(("v_head_dim", "attention_value_scale", "global_attention.softmax_offset"), ANY),
     **dict.fromkeys(("clip_qkv", "norm_weight", "linear_gate", "global_attention.num_attention_heads"), ANY),
     **dict.fromkeys(("v_l2_norm", "keys_are_values", "layer_scalar", "global_attention"), ANY),
@@ -224,7 +224,7 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         "moe.n_hash_layers": model.moe and model.moe.n_hash_layers and not model.csa,
         "moe.own_norms": model.moe and model.moe.own_norms and (model.mamba or model.mhc or model.latent_experts),
         "moe.post_layernorm": model.moe and model.moe.post_layernorm and model.mhc,
-        "moe.latent_norms": model.moe and model.moe.latent_norms and not model.latent_experts,
+        "moe.expert_norms": model.moe and model.moe.expert_norms and not model.latent_experts,
         "scaled_post_layernorms": model.scaled_post_layernorms
         and (model.gdn or model.short_conv or model.mamba or model.mhc or model.layer_norms),
         "residual_gate_temperature": model.residual_gate_temperature

@@ -127,7 +127,7 @@ class MoELayer(nn.Module):
             self.routed_expert_norm = backend.norm(latent, norm_of(model)) if moe.latent_norm else nn.Identity()
         self.pre_expert_layernorm: nn.Module = nn.Identity()
         self.post_expert_layernorm: nn.Module = nn.Identity()
-        if moe.latent_norms:
+        if moe.expert_norms:
             self.pre_expert_layernorm = backend.norm(model.expert_hidden_size, norm_of(model))
             self.post_expert_layernorm = ScaledNorm(model.expert_hidden_size, post_norm_of(model), backend)
 

@@ -161,7 +161,7 @@ def check(model: ModelShape, sizes: ParallelSettings) -> None:
     if model.mhc and model.mhc.lowrank and sizes.tensor > 1:
         what = "what reads residual streams channel by channel is not shared by tensor-parallel ranks"
         raise RecipeError(what, do="Leave parallel.tensor out.")
-    if moe and moe.latent_norms and sizes.tensor > 1:
+    if moe and moe.expert_norms and sizes.tensor > 1:
         what = "a norm of what each expert gives cannot be computed of a part of it, as tensor-parallel ranks have it"
         raise RecipeError(what, do="Leave parallel.tensor out.")
     groups = model.mamba is None or model.mamba.dt_rank is None
