@@ -62,8 +62,9 @@ def used(model: ModelShape) -> dict[str, object]:
         found["max_position_embeddings"] = model.position_rows  # Megatron counts them together
     if model.embedding_multiplier == 1:
         del found["rounded_embedding_multiplier"]  # and not None, so that a model that multiplies does not differ in it
-    if not model.qk_l2_norm or all(model.rope_layers or ()):  # the norm of a head does not change as it turns
-        del found["qk_l2_norm_everywhere"]
+    everywhere = found.pop("qk_l2_norm_everywhere") or all(model.rope_layers or ())
+    if model.qk_l2_norm:
+        found["qk_l2_norm"] = "in all layers" if everywhere else "in layers with rotary embeddings"
     if not model.zero_centered_gamma:
         del found["final_gamma_whole"]
     if not model.post_layernorms:

@@ -55,15 +55,15 @@ def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 
 
 def test_every_byte_under_every_scale_decodes_as_transformers_does_it(tmp_path: Path) -> None:
-    """Negative zeros, subnormal numbers of the scale 0 and infinities of the scale 254 among them; by way of Megatron
-    too."""
-    stored = make(tmp_path / "source", exponents=(0, 255))
+    """Negative zeros and subnormal numbers of the scale 0 among them; by way of Megatron too. Under the scales 253 and
+    254 some would be infinite, and are refused (test_nan.py)."""
+    stored = make(tmp_path / "source", exponents=(0, 253))
     torch.manual_seed(1)
     for name in stored:
         if name.endswith("_blocks"):
             stored[name] = torch.randint(256, stored[name].shape, dtype=torch.uint8)
     every = {int(byte) for name in stored if name.endswith("_scales") for byte in stored[name].unique()}
-    assert every == set(range(255))
+    assert every == set(range(253))
     write(tmp_path / "source", stored)
     converted(tmp_path / "source", tmp_path / "hf")
     assert_same_bits(load_file(tmp_path / "hf" / "model.safetensors"), decoded(stored))

@@ -188,10 +188,10 @@ def _mla_args(model: ModelShape) -> dict[str, Any]:
     return args | {"rope_type": "yarn"} | _yarn_args(rope)
 
 
-def as_in_megatron(model: ModelShape) -> ModelShape:
+def as_in_megatron(model: ModelShape, *, in_bridge: bool = False) -> ModelShape:
     """The model that Megatron-Core's GPTModel computes when it is built from this one's arguments. It knows none that
-    are fields of Megatron-Bridge's alone."""
-    args = {name: value for name, value in to_megatron_args(model).items() if name not in KIMI_K3}
+    are fields of Megatron-Bridge's alone, which count `in_bridge`."""
+    args = {name: value for name, value in to_megatron_args(model).items() if in_bridge or name not in KIMI_K3}
     return read_megatron_args(args, model.padded_vocab_size, "")
 
 

@@ -157,7 +157,7 @@ def _weight_map(directory: Path, file_format: WeightFileFormat) -> dict[str, Pat
     if not isinstance(weight_map, dict) or not weight_map:
         raise DamagedCheckpoint("no `weight_map`", where=index)
     for file in weight_map.values():
-        if not isinstance(file, str) or os.path.basename(file) != file:
+        if not isinstance(file, str) or os.path.basename(file) != file or file in ("", os.curdir, os.pardir):
             raise DamagedCheckpoint(
                 f"{file!r} is not the name of a file in this directory", where=index, do="Do not trust it."
             )

@@ -119,7 +119,8 @@ def contradictions(model: ModelShape, by_args: ModelShape) -> str:
     """The fields in which a model that config.json describes is another one than Megatron's arguments describe, in
     words: `rotary_base 10000.0 / 5.0`. Empty where they agree, as far as arguments can say the model."""
     differing = differences(model, by_args)
-    named = {name: differing[name] for name in differences(as_in_megatron(model), by_args) if name in differing}
+    told = as_in_megatron(model, in_bridge=by_args.attn_res_block_size is not None)
+    named = {name: differing[name] for name in differences(told, by_args) if name in differing}
     if model.vocab_size < by_args.vocab_size:  # the rows between are tokens, and no padding
         named["vocab_size"] = model.vocab_size, by_args.vocab_size
     return ", ".join(f"{name} {' / '.join(map(shown, both))}" for name, both in named.items())

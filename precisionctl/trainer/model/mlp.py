@@ -126,7 +126,7 @@ class MoELayer(nn.Module):
             self.fc2_latent_proj = backend.linear(f"{name}.fc2_latent_proj", latent, hidden, False)
             self.routed_expert_norm = backend.norm(latent, norm_of(model)) if moe.latent_norm else nn.Identity()
         self.pre_expert_layernorm: nn.Module = nn.Identity()
-        self.post_expert_layernorm: nn.Module = nn.Identity()
+        self.post_expert_layernorm: nn.Module | None = None
         if moe.expert_norms:
             self.pre_expert_layernorm = backend.norm(model.expert_hidden_size, norm_of(model))
             self.post_expert_layernorm = ScaledNorm(model.expert_hidden_size, post_norm_of(model), backend)
@@ -179,9 +179,9 @@ class Experts(nn.Module):
         )
         self.linear_fc2 = backend.grouped_linear(f"{name}.linear_fc2", self.number, inner, hidden, bias, "row")
 
-    def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor, norm: nn.Module) -> Tensor:
-        """Tokens `[T, E]` to the sums of their experts' outputs, each through the `norm`, times `weights`, FP32
-        `[T, K]`; `chosen` `[T, K]`."""
+    def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """Tokens `[T, E]` to the sums of their experts' outputs, each through the `norm`, if there is one, times
+        `weights`, FP32 `[T, K]`; `chosen` `[T, K]`."""
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.number).tolist()
         numbers, recorder = order // chosen.shape[1], self.backend.recorder
@@ -191,7 +191,8 @@ class Experts(nn.Module):
             if self.probs_on_input:
                 read = (read * weights.flatten()[order, None]).to(tokens.dtype)
             inner = self.linear_fc1(dispatch.dispatch(read), dispatch.counts)
-            outputs = norm(dispatch.combine(self.linear_fc2(activate(inner, self.model), dispatch.counts)))
+            outputs = dispatch.combine(self.linear_fc2(activate(inner, self.model), dispatch.counts))
+            outputs = norm(outputs) if norm else outputs
         by_token: Tensor = outputs[order.argsort()].view(*chosen.shape, -1)
         if not self.probs_on_input:
             by_token = by_token * weights[..., None]
