@@ -20,7 +20,8 @@ from training import make_text, run_with_kills, settings
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from precisionctl.architectures.families import architecture_of, from_hf_config, read_model, table_of
-from precisionctl.architectures.wrappers import TEXT_MODELS, wrapped
+from precisionctl.architectures.wrapped_architecture import wrapped
+from precisionctl.architectures.wrappers import TEXT_MODELS
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request

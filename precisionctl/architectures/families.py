@@ -12,15 +12,8 @@ from precisionctl.architectures.config_keys import CAUSAL, Config, Key
 from precisionctl.architectures.megatron_args import MEGATRON_ONLY, read_megatron_args
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.read_off import READ_OFF
-from precisionctl.architectures.wrappers import (
-    can_be_wrapped,
-    in_directory,
-    is_wrapper,
-    may_be_tied,
-    text_config,
-    wrapped,
-    wrapper_of,
-)
+from precisionctl.architectures.wrapped_architecture import can_be_wrapped, in_directory, wrapped
+from precisionctl.architectures.wrappers import is_wrapper, may_be_tied, text_config, wrapper_of
 from precisionctl.discover import discover_names
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, at, most_alike, shown
 from precisionctl.model_fields import PARTS

@@ -1,27 +1,24 @@
 """Wrappers: models of images or sound whose text model belongs to a family that has a table.
 
-A wrapper is a line of `WRAPPERS`: what stands before the text model's names. Its table is its text family's under these
-names, and a row for each tensor that is not the text model's, a **tower**: tensors of what sees and hears, which no
-program here computes. They travel as they are.
+A wrapper is a line of `WRAPPERS`: what stands before the text model's names. Its table (`wrapped_architecture.py`) is
+its text family's under these names, and a row for each tensor that is not the text model's, a **tower**: tensors of
+what sees and hears, which no program here computes. They travel as they are.
 
 Traps: the same wrapper has older names in published files than in memory, where transformers has all text models at
 `model.language_model.`, and some programs save those. Whether the head is the embedding is said by the wrapper's
 config.json, in older ones by its `text_config`, and in some by neither.
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from precisionctl.architectures.config_keys import Config, is_on
-from precisionctl.architectures.moe_rows import EXPERTS, FUSED
-from precisionctl.architectures.param_map import Architecture, Either, Naming, Row, other_names
-from precisionctl.architectures.read_off import rows as rows_of
+from precisionctl.architectures.moe_rows import FUSED
+from precisionctl.architectures.param_map import Either
 from precisionctl.architectures.rearrangements import Transposed
-from precisionctl.errors import DamagedCheckpoint, MappingError, UnknownArchitecture, shown
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_parts import Wrapper, text_part
-from precisionctl.model_shape import ModelShape
-from precisionctl.param import TensorSpec
 
 TOWERS = "towers."
 """What Megatron's names of towers begin with here, before the Hugging Face name. No parameter of Megatron's does."""
@@ -362,137 +359,9 @@ def wrapper_of(config: Config) -> Wrapper:
     return Wrapper(config["model_type"], kind.body, kind.head, kind.mtp, kind.apart)
 
 
-def can_be_wrapped(family: Architecture, wrapper: Wrapper) -> bool:
-    """Whether a family's tensors all have names that the wrapper changes, or has, too."""
-    rows = [row for each in family.rows for row in ((each,) if isinstance(each, Row) else (*each.first, *each.second))]
-    return all(name.startswith(tuple(wrapper.names)) for row in rows for name in row.hf)
-
-
 def may_be_tied(config: Config, where: object) -> bool:
     """Whether the head may be the embedding and so not be stored. If neither a wrapper's config.json nor its text
     model's part says so, the tensors decide."""
     parts = (config, config.get("thinker_config") or {}, text_part(config) or {})
     on = [is_on(part, "tie_word_embeddings", where) for part in parts]
     return any(on) or all(part.get("tie_word_embeddings") is None for part in parts)
-
-
-def in_directory(model: ModelShape, config: Config, stored: Collection[str]) -> ModelShape:
-    """The text model by the names that a Hugging Face directory has for it. Raises UnknownArchitecture where they are
-    not those of a text model and towers."""
-    assert model.wrapper is not None, "a text model alone has its names from its family"
-    in_memory = WRAPPERS[model.wrapper.model_type].in_memory
-    for body, head in dict.fromkeys(((model.wrapper.body, model.wrapper.head), in_memory)):
-        wrapper = replace(model.wrapper, body=body, head=head)
-        towers = [name for name in stored if not wrapper.is_text(name)]
-        has_text = any(wrapper.name_of(name) in stored for name in _EMBEDDINGS)
-        if has_text and towers and _by_towers(model.wrapper, towers) == wrapper:
-            _check_marks(model.wrapper.model_type, towers)
-            tied = config.get("tie_word_embeddings") is True or wrapper.name_of(_HEAD) not in stored
-            return replace(model, wrapper=wrapper, tied_embeddings=model.tied_embeddings and tied)
-    raise UnknownArchitecture(f"its tensors do not have the names of a `{model.wrapper.model_type}`")
-
-
-def beside_towers(model: ModelShape, config: Config, towers: Collection[str], *, has_head: bool) -> ModelShape:
-    """The text model of a Megatron checkpoint, by the Hugging Face names that the wrapper's towers have. Raises
-    UnknownArchitecture for towers of another wrapper, and where config.json says of the head what is not so."""
-    assert model.wrapper is not None, "only a wrapper has towers"
-    if towers:
-        _check_marks(model.wrapper.model_type, towers)
-    if not has_head and not model.tied_embeddings or has_head and config.get("tie_word_embeddings") is True:
-        what = f"it has {'an' if has_head else 'no'} output layer, and tie_word_embeddings says otherwise"
-        raise UnknownArchitecture(what, do="Is config.json this model's? If so, correct tie_word_embeddings in it.")
-    return replace(model, wrapper=_by_towers(model.wrapper, towers), tied_embeddings=not has_head)
-
-
-_EMBEDDINGS = tuple(f"model.{name}.weight" for name in ("embed_tokens", "embeddings", "tok_embeddings"))
-_HEAD = "lm_head.weight"
-
-
-def _check_marks(model_type: str, towers: Collection[str]) -> None:
-    mine = WRAPPERS[model_type]
-    others = {kind.mark for kind in WRAPPERS.values() if kind.mark} - {mine.mark, *mine.marks_of_others}
-    found = next((mark for mark in sorted(others) if any(mark in name for name in towers)), None)
-    if found or not any(mine.mark in name for name in towers):
-        has = f"have `{found}` in their names" if found else f"do not have `{mine.mark}` in their names"
-        raise UnknownArchitecture(
-            f"its towers {has}: they are not those of a `{model_type}`", do="Is config.json this model's?"
-        )
-
-
-def _by_towers(published: Wrapper, towers: Collection[str]) -> Wrapper:
-    """The wrapper with the names that go with those of its towers, which in memory are mostly within `model`, too."""
-    kind = WRAPPERS[published.model_type]
-    if any(name.startswith(kind.towers_in_memory) for name in towers):
-        body, head = kind.in_memory
-        return replace(published, body=body, head=head)
-    return published
-
-
-@dataclass(frozen=True)
-class WrappedArchitecture(Architecture):
-    """A family's table under the names that it has in a wrapper, and a row for each tower that there is."""
-
-    wrapper: Wrapper = field(kw_only=True)
-
-    def spelled(
-        self,
-        stored: Mapping[str, TensorSpec],
-        model: ModelShape,
-        naming: Naming = "as stored",
-        codes: Collection[str] = (),
-    ) -> tuple[Row, ...]:
-        if naming == "in memory" and self.wrapper.body != WRAPPERS[self.wrapper.model_type].in_memory[0]:
-            raise MappingError(
-                f"the names that the towers of a `{self.wrapper.model_type}` have in memory are not known here",
-                do="Let transformers read the directory and save its state dict.",
-            )
-        towers = {name: spec for name, spec in stored.items() if not self.wrapper.is_text(name)}
-        rows = (replace(row, megatron=TOWERS + row.hf[0], gemm=False, expert=False) for row in rows_of(towers))
-        return (*super().spelled(stored, model, naming, codes), *rows)
-
-    def in_memory(self, stored: Mapping[str, TensorSpec], model: ModelShape) -> dict[str, str]:
-        """Those of the text model: what towers are called in memory is not known here."""
-        rows = super().spelled(stored, model, "in memory")
-        there = (replace(row, names=tuple(map(self._in_memory, row.hf)), as_stored=row.source) for row in rows)
-        return other_names(there, len(stored), model)
-
-    def _in_memory(self, name: str) -> str:
-        body, head = WRAPPERS[self.wrapper.model_type].in_memory
-        for here, there in ((self.wrapper.head, head), (self.wrapper.body, body)):  # which may be empty
-            if name.startswith(here):
-                return there + name.removeprefix(here)
-        return name
-
-
-def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:
-    """A family's table as a wrapper has it. config.json is compared key by key, so no key is the table's."""
-
-    kind = WRAPPERS[wrapper.model_type]
-    rows = tuple(kind.experts if kind.experts and row in EXPERTS else row for row in family.rows)
-
-    def renamed(row: Row) -> Row:
-        names, values = (tuple(map(wrapper.name_of, each)) for each in (row.hf, row.values))
-        return replace(row, names=names, values=values)
-
-    def renamed_either(either: Either) -> tuple[Row | Either, ...]:
-        first, second, also = (tuple(map(renamed, each)) for each in (either.first, either.second, either.also))
-        also = tuple(row.renamed(kind.third) for row in also)
-        if first == second:  # `backbone.` and `model.`, which differ in the text model alone
-            return first
-        if kind.second and wrapper.body == kind.body:  # as published
-            return (Either(second, first, second_is="in memory"),)
-        return (replace(either, first=first, second=second, also=also),)
-
-    def all_renamed(some: Iterable[Row | Either]) -> tuple[Row | Either, ...]:
-        made = ((renamed(row),) if isinstance(row, Row) else renamed_either(row) for row in some)
-        return tuple(each for rows in made for each in rows)
-
-    changed: dict[str, Any] = {
-        "rows": all_renamed(rows),
-        "more_rows": lambda model: all_renamed(family.more_rows(model)),
-        "config": (),
-        "aliases": tuple(replace(a, hf=wrapper.name_of(a.hf), of=wrapper.name_of(a.of)) for a in family.aliases),
-        "derived": tuple(map(wrapper.name_of, family.derived)),
-    }
-    kept = {one.name: getattr(family, one.name) for one in fields(family)}
-    return WrappedArchitecture(**kept | changed, wrapper=wrapper)

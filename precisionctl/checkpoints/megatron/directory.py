@@ -14,7 +14,8 @@ from precisionctl.architectures.megatron_args import (
     as_in_megatron,
     read_megatron_args,
 )
-from precisionctl.architectures.wrappers import TOWERS, beside_towers
+from precisionctl.architectures.wrapped_architecture import beside_towers
+from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints
 from precisionctl.checkpoints.chunks import Chunked
 from precisionctl.checkpoints.companions import is_tokenizer, needed_hints, read_companions
