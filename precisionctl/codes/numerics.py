@@ -57,10 +57,14 @@ def has_nan(values: Tensor) -> bool:
     return bool(values.sum().isnan()) and bool(values.isnan().any())
 
 
+def are_finite(values: Tensor) -> bool:
+    """Whether all of the values, on a CPU, are finite; also false where their sum overflows."""
+    return bool(values.sum().isfinite())  # as in `has_nan`, a sum is fastest
+
+
 def has_infinity(values: Tensor) -> bool:
     """Whether any of the values, on a CPU, is infinite."""
-    # As in `has_nan`, a sum is fastest. One of finite numbers may overflow: `isinf` decides.
-    return not bool(values.sum().isfinite()) and bool(values.isinf().any())
+    return not are_finite(values) and bool(values.isinf().any())
 
 
 def underflows(values: Tensor, codes: Tensor) -> int:

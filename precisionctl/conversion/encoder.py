@@ -182,17 +182,17 @@ class Encoder:
     def put_values(self, name: str, row: int, values: Tensor) -> None:
         """Write rows as values, rounded to the target's dtype. Raises PrecisionError for a number beyond it, unless it
         is the source's largest: masks have that in the place of infinity."""
-        dtype = self._specs[name].dtype
-        if numerics.has_nan(values):
-            self.found.with_nan.add(name)
+        dtype, written = self._specs[name].dtype, values
         if values.dtype != dtype.torch:
-            rounded = self._buffers.to_write(dtype, *values.shape).copy_(values)
-            found = self._refuses_infinity and numerics.has_infinity(rounded)
-            if found and bool((rounded.isinf() & (values.abs() < torch.finfo(values.dtype).max)).any()):
+            written = self._buffers.to_write(dtype, *values.shape).copy_(values)
+        if not numerics.are_finite(written):
+            if numerics.has_nan(values):
+                self.found.with_nan.add(name)
+            too_large = written.isinf() & (values.abs() < torch.finfo(values.dtype).max)
+            if self._refuses_infinity and bool(too_large.any()):
                 what = f"`{name}` holds a number that is too large for {dtype} and would become infinite"
                 raise PrecisionError(what, do=BROKEN_WEIGHTS)
-            values = rounded
-        self._put(name, row, values)
+        self._put(name, row, written)
 
     def put_encoding(self, weight: str, scales: Scales, encoding: Encoding) -> None:
         """Write all that a weight's encoding consists of."""
