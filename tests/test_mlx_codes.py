@@ -145,6 +145,14 @@ def test_values_that_mlx_saved_are_those_of_the_model_under_its_published_names(
         assert torch.equal(found[name], tensor), name
 
 
+def test_values_that_mlx_saved_of_another_family_are_not_read(tmp_path: Path) -> None:
+    """It adds one to norms of Qwen3.5, and moves channels of its convolutions."""
+    pico.save(tmp_path / "mlx", "falcon-h1", dtype=torch.bfloat16)
+    change(tmp_path / "mlx", lambda tensors, config: None)  # but for `format: mlx`
+    with pytest.raises(PrecisionError, match="values of MLX of a 'falcon_h1'"):
+        open_checkpoint(tmp_path / "mlx")
+
+
 @pytest.mark.parametrize(("family", "spelling"), [("deepseek-v3", "nvfp4"), ("gpt-oss", "mxfp4")])
 def test_codes_of_parts_are_put_together(
     tmp_path: Path, family: str, spelling: str, monkeypatch: pytest.MonkeyPatch

@@ -3,7 +3,7 @@
 mlx-lm's `sanitize` stacks the experts of a layer, `mlp.switch_mlp.up_proj.weight` `[experts, out, in]`, and has the
 channels of convolutions last. These bytes are only named otherwise here. Where it has cut a weight, turned it or added
 one to it, the parts are named `WEIGHT/PLACE-HOW.weight`, and `decoded/mlx_codes.py` puts them together. Where it does
-anything else (weights times multipliers, for instance), or where that was not looked at, codes are refused by the
+anything else (weights times multipliers, for instance), or where that was not looked at, they are refused by the
 `model_type`. Source: mlx-lm 0.32 (models/*.py, sanitize), run on a small model of each of `READ`.
 """
 
@@ -105,8 +105,8 @@ def in_published_names(places: Places, config: Mapping[str, Any], where: object)
     """The tensors of a directory by their published names, and as a `quantization_config` what config.json says of
     those that are codes. Both are as they were, and empty, where MLX did not make it.
 
-    Raises PrecisionError for codes of a family whose tensors mlx-lm changes in other ways, DamagedCheckpoint for codes
-    without `quantization`.
+    Raises PrecisionError for a family whose tensors mlx-lm changes in other ways, or whose were not looked at: it adds
+    one to norms of some. DamagedCheckpoint for codes without `quantization`.
     """
     coded = next((name for name, (_, tensor) in places.items() if _is_coded(name, tensor, places)), None)
     if not (coded or _saved_by_mlx(places)):
@@ -117,11 +117,9 @@ def in_published_names(places: Places, config: Mapping[str, Any], where: object)
         what = f"`{coded}` is codes of MLX, and `{MLX_KEY}` does not say which: {shown(said)}"
         raise DamagedCheckpoint(what, where=where, do="Copy config.json again.")
     if not isinstance(family, str) or family not in READ:
-        if not coded:
-            return places, {}
         raise PrecisionError(
-            f"codes of MLX of a {shown(family)}, of which mlx-lm stores other tensors than published files have, or "
-            "was not seen to store the same",
+            f"{'codes' if coded else 'values'} of MLX of a {shown(family)}, of which mlx-lm stores other tensors than "
+            "published files have, or was not seen to store the same",
             where=where,
             do="Start from the release in BF16. docs/mlx.md names the families that are read.",
         )
