@@ -1,5 +1,6 @@
 """Muse: config.json key by key against transformers' class, what is refused, the names of tensors, and divisions."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -12,13 +13,14 @@ import torch
 from conversions import assert_there_and_back, carry_out, run
 from gpt_models import assert_computes_as_transformers, assert_texts_are_apart
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 
 from precisionctl.architectures.families import architecture_of, from_hf_config, to_hf_config
 from precisionctl.architectures.megatron_args import otherwise_in_megatron
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.request import Request
+from precisionctl.dtypes import DType
 from precisionctl.engines.base import engine_named
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.param import Parallelism
@@ -100,6 +102,19 @@ def test_so_it_is_of_spark(error: type[Exception], said: dict[str, Any]) -> None
 )
 def test_a_setting_of_spark_means_what_it_means_to_transformers(said: dict[str, Any], tmp_path: Path) -> None:
     assert_computes_as_transformers(pico.config("muse-spark", **said), tmp_path)
+
+
+@pytest.mark.skipif("muse_spark_text" not in CONFIG_MAPPING, reason="of transformers 5.24")
+@pytest.mark.parametrize("kind", ["muse_glimmer_text", "muse_spark_text"])
+def test_the_base_of_rotary_embeddings_is_read_and_written_where_the_class_heeds_it(kind: str) -> None:
+    """Spark's does not heed one outside of `rope_parameters`."""
+    settings = pico.settings(kind.removesuffix("_text").replace("_", "-"))
+    said = {key: value for key, value in settings.items() if key not in ("rope_parameters", "layer_rope_theta")}
+    theirs = AutoConfig.for_model(**said | {"rope_theta": 500.0}).rope_parameters["rope_theta"]
+    model = from_hf_config(said | {"rope_theta": 500.0})
+    assert model.rotary_base == theirs
+    written = AutoConfig.for_model(**to_hf_config(dataclasses.replace(model, rotary_base=700.0), DType.bfloat16))
+    assert written.rope_parameters["rope_theta"] == 700
 
 
 @pytest.mark.parametrize("factor", [3.87, 5.4730064863875, 2.0, 1 / 3])

@@ -54,11 +54,14 @@ def _write_windows(model: ModelShape) -> Config:
     return {"sliding_window": model.sliding_window, "layer_types": layer_types(model)}
 
 
-def positions(base: float) -> Rule:
-    """Rotary embeddings, and the layers that have them; `base` is the class's default."""
+def positions(base: float, *, in_parameters: bool = False) -> Rule:
+    """Rotary embeddings, and the layers that have them; `base` is the class's default. `in_parameters` says that the
+    class heeds a base in `rope_parameters` alone."""
     parameters, key = rope(base), "layer_rope_theta"
 
     def read(config: Config, where: object) -> Fields:
+        if in_parameters and config.get("rope_parameters") is None:
+            config = {name: value for name, value in config.items() if name != "rope_theta"}
         fields, number = parameters.read(config, where), layers(config, where)
         turning, listed = _all_but_every_fourth(config, number, where), config.get(key)
         if listed is not None:
@@ -79,7 +82,9 @@ def positions(base: float) -> Rule:
 
     def write(model: ModelShape) -> Config:
         turning = model.rope_layers or (True,) * model.num_layers
-        return {**parameters.write(model), key: [model.rotary_base if each else 0 for each in turning]}
+        kind = {**(model.rope_scaling or {"rope_type": "default"}), "rope_theta": model.rotary_base}
+        said = {"rope_parameters": kind} if in_parameters else parameters.write(model)
+        return {**said, key: [model.rotary_base if each else 0 for each in turning]}
 
     return Rule((*KEYS, key), read, write)
 

@@ -97,7 +97,7 @@ ARCHITECTURE = Architecture(
         SILU,
         query_scale(5.4730064863875, _HEADS),
         Rule(("output_multiplier",), _read_multiplier, _write_multiplier),
-        positions(500000.0),
+        positions(500000.0, in_parameters=True),
         Always("attention_output_norm", True),
         Always("scaled_post_layernorms", True),
         Key("residual_gate_temperature", "residual_gate_temperature", 0.3),
