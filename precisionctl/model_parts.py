@@ -232,10 +232,19 @@ def text_part(config: Mapping[str, Any]) -> Any:
     """What a wrapper's config.json has of its text model; None where it has nothing. `llm_config` is the word of
     InternVL's code, which NVIDIA's published Nemotrons have. Models that also speak (Qwen Omni) have a part for what
     thinks, and the text model's within it."""
-    thinker = config.get("thinker_config")
-    parts = (config, thinker) if isinstance(thinker, Mapping) else (config,)
-    said = (part.get(key) for part in parts for key in ("text_config", "llm_config"))
+    said = (part.get(key) for part in _around_text(config) for key in ("text_config", "llm_config"))
     return next((text for text in said if text is not None), None)
+
+
+def config_parts(config: Mapping[str, Any]) -> list[Any]:
+    """The objects of a config.json that may say something of its text model as a whole, the outermost first: the file's
+    own, that of what thinks, and the text model's."""
+    parts = (*_around_text(config), text_part(config))
+    return [part for part in parts if isinstance(part, Mapping)]
+
+
+def _around_text(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [part for part in (config, config.get("thinker_config")) if isinstance(part, Mapping)]
 
 
 @dataclass(frozen=True)

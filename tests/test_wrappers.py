@@ -248,6 +248,12 @@ def test_what_also_speaks_has_the_text_model_within_what_thinks(kind: str, tmp_p
     assert "quantization_config" not in json.loads((tmp_path / "values" / "config.json").read_text())["thinker_config"]
 
 
+def test_a_part_for_what_thinks_that_is_no_object_is_not_looked_into() -> None:
+    text = tiny_wrappers.TEXT | {"model_type": "qwen2", "rms_norm_eps": 1e-6}
+    config = {"model_type": "qwen2_5_omni", "text_config": text}
+    assert from_hf_config(config | {"thinker_config": "x"}) == from_hf_config(config)
+
+
 def test_experts_as_transformers_saves_them_become_those_of_published_files(tmp_path: Path) -> None:
     tiny_wrappers.save(tmp_path / "memory", "qwen3_vl_moe", in_memory=True, dtype=torch.bfloat16)
     tiny_wrappers.save(tmp_path / "published", "qwen3_vl_moe", dtype=torch.bfloat16)

@@ -18,7 +18,7 @@ from precisionctl.architectures.moe_rows import FUSED
 from precisionctl.architectures.param_map import Either
 from precisionctl.architectures.rearrangements import Transposed
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_parts import Wrapper, text_part
+from precisionctl.model_parts import Wrapper, config_parts, text_part
 
 TOWERS = "towers."
 """What Megatron's names of towers begin with here, before the Hugging Face name. No parameter of Megatron's does."""
@@ -362,6 +362,6 @@ def wrapper_of(config: Config) -> Wrapper:
 def may_be_tied(config: Config, where: object) -> bool:
     """Whether the head may be the embedding and so not be stored. If neither a wrapper's config.json nor its text
     model's part says so, the tensors decide."""
-    parts = (config, config.get("thinker_config") or {}, text_part(config) or {})
+    parts = config_parts(config)
     on = [is_on(part, "tie_word_embeddings", where) for part in parts]
     return any(on) or all(part.get("tie_word_embeddings") is None for part in parts)

@@ -36,7 +36,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, damage, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
-from precisionctl.model_parts import text_part
+from precisionctl.model_parts import config_parts, text_part
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import STATE, Layout, TensorSpec
 from precisionctl.quant_methods.base import FLOATS
@@ -271,9 +271,8 @@ def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     """config.json, with the `quantization_config` that the text model of a wrapper has, that compressed-tensors named
     otherwise in 2024 (in vLLM's order: 0.33, weight_utils.py get_quant_config), or that older ModelOpts wrote in a file
     of its own. Some of them did not write `quant_method`, which is known by `quant_algo` then."""
-    beside, parts = path / QUANT_CONFIG, (config, config.get("thinker_config"), text_part(config))
-    said = (part.get("quantization_config") for part in parts if isinstance(part, dict))
-    found = next(filter(None, said), None)
+    beside = path / QUANT_CONFIG
+    found = next(filter(None, (part.get("quantization_config") for part in config_parts(config))), None)
     if not found:
         found = config.get(OLDER_KEY)
     if not found and has_file(beside, path):

@@ -15,7 +15,7 @@ from typing import Any
 
 from precisionctl.checkpoints.decoded.mlx_codes import METHOD
 from precisionctl.checkpoints.decoded.mlx_parts import PART
-from precisionctl.checkpoints.safetensors_file import StoredTensor, read_described
+from precisionctl.checkpoints.safetensors_file import StoredTensor, header_has, read_described
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.param import TensorSpec
@@ -148,7 +148,9 @@ def _is_coded(name: str, tensor: StoredTensor, places: Places) -> bool:
 def _saved_by_mlx(places: Places) -> bool:
     """Whether a file's metadata say so. All of a directory's do."""
     file = next((file for file, _ in places.values()), None)
-    return file is not None and file.suffix == ".safetensors" and read_described(file)[1].get("format") == "mlx"
+    if file is None or file.suffix != ".safetensors" or not header_has(file, b'"mlx"'):
+        return False
+    return read_described(file)[1].get("format") == "mlx"
 
 
 def _is_moved(name: str, tensor: StoredTensor) -> bool:

@@ -85,8 +85,15 @@ class Worker:
         self._buffers = Buffers()
         before = reader.base if isinstance(reader, AdapterReader) else None
         self._is_written = not isinstance(writer, Nowhere)  # else it is looked at, and may be anything
-        put = self._put
-        self._encoder = Encoder(writer.specs, carried, self._buffers, put, self._pieces, before, self._is_written)
+        self._encoder = Encoder(
+            writer.specs,
+            carried,
+            self._buffers,
+            self._put,
+            self._pieces,
+            before,
+            refuses_infinity=self._is_written,
+        )
 
     def do(self, job: Job) -> Findings:
         """Do a job. Returns what was found out.

@@ -159,6 +159,7 @@ def _check_tensors(specs: Mapping[str, TensorSpec], config: Config, where: Path)
         said = config.get(part)
         sizes: Mapping[str, object] = said if isinstance(said, Mapping) else {}
         count = None if key == ONCE else _count(sizes.get(last), key, where)
+        width = next((sizes[size] for size in ("hidden_size", "d_model") if size in sizes), None)
         for tensor in tensors:
             pattern = re.compile(re.escape(tensor).replace(r"\*", r"(\d+)"))
             found = {match.groups(): specs[match[0]] for match in map(pattern.fullmatch, specs) if match}
@@ -172,15 +173,10 @@ def _check_tensors(specs: Mapping[str, TensorSpec], config: Config, where: Path)
                 raise DamagedCheckpoint(what, where=where, do=do)
             if lost := [number for number in range(len(found)) if (str(number),) not in found]:
                 raise DamagedCheckpoint(f"there is no `{tensor.replace('*', str(lost[0]))}`", where=where, do=do)
-            width = next((sizes[size] for size in ("hidden_size", "d_model") if size in sizes), None)
-            if (
-                width is not None
-                and tensor.endswith(_OF_WIDTH)
-                and {spec.shape for spec in found.values()} != {(width,)}
-            ):
-                raise DamagedCheckpoint(
-                    f"`{tensor}` has not the {shown(width)} numbers that {part} says", where=where, do=do
-                )
+            shapes = {spec.shape for spec in found.values()}
+            if width is not None and tensor.endswith(_OF_WIDTH) and shapes != {(width,)}:
+                what = f"`{tensor}` has not the {shown(width)} numbers that {part} says"
+                raise DamagedCheckpoint(what, where=where, do=do)
 
 
 _OF_WIDTH = (

@@ -113,7 +113,7 @@ class TorchDistReader(MegatronDirectory):
         self._prefix = model_prefix(self._index.tensors)
         self._tensors = self._with_buckets(logical_tensors(self._index.tensors, self.path))
         specs = {name: tensor.spec for name, tensor in self._tensors.items()}
-        trained = self.towers.own if isinstance(self.towers, BridgeTowers) else ()
+        trained = self._trained_towers
         text = {name: spec for name, spec in specs.items() if not of_optimizer(name) and name not in trained}
         self.specs = with_towers(text, self.towers, self.path)
         # Runs of this project once kept copies of what nothing trains, for which no other format has a place
@@ -245,25 +245,23 @@ class TorchDistReader(MegatronDirectory):
 
     def payloads(self) -> Iterator[SavedPayload]:
         """Each `_extra_state` of the text model's that is not empty."""
-        return (saved for saved in self._payloads() if not saved.module.startswith(self._towers_modules))
+        return self._payloads(of_towers=False)
 
     @property
     def towers_payloads(self) -> int:
         """How many `_extra_state` of Bridge's towers are not empty."""
-        if not self._towers_modules:
-            return 0
-        return sum(saved.module.startswith(self._towers_modules) for saved in self._payloads())
+        return sum(1 for _ in self._payloads(of_towers=True))
 
-    @cached_property
-    def _towers_modules(self) -> tuple[str, ...]:
-        """What the names of modules of Bridge's towers begin with."""
-        trained = self.towers.own if isinstance(self.towers, BridgeTowers) else ()
-        return tuple({f"{name.partition('.')[0]}." for name in trained})
+    @property
+    def _trained_towers(self) -> Collection[str]:
+        """The stored tensors that are Bridge's towers."""
+        return self.towers.own if isinstance(self.towers, BridgeTowers) else ()
 
-    def _payloads(self) -> Iterator[SavedPayload]:
+    def _payloads(self, *, of_towers: bool) -> Iterator[SavedPayload]:
+        modules = tuple({f"{name.partition('.')[0]}." for name in self._trained_towers})
         for key in self._index.objects:
             name = object_name(without_prefix(self._prefix, key)) or ""
-            if EXTRA_STATE in name and (data := self._payload(key)):
+            if EXTRA_STATE in name and name.startswith(modules) == of_towers and (data := self._payload(key)):
                 yield SavedPayload(name, data, str(self.path))
 
     def _payload(self, key: str) -> bytes:
