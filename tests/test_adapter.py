@@ -31,7 +31,7 @@ from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_rows
 from precisionctl.checkpoints.companions import TEMPLATES
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import MappingError, PrecisionctlError, UnknownFormat, UnsafePickle
+from precisionctl.errors import MappingError, PrecisionctlError, PrecisionError, UnknownFormat, UnsafePickle
 
 PREFIX = "base_model.model."
 Q = "model.layers.0.self_attn.q_proj"
@@ -340,6 +340,44 @@ def test_of_a_base_in_fp8_only_what_was_touched_has_other_codes(tmp_path: Path) 
     flipped = int((as_bytes(before[f"{Q}.weight"]) != as_bytes(after[f"{Q}.weight"])).sum())
     assert any(re.search(rf"\b{flipped:,}\b|\b{flipped}\b", note) for note in again.notes), again.notes
     assert any("13 of 14 weights have the same codes" in note for note in again.notes)
+
+
+OVERFLOWS = {
+    "the product is beyond FP32": (torch.bfloat16, 1e20, 0.0),
+    "the sum is beyond FP32": (torch.float32, 1e19, 3e38),
+    "BF16 would round the sum to infinity": (torch.bfloat16, 3.5e17, 3.3895e38),
+}
+"""The dtype of the base, what the factors' numbers are, and the numbers of the base."""
+
+
+@pytest.mark.parametrize("case", OVERFLOWS)
+def test_no_number_becomes_infinite(tmp_path: Path, case: str) -> None:
+    dtype, factor, number = OVERFLOWS[case]
+    weight, base = f"{Q}.weight", saved(tmp_path / "base", "llama-3", dtype=dtype)
+    tensors = load_file(base / "model.safetensors")
+    tensors[weight].fill_(number)[0, 0] = -torch.inf
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    a, b = torch.full((4, 64), factor), torch.full((64, 4), factor)
+    with pytest.raises(PrecisionError, match=f"`{weight}` with the adapter's changes has values that are infinite"):
+        merge(base, tmp_path / "out", {f"{Q}.lora_A.weight": a, f"{Q}.lora_B.weight": b})
+    assert not (tmp_path / "out").exists()
+    small = {f"{Q}.lora_A.weight": a / factor, f"{Q}.lora_B.weight": b / factor}
+    merged = merge(base, tmp_path / "small", small)[weight]
+    assert merged.isinf().nonzero().tolist() == [[0, 0]], "an infinity that is stored stays one"
+
+
+def test_nor_does_one_that_is_saved_whole_nor_a_code_of_the_base(llama: Path, tmp_path: Path) -> None:
+    norm = {"model.norm.weight": torch.full((64,), 3.4e38)}
+    with pytest.raises(PrecisionError, match=r"norm.weight` .* infinite or NaN in bfloat16"):
+        merge(llama, tmp_path / "out", norm, modules_to_save=["norm"])
+    fp8_directories.make(tmp_path / "fp8", "modelopt-tensor")
+    stored = load_file(tmp_path / "fp8" / "model.safetensors")
+    down = "model.layers.1.mlp.down_proj.weight"
+    stored[f"{down}_scale"].fill_(3e38)
+    save_file(stored, tmp_path / "fp8" / "model.safetensors", metadata={"format": "pt"})
+    out, into = stored[f"{Q}.weight"].shape
+    with pytest.raises(PrecisionError, match=f"`{down}` .* infinite"):
+        merge(tmp_path / "fp8", tmp_path / "out8", linear(Q, out, into))
 
 
 def test_of_a_base_in_int8_with_zero_points_no_codes_are_said_to_be_as_before(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.chunks import Chunked, read_tensor, read_values
+from precisionctl.codes import numerics
 from precisionctl.codes.encoding import Encoding
+from precisionctl.errors import PrecisionError
 from precisionctl.param import TensorSpec
 from precisionctl.torch_when_used import torch
 
@@ -69,7 +71,10 @@ class Factors:
 @dataclass(frozen=True)
 class Merged:
     """The tensor `name` of `stored`, decoded if `encodings` has it, with `change` added if there is one, and rounded to
-    the dtype of `spec`. Its rows are computed when they are read."""
+    the dtype of `spec`. Its rows are computed when they are read.
+
+    Raises PrecisionError for a sum that is infinite or NaN, before it is rounded or then, of a number that is neither.
+    """
 
     stored: Chunked
     encodings: Mapping[str, Encoding]
@@ -89,12 +94,21 @@ class Merged:
         return made
 
     def _values(self, row: int, rows: int) -> Tensor:
-        values = read_values(self.stored, self.encodings, self.name, row, rows).float()
-        if self.change is None:
-            return values
-        left, right = self.factors.of(self.change)
-        values = values + left[row : row + rows] @ right * self.change.scale
-        if self.change.magnitude is not None:
-            lengths = self.factors.magnitude(self.change.magnitude)[row : row + rows]
-            values = (lengths / torch.linalg.norm(values, dim=1)).unsqueeze(1) * values
-        return values
+        stored = values = read_values(self.stored, self.encodings, self.name, row, rows).float()
+        if self.change is not None:
+            left, right = self.factors.of(self.change)
+            values = values + left[row : row + rows] @ right * self.change.scale
+            if self.change.magnitude is not None:
+                lengths = self.factors.magnitude(self.change.magnitude)[row : row + rows]
+                values = (lengths / torch.linalg.norm(values, dim=1)).unsqueeze(1) * values
+        rounded = values.to(self.spec.dtype.torch)
+        if not numerics.are_finite(rounded):
+            # a reader of these rows sees stored numbers alone, and could not tell an infinity that was made here
+            were = stored.isnan() if self.name in self.encodings else ~stored.isfinite()
+            if bool((~rounded.isfinite() & ~were).any()):
+                what = f"`{self.name}` with the adapter's changes has values that are infinite or NaN"
+                raise PrecisionError(f"{what} in {self.spec.dtype}", do=_BROKEN)
+        return rounded
+
+
+_BROKEN = "The adapter, or its base, is broken there: copy it again, or take an earlier one."
