@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import command_line
 import pytest
 import tiny_wrappers
 import torch
@@ -240,12 +241,15 @@ def test_what_also_speaks_has_the_text_model_within_what_thinks(kind: str, tmp_p
     for engine in ("transformers", *(["sglang"] if kind == "qwen3_omni_moe" else [])):
         with pytest.raises(PrecisionError, match=f"computes no codes of a {kind}"):
             export(tmp_path / "hf", tmp_path / "no", target=engine)
+    shutil.copytree(tmp_path / "fp8", tmp_path / "as written")
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())
     config["thinker_config"]["quantization_config"] = config.pop("quantization_config")  # where engines look, too
     (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
     run(tmp_path / "fp8", tmp_path / "values", "hf", "bf16")
     assert stored(tmp_path / "values").keys() == stored(tmp_path / "hf").keys()
     assert "quantization_config" not in json.loads((tmp_path / "values" / "config.json").read_text())["thinker_config"]
+    told = command_line.run("verify", tmp_path / "as written", tmp_path / "fp8")
+    assert told.exit_code == 0 and "quantization" not in told.output, "it is the same, wherever it stands"
 
 
 def test_a_part_for_what_thinks_that_is_no_object_is_not_looked_into() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.companions import to_json, write_companions
+from precisionctl.checkpoints.encodings_file import without_quantization
 from precisionctl.dtypes import DType
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_parts import config_parts, text_part
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.coded_weights import KEYS_OF_CODES
 
 
 def write_beside(
@@ -31,19 +31,14 @@ def config_of_values(
     companions: Companions, config: Mapping[str, Any], specs: Mapping[str, TensorSpec]
 ) -> dict[str, Any]:
     """The config.json of a result whose tensors are values: that of the companions, else `config`, with its dtype."""
-    found: dict[str, Any] = json.loads(companions.files.get("config.json", b"null")) or dict(config)
-    for key in KEYS_OF_CODES:
-        found.pop(key, None)
-    parts = config_parts(found)
-    for part in parts:
-        part.pop("quantization_config", None)
+    found = without_quantization(json.loads(companions.files.get("config.json", b"null")) or config)
     found.pop("transformers_weights", None)  # the files have other names
     if not any(key in found for key in _DTYPE_KEYS):
         found["torch_dtype"] = None
     dtype = config_dtype(specs)
     text = text_part(found)
     within = text.values() if isinstance(text, dict) else ()
-    for part in (*parts, *(each for each in within if isinstance(each, dict))):
+    for part in (*config_parts(found), *(each for each in within if isinstance(each, dict))):
         keys = [key for key in _DTYPE_KEYS if not isinstance(part.get(key, 0), int)]  # a map of tokens has numbers
         part |= dict.fromkeys(keys, dtype)
     return found

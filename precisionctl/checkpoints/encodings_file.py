@@ -20,8 +20,16 @@ from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, StoredTenso
 from precisionctl.codes.elements import E4M3, FP8, Packing
 from precisionctl.codes.encoding import Encoding, grid_shape
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
+from precisionctl.model_parts import config_parts
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.coded_weights import check_other_tensors, complete_encoding, input_largest, recognise
+from precisionctl.quant_methods.coded_weights import (
+    KEYS_OF_CODES,
+    check_other_tensors,
+    complete_encoding,
+    input_largest,
+    recognise,
+)
+from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
 from precisionctl.quant_methods.scales import Scales
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file
@@ -36,6 +44,25 @@ QUANT_CONFIG = "hf_quant_config.json"
 RELATIVE = Path("precisionctl/encodings.safetensors")
 FORMAT_VERSION = 1
 _KEY = "precisionctl"
+
+
+def said_quantization(config: Mapping[str, Any]) -> Any:
+    """What a config.json says of how weights are coded; None where it says nothing. It stands at the top, or where a
+    wrapper's file has its text model, or, as compressed-tensors wrote it in 2024, under another name (in vLLM's order:
+    0.33, weight_utils.py get_quant_config)."""
+    said = (part.get("quantization_config") for part in config_parts(config))
+    return next(filter(None, said), None) or config.get(OLDER_KEY)
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without what it says of how weights are coded, wherever that stands."""
+    parts = config_parts(config)
+
+    def rest(part: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {key: value for key, value in part.items() if key not in KEYS_OF_CODES}
+        return {key: rest(value) if any(value is each for each in parts) else value for key, value in kept.items()}
+
+    return rest(config)
 
 
 class EncodingsOnDemand(Mapping[str, Encoding]):

@@ -36,12 +36,11 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, damage, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
-from precisionctl.model_parts import config_parts, text_part
+from precisionctl.model_parts import text_part
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import STATE, Layout, TensorSpec
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights, quant_method_of
-from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
 from precisionctl.quant_methods.fp8 import expert_dtype
 from precisionctl.quant_methods.scales import Scales
 from precisionctl.untrusted.safe_files import has_file, read_file, whole_length
@@ -268,13 +267,10 @@ CONTAINER = Container(
 
 
 def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """config.json, with the `quantization_config` that the text model of a wrapper has, that compressed-tensors named
-    otherwise in 2024 (in vLLM's order: 0.33, weight_utils.py get_quant_config), or that older ModelOpts wrote in a file
-    of its own. Some of them did not write `quant_method`, which is known by `quant_algo` then."""
+    """config.json, with the `quantization_config` that it has anywhere, or that older ModelOpts wrote in a file of its
+    own. Some of them did not write `quant_method`, which is known by `quant_algo` then."""
     beside = path / QUANT_CONFIG
-    found = next(filter(None, (part.get("quantization_config") for part in config_parts(config))), None)
-    if not found:
-        found = config.get(OLDER_KEY)
+    found = encodings_file.said_quantization(config)
     if not found and has_file(beside, path):
         found = _load_json(beside).get("quantization")
         if not isinstance(found, dict):

@@ -8,7 +8,7 @@ from pathlib import Path
 from precisionctl.architectures.param_map import Naming
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.companions import read_companions
-from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.encodings_file import WeightEncodings, said_quantization
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.huggingface_files import file_format_of
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_megatron
@@ -199,7 +199,7 @@ def _released_form(reference: Path) -> WeightEncodings | None:
     if not (reference / "config.json").is_file() or file_format_of(reference) is None:
         return None
     companions = read_companions(reference)
-    quantization = parse_json(companions.files["config.json"], companions.config_path).get("quantization_config")
+    quantization = said_quantization(parse_json(companions.files["config.json"], companions.config_path))
     own = [name for name, method in quant_methods().items() if method.own_names]
     if not isinstance(quantization, Mapping) or quantization.get("quant_method") not in own:
         return None  # of these weights nothing is read

@@ -6,8 +6,7 @@ from typing import Any
 from precisionctl.architectures.families import table_of
 from precisionctl.architectures.rope import PARAMETERS
 from precisionctl.checkpoints.base import Reader
-from precisionctl.engines.serving import served_config
-from precisionctl.quant_methods.coded_weights import KEYS_OF_CODES
+from precisionctl.checkpoints.encodings_file import without_quantization
 from precisionctl.same_model import differences
 from precisionctl.untabled_model import UntabledModel
 from precisionctl.untrusted.safe_json import parse_json
@@ -26,8 +25,8 @@ Found = tuple[list[str], list[NotCompared]]
 
 def compare_configs(a: Reader, b: Reader) -> Found:
     """The keys of config.json that differ, and those that were left out: where both models have a table, keys that
-    these read, since ModelShape compares their meaning. Null and absent differ, as a class may have a default.
-    `quantization_config`, also that of a wrapper's text model, is compared elsewhere."""
+    these read, since ModelShape compares their meaning. Null and absent differ, as a class may have a default. `quantization_config`, also that of a part around a
+    wrapper's text model, is compared elsewhere."""
     here, there = (_config(reader) for reader in (a, b))
     if here is None or there is None:
         return [], [] if here is there else [NotCompared("one config", f"only {'B' if here is None else 'A'} has one")]
@@ -49,8 +48,8 @@ def compare_configs(a: Reader, b: Reader) -> Found:
 
 def differing_keys(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
     """The keys, with dots, by which two config.json may describe two models, where no table says what they mean."""
-    left_out = (*KEYS_OF_CODES, *_TOPIC)
-    return [".".join(path) for path, *_ in _unequal(here, there) if path[0] not in left_out]
+    unequal = _unequal(without_quantization(here), without_quantization(there))
+    return [".".join(path) for path, *_ in unequal if path[0] not in _TOPIC]
 
 
 def compare_quantization(a: Mapping[str, Any], b: Mapping[str, Any], file: str = "quantization_config") -> Found:
@@ -74,11 +73,8 @@ def _config(reader: Reader) -> Mapping[str, Any] | None:
     data = reader.companions.files.get("config.json")
     if data is None:
         return None
-    config = parse_json(data, "config.json")
-    text = served_config(config)
-    own = {key: value for key, value in text.items() if key not in KEYS_OF_CODES}
-    left_out = (*KEYS_OF_CODES, "model_type")
-    return {key: own if value is text else value for key, value in config.items() if key not in left_out}
+    config = without_quantization(parse_json(data, "config.json"))
+    return {key: value for key, value in config.items() if key != "model_type"}
 
 
 def _is_read(path: tuple[str, ...], read: set[str]) -> bool:

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from precisionctl.checkpoints.chunks import in_pieces
-from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, WeightEncodings
-from precisionctl.engines.serving import served_config
+from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, WeightEncodings, said_quantization
 from precisionctl.untrusted.safe_json import parse_json
 from precisionctl.verify.configs import Found, compare_quantization
 from precisionctl.verify.hf_tensors import PIECE, HfTensors
@@ -45,7 +44,7 @@ def _quantization(side: HfTensors, encodings: WeightEncodings | None) -> Mapping
         return encodings.quantization
     data = side.reader.companions.files.get("config.json")
     config = parse_json(data, "config.json") if data is not None else {}
-    found = config.get("quantization_config") or served_config(config).get("quantization_config")
+    found = said_quantization(config)
     return found if isinstance(found, Mapping) else None
 
 
