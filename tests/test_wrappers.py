@@ -15,12 +15,12 @@ from any_models import assert_as_tabled, export, load_whole, logits
 from conversions import run, tree
 from gpt_models import assert_text_is_computed
 from safetensors.torch import load_file, save_file
-from soaking import in_soak
+from soaking import few, in_soak
 from tiny_wrappers import MISTRAL_4, WRAPPERS, stored, towers
 from training import make_text, run_with_kills, settings
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from precisionctl.architectures.families import architecture_of, from_hf_config, read_model, table_of
+from precisionctl.architectures.families import architecture_of, from_hf_config, read_model, table_of, to_hf_config
 from precisionctl.architectures.wrapped_architecture import wrapped
 from precisionctl.architectures.wrappers import TEXT_MODELS
 from precisionctl.checkpoints.open import open_checkpoint
@@ -506,6 +506,27 @@ def test_whether_the_head_is_the_embedding_is_told_by_the_config_or_by_the_tenso
     names = {"language_model.model.embed_tokens.weight", "multi_modal_projector.patch_merger.merging_layer.weight"}
     names |= {"language_model.lm_head.weight"} if head else set()
     assert read_model(config, "config.json", names).tied_embeddings == tied
+
+
+@pytest.mark.parametrize("kind", few(WRAPPERS, "llama4", "qwen3_vl"))
+def test_results_say_of_a_tied_head_that_it_is_where_transformers_looks(kind: str, tmp_path: Path) -> None:
+    model = tiny_wrappers.save(tmp_path / "hf", kind, dtype=torch.bfloat16)
+    if not type(model)._tied_weights_keys:
+        pytest.skip("its class never ties them")
+    tensors = {name: tensor for name, tensor in stored(tmp_path / "hf").items() if not name.endswith("lm_head.weight")}
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    for part in (config, config["text_config"]):
+        part.pop("tie_word_embeddings", None)
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    if to_hf_config(open_checkpoint(tmp_path / "hf").model, "bfloat16").get("tie_word_embeddings") is False:
+        pytest.skip("its family has a head of its own")
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    for name in ("hf", "megatron"):
+        run(tmp_path / name, tmp_path / f"of {name}", "hf")
+        loaded = type(model).from_pretrained(tmp_path / f"of {name}", dtype=torch.bfloat16)
+        assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    assert command_line.run("verify", tmp_path / "hf", tmp_path / "of megatron").exit_code == 0
 
 
 def test_a_word_for_a_switch_is_damage_of_the_file_that_it_is_in() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.companions import to_json, write_companions
 from precisionctl.checkpoints.encodings_file import without_quantization
@@ -30,11 +31,19 @@ def write_beside(
 def config_of_values(
     companions: Companions, config: Mapping[str, Any], specs: Mapping[str, TensorSpec]
 ) -> dict[str, Any]:
-    """The config.json of a result whose tensors are values: that of the companions, else `config`, with its dtype."""
+    """The config.json of a result whose tensors are values: that of the companions, else `config`, with its dtype.
+
+    `config` describes the model alone that a wrapper is around. If the head of that is its embedding, all parts of the
+    wrapper's say so: transformers 5.24 goes by the outermost or, in Llama 4, by the text model's, and makes a random
+    head where that says nothing.
+    """
     found = without_quantization(json.loads(companions.files.get("config.json", b"null")) or config)
     found.pop("transformers_weights", None)  # the files have other names
     if not any(key in found for key in _DTYPE_KEYS):
         found["torch_dtype"] = None
+    if is_wrapper(found) and config.get(_TIED):
+        for part in config_parts(found):
+            part[_TIED] = True
     dtype = config_dtype(specs)
     text = text_part(found)
     within = text.values() if isinstance(text, dict) else ()
@@ -44,6 +53,7 @@ def config_of_values(
     return found
 
 
+_TIED = "tie_word_embeddings"
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 """The dtype of the weights, as transformers 5 writes it and as older ones did. Programs read one or the other, so both
 say the same. Towers keep theirs, as their tensors do."""

@@ -25,7 +25,8 @@ Found = tuple[list[str], list[NotCompared]]
 
 def compare_configs(a: Reader, b: Reader) -> Found:
     """The keys of config.json that differ, and those that were left out: where both models have a table, keys that
-    these read, since ModelShape compares their meaning. Null and absent differ, as a class may have a default. `quantization_config`, also that of a part around a
+    these read, since ModelShape compares their meaning, and what parts of a wrapper's say of a tied head, which tensors
+    show. Null and absent differ, as a class may have a default. `quantization_config`, also that of a part around a
     wrapper's text model, is compared elsewhere."""
     here, there = (_config(reader) for reader in (a, b))
     if here is None or there is None:
@@ -36,7 +37,8 @@ def compare_configs(a: Reader, b: Reader) -> Found:
     differing, left_out = [], dict[str, list[str]]()
     for path, left, right in _unequal(here, there):
         key, name = path[0], ".".join(path)
-        topic = "spelled otherwise" if _is_read(path, read) else _TOPIC.get(key)
+        known = _is_read(path, read) or have_tables and path[-1] == "tie_word_embeddings"
+        topic = "spelled otherwise" if known else _TOPIC.get(key)
         if topic == "spelled otherwise" and differences(*models):
             continue  # which are told as such
         if topic:
