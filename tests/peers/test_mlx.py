@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 
@@ -58,3 +59,21 @@ def test_what_mlx_lm_saves_decodes_to_what_mlx_makes_of_it(tmp_path: Path, famil
         for name, values in expected.items():
             found = read_tensor(reader, name)
             assert torch.equal(found, values.bfloat16().view(found.shape)), (way, name)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_are_merged_to_what_mlx_lm_fuses(tmp_path: Path, kind: str) -> None:
+    """In FP32, in which mlx-lm rounds nothing either; sums are in another order."""
+    pico.save(tmp_path / "base", "llama-3", dtype=torch.float32, **SIZES)
+    path = tmp_path / "base" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_theta": 10000.0}))
+    program = Path(__file__).parent / "mlx_adapters.py"
+    command = [environments.mlx(), program, *(tmp_path / name for name in ("base", "adapter", "fused")), kind]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    reader = open_checkpoint(tmp_path / "adapter", hints=Hints(reference=tmp_path / "base"))
+    fused = load_file(tmp_path / "fused" / "model.safetensors")
+    before = load_file(tmp_path / "base" / "model.safetensors")
+    assert sum(not torch.equal(values, before[name]) for name, values in fused.items()) == 7
+    for name, values in fused.items():
+        assert torch.allclose(read_tensor(reader, name), values, rtol=1e-4, atol=1e-5), name

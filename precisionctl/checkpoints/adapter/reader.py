@@ -37,6 +37,8 @@ from precisionctl.untabled_model import UntabledModel
 from precisionctl.untrusted.safe_files import has_file
 
 PREFIX = "base_model.model."
+MLX_FILE = "adapters.safetensors"
+"""An adapter of mlx-lm, which `checkpoints/mlx_adapter.py` reads."""
 _FACTOR = re.compile(r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)")
 _NESTED = re.compile(r"(?<!\.base_layer)(?:\.base_layer)+$")
 """The levels of nesting at the end of a name. A match does not begin inside of them: names can have thousands."""
@@ -45,8 +47,8 @@ _LARGEST_RANK = 4096
 
 
 def recognise(path: Path) -> bool:
-    """A directory with PEFT's config."""
-    return (path / FILE).exists()
+    """A directory with PEFT's config, and not mlx-lm's of that name."""
+    return (path / FILE).exists() and not (path / MLX_FILE).exists()
 
 
 class AdapterReader:
@@ -330,8 +332,8 @@ def _other_shape(name: str, spec: TensorSpec, other: str) -> ShapeMismatch:
 
 
 def open_base(path: Path, hints: Hints, of: str) -> Reader:
-    """The base that the user names for an adapter `of` PEFT or Megatron-Bridge. Raises UnknownFormat without it, and
-    MappingError where it is no Hugging Face directory."""
+    """The base that the user names for an adapter `of` PEFT, Megatron-Bridge or mlx-lm. Raises UnknownFormat without
+    it, and MappingError where it is no Hugging Face directory."""
     if hints.reference is None:
         raise UnknownFormat(
             f"an adapter of {of} (LoRA), without the model that it changes",

@@ -16,6 +16,11 @@ from precisionctl.untabled_model import UntabledModel
 _EMBEDDING = re.compile(r"(?:.+\.)?(?:embed_tokens|embed_in|embed_out|wte|word_embeddings|embeddings|lm_head)\.weight")
 
 
+def is_embedding(weight: str) -> bool:
+    """Whether a weight is an embedding or an output layer, by its name."""
+    return _EMBEDDING.fullmatch(weight) is not None
+
+
 def tied_embeddings(model: ModelShape, stored: Collection[str]) -> Mapping[str, str]:
     """For each output layer that a base ties to its embedding, by the weight's name: that of the embedding. Of a model
     without a table none is known."""

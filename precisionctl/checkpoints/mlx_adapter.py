@@ -1,0 +1,124 @@
+"""A LoRA adapter of mlx-lm, read as PEFT would have saved it.
+
+`mlx_lm.lora` writes `adapters.safetensors` beside an adapter_config.json of its own: to `MODULE.weight` is added
+`scale * (lora_a @ lora_b)^T`, of `MODULE.lora_a` `[in, rank]` and `MODULE.lora_b` `[rank, out]`; with DoRA, `MODULE.m`
+`[out]` are the lengths that rows have then. Source: mlx-lm 0.32 (tuner/lora.py, tuner/dora.py, tuner/utils.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from precisionctl.checkpoints.adapter.lora_config import FILE, LARGEST_ALPHA, Alphas, LoraConfig
+from precisionctl.checkpoints.adapter.reader import MLX_FILE, PREFIX, AdapterReader, open_base
+from precisionctl.checkpoints.adapter.tied import is_embedding
+from precisionctl.checkpoints.base import Container, Hints, Reader, without_iterations
+from precisionctl.checkpoints.chunks import Chunk, Chunked, read_tensor, whole
+from precisionctl.checkpoints.encodings_file import StoredTensors
+from precisionctl.checkpoints.huggingface_files import SAFETENSORS
+from precisionctl.checkpoints.mlx_names import READ
+from precisionctl.errors import DamagedCheckpoint, MappingError, UnknownFormat, at, shown
+from precisionctl.param import TensorSpec
+from precisionctl.untrusted.safe_files import read_file
+from precisionctl.untrusted.safe_json import parse_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
+"""What mlx-lm calls the tensors of a linear's adapter, and what PEFT does."""
+_FUSE = "Fuse it with mlx-lm: `mlx_lm.fuse --model BASE --adapter-path ADAPTER --save-path OUT`, and give OUT."
+
+
+def recognise(path: Path) -> bool:
+    """A directory with mlx-lm's file of an adapter."""
+    return (path / FILE).exists() and (path / MLX_FILE).exists()
+
+
+def _open(path: Path, hints: Hints) -> AdapterReader:
+    if (path / "config.json").exists():
+        raise UnknownFormat(
+            "a model and an adapter of mlx-lm in one directory, and nothing says whether the two are fused",
+            where=path,
+            do=f"If they are not, move {MLX_FILE} and {FILE} into a directory of their own, ADAPTER: `precisionctl "
+            "convert ADAPTER OUT --to hf --reference MODEL`. If they are, the model without these two files is all.",
+        )
+    base = open_base(path, hints, "mlx-lm")
+    config, file = _read_config(path), path / MLX_FILE
+    with at(file):
+        if base.model.wrapper is not None or base.model.architecture not in READ:
+            what = f"an adapter of mlx-lm for a `{base.model.architecture}`, whose tensors mlx-lm was not seen to store"
+            raise MappingError(f"{what} as published files do", do=_FUSE)
+        stored = StoredTensors({name: (file, one) for name, one in SAFETENSORS.read(file).items()})
+        return AdapterReader(path, base, config, _MlxFactors(stored, base), (file, path / FILE))
+
+
+def _read_config(directory: Path) -> LoraConfig:
+    """Raises MappingError for other kinds of fine-tuning, DamagedCheckpoint for settings that are none."""
+    path = directory / FILE
+    config = parse_json(read_file(path, directory), path)
+    kind = config.get("fine_tune_type", "lora")
+    if kind not in ("lora", "dora"):
+        what = f"fine_tune_type is {shown(kind)}; only lora and dora are read"
+        raise MappingError(what, where=path, do=_FUSE)
+    said: Any = config.get("lora_parameters")
+    rank: Any
+    scale: Any
+    rank, scale = (said.get(key) if isinstance(said, Mapping) else None for key in ("rank", "scale"))
+    if type(rank) is not int or type(scale) not in (int, float) or not (rank > 0 and abs(scale) * rank < LARGEST_ALPHA):
+        raise DamagedCheckpoint(f"lora_parameters has the rank {shown(rank)} and the scale {shown(scale)}", where=path)
+    return LoraConfig(
+        rank,
+        scale * rank,
+        frozenset((rank,)),
+        Alphas({}),
+        rslora=False,
+        dora=kind == "dora",
+        transposed=False,
+        parameters=frozenset(),
+    )
+
+
+class _MlxFactors:
+    """mlx-lm's factors under PEFT's names, and as PEFT's turned, as a source of tensors."""
+
+    def __init__(self, stored: Chunked, base: Reader) -> None:
+        self._chunks: dict[str, Sequence[Chunk]] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        for name, spec in stored.specs.items():
+            module, _, part = name.rpartition(".")
+            if part not in _PARTS:
+                raise MappingError(f"`{name}` is no tensor of a LoRA adapter of mlx-lm", do=_FUSE)
+            if len(spec.shape) != (1 if part == "m" else 2):
+                raise MappingError(f"`{name}` is {list(spec.shape)}, as of a stack of experts", do=_FUSE)
+            if is_embedding(f"{module}.weight"):
+                raise MappingError(f"`{module}` is an embedding, whose adapters are not read", do=_FUSE)
+            if f"{module}.weight" not in base.specs:
+                what = f"`{module}` is changed by the adapter, and published files have no such linear"
+                raise MappingError(what, do=f"Is it the adapter's base? If so: {_FUSE}")
+            called = f"{PREFIX}{module}.{_PARTS[part]}"
+            turned = TensorSpec(spec.shape[::-1], spec.dtype)
+            self.specs[called] = turned
+            self._chunks[called] = (
+                stored.chunks(name) if part == "m" else [Chunk(whole(turned), _Transpose(stored, name))]
+            )
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return self._chunks[name]
+
+
+@dataclass(frozen=True)
+class _Transpose:
+    """The transpose of a stored matrix."""
+
+    stored: Chunked
+    name: str
+
+    def rows(self, row: int, rows: int) -> Tensor:
+        return read_tensor(self.stored, self.name).t()[row : row + rows]
+
+
+CONTAINER = Container(recognise, without_iterations(_open), f"{MLX_FILE} beside {FILE}, of mlx-lm")
