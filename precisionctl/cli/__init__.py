@@ -8,8 +8,9 @@ import click
 from precisionctl import __version__
 from precisionctl.cli.completion import completion
 from precisionctl.cli.group import Commands
-from precisionctl.cli.looking import compare, doctor, evaluate, inspect, launch_args, verify
+from precisionctl.cli.looking import compare, doctor, evaluate, inspect, launch_args
 from precisionctl.cli.training import calibrate, demo, resume, tokenize
+from precisionctl.cli.verifying import verify
 from precisionctl.cli.writing import convert, export_inference
 
 

@@ -1,8 +1,6 @@
-"""Commands that look at checkpoints, runs and machines: inspect, verify, compare, eval, launch-args and doctor."""
+"""Commands that look at checkpoints, runs and machines: inspect, compare, eval, launch-args and doctor."""
 
 from dataclasses import asdict
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +16,6 @@ from precisionctl.cli.options import (
     RUN,
     TOO_FAR,
     Choice,
-    EngineName,
     Percent,
     grouped_columns_option,
     is_given,
@@ -110,139 +107,6 @@ def inspect(
         print_json(description)
     else:
         console.show_tables(report.tables(description))
-
-
-@click.command(
-    cls=Command,
-    short_help="Compare two checkpoints, or check one against an engine's rules.",
-    examples=["verify Qwen3-0.6B qwen3", "verify qwen3-fp8 --target vllm --tp 2", "verify run run-back --fp8 --json"],
-    sections={
-        "With a second checkpoint": ["--fp8", "--fp8-state", "--reference"],
-        "With an engine": ["--target", "--tp", "--expert-parallel"],
-    },
-)
-@click.argument("a", metavar="A", type=CHECKPOINT)
-@click.argument("b", metavar="[B]", type=CHECKPOINT, required=False)
-@click.option(
-    "--fp8", is_flag=True, help="Compare FP8 weights code by code. FP8 state on only one side is a difference."
-)
-@click.option(
-    "--target",
-    type=EngineName(),
-    metavar="ENGINE",
-    help="Check A against the rules of vllm, sglang, tensorrt-llm, transformers or te.",
-)
-@click.option(
-    "--tp",
-    "ranks",
-    type=POSITIVE,
-    default=1,
-    help="With --target: number of GPUs that the engine will split the model over.",
-)
-@click.option(
-    "--expert-parallel",
-    is_flag=True,
-    help="With --target: the engine will give each GPU whole experts, not parts of all.",
-)
-@click.option("--fp8-state", type=FILE, help="Compare fixed scales with this file of calibrate, instead of A's state.")
-@reference_option
-@json_option
-def verify(
-    a: Path,
-    b: Path | None,
-    fp8: bool,
-    target: str | None,
-    ranks: int,
-    expert_parallel: bool,
-    fp8_state: Path | None,
-    reference: Path | None,
-    json_wanted: bool,
-) -> None:
-    """Compare checkpoint A with B, tensor by tensor, whatever their formats; or check A against an engine's rules.
-
-    FP8 codes equal BF16 values if they are exactly the encoding of these values with the stored scale. `verify A --fp8`
-    checks whether A's FP8 weights keep their codes when converted to BF16 and back. The exit code is 1 if A and B
-    differ, if the engine would refuse or misread A, or if no weight of A is stored as codes; 2 if A's codes are not
-    read here, or there are no rules of the engine for them.
-    """
-    if (b is not None) + (target is not None) != 1 and not (fp8 and b is None and target is None):
-        raise click.UsageError("verify needs either a second checkpoint or --target ENGINE; or --fp8, for A alone.")
-    if (fp8_state or reference) and b is None:
-        raise click.UsageError("--fp8-state and --reference need a second checkpoint.")
-    if fp8 and target is not None:
-        raise click.UsageError("--fp8 compares codes with a second checkpoint, or checks A alone: --target does not.")
-    if (ranks > 1 or expert_parallel) and target is None:
-        raise click.UsageError("--tp and --expert-parallel are for --target.")
-    if b is not None:
-        same = compare_checkpoints(a, b, fp8, fp8_state, reference, json_wanted)
-    elif target is None:
-        same = check_codes(a, json_wanted)
-    else:
-        same = check_rules(a, str(target), ranks, expert_parallel, json_wanted)
-    raise click.exceptions.Exit(0 if same else 1)
-
-
-def compare_checkpoints(
-    a: Path, b: Path, fp8: bool, fp8_state: Path | None, reference: Path | None, json_wanted: bool
-) -> bool:
-    """Print the differences of two checkpoints, opened with what a reference says of either. Returns whether they are
-    equal."""
-    from precisionctl import console
-    from precisionctl.commands.hinted_path import HintedPath, open_hinted
-    from precisionctl.commands.source_notes import vocabulary_notes
-    from precisionctl.fp8 import sidecar
-    from precisionctl.reports import verify as report
-    from precisionctl.verify.compare import compare
-
-    left, right = (open_hinted(HintedPath(path, reference=reference)) for path in (a, b))
-    state = sidecar.read(fp8_state) if fp8_state else None
-    progress = partial(console.bytes_progress, "comparing")
-    comparison = compare(left, right, fp8=fp8, state=state, progress=progress)
-    if json_wanted:
-        print_json(comparison.as_json())
-    else:
-        console.show_tables(report.tables(comparison))
-        other_rows = any(tensor.status == "shape" for tensor in comparison.tensors)
-        advice = chain.from_iterable(map(vocabulary_notes, (left, right))) if other_rows else ()
-        console.show_lines([report.verdict(comparison), *advice])
-    return comparison.equal
-
-
-def check_codes(path: Path, json_wanted: bool) -> bool:
-    """Print for each FP8 weight whether decoding to BF16 and encoding again gives the same codes. Returns whether all
-    do. Raises PrecisionError for a checkpoint without FP8 weights."""
-    from precisionctl import console
-    from precisionctl.checkpoints.open import open_checkpoint
-    from precisionctl.errors import PrecisionError
-    from precisionctl.reports import verify as report
-    from precisionctl.verify.code_comparison import compare_codes
-    from precisionctl.verify.hf_tensors import HfTensors
-
-    weights = list(compare_codes(HfTensors(open_checkpoint(path)), None))
-    if not weights:
-        raise PrecisionError(
-            "no weight is stored as FP8 codes", where=path, do="Give a second checkpoint to compare it with."
-        )
-    same = all(weight.idempotent for weight in weights)
-    if json_wanted:
-        print_json({"equal": same, "weights": [asdict(weight) for weight in weights]})
-    else:
-        console.show_tables([report.codes(weights)])
-    return same
-
-
-def check_rules(path: Path, target: str, ranks: int, expert_parallel: bool, json_wanted: bool) -> bool:
-    """Print the rules of a target that a directory breaks. Returns whether it would load the directory."""
-    from precisionctl import console
-    from precisionctl.commands.target_rules import check_directory
-    from precisionctl.reports import verify as report
-
-    found = check_directory(path, target, ranks, expert_parallel=expert_parallel)
-    if json_wanted:
-        print_json({"passes": found.passes, "findings": [asdict(finding) for finding in found.findings]})
-    else:
-        console.show_tables(report.rules(found.findings, found.title))
-    return found.passes
 
 
 @click.command(
