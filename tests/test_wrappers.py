@@ -487,6 +487,25 @@ def test_a_flat_config_is_that_of_the_text_model_in_it() -> None:
     assert from_hf_config(flat).tied_embeddings
 
 
+@pytest.mark.skipif("hunyuan_vl" not in WRAPPERS, reason="of transformers 5.24")
+def test_so_is_hunyuans_whose_rotary_base_is_stretched_under_a_word_of_its_own() -> None:
+    scaling = {"type": "xdrope", "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0}
+    flat = {
+        "model_type": "hunyuan_vl",
+        **tiny_wrappers.TEXT,
+        "attention_head_dim": tiny_wrappers.TEXT["head_dim"],
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "rope_scaling": scaling | {"mscale_all_dim": 1.0, "xdrope_section": [4, 4, 4, 4]},
+        "use_qk_norm": True,
+        "vision_config": {},
+    }
+    theirs = AutoConfig.for_model(**flat).to_dict()
+    assert theirs["text_config"]["rope_parameters"]["rope_type"] == "dynamic"
+    assert from_hf_config(flat) == from_hf_config(theirs)
+    assert from_hf_config(flat).rotary_base == pytest.approx(10000 * 1000 ** (32 / 30))
+
+
 @pytest.mark.parametrize(
     ("said", "head", "tied"),
     [

@@ -207,6 +207,16 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     },
     "llava_next_video": {"model_type": "llama", "rms_norm_eps": 1e-5},
     "got_ocr2": {"model_type": "qwen2"},
+    "hunyuan_vl": {
+        "model_type": "hunyuan_vl_text",
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 1e4,
+            "alpha": 1e3,
+            "factor": 1.0,
+            "mrope_section": [4] * 4,
+        },
+    },
     "ovis2": {"model_type": "qwen2"},
     "video_llama_3": {"model_type": "qwen2"},
     "lighton_ocr": {"model_type": "qwen3"},
@@ -252,7 +262,17 @@ MISTRAL_4: dict[str, Any] = {
 }
 """Another text model of a `mistral3`: Mistral Small 4's."""
 
-TIED = {"gemma3", "gemma4", "gemma4_unified", "lfm2_vl", "lfm3_vl", "got_ocr2", "granite_docling", "minicpm_ocr"}
+TIED = {
+    "gemma3",
+    "gemma4",
+    "gemma4_unified",
+    "lfm2_vl",
+    "lfm3_vl",
+    "got_ocr2",
+    "granite_docling",
+    "minicpm_ocr",
+    "hunyuan_vl",
+}
 
 OPTIONAL: dict[str, Any] = {
     "gemma4": {"vision_config": {}, "audio_config": {}},

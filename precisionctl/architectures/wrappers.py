@@ -194,6 +194,14 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     **dict.fromkeys(("hyperclovax_vision_v2", "vlm"), _HYPERCLOVA),
     "granite4_vision": WrapperNames(*IN_MEMORY, text="granite4_vision_text", mark="image_newline"),
     "glm5_next": WrapperNames(*IN_MEMORY, text="glm5_next_text", mark=_GATED_WITH_BIAS),
+    "hunyuan_vl": WrapperNames(
+        "model.",
+        "lm_head.",
+        text="hunyuan_vl_text",
+        flat=True,
+        mark="image_begin",
+        marks_of_others=("image_newline",),
+    ),
     "hy_v4_vl": WrapperNames(
         "model.",
         "lm_head.",
@@ -293,6 +301,7 @@ TEXT_MODELS: Mapping[str, TextModel] = {
         | {"n_routed_experts": 288, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "kv_lora_rank": 512}
         | {"qk_nope_head_dim": 256, "qk_rope_head_dim": 0, "v_head_dim": 256},
     ),
+    "hunyuan_vl_text": TextModel("hunyuan_v1_dense", _sizes(290943, 4096, 11008, 32, 32, 32, 2048)),
     "hy_v4_vl_text": TextModel(
         "hy_v4",
         _sizes(120832, 6144, 18432, 78, 64, 64, 262144)
@@ -318,6 +327,11 @@ TEXT_MODELS: Mapping[str, TextModel] = {
 }
 """Text models of wrappers whose config may lack keys that the family's own always has, or that have a `model_type` of
 their own."""
+
+
+_OF_IMAGES = {"mrope": "default", "xdrope": "dynamic"}
+"""By the `rope_type` of rotary embeddings that also have positions of images, that of text alone. The second is
+Hunyuan's."""
 
 
 def is_wrapper(config: Config) -> bool:
@@ -348,8 +362,9 @@ def text_config(config: Config, where: object) -> dict[str, Any]:
     found = {**model.absent, **text, **model.fixed, "model_type": model.family}
     for key in ("rope_parameters", "rope_scaling"):
         rope = found.get(key)
-        if isinstance(rope, Mapping) and "mrope" in (rope.get("rope_type"), rope.get("type")):
-            found[key] = {**rope, "rope_type": "default"}
+        for name, of_text in _OF_IMAGES.items():
+            if isinstance(rope, Mapping) and name in (rope.get("rope_type"), rope.get("type")):
+                found[key] = {**rope, "rope_type": of_text}
     return found
 
 
