@@ -73,7 +73,7 @@ def for_engine(kind: Codes, source: Source, engine: Engine, destination: Path) -
         *source_notes(source),
         *in_bf16_notes(reader, source.plan, precision, scheme, policy.refused),
         *rounded_notes(reader, plan),
-        f"Serve it with: {_served_as_asked(export, engine, destination)}",
+        _how_to_serve(export, source, engine, destination),
     ]
     states = None if kind.export else known.current or known.outdated
     card = _card(kind, export, source, plan, engine, form, destination)
@@ -182,14 +182,16 @@ def _check_blocks(engine: Engine, architecture: str, scheme: Scheme, values: Ite
 
 
 def _config_of(reader: Reader, model: ModelShape) -> Mapping[str, Any]:
-    """The part of config.json that names the model's class; for a wrapper all of it, as it also describes the
-    towers."""
+    """The part of config.json that names the model's class, or code for it; for a wrapper all of it, as it also
+    describes the towers."""
     if isinstance(model, UntabledModel):
         config: Mapping[str, Any] = model.config
         return config
+    stored = parse_json(reader.companions.files.get("config.json", b"{}"), reader.path or "config.json")
     if model.wrapper:
-        return parse_json(reader.companions.files["config.json"], reader.path or "config.json")
-    return {"model_type": model.architecture, "architectures": [table_of(model).model_types[model.architecture]]}
+        return stored
+    own = {"auto_map": stored["auto_map"]} if stored.get("auto_map") else {}
+    return own | {"model_type": model.architecture, "architectures": [table_of(model).model_types[model.architecture]]}
 
 
 def _format(export: EngineExport, source: Source, engine: Engine, scheme: Scheme, why: str) -> WeightFormat:
@@ -233,9 +235,17 @@ def _card(
     }
     if code:
         facts["code of its own"] = f"{', '.join(code)}: the engine needs to be told to trust it"
-    command = _served_as_asked(export, engine, path_in_command(name))
+    has_class = not engine.without_class(_config_of(source.reader, source.plan.model))
+    command = _served_as_asked(export, engine, path_in_command(name)) if has_class else ""
     kept = modules_in_bf16(source.plan, set(plan.codes))
     return Card(name, engine.title, engine.name, command, facts, plan.codes, kept, kind.base_model, scheme.codes)
+
+
+def _how_to_serve(export: EngineExport, source: Source, engine: Engine, destination: Path) -> str:
+    """The note on how a result is served, or that the engine has no class for it."""
+    if found := engine.without_class(_config_of(source.reader, source.plan.model)):
+        return f"Nothing serves it yet: {engine.title} has no class for {found[0].what} ({found[0].rule.source})."
+    return f"Serve it with: {_served_as_asked(export, engine, destination)}"
 
 
 def _served_as_asked(export: EngineExport, engine: Engine, path: object) -> str:

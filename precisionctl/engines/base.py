@@ -68,8 +68,8 @@ class Engine:
     attention, which caches neither keys nor values. blocks_alone: the models, by `model_type`, of which it loads no
     codes but blocks of `quant_method: fp8`. mxfp4_experts: those whose experts may be MXFP4 beside such blocks, and
     what of config.json says that they are (None: their tensors do). no_codes: those of which it computes no codes,
-    whatever the format. loads_own_classes: whether it looks for tensors
-    only under the names that the model's own class saves.
+    whatever the format. no_class: those that it is known to have no class for; of others that have a table nothing is
+    known. loads_own_classes: whether it looks for tensors only under the names that the model's own class saves.
 
     demands: all further rules on a directory of codes. keys: the keys that config.json must have, which an export adds.
     """
@@ -90,6 +90,7 @@ class Engine:
     blocks_alone: Mapping[str, BlocksAlone] = field(default_factory=dict)
     mxfp4_experts: Mapping[str, ExpertDtype | None] = field(default_factory=dict)
     no_codes: Mapping[str, EngineRule] = field(default_factory=dict)
+    no_class: Mapping[str, EngineRule] = field(default_factory=dict)
     loads_own_classes: bool = False
 
     def formats(self, method: str) -> Sequence[str]:
@@ -112,6 +113,12 @@ class Engine:
         """The keys that the engine requires and this config.json lacks, in its `text_config` if it has one."""
         text = _of_text(config)
         return [key for missing in self.keys for key in missing(text)]
+
+    def without_class(self, config: Mapping[str, Any]) -> list[Finding]:
+        """That the engine is known to have no class for a model, as a finding. A directory with code of its own brings
+        one."""
+        rule = None if config.get("auto_map") else self.no_class.get(str(config.get("model_type")))
+        return [Finding("config.json", f"a {config['model_type']}", rule)] if rule else []
 
     def check(
         self,
@@ -144,7 +151,7 @@ class Engine:
         specs = {name: spec for name, spec in specs.items() if name not in words} | {
             name: weight.spec for name, weight in coded.items()
         }
-        always = [*self._missing_keys(config), *self.division.check_spread(specs, served)]
+        always = [*self.without_class(config), *self._missing_keys(config), *self.division.check_spread(specs, served)]
         if method is None:
             return always  # plain BF16 or FP16: every engine loads it
         said = method.read(config["quantization_config"])

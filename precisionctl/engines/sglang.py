@@ -163,6 +163,12 @@ ENGINE = Engine(
             "SGLang 0.5.23 models/qwen3_omni_moe.py Qwen3OmniMoeAudioEncoder, Qwen3OmniMoeVisionEncoder",
         ),
     },
+    no_class=dict.fromkeys(
+        ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+        EngineRule(
+            "it loads what thinks from the whole model alone", "SGLang 0.5.23 models/qwen3_omni_moe.py EntryClass"
+        ),
+    ),
     demands={
         without_scale_of_inputs(fuses=True, class_first=True): EngineRule(
             TAKES_WHAT_MEMORY_HOLDS,

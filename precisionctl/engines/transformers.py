@@ -204,6 +204,24 @@ ENGINE = Engine(
             "transformers 5.24 models/qwen3_omni_moe/modeling_qwen3_omni_moe.py; compressed-tensors 0.20; run",
         ),
     ),
+    no_class=dict.fromkeys(
+        (
+            *(
+                "glm5_next_text",
+                "kimi_k2",
+                "kimi_k3",
+                "kimi_k3_text",
+                "mimo",
+                "mistral_large4_text",
+                "muse_glimmer_text",
+            ),
+            *("muse_spark_text", "vlm", "NemotronH_Nano_VL_V2", "NemotronH_Nano_Omni_Reasoning_V3"),
+            "NemotronH_Super_Omni_Reasoning_V3",
+        ),
+        EngineRule(
+            "it has no class for this model_type that gives logits", "transformers 5.24 models/auto/modeling_auto.py"
+        ),
+    ),
     loads_own_classes=True,
     demands={
         without_scale_of_inputs(fuses=False): EngineRule(

@@ -139,6 +139,13 @@ ENGINE = Engine(
             ),
         },
     ),
+    no_class={
+        "gpt_neo": EngineRule("it has no class for this model_type", "vLLM 0.33 models/registry.py"),
+        **dict.fromkeys(
+            ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+            EngineRule("it loads what thinks from the whole model alone", "vLLM 0.33 models/registry.py"),
+        ),
+    },
     fused=FusedLinears(
         groups=(*FUSED, LATENT),
         all_or_none=EngineRule(

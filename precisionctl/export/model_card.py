@@ -35,9 +35,9 @@ class Card:
     """The contents of the model card of an export called `name`.
 
     `title` is the engine's name in a sentence, `tag` its tag on the Hub, and `command` the command that serves the
-    model. `facts` are rows of a table. `quantized` are the names of weights in FP8, or what `codes` says, and `kept` of
-    modules that are not. `base_model` is the source's name on the Hub. Raises RecipeError for a `base_model` that the
-    Hub would not accept.
+    model, empty where none does. `facts` are rows of a table. `quantized` are the names of weights in FP8, or what
+    `codes` says, and `kept` of modules that are not. `base_model` is the source's name on the Hub. Raises RecipeError
+    for a `base_model` that the Hub would not accept.
     """
 
     name: str
@@ -76,8 +76,11 @@ class Card:
         nbytes = sum(file.stat().st_size for file in reader.files)
         when = "" if reader.iteration is None else f", iteration {reader.iteration}"
         what = f"A `{_plain(reader.model.model_type)}` in {self.codes}, for {self.title}."
-        yield f"{what} In the directory above this one:"
-        yield from ("", "```", self.command, "```", "", "| | |", "|---|---|")
+        if self.command:
+            yield from (f"{what} In the directory above this one:", "", "```", self.command, "```")
+        else:
+            yield f"{what} {self.title} has no class for it yet."
+        yield from ("", "| | |", "|---|---|")
         yield from (f"| {name} | {_plain(value)} |" for name, value in self.facts.items())
         yield f"| source | {reader.container}{when}, {size(nbytes)} in {counted(len(reader.files), 'file')} |"
         yield f"| its fingerprint (SHA-256 of names, sizes and config.json) | `{fingerprint(reader)}` |"

@@ -1,0 +1,61 @@
+"""Models that an engine is known to have no class for: an export of one says so, and so does `verify --target`."""
+
+import json
+from pathlib import Path
+
+import command_line
+import pico
+import pytest
+import tiny_wrappers
+import torch
+from engine_exports import ENGINES
+from transformers import CONFIG_MAPPING
+from transformers.models.auto import modeling_auto as auto
+
+from precisionctl.architectures.families import supported
+from precisionctl.architectures.wrappers import WRAPPERS
+
+GENERATE = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM")
+
+
+@pytest.mark.skipif("muse_spark" not in CONFIG_MAPPING, reason="of transformers 5.24")
+def test_of_transformers_they_are_those_that_no_auto_class_has() -> None:
+    known = {name for task in GENERATE for name in getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES")}
+    assert ENGINES["transformers"].no_class.keys() == {*supported(), *WRAPPERS} - known
+
+
+def export(source: Path, out: Path, target: str) -> str:
+    return " ".join(
+        command_line.say("export-inference", source, out, "--target", target, "--scheme", "dynamic").split()
+    )
+
+
+def test_no_command_is_told_to_serve_them(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "kimi-k3", dtype=torch.bfloat16)
+    said = export(tmp_path / "hf", tmp_path / "out", "transformers")
+    assert "Nothing serves it yet: transformers has no class for a kimi_k3_text" in said and "Serve it with" not in said
+    assert "no class for it yet" in (tmp_path / "out" / "README.md").read_text()
+    for directory in ("hf", "out"):
+        told = command_line.run("verify", tmp_path / directory, "--target", "transformers", "--json")
+        assert told.exit_code == 1
+        (found,) = [each for each in json.loads(told.output)["findings"] if each["what"] == "a kimi_k3_text"]
+        assert found["rule"]["fatal"]
+    assert "Serve it with: vllm serve" in export(tmp_path / "hf", tmp_path / "of vllm", "vllm")
+
+
+def test_code_of_its_own_is_a_class(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "kimi-k3", dtype=torch.bfloat16)
+    path = tmp_path / "hf" / "config.json"
+    own = {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    (tmp_path / "hf" / "modeling_own.py").write_text("")
+    assert "Serve it with: transformers serve" in export(tmp_path / "hf", tmp_path / "out", "transformers")
+    told = command_line.run("verify", tmp_path / "out", "--target", "transformers")
+    assert "kimi_k3_text" not in told.output
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang"])
+def test_nor_what_thinks_in_a_qwen_omni_alone(tmp_path: Path, target: str) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "qwen2_5_omni_thinker", dtype=torch.bfloat16)
+    said = export(tmp_path / "hf", tmp_path / "out", target)
+    assert "has no class for a qwen2_5_omni_thinker" in said and "Serve it with" not in said
