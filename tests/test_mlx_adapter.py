@@ -51,7 +51,8 @@ def test_a_product_is_added_and_the_rest_is_the_base(tmp_path: Path, kind: str) 
     if kind == "dora":
         tensors |= {f"{module}.m": random(64).abs() + 1 for module in (Q, DOWN)}
     made = adapter(tmp_path / "adapter", tensors, fine_tune_type=kind)
-    conversions.run(made, tmp_path / "out", "hf", reference=tmp_path / "base", verify=True)
+    notes = conversions.run(made, tmp_path / "out", "hf", reference=tmp_path / "base", verify=True).notes
+    assert any(note.startswith("The adapter names 'mlx-community/some' as its base") for note in notes)
     merged = load_file(tmp_path / "out" / "model.safetensors")
     assert merged.keys() == before.keys()
     for name, values in before.items():
@@ -86,6 +87,7 @@ REFUSED: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
     "no lengths": (linear(Q, 64, 64), {"fine_tune_type": "dora"}, "use_dora"),
     "another size": (linear(Q, 64, 32), {}, "Is it the adapter's base"),
     "no settings": (linear(Q, 64, 64), {"lora_parameters": None}, "the rank None and the scale None"),
+    "a rank beyond any": (linear(Q, 64, 64), {"lora_parameters": {"rank": 10**400, "scale": 0.5}}, "the rank 1000"),
     "no number": (linear(Q, 64, 64), {"lora_parameters": {"rank": 4, "scale": float("nan")}}, "the scale nan"),
 }
 

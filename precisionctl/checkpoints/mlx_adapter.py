@@ -22,7 +22,7 @@ from precisionctl.checkpoints.huggingface_files import SAFETENSORS
 from precisionctl.checkpoints.mlx_names import READ
 from precisionctl.errors import DamagedCheckpoint, MappingError, UnknownFormat, at, shown
 from precisionctl.param import TensorSpec
-from precisionctl.untrusted.safe_files import read_file
+from precisionctl.untrusted.safe_files import check_file, check_link, read_file
 from precisionctl.untrusted.safe_json import parse_json
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ def _open(path: Path, hints: Hints) -> AdapterReader:
         )
     base = open_base(path, hints, "mlx-lm")
     config, file = _read_config(path), path / MLX_FILE
+    check_link(file, path)
+    check_file(file)
     with at(file):
         if base.model.wrapper is not None or base.model.architecture not in READ:
             what = f"an adapter of mlx-lm for a `{base.model.architecture}`, whose tensors mlx-lm was not seen to store"
@@ -68,7 +70,8 @@ def _read_config(directory: Path) -> LoraConfig:
     rank: Any
     scale: Any
     rank, scale = (said.get(key) if isinstance(said, Mapping) else None for key in ("rank", "scale"))
-    if type(rank) is not int or type(scale) not in (int, float) or not (rank > 0 and abs(scale) * rank < LARGEST_ALPHA):
+    known = type(rank) is int and type(scale) in (int, float) and 0 < rank < 1 << 31
+    if not (known and abs(scale) * rank < LARGEST_ALPHA):
         raise DamagedCheckpoint(f"lora_parameters has the rank {shown(rank)} and the scale {shown(scale)}", where=path)
     return LoraConfig(
         rank,
@@ -79,6 +82,7 @@ def _read_config(directory: Path) -> LoraConfig:
         dora=kind == "dora",
         transposed=False,
         parameters=frozenset(),
+        base=name if isinstance(name := config.get("model"), str) else None,
     )
 
 
