@@ -1,0 +1,229 @@
+"""How values stand in GGUF's tensors and in the Hugging Face tensor that they are of; each with its inverse.
+
+Source: llama.cpp's converter, conversion/*.py (modify_tensors) of llama-cpp-python 0.3.36.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+
+import numpy as np
+
+from precisionctl.architectures.rearrangements import Movable, concatenated, cut_into, rows_of_groups
+from precisionctl.errors import DamagedCheckpoint
+from precisionctl.model_shape import ModelShape
+from precisionctl.torch_when_used import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Shape: TypeAlias = "tuple[int, ...]"
+
+
+class Change(Protocol):
+    """What becomes of a Hugging Face tensor in GGUF, and back. One that `moves_rows` only puts rows (dimension 0) into
+    another order, or into several tensors: it takes arrays of row numbers too. Others compute, in FP32, with all of a
+    tensor: those of models are small."""
+
+    @property
+    def moves_rows(self) -> bool: ...
+    def to_gguf(self, values: Any, model: ModelShape) -> tuple[Any, ...]: ...
+    def to_hf(self, parts: Sequence[Any], model: ModelShape) -> Any: ...
+    def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]: ...
+    def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
+        """The shape of the Hugging Face tensor. Raises DamagedCheckpoint for tensors of which none is made."""
+        ...
+
+
+class _RowMove:
+    """The base of those that only move rows."""
+
+    moves_rows: ClassVar[bool] = True
+
+    def to_gguf(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        raise NotImplementedError
+
+    def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+        return tuple((len(part), *shape[1:]) for part in self.to_gguf(np.empty((shape[0], 1), np.uint8), model))
+
+    def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
+        if not all(shape and shape[1:] == shapes[0][1:] for shape in shapes):
+            raise _no_parts(shapes)
+        whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        if self.gguf_shapes(whole, model) != tuple(shapes):
+            raise _no_parts(shapes)
+        return whole
+
+
+class _Computation:
+    """The base of those that compute; most keep the shape."""
+
+    moves_rows: ClassVar[bool] = False
+
+    def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+        return (shape,)
+
+    def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
+        return shapes[0]
+
+
+class Same(_RowMove):
+    """The same tensor."""
+
+    def to_gguf(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        return (values,)
+
+    def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        return parts[0]
+
+    def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
+        return shapes[0]
+
+
+@dataclass(frozen=True)
+class RotaryNeighbours(_RowMove):
+    """The two rows of a rotary pair are neighbours in GGUF, and in the two halves of a head in Hugging Face. `heads` is
+    the field of ModelShape with their number."""
+
+    heads: str
+
+    def to_gguf(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        return (self._exchanged(values, (2, -1), model),)
+
+    def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        return self._exchanged(parts[0], (-1, 2), model)
+
+    def _exchanged(self, rows: Movable, order: tuple[int, int], model: ModelShape) -> Movable:
+        heads, rest = getattr(model, self.heads), rows.shape[1:]
+        if len(rows) % (2 * heads):
+            raise DamagedCheckpoint(f"{len(rows)} rows are no {heads} heads of rotary pairs")
+        half = len(rows) // heads // 2
+        sizes = tuple(half if size < 0 else size for size in order)
+        return rows.reshape(heads, *sizes, *rest).swapaxes(1, 2).reshape(rows.shape)
+
+
+class GateThenUp(_RowMove):
+    """Two tensors in GGUF; in Hugging Face one, of all rows of the first, then all of the second."""
+
+    def to_gguf(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        return tuple(cut_into(values, [len(values) // 2, len(values) - len(values) // 2]))
+
+    def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        return concatenated(parts)
+
+
+class GateUpInTurns(_RowMove):
+    """Two tensors in GGUF; in Hugging Face one, whose rows are of the first and the second in turns (gpt-oss)."""
+
+    def to_gguf(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        return values[0::2], values[1::2]
+
+    def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        joined = concatenated([part[:, None] for part in parts], 1)
+        return joined.reshape(2 * len(parts[0]), *parts[0].shape[1:])
+
+
+class DeltaNetByKind(_RowMove):
+    """The input projection of a gated delta net: in GGUF all queries, then all keys, then all values, and a tensor of
+    output gates; in Hugging Face one that goes by key head (Qwen3-Next)."""
+
+    def to_gguf(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        heads, sizes = self._by_head(model)
+        by_head = values.reshape(heads, sum(sizes), *values.shape[1:])
+        query, key, value, gate = map(rows_of_groups, cut_into(by_head, sizes, 1))
+        return concatenated([query, key, value]), gate
+
+    def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        heads, sizes = self._by_head(model)
+        kinds = cut_into(concatenated(parts), [heads * size for size in sizes])
+        by_head = [kind.reshape(heads, -1, *kind.shape[1:]) for kind in kinds]
+        return rows_of_groups(concatenated(by_head, 1))
+
+    def _by_head(self, model: ModelShape) -> tuple[int, list[int]]:
+        """The number of key heads, and for each the rows of queries, keys, values and gates."""
+        assert model.gdn
+        heads = model.gdn.num_key_heads
+        return heads, [size // heads for size in model.gdn.in_proj_parts[:4]]
+
+
+class PlusOne(_Computation):
+    """A norm's weight, 1 more in GGUF."""
+
+    def to_gguf(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return (values.float() + 1,)
+
+    def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        return parts[0].float() - 1
+
+
+class Decay(_Computation):
+    """A state's decay: in GGUF the negative number that multiplies the step, in Hugging Face the logarithm of its
+    amount (`A_log`)."""
+
+    def to_gguf(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return (-values.float().exp(),)
+
+    def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        return (-parts[0].float()).log()
+
+
+class Kernel(_Computation):
+    """The kernel of a convolution by channel: `[channels, width]` in GGUF, `[channels, 1, width]` in Hugging Face."""
+
+    def to_gguf(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return (values.squeeze(1),)
+
+    def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        return parts[0].unsqueeze(1)
+
+    def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+        return ((shape[0], *shape[2:]),)
+
+    def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
+        if len(shapes[0]) != 2:
+            raise _no_parts(shapes)
+        return (shapes[0][0], 1, shapes[0][1])
+
+
+class LatentKeysValues(_Computation):
+    """What makes keys and values of the latent: in Hugging Face each head's key rows, then its value rows,
+    `[heads * (key + value), latent]`; in GGUF keys transposed by head, `[heads, latent, key]`, and values
+    `[heads, value, latent]`."""
+
+    def to_gguf(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        assert model.mla
+        heads = values.reshape(model.num_attention_heads, -1, values.shape[-1])
+        keys, of_values = cut_into(heads, [model.mla.qk_head_dim, heads.shape[1] - model.mla.qk_head_dim], 1)
+        return keys.transpose(1, 2), of_values
+
+    def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        return torch.cat([parts[0].transpose(1, 2), parts[1]], 1).flatten(0, 1)
+
+    def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+        assert model.mla
+        heads, key = model.num_attention_heads, model.mla.qk_head_dim
+        return (heads, shape[1], key), (heads, shape[0] // heads - key, shape[1])
+
+    def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
+        keys, values = shapes
+        if len(keys) != 3 or len(values) != 3 or (keys[0], keys[1]) != (values[0], values[2]):
+            raise _no_parts(shapes)
+        return (keys[0] * (keys[2] + values[1]), keys[1])
+
+
+def _no_parts(shapes: Sequence[Shape]) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"tensors {', '.join(map(str, shapes))} do not make one")
+
+
+SAME = Same()
+QUERY_PAIRS = RotaryNeighbours("num_attention_heads")
+KEY_PAIRS = RotaryNeighbours("num_query_groups")
+GATE_THEN_UP = GateThenUp()
+GATE_UP_IN_TURNS = GateUpInTurns()
+DELTA_NET = DeltaNetByKind()
+PLUS_ONE = PlusOne()
+DECAY = Decay()
+KERNEL = Kernel()
+LATENT_KEYS_VALUES = LatentKeysValues()
