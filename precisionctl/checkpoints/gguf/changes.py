@@ -57,7 +57,7 @@ class _RowMove:
         return whole
 
 
-class _Computation:
+class _ValueChange:
     """The base of those that compute; most keep the shape."""
 
     moves_rows: ClassVar[bool] = False
@@ -69,7 +69,7 @@ class _Computation:
         return shapes[0]
 
 
-class Same(_RowMove):
+class AsItIs(_RowMove):
     """The same tensor."""
 
     def to_gguf(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
@@ -125,7 +125,7 @@ class GateUpInTurns(_RowMove):
         return joined.reshape(2 * len(parts[0]), *parts[0].shape[1:])
 
 
-class DeltaNetByKind(_RowMove):
+class DeltaNetInGguf(_RowMove):
     """The input projection of a gated delta net: in GGUF all queries, then all keys, then all values, and a tensor of
     output gates; in Hugging Face one that goes by key head (Qwen3-Next)."""
 
@@ -148,7 +148,7 @@ class DeltaNetByKind(_RowMove):
         return heads, [size // heads for size in model.gdn.in_proj_parts[:4]]
 
 
-class PlusOne(_Computation):
+class PlusOne(_ValueChange):
     """A norm's weight, 1 more in GGUF."""
 
     def to_gguf(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
@@ -158,7 +158,7 @@ class PlusOne(_Computation):
         return parts[0].float() - 1
 
 
-class Decay(_Computation):
+class Decay(_ValueChange):
     """A state's decay: in GGUF the negative number that multiplies the step, in Hugging Face the logarithm of its
     amount (`A_log`)."""
 
@@ -169,7 +169,7 @@ class Decay(_Computation):
         return (-parts[0].float()).log()
 
 
-class Kernel(_Computation):
+class Kernel(_ValueChange):
     """The kernel of a convolution by channel: `[channels, width]` in GGUF, `[channels, 1, width]` in Hugging Face."""
 
     def to_gguf(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
@@ -187,7 +187,7 @@ class Kernel(_Computation):
         return (shapes[0][0], 1, shapes[0][1])
 
 
-class LatentKeysValues(_Computation):
+class LatentKeysValues(_ValueChange):
     """What makes keys and values of the latent: in Hugging Face each head's key rows, then its value rows,
     `[heads * (key + value), latent]`; in GGUF keys transposed by head, `[heads, latent, key]`, and values
     `[heads, value, latent]`."""
@@ -217,12 +217,12 @@ def _no_parts(shapes: Sequence[Shape]) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"tensors {', '.join(map(str, shapes))} do not make one")
 
 
-SAME = Same()
+SAME = AsItIs()
 QUERY_PAIRS = RotaryNeighbours("num_attention_heads")
 KEY_PAIRS = RotaryNeighbours("num_query_groups")
 GATE_THEN_UP = GateThenUp()
 GATE_UP_IN_TURNS = GateUpInTurns()
-DELTA_NET = DeltaNetByKind()
+DELTA_NET = DeltaNetInGguf()
 PLUS_ONE = PlusOne()
 DECAY = Decay()
 KERNEL = Kernel()
