@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Shape: TypeAlias = "tuple[int, ...]"
 
 
-class Change(Protocol):
+class GgufChange(Protocol):
     """What becomes of a Hugging Face tensor in GGUF, and back. One that `moves_rows` only puts rows (dimension 0) into
     another order, or into several tensors: it takes arrays of row numbers too. Others compute, in FP32, with all of a
     tensor: those of models are small."""

@@ -24,7 +24,7 @@ from precisionctl.checkpoints.gguf.changes import (
     PLUS_ONE,
     QUERY_PAIRS,
     SAME,
-    Change,
+    GgufChange,
 )
 
 
@@ -34,7 +34,7 @@ class GgufRow:
 
     hf: str
     gguf: tuple[str, ...]
-    change: Change = SAME
+    change: GgufChange = SAME
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _named(template: str, numbers: Sequence[int]) -> str:
     return _PLACEHOLDER.sub(lambda match: str(next(left)), template)
 
 
-def _in_layers(names: Mapping[str, str], change: Change = SAME, ends: Iterable[str] = ("weight",)) -> list[GgufRow]:
+def _in_layers(names: Mapping[str, str], change: GgufChange = SAME, ends: Iterable[str] = ("weight",)) -> list[GgufRow]:
     """A row for each module in a layer and each end of its tensors' names."""
     return [
         GgufRow(f"model.layers.{{layer}}.{hf}.{end}", (f"blk.{{layer}}.{gguf}.{end}",), change)
@@ -101,7 +101,7 @@ def _in_layers(names: Mapping[str, str], change: Change = SAME, ends: Iterable[s
     ]
 
 
-def _linears(names: Mapping[str, str], change: Change = SAME) -> list[GgufRow]:
+def _linears(names: Mapping[str, str], change: GgufChange = SAME) -> list[GgufRow]:
     return _in_layers(names, change, ("weight", "bias"))
 
 
@@ -129,7 +129,7 @@ def _in_prediction(rows: Iterable[GgufRow]) -> list[GgufRow]:
     ]
 
 
-def _ends(final_norm: Change = SAME) -> list[GgufRow]:
+def _ends(final_norm: GgufChange = SAME) -> list[GgufRow]:
     """What is not in layers. Without `output` the embedding is the output layer too."""
     return [
         GgufRow("model.embed_tokens.weight", ("token_embd.weight",)),
