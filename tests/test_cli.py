@@ -28,6 +28,7 @@ from precisionctl.checkpoints import open as opening
 from precisionctl.cli import main
 from precisionctl.cli.options import EngineName, Size
 from precisionctl.conversion import estimate, worker
+from precisionctl.export.gguf_plan import FILE_TYPES, GgufType
 from precisionctl.quant_methods.base import SCHEMES, Scheme
 
 
@@ -42,7 +43,9 @@ def test_every_command_has_help_for_itself_and_each_option(name):
 
 def test_the_schemes_of_the_command_line_are_those_of_the_table():
     (scheme,) = (option for option in main.commands["export-inference"].params if option.name == "scheme")
-    assert [*scheme.type.choices] == [*get_args(Scheme)] == [*SCHEMES]
+    assert [*scheme.type.choices] == [*get_args(Scheme), *get_args(GgufType)]
+    assert [*get_args(Scheme)] == [*SCHEMES]
+    assert [*get_args(GgufType)] == [*FILE_TYPES]
 
 
 def test_the_list_of_commands_cuts_none_of_them_short():

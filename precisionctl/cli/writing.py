@@ -144,12 +144,17 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 )
 @click.argument("source", metavar="CHECKPOINT", type=CHECKPOINT)
 @click.argument("destination", type=NEW_PATH)
-@click.option("--target", type=EngineName(), required=True, help="vllm, sglang, tensorrt-llm, transformers or te.")
+@click.option(
+    "--target", type=EngineName(), required=True, help="vllm, sglang, tensorrt-llm, transformers, te or llama.cpp."
+)
 @click.option(
     "--scheme",
-    type=Choice(["static", "dynamic", "block", "mxfp8", "nvfp4", "nvfp4a16", "mxfp4", "w4a16"]),
+    type=Choice(
+        ["static", "dynamic", "block", "mxfp8", "nvfp4", "nvfp4a16", "mxfp4", "w4a16", "bf16", "f16", "q8_0", "q4_0"]
+    ),
     help="FP8: static (recorded input scales), dynamic (per token), block (per 128 values), mxfp8 (per 32). Four bits: "
-    "nvfp4 (recorded input scales), mxfp4 (per 32), nvfp4a16 and w4a16 (weights only). Default: the best FP8 scheme.",
+    "nvfp4 (recorded input scales), mxfp4 (per 32), nvfp4a16 and w4a16 (weights only). Default: the best FP8 scheme. "
+    "For llama.cpp: bf16 (the default), f16, q8_0, q4_0.",
 )
 @click.option(
     "--tp",

@@ -1,5 +1,6 @@
 """Build a planned command: the one place where a result gets output, Writer, companion files and model card."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from precisionctl.checkpoints.config_json import config_dtype
 from precisionctl.checkpoints.dcp_writer import DcpWriter, TorchtitanWriter
 from precisionctl.checkpoints.deepspeed.writer import DeepSpeedWriter
 from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.gguf.writer import GgufContents, GgufWriter
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter
 from precisionctl.checkpoints.huggingface_files import BIN, MAX_SHARD_SIZE, SAFETENSORS
 from precisionctl.checkpoints.megatron.carried_run import (
@@ -45,7 +47,7 @@ class Result:
     when all weights have been read. With `live` the state is stored where a run loads it from, else in the sidecar.
     `run` is what is carried over from the run that made the source. `encodings` is how the weights were encoded,
     to be kept beside values or to make codes with. `lacks` returns the keys that an engine needs and a config.json does
-    not have; they are added. `notes` are for the user.
+    not have; they are added. `contents` are those of a GGUF file, if it is one. `notes` are for the user.
     """
 
     plan: Plan
@@ -56,6 +58,7 @@ class Result:
     encodings: WeightEncodings | None = None
     card: Card | None = None
     lacks: Callable[[Mapping[str, Any]], Iterable[str]] = lambda config: ()
+    contents: GgufContents | None = None
 
 
 def build(request: Request, source: Source, result: Result) -> PlannedCommand:
@@ -64,12 +67,13 @@ def build(request: Request, source: Source, result: Result) -> PlannedCommand:
     output = _open_output(request.destination, source.given.path, source.given.reference, source.state_file)
     files = [source.encodings.path if source.encodings else None, source.state_file]
     stats = [file.stat() for file in files if file and file.is_file()]
+    places = hashlib.sha256(result.contents.metadata_bytes).hexdigest() if result.contents else None
     return PlannedCommand(
         source.reader,
         result.plan,
         _writer(request.storage, source, result, output),
         output,
-        (request, [(stat.st_size, stat.st_mtime_ns) for stat in stats]),
+        (request, [(stat.st_size, stat.st_mtime_ns) for stat in stats], places),
         source.files,
         tuple(result.notes),
         result.states,
@@ -112,6 +116,8 @@ def _writer(storage: Storage, source: Source, result: Result, output: Output) ->
     else a release. Raises RecipeError for a size of shards where there are none, MappingError for a source without an
     optimizer where one is needed, and CheckpointError for a trainer's state that cannot be read."""
     plan, card, companions = result.plan, result.card, source.reader.companions
+    if result.contents:
+        return GgufWriter(output.partial, plan.targets, result.contents)
     in_shards = not storage.is_state_dict if storage.layout == "hf" else plan.model.wrapper is not None
     if storage.max_shard_size != MAX_SHARD_SIZE and not in_shards:
         what = "--max-shard-size is for Hugging Face's files and for towers, and this result has neither"

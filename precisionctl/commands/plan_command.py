@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 from precisionctl.commands.build import build
 from precisionctl.commands.codes import as_before, for_engine
-from precisionctl.commands.request import Request, TeState, Values
+from precisionctl.commands.llama_cpp import for_llama_cpp
+from precisionctl.commands.request import Gguf, Request, TeState, Values
 from precisionctl.commands.source import open_source
 from precisionctl.commands.te_state import with_te_state
 from precisionctl.commands.values import as_values
@@ -35,7 +36,7 @@ def plan_command(request: Request) -> PlannedCommand:
     are known; else those of an export.
 
     Raises as `open_source`, as the function for the kind of result (`as_values`, `for_engine`, `as_before`,
-    `with_te_state`), and as `build`.
+    `with_te_state`, `for_llama_cpp`), and as `build`.
     """
     source = open_source(request)
     kind, destination = request.kind, request.destination
@@ -43,6 +44,8 @@ def plan_command(request: Request) -> PlannedCommand:
         result = as_values(kind, request.storage, source)
     elif isinstance(kind, TeState):
         result = with_te_state(kind, source, destination)
+    elif isinstance(kind, Gguf):
+        result = for_llama_cpp(kind, source, destination)
     elif source.engine:
         result = for_engine(kind, source, source.engine, destination)
     else:

@@ -5,24 +5,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from precisionctl.checkpoints.huggingface_files import MAX_SHARD_SIZE
 from precisionctl.commands.hinted_path import HintedPath
 from precisionctl.commands.storage import CONTAINERS, DEEPSPEED, Storage
 from precisionctl.dtypes import DType
 from precisionctl.errors import RecipeError
+from precisionctl.export.gguf_plan import GgufType
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism
 from precisionctl.precision import PRESETS, Precision
-from precisionctl.quant_methods.base import Scheme
+from precisionctl.quant_methods.base import SCHEMES, Scheme
 
 TE = "te"
 """The target of an export that is not an engine: Transformer Engine, in PyTorch."""
 
 TE_TITLE = "PyTorch with Transformer Engine"
+
+LLAMA_CPP = "llama.cpp"
+"""The target of an export that is one file, and no directory of codes with rules of an engine."""
+
+LLAMA_CPP_TITLE = "llama.cpp"
 
 StrPath = str | os.PathLike[str]
 """A path, as programs that use the library have it."""
@@ -101,7 +107,16 @@ class TeState:
     base_model: str | None
 
 
-ResultKind = Values | Codes | TeState
+@dataclass(frozen=True)
+class Gguf:
+    """A result for llama.cpp: a GGUF file whose matrices have the type `scheme`, None for the one that loses nothing of
+    16-bit values. `base_model` is the source's name on the Hub."""
+
+    scheme: GgufType | None
+    base_model: str | None
+
+
+ResultKind = Values | Codes | TeState | Gguf
 """What a result is made of."""
 
 
@@ -124,7 +139,7 @@ class Request:
     Face's layout in FP8 for a `target`. Raises RecipeError for options that contradict each other.
 
     `to` is `hf` or `megatron`, `container` one of CONTAINERS (None for the first), `precision` that of `convert
-    --precision`. `target` is an engine's name in engines/, or TE.
+    --precision`. `target` is an engine's name in engines/, TE or LLAMA_CPP.
 
     Without a `recipe` FP8 state keeps its own, or gets TE's defaults; for a target the recipe says which modules stay
     in BF16. `fp8_state` is a file of recorded state. `drop_fp8_state` leaves FP8 state behind; `drop_encodings` leaves
@@ -133,7 +148,7 @@ class Request:
     like those.
 
     The other options are in three parts, which are what the steps of a command take: `given` (HintedPath), `storage`
-    (Storage), and `kind` (Values, Codes or TeState), where they are described.
+    (Storage), and `kind` (Values, Codes, TeState or Gguf), where they are described.
     """
 
     source: Path
@@ -155,7 +170,7 @@ class Request:
     te_version: TeVersion = 2
     grouped_columns: ColumnOrder | None = None
     target: str | None = None
-    scheme: Scheme | None = None
+    scheme: Scheme | GgufType | None = None
     ranks: int = 1
     expert_parallel: bool = False
     keep_misfits: bool = False
@@ -166,7 +181,7 @@ class Request:
 
     @classmethod
     def export(
-        cls, source: StrPath, destination: StrPath, target: str, scheme: Scheme | None = None, **options: Any
+        cls, source: StrPath, destination: StrPath, target: str, scheme: Scheme | GgufType | None = None, **options: Any
     ) -> "Request":
         """The request of `export-inference`; `options` are further fields."""
         return cls(Path(source), Path(destination), "hf", "fp8", target=target, scheme=scheme, **options)
@@ -219,6 +234,8 @@ class Request:
         self._check_te_version(fills_extra_state=False)
         if self.grouped_columns:
             raise RecipeError("--grouped-columns is not for exports", do="Convert with --grouped-columns first.")
+        if self.target == LLAMA_CPP:
+            return self._gguf()
         return self._te_state() if self.target == TE else self._codes()
 
     def _values(self) -> Values:
@@ -257,7 +274,34 @@ class Request:
             )
         return TeState(self.recipe, self.base_model)
 
+    def _gguf(self) -> Gguf:
+        if self.scheme not in (None, *get_args(GgufType)):
+            do = f"Choose --scheme {' or '.join(get_args(GgufType))}; llama-quantize makes others of a BF16 file."
+            raise RecipeError(f"{LLAMA_CPP_TITLE} does not read {self.scheme}", do=do)
+        self._check_no_choice()
+        if (
+            self.kv_cache
+            or self.keep_misfits
+            or self.ranks > 1
+            or self.expert_parallel
+            or self.fp8_state
+            or self.recipe
+        ):
+            raise RecipeError(
+                "--kv-cache, --keep-misfits, --tp, --expert-parallel, --fp8-state and --recipe do not apply to "
+                f"{LLAMA_CPP_TITLE}",
+                do="Leave them out.",
+            )
+        if self.destination.suffix == ".gguf":
+            raise RecipeError(
+                "an export is a folder, with a card and a manifest beside the file",
+                do=f"Give its name, such as {self.destination.stem}: the file in it will be called after it.",
+            )
+        return Gguf(cast(GgufType | None, self.scheme), self.base_model)
+
     def _codes(self) -> Codes:
+        if self.scheme not in (None, *SCHEMES):
+            raise RecipeError(f"--scheme {self.scheme} is for {LLAMA_CPP}", do=f"Choose {' or '.join(SCHEMES)}.")
         export = None
         if self.target is None:
             self._check_no_engine()

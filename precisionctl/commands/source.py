@@ -1,6 +1,6 @@
 """Source: an open checkpoint with the user's hints, the plan of the result, and what is known of FP8 in it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_meg
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.trainer_run import TrainedReader, of_trainer
 from precisionctl.commands.hinted_path import HintedPath, open_hinted
-from precisionctl.commands.request import TE, Codes, Request, ResultKind, TeState, Values
+from precisionctl.commands.request import TE, Codes, Gguf, Request, ResultKind, TeState, Values
 from precisionctl.commands.storage import TORCHTITAN
 from precisionctl.commands.torchtitan_names import with_torchtitan_names
 from precisionctl.conversion.journal import Fingerprints, fingerprints
@@ -24,6 +24,7 @@ from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import Engine, engine_named
 from precisionctl.errors import PrecisionError, RecipeError
+from precisionctl.export.gguf_plan import hf_names
 from precisionctl.export.input_scales import state_of_input_scales
 from precisionctl.export.weight_encodings import check_model, method_of, stored_weight_encodings, weight_encodings
 from precisionctl.fp8.carry import merged
@@ -109,11 +110,13 @@ def open_source(request: Request) -> Source:
         parallelism=storage.parallelism,
         optimizer=trained is not None,
         naming=_naming(request, reader, engine),
-        codes=encodings.weights if encodings and not isinstance(kind, Values) else (),
+        codes=_named_as_codes(kind, reader, encodings),
     )
     if storage.container == TORCHTITAN:
         plan = with_torchtitan_names(plan)
-    recipe = None if isinstance(kind, Codes) else kind.recipe  # an engine keeps no state that a recipe could change
+    recipe = (
+        None if isinstance(kind, Codes | Gguf) else kind.recipe
+    )  # an engine keeps no state that a recipe could change
     known = known_state(
         reader,
         plan.gemms,
@@ -124,7 +127,7 @@ def open_source(request: Request) -> Source:
     )
     if isinstance(kind, Codes) and (kind.include or kind.exclude):
         plan = choose(plan, kind.include, kind.exclude)  # what was recorded is of all that a recipe computes in FP8
-    if encodings and not isinstance(kind, Values):
+    if encodings and not isinstance(kind, Values | Gguf):
         check_model(encodings, plan)
     return Source(given, request.fp8_state, reader, files, plan, encodings, known, trained, engine)
 
@@ -133,13 +136,16 @@ def _encodings(request: Request, reader: Reader) -> WeightEncodings | None:
     """How the weights are or were encoded, or for codes that nobody has chosen, how those of the reference are; None if
     they are values, or if it is of no use for the result."""
     kind = request.kind
+    if isinstance(kind, Gguf):
+        return None
     encodings = None if request.drop_encodings else weight_encodings(reader)
     method = method_of(encodings)
     chosen = isinstance(kind, TeState) or (isinstance(kind, Codes) and kind.chosen)
     if chosen and encodings and method and method.own_names:
-        if request.scheme and SCHEMES[request.scheme].codes in {spec.codes_name for spec in encodings.weights.values()}:
+        scheme = kind.export.scheme if isinstance(kind, Codes) and kind.export else None
+        if scheme is not None and SCHEMES[scheme].codes in {spec.codes_name for spec in encodings.weights.values()}:
             raise PrecisionError(
-                f"the release has its experts in {SCHEMES[request.scheme].codes}, and all else in BF16; this scheme "
+                f"the release has its experts in {SCHEMES[scheme].codes}, and all else in BF16; this scheme "
                 "would make BF16 of the experts, which are one tensor, and round the rest",
                 where=request.source,
                 do="An engine serves the release as it is, and `convert --to hf --precision fp8` writes trained "
@@ -149,6 +155,13 @@ def _encodings(request: Request, reader: Reader) -> WeightEncodings | None:
     if encodings is None and request.reference and isinstance(kind, Codes) and not kind.chosen:
         return _released_form(request.reference)
     return encodings
+
+
+def _named_as_codes(kind: ResultKind, reader: Reader, encodings: WeightEncodings | None) -> Collection[str]:
+    """The weights that are to have the names that they have as codes."""
+    if isinstance(kind, Gguf):
+        return hf_names(reader.model)
+    return encodings.weights if encodings and not isinstance(kind, Values) else ()
 
 
 def _trained(request: Request, reader: Reader) -> MegatronReader | TrainedReader | None:
@@ -190,7 +203,7 @@ def _dtype_of_values(kind: ResultKind, reader: Reader) -> DType | None:
         return kind.dtype
     matrices = [spec for spec in reader.specs.values() if len(spec.shape) > 1]
     narrow = sum(spec.is_codes or spec.dtype in (DType.bfloat16, DType.float16) for spec in matrices)
-    return None if isinstance(kind, Codes) and 2 * narrow > len(matrices) else DType.bfloat16
+    return None if isinstance(kind, Codes | Gguf) and 2 * narrow > len(matrices) else DType.bfloat16
 
 
 def _released_form(reference: Path) -> WeightEncodings | None:

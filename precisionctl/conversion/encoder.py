@@ -11,6 +11,7 @@ from precisionctl.codes import numerics, zero_points
 from precisionctl.codes.blocks import BlockScales, share, share_global
 from precisionctl.codes.elements import Element
 from precisionctl.codes.encoding import Encoding, scale_dtype
+from precisionctl.codes.ggml_blocks import GgmlBlocks
 from precisionctl.codes.statistics import UNDERFLOW
 from precisionctl.conversion.buffers import Buffers
 from precisionctl.conversion.findings import Findings
@@ -182,7 +183,11 @@ class Encoder:
     def put_values(self, name: str, row: int, values: Tensor) -> None:
         """Write rows as values, rounded to the target's dtype. Raises PrecisionError for a number beyond it, unless it
         is the source's largest: masks have that in the place of infinity."""
-        dtype, written = self._specs[name].dtype, values
+        spec, written = self._specs[name], values
+        dtype = spec.dtype
+        if isinstance(spec.packing, GgmlBlocks):
+            self._put(name, row, self._in_blocks(name, spec.packing, values))
+            return
         if values.dtype != dtype.torch:
             written = self._buffers.to_write(dtype, *values.shape).copy_(values)
         if not numerics.are_finite(written):
@@ -193,6 +198,13 @@ class Encoder:
                 what = f"`{name}` holds a number that is too large for {dtype} and would become infinite"
                 raise PrecisionError(what, do=BROKEN_WEIGHTS)
         self._put(name, row, written)
+
+    def _in_blocks(self, name: str, blocks: GgmlBlocks, values: Tensor) -> Tensor:
+        """Rows as llama.cpp's blocks, which have no number for NaN and scales in FP16."""
+        if numerics.has_nan(values):
+            _check_can_be_nan(name, blocks.element)
+        _check_finite(name, values)
+        return blocks.encode(values)
 
     def put_encoding(self, weight: str, scales: Scales, encoding: Encoding) -> None:
         """Write all that a weight's encoding consists of."""

@@ -30,6 +30,7 @@ from precisionctl.checkpoints.chunks import (
 )
 from precisionctl.codes import numerics
 from precisionctl.codes.encoding import Encoding
+from precisionctl.codes.ggml_blocks import GgmlBlocks
 from precisionctl.conversion.buffers import WIDEST, Buffers
 from precisionctl.conversion.encoder import Encoder, ValuePiece
 from precisionctl.conversion.findings import Findings
@@ -160,10 +161,10 @@ class Worker:
 
     def _compute(self, job: Job) -> None:
         """Do a job whose row computes and does not only move: on whole tensors, in the wider dtype of the two sides."""
-        wanted = self._writer.specs[job.writes[0]].dtype
-        made = self._plan.compute(
-            job, [self._whole(name, DType.float32 if job.encode else wanted) for name in job.reads]
-        )
+        first = self._writer.specs[job.writes[0]]
+        encoded = job.encode or isinstance(first.packing, GgmlBlocks)
+        wanted = DType.float32 if encoded else first.dtype
+        made = self._plan.compute(job, [self._whole(name, wanted) for name in job.reads])
         pieces = [
             (name, 0, tensor.reshape(self._writer.specs[name].rows, -1))
             for name, tensor in zip(job.writes, made, strict=True)

@@ -1,0 +1,67 @@
+"""The metadata of a GGUF file, as bytes.
+
+A value has the type that its Python object has: NumPy's scalars and arrays are numbers of their dtype (llama.cpp looks
+for each key under one type), `bool`, `str`, and lists of strings.
+
+Source: ggml/include/gguf.h and docs/gguf.md of ggml.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+GgufValue: TypeAlias = "np.generic | bool | str | list[str] | NDArray[Any]"
+Metadata: TypeAlias = Mapping[str, GgufValue]
+
+MAGIC = b"GGUF"
+VERSION = 3
+
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_NUMBERS = {
+    np.dtype(name): number
+    for name, number in {
+        "uint8": 0,
+        "int8": 1,
+        "uint16": 2,
+        "int16": 3,
+        "uint32": 4,
+        "int32": 5,
+        "float32": 6,
+        "bool": _BOOL,
+        "uint64": 10,
+        "int64": 11,
+        "float64": 12,
+    }.items()
+}
+"""The numbers of types (enum gguf_type)."""
+
+
+def metadata_bytes(metadata: Metadata) -> bytes:
+    """All keys with their values, in their order."""
+    return b"".join(string_bytes(key) + _value_bytes(value) for key, value in metadata.items())
+
+
+def string_bytes(text: str) -> bytes:
+    """A length and UTF-8. What is no text (half of a surrogate pair, from a stranger's JSON) becomes `?`."""
+    data = text.encode(errors="replace")
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value_bytes(value: GgufValue) -> bytes:
+    if isinstance(value, bool):
+        return struct.pack("<I?", _BOOL, value)
+    if isinstance(value, str):
+        return struct.pack("<I", _STRING) + string_bytes(value)
+    if isinstance(value, list):
+        return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(string_bytes, value))
+    number = _NUMBERS[value.dtype]
+    if isinstance(value, np.ndarray):
+        return struct.pack("<IIQ", _ARRAY, number, len(value)) + value.tobytes()
+    return struct.pack("<I", number) + value.tobytes()

@@ -1,0 +1,121 @@
+"""Write a GGUF file: everything before the tensors' bytes follows from names, shapes and types."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from precisionctl.checkpoints.base import Companions
+from precisionctl.checkpoints.chunks import Chunk, whole
+from precisionctl.checkpoints.companions import write_companions
+from precisionctl.checkpoints.gguf.metadata import MAGIC, VERSION, Metadata, metadata_bytes, string_bytes
+from precisionctl.checkpoints.output import lay_out_file
+from precisionctl.dtypes import DType
+from precisionctl.errors import ShapeMismatch
+from precisionctl.fp8.state import Fp8States
+from precisionctl.param import TensorSpec
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ALIGNMENT = 32
+"""Of each tensor's first byte, where no `general.alignment` says another."""
+
+TYPES: Mapping[str, int] = {"float32": 0, "float16": 1, "Q4_0": 2, "Q8_0": 8, "bfloat16": 30, "MXFP4": 39}
+"""The numbers of tensor types (enum ggml_type), by dtype or by the name of the packing."""
+
+
+@dataclass(frozen=True)
+class GgufContents:
+    """What is in a GGUF file called `name` besides tensors of the source: metadata, and the tensors that are `made`
+    without one, FP32, which stand first. `beside` are files in its directory."""
+
+    name: str
+    metadata: Metadata
+    made: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    beside: Mapping[str, bytes] = field(default_factory=dict)
+
+    @cached_property
+    def metadata_bytes(self) -> bytes:
+        return metadata_bytes(self.metadata)
+
+
+@dataclass(frozen=True)
+class GgufWriter:
+    """A GGUF file being built in `directory`. `specs` are its tensors in the order of the file, an expert's as a slice
+    `name[expert]` of the stack that is stored."""
+
+    directory: Path
+    specs: Mapping[str, TensorSpec]
+    contents: GgufContents
+
+    @property
+    def path(self) -> Path:
+        return self.directory / self.contents.name
+
+    @cached_property
+    def _stored(self) -> dict[str, TensorSpec]:
+        """The tensors of the file. Raises ShapeMismatch for slices that do not make one tensor."""
+        slices: dict[str, dict[int, TensorSpec]] = {}
+        for name, spec in self.specs.items():
+            stack, number = stack_and_slice(name)
+            slices.setdefault(stack, {})[-1 if number is None else number] = spec
+        stored = {name: TensorSpec(values.shape, DType.float32) for name, values in self.contents.made.items()}
+        for stack, parts in slices.items():
+            if -1 in parts:
+                stored[stack] = parts[-1]
+                continue
+            if parts.keys() != set(range(len(parts))) or len(set(parts.values())) != 1:
+                raise ShapeMismatch(f"the experts of `{stack}` do not make one tensor")
+            stored[stack] = replace(parts[0], shape=(len(parts), *parts[0].shape))
+        return stored
+
+    @cached_property
+    def _header(self) -> tuple[bytes, dict[str, int]]:
+        """The bytes before all tensors, and each tensor's offset behind them."""
+        offsets, at, infos = dict[str, int](), 0, bytearray()
+        for name, spec in self._stored.items():
+            dims = reversed(spec.shape)
+            infos += string_bytes(name) + struct.pack(f"<I{len(spec.shape)}Q", len(spec.shape), *dims)
+            infos += struct.pack("<IQ", TYPES[spec.packing.name if spec.packing else spec.dtype.value], at)
+            offsets[name] = at
+            at += _aligned(spec.nbytes)
+        counts = struct.pack("<IQQ", VERSION, len(offsets), len(self.contents.metadata))
+        header = MAGIC + counts + self.contents.metadata_bytes + infos
+        return header.ljust(_aligned(len(header)), b"\0"), offsets
+
+    @cached_property
+    def _places(self) -> dict[str, Chunk]:
+        header, offsets = self._header
+        places = {}
+        for name, spec in self.specs.items():
+            stack, number = stack_and_slice(name)
+            at = len(header) + offsets[stack] + (number or 0) * spec.nbytes
+            places[name] = Chunk(whole(spec), self.path, at)
+        return places
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return [self._places[name]]
+
+    def lay_out(self) -> None:
+        header, offsets = self._header
+        made = [(len(header) + offsets[name], values.tobytes()) for name, values in self.contents.made.items()]
+        length = len(header) + sum(_aligned(spec.nbytes) for spec in self._stored.values())
+        lay_out_file(self.path, [(0, header), *made], length)
+
+    def finish(self, fp8: Fp8States | None) -> None:
+        write_companions(self.directory, Companions(self.contents.beside))
+
+
+def stack_and_slice(name: str) -> tuple[str, int | None]:
+    """The stored tensor that holds this one, and which slice of it it is; None for all of it."""
+    stack, bracket, number = name.removesuffix("]").partition("[")
+    return stack, int(number) if bracket else None
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

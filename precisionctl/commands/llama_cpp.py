@@ -1,0 +1,161 @@
+"""The target of `export-inference` that is one file: llama.cpp, and what is built on it (Ollama, LM Studio)."""
+
+import math
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from precisionctl.architectures.families import to_hf_config
+from precisionctl.checkpoints.base import Companions, Reader
+from precisionctl.checkpoints.config_json import config_dtype
+from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
+from precisionctl.checkpoints.gguf.metadata import GgufValue
+from precisionctl.checkpoints.gguf.writer import GgufContents, stack_and_slice
+from precisionctl.commands.build import Result
+from precisionctl.commands.request import LLAMA_CPP_TITLE, Gguf
+from precisionctl.commands.source import Source
+from precisionctl.commands.source_notes import source_notes
+from precisionctl.dtypes import DType
+from precisionctl.export.gguf_models import WITHOUT_WINDOW, model_metadata, of_llama_cpp, rope_factors
+from precisionctl.export.gguf_plan import FILE_TYPES, in_gguf
+from precisionctl.export.gguf_tokenizer import tokenizer_metadata
+from precisionctl.export.model_card import NAME, Card, path_in_command
+from precisionctl.model_parts import config_parts
+from precisionctl.model_shape import ModelShape
+from precisionctl.planning.plan import Plan
+from precisionctl.untrusted.safe_json import parse_json
+
+_LICENCES = re.compile(r"(LICEN[SC]E|NOTICE|COPYING|MODEL_LICENSE|USE_POLICY).*", re.IGNORECASE)
+
+
+def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
+    """A result that is a GGUF file in the destination, beside a card and licences.
+
+    Raises UnknownArchitecture for a model that llama.cpp does not compute, PrecisionError or CheckpointError for a
+    tokenizer that it has not, UnmappedTensor.
+    """
+    model, reader = source.plan.model, source.reader
+    of_llama_cpp(model)  # first, as no type and no tokenizer would help
+    type_ = kind.scheme or ("f16" if config_dtype(source.plan.targets) == DType.float16.value else "bf16")
+    plan = in_gguf(source.plan, type_)
+    config = _config(reader, model)
+    metadata: dict[str, GgufValue] = {
+        "general.architecture": FAMILIES[model.architecture].architecture,
+        "general.type": "model",
+        **dict(_sampling(reader.companions)),
+        "general.name": (kind.base_model or destination.name).rpartition("/")[2],
+        "general.size_label": _size_label(plan),
+        **_base_model(kind.base_model),
+        **model_metadata(model, FILE_TYPES[type_]),
+        "general.quantization_version": np.uint32(2),
+        **tokenizer_metadata(reader.companions.files, config, model.vocab_size, reader.path or ""),
+    }
+    name = f"{destination.name}-{type_.upper()}.gguf"
+    command = f"llama-cli -m {{}}/{shlex.quote(name)}"
+    notes = [
+        *source_notes(source),
+        *_window_notes(model),
+        *(_quantize_notes(destination, name) if type_ in ("bf16", "f16") else ()),
+        f"Run it with: {command.format(shlex.quote(str(destination)))}",
+    ]
+    licences = {file: data for file, data in reader.companions.files.items() if _LICENCES.fullmatch(file)}
+    card = Card(
+        destination.name,
+        LLAMA_CPP_TITLE,
+        "gguf",
+        command.format(path_in_command(destination.name)),
+        {"weights": type_.upper(), "file": name},
+        *_of_type(plan),
+        kind.base_model,
+        type_.upper(),
+    )
+    contents = GgufContents(name, metadata, rope_factors(model), {**licences, NAME: card.text(reader)})
+    return Result(plan, notes, contents=contents)
+
+
+def _config(reader: Reader, model: ModelShape) -> Mapping[str, Any]:
+    """config.json with what it says of its text model; one that is made if there is none."""
+    if "config.json" not in reader.companions.files:
+        return to_hf_config(model, DType.bfloat16.value)
+    config = parse_json(reader.companions.files["config.json"], reader.companions.config_path)
+    parts = config_parts(config)
+    return {key: value for part in reversed(parts) for key, value in part.items()}
+
+
+_SAMPLING = {
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "temp": "temperature",
+    "penalty_repeat": "repetition_penalty",
+}
+"""The settings of generation_config.json that llama.cpp takes for those of the model."""
+
+
+def _sampling(companions: Companions) -> Iterator[tuple[str, GgufValue]]:
+    """How generation_config.json says that the model is sampled from."""
+    said = companions.files.get("generation_config.json")
+    config = parse_json(said, "generation_config.json") if said else {}
+    for key, name in _SAMPLING.items():
+        value = config.get(name)
+        if isinstance(value, int | float) and abs(value) < 1 << 30:
+            yield f"general.sampling.{key}", np.float32(value) if key != "top_k" else np.int32(int(value))
+
+
+def _base_model(name: str | None) -> dict[str, GgufValue]:
+    """The model on the Hub that the source is."""
+    if name is None:
+        return {}
+    organization, _, model = name.partition("/")
+    return {
+        "general.base_model.count": np.uint32(1),
+        "general.base_model.0.name": model,
+        "general.base_model.0.organization": organization,
+        "general.base_model.0.repo_url": f"https://huggingface.co/{name}",
+    }
+
+
+def _size_label(plan: Plan) -> str:
+    """The number of parameters in a few characters, of a model with experts as `8x7B`: of these, all but the experts
+    and one of them."""
+    matrices = (name for name, spec in plan.targets.items() if len(spec.shape) > 1)
+    of_experts = {name: stack_and_slice(name) for name in matrices if name.endswith("]")}
+    experts = max((number or 0 for _, number in of_experts.values()), default=-1) + 1
+    counted = (spec for name, spec in plan.targets.items() if not of_experts.get(name, ("", 0))[1])
+    parameters = sum(math.prod(spec.shape) for spec in counted)
+    scale, unit = next((each for each in _UNITS if parameters > each[0]), _UNITS[-1])
+    digits = max(2 - len(str(round(parameters / scale)).lstrip("0")), 0)
+    return (f"{experts}x" if experts else "") + f"{parameters / scale:.{digits}f}{unit}"
+
+
+_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
+
+
+def _of_type(plan: Plan) -> tuple[list[str], list[str]]:
+    """The tensors that have the type of most, and other matrices."""
+    stored = {
+        name: spec.stored_dtype if spec.packing is None else spec.packing.name for name, spec in plan.targets.items()
+    }
+    most = max(stored, key=lambda name: plan.targets[name].nbytes)
+    quantized = [name for name in stored if stored[name] == stored[most]]
+    others = [name for name, spec in plan.targets.items() if len(spec.shape) > 1 and stored[name] != stored[most]]
+    return quantized, others
+
+
+def _window_notes(model: ModelShape) -> Iterator[str]:
+    """A note where llama.cpp lets queries see more keys than the model does."""
+    if model.sliding_window and model.architecture in WITHOUT_WINDOW:
+        yield (
+            f"llama.cpp has no window of attention for `{model.architecture}`: beyond {model.sliding_window} tokens it "
+            "computes otherwise than transformers."
+        )
+
+
+def _quantize_notes(destination: Path, name: str) -> Iterator[str]:
+    file = destination / name
+    made = file.with_name(re.sub(r"(BF16|F16)\.gguf$", "Q4_K_M.gguf", name))
+    yield f"For fewer bits: llama-quantize {shlex.quote(str(file))} {shlex.quote(str(made))} Q4_K_M"

@@ -1,0 +1,128 @@
+"""A plan of Hugging Face's tensors as one of a GGUF file's: llama.cpp's names, orders of rows and types."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from precisionctl.architectures.param_map import Row, filled
+from precisionctl.architectures.rearrangements import Rearrangement
+from precisionctl.checkpoints.gguf.changes import SAME, GgufChange
+from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
+from precisionctl.checkpoints.gguf.writer import stack_and_slice
+from precisionctl.codes.ggml_blocks import BLOCK, Q4_0, Q8_0, GgmlBlocks
+from precisionctl.dtypes import DType
+from precisionctl.errors import UnmappedTensor
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import TensorSpec, shared_spec
+from precisionctl.planning.plan import Job, Plan
+
+GgufType = Literal["bf16", "f16", "q8_0", "q4_0"]
+"""The type of a file's matrices, as `--scheme` has it."""
+
+FILE_TYPES: Mapping[GgufType, int] = {"bf16": 32, "f16": 1, "q8_0": 7, "q4_0": 2}
+"""`general.file_type` (enum llama_ftype), which says what most of a file's tensors are."""
+
+_STORED: Mapping[GgufType, DType | GgmlBlocks] = {
+    "bf16": DType.bfloat16,
+    "f16": DType.float16,
+    "q8_0": Q8_0,
+    "q4_0": Q4_0,
+}
+
+_IN_FP32 = re.compile(
+    r"(?:.+_norm|.*\bffn_gate_inp(?:_shexp)?|position_embd|.+\.ssm_conv1d|.+\.shortconv\.conv)\.weight"
+)
+"""Matrices that llama.cpp computes with in FP32 alone (conversion/base.py, prepare_tensors)."""
+
+
+@dataclass(frozen=True)
+class InGguf:
+    """How GGUF's tensors are made of a Megatron tensor: Hugging Face's first, and of each the change that GGUF has."""
+
+    inner: Rearrangement
+    changes: tuple[GgufChange, ...]
+
+    @property
+    def moves_single_rows(self) -> bool:
+        return self.inner.moves_single_rows or any(change is not SAME for change in self.changes)
+
+    def is_row_permutation(self, model: ModelShape) -> bool:
+        return self.inner.is_row_permutation(model) and all(change.moves_rows for change in self.changes)
+
+    def merge(self, parts: Sequence[Any], model: ModelShape) -> Any:
+        raise NotImplementedError("a GGUF file is read by its own Reader")
+
+    def split(self, whole: Any, model: ModelShape) -> tuple[Any, ...]:
+        parts = self.inner.split(whole, model)
+        pairs = zip(self.changes, parts, strict=True)
+        return tuple(made for change, part in pairs for made in change.to_gguf(part, model))
+
+
+def hf_names(model: ModelShape) -> set[str]:
+    """The names of Hugging Face's tensors in GGUF's table, in the first layer and of the first expert: of a family with
+    several spellings they say which one a plan is to have."""
+    first = {"layer": 0, "expert": 0, "mtp": 0}
+    family = FAMILIES.get(model.architecture)
+    return {filled(row.hf, first) for row in family.rows} if family else set()
+
+
+def in_gguf(plan: Plan, kind: GgufType) -> Plan:
+    """The plan of a GGUF file of this type, in the order in which a file of Hugging Face's tensors has these. Copies of
+    tied tensors, and towers, are not written. `plan` is one of values in Hugging Face's layout.
+
+    Raises UnmappedTensor for a tensor that llama.cpp has no name for.
+    """
+    model, family = plan.model, FAMILIES[plan.model.architecture]
+    jobs, targets, changed = list[Job](), list[tuple[str, dict[str, TensorSpec]]](), dict[int, Row]()
+    for job in plan.text.jobs:
+        changes, writes = list[GgufChange](), list[str]()
+        for name in job.writes[: len(job.row.hf)]:
+            alone = _without_wrapper(name, model)
+            if (found := family.of_hf(alone, model.num_layers)) is None:
+                what = f"llama.cpp has no tensor for `{name}`"
+                raise UnmappedTensor(what, do="Nothing is dropped in silence: does llama.cpp compute this part?")
+            row, made = found
+            shapes = row.change.gguf_shapes(plan.targets[name].shape, model)
+            targets.append((alone, dict(_specs(made, shapes, kind))))
+            changes.append(row.change)
+            writes += made
+        if id(job.row) not in changed:
+            changed[id(job.row)] = _changed(job.row, tuple(changes))
+        jobs.append(replace(job, row=changed[id(job.row)], writes=tuple(writes)))
+    targets.sort(key=lambda each: each[0].replace("_blocks[", "["))  # those are values here, under the name of these
+    in_order = {name: spec for _, specs in targets for name, spec in specs.items()}
+    return replace(plan, jobs=tuple(jobs), targets=in_order)
+
+
+def _without_wrapper(name: str, model: ModelShape) -> str:
+    """What the text model of a wrapper alone calls a tensor."""
+    for alone, here in (model.wrapper.names if model.wrapper else {}).items():
+        if name.startswith(here):
+            return alone + name.removeprefix(here)
+    return name
+
+
+def _changed(row: Row, changes: tuple[GgufChange, ...]) -> Row:
+    if all(change is SAME for change in changes):
+        return row
+    return replace(row, rearrangement=InGguf(row.rearrangement, changes), as_stored=row.source)
+
+
+def _specs(names: Sequence[str], shapes: Sequence[tuple[int, ...]], kind: GgufType) -> Iterator[tuple[str, TensorSpec]]:
+    for name, shape in zip(names, shapes, strict=True):
+        stored = _stored_as(name, shape, kind)
+        packed = isinstance(stored, GgmlBlocks)
+        yield name, shared_spec(shape, DType.uint8, packing=stored) if packed else shared_spec(shape, stored)
+
+
+def _stored_as(name: str, shape: tuple[int, ...], kind: GgufType) -> DType | GgmlBlocks:
+    """The dtype or blocks of a tensor: of vectors, norms and routers FP32, and FP16 where rows are no whole blocks."""
+    stack, number = stack_and_slice(name)
+    matrix = len(shape) + (number is not None) > 1 and stack.endswith(".weight")
+    if not matrix or _IN_FP32.fullmatch(stack):
+        return DType.float32
+    stored = _STORED[kind]
+    return DType.float16 if isinstance(stored, GgmlBlocks) and shape[-1] % BLOCK else stored

@@ -1,0 +1,91 @@
+r"""Pre-tokenizers: llama.cpp's names of how text is split before tokens are merged, by what a tokenizer.json says.
+
+llama.cpp has the regular expressions itself, under a name that a file has as `tokenizer.ggml.pre`; with another name
+text becomes other tokens. So a tokenizer.json whose expressions are not here is refused.
+
+Source: llama.cpp's src/llama-vocab.cpp (llm_tokenizer_bpe), whose comments have the expressions as they are in
+tokenizer.json, and transformers' tokenizers of the same models.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from precisionctl.errors import PrecisionError, shown
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORD = r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+{end}"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*{end}"
+    r"|{digits}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""What `ByteLevel` splits by itself."""
+LLAMA3 = _CONTRACTIONS + _WORD + r"|\p{N}{1,3}" + _REST
+QWEN2 = _CONTRACTIONS + _WORD + r"|\p{N}" + _REST
+QWEN35 = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = _CASED.replace("{end}", "").replace("{digits}", r"\p{N}")
+GPT4O = _CASED.replace("{end}", _CONTRACTIONS + "?").replace("{digits}", r"\p{N}{1,3}")
+DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+DIGITS = r"\p{N}"
+"""What `Digits` splits by, one by one."""
+
+_BY_NAME: Mapping[tuple[tuple[str, ...], bool], str] = {
+    ((GPT2,), False): "gpt-2",
+    ((LLAMA3,), True): "llama-bpe",
+    ((LLAMA3,), False): "smaug-bpe",
+    ((QWEN2,), False): "qwen2",
+    ((QWEN35,), False): "qwen35",
+    ((TEKKEN,), True): "tekken",
+    ((GPT4O,), False): "gpt-4o",
+    (DEEPSEEK3, False): "deepseek-v3",
+    ((DIGITS, GPT2), False): "smollm",
+}
+"""By the expressions, one after the other, and by whether a word that is a token is not merged (`ignore_merges`)."""
+
+ADD_BOS = ("llama-bpe", "tekken")
+"""Those with which llama.cpp puts the first token before a text unless a file says that it must not."""
+
+
+def pretokenizer(tokenizer: Mapping[str, Any]) -> str:
+    """llama.cpp's name for how a byte-level BPE splits text. Raises PrecisionError for one that has none here."""
+    pre, model = tokenizer.get("pre_tokenizer"), tokenizer["model"]
+    steps = tuple(_expressions(pre)) if isinstance(pre, Mapping) else ()
+    ignores = model.get("ignore_merges") is True
+    # of o200k, both are found: as its merges make every token, they are the same
+    name = _BY_NAME.get((steps, ignores and steps != (GPT4O,)))
+    if name is None:
+        raise PrecisionError(
+            f"no pre-tokenizer of llama.cpp is known to split text as this tokenizer.json does: {shown(pre)}"
+            + (", with ignore_merges" if ignores else ""),
+            do="If llama.cpp's convert_hf_to_gguf.py knows the model, use it: with another one, text would become "
+            "other tokens.",
+        )
+    return name
+
+
+def _expressions(step: Mapping[str, Any]) -> Iterator[str]:
+    """The regular expressions by which steps of a pre-tokenizer split, one after the other. One that llama.cpp has no
+    word for gives text that is none."""
+    match step:
+        case {"type": "Sequence", "pretokenizers": [*steps]}:
+            for each in steps:
+                yield from _expressions(each) if isinstance(each, Mapping) else (shown(each),)
+        case {"type": "Split", "pattern": {"Regex": str(regex)}, "behavior": "Isolated", "invert": False}:
+            yield regex
+        case {"type": "Digits", "individual_digits": True}:
+            yield DIGITS
+        case {"type": "ByteLevel", "add_prefix_space": False}:
+            if step.get("use_regex", True):
+                yield GPT2
+        case _:
+            yield shown(step)
