@@ -24,8 +24,7 @@ Shape: TypeAlias = "tuple[int, ...]"
 
 class GgufChange(Protocol):
     """What becomes of a Hugging Face tensor in GGUF, and back. One that `moves_rows` only puts rows (dimension 0) into
-    another order, or into several tensors: it takes arrays of row numbers too. Others compute, in FP32, with all of a
-    tensor: those of models are small."""
+    another order, or into several tensors: it takes arrays of row numbers too. Others compute, in FP32."""
 
     @property
     def moves_rows(self) -> bool: ...
@@ -36,11 +35,18 @@ class GgufChange(Protocol):
         """The shape of the Hugging Face tensor. Raises DamagedCheckpoint for tensors of which none is made."""
         ...
 
+    def alone(self, model: ModelShape) -> int:
+        """Into how many equal runs of rows all of its tensors can be cut, each of which is changed alone."""
+        ...
+
 
 class _RowMove:
     """The base of those that only move rows."""
 
     moves_rows: ClassVar[bool] = True
+
+    def alone(self, model: ModelShape) -> int:
+        return 1
 
     def to_gguf(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
         raise NotImplementedError
@@ -58,9 +64,12 @@ class _RowMove:
 
 
 class _ValueChange:
-    """The base of those that compute; most keep the shape."""
+    """The base of those that compute; most do so with small tensors, and keep their shape."""
 
     moves_rows: ClassVar[bool] = False
+
+    def alone(self, model: ModelShape) -> int:
+        return 1
 
     def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
         return (shape,)
@@ -194,12 +203,15 @@ class LatentKeysValues(_ValueChange):
 
     def to_gguf(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
         assert model.mla
-        heads = values.reshape(model.num_attention_heads, -1, values.shape[-1])
-        keys, of_values = cut_into(heads, [model.mla.qk_head_dim, heads.shape[1] - model.mla.qk_head_dim], 1)
+        key, value = model.mla.qk_head_dim, model.mla.v_head_dim
+        keys, of_values = cut_into(values.reshape(-1, key + value, values.shape[-1]), [key, value], 1)
         return keys.transpose(1, 2), of_values
 
     def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
         return torch.cat([parts[0].transpose(1, 2), parts[1]], 1).flatten(0, 1)
+
+    def alone(self, model: ModelShape) -> int:
+        return model.num_attention_heads
 
     def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
         assert model.mla
@@ -208,7 +220,8 @@ class LatentKeysValues(_ValueChange):
 
     def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
         keys, values = shapes
-        if len(keys) != 3 or len(values) != 3 or (keys[0], keys[1]) != (values[0], values[2]):
+        fit = len(keys) == len(values) == 3 and (keys[0], keys[1]) == (values[0], values[2])
+        if not fit or keys[0] != model.num_attention_heads:
             raise _no_parts(shapes)
         return (keys[0] * (keys[2] + values[1]), keys[1])
 

@@ -1,0 +1,218 @@
+"""Read the head of a GGUF file: its metadata, and where each tensor is.
+
+A file is `GGUF`, a version, two counts, metadata (key, type, value), the tensors' names, shapes, types and offsets, and
+the tensors, each at a multiple of an alignment. What llama.cpp's reader refuses is refused here: duplicates, arrays in
+arrays, holes and overlaps. Sources: ggml/src/gguf.cpp (gguf_init_from_reader), docs/gguf.md of ggml.
+"""
+
+import math
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from precisionctl.checkpoints.gguf.blocks import FORMATS, UNREAD, BlockFormat
+from precisionctl.errors import DamagedCheckpoint, NotUnderstood, shown
+from precisionctl.untrusted.safe_files import check_fetched
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+"""Those whose files are laid out as described here. The first had other sizes of numbers."""
+
+_LONGEST_HEAD = 256_000_000
+"""Most bytes before the tensors. Tokens, their scores and merges have up to 30 MB."""
+_LONGEST_STRING = 1 << 20
+"""Bytes of a string that is kept, such as a chat template."""
+_LONGEST_LIST = 4096
+"""Numbers of an array that is kept: more than layers of any model. Of longer ones, and of strings, the length is."""
+_MOST_STRINGS = 1 << 22
+"""Strings of all arrays: more than tokens and merges of any tokenizer. Each takes a call to read."""
+_MOST_TENSORS = 1 << 19
+_MOST_KEYS = 1 << 16
+_LONGEST_NAME = 64
+"""llama.cpp's GGML_MAX_NAME."""
+_MOST_DIMENSIONS = 4
+_LARGEST_ALIGNMENT = 1 << 20
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""struct's letters for types of numbers."""
+_STRING, _ARRAY = 8, 9
+_ALIGNMENT = "general.alignment"
+
+
+@dataclass(frozen=True)
+class ArrayLength:
+    """In the place of an array that is not kept: how many elements it has."""
+
+    length: int
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor in a file: its shape as PyTorch has it, its format, and the byte where it starts."""
+
+    shape: tuple[int, ...]
+    format: BlockFormat
+    file: Path
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) // self.format.values * self.format.size
+
+
+@dataclass(frozen=True)
+class GgufHead:
+    """What a file says before its tensors' values."""
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as GGUF does."""
+    with open(path, "rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def read_head(path: Path) -> GgufHead:
+    """The head of a file. Raises DamagedCheckpoint for a file that is truncated or contradicts the format, and
+    NotUnderstood for a version, a byte order or a format of tensors that is not read."""
+    with open(path, "rb") as file:
+        cursor = _Cursor(file, path)
+        if cursor.take(len(MAGIC)) != MAGIC:
+            check_fetched(path)
+            raise DamagedCheckpoint("not a GGUF file: it does not begin with GGUF", where=path, do="Copy it again.")
+        (version,) = cursor.numbers("I")
+        if version & 0xFFFF == 0:
+            do = "llama.cpp's gguf_convert_endian.py turns it."
+            raise NotUnderstood("GGUF in big-endian order, which is not read", where=path, do=do)
+        if version not in VERSIONS:
+            what = f"version {version} of GGUF, and known are {' and '.join(map(str, VERSIONS))}"
+            raise NotUnderstood(what, where=path, do="Let llama.cpp's llama-quantize write it again (with COPY).")
+        tensors, keys = cursor.numbers("QQ")
+        if tensors > _MOST_TENSORS or keys > _MOST_KEYS:
+            raise cursor.damaged(f"{tensors} tensors and {keys} keys")
+        metadata = _read_metadata(cursor, keys)
+        described = [_read_tensor(cursor) for _ in range(tensors)]
+        start = cursor.at
+    alignment = metadata.get(_ALIGNMENT, 32)
+    if type(alignment) is not int or not 0 < alignment <= _LARGEST_ALIGNMENT or alignment & (alignment - 1):
+        raise cursor.damaged(f"{_ALIGNMENT} is {shown(alignment)}")
+    end = start = _aligned(start, alignment)
+    found = dict[str, GgufTensor]()
+    for name, shape, form, offset in described:
+        place = GgufTensor(shape, form, path, start + offset)
+        if name in found:
+            raise cursor.damaged(f"`{name}` is there twice")
+        if place.offset != _aligned(end, alignment):
+            raise cursor.damaged(f"`{name}` overlaps another tensor or leaves a hole")
+        end = place.offset + place.nbytes
+        found[name] = place
+    if not end <= cursor.size <= max(start, _aligned(end, alignment)) and found:
+        what = f"{cursor.size} bytes where its head describes {end}"
+        raise DamagedCheckpoint(what, where=path, do="Truncated? Copy it again.")
+    return GgufHead(metadata, found)
+
+
+def _aligned(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment
+
+
+class _Cursor:
+    """Where a head is read. Raises DamagedCheckpoint where the file, or what a head may have, ends."""
+
+    def __init__(self, file: IO[bytes], path: Path) -> None:
+        self._file, self.path = file, path
+        self.size = os.fstat(file.fileno()).st_size
+        self.at = 0
+        self._strings = 0
+
+    def damaged(self, what: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(what, where=self.path, do="Copy it again.")
+
+    def take(self, count: int) -> bytes:
+        self._check(count)
+        self.at += count
+        found = self._file.read(count)
+        if len(found) != count:
+            raise self.damaged("truncated")
+        return found
+
+    def skip(self, count: int) -> None:
+        self._check(count)
+        self.at += count
+        self._file.seek(count, os.SEEK_CUR)
+
+    def numbers(self, letters: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{letters}", self.take(struct.calcsize(f"<{letters}")))
+
+    def string(self, longest: int) -> str:
+        (length,) = self.numbers("Q")
+        if length > longest:
+            raise self.damaged(f"a string of {length} bytes")
+        try:
+            return self.take(length).decode()
+        except UnicodeDecodeError:
+            raise self.damaged("a string that is no UTF-8") from None
+
+    def skip_strings(self, count: int) -> None:
+        self._strings += count
+        if self._strings > _MOST_STRINGS:
+            raise self.damaged(f"{self._strings} strings in arrays")
+        for _ in range(count):
+            self.skip(int.from_bytes(self.take(8), "little"))
+
+    def _check(self, count: int) -> None:
+        if count > min(self.size, _LONGEST_HEAD) - self.at:
+            raise self.damaged("truncated, or its head is longer than any model's")
+
+
+def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
+    found = dict[str, Any]()
+    for _ in range(count):
+        key = cursor.string(_LONGEST_STRING)
+        if key in found:
+            raise cursor.damaged(f"the key {shown(key)} is there twice")
+        found[key] = _read_value(cursor, key)
+    return found
+
+
+def _read_value(cursor: _Cursor, key: str) -> Any:
+    (kind,) = cursor.numbers("I")
+    if kind == _STRING:
+        return cursor.string(_LONGEST_STRING)
+    if kind != _ARRAY:
+        return cursor.numbers(_letter(cursor, key, kind))[0]
+    kind, length = cursor.numbers("IQ")
+    if kind == _STRING:
+        cursor.skip_strings(length)
+        return ArrayLength(length)
+    letter = _letter(cursor, key, kind)
+    if length > _LONGEST_LIST:
+        cursor.skip(length * struct.calcsize(letter))
+        return ArrayLength(length)
+    return list(cursor.numbers(f"{length}{letter}"))
+
+
+def _letter(cursor: _Cursor, key: str, kind: int) -> str:
+    if kind not in _NUMBERS:
+        raise cursor.damaged(f"the key {shown(key)} has a value of type {kind}")
+    return _NUMBERS[kind]
+
+
+def _read_tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], BlockFormat, int]:
+    name = cursor.string(_LONGEST_NAME)
+    (dimensions,) = cursor.numbers("I")
+    if not 0 < dimensions <= _MOST_DIMENSIONS:
+        raise cursor.damaged(f"`{name}` has {dimensions} dimensions")
+    shape = cursor.numbers("Q" * dimensions)[::-1]
+    kind, offset = cursor.numbers("IQ")
+    form = FORMATS.get(kind)
+    if form is None:
+        what = f"`{name}` is {UNREAD.get(kind, f'in format {kind} of ggml')}, which is not read"
+        raise NotUnderstood(what, where=cursor.path, do="docs/gguf.md lists the formats that are. Take another file.")
+    if shape[-1] % form.values:
+        raise cursor.damaged(f"`{name}` has rows of {shape[-1]}, and blocks of {form.name} have {form.values} values")
+    return name, shape, form, offset

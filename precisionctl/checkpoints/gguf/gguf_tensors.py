@@ -1,0 +1,192 @@
+"""The Hugging Face tensors of a GGUF file: decoded, and put together, as their rows are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from precisionctl.checkpoints.chunks import Chunk, in_pieces, read_rows, whole
+from precisionctl.checkpoints.decoded.base import PIECE
+from precisionctl.checkpoints.gguf.changes import SAME, GgufChange, Shape
+from precisionctl.checkpoints.gguf.gguf_file import GgufTensor
+from precisionctl.checkpoints.gguf.gguf_names import GgufFamily, GgufRow
+from precisionctl.dtypes import DType
+from precisionctl.errors import DamagedCheckpoint, UnmappedTensor, at
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import TensorSpec, shared_spec
+from precisionctl.torch_when_used import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_APART = 8
+"""Rows that lie at most so far apart are read in one piece."""
+_MOST_TENSORS = 1 << 19
+"""Most tensors with stacks taken apart: a head of a few bytes can claim any number of experts."""
+
+
+@dataclass(frozen=True)
+class GgufPart:
+    """A tensor of a file, or a slice of a stack, as bytes of its rows."""
+
+    name: str
+    tensor: GgufTensor
+
+    @property
+    def shape(self) -> Shape:
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> DType:
+        """That of its values: FP32 of codes."""
+        return self.tensor.format.dtype or DType.float32
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        dtype, rows = self.tensor.format.dtype, self.shape[0]
+        if dtype:
+            return {self.name: shared_spec(self.shape, dtype)}
+        return {self.name: shared_spec((rows, self.tensor.nbytes // rows), DType.uint8)}
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return [Chunk(whole(self.specs[name]), self.tensor.file, self.tensor.offset)]
+
+    def rows(self, row: int, rows: int) -> Tensor:
+        """Rows `[row, row + rows)` as values `[rows, ...]`."""
+        if self.tensor.format.dtype:
+            return read_rows(self, self.name, row, rows).view(rows, *self.shape[1:])
+        values = torch.empty(rows, prod(self.shape[1:]))
+        for first, count in in_pieces(row, rows, values.shape[1], PIECE):
+            codes = read_rows(self, self.name, first, count).numpy()
+            values[first - row : first - row + count] = torch.from_numpy(self.tensor.format.values_of(codes))
+        return values.view(rows, *self.shape[1:])
+
+
+@dataclass(frozen=True)
+class ChangedTensor:
+    """A Hugging Face tensor that is made of `parts` by a `change`."""
+
+    parts: Sequence[GgufPart]
+    change: GgufChange
+    model: ModelShape
+
+    @cached_property
+    def spec(self) -> TensorSpec:
+        shape = self.change.hf_shape([part.shape for part in self.parts], self.model)
+        dtypes = [part.dtype for part in self.parts]
+        return shared_spec(shape, reduce(_promoted, dtypes) if self.change.moves_rows else DType.float32)
+
+    def chunks(self) -> Sequence[Chunk]:
+        if self.change is SAME and self.parts[0].tensor.format.dtype:
+            return self.parts[0].chunks(self.parts[0].name)
+        return [Chunk(whole(self.spec), self)]
+
+    def rows(self, row: int, rows: int) -> Tensor:
+        """Rows `[row, row + rows)` as `[rows, columns]`."""
+        if self.change is SAME:
+            found = self.parts[0].rows(row, rows)
+        elif self.change.moves_rows:
+            found = self._moved(self._order[row : row + rows])
+        else:
+            alone = self.change.alone(self.model)
+            each = self.spec.rows // alone
+            first, stop = row // each, -(-(row + rows) // each)
+            parts = [_runs_of(part, first, stop - first, alone) for part in self.parts]
+            found = self.change.to_hf(parts, self.model)[row - first * each :][:rows]
+        return found.reshape(rows, -1).to(self.spec.dtype.torch)
+
+    @cached_property
+    def _order(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """For each row, its number in the parts, one after the other."""
+        numbers, start = [], 0
+        for part in self.parts:
+            numbers.append(np.arange(start, start + part.shape[0]))
+            start += part.shape[0]
+        order: np.ndarray[tuple[int], np.dtype[np.int64]] = self.change.to_hf(numbers, self.model)
+        return order
+
+    def _moved(self, numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
+        found = torch.empty(len(numbers), *self.spec.shape[1:], dtype=self.spec.dtype.torch)
+        start = 0
+        for part in self.parts:
+            for first, count in _runs(numbers[(numbers >= start) & (numbers < start + part.shape[0])] - start):
+                values = part.rows(first, count)
+                here = (numbers >= start + first) & (numbers < start + first + count)
+                found[torch.from_numpy(here)] = values[torch.from_numpy(numbers[here] - start - first)].to(found.dtype)
+            start += part.shape[0]
+        return found
+
+
+def _promoted(one: DType, other: DType) -> DType:
+    return one if one is other else DType.float32
+
+
+def _runs(numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Iterator[tuple[int, int]]:
+    """Runs of rows that are read at once, the first row of each and its number of rows, which have these numbers."""
+    if not len(numbers):
+        return
+    ordered = np.sort(numbers)
+    ends = np.flatnonzero(np.diff(ordered) > _APART)
+    firsts, lasts = ordered[[0, *(ends + 1)]], ordered[[*ends, -1]]
+    yield from zip(firsts.tolist(), (lasts - firsts + 1).tolist(), strict=True)
+
+
+def _runs_of(part: GgufPart, first: int, count: int, alone: int) -> Tensor:
+    """Of a part that is so many equal runs of rows, `count` of them."""
+    each = part.shape[0] // alone
+    return part.rows(first * each, count * each)
+
+
+def hf_tensors(
+    tensors: Mapping[str, GgufTensor], family: GgufFamily, model: ModelShape, where: object
+) -> dict[str, ChangedTensor]:
+    """The Hugging Face tensors that these are of, by name.
+
+    Raises UnmappedTensor for one that the family does not have, DamagedCheckpoint where parts of one are missing or do
+    not fit, or a tensor is there and is a part of another one too.
+    """
+    found = dict[str, tuple[GgufRow, dict[str, GgufPart]]]()
+    for part in _slices(tensors, family, model, where):
+        named = family.of_gguf(part.name, model.num_layers)
+        if named is None:
+            what = f"`{part.name}` is no tensor of a model of the architecture {family.architecture}"
+            raise UnmappedTensor(what, where=where, do="docs/gguf.md says what is read. Start from the release.")
+        row, hf = named
+        parts = found.setdefault(hf, (row, {}))[1]
+        parts[part.name] = part
+    made = dict[str, ChangedTensor]()
+    for hf, (row, parts) in found.items():
+        needed = family.of_hf(hf, model.num_layers)
+        assert needed is not None
+        if missing := [name for name in needed[1] if name not in parts]:
+            raise DamagedCheckpoint(f"no `{missing[0]}` beside `{next(iter(parts))}`", where=where)
+        made[hf] = ChangedTensor([parts[name] for name in needed[1]], row.change, model)
+        with at(where):
+            _ = made[hf].spec
+    return made
+
+
+def _slices(
+    tensors: Mapping[str, GgufTensor], family: GgufFamily, model: ModelShape, where: object
+) -> Iterator[GgufPart]:
+    """The tensors, with stacks of experts taken apart."""
+    count = 0
+    for name, tensor in tensors.items():
+        stacked = family.of_gguf(f"{name}[0]", model.num_layers) is not None
+        slices = tensor.shape[0] if stacked and len(tensor.shape) > 1 else 1
+        count += slices
+        if not slices or count > _MOST_TENSORS:
+            raise DamagedCheckpoint(f"`{name}` is a stack of {slices}", where=where)
+        if len(tensor.shape) == 1 and not tensor.format.dtype:
+            raise DamagedCheckpoint(f"`{name}` is a vector in codes", where=where)
+        if not stacked or len(tensor.shape) == 1:
+            yield GgufPart(name, tensor)
+            continue
+        one = replace(tensor, shape=tensor.shape[1:])
+        for expert in range(slices):
+            yield GgufPart(f"{name}[{expert}]", replace(one, offset=tensor.offset + expert * one.nbytes))

@@ -1,0 +1,186 @@
+"""Read a model from GGUF, llama.cpp's file: its tensors under Hugging Face's names and in the shapes that published
+files have, and as a config.json what its metadata say.
+
+A file may be one of several (`NAME-00001-of-00003.gguf`), of which the first has the metadata. A directory with one
+model in such files is read too, with a config.json and a tokenizer that are in it. A tokenizer is not made of the
+file's own: it is the reference's.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from precisionctl.architectures.families import key_in, read_model
+from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
+from precisionctl.checkpoints.chunks import Chunk
+from precisionctl.checkpoints.companions import needed_hints, read_companions
+from precisionctl.checkpoints.gguf.gguf_config import Described, Made, made_config, model_type_of, supposed_config
+from precisionctl.checkpoints.gguf.gguf_file import GgufHead, is_gguf, read_head
+from precisionctl.checkpoints.gguf.gguf_names import FAMILIES, GgufFamily
+from precisionctl.checkpoints.gguf.gguf_tensors import hf_tensors
+from precisionctl.checkpoints.gguf.rotary_tensors import ROTARY_TENSORS, with_rotary_tensors
+from precisionctl.codes.encoding import Encoding
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnknownFormat, shown
+from precisionctl.fp8.state import Fp8States
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import Layout, TensorSpec
+from precisionctl.same_model import differences
+from precisionctl.sizes import listed
+from precisionctl.untrusted.safe_files import check_file, check_link
+from precisionctl.untrusted.safe_json import parse_json
+
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_MOST_FILES = 10_000
+_ROPE_KEYS = ("rope_parameters", "rope_scaling")
+
+
+def recognise(path: Path) -> bool:
+    """Whether `path` is a GGUF file, or a directory with some and without other weights."""
+    if path.is_file():
+        return path.suffix == ".gguf" and is_gguf(path)
+    return path.is_dir() and any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))
+
+
+class GgufReader:
+    """A model in GGUF as a Reader. Opening it reads the heads of its files.
+
+    With a reference, or a config.json in its directory, that says the model, and must not contradict the metadata;
+    without one the metadata say it. Raises UnknownFormat for a directory with several models, NotUnderstood and
+    DamagedCheckpoint as `read_head`, and UnknownArchitecture for a model of a family that is not read of GGUF.
+    """
+
+    layout: Layout = "hf"
+    container = "gguf"
+    encodings: Mapping[str, Encoding] = {}
+    iteration = None
+    fp8: Fp8States | None = None
+
+    def __init__(self, path: Path, hints: Hints = NO_HINTS) -> None:
+        self.path = path
+        self.files: Sequence[Path] = _files_of(path)
+        head = _read_heads(self.files)
+        self._tensors = head.tensors
+        own = read_companions(path) if path.is_dir() else Companions(directory=path.parent)
+        self.own_companions = replace(own, notes=())
+        self.companions = needed_hints(hints, self.own_companions).companions or self.own_companions
+        self.model, family = self._described(head)
+        weights = {name: tensor for name, tensor in head.tensors.items() if name not in ROTARY_TENSORS}
+        self._made = hf_tensors(weights, family, self.model, path)
+        self.specs: Mapping[str, TensorSpec] = {name: made.spec for name, made in self._made.items()}
+        self.kinds = sorted({tensor.format.name for tensor in weights.values() if not tensor.format.dtype})
+        """The formats of its tensors that are codes."""
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return self._made[name].chunks()
+
+    def _described(self, head: GgufHead) -> tuple[ModelShape, GgufFamily]:
+        """The model, and the table of its tensors."""
+        architecture = head.metadata.get("general.architecture")
+        found = [each for each, family in FAMILIES.items() if family.architecture == architecture]
+        if not found:
+            known = ", ".join(sorted({family.architecture for family in FAMILIES.values()}))
+            what = f"a model of llama.cpp's architecture {shown(architecture)}, which is not read"
+            raise UnknownArchitecture(what, where=self.path, do=f"Known: {known}. Start from the release.")
+        file = Described(head.metadata, head.tensors, str(architecture), self.path)
+        if "config.json" not in self.companions.files:
+            model_type = model_type_of(file, found)
+            made = with_rotary_tensors(made_config(file, model_type), head.tensors, {}, self.path)
+            return read_model(made | supposed_config(model_type, made), self.path), FAMILIES[model_type]
+        where = self.companions.config_path
+        config = parse_json(self.companions.files["config.json"], where)
+        said = config.get("model_type")
+        if said not in found:
+            what = f"config.json is of a {shown(said)}, and the file of llama.cpp's {architecture}"
+            do = f"Give the config.json of a {' or '.join(found)}: of a wrapper, its text model's alone."
+            raise DamagedCheckpoint(what, where=where, do=do)
+        model_type = str(said)
+        rope: Made = next((config[key] for key in _ROPE_KEYS if isinstance(config.get(key), dict)), {})
+        made = with_rotary_tensors(made_config(file, model_type), head.tensors, rope, self.path)
+        model = read_model(config, where)
+        _check_same(config, made, model, where)
+        return model, FAMILIES[model_type]
+
+
+def _check_same(config: Mapping[str, Any], made: Mapping[str, Any], model: ModelShape, where: object) -> None:
+    """Raise DamagedCheckpoint for a config.json that describes another model than the keys `made` of a file's metadata:
+    with these in the place of its own it would."""
+    own = {key: value for key, value in config.items() if key not in (*_ROPE_KEYS, "rope_theta")}
+    rope = {"rope_theta": config.get("rope_theta")}
+    for key in _ROPE_KEYS:
+        rope |= config[key] if isinstance(config.get(key), dict) else {}
+    both = {**own, "rope_parameters": rope}
+    other = read_model(_in_place(both, made), where)
+    fields = differences(model, other)
+    if model.vocab_size != other.vocab_size:
+        fields["vocab_size"] = (model.vocab_size, other.vocab_size)
+    if fields:
+        said = [f"{key_in(config, name)} is {one}, and in the file {two}" for name, (one, two) in fields.items()]
+        raise DamagedCheckpoint(f"config.json is of another model: {listed(said, 4)}", where=where)
+
+
+def _in_place(config: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with the values `made`, but for numbers that are the same in FP32."""
+    found = dict(config)
+    for key, value in made.items():
+        here = config.get(key)
+        if isinstance(value, dict) and isinstance(here, dict):
+            found[key] = _in_place(here, value)
+        elif not _same_in_fp32(here, value):
+            found[key] = value
+    return found
+
+
+def _same_in_fp32(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same_in_fp32, one, other))
+    if any(type(each) not in (int, float) for each in (one, other)):
+        return type(one) is type(other) and one == other
+    return bool(np.float32(one) == np.float32(other))
+
+
+def _files_of(path: Path) -> list[Path]:
+    """The files of the model at a path, in order. Raises UnknownFormat where a directory has several models,
+    DamagedCheckpoint where files of one are missing."""
+    if path.is_dir():
+        there = sorted(path.glob("*.gguf"))[:_MOST_FILES]
+        firsts = [each for each in there if not (match := _SPLIT.fullmatch(each.name)) or int(match[2]) == 1]
+        if len(firsts) != 1:
+            what = f"{len(firsts)} models in GGUF: {listed(each.name for each in firsts)}"
+            raise UnknownFormat(what, where=path, do="Give the file of the one that is meant, or its first file.")
+        check_link(firsts[0], path)
+        path = firsts[0]
+    match = _SPLIT.fullmatch(path.name)
+    if match is None:
+        return [path]
+    names = [f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1)]
+    files = [path.with_name(name) for name in names[:_MOST_FILES]]
+    for file in files:
+        check_file(file)
+    return files
+
+
+def _read_heads(files: Sequence[Path]) -> GgufHead:
+    """What all files of a model say together. Raises DamagedCheckpoint for files that are not of one model."""
+    first, *others = map(read_head, files)
+    tensors = dict(first.tensors)
+    for number, head in enumerate((first, *others)):
+        said = [head.metadata.get(f"split.{key}", absent) for key, absent in (("no", 0), ("count", 1))]
+        if said != [number, len(files)]:
+            what = f"it says that it is file {shown(said[0])} of {shown(said[1])}, counted from 0"
+            do = "Is every file there, under the name that llama.cpp gave it (NAME-00001-of-00003.gguf)?"
+            raise DamagedCheckpoint(what, where=files[number], do=do)
+    for file, head in zip(files[1:], others, strict=True):
+        if twice := head.tensors.keys() & tensors.keys():
+            raise DamagedCheckpoint(f"`{min(twice)}` is in another file too", where=file)
+        tensors |= head.tensors
+    if first.metadata.get("split.tensors.count", len(tensors)) != len(tensors):
+        what = f"{len(tensors)} tensors in all files, and the first says {shown(first.metadata['split.tensors.count'])}"
+        raise DamagedCheckpoint(what, where=files[0])
+    return GgufHead(first.metadata, tensors)
+
+
+CONTAINER = Container(recognise, without_iterations(GgufReader), "*.gguf of llama.cpp")
