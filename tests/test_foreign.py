@@ -125,7 +125,6 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "torchtitan": (dcp(as_torchtitan, config={"model_type": "mamba"}), "torchtitan", "convert_to_hf.py .*here OUT"),
     "a step of verl": (files("actor/model_world_size_1_rank_0.pt"), "a folder with a model", "here/actor"),
     "PaddlePaddle": (as_paddle, "linears are transposed", "save_to_hf=True"),
-    "GGUF beside a config": (files("config.json", "model.gguf"), "GGUF", "gguf_file"),
     "NeMo 1": (files("model.nemo"), "NeMo 1", r"here/model\.nemo"),
     "Meta's files": (files("consolidated.00.pth", "params.json"), "Meta's own", "convert_llama_weights_to_hf"),
     "Mistral's files": (files("consolidated.safetensors", "params.json"), "Mistral's own", "same release"),
@@ -182,7 +181,7 @@ def test_a_folder_with_a_config_and_no_weights_is_not_what_to_give(tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        *(("model.gguf", "GGUF"), ("notes.txt", "a file, and no checkpoint")),
+        ("notes.txt", "a file, and no checkpoint"),
         *((name, "one file of a checkpoint") for name in ("model.safetensors", "__0_0.distcp", ".metadata")),
     ],
 )

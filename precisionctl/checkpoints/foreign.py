@@ -224,13 +224,6 @@ UNREAD = (
         lambda path: "" if is_unfinished(path) else None,
     ),
     Foreign(
-        "weights for llama.cpp (GGUF)",
-        "`*.gguf`",
-        "GGUF is not read. Give the Hugging Face directory that it was made from; or let transformers decode it: "
-        "`AutoModelForCausalLM.from_pretrained(DIR, gguf_file=FILE).save_pretrained(OUT)`.",
-        _has("*.gguf"),
-    ),
-    Foreign(
         "a folder with an archive of NeMo 1 in it",
         "`*.nemo`",
         "Give {path}/{found}.",

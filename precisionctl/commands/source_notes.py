@@ -13,6 +13,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.companions import is_tokenizer
 from precisionctl.checkpoints.dcp_model import DcpModelReader
 from precisionctl.checkpoints.deepspeed.reader import step_directory
+from precisionctl.checkpoints.gguf.reader import GgufReader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.bridge_towers import BridgeTowers
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
@@ -146,6 +147,8 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
     if isinstance(stored, HuggingFaceReader) and (decoded := stored.decoded) and decoded.specs:
         weights = counted(len(decoded.specs), "weight was", "weights were")
         yield f"{weights} {decoded.words}. There is no way back to those codes."
+    if isinstance(stored, GgufReader) and stored.coded:
+        yield f"Weights were {stored.words}. There is no way back to those codes."
     if isinstance(stored, HuggingFaceReader) and (idle := stored.idle_biases):
         biases = counted(len(idle), "bias of zeros", "biases of zeros")
         yield f"{biases}, which the model does not have, stay behind: e.g. {shown(idle[0])}."

@@ -10,6 +10,7 @@ from precisionctl.architectures.read_off import why_not_gemms
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.dcp_model import DcpModelReader
 from precisionctl.checkpoints.fused_experts import stored_name
+from precisionctl.checkpoints.gguf.reader import GgufReader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.towers import tower_names
@@ -52,6 +53,8 @@ def describe(reader: Reader) -> Description:
     stored = f"{' and '.join(codes)} codes" if codes else nbytes.most_common(1)[0][0]
     if isinstance(reader, HuggingFaceReader) and reader.decoded and reader.decoded.specs:
         stored = reader.decoded.words
+    if isinstance(reader, GgufReader):
+        stored = reader.words or stored
     return {
         "path": str(reader.path),
         "container": reader.container,

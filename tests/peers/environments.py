@@ -2,8 +2,10 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -36,6 +38,28 @@ def modelopt() -> Path:
 def mlx() -> Path:
     """The Python of an environment with mlx-lm and MLX for CPUs."""
     return python_with("mlx", (*OUR_VERSIONS, "mlx[cpu]==0.32.4", "mlx-lm==0.32.2"))
+
+
+_LLAMA_CPP = "llama-cpp-python==0.3.36"
+
+
+def llama_cpp() -> tuple[Path, Path]:
+    """The Python of an environment with llama.cpp, built here, and the folder of its sources, which have its converter
+    and the gguf-py that this imports."""
+    python = python_with(
+        "llama_cpp",
+        (*OUR_VERSIONS, "torch", "transformers", "sentencepiece", "tqdm", "pyyaml", "requests"),
+        ("--no-binary=llama-cpp-python", _LLAMA_CPP),
+        environment={"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"},
+    )
+    folder = python.parents[1] / "source"
+    if not folder.is_dir():
+        with tempfile.TemporaryDirectory() as fetched:
+            options = ("--no-deps", "--no-binary=:all:", "--dest", fetched)
+            subprocess.run([python, "-m", "pip", "download", "-q", *options, _LLAMA_CPP], check=True)
+            shutil.unpack_archive(next(Path(fetched).iterdir()), f"{fetched}/unpacked", filter="data")
+            shutil.move(next(Path(fetched, "unpacked").iterdir()), folder)
+    return python, folder / "vendor" / "llama.cpp"
 
 
 def quark() -> Path:

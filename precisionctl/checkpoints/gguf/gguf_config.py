@@ -15,7 +15,7 @@ import numpy as np
 from precisionctl.checkpoints.gguf.gguf_file import GgufTensor
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 
-Made = dict[str, Any]
+MadeKeys = dict[str, Any]
 """Keys of config.json."""
 
 _YARN = ("beta_fast", "beta_slow")
@@ -85,7 +85,7 @@ def shortest(value: float) -> float:
     return value if isinstance(value, int) else float(str(np.float32(value)))
 
 
-def _common(file: Described) -> Made:
+def _common(file: Described) -> MadeKeys:
     heads, hidden = file.count("attention.head_count"), file.count("embedding_length")
     if not heads:
         raise DamagedCheckpoint(f"{file.architecture}.attention.head_count is 0", where=file.where)
@@ -104,8 +104,8 @@ def _common(file: Described) -> Made:
     }
 
 
-def _rope(file: Described) -> Made:
-    rope: Made = {"rope_type": "default", "rope_theta": file.number("rope.freq_base", 10000.0)}
+def _rope(file: Described) -> MadeKeys:
+    rope: MadeKeys = {"rope_type": "default", "rope_theta": file.number("rope.freq_base", 10000.0)}
     kind = file.said("rope.scaling.type")
     if kind in ("linear", "yarn"):
         rope |= {"rope_type": kind, "factor": file.number("rope.scaling.factor")}
@@ -124,11 +124,11 @@ def _rope(file: Described) -> Made:
     return rope
 
 
-def _biases(file: Described) -> Made:
+def _biases(file: Described) -> MadeKeys:
     return {"attention_bias": file.has("blk.0.attn_q.bias"), "mlp_bias": file.has("blk.0.ffn_up.bias")}
 
 
-def _whole_heads(file: Described, made: Made) -> None:
+def _whole_heads(file: Described, made: MadeKeys) -> None:
     """Raise UnknownArchitecture for rotary embeddings of a part of each head."""
     turned = file.count("rope.dimension_count", made["head_dim"])
     if turned != made["head_dim"]:
@@ -136,14 +136,14 @@ def _whole_heads(file: Described, made: Made) -> None:
         raise UnknownArchitecture(what, where=file.where)
 
 
-def _part_of_heads(file: Described, made: Made) -> Made:
+def _part_of_heads(file: Described, made: MadeKeys) -> MadeKeys:
     if not made["head_dim"]:
         raise DamagedCheckpoint(f"{file.architecture}.attention.key_length is 0", where=file.where)
     turned = file.count("rope.dimension_count", made["head_dim"])
     return {"rope_parameters": made["rope_parameters"] | {"partial_rotary_factor": turned / made["head_dim"]}}
 
 
-def _experts(file: Described, count: str) -> Made:
+def _experts(file: Described, count: str) -> MadeKeys:
     return {count: file.count("expert_count"), "num_experts_per_tok": file.count("expert_used_count")}
 
 
@@ -151,17 +151,17 @@ def _softcap(file: Described, key: str) -> float | None:
     return file.number(key) if file.said(key) is not None else None
 
 
-def _llama(file: Described, made: Made) -> Made:
+def _llama(file: Described, made: MadeKeys) -> MadeKeys:
     _whole_heads(file, made)
     return _biases(file)
 
 
-def _mixtral(file: Described, made: Made) -> Made:
+def _mixtral(file: Described, made: MadeKeys) -> MadeKeys:
     _whole_heads(file, made)
     return _experts(file, "num_local_experts")
 
 
-def _granite(file: Described, made: Made) -> Made:
+def _granite(file: Described, made: MadeKeys) -> MadeKeys:
     _whole_heads(file, made)
     factors = {
         "attention_multiplier": "attention.scale",
@@ -174,23 +174,23 @@ def _granite(file: Described, made: Made) -> Made:
     return _biases(file) | {key: file.number(said, absent.get(key, 1.0)) for key, said in factors.items()}
 
 
-def _granite_moe(file: Described, made: Made) -> Made:
+def _granite_moe(file: Described, made: MadeKeys) -> MadeKeys:
     found = _granite(file, made) | _experts(file, "num_local_experts")
     del found["mlp_bias"]
     return found
 
 
-def _qwen(file: Described, made: Made) -> Made:
+def _qwen(file: Described, made: MadeKeys) -> MadeKeys:
     _whole_heads(file, made)
     return {}
 
 
-def _qwen3(file: Described, made: Made) -> Made:
+def _qwen3(file: Described, made: MadeKeys) -> MadeKeys:
     _whole_heads(file, made)
     return {"attention_bias": file.has("blk.0.attn_q.bias")}
 
 
-def _qwen2_moe(file: Described, made: Made) -> Made:
+def _qwen2_moe(file: Described, made: MadeKeys) -> MadeKeys:
     return _qwen(file, made) | {
         **_experts(file, "num_experts"),
         "moe_intermediate_size": file.count("expert_feed_forward_length"),
@@ -198,14 +198,14 @@ def _qwen2_moe(file: Described, made: Made) -> Made:
     }
 
 
-def _qwen3_moe(file: Described, made: Made) -> Made:
+def _qwen3_moe(file: Described, made: MadeKeys) -> MadeKeys:
     return _qwen3(file, made) | {
         **_experts(file, "num_experts"),
         "moe_intermediate_size": file.count("expert_feed_forward_length"),
     }
 
 
-def _qwen3_next(file: Described, made: Made) -> Made:
+def _qwen3_next(file: Described, made: MadeKeys) -> MadeKeys:
     layers = made["num_hidden_layers"] - file.count("nextn_predict_layers", 0)
     every = file.count("full_attention_interval", 4)
     recurrent = file.flags("attention.recurrent_layers") or [(layer + 1) % every != 0 for layer in range(layers)]
@@ -224,11 +224,11 @@ def _qwen3_next(file: Described, made: Made) -> Made:
     }
 
 
-def _gemma(file: Described, made: Made) -> Made:
+def _gemma(file: Described, made: MadeKeys) -> MadeKeys:
     return {}
 
 
-def _gemma2(file: Described, made: Made) -> Made:
+def _gemma2(file: Described, made: MadeKeys) -> MadeKeys:
     return {
         "attn_logit_softcapping": file.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": file.number("final_logit_softcapping", 30.0),
@@ -236,7 +236,7 @@ def _gemma2(file: Described, made: Made) -> Made:
     }
 
 
-def _gemma3(file: Described, made: Made) -> Made:
+def _gemma3(file: Described, made: MadeKeys) -> MadeKeys:
     if not file.count("attention.sliding_window", 0):
         raise UnknownArchitecture("a Gemma 3 without a window", where=file.where)
     return {
@@ -246,14 +246,14 @@ def _gemma3(file: Described, made: Made) -> Made:
     }
 
 
-def _windows(file: Described) -> Made:
-    """The window, and the layers that have it, if the file lists them: without a list the class's default is llama.cpp's."""
+def _windows(file: Described) -> MadeKeys:
+    """The window, and the layers that have it, if the file lists them. If not, the class's default is llama.cpp's."""
     listed = file.flags("attention.sliding_window_pattern")
     types = ["sliding_attention" if window else "full_attention" for window in listed or ()]
     return {"sliding_window": file.count("attention.sliding_window")} | ({"layer_types": types} if listed else {})
 
 
-def _phi3(file: Described, made: Made) -> Made:
+def _phi3(file: Described, made: MadeKeys) -> MadeKeys:
     original = file.count("rope.scaling.original_context_length", made["max_position_embeddings"])
     return _part_of_heads(file, made) | {
         "original_max_position_embeddings": original,
@@ -261,20 +261,20 @@ def _phi3(file: Described, made: Made) -> Made:
     }
 
 
-def _smollm3(file: Described, made: Made) -> Made:
+def _smollm3(file: Described, made: MadeKeys) -> MadeKeys:
     return _llama(file, made)
 
 
-def _olmo2(file: Described, made: Made) -> Made:
+def _olmo2(file: Described, made: MadeKeys) -> MadeKeys:
     _whole_heads(file, made)
     return {"attention_bias": file.has("blk.0.attn_q.bias")}
 
 
-def _olmo3(file: Described, made: Made) -> Made:
+def _olmo3(file: Described, made: MadeKeys) -> MadeKeys:
     return _olmo2(file, made) | _windows(file)
 
 
-def _gpt_oss(file: Described, made: Made) -> Made:
+def _gpt_oss(file: Described, made: MadeKeys) -> MadeKeys:
     return {
         **_experts(file, "num_local_experts"),
         **_windows(file),
@@ -283,7 +283,7 @@ def _gpt_oss(file: Described, made: Made) -> Made:
     }
 
 
-def _dense_and_experts(file: Described) -> Made:
+def _dense_and_experts(file: Described) -> MadeKeys:
     return {
         **_experts(file, "n_routed_experts"),
         "moe_intermediate_size": file.count("expert_feed_forward_length"),
@@ -297,7 +297,7 @@ def _dense_and_experts(file: Described) -> Made:
     }
 
 
-def _glm4_moe(file: Described, made: Made) -> Made:
+def _glm4_moe(file: Described, made: MadeKeys) -> MadeKeys:
     found = _part_of_heads(file, made) | _dense_and_experts(file)
     return found | {
         "num_hidden_layers": made["num_hidden_layers"] - found["num_nextn_predict_layers"],
@@ -306,7 +306,7 @@ def _glm4_moe(file: Described, made: Made) -> Made:
     }
 
 
-def _deepseek(file: Described, made: Made) -> Made:
+def _deepseek(file: Described, made: MadeKeys) -> MadeKeys:
     rope, turned = made["rope_parameters"], file.count("rope.dimension_count")
     if (log_multiplier := file.number("rope.scaling.yarn_log_multiplier", 0.0)) != 0:
         rope = {**rope, "mscale_all_dim": shortest(10.0 * log_multiplier)}
@@ -324,38 +324,38 @@ def _deepseek(file: Described, made: Made) -> Made:
     }
 
 
-def _deepseek_v2(file: Described, made: Made) -> Made:
+def _deepseek_v2(file: Described, made: MadeKeys) -> MadeKeys:
     found = _deepseek(file, made)
     grouped = found["n_group"] > 1
     return found | {"topk_method": "group_limited_greedy" if grouped else "greedy", "scoring_func": "softmax"}
 
 
-def _deepseek_v3(file: Described, made: Made) -> Made:
+def _deepseek_v3(file: Described, made: MadeKeys) -> MadeKeys:
     return _deepseek(file, made) | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 
-def supposed_config(model_type: str, made: Made) -> Made:
+def supposed_config(model_type: str, made: MadeKeys) -> MadeKeys:
     """Keys that no metadata say, of models of this family: what llama.cpp takes for granted, and all releases have."""
     return _SUPPOSED[model_type](made) if model_type in _SUPPOSED else {}
 
 
-def _query_scalar(made: Made, layers_of_27b: int) -> Made:
+def _query_scalar(made: MadeKeys, layers_of_27b: int) -> MadeKeys:
     """What queries are divided by the root of: in the model of 27B, known by its number of layers, another one."""
     other = made["num_hidden_layers"] == layers_of_27b
     return {"query_pre_attn_scalar": made["hidden_size"] // made["num_attention_heads"] if other else made["head_dim"]}
 
 
-def _untruncated(made: Made) -> Made:
+def _untruncated(made: MadeKeys) -> MadeKeys:
     rope = made["rope_parameters"]
     return {"rope_parameters": rope | {"truncate": False}} if rope["rope_type"] == "yarn" else {}
 
 
-def _one_mscale(made: Made) -> Made:
+def _one_mscale(made: MadeKeys) -> MadeKeys:
     rope = made["rope_parameters"]
     return {"rope_parameters": rope | {"mscale": rope["mscale_all_dim"]}} if "mscale_all_dim" in rope else {}
 
 
-_SUPPOSED: Mapping[str, Callable[[Made], Made]] = {
+_SUPPOSED: Mapping[str, Callable[[MadeKeys], MadeKeys]] = {
     "deepseek_v2": _one_mscale,
     "deepseek_v3": _one_mscale,
     "gemma2": lambda made: _query_scalar(made, layers_of_27b=46),
@@ -366,7 +366,7 @@ _SUPPOSED: Mapping[str, Callable[[Made], Made]] = {
     "qwen3_next": lambda made: {"norm_topk_prob": True},
 }
 
-_KEYS: Mapping[str, Callable[[Described, Made], Made]] = {
+_KEYS: Mapping[str, Callable[[Described, MadeKeys], MadeKeys]] = {
     "llama": _llama,
     "mistral": _llama,
     "mixtral": _mixtral,
@@ -405,7 +405,7 @@ def model_type_of(file: Described, of_architecture: Sequence[str]) -> str:
     return only
 
 
-def made_config(file: Described, model_type: str) -> Made:
+def made_config(file: Described, model_type: str) -> MadeKeys:
     """The keys of config.json that a file says, as one of this family. Raises DamagedCheckpoint for keys that are not
     there or contradict one another, UnknownArchitecture for a setting that is not read."""
     common = _common(file)

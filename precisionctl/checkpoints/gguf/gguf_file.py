@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from precisionctl.checkpoints.gguf.blocks import FORMATS, UNREAD, BlockFormat
+from precisionctl.checkpoints.gguf.gguf_formats import FORMATS, UNREAD, BlockFormat
 from precisionctl.errors import DamagedCheckpoint, NotUnderstood, shown
 from precisionctl.untrusted.safe_files import check_fetched
 
@@ -68,12 +68,6 @@ class GgufHead:
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a file begins as GGUF does."""
-    with open(path, "rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
 
 
 def read_head(path: Path) -> GgufHead:

@@ -18,11 +18,12 @@ from precisionctl.architectures.families import key_in, read_model
 from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
 from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.companions import needed_hints, read_companions
-from precisionctl.checkpoints.gguf.gguf_config import Described, Made, made_config, model_type_of, supposed_config
-from precisionctl.checkpoints.gguf.gguf_file import GgufHead, is_gguf, read_head
+from precisionctl.checkpoints.gguf.gguf_config import Described, MadeKeys, made_config, model_type_of, supposed_config
+from precisionctl.checkpoints.gguf.gguf_file import GgufHead, read_head
 from precisionctl.checkpoints.gguf.gguf_names import FAMILIES, GgufFamily
 from precisionctl.checkpoints.gguf.gguf_tensors import hf_tensors
 from precisionctl.checkpoints.gguf.rotary_tensors import ROTARY_TENSORS, with_rotary_tensors
+from precisionctl.checkpoints.huggingface_files import file_format_of
 from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnknownFormat, shown
 from precisionctl.fp8.state import Fp8States
@@ -40,17 +41,18 @@ _ROPE_KEYS = ("rope_parameters", "rope_scaling")
 
 def recognise(path: Path) -> bool:
     """Whether `path` is a GGUF file, or a directory with some and without other weights."""
-    if path.is_file():
-        return path.suffix == ".gguf" and is_gguf(path)
-    return path.is_dir() and any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))
+    if path.is_dir():
+        return any(path.glob("*.gguf")) and file_format_of(path) is None
+    return path.suffix == ".gguf"
 
 
 class GgufReader:
     """A model in GGUF as a Reader. Opening it reads the heads of its files.
 
     With a reference, or a config.json in its directory, that says the model, and must not contradict the metadata;
-    without one the metadata say it. Raises UnknownFormat for a directory with several models, NotUnderstood and
-    DamagedCheckpoint as `read_head`, and UnknownArchitecture for a model of a family that is not read of GGUF.
+    without one the metadata say it. `coded` are the formats of its tensors whose values are codes. Raises UnknownFormat
+    for a directory with several models, NotUnderstood and DamagedCheckpoint as `read_head`, and UnknownArchitecture for
+    a model of a family that is not read of GGUF.
     """
 
     layout: Layout = "hf"
@@ -71,8 +73,12 @@ class GgufReader:
         weights = {name: tensor for name, tensor in head.tensors.items() if name not in ROTARY_TENSORS}
         self._made = hf_tensors(weights, family, self.model, path)
         self.specs: Mapping[str, TensorSpec] = {name: made.spec for name, made in self._made.items()}
-        self.kinds = sorted({tensor.format.name for tensor in weights.values() if not tensor.format.dtype})
-        """The formats of its tensors that are codes."""
+        self.coded = sorted({tensor.format.name for tensor in weights.values() if not tensor.format.dtype})
+
+    @property
+    def words(self) -> str:
+        """Which codes are stored, and what they are read as, in words; empty where there are none."""
+        return f"{' and '.join(self.coded)} codes of GGUF, read as float32" if self.coded else ""
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self._made[name].chunks()
@@ -98,7 +104,7 @@ class GgufReader:
             do = f"Give the config.json of a {' or '.join(found)}: of a wrapper, its text model's alone."
             raise DamagedCheckpoint(what, where=where, do=do)
         model_type = str(said)
-        rope: Made = next((config[key] for key in _ROPE_KEYS if isinstance(config.get(key), dict)), {})
+        rope: MadeKeys = next((config[key] for key in _ROPE_KEYS if isinstance(config.get(key), dict)), {})
         made = with_rotary_tensors(made_config(file, model_type), head.tensors, rope, self.path)
         model = read_model(config, where)
         _check_same(config, made, model, where)

@@ -1,0 +1,152 @@
+"""GGUF files by a small writer of its own, and a model in one as llama.cpp's converter has it."""
+
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pico
+import torch
+from safetensors.torch import load_file
+
+F32, F16, Q8_0, BF16 = 0, 1, 8, 30
+U32, I32, FLOAT, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Llama 3.2's."""
+
+Described = tuple[tuple[int, ...], int, bytes]
+"""A tensor's shape as PyTorch has it, the number of its format, and its bytes."""
+
+
+def string(text: str | bytes) -> bytes:
+    data = text.encode() if isinstance(text, str) else text
+    return struct.pack("<Q", len(data)) + data
+
+
+def value(given: Any) -> bytes:
+    """A value with its type: of a list, that of its first element."""
+    if isinstance(given, list):
+        elements = [value(each) for each in given]
+        return (
+            struct.pack("<I", ARRAY)
+            + elements[0][:4]
+            + struct.pack("<Q", len(given))
+            + b"".join(each[4:] for each in elements)
+        )
+    if isinstance(given, str):
+        return struct.pack("<I", STRING) + string(given)
+    letter, kind = {bool: ("?", BOOL), int: ("I", U32), float: ("f", FLOAT)}[type(given)]
+    return struct.pack(f"<I{letter}", kind, given)
+
+
+def head(metadata: Mapping[str, Any], tensors: Mapping[str, Described], version: int = 3, alignment: int = 32) -> bytes:
+    made = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
+    made += b"".join(string(key) + value(each) for key, each in metadata.items())
+    offset = 0
+    for name, (shape, kind, data) in tensors.items():
+        made += string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], kind, offset)
+        offset += -(-len(data) // alignment) * alignment
+    return made
+
+
+def file(metadata: Mapping[str, Any], tensors: Mapping[str, Described], alignment: int = 32) -> bytes:
+    made = head(metadata, tensors, alignment=alignment)
+    for _, _, data in tensors.values():
+        made += bytes(-len(made) % alignment) + data
+    return made + bytes(-len(made) % alignment)
+
+
+def plain(tensor: torch.Tensor) -> Described:
+    """A tensor in its own dtype."""
+    kind = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}[tensor.dtype]
+    return tuple(tensor.shape), kind, tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def q8_0(tensor: torch.Tensor) -> tuple[Described, torch.Tensor]:
+    """A matrix in Q8_0, and its values: integers times an FP16 number for every 32 of a row."""
+    groups = tensor.float().view(-1, 32)
+    scales = (groups.abs().amax(1, keepdim=True) / 127).half()
+    codes = (groups / scales.float()).round().clamp(-127, 127)
+    blocks = np.concatenate([scales.numpy().view(np.uint8), codes.to(torch.int8).numpy().view(np.uint8)], 1)
+    return (tuple(tensor.shape), Q8_0, blocks.tobytes()), (codes * scales.float()).view(tensor.shape)
+
+
+def neighbours(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of queries or keys, whose rotary pairs are in the halves of heads, with each pair as neighbours."""
+    size = len(rows) // heads
+    order = [
+        head * size + half * (size // 2) + place
+        for head in range(heads)
+        for place in range(size // 2)
+        for half in (0, 1)
+    ]
+    return rows[order]
+
+
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+METADATA = {
+    "general.architecture": "llama",
+    "llama.block_count": 2,
+    "llama.context_length": 128,
+    "llama.embedding_length": 64,
+    "llama.feed_forward_length": 96,
+    "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.freq_base": 500000.0,
+    "llama.rope.dimension_count": 16,
+    "tokenizer.ggml.tokens": ["<s>", "a", "b"],
+}
+
+
+def llama(directory: Path) -> tuple[dict[str, Any], dict[str, Described]]:
+    """A small Llama 3 that is saved in a directory, in BF16: what a GGUF file has of it."""
+    pico.save(directory, "llama-3", dtype=torch.bfloat16, rope_parameters=LLAMA3)
+    tensors = load_file(directory / "model.safetensors")
+    made = {
+        "token_embd.weight": plain(tensors["model.embed_tokens.weight"]),
+        "output_norm.weight": plain(tensors["model.norm.weight"].float()),
+        "output.weight": plain(tensors["lm_head.weight"]),
+        "rope_freqs.weight": plain(llama3_factors()),
+    }
+    for layer in range(2):
+        for ours, theirs in LAYER.items():
+            tensor = tensors[f"model.layers.{layer}.{ours}.weight"]
+            if ours.endswith(("q_proj", "k_proj")):
+                tensor = neighbours(tensor, 4 if ours.endswith("q_proj") else 2)
+            made[f"blk.{layer}.{theirs}.weight"] = plain(tensor if tensor.dim() > 1 else tensor.float())
+    return dict(METADATA), made
+
+
+def llama3_factors() -> torch.Tensor:
+    """By what LLAMA3 divides the frequency of each pair of 16 channels (Llama 3.1's own code, apply_scaling)."""
+    found = []
+    for pair in range(8):
+        wavelength = 2 * torch.pi * 500000.0 ** (pair / 8)
+        if wavelength < 8192 / 4:
+            found.append(1.0)
+        elif wavelength > 8192:
+            found.append(32.0)
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            found.append(1 / ((1 - smooth) / 32 + smooth))
+    return torch.tensor(found)

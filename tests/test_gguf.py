@@ -1,0 +1,375 @@
+"""GGUF files: values are those that ggml decodes (tests/golden/ggml_blocks.py), under the names of published files."""
+
+import json
+import re
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import conversions
+import gguf_files
+import numpy as np
+import pico
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from precisionctl.checkpoints.base import Hints
+from precisionctl.checkpoints.chunks import read_rows, read_tensor
+from precisionctl.checkpoints.companions import read_companions
+from precisionctl.checkpoints.gguf import gguf_tensors
+from precisionctl.checkpoints.gguf.gguf_file import read_head
+from precisionctl.checkpoints.gguf.gguf_formats import FORMATS, UNREAD
+from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.request import Request
+from precisionctl.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    NotUnderstood,
+    PrecisionctlError,
+    UnknownArchitecture,
+    UnknownFormat,
+    UnmappedTensor,
+)
+
+GOLDEN = Path(__file__).parent / "golden" / "ggml_blocks.safetensors"
+CODED = [form for form in FORMATS.values() if not form.dtype]
+
+
+@pytest.mark.parametrize("form", CODED, ids=lambda form: form.name)
+def test_blocks_decode_to_the_values_that_ggml_gives_to_the_last_bit(form: Any) -> None:
+    name = form.name.lower().replace("_k", "_K")
+    with safe_open(GOLDEN, "np") as golden:
+        blocks, values = golden.get_tensor(f"{name}.blocks"), golden.get_tensor(f"{name}.values")
+    assert (form.size, form.values) == (blocks.shape[1], values.shape[1])
+    for rows in (1, 2, len(blocks)):  # of so many blocks each
+        found = form.values_of(blocks.reshape(len(blocks) // rows, -1))
+        assert np.array_equal(found.view(np.int32).reshape(values.shape), values.view(np.int32))
+
+
+def test_every_format_is_read_or_refused_by_its_name() -> None:
+    assert not FORMATS.keys() & UNREAD.keys()
+    assert {4, 5, 31, 32, 33, 36, 37, 38} == set(range(43)) - FORMATS.keys() - UNREAD.keys()  # taken out of ggml
+
+
+def test_a_llama_is_read_under_its_published_names_by_what_the_file_says_of_it(tmp_path: Path) -> None:
+    (tmp_path / "llama.gguf").write_bytes(gguf_files.file(*gguf_files.llama(tmp_path / "llama")))
+    reader, published = open_checkpoint(tmp_path / "llama.gguf"), open_checkpoint(tmp_path / "llama")
+    assert reader.model == published.model and reader.specs.keys() == published.specs.keys()
+    for name in published.specs:
+        assert torch.equal(read_tensor(reader, name).bfloat16(), read_tensor(published, name)), name
+
+
+def small(name: str, family: str, **changes: Any) -> Any:
+    return pytest.param(family, changes, id=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        small("rotary pairs", "llama-all-biases"),
+        small("norms with one added", "gemma3"),
+        small("joined matrices", "phi3"),
+        small("stacks of experts", "qwen3-moe", mlp_only_layers=[], decoder_sparse_step=1),
+        small("gate, then up", "granite-moe"),
+        small("latents", "deepseek-v3"),
+        small("prediction layers", "glm4-moe"),
+        small("delta nets", "qwen3-next", mlp_only_layers=[], decoder_sparse_step=1),
+    ],
+)
+def test_every_change_of_values_has_its_inverse_row_by_row(
+    tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    pico.save(tmp_path, family, dtype=torch.bfloat16, **changes)
+    published = open_checkpoint(tmp_path)
+    model, table = published.model, FAMILIES[published.model.architecture]
+    made = dict[str, gguf_tensors.GgufPart]()
+    for name in published.specs:
+        row, names = table.of_hf(name, model.num_layers) or pytest.fail(f"no row for {name}")
+        values = read_tensor(published, name).float()
+        parts = row.change.to_gguf(values, model)
+        assert tuple(tuple(part.shape) for part in parts) == row.change.gguf_shapes(tuple(values.shape), model)
+        for index, (each, part) in enumerate(zip(names, parts, strict=True)):
+            file = tmp_path / f"{len(made)}.bin"
+            file.write_bytes(part.contiguous().numpy().tobytes())
+            tensor = gguf_tensors.GgufTensor(tuple(part.shape), FORMATS[gguf_files.F32], file, 0)
+            made[each] = gguf_tensors.GgufPart(each, tensor)
+            assert table.of_gguf(each, model.num_layers) == (row, name), index
+        changed = gguf_tensors.ChangedTensor([made[each] for each in names], row.change, model)
+        assert changed.spec.shape == values.shape
+        source = type("Source", (), {"specs": {name: changed.spec}, "chunks": lambda _, name, c=changed: c.chunks()})()
+        for first, count in ((0, len(values)), (1, 2), (len(values) - 1, 1)):
+            found = read_rows(source, name, first, min(count, len(values) - first))
+            expected = values.reshape(len(values), -1)[first : first + count]
+            assert torch.allclose(found, expected, rtol=0, atol=2**-20), name
+
+
+def test_codes_are_read_as_fp32_however_rows_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata, tensors = gguf_files.llama(tmp_path / "llama")
+    values = load_file(tmp_path / "llama" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    tensors["blk.0.attn_q.weight"], decoded = gguf_files.q8_0(gguf_files.neighbours(values, 4))
+    (tmp_path / "llama.gguf").write_bytes(gguf_files.file(metadata, tensors))
+    reader, name = open_checkpoint(tmp_path / "llama.gguf"), "model.layers.0.self_attn.q_proj.weight"
+    monkeypatch.setattr(gguf_tensors, "PIECE", 100)
+    monkeypatch.setattr(gguf_tensors, "_APART", 1)
+    found = read_tensor(reader, name)
+    assert found.dtype == torch.float32 and torch.equal(gguf_files.neighbours(found, 4), decoded)
+    for row, rows in ((0, 1), (7, 2), (15, 34), (63, 1)):
+        assert torch.equal(read_rows(reader, name, row, rows), found[row : row + rows])
+
+
+def test_a_conversion_needs_no_reference_and_exports_are_those_of_the_values(tmp_path: Path) -> None:
+    metadata, tensors = gguf_files.llama(tmp_path / "published")
+    for name, (shape, _, data) in tensors.items():
+        if name.startswith("blk.") and len(shape) == 2:
+            tensor = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(shape)
+            tensors[name] = gguf_files.q8_0(tensor)[0]
+    (tmp_path / "llama.gguf").write_bytes(gguf_files.file(metadata, tensors))
+    command = conversions.run(tmp_path / "llama.gguf", tmp_path / "hf", "hf", verify=True)
+    assert any("Weights were Q8_0 codes of GGUF, read as float32" in note for note in command.notes)
+    assert open_checkpoint(tmp_path / "hf").model == open_checkpoint(tmp_path / "published").model
+    for source in ("llama.gguf", "hf"):
+        export = Request.export(tmp_path / source, tmp_path / f"{source}-fp8", "vllm", "dynamic")
+        conversions.carry_out(export)
+    one, other = (tmp_path / f"{source}-fp8" / "model.safetensors" for source in ("llama.gguf", "hf"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def reference(directory: Path, **changes: Any) -> Hints:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return Hints(companions=read_companions(directory), reference=directory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"rms_norm_eps": 1e-6}, "config.json is of another model: rms_norm_eps is 1e-06, and in the file 1e-05"),
+        ({"vocab_size": 251}, "vocab_size is 251, and in the file 250"),
+        ({"num_attention_heads": 8}, "num_attention_heads is 8, and in the file 4"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "of another model"),
+        ({"rope_parameters": gguf_files.LLAMA3 | {"low_freq_factor": 2.0}}, "of another model than the reference"),
+        ({"model_type": "qwen2"}, "config.json is of a 'qwen2', and the file of llama.cpp's llama"),
+        ({"model_type": ["llama"]}, "config.json is of a .'llama'., and the file"),
+    ],
+)
+def test_a_reference_of_another_model_is_refused(tmp_path: Path, changes: dict[str, Any], match: str) -> None:
+    (tmp_path / "llama.gguf").write_bytes(gguf_files.file(*gguf_files.llama(tmp_path / "llama")))
+    with pytest.raises(DamagedCheckpoint, match=match):
+        open_checkpoint(tmp_path / "llama.gguf", None, reference(tmp_path / "llama", **changes))
+
+
+def test_a_reference_says_what_the_file_does_not(tmp_path: Path) -> None:
+    (tmp_path / "llama.gguf").write_bytes(gguf_files.file(*gguf_files.llama(tmp_path / "llama")))
+    hints = reference(tmp_path / "llama", model_type="mistral", sliding_window=32)
+    assert open_checkpoint(tmp_path / "llama.gguf", None, hints).model.sliding_window == 32
+
+
+def test_factors_of_rotary_embeddings_that_no_settings_are_known_for_are_refused(tmp_path: Path) -> None:
+    metadata, tensors = gguf_files.llama(tmp_path / "llama")
+    tensors["rope_freqs.weight"] = gguf_files.plain(gguf_files.llama3_factors() + torch.eye(8)[5])
+    (tmp_path / "llama.gguf").write_bytes(gguf_files.file(metadata, tensors))
+    with pytest.raises(CheckpointError, match="other factors than Llama 3's.*--reference"):
+        open_checkpoint(tmp_path / "llama.gguf")
+
+
+def split(directory: Path, **changes: Any) -> None:
+    """A Llama in two files."""
+    metadata, tensors = gguf_files.llama(directory.parent / "llama")
+    parts = [dict(list(tensors.items())[:9]), dict(list(tensors.items())[9:])]
+    said = {"split.count": 2, "split.tensors.count": len(tensors)} | changes
+    directory.mkdir()
+    for number, part in enumerate(parts):
+        here = (metadata if number == 0 else {}) | {"split.no": number} | said
+        (directory / f"llama-{number + 1:05}-of-00002.gguf").write_bytes(gguf_files.file(here, part))
+
+
+def test_files_of_one_model_are_read_together_by_any_of_them_or_their_directory(tmp_path: Path) -> None:
+    split(tmp_path / "split")
+    published = open_checkpoint(tmp_path / "llama")
+    first = tmp_path / "split" / "llama-00001-of-00002.gguf"
+    for path in (tmp_path / "split", first, first.with_name("llama-00002-of-00002.gguf")):
+        reader = open_checkpoint(path)
+        assert reader.model == published.model and reader.specs.keys() == published.specs.keys()
+        assert len(reader.files) == 2
+    first.with_name("another.gguf").write_bytes(first.read_bytes())
+    with pytest.raises(UnknownFormat, match="2 models in GGUF: another.gguf, llama-00001-of-00002.gguf"):
+        open_checkpoint(tmp_path / "split")
+    first.with_name("llama-00002-of-00002.gguf").unlink()
+    with pytest.raises(DamagedCheckpoint, match="a file is missing"):
+        open_checkpoint(first)
+
+
+@pytest.mark.parametrize(("changes", "match"), [({"split.count": 3}, "file 0 of 3"), ({"split.tensors.count": 9}, "9")])
+def test_files_that_are_not_of_one_model_are_refused(tmp_path: Path, changes: dict[str, int], match: str) -> None:
+    split(tmp_path / "split", **changes)
+    with pytest.raises(DamagedCheckpoint, match=match):
+        open_checkpoint(tmp_path / "split")
+
+
+Changed = Callable[[dict[str, Any], dict[str, gguf_files.Described]], Any]
+ZEROS = gguf_files.plain(torch.zeros(64, 64))
+
+
+def say(key: str, value: Any) -> Changed:
+    return lambda metadata, tensors: metadata.update({key: value})
+
+
+def unsaid(key: str) -> Changed:
+    return lambda metadata, tensors: metadata.pop(key)
+
+
+def put(name: str, tensor: gguf_files.Described) -> Changed:
+    return lambda metadata, tensors: tensors.update({name: tensor})
+
+
+REFUSED: dict[str, tuple[Changed, type[PrecisionctlError], str]] = {
+    "no architecture": (unsaid("general.architecture"), UnknownArchitecture, "architecture None"),
+    "an architecture that is not read": (say("general.architecture", "rwkv7"), UnknownArchitecture, "'rwkv7'.*Known"),
+    "an architecture that is a number": (say("general.architecture", 7), UnknownArchitecture, "architecture 7"),
+    "no layers": (unsaid("llama.block_count"), DamagedCheckpoint, "no `llama.block_count`"),
+    "layers in words": (say("llama.block_count", "two"), DamagedCheckpoint, "llama.block_count is 'two'"),
+    "no heads": (say("llama.attention.head_count", 0), DamagedCheckpoint, "head_count is 0"),
+    "heads of their own": (say("llama.attention.head_count_kv", [2, 4]), DamagedCheckpoint, r"head_count_kv is \[2, 4"),
+    "an epsilon that is none": (
+        say("llama.attention.layer_norm_rms_epsilon", float("nan")),
+        DamagedCheckpoint,
+        "epsilon is nan",
+    ),
+    "a part of each head turned": (say("llama.rope.dimension_count", 8), UnknownArchitecture, "of 8 of 16 channels"),
+    "another scaling": (say("llama.rope.scaling.type", "ntk"), UnknownArchitecture, "scaling of type 'ntk'"),
+    "a tensor of none": (put("blk.0.attn_sinks.weight", ZEROS), UnmappedTensor, "attn_sinks.weight` is no tensor"),
+    "a layer with a zero before it": (put("blk.00.ffn_up.weight", ZEROS), UnmappedTensor, "blk.00.ffn_up.weight"),
+    "an adapter": (put("blk.0.attn_q.weight.lora_a", ZEROS), UnmappedTensor, "lora_a` is no tensor"),
+    "heads that are cut": (
+        put("blk.0.attn_q.weight", gguf_files.plain(torch.zeros(60, 64))),
+        DamagedCheckpoint,
+        "60 rows are no 4 heads",
+    ),
+    "a vector in codes": (
+        put("blk.0.attn_norm.weight", ((64,), gguf_files.Q8_0, bytes(68))),
+        DamagedCheckpoint,
+        "attn_norm.weight` is a vector in codes",
+    ),
+    "factors of integers": (put("rope_freqs.weight", ((2, 32), 0, bytes(256))), DamagedCheckpoint, "no factors"),
+    "a format that is not read": (
+        put("blk.0.ffn_up.weight", ((96, 64), 40, bytes(96 * 36))),
+        NotUnderstood,
+        "ffn_up.weight` is NVFP4, which is not read",
+    ),
+    "a format that is none": (
+        put("blk.0.ffn_up.weight", ((1, 1), 99, bytes(4))),
+        NotUnderstood,
+        "in format 99 of ggml",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_read_is_one_error(tmp_path: Path, case: str) -> None:
+    changed, error, match = REFUSED[case]
+    metadata, tensors = gguf_files.llama(tmp_path / "llama")
+    changed(metadata, tensors)
+    (tmp_path / "llama.gguf").write_bytes(gguf_files.file(metadata, tensors))
+    with pytest.raises(error, match=match):
+        open_checkpoint(tmp_path / "llama.gguf")
+
+
+ONE = {"a": ((2, 3), gguf_files.F32, bytes(24))}
+SOUND = gguf_files.file({"k": 1}, ONE)
+KEY = gguf_files.string("k")
+TENSOR = gguf_files.string("a") + struct.pack("<I2QIQ", 2, 3, 2, 0, 0)
+
+
+def put_in(old: bytes, new: bytes) -> bytes:
+    assert SOUND.count(old) == 1
+    return SOUND.replace(old, new)
+
+
+LIES: dict[str, bytes] = {
+    "nothing": b"",
+    "no GGUF": b"GGML" + SOUND[4:],
+    "a pointer of Git LFS": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+    "version 1": SOUND[:4] + struct.pack("<I", 1) + SOUND[8:],
+    "version 4": SOUND[:4] + struct.pack("<I", 4) + SOUND[8:],
+    "big endian": SOUND[:4] + struct.pack(">I", 3) + SOUND[8:],
+    "2**63 tensors": SOUND[:8] + struct.pack("<QQ", 1 << 63, 1) + SOUND[24:],
+    "2**63 keys": SOUND[:8] + struct.pack("<QQ", 1, 1 << 63) + SOUND[24:],
+    "a tensor more": SOUND[:8] + struct.pack("<QQ", 2, 1) + SOUND[24:],
+    "a key more": SOUND[:8] + struct.pack("<QQ", 1, 2) + SOUND[24:],
+    "a key of 2**60 letters": put_in(KEY, struct.pack("<Q", 1 << 60) + b"k"),
+    "a key that is no UTF-8": put_in(KEY, gguf_files.string(b"\xff")),
+    "a key twice": gguf_files.file({"k": 1, "l": 2}, ONE).replace(gguf_files.string("l"), KEY),
+    "a type that is none": put_in(gguf_files.value(1), struct.pack("<II", 13, 1)),
+    "a list of 2**60": put_in(gguf_files.value(1), struct.pack("<IIQ", 9, 4, 1 << 60)),
+    "a list of 2**60 strings": put_in(gguf_files.value(1), struct.pack("<IIQ", 9, 8, 1 << 60)),
+    "a list of lists": put_in(gguf_files.value(1), struct.pack("<IIQIQ", 9, 9, 1, 4, 0)),
+    "a string of the file's length": put_in(gguf_files.value(1), struct.pack("<IQ", 8, len(SOUND))),
+    "an alignment of 0": gguf_files.file({"general.alignment": 0}, ONE),
+    "an alignment of 3": gguf_files.file({"general.alignment": 3}, ONE),
+    "an alignment in words": gguf_files.file({"general.alignment": "32"}, ONE),
+    "an alignment of 2**31": gguf_files.file({"general.alignment": 1 << 31}, ONE),
+    "a tensor twice": gguf_files.file({}, {**ONE, "b": ONE["a"]}).replace(
+        gguf_files.string("b"), gguf_files.string("a")
+    ),
+    "a name of a thousand letters": gguf_files.file({}, {"a" * 1000: ONE["a"]}),
+    "no dimensions": gguf_files.file({}, {"a": ((), 0, bytes(4))}),
+    "five dimensions": gguf_files.file({}, {"a": ((1, 1, 1, 2, 3), 0, bytes(24))}),
+    "2**62 rows": put_in(TENSOR, gguf_files.string("a") + struct.pack("<I2QIQ", 2, 3, 1 << 62, 0, 0)),
+    "2**64 - 1 columns": put_in(TENSOR, gguf_files.string("a") + struct.pack("<I2QIQ", 2, (1 << 64) - 1, 2, 0, 0)),
+    "rows of parts of blocks": gguf_files.file({}, {"a": ((2, 33), 8, bytes(70))}),
+    "an offset within the head": put_in(
+        TENSOR, gguf_files.string("a") + struct.pack("<I2QIQ", 2, 3, 2, 0, (1 << 64) - 32)
+    ),
+    "an offset behind the file": put_in(TENSOR, gguf_files.string("a") + struct.pack("<I2QIQ", 2, 3, 2, 0, 1 << 40)),
+    "tensors that overlap": gguf_files.file({}, {"a": ONE["a"], "b": ONE["a"]}).replace(
+        struct.pack("<IQ", 0, 32), struct.pack("<IQ", 0, 0)
+    ),
+    "a byte less": SOUND[: len(SOUND) - 9],
+    "bytes behind it": SOUND + bytes(33),
+}
+
+
+def test_the_file_that_is_lied_about_is_sound(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(SOUND)
+    assert read_head(tmp_path / "a.gguf").tensors["a"].shape == (2, 3)
+
+
+@pytest.mark.parametrize("case", LIES)
+def test_a_head_that_lies_is_one_error_and_nothing_is_made_as_large(tmp_path: Path, case: str) -> None:
+    (tmp_path / "a.gguf").write_bytes(LIES[case])
+    tracemalloc.start()
+    with pytest.raises((DamagedCheckpoint, NotUnderstood)) as refused:
+        read_head(tmp_path / "a.gguf")
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert refused.value.do and len(str(refused.value)) < 500 and most < 1 << 20
+
+
+def test_a_head_cut_anywhere_is_one_error(tmp_path: Path) -> None:
+    whole = gguf_files.file({"k": 1, "l": ["a", "b"], "m": [1.0, 2.0], "n": "text"}, ONE)
+    for length in range(len(whole) - 8):
+        (tmp_path / "a.gguf").write_bytes(whole[:length])
+        with pytest.raises(DamagedCheckpoint):
+            read_head(tmp_path / "a.gguf")
+
+
+def test_lists_of_tokens_are_not_kept(tmp_path: Path) -> None:
+    metadata = {"tokens": ["token"] * 100_000, "scores": [1.0] * 100_000}
+    (tmp_path / "a.gguf").write_bytes(gguf_files.file(metadata, ONE))
+    tracemalloc.start()
+    head = read_head(tmp_path / "a.gguf")
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    assert [each.length for each in head.metadata.values()] == [100_000, 100_000]
+
+
+def test_the_page_lists_the_formats_and_architectures_that_are_read() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "gguf.md").read_text()
+    named = set(re.findall(r"`([\w-]+)`", page))
+    assert {form.name for form in FORMATS.values()} | set(UNREAD.values()) <= named
+    assert {family.architecture for family in FAMILIES.values()} | FAMILIES.keys() <= named
