@@ -1,21 +1,45 @@
-"""Run by llama.cpp's peer: its converter on directories without a tokenizer, one argument each, `DIR=FILE.gguf`."""
+"""Run by llama.cpp's peer: its converter on directories without a tokenizer, its quantization, and gguf-py's values.
 
+python gguf_convert.py FOLDER CASES     JSON: [directory, file, type of values, {file: type of codes}]
+"""
+
+import json
 import sys
 from pathlib import Path
 
+import llama_cpp
+import numpy as np
 from conversion import get_model_architecture, get_model_class
 from conversion.base import ModelBase, ModelType, gguf
+from gguf.quants import dequantize
+from safetensors.numpy import save_file
 
-for argument in sys.argv[1:]:
-    directory, _, file = argument.partition("=")
-    settings = ModelBase.load_hparams(Path(directory), False)
+
+def convert(directory: Path, file: Path, values: str) -> None:
+    settings = ModelBase.load_hparams(directory, False)
     made = get_model_class(get_model_architecture(settings, ModelType.TEXT))
     made.set_vocab = lambda self: None
     made.no_mtp = not settings.get("num_nextn_predict_layers")
-    made(
-        Path(directory),
-        gguf.LlamaFileType.ALL_F32,
-        Path(file),
-        eager=True,
-        disable_mistral_community_chat_template=True,
-    ).write()
+    made(directory, gguf.LlamaFileType[values], file, eager=True).write()
+
+
+def quantize(file: Path, target: Path, codes: str) -> None:
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{codes}")
+    failed = llama_cpp.llama_model_quantize(bytes(file), bytes(target), params)
+    assert not failed, (file, codes)
+
+
+def save_values(file: Path) -> None:
+    """The values of each tensor, as gguf-py decodes them."""
+    tensors = gguf.GGUFReader(file).tensors
+    values = {each.name: np.array(dequantize(each.data, each.tensor_type)) for each in tensors}
+    save_file(values, file.with_suffix(".safetensors"))
+
+
+folder = Path(sys.argv[1])
+for directory, file, values, codes in json.loads(sys.argv[2]):
+    convert(folder / directory, folder / file, values)
+    for target, kind in codes.items():
+        quantize(folder / file, folder / target, kind)
+        save_values(folder / target)
