@@ -27,6 +27,11 @@ class GgmlBlocks(Packing):
     block_bytes: int = 0
     encoded: Callable[[Tensor], Tensor] = lambda values: values
 
+    @property
+    def largest(self) -> float:
+        """The largest number that a block holds, under the largest FP16 scale."""
+        return 65504.0 * (8 if self.element.bits == 4 else self.element.largest)
+
     def row_bytes(self, columns: int) -> int:
         return columns // BLOCK * self.block_bytes
 

@@ -203,7 +203,10 @@ class Encoder:
         """Rows as llama.cpp's blocks, which have no number for NaN and scales in FP16."""
         if numerics.has_nan(values):
             _check_can_be_nan(name, blocks.element)
-        _check_finite(name, values)
+        largest = float(numerics.amax(values))
+        if self._refuses_infinity and largest > blocks.largest:
+            what = f"`{name}` holds {largest:.3g}, and {blocks.name} has no number beyond {blocks.largest:.3g}"
+            raise PrecisionError(what, do=BROKEN_WEIGHTS)
         return blocks.encode(values)
 
     def put_encoding(self, weight: str, scales: Scales, encoding: Encoding) -> None:

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 GgufValue: TypeAlias = "np.generic | bool | str | list[str] | NDArray[Any]"
 Metadata: TypeAlias = Mapping[str, GgufValue]
 
-MAGIC = b"GGUF"
-VERSION = 3
-
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _NUMBERS = {
     np.dtype(name): number

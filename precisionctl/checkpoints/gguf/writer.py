@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.companions import write_companions
-from precisionctl.checkpoints.gguf.metadata import MAGIC, VERSION, Metadata, metadata_bytes, string_bytes
+from precisionctl.checkpoints.gguf.gguf_file import MAGIC, VERSIONS
+from precisionctl.checkpoints.gguf.gguf_formats import FORMATS
+from precisionctl.checkpoints.gguf.metadata import Metadata, metadata_bytes, string_bytes
 from precisionctl.checkpoints.output import lay_out_file
 from precisionctl.dtypes import DType
 from precisionctl.errors import ShapeMismatch
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
 ALIGNMENT = 32
 """Of each tensor's first byte, where no `general.alignment` says another."""
 
-TYPES: Mapping[str, int] = {"float32": 0, "float16": 1, "Q4_0": 2, "Q8_0": 8, "bfloat16": 30, "MXFP4": 39}
-"""The numbers of tensor types (enum ggml_type), by dtype or by the name of the packing."""
+_TYPES = {form.dtype or form.name: number for number, form in FORMATS.items()}
+"""The numbers of tensor types, by dtype or by the name of the packing."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,10 @@ class GgufWriter:
         for name, spec in self._stored.items():
             dims = reversed(spec.shape)
             infos += string_bytes(name) + struct.pack(f"<I{len(spec.shape)}Q", len(spec.shape), *dims)
-            infos += struct.pack("<IQ", TYPES[spec.packing.name if spec.packing else spec.dtype.value], at)
+            infos += struct.pack("<IQ", _TYPES[spec.packing.name if spec.packing else spec.dtype], at)
             offsets[name] = at
             at += _aligned(spec.nbytes)
-        counts = struct.pack("<IQQ", VERSION, len(offsets), len(self.contents.metadata))
+        counts = struct.pack("<IQQ", VERSIONS[-1], len(offsets), len(self.contents.metadata))
         header = MAGIC + counts + self.contents.metadata_bytes + infos
         return header.ljust(_aligned(len(header)), b"\0"), offsets
 

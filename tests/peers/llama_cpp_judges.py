@@ -1,0 +1,67 @@
+"""Run by llama.cpp's peer: its converter on the directories of which files were written, and what it makes of these.
+
+python llama_cpp_judges.py FOLDER CASES     JSON: [directory, file, type, pre-tokenizer]; prints JSON for each case
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from conversion import get_model_architecture, get_model_class
+from conversion.base import ModelBase, ModelType, gguf
+from gguf_tokenizers import TEXT
+from safetensors.numpy import save_file
+
+IDS = np.random.default_rng(0).integers(3, 300, 64).tolist()
+
+
+def convert(directory: Path, file: Path, kind: str, pre: str) -> None:
+    """The pre-tokenizer is given: the converter knows those of published vocabularies alone, by hashes of their ids."""
+    made = get_model_class(get_model_architecture(ModelBase.load_hparams(directory, False), ModelType.TEXT))
+    made.get_vocab_base_pre = lambda self, tokenizer: pre
+    made(directory, gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"], file, eager=True).write()
+
+
+def metadata(reader: Any) -> dict[str, Any]:
+    """The type and the bytes of each value."""
+    return {
+        key: (field.types, b"".join(part.tobytes() for part in field.parts[3:]))
+        for key, field in reader.fields.items()
+        if not key.startswith("GGUF.")
+    }
+
+
+def differences(ours: Path, theirs: Path) -> dict[str, Any]:
+    mine, other = gguf.GGUFReader(ours), gguf.GGUFReader(theirs)
+    a, b = metadata(mine), metadata(other)
+    tensors = [
+        [(t.name, t.tensor_type, t.shape.tolist(), t.data.tobytes()) for t in each.tensors] for each in (mine, other)
+    ]
+    return {
+        "metadata": sorted(key for key in a.keys() | b.keys() if a.get(key) != b.get(key)),
+        "order": [key for key in a if key in b] == [key for key in b if key in a],
+        "tensors": [one[0] for one, two in zip(*tensors, strict=True) if one != two],
+        "bytes": ours.read_bytes() == theirs.read_bytes(),
+    }
+
+
+def tokens_and_logits(file: Path) -> list[int]:
+    """The ids of TEXT. Logits after IDS are saved beside the file."""
+    model = llama_cpp.Llama(str(file), n_ctx=128, logits_all=True, verbose=False, n_threads=1, n_gpu_layers=0)
+    model.eval(IDS)
+    save_file({"logits": np.array(model.scores[: len(IDS)], np.float32)}, file.with_suffix(".safetensors"))
+    tokens = model.tokenize(TEXT.encode(), add_bos=True, special=True)
+    model.close()
+    return tokens
+
+
+folder = Path(sys.argv[1])
+answers = {}
+for directory, file, kind, pre in json.loads(sys.argv[2]):
+    theirs = folder / f"{file}.converted"
+    convert(folder / directory, theirs, kind, pre)
+    answers[file] = differences(folder / file, theirs) | {"tokens": tokens_and_logits(folder / file)}
+Path(folder, "answers.json").write_text(json.dumps({"ids": IDS, "files": answers}))

@@ -1,0 +1,117 @@
+"""GGUF files that are written here, judged by llama.cpp: the bytes of its converter's, and transformers' tokens and
+logits."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import environments
+import gguf_tokenizers
+import pico
+import pytest
+import torch
+from gguf_files import LLAMA3
+from gguf_tokenizers import SIZE, TEXT
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import LLAMA_CPP, Request
+from precisionctl.conversion.command import execute
+from precisionctl.export import gguf_pretokenizers as known
+
+SPARSE = {"mlp_only_layers": [], "decoder_sparse_step": 1}
+GEMMA = {"query_pre_attn_scalar": 32}
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "llama-3": ({"rope_parameters": LLAMA3}, "llama-bpe"),
+    "llama-tied": ({}, "sentencepiece"),
+    "mistral": ({"sliding_window": None}, "tekken"),
+    "mixtral": ({"sliding_window": None}, "sentencepiece"),
+    "granite": ({}, "smollm"),
+    "qwen2": ({}, "qwen2"),
+    "qwen2-moe": (SPARSE | {"norm_topk_prob": False}, "qwen2"),
+    "qwen3": ({}, "qwen2"),
+    "qwen3-moe": (SPARSE | {"norm_topk_prob": True}, "qwen35"),
+    "gemma": ({}, "sentencepiece of gemma"),
+    "gemma2": (GEMMA, "sentencepiece of gemma"),
+    "gemma3": (GEMMA, "sentencepiece of gemma"),
+    "gpt-oss": ({"swiglu_limit": 7.0}, "gpt-4o"),
+}
+BYTE_LEVEL = {
+    "llama-bpe": ((known.LLAMA3,), True, True),
+    "tekken": ((known.TEKKEN,), True, True),
+    "smollm": ((known.DIGITS, known.GPT2), False, False),
+    "qwen2": ((known.QWEN2,), False, False),
+    "qwen35": ((known.QWEN35,), False, False),
+    "gpt-4o": ((known.GPT4O,), False, False),
+}
+OTHERWISE = {
+    "sentencepiece": {"tokenizer.ggml.scores", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"},
+    "sentencepiece of gemma": {"tokenizer.ggml.scores", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"},
+}
+"""Of a SentencePiece model whose only file is a tokenizer.json, the converter writes equal scores for all tokens, and
+none for those that only the embedding has."""
+KINDS = ("bf16", "f16", "q8_0")
+
+
+def save(folder: Path, family: str) -> Path:
+    changes, tokenizer = CASES[family]
+    pico.save(folder, family, vocab_size=SIZE, dtype=torch.bfloat16, **changes)
+    if tokenizer in BYTE_LEVEL:
+        expressions, ignores, begins = BYTE_LEVEL[tokenizer]
+        made = gguf_tokenizers.byte_level(*expressions, ignore_merges=ignores, begins=begins)
+    else:
+        made = gguf_tokenizers.sentencepiece(prefix=tokenizer == "sentencepiece")
+    made.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("judged")
+    cases = []
+    for family, (_, tokenizer) in CASES.items():
+        published = save(folder / family / "Model", family)
+        for kind in KINDS if family in ("llama-3", "qwen3-moe", "gpt-oss") else KINDS[:1]:
+            execute(plan_command(Request.export(published, folder / family / kind / "Model", LLAMA_CPP, kind)))
+            file = f"{family}/{kind}/Model/Model-{kind.upper()}.gguf"
+            cases.append((f"{family}/Model", file, kind, tokenizer))
+    python, sources = environments.llama_cpp()
+    here = Path(__file__).parent
+    found = os.pathsep.join(map(str, (sources, sources / "gguf-py", here.parent)))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": found}
+    command = [python, here / "llama_cpp_judges.py", folder, json.dumps(cases)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return folder, json.loads((folder / "answers.json").read_text())
+
+
+def test_files_are_byte_for_byte_what_the_converter_writes_but_for_what_is_stated(judged: Any) -> None:
+    _, answers = judged
+    for file, found in answers["files"].items():
+        family = file.partition("/")[0]
+        otherwise = OTHERWISE.get(CASES[family][1], set())
+        if family.startswith("gemma"):
+            otherwise |= {"gemma.rope.freq_base", "gemma2.rope.freq_base", "tokenizer.ggml.eot_token_id"}
+        assert {*found["metadata"]} <= otherwise and found["tensors"] == [], file
+        assert found["bytes"] or otherwise, file
+
+
+def test_llama_cpp_makes_the_tokens_that_transformers_makes(judged: Any) -> None:
+    folder, answers = judged
+    for file, found in answers["files"].items():
+        tokenizer = AutoTokenizer.from_pretrained(folder / file.partition("/")[0] / "Model")
+        assert found["tokens"] == tokenizer(TEXT)["input_ids"], file
+
+
+def test_llama_cpp_computes_the_logits_that_transformers_computes(judged: Any) -> None:
+    folder, answers = judged
+    for file in answers["files"]:
+        model = AutoModelForCausalLM.from_pretrained(folder / file.partition("/")[0] / "Model", dtype=torch.float32)
+        with torch.no_grad():
+            expected = model(torch.tensor([answers["ids"]])).logits[0].log_softmax(-1)
+        found = load_file((folder / file).with_suffix(".safetensors"))["logits"].log_softmax(-1)
+        kl = (expected.exp() * (expected - found)).sum(-1).mean()
+        assert kl < (1e-3 if "q8_0" in file else 1e-4), (file, kl)

@@ -1,0 +1,138 @@
+"""The tokenizer of a GGUF file: how text is split, which tokens are what, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf_tokenizers
+import numpy as np
+import pytest
+from gguf_tokenizers import SIZE
+
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError
+from precisionctl.export import gguf_pretokenizers as known
+from precisionctl.export.gguf_tokenizer import tokenizer_metadata
+
+
+def metadata(tokenizer: Any, folder: Path, **changes: Any) -> dict[str, Any]:
+    files = gguf_tokenizers.files(tokenizer, folder)
+    files["tokenizer.json"] = json.dumps(json.loads(files["tokenizer.json"]) | changes).encode()
+    found = tokenizer_metadata(files, {"pad_token_id": 5}, SIZE, "here")
+    return {key.removeprefix("tokenizer.ggml."): value for key, value in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("expressions", "ignore_merges", "name"),
+    [
+        ((known.GPT2,), False, "gpt-2"),
+        ((known.LLAMA3,), True, "llama-bpe"),
+        ((known.QWEN2,), False, "qwen2"),
+        ((known.QWEN35,), False, "qwen35"),
+        ((known.TEKKEN,), True, "tekken"),
+        ((known.GPT4O,), False, "gpt-4o"),
+        ((known.GPT4O,), True, "gpt-4o"),
+        (known.DEEPSEEK3, False, "deepseek-v3"),
+    ],
+)
+def test_a_byte_level_bpe_is_named_by_how_it_splits_text(
+    tmp_path: Path, expressions: tuple[str, ...], ignore_merges: bool, name: str
+) -> None:
+    tokenizer = gguf_tokenizers.byte_level(*expressions, ignore_merges=ignore_merges)
+    assert metadata(tokenizer, tmp_path)["pre"] == name
+
+
+def test_byte_levels_own_splitting_and_digits_one_by_one_are_known(tmp_path: Path) -> None:
+    own = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    digits = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, own]}
+    tokenizer = gguf_tokenizers.byte_level(known.GPT2)
+    assert metadata(tokenizer, tmp_path, pre_tokenizer=own)["pre"] == "gpt-2"
+    assert metadata(tokenizer, tmp_path, pre_tokenizer=digits)["pre"] == "smollm"
+
+
+@pytest.mark.parametrize(
+    ("expressions", "ignore_merges"), [((known.LLAMA3.replace("3}", "2}"),), True), ((known.QWEN2,), True), ((), False)]
+)
+def test_another_way_to_split_is_refused(tmp_path: Path, expressions: tuple[str, ...], ignore_merges: bool) -> None:
+    tokenizer = gguf_tokenizers.byte_level(*expressions, ignore_merges=ignore_merges)
+    with pytest.raises(PrecisionError, match="no pre-tokenizer of llama.cpp is known"):
+        metadata(tokenizer, tmp_path)
+
+
+def test_each_token_stands_at_its_id_with_what_it_is(tmp_path: Path) -> None:
+    tokenizer = gguf_tokenizers.byte_level(known.LLAMA3, ignore_merges=True, begins=True)
+    found = metadata(tokenizer, tmp_path)
+    ids = tokenizer.get_vocab()
+    assert [found["tokens"][number] for number in ids.values()] == [*ids]
+    kinds = {text: found["token_type"][ids[text]] for text in ("!", "<|begin|>", "<|end|>", "<tool>")}
+    assert kinds == {"!": 1, "<|begin|>": 3, "<|end|>": 3, "<tool>": 4}
+    assert found["tokens"][len(ids) :] == [f"[PAD{number}]" for number in range(len(ids), SIZE)]
+    assert {*found["token_type"][len(ids) :]} == {5}
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    assert found["merges"] == [" ".join(pair) for pair in merges]
+
+
+def test_what_stands_around_a_text_is_what_the_tokenizer_puts_there(tmp_path: Path) -> None:
+    begins = metadata(gguf_tokenizers.byte_level(known.LLAMA3, ignore_merges=True, begins=True), tmp_path / "a")
+    plain = metadata(gguf_tokenizers.byte_level(known.LLAMA3, ignore_merges=True), tmp_path / "b")
+    assert (begins["add_bos_token"], plain["add_bos_token"]) == (True, False)
+    assert begins["tokens"][begins["bos_token_id"]] == "<|begin|>" and "bos_token_id" not in plain
+    assert begins["tokens"][begins["eos_token_id"]] == "<|end|>" and begins["padding_token_id"] == 5  # of config.json
+    assert begins["tokenizer.chat_template"] == gguf_tokenizers.TEMPLATE
+
+
+def test_sentencepiece_merges_by_scores_in_the_order_of_the_merges(tmp_path: Path) -> None:
+    tokenizer = gguf_tokenizers.sentencepiece()
+    found = metadata(tokenizer, tmp_path)
+    ids = tokenizer.get_vocab()
+    merged = ["".join(pair) for pair in json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]]
+    assert [found["scores"][ids[token]] for token in merged] == [-float(rank) for rank in range(len(merged))]
+    single = [text for text, number in ids.items() if found["token_type"][number] == 1 and text not in merged]
+    assert single and max(found["scores"][ids[text]] for text in single) < -len(merged) + 1
+    kinds = [found["token_type"][ids[text]] for text in ("<unk>", "<s>", "<0x0A>", "e")]
+    assert kinds == [2, 3, 6, 1] and found["scores"].dtype == np.float32
+
+
+def test_a_space_before_a_text_is_said_only_where_there_is_none(tmp_path: Path) -> None:
+    assert "add_space_prefix" not in metadata(gguf_tokenizers.sentencepiece(), tmp_path / "with")
+    without = metadata(gguf_tokenizers.sentencepiece(prefix=False), tmp_path / "without")
+    assert without["add_space_prefix"] is False
+
+
+def test_sentencepiece_with_another_normalizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PrecisionError, match="does not split text as this"):
+        metadata(gguf_tokenizers.sentencepiece(), tmp_path, normalizer={"type": "NFKC"})
+
+
+def test_named_chat_templates_have_keys_of_their_own(tmp_path: Path) -> None:
+    tokenizer = gguf_tokenizers.byte_level(known.QWEN2)
+    files = gguf_tokenizers.files(tokenizer, tmp_path) | {"additional_chat_templates/tool_use.jinja": b"tools"}
+    found = tokenizer_metadata(files, {}, SIZE, "here")
+    assert found["tokenizer.chat_template.tool_use"] == "tools" and found["tokenizer.chat_templates"] == ["tool_use"]
+    assert found["tokenizer.chat_template"] == gguf_tokenizers.TEMPLATE
+
+
+def test_no_tokenizer_and_tokenizers_of_other_kinds_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
+        tokenizer_metadata({"tokenizer.model": b"..."}, {}, SIZE, "here")
+    with pytest.raises(PrecisionError, match="type 'Unigram'"):
+        metadata(gguf_tokenizers.byte_level(known.QWEN2), tmp_path, model={"type": "Unigram", "vocab": []})
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"model": {"type": "BPE", "vocab": {"a": SIZE}, "merges": []}},
+        {"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}},
+        {"model": {"type": "BPE", "vocab": {"a": True}, "merges": []}},
+        {"model": {"type": "BPE", "vocab": {"a": 0, "b": 0}, "merges": []}},
+        {"model": {"type": "BPE", "vocab": [], "merges": []}},
+        {"model": {"type": "BPE", "vocab": {}, "merges": ["a b c"]}},
+        {"model": {"type": "BPE", "vocab": {}, "merges": {}}},
+        {"added_tokens": [{"content": 3, "id": 3}]},
+        {"added_tokens": ["a"]},
+        {"added_tokens": {}},
+    ],
+)
+def test_a_damaged_tokenizer_is_one_error(tmp_path: Path, broken: dict[str, Any]) -> None:
+    with pytest.raises(DamagedCheckpoint):
+        metadata(gguf_tokenizers.byte_level(known.QWEN2), tmp_path, **broken)

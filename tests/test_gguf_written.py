@@ -1,0 +1,229 @@
+"""What is written for llama.cpp: a file that is read back as the model that it was made of, and what is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf_tokenizers
+import numpy as np
+import pico
+import pytest
+import torch
+from gguf_tokenizers import SIZE
+
+from precisionctl.checkpoints.base import Hints
+from precisionctl.checkpoints.chunks import read_tensor
+from precisionctl.checkpoints.companions import read_companions
+from precisionctl.checkpoints.gguf.gguf_file import GgufTensor, read_head
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.codes.ggml_blocks import Q4_0, Q8_0
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import LLAMA_CPP, Request
+from precisionctl.conversion.command import execute
+from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture
+from precisionctl.export.gguf_models import MODELS
+from precisionctl.export.gguf_pretokenizers import QWEN2
+from precisionctl.param import Parallelism
+
+SPARSE = {"mlp_only_layers": [], "decoder_sparse_step": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama-3": {},
+    "mistral": {},
+    "mixtral": {},
+    "granite": {},
+    "qwen2": {},
+    "qwen2-moe": SPARSE | {"norm_topk_prob": False},
+    "qwen3": {},
+    "qwen3-moe": SPARSE | {"norm_topk_prob": True},
+    "gemma": {},
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3": {"query_pre_attn_scalar": 32},
+    "gpt-oss": {"swiglu_limit": 7.0},
+}
+
+
+def source(folder: Path, family: str = "llama-3", **changes: Any) -> Path:
+    pico.save(folder, family, vocab_size=SIZE, dtype=torch.bfloat16, **changes)
+    gguf_tokenizers.byte_level(QWEN2).save_pretrained(folder)
+    return folder
+
+
+def export(made_of: Path, out: Path, scheme: Any = None, workers: int = 1, **options: Any) -> Path:
+    command = plan_command(Request.export(made_of, out, LLAMA_CPP, scheme, **options))
+    execute(command, workers=workers, verify=True)
+    (file,) = out.glob("*.gguf")
+    return file
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_written_is_read_as_the_model_that_it_was_made_of(tmp_path: Path, family: str) -> None:
+    published = source(tmp_path / "hf", family, **FAMILIES[family])
+    file = export(published, tmp_path / "out")
+    hints = Hints(companions=read_companions(published), reference=published)
+    reader, before = open_checkpoint(file, None, hints), open_checkpoint(published)
+    assert reader.model == before.model
+    for name in reader.specs:
+        values, old = read_tensor(reader, name), name.replace("_blocks[", "[")
+        expected = read_tensor(before, old)
+        assert torch.equal(values.bfloat16(), expected if old == name else expected.t()), name
+
+
+def test_every_family_that_is_written_is_tested() -> None:
+    assert {pico.shape(family).architecture for family in FAMILIES} | {"llama"} == {*MODELS}
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_workers_or_on_the_container(tmp_path: Path) -> None:
+    published = source(tmp_path / "hf")
+    execute(plan_command(Request(published, tmp_path / "megatron", "megatron", parallelism=Parallelism(tensor=2))))
+    files = [export(published, tmp_path / "a" / "out", "q8_0"), export(published, tmp_path / "b" / "out", "q8_0", 3)]
+    files.append(export(tmp_path / "megatron", tmp_path / "c" / "out", "q8_0"))
+    assert len({file.read_bytes() for file in files}) == 1
+
+
+def test_codes_are_decoded_and_round_once(tmp_path: Path) -> None:
+    published = source(tmp_path / "hf", hidden_size=64, intermediate_size=96)
+    execute(plan_command(Request.export(published, tmp_path / "fp8", "vllm", "dynamic", keep_misfits=True)))
+    reader = open_checkpoint(tmp_path / "fp8")
+    name = next(name for name in reader.encodings if "down_proj" in name)
+    values = reader.encodings[name].decode_rows(read_tensor(reader, name), 0)
+    written = _stored(export(tmp_path / "fp8", tmp_path / "out", "q8_0"))["blk.0.ffn_down.weight"]
+    assert written[1] == Q8_0.encode(values).numpy().tobytes()
+
+
+def _stored(file: Path) -> dict[str, tuple[GgufTensor, bytes]]:
+    data = file.read_bytes()
+    tensors = read_head(file).tensors
+    return {name: (each, data[each.offset : each.offset + each.nbytes]) for name, each in tensors.items()}
+
+
+def test_norms_and_routers_are_fp32_and_rows_that_are_no_blocks_fp16(tmp_path: Path) -> None:
+    published = source(tmp_path / "hf", "qwen3-moe", **FAMILIES["qwen3-moe"], moe_intermediate_size=48)
+    stored = _stored(export(published, tmp_path / "out", "q8_0"))
+    kinds = {name.removeprefix("blk.0."): tensor.format.name for name, (tensor, _) in stored.items()}
+    expected = {"attn_norm.weight": "F32", "ffn_gate_inp.weight": "F32", "ffn_down_exps.weight": "F16"}
+    assert {name: kinds[name] for name in expected} == expected and "Q8_0" in kinds.values()
+
+
+def test_q8_0_is_an_fp16_scale_and_32_bytes() -> None:
+    values = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).double()
+    values[0, :32], values[1, :32] = 0.0, torch.arange(32) * 63.5 / 31  # a block of zeros; halves
+    values[1, 0] = -127.0
+    blocks = Q8_0.encode(values.float()).numpy().reshape(12, 34)
+    for block, row in zip(blocks, values.view(12, 32).numpy(), strict=True):
+        scale = np.float32(abs(row).max()) / np.float32(127)
+        assert block[:2].view(np.float16)[0] == np.float16(scale)
+        scaled = row.astype(np.float32) * (np.float32(1) / scale) if scale else row * 0
+        assert block[2:].view(np.int8).tolist() == [int(each + (0.5 if each > 0 else -0.5)) for each in scaled.tolist()]
+
+
+def test_q4_0_makes_minus_8_of_the_largest_magnitude() -> None:
+    values = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+    for block, row in zip(Q4_0.encode(values).numpy(), values.tolist(), strict=True):
+        scale = np.float32(max(row, key=abs)) / np.float32(-8)
+        assert block[:2].view(np.float16)[0] == np.float16(scale)
+        codes = [min(15, int(np.float32(each) * (np.float32(1) / scale) + np.float32(8.5))) for each in row]
+        assert block[2:].tolist() == [low | high << 4 for low, high in zip(codes[:16], codes[16:], strict=True)]
+
+
+def test_the_metadata_says_where_the_model_is_from_and_how_it_is_sampled(tmp_path: Path) -> None:
+    published = source(tmp_path / "hf")
+    (published / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "top_k": 20, "top_p": None}))
+    file = export(published, tmp_path / "out", base_model="ORG/Name-1B")
+    said = {key: value for key, value in read_head(file).metadata.items() if key.startswith("general.")}
+    assert said == {
+        "general.architecture": "llama",
+        "general.type": "model",
+        "general.sampling.temp": 0.5,
+        "general.sampling.top_k": 20,
+        "general.name": "Name-1B",
+        "general.size_label": said["general.size_label"],
+        "general.base_model.count": 1,
+        "general.base_model.0.name": "Name-1B",
+        "general.base_model.0.organization": "ORG",
+        "general.base_model.0.repo_url": "https://huggingface.co/ORG/Name-1B",
+        "general.file_type": 32,
+        "general.quantization_version": 2,
+    }
+    assert said["general.size_label"].endswith("K")
+
+
+KILLED = """
+import os, signal, sys
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion import command, convert, worker
+convert.SYNC_EVERY = 10_000
+calls, write = 0, worker.write_rows
+def counted(*arguments):
+    global calls
+    calls += 1
+    if calls == 12:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(*arguments)
+worker.write_rows = counted
+command.execute(plan_command(Request.export(sys.argv[1], sys.argv[2], "llama.cpp", "q8_0")), workers=1)
+"""
+
+
+def test_a_kill_leaves_nothing_that_looks_complete_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    published = source(tmp_path / "hf")
+    expected = export(published, tmp_path / "whole" / "out", "q8_0")
+    command = [sys.executable, "-c", KILLED, published, tmp_path / "out"]
+    killed = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL and not (tmp_path / "out").exists()
+    assert export(published, tmp_path / "out", "q8_0").read_bytes() == expected.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "what"),
+    [
+        ("olmoe", {}, "`olmoe` is not among the models"),
+        ("qwen3-moe", SPARSE | {"norm_topk_prob": False}, "moe.pre_softmax"),
+        ("gemma2", {"query_pre_attn_scalar": 100}, "query_pre_attn_scalar 100"),
+        ("llama-3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+    ],
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused_before_anything_is_written(
+    tmp_path: Path, family: str, changes: dict[str, Any], what: str
+) -> None:
+    published = source(tmp_path / "hf", family, **changes)
+    with pytest.raises(UnknownArchitecture, match=what):
+        export(published, tmp_path / "out")
+    assert [*tmp_path.iterdir()] == [published]
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "w4a16"])
+def test_a_scheme_of_engines_is_refused_with_what_there_is(tmp_path: Path, scheme: Any) -> None:
+    with pytest.raises(RecipeError, match="llama.cpp does not read"):
+        Request.export(tmp_path, tmp_path / "out", LLAMA_CPP, scheme)
+    with pytest.raises(RecipeError, match="is for llama.cpp"):
+        Request.export(tmp_path, tmp_path / "out", "vllm", "q8_0")
+
+
+@pytest.mark.parametrize("options", [{"ranks": 2}, {"kv_cache": "fp8"}, {"keep_misfits": True}, {"include": ("a",)}])
+def test_options_of_engines_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match="Leave|do not apply|choose"):
+        Request.export(tmp_path, tmp_path / "out", LLAMA_CPP, **options)
+
+
+def test_a_file_as_the_destination_is_refused_with_the_name_of_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="an export is a folder"):
+        Request.export(tmp_path, tmp_path / "model.gguf", LLAMA_CPP)
+
+
+def test_nan_and_numbers_beyond_fp16_are_refused(tmp_path: Path) -> None:
+    for number, scheme, what in (
+        (float("nan"), "q8_0", "NaN"),
+        (1e6, "f16", "too large"),
+        (1e8, "q8_0", "no number beyond"),
+    ):
+        model = pico.make("llama-3", vocab_size=SIZE, dtype=torch.bfloat16)
+        model.model.layers[0].mlp.up_proj.weight.data[0, 0] = number
+        model.save_pretrained(tmp_path / f"{number}-{scheme}")
+        gguf_tokenizers.byte_level(QWEN2).save_pretrained(tmp_path / f"{number}-{scheme}")
+        with pytest.raises(PrecisionError, match=what):
+            export(tmp_path / f"{number}-{scheme}", tmp_path / f"out-{number}-{scheme}", scheme)
