@@ -2,7 +2,12 @@
 
 import os
 import subprocess
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
 
 SCRIPT = Path(__file__).with_name("vllm_load.py")
 
@@ -16,3 +21,34 @@ def load_in_vllm(python: Path, *directories: Path) -> None:
 def out_of(directory: Path) -> Path:
     """What vLLM made of a directory: its parameters; beside it, with `.error`, why it made nothing."""
     return directory.with_name(f"{directory.name}.out")
+
+
+COMPUTED = ("A_log", "inv_freq", "act_fn.beta", "act_fn.eps")
+"""Tensors of which vLLM keeps another function, or buffers."""
+
+
+def left_out_of(directory: Path, stored: Mapping[str, torch.Tensor]) -> list[str]:
+    """The stored tensors that are not found in vLLM's parameters. Names are not compared: vLLM maps and fuses them."""
+    out = out_of(directory)
+    failure = out.with_name(f"{out.name}.error")
+    assert not failure.is_file(), failure.read_text()
+    parameters: dict[torch.dtype, set[bytes]] = defaultdict(set)
+    for tensor in load_file(out).values():
+        parameters[tensor.dtype] |= _rows(tensor)
+    return [name for name, tensor in stored.items() if not name.endswith(COMPUTED) and not _holds(parameters, tensor)]
+
+
+def _holds(parameters: Mapping[torch.dtype, set[bytes]], tensor: torch.Tensor) -> bool:
+    """Whether the rows of a tensor, or its columns, are rows of them: their bytes, or their numbers in FP32 or BF16.
+    vLLM puts tensors one after the other, and the rows of some in another order."""
+    exact = tensor.dtype in (torch.float8_e4m3fn, torch.uint8)
+    return any(
+        _rows(turned.to(dtype)) <= parameters.get(dtype, set())
+        for dtype in ((tensor.dtype,) if exact else (torch.bfloat16, torch.float32))
+        for turned in ((tensor, tensor.transpose(-1, -2)) if tensor.ndim > 1 else (tensor,))
+    )
+
+
+def _rows(tensor: torch.Tensor) -> set[bytes]:
+    whole = tensor.reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else 1)
+    return {row.numpy().tobytes() for row in whole.flatten().view(torch.uint8).view(len(whole), -1)}

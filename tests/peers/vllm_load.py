@@ -9,6 +9,7 @@ import tempfile
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torchvision_operators  # noqa: F401
@@ -43,6 +44,7 @@ from vllm.model_executor.layers.quantization.quark.schemes import quark_ocp_mx
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import registry
+from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 
@@ -61,6 +63,15 @@ int8_experts.select_int8_moe_backend = lambda *_, **__: (None, None)
 int4_experts.select_wna16_moe_backend = lambda *_, **__: (WNA16MoEBackend.TRITON, None)
 fp8.init_fp8_linear_kernel = modelopt.init_mxfp8_linear_kernel = mxfp8.init_mxfp8_linear_kernel = no_kernel
 fp8.select_fp8_moe_backend = lambda *_, **__: (Fp8MoeBackend.TRITON, None)
+torch.cpu._is_avx512_supported = lambda: True  # for a cache in FP8
+backend_of = CpuPlatform.get_attn_backend_cls
+
+
+def dense_backend(backend: object, attn_selector_config: Any, **more: object) -> str:
+    return backend_of(backend, attn_selector_config._replace(use_sparse=False), **more)
+
+
+CpuPlatform.get_attn_backend_cls = staticmethod(dense_backend)
 
 registry._run_in_subprocess = lambda look: look()  # a class is looked at here, where torchvision can be imported
 
@@ -68,6 +79,7 @@ OPTIONAL = ("q_scale", "k_scale", "v_scale", "prob_scale", "zero_point")  # of t
 OPTIONAL += ("input_global_scale",)  # of experts, which have the parameter where inputs stay as they are, too
 
 SETTINGS = {"dtype": "bfloat16", "enforce_eager": True, "skip_tokenizer_init": True, "max_model_len": 64}
+SETTINGS["enable_prefix_caching"] = False  # which recurrent layers beside latent attention do not have
 
 
 def load(directory: str, out: str) -> None:
@@ -78,8 +90,9 @@ def load(directory: str, out: str) -> None:
         with set_default_torch_dtype(torch.bfloat16):
             model = initialize_model(vllm_config=config)
         loaded = model.load_weights(DefaultModelLoader(config.load_config).get_all_weights(config.model_config, model))
-    parameters = dict(model.named_parameters())
-    silent = [name for name in parameters if name not in loaded and not name.endswith(OPTIONAL)]
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # some have two names
+    filled = {id(parameters[name]) for name in loaded if name in parameters}
+    silent = [name for name, each in parameters.items() if id(each) not in filled and not name.endswith(OPTIONAL)]
     assert not silent, f"vLLM was given nothing for {silent}"
     tensors = {name: parameters[name].detach().contiguous() for name in loaded if name in parameters}
     caches = {module.kv_cache_dtype for module in model.modules() if hasattr(module, "kv_cache_dtype")}
