@@ -180,8 +180,10 @@ WHOLE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
 LINEARS = {f"{each}_proj" for each in ("q", "k", "v", "gate", "o", "up", "down")}
 
 
-@pytest.mark.parametrize("target", ["vllm", "sglang", "transformers"])
-@pytest.mark.parametrize("kind", ["muse_glimmer", "muse_spark"])
+TAKEN = [*(("muse_glimmer", target) for target in ("vllm", "sglang", "transformers")), ("muse_spark", "transformers")]
+
+
+@pytest.mark.parametrize(("kind", "target"), TAKEN)
 def test_an_export_of_the_wrapper_is_what_the_engine_takes(kind: str, target: str, tmp_path: Path) -> None:
     """Without codes of Spark's experts and of the projections around them."""
     all_experts = {"num_experts_per_tok": 8} if kind == "muse_spark" else {}  # none is chosen by a hair's breadth
@@ -203,6 +205,16 @@ def test_an_export_of_the_wrapper_is_what_the_engine_takes(kind: str, target: st
         with torch.no_grad():
             expected, found = theirs(tokens).logits.float(), loaded(tokens).logits.float()
         assert (expected - found).norm() < 0.3 * expected.norm()
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang"])
+def test_engines_that_load_no_codes_of_spark_but_modelopts_get_none(target: str, tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "muse_spark", dtype=torch.bfloat16, **WHOLE)
+    with pytest.raises(PrecisionError, match="computes no codes of a muse_spark: of this model it loads values"):
+        carry_out(Request.export(tmp_path / "hf", tmp_path / "out", target, "dynamic"))
+    carry_out(Request.export(tmp_path / "hf", tmp_path / "fp8", "transformers", "dynamic"))
+    found = check(open_checkpoint(tmp_path / "fp8"), engine_named(target))
+    assert "codes in a muse_spark" in [each.what for each in found if each.rule.fatal]
 
 
 def test_sglang_lacks_words_of_glimmer_that_its_config_asks_for(tmp_path: Path) -> None:

@@ -162,6 +162,10 @@ ENGINE = Engine(
             "it asks for the linears of towers by none of their names, or by a part, so no list keeps them in BF16",
             "SGLang 0.5.23 models/qwen3_omni_moe.py Qwen3OmniMoeAudioEncoder, Qwen3OmniMoeVisionEncoder",
         ),
+        "muse_spark": EngineRule(
+            "of this model it loads values, and of codes ModelOpt's NVFP4 of experts alone",
+            "SGLang 0.5.23 models/muse_spark.py MuseSparkTextForCausalLM",
+        ),
     },
     no_class=dict.fromkeys(
         ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),

@@ -196,6 +196,12 @@ ENGINE = Engine(
             ),
         ),
     },
+    no_codes={
+        "muse_spark": EngineRule(
+            "of this model it loads values, and of codes ModelOpt's NVFP4 alone",
+            "vLLM 0.33 models/muse_spark/nvidia/model.py supported_quantization_configs",
+        ),
+    },
     demands={
         without_scale_of_inputs(fuses=True): EngineRule(
             TAKES_WHAT_MEMORY_HOLDS,
