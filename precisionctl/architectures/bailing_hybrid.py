@@ -22,10 +22,10 @@ from precisionctl.architectures.config_keys import (
     size,
 )
 from precisionctl.architectures.config_layers import all_but_every, listed_layers
-from precisionctl.architectures.deepseek_keys import SHARED_EXPERT_SIZE
+from precisionctl.architectures.deepseek_keys import SHARED_EXPERT_SIZE, experts_by_list
 from precisionctl.architectures.deepseek_rows import LATENT_ATTENTION, ROUTING, prediction
 from precisionctl.architectures.delta_net_keys import KINDS, write_layers
-from precisionctl.architectures.kda_keys import common, sparse_layers
+from precisionctl.architectures.kda_keys import common
 from precisionctl.architectures.kda_rows import either, in_memory, kda
 from precisionctl.architectures.llama_rows import (
     EMBEDDING,
@@ -163,7 +163,7 @@ ARCHITECTURE = Architecture(
         ),
         Only("no_kda_lora", True),
         Only("use_kda_lora", False),
-        sparse_layers(dense=2),
+        experts_by_list(dense=2, key="first_k_dense_replace"),
         SHARED_EXPERT_SIZE,
         Rule(_LIMITS, _read_limits),
         Only("group_norm_size", 1),

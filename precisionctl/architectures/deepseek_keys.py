@@ -99,21 +99,25 @@ def experts(shared: int | None, dense: int) -> tuple[Entry, ...]:
 _MLPS = {"dense": False, "sparse": True}
 
 
-def experts_by_list(dense: int, key: str = "") -> Rule:
+def experts_by_list(dense: int, key: str = "", *, reads_key: bool = True) -> Rule:
     """Which layers have experts, as `mlp_layer_types` lists them; without it, all but the first ones: as many as `key`
-    says, else `dense`."""
+    says, else `dense`. Engines go by `key`, which is written where it says the same; classes that pass over it
+    (`reads_key=False`) take `dense`."""
 
     def read(config: Config, where: object) -> Fields:
         listed = listed_layers(config, _MLPS, where, "mlp_layer_types")
         if listed is None:
-            first = config.get(key, dense)
+            first = config.get(key, dense) if reads_key else dense
             check_count(first, key, LARGEST)
             return {"moe.layer_freq": tuple(layer >= first for layer in range(layers(config, where)))}
         return {"moe.layer_freq": tuple(listed)}
 
     def write(model: ModelShape) -> Config:
         numbers = range(model.num_layers)
-        return {"mlp_layer_types": ["sparse" if model.has_experts(layer) else "dense" for layer in numbers]}
+        types = ["sparse" if model.has_experts(layer) else "dense" for layer in numbers]
+        first = types.count("dense")
+        leading = {key: first} if key and "dense" not in types[first:] else {}
+        return {"mlp_layer_types": types, **leading}
 
     return Rule(("mlp_layer_types", *((key,) if key else ())), read, write)
 

@@ -23,6 +23,7 @@ ROWS = (*decoder(INDEXED_ATTENTION), *prediction(INDEXED_ATTENTION))
 COMMON: tuple[Entry, ...] = (
     *experts_of_a_layer(shared=1),
     experts_by_list(dense=3, key="first_k_dense_replace"),
+    Only("moe_layer_freq", 1),
     *SIGMOID,
     Only("norm_topk_prob", True),
     Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),

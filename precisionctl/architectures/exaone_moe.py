@@ -40,6 +40,11 @@ def _write_prediction(model: ModelShape) -> Config:
     return {"num_nextn_predict_layers": model.mtp_num_layers}
 
 
+def _write_experts(model: ModelShape) -> Config:
+    """By which SGLang goes."""
+    return {"is_moe_layer": [model.has_experts(layer) for layer in range(model.num_layers)]}
+
+
 ARCHITECTURE = Architecture(
     model_types={"exaone_moe": "ExaoneMoeForCausalLM"},
     behind={"gate": "experts"},
@@ -57,6 +62,7 @@ ARCHITECTURE = Architecture(
         Key("moe.ffn_hidden_size", "moe_intermediate_size"),
         shared_experts("num_shared_experts", 1),
         experts_by_list(dense=1, key="first_k_dense_replace"),
+        Rule(("is_moe_layer",), lambda config, where: {}, _write_experts),
         Only("scoring_func", "sigmoid", "moe.score_function", "sigmoid"),
         Always("moe.expert_bias", True),
         Only("norm_topk_prob", True),

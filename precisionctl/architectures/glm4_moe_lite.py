@@ -25,7 +25,7 @@ ARCHITECTURE = Architecture(
         *latent_attention(768),
         ROTATED_HEAD,
         *experts_of_a_layer(shared=1),
-        experts_by_list(dense=1),
+        experts_by_list(dense=1, key="first_k_dense_replace", reads_key=False),
         *SIGMOID,
         Only("norm_topk_prob", True),
         groups(1, 1),

@@ -25,7 +25,6 @@ from precisionctl.architectures.deepseek_keys import (
 from precisionctl.architectures.deepseek_rows import INDEXED_ATTENTION, MTP_ALIASES, POOLED_KEYS, ROUTING, prediction
 from precisionctl.architectures.glm_moe_dsa import INDEXERS
 from precisionctl.architectures.hyper_connection_rows import hyper_connection
-from precisionctl.architectures.kda_keys import sparse_layers
 from precisionctl.architectures.kda_rows import either, in_memory, kda
 from precisionctl.architectures.llama_rows import MLP, MLP_NORM, SEPARATE_NORM, model_rows
 from precisionctl.architectures.moe_rows import EXPERTS, MOE_NORM
@@ -64,7 +63,7 @@ _BOUND, _BESIDE_BOUND = "gate_lower_bound", "linear_lower_bound"
 _LISTS = ("kda_layers", "full_attn_layers")
 _UNLISTED = all_but_every(4)
 _DENSE = "first_k_dense_replace"
-_LISTED = experts_by_list(dense=3)
+_LISTED = experts_by_list(dense=3, key=_DENSE, reads_key=False)
 
 
 def _read_kda(config: Config, where: object) -> Fields:
@@ -169,9 +168,13 @@ ARCHITECTURE = Architecture(
         Rule(("num_key_value_heads",), _read_groups),
         Only("qk_rope_head_dim", 0),
         Only("mla_use_nope", True),
-        Rule((), lambda config, where: {"rope_layers": (False,) * layers(config, where)}),
+        Rule(  # nothing turns, and vLLM asks how
+            ("indexer_rope_interleave",),
+            lambda config, where: {"rope_layers": (False,) * layers(config, where)},
+            lambda model: {"indexer_rope_interleave": True},
+        ),
         *experts_of_a_layer(shared=1),
-        Rule((*_LISTED.keys, _DENSE), _read_experts, sparse_layers(dense=3).write),
+        Rule(_LISTED.keys, _read_experts, _LISTED.write),
         *SIGMOID,
         Only("norm_topk_prob", True),
         groups(1, 1),

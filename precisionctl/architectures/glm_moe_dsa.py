@@ -33,6 +33,12 @@ def write_indexers(model: ModelShape) -> Config:
     return {"indexer_types": ["full" if indexed else "shared" for indexed in model.dsa.layers]} if model.dsa else {}
 
 
+def _write_layers(model: ModelShape) -> Config:
+    """By words and, for vLLM, by letters."""
+    said = write_indexers(model)
+    return {**said, "index_topk_pattern": "".join(word[0].upper() for word in said.get("indexer_types", ()))}
+
+
 INDEXERS = Rule(
     ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"), _read_layers, write_indexers
 )
@@ -47,7 +53,7 @@ ARCHITECTURE = Architecture(
         *COMMON,
         Key("dsa.n_heads", "index_n_heads", 32),
         Only("indexer_rope_interleave", True, "dsa.rope_interleaved", True),
-        INDEXERS,
+        Rule(INDEXERS.keys, INDEXERS.read, _write_layers),
         groups(1, 1),
         Key("norm_epsilon", "rms_norm_eps", 1e-5),
     ),

@@ -36,7 +36,7 @@ _PUBLISHED = {
 _IN_MEMORY = {"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"}
 _EITHER = (Either(renamed(_ROUTING, _PUBLISHED), renamed(_ROUTING, _IN_MEMORY), second_is="in memory"),)
 
-_LAYERS = experts_by_list(dense=1)
+_LAYERS = experts_by_list(dense=1, key="first_k_dense_replace", reads_key=False)
 _SIZE = Synonyms({"expert_hidden_dim": "moe_intermediate_size"})
 
 
@@ -47,12 +47,6 @@ def _read_layers(config: Config, where: object) -> Fields:
         what = f"first_k_dense_replace is {shown(said)}, and transformers takes other layers for dense ones"
         raise DamagedCheckpoint(what, where=where, do="Say in mlp_layer_types which layers are `dense` and `sparse`.")
     return fields
-
-
-def _write_layers(model: ModelShape) -> Config:
-    with_experts = [model.has_experts(layer) for layer in range(model.num_layers)]
-    dense = with_experts.count(False)
-    return {**_LAYERS.write(model), **({} if any(with_experts[:dense]) else {"first_k_dense_replace": dense})}
 
 
 def _write_size(model: ModelShape) -> Config:
@@ -74,7 +68,7 @@ ARCHITECTURE = Architecture(
         Key("moe.ffn_hidden_size", "moe_intermediate_size"),
         Rule(_SIZE.keys, _SIZE.read, _write_size),
         shared_experts("num_shared_experts", 1),
-        Rule((*_LAYERS.keys, "first_k_dense_replace"), _read_layers, _write_layers),
+        Rule(_LAYERS.keys, _read_layers, _LAYERS.write),
         Only("moe_router_use_sigmoid", True, "moe.score_function", "sigmoid"),
         Only("moe_router_enable_expert_bias", True, "moe.expert_bias", True),
         Only("route_norm", True),

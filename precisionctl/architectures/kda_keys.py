@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 
-from precisionctl.architectures.config_keys import Config, Entry, Key, Only, Reworded, Rule, reworded
+from precisionctl.architectures.config_keys import Config, Entry, Key, Only, Reworded, reworded
 from precisionctl.architectures.config_layers import numbered_layers
 from precisionctl.architectures.deepseek_keys import (
     SIGMOID,
-    experts_by_list,
     groups,
     latent_attention,
     shared_experts,
@@ -60,16 +59,3 @@ def layer_lists(model: ModelShape) -> Config:
     numbers = range(1, model.num_layers + 1)
     kinds = ([layer for layer in numbers if model.has_delta_net(layer - 1) is kind] for kind in (True, False))
     return dict(zip(LISTS, kinds, strict=True))
-
-
-def sparse_layers(dense: int) -> Rule:
-    """Which layers have experts; without a list, all but the first ones: `dense` of them where no key says how many.
-    Engines look for that number alone."""
-    key = "first_k_dense_replace"
-    listed = experts_by_list(dense, key)
-
-    def write(model: ModelShape) -> Config:
-        without = [layer for layer in range(model.num_layers) if not model.has_experts(layer)]
-        return {**listed.write(model), **({key: len(without)} if without == [*range(len(without))] else {})}
-
-    return Rule(listed.keys, listed.read, write)

@@ -22,9 +22,9 @@ from precisionctl.architectures.config_keys import (
     layers,
     size,
 )
-from precisionctl.architectures.deepseek_keys import groups, latent_attention, shared_experts
+from precisionctl.architectures.deepseek_keys import experts_by_list, groups, latent_attention, shared_experts
 from precisionctl.architectures.deepseek_rows import ROUTING
-from precisionctl.architectures.kda_keys import LISTS, layer_lists, shared_out, sparse_layers
+from precisionctl.architectures.kda_keys import LISTS, layer_lists, shared_out
 from precisionctl.architectures.llama_rows import MLP, SEPARATE_NORM, model_rows
 from precisionctl.architectures.moe_rows import experts
 from precisionctl.architectures.param_map import Architecture, Either, Row
@@ -228,7 +228,7 @@ ARCHITECTURE = Architecture(
         Key("moe.ffn_hidden_size", "moe_intermediate_size"),
         Key("moe.latent_size", "routed_expert_hidden_size"),
         shared_experts("num_shared_experts", 0),
-        sparse_layers(dense=0),
+        experts_by_list(dense=0, key="first_k_dense_replace"),
         Reworded(groups(1, 1), {"n_group": "num_expert_group"}, published=True),
         Only("moe_router_activation_func", "sigmoid", "moe.score_function", "sigmoid"),
         Only("topk_method", "noaux_tc", "moe.expert_bias", True),

@@ -18,9 +18,10 @@ from precisionctl.architectures.config_keys import (
     size,
 )
 from precisionctl.architectures.config_layers import listed_layers
+from precisionctl.architectures.deepseek_keys import experts_by_list
 from precisionctl.architectures.deepseek_rows import LATENT_ATTENTION, ROUTING
 from precisionctl.architectures.delta_net_keys import KINDS
-from precisionctl.architectures.kda_keys import LISTS, common, layer_lists, shared_out, sparse_layers
+from precisionctl.architectures.kda_keys import LISTS, common, layer_lists, shared_out
 from precisionctl.architectures.kda_rows import either, in_memory, kda
 from precisionctl.architectures.llama_rows import MLP, MLP_NORM, SEPARATE_NORM, model_rows
 from precisionctl.architectures.moe_rows import FUSED, MOE_NORM, experts
@@ -95,7 +96,7 @@ ARCHITECTURE = Architecture(
             ("layer_types", "linear_attn_config", *(beside for _, beside, _ in _SIZES.values())), _read_kda, _write_kda
         ),
         Rule((), lambda config, where: {"rope_layers": (False,) * layers(config, where)}),
-        sparse_layers(dense=1),
+        experts_by_list(dense=1, key="first_k_dense_replace"),
         Only("mla_use_nope", True),
         Only("moe_layer_freq", 1),
         Only("moe_router_activation_func", "sigmoid"),

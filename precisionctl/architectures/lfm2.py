@@ -141,6 +141,14 @@ COMMON: tuple[Entry, ...] = (
     ),
 )
 
+_WIDTHS = Synonyms({"block_dim": "hidden_size", "conv_dim": "hidden_size"})
+
+
+def _write_widths(model: ModelShape) -> Config:
+    """By which vLLM goes."""
+    return dict.fromkeys(_WIDTHS.keys, model.hidden_size)
+
+
 _CHANNELS = ("block_auto_adjust_ff_dim", "block_multiple_of", "block_ffn_dim_multiplier")
 
 ARCHITECTURE = Architecture(
@@ -151,7 +159,8 @@ ARCHITECTURE = Architecture(
         Key("hidden_size", "hidden_size", 2560),
         Rule(("intermediate_size", "block_ff_dim", *_CHANNELS), _read_channels, _write_channels),
         Rule(("layer_types", "full_attn_idxs"), _read_layers, write_layers),
-        Synonyms({"block_dim": "hidden_size", "conv_dim": "hidden_size", "num_heads": "num_attention_heads"}),
+        Rule(_WIDTHS.keys, _WIDTHS.read, _write_widths),
+        Synonyms({"num_heads": "num_attention_heads"}),
         Synonyms({"block_norm_eps": "norm_eps"}),
         Only("block_use_swiglu", True),
         Only("use_pos_enc", True),

@@ -32,6 +32,7 @@ from precisionctl.architectures.moe_rows import EXPERT_BIAS, MOE_NORM
 from precisionctl.architectures.olmo2 import NORM_OVER_HEADS
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import rope
+from precisionctl.model_shape import ModelShape
 
 _BIAS = "mlp.gate.e_score_correction_bias"
 _ROPE = rope(5000000.0, partial=True)
@@ -42,6 +43,10 @@ def _read_rope(config: Config, where: object) -> Fields:
         return _ROPE.read(config, where)
     share = size(config, "rotary_dim", where) / size(config, "head_dim", where)
     return _ROPE.read({"partial_rotary_factor": share} | dict(config), where)
+
+
+def _write_rope(model: ModelShape) -> Config:
+    return {**_ROPE.write(model), "rotary_dim": model.rotary_size}
 
 
 ARCHITECTURE = Architecture(
@@ -74,7 +79,7 @@ ARCHITECTURE = Architecture(
         Always("moe.score_function", "sigmoid"),
         Always("moe.expert_bias", True),
         Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        Rule((*_ROPE.keys, "rotary_dim"), _read_rope, _ROPE.write),
+        Rule((*_ROPE.keys, "rotary_dim"), _read_rope, _write_rope),
         tied(False),
     ),
     aliases=(TIED,),

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from precisionctl.architectures.afmoe import GATED_QKV
-from precisionctl.architectures.config_keys import SILU, Always, Config, Fields, Key, Rule, heads
+from precisionctl.architectures.config_keys import SILU, Always, Config, Fields, Key, Only, Rule, heads
 from precisionctl.architectures.deepseek_keys import experts_by_list
 from precisionctl.architectures.gemma_rows import POST_MLP_NORM, PRE_MLP_NORM
 from precisionctl.architectures.llama_rows import ATTENTION_NORM, MLP, PROJ, ROTARY, TIED, model_rows
@@ -106,6 +106,7 @@ ARCHITECTURE = Architecture(
         Key("moe.topk", "num_experts_per_tok", 8),
         Key("moe.ffn_hidden_size", "moe_intermediate_size", 4096),
         Key("moe.latent_size", "moe_hidden_size", 4096),
+        Only("num_shared_experts", 0),
         Always("moe.expert_norms", True),
         Always("moe.score_function", "sigmoid"),
         Always("moe.expert_bias", True),

@@ -80,6 +80,57 @@ def of_published_classes(config: Mapping[str, Any]) -> Iterator[str]:
         yield from (key for key in ("rope_scaling", "rope_theta") if config.get(key) is None)
 
 
+_OF_MIMO_V2_FLASH = (
+    *("hybrid_layer_pattern", "moe_layer_freq", "layernorm_epsilon", "sliding_window_size", "swa_num_attention_heads"),
+    *("swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim", "add_swa_attention_sink_bias", "rope_theta"),
+    *("swa_rope_theta", "partial_rotary_factor"),
+)
+IN_VLLM: Mapping[object, tuple[str, ...]] = {
+    "afmoe": ("score_func", "route_norm", "n_group", "topk_group"),
+    "deepseek_v3": ("topk_method", "scoring_func"),
+    "deepseek_v32": ("topk_method", "scoring_func", "first_k_dense_replace"),
+    "glm4_moe_lite": ("first_k_dense_replace",),
+    "glm_moe_dsa": ("topk_method", "scoring_func", "first_k_dense_replace", "indexer_rope_interleave"),
+    "hy_v3": ("first_k_dense_replace", "expert_hidden_dim", "qk_norm", "route_norm"),
+    "lfm2": ("conv_dim", "block_dim"),
+    "mimo_v2_flash": _OF_MIMO_V2_FLASH,
+    "minimax_m2": ("scoring_func", "use_routing_bias", "rotary_dim"),
+    **dict.fromkeys(("muse_spark", "muse_spark_text"), ("num_shared_experts",)),
+}
+IN_SGLANG: Mapping[object, tuple[str, ...]] = {
+    "afmoe": ("score_func",),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ("topk_method", "scoring_func", "moe_layer_freq")),
+    "deepseek_v32": ("topk_method", "scoring_func", "moe_layer_freq", "first_k_dense_replace"),
+    "exaone_moe": ("is_moe_layer",),
+    "glm4_moe_lite": ("first_k_dense_replace",),
+    "glm_moe_dsa": (
+        *("topk_method", "scoring_func", "moe_layer_freq", "first_k_dense_replace", "indexer_rope_interleave"),
+    ),
+    "hy_v3": ("first_k_dense_replace", "qk_norm", "route_norm"),
+    "mimo_v2_flash": (*_OF_MIMO_V2_FLASH, "topk_method", "scoring_func"),
+    "minimax_m2": ("scoring_func", "use_routing_bias", "use_qk_norm", "rotary_dim"),
+    **dict.fromkeys(("muse_spark", "muse_spark_text"), ("num_shared_experts",)),
+}
+"""Published keys that transformers' class does not write and the engine's model asks for, or takes for another's where
+they are missing, by `model_type`."""
+
+
+def published_by(keys: Mapping[object, tuple[str, ...]]) -> MissingKeys:
+    """Those of the config's model."""
+
+    def lacks(config: Mapping[str, Any]) -> Iterator[str]:
+        yield from (key for key in keys.get(config.get("model_type"), ()) if config.get(key) is None)
+
+    return lacks
+
+
+def of_shared_indexers(config: Mapping[str, Any]) -> Iterator[str]:
+    """What says which indexers of GLM-5 serve several layers, in another word than transformers' `indexer_types`."""
+    shared = config.get("model_type") == "glm_moe_dsa" and "shared" in (config.get("indexer_types") or ())
+    if shared and config.get("index_topk_pattern") is None and config.get("index_topk_freq") in (None, 1):
+        yield "index_topk_pattern"
+
+
 MUSE_GLIMMER = (
     *("head_dim", "hidden_activation", "rope_parameters", "layer_rope_theta", "qk_scale_factor"),
     "final_logit_softcapping",

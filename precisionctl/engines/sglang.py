@@ -41,11 +41,13 @@ from precisionctl.engines.method_rules import MethodRules
 from precisionctl.engines.model_rules import BlocksAlone
 from precisionctl.engines.required_keys import (
     GLM5_NEXT,
+    IN_SGLANG,
     MUSE_GLIMMER,
     OF_DEEPSEEK_V4,
     of_hy_v4,
     of_models,
     of_published_classes,
+    published_by,
 )
 from precisionctl.engines.rule import EngineRule
 from precisionctl.engines.serving import FUSED, INDEXED, LATENT
@@ -259,9 +261,10 @@ ENGINE = Engine(
         ),
     },
     keys={
-        of_models(("deepseek_v2", "deepseek_v3"), "topk_method", "scoring_func", "moe_layer_freq"): EngineRule(
-            "its model asks the config for these keys, which have no defaults",
-            "SGLang 0.5.23 models/deepseek_v2.py DeepseekV2MoE, DeepseekV2DecoderLayer",
+        published_by(IN_SGLANG): EngineRule(
+            "its model asks the config for published words, and takes those of another model for some that are missing",
+            "SGLang 0.5.23 models/afmoe.py, deepseek_v2.py, exaone_moe.py, glm4_moe_lite.py, hunyuan_v3.py, "
+            "mimo_v2.py, minimax_m2.py, muse_spark.py",
         ),
         of_models(("deepseek_v4",), *OF_DEEPSEEK_V4): EngineRule(
             "its model asks the config for these keys, whose defaults are of another model",

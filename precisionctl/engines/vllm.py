@@ -37,11 +37,14 @@ from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype, RowsMoved
 from precisionctl.engines.quark_rules import quark_channels_in_columns, quark_keys_unsaid
 from precisionctl.engines.required_keys import (
     GLM5_NEXT,
+    IN_VLLM,
     OF_DEEPSEEK_V4,
     of_hy_v4,
     of_minimax_m3,
     of_models,
     of_published_classes,
+    of_shared_indexers,
+    published_by,
 )
 from precisionctl.engines.rule import EngineRule
 from precisionctl.engines.serving import FUSED, LATENT
@@ -296,9 +299,13 @@ ENGINE = Engine(
         ),
     },
     keys={
-        of_models(("deepseek_v3",), "topk_method", "scoring_func"): EngineRule(
-            "it knows no bias of the router without topk_method, and takes softmax for scoring_func",
-            "vLLM 0.33 models/deepseek_v2.py DeepseekV2MoE",
+        published_by(IN_VLLM): EngineRule(
+            "its model asks the config for published words, and takes those of another model for some that are missing",
+            "vLLM 0.33 models/afmoe.py, deepseek_v2.py, glm4_moe_lite.py, hy_v3.py, lfm2.py, mimo_v2.py, "
+            "minimax_m2.py, transformers_utils/configs/muse_spark.py",
+        ),
+        of_shared_indexers: EngineRule(
+            "without it every layer has an indexer", "vLLM 0.33 models/deepseek_v32/attention.py"
         ),
         of_models(("deepseek_v4",), *OF_DEEPSEEK_V4): EngineRule(
             "its model asks the config for these keys, which have no defaults",
@@ -313,9 +320,12 @@ ENGINE = Engine(
             "keys",
             "vLLM models/hy_v4/nvidia/attention.py HYV4MLAAttention, models/hy_v4/nvidia/model.py",
         ),
-        of_models(GLM5_NEXT, "linear_attn_config", "mhc", "mla_use_nope", "topk_method", "scoring_func"): EngineRule(
+        of_models(
+            GLM5_NEXT,
+            *("linear_attn_config", "mhc", "mla_use_nope", "topk_method", "scoring_func", "indexer_rope_interleave"),
+        ): EngineRule(
             "its model asks the config for these keys, which have no defaults",
-            "vLLM models/glm5next/common/model.py, transformers_utils/configs/glm5_next.py",
+            "vLLM models/glm5next/common/model.py, models/glm5next/common/attention.py",
         ),
         of_minimax_m3: EngineRule(
             "its config takes the released model's layers, indexers and rotation where the published words do not say "

@@ -15,11 +15,19 @@ import pytest
 
 from precisionctl.engines.config_groups import Targets
 from precisionctl.engines.ignore_lists import BY_END_OR_REGEX
+from precisionctl.engines.required_keys import IN_SGLANG
 from precisionctl.engines.serving import FUSED, LATENT
 
 WHEEL = "sglang==0.5.23"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "gpt_oss", "gpt2", "gpt_j")
-MODELS = (*FAMILIES, "gemma2", "gemma3_causal")
+NEWER = (
+    *("afmoe", "exaone4", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hunyuan_v3", "hunyuan_v4", "laguna", "lfm2"),
+    *("lfm2_moe", "mimo_v2", "minimax_m2", "muse_glimmer", "muse_spark", "nemotron_h"),
+)
+MODELS = (*FAMILIES, *NEWER, "gemma2", "gemma3_causal")
+FILES = {"hy_v3": "hunyuan_v3", "mimo_v2_flash": "mimo_v2", "muse_spark_text": "muse_spark"}
+FILES |= dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), "deepseek_v2")
+"""Of models whose file has another name."""
 TARGETS = "sglang/srt/layers/quantization/compressed_tensors/utils.py"
 KNOWN = {*FUSED, LATENT}
 
@@ -68,6 +76,18 @@ def test_every_group_is_known(sources: dict[str, ast.Module]) -> None:
     for name, module in sources.items():
         assert groups(module) | loaded_together(module) <= KNOWN, name
     assert ("q_proj", "k_proj", "v_proj") in loaded_together(sources["mixtral"])
+
+
+def test_the_published_words_that_config_json_must_have_are_asked_for(sources: dict[str, ast.Module]) -> None:
+    for model_type, keys in IN_SGLANG.items():
+        module = sources[FILES.get(str(model_type), str(model_type))]
+        asked = {node.attr for node in ast.walk(module) if isinstance(node, ast.Attribute)}
+        asked |= {str(node.value) for node in ast.walk(module) if isinstance(node, ast.Constant)}
+        assert asked >= {*keys}, model_type
+
+
+def test_no_codes_of_muse_spark_are_loaded_but_modelopts(sources: dict[str, ast.Module]) -> None:
+    assert "Only BF16, serialized ModelOpt NVFP4 and AutoGPTQ int4 are supported" in ast.unparse(sources["muse_spark"])
 
 
 class QKVParallelLinear:

@@ -1,0 +1,69 @@
+"""Families of the last releases, and those of which vLLM asks for words that transformers does not write, in vLLM's own
+config parser and weight loader: every stored tensor is found in its parameters, codes as the same codes."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import any_models
+import environments
+import pico
+import pytest
+import tiny_wrappers
+import torch
+from in_vllm import left_out_of, load_in_vllm, out_of
+
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.engines.base import engine_named
+from precisionctl.verify.engine_rules import check
+
+FAMILIES: Mapping[str, dict[str, Any]] = {
+    **dict.fromkeys(("afmoe", "deepseek-v3.2", "exaone-moe", "glm-moe-dsa", "hy-v3", "hy4", "lfm2-moe"), {}),
+    **dict.fromkeys(("mellum", "mimo-v2-flash", "minimax-m2", "mistral4", "muse-glimmer"), {}),
+    "lfm2": {"tie_word_embeddings": True},  # vLLM knows no other
+    "glm4-moe-lite": {"mlp_layer_types": ["dense", "sparse", "sparse"]},  # others vLLM does not know
+}
+WRAPPERS: Mapping[str, dict[str, Any]] = {
+    "exaone4_5": {},
+    "glm5_next": {"indexer_types": ["full"] * 4},  # vLLM has one in every layer
+    "muse_glimmer": {},
+    "qwen3_5_moe": {
+        "rope_parameters": tiny_wrappers.MROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.25}
+    },
+}
+"""With what vLLM and transformers' class both compute; Kimi K3, Flint and Qwen4-Exp ask for a GPU's packages."""
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root, made = tmp_path_factory.mktemp("vllm"), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(any_models.SMALL, "merge_size", 1)  # vLLM compares a projector with the tower before it
+        for kinds, save in ((FAMILIES, pico.save), (WRAPPERS, tiny_wrappers.save)):
+            for kind, changes in kinds.items():
+                save(root / kind, kind, dtype=torch.bfloat16, **changes)
+                made[kind] = root / f"{kind}-fp8"
+                any_models.export(root / kind, made[kind], keep_misfits=True)
+        tiny_wrappers.save(root / "spark", "muse_spark", dtype=torch.bfloat16)
+        made["muse_spark"] = root / "spark-fp8"
+        any_models.export(root / "spark", made["muse_spark"], target="transformers", keep_misfits=True)
+        config = json.loads((made["muse_spark"] / "config.json").read_text())
+        config["text_config"]["num_shared_experts"] = 0
+        (made["muse_spark"] / "config.json").write_text(json.dumps(config))
+    load_in_vllm(environments.vllm(), *made.values())
+    return made
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, *WRAPPERS])
+def test_vllm_holds_every_tensor_of_an_export(exports: dict[str, Path], kind: str) -> None:
+    stored = any_models.stored(exports[kind])
+    assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values()) > 0
+    assert left_out_of(exports[kind], stored) == []
+
+
+def test_vllm_loads_no_codes_of_muse_spark_but_modelopts(exports: dict[str, Path]) -> None:
+    error = out_of(exports["muse_spark"]).with_name(f"{out_of(exports['muse_spark']).name}.error").read_text()
+    assert "only supports NVFP4" in error
+    found = check(open_checkpoint(exports["muse_spark"]), engine_named("vllm"))
+    assert "codes in a muse_spark" in [each.what for each in found if each.rule.fatal]

@@ -1,0 +1,68 @@
+"""Published words that engines ask config.json for and transformers does not write: exports say them, and `verify`
+finds where they are missing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pico
+import pytest
+import torch
+from transformers import AutoConfig
+
+from precisionctl.architectures.families import from_hf_config, to_hf_config
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
+from precisionctl.engines.base import engines
+
+ENGINES = engines()
+
+_OF_MIMO = {
+    "hybrid_layer_pattern": [0, 1, 0],
+    "moe_layer_freq": [0, 0, 1],
+    "sliding_window_size": 7,
+    "swa_head_dim": 48,
+}
+SAID: dict[tuple[str, str], dict[str, Any]] = {
+    ("vllm", "afmoe"): {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    ("sglang", "afmoe"): {"score_func": "sigmoid"},
+    ("vllm", "deepseek-v3.2"): {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "first_k_dense_replace": 1},
+    ("sglang", "exaone-moe"): {"is_moe_layer": [False, True, True, True]},
+    ("vllm", "glm-moe-dsa"): {"indexer_rope_interleave": True, "index_topk_pattern": "FSF", "topk_method": "noaux_tc"},
+    ("sglang", "glm-moe-dsa"): {"indexer_rope_interleave": True, "moe_layer_freq": 1, "scoring_func": "sigmoid"},
+    ("vllm", "hy-v3"): {"first_k_dense_replace": 1, "expert_hidden_dim": 32, "qk_norm": True, "route_norm": True},
+    ("sglang", "hy-v3"): {"first_k_dense_replace": 1, "qk_norm": True, "route_norm": True},
+    ("vllm", "lfm2"): {"conv_dim": 64, "block_dim": 64},
+    ("vllm", "mimo-v2-flash"): _OF_MIMO,
+    ("sglang", "mimo-v2-flash"): _OF_MIMO | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    ("vllm", "minimax-m2"): {"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 8},
+    ("sglang", "minimax-m2"): {"scoring_func": "sigmoid", "use_qk_norm": True, "rotary_dim": 8},
+}
+"""What the classes of vLLM 0.33 and SGLang 0.5.23 ask config.json for, or take another model's without."""
+
+
+@pytest.mark.parametrize(("target", "family"), [case for case in SAID if case[1] not in pico.ABSENT])
+def test_an_export_says_what_the_engine_asks_for_and_transformers_does_not_write(
+    target: str, family: str, tmp_path: Path
+) -> None:
+    said, file = SAID[target, family], tmp_path / "source" / "config.json"
+    pico.save(file.parent, family, dtype=torch.bfloat16)
+    saved = {key: value for key, value in json.loads(file.read_text()).items() if key not in said}
+    file.write_text(json.dumps(saved))
+    assert {*ENGINES[target].lacks(saved)} >= said.keys()
+    request = Request.export(file.parent, tmp_path / "out", target, "dynamic", keep_misfits=True)
+    execute(plan_command(request))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key: config[key] for key in said} == said and ENGINES[target].lacks(config) == []
+
+
+@pytest.mark.parametrize("family", [each for each in ("glm4-moe-lite", "muse-spark") if each not in pico.ABSENT])
+def test_so_does_a_config_that_a_table_writes(family: str) -> None:
+    said = {"num_shared_experts": 0} if family == "muse-spark" else {"first_k_dense_replace": 1}
+    layers = {"mlp_layer_types": ["dense", "sparse"], "num_hidden_layers": 2}
+    described = AutoConfig.for_model(**pico.settings(family) | layers).to_dict()
+    config = to_hf_config(from_hf_config(described), "bfloat16")
+    for target in ("vllm", "sglang"):
+        assert {key: config[key] for key in said} == said and ENGINES[target].lacks(config) == []
+        assert ENGINES[target].lacks({key: value for key, value in config.items() if key not in said}) == [*said]
