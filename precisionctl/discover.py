@@ -35,6 +35,7 @@ def discover_names(
     return found
 
 
+@cache
 def _own(package: ModuleType, attribute: str) -> list[Any]:
     names = sorted(info.name for info in pkgutil.iter_modules(package.__path__))
     modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
@@ -44,6 +45,7 @@ def _own(package: ModuleType, attribute: str) -> list[Any]:
 _installed = cache(entry_points)  # looking through all that is installed takes some 10 ms
 
 
+@cache
 def _plugged_in(attribute: str) -> list[EntryPoint]:
     points = _installed().select(group=f"precisionctl.{attribute.lower()}s")
     return sorted(points, key=lambda point: point.name)

@@ -37,8 +37,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
     def forget() -> None:
         sys.modules.pop("house_models", None)
-        discover._installed.cache_clear()
-        families.supported.cache_clear()
+        for kept in (discover._installed, discover._plugged_in, families.supported):
+            kept.cache_clear()
 
     yield made
     monkeypatch.undo()

@@ -206,23 +206,26 @@ def from_megatron_args(
 
     Raises UnknownArchitecture where there is none, and DamagedCheckpoint where an argument is missing.
     """
-    fitting = models_of_megatron_args(args, padded_vocab_size, where)
-    for model in fitting:
+    fitting = []
+    for model in models_of_megatron_args(args, padded_vocab_size, where):
         if family in (None, model.architecture):
             return model
+        fitting.append(model.architecture)
     if fitting:
-        others = ", ".join(model.architecture for model in fitting)
         raise UnknownArchitecture(
-            f"Megatron's arguments do not describe {family}: they fit {others}", where=where, do="Choose one of these."
+            f"Megatron's arguments do not describe {family}: they fit {', '.join(fitting)}",
+            where=where,
+            do="Choose one of these.",
         )
     raise UnknownArchitecture("Megatron's arguments describe no family known here", where=where, do=_NO_TABLE)
 
 
-def models_of_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> list[ModelShape]:
+def models_of_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Iterator[ModelShape]:
     """The model as one of each family that it fits: a Llama, a Yi, a Mistral without a window are the same."""
     model = read_megatron_args(args, padded_vocab_size, where)
-    known = (*_FIRST, *sorted(supported().keys() - {*_FIRST}))
-    return [found for name in known if (found := _as_family(model, name)) is not None]
+    for name in (*_FIRST, *sorted(supported().keys() - {*_FIRST})):
+        if (found := _as_family(model, name)) is not None:
+            yield found
 
 
 def _as_family(model: ModelShape, model_type: str) -> ModelShape | None:

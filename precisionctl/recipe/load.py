@@ -7,6 +7,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import GenericAlias, MappingProxyType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -16,6 +17,7 @@ from precisionctl.recipe.sections import Recipe
 
 TomlTable = dict[str, Any]
 Section = TypeVar("Section")
+_hints = cache(get_type_hints)  # which compiles each annotation anew
 
 
 def load_recipe(
@@ -34,7 +36,7 @@ def load_recipe(
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
-        if equals and re.fullmatch(r"\w+", key) and key not in get_type_hints(Recipe):
+        if equals and re.fullmatch(r"\w+", key) and key not in _hints(Recipe):
             raise _unknown_key(key, f"--set {override}")
         if not equals or not re.fullmatch(r"\w+(\.\w+)+", key):
             what = f"--set wants section.key=value, not {override!r}"
@@ -43,7 +45,7 @@ def load_recipe(
         _set(table, key, value, where)
         hint: Any = Recipe  # the type of the key, so that an error names the option and not the file
         for name_of_part in key.split("."):
-            hint = get_type_hints(_item(hint) or hint)[name_of_part]
+            hint = _hints(_item(hint) or hint)[name_of_part]
         _value(hint, value, key, where)
     return _make(Recipe, table, prefix="", where=file)
 
@@ -134,7 +136,7 @@ def _toml_value(text: str) -> Any:
 
 def _make(kind: type[Section], table: TomlTable, prefix: str, where: object) -> Section:
     """A frozen dataclass from a TOML table; unknown keys and wrong types raise RecipeError."""
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     for key in table:
         if key not in hints:
             raise _unknown_key(prefix + key, where)
@@ -196,12 +198,12 @@ def _unknown_key(key: str, where: object) -> RecipeError:
     elif section and (inside := [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section]):
         hint = f"Keys of {section}: {', '.join(inside)}."
     else:
-        hint = f"Sections: {', '.join(get_type_hints(Recipe))}; docs/recipes.md has all keys."
+        hint = f"Sections: {', '.join(_hints(Recipe))}; docs/recipes.md has all keys."
     return RecipeError(f"unknown key {key}", where=where, do=hint)
 
 
 def _known_keys(kind: type, prefix: str = "") -> Iterable[str]:
-    for key, hint in get_type_hints(kind).items():
+    for key, hint in _hints(kind).items():
         yield prefix + key
         inner = _item(hint) or hint
         if dataclasses.is_dataclass(inner) and isinstance(inner, type):
