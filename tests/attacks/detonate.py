@@ -1,4 +1,5 @@
-"""Read hostile files, one after the other, in a process that may hang or run out of memory: detonate.py HOW PATH...
+"""Read hostile files, one after the other, in a process that may hang or run out of memory: detonate.py SAID HOW
+PATH... What is said of each goes to the file SAID.
 
 Each must be refused with one short error, in no more time and memory than a model's description takes.
 """
@@ -92,7 +93,7 @@ def refused(how: str, path: str) -> str:
 
 
 def main() -> None:
-    how, *paths = sys.argv[1:]
+    file, how, *paths = sys.argv[1:]
     signal.signal(signal.SIGALRM, too_long)
     said, failed = {}, []
     for path in paths:
@@ -100,8 +101,9 @@ def main() -> None:
             said[path] = refused(how, path)
         except (Exception, TooLong) as error:
             failed.append(f"{path}: {type(error).__name__}: {error}")
-    print(json.dumps(said))
-    sys.exit("\n".join(failed) or 0)
+    Path(file).write_text(json.dumps(said))
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 if __name__ == "__main__":
