@@ -9,7 +9,6 @@ import torch
 from command_line import run
 from installed import BEFORE_5_23
 from safetensors.torch import load_file, save_file
-from soaking import in_soak
 from torch import Tensor
 from training import SMALL, make_source, make_text
 from transformers import AutoModelForCausalLM
@@ -53,7 +52,8 @@ def test_an_fp8_run_learns_and_a_run_in_two_parts_is_the_same_run(family: str, t
     assert_learns_alike_in_two_parts(family, "fp8", tmp_path, data)
 
 
-@pytest.mark.parametrize("family", ["mixtral", *in_soak("qwen3")])
+@pytest.mark.soak  # a Llama's is held to the same by test_resume.py, one in FP8 of experts above
+@pytest.mark.parametrize("family", ["mixtral", "qwen3"])
 def test_a_bf16_run_learns_and_a_run_in_two_parts_is_the_same_run(family: str, tmp_path: Path, data: Path) -> None:
     assert_learns_alike_in_two_parts(family, "bf16", tmp_path, data)
 

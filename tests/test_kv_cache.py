@@ -14,6 +14,7 @@ from installed import CACHE, need_loader
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from scoring import TOKENS, in_fp32, save
+from soaking import in_soak
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -51,15 +52,19 @@ def export(source: Path, out: Path, target: str, scheme: str, **settings: object
 
 BELOW = {"compressed-tensors": ("k_scale", "v_scale"), "modelopt": ("k_proj.k_scale", "v_proj.v_scale")}
 BELOW["fp8"] = BELOW["mxfp8"] = BELOW["modelopt"]
-ALL = [
-    (engine.name, scheme)
+ALL = {
+    (engine.name, scheme): engine.spells[scheme]
     for engine in engines().values()
     for scheme in engine.spells
     if engine.spells[scheme] in engine.cache
-]
+}
+OF_EACH_METHOD = {(target, method): (target, scheme) for (target, scheme), method in ALL.items()}.values()
+"""A scheme for each spelling of an engine's, which is what its cache's scales are stored by."""
 
 
-@pytest.mark.parametrize(("target", "scheme"), ALL)
+@pytest.mark.parametrize(
+    ("target", "scheme"), [*OF_EACH_METHOD, *in_soak(*(each for each in ALL if each not in OF_EACH_METHOD))]
+)
 def test_each_spelling_has_amax_over_448_and_breaks_no_rule(
     source: Path, tmp_path: Path, target: str, scheme: str
 ) -> None:

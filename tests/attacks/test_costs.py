@@ -104,16 +104,16 @@ def test_no_name_that_is_alike_is_left_out_for_its_length(name: str, known: list
     assert most_alike(name, known, alike) == next(iter(get_close_matches(name, known, 1, alike)), None)
 
 
-def test_an_adapter_with_a_million_ranks(tmp_path: Path) -> None:
+def test_an_adapter_with_hundreds_of_thousands_of_ranks(tmp_path: Path) -> None:
     pico.save(tmp_path / "base", "llama-3", num_hidden_layers=1)
     tensors = {}
     for number in range(1000):
         tensors[f"base_model.model.m{number}.weight"] = torch.ones(2, 2)
         tensors |= {f"base_model.model.m{number}.lora_{one}.weight": torch.ones(2, 2) for one in "AB"}
     save_file(tensors, tmp_path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "rank_pattern": {f"m{n}": 3 + n for n in range(10**6)}}
+    config = {"peft_type": "LORA", "r": 2, "rank_pattern": {f"m{n}": 3 + n for n in range(200_000)}}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    with soon(15):  # most of it to parse the file
+    with soon():  # most of it to parse the file
         open_checkpoint(tmp_path, hints=Hints(reference=tmp_path / "base"))
 
 
