@@ -22,9 +22,9 @@ from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.gguf import gguf_tensors
 from precisionctl.checkpoints.gguf.gguf_file import read_head
-from precisionctl.checkpoints.gguf.gguf_formats import FORMATS, UNREAD
 from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.codes.ggml_formats import FORMATS, UNREAD
 from precisionctl.commands.request import Request
 from precisionctl.errors import (
     CheckpointError,

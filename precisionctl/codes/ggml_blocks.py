@@ -1,6 +1,7 @@
-"""llama.cpp's blocks of 32 codes: each has its scale before its codes, so a row of values is a row of bytes.
+"""Codes in ggml's blocks: each has its scale before its codes, so a row of values is a row of bytes.
 
-Sources: ggml/src/ggml-common.h (block_q8_0, block_q4_0), ggml-quants.c (quantize_row_q8_0_ref, quantize_row_q4_0_ref).
+Source: ggml's ggml-quants.c (quantize_row_q8_0_ref, quantize_row_q4_0_ref). How blocks are laid out and decoded is in
+`ggml_formats.py`.
 """
 
 from __future__ import annotations
@@ -10,34 +11,37 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from precisionctl.codes.elements import INT4, INT8, Packing
+from precisionctl.codes.ggml_formats import BlockFormat, named
 from precisionctl.dtypes import DType
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-BLOCK = 32
-"""Values of a block, all in one row."""
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GgmlBlocks(Packing):
-    """A format of blocks that take `block_bytes` each. `encoded` makes them of FP32 values `[blocks, 32]`."""
+    """How codes and scales of a weight stand in one tensor of bytes, `[rows, bytes]`. `encoded` makes bytes
+    `[blocks, format.size]` of FP32 values `[blocks, format.values]`. `most` is the code of the largest magnitude."""
 
-    block_bytes: int = 0
-    encoded: Callable[[Tensor], Tensor] = lambda values: values
+    format: BlockFormat
+    encoded: Callable[[Tensor], Tensor]
+    most: int
 
     @property
     def largest(self) -> float:
         """The largest number that a block holds, under the largest FP16 scale."""
-        return 65504.0 * (8 if self.element.bits == 4 else self.element.largest)
+        return 65504.0 * self.most
 
     def row_bytes(self, columns: int) -> int:
-        return columns // BLOCK * self.block_bytes
+        return columns // self.format.values * self.format.size
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        return rows, self.row_bytes(columns)
 
     def encode(self, values: Tensor) -> Tensor:
-        """Bytes `[rows, row_bytes]` of finite values `[rows, columns]`, whose columns are a multiple of 32."""
-        return self.encoded(values.float().reshape(-1, BLOCK)).reshape(len(values), -1)
+        """Bytes `[rows, row_bytes]` of finite values `[rows, columns]`, whose columns are whole blocks."""
+        return self.encoded(values.float().reshape(-1, self.format.values)).reshape(len(values), -1)
 
 
 def _q8_0(values: Tensor) -> Tensor:
@@ -67,5 +71,5 @@ def _fp16(scale: Tensor) -> Tensor:
     return scale.half().view(torch.uint8)
 
 
-Q8_0 = GgmlBlocks("Q8_0", INT8, DType.uint8, block_bytes=34, encoded=_q8_0)
-Q4_0 = GgmlBlocks("Q4_0", INT4, DType.uint8, block_bytes=18, encoded=_q4_0)
+Q8_0 = GgmlBlocks("Q8_0", INT8, DType.uint8, format=named("Q8_0"), encoded=_q8_0, most=127)
+Q4_0 = GgmlBlocks("Q4_0", INT4, DType.uint8, format=named("Q4_0"), encoded=_q4_0, most=8)

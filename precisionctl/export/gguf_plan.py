@@ -12,7 +12,7 @@ from precisionctl.architectures.rearrangements import Rearrangement
 from precisionctl.checkpoints.gguf.changes import SAME, GgufChange
 from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
 from precisionctl.checkpoints.gguf.writer import stack_and_slice
-from precisionctl.codes.ggml_blocks import BLOCK, Q4_0, Q8_0, GgmlBlocks
+from precisionctl.codes.ggml_blocks import Q4_0, Q8_0, GgmlBlocks
 from precisionctl.dtypes import DType
 from precisionctl.errors import UnmappedTensor
 from precisionctl.model_shape import ModelShape
@@ -125,4 +125,4 @@ def _stored_as(name: str, shape: tuple[int, ...], kind: GgufType) -> DType | Ggm
     if not matrix or _IN_FP32.fullmatch(stack):
         return DType.float32
     stored = _STORED[kind]
-    return DType.float16 if isinstance(stored, GgmlBlocks) and shape[-1] % BLOCK else stored
+    return DType.float16 if isinstance(stored, GgmlBlocks) and shape[-1] % stored.format.values else stored

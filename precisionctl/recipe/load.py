@@ -5,7 +5,7 @@ overrides a key.
 import dataclasses
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,8 @@ from precisionctl.recipe.sections import Recipe
 
 TomlTable = dict[str, Any]
 Section = TypeVar("Section")
-_hints = cache(get_type_hints)  # which compiles each annotation anew
+_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+"""The types of a section's keys, whose annotations are compiled once."""
 
 
 def load_recipe(

@@ -13,13 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from precisionctl.checkpoints.gguf.gguf_formats import FORMATS, UNREAD, BlockFormat
+from precisionctl.codes.ggml_formats import FORMATS, UNREAD, BlockFormat
 from precisionctl.errors import DamagedCheckpoint, NotUnderstood, shown
 from precisionctl.untrusted.safe_files import check_fetched
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 """Those whose files are laid out as described here. The first had other sizes of numbers."""
+ALIGNMENT = 32
+"""Of the first byte of each tensor, where no `general.alignment` says another."""
+
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""struct's letters for types of numbers (enum gguf_type)."""
+BOOL, STRING, ARRAY = 7, 8, 9
 
 _LONGEST_HEAD = 256_000_000
 """Most bytes before the tensors. Tokens, their scores and merges have up to 30 MB."""
@@ -35,10 +41,7 @@ _LONGEST_NAME = 64
 """llama.cpp's GGML_MAX_NAME."""
 _MOST_DIMENSIONS = 4
 _LARGEST_ALIGNMENT = 1 << 20
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""struct's letters for types of numbers."""
-_STRING, _ARRAY = 8, 9
-_ALIGNMENT = "general.alignment"
+_ALIGNMENT_KEY = "general.alignment"
 
 
 @dataclass(frozen=True)
@@ -91,26 +94,27 @@ def read_head(path: Path) -> GgufHead:
         metadata = _read_metadata(cursor, keys)
         described = [_read_tensor(cursor) for _ in range(tensors)]
         start = cursor.at
-    alignment = metadata.get(_ALIGNMENT, 32)
+    alignment = metadata.get(_ALIGNMENT_KEY, ALIGNMENT)
     if type(alignment) is not int or not 0 < alignment <= _LARGEST_ALIGNMENT or alignment & (alignment - 1):
-        raise cursor.damaged(f"{_ALIGNMENT} is {shown(alignment)}")
-    end = start = _aligned(start, alignment)
+        raise cursor.damaged(f"{_ALIGNMENT_KEY} is {shown(alignment)}")
+    end = start = aligned(start, alignment)
     found = dict[str, GgufTensor]()
     for name, shape, form, offset in described:
         place = GgufTensor(shape, form, path, start + offset)
         if name in found:
             raise cursor.damaged(f"`{name}` is there twice")
-        if place.offset != _aligned(end, alignment):
+        if place.offset != aligned(end, alignment):
             raise cursor.damaged(f"`{name}` overlaps another tensor or leaves a hole")
         end = place.offset + place.nbytes
         found[name] = place
-    if not end <= cursor.size <= max(start, _aligned(end, alignment)) and found:
+    if not end <= cursor.size <= max(start, aligned(end, alignment)) and found:
         what = f"{cursor.size} bytes where its head describes {end}"
         raise DamagedCheckpoint(what, where=path, do="Truncated? Copy it again.")
     return GgufHead(metadata, found)
 
 
-def _aligned(offset: int, alignment: int) -> int:
+def aligned(offset: int, alignment: int = ALIGNMENT) -> int:
+    """The next multiple of an alignment."""
     return -(-offset // alignment) * alignment
 
 
@@ -175,12 +179,12 @@ def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
 
 def _read_value(cursor: _Cursor, key: str) -> Any:
     (kind,) = cursor.numbers("I")
-    if kind == _STRING:
+    if kind == STRING:
         return cursor.string(_LONGEST_STRING)
-    if kind != _ARRAY:
+    if kind != ARRAY:
         return cursor.numbers(_letter(cursor, key, kind))[0]
     kind, length = cursor.numbers("IQ")
-    if kind == _STRING:
+    if kind == STRING:
         cursor.skip_strings(length)
         return ArrayLength(length)
     letter = _letter(cursor, key, kind)
@@ -191,9 +195,9 @@ def _read_value(cursor: _Cursor, key: str) -> Any:
 
 
 def _letter(cursor: _Cursor, key: str, kind: int) -> str:
-    if kind not in _NUMBERS:
+    if kind not in NUMBERS:
         raise cursor.damaged(f"the key {shown(key)} has a value of type {kind}")
-    return _NUMBERS[kind]
+    return NUMBERS[kind]
 
 
 def _read_tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], BlockFormat, int]:

@@ -14,30 +14,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from precisionctl.checkpoints.gguf.gguf_file import ARRAY, BOOL, NUMBERS, STRING
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GgufValue: TypeAlias = "np.generic | bool | str | list[str] | NDArray[Any]"
 Metadata: TypeAlias = Mapping[str, GgufValue]
 
-_BOOL, _STRING, _ARRAY = 7, 8, 9
-_NUMBERS = {
-    np.dtype(name): number
-    for name, number in {
-        "uint8": 0,
-        "int8": 1,
-        "uint16": 2,
-        "int16": 3,
-        "uint32": 4,
-        "int32": 5,
-        "float32": 6,
-        "bool": _BOOL,
-        "uint64": 10,
-        "int64": 11,
-        "float64": 12,
-    }.items()
-}
-"""The numbers of types (enum gguf_type)."""
+_TYPES = {np.dtype(f"<{letter}"): number for number, letter in NUMBERS.items()}
 
 
 def metadata_bytes(metadata: Metadata) -> bytes:
@@ -53,12 +38,12 @@ def string_bytes(text: str) -> bytes:
 
 def _value_bytes(value: GgufValue) -> bytes:
     if isinstance(value, bool):
-        return struct.pack("<I?", _BOOL, value)
+        return struct.pack("<I?", BOOL, value)
     if isinstance(value, str):
-        return struct.pack("<I", _STRING) + string_bytes(value)
+        return struct.pack("<I", STRING) + string_bytes(value)
     if isinstance(value, list):
-        return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(string_bytes, value))
-    number = _NUMBERS[value.dtype]
+        return struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(map(string_bytes, value))
+    number = _TYPES[value.dtype]
     if isinstance(value, np.ndarray):
-        return struct.pack("<IIQ", _ARRAY, number, len(value)) + value.tobytes()
+        return struct.pack("<IIQ", ARRAY, number, len(value)) + value.tobytes()
     return struct.pack("<I", number) + value.tobytes()

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.companions import write_companions
-from precisionctl.checkpoints.gguf.gguf_file import MAGIC, VERSIONS
-from precisionctl.checkpoints.gguf.gguf_formats import FORMATS
+from precisionctl.checkpoints.gguf.gguf_file import MAGIC, VERSIONS, aligned
 from precisionctl.checkpoints.gguf.metadata import Metadata, metadata_bytes, string_bytes
 from precisionctl.checkpoints.output import lay_out_file
+from precisionctl.codes.ggml_formats import FORMATS
 from precisionctl.dtypes import DType
 from precisionctl.errors import ShapeMismatch
 from precisionctl.fp8.state import Fp8States
@@ -23,9 +23,6 @@ from precisionctl.param import TensorSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-ALIGNMENT = 32
-"""Of each tensor's first byte, where no `general.alignment` says another."""
 
 _TYPES = {form.dtype or form.name: number for number, form in FORMATS.items()}
 """The numbers of tensor types, by dtype or by the name of the packing."""
@@ -77,7 +74,7 @@ class GgufWriter:
         return stored
 
     @cached_property
-    def _header(self) -> tuple[bytes, dict[str, int]]:
+    def _head(self) -> tuple[bytes, dict[str, int]]:
         """The bytes before all tensors, and each tensor's offset behind them."""
         offsets, at, infos = dict[str, int](), 0, bytearray()
         for name, spec in self._stored.items():
@@ -85,18 +82,18 @@ class GgufWriter:
             infos += string_bytes(name) + struct.pack(f"<I{len(spec.shape)}Q", len(spec.shape), *dims)
             infos += struct.pack("<IQ", _TYPES[spec.packing.name if spec.packing else spec.dtype], at)
             offsets[name] = at
-            at += _aligned(spec.nbytes)
+            at += aligned(spec.nbytes)
         counts = struct.pack("<IQQ", VERSIONS[-1], len(offsets), len(self.contents.metadata))
-        header = MAGIC + counts + self.contents.metadata_bytes + infos
-        return header.ljust(_aligned(len(header)), b"\0"), offsets
+        head = MAGIC + counts + self.contents.metadata_bytes + infos
+        return head.ljust(aligned(len(head)), b"\0"), offsets
 
     @cached_property
     def _places(self) -> dict[str, Chunk]:
-        header, offsets = self._header
+        head, offsets = self._head
         places = {}
         for name, spec in self.specs.items():
             stack, number = stack_and_slice(name)
-            at = len(header) + offsets[stack] + (number or 0) * spec.nbytes
+            at = len(head) + offsets[stack] + (number or 0) * spec.nbytes
             places[name] = Chunk(whole(spec), self.path, at)
         return places
 
@@ -104,10 +101,10 @@ class GgufWriter:
         return [self._places[name]]
 
     def lay_out(self) -> None:
-        header, offsets = self._header
-        made = [(len(header) + offsets[name], values.tobytes()) for name, values in self.contents.made.items()]
-        length = len(header) + sum(_aligned(spec.nbytes) for spec in self._stored.values())
-        lay_out_file(self.path, [(0, header), *made], length)
+        head, offsets = self._head
+        made = [(len(head) + offsets[name], values.tobytes()) for name, values in self.contents.made.items()]
+        length = len(head) + sum(aligned(spec.nbytes) for spec in self._stored.values())
+        lay_out_file(self.path, [(0, head), *made], length)
 
     def finish(self, fp8: Fp8States | None) -> None:
         write_companions(self.directory, Companions(self.contents.beside))
@@ -117,7 +114,3 @@ def stack_and_slice(name: str) -> tuple[str, int | None]:
     """The stored tensor that holds this one, and which slice of it it is; None for all of it."""
     stack, bracket, number = name.removesuffix("]").partition("[")
     return stack, int(number) if bracket else None
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

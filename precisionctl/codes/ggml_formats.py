@@ -18,8 +18,6 @@ from precisionctl.dtypes import DType
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from precisionctl.checkpoints.chunks import Bytes
-
 Array: TypeAlias = "NDArray[Any]"
 
 _FLOATS = np.float32
@@ -34,8 +32,8 @@ class BlockFormat:
 
     name: str
     values: int
-    fields: Sequence[tuple[Any, ...]] = field(repr=False)
-    decode: Callable[[Array], Array] = field(repr=False, default=lambda blocks: blocks)
+    fields: Sequence[tuple[Any, ...]] = field(repr=False, compare=False)
+    decode: Callable[[Array], Array] = field(repr=False, compare=False, default=lambda blocks: blocks)
     dtype: DType | None = None
 
     @property
@@ -47,7 +45,7 @@ class BlockFormat:
     def _record(self) -> np.dtype[Any]:
         return np.dtype(list(self.fields))
 
-    def values_of(self, rows: Bytes) -> NDArray[np.float32]:
+    def values_of(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
         """FP32 `[rows, columns]` of the bytes of whole blocks, `[rows, bytes]`, contiguous."""
         found: NDArray[np.float32] = self.decode(rows.reshape(-1).view(self._record)).reshape(len(rows), -1)
         return found
@@ -224,3 +222,8 @@ UNREAD = {
 }
 """Those that are refused by their names: what is looked up in tables of a thousand numbers, is no weight, or has a
 scale in a tensor of its own."""
+
+
+def named(name: str) -> BlockFormat:
+    """The format of this name."""
+    return next(form for form in FORMATS.values() if form.name == name)
