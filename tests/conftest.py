@@ -8,7 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import hypothesis
 import pytest
+
+# `make soak` draws a hundred new ones
+hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("ci"), max_examples=50)
 
 gc.disable()  # until all is imported and collected: that stays, and going through it took a quarter of the time
 

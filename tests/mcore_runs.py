@@ -23,7 +23,7 @@ KINDS = ("exp_avg", "exp_avg_sq", "param")
 
 
 def trained(
-    tmp_path: Path, run: CarriedRun = NO_RUN, kinds: Sequence[str] = KINDS, *, muon: bool = False
+    tmp_path: Path, run: CarriedRun = NO_RUN, kinds: Sequence[str] = KINDS, *, muon: bool = False, **sizes: int
 ) -> tuple[InMemory, dict[str, Tensor]]:
     """A model with an optimizer, saved by a run at TP 1: 250 tokens and 6 rows of padding that hold something. With
     `muon` linears have that one's state."""
@@ -31,7 +31,7 @@ def trained(
     def kinds_of(name: str) -> Sequence[str]:
         return ("momentum_buffer", "param") if muon and ".linear_" in name and "norm" not in name else kinds
 
-    pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16)
+    pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16, **sizes)
     source = to_megatron(HuggingFaceReader(tmp_path / "hf"))
     torch.manual_seed(0)
     for name in VOCABULARY:

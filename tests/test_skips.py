@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from soaking import in_soak
 from training import contents, losses, run, run_with_kills, scales, settings
 
 from precisionctl.checkpoints.chunks import read_tensor
@@ -67,7 +68,7 @@ def test_a_skipped_step_leaves_the_weights_the_optimizer_and_the_scales_as_they_
     assert (gap.steps, gap.mean) == (5, 0.0)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["fp8", *in_soak("bf16")])
 def test_a_run_that_skipped_and_is_killed_ends_as_one_that_is_not(
     place: Path, tmp_path: Path, broken: set[int], precision: Any
 ) -> None:

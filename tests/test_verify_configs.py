@@ -30,7 +30,7 @@ TOKENS = torch.arange(3, 51).view(1, -1)  # beyond every window, and beyond the 
     "family", ["gpt-oss", "deepseek-v3", *in_soak("llama-3", "qwen2-window", "phi3-long", "gemma2")]
 )
 def test_no_key_that_changes_the_logits_goes_unnoticed(tmp_path: Path, family: str) -> None:
-    pico.save(tmp_path, family)
+    pico.save(tmp_path, family, num_hidden_layers=2)
     one, path = HuggingFaceReader(tmp_path), tmp_path / "config.json"
     text = path.read_text()
     expected = logits(tmp_path)

@@ -62,7 +62,7 @@ def in_codes(spelling: str) -> Callable[[Path], None]:
 
 def in_torch_dist(directory: Path) -> None:
     """With an optimizer."""
-    trained(directory.parent)
+    trained(directory.parent, **SMALL)
     (directory.parent / "run").rename(directory)
 
 
@@ -73,7 +73,7 @@ def with_payloads(directory: Path) -> None:
 
 
 def in_legacy_files(directory: Path) -> None:
-    trained(directory.parent)
+    trained(directory.parent, **SMALL)
     run(directory.parent / "run", directory, "megatron", container="torch")
 
 
