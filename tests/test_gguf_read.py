@@ -1,6 +1,8 @@
 """GGUF files: values are those that ggml decodes (tests/golden/ggml_blocks.py), under the names of published files."""
 
+import contextlib
 import json
+import random
 import re
 import struct
 import tracemalloc
@@ -356,6 +358,21 @@ def test_a_head_cut_anywhere_is_one_error(tmp_path: Path) -> None:
         (tmp_path / "a.gguf").write_bytes(whole[:length])
         with pytest.raises(DamagedCheckpoint):
             read_head(tmp_path / "a.gguf")
+
+
+def test_a_file_whose_head_is_damaged_anywhere_is_read_or_is_one_error(tmp_path: Path) -> None:
+    whole, chance = gguf_files.file(*gguf_files.llama(tmp_path / "llama")), random.Random(0)
+    opened = 0
+    for _ in range(300):
+        data, at = bytearray(whole), chance.randrange(4, 2400)
+        data[at : at + 8] = chance.choice([bytes(8), b"\xff" * 8, struct.pack("<Q", 1 << 62), chance.randbytes(1)])
+        (tmp_path / "a.gguf").write_bytes(data)
+        with contextlib.suppress(PrecisionctlError):
+            reader = open_checkpoint(tmp_path / "a.gguf")
+            for name in reader.specs:
+                read_tensor(reader, name)
+            opened += 1
+    assert 0 < opened < 300
 
 
 def test_lists_of_tokens_are_not_kept(tmp_path: Path) -> None:

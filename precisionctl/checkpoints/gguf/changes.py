@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 Shape: TypeAlias = "tuple[int, ...]"
 
+_MOST_ROWS = 1 << 24
+"""A file from a stranger may say more, and NumPy would take the memory for their numbers."""
+
 
 class GgufChange(Protocol):
     """What becomes of a Hugging Face tensor in GGUF, and back. One that `moves_rows` only puts rows (dimension 0) into
@@ -52,6 +55,8 @@ class _RowMove:
         raise NotImplementedError
 
     def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+        if shape[0] > _MOST_ROWS:
+            raise DamagedCheckpoint(f"{shape[0]} rows, more than any model's tensor has")
         return tuple((len(part), *shape[1:]) for part in self.to_gguf(np.empty((shape[0], 1), np.uint8), model))
 
     def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
@@ -140,6 +145,8 @@ class DeltaNetInGguf(_RowMove):
 
     def to_gguf(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
         heads, sizes = self._by_head(model)
+        if len(values) != heads * sum(sizes):
+            raise DamagedCheckpoint(f"{len(values)} rows are no {heads} heads of {sum(sizes)}")
         by_head = values.reshape(heads, sum(sizes), *values.shape[1:])
         query, key, value, gate = map(rows_of_groups, cut_into(by_head, sizes, 1))
         return concatenated([query, key, value]), gate

@@ -60,11 +60,11 @@ class GgufPart:
         """Rows `[row, row + rows)` as values `[rows, ...]`."""
         if self.tensor.format.dtype:
             return read_rows(self, self.name, row, rows).view(rows, *self.shape[1:])
-        values = torch.empty(rows, prod(self.shape[1:]))
-        for first, count in in_pieces(row, rows, values.shape[1], PIECE):
+        made = []
+        for first, count in in_pieces(row, rows, prod(self.shape[1:]), PIECE):
             codes = read_rows(self, self.name, first, count).numpy()
-            values[first - row : first - row + count] = torch.from_numpy(self.tensor.format.values_of(codes))
-        return values.view(rows, *self.shape[1:])
+            made.append(torch.from_numpy(self.tensor.format.values_of(codes)))
+        return (made[0] if len(made) == 1 else torch.cat(made)).view(rows, *self.shape[1:])
 
 
 @dataclass(frozen=True)
