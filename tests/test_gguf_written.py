@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import gguf_tokenizers
 import numpy as np
 import pico
 import pytest
+import tiny_wrappers
 import torch
 from gguf_tokenizers import SIZE
 
@@ -23,8 +25,9 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.ggml_blocks import Q4_0, Q8_0
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import LLAMA_CPP, Request
+from precisionctl.commands.target_rules import check_directory
 from precisionctl.conversion.command import execute
-from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture
+from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture, UnknownFormat
 from precisionctl.export.gguf_models import MODELS
 from precisionctl.export.gguf_pretokenizers import QWEN2
 from precisionctl.param import Parallelism
@@ -70,6 +73,36 @@ def test_what_is_written_is_read_as_the_model_that_it_was_made_of(tmp_path: Path
         values, old = read_tensor(reader, name), name.replace("_blocks[", "[")
         expected = read_tensor(before, old)
         assert torch.equal(values.bfloat16(), expected if old == name else expected.t()), name
+
+
+def test_what_is_written_keeps_llama_cpps_rules_and_what_has_no_tokenizer_does_not(tmp_path: Path) -> None:
+    file = export(source(tmp_path / "hf", "qwen3"), tmp_path / "out")
+    assert check_directory(file, LLAMA_CPP).findings == check_directory(file.parent, LLAMA_CPP).findings == []
+    said = {key: each for key, each in read_head(file).metadata.items() if "tokenizer" not in key}
+    bare = {key: int(each) if isinstance(each, int) else each for key, each in said.items()}
+    (tmp_path / "bare.gguf").write_bytes(gguf_files.file(bare, _described(file)))
+    check = check_directory(tmp_path / "bare.gguf", LLAMA_CPP)
+    assert [finding.where for finding in check.findings] == ["tokenizer.ggml.tokens"] and not check.passes
+    with pytest.raises(UnknownFormat, match="no GGUF file"):
+        check_directory(tmp_path / "hf", LLAMA_CPP)
+
+
+def _described(file: Path) -> dict[str, gguf_files.Described]:
+    numbers = {"F32": gguf_files.F32, "BF16": gguf_files.BF16}
+    return {name: (each.shape, numbers[each.format.name], data) for name, (each, data) in _stored(file).items()}
+
+
+def test_the_text_model_of_a_wrapper_is_written_and_its_towers_are_named(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "mistral3", vocab_size=SIZE, dtype=torch.bfloat16)
+    gguf_tokenizers.byte_level(QWEN2).save_pretrained(tmp_path / "hf")
+    command = plan_command(Request.export(tmp_path / "hf", tmp_path / "out", LLAMA_CPP))
+    execute(command)
+    assert any("not in it: llama.cpp has those in a second" in note for note in command.notes)
+    reader, before = open_checkpoint(tmp_path / "out"), open_checkpoint(tmp_path / "hf")
+    for name in reader.specs:
+        assert before.model.wrapper
+        published = before.model.wrapper.name_of(name)
+        assert torch.equal(read_tensor(reader, name).bfloat16(), read_tensor(before, published)), name
 
 
 def test_every_family_that_is_written_is_tested() -> None:

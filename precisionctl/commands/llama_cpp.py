@@ -27,6 +27,7 @@ from precisionctl.export.model_card import NAME, Card, path_in_command
 from precisionctl.model_parts import config_parts
 from precisionctl.model_shape import ModelShape
 from precisionctl.planning.plan import Plan
+from precisionctl.sizes import counted
 from precisionctl.untrusted.safe_json import parse_json
 
 _LICENCES = re.compile(r"(LICEN[SC]E|NOTICE|COPYING|MODEL_LICENSE|USE_POLICY).*", re.IGNORECASE)
@@ -58,6 +59,7 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
     command = f"llama-cli -m {{}}/{shlex.quote(name)}"
     notes = [
         *source_notes(source),
+        *_tower_notes(source.plan),
         *_window_notes(model),
         *(_quantize_notes(destination, name) if type_ in ("bf16", "f16") else ()),
         f"Run it with: {command.format(shlex.quote(str(destination)))}",
@@ -125,8 +127,8 @@ def _size_label(plan: Plan) -> str:
     matrices = (name for name, spec in plan.targets.items() if len(spec.shape) > 1)
     of_experts = {name: stack_and_slice(name) for name in matrices if name.endswith("]")}
     experts = max((number or 0 for _, number in of_experts.values()), default=-1) + 1
-    counted = (spec for name, spec in plan.targets.items() if not of_experts.get(name, ("", 0))[1])
-    parameters = sum(math.prod(spec.shape) for spec in counted)
+    once = (spec for name, spec in plan.targets.items() if not of_experts.get(name, ("", 0))[1])
+    parameters = sum(math.prod(spec.shape) for spec in once)
     scale, unit = next((each for each in _UNITS if parameters > each[0]), _UNITS[-1])
     digits = max(2 - len(str(round(parameters / scale)).lstrip("0")), 0)
     return (f"{experts}x" if experts else "") + f"{parameters / scale:.{digits}f}{unit}"
@@ -144,6 +146,16 @@ def _of_type(plan: Plan) -> tuple[list[str], list[str]]:
     quantized = [name for name in stored if stored[name] == stored[most]]
     others = [name for name, spec in plan.targets.items() if len(spec.shape) > 1 and stored[name] != stored[most]]
     return quantized, others
+
+
+def _tower_notes(plan: Plan) -> Iterator[str]:
+    """A note on what llama.cpp has in a file of its own."""
+    if wrapper := plan.model.wrapper:
+        yield (
+            f"The file has the text model of this {wrapper.model_type}. Its towers, "
+            f"{counted(len(plan.towers.targets), 'tensor')}, are not in it: llama.cpp has those in a second one, which "
+            "`convert_hf_to_gguf.py --mmproj` makes."
+        )
 
 
 def _window_notes(model: ModelShape) -> Iterator[str]:

@@ -15,7 +15,7 @@ from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_meg
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.trainer_run import TrainedReader, of_trainer
 from precisionctl.commands.hinted_path import HintedPath, open_hinted
-from precisionctl.commands.request import TE, Codes, Gguf, Request, ResultKind, TeState, Values
+from precisionctl.commands.request import LLAMA_CPP, TE, Codes, Gguf, Request, ResultKind, TeState, Values
 from precisionctl.commands.storage import TORCHTITAN
 from precisionctl.commands.torchtitan_names import with_torchtitan_names
 from precisionctl.conversion.journal import Fingerprints, fingerprints
@@ -102,7 +102,8 @@ def open_source(request: Request) -> Source:
     were_codes = encodings is not None and bool(encodings.quantization)
     engine = None
     if isinstance(kind, Codes) and (kind.chosen or not were_codes):
-        engine = engine_named(kind.export.target if kind.export else "vllm", TE)  # transformers reads what vLLM does
+        target = kind.export.target if kind.export else "vllm"  # transformers reads what vLLM does
+        engine = engine_named(target, TE, LLAMA_CPP)
     plan = make_plan(
         reader,
         storage.layout,

@@ -1,15 +1,16 @@
-"""An exported directory held against the rules of what it is for: an inference engine, or Transformer Engine."""
+"""An export held against the rules of what it is for: an inference engine, Transformer Engine or llama.cpp."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.request import TE, check_expert_parallel
+from precisionctl.commands.request import LLAMA_CPP, TE, check_expert_parallel
 from precisionctl.engines.base import engine_named
 from precisionctl.engines.rule import Finding
 from precisionctl.errors import PrecisionError, RecipeError
-from precisionctl.verify import te_rules
+from precisionctl.verify import llama_cpp_rules, te_rules
 from precisionctl.verify.engine_rules import NO_CODES, check
 
 
@@ -27,20 +28,29 @@ class TargetCheck:
 
 
 def check_directory(path: Path, target: str, ranks: int = 1, *, expert_parallel: bool = False) -> TargetCheck:
-    """The rules of `target`, an engine's name or TE, that a directory breaks, served on `ranks` GPUs, with experts
-    whole if `expert_parallel`.
+    """The rules of `target`, an engine's name, TE or LLAMA_CPP, that a directory or a file breaks, served on `ranks`
+    GPUs, with experts whole if `expert_parallel`.
 
-    Raises RecipeError for an unknown target, for TE on several GPUs, for experts on one GPU, and for codes that are not
-    read here: that says nothing of whether the target loads them. Raises UnknownFormat for what is no such directory.
+    Raises RecipeError for an unknown target, for TE or llama.cpp on several GPUs, for experts on one GPU, and for codes
+    that are not read here: that says nothing of whether the target loads them. Raises UnknownFormat for what is no such
+    directory or file.
     """
     try:
         reader = open_checkpoint(path)
     except PrecisionError as error:
         raise RecipeError(f"{error.what}, so nothing was checked", where=error.where, do=error.do) from error
-    if target != TE:
-        engine = engine_named(target, TE)
+    if target not in _NO_ENGINES:
+        engine = engine_named(target, *_NO_ENGINES)
         check_expert_parallel(expert_parallel, ranks)
         return TargetCheck(engine.title, check(reader, engine, ranks, expert_parallel=expert_parallel))
+    title, check_alone = _NO_ENGINES[target]
     if ranks > 1 or expert_parallel:
-        raise RecipeError(f"--tp and --expert-parallel do not apply to {te_rules.TITLE}", do="Leave them out.")
-    return TargetCheck(te_rules.TITLE, te_rules.check_te(reader))
+        raise RecipeError(f"--tp and --expert-parallel do not apply to {title}", do="Leave them out.")
+    return TargetCheck(title, check_alone(reader))
+
+
+_NO_ENGINES: Mapping[str, tuple[str, Callable[[Reader], Sequence[Finding]]]] = {
+    TE: (te_rules.TITLE, te_rules.check_te),
+    LLAMA_CPP: (llama_cpp_rules.TITLE, llama_cpp_rules.check_llama_cpp),
+}
+"""The targets that read no directory of codes, each with its name in words and what it asks."""

@@ -52,6 +52,8 @@ _BY_NAME: Mapping[tuple[tuple[str, ...], bool], str] = {
 }
 """By the expressions, one after the other, and by whether a word that is a token is not merged (`ignore_merges`)."""
 
+NAMES = frozenset(_BY_NAME.values())
+
 ADD_BOS = ("llama-bpe", "tekken")
 """Those with which llama.cpp puts the first token before a text unless a file says that it must not."""
 

@@ -1,0 +1,49 @@
+"""A GGUF file held against what llama.cpp asks of one, beyond what reading it here has checked: that it computes such a
+model, and that there is a tokenizer of the model's size."""
+
+from collections.abc import Iterator
+
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.gguf.gguf_file import ArrayLength, read_head
+from precisionctl.engines.rule import EngineRule, Finding
+from precisionctl.errors import UnknownArchitecture, UnknownFormat, shown
+from precisionctl.export.gguf_models import of_llama_cpp
+from precisionctl.export.gguf_pretokenizers import NAMES
+
+TITLE = "llama.cpp"
+
+_MODEL = EngineRule("its graph of the family has every setting of the model", "llama.cpp src/models/*.cpp")
+_TOKENIZER = EngineRule(
+    "a file has its tokenizer, with a token for each row of the embedding", "llama.cpp src/llama-vocab.cpp load"
+)
+_SPLIT = EngineRule(
+    "text is split as `tokenizer.ggml.pre` says; it refuses a name that it does not know",
+    "llama.cpp src/llama-vocab.cpp load",
+    fatal=False,
+)
+
+
+def check_llama_cpp(reader: Reader) -> list[Finding]:
+    """The rules that a file breaks. Raises UnknownFormat for what is no GGUF file."""
+    if reader.container != "gguf":
+        do = "`export-inference --target llama.cpp` makes one of this."
+        raise UnknownFormat(f"{reader.container}, and no GGUF file", where=reader.path or "", do=do)
+    return [*_model(reader), *_tokenizer(reader)]
+
+
+def _model(reader: Reader) -> Iterator[Finding]:
+    try:
+        of_llama_cpp(reader.model)
+    except UnknownArchitecture as error:
+        yield Finding("general.architecture", error.what, _MODEL)
+
+
+def _tokenizer(reader: Reader) -> Iterator[Finding]:
+    said = read_head(reader.files[0]).metadata
+    model, tokens, pre = (said.get(f"tokenizer.ggml.{key}") for key in ("model", "tokens", "pre"))
+    number = tokens.length if isinstance(tokens, ArrayLength) else len(tokens) if isinstance(tokens, list) else 0
+    if not isinstance(model, str) or number != reader.model.vocab_size:
+        what = f"{number} tokens of {shown(model)}, and {reader.model.vocab_size} rows"
+        yield Finding("tokenizer.ggml.tokens", what, _TOKENIZER)
+    if model == "gpt2" and pre not in NAMES:
+        yield Finding("tokenizer.ggml.pre", f"{shown(pre)}, of which nothing is known here", _SPLIT)
