@@ -7,20 +7,23 @@ written as the shortest decimals that mean them.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from precisionctl.checkpoints.gguf.gguf_file import GgufTensor
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.sizes import listed
 
 MadeKeys = dict[str, Any]
 """Keys of config.json."""
 
 _YARN = ("beta_fast", "beta_slow")
-_SIGMOID = 2
-"""llama.cpp's number of the function that scores experts (expert_gating_func)."""
+_SAYS_NOTHING = {"rope.scaling.finetuned", "rope.scaling.attn_factor", "tensor_data_layout"}
+"""Keys that change nothing, or follow from others."""
+_SOFTMAX, _SIGMOID = 1, 2
+"""llama.cpp's numbers of the functions that score experts (expert_gating_func)."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,11 @@ class Described:
     tensors: Mapping[str, GgufTensor]
     architecture: str
     where: object
+    _asked: set[str] = field(default_factory=set)
 
     def said(self, key: str) -> Any:
         """A value under a key of the architecture; None if there is none."""
+        self._asked.add(key)
         return self.metadata.get(f"{self.architecture}.{key}")
 
     def count(self, key: str, absent: int | None = None) -> int:
@@ -59,6 +64,14 @@ class Described:
     def has(self, name: str) -> bool:
         """Whether there is a tensor with this name, in its first layer that has any such."""
         return name in self.tensors
+
+    def check_all_asked(self) -> None:
+        """Raise UnknownArchitecture for a key of the architecture that nobody asked for: it may say another model."""
+        prefix = f"{self.architecture}."
+        keys = {key.removeprefix(prefix) for key in self.metadata if key.startswith(prefix)}
+        if unread := sorted(keys - self._asked - _SAYS_NOTHING):
+            what = f"settings of llama.cpp's {self.architecture} that are not read: {listed(unread)}"
+            raise UnknownArchitecture(what, where=self.where, do="Start from the release.")
 
     def rows(self, name: str) -> int:
         if name not in self.tensors:
@@ -409,4 +422,19 @@ def made_config(file: Described, model_type: str) -> MadeKeys:
     """The keys of config.json that a file says, as one of this family. Raises DamagedCheckpoint for keys that are not
     there or contradict one another, UnknownArchitecture for a setting that is not read."""
     common = _common(file)
-    return {"model_type": model_type} | common | _KEYS[model_type](file, common)
+    made = {"model_type": model_type} | common | _KEYS[model_type](file, common)
+    expected = {
+        "vocab_size": made["vocab_size"],
+        "attention.causal": True,
+        "attention.value_length": made.get("kv_lora_rank", made["head_dim"]),
+    }
+    if "n_routed_experts" in made:
+        expected["expert_gating_func"] = _SOFTMAX if made.get("scoring_func") == "softmax" else _SIGMOID
+    if "rope_local_base_freq" not in made:
+        expected["rope.freq_base_swa"] = file.said("rope.freq_base")
+    for key, value in expected.items():
+        if file.said(key) not in (None, value):
+            what = f"{file.architecture}.{key} is {shown(file.said(key))}, and {value} in a {model_type} like this"
+            raise UnknownArchitecture(what, where=file.where)
+    file.check_all_asked()
+    return made
