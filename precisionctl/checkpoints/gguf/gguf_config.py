@@ -284,7 +284,8 @@ def _olmo2(file: Described, made: MadeKeys) -> MadeKeys:
 
 
 def _olmo3(file: Described, made: MadeKeys) -> MadeKeys:
-    return _olmo2(file, made) | _windows(file)
+    local = file.number("rope.freq_base_swa", made["rope_parameters"]["rope_theta"])
+    return _olmo2(file, made) | _windows(file) | {"rope_local_base_freq": local}
 
 
 def _gpt_oss(file: Described, made: MadeKeys) -> MadeKeys:

@@ -118,6 +118,10 @@ def _check_same(config: Mapping[str, Any], made: Mapping[str, Any], model: Model
     rope = {"rope_theta": config.get("rope_theta")}
     for key in _ROPE_KEYS:
         rope |= config[key] if isinstance(config.get(key), dict) else {}
+    everywhere, in_window = (rope.get(kind) for kind in ("full_attention", "sliding_attention"))
+    if isinstance(everywhere, dict) and isinstance(in_window, dict):  # as transformers 4 says the same
+        own |= {"rope_local_base_freq": in_window.get("rope_theta")}
+        rope = everywhere
     both = {**own, "rope_parameters": rope}
     other = read_model(_in_place(both, made), where)
     fields = differences(model, other)
