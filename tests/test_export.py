@@ -137,7 +137,7 @@ def test_a_model_that_only_fixed_inputs_serve_asks_for_them(tmp_path: Path) -> N
 
 def test_an_unknown_engine_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="Known: sglang, tensorrt-llm, transformers, vllm"):
-        export(source(tmp_path), target="llama.cpp")
+        export(source(tmp_path), target="mlc")
 
 
 def test_a_megatron_source_exports_the_bytes_that_its_hugging_face_source_does(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ _KEY = "precisionctl"
 def said_quantization(config: Mapping[str, Any]) -> Any:
     """What a config.json says of how weights are coded; None where it says nothing. It stands at the top, or where a
     wrapper's file has its text model, or, as compressed-tensors wrote it in 2024, under another name (in vLLM's order:
-    0.33, weight_utils.py get_quant_config)."""
+    0.33, weight_utils.py get_quant_config). MLX's `quantization` is read with its codes (`checkpoints/decoded/`)."""
     said = (part.get("quantization_config") for part in config_parts(config))
     return next(filter(None, said), None) or config.get(OLDER_KEY)
 

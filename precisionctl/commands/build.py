@@ -67,13 +67,14 @@ def build(request: Request, source: Source, result: Result) -> PlannedCommand:
     output = _open_output(request.destination, source.given.path, source.given.reference, source.state_file)
     files = [source.encodings.path if source.encodings else None, source.state_file]
     stats = [file.stat() for file in files if file and file.is_file()]
-    places = hashlib.sha256(result.contents.metadata_bytes).hexdigest() if result.contents else None
+    # by its length all tensors of a GGUF file move: a file of other metadata is not continued
+    metadata = hashlib.sha256(result.contents.metadata_bytes).hexdigest() if result.contents else None
     return PlannedCommand(
         source.reader,
         result.plan,
         _writer(request.storage, source, result, output),
         output,
-        (request, [(stat.st_size, stat.st_mtime_ns) for stat in stats], places),
+        (request, [(stat.st_size, stat.st_mtime_ns) for stat in stats], metadata),
         source.files,
         tuple(result.notes),
         result.states,
@@ -116,12 +117,13 @@ def _writer(storage: Storage, source: Source, result: Result, output: Output) ->
     else a release. Raises RecipeError for a size of shards where there are none, MappingError for a source without an
     optimizer where one is needed, and CheckpointError for a trainer's state that cannot be read."""
     plan, card, companions = result.plan, result.card, source.reader.companions
-    if result.contents:
-        return GgufWriter(output.partial, plan.targets, result.contents)
     in_shards = not storage.is_state_dict if storage.layout == "hf" else plan.model.wrapper is not None
+    in_shards = in_shards and not result.contents
     if storage.max_shard_size != MAX_SHARD_SIZE and not in_shards:
         what = "--max-shard-size is for Hugging Face's files and for towers, and this result has neither"
         raise RecipeError(what, do="Leave --max-shard-size out.")
+    if result.contents:
+        return GgufWriter(output.partial, plan.targets, result.contents)
     # of a wrapper its text model's; a wrapper always has a config.json of its own too, and an untabled model that alone
     made = not isinstance(plan.model, UntabledModel)
     config = to_hf_config(plan.model, config_dtype(plan.targets)) if made else {}

@@ -244,7 +244,7 @@ def _card(
 def _how_to_serve(export: EngineExport, source: Source, engine: Engine, destination: Path) -> str:
     """The note on how a result is served, or that the engine has no class for it."""
     if found := engine.without_class(_config_of(source.reader, source.plan.model)):
-        return f"Nothing serves it yet: {engine.title} has no class for {found[0].what} ({found[0].rule.source})."
+        return f"{engine.title} does not serve it: it has no class for {found[0].what} ({found[0].rule.source})."
     return f"Serve it with: {_served_as_asked(export, engine, destination)}"
 
 

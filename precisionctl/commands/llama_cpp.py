@@ -20,7 +20,7 @@ from precisionctl.commands.request import LLAMA_CPP_TITLE, Gguf
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.dtypes import DType
-from precisionctl.export.gguf_models import WITHOUT_WINDOW, model_metadata, of_llama_cpp, rope_factors
+from precisionctl.export.gguf_models import model_metadata, of_llama_cpp, rope_factors
 from precisionctl.export.gguf_plan import FILE_TYPES, in_gguf
 from precisionctl.export.gguf_tokenizer import tokenizer_metadata
 from precisionctl.export.model_card import NAME, Card, path_in_command
@@ -56,27 +56,33 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
         **tokenizer_metadata(reader.companions.files, config, model.vocab_size, reader.path or ""),
     }
     name = f"{destination.name}-{type_.upper()}.gguf"
-    command = f"llama-cli -m {{}}/{shlex.quote(name)}"
     notes = [
         *source_notes(source),
         *_tower_notes(source.plan),
         *_window_notes(model),
         *(_quantize_notes(destination, name) if type_ in ("bf16", "f16") else ()),
-        f"Run it with: {command.format(shlex.quote(str(destination)))}",
+        f"Run it with: {_run(shlex.quote(str(destination)), name)}",
     ]
     licences = {file: data for file, data in reader.companions.files.items() if _LICENCES.fullmatch(file)}
+    quantized, kept = _of_main_type(plan)
     card = Card(
-        destination.name,
-        LLAMA_CPP_TITLE,
-        "gguf",
-        command.format(path_in_command(destination.name)),
-        {"weights": type_.upper(), "file": name},
-        *_of_type(plan),
-        kind.base_model,
-        type_.upper(),
+        name=destination.name,
+        title=LLAMA_CPP_TITLE,
+        tag="gguf",
+        command=_run(path_in_command(destination.name), name),
+        facts={"weights": type_.upper(), "file": name},
+        quantized=quantized,
+        kept=kept,
+        base_model=kind.base_model,
+        codes=type_.upper(),
     )
     contents = GgufContents(name, metadata, rope_factors(model), {**licences, NAME: card.text(reader)})
     return Result(plan, notes, contents=contents)
+
+
+def _run(directory: str, name: str) -> str:
+    """The command that runs a file in a directory, whose name is written as a shell has it."""
+    return f"llama-cli -m {directory}/{shlex.quote(name)}"
 
 
 def _config(reader: Reader, model: ModelShape) -> Mapping[str, Any]:
@@ -124,11 +130,9 @@ def _base_model(name: str | None) -> dict[str, GgufValue]:
 def _size_label(plan: Plan) -> str:
     """The number of parameters in a few characters, of a model with experts as `8x7B`: of these, all but the experts
     and one of them."""
-    matrices = (name for name, spec in plan.targets.items() if len(spec.shape) > 1)
-    of_experts = {name: stack_and_slice(name) for name in matrices if name.endswith("]")}
-    experts = max((number or 0 for _, number in of_experts.values()), default=-1) + 1
-    once = (spec for name, spec in plan.targets.items() if not of_experts.get(name, ("", 0))[1])
-    parameters = sum(math.prod(spec.shape) for spec in once)
+    numbers = {name: stack_and_slice(name)[1] if len(spec.shape) > 1 else None for name, spec in plan.targets.items()}
+    experts = 1 + max((number for number in numbers.values() if number is not None), default=-1)
+    parameters = sum(math.prod(plan.targets[name].shape) for name, number in numbers.items() if not number)
     scale, unit = next((each for each in _UNITS if parameters > each[0]), _UNITS[-1])
     digits = max(2 - len(str(round(parameters / scale)).lstrip("0")), 0)
     return (f"{experts}x" if experts else "") + f"{parameters / scale:.{digits}f}{unit}"
@@ -137,15 +141,14 @@ def _size_label(plan: Plan) -> str:
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
-def _of_type(plan: Plan) -> tuple[list[str], list[str]]:
-    """The tensors that have the type of most, and other matrices."""
+def _of_main_type(plan: Plan) -> tuple[list[str], list[str]]:
+    """The tensors that have the type of the largest one, and other matrices."""
     stored = {
         name: spec.stored_dtype if spec.packing is None else spec.packing.name for name, spec in plan.targets.items()
     }
-    most = max(stored, key=lambda name: plan.targets[name].nbytes)
-    quantized = [name for name in stored if stored[name] == stored[most]]
-    others = [name for name, spec in plan.targets.items() if len(spec.shape) > 1 and stored[name] != stored[most]]
-    return quantized, others
+    main = stored[max(stored, key=lambda name: plan.targets[name].nbytes)]
+    others = [name for name, spec in plan.targets.items() if len(spec.shape) > 1 and stored[name] != main]
+    return [name for name in stored if stored[name] == main], others
 
 
 def _tower_notes(plan: Plan) -> Iterator[str]:
@@ -160,7 +163,7 @@ def _tower_notes(plan: Plan) -> Iterator[str]:
 
 def _window_notes(model: ModelShape) -> Iterator[str]:
     """A note where llama.cpp lets queries see more keys than the model does."""
-    if model.sliding_window and model.architecture in WITHOUT_WINDOW:
+    if model.sliding_window and "sliding_window" in of_llama_cpp(model).ignored:
         yield (
             f"llama.cpp has no window of attention for `{model.architecture}`: beyond {model.sliding_window} tokens it "
             "computes otherwise than transformers."

@@ -128,7 +128,7 @@ def open_source(request: Request) -> Source:
     )
     if isinstance(kind, Codes) and (kind.include or kind.exclude):
         plan = choose(plan, kind.include, kind.exclude)  # what was recorded is of all that a recipe computes in FP8
-    if encodings and not isinstance(kind, Values | Gguf):
+    if encodings and not isinstance(kind, Values):
         check_model(encodings, plan)
     return Source(given, request.fp8_state, reader, files, plan, encodings, known, trained, engine)
 
@@ -159,7 +159,8 @@ def _encodings(request: Request, reader: Reader) -> WeightEncodings | None:
 
 
 def _named_as_codes(kind: ResultKind, reader: Reader, encodings: WeightEncodings | None) -> Collection[str]:
-    """The weights that are to have the names that they have as codes."""
+    """The weights that are to have the names that they have as codes, where values have others: gpt-oss's experts are
+    `[in, out]` as values and `[out, in]` as codes, as in GGUF, whose table has those names."""
     if isinstance(kind, Gguf):
         return hf_names(reader.model)
     return encodings.weights if encodings and not isinstance(kind, Values) else ()

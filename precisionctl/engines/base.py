@@ -153,7 +153,7 @@ class Engine:
         }
         always = [*self.without_class(config), *self._missing_keys(config), *self.division.check_spread(specs, served)]
         if method is None:
-            return always  # plain BF16 or FP16: every engine loads it
+            return always  # plain BF16 or FP16: there are no codes to have rules for
         said = method.read(config["quantization_config"])
         scheme = said.narrowed({name: weight.scales for name, weight in coded.items()}, specs).scheme
         kinds = _kinds(method, said, scheme, coded)

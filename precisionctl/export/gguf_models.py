@@ -27,12 +27,14 @@ class LlamaCppModel:
     """What llama.cpp computes of a family.
 
     `given`: the fields of ModelShape that a file gives, beside those of all families; those of experts with a dot.
-    `computed`: the values of others that are computed, where these are not ModelShape's defaults. `says_head`: whether
-    the size of a head is written where it follows from others. `more`: keys that follow those of all families, without
-    the architecture's name.
+    `ignored`: those that llama.cpp does not look at, although it makes a difference. `computed`: the values of others
+    that are computed, or how they follow from the model, where these are not ModelShape's defaults. `says_head`:
+    whether the size of a head is written where it follows from others. `more`: keys that follow those of all families,
+    without the architecture's name.
     """
 
     given: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     computed: Mapping[str, Any] = field(default_factory=dict)
     says_head: bool = True
     more: Callable[[ModelShape], Mapping[str, GgufValue]] = lambda model: {}
@@ -108,13 +110,13 @@ def _root_of_width(model: ModelShape) -> float:
     return float(model.hidden_size**0.5)
 
 
-_LLAMA = LlamaCppModel(given=("qkv_bias", "proj_bias", "mlp_bias", *_WINDOW), more=_vocabulary_and_rope)
-_QWEN3 = LlamaCppModel(given=_WINDOW, computed={"qk_layernorm": True})
+_LLAMA = LlamaCppModel(given=("qkv_bias", "proj_bias", "mlp_bias"), ignored=_WINDOW, more=_vocabulary_and_rope)
+_QWEN3 = LlamaCppModel(ignored=_WINDOW, computed={"qk_layernorm": True})
 
 MODELS: Mapping[str, LlamaCppModel] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
-    "mixtral": LlamaCppModel(given=(*_EXPERTS, *_WINDOW), says_head=False, more=_vocabulary_and_rope),
+    "mixtral": LlamaCppModel(given=_EXPERTS, ignored=_WINDOW, says_head=False, more=_vocabulary_and_rope),
     "granite": LlamaCppModel(
         given=(
             *("qkv_bias", "proj_bias", "mlp_bias"),
@@ -123,15 +125,16 @@ MODELS: Mapping[str, LlamaCppModel] = {
         says_head=False,
         more=_scales,
     ),
-    "qwen2": LlamaCppModel(given=_WINDOW, computed={"qkv_bias": True}, says_head=False),
+    "qwen2": LlamaCppModel(ignored=_WINDOW, computed={"qkv_bias": True}, says_head=False),
     "qwen3": _QWEN3,
     "qwen2_moe": LlamaCppModel(
-        given=(*_EXPERTS, "moe.shared_ffn_hidden_size", *_WINDOW),
+        given=(*_EXPERTS, "moe.shared_ffn_hidden_size"),
+        ignored=_WINDOW,
         computed={"qkv_bias": True, "moe.pre_softmax": True, "moe.shared_expert_gate": True},
         says_head=False,
         more=_experts_of_qwen2,
     ),
-    "qwen3_moe": LlamaCppModel(given=(*_EXPERTS, *_WINDOW), computed=_QWEN3.computed, more=_expert_size),
+    "qwen3_moe": LlamaCppModel(given=_EXPERTS, ignored=_WINDOW, computed=_QWEN3.computed, more=_expert_size),
     "gemma": LlamaCppModel(computed=_GEMMA | {"embedding_multiplier": _root_of_width}),
     "gemma2": LlamaCppModel(
         given=("attn_logit_softcapping", "final_logit_softcapping", "sliding_window"),
@@ -175,24 +178,20 @@ MODELS: Mapping[str, LlamaCppModel] = {
 """By the `model_type` of the text model."""
 
 
-WITHOUT_WINDOW = tuple(name for name, each in MODELS.items() if "window_layers" in each.given)
-"""Those for which llama.cpp attends to all tokens, whatever window they have."""
-
-
 def of_llama_cpp(model: ModelShape) -> LlamaCppModel:
     """What llama.cpp computes of this model. Raises UnknownArchitecture for one of which it would compute something
     else, or nothing."""
     computed = MODELS.get(model.architecture)
-    if computed is None or model.architecture not in FAMILIES:
+    if computed is None:
         raise UnknownArchitecture(
             f"`{model.architecture}` is not among the models that are written for llama.cpp",
-            do=f"Known are {', '.join(sorted(MODELS.keys() & FAMILIES.keys()))}. llama.cpp's convert_hf_to_gguf.py may "
+            do=f"Known are {', '.join(sorted(MODELS))}. llama.cpp's convert_hf_to_gguf.py may "
             "know it: `convert --to hf --precision bf16` writes what that reads.",
         )
     for name, value, default in _settings(model):
         wanted = computed.computed.get(name, default)
         wanted = wanted(model) if callable(wanted) else wanted
-        if name not in (*_GIVEN, *computed.given) and value != wanted:
+        if name not in (*_GIVEN, *computed.given, *computed.ignored) and value != wanted:
             what = f"llama.cpp computes no `{model.architecture}` with {name} {shown(value)}, but with {shown(wanted)}"
             raise UnknownArchitecture(what, do="Serve it with an engine that does: see --target.")
     _check_rope(model)

@@ -79,7 +79,7 @@ def in_gguf(plan: Plan, kind: GgufType) -> Plan:
     jobs, targets, changed = list[Job](), list[tuple[str, dict[str, TensorSpec]]](), dict[int, Row]()
     for job in plan.text.jobs:
         changes, writes = list[GgufChange](), list[str]()
-        for name in job.writes[: len(job.row.hf)]:
+        for name in job.writes[: len(job.row.hf)]:  # behind these are copies of tied tensors
             alone = _without_wrapper(name, model)
             if (found := family.of_hf(alone, model.num_layers)) is None:
                 what = f"llama.cpp has no tensor for `{name}`"
@@ -89,10 +89,11 @@ def in_gguf(plan: Plan, kind: GgufType) -> Plan:
             targets.append((alone, dict(_specs(made, shapes, kind))))
             changes.append(row.change)
             writes += made
-        if id(job.row) not in changed:
+        if id(job.row) not in changed:  # as all jobs of a row share it
             changed[id(job.row)] = _changed(job.row, tuple(changes))
         jobs.append(replace(job, row=changed[id(job.row)], writes=tuple(writes)))
-    targets.sort(key=lambda each: each[0].replace("_blocks[", "["))  # those are values here, under the name of these
+    # the converter sorts by names of values, and experts of gpt-oss have here the names that they have as codes
+    targets.sort(key=lambda each: each[0].replace("_blocks[", "["))
     in_order = {name: spec for _, specs in targets for name, spec in specs.items()}
     return replace(plan, jobs=tuple(jobs), targets=in_order)
 

@@ -79,7 +79,7 @@ class Card:
         if self.command:
             yield from (f"{what} In the directory above this one:", "", "```", self.command, "```")
         else:
-            yield f"{what} {self.title} has no class for it yet."
+            yield f"{what} {self.title} has no class for it."
         yield from ("", "| | |", "|---|---|")
         yield from (f"| {name} | {_plain(value)} |" for name, value in self.facts.items())
         yield f"| source | {reader.container}{when}, {size(nbytes)} in {counted(len(reader.files), 'file')} |"

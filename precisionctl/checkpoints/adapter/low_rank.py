@@ -73,7 +73,8 @@ class Merged:
     """The tensor `name` of `stored`, decoded if `encodings` has it, with `change` added if there is one, and rounded to
     the dtype of `spec`. Its rows are computed when they are read.
 
-    Raises PrecisionError for a sum that is infinite or NaN, before it is rounded or then, of a number that is neither.
+    Raises PrecisionError where a row is infinite or NaN and the stored number was not: what writes these rows takes
+    them for stored ones, and lets such numbers pass. Codes store no infinity: one that they decode to is refused too.
     """
 
     stored: Chunked
@@ -103,7 +104,6 @@ class Merged:
                 values = (lengths / torch.linalg.norm(values, dim=1)).unsqueeze(1) * values
         rounded = values.to(self.spec.dtype.torch)
         if not numerics.are_finite(rounded):
-            # a reader of these rows sees stored numbers alone, and could not tell an infinity that was made here
             were = stored.isnan() if self.name in self.encodings else ~stored.isfinite()
             if bool((~rounded.isfinite() & ~were).any()):
                 what = f"`{self.name}` with the adapter's changes has values that are infinite or NaN"
