@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from precisionctl.codes.elements import INT4, INT8, Packing
-from precisionctl.codes.ggml_formats import BlockFormat, named
 from precisionctl.dtypes import DType
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from precisionctl.codes.ggml_formats import BlockFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,5 +72,10 @@ def _fp16(scale: Tensor) -> Tensor:
     return scale.half().view(torch.uint8)
 
 
-Q8_0 = GgmlBlocks("Q8_0", INT8, DType.uint8, format=named("Q8_0"), encoded=_q8_0, most=127)
-Q4_0 = GgmlBlocks("Q4_0", INT4, DType.uint8, format=named("Q4_0"), encoded=_q4_0, most=8)
+_ENCODED = {"Q8_0": (INT8, _q8_0, 127), "Q4_0": (INT4, _q4_0, 8)}
+
+
+def blocks_of(form: BlockFormat) -> GgmlBlocks:
+    """How codes are made in a format, Q8_0 or Q4_0."""
+    element, encoded, most = _ENCODED[form.name]
+    return GgmlBlocks(form.name, element, DType.uint8, format=form, encoded=encoded, most=most)

@@ -12,7 +12,8 @@ from precisionctl.architectures.rearrangements import Rearrangement
 from precisionctl.checkpoints.gguf.changes import SAME, GgufChange
 from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
 from precisionctl.checkpoints.gguf.writer import stack_and_slice
-from precisionctl.codes.ggml_blocks import Q4_0, Q8_0, GgmlBlocks
+from precisionctl.codes.ggml_blocks import GgmlBlocks, blocks_of
+from precisionctl.codes.ggml_formats import named
 from precisionctl.dtypes import DType
 from precisionctl.errors import UnmappedTensor
 from precisionctl.model_shape import ModelShape
@@ -28,8 +29,8 @@ FILE_TYPES: Mapping[GgufType, int] = {"bf16": 32, "f16": 1, "q8_0": 7, "q4_0": 2
 _STORED: Mapping[GgufType, DType | GgmlBlocks] = {
     "bf16": DType.bfloat16,
     "f16": DType.float16,
-    "q8_0": Q8_0,
-    "q4_0": Q4_0,
+    "q8_0": blocks_of(named("Q8_0")),
+    "q4_0": blocks_of(named("Q4_0")),
 }
 
 _IN_FP32 = re.compile(
