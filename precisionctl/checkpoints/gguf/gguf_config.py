@@ -1,101 +1,22 @@
 """config.json of a GGUF file: which keys its metadata say, by family.
 
 What a key means is what llama.cpp's model of that architecture takes it for (src/models/*.cpp, load_arch_hparams), and
-what none says is what it computes all the same: every sixth layer of Gemma 3 sees everything, say. Numbers of FP32 are
-written as the shortest decimals that mean them.
+what none says is what it computes all the same: that Qwen3 normalises the weights of chosen experts, say.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from precisionctl.checkpoints.gguf.gguf_file import GgufTensor
+from precisionctl.checkpoints.gguf.gguf_metadata import Described, shortest
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.sizes import listed
 
 MadeKeys = dict[str, Any]
 """Keys of config.json."""
 
 _YARN = ("beta_fast", "beta_slow")
-_SAYS_NOTHING = {"rope.scaling.finetuned", "rope.scaling.attn_factor", "tensor_data_layout"}
-"""Keys that change nothing, or follow from others."""
 _SOFTMAX, _SIGMOID = 1, 2
 """llama.cpp's numbers of the functions that score experts (expert_gating_func)."""
-
-
-@dataclass(frozen=True)
-class Described:
-    """The metadata of a file, of one `architecture`, and its tensors. Raises DamagedCheckpoint for a key that is not
-    there or is not of its kind."""
-
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, GgufTensor]
-    architecture: str
-    where: object
-    _asked: set[str] = field(default_factory=set)
-
-    def said(self, key: str) -> Any:
-        """A value under a key of the architecture; None if there is none."""
-        self._asked.add(key)
-        return self.metadata.get(f"{self.architecture}.{key}")
-
-    def count(self, key: str, absent: int | None = None) -> int:
-        value = self._one(key, absent)
-        if type(value) is not int or value < 0:
-            raise self._damaged(key, value)
-        return value
-
-    def number(self, key: str, absent: float | None = None) -> float:
-        value = self._one(key, absent)
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise self._damaged(key, value)
-        return shortest(value)
-
-    def flags(self, key: str) -> list[bool] | None:
-        """A list of one for each layer."""
-        values = self.said(key)
-        if values is not None and (not isinstance(values, list) or not all(type(value) is bool for value in values)):
-            raise self._damaged(key, values)
-        return values
-
-    def has(self, name: str) -> bool:
-        """Whether there is a tensor with this name, in its first layer that has any such."""
-        return name in self.tensors
-
-    def check_all_asked(self) -> None:
-        """Raise UnknownArchitecture for a key of the architecture that nobody asked for: it may say another model."""
-        prefix = f"{self.architecture}."
-        keys = {key.removeprefix(prefix) for key in self.metadata if key.startswith(prefix)}
-        if unread := sorted(keys - self._asked - _SAYS_NOTHING):
-            what = f"settings of llama.cpp's {self.architecture} that are not read: {listed(unread)}"
-            raise UnknownArchitecture(what, where=self.where, do="Start from the release.")
-
-    def rows(self, name: str) -> int:
-        if name not in self.tensors:
-            raise DamagedCheckpoint(f"no `{name}`", where=self.where, do="Is it a whole model, and not a part of one?")
-        return self.tensors[name].shape[0]
-
-    def _one(self, key: str, absent: float | None) -> Any:
-        """A value, which some files have for each layer: the same for all."""
-        value = self.said(key)
-        if isinstance(value, list) and value and all(each == value[0] for each in value):
-            value = value[0]
-        if value is None:
-            if absent is None:
-                raise DamagedCheckpoint(f"no `{self.architecture}.{key}`", where=self.where, do="Copy it again.")
-            return absent
-        return value
-
-    def _damaged(self, key: str, value: object) -> DamagedCheckpoint:
-        return DamagedCheckpoint(f"{self.architecture}.{key} is {shown(value)}", where=self.where)
-
-
-def shortest(value: float) -> float:
-    """The shortest decimal that is the same FP32; integers stay."""
-    return value if isinstance(value, int) else float(str(np.float32(value)))
 
 
 def _common(file: Described) -> MadeKeys:
@@ -267,7 +188,13 @@ def _windows(file: Described) -> MadeKeys:
 
 
 def _phi3(file: Described, made: MadeKeys) -> MadeKeys:
-    original = file.count("rope.scaling.original_context_length", made["max_position_embeddings"])
+    most = made["max_position_embeddings"]
+    original = file.count("rope.scaling.original_context_length", most)
+    scaled = 1 < original < most and file.has("rope_factors_long.weight")
+    usual = math.sqrt(1 + math.log(most / original) / math.log(original)) if scaled else 1.0
+    if not math.isclose(file.number("rope.scaling.attn_factor", usual), usual, rel_tol=1e-5):
+        what = f"phi3.rope.scaling.attn_factor is {shown(file.said('rope.scaling.attn_factor'))}, and {usual} as usual"
+        raise UnknownArchitecture(what, where=file.where)
     return _part_of_heads(file, made) | {
         "original_max_position_embeddings": original,
         "sliding_window": file.count("attention.sliding_window", 0) or None,
@@ -431,6 +358,8 @@ def made_config(file: Described, model_type: str) -> MadeKeys:
     }
     if "n_routed_experts" in made:
         expected["expert_gating_func"] = _SOFTMAX if made.get("scoring_func") == "softmax" else _SIGMOID
+    if model_type.startswith("granite"):  # of which llama.cpp takes it for a switch of rotary embeddings
+        expected["rope.scaling.finetuned"] = True
     if "rope_local_base_freq" not in made:
         expected["rope.freq_base_swa"] = file.said("rope.freq_base")
     for key, value in expected.items():

@@ -18,8 +18,9 @@ from precisionctl.architectures.families import key_in, read_model
 from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
 from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.companions import needed_hints, read_companions
-from precisionctl.checkpoints.gguf.gguf_config import Described, MadeKeys, made_config, model_type_of, supposed_config
+from precisionctl.checkpoints.gguf.gguf_config import MadeKeys, made_config, model_type_of, supposed_config
 from precisionctl.checkpoints.gguf.gguf_file import GgufHead, read_head
+from precisionctl.checkpoints.gguf.gguf_metadata import Described
 from precisionctl.checkpoints.gguf.gguf_names import FAMILIES, GgufFamily
 from precisionctl.checkpoints.gguf.gguf_tensors import hf_tensors
 from precisionctl.checkpoints.gguf.rotary_tensors import ROTARY_TENSORS, with_rotary_tensors

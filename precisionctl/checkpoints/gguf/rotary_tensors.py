@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from precisionctl.checkpoints.base import WITH_REFERENCE
 from precisionctl.checkpoints.chunks import read_bytes
-from precisionctl.checkpoints.gguf.gguf_config import shortest
 from precisionctl.checkpoints.gguf.gguf_file import GgufTensor
+from precisionctl.checkpoints.gguf.gguf_metadata import shortest
 from precisionctl.checkpoints.gguf.gguf_tensors import GgufPart
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint

@@ -1,0 +1,88 @@
+"""What the metadata of a GGUF file say under the keys of its architecture, each of its kind. Numbers of FP32 become the
+shortest decimals that mean them."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from precisionctl.checkpoints.gguf.gguf_file import GgufTensor
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.sizes import listed
+
+_SAYS_NOTHING = {"rope.scaling.finetuned", "tensor_data_layout"}
+"""Keys that change nothing; of Granite the first does."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """The metadata of a file, of one `architecture`, and its tensors. Raises DamagedCheckpoint for a key that is not
+    there or is not of its kind."""
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+    architecture: str
+    where: object
+    _asked: set[str] = field(default_factory=set)
+
+    def said(self, key: str) -> Any:
+        """A value under a key of the architecture; None if there is none."""
+        self._asked.add(key)
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+    def count(self, key: str, absent: int | None = None) -> int:
+        value = self._one(key, absent)
+        if type(value) is not int or value < 0:
+            raise self._damaged(key, value)
+        return value
+
+    def number(self, key: str, absent: float | None = None) -> float:
+        value = self._one(key, absent)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise self._damaged(key, value)
+        return shortest(value)
+
+    def flags(self, key: str) -> list[bool] | None:
+        """A list of one for each layer."""
+        values = self.said(key)
+        if values is not None and (not isinstance(values, list) or not all(type(value) is bool for value in values)):
+            raise self._damaged(key, values)
+        return values
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor with this name."""
+        return name in self.tensors
+
+    def check_all_asked(self) -> None:
+        """Raise UnknownArchitecture for a key of the architecture that nobody asked for: it may say another model."""
+        prefix = f"{self.architecture}."
+        keys = {key.removeprefix(prefix) for key in self.metadata if key.startswith(prefix)}
+        if unread := sorted(keys - self._asked - _SAYS_NOTHING):
+            what = f"settings of llama.cpp's {self.architecture} that are not read: {listed(unread)}"
+            raise UnknownArchitecture(what, where=self.where, do="Start from the release.")
+
+    def rows(self, name: str) -> int:
+        if name not in self.tensors:
+            raise DamagedCheckpoint(f"no `{name}`", where=self.where, do="Is it a whole model, and not a part of one?")
+        return self.tensors[name].shape[0]
+
+    def _one(self, key: str, absent: float | None) -> Any:
+        """A value, which some files have for each layer: the same for all."""
+        value = self.said(key)
+        if isinstance(value, list) and value and all(each == value[0] for each in value):
+            value = value[0]
+        if value is None:
+            if absent is None:
+                raise DamagedCheckpoint(f"no `{self.architecture}.{key}`", where=self.where, do="Copy it again.")
+            return absent
+        return value
+
+    def _damaged(self, key: str, value: object) -> DamagedCheckpoint:
+        return DamagedCheckpoint(f"{self.architecture}.{key} is {shown(value)}", where=self.where)
+
+
+def shortest(value: float) -> float:
+    """The shortest decimal that is the same FP32; integers stay."""
+    return value if isinstance(value, int) else float(str(np.float32(value)))
