@@ -55,7 +55,7 @@ def llama_cpp() -> tuple[Path, Path]:
     folder = python.parents[1] / "source"
     if not folder.is_dir():
         with tempfile.TemporaryDirectory() as fetched:
-            options = ("--no-deps", "--no-binary=:all:", "--dest", fetched)
+            options = ("--no-deps", "--no-binary=llama-cpp-python", "--dest", fetched)
             subprocess.run([python, "-m", "pip", "download", "-q", *options, _LLAMA_CPP], check=True)
             shutil.unpack_archive(next(Path(fetched).iterdir()), f"{fetched}/unpacked", filter="data")
             shutil.move(next(Path(fetched, "unpacked").iterdir()), folder)
