@@ -22,7 +22,8 @@ from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.gguf.gguf_file import GgufTensor, read_head
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.codes.ggml_blocks import Q4_0, Q8_0
+from precisionctl.codes.ggml_blocks import blocks_of
+from precisionctl.codes.ggml_formats import named
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import LLAMA_CPP, Request
 from precisionctl.commands.target_rules import check_directory
@@ -124,7 +125,7 @@ def test_codes_are_decoded_and_round_once(tmp_path: Path) -> None:
     name = next(name for name in reader.encodings if "down_proj" in name)
     values = reader.encodings[name].decode_rows(read_tensor(reader, name), 0)
     written = _stored(export(tmp_path / "fp8", tmp_path / "out", "q8_0"))["blk.0.ffn_down.weight"]
-    assert written[1] == Q8_0.encode(values).numpy().tobytes()
+    assert written[1] == blocks_of(named("Q8_0")).encode(values).numpy().tobytes()
 
 
 def _stored(file: Path) -> dict[str, tuple[GgufTensor, bytes]]:
@@ -145,7 +146,7 @@ def test_q8_0_is_an_fp16_scale_and_32_bytes() -> None:
     values = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).double()
     values[0, :32], values[1, :32] = 0.0, torch.arange(32) * 63.5 / 31  # a block of zeros; halves
     values[1, 0] = -127.0
-    blocks = Q8_0.encode(values.float()).numpy().reshape(12, 34)
+    blocks = blocks_of(named("Q8_0")).encode(values.float()).numpy().reshape(12, 34)
     for block, row in zip(blocks, values.view(12, 32).numpy(), strict=True):
         scale = np.float32(abs(row).max()) / np.float32(127)
         assert block[:2].view(np.float16)[0] == np.float16(scale)
@@ -155,7 +156,7 @@ def test_q8_0_is_an_fp16_scale_and_32_bytes() -> None:
 
 def test_q4_0_makes_minus_8_of_the_largest_magnitude() -> None:
     values = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
-    for block, row in zip(Q4_0.encode(values).numpy(), values.tolist(), strict=True):
+    for block, row in zip(blocks_of(named("Q4_0")).encode(values).numpy(), values.tolist(), strict=True):
         scale = np.float32(max(row, key=abs)) / np.float32(-8)
         assert block[:2].view(np.float16)[0] == np.float16(scale)
         codes = [min(15, int(np.float32(each) * (np.float32(1) / scale) + np.float32(8.5))) for each in row]
@@ -211,12 +212,18 @@ def test_a_kill_leaves_nothing_that_looks_complete_and_the_same_command_goes_on(
     assert export(published, tmp_path / "out", "q8_0").read_bytes() == expected.read_bytes()
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "what"),
     [
         ("olmoe", {}, "`olmoe` is not among the models"),
         ("qwen3-moe", SPARSE | {"norm_topk_prob": False}, "moe.pre_softmax"),
         ("gemma2", {"query_pre_attn_scalar": 100}, "query_pre_attn_scalar 100"),
+        ("gemma2", {"final_logit_softcapping": None}, "final_logit_softcapping None, but with 30"),
+        ("llama-3", {"rope_parameters": YARN | {"beta_fast": 16.0}}, "yarn with beta_fast 16"),
+        ("llama-3", {"rope_parameters": YARN | {"truncate": False}}, "yarn with truncate False"),
         ("llama-3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
     ],
 )

@@ -13,7 +13,7 @@ from precisionctl.architectures.families import to_hf_config
 from precisionctl.checkpoints.base import Companions, Reader
 from precisionctl.checkpoints.config_json import config_dtype
 from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
-from precisionctl.checkpoints.gguf.metadata import GgufValue
+from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
 from precisionctl.checkpoints.gguf.writer import GgufContents, stack_and_slice
 from precisionctl.commands.build import Result
 from precisionctl.commands.request import LLAMA_CPP_TITLE, Gguf
@@ -59,7 +59,7 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
     notes = [
         *source_notes(source),
         *_tower_notes(source.plan),
-        *_window_notes(model),
+        *_notes_of_the_model(model),
         *(_quantize_notes(destination, name) if type_ in ("bf16", "f16") else ()),
         f"Run it with: {_run(shlex.quote(str(destination)), name)}",
     ]
@@ -161,12 +161,17 @@ def _tower_notes(plan: Plan) -> Iterator[str]:
         )
 
 
-def _window_notes(model: ModelShape) -> Iterator[str]:
-    """A note where llama.cpp lets queries see more keys than the model does."""
+def _notes_of_the_model(model: ModelShape) -> Iterator[str]:
+    """What llama.cpp is known to compute otherwise of models that people serve with it all the same."""
     if model.sliding_window and "sliding_window" in of_llama_cpp(model).ignored:
         yield (
             f"llama.cpp has no window of attention for `{model.architecture}`: beyond {model.sliding_window} tokens it "
             "computes otherwise than transformers."
+        )
+    if (model.rope_scaling or {}).get("truncate") is False:
+        yield (
+            "llama.cpp rounds the bounds between which YaRN blends frequencies, which config.json's `truncate: false` "
+            "forbids: it computes a little otherwise than transformers, with every file of this model."
         )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
-from precisionctl.checkpoints.gguf.metadata import GgufValue
+from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model_parts import MoE
 from precisionctl.model_shape import ModelShape
@@ -137,12 +137,14 @@ MODELS: Mapping[str, LlamaCppModel] = {
     "qwen3_moe": LlamaCppModel(given=_EXPERTS, ignored=_WINDOW, computed=_QWEN3.computed, more=_expert_size),
     "gemma": LlamaCppModel(computed=_GEMMA | {"embedding_multiplier": _root_of_width}),
     "gemma2": LlamaCppModel(
-        given=("attn_logit_softcapping", "final_logit_softcapping", "sliding_window"),
+        given=("sliding_window",),
         computed=_GEMMA
         | {
             "embedding_multiplier": _root_of_width,
             "post_layernorms": True,
             "query_pre_attn_scalar": _scored_as_gemma(46),
+            "attn_logit_softcapping": lambda model: model.attn_logit_softcapping or 50.0,  # it always caps
+            "final_logit_softcapping": lambda model: model.final_logit_softcapping or 30.0,
             "window_layers": _every(2),
         },
         more=lambda model: _softcaps(model) | _window(model),
@@ -214,18 +216,24 @@ _SCALINGS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
 """What llama.cpp computes of each kind of scaling of rotary embeddings."""
+_SUPPOSED = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+"""What it computes with, whatever the file says (ggml.c, ggml_rope_yarn_corr_dims; keys of these two are not read)."""
 
 
 def _check_rope(model: ModelShape) -> None:
     """Raise UnknownArchitecture for a scaling of rotary embeddings that llama.cpp has not, or has otherwise."""
-    scaling = model.rope_scaling or {}
-    kind = scaling.get("rope_type", "default")
-    for key, value in scaling.items():
-        if value is not None and key not in ("rope_type", "type", "rope_theta", *_SCALINGS.get(kind, ())):
-            kind = f"{kind} with {key}"
+    scaling = dict(model.rope_scaling or {})
+    kind = scaling.pop("rope_type", "default")
+    if model.architecture == "gpt_oss":
+        scaling.pop("truncate", None)  # false in all of them, and a note says it
+    computed = ("type", "rope_theta", *_SCALINGS.get(kind, ()))
+    supposed = _SUPPOSED if kind == "yarn" else {}
+    others = {key: value for key, value in scaling.items() if key not in computed and value != supposed.get(key)}
+    if others:
+        kind += " with " + ", ".join(f"{key} {shown(value)}" for key, value in others.items())
     if kind not in _SCALINGS or (kind == "llama3" and model.architecture not in ("llama", "mistral", "granite")):
         what = f"llama.cpp computes no rotary embeddings of `{model.architecture}` that are scaled as {kind}"
         raise UnknownArchitecture(what, do="Serve it with an engine that does: see --target.")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from precisionctl.checkpoints.gguf.metadata import GgufValue
+from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, shown
 from precisionctl.export.gguf_pretokenizers import ADD_BOS, pretokenizer
 from precisionctl.untrusted.safe_json import parse_json

@@ -13,7 +13,7 @@ from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.gguf.gguf_file import MAGIC, VERSIONS, aligned
-from precisionctl.checkpoints.gguf.metadata import Metadata, metadata_bytes, string_bytes
+from precisionctl.checkpoints.gguf.metadata_bytes import Metadata, metadata_bytes, string_bytes
 from precisionctl.checkpoints.output import lay_out_file
 from precisionctl.codes.ggml_formats import FORMATS
 from precisionctl.dtypes import DType
