@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
@@ -20,6 +19,9 @@ from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model_parts import MoE
 from precisionctl.model_shape import ModelShape
 from precisionctl.torch_when_used import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
