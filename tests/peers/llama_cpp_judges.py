@@ -21,10 +21,11 @@ IDS = np.random.default_rng(0).integers(3, 300, 64).tolist()
 def convert(directory: Path, file: Path, kind: str, pre: str) -> None:
     """The pre-tokenizer is given: the converter knows those of published vocabularies alone, by hashes of their ids. So
     is that a SentencePiece model is read of tokenizer.json, for which it looks in Llamas alone."""
-    made = get_model_class(get_model_architecture(ModelBase.load_hparams(directory, False), ModelType.TEXT))
-    made.get_vocab_base_pre = lambda self, tokenizer: pre
+    known = get_model_class(get_model_architecture(ModelBase.load_hparams(directory, False), ModelType.TEXT))
+    given: dict[str, Any] = {"model_arch": known.model_arch, "get_vocab_base_pre": lambda self, tokenizer: pre}
     if pre.startswith("sentencepiece"):
-        made._set_vocab_sentencepiece = made._set_vocab_gpt2 = made._set_vocab_llama_hf
+        given |= dict.fromkeys(("_set_vocab_sentencepiece", "_set_vocab_gpt2"), known._set_vocab_llama_hf)
+    made = type(known.__name__, (known,), given)
     made(directory, gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"], file, eager=True).write()
 
 

@@ -4,12 +4,13 @@ config.json scales these, or are compared with what it says.
 Source: llama.cpp's converter (generate_extra_tensors of conversion/llama.py and phi.py).
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from precisionctl.checkpoints.base import WITH_REFERENCE
 from precisionctl.checkpoints.chunks import read_bytes
@@ -18,6 +19,9 @@ from precisionctl.checkpoints.gguf.gguf_metadata import shortest
 from precisionctl.checkpoints.gguf.gguf_tensors import GgufPart
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _LLAMA3 = "rope_freqs.weight"
 _LONGROPE = {"rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}
