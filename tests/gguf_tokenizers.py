@@ -7,7 +7,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-TEXT = "Hello  world, I've 12345 things; naïve café 🚀 we'LL see\n\n  def f(x):\n\treturn x+1  <tool> end<|end|>ok"
+TEXT = (
+    "Hello  world, I've 12345 things; naïve café 🚀 we'LL see\n\n  def f(x):\n\treturn x+1  <tool> end<|endoftext|>ok"
+)
 _CORPUS = [TEXT, *(f"the {word} of the {word}s, there and then: {number}" for number, word in enumerate(TEXT.split()))]
 SIZE = 340
 """Tokens of the models; the tokenizers have a few less."""
@@ -23,7 +25,7 @@ def byte_level(*expressions: str, ignore_merges: bool = False, begins: bool = Fa
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     made.train_from_iterator(_CORPUS, trainers.BpeTrainer(vocab_size=SIZE - 10, initial_alphabet=alphabet))
-    made.add_special_tokens([AddedToken(text, special=True) for text in ("<|begin|>", "<|end|>")])
+    made.add_special_tokens([AddedToken(text, special=True) for text in ("<|begin|>", "<|endoftext|>")])
     made.add_tokens([AddedToken("<tool>", normalized=False)])
     steps: list[Any] = [processors.ByteLevel(trim_offsets=False)]
     if begins:
@@ -32,7 +34,7 @@ def byte_level(*expressions: str, ignore_merges: bool = False, begins: bool = Fa
         steps.append(processors.TemplateProcessing(single="<|begin|> $A", pair=pair, special_tokens=[begin]))
     made.post_processor = processors.Sequence(steps)
     first = {"bos_token": "<|begin|>"} if begins else {}
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>", chat_template=TEMPLATE, **first)
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>", chat_template=TEMPLATE, **first)
 
 
 def sentencepiece(*, prefix: bool = True) -> PreTrainedTokenizerFast:

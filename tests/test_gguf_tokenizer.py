@@ -63,8 +63,8 @@ def test_each_token_stands_at_its_id_with_what_it_is(tmp_path: Path) -> None:
     found = metadata(tokenizer, tmp_path)
     ids = tokenizer.get_vocab()
     assert [found["tokens"][number] for number in ids.values()] == [*ids]
-    kinds = {text: found["token_type"][ids[text]] for text in ("!", "<|begin|>", "<|end|>", "<tool>")}
-    assert kinds == {"!": 1, "<|begin|>": 3, "<|end|>": 3, "<tool>": 4}
+    kinds = {text: found["token_type"][ids[text]] for text in ("!", "<|begin|>", "<|endoftext|>", "<tool>")}
+    assert kinds == {"!": 1, "<|begin|>": 3, "<|endoftext|>": 3, "<tool>": 4}
     assert found["tokens"][len(ids) :] == [f"[PAD{number}]" for number in range(len(ids), SIZE)]
     assert {*found["token_type"][len(ids) :]} == {5}
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
@@ -76,7 +76,9 @@ def test_what_stands_around_a_text_is_what_the_tokenizer_puts_there(tmp_path: Pa
     plain = metadata(gguf_tokenizers.byte_level(known.LLAMA3, ignore_merges=True), tmp_path / "b")
     assert (begins["add_bos_token"], plain["add_bos_token"]) == (True, False)
     assert begins["tokens"][begins["bos_token_id"]] == "<|begin|>" and "bos_token_id" not in plain
-    assert begins["tokens"][begins["eos_token_id"]] == "<|end|>" and begins["padding_token_id"] == 5  # of config.json
+    assert (
+        begins["tokens"][begins["eos_token_id"]] == "<|endoftext|>" and begins["padding_token_id"] == 5
+    )  # of config.json
     assert begins["tokenizer.chat_template"] == gguf_tokenizers.TEMPLATE
 
 
