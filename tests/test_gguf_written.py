@@ -10,6 +10,7 @@ from typing import Any
 
 import gguf_files
 import gguf_tokenizers
+import mxfp4_directories
 import numpy as np
 import pico
 import pytest
@@ -126,6 +127,20 @@ def test_codes_are_decoded_and_round_once(tmp_path: Path) -> None:
     values = reader.encodings[name].decode_rows(read_tensor(reader, name), 0)
     written = _stored(export(tmp_path / "fp8", tmp_path / "out", "q8_0"))["blk.0.ffn_down.weight"]
     assert written[1] == blocks_of(named("Q8_0")).encode(values).numpy().tobytes()
+
+
+def test_gpt_oss_as_it_is_published_is_written_with_the_values_of_its_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(mxfp4_directories.SIZES, "vocab_size", SIZE)
+    monkeypatch.setitem(mxfp4_directories.CONFIG, "vocab_size", SIZE)
+    mxfp4_directories.make(tmp_path / "hf")
+    gguf_tokenizers.byte_level(QWEN2).save_pretrained(tmp_path / "hf")
+    reader = open_checkpoint(tmp_path / "hf")
+    written = open_checkpoint(export(tmp_path / "hf", tmp_path / "out"))
+    for name in reader.encodings:
+        values = reader.encodings[name].decode_rows(read_tensor(reader, name), 0)
+        assert torch.equal(read_tensor(written, name).float(), values), name
 
 
 def _stored(file: Path) -> dict[str, tuple[GgufTensor, bytes]]:
