@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import random
 import re
 import struct
@@ -23,7 +24,9 @@ from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.gguf import gguf_tensors
-from precisionctl.checkpoints.gguf.gguf_file import read_head
+from precisionctl.checkpoints.gguf.gguf_config import made_config
+from precisionctl.checkpoints.gguf.gguf_file import GgufTensor, read_head
+from precisionctl.checkpoints.gguf.gguf_metadata import Described
 from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.ggml_formats import FORMATS, UNREAD
@@ -198,12 +201,39 @@ def test_files_of_one_model_are_read_together_by_any_of_them_or_their_directory(
         reader = open_checkpoint(path)
         assert reader.model == published.model and reader.specs.keys() == published.specs.keys()
         assert len(reader.files) == 2
+        for name in published.specs:
+            assert torch.equal(read_tensor(reader, name).bfloat16(), read_tensor(published, name)), name
     first.with_name("another.gguf").write_bytes(first.read_bytes())
     with pytest.raises(UnknownFormat, match="2 models in GGUF: another.gguf, llama-00001-of-00002.gguf"):
         open_checkpoint(tmp_path / "split")
     first.with_name("llama-00002-of-00002.gguf").unlink()
     with pytest.raises(DamagedCheckpoint, match="a file is missing"):
         open_checkpoint(first)
+
+
+@pytest.mark.parametrize("pattern", [3, [True, True, False, True, True, False]], ids=["number", "list"])
+def test_windows_are_listed_or_all_but_every_so_many(pattern: object) -> None:
+    sizes = dict.fromkeys(("head_count", "head_count_kv", "key_length", "value_length", "sliding_window"), 8)
+    said = {f"attention.{key}": size for key, size in sizes.items()} | {
+        "block_count": 6,
+        "embedding_length": 64,
+        "feed_forward_length": 64,
+        "context_length": 64,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.sliding_window_pattern": pattern,
+    }
+    embedding = GgufTensor((10, 64), FORMATS[0], Path("a.gguf"), 0)
+    metadata = {f"gemma3.{key}": value for key, value in said.items()}
+    found = made_config(Described(metadata, {"token_embd.weight": embedding}, "gemma3", "a.gguf"), "gemma3_text")
+    assert found["layer_types"] == ["sliding_attention", "sliding_attention", "full_attention"] * 2
+
+
+@pytest.mark.parametrize("name", ["a.gguf", "a-00001-of-00001.gguf", "a-00000-of-00000.gguf"])
+def test_a_pipe_is_one_error_and_waits_for_nobody(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises((DamagedCheckpoint, UnknownFormat)):
+            open_checkpoint(path)
 
 
 @pytest.mark.parametrize(("changes", "match"), [({"split.count": 3}, "file 0 of 3"), ({"split.tensors.count": 9}, "9")])

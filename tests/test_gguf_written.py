@@ -236,7 +236,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("olmoe", {}, "`olmoe` is not among the models"),
         ("qwen3-moe", SPARSE | {"norm_topk_prob": False}, "moe.pre_softmax"),
         ("gemma2", {"query_pre_attn_scalar": 100}, "query_pre_attn_scalar 100"),
-        ("gemma2", {"final_logit_softcapping": None}, "final_logit_softcapping None, but with 30"),
+        (
+            "gemma2",
+            {"final_logit_softcapping": None, "query_pre_attn_scalar": 32},
+            "final_logit_softcapping None, but with 30",
+        ),
         ("llama-3", {"rope_parameters": YARN | {"beta_fast": 16.0}}, "yarn with beta_fast 16"),
         ("llama-3", {"rope_parameters": YARN | {"truncate": False}}, "yarn with truncate False"),
         ("llama-3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),

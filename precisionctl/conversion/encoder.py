@@ -25,6 +25,8 @@ from precisionctl.torch_when_used import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+_IN_BF16 = "BF16 has a number for it: choose that."
+
 ValuePiece = tuple[str, int, "Tensor"]
 """Name and first row of the tensor to write, and values `[rows, columns]` in a buffer that the next piece reuses."""
 
@@ -196,7 +198,7 @@ class Encoder:
             too_large = written.isinf() & (values.abs() < torch.finfo(values.dtype).max)
             if self._refuses_infinity and bool(too_large.any()):
                 what = f"`{name}` holds a number that is too large for {dtype} and would become infinite"
-                raise PrecisionError(what, do=BROKEN_WEIGHTS)
+                raise PrecisionError(what, do=_IN_BF16 if dtype == DType.float16 else BROKEN_WEIGHTS)
         self._put(name, row, written)
 
     def _in_blocks(self, name: str, blocks: GgmlBlocks, values: Tensor) -> Tensor:
@@ -206,7 +208,7 @@ class Encoder:
         largest = float(numerics.amax(values))
         if self._refuses_infinity and largest > blocks.largest:
             what = f"`{name}` holds {largest:.3g}, and {blocks.name} has no number beyond {blocks.largest:.3g}"
-            raise PrecisionError(what, do=BROKEN_WEIGHTS)
+            raise PrecisionError(what, do=_IN_BF16)
         return blocks.encode(values)
 
     def put_encoding(self, weight: str, scales: Scales, encoding: Encoding) -> None:

@@ -181,10 +181,15 @@ def _gemma3(file: Described, made: MadeKeys) -> MadeKeys:
 
 
 def _windows(file: Described) -> MadeKeys:
-    """The window, and the layers that have it, if the file lists them. If not, the class's default is llama.cpp's."""
-    listed = file.flags("attention.sliding_window_pattern")
-    types = ["sliding_attention" if window else "full_attention" for window in listed or ()]
-    return {"sliding_window": file.count("attention.sliding_window")} | ({"layer_types": types} if listed else {})
+    """The window, and the layers that have it, if the file lists them, or says that it is all but every so many. If
+    not, the class's default is llama.cpp's."""
+    key = "attention.sliding_window_pattern"
+    if type(every := file.said(key)) is int and every > 0:
+        windows = [(layer + 1) % every != 0 for layer in range(file.count("block_count"))]
+    else:
+        windows = file.flags(key) or []
+    types = ["sliding_attention" if window else "full_attention" for window in windows]
+    return {"sliding_window": file.count("attention.sliding_window")} | ({"layer_types": types} if types else {})
 
 
 def _phi3(file: Described, made: MadeKeys) -> MadeKeys:

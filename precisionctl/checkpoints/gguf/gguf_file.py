@@ -33,9 +33,10 @@ _LONGEST_STRING = 1 << 20
 """Bytes of a string that is kept, such as a chat template."""
 _LONGEST_LIST = 4096
 """Numbers of an array that is kept: more than layers of any model. Of longer ones, and of strings, the length is."""
-_MOST_STRINGS = 1 << 22
+_MOST_STRINGS = 1 << 21
 """Strings of all arrays: more than tokens and merges of any tokenizer. Each takes a call to read."""
-_MOST_TENSORS = 1 << 19
+_MOST_TENSORS = 1 << 16
+"""Experts of a layer are one tensor."""
 _MOST_KEYS = 1 << 16
 _LONGEST_NAME = 64
 """llama.cpp's GGML_MAX_NAME."""

@@ -165,10 +165,11 @@ def _files_of(path: Path) -> list[Path]:
         check_link(firsts[0], path)
         path = firsts[0]
     match = _SPLIT.fullmatch(path.name)
-    if match is None:
-        return [path]
-    names = [f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1)]
-    files = [path.with_name(name) for name in names[:_MOST_FILES]]
+    if match is None or int(match[3]) == 0:
+        files = [path]
+    else:
+        numbers = range(1, min(int(match[3]), _MOST_FILES) + 1)
+        files = [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in numbers]
     for file in files:
         check_file(file)
     return files
