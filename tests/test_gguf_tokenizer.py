@@ -8,17 +8,27 @@ import gguf_tokenizers
 import numpy as np
 import pytest
 from gguf_tokenizers import SIZE
+from tokenizers import AddedToken
 
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError
 from precisionctl.export import gguf_pretokenizers as known
 from precisionctl.export.gguf_tokenizer import tokenizer_metadata
 
+NFC = {"type": "NFC"}
+SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+
+
+def written(tokenizer: Any, folder: Path, said: Any = None, **changes: Any) -> tuple[dict[str, Any], list[str]]:
+    """Metadata and notes, after changes of tokenizer.json and of tokenizer_config.json."""
+    files = gguf_tokenizers.files(tokenizer, folder)
+    for name, changed in (("tokenizer.json", changes), ("tokenizer_config.json", said or {})):
+        files[name] = json.dumps(json.loads(files[name]) | changed).encode()
+    found, notes = tokenizer_metadata(files, {"pad_token_id": 5}, SIZE, "here")
+    return {key.removeprefix("tokenizer.ggml."): value for key, value in found.items()}, notes
+
 
 def metadata(tokenizer: Any, folder: Path, **changes: Any) -> dict[str, Any]:
-    files = gguf_tokenizers.files(tokenizer, folder)
-    files["tokenizer.json"] = json.dumps(json.loads(files["tokenizer.json"]) | changes).encode()
-    found = tokenizer_metadata(files, {"pad_token_id": 5}, SIZE, "here")
-    return {key.removeprefix("tokenizer.ggml."): value for key, value in found.items()}
+    return written(tokenizer, folder, **changes)[0]
 
 
 @pytest.mark.parametrize(
@@ -105,10 +115,92 @@ def test_sentencepiece_with_another_normalizer_is_refused(tmp_path: Path) -> Non
         metadata(gguf_tokenizers.sentencepiece(), tmp_path, normalizer={"type": "NFKC"})
 
 
+def test_a_replacement_of_anything_but_spaces_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PrecisionError, match="does not split text as this"):
+        metadata(
+            gguf_tokenizers.sentencepiece(prefix=False), tmp_path, normalizer=SPACES | {"pattern": {"String": "a"}}
+        )
+
+
+@pytest.mark.parametrize(("scheme", "notes"), [("first", 1), ("always", 0), ("never", 0)])
+def test_metaspace_is_written_and_a_note_says_what_stands_behind_special_tokens(
+    tmp_path: Path, scheme: str, notes: int
+) -> None:
+    spaces = {"type": "Metaspace", "replacement": "▁", "split": False, "prepend_scheme": scheme}
+    found, said = written(gguf_tokenizers.sentencepiece(), tmp_path, normalizer=None, pre_tokenizer=spaces)
+    assert found.get("add_space_prefix", True) is (scheme != "never")
+    assert len(said) == notes and all("behind a special token" in note for note in said)
+
+
+def test_sentencepiece_without_a_byte_is_refused(tmp_path: Path) -> None:
+    tokenizer = gguf_tokenizers.sentencepiece()
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    del model["vocab"]["<0x80>"]
+    with pytest.raises(PrecisionError, match="without a token for each byte, here <0x80>:"):
+        metadata(tokenizer, tmp_path, model=model)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("dropout", 0.1), ("continuing_subword_prefix", "##"), ("end_of_word_suffix", "</w>")]
+)
+def test_a_setting_of_bpe_that_llama_cpp_has_not_is_refused(tmp_path: Path, setting: str, value: object) -> None:
+    tokenizer = gguf_tokenizers.byte_level(known.QWEN2)
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    assert written(tokenizer, tmp_path / "none", model=model | {setting: None})[1] == []
+    with pytest.raises(PrecisionError, match=f"`{setting}`"):
+        metadata(tokenizer, tmp_path / "set", model=model | {setting: value})
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [{"type": "Lowercase"}, SPACES, {"type": "Sequence", "normalizers": [NFC, {"type": "NFKC"}]}, {"type": "Sequence"}],
+)
+def test_a_normalizer_of_a_byte_level_bpe_is_refused(tmp_path: Path, normalizer: object) -> None:
+    with pytest.raises(PrecisionError, match="no such `normalizer`"):
+        metadata(gguf_tokenizers.byte_level(known.QWEN2), tmp_path, normalizer=normalizer)
+
+
+def test_of_nfc_which_qwen_has_a_note_says_that_llama_cpp_does_not_compose(tmp_path: Path) -> None:
+    tokenizer = gguf_tokenizers.byte_level(known.QWEN2)
+    for number, steps in enumerate(([], [NFC])):
+        nested = {"type": "Sequence", "normalizers": steps}
+        _, notes = written(tokenizer, tmp_path / str(number), normalizer=nested)
+        assert len(notes) == len(steps) and all("(NFC)" in note for note in notes)
+
+
+@pytest.mark.parametrize("side", ["lstrip", "rstrip"])
+def test_added_tokens_that_take_spaces_are_named_in_a_note(tmp_path: Path, side: str) -> None:
+    tokenizer = gguf_tokenizers.byte_level(known.QWEN2)
+    tokenizer.add_tokens([AddedToken("<|im|>", **{side: True}), AddedToken("<|plain|>")], special_tokens=True)
+    [note] = written(tokenizer, tmp_path)[1]
+    assert "lstrip, rstrip): <|im|>." in note
+
+
+def test_normalized_tokens_behind_a_prepended_space_are_named_in_a_note(tmp_path: Path) -> None:
+    for prefix in (True, False):
+        tokenizer = gguf_tokenizers.sentencepiece(prefix=prefix)
+        tokenizer.add_tokens([AddedToken("<|im|>", normalized=True), AddedToken("<|plain|>", normalized=False)])
+        notes = written(tokenizer, tmp_path / str(prefix))[1]
+        assert [note.rpartition(": ")[2] for note in notes] == ["<|im|>."] * prefix
+
+
+def test_added_tokens_that_llama_cpp_finds_elsewhere_are_refused(tmp_path: Path) -> None:
+    tokenizer = gguf_tokenizers.byte_level(known.QWEN2)
+    tokenizer.add_tokens([AddedToken("xyz", normalized=True)])
+    assert written(tokenizer, tmp_path / "alone")[1] == []
+    tokenizer.add_tokens([AddedToken("y", normalized=False)])
+    with pytest.raises(PrecisionError, match="inside another that is `normalized`, here y:"):
+        metadata(tokenizer, tmp_path / "inside")
+    tokenizer = gguf_tokenizers.byte_level(known.QWEN2)
+    tokenizer.add_tokens([AddedToken("word", single_word=True)])
+    with pytest.raises(PrecisionError, match="`single_word`, which word has"):
+        metadata(tokenizer, tmp_path / "single")
+
+
 def test_named_chat_templates_have_keys_of_their_own(tmp_path: Path) -> None:
     tokenizer = gguf_tokenizers.byte_level(known.QWEN2)
     files = gguf_tokenizers.files(tokenizer, tmp_path) | {"additional_chat_templates/tool_use.jinja": b"tools"}
-    found = tokenizer_metadata(files, {}, SIZE, "here")
+    found, _ = tokenizer_metadata(files, {}, SIZE, "here")
     assert found["tokenizer.chat_template.tool_use"] == "tools" and found["tokenizer.chat_templates"] == ["tool_use"]
     assert found["tokenizer.chat_template"] == gguf_tokenizers.TEMPLATE
 

@@ -94,6 +94,16 @@ def _described(file: Path) -> dict[str, gguf_files.Described]:
     return {name: (each.shape, numbers[each.format.name], data) for name, (each, data) in _stored(file).items()}
 
 
+def test_the_command_says_of_which_texts_llama_cpp_makes_other_tokens(tmp_path: Path) -> None:
+    published = source(tmp_path / "hf")
+    assert not [
+        note for note in plan_command(Request.export(published, tmp_path / "a", LLAMA_CPP)).notes if "NFC" in note
+    ]
+    tokenizer = json.loads((published / "tokenizer.json").read_text()) | {"normalizer": {"type": "NFC"}}
+    (published / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert [note for note in plan_command(Request.export(published, tmp_path / "b", LLAMA_CPP)).notes if "NFC" in note]
+
+
 def test_the_text_model_of_a_wrapper_is_written_and_its_towers_are_named(tmp_path: Path) -> None:
     tiny_wrappers.save(tmp_path / "hf", "mistral3", vocab_size=SIZE, dtype=torch.bfloat16)
     gguf_tokenizers.byte_level(QWEN2).save_pretrained(tmp_path / "hf")

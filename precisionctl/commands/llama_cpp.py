@@ -43,7 +43,8 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
     of_llama_cpp(model)  # first, as no type and no tokenizer would help
     type_ = kind.scheme or ("f16" if config_dtype(source.plan.targets) == DType.float16.value else "bf16")
     plan = in_gguf(source.plan, type_)
-    config = _config(reader, model)
+    files, config = reader.companions.files, _config(reader, model)
+    tokenizer, tokenizer_notes = tokenizer_metadata(files, config, model.vocab_size, reader.path or "")
     metadata: dict[str, GgufValue] = {
         "general.architecture": FAMILIES[model.architecture].architecture,
         "general.type": "model",
@@ -53,17 +54,18 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
         **_base_model(kind.base_model),
         **model_metadata(model, FILE_TYPES[type_]),
         "general.quantization_version": np.uint32(2),
-        **tokenizer_metadata(reader.companions.files, config, model.vocab_size, reader.path or ""),
+        **tokenizer,
     }
     name = f"{destination.name}-{type_.upper()}.gguf"
     notes = [
         *source_notes(source),
         *_tower_notes(source.plan),
         *_notes_of_the_model(model),
+        *tokenizer_notes,
         *(_quantize_notes(destination, name) if type_ in ("bf16", "f16") else ()),
         f"Run it with: {_run(shlex.quote(str(destination)), name)}",
     ]
-    licences = {file: data for file, data in reader.companions.files.items() if _LICENCES.fullmatch(file)}
+    licences = {file: data for file, data in files.items() if _LICENCES.fullmatch(file)}
     quantized, kept = _of_main_type(plan)
     card = Card(
         name=destination.name,

@@ -15,21 +15,12 @@ import numpy as np
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, shown
 from precisionctl.export.gguf_pretokenizers import ADD_BOS, pretokenizer
+from precisionctl.export.gguf_special_tokens import special_tokens, token_text
+from precisionctl.export.gguf_text import space_before_text, text_notes
 from precisionctl.untrusted.safe_json import parse_json
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """Types of tokens (enum llama_token_type)."""
-
-_IDS = {
-    "bos": "bos_token_id",
-    "eos": "eos_token_id",
-    "unk": "unknown_token_id",
-    "sep": "seperator_token_id",
-    "pad": "padding_token_id",
-    "mask": "mask_token_id",
-    "eot": "eot_token_id",
-}
-"""How GGUF calls the id of a token that tokenizer_config.json has as `<word>_token`."""
 
 _SPACE = "\u2581"
 """What stands for a space in SentencePiece."""
@@ -43,8 +34,9 @@ _ADDED = -1000.0
 
 def tokenizer_metadata(
     files: Mapping[str, bytes], config: Mapping[str, Any], vocab_size: int, where: object
-) -> dict[str, GgufValue]:
-    """The metadata of a tokenizer in these companion files, for a model with so many tokens. `config` is config.json.
+) -> tuple[dict[str, GgufValue], list[str]]:
+    """The metadata of a tokenizer in these companion files, for a model with so many tokens, and notes on texts of
+    which llama.cpp makes other tokens. `config` is config.json.
 
     Raises CheckpointError where there is no tokenizer.json, PrecisionError for a tokenizer that llama.cpp has not, and
     DamagedCheckpoint.
@@ -62,6 +54,12 @@ def tokenizer_metadata(
         raise DamagedCheckpoint("`vocab` and `added_tokens` do not say its tokens", where="tokenizer.json")
     tokens = _tokens(vocab, added, vocab_size)
     types = _types(tokens, added, said)
+    # in the text of user-defined tokens, spaces are spaces
+    tokens = [
+        token.replace(_SPACE, " ") if kind == _USER_DEFINED else token
+        for token, kind in zip(tokens, types, strict=True)
+    ]
+    notes = text_notes(tokenizer)
     merges = _merges(model.get("merges"))
     if model.get("byte_fallback"):
         found, adds_bos = _sentencepiece(tokenizer, said, tokens, types, merges), True
@@ -71,9 +69,8 @@ def tokenizer_metadata(
         found = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": tokens}
         found["tokenizer.ggml.token_type"] = np.array(types, np.int32)
         found["tokenizer.ggml.merges"] = [" ".join(part.replace(" ", "\u0120") for part in pair) for pair in merges]
-    ends = _Ends(tokenizer.get("post_processor"), said)
-    found |= ends.metadata(added, config, vocab_size, adds_bos=adds_bos)
-    return found | dict(_templates(files, said))
+    found |= special_tokens(tokenizer, said, config, vocab_size, adds_bos=adds_bos)
+    return found | dict(_templates(files, said)), notes
 
 
 def _parsed(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
@@ -84,22 +81,21 @@ def _sentencepiece(
     tokenizer: Mapping[str, Any],
     said: Mapping[str, Any],
     tokens: list[str],
-    types: list[int],
+    types: Sequence[int],
     merges: Sequence[tuple[str, str]],
 ) -> dict[str, GgufValue]:
-    """The tokens of a SentencePiece model."""
-    starts_with_space = _starts_with_space(tokenizer)
-    unknown = tokenizer["model"].get("unk_token") or _text(said.get("unk_token"))
+    """The tokens of a SentencePiece model, whose types are those of any BPE."""
     listed = said.get("added_tokens_decoder")  # as transformers 4 had them
-    for number, token in enumerate(tokens):
-        if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
-            types[number] = _BYTE
-        elif token == unknown and not listed:
-            types[number] = _UNKNOWN
+    unknown = None if listed else tokenizer["model"].get("unk_token") or token_text(said.get("unk_token"))
+    types = [
+        _BYTE if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token) else _UNKNOWN if token == unknown else kind
+        for token, kind in zip(tokens, types, strict=True)
+    ]
     found: dict[str, GgufValue] = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
     found["tokenizer.ggml.tokens"] = tokens
     found["tokenizer.ggml.scores"] = np.array(_scores(tokens, types, merges, _ADDED if listed else 0.0), np.float32)
     found["tokenizer.ggml.token_type"] = np.array(types, np.int32)
+    starts_with_space = space_before_text(tokenizer)
     if isinstance(said.get("add_prefix_space"), bool):
         return {"tokenizer.ggml.add_space_prefix": starts_with_space} | found
     return found if starts_with_space else found | {"tokenizer.ggml.add_space_prefix": False}
@@ -119,23 +115,14 @@ def _tokens(vocab: Mapping[str, Any], added: Sequence[Mapping[str, Any]], size: 
     return [by_id.get(number, f"[PAD{number}]") for number in range(size)]
 
 
-def _text(token: object) -> str | None:
-    """The text of a token in tokenizer_config.json."""
-    text = token.get("content") if isinstance(token, Mapping) else token
-    return text if isinstance(text, str) else None
-
-
-def _types(tokens: list[str], added: Sequence[Mapping[str, Any]], said: Mapping[str, Any]) -> list[int]:
-    """The type of each token; in the text of those that are user-defined, spaces are spaces."""
-    special = {_text(token) for key, token in said.items() if key.endswith("_token")}
+def _types(tokens: Sequence[str], added: Sequence[Mapping[str, Any]], said: Mapping[str, Any]) -> list[int]:
+    """The type of each token."""
+    special = {token_text(token) for key, token in said.items() if key.endswith("_token")}
     types = [_UNUSED if token == f"[PAD{number}]" else _NORMAL for number, token in enumerate(tokens)]
     for each in added:
-        text, number = each["content"], each["id"]
-        if each.get("special") or text in special or _CONTROL_NAMES.fullmatch(text):
-            types[number] = _CONTROL
-        else:
-            types[number] = _USER_DEFINED
-            tokens[number] = text.replace(_SPACE, " ")
+        text = each["content"]
+        control = each.get("special") or text in special or _CONTROL_NAMES.fullmatch(text)
+        types[each["id"]] = _CONTROL if control else _USER_DEFINED
     return types
 
 
@@ -166,88 +153,6 @@ def _scores(
             order[token], last = last, last - 1
         scores.append(by_type.get(kind, order.get(token, 0.0)))
     return scores
-
-
-def _starts_with_space(tokenizer: Mapping[str, Any]) -> bool:
-    """Whether a space is put before a text. Raises PrecisionError for a tokenizer that changes or splits text otherwise
-    than SentencePiece's models do."""
-    normalizer, pre = tokenizer.get("normalizer"), tokenizer.get("pre_tokenizer")
-    match normalizer.get("normalizers", [normalizer]) if isinstance(normalizer, Mapping) else [None], pre:
-        case [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "content": "▁"}], None:
-            return True
-        case [{"type": "Replace", "content": "▁"}], None | {"type": "Split", "pattern": {"String": " "}}:
-            return False
-        case [None], {"type": "Metaspace", "replacement": "▁", "split": False, "prepend_scheme": str(scheme)}:
-            return scheme != "never"
-    raise PrecisionError(
-        f"llama.cpp's SentencePiece does not split text as this tokenizer.json does: {shown(normalizer)}, {shown(pre)}",
-        do="If llama.cpp's convert_hf_to_gguf.py knows the model, use it.",
-    )
-
-
-def _type(step: object) -> object:
-    return step.get("type") if isinstance(step, Mapping) else None
-
-
-class _Ends:
-    """Which tokens begin and end a text, by the post-processor and by tokenizer_config.json."""
-
-    def __init__(self, processor: object, said: Mapping[str, Any]) -> None:
-        self._words = {word: text for word in (*_IDS, "cls") if (text := _text(said.get(f"{word}_token")))}
-        self._words.setdefault("bos", self._words.get("cls", ""))
-        self._words.setdefault("eos", self._words.get("sep", ""))
-        self._said, self._adds = said, dict[str, bool]()
-        steps = processor.get("processors", [processor]) if isinstance(processor, Mapping) else []
-        for step in steps if isinstance(steps, list) else []:
-            if _type(step) == "ByteLevel":
-                self._adds = {"bos": False, "eos": False} | self._adds
-            elif _type(step) == "TemplateProcessing":
-                self._read_template(_names(step.get("single")), _names(step.get("pair")))
-
-    def _read_template(self, single: Sequence[str | None], pair: Sequence[str | None]) -> None:
-        """Read the special tokens around one text and between two: None stands for a text."""
-        first, last = (single[0], single[-1]) if len(single) > 1 else (None, None)
-        if first:
-            self._words["bos"] = self._words["bos"] or first
-            self._adds["bos"] = first in (self._words["bos"], self._words.get("cls"))
-        if last:
-            if self._words["eos"] not in ("", last):
-                self._words["eot"] = self._words["eos"]
-            self._words["eos"] = last
-            self._adds["eos"] = True
-        between = pair[1 if first else 0 : -1 if last else None][1:-1]
-        if between:
-            ends = (self._words["eos"], self._words.get("sep"))
-            self._adds["sep"] = bool(between[0] in ends and not last) or (len(between) == 2 and between[1] in ends)
-
-    def metadata(
-        self, added: Sequence[Mapping[str, Any]], config: Mapping[str, Any], size: int, *, adds_bos: bool
-    ) -> dict[str, GgufValue]:
-        """Ids of these tokens, and which of them are put around a text. `adds_bos`: what llama.cpp does if nothing is
-        said."""
-        known = {each["content"]: each["id"] for each in reversed(added)}
-        ids = {word: known[text] for word, text in self._words.items() if word in _IDS and text in known}
-        for word in _IDS:
-            number = config.get(f"{word}_token_id")
-            if type(number) is int and 0 <= number < size:
-                ids.setdefault(word, number)
-        adds = dict(self._adds)
-        for word in ("bos", "eos", "sep"):
-            if isinstance(switch := self._said.get(f"add_{word}_token"), bool):
-                adds.setdefault(word, switch)
-        if adds_bos:
-            adds.setdefault("bos", False)
-        found: dict[str, GgufValue] = {
-            f"tokenizer.ggml.{_IDS[word]}": np.uint32(number) for word, number in ids.items()
-        }
-        return found | {f"tokenizer.ggml.add_{word}_token": put for word, put in adds.items()}
-
-
-def _names(template: object) -> list[str | None]:
-    """The special tokens of a template, None for a text."""
-    steps = template if isinstance(template, list) else []
-    names = (step.get("SpecialToken") for step in steps if isinstance(step, Mapping))
-    return [str(name.get("id")) if isinstance(name, Mapping) else None for name in names]
 
 
 def _templates(files: Mapping[str, bytes], said: Mapping[str, Any]) -> Iterator[tuple[str, GgufValue]]:
