@@ -53,6 +53,18 @@ def found(processor: object, config: Any = None, *, adds_bos: bool = False, **sa
             {"eos_token": "<b>"},
             {"eos_token_id": 2, "seperator_token_id": 2, "add_sep_token": True},
         ),
+        (
+            template("<a> A", "<a> A <b> <b> B"),
+            {"eos_token": "<b>"},
+            {
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+                "seperator_token_id": 2,
+                "add_bos_token": True,
+                "add_sep_token": True,
+            },
+        ),
+        (template("A", "<a> A <b> B"), {"eos_token": "<b>"}, {"eos_token_id": 2}),
         (None, {"bos_token": "<a>", "add_bos_token": True}, {"bos_token_id": 1, "add_bos_token": True}),
     ],
 )
@@ -79,7 +91,8 @@ def test_that_no_token_is_put_before_a_text_is_said_where_llama_cpp_would_put_on
         (template("<a> A"), {"bos_token": "<b>"}, r"puts \[1\] and \[\]"),
         (template("<a> A"), {"bos_token": "<b>", "cls_token": "<a>"}, r"puts \[1\] and \[\]"),
         (template("<a> A <b> <c>"), {"bos_token": "<a>"}, r"puts \[1\] and \[2, 3\]"),
-        (sequence(template("A <b>"), template("<a> A <c>")), {}, r"puts \[1\] and \[2, 3\]"),
+        # the second of two templates is applied to two texts, the first's tokens being one
+        (sequence(template("<a> A"), template("A <b>")), {"bos_token": "<a>"}, "no such `post_processor`"),
         (template("A"), {"bos_token": "<a>", "add_bos_token": True}, r"puts \[\] and \[\]"),
         (None, {"add_bos_token": True}, "neither `added_tokens` nor config.json has its id"),
         (template("A B"), {}, "no such `post_processor`"),

@@ -99,12 +99,12 @@ def _words(processor: object, said: Mapping[str, Any]) -> tuple[dict[str, str], 
             words["eos"] = last
             adds["eos"] = True
         start = 1 if first and pair[:1] == [first] else 0  # 288-292
-        between = pair[start : -1 if last and pair[-1:] == [last] else None][1:-1]
-        if between:  # 298-317
-            ends = {words.get("eos"), words.get("sep")} - {None}
-            adds["sep"] = (between[0] in ends and not last) or (len(between) == 2 and between[1] in ends)
-            if adds["sep"] and "eos" in words:
-                words.setdefault("sep", words["eos"])
+        match pair[start : -1 if last and pair[-1:] == [last] else None]:
+            case [None, *between, None] if between:  # 298-317
+                ends = {words.get("eos"), words.get("sep")} - {None}
+                adds["sep"] = (between[0] in ends and not last) or (len(between) == 2 and between[1] in ends)
+                if adds["sep"] and "eos" in words:
+                    words.setdefault("sep", words["eos"])
     return words, adds
 
 
@@ -119,12 +119,14 @@ def _around(processor: object) -> tuple[list[int], list[int]]:
     """The ids that a post-processor puts before a text, and those behind it. Raises PrecisionError for one that is
     neither a template nor ByteLevel, which puts none."""
     match processor:
-        case {"type": "ByteLevel"}:
-            return [], []
         case {"type": "Sequence", "processors": [*steps]}:
-            each = [_around(step) for step in steps]
-            return [*chain(*(before for before, _ in reversed(each)))], [*chain(*(behind for _, behind in each))]
-        case {"type": "TemplateProcessing", "single": [*pieces], "special_tokens": {**named}}:
+            pass
+        case _:
+            steps = [processor]
+    match [step for step in steps if not (isinstance(step, Mapping) and step.get("type") == "ByteLevel")]:
+        case []:
+            return [], []
+        case [{"type": "TemplateProcessing", "single": [*pieces], "special_tokens": {**named}}]:
             ids = [_ids(piece, named) for piece in pieces]
             if ids.count(None) == 1:
                 text = ids.index(None)
