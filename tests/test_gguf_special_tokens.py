@@ -64,6 +64,11 @@ def found(processor: object, config: Any = None, *, adds_bos: bool = False, **sa
                 "add_sep_token": True,
             },
         ),
+        (
+            template("A", "A <c> <b> B"),
+            {"eos_token": "<b>"},
+            {"eos_token_id": 2, "seperator_token_id": 2, "add_sep_token": True},
+        ),
         (template("A", "<a> A <b> B"), {"eos_token": "<b>"}, {"eos_token_id": 2}),
         (None, {"bos_token": "<a>", "add_bos_token": True}, {"bos_token_id": 1, "add_bos_token": True}),
     ],
