@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError
 from precisionctl.export import gguf_pretokenizers as known
+from precisionctl.export.gguf_text import text_notes
 from precisionctl.export.gguf_tokenizer import tokenizer_metadata
 
 NFC = {"type": "NFC"}
@@ -195,6 +196,13 @@ def test_added_tokens_that_llama_cpp_finds_elsewhere_are_refused(tmp_path: Path)
     tokenizer.add_tokens([AddedToken("word", single_word=True)])
     with pytest.raises(PrecisionError, match="`single_word`, which word has"):
         metadata(tokenizer, tmp_path / "single")
+
+
+def test_more_added_tokens_than_can_be_looked_for_in_others_are_one_error() -> None:
+    added: list[dict[str, Any]] = [{"content": "a" * 100_000, "normalized": True}]
+    added += [{"content": f"<{number}>"} for number in range(60_000)]
+    with pytest.raises(DamagedCheckpoint, match="60001 added tokens, too many"):
+        text_notes({"model": {}, "added_tokens": added})
 
 
 def test_named_chat_templates_have_keys_of_their_own(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ Source: llama.cpp's src/llama-vocab.cpp, as llama-cpp-python 0.3.36 has it (toke
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from precisionctl.errors import PrecisionError, shown
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.sizes import listed
 
 _ELSEWHERE = "vLLM runs the tokenizer as it is: --target vllm."
@@ -15,10 +15,13 @@ _ELSEWHERE = "vLLM runs the tokenizer as it is: --target vllm."
 _SETTINGS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 """Of a BPE; llama.cpp has none of them."""
 
+_MOST_LETTERS = 5_000_000_000
+"""Letters that are looked through for added tokens in others: some seconds."""
+
 
 def text_notes(tokenizer: Mapping[str, Any]) -> list[str]:
     """Notes on texts of which llama.cpp makes other tokens than this tokenizer.json, whose model is a BPE. Raises
-    PrecisionError where it does of most."""
+    PrecisionError where it does of most, and DamagedCheckpoint for more added tokens than any model has."""
     model, steps = tokenizer["model"], _normalizers(tokenizer.get("normalizer"))
     for setting in _SETTINGS:
         if model.get(setting):
@@ -28,7 +31,11 @@ def text_notes(tokenizer: Mapping[str, Any]) -> list[str]:
         raise _refused(f"`single_word`, which {listed(words)} has", "Set it to false if they may stand in a word.")
     # tokenizers finds those that are not normalized first, llama.cpp the longest
     normalized = "\0".join(each["content"] for each in added if each.get("normalized"))
-    if inside := [each["content"] for each in added if not each.get("normalized") and each["content"] in normalized]:
+    whole = [each["content"] for each in added if not each.get("normalized")]
+    if len(whole) * len(normalized) > _MOST_LETTERS:
+        what = f"{len(added)} added tokens, too many to look for one in another"
+        raise DamagedCheckpoint(what, where="tokenizer.json", do="Is it a model's? A release has a few thousand.")
+    if inside := [text for text in whole if text in normalized]:
         what = f"added token inside another that is `normalized`, here {listed(inside)}"
         raise _refused(what, "Set `normalized` of both to the same.")
     notes = []
