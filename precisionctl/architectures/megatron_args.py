@@ -20,6 +20,7 @@ from precisionctl.architectures.recurrent_args import (
     read_hybrid_mtp,
     read_mamba,
 )
+from precisionctl.architectures.rope import LLAMA3
 from precisionctl.architectures.streams_args import (
     CSA_NAME,
     MHC_NAME,
@@ -57,8 +58,6 @@ _SAME_NAME = (
     *("kv_channels", "normalization", "qk_layernorm", "rotary_interleaved", "add_bias_linear", "add_qkv_bias"),
     "make_vocab_size_divisible_by",
 )
-# megatron/core/models/common/embeddings/rotary_pos_embedding.py, _apply_scaling: only the factor is an argument
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 GRANULARITY = "gated_attention_proj_granularity"
 """What an output gate has a number for: of latent attention each head (`headwise`), on Megatron-LM's dev branch."""
@@ -162,7 +161,8 @@ def _rope_args(model: ModelShape) -> dict[str, Any]:
         rounded = rope.get("truncate", True)
         return {"position_embedding_type": "yarn", **yarn, "yarn_correction_range_round_to_int": rounded}
     kind = rope.get("rope_type") if model.mla is None else None  # MLA's own rope heeds neither
-    llama3 = kind == "llama3" and all(rope.get(key) == value for key, value in _LLAMA3.items())
+    # rotary_pos_embedding.py, _apply_scaling: only the factor is an argument
+    llama3 = kind == "llama3" and all(rope.get(key) == value for key, value in LLAMA3.items())
     return {
         "use_rope_scaling": llama3,
         "rope_scaling_factor": float(rope["factor"]) if llama3 else 8.0,
@@ -358,7 +358,7 @@ def _read_rope(args: Mapping[str, Any], mla: MLA | None, where: object) -> dict[
         one_of(args, "mscale_all_dim", (0, None), 0, where)
         return None
     if args.get("use_rope_scaling"):
-        return {"rope_type": "llama3", "factor": args.get("rope_scaling_factor", 8.0), **_LLAMA3}
+        return {"rope_type": "llama3", "factor": args.get("rope_scaling_factor", 8.0), **LLAMA3}
     if args.get("rotary_seq_len_interpolation_factor"):
         return {"rope_type": "linear", "factor": args["rotary_seq_len_interpolation_factor"]}
     return None

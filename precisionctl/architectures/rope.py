@@ -26,6 +26,8 @@ _KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "proportional": (("partial_rotary_factor",), ("factor",)),
 }
 _ORIGINAL = "original_max_position_embeddings"
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _ORIGINAL: 8192}
+"""What every Llama from 3.1 on says of its scaling beside the factor."""
 _LISTS = ("short_factor", "long_factor")
 _QUERY_SCALING = "llama_4_scaling_beta"
 

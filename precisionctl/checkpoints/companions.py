@@ -50,6 +50,12 @@ TOKENIZER = CompanionKind(
 CHAT_TEMPLATE = CompanionKind(
     ("chat_template*", f"{TEMPLATES}/*.jinja"), "travels", "how a conversation becomes tokens"
 )
+LICENCE = CompanionKind(
+    ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "MODEL_LICENSE*", "USE_POLICY*"),
+    "travels",
+    "the terms on which the model may be passed on; also in lower case",
+    any_case=True,
+)
 KINDS = (
     CompanionKind(
         ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json"),
@@ -70,12 +76,7 @@ KINDS = (
     CompanionKind(
         ("*.py",), "stays", "code; what `auto_map` names, and what that imports from beside it, travels as bytes"
     ),
-    CompanionKind(
-        ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "MODEL_LICENSE*", "USE_POLICY*"),
-        "travels",
-        "the terms on which the model may be passed on; also in lower case",
-        any_case=True,
-    ),
+    LICENCE,
     CompanionKind(
         ("hf_quant_config.json", "quantize_config.json", "quant_config.json"),
         "made anew",

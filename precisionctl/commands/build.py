@@ -118,8 +118,7 @@ def _writer(storage: Storage, source: Source, result: Result, output: Output) ->
     optimizer where one is needed, and CheckpointError for a trainer's state that cannot be read."""
     plan, card, companions = result.plan, result.card, source.reader.companions
     in_shards = not storage.is_state_dict if storage.layout == "hf" else plan.model.wrapper is not None
-    in_shards = in_shards and not result.contents
-    if storage.max_shard_size != MAX_SHARD_SIZE and not in_shards:
+    if storage.max_shard_size != MAX_SHARD_SIZE and (result.contents or not in_shards):
         what = "--max-shard-size is for Hugging Face's files and for towers, and this result has neither"
         raise RecipeError(what, do="Leave --max-shard-size out.")
     if result.contents:

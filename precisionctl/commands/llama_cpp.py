@@ -11,12 +11,13 @@ import numpy as np
 
 from precisionctl.architectures.families import to_hf_config
 from precisionctl.checkpoints.base import Companions, Reader
+from precisionctl.checkpoints.companions import LICENCE
 from precisionctl.checkpoints.config_json import config_dtype
 from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
 from precisionctl.checkpoints.gguf.writer import GgufContents, stack_and_slice
 from precisionctl.commands.build import Result
-from precisionctl.commands.request import LLAMA_CPP_TITLE, Gguf
+from precisionctl.commands.request import LLAMA_CPP, Gguf
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.dtypes import DType
@@ -29,8 +30,6 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.planning.plan import Plan
 from precisionctl.sizes import counted
 from precisionctl.untrusted.safe_json import parse_json
-
-_LICENCES = re.compile(r"(LICEN[SC]E|NOTICE|COPYING|MODEL_LICENSE|USE_POLICY).*", re.IGNORECASE)
 
 
 def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
@@ -65,11 +64,11 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
         *(_quantize_notes(destination, name) if type_ in ("bf16", "f16") else ()),
         f"Run it with: {_run(shlex.quote(str(destination)), name)}",
     ]
-    licences = {file: data for file, data in files.items() if _LICENCES.fullmatch(file)}
+    licences = {file: data for file, data in files.items() if LICENCE.has(file)}
     quantized, kept = _of_main_type(plan)
     card = Card(
         name=destination.name,
-        title=LLAMA_CPP_TITLE,
+        title=LLAMA_CPP,
         tag="gguf",
         command=_run(path_in_command(destination.name), name),
         facts={"weights": type_.upper(), "file": name},

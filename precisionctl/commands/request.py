@@ -28,8 +28,6 @@ TE_TITLE = "PyTorch with Transformer Engine"
 LLAMA_CPP = "llama.cpp"
 """The target of an export that is one file, and no directory of codes with rules of an engine."""
 
-LLAMA_CPP_TITLE = "llama.cpp"
-
 StrPath = str | os.PathLike[str]
 """A path, as programs that use the library have it."""
 
@@ -277,19 +275,13 @@ class Request:
     def _gguf(self) -> Gguf:
         if self.scheme not in (None, *get_args(GgufType)):
             do = f"Choose --scheme {' or '.join(get_args(GgufType))}; llama-quantize makes others of a BF16 file."
-            raise RecipeError(f"{LLAMA_CPP_TITLE} does not read {self.scheme}", do=do)
+            raise RecipeError(f"{LLAMA_CPP} does not read {self.scheme}", do=do)
         self._check_no_choice()
-        if (
-            self.kv_cache
-            or self.keep_misfits
-            or self.ranks > 1
-            or self.expert_parallel
-            or self.fp8_state
-            or self.recipe
-        ):
+        of_engines = self.kv_cache or self.keep_misfits or self.ranks > 1 or self.expert_parallel
+        if of_engines or self.fp8_state or self.recipe:
             raise RecipeError(
                 "--kv-cache, --keep-misfits, --tp, --expert-parallel, --fp8-state and --recipe do not apply to "
-                f"{LLAMA_CPP_TITLE}",
+                f"{LLAMA_CPP}",
                 do="Leave them out.",
             )
         if self.destination.suffix == ".gguf":

@@ -115,9 +115,8 @@ def open_source(request: Request) -> Source:
     )
     if storage.container == TORCHTITAN:
         plan = with_torchtitan_names(plan)
-    recipe = (
-        None if isinstance(kind, Codes | Gguf) else kind.recipe
-    )  # an engine keeps no state that a recipe could change
+    # an engine keeps no state that a recipe could change
+    recipe = None if isinstance(kind, Codes | Gguf) else kind.recipe
     known = known_state(
         reader,
         plan.gemms,

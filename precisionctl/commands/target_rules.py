@@ -51,6 +51,6 @@ def check_directory(path: Path, target: str, ranks: int = 1, *, expert_parallel:
 
 _NO_ENGINES: Mapping[str, tuple[str, Callable[[Reader], Sequence[Finding]]]] = {
     TE: (te_rules.TITLE, te_rules.check_te),
-    LLAMA_CPP: (llama_cpp_rules.TITLE, llama_cpp_rules.check_llama_cpp),
+    LLAMA_CPP: (LLAMA_CPP, llama_cpp_rules.check_llama_cpp),
 }
 """The targets that read no directory of codes, each with its name in words and what it asks."""

@@ -10,8 +10,6 @@ from precisionctl.errors import UnknownArchitecture, UnknownFormat, shown
 from precisionctl.export.gguf_models import of_llama_cpp
 from precisionctl.export.gguf_pretokenizers import NAMES
 
-TITLE = "llama.cpp"
-
 _MODEL = EngineRule("its graph of the family has every setting of the model", "llama.cpp src/models/*.cpp")
 _TOKENIZER = EngineRule(
     "a file has its tokenizer, with a token for each row of the embedding", "llama.cpp src/llama-vocab.cpp load"

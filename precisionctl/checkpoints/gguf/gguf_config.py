@@ -119,7 +119,7 @@ def _qwen(file: Described, made: MadeKeys) -> MadeKeys:
     return {}
 
 
-def _qwen3(file: Described, made: MadeKeys) -> MadeKeys:
+def _with_biases_of_attention(file: Described, made: MadeKeys) -> MadeKeys:
     _whole_heads(file, made)
     return {"attention_bias": file.has("blk.0.attn_q.bias")}
 
@@ -133,7 +133,7 @@ def _qwen2_moe(file: Described, made: MadeKeys) -> MadeKeys:
 
 
 def _qwen3_moe(file: Described, made: MadeKeys) -> MadeKeys:
-    return _qwen3(file, made) | {
+    return _with_biases_of_attention(file, made) | {
         **_experts(file, "num_experts"),
         "moe_intermediate_size": file.count("expert_feed_forward_length"),
     }
@@ -206,18 +206,9 @@ def _phi3(file: Described, made: MadeKeys) -> MadeKeys:
     }
 
 
-def _smollm3(file: Described, made: MadeKeys) -> MadeKeys:
-    return _llama(file, made)
-
-
-def _olmo2(file: Described, made: MadeKeys) -> MadeKeys:
-    _whole_heads(file, made)
-    return {"attention_bias": file.has("blk.0.attn_q.bias")}
-
-
 def _olmo3(file: Described, made: MadeKeys) -> MadeKeys:
     local = file.number("rope.freq_base_swa", made["rope_parameters"]["rope_theta"])
-    return _olmo2(file, made) | _windows(file) | {"rope_local_base_freq": local}
+    return _with_biases_of_attention(file, made) | _windows(file) | {"rope_local_base_freq": local}
 
 
 def _gpt_oss(file: Described, made: MadeKeys) -> MadeKeys:
@@ -318,17 +309,17 @@ _KEYS: Mapping[str, Callable[[Described, MadeKeys], MadeKeys]] = {
     "mixtral": _mixtral,
     "granite": _granite,
     "granitemoe": _granite_moe,
-    "smollm3": _smollm3,
+    "smollm3": _llama,
     "qwen2": _qwen,
     "qwen2_moe": _qwen2_moe,
-    "qwen3": _qwen3,
+    "qwen3": _with_biases_of_attention,
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "phi3": _phi3,
-    "olmo2": _olmo2,
+    "olmo2": _with_biases_of_attention,
     "olmo3": _olmo3,
     "gpt_oss": _gpt_oss,
     "deepseek_v2": _deepseek_v2,

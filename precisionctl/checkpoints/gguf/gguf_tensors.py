@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _APART = 8
 """Rows that lie at most so far apart are read in one piece."""
-_MOST_TENSORS = 1 << 19
+_MOST_SLICES = 1 << 19
 """Most tensors with stacks taken apart: a head of a few bytes can claim any number of experts."""
 
 
@@ -79,7 +79,7 @@ class ChangedTensor:
     def spec(self) -> TensorSpec:
         shape = self.change.hf_shape([part.shape for part in self.parts], self.model)
         dtypes = [part.dtype for part in self.parts]
-        return shared_spec(shape, reduce(_promoted, dtypes) if self.change.moves_rows else DType.float32)
+        return shared_spec(shape, reduce(DType.promoted, dtypes) if self.change.moves_rows else DType.float32)
 
     def chunks(self) -> Sequence[Chunk]:
         if self.change is SAME and self.parts[0].tensor.format.dtype:
@@ -120,10 +120,6 @@ class ChangedTensor:
                 found[torch.from_numpy(here)] = values[torch.from_numpy(numbers[here] - start - first)].to(found.dtype)
             start += part.shape[0]
         return found
-
-
-def _promoted(one: DType, other: DType) -> DType:
-    return one if one is other else DType.float32
 
 
 def _runs(numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Iterator[tuple[int, int]]:
@@ -180,7 +176,7 @@ def _slices(
         stacked = family.of_gguf(f"{name}[0]", model.num_layers) is not None
         slices = tensor.shape[0] if stacked and len(tensor.shape) > 1 else 1
         count += slices
-        if not slices or count > _MOST_TENSORS:
+        if not slices or count > _MOST_SLICES:
             raise DamagedCheckpoint(f"`{name}` is a stack of {slices}", where=where)
         if len(tensor.shape) == 1 and not tensor.format.dtype:
             raise DamagedCheckpoint(f"`{name}` is a vector in codes", where=where)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from precisionctl.architectures.rope import LLAMA3
 from precisionctl.checkpoints.base import WITH_REFERENCE
 from precisionctl.checkpoints.chunks import read_bytes
 from precisionctl.checkpoints.gguf.gguf_file import GgufTensor
@@ -23,12 +24,10 @@ from precisionctl.errors import CheckpointError, DamagedCheckpoint
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_LLAMA3 = "rope_freqs.weight"
+_FREQUENCIES = "rope_freqs.weight"
 _LONGROPE = {"rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}
-ROTARY_TENSORS = {_LLAMA3, *_LONGROPE}
+ROTARY_TENSORS = {_FREQUENCIES, *_LONGROPE}
 
-_OF_META = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What every Llama from 3.1 on has beside its factor. GGUF says these numbers by the factors alone."""
 _MOST_FACTORS = 1 << 12
 
 
@@ -43,8 +42,8 @@ def with_rotary_tensors(
     """
     factors = {name: _factors(name, tensors[name], where) for name in sorted(ROTARY_TENSORS & tensors.keys())}
     rope = dict(config["rope_parameters"])
-    if _LLAMA3 in factors:
-        rope |= _llama3(factors[_LLAMA3], config, reference, where)
+    if _FREQUENCIES in factors:
+        rope |= _llama3(factors[_FREQUENCIES], config, reference, where)
     lists = {
         key: [shortest(each) for each in factors[name].tolist()] for name, key in _LONGROPE.items() if name in factors
     }
@@ -64,13 +63,13 @@ def _llama3(
     factors: NDArray[np.float32], config: Mapping[str, Any], reference: Mapping[str, Any], where: object
 ) -> dict[str, Any]:
     """Llama 3's settings that make these factors: those of the reference, else Meta's."""
-    settings = {"rope_type": "llama3", "factor": float(factors.max()), **_OF_META}
+    settings = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3}
     settings |= {key: reference[key] for key in settings if key in reference}
     made = _llama3_factors(settings, config["rope_parameters"]["rope_theta"], config["head_dim"])
     if made is None or len(made) != len(factors) or not np.allclose(made, factors, rtol=1e-5):
         if reference:
-            raise DamagedCheckpoint(f"`{_LLAMA3}` are factors of another model than the reference", where=where)
-        what = f"`{_LLAMA3}` are other factors than Llama 3's, and nothing else says of which settings"
+            raise DamagedCheckpoint(f"`{_FREQUENCIES}` are factors of another model than the reference", where=where)
+        what = f"`{_FREQUENCIES}` are other factors than Llama 3's, and nothing else says of which settings"
         raise CheckpointError(what, where=where, do=WITH_REFERENCE)
     return settings
 
