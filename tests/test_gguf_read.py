@@ -24,9 +24,9 @@ from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.gguf import gguf_tensors
-from precisionctl.checkpoints.gguf.gguf_config import made_config
 from precisionctl.checkpoints.gguf.gguf_file import GgufTensor, read_head
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
+from precisionctl.checkpoints.gguf.gguf_models import MODELS
 from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.ggml_formats import FORMATS, UNREAD
@@ -224,8 +224,8 @@ def test_windows_are_listed_or_all_but_every_so_many(pattern: object) -> None:
     }
     embedding = GgufTensor((10, 64), FORMATS[0], Path("a.gguf"), 0)
     metadata = {f"gemma3.{key}": value for key, value in said.items()}
-    found = made_config(Described(metadata, {"token_embd.weight": embedding}, "gemma3", "a.gguf"), "gemma3_text")
-    assert found["layer_types"] == ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    found = MODELS["gemma3_text"].read(Described(metadata, {"token_embd.weight": embedding}, "gemma3", "a.gguf"))
+    assert found["window_layers"] == (True, True, False) * 2
 
 
 @pytest.mark.parametrize("name", ["a.gguf", "a-00001-of-00001.gguf", "a-00000-of-00000.gguf"])
@@ -272,7 +272,11 @@ REFUSED: dict[str, tuple[Changed, type[PrecisionctlError], str]] = {
         DamagedCheckpoint,
         "epsilon is nan",
     ),
-    "a part of each head turned": (say("llama.rope.dimension_count", 8), UnknownArchitecture, "of 8 of 16 channels"),
+    "a part of each head turned": (
+        say("llama.rope.dimension_count", 8),
+        UnknownArchitecture,
+        "rotary_factor=0.5",
+    ),
     "another scaling": (say("llama.rope.scaling.type", "ntk"), UnknownArchitecture, "scaling of type 'ntk'"),
     "a setting that is not read": (
         say("llama.attention.clamp_kqv", 8.0),

@@ -22,6 +22,7 @@ from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.gguf.gguf_file import GgufTensor, read_head
+from precisionctl.checkpoints.gguf.gguf_models import MODELS
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.ggml_blocks import blocks_of
 from precisionctl.codes.ggml_formats import named
@@ -30,7 +31,6 @@ from precisionctl.commands.request import LLAMA_CPP, Request
 from precisionctl.commands.target_rules import check_directory
 from precisionctl.conversion.command import execute
 from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture, UnknownFormat
-from precisionctl.export.gguf_models import MODELS
 from precisionctl.export.gguf_pretokenizers import QWEN2
 from precisionctl.param import Parallelism
 
@@ -48,6 +48,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
     "gpt-oss": {"swiglu_limit": 7.0},
+    "granite-moe": {},
+    "smollm3": {},
+    "phi3": {},
+    "phi3-long": {},
+    "olmo2": {},
+    "olmo3": {},
+    "deepseek-v2": {"q_lora_rank": 24},
+    "deepseek-v3": {"rope_parameters": pico.YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.8}},
+    "glm4-moe": {},
+    "qwen3-next": SPARSE,
 }
 
 
@@ -243,7 +253,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize(
     ("family", "changes", "what"),
     [
-        ("olmoe", {}, "`olmoe` is not among the models"),
+        ("jais2", {}, "`jais2` is not among the models"),
         ("qwen3-moe", SPARSE | {"norm_topk_prob": False}, "moe.pre_softmax"),
         ("gemma2", {"query_pre_attn_scalar": 100}, "query_pre_attn_scalar 100"),
         (

@@ -127,7 +127,7 @@ def from_hf_config(config: Config, where: object = "config.json") -> ModelShape:
             for entry in (CAUSAL, *architecture_of(model_type).config):
                 fields.update(entry.read(config, where))
             with _in_words_of(config):
-                return _shape(fields)
+                return model_of_fields(fields)
     except (TypeError, ValueError, ArithmeticError) as error:  # a value that cannot be looked at as what it should be
         raise DamagedCheckpoint(f"it describes no model: {shown(str(error))}", where=where) from error
 
@@ -166,7 +166,10 @@ def _in_wrapper(config: Config, where: object) -> ModelShape:
     return dataclasses.replace(model, wrapper=wrapper, tied_embeddings=may_be_tied(config, where))
 
 
-def _shape(fields: dict[str, Any]) -> ModelShape:
+def model_of_fields(given: Mapping[str, Any]) -> ModelShape:
+    """The model with these values, those of its parts by names with a dot. Raises DamagedCheckpoint for what is no
+    size, which begins with the name of the field."""
+    fields = dict(given)
     biased = any(fields.get(bias) for bias in ("proj_bias", "mlp_bias"))
     fields.setdefault("add_bias_linear", biased)
     fields.setdefault("add_qkv_bias", bool(fields.get("qkv_bias")))
@@ -177,6 +180,13 @@ def _shape(fields: dict[str, Any]) -> ModelShape:
         values = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
         parts[part] = kind(**values) if values else None
     return ModelShape(**plain, **parts)
+
+
+def fields_of(model: ModelShape) -> dict[str, Any]:
+    """What `model_of_fields` makes the model of."""
+    parts = {part: here for part in PARTS if (here := getattr(model, part)) is not None}
+    inner = {f"{part}.{name}": value for part, here in parts.items() for name, value in vars(here).items()}
+    return {name: value for name, value in vars(model).items() if name not in PARTS} | inner
 
 
 def to_hf_config(model: ModelShape, dtype: str) -> dict[str, Any]:

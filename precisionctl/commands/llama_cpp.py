@@ -13,7 +13,9 @@ from precisionctl.architectures.families import to_hf_config
 from precisionctl.checkpoints.base import Companions, Reader
 from precisionctl.checkpoints.companions import LICENCE
 from precisionctl.checkpoints.config_json import config_dtype
+from precisionctl.checkpoints.gguf.gguf_models import model_metadata, of_llama_cpp
 from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
+from precisionctl.checkpoints.gguf.gguf_rope import rotary_tensors
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
 from precisionctl.checkpoints.gguf.writer import GgufContents, stack_and_slice
 from precisionctl.commands.build import Result
@@ -21,7 +23,6 @@ from precisionctl.commands.request import LLAMA_CPP, Gguf
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.dtypes import DType
-from precisionctl.export.gguf_models import model_metadata, of_llama_cpp, rope_factors
 from precisionctl.export.gguf_plan import FILE_TYPES, in_gguf
 from precisionctl.export.gguf_tokenizer import tokenizer_metadata
 from precisionctl.export.model_card import NAME, Card, path_in_command
@@ -77,7 +78,7 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
         base_model=kind.base_model,
         codes=type_.upper(),
     )
-    contents = GgufContents(name, metadata, rope_factors(model), {**licences, NAME: card.text(reader)})
+    contents = GgufContents(name, metadata, rotary_tensors(model), {**licences, NAME: card.text(reader)})
     return Result(plan, notes, contents=contents)
 
 
@@ -168,6 +169,11 @@ def _notes_of_the_model(model: ModelShape) -> Iterator[str]:
         yield (
             f"llama.cpp has no window of attention for `{model.architecture}`: beyond {model.sliding_window} tokens it "
             "computes otherwise than transformers."
+        )
+    if model.mtp_num_layers and "mtp_num_layers" in of_llama_cpp(model).ignored:
+        yield (
+            f"The file has no layers of multi-token prediction, which llama.cpp does not compute of "
+            f"`{model.architecture}`."
         )
     if (model.rope_scaling or {}).get("truncate") is False:
         yield (

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from precisionctl.architectures.param_map import Row, filled
 from precisionctl.architectures.rearrangements import Rearrangement
 from precisionctl.checkpoints.gguf.changes import SAME, GgufChange
+from precisionctl.checkpoints.gguf.gguf_models import MODELS
 from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
 from precisionctl.checkpoints.gguf.writer import stack_and_slice
 from precisionctl.codes.ggml_blocks import GgmlBlocks, blocks_of
@@ -72,13 +73,16 @@ def hf_names(model: ModelShape) -> set[str]:
 
 def in_gguf(plan: Plan, kind: GgufType) -> Plan:
     """The plan of a GGUF file of this type, in the order in which a file of Hugging Face's tensors has these. Copies of
-    tied tensors, and towers, are not written. `plan` is one of values in Hugging Face's layout.
+    tied tensors, towers, and layers of prediction that llama.cpp does not compute, are not written. `plan` is one of
+    values in Hugging Face's layout.
 
     Raises UnmappedTensor for a tensor that llama.cpp has no name for.
     """
     model, family = plan.model, FAMILIES[plan.model.architecture]
     jobs, targets, changed = list[Job](), list[tuple[str, dict[str, TensorSpec]]](), dict[int, Row]()
     for job in plan.text.jobs:
+        if job.row.of_prediction and "mtp_num_layers" in MODELS[model.architecture].ignored:
+            continue
         changes, writes = list[GgufChange](), list[str]()
         for name in job.writes[: len(job.row.hf)]:  # behind these are copies of tied tensors
             alone = _without_wrapper(name, model)

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.gguf.gguf_file import ArrayLength, read_head
+from precisionctl.checkpoints.gguf.gguf_models import of_llama_cpp
 from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.errors import UnknownArchitecture, UnknownFormat, shown
-from precisionctl.export.gguf_models import of_llama_cpp
 from precisionctl.export.gguf_pretokenizers import NAMES
 
 _MODEL = EngineRule("its graph of the family has every setting of the model", "llama.cpp src/models/*.cpp")

@@ -10,7 +10,11 @@ import numpy as np
 
 from precisionctl.checkpoints.gguf.gguf_file import GgufTensor
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_parts import LARGEST, MOST_LAYERS
 from precisionctl.sizes import listed
+
+NEEDED: Any = object()
+"""Default of a key that must be there."""
 
 _SAYS_NOTHING = {"rope.scaling.finetuned", "tensor_data_layout"}
 """Keys that change nothing; of Granite the first does."""
@@ -32,17 +36,32 @@ class Described:
         self._asked.add(key)
         return self.metadata.get(f"{self.architecture}.{key}")
 
-    def count(self, key: str, absent: int | None = None) -> int:
+    def count(self, key: str, absent: Any = NEEDED, *, least: int = 0, most: int = LARGEST) -> Any:
+        """An integer; `absent` where it is not there."""
         value = self._one(key, absent)
-        if type(value) is not int or value < 0:
+        if value is not absent and (type(value) is not int or not least <= value <= most):
             raise self._damaged(key, value)
         return value
 
-    def number(self, key: str, absent: float | None = None) -> float:
+    def number(self, key: str, absent: Any = NEEDED) -> Any:
+        """An FP32; `absent` where it is not there."""
         value = self._one(key, absent)
+        if value is absent:
+            return absent
         if type(value) not in (int, float) or not math.isfinite(value):
             raise self._damaged(key, value)
         return shortest(value)
+
+    def expect(self, key: str, value: object) -> None:
+        """Raise UnknownArchitecture if a key says something else."""
+        if self.said(key) not in (None, value):
+            what = f"{self.architecture}.{key} is {shown(self.said(key))}, and {value} in a model like this"
+            raise UnknownArchitecture(what, where=self.where)
+
+    def decoder_layers(self) -> int:
+        """Number of layers without those of multi-token prediction."""
+        prediction: int = self.count("nextn_predict_layers", 0)
+        return int(self.count("block_count", most=MOST_LAYERS)) - prediction
 
     def flags(self, key: str) -> list[bool] | None:
         """A list of one for each layer."""
@@ -68,13 +87,13 @@ class Described:
             raise DamagedCheckpoint(f"no `{name}`", where=self.where, do="Is it a whole model, and not a part of one?")
         return self.tensors[name].shape[0]
 
-    def _one(self, key: str, absent: float | None) -> Any:
+    def _one(self, key: str, absent: Any) -> Any:
         """A value, which some files have for each layer: the same for all."""
         value = self.said(key)
         if isinstance(value, list) and value and all(each == value[0] for each in value):
             value = value[0]
         if value is None:
-            if absent is None:
+            if absent is NEEDED:
                 raise DamagedCheckpoint(f"no `{self.architecture}.{key}`", where=self.where, do="Copy it again.")
             return absent
         return value

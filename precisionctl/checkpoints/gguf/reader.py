@@ -10,34 +10,30 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from precisionctl.architectures.families import key_in, read_model
+from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
 from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.companions import needed_hints, read_companions
-from precisionctl.checkpoints.gguf.gguf_config import MadeKeys, made_config, model_type_of, supposed_config
 from precisionctl.checkpoints.gguf.gguf_file import GgufHead, read_head
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
+from precisionctl.checkpoints.gguf.gguf_models import model_type_of
 from precisionctl.checkpoints.gguf.gguf_names import FAMILIES, GgufFamily
+from precisionctl.checkpoints.gguf.gguf_rope import ROTARY_TENSORS
 from precisionctl.checkpoints.gguf.gguf_tensors import hf_tensors
-from precisionctl.checkpoints.gguf.rotary_tensors import ROTARY_TENSORS, with_rotary_tensors
+from precisionctl.checkpoints.gguf.said_model import check_same, model_of_file
 from precisionctl.checkpoints.huggingface_files import file_format_of
 from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnknownFormat, shown
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
-from precisionctl.same_model import differences
 from precisionctl.sizes import listed
 from precisionctl.untrusted.safe_files import check_file, check_link
 from precisionctl.untrusted.safe_json import parse_json
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _MOST_FILES = 10_000
-_ROPE_KEYS = ("rope_parameters", "rope_scaling")
 
 
 def recognise(path: Path) -> bool:
@@ -95,8 +91,7 @@ class GgufReader:
         file = Described(head.metadata, head.tensors, str(architecture), self.path)
         if "config.json" not in self.companions.files:
             model_type = model_type_of(file, found)
-            made = with_rotary_tensors(made_config(file, model_type), head.tensors, {}, self.path)
-            return read_model(made | supposed_config(model_type, made), self.path), FAMILIES[model_type]
+            return model_of_file(file, model_type), FAMILIES[model_type]
         where = self.companions.config_path
         config = parse_json(self.companions.files["config.json"], where)
         said = config.get("model_type")
@@ -104,53 +99,9 @@ class GgufReader:
             what = f"config.json is of a {shown(said)}, and the file of llama.cpp's {architecture}"
             do = f"Give the config.json of a {' or '.join(found)}: of a wrapper, its text model's alone."
             raise DamagedCheckpoint(what, where=where, do=do)
-        model_type = str(said)
-        rope: MadeKeys = next((config[key] for key in _ROPE_KEYS if isinstance(config.get(key), dict)), {})
-        made = with_rotary_tensors(made_config(file, model_type), head.tensors, rope, self.path)
-        model = read_model(config, where)
-        _check_same(config, made, model, where)
-        return model, FAMILIES[model_type]
-
-
-def _check_same(config: Mapping[str, Any], made: Mapping[str, Any], model: ModelShape, where: object) -> None:
-    """Raise DamagedCheckpoint for a config.json that describes another model than the keys `made` of a file's metadata:
-    with these in the place of its own it would."""
-    own = {key: value for key, value in config.items() if key not in (*_ROPE_KEYS, "rope_theta")}
-    rope = {"rope_theta": config.get("rope_theta")}
-    for key in _ROPE_KEYS:
-        rope |= config[key] if isinstance(config.get(key), dict) else {}
-    everywhere, in_window = (rope.get(kind) for kind in ("full_attention", "sliding_attention"))
-    if isinstance(everywhere, dict) and isinstance(in_window, dict):  # as transformers 4 says the same
-        own |= {"rope_local_base_freq": in_window.get("rope_theta")}
-        rope = everywhere
-    both = {**own, "rope_parameters": rope}
-    other = read_model(_in_place(both, made), where)
-    fields = differences(model, other)
-    if model.vocab_size != other.vocab_size:
-        fields["vocab_size"] = (model.vocab_size, other.vocab_size)
-    if fields:
-        said = [f"{key_in(config, name)} is {one}, and in the file {two}" for name, (one, two) in fields.items()]
-        raise DamagedCheckpoint(f"config.json is of another model: {listed(said, 4)}", where=where)
-
-
-def _in_place(config: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with the values `made`, but for numbers that are the same in FP32."""
-    found = dict(config)
-    for key, value in made.items():
-        here = config.get(key)
-        if isinstance(value, dict) and isinstance(here, dict):
-            found[key] = _in_place(here, value)
-        elif not _same_in_fp32(here, value):
-            found[key] = value
-    return found
-
-
-def _same_in_fp32(one: Any, other: Any) -> bool:
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same_in_fp32, one, other))
-    if any(type(each) not in (int, float) for each in (one, other)):
-        return type(one) is type(other) and one == other
-    return bool(np.float32(one) == np.float32(other))
+        model = from_hf_config(config, where)
+        check_same(file, model, config, where)
+        return model, FAMILIES[model.architecture]
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -1,0 +1,90 @@
+"""What the metadata of a GGUF file say of experts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from precisionctl.checkpoints.gguf.gguf_keys import Entry, Fields, Key, Rule, Said, number, refused, value_of
+from precisionctl.checkpoints.gguf.gguf_metadata import Described
+from precisionctl.model_shape import ModelShape
+
+EXPERTS: tuple[Entry, ...] = (Key("moe.num_experts", "expert_count"), Key("moe.topk", "expert_used_count"))
+EXPERT_SIZE = Key("moe.ffn_hidden_size", "expert_feed_forward_length")
+SHARED_EXPERT_SIZE = Key("moe.shared_ffn_hidden_size", "expert_shared_feed_forward_length")
+WEIGHTS_SCALE = number("moe.topk_scaling_factor", "expert_weights_scale", 1.0)
+
+IN_ALL_LAYERS: Mapping[str, Any] = {"moe.layer_freq": lambda fields: (True,) * fields["num_layers"]}
+AS_LARGE_AS_MLP: Mapping[str, Any] = {"moe.ffn_hidden_size": lambda fields: fields["ffn_hidden_size"]}
+
+
+def _read_shared(file: Described) -> Fields:
+    size = file.count("expert_shared_count") * file.count("expert_feed_forward_length")
+    return {"moe.shared_ffn_hidden_size": size or None}
+
+
+def _write_shared(model: ModelShape) -> Said:
+    shared = value_of(model, "moe.shared_ffn_hidden_size")
+    if not shared:
+        raise refused(model, "without shared experts")
+    return {"expert_shared_count": shared // value_of(model, "moe.ffn_hidden_size")}
+
+
+SHARED_EXPERTS = Rule(("moe.shared_ffn_hidden_size",), _read_shared, _write_shared)
+"""So many, each as large as a routed one."""
+
+
+def _read_dense(file: Described) -> Fields:
+    dense = file.count("leading_dense_block_count", 0)
+    return {"moe.layer_freq": tuple(layer >= dense for layer in range(file.decoder_layers()))}
+
+
+LEADING_DENSE = Rule(
+    ("moe.layer_freq",),
+    _read_dense,
+    lambda model: {"leading_dense_block_count": value_of(model, "moe.layer_freq").count(False)},
+)
+
+_FUNCTIONS = {"softmax": 1, "sigmoid": 2}
+"""llama.cpp's numbers of the functions that score experts."""
+
+
+def is_scored_by(function: str, file: Described) -> bool:
+    """Whether a file says that this function scores its experts."""
+    return bool(file.count("expert_gating_func", 0) == _FUNCTIONS[function])
+
+
+def scored_by(function: str) -> Rule:
+    """The one function that scores experts in all models of a family, which a file may say."""
+
+    def read(file: Described) -> Fields:
+        file.expect("expert_gating_func", _FUNCTIONS[function])
+        return {"moe.score_function": function}
+
+    return Rule(("moe.score_function",), read, lambda model: {"expert_gating_func": _FUNCTIONS[function]})
+
+
+NORMALISED = Rule(
+    ("moe.pre_softmax",),
+    lambda file: {"moe.pre_softmax": file.said("expert_weights_norm") is not True},
+    lambda model: {} if value_of(model, "moe.pre_softmax") else {"expert_weights_norm": True},
+)
+"""Whether the weights of chosen experts add up to one."""
+
+_GROUPS = ("moe.num_groups", "moe.group_topk", "moe.group_scores")
+
+
+def groups(scores: int) -> Rule:
+    """Groups of experts, each of which is worth so many of its scores in the family."""
+
+    def read(file: Described) -> Fields:
+        number, best = file.count("expert_group_count", 1), file.count("expert_group_used_count", 1)
+        return dict(zip(_GROUPS, (number, best, scores) if number > 1 else (None,) * 3, strict=True))
+
+    def write(model: ModelShape) -> Said:
+        number, best = (value_of(model, name) or 1 for name in _GROUPS[:2])
+        return {"expert_group_count": number, "expert_group_used_count": best}
+
+    return Rule(_GROUPS[:2], read, write)
+
+
+TWO_SCORES: Mapping[str, Any] = {"moe.group_scores": lambda fields: 2 if fields["moe.num_groups"] else None}
+"""What a group is worth to llama.cpp."""

@@ -1,0 +1,182 @@
+"""What the metadata of a GGUF file say of one family alone."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from precisionctl.checkpoints.gguf.gguf_keys import (
+    CONTEXT,
+    EPSILON,
+    HEAD_SIZE,
+    HEADS,
+    LAYERS,
+    MLP,
+    VOCABULARY,
+    WIDTH,
+    WINDOW,
+    Fields,
+    Key,
+    Rule,
+    Said,
+    number,
+    refused,
+)
+from precisionctl.checkpoints.gguf.gguf_metadata import Described
+from precisionctl.checkpoints.gguf.gguf_rope import TURNED, UNUSUAL_ROPE
+from precisionctl.errors import UnknownArchitecture
+from precisionctl.model_shape import ModelShape
+
+# Granite
+
+
+def _read_score_scale(file: Described) -> Fields:
+    usual = math.sqrt(file.count("embedding_length") / file.count("attention.head_count", least=1))
+    file.expect("rope.scaling.finetuned", True)  # which llama.cpp takes for a switch of rotary embeddings
+    return {"query_pre_attn_scalar": (file.number("attention.scale", None) or 1 / usual) ** -2}
+
+
+def _write_score_scale(model: ModelShape) -> Said:
+    return {"attention.scale": float((model.query_pre_attn_scalar or model.kv_channels) ** -0.5)}
+
+
+MULTIPLIERS = (
+    VOCABULARY,
+    TURNED,
+    Rule(("query_pre_attn_scalar",), _read_score_scale, _write_score_scale),
+    number("embedding_multiplier", "embedding_scale", 1.0),
+    number("residual_multiplier", "residual_scale", 1.0),
+    number("logits_scaling", "logit_scale"),
+)
+
+# Gemma
+
+
+def scored_as_gemma(layers_of_27b: int) -> Callable[[Fields], float]:
+    """The `query_pre_attn_scalar`: in the largest model hidden_size / heads."""
+
+    def scalar(fields: Fields) -> float:
+        largest = fields["num_layers"] == layers_of_27b
+        found: float = fields["hidden_size"] // fields["num_attention_heads"] if largest else fields["kv_channels"]
+        return found
+
+    return scalar
+
+
+def _read_window_of_gemma3(file: Described) -> Fields:
+    if not file.count("attention.sliding_window", 0):
+        raise UnknownArchitecture("a Gemma 3 without a window", where=file.where)
+    return WINDOW.read(file)
+
+
+WINDOW_OF_GEMMA3 = Rule(WINDOW.fields, _read_window_of_gemma3, WINDOW.write)
+WINDOW_OF_PHI3 = Rule(
+    WINDOW.fields,
+    lambda file: {"sliding_window": file.count("attention.sliding_window", 0) or None},
+    lambda model: {"attention.sliding_window": model.sliding_window or 0},
+)
+
+GEMMA_KEYS = (CONTEXT, WIDTH, LAYERS, MLP, HEADS, EPSILON, HEAD_SIZE, UNUSUAL_ROPE)
+GEMMA: Mapping[str, Any] = {
+    "zero_centered_gamma": True,
+    "hf_zero_centered_gamma": True,
+    "activation": "gelu_tanh",
+    "embedding_multiplier": lambda fields: math.sqrt(fields["hidden_size"]),
+    "rounded_embedding_multiplier": True,
+}
+FINAL_CAP = number("final_logit_softcapping", "final_logit_softcapping", None)
+
+# DeepSeek
+
+
+def _is_lite(fields: Fields) -> bool:
+    """Whether llama.cpp takes a model for one that projects queries in one step: it goes by the number of layers."""
+    return fields["num_layers"] in (26, 27) or (fields["num_layers"], fields["vocab_size"]) == (48, 128256)
+
+
+def _read_query_rank(file: Described) -> Fields:
+    rank = file.count("attention.q_lora_rank", None)
+    return {"mla.q_lora_rank": rank if file.has("blk.0.attn_q_a.weight") else None}
+
+
+def _write_query_rank(model: ModelShape) -> Said:
+    assert model.mla
+    rank = model.mla.q_lora_rank
+    if (rank is None) != _is_lite(vars(model)):
+        how = "one step" if rank is None else "two steps"
+        raise refused(model, f"of {model.num_layers} layers that projects queries in {how}")
+    return {} if rank is None else {"attention.q_lora_rank": rank}
+
+
+QUERY_RANK = Rule(("mla.q_lora_rank",), _read_query_rank, _write_query_rank)
+
+
+def _read_latents(file: Described) -> Fields:
+    rank, turned = file.count("attention.kv_lora_rank"), file.count("rope.dimension_count")
+    file.expect("attention.key_length", rank + turned)
+    file.expect("attention.value_length", rank)
+    return {
+        "mla.kv_lora_rank": rank,
+        "mla.qk_head_dim": file.count("attention.key_length_mla") - turned,
+        "mla.v_head_dim": file.count("attention.value_length_mla"),
+    }
+
+
+def _write_latents(model: ModelShape) -> Said:
+    assert model.mla
+    rank, turned = model.mla.kv_lora_rank, model.mla.qk_pos_emb_head_dim
+    return {
+        "attention.kv_lora_rank": rank,
+        "attention.key_length": rank + turned,
+        "attention.value_length": rank,
+        "attention.key_length_mla": model.mla.qk_head_dim + turned,
+        "attention.value_length_mla": model.mla.v_head_dim,
+    }
+
+
+LATENTS = Rule(("mla.kv_lora_rank", "mla.qk_head_dim", "mla.v_head_dim"), _read_latents, _write_latents)
+
+
+def _read_latent_heads(file: Described) -> Fields:
+    file.count("attention.head_count_kv", None)
+    return dict.fromkeys(HEADS_OF_LATENTS.fields, file.count("attention.head_count", least=1))
+
+
+HEADS_OF_LATENTS = Rule(
+    ("num_attention_heads", "num_query_groups"),
+    _read_latent_heads,
+    lambda model: {"attention.head_count": model.num_attention_heads, "attention.head_count_kv": 1},
+)
+"""To llama.cpp all heads have one key: the latent."""
+
+
+# Qwen3-Next
+
+
+def _read_value_size(file: Described) -> Fields:
+    return {"gdn.value_head_dim": file.count("ssm.inner_size") // file.count("ssm.time_step_rank", least=1)}
+
+
+def _read_recurrent(file: Described) -> Fields:
+    layers, number = file.decoder_layers(), file.count("full_attention_interval", 4, least=1)
+    usual = [(layer + 1) % number != 0 for layer in range(layers)]
+    return {"gdn.layers": tuple(file.flags("attention.recurrent_layers") or usual)[:layers]}
+
+
+def _write_recurrent(model: ModelShape) -> Said:
+    assert model.gdn
+    recurrent = [*model.gdn.layers, *[False] * model.mtp_num_layers]
+    return {"attention.recurrent_layers": recurrent, "full_attention_interval": 4}
+
+
+DELTA_NET = (
+    Key("gdn.conv_kernel_dim", "ssm.conv_kernel"),
+    Key("gdn.key_head_dim", "ssm.state_size"),
+    Key("gdn.num_key_heads", "ssm.group_count"),
+    Key("gdn.num_value_heads", "ssm.time_step_rank"),
+    Rule(
+        ("gdn.value_head_dim",),
+        _read_value_size,
+        lambda model: {"ssm.inner_size": model.gdn.value_size} if model.gdn else {},
+    ),
+    Rule(("gdn.layers",), _read_recurrent, _write_recurrent),
+)

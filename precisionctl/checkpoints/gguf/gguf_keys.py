@@ -1,0 +1,227 @@
+"""How the metadata of a GGUF file say a ModelShape: entries that read and write the same keys.
+
+A family lists its entries (`gguf_models.py`); those that are common to several stand here. Fields of a part of
+ModelShape are written with a dot. Reading raises DamagedCheckpoint where a key is missing or not of its kind, and
+UnknownArchitecture for a setting that is not known here.
+
+Sources: llama.cpp's src/llama-model.cpp (load_hparams), src/models/*.cpp, and conversion/*.py (set_gguf_parameters).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from precisionctl.checkpoints.gguf.gguf_metadata import NEEDED, Described
+from precisionctl.errors import UnknownArchitecture
+from precisionctl.model_parts import MOST_LAYERS
+from precisionctl.model_shape import ModelShape
+
+Fields = Mapping[str, Any]
+"""Values of ModelShape by field."""
+Said = Mapping[str, int | float | bool | str | list[bool]]
+"""Values by key, without the architecture's name; an `int` is 32 bits without a sign, a `float` FP32."""
+
+
+class Entry(Protocol):
+    """Some keys of the metadata, or tensors that are there or not, and the fields of ModelShape that they say."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Those that llama.cpp computes with as the file says them."""
+        ...
+
+    def read(self, file: Described) -> Fields: ...
+    def write(self, model: ModelShape) -> Said:
+        """Raises UnknownArchitecture for a model of which llama.cpp would compute something else."""
+        ...
+
+
+@dataclass(frozen=True)
+class Key:
+    """A field under one key: an integer, or FP32. `absent` is what llama.cpp takes where the key is not there; None is
+    not written."""
+
+    field: str
+    key: str
+    absent: float | None = NEEDED
+    kind: type[int] | type[float] = int
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return (self.field,)
+
+    def read(self, file: Described) -> Fields:
+        read = file.count if self.kind is int else file.number
+        return {self.field: read(self.key, self.absent)}
+
+    def write(self, model: ModelShape) -> Said:
+        value = value_of(model, self.field)
+        if value is None and self.absent not in (None, NEEDED):
+            raise refused(model, f"with {self.field} None, but with {self.absent}")
+        return {} if value is None else {self.key: self.kind(value)}
+
+
+def number(field: str, key: str, absent: float | None = NEEDED) -> Key:
+    """A field in FP32."""
+    return Key(field, key, absent, float)
+
+
+def value_of(model: ModelShape, field: str) -> Any:
+    """The value of a field, or of one of a part. Raises UnknownArchitecture for a model without that part."""
+    part, _, name = field.rpartition(".")
+    here = getattr(model, part) if part else model
+    if here is None:
+        raise refused(model, f"without `{part}`")
+    return getattr(here, name)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Fields and keys that functions make of one another."""
+
+    fields: tuple[str, ...]
+    read: Callable[[Described], Fields]
+    write: Callable[[ModelShape], Said] = lambda model: {}
+
+
+def refused(model: ModelShape, what: str) -> UnknownArchitecture:
+    """The error about what llama.cpp does not compute of a model."""
+    what = f"llama.cpp computes no `{model.architecture}` {what}"
+    return UnknownArchitecture(what, do="Serve it with an engine that does: see --target.")
+
+
+# Sizes
+
+
+def _read_layers(file: Described) -> Fields:
+    return {"num_layers": file.count("block_count", most=MOST_LAYERS)}
+
+
+def _read_layers_and_prediction(file: Described) -> Fields:
+    prediction = file.count("nextn_predict_layers", 0, most=MOST_LAYERS)
+    return {"num_layers": _read_layers(file)["num_layers"] - prediction, "mtp_num_layers": prediction}
+
+
+LAYERS = Rule(("num_layers",), _read_layers, lambda model: {"block_count": model.num_layers})
+LAYERS_AND_PREDICTION = Rule(
+    ("num_layers", "mtp_num_layers"),
+    _read_layers_and_prediction,
+    lambda model: {"block_count": model.num_layers + model.mtp_num_layers},
+)
+DECODER_LAYERS = Rule(("num_layers",), _read_layers_and_prediction, LAYERS.write)
+"""Of a family whose layers of multi-token prediction are not written."""
+PREDICTION = Rule(
+    ("mtp_num_layers",),
+    lambda file: {},
+    lambda model: {"nextn_predict_layers": model.mtp_num_layers} if model.mtp_num_layers else {},
+)
+"""What LAYERS_AND_PREDICTION reads too."""
+
+CONTEXT = Key("max_position_embeddings", "context_length")
+WIDTH = Key("hidden_size", "embedding_length")
+MLP = Key("ffn_hidden_size", "feed_forward_length")
+EPSILON = number("norm_epsilon", "attention.layer_norm_rms_epsilon")
+
+
+def _read_vocabulary(file: Described) -> Fields:
+    rows = file.rows("token_embd.weight")
+    file.expect("vocab_size", rows)
+    return {"vocab_size": rows, "padded_vocab_size": rows}
+
+
+VOCABULARY = Rule(
+    ("vocab_size", "padded_vocab_size"),
+    _read_vocabulary,
+    lambda model: {"vocab_size": model.vocab_size},
+)
+TIED = Rule(("tied_embeddings",), lambda file: {"tied_embeddings": not file.has("output.weight")})
+
+
+def _read_causal(file: Described) -> Fields:
+    file.expect("attention.causal", True)
+    return {}
+
+
+CAUSAL = Rule((), _read_causal)
+
+ATTENTION_BIAS = Rule(
+    ("qkv_bias", "proj_bias"),
+    lambda file: dict.fromkeys(("qkv_bias", "proj_bias"), file.has("blk.0.attn_q.bias")),
+)
+QKV_BIAS = Rule(("qkv_bias",), lambda file: {"qkv_bias": file.has("blk.0.attn_q.bias")})
+QK_NORMS = Rule(("qk_layernorm",), lambda file: {"qk_layernorm": file.has("blk.0.attn_q_norm.weight")})
+MLP_BIAS = Rule(("mlp_bias",), lambda file: {"mlp_bias": file.has("blk.0.ffn_up.bias")})
+
+
+# Attention
+
+
+def _read_heads(file: Described) -> Fields:
+    heads = file.count("attention.head_count", least=1)
+    return {"num_attention_heads": heads, "num_query_groups": file.count("attention.head_count_kv", heads)}
+
+
+HEADS = Rule(
+    ("num_attention_heads", "num_query_groups"),
+    _read_heads,
+    lambda model: {
+        "attention.head_count": model.num_attention_heads,
+        "attention.head_count_kv": model.num_query_groups,
+    },
+)
+
+
+def head_size(file: Described) -> int:
+    """Channels of a head."""
+    usual = file.count("embedding_length") // file.count("attention.head_count", least=1)
+    return int(file.count("attention.key_length", usual, least=1))
+
+
+def _read_head_size(file: Described) -> Fields:
+    size = head_size(file)
+    file.expect("attention.value_length", size)
+    return {"kv_channels": size}
+
+
+def _write_head_size(model: ModelShape) -> Said:
+    return dict.fromkeys(("attention.key_length", "attention.value_length"), model.kv_channels)
+
+
+def _write_unusual_head_size(model: ModelShape) -> Said:
+    usual = model.kv_channels * model.num_attention_heads == model.hidden_size
+    return {} if usual else _write_head_size(model)
+
+
+HEAD_SIZE = Rule(("kv_channels",), _read_head_size, _write_head_size)
+UNUSUAL_HEAD_SIZE = Rule(("kv_channels",), _read_head_size, _write_unusual_head_size)
+"""Which is written only where it does not follow from others."""
+
+
+def every(number: int) -> Callable[[Fields], tuple[bool, ...] | None]:
+    """True for all layers but each of this number; None if it is true for all."""
+
+    def of(fields: Fields) -> tuple[bool, ...] | None:
+        layers = tuple((layer + 1) % number != 0 for layer in range(fields["num_layers"]))
+        return None if all(layers) else layers
+
+    return of
+
+
+def _read_windows(file: Described) -> Fields:
+    """The layers that have the window, if the file lists them, or says that it is all but every so many."""
+    key = "attention.sliding_window_pattern"
+    if type(number := file.said(key)) is int and number > 0:
+        return {"window_layers": every(number)(_read_layers(file))}
+    windows = file.flags(key)
+    return {"window_layers": None if all(windows) else tuple(windows)} if windows else {}
+
+
+def _write_windows(model: ModelShape) -> Said:
+    windows = model.window_layers or (True,) * model.num_layers
+    return {"attention.sliding_window_pattern": list(windows)}
+
+
+WINDOW = Key("sliding_window", "attention.sliding_window")
+WINDOWS = Rule(("window_layers",), _read_windows, _write_windows)

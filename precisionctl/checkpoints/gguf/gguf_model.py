@@ -1,0 +1,90 @@
+"""One family in GGUF: how metadata say its models, and what llama.cpp computes whatever they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from precisionctl.architectures.families import fields_of
+from precisionctl.checkpoints.gguf.gguf_keys import CAUSAL, TIED, VOCABULARY, Entry, Fields, refused
+from precisionctl.checkpoints.gguf.gguf_metadata import Described
+from precisionctl.checkpoints.gguf.gguf_rope import ALWAYS_YARN, SCALINGS, TURNED
+from precisionctl.errors import shown
+from precisionctl.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """How the metadata of a family say a ModelShape.
+
+    `keys` are written before `general.file_type`, `more` behind it. `reads` are not written: llama.cpp takes them for
+    what they are without a key. `computed` are the values of other fields, or how these follow from fields, where they
+    are not ModelShape's defaults. `ignored` are fields that llama.cpp does not look at, although it makes a difference.
+    `scalings` are the kinds of scaled rotary embeddings that it computes, each with what config.json says of it, and
+    `of_scaling` what all published models say beside it, and no key does.
+    """
+
+    keys: tuple[Entry, ...]
+    more: tuple[Entry, ...] = ()
+    reads: tuple[Entry, ...] = (TURNED,)
+    computed: Mapping[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    scalings: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SCALINGS)
+    of_scaling: Callable[[Fields], Fields] = lambda scaling: {}
+
+    def read(self, file: Described) -> dict[str, Any]:
+        """The fields that a file says. Raises DamagedCheckpoint for keys that are not there or contradict one another,
+        UnknownArchitecture for a setting that is not read."""
+        said: dict[str, Any] = {}
+        for entry in (*_OF_ALL, *self.keys, *self.more, *self.reads):
+            said |= entry.read(file)
+        file.check_all_asked()
+        return said
+
+    def completed(self, said: Fields) -> dict[str, Any]:
+        """The fields with those that llama.cpp computes whatever a file says."""
+        found = dict(said)
+        for name, value in self.computed.items():
+            found.setdefault(name, value(found) if callable(value) else value)
+        if scaling := found["rope_scaling"]:
+            found["rope_scaling"] = {**scaling, **self.of_scaling(scaling)}
+        return found
+
+    def check(self, model: ModelShape) -> None:
+        """Raise UnknownArchitecture for a model of which llama.cpp would compute something else."""
+        entries = (*_OF_ALL, *self.keys, *self.more)
+        said = {*_STORED, *self.ignored, *(name for entry in entries for name in entry.fields)} - self.computed.keys()
+        fields = fields_of(model)
+        for name, value in fields.items():
+            part, _, field = name.rpartition(".")
+            wanted = self.computed.get(name, getattr(type(getattr(model, part) if part else model), field, None))
+            wanted = wanted(fields) if callable(wanted) else wanted
+            if name not in said and value != wanted:
+                raise refused(model, f"with {name} {shown(value)}, but with {shown(wanted)}")
+        self._check_scaling(model)
+        for entry in entries:
+            entry.write(model)
+
+    def _check_scaling(self, model: ModelShape) -> None:
+        scaling = dict(model.rope_scaling or {})
+        kind = scaling.get("rope_type", "default")
+        known = ("type", "rope_type", "rope_theta", *self.scalings.get(kind, ()))
+        always = ALWAYS_YARN if kind == "yarn" else {}
+        beside = self.of_scaling(scaling)
+        others = {
+            key: value
+            for key, value in scaling.items()
+            if key not in known and value not in (always.get(key), beside.get(key))
+        }
+        if others or kind not in self.scalings:
+            how = " with " + ", ".join(f"{key} {shown(value)}" for key, value in others.items()) if others else ""
+            raise refused(model, f"with rotary embeddings that are scaled as {kind}{how}")
+
+
+_OF_ALL = (VOCABULARY, TIED, CAUSAL)
+"""Read of every file."""
+_STORED = ("architecture", "make_vocab_size_divisible_by", "wrapper", "zero_centered_gamma") + (
+    ("add_bias_linear", "add_qkv_bias")
+)
+"""How Megatron stores a model, which computes the same."""

@@ -1,0 +1,322 @@
+"""GGUF's models: a table of what the metadata of each family say, and of what llama.cpp computes whatever they say.
+
+A family's entries are in the order of llama.cpp's converter.
+
+Sources: llama.cpp's src/models/*.cpp (load_arch_hparams and graphs), and conversion/*.py (set_gguf_parameters).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from precisionctl.checkpoints.gguf.gguf_experts import (
+    AS_LARGE_AS_MLP,
+    EXPERT_SIZE,
+    EXPERTS,
+    IN_ALL_LAYERS,
+    LEADING_DENSE,
+    NORMALISED,
+    SHARED_EXPERT_SIZE,
+    SHARED_EXPERTS,
+    TWO_SCORES,
+    WEIGHTS_SCALE,
+    groups,
+    is_scored_by,
+    scored_by,
+)
+from precisionctl.checkpoints.gguf.gguf_family_keys import (
+    DELTA_NET,
+    FINAL_CAP,
+    GEMMA,
+    GEMMA_KEYS,
+    HEADS_OF_LATENTS,
+    LATENTS,
+    MULTIPLIERS,
+    QUERY_RANK,
+    WINDOW_OF_GEMMA3,
+    WINDOW_OF_PHI3,
+    scored_as_gemma,
+)
+from precisionctl.checkpoints.gguf.gguf_keys import (
+    ATTENTION_BIAS,
+    CONTEXT,
+    DECODER_LAYERS,
+    EPSILON,
+    HEAD_SIZE,
+    HEADS,
+    LAYERS,
+    LAYERS_AND_PREDICTION,
+    MLP,
+    MLP_BIAS,
+    PREDICTION,
+    QK_NORMS,
+    QKV_BIAS,
+    UNUSUAL_HEAD_SIZE,
+    VOCABULARY,
+    WIDTH,
+    WINDOW,
+    WINDOWS,
+    Entry,
+    Fields,
+    Key,
+    every,
+    number,
+)
+from precisionctl.checkpoints.gguf.gguf_metadata import Described
+from precisionctl.checkpoints.gguf.gguf_model import GgufModel
+from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
+from precisionctl.checkpoints.gguf.gguf_rope import (
+    AND_LLAMA3,
+    AND_MSCALE,
+    LOCAL_BASE,
+    LOCAL_BASE_OF_OLMO3,
+    LOG_MULTIPLIER,
+    LONGROPE,
+    LONGROPE_FACTOR,
+    ORIGINAL_CONTEXT,
+    ROPE,
+    TURNED,
+)
+from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
+from precisionctl.errors import UnknownArchitecture
+from precisionctl.model_shape import ModelShape
+
+_WINDOW = ("sliding_window", "window_layers")
+
+
+def _base(
+    *experts: Entry, layers: Entry = LAYERS, heads: Entry = HEADS, rope: Sequence[Entry] = (ROPE,)
+) -> tuple[Entry, ...]:
+    """What the converter writes of every model (TextModel.set_gguf_parameters), but for the size of a head."""
+    return (layers, CONTEXT, WIDTH, MLP, heads, *rope, EPSILON, *experts)
+
+
+def _deepseek(function: str, group_scores: int, **computed: Any) -> GgufModel:
+    return GgufModel(
+        keys=_base(
+            *EXPERTS,
+            groups(group_scores),
+            scored_by(function),
+            layers=DECODER_LAYERS,
+            heads=HEADS_OF_LATENTS,
+        ),
+        more=(
+            LEADING_DENSE,
+            VOCABULARY,
+            QUERY_RANK,
+            LATENTS,
+            EXPERT_SIZE,
+            SHARED_EXPERTS,
+            WEIGHTS_SCALE,
+            NORMALISED,
+            Key("mla.qk_pos_emb_head_dim", "rope.dimension_count"),
+            LOG_MULTIPLIER,
+        ),
+        reads=(),
+        computed={"kv_channels": lambda fields: fields["mla.v_head_dim"], **TWO_SCORES, **computed},
+        ignored=("mtp_num_layers",),
+        scalings=AND_MSCALE,
+        of_scaling=lambda scaling: {"mscale": scaling["mscale_all_dim"]} if "mscale_all_dim" in scaling else {},
+    )
+
+
+def _hidden_by_heads(fields: Fields) -> int:
+    size: int = fields["hidden_size"] // fields["num_attention_heads"]
+    return size
+
+
+_NORMS_OF_OLMO: Mapping[str, Any] = {
+    "qk_layernorm": True,
+    "qk_layernorm_over_heads": True,
+    "pre_layernorms": False,
+    "post_layernorms": True,
+}
+_OLMO2: Mapping[str, Any] = {"kv_channels": _hidden_by_heads, "tied_embeddings": False, **_NORMS_OF_OLMO}
+_BIASES_AND_SINKS = dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias", "softmax_offset", "moe.router_bias"), True)
+
+_LLAMA = GgufModel(
+    keys=(*_base(), HEAD_SIZE),
+    more=(VOCABULARY, TURNED, ATTENTION_BIAS, MLP_BIAS),
+    reads=(),
+    ignored=_WINDOW,
+    scalings=AND_LLAMA3,
+)
+
+MODELS: Mapping[str, GgufModel] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "mixtral": GgufModel(
+        keys=(*_base(*EXPERTS), UNUSUAL_HEAD_SIZE),
+        more=(VOCABULARY, TURNED),
+        reads=(),
+        computed={**IN_ALL_LAYERS, **AS_LARGE_AS_MLP},
+        ignored=_WINDOW,
+    ),
+    "granite": GgufModel(
+        keys=(*_base(), UNUSUAL_HEAD_SIZE),
+        more=(*MULTIPLIERS, ATTENTION_BIAS, MLP_BIAS),
+        reads=(),
+        scalings=AND_LLAMA3,
+    ),
+    "granitemoe": GgufModel(
+        keys=(*_base(*EXPERTS), UNUSUAL_HEAD_SIZE),
+        more=(*MULTIPLIERS, ATTENTION_BIAS),
+        reads=(),
+        computed={**IN_ALL_LAYERS, **AS_LARGE_AS_MLP},
+        scalings=AND_LLAMA3,
+    ),
+    "smollm3": GgufModel(
+        keys=(*_base(), UNUSUAL_HEAD_SIZE),
+        more=(VOCABULARY, TURNED),
+        reads=(ATTENTION_BIAS, MLP_BIAS),
+        computed={"rope_layers": every(4)},
+    ),
+    "qwen2": GgufModel(keys=(*_base(), UNUSUAL_HEAD_SIZE), computed={"qkv_bias": True}, ignored=_WINDOW),
+    "qwen2_moe": GgufModel(
+        keys=(*_base(*EXPERTS), UNUSUAL_HEAD_SIZE),
+        more=(EXPERT_SIZE, SHARED_EXPERT_SIZE),
+        computed={**IN_ALL_LAYERS, "qkv_bias": True, "moe.pre_softmax": True, "moe.shared_expert_gate": True},
+        ignored=_WINDOW,
+    ),
+    "qwen3": GgufModel(
+        keys=(*_base(), HEAD_SIZE),
+        reads=(TURNED, ATTENTION_BIAS),
+        computed={"qk_layernorm": True},
+        ignored=_WINDOW,
+    ),
+    "qwen3_moe": GgufModel(
+        keys=(*_base(*EXPERTS), HEAD_SIZE),
+        more=(EXPERT_SIZE,),
+        reads=(TURNED, ATTENTION_BIAS),
+        computed={**IN_ALL_LAYERS, "qk_layernorm": True},
+        ignored=_WINDOW,
+    ),
+    "qwen3_next": GgufModel(
+        keys=(*_base(*EXPERTS, layers=LAYERS_AND_PREDICTION), HEAD_SIZE),
+        more=(EXPERT_SIZE, SHARED_EXPERT_SIZE, PREDICTION, *DELTA_NET, TURNED),
+        reads=(),
+        computed={
+            **IN_ALL_LAYERS,
+            **dict.fromkeys(("zero_centered_gamma", "hf_zero_centered_gamma", "qk_layernorm"), True),
+            "attention_output_gate": True,
+            "moe.shared_expert_gate": True,
+        },
+    ),
+    "gemma": GgufModel(keys=GEMMA_KEYS, computed=GEMMA),
+    "gemma2": GgufModel(
+        keys=GEMMA_KEYS,
+        more=(
+            number("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
+            number("final_logit_softcapping", "final_logit_softcapping", 30.0),
+            Key("sliding_window", "attention.sliding_window", 4096),
+        ),
+        reads=(TURNED, WINDOWS),
+        computed={
+            **GEMMA,
+            "post_layernorms": True,
+            "query_pre_attn_scalar": scored_as_gemma(46),
+            "window_layers": every(2),
+        },
+    ),
+    "gemma3_text": GgufModel(
+        keys=(*_base(rope=(ROPE, LOCAL_BASE)), HEAD_SIZE),
+        more=(FINAL_CAP, WINDOW_OF_GEMMA3),
+        reads=(TURNED, WINDOWS),
+        computed={
+            **GEMMA,
+            "post_layernorms": True,
+            "qk_layernorm": True,
+            "query_pre_attn_scalar": scored_as_gemma(62),
+            "window_layers": every(6),
+        },
+    ),
+    "phi3": GgufModel(
+        keys=(CONTEXT, ORIGINAL_CONTEXT, WIDTH, MLP, LAYERS, HEADS, EPSILON, TURNED, ROPE),
+        more=(WINDOW_OF_PHI3, LONGROPE_FACTOR),
+        reads=(HEAD_SIZE,),
+        computed={"kv_channels": _hidden_by_heads},
+        ignored=_WINDOW,
+        scalings=LONGROPE,
+    ),
+    "olmo2": GgufModel(keys=(*_base(), UNUSUAL_HEAD_SIZE), reads=(TURNED, ATTENTION_BIAS), computed=_OLMO2),
+    "olmo3": GgufModel(
+        keys=(*_base(rope=(ROPE, LOCAL_BASE_OF_OLMO3)), UNUSUAL_HEAD_SIZE),
+        more=(WINDOW, WINDOWS),
+        reads=(TURNED, ATTENTION_BIAS),
+        computed=_OLMO2,
+    ),
+    "gpt_oss": GgufModel(
+        keys=(*_base(*EXPERTS), HEAD_SIZE),
+        more=(WINDOW, EXPERT_SIZE),
+        reads=(TURNED, WINDOWS),
+        computed={
+            **IN_ALL_LAYERS,
+            **_BIASES_AND_SINKS,
+            "activation": "quick_gelu",
+            "activation_clamp": 7.0,
+            "glu_offset": 1.0,
+            "window_layers": every(2),
+        },
+        of_scaling=lambda scaling: {"truncate": False} if scaling.get("rope_type") == "yarn" else {},
+    ),
+    "deepseek_v2": _deepseek("softmax", 1, **{"moe.pre_softmax": True}),
+    "deepseek_v3": _deepseek("sigmoid", 2, **{"moe.expert_bias": True}),
+    "glm4_moe": GgufModel(
+        keys=(*_base(*EXPERTS, groups(2), layers=LAYERS_AND_PREDICTION), HEAD_SIZE),
+        more=(
+            *(TURNED, EXPERT_SIZE, SHARED_EXPERTS, LEADING_DENSE, scored_by("sigmoid"), WEIGHTS_SCALE, NORMALISED),
+            *(PREDICTION, QKV_BIAS, QK_NORMS),
+        ),
+        reads=(),
+        computed={**TWO_SCORES, "moe.expert_bias": True},
+    ),
+}
+"""By the `model_type` of the text model."""
+
+
+def model_type_of(file: Described, of_architecture: Sequence[str]) -> str:
+    """Which of the families with its `general.architecture` a file is of, as far as that changes what it computes."""
+    if "mixtral" in of_architecture:
+        return "mixtral" if file.count("expert_count", 0) else "llama"
+    if "olmo3" in of_architecture:
+        return "olmo3" if file.count("attention.sliding_window", 0) else "olmo2"
+    if "deepseek_v3" in of_architecture:
+        chosen_with_bias = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
+        return "deepseek_v3" if chosen_with_bias or is_scored_by("sigmoid", file) else "deepseek_v2"
+    (only,) = of_architecture
+    return only
+
+
+def of_llama_cpp(model: ModelShape) -> GgufModel:
+    """What llama.cpp computes of this model. Raises UnknownArchitecture for one of which it would compute something
+    else, or nothing."""
+    if model.architecture not in MODELS:
+        raise UnknownArchitecture(
+            f"`{model.architecture}` is not among the models that are written for llama.cpp",
+            do=f"Known are {', '.join(sorted(MODELS))}. llama.cpp's convert_hf_to_gguf.py may "
+            "know it: `convert --to hf --precision bf16` writes what that reads.",
+        )
+    found = MODELS[model.architecture]
+    found.check(model)
+    return found
+
+
+def model_metadata(model: ModelShape, file_type: int) -> dict[str, GgufValue]:
+    """What the file says of the model, under the name that its architecture has in llama.cpp. Raises as
+    `of_llama_cpp`."""
+    family, architecture = of_llama_cpp(model), FAMILIES[model.architecture].architecture
+
+    def written(entries: Sequence[Entry]) -> dict[str, GgufValue]:
+        said = {key: value for entry in entries for key, value in entry.write(model).items()}
+        return {f"{architecture}.{key}": _value(value) for key, value in said.items()}
+
+    return {**written(family.keys), "general.file_type": np.uint32(file_type), **written(family.more)}
+
+
+def _value(value: int | float | bool | str | list[bool]) -> GgufValue:
+    if isinstance(value, list):
+        return np.array(value)
+    if isinstance(value, bool | str):
+        return value
+    return np.uint32(value) if isinstance(value, int) else np.float32(value)

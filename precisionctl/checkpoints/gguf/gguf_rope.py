@@ -1,0 +1,221 @@
+"""Rotary embeddings in a GGUF file: keys of the metadata, and tensors that are no weights, by which frequencies are
+divided. These say how config.json scales them, or are compared with what it says.
+
+Source: llama.cpp's converter (set_gguf_parameters and generate_extra_tensors of conversion/base.py, llama.py, phi.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from precisionctl.architectures.rope import LLAMA3
+from precisionctl.checkpoints.base import WITH_REFERENCE
+from precisionctl.checkpoints.chunks import read_bytes
+from precisionctl.checkpoints.gguf.gguf_file import GgufTensor
+from precisionctl.checkpoints.gguf.gguf_keys import Fields, Rule, Said, head_size, number, refused
+from precisionctl.checkpoints.gguf.gguf_metadata import Described, shortest
+from precisionctl.checkpoints.gguf.gguf_tensors import GgufPart
+from precisionctl.dtypes import DType
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_shape import ModelShape
+from precisionctl.torch_when_used import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_ORIGINAL = "original_max_position_embeddings"
+_OF_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
+_OF_YARN = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attn_factor"}
+"""What config.json says of YaRN, and the ends of keys."""
+
+SCALINGS: Mapping[str, tuple[str, ...]] = {"default": (), "linear": ("factor",), "yarn": ("factor", _ORIGINAL)}
+"""The kinds of scaled rotary embeddings that llama.cpp computes of every model, with what config.json says of each."""
+AND_LLAMA3 = {**SCALINGS, "llama3": _OF_LLAMA3}
+LONGROPE = {"default": (), "longrope": (_ORIGINAL, "factor", "short_factor", "long_factor")}
+"""Its factor is passed over, as in transformers where the original context is said."""
+AND_MSCALE = {**SCALINGS, "yarn": (*SCALINGS["yarn"], "mscale_all_dim")}
+
+ALWAYS_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+"""What llama.cpp computes YaRN with, whatever a file says (ggml.c, ggml_rope_yarn_corr_dims)."""
+
+
+def _read_scaling(file: Described) -> dict[str, Any] | None:
+    kind = file.said("rope.scaling.type")
+    if kind in (None, "none", "longrope"):  # the last is said by tensors
+        return None
+    if kind not in ("linear", "yarn"):
+        what = f"rotary scaling of type {shown(kind)}, which is not read of GGUF"
+        raise UnknownArchitecture(what, where=file.where)
+    scaling = {"rope_type": kind, "factor": file.number("rope.scaling.factor")}
+    if kind == "yarn":
+        scaling[_ORIGINAL] = file.count("rope.scaling.original_context_length")
+        said = {name: file.number(f"rope.scaling.yarn_{key}", None) for name, key in _OF_YARN.items()}
+        scaling |= {name: number for name, number in said.items() if number is not None}
+    return scaling
+
+
+def _read_rope(file: Described) -> Fields:
+    base = file.number("rope.freq_base", 10000.0)
+    local = file.number("rope.freq_base_swa", base)
+    return {
+        "rotary_base": base,
+        "rotary_base_local": None if local == base else local,
+        "rope_scaling": _read_scaling(file),
+    }
+
+
+def _write_rope(model: ModelShape) -> Said:
+    scaling = model.rope_scaling or {}
+    found: dict[str, Any] = {}
+    if (kind := scaling.get("rope_type")) in ("linear", "yarn"):
+        found |= {"rope.scaling.type": kind, "rope.scaling.factor": float(scaling["factor"])}
+    if kind == "yarn":
+        found["rope.scaling.original_context_length"] = scaling.get(_ORIGINAL) or model.max_position_embeddings
+        betas = {key: scaling.get(key) for key in ("beta_fast", "beta_slow")}
+        found |= {f"rope.scaling.yarn_{key}": float(beta) for key, beta in betas.items() if beta is not None}
+    return {**found, "rope.freq_base": float(model.rotary_base)}
+
+
+def _write_unusual_rope(model: ModelShape) -> Said:
+    return {} if (model.rotary_base, model.rope_scaling) == (1e4, None) else _write_rope(model)
+
+
+ROPE = Rule(("rotary_base", "rope_scaling"), _read_rope, _write_rope)
+UNUSUAL_ROPE = Rule(ROPE.fields, _read_rope, _write_unusual_rope)
+"""Of Gemma, whose base the converter does not write."""
+
+LOCAL_BASE = number("rotary_base_local", "rope.freq_base_swa", 10000.0)
+LOCAL_BASE_OF_OLMO3 = Rule(
+    ("rotary_base_local",),
+    lambda file: {"rotary_base_local": file.number("rope.freq_base_swa", _read_rope(file)["rotary_base"])},
+    LOCAL_BASE.write,
+)
+
+TURNED = Rule(
+    ("rotary_percent",),
+    lambda file: {"rotary_percent": file.count("rope.dimension_count", head_size(file)) / head_size(file)},
+    lambda model: {"rope.dimension_count": model.rotary_size},
+)
+"""How many channels of a head turn."""
+
+
+def _read_log_multiplier(file: Described) -> Fields:
+    multiplier, scaling = file.number("rope.scaling.yarn_log_multiplier", 0.0), _read_scaling(file)
+    return {"rope_scaling": {**scaling, "mscale_all_dim": shortest(10 * multiplier)}} if multiplier and scaling else {}
+
+
+def _write_log_multiplier(model: ModelShape) -> Said:
+    scaling = model.rope_scaling or {}
+    if not scaling.get("mscale_all_dim"):
+        if scaling.get("rope_type") == "yarn":
+            raise refused(model, "with rotary embeddings that are scaled as yarn without mscale_all_dim")
+        return {}
+    return {"rope.scaling.yarn_log_multiplier": 0.1 * scaling["mscale_all_dim"]}
+
+
+LOG_MULTIPLIER = Rule((), _read_log_multiplier, _write_log_multiplier)
+"""DeepSeek's, a tenth of what config.json calls mscale_all_dim."""
+
+
+def _context_before_longrope(model: ModelShape) -> int:
+    return int((model.rope_scaling or {}).get(_ORIGINAL) or model.max_position_embeddings)
+
+
+def _longrope_factor(original: int, most: int) -> float:
+    return math.sqrt(1 + math.log(most / original) / math.log(original)) if 1 < original < most else 1.0
+
+
+def _read_longrope(file: Described) -> Fields:
+    most = file.count("context_length")
+    original = file.count("rope.scaling.original_context_length", most)
+    scaled = file.has("rope_factors_long.weight")
+    usual = _longrope_factor(original, most) if scaled else 1.0
+    if not math.isclose(file.number("rope.scaling.attn_factor", usual), usual, rel_tol=1e-5):
+        what = f"phi3.rope.scaling.attn_factor is {shown(file.said('rope.scaling.attn_factor'))}, and {usual} as usual"
+        raise UnknownArchitecture(what, where=file.where)
+    return {"rope_scaling": {"rope_type": "longrope", _ORIGINAL: original}} if scaled else {}
+
+
+def _write_longrope(model: ModelShape) -> Said:
+    factor = _longrope_factor(_context_before_longrope(model), model.max_position_embeddings)
+    return {"rope.scaling.attn_factor": factor} if model.rope_scaling else {}
+
+
+ORIGINAL_CONTEXT = Rule(
+    (), lambda file: {}, lambda model: {"rope.scaling.original_context_length": _context_before_longrope(model)}
+)
+LONGROPE_FACTOR = Rule((), _read_longrope, _write_longrope)
+"""Phi-3's. These read and write the key of ORIGINAL_CONTEXT too."""
+
+_FREQUENCIES = "rope_freqs.weight"
+_FACTORS = {"rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}
+ROTARY_TENSORS = {_FREQUENCIES, *_FACTORS}
+
+_MOST_FACTORS = 1 << 12
+
+
+def rotary_tensors(model: ModelShape) -> dict[str, NDArray[Any]]:
+    """The tensors that llama.cpp divides frequencies by, FP32 `[pairs]`: of Llama 3's scaling and LongRoPE; of others
+    none."""
+    scaling = model.rope_scaling or {}
+    if scaling.get("rope_type") == "longrope":
+        return {name: np.array(scaling[key], np.float32) for name, key in _FACTORS.items()}
+    if scaling.get("rope_type") == "llama3":
+        return {_FREQUENCIES: _llama3_factors(scaling, model.rotary_base, model.rotary_size)}
+    return {}
+
+
+def _llama3_factors(scaling: Mapping[str, Any], base: float, channels: int) -> NDArray[Any]:
+    factor, low, high, original = (scaling[key] for key in _OF_LLAMA3)
+    waves = 2 * np.pi / (1.0 / (base ** (torch.arange(0, channels, 2, dtype=torch.float32) / channels)))
+    smooth = (original / waves - low) / (high - low)
+    factors = 1 / ((1 - smooth) / factor + smooth)
+    factors = torch.where(waves < original / high, torch.ones_like(waves), factors)
+    found: NDArray[Any] = torch.where(waves > original / low, torch.full_like(waves, factor), factors).numpy()
+    return found
+
+
+def scaling_with_tensors(said: Fields, file: Described, reference: ModelShape | None) -> dict[str, Any] | None:
+    """The scaling that fields say, with what tensors say of it.
+
+    Raises DamagedCheckpoint for tensors that are no factors, CheckpointError for factors of which it is not known which
+    settings they are.
+    """
+    factors = {
+        name: _factors(name, file.tensors[name], file.where) for name in sorted(ROTARY_TENSORS & file.tensors.keys())
+    }
+    scaling = said["rope_scaling"]
+    if _FREQUENCIES in factors:
+        scaling = {**(scaling or {}), **_llama3(factors[_FREQUENCIES], said, reference, file.where)}
+    lists = {
+        key: [shortest(each) for each in factors[name].tolist()] for name, key in _FACTORS.items() if name in factors
+    }
+    return {**(scaling or {}), "rope_type": "longrope", **lists} if lists else scaling
+
+
+def _factors(name: str, tensor: GgufTensor, where: object) -> NDArray[np.float32]:
+    if tensor.format.dtype != DType.float32 or len(tensor.shape) != 1 or not 0 < tensor.shape[0] <= _MOST_FACTORS:
+        what = f"`{name}` is {tensor.format.name} {list(tensor.shape)}, no factors of rotary embeddings"
+        raise DamagedCheckpoint(what, where=where)
+    return read_bytes(GgufPart(name, tensor), name, 0, tensor.shape[0]).view(np.float32).reshape(-1)
+
+
+def _llama3(factors: NDArray[np.float32], said: Fields, reference: ModelShape | None, where: object) -> dict[str, Any]:
+    """Llama 3's settings that make these factors: those of the reference, else Meta's."""
+    settings = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3}
+    if reference and (reference.rope_scaling or {}).get("rope_type") == "llama3":
+        settings |= reference.rope_scaling or {}
+    numbers = (*(settings[key] for key in _OF_LLAMA3), said["rotary_base"])
+    fits = all(0 < number < math.inf for number in numbers) and 2 * len(factors) == said["kv_channels"]
+    if not fits or not np.allclose(
+        _llama3_factors(settings, said["rotary_base"], said["kv_channels"]), factors, rtol=1e-5
+    ):
+        if reference:
+            raise DamagedCheckpoint(f"`{_FREQUENCIES}` are factors of another model than the reference", where=where)
+        what = f"`{_FREQUENCIES}` are other factors than Llama 3's, and nothing else says of which settings"
+        raise CheckpointError(what, where=where, do=WITH_REFERENCE)
+    return settings

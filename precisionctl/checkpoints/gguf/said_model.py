@@ -1,0 +1,82 @@
+"""The model that a GGUF file says: made of what it says alone, or compared with a config.json."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from precisionctl.architectures.families import fields_of, from_hf_config, key_in, model_of_fields, to_hf_config
+from precisionctl.checkpoints.gguf.gguf_keys import Key
+from precisionctl.checkpoints.gguf.gguf_metadata import Described
+from precisionctl.checkpoints.gguf.gguf_models import MODELS
+from precisionctl.checkpoints.gguf.gguf_rope import scaling_with_tensors
+from precisionctl.dtypes import DType
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_shape import ModelShape
+from precisionctl.same_model import differences
+from precisionctl.sizes import listed
+
+
+def model_of_file(file: Described, model_type: str) -> ModelShape:
+    """The model that a file says, as one of this family: what no key says is what llama.cpp computes. Raises
+    DamagedCheckpoint for keys that describe no model, UnknownArchitecture for one that the family does not have."""
+    family = MODELS[model_type]
+    said = family.read(file)
+    said["rope_scaling"] = scaling_with_tensors(said, file, None)
+    try:
+        model = model_of_fields({"architecture": model_type, **family.completed(said)})
+    except DamagedCheckpoint as error:
+        raise _in_words_of(file, model_type, error) from None
+    told = from_hf_config(to_hf_config(model, DType.float32.value), file.where)
+    for name, (here, there) in differences(model, told).items():
+        if not _same(here, there):
+            what = f"{name} is {shown(here)}, and {shown(there)} in a {model_type}"
+            raise UnknownArchitecture(what, where=file.where, do="Start from the release.")
+    return model
+
+
+def _in_words_of(file: Described, model_type: str, error: DamagedCheckpoint) -> DamagedCheckpoint:
+    """An error that begins with a field, with the key that says it."""
+    field, _, rest = error.what.partition(" ")
+    family = MODELS[model_type]
+    for entry in (*family.keys, *family.more):
+        if isinstance(entry, Key) and field == entry.field.rpartition(".")[2]:
+            field = f"{file.architecture}.{entry.key}"
+    return DamagedCheckpoint(f"{field} {rest}", where=file.where, do="Is the file whole, and of such a model?")
+
+
+def check_same(file: Described, model: ModelShape, config: Mapping[str, Any], where: object) -> None:
+    """Raise DamagedCheckpoint if a file says another model than the one of a config.json."""
+    said = MODELS[model.architecture].read(file)
+    said["rope_scaling"] = scaling_with_tensors(said, file, model)
+    own = fields_of(model)
+    try:
+        other = model_of_fields({**own, **{name: _placed(own.get(name), value) for name, value in said.items()}})
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(
+            f"config.json is of another model: with the file's, {error.what}", where=where
+        ) from None
+    fields = differences(model, other)
+    if model.vocab_size != other.vocab_size:
+        fields["vocab_size"] = (model.vocab_size, other.vocab_size)
+    if fields:
+        words = [f"{key_in(config, name)} is {one}, and in the file {two}" for name, (one, two) in fields.items()]
+        raise DamagedCheckpoint(f"config.json is of another model: {listed(words, 4)}", where=where)
+
+
+def _placed(own: Any, said: Any) -> Any:
+    """What is said; one's own value if that is the same."""
+    if isinstance(own, Mapping) and isinstance(said, Mapping):
+        return {**own, **{key: _placed(own.get(key), value) for key, value in said.items()}}
+    return own if _same(own, said) else said
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are the same in FP32, or made of numbers that are."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if type(one) is float or type(other) is float:
+        return all(type(each) in (int, float) for each in (one, other)) and bool(np.isclose(one, other, 2**-21, 0))
+    return bool(one == other)
