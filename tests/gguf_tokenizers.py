@@ -1,6 +1,7 @@
 """Small tokenizers of the kinds that llama.cpp has, beside models of tests."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,18 @@ SIZE = 340
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
-def byte_level(*expressions: str, ignore_merges: bool = False, begins: bool = False) -> PreTrainedTokenizerFast:
-    """Byte-level BPE that splits by these regular expressions; with a token before each text if it `begins`."""
+def byte_level(
+    *expressions: str, ignore_merges: bool = False, begins: bool = False, also: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE that splits by these regular expressions; with a token before each text if it `begins`, and `also`
+    with these special tokens."""
     made = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     splits = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in expressions]
     made.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     made.train_from_iterator(_CORPUS, trainers.BpeTrainer(vocab_size=SIZE - 10, initial_alphabet=alphabet))
-    made.add_special_tokens([AddedToken(text, special=True) for text in ("<|begin|>", "<|endoftext|>")])
+    made.add_special_tokens([AddedToken(text, special=True) for text in ("<|begin|>", "<|endoftext|>", *also)])
     made.add_tokens([AddedToken("<tool>", normalized=False)])
     steps: list[Any] = [processors.ByteLevel(trim_offsets=False)]
     if begins:

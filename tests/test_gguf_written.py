@@ -57,7 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek-v2": {"q_lora_rank": 24},
     "deepseek-v3": {"rope_parameters": pico.YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.8}},
     "glm4-moe": {},
-    "qwen3-next": SPARSE,
+    "qwen3-next": SPARSE | {"linear_value_head_dim": 16},
 }
 
 

@@ -40,11 +40,12 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
     tokenizer that it has not, UnmappedTensor.
     """
     model, reader = source.plan.model, source.reader
-    of_llama_cpp(model)  # first, as no type and no tokenizer would help
+    family = of_llama_cpp(model)  # first, as no type and no tokenizer would help
     type_ = kind.scheme or ("f16" if config_dtype(source.plan.targets) == DType.float16.value else "bf16")
     plan = in_gguf(source.plan, type_)
     files, config = reader.companions.files, _config(reader, model)
-    tokenizer, tokenizer_notes = tokenizer_metadata(files, config, model.vocab_size, reader.path or "")
+    where = reader.path or ""
+    tokenizer, tokenizer_notes = tokenizer_metadata(files, config, model.vocab_size, where, family.tokens)
     metadata: dict[str, GgufValue] = {
         "general.architecture": FAMILIES[model.architecture].architecture,
         "general.type": "model",

@@ -23,6 +23,7 @@ _IDS = {
     "pad": "padding_token_id",
     "mask": "mask_token_id",
     "eot": "eot_token_id",
+    "eom": "eom_token_id",
 }
 """How GGUF calls the id of a token that tokenizer_config.json has as `<word>_token`."""
 
@@ -34,10 +35,17 @@ def token_text(token: object) -> str | None:
 
 
 def special_tokens(
-    tokenizer: Mapping[str, Any], said: Mapping[str, Any], config: Mapping[str, Any], size: int, *, adds_bos: bool
+    tokenizer: Mapping[str, Any],
+    said: Mapping[str, Any],
+    config: Mapping[str, Any],
+    size: int,
+    *,
+    adds_bos: bool,
+    named: Mapping[str, str],
 ) -> dict[str, GgufValue]:
     """The metadata of the special tokens of this tokenizer.json, for a model with so many tokens. `said` is
-    tokenizer_config.json, `config` config.json; `adds_bos`: llama.cpp puts bos before a text if nothing is said.
+    tokenizer_config.json, `config` config.json; `adds_bos`: llama.cpp puts bos before a text if nothing is said;
+    `named` are the texts of some, if the tokenizer has these.
 
     Raises PrecisionError for other tokens around a text than llama.cpp puts there, and DamagedCheckpoint.
     """
@@ -50,6 +58,7 @@ def special_tokens(
         number = config.get(f"{word}_token_id")
         if type(number) is int and 0 <= number < size:
             ids.setdefault(word, number)
+    ids |= {word: known[text] for word, text in named.items() if text in known}
     for word in ("bos", "eos", "sep"):  # 341-346
         if isinstance(switch := said.get(f"add_{word}_token"), bool):
             adds.setdefault(word, switch)

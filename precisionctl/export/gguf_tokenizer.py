@@ -8,6 +8,7 @@ Source: llama.cpp's src/llama-vocab.cpp, and conversion/base.py and gguf-py/gguf
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,14 @@ _ADDED = -1000.0
 
 
 def tokenizer_metadata(
-    files: Mapping[str, bytes], config: Mapping[str, Any], vocab_size: int, where: object
+    files: Mapping[str, bytes],
+    config: Mapping[str, Any],
+    vocab_size: int,
+    where: object,
+    named: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[dict[str, GgufValue], list[str]]:
     """The metadata of a tokenizer in these companion files, for a model with so many tokens, and notes on texts of
-    which llama.cpp makes other tokens. `config` is config.json.
+    which llama.cpp makes other tokens. `config` is config.json, `named` as in `special_tokens`.
 
     Raises CheckpointError where there is no tokenizer.json, PrecisionError for a tokenizer that llama.cpp has not, and
     DamagedCheckpoint.
@@ -69,7 +74,7 @@ def tokenizer_metadata(
         found = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": tokens}
         found["tokenizer.ggml.token_type"] = np.array(types, np.int32)
         found["tokenizer.ggml.merges"] = [" ".join(part.replace(" ", "\u0120") for part in pair) for pair in merges]
-    found |= special_tokens(tokenizer, said, config, vocab_size, adds_bos=adds_bos)
+    found |= special_tokens(tokenizer, said, config, vocab_size, adds_bos=adds_bos, named=named)
     return found | dict(_templates(files, said)), notes
 
 

@@ -21,8 +21,12 @@ IDS = np.random.default_rng(0).integers(3, 300, 64).tolist()
 def convert(directory: Path, file: Path, kind: str, pre: str) -> None:
     """The pre-tokenizer is given: the converter knows those of published vocabularies alone, by hashes of their ids. So
     is that a SentencePiece model is read of tokenizer.json, for which it looks in Llamas alone."""
-    known = get_model_class(get_model_architecture(ModelBase.load_hparams(directory, False), ModelType.TEXT))
+    settings = ModelBase.load_hparams(directory, False)
+    known = get_model_class(get_model_architecture(settings, ModelType.TEXT))
     given: dict[str, Any] = {"model_arch": known.model_arch, "get_vocab_base_pre": lambda self, tokenizer: pre}
+    given["no_mtp"] = not settings.get("num_nextn_predict_layers")
+    if known.__name__ == "Phi3MiniModel":  # Phi-4's tokenizer, which it knows by the name of a class
+        given["set_vocab"] = known._set_vocab_gpt2
     if pre.startswith("sentencepiece"):
         given |= dict.fromkeys(("_set_vocab_sentencepiece", "_set_vocab_gpt2"), known._set_vocab_llama_hf)
     made = type(known.__name__, (known,), given)

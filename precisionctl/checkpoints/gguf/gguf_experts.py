@@ -81,6 +81,8 @@ def groups(scores: int) -> Rule:
 
     def write(model: ModelShape) -> Said:
         number, best = (value_of(model, name) or 1 for name in _GROUPS[:2])
+        if number == best:  # all of them, at which llama.cpp aborts
+            number = best = 1
         return {"expert_group_count": number, "expert_group_used_count": best}
 
     return Rule(_GROUPS[:2], read, write)

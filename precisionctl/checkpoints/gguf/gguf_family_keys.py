@@ -20,6 +20,7 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
     Said,
     number,
     refused,
+    value_of,
 )
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
 from precisionctl.checkpoints.gguf.gguf_rope import TURNED, UNUSUAL_ROPE
@@ -99,8 +100,7 @@ def _read_query_rank(file: Described) -> Fields:
 
 
 def _write_query_rank(model: ModelShape) -> Said:
-    assert model.mla
-    rank = model.mla.q_lora_rank
+    rank: int | None = value_of(model, "mla.q_lora_rank")
     if (rank is None) != _is_lite(vars(model)):
         how = "one step" if rank is None else "two steps"
         raise refused(model, f"of {model.num_layers} layers that projects queries in {how}")
@@ -110,38 +110,42 @@ def _write_query_rank(model: ModelShape) -> Said:
 QUERY_RANK = Rule(("mla.q_lora_rank",), _read_query_rank, _write_query_rank)
 
 
-def _read_latents(file: Described) -> Fields:
-    rank, turned = file.count("attention.kv_lora_rank"), file.count("rope.dimension_count")
-    file.expect("attention.key_length", rank + turned)
+def _read_latent(file: Described) -> Fields:
+    rank = file.count("attention.kv_lora_rank")
+    file.expect("attention.key_length", rank + file.count("rope.dimension_count"))
     file.expect("attention.value_length", rank)
-    return {
-        "mla.kv_lora_rank": rank,
-        "mla.qk_head_dim": file.count("attention.key_length_mla") - turned,
+    return {"mla.kv_lora_rank": rank}
+
+
+LATENT = Rule(
+    ("mla.kv_lora_rank",),
+    _read_latent,
+    lambda model: {
+        "attention.key_length": value_of(model, "mla.kv_lora_rank") + model.rotary_size,
+        "attention.value_length": value_of(model, "mla.kv_lora_rank"),
+    },
+)
+"""What is a head to llama.cpp."""
+LATENT_RANK = Key("mla.kv_lora_rank", "attention.kv_lora_rank")
+LATENT_HEADS = Rule(
+    ("mla.qk_head_dim", "mla.v_head_dim"),
+    lambda file: {
+        "mla.qk_head_dim": file.count("attention.key_length_mla") - file.count("rope.dimension_count"),
         "mla.v_head_dim": file.count("attention.value_length_mla"),
-    }
-
-
-def _write_latents(model: ModelShape) -> Said:
-    assert model.mla
-    rank, turned = model.mla.kv_lora_rank, model.mla.qk_pos_emb_head_dim
-    return {
-        "attention.kv_lora_rank": rank,
-        "attention.key_length": rank + turned,
-        "attention.value_length": rank,
-        "attention.key_length_mla": model.mla.qk_head_dim + turned,
-        "attention.value_length_mla": model.mla.v_head_dim,
-    }
-
-
-LATENTS = Rule(("mla.kv_lora_rank", "mla.qk_head_dim", "mla.v_head_dim"), _read_latents, _write_latents)
+    },
+    lambda model: {
+        "attention.key_length_mla": value_of(model, "mla.qk_head_dim") + model.rotary_size,
+        "attention.value_length_mla": value_of(model, "mla.v_head_dim"),
+    },
+)
 
 
 def _read_latent_heads(file: Described) -> Fields:
     file.count("attention.head_count_kv", None)
-    return dict.fromkeys(HEADS_OF_LATENTS.fields, file.count("attention.head_count", least=1))
+    return dict.fromkeys(LATENT_KEYS.fields, file.count("attention.head_count", least=1))
 
 
-HEADS_OF_LATENTS = Rule(
+LATENT_KEYS = Rule(
     ("num_attention_heads", "num_query_groups"),
     _read_latent_heads,
     lambda model: {"attention.head_count": model.num_attention_heads, "attention.head_count_kv": 1},
@@ -163,8 +167,7 @@ def _read_recurrent(file: Described) -> Fields:
 
 
 def _write_recurrent(model: ModelShape) -> Said:
-    assert model.gdn
-    recurrent = [*model.gdn.layers, *[False] * model.mtp_num_layers]
+    recurrent = [*value_of(model, "gdn.layers"), *[False] * model.mtp_num_layers]
     return {"attention.recurrent_layers": recurrent, "full_attention_interval": 4}
 
 
@@ -176,7 +179,7 @@ DELTA_NET = (
     Rule(
         ("gdn.value_head_dim",),
         _read_value_size,
-        lambda model: {"ssm.inner_size": model.gdn.value_size} if model.gdn else {},
+        lambda model: {"ssm.inner_size": value_of(model, "gdn.value_size")},
     ),
     Rule(("gdn.layers",), _read_recurrent, _write_recurrent),
 )

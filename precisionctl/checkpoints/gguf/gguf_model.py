@@ -22,7 +22,8 @@ class GgufModel:
     what they are without a key. `computed` are the values of other fields, or how these follow from fields, where they
     are not ModelShape's defaults. `ignored` are fields that llama.cpp does not look at, although it makes a difference.
     `scalings` are the kinds of scaled rotary embeddings that it computes, each with what config.json says of it, and
-    `of_scaling` what all published models say beside it, and no key does.
+    `of_scaling` what all published models say beside it, and no key does. `tokens` are the texts of special
+    tokens that the family has, whatever its tokenizer_config.json calls them.
     """
 
     keys: tuple[Entry, ...]
@@ -32,6 +33,7 @@ class GgufModel:
     ignored: tuple[str, ...] = ()
     scalings: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SCALINGS)
     of_scaling: Callable[[Fields], Fields] = lambda scaling: {}
+    tokens: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, file: Described) -> dict[str, Any]:
         """The fields that a file says. Raises DamagedCheckpoint for keys that are not there or contradict one another,
