@@ -8,13 +8,11 @@ import pytest
 import torch
 from command_line import run
 from installed import BEFORE_5_23
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from prediction_layer import add_mtp
+from safetensors.torch import load_file
 from training import SMALL, make_source, make_text
 from transformers import AutoModelForCausalLM
 
-from precisionctl.architectures.families import architecture_of, from_hf_config
-from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.evaluate import load
 
@@ -96,20 +94,3 @@ def test_multi_token_prediction_layers_go_through_training_as_they_are(family: s
         dtype = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
         assert torch.equal(after[name], values.to(dtype)), name
     assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"].bfloat16())
-
-
-def add_mtp(directory: Path) -> dict[str, Tensor]:
-    """Give a model a prediction layer, which transformers does not make."""
-    config = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-    (directory / "config.json").write_text(json.dumps(config))
-    model, table = from_hf_config(config), architecture_of(config["model_type"])
-    added = {
-        name: torch.randn(shape)
-        for row in table.spelled({}, model)
-        if "{mtp}" in row.megatron and row.present.in_layout("hf", model)
-        for place in row.places(model)
-        for name, shape in zip(names(row, "hf", place), row.shapes(model, "hf"), strict=True)
-    }
-    assert any("eh_proj" in name for name in added)
-    save_file(load_file(directory / "model.safetensors") | added, directory / "model.safetensors", {"format": "pt"})
-    return added

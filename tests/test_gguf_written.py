@@ -17,6 +17,7 @@ import pytest
 import tiny_wrappers
 import torch
 from gguf_tokenizers import SIZE
+from prediction_layer import add_mtp
 
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_tensor
@@ -85,6 +86,22 @@ def test_what_is_written_is_read_as_the_model_that_it_was_made_of(tmp_path: Path
         values, old = read_tensor(reader, name), name.replace("_blocks[", "[")
         expected = read_tensor(before, old)
         assert torch.equal(values.bfloat16(), expected if old == name else expected.t()), name
+
+
+@pytest.mark.parametrize("family", ["glm4-moe", "qwen3-next", "deepseek-v3"])
+def test_prediction_layers_follow_the_decoders_where_llama_cpp_computes_them(tmp_path: Path, family: str) -> None:
+    published = source(tmp_path / "hf", family, **FAMILIES[family])
+    added = add_mtp(published, torch.bfloat16)
+    command = plan_command(Request.export(published, tmp_path / "out", LLAMA_CPP))
+    execute(command, verify=True)
+    written = open_checkpoint(tmp_path / "out")
+    if family == "deepseek-v3":
+        assert any("no layers of multi-token prediction" in note for note in command.notes)
+        assert not added.keys() & written.specs.keys() and written.model.mtp_num_layers == 0
+        return
+    assert written.model.mtp_num_layers == 1
+    for name, values in added.items():
+        assert torch.equal(read_tensor(written, name).bfloat16(), values), name
 
 
 def test_what_is_written_keeps_llama_cpps_rules_and_what_has_no_tokenizer_does_not(tmp_path: Path) -> None:

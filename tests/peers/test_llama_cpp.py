@@ -14,6 +14,7 @@ import pytest
 import torch
 from gguf_files import LLAMA3
 from gguf_tokenizers import SIZE, TEXT
+from prediction_layer import add_mtp
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,6 +84,8 @@ def save(folder: Path, family: str) -> Path:
     else:
         made = gguf_tokenizers.sentencepiece(prefix=tokenizer == "sentencepiece")
     made.save_pretrained(folder)
+    if family in ("glm4-moe", "qwen3-next"):
+        add_mtp(folder, torch.bfloat16)
     return folder
 
 
