@@ -150,3 +150,31 @@ def llama3_factors() -> torch.Tensor:
             smooth = (8192 / wavelength - 1) / (4 - 1)
             found.append(1 / ((1 - smooth) / 32 + smooth))
     return torch.tensor(found)
+
+
+SPARSE = {"mlp_only_layers": [], "decoder_sparse_step": 1}
+WRITTEN: dict[str, dict[str, Any]] = {
+    "llama-3": {},
+    "mistral": {},
+    "mixtral": {},
+    "granite": {},
+    "qwen2": {},
+    "qwen2-moe": SPARSE | {"norm_topk_prob": False},
+    "qwen3": {},
+    "qwen3-moe": SPARSE | {"norm_topk_prob": True},
+    "gemma": {},
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3": {"query_pre_attn_scalar": 32},
+    "gpt-oss": {"swiglu_limit": 7.0},
+    "granite-moe": {},
+    "smollm3": {},
+    "phi3": {},
+    "phi3-long": {},
+    "olmo2": {},
+    "olmo3": {},
+    "deepseek-v2": {"q_lora_rank": 24},
+    "deepseek-v3": {"rope_parameters": pico.YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.8}},
+    "glm4-moe": {},
+    "qwen3-next": SPARSE | {"linear_value_head_dim": 16},
+}
+"""Families that are written, each with the changes by which llama.cpp computes the model of `pico`."""

@@ -20,14 +20,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.gguf import gguf_tensors
 from precisionctl.checkpoints.gguf.gguf_file import GgufTensor, read_head
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
-from precisionctl.checkpoints.gguf.gguf_models import MODELS
+from precisionctl.checkpoints.gguf.gguf_models import MODELS, model_metadata
 from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
+from precisionctl.checkpoints.gguf.said_model import model_of_file
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.ggml_formats import FORMATS, UNREAD
 from precisionctl.commands.request import Request
@@ -415,6 +417,28 @@ def test_a_file_whose_head_is_damaged_anywhere_is_read_or_is_one_error(tmp_path:
                 read_tensor(reader, name)
             opened += 1
     assert 0 < opened < 300
+
+
+ODD: list[Any] = [None, [], "x", 0, 1, 3, -1, 2**31, 2**62, float("nan"), -1.5, 1e30, True, [1, 2], [True, False]]
+
+
+@pytest.mark.parametrize("family", gguf_files.WRITTEN)
+def test_odd_values_of_any_key_are_read_or_are_one_error_that_speaks_of_no_config_json(family: str) -> None:
+    model = from_hf_config(pico.config(family, **gguf_files.WRITTEN[family]))
+    said: dict[str, Any] = {
+        key: value.tolist() if isinstance(value, np.generic | np.ndarray) else value
+        for key, value in model_metadata(model, 1).items()
+        if not key.startswith("general.")
+    }
+    tensors = {"token_embd.weight": GgufTensor((model.vocab_size, 64), FORMATS[0], Path("a.gguf"), 0)}
+    architecture = FAMILIES[model.architecture].architecture
+    for key in said:
+        for odd in ODD:
+            metadata = {name: value for name, value in (said | {key: odd}).items() if value is not None}
+            try:
+                model_of_file(Described(metadata, tensors, architecture, "a.gguf"), model.architecture)
+            except PrecisionctlError as error:
+                assert "config.json" not in str(error), (key, odd)
 
 
 def test_lists_of_tokens_are_not_kept(tmp_path: Path) -> None:

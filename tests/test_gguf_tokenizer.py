@@ -198,6 +198,16 @@ def test_added_tokens_that_llama_cpp_finds_elsewhere_are_refused(tmp_path: Path)
         metadata(tokenizer, tmp_path / "single")
 
 
+def test_overlapping_tokens_of_which_llama_cpp_takes_the_longer_are_named_in_a_note(tmp_path: Path) -> None:
+    tokenizer = gguf_tokenizers.byte_level(known.QWEN2)
+    tokenizer.add_tokens([AddedToken(" " * number) for number in (2, 3, 7)])  # of which the longest is the first too
+    assert written(tokenizer, tmp_path / "runs")[1] == []
+    tokenizer.add_tokens([AddedToken("|||IP|||"), AddedToken("|||PHONE|||")])
+    assert tokenizer.tokenize("|||IP|||PHONE|||")[0] == "|||IP|||"
+    [note] = written(tokenizer, tmp_path / "overlap")[1]
+    assert note.endswith("llama.cpp the longer: |||IP||| and |||PHONE|||.")
+
+
 def test_more_added_tokens_than_can_be_looked_for_in_others_are_one_error() -> None:
     added: list[dict[str, Any]] = [{"content": "a" * 100_000, "normalized": True}]
     added += [{"content": f"<{number}>"} for number in range(60_000)]

@@ -35,32 +35,6 @@ from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.export.gguf_pretokenizers import QWEN2
 from precisionctl.param import Parallelism
 
-SPARSE = {"mlp_only_layers": [], "decoder_sparse_step": 1}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama-3": {},
-    "mistral": {},
-    "mixtral": {},
-    "granite": {},
-    "qwen2": {},
-    "qwen2-moe": SPARSE | {"norm_topk_prob": False},
-    "qwen3": {},
-    "qwen3-moe": SPARSE | {"norm_topk_prob": True},
-    "gemma": {},
-    "gemma2": {"query_pre_attn_scalar": 32},
-    "gemma3": {"query_pre_attn_scalar": 32},
-    "gpt-oss": {"swiglu_limit": 7.0},
-    "granite-moe": {},
-    "smollm3": {},
-    "phi3": {},
-    "phi3-long": {},
-    "olmo2": {},
-    "olmo3": {},
-    "deepseek-v2": {"q_lora_rank": 24},
-    "deepseek-v3": {"rope_parameters": pico.YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.8}},
-    "glm4-moe": {},
-    "qwen3-next": SPARSE | {"linear_value_head_dim": 16},
-}
-
 
 def source(folder: Path, family: str = "llama-3", **changes: Any) -> Path:
     pico.save(folder, family, vocab_size=SIZE, dtype=torch.bfloat16, **changes)
@@ -75,9 +49,9 @@ def export(made_of: Path, out: Path, scheme: Any = None, workers: int = 1, **opt
     return file
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", gguf_files.WRITTEN)
 def test_what_is_written_is_read_as_the_model_that_it_was_made_of(tmp_path: Path, family: str) -> None:
-    published = source(tmp_path / "hf", family, **FAMILIES[family])
+    published = source(tmp_path / "hf", family, **gguf_files.WRITTEN[family])
     file = export(published, tmp_path / "out")
     hints = Hints(companions=read_companions(published), reference=published)
     reader, before = open_checkpoint(file, None, hints), open_checkpoint(published)
@@ -90,7 +64,7 @@ def test_what_is_written_is_read_as_the_model_that_it_was_made_of(tmp_path: Path
 
 @pytest.mark.parametrize("family", ["glm4-moe", "qwen3-next", "deepseek-v3"])
 def test_prediction_layers_follow_the_decoders_where_llama_cpp_computes_them(tmp_path: Path, family: str) -> None:
-    published = source(tmp_path / "hf", family, **FAMILIES[family])
+    published = source(tmp_path / "hf", family, **gguf_files.WRITTEN[family])
     added = add_mtp(published, torch.bfloat16)
     command = plan_command(Request.export(published, tmp_path / "out", LLAMA_CPP))
     execute(command, verify=True)
@@ -145,7 +119,7 @@ def test_the_text_model_of_a_wrapper_is_written_and_its_towers_are_named(tmp_pat
 
 
 def test_every_family_that_is_written_is_tested() -> None:
-    assert {pico.shape(family).architecture for family in FAMILIES} | {"llama"} == {*MODELS}
+    assert {pico.shape(family).architecture for family in gguf_files.WRITTEN} | {"llama"} == {*MODELS}
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers_or_on_the_container(tmp_path: Path) -> None:
@@ -187,7 +161,7 @@ def _stored(file: Path) -> dict[str, tuple[GgufTensor, bytes]]:
 
 
 def test_norms_and_routers_are_fp32_and_rows_that_are_no_blocks_fp16(tmp_path: Path) -> None:
-    published = source(tmp_path / "hf", "qwen3-moe", **FAMILIES["qwen3-moe"], moe_intermediate_size=48)
+    published = source(tmp_path / "hf", "qwen3-moe", **gguf_files.WRITTEN["qwen3-moe"], moe_intermediate_size=48)
     stored = _stored(export(published, tmp_path / "out", "q8_0"))
     kinds = {name.removeprefix("blk.0."): tensor.format.name for name, (tensor, _) in stored.items()}
     expected = {"attn_norm.weight": "F32", "ffn_gate_inp.weight": "F32", "ffn_down_exps.weight": "F16"}
@@ -271,7 +245,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ("family", "changes", "what"),
     [
         ("jais2", {}, "`jais2` is not among the models"),
-        ("qwen3-moe", SPARSE | {"norm_topk_prob": False}, "moe.pre_softmax"),
+        ("qwen3-moe", gguf_files.SPARSE | {"norm_topk_prob": False}, "moe.pre_softmax"),
         ("gemma2", {"query_pre_attn_scalar": 100}, "query_pre_attn_scalar 100"),
         (
             "gemma2",

@@ -4,7 +4,8 @@ was trained with; or said in a note, where many published models have it and eac
 Source: llama.cpp's src/llama-vocab.cpp, as llama-cpp-python 0.3.36 has it (tokenize, tokenizer_st_partition).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
@@ -15,8 +16,12 @@ _ELSEWHERE = "vLLM runs the tokenizer as it is: --target vllm."
 _SETTINGS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 """Of a BPE; llama.cpp has none of them."""
 
+_LONGEST, _MOST_OVERLAPS = 64, 1_000_000
+"""Letters of the added tokens that are looked for at the ends of others, and how many such ends are looked at."""
+
 _MOST_LETTERS = 5_000_000_000
 """Letters that are looked through for added tokens in others: some seconds."""
+_MOST_LETTERS_OF_ALL = 2_000_000
 
 
 def text_notes(tokenizer: Mapping[str, Any]) -> list[str]:
@@ -32,7 +37,8 @@ def text_notes(tokenizer: Mapping[str, Any]) -> list[str]:
     # tokenizers finds those that are not normalized first, llama.cpp the longest
     normalized = "\0".join(each["content"] for each in added if each.get("normalized"))
     whole = [each["content"] for each in added if not each.get("normalized")]
-    if len(whole) * len(normalized) > _MOST_LETTERS:
+    letters = sum(len(each["content"]) for each in added)
+    if len(whole) * len(normalized) > _MOST_LETTERS or letters > _MOST_LETTERS_OF_ALL:
         what = f"{len(added)} added tokens, too many to look for one in another"
         raise DamagedCheckpoint(what, where="tokenizer.json", do="Is it a model's? A release has a few thousand.")
     if inside := [text for text in whole if text in normalized]:
@@ -60,6 +66,11 @@ def text_notes(tokenizer: Mapping[str, Any]) -> list[str]:
             "llama.cpp makes tokens of the spaces beside these added tokens, which this tokenizer takes with the token "
             f"(lstrip, rstrip): {listed(stripped)}."
         )
+    if pairs := dict.fromkeys(_overlapping([each["content"] for each in added])):
+        notes.append(
+            "Where these added tokens overlap in a text, this tokenizer takes the first, and llama.cpp the longer: "
+            f"{listed(f'{first} and {second}' for first, second in pairs)}."
+        )
     # such a token is looked for with the space that is put before it too
     prepends = any(isinstance(step, Mapping) and step.get("type") == "Prepend" for step in steps)
     if prepends and (spaced := [each["content"] for each in added if each.get("normalized")]):
@@ -68,6 +79,27 @@ def text_notes(tokenizer: Mapping[str, Any]) -> list[str]:
             f"the space before them (normalized): {listed(spaced)}."
         )
     return notes
+
+
+def _overlapping(added: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Pairs of added tokens, of which the end of the first is the beginning of the second, and that llama.cpp finds
+    otherwise: those where no other token is found in the place of the first."""
+    tokens = {text for text in added if 1 < len(text) <= _LONGEST}
+    beginnings: dict[str, list[str]] = {}
+    for text in sorted(tokens):
+        for end in range(1, len(text)):
+            beginnings.setdefault(text[:end], []).append(text)
+    overlaps = (
+        (first, start, second)
+        for first in sorted(tokens)
+        for start in range(1, len(first))
+        for second in beginnings.get(first[start:], ())
+        if second != first and len(second.encode()) >= len(first.encode())
+    )
+    for first, start, second in islice(overlaps, _MOST_OVERLAPS):
+        together = first[:start] + second
+        if not any(together[:end] in tokens for end in range(len(first) + 1, len(together) + 1)):
+            yield first, second
 
 
 def space_before_text(tokenizer: Mapping[str, Any]) -> bool:

@@ -39,18 +39,16 @@ class Described:
     def count(self, key: str, absent: Any = NEEDED, *, least: int = 0, most: int = LARGEST) -> Any:
         """An integer; `absent` where it is not there."""
         value = self._one(key, absent)
-        if value is not absent and (type(value) is not int or not least <= value <= most):
+        if value is not None and (type(value) is not int or not least <= value <= most):
             raise self._damaged(key, value)
         return value
 
     def number(self, key: str, absent: Any = NEEDED) -> Any:
         """An FP32; `absent` where it is not there."""
         value = self._one(key, absent)
-        if value is absent:
-            return absent
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
             raise self._damaged(key, value)
-        return shortest(value)
+        return None if value is None else shortest(value)
 
     def expect(self, key: str, value: object) -> None:
         """Raise UnknownArchitecture if a key says something else."""
