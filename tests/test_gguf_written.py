@@ -19,11 +19,12 @@ import torch
 from gguf_tokenizers import SIZE
 from prediction_layer import add_mtp
 
+from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.gguf.gguf_file import GgufTensor, read_head
-from precisionctl.checkpoints.gguf.gguf_models import MODELS
+from precisionctl.checkpoints.gguf.gguf_models import MODELS, of_llama_cpp
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.ggml_blocks import blocks_of
 from precisionctl.codes.ggml_formats import named
@@ -255,6 +256,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("llama-3", {"rope_parameters": YARN | {"beta_fast": 16.0}}, "yarn with beta_fast 16"),
         ("llama-3", {"rope_parameters": YARN | {"truncate": False}}, "yarn with truncate False"),
         ("llama-3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+        ("smollm3", {"no_rope_layers": [1, 0, 1, 1]}, "rope_layers"),
+        ("olmo2", {"tie_word_embeddings": True}, "tied_embeddings True, but with False"),
+        ("qwen3-next", gguf_files.SPARSE, "gdn.value_head_dim 8, but with 16"),
+        ("deepseek-v2", {}, "of 3 layers that projects queries in one step"),
+        ("deepseek-v2-groups", {}, "moe.group_scores 1, but with 2"),
+        ("deepseek-v3", {}, "yarn with mscale 1.0"),
+        ("deepseek-v3", {"rope_parameters": YARN}, "yarn without mscale_all_dim"),
     ],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused_before_anything_is_written(
@@ -264,6 +272,11 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused_before_anything_is_wr
     with pytest.raises(UnknownArchitecture, match=what):
         export(published, tmp_path / "out")
     assert [*tmp_path.iterdir()] == [published]
+
+
+def test_a_model_without_the_shared_experts_that_llama_cpp_looks_for_is_refused() -> None:
+    with pytest.raises(UnknownArchitecture, match="no `glm4_moe` without shared experts"):
+        of_llama_cpp(from_hf_config(pico.config("glm4-moe", n_shared_experts=0)))
 
 
 @pytest.mark.parametrize("scheme", ["dynamic", "w4a16"])

@@ -4,8 +4,9 @@ model, and that there is a tokenizer of the model's size."""
 from collections.abc import Iterator
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.gguf.gguf_file import ArrayLength, read_head
+from precisionctl.checkpoints.gguf.gguf_file import ArrayLength
 from precisionctl.checkpoints.gguf.gguf_models import of_llama_cpp
+from precisionctl.checkpoints.gguf.reader import GgufReader
 from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.errors import UnknownArchitecture, UnknownFormat, shown
 from precisionctl.export.gguf_pretokenizers import NAMES
@@ -23,21 +24,21 @@ _SPLIT = EngineRule(
 
 def check_llama_cpp(reader: Reader) -> list[Finding]:
     """The rules that a file breaks. Raises UnknownFormat for what is no GGUF file."""
-    if reader.container != "gguf":
+    if not isinstance(reader, GgufReader):
         do = "`export-inference --target llama.cpp` makes one of this."
         raise UnknownFormat(f"{reader.container}, and no GGUF file", where=reader.path or "", do=do)
     return [*_model(reader), *_tokenizer(reader)]
 
 
-def _model(reader: Reader) -> Iterator[Finding]:
+def _model(reader: GgufReader) -> Iterator[Finding]:
     try:
         of_llama_cpp(reader.model)
     except UnknownArchitecture as error:
         yield Finding("general.architecture", error.what, _MODEL)
 
 
-def _tokenizer(reader: Reader) -> Iterator[Finding]:
-    said = read_head(reader.files[0]).metadata
+def _tokenizer(reader: GgufReader) -> Iterator[Finding]:
+    said = reader.metadata
     model, tokens, pre = (said.get(f"tokenizer.ggml.{key}") for key in ("model", "tokens", "pre"))
     number = tokens.length if isinstance(tokens, ArrayLength) else len(tokens) if isinstance(tokens, list) else 0
     if not isinstance(model, str) or number != reader.model.vocab_size:

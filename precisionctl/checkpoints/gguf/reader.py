@@ -62,7 +62,7 @@ class GgufReader:
         self.path = path
         self.files: Sequence[Path] = _files_of(path)
         head = _read_heads(self.files)
-        self._tensors = head.tensors
+        self.metadata = head.metadata
         own = read_companions(path) if path.is_dir() else Companions(directory=path.parent)
         self.own_companions = replace(own, notes=())
         self.companions = needed_hints(hints, self.own_companions).companions or self.own_companions
