@@ -258,6 +258,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("llama-3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 1]}, "rope_layers"),
         ("olmo2", {"tie_word_embeddings": True}, "tied_embeddings True, but with False"),
+        ("gemma", {"tie_word_embeddings": False}, "tied_embeddings False, but with True"),
         ("qwen3-next", gguf_files.SPARSE, "gdn.value_head_dim 8, but with 16"),
         ("deepseek-v2", {}, "of 3 layers that projects queries in one step"),
         ("deepseek-v2-groups", {}, "moe.group_scores 1, but with 2"),

@@ -18,6 +18,7 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
     Key,
     Rule,
     Said,
+    head_size,
     number,
     refused,
     value_of,
@@ -25,15 +26,16 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
 from precisionctl.checkpoints.gguf.gguf_rope import TURNED, UNUSUAL_ROPE
 from precisionctl.errors import UnknownArchitecture
+from precisionctl.model_parts import real
 from precisionctl.model_shape import ModelShape
 
 # Granite
 
 
 def _read_score_scale(file: Described) -> Fields:
-    usual = math.sqrt(file.count("embedding_length") / file.count("attention.head_count", least=1))
     file.expect("rope.scaling.finetuned", True)  # which llama.cpp takes for a switch of rotary embeddings
-    return {"query_pre_attn_scalar": (file.number("attention.scale", None) or 1 / usual) ** -2}
+    scale = file.number("attention.scale", None) or head_size(file) ** -0.5
+    return {"query_pre_attn_scalar": real(scale, f"{file.architecture}.attention.scale", file.where) ** -2}
 
 
 def _write_score_scale(model: ModelShape) -> Said:
@@ -84,6 +86,8 @@ GEMMA: Mapping[str, Any] = {
     "embedding_multiplier": lambda fields: math.sqrt(fields["hidden_size"]),
     "rounded_embedding_multiplier": True,
 }
+TIED_GEMMA: Mapping[str, Any] = {**GEMMA, "tied_embeddings": True}
+"""Of the first two, whose output layer llama.cpp does not look for."""
 FINAL_CAP = number("final_logit_softcapping", "final_logit_softcapping", None)
 
 # DeepSeek

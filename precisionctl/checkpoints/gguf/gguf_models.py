@@ -36,6 +36,7 @@ from precisionctl.checkpoints.gguf.gguf_family_keys import (
     LATENT_RANK,
     MULTIPLIERS,
     QUERY_RANK,
+    TIED_GEMMA,
     WINDOW_OF_GEMMA3,
     WINDOW_OF_PHI3,
     scored_as_gemma,
@@ -180,7 +181,11 @@ MODELS: Mapping[str, GgufModel] = {
     "qwen2_moe": GgufModel(
         keys=(*_base(*EXPERTS), UNUSUAL_HEAD_SIZE),
         more=(EXPERT_SIZE, SHARED_EXPERT_SIZE),
-        computed={**IN_ALL_LAYERS, "qkv_bias": True, "moe.pre_softmax": True, "moe.shared_expert_gate": True},
+        computed={
+            **IN_ALL_LAYERS,
+            **dict.fromkeys(("qkv_bias", "moe.pre_softmax", "moe.shared_expert_gate"), True),
+            "tied_embeddings": False,
+        },
         ignored=_WINDOW,
     ),
     "qwen3": GgufModel(
@@ -208,7 +213,7 @@ MODELS: Mapping[str, GgufModel] = {
             "gdn.value_head_dim": lambda fields: fields["gdn.key_head_dim"],
         },
     ),
-    "gemma": GgufModel(keys=GEMMA_KEYS, computed=GEMMA),
+    "gemma": GgufModel(keys=GEMMA_KEYS, computed=TIED_GEMMA),
     "gemma2": GgufModel(
         keys=GEMMA_KEYS,
         more=(
@@ -218,7 +223,7 @@ MODELS: Mapping[str, GgufModel] = {
         ),
         reads=(TURNED, WINDOWS),
         computed={
-            **GEMMA,
+            **TIED_GEMMA,
             "post_layernorms": True,
             "query_pre_attn_scalar": scored_as_gemma(46),
             "window_layers": every(2),
@@ -258,6 +263,7 @@ MODELS: Mapping[str, GgufModel] = {
         computed={
             **IN_ALL_LAYERS,
             **_BIASES_AND_SINKS,
+            "tied_embeddings": False,
             "activation": "quick_gelu",
             "activation_clamp": 7.0,
             "glu_offset": 1.0,
