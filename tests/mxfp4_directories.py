@@ -74,10 +74,12 @@ def packed(values: Tensor) -> Tensor:
     return (early + 16 * late).byte().view(*values.shape[:2], -1, 16)
 
 
-def make(directory: Path, exponents: tuple[int, int] = (118, 124)) -> dict[str, Tensor]:
+def make(
+    directory: Path, exponents: tuple[int, int] = (118, 124), config: Mapping[str, Any] = CONFIG
+) -> dict[str, Tensor]:
     """Write a model. Returns its tensors as stored."""
     torch.manual_seed(0)
-    plain = {key: value for key, value in CONFIG.items() if key != "quantization_config"}
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
     model = GptOssForCausalLM(GptOssConfig(**plain)).bfloat16()
     stored: dict[str, Tensor] = {}
     for name, values in model.state_dict().items():
@@ -88,7 +90,7 @@ def make(directory: Path, exponents: tuple[int, int] = (118, 124)) -> dict[str, 
         numbers = torch.tensor(NUMBERS + [-x for x in NUMBERS[1:]])
         stored[f"{name}_blocks"] = packed(numbers[torch.randint(15, (experts, rows, columns))])
         stored[f"{name}_scales"] = torch.randint(*exponents, (experts, rows, columns // 32), dtype=torch.uint8)
-    write(directory, stored)
+    write(directory, stored, config)
     return stored
 
 

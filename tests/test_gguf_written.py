@@ -141,18 +141,31 @@ def test_codes_are_decoded_and_round_once(tmp_path: Path) -> None:
     assert written[1] == blocks_of(named("Q8_0")).encode(values).numpy().tobytes()
 
 
-def test_gpt_oss_as_it_is_published_is_written_with_the_values_of_its_codes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(mxfp4_directories.SIZES, "vocab_size", SIZE)
-    monkeypatch.setitem(mxfp4_directories.CONFIG, "vocab_size", SIZE)
-    mxfp4_directories.make(tmp_path / "hf")
+def test_gpt_oss_as_it_is_published_is_written_with_the_values_of_its_codes(tmp_path: Path) -> None:
+    mxfp4_directories.make(tmp_path / "hf", config={**mxfp4_directories.CONFIG, "vocab_size": SIZE})
     gguf_tokenizers.byte_level(QWEN2).save_pretrained(tmp_path / "hf")
     reader = open_checkpoint(tmp_path / "hf")
     written = open_checkpoint(export(tmp_path / "hf", tmp_path / "out"))
     for name in reader.encodings:
         values = reader.encodings[name].decode_rows(read_tensor(reader, name), 0)
         assert torch.equal(read_tensor(written, name).float(), values), name
+
+
+def test_gpt_oss_keeps_the_codes_that_it_is_published_in_and_other_models_have_none(tmp_path: Path) -> None:
+    mxfp4_directories.make(tmp_path / "hf", config={**mxfp4_directories.CONFIG, "vocab_size": SIZE})
+    gguf_tokenizers.byte_level(QWEN2).save_pretrained(tmp_path / "hf")
+    decoded = plan_command(Request.export(tmp_path / "hf", tmp_path / "decoded", LLAMA_CPP))
+    assert any("--scheme mxfp4 keeps them" in note for note in decoded.notes)
+    file = export(tmp_path / "hf", tmp_path / "out", "mxfp4")
+    kinds = {name: tensor.format.name for name, (tensor, _) in _stored(file).items()}
+    assert {kind for name, kind in kinds.items() if "exps.weight" in name} == {"MXFP4"}
+    assert kinds["blk.0.attn_q.weight"] == kinds["token_embd.weight"] == "BF16"
+    reader, written = open_checkpoint(tmp_path / "hf"), open_checkpoint(file)
+    for name in reader.encodings:
+        values = reader.encodings[name].decode_rows(read_tensor(reader, name), 0)
+        assert torch.equal(read_tensor(written, name), values), name
+    with pytest.raises(PrecisionError, match="no weight is MXFP4 codes"):
+        export(source(tmp_path / "qwen", "qwen3"), tmp_path / "no", "mxfp4")
 
 
 def _stored(file: Path) -> dict[str, tuple[GgufTensor, bytes]]:

@@ -1,7 +1,7 @@
 """Codes in ggml's blocks: each has its scale before its codes, so a row of values is a row of bytes.
 
-Source: ggml's ggml-quants.c (quantize_row_q8_0_ref, quantize_row_q4_0_ref). How blocks are laid out and decoded is in
-`ggml_formats.py`.
+Source: ggml's ggml-quants.c (quantize_row_q8_0_ref, quantize_row_q4_0_ref), ggml-common.h (block_mxfp4). How blocks are
+laid out and decoded is in `ggml_formats.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from precisionctl.codes.elements import INT4, INT8, Packing
+from precisionctl.codes.elements import E2M1, INT4, INT8, Packing
+from precisionctl.codes.ggml_formats import named
 from precisionctl.dtypes import DType
 from precisionctl.torch_when_used import torch
 
@@ -21,11 +22,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GgmlBlocks(Packing):
-    """How codes and scales of a weight stand in one tensor of bytes, `[rows, bytes]`. `encoded` makes bytes
-    `[blocks, format.size]` of FP32 values `[blocks, format.values]`. `most` is the code of the largest magnitude."""
+class BlocksInRows(Packing):
+    """How codes and scales of a weight stand in one tensor of bytes, `[rows, bytes]`."""
 
     format: BlockFormat
+
+    def row_bytes(self, columns: int) -> int:
+        return columns // self.format.values * self.format.size
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        return rows, self.row_bytes(columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgmlBlocks(BlocksInRows):
+    """Blocks that are made of values: `encoded` makes bytes `[blocks, format.size]` of FP32 values
+    `[blocks, format.values]`. `most` is the code of the largest magnitude."""
+
     encoded: Callable[[Tensor], Tensor]
     most: int
 
@@ -33,12 +46,6 @@ class GgmlBlocks(Packing):
     def largest(self) -> float:
         """The largest number that a block holds, under the largest FP16 scale."""
         return 65504.0 * self.most
-
-    def row_bytes(self, columns: int) -> int:
-        return columns // self.format.values * self.format.size
-
-    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        return rows, self.row_bytes(columns)
 
     def encode(self, values: Tensor) -> Tensor:
         """Bytes `[rows, row_bytes]` of finite values `[rows, columns]`, whose columns are whole blocks."""
@@ -79,3 +86,16 @@ def blocks_of(form: BlockFormat) -> GgmlBlocks:
     """How codes are made in a format, Q8_0 or Q4_0."""
     element, encoded, most = _ENCODED[form.name]
     return GgmlBlocks(form.name, element, DType.uint8, format=form, encoded=encoded, most=most)
+
+
+MXFP4 = BlocksInRows("MXFP4", E2M1, DType.uint8, format=named("MXFP4"))
+"""Blocks that are not made of values, but of such codes as they are."""
+
+
+def mxfp4_rows(codes: Tensor, exponents: Tensor) -> Tensor:
+    """Rows of MXFP4, `[rows, bytes]`: bytes of two codes each, the first in the low half, `[rows, columns / 2]`, and an
+    exponent as a byte for 32 of them, `[rows, columns / 32]`. In a block code i is in the low half of byte i, code
+    16 + i in its high half."""
+    pairs = codes.reshape(-1, 16)
+    low, high = torch.stack((pairs & 15, pairs >> 4), 2).view(-1, 2, 16).unbind(1)
+    return torch.cat([exponents.reshape(-1, 1), low | (high << 4)], 1).view(len(codes), -1)

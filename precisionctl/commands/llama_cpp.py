@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from precisionctl.architectures.families import to_hf_config
-from precisionctl.checkpoints.base import Companions, Reader
+from precisionctl.checkpoints.base import Companions, Reader, packings_of
 from precisionctl.checkpoints.companions import LICENCE
 from precisionctl.checkpoints.config_json import config_dtype
 from precisionctl.checkpoints.gguf.gguf_models import model_metadata, of_llama_cpp
@@ -18,11 +18,13 @@ from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
 from precisionctl.checkpoints.gguf.gguf_rope import rotary_tensors
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
 from precisionctl.checkpoints.gguf.writer import GgufContents, stack_and_slice
+from precisionctl.codes.ggml_blocks import MXFP4
 from precisionctl.commands.build import Result
 from precisionctl.commands.request import LLAMA_CPP, Gguf
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.dtypes import DType
+from precisionctl.errors import PrecisionError
 from precisionctl.export.gguf_plan import FILE_TYPES, in_gguf
 from precisionctl.export.gguf_tokenizer import tokenizer_metadata
 from precisionctl.export.model_card import NAME, Card, path_in_command
@@ -42,7 +44,11 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
     model, reader = source.plan.model, source.reader
     family = of_llama_cpp(model)  # first, as no type and no tokenizer would help
     type_ = kind.scheme or ("f16" if config_dtype(source.plan.targets) == DType.float16.value else "bf16")
-    plan = in_gguf(source.plan, type_)
+    codes = {name for name, packing in packings_of(reader).items() if packing.name == MXFP4.name}
+    if type_ == "mxfp4" and not codes:
+        do = "Choose --scheme bf16; llama-quantize makes codes of its file, for a model with experts MXFP4_MOE."
+        raise PrecisionError("no weight is MXFP4 codes, of which --scheme mxfp4 keeps those that there are", do=do)
+    plan = in_gguf(source.plan, type_, codes)
     files, config = reader.companions.files, _config(reader, model)
     where = reader.path or ""
     tokenizer, tokenizer_notes = tokenizer_metadata(files, config, model.vocab_size, where, family.tokens)
@@ -62,6 +68,7 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
         *source_notes(source),
         *_tower_notes(source.plan),
         *_notes_of_the_model(model),
+        *(_NOTE_OF_CODES if codes and type_ != "mxfp4" else ()),
         *tokenizer_notes,
         *(_quantize_notes(destination, name) if type_ in ("bf16", "f16") else ()),
         f"Run it with: {_run(shlex.quote(str(destination)), name)}",
@@ -81,6 +88,9 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
     )
     contents = GgufContents(name, metadata, rotary_tensors(model), {**licences, NAME: card.text(reader)})
     return Result(plan, notes, contents=contents)
+
+
+_NOTE_OF_CODES = ("The MXFP4 codes of this model are decoded; --scheme mxfp4 keeps them as they are.",)
 
 
 def _run(directory: str, name: str) -> str:

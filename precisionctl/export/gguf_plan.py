@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from precisionctl.checkpoints.gguf.changes import SAME, GgufChange
 from precisionctl.checkpoints.gguf.gguf_models import MODELS
 from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
 from precisionctl.checkpoints.gguf.writer import stack_and_slice
-from precisionctl.codes.ggml_blocks import GgmlBlocks, blocks_of
+from precisionctl.codes.ggml_blocks import MXFP4, BlocksInRows, GgmlBlocks, blocks_of
 from precisionctl.codes.ggml_formats import named
 from precisionctl.dtypes import DType
 from precisionctl.errors import UnmappedTensor
@@ -21,10 +21,11 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec, shared_spec
 from precisionctl.planning.plan import Job, Plan
 
-GgufType = Literal["bf16", "f16", "q8_0", "q4_0"]
-"""The type of a file's matrices, as `--scheme` has it."""
+GgufType = Literal["bf16", "f16", "q8_0", "q4_0", "mxfp4"]
+"""The type of a file's matrices, as `--scheme` has it. With `mxfp4` those that are such codes in the source keep these,
+and others are BF16."""
 
-FILE_TYPES: Mapping[GgufType, int] = {"bf16": 32, "f16": 1, "q8_0": 7, "q4_0": 2}
+FILE_TYPES: Mapping[GgufType, int] = {"bf16": 32, "f16": 1, "q8_0": 7, "q4_0": 2, "mxfp4": 38}
 """`general.file_type` (enum llama_ftype), which says what most of a file's tensors are."""
 
 _STORED: Mapping[GgufType, DType | GgmlBlocks] = {
@@ -32,6 +33,7 @@ _STORED: Mapping[GgufType, DType | GgmlBlocks] = {
     "f16": DType.float16,
     "q8_0": blocks_of(named("Q8_0")),
     "q4_0": blocks_of(named("Q4_0")),
+    "mxfp4": DType.bfloat16,
 }
 
 _IN_FP32 = re.compile(
@@ -71,10 +73,10 @@ def hf_names(model: ModelShape) -> set[str]:
     return {filled(row.hf, first) for row in family.rows} if family else set()
 
 
-def in_gguf(plan: Plan, kind: GgufType) -> Plan:
+def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> Plan:
     """The plan of a GGUF file of this type, in the order in which a file of Hugging Face's tensors has these. Copies of
     tied tensors, towers, and layers of prediction that llama.cpp does not compute, are not written. `plan` is one of
-    values in Hugging Face's layout.
+    values in Hugging Face's layout. `codes` are tensors of its source that are MXFP4.
 
     Raises UnmappedTensor for a tensor that llama.cpp has no name for.
     """
@@ -91,14 +93,18 @@ def in_gguf(plan: Plan, kind: GgufType) -> Plan:
                 raise UnmappedTensor(what, do="Nothing is dropped in silence: does llama.cpp compute this part?")
             row, made = found
             shapes = row.change.gguf_shapes(plan.targets[name].shape, model)
-            targets.append((alone, dict(_specs(made, shapes, kind))))
+            moves = row.change.moves_rows and job.row.is_row_permutation(model)
+            keeps_codes = kind == "mxfp4" and moves and all(each in codes for each in job.reads)
+            targets.append((alone, dict(_specs(made, shapes, MXFP4 if keeps_codes else kind))))
             changes.append(row.change)
             writes += made
         if id(job.row) not in changed:  # as all jobs of a row share it
             changed[id(job.row)] = _changed(job.row, tuple(changes))
         jobs.append(replace(job, row=changed[id(job.row)], writes=tuple(writes)))
-    # the converter sorts by names of values, and experts of gpt-oss have here the names that they have as codes
-    targets.sort(key=lambda each: each[0].replace("_blocks[", "["))
+    # the converter sorts by names of values, and experts of gpt-oss have here the names that they have as codes; such
+    # codes come first
+    values = {name for name, specs in targets if MXFP4 not in (spec.packing for spec in specs.values())}
+    targets.sort(key=lambda each: (each[0] in values, each[0].replace("_blocks[", "[")))
     in_order = {name: spec for _, specs in targets for name, spec in specs.items()}
     return replace(plan, jobs=tuple(jobs), targets=in_order)
 
@@ -117,10 +123,12 @@ def _changed(row: Row, changes: tuple[GgufChange, ...]) -> Row:
     return replace(row, rearrangement=InGguf(row.rearrangement, changes), as_stored=row.source)
 
 
-def _specs(names: Sequence[str], shapes: Sequence[tuple[int, ...]], kind: GgufType) -> Iterator[tuple[str, TensorSpec]]:
+def _specs(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], kind: GgufType | BlocksInRows
+) -> Iterator[tuple[str, TensorSpec]]:
     for name, shape in zip(names, shapes, strict=True):
-        stored = _stored_as(name, shape, kind)
-        packed = isinstance(stored, GgmlBlocks)
+        stored = kind if isinstance(kind, BlocksInRows) else _stored_as(name, shape, kind)
+        packed = isinstance(stored, BlocksInRows)
         yield name, shared_spec(shape, DType.uint8, packing=stored) if packed else shared_spec(shape, stored)
 
 

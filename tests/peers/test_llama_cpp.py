@@ -9,6 +9,7 @@ from typing import Any
 
 import environments
 import gguf_tokenizers
+import mxfp4_directories
 import pico
 import pytest
 import torch
@@ -41,6 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "gemma2": (GEMMA, "sentencepiece of gemma"),
     "gemma3": (GEMMA, "sentencepiece of gemma"),
     "gpt-oss": ({"swiglu_limit": 7.0}, "gpt-4o"),
+    "gpt-oss as published": ({}, "gpt-4o"),
     "granite-moe": ({}, "smollm"),
     "smollm3": ({}, "llama-bpe"),
     "phi3": ({"original_max_position_embeddings": 128}, "gpt-4o"),
@@ -70,12 +72,19 @@ OTHERWISE = {
 }
 """Of a SentencePiece model whose only file is a tokenizer.json, the converter writes equal scores for all tokens, and
 none for those that only the embedding has."""
-KINDS = ("bf16", "f16", "q8_0")
+SEVERAL = {
+    **dict.fromkeys(("llama-3", "qwen3-moe", "gpt-oss"), ("bf16", "f16", "q8_0")),
+    "gpt-oss as published": ("mxfp4",),
+}
 
 
 def save(folder: Path, family: str) -> Path:
     changes, tokenizer = CASES[family]
-    pico.save(folder, family, vocab_size=SIZE, dtype=torch.bfloat16, **changes)
+    if family == "gpt-oss as published":
+        folder.parent.mkdir()
+        mxfp4_directories.make(folder, config={**mxfp4_directories.CONFIG, "vocab_size": SIZE})
+    else:
+        pico.save(folder, family, vocab_size=SIZE, dtype=torch.bfloat16, **changes)
     if tokenizer in BYTE_LEVEL:
         expressions, ignores, begins = BYTE_LEVEL[tokenizer]
         made = gguf_tokenizers.byte_level(
@@ -95,10 +104,11 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     cases = []
     for family, (_, tokenizer) in CASES.items():
         published = save(folder / family / "Model", family)
-        for kind in KINDS if family in ("llama-3", "qwen3-moe", "gpt-oss") else KINDS[:1]:
+        for kind in SEVERAL.get(family, ("bf16",)):
             execute(plan_command(Request.export(published, folder / family / kind / "Model", LLAMA_CPP, kind)))
             file = f"{family}/{kind}/Model/Model-{kind.upper()}.gguf"
-            cases.append((f"{family}/Model", file, kind, tokenizer))
+            theirs = "bf16" if kind == "mxfp4" else kind  # the codes that are there stay what they are
+            cases.append((f"{family}/Model", file, theirs, tokenizer))
     python, sources = environments.llama_cpp()
     here = Path(__file__).parent
     found = os.pathsep.join(map(str, (sources, sources / "gguf-py", here.parent)))
