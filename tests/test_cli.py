@@ -43,7 +43,7 @@ def test_every_command_has_help_for_itself_and_each_option(name):
 
 def test_the_schemes_of_the_command_line_are_those_of_the_table():
     (scheme,) = (option for option in main.commands["export-inference"].params if option.name == "scheme")
-    assert [*scheme.type.choices] == [*get_args(Scheme), *get_args(GgufType)]
+    assert [*scheme.type.choices] == [*dict.fromkeys((*get_args(Scheme), *get_args(GgufType)))]
     assert [*get_args(Scheme)] == [*SCHEMES]
     assert [*get_args(GgufType)] == [*FILE_TYPES]
 
