@@ -1,5 +1,6 @@
 """GGUF files by a small writer of its own, and a model in one as llama.cpp's converter has it."""
 
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,68 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 """Llama 3.2's."""
+
+_QWEN3_5_ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
+AS_RELEASED: dict[str, dict[str, Any]] = {
+    "qwen3-5": {"linear_value_head_dim": 16, "rope_parameters": {"rope_type": "default", **_QWEN3_5_ROPE}},
+    "qwen3-5-moe": {
+        "linear_value_head_dim": 16,
+        "rope_parameters": {"rope_type": "default", **_QWEN3_5_ROPE},
+        "intermediate_size": None,
+    },
+    "gemma4": {},
+    "gemma4-moe": {},
+    "gemma4-small": {},
+    "minimax-m2": {"scoring_func": "sigmoid"},
+    "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "rope_parameters": LLAMA3},
+    "deepseek-v3.2": {"scoring_func": "sigmoid", "index_head_dim": 64},
+    "glm-moe-dsa": {"scoring_func": "sigmoid", "index_head_dim": 64},
+    "nemotron-h": {
+        "hybrid_override_pattern": "ME*EM*",
+        "layers_block_type": [
+            *("linear_attention", "moe", "full_attention"),
+            *("moe", "linear_attention", "full_attention"),
+        ],
+    },
+    "lfm2": {},
+    "lfm2-moe": {"routed_scaling_factor": 1.0},
+    "seed-oss": {},
+    "ernie4-5": {},
+    "ernie4-5-moe": {"intermediate_size": 128},
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    "olmoe": {"norm_topk_prob": False, "num_key_value_heads": 4},
+    "cohere2": {"rotary_pct": 1.0},
+    "glm4": {},
+    "starcoder2": {"sliding_window": None},
+    "hunyuan": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "hunyuan-moe": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "moe_intermediate_size": [96, 96],
+        "num_shared_expert": [1, 1],
+    },
+    "afmoe": {"route_norm": True, "score_func": "sigmoid"},
+}
+"""Families, with what their releases say that small models of tests do not: of others llama.cpp computes something
+else, or its converter knows none."""
+
+
+def as_read(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A model's tensors under the names that they have when they are read of GGUF: experts that transformers saves
+    `[in, out]` are `[out, in]`, as where engines look for codes: of gpt-oss, and of Llama 4 one by one."""
+    made = dict[str, torch.Tensor]()
+    for name, values in tensors.items():
+        one_by_one = re.fullmatch(r"(.+feed_forward\.experts\.)(gate_up|down)_proj\[(\d+)\]", name)
+        if one_by_one:
+            module, kind, expert = one_by_one.groups()
+            parts = values.t().chunk(2) if kind == "gate_up" else [values.t()]
+            names = ["gate", "up"] if kind == "gate_up" else ["down"]
+            made |= {f"{module}{expert}.{each}_proj.weight": part for each, part in zip(names, parts, strict=True)}
+        elif re.fullmatch(r".+\.mlp\.experts\.\w+_proj\[\d+\]", name):
+            made[name.replace("_proj[", "_proj_blocks[")] = values.t()
+        else:
+            made[name] = values
+    return made
+
 
 Described = tuple[tuple[int, ...], int, bytes]
 """A tensor's shape as PyTorch has it, the number of its format, and its bytes."""
@@ -176,5 +239,6 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"rope_parameters": pico.YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.8}},
     "glm4-moe": {},
     "qwen3-next": SPARSE | {"linear_value_head_dim": 16},
+    **AS_RELEASED,
 }
 """Families that are written, each with the changes by which llama.cpp computes the model of `pico`."""

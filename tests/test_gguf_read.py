@@ -86,6 +86,8 @@ def small(name: str, family: str, **changes: Any) -> Any:
         small("latents", "deepseek-v3"),
         small("prediction layers", "glm4-moe"),
         small("delta nets", "qwen3-next", mlp_only_layers=[], decoder_sparse_step=1),
+        small("heads of values in turns", "qwen3-5"),
+        small("mixers", "nemotron-h"),
     ],
 )
 def test_every_change_of_values_has_its_inverse_row_by_row(

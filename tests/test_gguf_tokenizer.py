@@ -38,6 +38,7 @@ def metadata(tokenizer: Any, folder: Path, **changes: Any) -> dict[str, Any]:
         ((known.GPT2,), False, "gpt-2"),
         ((known.LLAMA3,), True, "llama-bpe"),
         ((known.QWEN2,), False, "qwen2"),
+        ((known.SEED,), False, "seed-coder"),
         ((known.QWEN35,), False, "qwen35"),
         ((known.TEKKEN,), True, "tekken"),
         ((known.GPT4O,), False, "gpt-4o"),
@@ -213,6 +214,24 @@ def test_more_added_tokens_than_can_be_looked_for_in_others_are_one_error() -> N
     added += [{"content": f"<{number}>"} for number in range(60_000)]
     with pytest.raises(DamagedCheckpoint, match="60001 added tokens, too many"):
         text_notes({"model": {}, "added_tokens": added})
+
+
+def test_a_gemma_4_is_merged_by_ranks_line_by_line_behind_its_first_token(tmp_path: Path) -> None:
+    def of_gemma4(folder: str, also: str = "also", **changes: Any) -> dict[str, Any]:
+        files = gguf_tokenizers.files(gguf_tokenizers.sentencepiece(prefix=False), tmp_path / folder)
+        saved = json.loads(files["tokenizer.json"]) | changes
+        saved["model"]["vocab"][also] = SIZE - 1
+        files["tokenizer.json"] = json.dumps(saved).encode()
+        return tokenizer_metadata(files, {}, SIZE, "here", gemma4=True)[0]
+
+    found = of_gemma4("a")
+    assert found["tokenizer.ggml.model"] == "gemma4" and found["tokenizer.ggml.add_bos_token"] is True
+    assert "t h" in found["tokenizer.ggml.merges"] and found["tokenizer.ggml.add_space_prefix"] is False
+    assert found["tokenizer.ggml.token_type"][3 + 65] == 6  # <0x41>, a byte
+    with pytest.raises(PrecisionError, match="line by line"):
+        of_gemma4("b", also="one\ntwo")
+    with pytest.raises(PrecisionError, match="puts bos_token before each text of a Gemma 4"):
+        of_gemma4("c", post_processor=None)
 
 
 def test_named_chat_templates_have_keys_of_their_own(tmp_path: Path) -> None:

@@ -57,10 +57,10 @@ def test_what_is_written_is_read_as_the_model_that_it_was_made_of(tmp_path: Path
     hints = Hints(companions=read_companions(published), reference=published)
     reader, before = open_checkpoint(file, None, hints), open_checkpoint(published)
     assert reader.model == before.model
-    for name in reader.specs:
-        values, old = read_tensor(reader, name), name.replace("_blocks[", "[")
-        expected = read_tensor(before, old)
-        assert torch.equal(values.bfloat16(), expected if old == name else expected.t()), name
+    expected = gguf_files.as_read({name: read_tensor(before, name) for name in before.specs})
+    assert reader.specs.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(read_tensor(reader, name).bfloat16(), values), name
 
 
 @pytest.mark.parametrize("family", ["glm4-moe", "qwen3-next", "deepseek-v3"])
@@ -286,6 +286,36 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused_before_anything_is_wr
     with pytest.raises(UnknownArchitecture, match=what):
         export(published, tmp_path / "out")
     assert [*tmp_path.iterdir()] == [published]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "what"),
+    [
+        ("qwen3-5", {"linear_value_head_dim": 8}, "gdn.value_head_dim 8, but with 16"),
+        ("qwen3-5", {"head_dim": 512}, "turns 128 channels of a head"),
+        ("minimax-m2", {"tie_word_embeddings": True}, "tied_embeddings True"),
+        ("llama4", {"attention_chunk_size": 4096}, "attention_chunk_size 4096, but with 8192"),
+        ("llama4", {"moe_layers": [0, 3]}, "experts in other layers than each of some number"),
+        ("glm-moe-dsa", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "MLP in layers behind those with experts"),
+        (
+            "nemotron-h",
+            {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
+            "experts in some layers and an MLP",
+        ),
+        ("lfm2-moe", {"routed_scaling_factor": 1.5}, "moe.topk_scaling_factor 1.5, but with 1.0"),
+        ("exaone4", {"layer_types": ["sliding_attention"] * 4, "sliding_window": 8}, "of 4 layers with such windows"),
+        ("olmoe", {"norm_topk_prob": True}, "moe.pre_softmax False, but with True"),
+        ("olmoe", {"num_key_value_heads": 2}, "num_query_groups 2, but with 4"),
+        ("cohere2", {"layer_types": ["sliding_attention"] * 3 + ["sliding_attention"]}, "rope_layers None"),
+        ("afmoe", {"mup_enabled": False}, "embedding_multiplier 1.0, but with 8.0"),
+    ],
+)
+def test_settings_that_releases_do_not_have_and_llama_cpp_neither_are_refused(
+    family: str, changes: dict[str, Any], what: str
+) -> None:
+    model = from_hf_config(pico.config(family, **gguf_files.AS_RELEASED[family] | changes))
+    with pytest.raises(UnknownArchitecture, match=what):
+        of_llama_cpp(model)
 
 
 def test_a_model_without_the_shared_experts_that_llama_cpp_looks_for_is_refused() -> None:

@@ -51,9 +51,11 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
     plan = in_gguf(source.plan, type_, codes)
     files, config = reader.companions.files, _config(reader, model)
     where = reader.path or ""
-    tokenizer, tokenizer_notes = tokenizer_metadata(files, config, model.vocab_size, where, family.tokens)
+    tokenizer, tokenizer_notes = tokenizer_metadata(
+        files, config, model.vocab_size, where, family.tokens, gemma4=model.architecture == "gemma4_text"
+    )
     metadata: dict[str, GgufValue] = {
-        "general.architecture": FAMILIES[model.architecture].architecture,
+        "general.architecture": FAMILIES[model.architecture].architecture_of(model),
         "general.type": "model",
         **dict(_sampling(reader.companions)),
         "general.name": (kind.base_model or destination.name).rpartition("/")[2],
@@ -183,8 +185,8 @@ def _notes_of_the_model(model: ModelShape) -> Iterator[str]:
         )
     if model.mtp_num_layers and "mtp_num_layers" in of_llama_cpp(model).ignored:
         yield (
-            f"The file has no layers of multi-token prediction, which llama.cpp does not compute of "
-            f"`{model.architecture}`."
+            f"The file has no layers of multi-token prediction, which are not written of `{model.architecture}`: "
+            "logits do not come from them."
         )
     if (model.rope_scaling or {}).get("truncate") is False:
         yield (

@@ -37,7 +37,7 @@ _STORED: Mapping[GgufType, DType | GgmlBlocks] = {
 }
 
 _IN_FP32 = re.compile(
-    r"(?:.+_norm|.*\bffn_gate_inp(?:_shexp)?|position_embd|.+\.ssm_conv1d|.+\.shortconv\.conv)\.weight"
+    r"(?:.+_norm|.*\bffn_gate_inp(?:_shexp)?|position_embd|.+\.ssm_conv1d|.+\.shortconv\.conv|.+\.indexer\.proj)\.weight"
 )
 """Matrices that llama.cpp computes with in FP32 alone (conversion/base.py, prepare_tensors)."""
 
@@ -66,11 +66,11 @@ class InGguf:
 
 
 def hf_names(model: ModelShape) -> set[str]:
-    """The names of Hugging Face's tensors in GGUF's table, in the first layer and of the first expert: of a family with
-    several spellings they say which one a plan is to have."""
-    first = {"layer": 0, "expert": 0, "mtp": 0}
+    """The names of Hugging Face's tensors in GGUF's table, of the first expert of each layer: of a family with several
+    spellings they say which one a plan is to have."""
     family = FAMILIES.get(model.architecture)
-    return {filled(row.hf, first) for row in family.rows} if family else set()
+    places = [{"layer": layer, "expert": 0, "mtp": 0} for layer in range(model.num_layers)]
+    return {filled(row.hf, place) for row in family.rows for place in places} if family else set()
 
 
 def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> Plan:
@@ -101,12 +101,19 @@ def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> Plan:
         if id(job.row) not in changed:  # as all jobs of a row share it
             changed[id(job.row)] = _changed(job.row, tuple(changes))
         jobs.append(replace(job, row=changed[id(job.row)], writes=tuple(writes)))
-    # the converter sorts by names of values, and experts of gpt-oss have here the names that they have as codes; such
-    # codes come first
+    # the converter sorts by names of values; codes come first
     values = {name for name, specs in targets if MXFP4 not in (spec.packing for spec in specs.values())}
-    targets.sort(key=lambda each: (each[0] in values, each[0].replace("_blocks[", "[")))
+    targets.sort(key=lambda each: (each[0] in values, _in_order(each[0], model)))
     in_order = {name: spec for _, specs in targets for name, spec in specs.items()}
     return replace(plan, jobs=tuple(jobs), targets=in_order)
+
+
+def _in_order(name: str, model: ModelShape) -> str:
+    """By what the converter sorts: names of values. Experts of gpt-oss have here the names that they have as codes, and
+    of some families down_proj stands behind the others."""
+    if model.architecture in ("afmoe", "ernie4_5_moe"):
+        return re.sub(r"(?<=\.experts\.)(\d+)\.down_", r"\1.~down_", name)
+    return name.replace("_blocks[", "[")
 
 
 def _without_wrapper(name: str, model: ModelShape) -> str:

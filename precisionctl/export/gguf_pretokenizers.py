@@ -36,6 +36,7 @@ DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+SEED = _CONTRACTIONS + _WORD + r"|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 DIGITS = r"\p{N}"
 """What `Digits` splits by, one by one."""
 
@@ -49,6 +50,7 @@ _BY_NAME: Mapping[tuple[tuple[str, ...], bool], str] = {
     ((GPT4O,), False): "gpt-4o",
     (DEEPSEEK3, False): "deepseek-v3",
     ((DIGITS, GPT2), False): "smollm",
+    ((SEED,), False): "seed-coder",
 }
 """By the expressions, one after the other, and by whether a word that is a token is not merged (`ignore_merges`)."""
 

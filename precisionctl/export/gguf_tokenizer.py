@@ -1,7 +1,8 @@
 """The tokenizer of a GGUF file, from a checkpoint's tokenizer.json, tokenizer_config.json and chat templates.
 
-llama.cpp has two that the models here use: `gpt2`, byte-level BPE by merges, and `llama`, SentencePiece's BPE by scores
-with a token for each byte. Nothing is run: a tokenizer that only code describes is refused.
+llama.cpp has three that the models here use: `gpt2`, byte-level BPE by merges; `llama`, SentencePiece's BPE by scores
+with a token for each byte; and `gemma4`, the same by merges. Nothing is run: a tokenizer that only code describes is
+refused.
 
 Source: llama.cpp's src/llama-vocab.cpp, and conversion/base.py and gguf-py/gguf/vocab.py, whose order of keys this is.
 """
@@ -33,15 +34,25 @@ _ADDED = -1000.0
 """The score of added tokens, which are found before anything is merged."""
 
 
+_SHOWN_BY_GEMMA4 = (
+    *("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>"),
+    '<|"|>',
+)
+"""Tokens that stay in the text of an answer, of which llama.cpp's chat parser reads calls of tools."""
+
+
 def tokenizer_metadata(
     files: Mapping[str, bytes],
     config: Mapping[str, Any],
     vocab_size: int,
     where: object,
     named: Mapping[str, str] = MappingProxyType({}),
+    *,
+    gemma4: bool = False,
 ) -> tuple[dict[str, GgufValue], list[str]]:
     """The metadata of a tokenizer in these companion files, for a model with so many tokens, and notes on texts of
-    which llama.cpp makes other tokens. `config` is config.json, `named` as in `special_tokens`.
+    which llama.cpp makes other tokens. `config` is config.json, `named` as in `special_tokens`. A SentencePiece model
+    is written as `gemma4` if it is one, else as `llama`.
 
     Raises CheckpointError where there is no tokenizer.json, PrecisionError for a tokenizer that llama.cpp has not, and
     DamagedCheckpoint.
@@ -67,15 +78,22 @@ def tokenizer_metadata(
     notes = text_notes(tokenizer)
     merges = _merges(model.get("merges"))
     if model.get("byte_fallback"):
-        found, adds_bos = _sentencepiece(tokenizer, said, tokens, types, merges), True
+        adds_bos = True
+        found = _gemma4(tokenizer, tokens, types) if gemma4 else _sentencepiece(tokenizer, said, tokens, types, merges)
     else:
         pre = pretokenizer(tokenizer)
         adds_bos = pre in ADD_BOS
         found = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": tokens}
         found["tokenizer.ggml.token_type"] = np.array(types, np.int32)
+    if found["tokenizer.ggml.model"] != "llama":
         found["tokenizer.ggml.merges"] = [" ".join(part.replace(" ", "\u0120") for part in pair) for pair in merges]
     found |= special_tokens(tokenizer, said, config, vocab_size, adds_bos=adds_bos, named=named)
-    return found | dict(_templates(files, said)), notes
+    of_gemma4 = found["tokenizer.ggml.model"] == "gemma4"
+    if of_gemma4 and found.get("tokenizer.ggml.add_bos_token") is not True:
+        what = "llama.cpp puts bos_token before each text of a Gemma 4, and this tokenizer puts none"
+        raise PrecisionError(what, where="tokenizer.json", do="Let `post_processor` put it there, as Google's does.")
+    found |= dict(_templates(files, said))
+    return found | ({"tokenizer.ggml.add_space_prefix": False} if of_gemma4 else {}), notes
 
 
 def _parsed(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
@@ -104,6 +122,29 @@ def _sentencepiece(
     if isinstance(said.get("add_prefix_space"), bool):
         return {"tokenizer.ggml.add_space_prefix": starts_with_space} | found
     return found if starts_with_space else found | {"tokenizer.ggml.add_space_prefix": False}
+
+
+def _gemma4(tokenizer: Mapping[str, Any], tokens: list[str], types: Sequence[int]) -> dict[str, GgufValue]:
+    """The tokens of Gemma 4's SentencePiece model, which llama.cpp merges by ranks, line by line. Raises PrecisionError
+    for tokens across lines."""
+    across = [
+        token
+        for token, kind in zip(tokens, types, strict=True)
+        if kind == _NORMAL and "\n" in token and token.strip("\n")
+    ]
+    if space_before_text(tokenizer) or across:
+        what = f"llama.cpp makes tokens of a Gemma 4's text line by line, with no space before it: {shown(across[:4])}"
+        raise PrecisionError(what, where="tokenizer.json", do="Is it Gemma 4's tokenizer?")
+    types = [
+        _BYTE if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token) else _USER_DEFINED if token in _SHOWN_BY_GEMMA4 else kind
+        for token, kind in zip(tokens, types, strict=True)
+    ]
+    return {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": np.full(len(tokens), _ADDED, np.float32),
+        "tokenizer.ggml.token_type": np.array(types, np.int32),
+    }
 
 
 def _tokens(vocab: Mapping[str, Any], added: Sequence[Mapping[str, Any]], size: int) -> list[str]:

@@ -25,7 +25,9 @@ def convert(directory: Path, file: Path, kind: str, pre: str) -> None:
     known = get_model_class(get_model_architecture(settings, ModelType.TEXT))
     given: dict[str, Any] = {"model_arch": known.model_arch, "get_vocab_base_pre": lambda self, tokenizer: pre}
     given["no_mtp"] = not settings.get("num_nextn_predict_layers")
-    if known.__name__ == "Phi3MiniModel":  # Phi-4's tokenizer, which it knows by the name of a class
+    own = {"Phi3MiniModel"}  # Phi-4's tokenizer, which it knows by the name of a class
+    own |= {"DeepseekV32Model", "HunYuanMoEModel"}  # which ask for a setting, and for the code, of the release
+    if known.__name__ in own:
         given["set_vocab"] = known._set_vocab_gpt2
     if pre.startswith("sentencepiece"):
         given |= dict.fromkeys(("_set_vocab_sentencepiece", "_set_vocab_gpt2"), known._set_vocab_llama_hf)

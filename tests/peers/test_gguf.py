@@ -12,7 +12,7 @@ import environments
 import pico
 import pytest
 import torch
-from gguf_files import LLAMA3
+from gguf_files import AS_RELEASED, LLAMA3, as_read
 from safetensors.torch import load_file
 
 from precisionctl.checkpoints.base import Hints
@@ -53,6 +53,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek-v2-groups": {},
     "deepseek-v3": {},
     "glm4-moe": {},
+    **AS_RELEASED,
+    "hunyuan": {"max_position_embeddings": 1 << 15},  # with a base that is stretched
 }
 UNSAID = {
     "mistral": {"sliding_window"},
@@ -61,6 +63,7 @@ UNSAID = {
     "gemma3": {"query_pre_attn_scalar"},
     "gpt-oss": {"activation_clamp"},
     "deepseek-v3": {"rope_scaling"},
+    "hunyuan": {"rotary_base"},  # in more digits than FP32 has
 }
 """What GGUF does not say of these, and a reference has to."""
 CODES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K_S", "Q4_K_S", "Q5_K_S", "Q6_K", "IQ4_NL", "IQ4_XS")
@@ -107,18 +110,12 @@ def test_what_the_converter_writes_is_read_as_the_model_that_was_saved(converted
         assert told.model == published.model and told.specs == alone.specs
         made = replace(alone.model, architecture=published.model.architecture)
         assert differences(made, published.model).keys() == UNSAID.get(family, set())
-        expected = {name: read_tensor(published, name) for name in published.specs}
-        if family == "gpt-oss":  # [in, out] as transformers saves them, and [out, in] where engines look for codes
-            matrices = {name for name in expected if "experts." in name and "bias" not in name}
-            expected = {
-                name.replace("_proj[", "_proj_blocks[") if name in matrices else name: (
-                    values.t() if name in matrices else values
-                )
-                for name, values in expected.items()
-            }
+        expected = as_read({name: read_tensor(published, name) for name in published.specs})
         assert told.specs.keys() == expected.keys()
         for name, values in expected.items():
-            assert torch.equal(read_tensor(told, name).bfloat16(), values), (file, name)
+            found = read_tensor(told, name)
+            rounded = torch.allclose(found.float(), values.float(), rtol=0, atol=2**-24) and "norm" in name  # plus one
+            assert rounded or torch.equal(found.bfloat16(), values), (file, name)
 
 
 def test_what_llama_cpp_quantizes_decodes_to_what_gguf_py_makes_of_it(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import mxfp4_directories
 import pico
 import pytest
 import torch
-from gguf_files import LLAMA3
+from gguf_files import AS_RELEASED, LLAMA3
 from gguf_tokenizers import SIZE, TEXT
 from prediction_layer import add_mtp
 from safetensors.torch import load_file
@@ -28,6 +28,14 @@ SPARSE = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 GLM = ("[gMASK]", "<|user|>", "<|observation|>")
 BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 GEMMA = {"query_pre_attn_scalar": 32}
+_TOKENIZERS = {
+    **dict.fromkeys(("gemma4", "gemma4-moe", "gemma4-small"), "sentencepiece of gemma4"),
+    **dict.fromkeys(("ernie4-5", "ernie4-5-moe"), "sentencepiece"),
+    **dict.fromkeys(("llama4", "lfm2", "lfm2-moe"), "llama-bpe"),
+    **dict.fromkeys(("deepseek-v3.2", "glm-moe-dsa"), "deepseek-v3"),
+    **dict.fromkeys(("cohere2", "starcoder2"), "smollm"),
+    "seed-oss": "seed-coder",
+}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "llama-3": ({"rope_parameters": LLAMA3}, "llama-bpe"),
     "llama-tied": ({}, "sentencepiece"),
@@ -56,6 +64,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "glm4-moe": ({}, "smaug-bpe"),
     "qwen3-next": (SPARSE | {"linear_value_head_dim": 16}, "qwen2"),
+    **{family: (changes, _TOKENIZERS.get(family, "qwen35")) for family, changes in AS_RELEASED.items()},
 }
 BYTE_LEVEL = {
     "llama-bpe": ((known.LLAMA3,), True, True),
@@ -65,7 +74,11 @@ BYTE_LEVEL = {
     "qwen35": ((known.QWEN35,), False, False),
     "gpt-4o": ((known.GPT4O,), False, False),
     "smaug-bpe": ((known.LLAMA3,), False, False),
+    "deepseek-v3": (known.DEEPSEEK3, False, False),
+    "seed-coder": ((known.SEED,), False, False),
 }
+SIZES = {"nemotron-h": 344, **dict.fromkeys(("gemma4", "gemma4-moe", "gemma4-small"), SIZE - 10)}
+"""Of vocabularies: the converter makes a multiple of 8 of Nemotron's, and cuts Gemma 4's to its tokenizer's."""
 OTHERWISE = {
     "sentencepiece": {"tokenizer.ggml.scores", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"},
     "sentencepiece of gemma": {"tokenizer.ggml.scores", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"},
@@ -84,16 +97,16 @@ def save(folder: Path, family: str) -> Path:
         folder.parent.mkdir()
         mxfp4_directories.make(folder, config={**mxfp4_directories.CONFIG, "vocab_size": SIZE})
     else:
-        pico.save(folder, family, vocab_size=SIZE, dtype=torch.bfloat16, **changes)
+        pico.save(folder, family, vocab_size=SIZES.get(family, SIZE), dtype=torch.bfloat16, **changes)
     if tokenizer in BYTE_LEVEL:
         expressions, ignores, begins = BYTE_LEVEL[tokenizer]
         made = gguf_tokenizers.byte_level(
-            *expressions, ignore_merges=ignores, begins=begins, also=GLM if family == "glm4-moe" else ()
+            *expressions, ignore_merges=ignores, begins=begins, also=GLM if family.startswith("glm") else ()
         )
     else:
         made = gguf_tokenizers.sentencepiece(prefix=tokenizer == "sentencepiece")
     made.save_pretrained(folder)
-    if family in ("glm4-moe", "qwen3-next"):
+    if family in ("glm4-moe", "glm-moe-dsa", "deepseek-v3.2", "qwen3-next"):
         add_mtp(folder, torch.bfloat16)
     return folder
 
@@ -124,8 +137,10 @@ def test_files_are_byte_for_byte_what_the_converter_writes_but_for_what_is_state
     for file, found in answers["files"].items():
         family = file.partition("/")[0]
         otherwise = OTHERWISE.get(CASES[family][1], set())
-        if family.startswith("gemma"):
+        if family in ("gemma", "gemma2", "gemma3"):
             otherwise = otherwise | {"tokenizer.ggml.eot_token_id"}
+        if family == "hunyuan":  # it says the id that config.json has as eod_token_id
+            otherwise = {"tokenizer.ggml.eos_token_id"}
         tensors = set()
         if family == "gemma3":  # it cuts off rows of the embedding for which the tokenizer has no token
             tensors, otherwise = (

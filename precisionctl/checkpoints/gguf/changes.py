@@ -164,6 +164,34 @@ class DeltaNetInGguf(_RowMove):
         return heads, [size // heads for size in model.gdn.in_proj_parts[:4]]
 
 
+@dataclass(frozen=True)
+class ValueHeadsInTurns(_RowMove):
+    """Heads of values of a gated delta net, and what belongs to one: in GGUF the first of each key head, then the
+    second of each; in Hugging Face all of a key head, then those of the next (Qwen3.5). With `behind_keys` the rows of
+    queries and keys stand before."""
+
+    behind_keys: bool = False
+
+    def to_gguf(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        assert model.gdn
+        heads = model.gdn.num_key_heads
+        return (self._exchanged(values, (heads, model.gdn.num_value_heads // heads), model),)
+
+    def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        assert model.gdn
+        heads = model.gdn.num_key_heads
+        return self._exchanged(parts[0], (model.gdn.num_value_heads // heads, heads), model)
+
+    def _exchanged(self, rows: Movable, order: tuple[int, int], model: ModelShape) -> Movable:
+        assert model.gdn
+        keys = 2 * model.gdn.key_size if self.behind_keys else 0
+        if len(rows) <= keys or (len(rows) - keys) % model.gdn.num_value_heads:
+            raise DamagedCheckpoint(f"{len(rows) - keys} rows are no {model.gdn.num_value_heads} heads of values")
+        before, values = cut_into(rows, [keys, len(rows) - keys])
+        moved = values.reshape(*order, -1, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
+        return concatenated([before, moved])
+
+
 class PlusOne(_ValueChange):
     """A norm's weight, 1 more in GGUF."""
 
@@ -233,6 +261,91 @@ class LatentKeysValues(_ValueChange):
         return (keys[0] * (keys[2] + values[1]), keys[1])
 
 
+@dataclass(frozen=True)
+class Both(_ValueChange):
+    """One change of small tensors, then another one."""
+
+    first: GgufChange
+    second: GgufChange
+
+    def to_gguf(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        (between,) = self.first.to_gguf(values, model)
+        return self.second.to_gguf(between, model)
+
+    def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        between: Tensor = self.first.to_hf([self.second.to_hf(parts, model)], model)
+        return between
+
+    def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+        (between,) = self.first.gguf_shapes(shape, model)
+        return self.second.gguf_shapes(between, model)
+
+    def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
+        return self.first.hf_shape([self.second.hf_shape(shapes, model)], model)
+
+
+@dataclass(frozen=True)
+class OfColumns(_ValueChange):
+    """Columns move as a `change` moves rows; rows of hidden states stay."""
+
+    change: GgufChange
+
+    def to_gguf(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return tuple(part.t() for part in self.change.to_gguf(values.t(), model))
+
+    def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        moved: Tensor = self.change.to_hf([part.t() for part in parts], model)
+        return moved.t()
+
+    def alone(self, model: ModelShape) -> int:
+        return model.hidden_size
+
+    def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
+        if len(shapes[0]) != 2 or shapes[0][0] != model.hidden_size:
+            raise _no_parts(shapes)
+        self.change.hf_shape([shapes[0][::-1]], model)
+        return shapes[0]
+
+
+class VectorAsColumn(_ValueChange):
+    """A vector `[heads]`, in GGUF `[heads, 1]`."""
+
+    def to_gguf(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return (values.unsqueeze(1),)
+
+    def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        return parts[0].squeeze(1)
+
+    def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+        return ((*shape, 1),)
+
+    def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
+        if len(shapes[0]) != 2 or shapes[0][1] != 1:
+            raise _no_parts(shapes)
+        return shapes[0][:1]
+
+
+class GroupedNorm(_ValueChange):
+    """The norm of a mixer's output, a vector, in GGUF a row for each group of heads."""
+
+    def to_gguf(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        assert model.mamba
+        return (values.view(model.mamba.num_groups, -1),)
+
+    def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        return parts[0].flatten()
+
+    def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+        assert model.mamba
+        return ((model.mamba.num_groups, shape[0] // model.mamba.num_groups),)
+
+    def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
+        assert model.mamba
+        if len(shapes[0]) != 2 or shapes[0][0] != model.mamba.num_groups:
+            raise _no_parts(shapes)
+        return (shapes[0][0] * shapes[0][1],)
+
+
 def _no_parts(shapes: Sequence[Shape]) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"tensors {', '.join(map(str, shapes))} do not make one")
 
@@ -247,3 +360,8 @@ PLUS_ONE = PlusOne()
 DECAY = Decay()
 KERNEL = Kernel()
 LATENT_KEYS_VALUES = LatentKeysValues()
+VALUE_HEADS = ValueHeadsInTurns()
+DELTA_NET_INPUT = ValueHeadsInTurns(behind_keys=True)
+DELTA_NET_OUTPUT = OfColumns(VALUE_HEADS)
+VECTOR_AS_COLUMN = VectorAsColumn()
+GROUPED_NORM = GroupedNorm()

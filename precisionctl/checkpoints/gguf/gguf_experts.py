@@ -37,11 +37,14 @@ def _read_dense(file: Described) -> Fields:
     return {"moe.layer_freq": tuple(layer >= dense for layer in range(file.decoder_layers()))}
 
 
-LEADING_DENSE = Rule(
-    ("moe.layer_freq",),
-    _read_dense,
-    lambda model: {"leading_dense_block_count": value_of(model, "moe.layer_freq").count(False)},
-)
+def _write_dense(model: ModelShape) -> Said:
+    experts = value_of(model, "moe.layer_freq")
+    if list(experts) != sorted(experts):
+        raise refused(model, "with an MLP in layers behind those with experts")
+    return {"leading_dense_block_count": experts.count(False)}
+
+
+LEADING_DENSE = Rule(("moe.layer_freq",), _read_dense, _write_dense)
 
 _FUNCTIONS = {"softmax": 1, "sigmoid": 2}
 """llama.cpp's numbers of the functions that score experts."""

@@ -14,10 +14,12 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
     VOCABULARY,
     WIDTH,
     WINDOW,
+    WINDOWS,
     Fields,
     Key,
     Rule,
     Said,
+    every,
     head_size,
     number,
     refused,
@@ -77,6 +79,34 @@ WINDOW_OF_PHI3 = Rule(
     lambda file: {"sliding_window": file.count("attention.sliding_window", 0) or None},
     lambda model: {"attention.sliding_window": model.sliding_window or 0},
 )
+
+_LAYERS_OF_EXAONE4_WITH_WINDOWS = 64
+
+
+def _exaone4_windows(fields: Fields) -> tuple[bool, ...] | None:
+    return every(4)(fields) if fields["num_layers"] == _LAYERS_OF_EXAONE4_WITH_WINDOWS else None
+
+
+def _read_window_of_exaone4(file: Described) -> Fields:
+    computed = _exaone4_windows({"num_layers": file.count("block_count")})
+    file.said("attention.sliding_window_pattern")  # by which llama.cpp does not go
+    window = file.count("attention.sliding_window", 4096 if computed else None)
+    return {"sliding_window": window if computed else None, "window_layers": computed, "rope_layers": computed}
+
+
+def _write_window_of_exaone4(model: ModelShape) -> Said:
+    computed = _exaone4_windows(vars(model))
+    if model.sliding_window is None and computed is None and model.rope_layers is None:
+        return {}
+    if computed is None or (model.window_layers, model.rope_layers) != (computed, computed) or not model.sliding_window:
+        raise refused(model, f"of {model.num_layers} layers with such windows: of 64 three in four have one")
+    return {**WINDOW.write(model), **WINDOWS.write(model)}
+
+
+WINDOW_OF_EXAONE4 = Rule(
+    ("sliding_window", "window_layers", "rope_layers"), _read_window_of_exaone4, _write_window_of_exaone4
+)
+"""By the number of layers: in the model of 32B, three in four have a window, and the others no rotary embeddings."""
 
 GEMMA_KEYS = (CONTEXT, WIDTH, LAYERS, MLP, HEADS, EPSILON, HEAD_SIZE, UNUSUAL_ROPE)
 GEMMA: Mapping[str, Any] = {
@@ -187,3 +217,7 @@ DELTA_NET = (
     ),
     Rule(("gdn.layers",), _read_recurrent, _write_recurrent),
 )
+
+
+TOKENS_OF_GLM = {"bos": "[gMASK]", "eot": "<|user|>", "unk": "<|endoftext|>", "eom": "<|observation|>"}
+HUNYUAN = dict.fromkeys(("qk_layernorm", "qk_layernorm_after_rope"), True)

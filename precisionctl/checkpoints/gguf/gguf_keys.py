@@ -20,7 +20,7 @@ from precisionctl.model_shape import ModelShape
 
 Fields = Mapping[str, Any]
 """Values of ModelShape by field."""
-Said = Mapping[str, int | float | bool | str | list[bool]]
+Said = Mapping[str, int | float | bool | str | list[bool] | list[int]]
 """Values by key, without the architecture's name; an `int` is 32 bits without a sign, a `float` FP32."""
 
 
@@ -123,6 +123,7 @@ CONTEXT = Key("max_position_embeddings", "context_length")
 WIDTH = Key("hidden_size", "embedding_length")
 MLP = Key("ffn_hidden_size", "feed_forward_length")
 EPSILON = number("norm_epsilon", "attention.layer_norm_rms_epsilon")
+LAYER_NORM_EPSILON = number("norm_epsilon", "attention.layer_norm_epsilon")
 
 
 def _read_vocabulary(file: Described) -> Fields:

@@ -68,6 +68,17 @@ class Described:
             raise self._damaged(key, values)
         return values
 
+    def counts(self, key: str) -> list[int]:
+        """An integer for each layer; a file may have one for all."""
+        layers, values = self.count("block_count", most=MOST_LAYERS), self.said(key)
+        if type(values) is int:
+            values = [values] * layers
+        if not isinstance(values, list) or len(values) != layers or not layers:
+            raise self._damaged(key, values)
+        if not all(type(value) is int and 0 <= value <= LARGEST for value in values):
+            raise self._damaged(key, values)
+        return values
+
     def has(self, name: str) -> bool:
         """Whether there is a tensor with this name."""
         return name in self.tensors

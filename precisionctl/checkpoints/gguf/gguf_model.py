@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from precisionctl.architectures.families import fields_of
-from precisionctl.checkpoints.gguf.gguf_keys import CAUSAL, TIED, VOCABULARY, Entry, Fields, refused
+from precisionctl.checkpoints.gguf.gguf_keys import (
+    CAUSAL,
+    CONTEXT,
+    EPSILON,
+    HEADS,
+    LAYERS,
+    MLP,
+    TIED,
+    VOCABULARY,
+    WIDTH,
+    Entry,
+    Fields,
+    refused,
+)
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
-from precisionctl.checkpoints.gguf.gguf_rope import ALWAYS_YARN, SCALINGS, TURNED
+from precisionctl.checkpoints.gguf.gguf_rope import ALWAYS_YARN, ROPE, SCALINGS, TURNED
 from precisionctl.errors import shown
 from precisionctl.model_shape import ModelShape
+
+
+def base_keys(
+    *experts: Entry,
+    layers: Entry = LAYERS,
+    mlp: Sequence[Entry] = (MLP,),
+    heads: Entry = HEADS,
+    rope: Sequence[Entry] = (ROPE,),
+    epsilon: Entry = EPSILON,
+) -> tuple[Entry, ...]:
+    """What the converter writes of every model (TextModel.set_gguf_parameters), but for the size of a head."""
+    return (layers, CONTEXT, WIDTH, *mlp, heads, *rope, epsilon, *experts)
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ from precisionctl.checkpoints.gguf.gguf_experts import (
     scored_by,
 )
 from precisionctl.checkpoints.gguf.gguf_family_keys import (
-    DELTA_NET,
     FINAL_CAP,
     GEMMA,
     GEMMA_KEYS,
+    HUNYUAN,
     LATENT,
     LATENT_HEADS,
     LATENT_KEYS,
@@ -37,6 +37,8 @@ from precisionctl.checkpoints.gguf.gguf_family_keys import (
     MULTIPLIERS,
     QUERY_RANK,
     TIED_GEMMA,
+    TOKENS_OF_GLM,
+    WINDOW_OF_EXAONE4,
     WINDOW_OF_GEMMA3,
     WINDOW_OF_PHI3,
     scored_as_gemma,
@@ -48,6 +50,7 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
     EPSILON,
     HEAD_SIZE,
     HEADS,
+    LAYER_NORM_EPSILON,
     LAYERS,
     LAYERS_AND_PREDICTION,
     MLP,
@@ -66,8 +69,20 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
     every,
     number,
 )
+from precisionctl.checkpoints.gguf.gguf_layer_keys import (
+    GEMMA4_COMPUTED,
+    GEMMA4_EXPERT_SIZE,
+    GEMMA4_EXPERTS,
+    GEMMA4_HEAD_SIZE,
+    GEMMA4_HEADS,
+    GEMMA4_LAYERS,
+    GEMMA4_LOCAL_SIZE,
+    GEMMA4_MLPS,
+    GEMMA4_TURNED,
+    GEMMA4_UNUSED,
+)
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
-from precisionctl.checkpoints.gguf.gguf_model import GgufModel
+from precisionctl.checkpoints.gguf.gguf_model import GgufModel, base_keys
 from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
 from precisionctl.checkpoints.gguf.gguf_rope import (
     AND_LLAMA3,
@@ -79,25 +94,22 @@ from precisionctl.checkpoints.gguf.gguf_rope import (
     LONGROPE_FACTOR,
     ORIGINAL_CONTEXT,
     ROPE,
+    STRETCHED,
     TURNED,
+    UNSCALED,
 )
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
+from precisionctl.checkpoints.gguf.recurrent_models import RECURRENT_MODELS
+from precisionctl.checkpoints.gguf.sparse_models import SPARSE_MODELS
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.model_shape import ModelShape
 
 _WINDOW = ("sliding_window", "window_layers")
 
 
-def _base(
-    *experts: Entry, layers: Entry = LAYERS, heads: Entry = HEADS, rope: Sequence[Entry] = (ROPE,)
-) -> tuple[Entry, ...]:
-    """What the converter writes of every model (TextModel.set_gguf_parameters), but for the size of a head."""
-    return (layers, CONTEXT, WIDTH, MLP, heads, *rope, EPSILON, *experts)
-
-
 def _deepseek(function: str, group_scores: int, **computed: Any) -> GgufModel:
     return GgufModel(
-        keys=_base(
+        keys=base_keys(
             *EXPERTS,
             groups(group_scores),
             scored_by(function),
@@ -141,7 +153,7 @@ _OLMO2: Mapping[str, Any] = {"kv_channels": _hidden_by_heads, "tied_embeddings":
 _BIASES_AND_SINKS = dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias", "softmax_offset", "moe.router_bias"), True)
 
 _LLAMA = GgufModel(
-    keys=(*_base(), HEAD_SIZE),
+    keys=(*base_keys(), HEAD_SIZE),
     more=(VOCABULARY, TURNED, ATTENTION_BIAS, MLP_BIAS),
     reads=(),
     ignored=_WINDOW,
@@ -152,34 +164,34 @@ MODELS: Mapping[str, GgufModel] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "mixtral": GgufModel(
-        keys=(*_base(*EXPERTS), UNUSUAL_HEAD_SIZE),
+        keys=(*base_keys(*EXPERTS), UNUSUAL_HEAD_SIZE),
         more=(VOCABULARY, TURNED),
         reads=(),
         computed={**IN_ALL_LAYERS, **AS_LARGE_AS_MLP},
         ignored=_WINDOW,
     ),
     "granite": GgufModel(
-        keys=(*_base(), UNUSUAL_HEAD_SIZE),
+        keys=(*base_keys(), UNUSUAL_HEAD_SIZE),
         more=(*MULTIPLIERS, ATTENTION_BIAS, MLP_BIAS),
         reads=(),
         scalings=AND_LLAMA3,
     ),
     "granitemoe": GgufModel(
-        keys=(*_base(*EXPERTS), UNUSUAL_HEAD_SIZE),
+        keys=(*base_keys(*EXPERTS), UNUSUAL_HEAD_SIZE),
         more=(*MULTIPLIERS, ATTENTION_BIAS),
         reads=(),
         computed={**IN_ALL_LAYERS, **AS_LARGE_AS_MLP},
         scalings=AND_LLAMA3,
     ),
     "smollm3": GgufModel(
-        keys=(*_base(), UNUSUAL_HEAD_SIZE),
+        keys=(*base_keys(), UNUSUAL_HEAD_SIZE),
         more=(VOCABULARY, TURNED),
         reads=(ATTENTION_BIAS, MLP_BIAS),
         computed={"rope_layers": every(4)},
     ),
-    "qwen2": GgufModel(keys=(*_base(), UNUSUAL_HEAD_SIZE), computed={"qkv_bias": True}, ignored=_WINDOW),
+    "qwen2": GgufModel(keys=(*base_keys(), UNUSUAL_HEAD_SIZE), computed={"qkv_bias": True}, ignored=_WINDOW),
     "qwen2_moe": GgufModel(
-        keys=(*_base(*EXPERTS), UNUSUAL_HEAD_SIZE),
+        keys=(*base_keys(*EXPERTS), UNUSUAL_HEAD_SIZE),
         more=(EXPERT_SIZE, SHARED_EXPERT_SIZE),
         computed={
             **IN_ALL_LAYERS,
@@ -189,29 +201,17 @@ MODELS: Mapping[str, GgufModel] = {
         ignored=_WINDOW,
     ),
     "qwen3": GgufModel(
-        keys=(*_base(), HEAD_SIZE),
+        keys=(*base_keys(), HEAD_SIZE),
         reads=(TURNED, ATTENTION_BIAS),
         computed={"qk_layernorm": True},
         ignored=_WINDOW,
     ),
     "qwen3_moe": GgufModel(
-        keys=(*_base(*EXPERTS), HEAD_SIZE),
+        keys=(*base_keys(*EXPERTS), HEAD_SIZE),
         more=(EXPERT_SIZE,),
         reads=(TURNED, ATTENTION_BIAS),
         computed={**IN_ALL_LAYERS, "qk_layernorm": True},
         ignored=_WINDOW,
-    ),
-    "qwen3_next": GgufModel(
-        keys=(*_base(*EXPERTS, layers=LAYERS_AND_PREDICTION), HEAD_SIZE),
-        more=(EXPERT_SIZE, SHARED_EXPERT_SIZE, PREDICTION, *DELTA_NET, TURNED),
-        reads=(),
-        computed={
-            **IN_ALL_LAYERS,
-            **dict.fromkeys(("zero_centered_gamma", "hf_zero_centered_gamma", "qk_layernorm"), True),
-            "attention_output_gate": True,
-            "moe.shared_expert_gate": True,
-            "gdn.value_head_dim": lambda fields: fields["gdn.key_head_dim"],
-        },
     ),
     "gemma": GgufModel(keys=GEMMA_KEYS, computed=TIED_GEMMA),
     "gemma2": GgufModel(
@@ -230,7 +230,7 @@ MODELS: Mapping[str, GgufModel] = {
         },
     ),
     "gemma3_text": GgufModel(
-        keys=(*_base(rope=(ROPE, LOCAL_BASE)), HEAD_SIZE),
+        keys=(*base_keys(rope=(ROPE, LOCAL_BASE)), HEAD_SIZE),
         more=(FINAL_CAP, WINDOW_OF_GEMMA3),
         reads=(TURNED, WINDOWS),
         computed={
@@ -249,15 +249,15 @@ MODELS: Mapping[str, GgufModel] = {
         ignored=_WINDOW,
         scalings=LONGROPE,
     ),
-    "olmo2": GgufModel(keys=(*_base(), UNUSUAL_HEAD_SIZE), reads=(TURNED, ATTENTION_BIAS), computed=_OLMO2),
+    "olmo2": GgufModel(keys=(*base_keys(), UNUSUAL_HEAD_SIZE), reads=(TURNED, ATTENTION_BIAS), computed=_OLMO2),
     "olmo3": GgufModel(
-        keys=(*_base(rope=(ROPE, LOCAL_BASE_OF_OLMO3)), UNUSUAL_HEAD_SIZE),
+        keys=(*base_keys(rope=(ROPE, LOCAL_BASE_OF_OLMO3)), UNUSUAL_HEAD_SIZE),
         more=(WINDOW, WINDOWS),
         reads=(TURNED, ATTENTION_BIAS),
         computed=_OLMO2,
     ),
     "gpt_oss": GgufModel(
-        keys=(*_base(*EXPERTS), HEAD_SIZE),
+        keys=(*base_keys(*EXPERTS), HEAD_SIZE),
         more=(WINDOW, EXPERT_SIZE),
         reads=(TURNED, WINDOWS),
         computed={
@@ -274,15 +274,72 @@ MODELS: Mapping[str, GgufModel] = {
     "deepseek_v2": _deepseek("softmax", 1, **{"moe.pre_softmax": True}),
     "deepseek_v3": _deepseek("sigmoid", 2, **{"moe.expert_bias": True}),
     "glm4_moe": GgufModel(
-        keys=(*_base(*EXPERTS, groups(2), layers=LAYERS_AND_PREDICTION), HEAD_SIZE),
+        keys=(*base_keys(*EXPERTS, groups(2), layers=LAYERS_AND_PREDICTION), HEAD_SIZE),
         more=(
             *(TURNED, EXPERT_SIZE, SHARED_EXPERTS, LEADING_DENSE, scored_by("sigmoid"), WEIGHTS_SCALE, NORMALISED),
             *(PREDICTION, QKV_BIAS, QK_NORMS),
         ),
         reads=(),
         computed={**TWO_SCORES, "moe.expert_bias": True},
-        tokens={"bos": "[gMASK]", "eot": "<|user|>", "unk": "<|endoftext|>", "eom": "<|observation|>"},
+        tokens=TOKENS_OF_GLM,
     ),
+    "gemma4_text": GgufModel(
+        keys=(
+            *base_keys(
+                GEMMA4_EXPERTS,
+                heads=Key("num_attention_heads", "attention.head_count"),
+                rope=(GEMMA4_HEADS, ROPE, LOCAL_BASE),
+                mlp=(GEMMA4_MLPS,),
+            ),
+            GEMMA4_HEAD_SIZE,
+        ),
+        more=(FINAL_CAP, WINDOW, *GEMMA4_LAYERS, GEMMA4_LOCAL_SIZE, GEMMA4_EXPERT_SIZE, GEMMA4_TURNED),
+        reads=(GEMMA4_UNUSED,),
+        computed=GEMMA4_COMPUTED,
+        scalings={"proportional": ("partial_rotary_factor",)},
+    ),
+    "seed_oss": GgufModel(keys=(*base_keys(), HEAD_SIZE), more=(QKV_BIAS,)),
+    "ernie4_5": GgufModel(keys=(*base_keys(), HEAD_SIZE), computed={"rotary_interleaved": True}),
+    "exaone4": GgufModel(
+        keys=(*base_keys(), UNUSUAL_HEAD_SIZE),
+        more=(VOCABULARY, WINDOW_OF_EXAONE4),
+        computed={"pre_layernorms": False, "post_layernorms": True, "qk_layernorm": True},
+        scalings=AND_LLAMA3,
+    ),
+    "cohere2": GgufModel(
+        keys=(*base_keys(epsilon=LAYER_NORM_EPSILON), HEAD_SIZE),
+        more=(number("logit_multiplier", "logit_scale"), WINDOW, VOCABULARY, TURNED, UNSCALED),
+        reads=(),
+        computed={
+            "tied_embeddings": True,
+            "normalization": "LayerNorm",
+            "norm_bias": False,
+            **dict.fromkeys(("parallel_residual", "shared_layernorm", "rotary_interleaved"), True),
+            "rope_layers": every(4),
+            "window_layers": every(4),
+        },
+        scalings={"default": ()},
+    ),
+    "glm4": GgufModel(
+        keys=(*base_keys(), HEAD_SIZE),
+        more=(TURNED, QKV_BIAS),
+        reads=(),
+        computed={"post_layernorms": True, "rotary_interleaved": True},
+        tokens={"eos": "<|endoftext|>", "eot": "<|user|>", "unk": "<|endoftext|>", "bos": "<|endoftext|>"},
+    ),
+    "starcoder2": GgufModel(
+        keys=(*base_keys(epsilon=LAYER_NORM_EPSILON), UNUSUAL_HEAD_SIZE),
+        computed={
+            "normalization": "LayerNorm",
+            "activation": "gelu_tanh",
+            "gated_linear_unit": False,
+            **dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias"), True),
+        },
+        ignored=_WINDOW,
+    ),
+    "hunyuan_v1_dense": GgufModel(keys=(*base_keys(), HEAD_SIZE), reads=(TURNED, STRETCHED), computed=HUNYUAN),
+    **RECURRENT_MODELS,
+    **SPARSE_MODELS,
 }
 """By the `model_type` of the text model."""
 
@@ -317,7 +374,7 @@ def of_llama_cpp(model: ModelShape) -> GgufModel:
 def model_metadata(model: ModelShape, file_type: int) -> dict[str, GgufValue]:
     """What the file says of the model, under the name that its architecture has in llama.cpp. Raises as
     `of_llama_cpp`."""
-    family, architecture = of_llama_cpp(model), FAMILIES[model.architecture].architecture
+    family, architecture = of_llama_cpp(model), FAMILIES[model.architecture].architecture_of(model)
 
     def written(entries: Sequence[Entry]) -> dict[str, GgufValue]:
         said = {key: value for entry in entries for key, value in entry.write(model).items()}
@@ -326,9 +383,9 @@ def model_metadata(model: ModelShape, file_type: int) -> dict[str, GgufValue]:
     return {**written(family.keys), "general.file_type": np.uint32(file_type), **written(family.more)}
 
 
-def _value(value: int | float | bool | str | list[bool]) -> GgufValue:
+def _value(value: int | float | bool | str | list[bool] | list[int]) -> GgufValue:
     if isinstance(value, list):
-        return np.array(value)
+        return np.array(value, np.bool_ if isinstance(value[0], bool) else np.int32)
     if isinstance(value, bool | str):
         return value
     return np.uint32(value) if isinstance(value, int) else np.float32(value)

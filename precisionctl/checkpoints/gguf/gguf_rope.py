@@ -88,6 +88,36 @@ ROPE = Rule(("rotary_base", "rope_scaling"), _read_rope, _write_rope)
 UNUSUAL_ROPE = Rule(ROPE.fields, _read_rope, _write_unusual_rope)
 """Of Gemma, whose base the converter does not write."""
 
+_SECTIONS = [11, 11, 10, 0]
+
+
+def _read_sections(file: Described) -> Fields:
+    file.said("rope.dimension_sections")
+    return {}
+
+
+def _write_sections(model: ModelShape) -> Said:
+    if model.rotary_size > 2 * sum(_SECTIONS):
+        raise refused(model, f"that turns {model.rotary_size} channels of a head")
+    return {"rope.dimension_sections": _SECTIONS}
+
+
+SECTIONS = Rule((), _read_sections, _write_sections)
+"""Which pairs go by height and width in an image: in text all dimensions of a position are the same."""
+UNSCALED = Rule((), lambda file: {}, lambda model: {"rope.scaling.type": "none"})
+"""What ROPE reads too."""
+
+
+def _read_stretched(file: Described) -> Fields:
+    file.expect("rope.scaling.type", "none")
+    for key in ("factor", "original_context_length"):
+        file.said(f"rope.scaling.{key}")
+    return {}
+
+
+STRETCHED = Rule((), _read_stretched)
+"""Hunyuan's converter says what stretched the base, which is not scaled."""
+
 LOCAL_BASE = number("rotary_base_local", "rope.freq_base_swa", 10000.0)
 LOCAL_BASE_OF_OLMO3 = Rule(
     ("rotary_base_local",),
@@ -156,6 +186,8 @@ _FACTORS = {"rope_factors_long.weight": "long_factor", "rope_factors_short.weigh
 ROTARY_TENSORS = {_FREQUENCIES, *_FACTORS}
 
 _MOST_FACTORS = 1 << 12
+_STILL = 1e30
+"""The factor of a pair of Gemma 4's that does not turn."""
 
 
 def rotary_tensors(model: ModelShape) -> dict[str, NDArray[Any]]:
@@ -164,6 +196,11 @@ def rotary_tensors(model: ModelShape) -> dict[str, NDArray[Any]]:
     scaling = model.rope_scaling or {}
     if scaling.get("rope_type") == "longrope":
         return {name: np.array(scaling[key], np.float32) for name, key in _FACTORS.items()}
+    if scaling.get("rope_type") == "proportional":
+        assert model.global_attention
+        pairs = (model.global_attention.kv_channels or model.kv_channels) // 2
+        turned = int(2 * pairs * scaling["partial_rotary_factor"] / 2)
+        return {_FREQUENCIES: np.array([1.0] * turned + [_STILL] * (pairs - turned), np.float32)}
     if scaling.get("rope_type") == "llama3":
         return {_FREQUENCIES: _llama3_factors(scaling, model.rotary_base, model.rotary_size)}
     return {}
@@ -189,7 +226,9 @@ def scaling_with_tensors(said: Fields, file: Described, reference: ModelShape | 
         name: _factors(name, file.tensors[name], file.where) for name in sorted(ROTARY_TENSORS & file.tensors.keys())
     }
     scaling = said["rope_scaling"]
-    if _FREQUENCIES in factors:
+    if _FREQUENCIES in factors and file.architecture == "gemma4":
+        scaling = _proportional(factors[_FREQUENCIES], file.where)
+    elif _FREQUENCIES in factors:
         scaling = {**(scaling or {}), **_llama3(factors[_FREQUENCIES], said, reference, file.where)}
     lists = {
         key: [shortest(each) for each in factors[name].tolist()] for name, key in _FACTORS.items() if name in factors
@@ -202,6 +241,13 @@ def _factors(name: str, tensor: GgufTensor, where: object) -> NDArray[np.float32
         what = f"`{name}` is {tensor.format.name} {list(tensor.shape)}, no factors of rotary embeddings"
         raise DamagedCheckpoint(what, where=where)
     return read_bytes(GgufPart(name, tensor), name, 0, tensor.shape[0]).view(np.float32).reshape(-1)
+
+
+def _proportional(factors: NDArray[np.float32], where: object) -> dict[str, Any]:
+    turned = int((factors == 1).sum())
+    if not ((factors[:turned] == 1) & (factors[turned:] == np.float32(_STILL)).all()).all():
+        raise CheckpointError(f"`{_FREQUENCIES}` are other factors than Gemma 4's", where=where, do=WITH_REFERENCE)
+    return {"rope_type": "proportional", "partial_rotary_factor": turned / len(factors)}
 
 
 def _llama3(factors: NDArray[np.float32], said: Fields, reference: ModelShape | None, where: object) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from precisionctl.checkpoints.chunks import Chunk, in_pieces, read_rows, whole
 from precisionctl.checkpoints.decoded.base import PIECE
 from precisionctl.checkpoints.gguf.changes import SAME, GgufChange, Shape
 from precisionctl.checkpoints.gguf.gguf_file import GgufTensor
-from precisionctl.checkpoints.gguf.gguf_names import GgufFamily, GgufRow
+from precisionctl.checkpoints.gguf.gguf_rows import GgufFamily, GgufRow
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnmappedTensor, at
 from precisionctl.model_shape import ModelShape

@@ -18,8 +18,9 @@ from precisionctl.checkpoints.companions import needed_hints, read_companions
 from precisionctl.checkpoints.gguf.gguf_file import GgufHead, read_head
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
 from precisionctl.checkpoints.gguf.gguf_models import model_type_of
-from precisionctl.checkpoints.gguf.gguf_names import FAMILIES, GgufFamily
+from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
 from precisionctl.checkpoints.gguf.gguf_rope import ROTARY_TENSORS
+from precisionctl.checkpoints.gguf.gguf_rows import GgufFamily
 from precisionctl.checkpoints.gguf.gguf_tensors import hf_tensors
 from precisionctl.checkpoints.gguf.said_model import check_same, model_of_file
 from precisionctl.checkpoints.huggingface_files import file_format_of
@@ -83,9 +84,9 @@ class GgufReader:
     def _described(self, head: GgufHead) -> tuple[ModelShape, GgufFamily]:
         """The model, and the table of its tensors."""
         architecture = head.metadata.get("general.architecture")
-        found = [each for each, family in FAMILIES.items() if family.architecture == architecture]
+        found = [each for each, family in FAMILIES.items() if architecture in family.architectures]
         if not found:
-            known = ", ".join(sorted({family.architecture for family in FAMILIES.values()}))
+            known = ", ".join(sorted({each for family in FAMILIES.values() for each in family.architectures}))
             what = f"a model of llama.cpp's architecture {shown(architecture)}, which is not read"
             raise UnknownArchitecture(what, where=self.path, do=f"Known: {known}. Start from the release.")
         file = Described(head.metadata, head.tensors, str(architecture), self.path)

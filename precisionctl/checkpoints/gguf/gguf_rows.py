@@ -1,0 +1,157 @@
+"""What tables of GGUF's tensors are made of: a row is a Hugging Face tensor and those that GGUF has for it.
+
+Templates have `{layer}` and `{expert}` for numbers, as the rows of `architectures/` have. The experts of a layer are
+one tensor in GGUF, of which `name[{expert}]` is a slice. A layer of multi-token prediction is one more layer in GGUF;
+where Hugging Face counts these from 0, the templates have `{mtp}`, and in GGUF `{mtp_layer}`, which counts on from the
+decoder's.
+
+Sources: llama.cpp's converter (conversion/*.py, gguf-py/gguf/tensor_mapping.py) of llama-cpp-python 0.3.36.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from precisionctl.checkpoints.gguf.changes import KEY_PAIRS, QUERY_PAIRS, SAME, GgufChange
+from precisionctl.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class GgufRow:
+    """A Hugging Face tensor, the tensors that GGUF has for it, and what becomes of its values."""
+
+    hf: str
+    gguf: tuple[str, ...]
+    change: GgufChange = SAME
+
+
+@dataclass(frozen=True)
+class GgufFamily:
+    """The `general.architecture` of a family, and its tensors. Of a model with experts it may be a second one."""
+
+    architecture: str
+    rows: tuple[GgufRow, ...]
+    with_experts: str | None = None
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        return (self.architecture, *((self.with_experts,) if self.with_experts else ()))
+
+    def architecture_of(self, model: ModelShape) -> str:
+        return self.with_experts if self.with_experts and model.moe else self.architecture
+
+    def of_hf(self, name: str, layers: int) -> tuple[GgufRow, tuple[str, ...]] | None:
+        """The row of a Hugging Face tensor, and the names of its tensors in GGUF; None if there is none. `layers` is
+        the number of the decoder's."""
+        key, numbers = _key_and_numbers(name)
+        row = next(iter(self._by_key[0].get(key, ())), None)
+        if row and "{mtp}" in row.hf:
+            numbers = [layers + numbers[0], *numbers[1:]]
+        elif row and row.hf.startswith("mtp."):
+            numbers = [layers]
+        return (row, tuple(_named(template, numbers) for template in row.gguf)) if row else None
+
+    def of_gguf(self, name: str, layers: int) -> tuple[GgufRow, str] | None:
+        """The row of a GGUF tensor, or of a slice of one, and the name of its Hugging Face tensor."""
+        key, numbers = _key_and_numbers(name)
+        predicts = bool(numbers) and numbers[0] >= layers
+        rows = self._by_key[1].get(key, ())
+        row = next((row for row in rows if row.hf.startswith("mtp.") == predicts), None) or next(iter(rows), None)
+        if row and row.hf.startswith("mtp."):
+            if not predicts or ("{mtp}" not in row.hf and numbers[0] > layers):
+                return None
+            numbers = [numbers[0] - layers, *numbers[1:]]
+        return (row, _named(row.hf, numbers)) if row else None
+
+    @cached_property
+    def _by_key(self) -> tuple[dict[str, list[GgufRow]], dict[str, list[GgufRow]]]:
+        """The rows by the keys of their names, in Hugging Face and in GGUF."""
+        hf, gguf = dict[str, list[GgufRow]](), dict[str, list[GgufRow]]()
+        for row in self.rows:
+            hf.setdefault(_PLACEHOLDER.sub("{}", row.hf), []).append(row)
+            for name in row.gguf:
+                gguf.setdefault(_PLACEHOLDER.sub("{}", name), []).append(row)
+        return hf, gguf
+
+
+_PLACEHOLDER = re.compile(r"\{\w+\}")
+_NUMBER = re.compile(r"(?<=[.\[])(?:0|[1-9]\d{0,8})(?=[.\]])")
+
+
+def _key_and_numbers(name: str) -> tuple[str, list[int]]:
+    """A name with `{}` for its numbers, and these, the layer's first."""
+    return _NUMBER.sub("{}", name), [int(number) for number in _NUMBER.findall(name)]
+
+
+def _named(template: str, numbers: Sequence[int]) -> str:
+    left = iter(numbers)
+    return _PLACEHOLDER.sub(lambda match: str(next(left)), template)
+
+
+def in_layers(names: Mapping[str, str], change: GgufChange = SAME, ends: Iterable[str] = ("weight",)) -> list[GgufRow]:
+    """A row for each module in a layer and each end of its tensors' names."""
+    return [
+        GgufRow(f"model.layers.{{layer}}.{hf}.{end}", (f"blk.{{layer}}.{gguf}.{end}",), change)
+        for hf, gguf in names.items()
+        for end in ends
+    ]
+
+
+def linears(names: Mapping[str, str], change: GgufChange = SAME) -> list[GgufRow]:
+    return in_layers(names, change, ("weight", "bias"))
+
+
+def experts(modules: str, names: Mapping[str, str]) -> list[GgufRow]:
+    """A row for each matrix of an expert. `modules` is what its modules' names begin with."""
+    return [
+        GgufRow(f"model.layers.{{layer}}.{modules}.{{expert}}.{hf}.weight", (stack(gguf),))
+        for hf, gguf in names.items()
+    ]
+
+
+def stack(name: str, end: str = "weight") -> str:
+    return f"blk.{{layer}}.{name}.{end}[{{expert}}]"
+
+
+def in_prediction(rows: Iterable[GgufRow]) -> list[GgufRow]:
+    """The same rows in layers of multi-token prediction that have numbers and names of their own."""
+    return [
+        GgufRow(
+            row.hf.replace("model.layers.{layer}.", "mtp.layers.{mtp}."),
+            tuple(name.replace("{layer}", "{mtp_layer}") for name in row.gguf),
+            row.change,
+        )
+        for row in rows
+    ]
+
+
+def outside_layers(final_norm: GgufChange = SAME) -> list[GgufRow]:
+    """What is not in layers. Without `output` the embedding is the output layer too."""
+    return [
+        GgufRow("model.embed_tokens.weight", ("token_embd.weight",)),
+        GgufRow("model.norm.weight", ("output_norm.weight",), final_norm),
+        GgufRow("lm_head.weight", ("output.weight",)),
+    ]
+
+
+NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+NORMS_BY_PLACE = {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"}
+NORMS_BEHIND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+FOUR_NORMS = {"input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_norm", **NORMS_BEHIND}
+QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+
+QUERY, KEY = {"self_attn.q_proj": "attn_q"}, {"self_attn.k_proj": "attn_k"}
+VALUE_OUTPUT = {"self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output"}
+ATTENTION = linears({**QUERY, **KEY, **VALUE_OUTPUT})
+ATTENTION_IN_PAIRS = [*linears(QUERY, QUERY_PAIRS), *linears(KEY, KEY_PAIRS), *linears(VALUE_OUTPUT)]
+
+GATED = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
+MLP = linears({f"mlp.{hf}": gguf for hf, gguf in GATED.items()})
+JOINED_MLP = linears({"mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"})
+ROUTER = in_layers({"mlp.gate": "ffn_gate_inp"})
+EXPERTS = experts("mlp.experts", {hf: f"{gguf}_exps" for hf, gguf in GATED.items()})
+SHARED_EXPERT = in_layers({f"mlp.shared_expert.{hf}": f"{gguf}_shexp" for hf, gguf in GATED.items()})
+SHARED_EXPERT_GATE = in_layers({"mlp.shared_expert_gate": "ffn_gate_inp_shexp"})
+SHARED_EXPERTS = in_layers({f"mlp.shared_experts.{hf}": f"{gguf}_shexp" for hf, gguf in GATED.items()})
+EXPERT_BIAS = GgufRow("model.layers.{layer}.mlp.gate.e_score_correction_bias", ("blk.{layer}.exp_probs_b.bias",))
