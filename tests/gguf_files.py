@@ -46,6 +46,12 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
             *("moe", "linear_attention", "full_attention"),
         ],
     },
+    "granite-hybrid": {},
+    "granite-hybrid-dense": {
+        "intermediate_size": 112,
+        "num_experts_per_tok": 0,
+        "position_embedding_type": "nope",
+    },
     "lfm2": {},
     "lfm2-moe": {"routed_scaling_factor": 1.0},
     "seed-oss": {},

@@ -95,7 +95,7 @@ def test_every_change_of_values_has_its_inverse_row_by_row(
 ) -> None:
     pico.save(tmp_path, family, dtype=torch.bfloat16, **changes)
     published = open_checkpoint(tmp_path)
-    model, table = published.model, FAMILIES[published.model.architecture]
+    model, table = published.model, FAMILIES[published.model.architecture].of(published.model)
     made = dict[str, gguf_tensors.GgufPart]()
     for name in published.specs:
         row, names = table.of_hf(name, model.num_layers) or pytest.fail(f"no row for {name}")
@@ -433,7 +433,7 @@ def test_odd_values_of_any_key_are_read_or_are_one_error_that_speaks_of_no_confi
         if not key.startswith("general.")
     }
     tensors = {"token_embd.weight": GgufTensor((model.vocab_size, 64), FORMATS[0], Path("a.gguf"), 0)}
-    architecture = FAMILIES[model.architecture].architecture
+    architecture = FAMILIES[model.architecture].of(model).architecture
     for key in said:
         for odd in ODD:
             metadata = {name: value for name, value in (said | {key: odd}).items() if value is not None}

@@ -55,7 +55,7 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
         files, config, model.vocab_size, where, family.tokens, gemma4=model.architecture == "gemma4_text"
     )
     metadata: dict[str, GgufValue] = {
-        "general.architecture": FAMILIES[model.architecture].architecture_of(model),
+        "general.architecture": FAMILIES[model.architecture].of(model).architecture,
         "general.type": "model",
         **dict(_sampling(reader.companions)),
         "general.name": (kind.base_model or destination.name).rpartition("/")[2],

@@ -80,7 +80,7 @@ def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> Plan:
 
     Raises UnmappedTensor for a tensor that llama.cpp has no name for.
     """
-    model, family = plan.model, FAMILIES[plan.model.architecture]
+    model, family = plan.model, FAMILIES[plan.model.architecture].of(plan.model)
     jobs, targets, changed = list[Job](), list[tuple[str, dict[str, TensorSpec]]](), dict[int, Row]()
     for job in plan.text.jobs:
         if job.row.of_prediction and "mtp_num_layers" in MODELS[model.architecture].ignored:

@@ -6,6 +6,7 @@ python gguf_convert.py FOLDER CASES     JSON: [directory, file, type of values, 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -14,13 +15,23 @@ from conversion.base import ModelBase, ModelType, gguf
 from gguf.quants import dequantize
 from safetensors.numpy import save_file
 
+KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
+
+
+def as_published(settings: dict[str, Any]) -> dict[str, Any]:
+    """With the words for kinds of layers that Granite's releases have: by those of transformers 5 the converter finds
+    none with attention."""
+    if settings["model_type"] != "granitemoehybrid":
+        return settings
+    return settings | {"layer_types": [KINDS[kind] for kind in settings["layer_types"]]}
+
 
 def convert(directory: Path, file: Path, values: str) -> None:
-    settings = ModelBase.load_hparams(directory, False)
+    settings = as_published(ModelBase.load_hparams(directory, False))
     made = get_model_class(get_model_architecture(settings, ModelType.TEXT))
     made.set_vocab = lambda self: None
     made.no_mtp = not settings.get("num_nextn_predict_layers")
-    made(directory, gguf.LlamaFileType[values], file, eager=True).write()
+    made(directory, gguf.LlamaFileType[values], file, eager=True, hparams=settings).write()
 
 
 def quantize(file: Path, target: Path, codes: str) -> None:
@@ -37,9 +48,10 @@ def save_values(file: Path) -> None:
     save_file(values, file.with_suffix(".safetensors"))
 
 
-folder = Path(sys.argv[1])
-for directory, file, values, codes in json.loads(sys.argv[2]):
-    convert(folder / directory, folder / file, values)
-    for target, kind in codes.items():
-        quantize(folder / file, folder / target, kind)
-        save_values(folder / target)
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    for directory, file, values, codes in json.loads(sys.argv[2]):
+        convert(folder / directory, folder / file, values)
+        for target, kind in codes.items():
+            quantize(folder / file, folder / target, kind)
+            save_values(folder / target)

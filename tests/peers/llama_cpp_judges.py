@@ -12,6 +12,7 @@ import llama_cpp
 import numpy as np
 from conversion import get_model_architecture, get_model_class
 from conversion.base import ModelBase, ModelType, gguf
+from gguf_convert import as_published
 from gguf_tokenizers import TEXT
 from safetensors.numpy import save_file
 
@@ -21,7 +22,7 @@ IDS = np.random.default_rng(0).integers(3, 300, 64).tolist()
 def convert(directory: Path, file: Path, kind: str, pre: str) -> None:
     """The pre-tokenizer is given: the converter knows those of published vocabularies alone, by hashes of their ids. So
     is that a SentencePiece model is read of tokenizer.json, for which it looks in Llamas alone."""
-    settings = ModelBase.load_hparams(directory, False)
+    settings = as_published(ModelBase.load_hparams(directory, False))
     known = get_model_class(get_model_architecture(settings, ModelType.TEXT))
     given: dict[str, Any] = {"model_arch": known.model_arch, "get_vocab_base_pre": lambda self, tokenizer: pre}
     given["no_mtp"] = not settings.get("num_nextn_predict_layers")
@@ -32,7 +33,7 @@ def convert(directory: Path, file: Path, kind: str, pre: str) -> None:
     if pre.startswith("sentencepiece"):
         given |= dict.fromkeys(("_set_vocab_sentencepiece", "_set_vocab_gpt2"), known._set_vocab_llama_hf)
     made = type(known.__name__, (known,), given)
-    made(directory, gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"], file, eager=True).write()
+    made(directory, gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"], file, eager=True, hparams=settings).write()
 
 
 def metadata(reader: Any) -> dict[str, Any]:

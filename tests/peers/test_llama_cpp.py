@@ -77,8 +77,11 @@ BYTE_LEVEL = {
     "deepseek-v3": (known.DEEPSEEK3, False, False),
     "seed-coder": ((known.SEED,), False, False),
 }
-SIZES = {"nemotron-h": 344, **dict.fromkeys(("gemma4", "gemma4-moe", "gemma4-small"), SIZE - 10)}
-"""Of vocabularies: the converter makes a multiple of 8 of Nemotron's, and cuts Gemma 4's to its tokenizer's."""
+SIZES = {
+    **dict.fromkeys(("nemotron-h", "granite-hybrid", "granite-hybrid-dense"), 344),
+    **dict.fromkeys(("gemma4", "gemma4-moe", "gemma4-small"), SIZE - 10),
+}
+"""Of vocabularies: of those beside mixers the converter makes a multiple of 8, and cuts Gemma 4's to its tokens."""
 OTHERWISE = {
     "sentencepiece": {"tokenizer.ggml.scores", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"},
     "sentencepiece of gemma": {"tokenizer.ggml.scores", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"},

@@ -35,7 +35,6 @@ from precisionctl.model_shape import ModelShape
 
 
 def _read_score_scale(file: Described) -> Fields:
-    file.expect("rope.scaling.finetuned", True)  # which llama.cpp takes for a switch of rotary embeddings
     scale = file.number("attention.scale", None) or head_size(file) ** -0.5
     return {"query_pre_attn_scalar": real(scale, f"{file.architecture}.attention.scale", file.where) ** -2}
 
@@ -44,6 +43,19 @@ def _write_score_scale(model: ModelShape) -> Said:
     return {"attention.scale": float((model.query_pre_attn_scalar or model.kv_channels) ** -0.5)}
 
 
+def _read_switch(file: Described) -> Fields:
+    """llama.cpp takes the key for a switch of rotary embeddings. Of Granites 4 without mixers the converter writes keys
+    of these too."""
+    file.expect("rope.scaling.finetuned", True)
+    for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
+        file.said(f"ssm.{key}")
+    if not file.count("expert_count", 0):
+        for key in ("expert_used_count", "expert_shared_feed_forward_length"):
+            file.said(key)
+    return {}
+
+
+SWITCH = Rule((), _read_switch)
 MULTIPLIERS = (
     VOCABULARY,
     TURNED,

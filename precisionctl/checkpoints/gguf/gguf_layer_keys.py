@@ -4,22 +4,21 @@ layer.
 Sources: llama.cpp's src/models/*.cpp (load_arch_hparams), and conversion/*.py (set_gguf_parameters).
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from precisionctl.checkpoints.gguf.gguf_experts import EXPERT_SIZE, EXPERTS, SHARED_EXPERT_SIZE, WEIGHTS_SCALE
-from precisionctl.checkpoints.gguf.gguf_keys import WINDOWS, Fields, Key, Rule, Said, refused
+from precisionctl.checkpoints.gguf.gguf_keys import Fields, Key, Rule, Said, refused
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_parts import GlobalAttention, MoE
+from precisionctl.model_parts import MoE
 from precisionctl.model_shape import ModelShape
 
-_HEADS_KV = "attention.head_count_kv"
+HEADS_KV = "attention.head_count_kv"
 
 
-def _one_of(file: Described, key: str, numbers: Sequence[int]) -> int:
+def one_of(file: Described, key: str, numbers: Sequence[int]) -> int:
     """The number that all layers have of which it is not 0. Raises UnknownArchitecture if they have several."""
     several = sorted({number for number in numbers if number})
     if len(several) > 1:
@@ -32,17 +31,17 @@ def _one_of(file: Described, key: str, numbers: Sequence[int]) -> int:
 
 
 def _read_convolutions(file: Described) -> Fields:
-    heads, listed = file.count("attention.head_count", least=1), file.counts(_HEADS_KV)
+    heads, listed = file.count("attention.head_count", least=1), file.counts(HEADS_KV)
     return {
         "num_attention_heads": heads,
-        "num_query_groups": _one_of(file, _HEADS_KV, listed) or heads,
+        "num_query_groups": one_of(file, HEADS_KV, listed) or heads,
         "short_conv.layers": tuple(not number for number in listed),
     }
 
 
 def _write_convolutions(model: ModelShape) -> Said:
     heads = [0 if model.has_short_conv(layer) else model.num_query_groups for layer in range(model.num_layers)]
-    return {"attention.head_count": model.num_attention_heads, _HEADS_KV: heads}
+    return {"attention.head_count": model.num_attention_heads, HEADS_KV: heads}
 
 
 CONVOLUTIONS = Rule(
@@ -55,7 +54,7 @@ TAPS = Key("short_conv.kernel_dim", "shortconv.l_cache")
 
 
 def _read_pattern(file: Described) -> Fields:
-    groups, channels = file.counts(_HEADS_KV), file.counts("feed_forward_length")
+    groups, channels = file.counts(HEADS_KV), file.counts("feed_forward_length")
     sparse = "E" if file.count("expert_count", 0) else "-"
     of_layers = ["*" if heads else sparse if size else "M" for heads, size in zip(groups, channels, strict=True)]
     layers, heads = len(of_layers), file.count("attention.head_count", least=1)
@@ -63,10 +62,10 @@ def _read_pattern(file: Described) -> Fields:
         "num_layers": layers,
         "mamba.pattern": "".join(of_layers),
         "num_attention_heads": heads,
-        "num_query_groups": _one_of(file, _HEADS_KV, groups) or heads,
-        "ffn_hidden_size": _one_of(file, "feed_forward_length", channels) or file.count("embedding_length"),
+        "num_query_groups": one_of(file, HEADS_KV, groups) or heads,
+        "ffn_hidden_size": one_of(file, "feed_forward_length", channels) or file.count("embedding_length"),
     }
-    return found | ({"moe.layer_freq": tuple(kind == "E" for kind in of_layers)} if "E" in of_layers else {})
+    return found | ({"moe.layer_freq": tuple(kind == "E" for kind in of_layers)} if sparse == "E" else {})
 
 
 def _write_pattern(model: ModelShape) -> Said:
@@ -81,7 +80,7 @@ def _write_pattern(model: ModelShape) -> Said:
         "embedding_length": model.hidden_size,
         "feed_forward_length": [size if kind in "E-" else 0 for kind in pattern],
         "attention.head_count": model.num_attention_heads,
-        _HEADS_KV: [model.num_query_groups if kind == "*" else 0 for kind in pattern],
+        HEADS_KV: [model.num_query_groups if kind == "*" else 0 for kind in pattern],
     }
 
 
@@ -103,7 +102,6 @@ PATTERN = Rule(
 def _read_mixer(file: Described) -> Fields:
     heads, size = file.count("ssm.time_step_rank", least=1), file.count("ssm.inner_size")
     file.expect("ssm.conv_kernel", 4)
-    file.expect("rope.scaling.finetuned", False)
     return {
         "mamba.num_heads": heads,
         "mamba.head_dim": size // heads,
@@ -120,12 +118,11 @@ def _write_mixer(model: ModelShape) -> Said:
         "ssm.group_count": model.mamba.num_groups,
         "ssm.inner_size": model.mamba.inner_size,
         "ssm.time_step_rank": model.mamba.num_heads,
-        "rope.scaling.finetuned": False,
     }
 
 
 MIXER = Rule(("mamba.num_heads", "mamba.head_dim", "mamba.num_groups", "mamba.state_dim"), _read_mixer, _write_mixer)
-_OF_MOE = tuple(f"moe.{name}" for name in vars(MoE(1, 1, 1, (True,))))
+OF_MOE = tuple(f"moe.{name}" for name in vars(MoE(1, 1, 1, (True,))))
 
 
 def _read_experts_of_mixers(file: Described) -> Fields:
@@ -176,162 +173,100 @@ def _write_sizes_of_experts(model: ModelShape) -> Said:
 
 
 _OF_MIXERS = (EXPERT_SIZE, SHARED_EXPERT_SIZE, WEIGHTS_SCALE)
-EXPERTS_OF_MIXERS = Rule(_OF_MOE, _read_experts_of_mixers, _write_experts_of_mixers)
+EXPERTS_OF_MIXERS = Rule(OF_MOE, _read_experts_of_mixers, _write_experts_of_mixers)
 SIZES_OF_EXPERTS_OF_MIXERS = Rule((), lambda file: {}, _write_sizes_of_experts)
 """Which EXPERTS_OF_MIXERS reads."""
-NO_POSITIONS = Rule(
-    (),
-    lambda file: {
-        "rotary_base": 10000.0,
-        "rope_scaling": None,
-        "rope_layers": (False,) * file.count("block_count"),
-    },
-)
+
+
+def _read_no_positions(file: Described) -> Fields:
+    file.expect("rope.scaling.finetuned", False)
+    return {"rotary_base": 10000.0, "rope_scaling": None}
+
+
+NO_POSITIONS = Rule((), _read_no_positions, lambda model: {"rope.scaling.finetuned": False})
 """Of attention."""
 
+# Granite 4
 
-# Gemma 4
+
+def _read_granite(file: Described) -> Fields:
+    groups, heads = file.counts(HEADS_KV), file.count("attention.head_count", least=1)
+    second = "E" if file.count("expert_count", 0) else "-"
+    pattern = "".join(("*" if number else "M") + second for number in groups)
+    said = {
+        "num_layers": len(pattern),
+        "mamba.pattern": pattern,
+        "num_attention_heads": heads,
+        "num_query_groups": one_of(file, HEADS_KV, groups) or heads,
+        "max_position_embeddings": file.count("context_length"),
+    }
+    turned = file.said("rope.scaling.finetuned") is not False
+    return {**said, "rope_layers": None if turned else (False,) * len(pattern)}
 
 
-def _read_gemma4_heads(file: Described) -> Fields:
-    windows, groups = file.flags("attention.sliding_window_pattern") or [], file.counts(_HEADS_KV)
-    if len(windows) != len(groups) or all(windows):
-        what = f"{file.architecture}.attention.sliding_window_pattern is {shown(windows)}"
-        do = "Known are models with windows in some layers, of which it is a list."
-        raise UnknownArchitecture(what, where=file.where, do=do)
-    everywhere = windows.index(False)
-    local = [number for number, window in zip(groups, windows, strict=True) if window]
-    size, size_in_window = file.count("attention.key_length", least=1), file.count("attention.key_length_swa", least=1)
-    for key, expected in (
-        ("attention.value_length", size),
-        ("attention.value_length_swa", size_in_window),
-        ("rope.dimension_count", size),
-        ("rope.dimension_count_swa", size_in_window),
-    ):
-        file.expect(key, expected)
+def _write_granite(model: ModelShape) -> Said:
+    pattern = model.mamba.pattern if model.mamba else ""
+    if "M" not in pattern:
+        raise refused(model, "without mixers")
+    groups = [model.num_query_groups if kind == "*" else 0 for kind in pattern[::2]]
     return {
-        "num_query_groups": _one_of(file, _HEADS_KV, local or groups),
-        "kv_channels": size_in_window,
-        "global_attention.num_query_groups": groups[everywhere],
-        "global_attention.kv_channels": size,
-        "global_attention.keys_are_values": not file.has(f"blk.{everywhere}.attn_v.weight"),
+        "block_count": len(groups),
+        "context_length": 1 << 20,
+        "embedding_length": model.hidden_size,
+        "feed_forward_length": model.ffn_hidden_size,
+        "attention.head_count": model.num_attention_heads,
+        HEADS_KV: groups,
     }
 
 
-def _everywhere(model: ModelShape) -> GlobalAttention:
-    """What layers without a window have."""
-    own = model.global_attention or GlobalAttention()
-    return replace(
-        own,
-        num_query_groups=own.num_query_groups or model.num_query_groups,
-        kv_channels=own.kv_channels or model.kv_channels,
-    )
-
-
-def _write_gemma4_groups(model: ModelShape) -> Said:
-    own = _everywhere(model).num_query_groups
-    if own == model.num_query_groups:
-        return {_HEADS_KV: own}
-    windows = [model.in_window(layer) for layer in range(model.num_layers)]
-    return {_HEADS_KV: [model.num_query_groups if window else int(own or 0) for window in windows]}
-
-
-GEMMA4_HEADS = Rule(
+GRANITE_LAYERS = Rule(
     (
-        *("num_query_groups", "kv_channels", "global_attention.num_query_groups"),
-        *("global_attention.kv_channels", "global_attention.keys_are_values"),
+        *("num_layers", "mamba.pattern", "max_position_embeddings", "hidden_size", "ffn_hidden_size"),
+        *("num_attention_heads", "num_query_groups", "rope_layers"),
     ),
-    _read_gemma4_heads,
-    _write_gemma4_groups,
-)
-GEMMA4_HEAD_SIZE = Rule(
-    (),
-    lambda file: {},
-    lambda model: dict.fromkeys(
-        ("attention.key_length", "attention.value_length"), _everywhere(model).kv_channels or 0
-    ),
-)
-GEMMA4_LOCAL_SIZE = Rule(
-    (),
-    lambda file: {},
-    lambda model: dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa"), model.kv_channels),
-)
-GEMMA4_TURNED = Rule(
-    (),
-    lambda file: {},
-    lambda model: {
-        "rope.dimension_count": _everywhere(model).kv_channels or 0,
-        "rope.dimension_count_swa": model.kv_channels,
+    lambda file: {
+        "hidden_size": file.count("embedding_length"),
+        "ffn_hidden_size": file.count("feed_forward_length"),
+        **_read_granite(file),
     },
+    _write_granite,
 )
-"""What GEMMA4_HEADS reads."""
+"""A layer of GGUF is two of Megatron's."""
 
 
-def _read_gemma4_mlps(file: Described) -> Fields:
-    channels = file.counts("feed_forward_length")
-    if {*channels} - {channels[0], 2 * channels[0]}:
-        what = f"{file.architecture}.feed_forward_length is {shown(channels)}, neither one size nor twice that"
-        raise UnknownArchitecture(what, where=file.where, do="Start from the release.")
-    return {"ffn_hidden_size": channels[0], "use_double_wide_mlp": channels[-1] != channels[0]}
-
-
-def _write_gemma4_mlps(model: ModelShape) -> Said:
-    size, wide = model.ffn_hidden_size, model.num_layers - model.num_kv_shared_layers
-    if not model.use_double_wide_mlp:
-        return {"feed_forward_length": size}
-    return {"feed_forward_length": [size if layer < wide else 2 * size for layer in range(model.num_layers)]}
-
-
-GEMMA4_MLPS = Rule(("ffn_hidden_size", "use_double_wide_mlp"), _read_gemma4_mlps, _write_gemma4_mlps)
-
-
-def _read_gemma4_experts(file: Described) -> Fields:
+def _read_granite_experts(file: Described) -> Fields:
+    shared = file.count("expert_shared_feed_forward_length", 0)
     if not file.count("expert_count", 0):
+        file.count("expert_used_count", 0)
         return {}
-    said = {key: value for entry in (*EXPERTS, EXPERT_SIZE) for key, value in entry.read(file).items()}
-    shared = _read_gemma4_mlps(file)["ffn_hidden_size"]
-    beside = {"moe.layer_freq": (True,) * file.count("block_count"), "moe.own_norms": True}
-    return {**said, **beside, "moe.shared_ffn_hidden_size": shared}
+    said = {key: value for entry in EXPERTS for key, value in entry.read(file).items()}
+    return {
+        **said,
+        "moe.ffn_hidden_size": file.count("feed_forward_length"),
+        "moe.shared_ffn_hidden_size": shared or None,
+        "moe.layer_freq": (False, True) * file.count("block_count"),
+    }
 
 
-def _write_gemma4_experts(model: ModelShape) -> Said:
+def _write_granite_experts(model: ModelShape) -> Said:
     if model.moe is None:
-        return {}
-    of_llama_cpp = MoE(
-        model.moe.num_experts,
-        model.moe.topk,
-        model.moe.ffn_hidden_size,
-        (True,) * model.num_layers,
-        shared_ffn_hidden_size=model.ffn_hidden_size,
-        own_norms=True,
-    )
-    if model.moe != of_llama_cpp:
-        raise refused(model, "with other experts than Gemma 4's")
+        return {"expert_count": 0, "expert_used_count": 0}
+    moe = model.moe
+    known = MoE(moe.num_experts, moe.topk, model.ffn_hidden_size, (False, True) * (model.num_layers // 2))
+    if moe != replace(known, shared_ffn_hidden_size=moe.shared_ffn_hidden_size):
+        raise refused(model, "with other experts than Granite 4's")
     return {key: value for entry in EXPERTS for key, value in entry.write(model).items()}
 
 
-GEMMA4_EXPERTS = Rule(_OF_MOE, _read_gemma4_experts, _write_gemma4_experts)
-GEMMA4_EXPERT_SIZE = Rule((), lambda file: {}, lambda model: EXPERT_SIZE.write(model) if model.moe else {})
-GEMMA4_LAYERS = (
-    Key("num_kv_shared_layers", "attention.shared_kv_layers", 0),
-    Rule(
-        ("per_layer_embed_dim",),
-        lambda file: {"per_layer_embed_dim": file.count("embedding_length_per_layer_input") or None},
-        lambda model: {"embedding_length_per_layer_input": model.per_layer_embed_dim or 0},
-    ),
-    WINDOWS,
-)
-GEMMA4_UNUSED = Rule(
-    ("stores_unused",),
-    lambda file: {
-        "stores_unused": bool(file.count("attention.shared_kv_layers", 0))
-        and file.has(f"blk.{file.count('block_count') - 1}.attn_k.weight")
+GRANITE_EXPERTS = Rule(OF_MOE, _read_granite_experts, _write_granite_experts)
+GRANITE_SHARED_SIZE = Rule(
+    (),
+    lambda file: {},
+    lambda model: {
+        "expert_shared_feed_forward_length": (model.moe.shared_ffn_hidden_size if model.moe else model.ffn_hidden_size)
+        or 0
     },
 )
-GEMMA4_COMPUTED: Mapping[str, Any] = {
-    "activation": "gelu_tanh",
-    "embedding_multiplier": lambda fields: math.sqrt(fields["hidden_size"]),
-    "rounded_embedding_multiplier": True,
-    **dict.fromkeys(("post_layernorms", "qk_layernorm", "v_l2_norm", "layer_scalar"), True),
-    "query_pre_attn_scalar": 1.0,
-}
+"""Which GRANITE_EXPERTS reads."""
+GRANITE_POSITIONS = Rule((), lambda file: {}, lambda model: {"rope.scaling.finetuned": model.rope_layers is None})
+"""A switch of rotary embeddings, which GRANITE_LAYERS reads."""

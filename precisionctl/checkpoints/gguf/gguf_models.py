@@ -10,6 +10,18 @@ from typing import Any
 
 import numpy as np
 
+from precisionctl.checkpoints.gguf.gemma4_keys import (
+    GEMMA4_COMPUTED,
+    GEMMA4_EXPERT_SIZE,
+    GEMMA4_EXPERTS,
+    GEMMA4_HEAD_SIZE,
+    GEMMA4_HEADS,
+    GEMMA4_LAYERS,
+    GEMMA4_LOCAL_SIZE,
+    GEMMA4_MLPS,
+    GEMMA4_TURNED,
+    GEMMA4_UNUSED,
+)
 from precisionctl.checkpoints.gguf.gguf_experts import (
     AS_LARGE_AS_MLP,
     EXPERT_SIZE,
@@ -36,6 +48,7 @@ from precisionctl.checkpoints.gguf.gguf_family_keys import (
     LATENT_RANK,
     MULTIPLIERS,
     QUERY_RANK,
+    SWITCH,
     TIED_GEMMA,
     TOKENS_OF_GLM,
     WINDOW_OF_EXAONE4,
@@ -68,18 +81,6 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
     Key,
     every,
     number,
-)
-from precisionctl.checkpoints.gguf.gguf_layer_keys import (
-    GEMMA4_COMPUTED,
-    GEMMA4_EXPERT_SIZE,
-    GEMMA4_EXPERTS,
-    GEMMA4_HEAD_SIZE,
-    GEMMA4_HEADS,
-    GEMMA4_LAYERS,
-    GEMMA4_LOCAL_SIZE,
-    GEMMA4_MLPS,
-    GEMMA4_TURNED,
-    GEMMA4_UNUSED,
 )
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
 from precisionctl.checkpoints.gguf.gguf_model import GgufModel, base_keys
@@ -173,13 +174,13 @@ MODELS: Mapping[str, GgufModel] = {
     "granite": GgufModel(
         keys=(*base_keys(), UNUSUAL_HEAD_SIZE),
         more=(*MULTIPLIERS, ATTENTION_BIAS, MLP_BIAS),
-        reads=(),
+        reads=(SWITCH,),
         scalings=AND_LLAMA3,
     ),
     "granitemoe": GgufModel(
         keys=(*base_keys(*EXPERTS), UNUSUAL_HEAD_SIZE),
         more=(*MULTIPLIERS, ATTENTION_BIAS),
-        reads=(),
+        reads=(SWITCH,),
         computed={**IN_ALL_LAYERS, **AS_LARGE_AS_MLP},
         scalings=AND_LLAMA3,
     ),
@@ -374,7 +375,7 @@ def of_llama_cpp(model: ModelShape) -> GgufModel:
 def model_metadata(model: ModelShape, file_type: int) -> dict[str, GgufValue]:
     """What the file says of the model, under the name that its architecture has in llama.cpp. Raises as
     `of_llama_cpp`."""
-    family, architecture = of_llama_cpp(model), FAMILIES[model.architecture].architecture_of(model)
+    family, architecture = of_llama_cpp(model), FAMILIES[model.architecture].of(model).architecture
 
     def written(entries: Sequence[Entry]) -> dict[str, GgufValue]:
         said = {key: value for entry in entries for key, value in entry.write(model).items()}

@@ -32,6 +32,9 @@ from precisionctl.checkpoints.gguf.gguf_rows import (
     stack,
 )
 from precisionctl.checkpoints.gguf.recurrent_names import (
+    JOINED_GATED_MLP,
+    JOINED_SHARED_EXPERT,
+    OF_GRANITE_HYBRID,
     OF_LFM2,
     OF_LFM2_MOE,
     OF_NEMOTRON_H,
@@ -211,7 +214,10 @@ _CORRECTION_OF_MINIMAX = "model.layers.{layer}.block_sparse_moe.e_score_correcti
 _CORRECTION = ("blk.{layer}.exp_probs_b.bias",)
 
 
-_WITH_EXPERTS = {"nemotron_h": "nemotron_h_moe"}
+_WITH_EXPERTS = {
+    "nemotron_h": GgufFamily("nemotron_h_moe", tuple(OF_NEMOTRON_H)),
+    "granitemoehybrid": GgufFamily("granitehybrid", (*OF_GRANITE_HYBRID, *JOINED_SHARED_EXPERT, *_OF_GRANITE_MOE)),
+}
 
 FAMILIES: Mapping[str, GgufFamily] = {
     model_type: GgufFamily(architecture, tuple(rows), _WITH_EXPERTS.get(model_type))
@@ -258,6 +264,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
         ("deepseek_v32", "deepseek32", _OF_DSA),
         ("glm_moe_dsa", "glm-dsa", _OF_DSA),
         ("nemotron_h", "nemotron_h", OF_NEMOTRON_H),
+        ("granitemoehybrid", "granitehybrid", [*OF_GRANITE_HYBRID, *JOINED_GATED_MLP]),
         ("lfm2", "lfm2", OF_LFM2),
         ("lfm2_moe", "lfm2moe", OF_LFM2_MOE),
         ("seed_oss", "seed_oss", [*outside_layers(), *in_layers(NORMS_BY_PLACE), *ATTENTION, *MLP]),

@@ -28,18 +28,20 @@ class GgufRow:
 
 @dataclass(frozen=True)
 class GgufFamily:
-    """The `general.architecture` of a family, and its tensors. Of a model with experts it may be a second one."""
+    """The `general.architecture` of a family, and its tensors; `with_experts` if these are others of models with
+    experts."""
 
     architecture: str
     rows: tuple[GgufRow, ...]
-    with_experts: str | None = None
+    with_experts: "GgufFamily | None" = None
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        return (self.architecture, *((self.with_experts,) if self.with_experts else ()))
+        return (self.architecture, *(self.with_experts.architectures if self.with_experts else ()))
 
-    def architecture_of(self, model: ModelShape) -> str:
-        return self.with_experts if self.with_experts and model.moe else self.architecture
+    def of(self, model: ModelShape) -> "GgufFamily":
+        """That of a model."""
+        return self.with_experts if self.with_experts and model.moe else self
 
     def of_hf(self, name: str, layers: int) -> tuple[GgufRow, tuple[str, ...]] | None:
         """The row of a Hugging Face tensor, and the names of its tensors in GGUF; None if there is none. `layers` is

@@ -92,7 +92,8 @@ class GgufReader:
         file = Described(head.metadata, head.tensors, str(architecture), self.path)
         if "config.json" not in self.companions.files:
             model_type = model_type_of(file, found)
-            return model_of_file(file, model_type), FAMILIES[model_type]
+            model = model_of_file(file, model_type)
+            return model, FAMILIES[model_type].of(model)
         where = self.companions.config_path
         config = parse_json(self.companions.files["config.json"], where)
         said = config.get("model_type")
@@ -102,7 +103,7 @@ class GgufReader:
             raise DamagedCheckpoint(what, where=where, do=do)
         model = from_hf_config(config, where)
         check_same(file, model, config, where)
-        return model, FAMILIES[model.architecture]
+        return model, FAMILIES[model.architecture].of(model)
 
 
 def _files_of(path: Path) -> list[Path]:

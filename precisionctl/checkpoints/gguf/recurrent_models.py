@@ -17,8 +17,9 @@ from precisionctl.checkpoints.gguf.gguf_experts import (
     SHARED_EXPERT_SIZE,
     scored_by,
 )
-from precisionctl.checkpoints.gguf.gguf_family_keys import DELTA_NET
+from precisionctl.checkpoints.gguf.gguf_family_keys import DELTA_NET, MULTIPLIERS
 from precisionctl.checkpoints.gguf.gguf_keys import (
+    EPSILON,
     HEAD_SIZE,
     LAYERS_AND_PREDICTION,
     PREDICTION,
@@ -29,6 +30,10 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
 from precisionctl.checkpoints.gguf.gguf_layer_keys import (
     CONVOLUTIONS,
     EXPERTS_OF_MIXERS,
+    GRANITE_EXPERTS,
+    GRANITE_LAYERS,
+    GRANITE_POSITIONS,
+    GRANITE_SHARED_SIZE,
     MIXER,
     NO_POSITIONS,
     PATTERN,
@@ -80,8 +85,8 @@ RECURRENT_MODELS: Mapping[str, GgufModel] = {
         computed={"qk_layernorm": True, "moe.expert_bias": True},
     ),
     "nemotron_h": GgufModel(
-        keys=(PATTERN, NO_POSITIONS, number("norm_epsilon", "attention.layer_norm_epsilon"), EXPERTS_OF_MIXERS),
-        more=(VOCABULARY, TURNED, MIXER, HEAD_SIZE, SIZES_OF_EXPERTS_OF_MIXERS),
+        keys=(PATTERN, number("norm_epsilon", "attention.layer_norm_epsilon"), EXPERTS_OF_MIXERS),
+        more=(VOCABULARY, TURNED, MIXER, NO_POSITIONS, HEAD_SIZE, SIZES_OF_EXPERTS_OF_MIXERS),
         reads=(),
         computed={
             "activation": "squared_relu",
@@ -89,6 +94,11 @@ RECURRENT_MODELS: Mapping[str, GgufModel] = {
             "rope_layers": lambda fields: (False,) * fields["num_layers"],
         },
         ignored=("mtp_num_layers",),
+    ),
+    "granitemoehybrid": GgufModel(
+        keys=(GRANITE_LAYERS, ROPE, EPSILON, GRANITE_EXPERTS, UNUSUAL_HEAD_SIZE),
+        more=(*MULTIPLIERS, GRANITE_SHARED_SIZE, MIXER, GRANITE_POSITIONS),
+        reads=(),
     ),
 }
 """By the `model_type` of the text model."""

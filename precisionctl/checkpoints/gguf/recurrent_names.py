@@ -11,6 +11,7 @@ from precisionctl.checkpoints.gguf.changes import (
     DELTA_NET,
     DELTA_NET_INPUT,
     DELTA_NET_OUTPUT,
+    GATE_THEN_UP,
     GROUPED_NORM,
     KERNEL,
     KEY_PAIRS,
@@ -23,8 +24,10 @@ from precisionctl.checkpoints.gguf.changes import (
 )
 from precisionctl.checkpoints.gguf.gguf_rows import (
     ATTENTION,
+    ATTENTION_IN_PAIRS,
     EXPERTS,
     MLP,
+    NORMS,
     NORMS_BY_PLACE,
     QK_NORMS,
     ROUTER,
@@ -162,3 +165,16 @@ OF_NEMOTRON_H = [
         GgufRow("model.layers.{layer}.mixer.gate.e_score_correction_bias", ("blk.{layer}.exp_probs_b.bias",)),
     )
 ]
+
+
+def _joined(kind: str) -> list[GgufRow]:
+    """Granite's MLP, of the kind that ends of names say."""
+    gate_up = (f"blk.{{layer}}.ffn_gate{kind}.weight", f"blk.{{layer}}.ffn_up{kind}.weight")
+    return [
+        GgufRow("model.layers.{layer}.shared_mlp.input_linear.weight", gate_up, GATE_THEN_UP),
+        *in_layers({"shared_mlp.output_linear": f"ffn_down{kind}"}),
+    ]
+
+
+OF_GRANITE_HYBRID = [*outside_layers(), *in_layers(NORMS), *ATTENTION_IN_PAIRS, *_mixer("mamba")]
+JOINED_GATED_MLP, JOINED_SHARED_EXPERT = _joined(""), _joined("_shexp")

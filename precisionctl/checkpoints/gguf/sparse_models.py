@@ -226,8 +226,8 @@ SPARSE_MODELS: Mapping[str, GgufModel] = {
         computed={"rotary_interleaved": True, "moe.expert_bias": True},
     ),
     "hunyuan_v1_moe": GgufModel(
-        keys=(*base_keys(*EXPERTS), HEAD_SIZE),
-        more=(SHARED_EXPERT_SIZE, EXPERT_SIZE, _ONE_SHARED),
+        keys=(*base_keys(EXPERTS[0]), HEAD_SIZE),
+        more=(SHARED_EXPERT_SIZE, EXPERT_SIZE, EXPERTS[1], _ONE_SHARED),
         reads=(TURNED, STRETCHED),
         computed={
             **IN_ALL_LAYERS,
