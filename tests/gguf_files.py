@@ -25,6 +25,7 @@ LLAMA3 = {
 """Llama 3.2's."""
 
 _QWEN3_5_ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
+_MINISTRAL3_ROPE = pico.FAMILIES["ministral3"]["rope_parameters"] | {"beta_fast": 32.0, "beta_slow": 1.0}
 AS_RELEASED: dict[str, dict[str, Any]] = {
     "qwen3-5": {"linear_value_head_dim": 16, "rope_parameters": {"rope_type": "default", **_QWEN3_5_ROPE}},
     "qwen3-5-moe": {
@@ -62,6 +63,12 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
     "cohere2": {"rotary_pct": 1.0},
     "glm4": {},
     "starcoder2": {"sliding_window": None},
+    "glm4-moe-lite": {
+        "scoring_func": "sigmoid",
+        "first_k_dense_replace": 1,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    "ministral3": {"rope_parameters": {**_MINISTRAL3_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0}},
     "hunyuan": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "hunyuan-moe": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},

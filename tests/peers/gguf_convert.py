@@ -26,9 +26,15 @@ def as_published(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"layer_types": [KINDS[kind] for kind in settings["layer_types"]]}
 
 
+def converter(settings: dict[str, Any]) -> Any:
+    """The class that converts such a model; Ministral 3's is within another one."""
+    found = get_model_class(get_model_architecture(settings, ModelType.TEXT))
+    return getattr(found, "Ministral3Model", found)
+
+
 def convert(directory: Path, file: Path, values: str) -> None:
     settings = as_published(ModelBase.load_hparams(directory, False))
-    made = get_model_class(get_model_architecture(settings, ModelType.TEXT))
+    made = converter(settings)
     made.set_vocab = lambda self: None
     made.no_mtp = not settings.get("num_nextn_predict_layers")
     made(directory, gguf.LlamaFileType[values], file, eager=True, hparams=settings).write()

@@ -10,9 +10,8 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
-from conversion import get_model_architecture, get_model_class
-from conversion.base import ModelBase, ModelType, gguf
-from gguf_convert import as_published
+from conversion.base import ModelBase, gguf
+from gguf_convert import as_published, converter
 from gguf_tokenizers import TEXT
 from safetensors.numpy import save_file
 
@@ -23,7 +22,7 @@ def convert(directory: Path, file: Path, kind: str, pre: str) -> None:
     """The pre-tokenizer is given: the converter knows those of published vocabularies alone, by hashes of their ids. So
     is that a SentencePiece model is read of tokenizer.json, for which it looks in Llamas alone."""
     settings = as_published(ModelBase.load_hparams(directory, False))
-    known = get_model_class(get_model_architecture(settings, ModelType.TEXT))
+    known = converter(settings)
     given: dict[str, Any] = {"model_arch": known.model_arch, "get_vocab_base_pre": lambda self, tokenizer: pre}
     given["no_mtp"] = not settings.get("num_nextn_predict_layers")
     own = {"Phi3MiniModel"}  # Phi-4's tokenizer, which it knows by the name of a class

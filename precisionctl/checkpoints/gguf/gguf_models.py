@@ -6,22 +6,12 @@ Sources: llama.cpp's src/models/*.cpp (load_arch_hparams and graphs), and conver
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from precisionctl.checkpoints.gguf.gemma4_keys import (
-    GEMMA4_COMPUTED,
-    GEMMA4_EXPERT_SIZE,
-    GEMMA4_EXPERTS,
-    GEMMA4_HEAD_SIZE,
-    GEMMA4_HEADS,
-    GEMMA4_LAYERS,
-    GEMMA4_LOCAL_SIZE,
-    GEMMA4_MLPS,
-    GEMMA4_TURNED,
-    GEMMA4_UNUSED,
-)
+from precisionctl.checkpoints.gguf.dense_models import DENSE_MODELS
 from precisionctl.checkpoints.gguf.gguf_experts import (
     AS_LARGE_AS_MLP,
     EXPERT_SIZE,
@@ -41,7 +31,6 @@ from precisionctl.checkpoints.gguf.gguf_family_keys import (
     FINAL_CAP,
     GEMMA,
     GEMMA_KEYS,
-    HUNYUAN,
     LATENT,
     LATENT_HEADS,
     LATENT_KEYS,
@@ -51,7 +40,6 @@ from precisionctl.checkpoints.gguf.gguf_family_keys import (
     SWITCH,
     TIED_GEMMA,
     TOKENS_OF_GLM,
-    WINDOW_OF_EXAONE4,
     WINDOW_OF_GEMMA3,
     WINDOW_OF_PHI3,
     scored_as_gemma,
@@ -63,7 +51,6 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
     EPSILON,
     HEAD_SIZE,
     HEADS,
-    LAYER_NORM_EPSILON,
     LAYERS,
     LAYERS_AND_PREDICTION,
     MLP,
@@ -95,9 +82,7 @@ from precisionctl.checkpoints.gguf.gguf_rope import (
     LONGROPE_FACTOR,
     ORIGINAL_CONTEXT,
     ROPE,
-    STRETCHED,
     TURNED,
-    UNSCALED,
 )
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
 from precisionctl.checkpoints.gguf.recurrent_models import RECURRENT_MODELS
@@ -108,13 +93,13 @@ from precisionctl.model_shape import ModelShape
 _WINDOW = ("sliding_window", "window_layers")
 
 
-def _deepseek(function: str, group_scores: int, **computed: Any) -> GgufModel:
+def _deepseek(function: str, group_scores: int, *, head_first: bool = True, **computed: Any) -> GgufModel:
     return GgufModel(
         keys=base_keys(
             *EXPERTS,
             groups(group_scores),
             scored_by(function),
-            LATENT,
+            *((LATENT,) if head_first else ()),
             layers=DECODER_LAYERS,
             heads=LATENT_KEYS,
         ),
@@ -123,6 +108,7 @@ def _deepseek(function: str, group_scores: int, **computed: Any) -> GgufModel:
             VOCABULARY,
             QUERY_RANK,
             LATENT_RANK,
+            *(() if head_first else (LATENT,)),
             LATENT_HEADS,
             EXPERT_SIZE,
             SHARED_EXPERTS,
@@ -274,6 +260,9 @@ MODELS: Mapping[str, GgufModel] = {
     ),
     "deepseek_v2": _deepseek("softmax", 1, **{"moe.pre_softmax": True}),
     "deepseek_v3": _deepseek("sigmoid", 2, **{"moe.expert_bias": True}),
+    "glm4_moe_lite": replace(
+        _deepseek("sigmoid", 2, head_first=False, **{"moe.expert_bias": True}), tokens=TOKENS_OF_GLM
+    ),
     "glm4_moe": GgufModel(
         keys=(*base_keys(*EXPERTS, groups(2), layers=LAYERS_AND_PREDICTION), HEAD_SIZE),
         more=(
@@ -284,61 +273,7 @@ MODELS: Mapping[str, GgufModel] = {
         computed={**TWO_SCORES, "moe.expert_bias": True},
         tokens=TOKENS_OF_GLM,
     ),
-    "gemma4_text": GgufModel(
-        keys=(
-            *base_keys(
-                GEMMA4_EXPERTS,
-                heads=Key("num_attention_heads", "attention.head_count"),
-                rope=(GEMMA4_HEADS, ROPE, LOCAL_BASE),
-                mlp=(GEMMA4_MLPS,),
-            ),
-            GEMMA4_HEAD_SIZE,
-        ),
-        more=(FINAL_CAP, WINDOW, *GEMMA4_LAYERS, GEMMA4_LOCAL_SIZE, GEMMA4_EXPERT_SIZE, GEMMA4_TURNED),
-        reads=(GEMMA4_UNUSED,),
-        computed=GEMMA4_COMPUTED,
-        scalings={"proportional": ("partial_rotary_factor",)},
-    ),
-    "seed_oss": GgufModel(keys=(*base_keys(), HEAD_SIZE), more=(QKV_BIAS,)),
-    "ernie4_5": GgufModel(keys=(*base_keys(), HEAD_SIZE), computed={"rotary_interleaved": True}),
-    "exaone4": GgufModel(
-        keys=(*base_keys(), UNUSUAL_HEAD_SIZE),
-        more=(VOCABULARY, WINDOW_OF_EXAONE4),
-        computed={"pre_layernorms": False, "post_layernorms": True, "qk_layernorm": True},
-        scalings=AND_LLAMA3,
-    ),
-    "cohere2": GgufModel(
-        keys=(*base_keys(epsilon=LAYER_NORM_EPSILON), HEAD_SIZE),
-        more=(number("logit_multiplier", "logit_scale"), WINDOW, VOCABULARY, TURNED, UNSCALED),
-        reads=(),
-        computed={
-            "tied_embeddings": True,
-            "normalization": "LayerNorm",
-            "norm_bias": False,
-            **dict.fromkeys(("parallel_residual", "shared_layernorm", "rotary_interleaved"), True),
-            "rope_layers": every(4),
-            "window_layers": every(4),
-        },
-        scalings={"default": ()},
-    ),
-    "glm4": GgufModel(
-        keys=(*base_keys(), HEAD_SIZE),
-        more=(TURNED, QKV_BIAS),
-        reads=(),
-        computed={"post_layernorms": True, "rotary_interleaved": True},
-        tokens={"eos": "<|endoftext|>", "eot": "<|user|>", "unk": "<|endoftext|>", "bos": "<|endoftext|>"},
-    ),
-    "starcoder2": GgufModel(
-        keys=(*base_keys(epsilon=LAYER_NORM_EPSILON), UNUSUAL_HEAD_SIZE),
-        computed={
-            "normalization": "LayerNorm",
-            "activation": "gelu_tanh",
-            "gated_linear_unit": False,
-            **dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias"), True),
-        },
-        ignored=_WINDOW,
-    ),
-    "hunyuan_v1_dense": GgufModel(keys=(*base_keys(), HEAD_SIZE), reads=(TURNED, STRETCHED), computed=HUNYUAN),
+    **DENSE_MODELS,
     **RECURRENT_MODELS,
     **SPARSE_MODELS,
 }

@@ -255,6 +255,8 @@ FAMILIES: Mapping[str, GgufFamily] = {
         ("deepseek_v2", "deepseek2", _OF_DEEPSEEK),
         ("deepseek_v3", "deepseek2", _OF_DEEPSEEK),
         ("glm4_moe", "glm4moe", _OF_GLM4_MOE),
+        ("glm4_moe_lite", "deepseek2", _OF_DEEPSEEK),
+        ("ministral3", "mistral3", [*_OF_LLAMA, *MLP]),
         (
             "minimax_m2",
             "minimax-m2",

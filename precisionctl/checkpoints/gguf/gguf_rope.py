@@ -133,22 +133,28 @@ TURNED = Rule(
 """How many channels of a head turn."""
 
 
-def _read_log_multiplier(file: Described) -> Fields:
-    multiplier, scaling = file.number("rope.scaling.yarn_log_multiplier", 0.0), _read_scaling(file)
-    return {"rope_scaling": {**scaling, "mscale_all_dim": shortest(10 * multiplier)}} if multiplier and scaling else {}
+def _log_multiplier(share: float) -> Rule:
+    """So much of what config.json calls mscale_all_dim."""
+
+    def read(file: Described) -> Fields:
+        multiplier, scaling = file.number("rope.scaling.yarn_log_multiplier", 0.0), _read_scaling(file)
+        if not multiplier or not scaling:
+            return {}
+        return {"rope_scaling": {**scaling, "mscale_all_dim": shortest(multiplier / share)}}
+
+    def write(model: ModelShape) -> Said:
+        scaling = model.rope_scaling or {}
+        if not scaling.get("mscale_all_dim"):
+            if scaling.get("rope_type") == "yarn":
+                raise refused(model, "with rotary embeddings that are scaled as yarn without mscale_all_dim")
+            return {}
+        return {"rope.scaling.yarn_log_multiplier": share * scaling["mscale_all_dim"]}
+
+    return Rule((), read, write)
 
 
-def _write_log_multiplier(model: ModelShape) -> Said:
-    scaling = model.rope_scaling or {}
-    if not scaling.get("mscale_all_dim"):
-        if scaling.get("rope_type") == "yarn":
-            raise refused(model, "with rotary embeddings that are scaled as yarn without mscale_all_dim")
-        return {}
-    return {"rope.scaling.yarn_log_multiplier": 0.1 * scaling["mscale_all_dim"]}
-
-
-LOG_MULTIPLIER = Rule((), _read_log_multiplier, _write_log_multiplier)
-"""DeepSeek's, a tenth of what config.json calls mscale_all_dim."""
+LOG_MULTIPLIER, WHOLE_MULTIPLIER = _log_multiplier(0.1), _log_multiplier(1.0)
+"""DeepSeek's, and Ministral 3's."""
 
 
 def _context_before_longrope(model: ModelShape) -> int:
