@@ -24,6 +24,8 @@ LLAMA3 = {
 }
 """Llama 3.2's."""
 
+CHUNKS = {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}
+"""Llama 4's."""
 _QWEN3_5_ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
 _MINISTRAL3_ROPE = pico.FAMILIES["ministral3"]["rope_parameters"] | {"beta_fast": 32.0, "beta_slow": 1.0}
 AS_RELEASED: dict[str, dict[str, Any]] = {
@@ -37,7 +39,7 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
     "gemma4-moe": {},
     "gemma4-small": {},
     "minimax-m2": {"scoring_func": "sigmoid"},
-    "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "rope_parameters": LLAMA3},
+    "llama4": CHUNKS | {"rope_parameters": LLAMA3},
     "deepseek-v3.2": {"scoring_func": "sigmoid", "index_head_dim": 64},
     "glm-moe-dsa": {"scoring_func": "sigmoid", "index_head_dim": 64},
     "nemotron-h": {

@@ -70,7 +70,8 @@ def hf_names(model: ModelShape) -> set[str]:
     spellings they say which one a plan is to have."""
     family = FAMILIES.get(model.architecture)
     places = [{"layer": layer, "expert": 0, "mtp": 0} for layer in range(model.num_layers)]
-    return {filled(row.hf, place) for row in family.rows for place in places} if family else set()
+    names = {filled(row.hf, place) for row in family.rows for place in places} if family else set()
+    return {model.wrapper.name_of(name) for name in names} if model.wrapper else names
 
 
 def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> Plan:
