@@ -39,7 +39,7 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
     "gemma4-moe": {},
     "gemma4-small": {},
     "minimax-m2": {"scoring_func": "sigmoid"},
-    "llama4": CHUNKS | {"rope_parameters": LLAMA3},
+    "llama4": CHUNKS | {"rope_parameters": LLAMA3 | {"factor": 16.0, "high_freq_factor": 1.0}},
     "deepseek-v3.2": {"scoring_func": "sigmoid", "index_head_dim": 64},
     "glm-moe-dsa": {"scoring_func": "sigmoid", "index_head_dim": 64},
     "nemotron-h": {

@@ -235,7 +235,7 @@ def scaling_with_tensors(said: Fields, file: Described, reference: ModelShape | 
     if _FREQUENCIES in factors and file.architecture == "gemma4":
         scaling = _proportional(factors[_FREQUENCIES], file.where)
     elif _FREQUENCIES in factors:
-        scaling = {**(scaling or {}), **_llama3(factors[_FREQUENCIES], said, reference, file.where)}
+        scaling = {**(scaling or {}), **_llama3(factors[_FREQUENCIES], said, reference, file)}
     lists = {
         key: [shortest(each) for each in factors[name].tolist()] for name, key in _FACTORS.items() if name in factors
     }
@@ -256,9 +256,13 @@ def _proportional(factors: NDArray[np.float32], where: object) -> dict[str, Any]
     return {"rope_type": "proportional", "partial_rotary_factor": turned / len(factors)}
 
 
-def _llama3(factors: NDArray[np.float32], said: Fields, reference: ModelShape | None, where: object) -> dict[str, Any]:
-    """Llama 3's settings that make these factors: those of the reference, else Meta's."""
+def _llama3(
+    factors: NDArray[np.float32], said: Fields, reference: ModelShape | None, file: Described
+) -> dict[str, Any]:
+    """Llama 3's settings that make these factors: those of the reference, else Meta's, which in Llama 4 blend none."""
     settings = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3}
+    if file.architecture == "llama4":
+        settings["high_freq_factor"] = settings["low_freq_factor"]
     if reference and (reference.rope_scaling or {}).get("rope_type") == "llama3":
         settings |= reference.rope_scaling or {}
     numbers = (*(settings[key] for key in _OF_LLAMA3), said["rotary_base"])
@@ -267,7 +271,9 @@ def _llama3(factors: NDArray[np.float32], said: Fields, reference: ModelShape | 
         _llama3_factors(settings, said["rotary_base"], said["kv_channels"]), factors, rtol=1e-5
     ):
         if reference:
-            raise DamagedCheckpoint(f"`{_FREQUENCIES}` are factors of another model than the reference", where=where)
+            raise DamagedCheckpoint(
+                f"`{_FREQUENCIES}` are factors of another model than the reference", where=file.where
+            )
         what = f"`{_FREQUENCIES}` are other factors than Llama 3's, and nothing else says of which settings"
-        raise CheckpointError(what, where=where, do=WITH_REFERENCE)
+        raise CheckpointError(what, where=file.where, do=WITH_REFERENCE)
     return settings
