@@ -62,6 +62,7 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
     "ernie4-5-moe": {"intermediate_size": 128},
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     "olmoe": {"norm_topk_prob": False, "num_key_value_heads": 4},
+    "cohere": {},
     "cohere2": {"rotary_pct": 1.0},
     "glm4": {},
     "starcoder2": {"sliding_window": None},

@@ -309,6 +309,7 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused_before_anything_is_wr
         ("lfm2-moe", {"routed_scaling_factor": 1.5}, "moe.topk_scaling_factor 1.5, but with 1.0"),
         ("exaone4", {"layer_types": ["sliding_attention"] * 4, "sliding_window": 8}, "of 4 layers with such windows"),
         ("olmoe", {"norm_topk_prob": True}, "moe.pre_softmax False, but with True"),
+        ("exaone4", {"head_dim": 32}, "kv_channels 32, but with 16"),
         ("olmoe", {"num_key_value_heads": 2}, "num_query_groups 2, but with 4"),
         ("cohere2", {"layer_types": ["sliding_attention"] * 3 + ["sliding_attention"]}, "rope_layers None"),
         ("afmoe", {"mup_enabled": False}, "embedding_multiplier 1.0, but with 8.0"),

@@ -33,7 +33,7 @@ _TOKENIZERS = {
     **dict.fromkeys(("ernie4-5", "ernie4-5-moe"), "sentencepiece"),
     **dict.fromkeys(("llama4", "lfm2", "lfm2-moe"), "llama-bpe"),
     **dict.fromkeys(("deepseek-v3.2", "glm-moe-dsa"), "deepseek-v3"),
-    **dict.fromkeys(("cohere2", "starcoder2"), "smollm"),
+    **dict.fromkeys(("cohere", "cohere2", "starcoder2"), "smollm"),
     "seed-oss": "seed-coder",
 }
 CASES: dict[str, tuple[dict[str, Any], str]] = {

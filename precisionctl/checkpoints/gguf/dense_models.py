@@ -5,6 +5,7 @@ Sources: llama.cpp's src/models/*.cpp (load_arch_hparams and graphs), and conver
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from precisionctl.checkpoints.gguf.gemma4_keys import (
     GEMMA4_COMPUTED,
@@ -28,6 +29,7 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
     WINDOW,
     Key,
     every,
+    hidden_by_heads,
     number,
 )
 from precisionctl.checkpoints.gguf.gguf_model import GgufModel, base_keys
@@ -41,6 +43,14 @@ from precisionctl.checkpoints.gguf.gguf_rope import (
     UNSCALED,
     WHOLE_MULTIPLIER,
 )
+
+_LOGIT_SCALE = number("logit_multiplier", "logit_scale")
+_COHERE: Mapping[str, Any] = {
+    "kv_channels": hidden_by_heads,
+    "normalization": "LayerNorm",
+    "norm_bias": False,
+    **dict.fromkeys(("tied_embeddings", "parallel_residual", "shared_layernorm", "rotary_interleaved"), True),
+}
 
 DENSE_MODELS: Mapping[str, GgufModel] = {
     "gemma4_text": GgufModel(
@@ -63,21 +73,24 @@ DENSE_MODELS: Mapping[str, GgufModel] = {
     "exaone4": GgufModel(
         keys=(*base_keys(), UNUSUAL_HEAD_SIZE),
         more=(VOCABULARY, WINDOW_OF_EXAONE4),
-        computed={"pre_layernorms": False, "post_layernorms": True, "qk_layernorm": True},
+        computed={
+            "kv_channels": hidden_by_heads,
+            "pre_layernorms": False,
+            **dict.fromkeys(("post_layernorms", "qk_layernorm"), True),
+        },
         scalings=AND_LLAMA3,
+    ),
+    "cohere": GgufModel(
+        keys=(*base_keys(epsilon=LAYER_NORM_EPSILON), UNUSUAL_HEAD_SIZE),
+        more=(_LOGIT_SCALE, UNSCALED),
+        computed=_COHERE,
+        scalings={"default": ()},
     ),
     "cohere2": GgufModel(
         keys=(*base_keys(epsilon=LAYER_NORM_EPSILON), HEAD_SIZE),
-        more=(number("logit_multiplier", "logit_scale"), WINDOW, VOCABULARY, TURNED, UNSCALED),
+        more=(_LOGIT_SCALE, WINDOW, VOCABULARY, TURNED, UNSCALED),
         reads=(),
-        computed={
-            "tied_embeddings": True,
-            "normalization": "LayerNorm",
-            "norm_bias": False,
-            **dict.fromkeys(("parallel_residual", "shared_layernorm", "rotary_interleaved"), True),
-            "rope_layers": every(4),
-            "window_layers": every(4),
-        },
+        computed={**_COHERE, "rope_layers": every(4), "window_layers": every(4)},
         scalings={"default": ()},
     ),
     "glm4": GgufModel(
@@ -90,6 +103,7 @@ DENSE_MODELS: Mapping[str, GgufModel] = {
     "starcoder2": GgufModel(
         keys=(*base_keys(epsilon=LAYER_NORM_EPSILON), UNUSUAL_HEAD_SIZE),
         computed={
+            "kv_channels": hidden_by_heads,
             "normalization": "LayerNorm",
             "activation": "gelu_tanh",
             "gated_linear_unit": False,

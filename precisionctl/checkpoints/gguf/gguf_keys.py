@@ -200,6 +200,12 @@ UNUSUAL_HEAD_SIZE = Rule(("kv_channels",), _read_head_size, _write_unusual_head_
 """Which is written only where it does not follow from others."""
 
 
+def hidden_by_heads(fields: Fields) -> int:
+    """The size of a head, where llama.cpp takes queries of all heads for as large as hidden states."""
+    size: int = fields["hidden_size"] // fields["num_attention_heads"]
+    return size
+
+
 def every(number: int) -> Callable[[Fields], tuple[bool, ...] | None]:
     """True for all layers but each of this number; None if it is true for all."""
 

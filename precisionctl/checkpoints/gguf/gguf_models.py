@@ -64,9 +64,9 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
     WINDOW,
     WINDOWS,
     Entry,
-    Fields,
     Key,
     every,
+    hidden_by_heads,
     number,
 )
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
@@ -125,18 +125,13 @@ def _deepseek(function: str, group_scores: int, *, head_first: bool = True, **co
     )
 
 
-def _hidden_by_heads(fields: Fields) -> int:
-    size: int = fields["hidden_size"] // fields["num_attention_heads"]
-    return size
-
-
 _NORMS_OF_OLMO: Mapping[str, Any] = {
     "qk_layernorm": True,
     "qk_layernorm_over_heads": True,
     "pre_layernorms": False,
     "post_layernorms": True,
 }
-_OLMO2: Mapping[str, Any] = {"kv_channels": _hidden_by_heads, "tied_embeddings": False, **_NORMS_OF_OLMO}
+_OLMO2: Mapping[str, Any] = {"kv_channels": hidden_by_heads, "tied_embeddings": False, **_NORMS_OF_OLMO}
 _BIASES_AND_SINKS = dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias", "softmax_offset", "moe.router_bias"), True)
 
 _LLAMA = GgufModel(
@@ -232,7 +227,7 @@ MODELS: Mapping[str, GgufModel] = {
         keys=(CONTEXT, ORIGINAL_CONTEXT, WIDTH, MLP, LAYERS, HEADS, EPSILON, TURNED, ROPE),
         more=(WINDOW_OF_PHI3, LONGROPE_FACTOR),
         reads=(HEAD_SIZE,),
-        computed={"kv_channels": _hidden_by_heads},
+        computed={"kv_channels": hidden_by_heads},
         ignored=_WINDOW,
         scalings=LONGROPE,
     ),

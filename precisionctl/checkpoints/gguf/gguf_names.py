@@ -278,6 +278,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
         ),
         ("exaone4", "exaone4", [*outside_layers(), *in_layers({**NORMS_BEHIND, **QK_NORMS}), *ATTENTION, *MLP]),
         ("olmoe", "olmoe", [*_OF_QWEN, *in_layers(QK_NORMS), *ROUTER, *EXPERTS]),
+        ("cohere", "command-r", [*outside_layers(), *in_layers({"input_layernorm": "attn_norm"}), *ATTENTION, *MLP]),
         ("cohere2", "cohere2", [*outside_layers(), *in_layers({"input_layernorm": "attn_norm"}), *ATTENTION, *MLP]),
         ("glm4", "glm4", [*outside_layers(), *in_layers(_GLM4_NORMS), *ATTENTION, *JOINED_MLP]),
         (

@@ -45,6 +45,7 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
     Rule,
     Said,
     every,
+    hidden_by_heads,
     refused,
 )
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
@@ -242,6 +243,7 @@ SPARSE_MODELS: Mapping[str, GgufModel] = {
             **IN_ALL_LAYERS,
             **AS_LARGE_AS_MLP,
             **dict.fromkeys(("qk_layernorm", "qk_layernorm_over_heads", "moe.pre_softmax"), True),
+            "kv_channels": hidden_by_heads,
             "num_query_groups": lambda fields: fields["num_attention_heads"],
             "tied_embeddings": False,
         },
