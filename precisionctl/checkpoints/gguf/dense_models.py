@@ -27,7 +27,7 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
     UNUSUAL_HEAD_SIZE,
     VOCABULARY,
     WINDOW,
-    Key,
+    GgufKey,
     every,
     hidden_by_heads,
     number,
@@ -57,7 +57,7 @@ DENSE_MODELS: Mapping[str, GgufModel] = {
         keys=(
             *base_keys(
                 GEMMA4_EXPERTS,
-                heads=Key("num_attention_heads", "attention.head_count"),
+                heads=GgufKey("num_attention_heads", "attention.head_count"),
                 rope=(GEMMA4_HEADS, ROPE, LOCAL_BASE),
                 mlp=(GEMMA4_MLPS,),
             ),

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.gguf_experts import EXPERT_SIZE, EXPERTS
-from precisionctl.checkpoints.gguf.gguf_keys import WINDOWS, Fields, Key, Rule, Said, refused
+from precisionctl.checkpoints.gguf.gguf_keys import WINDOWS, GgufKey, GgufRule, Said, refused
 from precisionctl.checkpoints.gguf.gguf_layer_keys import HEADS_KV, OF_MOE, one_of
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
 from precisionctl.errors import UnknownArchitecture, shown
@@ -60,7 +61,7 @@ def _write_gemma4_groups(model: ModelShape) -> Said:
     return {HEADS_KV: [model.num_query_groups if window else int(own or 0) for window in windows]}
 
 
-GEMMA4_HEADS = Rule(
+GEMMA4_HEADS = GgufRule(
     (
         *("num_query_groups", "kv_channels", "global_attention.num_query_groups"),
         *("global_attention.kv_channels", "global_attention.keys_are_values"),
@@ -68,19 +69,19 @@ GEMMA4_HEADS = Rule(
     _read_gemma4_heads,
     _write_gemma4_groups,
 )
-GEMMA4_HEAD_SIZE = Rule(
+GEMMA4_HEAD_SIZE = GgufRule(
     (),
     lambda file: {},
     lambda model: dict.fromkeys(
         ("attention.key_length", "attention.value_length"), _everywhere(model).kv_channels or 0
     ),
 )
-GEMMA4_LOCAL_SIZE = Rule(
+GEMMA4_LOCAL_SIZE = GgufRule(
     (),
     lambda file: {},
     lambda model: dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa"), model.kv_channels),
 )
-GEMMA4_TURNED = Rule(
+GEMMA4_TURNED = GgufRule(
     (),
     lambda file: {},
     lambda model: {
@@ -106,7 +107,7 @@ def _write_gemma4_mlps(model: ModelShape) -> Said:
     return {"feed_forward_length": [size if layer < wide else 2 * size for layer in range(model.num_layers)]}
 
 
-GEMMA4_MLPS = Rule(("ffn_hidden_size", "use_double_wide_mlp"), _read_gemma4_mlps, _write_gemma4_mlps)
+GEMMA4_MLPS = GgufRule(("ffn_hidden_size", "use_double_wide_mlp"), _read_gemma4_mlps, _write_gemma4_mlps)
 
 
 def _read_gemma4_experts(file: Described) -> Fields:
@@ -134,18 +135,18 @@ def _write_gemma4_experts(model: ModelShape) -> Said:
     return {key: value for entry in EXPERTS for key, value in entry.write(model).items()}
 
 
-GEMMA4_EXPERTS = Rule(OF_MOE, _read_gemma4_experts, _write_gemma4_experts)
-GEMMA4_EXPERT_SIZE = Rule((), lambda file: {}, lambda model: EXPERT_SIZE.write(model) if model.moe else {})
+GEMMA4_EXPERTS = GgufRule(OF_MOE, _read_gemma4_experts, _write_gemma4_experts)
+GEMMA4_EXPERT_SIZE = GgufRule((), lambda file: {}, lambda model: EXPERT_SIZE.write(model) if model.moe else {})
 GEMMA4_LAYERS = (
-    Key("num_kv_shared_layers", "attention.shared_kv_layers", 0),
-    Rule(
+    GgufKey("num_kv_shared_layers", "attention.shared_kv_layers", 0),
+    GgufRule(
         ("per_layer_embed_dim",),
         lambda file: {"per_layer_embed_dim": file.count("embedding_length_per_layer_input") or None},
         lambda model: {"embedding_length_per_layer_input": model.per_layer_embed_dim or 0},
     ),
     WINDOWS,
 )
-GEMMA4_UNUSED = Rule(
+GEMMA4_UNUSED = GgufRule(
     ("stores_unused",),
     lambda file: {
         "stores_unused": bool(file.count("attention.shared_kv_layers", 0))

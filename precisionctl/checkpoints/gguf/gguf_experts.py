@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.checkpoints.gguf.gguf_keys import Entry, Fields, Key, Rule, Said, number, refused, value_of
+from precisionctl.architectures.config_keys import Fields
+from precisionctl.checkpoints.gguf.gguf_keys import GgufEntry, GgufKey, GgufRule, Said, number, refused, value_of
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
 from precisionctl.model_shape import ModelShape
 
-EXPERTS: tuple[Entry, ...] = (Key("moe.num_experts", "expert_count"), Key("moe.topk", "expert_used_count"))
-EXPERT_SIZE = Key("moe.ffn_hidden_size", "expert_feed_forward_length")
-SHARED_EXPERT_SIZE = Key("moe.shared_ffn_hidden_size", "expert_shared_feed_forward_length")
+EXPERTS: tuple[GgufEntry, ...] = (GgufKey("moe.num_experts", "expert_count"), GgufKey("moe.topk", "expert_used_count"))
+EXPERT_SIZE = GgufKey("moe.ffn_hidden_size", "expert_feed_forward_length")
+SHARED_EXPERT_SIZE = GgufKey("moe.shared_ffn_hidden_size", "expert_shared_feed_forward_length")
 WEIGHTS_SCALE = number("moe.topk_scaling_factor", "expert_weights_scale", 1.0)
 
 IN_ALL_LAYERS: Mapping[str, Any] = {"moe.layer_freq": lambda fields: (True,) * fields["num_layers"]}
@@ -28,7 +29,7 @@ def _write_shared(model: ModelShape) -> Said:
     return {"expert_shared_count": shared // value_of(model, "moe.ffn_hidden_size")}
 
 
-SHARED_EXPERTS = Rule(("moe.shared_ffn_hidden_size",), _read_shared, _write_shared)
+SHARED_EXPERTS = GgufRule(("moe.shared_ffn_hidden_size",), _read_shared, _write_shared)
 """So many, each as large as a routed one."""
 
 
@@ -44,7 +45,7 @@ def _write_dense(model: ModelShape) -> Said:
     return {"leading_dense_block_count": experts.count(False)}
 
 
-LEADING_DENSE = Rule(("moe.layer_freq",), _read_dense, _write_dense)
+LEADING_DENSE = GgufRule(("moe.layer_freq",), _read_dense, _write_dense)
 
 _FUNCTIONS = {"softmax": 1, "sigmoid": 2}
 """llama.cpp's numbers of the functions that score experts."""
@@ -55,17 +56,17 @@ def is_scored_by(function: str, file: Described) -> bool:
     return bool(file.count("expert_gating_func", 0) == _FUNCTIONS[function])
 
 
-def scored_by(function: str) -> Rule:
+def scored_by(function: str) -> GgufRule:
     """The one function that scores experts in all models of a family, which a file may say."""
 
     def read(file: Described) -> Fields:
         file.expect("expert_gating_func", _FUNCTIONS[function])
         return {"moe.score_function": function}
 
-    return Rule(("moe.score_function",), read, lambda model: {"expert_gating_func": _FUNCTIONS[function]})
+    return GgufRule(("moe.score_function",), read, lambda model: {"expert_gating_func": _FUNCTIONS[function]})
 
 
-NORMALISED = Rule(
+NORMALISED = GgufRule(
     ("moe.pre_softmax",),
     lambda file: {"moe.pre_softmax": file.said("expert_weights_norm") is not True},
     lambda model: {} if value_of(model, "moe.pre_softmax") else {"expert_weights_norm": True},
@@ -75,7 +76,7 @@ NORMALISED = Rule(
 _GROUPS = ("moe.num_groups", "moe.group_topk", "moe.group_scores")
 
 
-def groups(scores: int) -> Rule:
+def groups(scores: int) -> GgufRule:
     """Groups of experts, each of which is worth so many of its scores in the family."""
 
     def read(file: Described) -> Fields:
@@ -88,7 +89,7 @@ def groups(scores: int) -> Rule:
             number = best = 1
         return {"expert_group_count": number, "expert_group_used_count": best}
 
-    return Rule(_GROUPS[:2], read, write)
+    return GgufRule(_GROUPS[:2], read, write)
 
 
 TWO_SCORES: Mapping[str, Any] = {"moe.group_scores": lambda fields: 2 if fields["moe.num_groups"] else None}

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.gguf_keys import (
     CONTEXT,
     EPSILON,
@@ -15,9 +16,8 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
     WIDTH,
     WINDOW,
     WINDOWS,
-    Fields,
-    Key,
-    Rule,
+    GgufKey,
+    GgufRule,
     Said,
     every,
     head_size,
@@ -55,11 +55,11 @@ def _read_switch(file: Described) -> Fields:
     return {}
 
 
-SWITCH = Rule((), _read_switch)
+SWITCH = GgufRule((), _read_switch)
 MULTIPLIERS = (
     VOCABULARY,
     TURNED,
-    Rule(("query_pre_attn_scalar",), _read_score_scale, _write_score_scale),
+    GgufRule(("query_pre_attn_scalar",), _read_score_scale, _write_score_scale),
     number("embedding_multiplier", "embedding_scale", 1.0),
     number("residual_multiplier", "residual_scale", 1.0),
     number("logits_scaling", "logit_scale"),
@@ -85,8 +85,8 @@ def _read_window_of_gemma3(file: Described) -> Fields:
     return WINDOW.read(file)
 
 
-WINDOW_OF_GEMMA3 = Rule(WINDOW.fields, _read_window_of_gemma3, WINDOW.write)
-WINDOW_OF_PHI3 = Rule(
+WINDOW_OF_GEMMA3 = GgufRule(WINDOW.fields, _read_window_of_gemma3, WINDOW.write)
+WINDOW_OF_PHI3 = GgufRule(
     WINDOW.fields,
     lambda file: {"sliding_window": file.count("attention.sliding_window", 0) or None},
     lambda model: {"attention.sliding_window": model.sliding_window or 0},
@@ -115,7 +115,7 @@ def _write_window_of_exaone4(model: ModelShape) -> Said:
     return {**WINDOW.write(model), **WINDOWS.write(model)}
 
 
-WINDOW_OF_EXAONE4 = Rule(
+WINDOW_OF_EXAONE4 = GgufRule(
     ("sliding_window", "window_layers", "rope_layers"), _read_window_of_exaone4, _write_window_of_exaone4
 )
 """By the number of layers: in the model of 32B, three in four have a window, and the others no rotary embeddings."""
@@ -153,7 +153,7 @@ def _write_query_rank(model: ModelShape) -> Said:
     return {} if rank is None else {"attention.q_lora_rank": rank}
 
 
-QUERY_RANK = Rule(("mla.q_lora_rank",), _read_query_rank, _write_query_rank)
+QUERY_RANK = GgufRule(("mla.q_lora_rank",), _read_query_rank, _write_query_rank)
 
 
 def _read_latent(file: Described) -> Fields:
@@ -163,7 +163,7 @@ def _read_latent(file: Described) -> Fields:
     return {"mla.kv_lora_rank": rank}
 
 
-LATENT = Rule(
+LATENT = GgufRule(
     ("mla.kv_lora_rank",),
     _read_latent,
     lambda model: {
@@ -172,8 +172,8 @@ LATENT = Rule(
     },
 )
 """What is a head to llama.cpp."""
-LATENT_RANK = Key("mla.kv_lora_rank", "attention.kv_lora_rank")
-LATENT_HEADS = Rule(
+LATENT_RANK = GgufKey("mla.kv_lora_rank", "attention.kv_lora_rank")
+LATENT_HEADS = GgufRule(
     ("mla.qk_head_dim", "mla.v_head_dim"),
     lambda file: {
         "mla.qk_head_dim": file.count("attention.key_length_mla") - file.count("rope.dimension_count"),
@@ -191,7 +191,7 @@ def _read_latent_heads(file: Described) -> Fields:
     return dict.fromkeys(LATENT_KEYS.fields, file.count("attention.head_count", least=1))
 
 
-LATENT_KEYS = Rule(
+LATENT_KEYS = GgufRule(
     ("num_attention_heads", "num_query_groups"),
     _read_latent_heads,
     lambda model: {"attention.head_count": model.num_attention_heads, "attention.head_count_kv": 1},
@@ -218,16 +218,16 @@ def _write_recurrent(model: ModelShape) -> Said:
 
 
 DELTA_NET = (
-    Key("gdn.conv_kernel_dim", "ssm.conv_kernel"),
-    Key("gdn.key_head_dim", "ssm.state_size"),
-    Key("gdn.num_key_heads", "ssm.group_count"),
-    Key("gdn.num_value_heads", "ssm.time_step_rank"),
-    Rule(
+    GgufKey("gdn.conv_kernel_dim", "ssm.conv_kernel"),
+    GgufKey("gdn.key_head_dim", "ssm.state_size"),
+    GgufKey("gdn.num_key_heads", "ssm.group_count"),
+    GgufKey("gdn.num_value_heads", "ssm.time_step_rank"),
+    GgufRule(
         ("gdn.value_head_dim",),
         _read_value_size,
         lambda model: {"ssm.inner_size": value_of(model, "gdn.value_size")},
     ),
-    Rule(("gdn.layers",), _read_recurrent, _write_recurrent),
+    GgufRule(("gdn.layers",), _read_recurrent, _write_recurrent),
 )
 
 

@@ -13,18 +13,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.gguf_metadata import NEEDED, Described
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.model_parts import MOST_LAYERS
 from precisionctl.model_shape import ModelShape
 
-Fields = Mapping[str, Any]
-"""Values of ModelShape by field."""
 Said = Mapping[str, int | float | bool | str | list[bool] | list[int]]
 """Values by key, without the architecture's name; an `int` is 32 bits without a sign, a `float` FP32."""
 
 
-class Entry(Protocol):
+class GgufEntry(Protocol):
     """Some keys of the metadata, or tensors that are there or not, and the fields of ModelShape that they say."""
 
     @property
@@ -39,7 +38,7 @@ class Entry(Protocol):
 
 
 @dataclass(frozen=True)
-class Key:
+class GgufKey:
     """A field under one key: an integer, or FP32. `absent` is what llama.cpp takes where the key is not there; None is
     not written."""
 
@@ -63,9 +62,9 @@ class Key:
         return {} if value is None else {self.key: self.kind(value)}
 
 
-def number(field: str, key: str, absent: float | None = NEEDED) -> Key:
+def number(field: str, key: str, absent: float | None = NEEDED) -> GgufKey:
     """A field in FP32."""
-    return Key(field, key, absent, float)
+    return GgufKey(field, key, absent, float)
 
 
 def value_of(model: ModelShape, field: str) -> Any:
@@ -78,7 +77,7 @@ def value_of(model: ModelShape, field: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Rule:
+class GgufRule:
     """Fields and keys that functions make of one another."""
 
     fields: tuple[str, ...]
@@ -104,24 +103,24 @@ def _read_layers_and_prediction(file: Described) -> Fields:
     return {"num_layers": _read_layers(file)["num_layers"] - prediction, "mtp_num_layers": prediction}
 
 
-LAYERS = Rule(("num_layers",), _read_layers, lambda model: {"block_count": model.num_layers})
-LAYERS_AND_PREDICTION = Rule(
+LAYERS = GgufRule(("num_layers",), _read_layers, lambda model: {"block_count": model.num_layers})
+LAYERS_AND_PREDICTION = GgufRule(
     ("num_layers", "mtp_num_layers"),
     _read_layers_and_prediction,
     lambda model: {"block_count": model.num_layers + model.mtp_num_layers},
 )
-DECODER_LAYERS = Rule(("num_layers",), _read_layers_and_prediction, LAYERS.write)
+DECODER_LAYERS = GgufRule(("num_layers",), _read_layers_and_prediction, LAYERS.write)
 """Of a family whose layers of multi-token prediction are not written."""
-PREDICTION = Rule(
+PREDICTION = GgufRule(
     ("mtp_num_layers",),
     lambda file: {},
     lambda model: {"nextn_predict_layers": model.mtp_num_layers} if model.mtp_num_layers else {},
 )
 """What LAYERS_AND_PREDICTION reads too."""
 
-CONTEXT = Key("max_position_embeddings", "context_length")
-WIDTH = Key("hidden_size", "embedding_length")
-MLP = Key("ffn_hidden_size", "feed_forward_length")
+CONTEXT = GgufKey("max_position_embeddings", "context_length")
+WIDTH = GgufKey("hidden_size", "embedding_length")
+MLP = GgufKey("ffn_hidden_size", "feed_forward_length")
 EPSILON = number("norm_epsilon", "attention.layer_norm_rms_epsilon")
 LAYER_NORM_EPSILON = number("norm_epsilon", "attention.layer_norm_epsilon")
 
@@ -132,12 +131,12 @@ def _read_vocabulary(file: Described) -> Fields:
     return {"vocab_size": rows, "padded_vocab_size": rows}
 
 
-VOCABULARY = Rule(
+VOCABULARY = GgufRule(
     ("vocab_size", "padded_vocab_size"),
     _read_vocabulary,
     lambda model: {"vocab_size": model.vocab_size},
 )
-TIED = Rule(("tied_embeddings",), lambda file: {"tied_embeddings": not file.has("output.weight")})
+TIED = GgufRule(("tied_embeddings",), lambda file: {"tied_embeddings": not file.has("output.weight")})
 
 
 def _read_causal(file: Described) -> Fields:
@@ -145,15 +144,15 @@ def _read_causal(file: Described) -> Fields:
     return {}
 
 
-CAUSAL = Rule((), _read_causal)
+CAUSAL = GgufRule((), _read_causal)
 
-ATTENTION_BIAS = Rule(
+ATTENTION_BIAS = GgufRule(
     ("qkv_bias", "proj_bias"),
     lambda file: dict.fromkeys(("qkv_bias", "proj_bias"), file.has("blk.0.attn_q.bias")),
 )
-QKV_BIAS = Rule(("qkv_bias",), lambda file: {"qkv_bias": file.has("blk.0.attn_q.bias")})
-QK_NORMS = Rule(("qk_layernorm",), lambda file: {"qk_layernorm": file.has("blk.0.attn_q_norm.weight")})
-MLP_BIAS = Rule(("mlp_bias",), lambda file: {"mlp_bias": file.has("blk.0.ffn_up.bias")})
+QKV_BIAS = GgufRule(("qkv_bias",), lambda file: {"qkv_bias": file.has("blk.0.attn_q.bias")})
+QK_NORMS = GgufRule(("qk_layernorm",), lambda file: {"qk_layernorm": file.has("blk.0.attn_q_norm.weight")})
+MLP_BIAS = GgufRule(("mlp_bias",), lambda file: {"mlp_bias": file.has("blk.0.ffn_up.bias")})
 
 
 # Attention
@@ -164,7 +163,7 @@ def _read_heads(file: Described) -> Fields:
     return {"num_attention_heads": heads, "num_query_groups": file.count("attention.head_count_kv", heads)}
 
 
-HEADS = Rule(
+HEADS = GgufRule(
     ("num_attention_heads", "num_query_groups"),
     _read_heads,
     lambda model: {
@@ -195,8 +194,8 @@ def _write_unusual_head_size(model: ModelShape) -> Said:
     return {} if usual else _write_head_size(model)
 
 
-HEAD_SIZE = Rule(("kv_channels",), _read_head_size, _write_head_size)
-UNUSUAL_HEAD_SIZE = Rule(("kv_channels",), _read_head_size, _write_unusual_head_size)
+HEAD_SIZE = GgufRule(("kv_channels",), _read_head_size, _write_head_size)
+UNUSUAL_HEAD_SIZE = GgufRule(("kv_channels",), _read_head_size, _write_unusual_head_size)
 """Which is written only where it does not follow from others."""
 
 
@@ -230,5 +229,5 @@ def _write_windows(model: ModelShape) -> Said:
     return {"attention.sliding_window_pattern": list(windows)}
 
 
-WINDOW = Key("sliding_window", "attention.sliding_window")
-WINDOWS = Rule(("window_layers",), _read_windows, _write_windows)
+WINDOW = GgufKey("sliding_window", "attention.sliding_window")
+WINDOWS = GgufRule(("window_layers",), _read_windows, _write_windows)

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.gguf_experts import EXPERT_SIZE, EXPERTS, SHARED_EXPERT_SIZE, WEIGHTS_SCALE
-from precisionctl.checkpoints.gguf.gguf_keys import Fields, Key, Rule, Said, refused
+from precisionctl.checkpoints.gguf.gguf_keys import GgufKey, GgufRule, Said, refused
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model_parts import MoE
@@ -44,10 +45,10 @@ def _write_convolutions(model: ModelShape) -> Said:
     return {"attention.head_count": model.num_attention_heads, HEADS_KV: heads}
 
 
-CONVOLUTIONS = Rule(
+CONVOLUTIONS = GgufRule(
     ("num_attention_heads", "num_query_groups", "short_conv.layers"), _read_convolutions, _write_convolutions
 )
-TAPS = Key("short_conv.kernel_dim", "shortconv.l_cache")
+TAPS = GgufKey("short_conv.kernel_dim", "shortconv.l_cache")
 
 
 # Mixers (Nemotron-H)
@@ -84,7 +85,7 @@ def _write_pattern(model: ModelShape) -> Said:
     }
 
 
-PATTERN = Rule(
+PATTERN = GgufRule(
     (
         *("num_layers", "mamba.pattern", "max_position_embeddings", "hidden_size", "ffn_hidden_size"),
         *("num_attention_heads", "num_query_groups", "moe.layer_freq"),
@@ -121,7 +122,9 @@ def _write_mixer(model: ModelShape) -> Said:
     }
 
 
-MIXER = Rule(("mamba.num_heads", "mamba.head_dim", "mamba.num_groups", "mamba.state_dim"), _read_mixer, _write_mixer)
+MIXER = GgufRule(
+    ("mamba.num_heads", "mamba.head_dim", "mamba.num_groups", "mamba.state_dim"), _read_mixer, _write_mixer
+)
 OF_MOE = tuple(f"moe.{name}" for name in vars(MoE(1, 1, 1, (True,))))
 
 
@@ -173,8 +176,8 @@ def _write_sizes_of_experts(model: ModelShape) -> Said:
 
 
 _OF_MIXERS = (EXPERT_SIZE, SHARED_EXPERT_SIZE, WEIGHTS_SCALE)
-EXPERTS_OF_MIXERS = Rule(OF_MOE, _read_experts_of_mixers, _write_experts_of_mixers)
-SIZES_OF_EXPERTS_OF_MIXERS = Rule((), lambda file: {}, _write_sizes_of_experts)
+EXPERTS_OF_MIXERS = GgufRule(OF_MOE, _read_experts_of_mixers, _write_experts_of_mixers)
+SIZES_OF_EXPERTS_OF_MIXERS = GgufRule((), lambda file: {}, _write_sizes_of_experts)
 """Which EXPERTS_OF_MIXERS reads."""
 
 
@@ -183,7 +186,7 @@ def _read_no_positions(file: Described) -> Fields:
     return {"rotary_base": 10000.0, "rope_scaling": None}
 
 
-NO_POSITIONS = Rule((), _read_no_positions, lambda model: {"rope.scaling.finetuned": False})
+NO_POSITIONS = GgufRule((), _read_no_positions, lambda model: {"rope.scaling.finetuned": False})
 """Of attention."""
 
 # Granite 4
@@ -219,7 +222,7 @@ def _write_granite(model: ModelShape) -> Said:
     }
 
 
-GRANITE_LAYERS = Rule(
+GRANITE_LAYERS = GgufRule(
     (
         *("num_layers", "mamba.pattern", "max_position_embeddings", "hidden_size", "ffn_hidden_size"),
         *("num_attention_heads", "num_query_groups", "rope_layers"),
@@ -258,8 +261,8 @@ def _write_granite_experts(model: ModelShape) -> Said:
     return {key: value for entry in EXPERTS for key, value in entry.write(model).items()}
 
 
-GRANITE_EXPERTS = Rule(OF_MOE, _read_granite_experts, _write_granite_experts)
-GRANITE_SHARED_SIZE = Rule(
+GRANITE_EXPERTS = GgufRule(OF_MOE, _read_granite_experts, _write_granite_experts)
+GRANITE_SHARED_SIZE = GgufRule(
     (),
     lambda file: {},
     lambda model: {
@@ -268,5 +271,5 @@ GRANITE_SHARED_SIZE = Rule(
     },
 )
 """Which GRANITE_EXPERTS reads."""
-GRANITE_POSITIONS = Rule((), lambda file: {}, lambda model: {"rope.scaling.finetuned": model.rope_layers is None})
+GRANITE_POSITIONS = GgufRule((), lambda file: {}, lambda model: {"rope.scaling.finetuned": model.rope_layers is None})
 """A switch of rotary embeddings, which GRANITE_LAYERS reads."""

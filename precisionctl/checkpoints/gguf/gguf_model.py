@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from precisionctl.architectures.config_keys import Fields
 from precisionctl.architectures.families import fields_of
 from precisionctl.checkpoints.gguf.gguf_keys import (
     CAUSAL,
@@ -17,8 +18,7 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
     TIED,
     VOCABULARY,
     WIDTH,
-    Entry,
-    Fields,
+    GgufEntry,
     refused,
 )
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
@@ -28,13 +28,13 @@ from precisionctl.model_shape import ModelShape
 
 
 def base_keys(
-    *experts: Entry,
-    layers: Entry = LAYERS,
-    mlp: Sequence[Entry] = (MLP,),
-    heads: Entry = HEADS,
-    rope: Sequence[Entry] = (ROPE,),
-    epsilon: Entry = EPSILON,
-) -> tuple[Entry, ...]:
+    *experts: GgufEntry,
+    layers: GgufEntry = LAYERS,
+    mlp: Sequence[GgufEntry] = (MLP,),
+    heads: GgufEntry = HEADS,
+    rope: Sequence[GgufEntry] = (ROPE,),
+    epsilon: GgufEntry = EPSILON,
+) -> tuple[GgufEntry, ...]:
     """What the converter writes of every model (TextModel.set_gguf_parameters), but for the size of a head."""
     return (layers, CONTEXT, WIDTH, *mlp, heads, *rope, epsilon, *experts)
 
@@ -51,9 +51,9 @@ class GgufModel:
     tokens that the family has, whatever its tokenizer_config.json calls them.
     """
 
-    keys: tuple[Entry, ...]
-    more: tuple[Entry, ...] = ()
-    reads: tuple[Entry, ...] = (TURNED,)
+    keys: tuple[GgufEntry, ...]
+    more: tuple[GgufEntry, ...] = ()
+    reads: tuple[GgufEntry, ...] = (TURNED,)
     computed: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     scalings: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SCALINGS)

@@ -63,8 +63,8 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
     WIDTH,
     WINDOW,
     WINDOWS,
-    Entry,
-    Key,
+    GgufEntry,
+    GgufKey,
     every,
     hidden_by_heads,
     number,
@@ -114,7 +114,7 @@ def _deepseek(function: str, group_scores: int, *, head_first: bool = True, **co
             SHARED_EXPERTS,
             WEIGHTS_SCALE,
             NORMALISED,
-            Key("mla.qk_pos_emb_head_dim", "rope.dimension_count"),
+            GgufKey("mla.qk_pos_emb_head_dim", "rope.dimension_count"),
             LOG_MULTIPLIER,
         ),
         reads=(),
@@ -201,7 +201,7 @@ MODELS: Mapping[str, GgufModel] = {
         more=(
             number("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
             number("final_logit_softcapping", "final_logit_softcapping", 30.0),
-            Key("sliding_window", "attention.sliding_window", 4096),
+            GgufKey("sliding_window", "attention.sliding_window", 4096),
         ),
         reads=(TURNED, WINDOWS),
         computed={
@@ -307,7 +307,7 @@ def model_metadata(model: ModelShape, file_type: int) -> dict[str, GgufValue]:
     `of_llama_cpp`."""
     family, architecture = of_llama_cpp(model), FAMILIES[model.architecture].of(model).architecture
 
-    def written(entries: Sequence[Entry]) -> dict[str, GgufValue]:
+    def written(entries: Sequence[GgufEntry]) -> dict[str, GgufValue]:
         said = {key: value for entry in entries for key, value in entry.write(model).items()}
         return {f"{architecture}.{key}": _value(value) for key, value in said.items()}
 

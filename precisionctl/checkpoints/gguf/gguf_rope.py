@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from precisionctl.architectures.config_keys import Fields
 from precisionctl.architectures.rope import LLAMA3
 from precisionctl.checkpoints.base import WITH_REFERENCE
 from precisionctl.checkpoints.chunks import read_bytes
 from precisionctl.checkpoints.gguf.gguf_file import GgufTensor
-from precisionctl.checkpoints.gguf.gguf_keys import Fields, Rule, Said, head_size, number, refused
+from precisionctl.checkpoints.gguf.gguf_keys import GgufRule, Said, head_size, number, refused
 from precisionctl.checkpoints.gguf.gguf_metadata import Described, shortest
 from precisionctl.checkpoints.gguf.gguf_tensors import GgufPart
 from precisionctl.dtypes import DType
@@ -84,8 +85,8 @@ def _write_unusual_rope(model: ModelShape) -> Said:
     return {} if (model.rotary_base, model.rope_scaling) == (1e4, None) else _write_rope(model)
 
 
-ROPE = Rule(("rotary_base", "rope_scaling"), _read_rope, _write_rope)
-UNUSUAL_ROPE = Rule(ROPE.fields, _read_rope, _write_unusual_rope)
+ROPE = GgufRule(("rotary_base", "rope_scaling"), _read_rope, _write_rope)
+UNUSUAL_ROPE = GgufRule(ROPE.fields, _read_rope, _write_unusual_rope)
 """Of Gemma, whose base the converter does not write."""
 
 _SECTIONS = [11, 11, 10, 0]
@@ -102,9 +103,9 @@ def _write_sections(model: ModelShape) -> Said:
     return {"rope.dimension_sections": _SECTIONS}
 
 
-SECTIONS = Rule((), _read_sections, _write_sections)
+SECTIONS = GgufRule((), _read_sections, _write_sections)
 """Which pairs go by height and width in an image: in text all dimensions of a position are the same."""
-UNSCALED = Rule((), lambda file: {}, lambda model: {"rope.scaling.type": "none"})
+UNSCALED = GgufRule((), lambda file: {}, lambda model: {"rope.scaling.type": "none"})
 """What ROPE reads too."""
 
 
@@ -115,17 +116,17 @@ def _read_stretched(file: Described) -> Fields:
     return {}
 
 
-STRETCHED = Rule((), _read_stretched)
+STRETCHED = GgufRule((), _read_stretched)
 """Hunyuan's converter says what stretched the base, which is not scaled."""
 
 LOCAL_BASE = number("rotary_base_local", "rope.freq_base_swa", 10000.0)
-LOCAL_BASE_OF_OLMO3 = Rule(
+LOCAL_BASE_OF_OLMO3 = GgufRule(
     ("rotary_base_local",),
     lambda file: {"rotary_base_local": file.number("rope.freq_base_swa", _read_rope(file)["rotary_base"])},
     LOCAL_BASE.write,
 )
 
-TURNED = Rule(
+TURNED = GgufRule(
     ("rotary_percent",),
     lambda file: {"rotary_percent": file.count("rope.dimension_count", head_size(file)) / head_size(file)},
     lambda model: {"rope.dimension_count": model.rotary_size},
@@ -133,7 +134,7 @@ TURNED = Rule(
 """How many channels of a head turn."""
 
 
-def _log_multiplier(share: float) -> Rule:
+def _log_multiplier(share: float) -> GgufRule:
     """So much of what config.json calls mscale_all_dim."""
 
     def read(file: Described) -> Fields:
@@ -150,7 +151,7 @@ def _log_multiplier(share: float) -> Rule:
             return {}
         return {"rope.scaling.yarn_log_multiplier": share * scaling["mscale_all_dim"]}
 
-    return Rule((), read, write)
+    return GgufRule((), read, write)
 
 
 LOG_MULTIPLIER, WHOLE_MULTIPLIER = _log_multiplier(0.1), _log_multiplier(1.0)
@@ -181,10 +182,10 @@ def _write_longrope(model: ModelShape) -> Said:
     return {"rope.scaling.attn_factor": factor} if model.rope_scaling else {}
 
 
-ORIGINAL_CONTEXT = Rule(
+ORIGINAL_CONTEXT = GgufRule(
     (), lambda file: {}, lambda model: {"rope.scaling.original_context_length": _context_before_longrope(model)}
 )
-LONGROPE_FACTOR = Rule((), _read_longrope, _write_longrope)
+LONGROPE_FACTOR = GgufRule((), _read_longrope, _write_longrope)
 """Phi-3's. These read and write the key of ORIGINAL_CONTEXT too."""
 
 _FREQUENCIES = "rope_freqs.weight"

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from precisionctl.architectures.families import fields_of, from_hf_config, key_in, model_of_fields, to_hf_config
-from precisionctl.checkpoints.gguf.gguf_keys import Key
+from precisionctl.checkpoints.gguf.gguf_keys import GgufKey
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
 from precisionctl.checkpoints.gguf.gguf_models import MODELS
 from precisionctl.checkpoints.gguf.gguf_rope import scaling_with_tensors
@@ -40,7 +40,7 @@ def _in_words_of(file: Described, model_type: str, error: DamagedCheckpoint) -> 
     field, _, rest = error.what.partition(" ")
     family = MODELS[model_type]
     for entry in (*family.keys, *family.more):
-        if isinstance(entry, Key) and field == entry.field.rpartition(".")[2]:
+        if isinstance(entry, GgufKey) and field == entry.field.rpartition(".")[2]:
             field = f"{file.architecture}.{entry.key}"
     return DamagedCheckpoint(f"{field} {rest}", where=file.where, do="Is the file whole, and of such a model?")
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.gguf_experts import (
     AS_LARGE_AS_MLP,
     EXPERT_SIZE,
@@ -39,10 +40,9 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
     UNUSUAL_HEAD_SIZE,
     VOCABULARY,
     WINDOW,
-    Entry,
-    Fields,
-    Key,
-    Rule,
+    GgufEntry,
+    GgufKey,
+    GgufRule,
     Said,
     every,
     hidden_by_heads,
@@ -70,14 +70,14 @@ def _write_step(model: ModelShape) -> Said:
     return {"interleave_moe_layer_step": step}
 
 
-_STEP = Rule(("moe.layer_freq",), _read_step, _write_step)
+_STEP = GgufRule(("moe.layer_freq",), _read_step, _write_step)
 
 # DeepSeek-V3.2, GLM-5
 
 _INDEXER = (
-    Key("dsa.n_heads", "attention.indexer.head_count"),
-    Key("dsa.head_dim", "attention.indexer.key_length"),
-    Key("dsa.topk", "attention.indexer.top_k"),
+    GgufKey("dsa.n_heads", "attention.indexer.head_count"),
+    GgufKey("dsa.head_dim", "attention.indexer.key_length"),
+    GgufKey("dsa.topk", "attention.indexer.top_k"),
 )
 
 
@@ -90,7 +90,7 @@ def _read_indexers(file: Described) -> Fields:
     return {"dsa.layers": tuple(listed)}
 
 
-_INDEXERS = Rule(
+_INDEXERS = GgufRule(
     ("dsa.layers",),
     _read_indexers,
     lambda model: {"attention.indexer.types": list(model.dsa.layers)} if model.dsa else {},
@@ -98,7 +98,7 @@ _INDEXERS = Rule(
 
 
 def _sparse_attention(
-    *more: Entry, interleaved: bool, computed: Mapping[str, Any], tokens: Mapping[str, str] = MappingProxyType({})
+    *more: GgufEntry, interleaved: bool, computed: Mapping[str, Any], tokens: Mapping[str, str] = MappingProxyType({})
 ) -> GgufModel:
     return GgufModel(
         keys=base_keys(
@@ -112,14 +112,14 @@ def _sparse_attention(
         more=(
             LEADING_DENSE,
             VOCABULARY,
-            Key("mla.q_lora_rank", "attention.q_lora_rank"),
+            GgufKey("mla.q_lora_rank", "attention.q_lora_rank"),
             LATENT_RANK,
             LATENT_HEADS,
             EXPERT_SIZE,
             SHARED_EXPERTS,
             WEIGHTS_SCALE,
             NORMALISED,
-            Key("mla.qk_pos_emb_head_dim", "rope.dimension_count"),
+            GgufKey("mla.qk_pos_emb_head_dim", "rope.dimension_count"),
             LOG_MULTIPLIER,
             PREDICTION,
             *_INDEXER,
@@ -159,13 +159,13 @@ def _read_ernie_steps(file: Described) -> Fields:
     return {}
 
 
-_SHARED_OF_ERNIE = Rule(
+_SHARED_OF_ERNIE = GgufRule(
     SHARED_EXPERTS.fields,
     _read_ernie,
     _write_ernie,
 )
 """The size is theirs together; the converter makes it of other numbers, which come to the same in the releases."""
-_STEP_OF_ERNIE = Rule((), _read_ernie_steps, lambda model: {"interleave_moe_layer_step": 1})
+_STEP_OF_ERNIE = GgufRule((), _read_ernie_steps, lambda model: {"interleave_moe_layer_step": 1})
 
 
 def _read_one_shared(file: Described) -> Fields:
@@ -173,7 +173,7 @@ def _read_one_shared(file: Described) -> Fields:
     return {}
 
 
-_ONE_SHARED = Rule((), _read_one_shared, lambda model: {"expert_shared_count": 1})
+_ONE_SHARED = GgufRule((), _read_one_shared, lambda model: {"expert_shared_count": 1})
 
 
 SPARSE_MODELS: Mapping[str, GgufModel] = {
