@@ -21,6 +21,7 @@ import torch
 from click.testing import CliRunner
 from command_line import run
 from safetensors.torch import load_file
+from soaking import in_soak
 from training import contents
 
 from precisionctl import errors, signals
@@ -496,9 +497,9 @@ def test_ctrl_c_before_anything_is_written_says_so_and_exits_as_when_stopped(tmp
     assert (stopped.exit_code, stopped.stderr) == (75, f"{errors.NOT_BEGUN}\n")
 
 
-@pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.parametrize("options", [["--json"], *in_soak([])])
 @pytest.mark.parametrize(
-    "module", ["click", "rich.console", "precisionctl.cli.looking", "precisionctl.reports.inspect"]
+    "module", ["click", "precisionctl.reports.inspect", *in_soak("rich.console", "precisionctl.cli.looking")]
 )
 def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path, module, options):
     """At each of these moments the program gets the signal itself, in an `exec`, as of a dataclass that makes its
@@ -730,8 +731,8 @@ def test_what_contradicts_the_container_is_refused_in_the_options_that_were_give
     assert result.exit_code == 2 and advice in result.stderr
 
 
-PRINTING = [["--help"], ["--version"], ["inspect", "--help"], ["completion", "bash"], ["inspect", "{}"]]
-PRINTING += [["inspect", "{}", "--json"]]
+PRINTING = [["--help"], ["inspect", "{}", "--json"]]
+PRINTING += in_soak(["--version"], ["inspect", "--help"], ["completion", "bash"], ["inspect", "{}"])
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a disk that is always full")
@@ -757,7 +758,7 @@ def test_a_reader_that_has_read_enough_ends_it_in_silence_as_sigpipe_would(tmp_p
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+@pytest.mark.parametrize("closed", [">&- 2>&- <&-", *in_soak(">&-", "2>&-")])
 def test_closed_streams_are_no_files_to_print_into(tmp_path, closed):
     """With one closed, its number would go to the next file that is opened: the journal, or a shard."""
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)

@@ -37,10 +37,9 @@ ROWS = Rows(np.zeros(2, np.int32), None, EqualRows(1, 1), padding=0, largest=0, 
     [
         ("qwen3-moe", hf_trainer),
         ("llama-3", pytorch),
-        ("llama-3", deepspeed),
         ("qwen2", verl),
-        ("gemma4", hf_trainer),
         ("gemma4-moe", deepspeed),
+        *in_soak(("llama-3", deepspeed), ("gemma4", hf_trainer)),
         *in_soak(("gemma4", pytorch), ("gemma4", deepspeed), ("gemma4-moe", pytorch)),
     ],
 )

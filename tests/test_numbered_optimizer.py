@@ -101,10 +101,9 @@ def hf_trainer_step(path: Path, family: str, one_group: bool = False, **changes:
     ("family", "one_group", "dtype"),
     [
         ("llama-tied", True, torch.float32),
-        ("gemma3", False, torch.bfloat16),
         ("gemma4-moe", True, torch.bfloat16),
-        ("deepseek-v3", True, torch.float32),
-        ("gpt-oss", False, torch.float32),
+        *in_soak(("gemma3", False, torch.bfloat16), ("deepseek-v3", True, torch.float32)),
+        *in_soak(("gpt-oss", False, torch.float32)),
         *in_soak(("gemma4-moe", False, torch.float32), ("mixtral", False, torch.bfloat16)),
         *in_soak(("axk1", False, torch.float32)),
         *in_soak(*((family, False, torch.float32) for family in OTHERS)),

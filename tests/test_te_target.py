@@ -11,6 +11,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from scoring import TOKENS, in_fp32, save
+from soaking import in_soak
 from te_exports import export, make_source
 from te_weights import cast as as_bytes
 from te_weights import fp8_weights, taken
@@ -94,7 +95,7 @@ def test_logits_are_those_of_a_slow_spelling_and_of_eval(exported: Path) -> None
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["llama-3", "mixtral", "gpt2"])
+@pytest.mark.parametrize("family", ["mixtral", *in_soak("llama-3", "gpt2")])
 def test_weights_are_codes_alone_and_compute_every_bit_that_bf16_weights_do(tmp_path: Path, family: str) -> None:
     out, before = export(make_source(tmp_path / "hf", family), tmp_path / "out"), taken()
     model = load_te(out, backend="emulated")

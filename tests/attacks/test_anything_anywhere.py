@@ -48,6 +48,7 @@ from precisionctl.reports import inspect
 IN_JSON: list[Any] = [None, True, -1, 10**18, 1.5, float("nan"), "", "x", "\ud800", [], {}, [[1]], {"a": 1}]
 IN_PICKLES: list[Any] = [None, 10**4000, "\ud800", [[1]], (1, "x"), torch.ones(3)]
 Place = tuple[Any, ...]
+Check = Callable[[Any, list[Any], Callable[[Any], object], Callable[[], object]], None]
 
 
 def places(value: Any, at: Place = ()) -> Iterator[Place]:
@@ -67,24 +68,27 @@ def replaced(value: Any, at: Place, new: Any) -> Any:
     return changed
 
 
-def check(
-    value: Any, kinds: list[Any], write: Callable[[Any], object], read: Callable[[], object], third: int | None = None
-) -> None:
-    """Read what is written with any place replaced by any of these kinds, or by one of three thirds of them, which
-    are dealt out to the places in turn."""
-    write(value)
-    read()
-    refused = 0
-    for number, at in enumerate(places(value)):
-        for new in kinds if third is None else kinds[(number + third) % 3 :: 3]:
-            write(replaced(value, at, new))
-            try:
-                read()
-            except PrecisionctlError:
-                refused += 1
-            except Exception as error:
-                raise AssertionError(f"{new!r:.50} at {at}") from error
-    assert refused
+@pytest.fixture(params=[0, *in_soak(1, 2)])
+def check(request: pytest.FixtureRequest) -> Check:
+    """Reads what is written with any place replaced by one of three thirds of these kinds, which are dealt out to the
+    places in turn."""
+
+    def in_all_places(value: Any, kinds: list[Any], write: Callable[[Any], object], read: Callable[[], object]) -> None:
+        write(value)
+        read()
+        refused = 0
+        for number, at in enumerate(places(value)):
+            for new in kinds[(number + request.param) % 3 :: 3]:
+                write(replaced(value, at, new))
+                try:
+                    read()
+                except PrecisionctlError:
+                    refused += 1
+                except Exception as error:
+                    raise AssertionError(f"{new!r:.50} at {at}") from error
+        assert refused
+
+    return in_all_places
 
 
 def plan_of(path: Path) -> None:
@@ -93,19 +97,15 @@ def plan_of(path: Path) -> None:
     make_plan(reader, "hf" if reader.layout == "megatron" else "megatron")
 
 
-a_third = pytest.mark.parametrize("third", [0, *in_soak(1, 2)])
-
-
-@a_third
 @pytest.mark.parametrize("family", ["deepseek-v3", *in_soak("llama-3", "gpt-oss")])
-def test_a_config(tmp_path: Path, family: str, third: int) -> None:
+def test_a_config(check: Check, tmp_path: Path, family: str) -> None:
     config = pico.make_and_save(tmp_path, family, dtype=torch.bfloat16).config.to_dict()
     kept = {key: value for key, value in config.items() if value is not None}
     file = tmp_path / "config.json"
-    check(kept, IN_JSON, lambda v: file.write_text(json.dumps(v)), lambda: plan_of(tmp_path), third)
+    check(kept, IN_JSON, lambda v: file.write_text(json.dumps(v)), lambda: plan_of(tmp_path))
 
 
-def test_a_config_of_nemo(tmp_path: Path) -> None:
+def test_a_config_of_nemo(check: Check, tmp_path: Path) -> None:
     nemo_files.write_ranks(tmp_path, [nemo_files.STATE])
 
     def write(value: object) -> None:
@@ -119,7 +119,7 @@ def test_a_config_of_nemo(tmp_path: Path) -> None:
     check(nemo_files.FIELDS, [None, 10**18, "x", [[1]]], write, read)
 
 
-def test_an_adapters_config(tmp_path: Path) -> None:
+def test_an_adapters_config(check: Check, tmp_path: Path) -> None:
     pico.save(tmp_path / "base", "llama-3", num_hidden_layers=1)
     module, hints = "base_model.model.model.layers.0.self_attn.q_proj", Hints(reference=tmp_path / "base")
     tensors = {f"{module}.lora_A.weight": torch.ones(2, 64), f"{module}.lora_B.weight": torch.ones(64, 2)}
@@ -146,7 +146,7 @@ def test_an_adapters_config(tmp_path: Path) -> None:
     )
 
 
-def test_the_config_of_an_adapter_by_bridge(tmp_path: Path) -> None:
+def test_the_config_of_an_adapter_by_bridge(check: Check, tmp_path: Path) -> None:
     golden = Path(__file__).parents[1] / "golden" / "bridge_lora"
     shutil.copytree(golden / "adapter", tmp_path / "adapter")
     file, hints = tmp_path / "adapter" / "iter_0000007" / "run_config.yaml", Hints(reference=golden / "base")
@@ -168,7 +168,9 @@ def test_the_config_of_an_adapter_by_bridge(tmp_path: Path) -> None:
         (torchao_directories.make, "float8-row"),
     ],
 )
-def test_a_quantization_config(tmp_path: Path, made: Callable[[Path, str], object], spelling: str) -> None:
+def test_a_quantization_config(
+    check: Check, tmp_path: Path, made: Callable[[Path, str], object], spelling: str
+) -> None:
     made(tmp_path, spelling)
     config = json.loads((tmp_path / "config.json").read_text())
 
@@ -186,7 +188,7 @@ def test_a_quantization_config(tmp_path: Path, made: Callable[[Path, str], objec
 UP = "model.layers.0.mlp.up_proj.weight"
 
 
-def test_a_quant_state_of_bitsandbytes(tmp_path: Path) -> None:
+def test_a_quant_state_of_bitsandbytes(check: Check, tmp_path: Path) -> None:
     bitsandbytes_directories.make(tmp_path, "nf4-nested")
     file, name = tmp_path / "model.safetensors", f"{UP}.quant_state.bitsandbytes__nf4"
     tensors = load_file(file)
@@ -201,7 +203,7 @@ def test_a_quant_state_of_bitsandbytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spelling", ["float8-row", "int4-group"])
-def test_what_torchao_says_of_a_tensor(tmp_path: Path, spelling: str) -> None:
+def test_what_torchao_says_of_a_tensor(check: Check, tmp_path: Path, spelling: str) -> None:
     torchao_directories.make(tmp_path, spelling)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -223,7 +225,7 @@ def described(path: Path) -> tuple[dict[str, torch.Tensor], Any]:
         return load_file(path), json.loads(file.metadata()["precisionctl"])
 
 
-def test_encodings(tmp_path: Path) -> None:
+def test_encodings(check: Check, tmp_path: Path) -> None:
     make(tmp_path / "fp8", "fp8-block")
     execute(plan_command(Request(tmp_path / "fp8", tmp_path / "bf16", "hf", "bf16")), workers=1)
     path = tmp_path / "bf16" / encodings_file.RELATIVE
@@ -242,7 +244,7 @@ def test_encodings(tmp_path: Path) -> None:
     check(metadata, IN_JSON, write, read)
 
 
-def test_a_sidecar(tmp_path: Path) -> None:
+def test_a_sidecar(check: Check, tmp_path: Path) -> None:
     roles = ("input", "weight", "output", "grad_output", "grad_input")
     state = {f"decoder.layers.0.mlp.linear_fc1/{role}.scale": torch.tensor(1.0) for role in roles}
     state |= {name.replace(".scale", ".amax_history"): torch.ones(2) for name in state}
@@ -252,17 +254,15 @@ def test_a_sidecar(tmp_path: Path) -> None:
     check(said, IN_JSON, lambda v: save_file(state, path, {"precisionctl": json.dumps(v)}), lambda: sidecar.read(path))
 
 
-@a_third
-def test_a_runs_common_data(tmp_path: Path, third: int) -> None:
+def test_a_runs_common_data(check: Check, tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     execute(plan_command(Request(tmp_path / "hf", tmp_path / "dist", "megatron")), workers=1)
     common = tmp_path / "dist" / "release" / "common.pt"
     saved = torch.load(common, weights_only=False)
-    check(saved, IN_PICKLES, lambda v: torch.save(v, common), lambda: plan_of(tmp_path / "dist"), third)
+    check(saved, IN_PICKLES, lambda v: torch.save(v, common), lambda: plan_of(tmp_path / "dist"))
 
 
-@a_third
-def test_what_a_rank_saved(tmp_path: Path, third: int) -> None:
+def test_what_a_rank_saved(check: Check, tmp_path: Path) -> None:
     args = {**ARGS, "num_layers": 1, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     shapes = {**SHAPES, "self_attention.linear_qkv.weight": (24, 8), "mlp.linear_fc1.weight": (32, 8)}
     shapes |= {"self_attention.linear_proj.weight": (8, 8), "mlp.linear_fc2.weight": (8, 16)}
@@ -293,11 +293,11 @@ def test_what_a_rank_saved(tmp_path: Path, third: int) -> None:
         _ = reader.optimizer_specs, reader.fp8, reader.common, reader.iteration
         plan_command(Request(tmp_path, tmp_path.parent / "nowhere", "megatron"))
 
-    check(rest, IN_PICKLES, write, read, third)
+    check(rest, IN_PICKLES, write, read)
 
 
 @pytest.mark.parametrize("stage", [1, *in_soak(3)])
-def test_what_deepspeeds_ranks_saved(tmp_path: Path, stage: int) -> None:
+def test_what_deepspeeds_ranks_saved(check: Check, tmp_path: Path, stage: int) -> None:
     made = deepspeed_files.states_of({"a.weight": torch.ones(5, 3), "b.weight": torch.ones(7)})
     frozen = {"c.weight": torch.ones(3, dtype=torch.bfloat16)}
     directory = deepspeed_files.save(tmp_path, made, stage, 2, frozen=frozen, shared={"d.weight": "a.weight"})
@@ -314,14 +314,14 @@ def test_what_deepspeeds_ranks_saved(tmp_path: Path, stage: int) -> None:
             torch.save(saved, path)
 
 
-def test_what_deepspeed_saved_without_zero(tmp_path: Path) -> None:
+def test_what_deepspeed_saved_without_zero(check: Check, tmp_path: Path) -> None:
     saved = deepspeed_files.without_zero(deepspeed_files.states_of({"a.weight": torch.ones(5, 3)}))
     path = tmp_path / "mp_rank_00_model_states.pt"
     check(saved, IN_PICKLES, lambda value: torch.save(value, path), lambda: read_all(DeepSpeedReader(tmp_path)))
 
 
 @pytest.mark.parametrize("units", [(), pytest.param((("a.weight", "b.weight"),), marks=pytest.mark.soak)])
-def test_what_verls_ranks_saved(tmp_path: Path, units: Any) -> None:
+def test_what_verls_ranks_saved(check: Check, tmp_path: Path, units: Any) -> None:
     made = deepspeed_files.states_of({"a.weight": torch.ones(5, 3), "b.weight": torch.ones(7)})
     directory = verl_files.save(tmp_path / "actor", made["fp32"], made, 2, units=units)
     for kind in ("model", "optim"):
@@ -338,7 +338,7 @@ def read_all(reader: Any) -> None:
     _ = reader.iteration, reader.trainer_run
 
 
-def test_a_universal_checkpoint_of_deepspeed(tmp_path: Path) -> None:
+def test_a_universal_checkpoint_of_deepspeed(check: Check, tmp_path: Path) -> None:
     made = deepspeed_files.states_of({"a.weight": torch.ones(5, 3)})
     deepspeed_files.save_universal(tmp_path, made)
 
@@ -353,7 +353,7 @@ def test_a_universal_checkpoint_of_deepspeed(tmp_path: Path) -> None:
         torch.save(saved, path)
 
 
-def test_the_optimizer_of_hf_trainer(tmp_path: Path) -> None:
+def test_the_optimizer_of_hf_trainer(check: Check, tmp_path: Path) -> None:
     model = pico.make_and_save(tmp_path, "llama-3", num_hidden_layers=1)
     optimizer = trained_models.adamw(model)
     trained_models.train(model, optimizer, range(1))
@@ -375,7 +375,7 @@ def test_the_optimizer_of_hf_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_optimizer_in_a_pytorch_checkpoint(tmp_path: Path) -> None:
+def test_the_optimizer_in_a_pytorch_checkpoint(check: Check, tmp_path: Path) -> None:
     """Its settings and counts, and the shapes of its moments."""
     made = {"a.weight": torch.ones(4, 3), "b.weight": torch.ones(5)}
     state = {name: {"step": torch.tensor(2.0), "exp_avg": one, "exp_avg_sq": one + 1} for name, one in made.items()}
