@@ -192,14 +192,11 @@ def by_two(source: str, exact: dict[str, Any], fp8: dict[str, Any]) -> None:
 def recorded(source: str) -> None:
     record(f"{source} recorded alone", 1, 6, 2, source=source)
     record(f"{source} recorded at once", 1, 1, 4, source=source)
-    record(f"{source} recorded at once by two", 2, 1, 2, source=source)
 
 
 def make_runs(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
     run("source fp8 alone", 1, **fp8)
     by_two("source", exact, fp8)
-    for name, count in (("alone", 1), ("two", 2)):
-        run(f"block {name}", count, **BLOCKS, **fp8)
     run("four alone", 1, **ONCE)
     run("four in 2", 4, parallel__replicate=2, **ONCE)
     run("2 of 2-1-4", 2, "2-1-4", kill=3, **fp8)
@@ -226,8 +223,6 @@ def make_runs(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
     skipping = {"optimizer__clip_norm": 0, "broken": 2, "train__save_every": 3}
     run("one skips", 1, **skipping)
     run("two skip", 2, **skipping)
-    back = {**fp8, "precision__schedule": "[{until = 0.5, fp8 = false}, {}]", "guard__jump_at": 1.0}
-    run("going back", 2, broken=4, **back)
     run_command("killed in a save", saving_it(die))
     run_command("signalled", signalled)
 
@@ -240,6 +235,8 @@ def make_runs_for_soak(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
     by_two("moe", exact, fp8)
     for source in ("source", "moe"):
         run(f"{source} fp8 two, recomputed", 2, source=source, train__recompute="layer", **fp8)
+    for name, count in (("alone", 1), ("two", 2)):
+        run(f"block {name}", count, **BLOCKS, **fp8)
     run("block tensor", 2, parallel__tensor=2, **BLOCKS, **fp8)
     run("three", 3, source="moe", **STILL)
     for copies in (1, 4):
@@ -251,7 +248,11 @@ def make_runs_for_soak(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
     run("1 of 4-1-2", 1, "4-1-2", kill=5, **fp8)
     run("2 of 4-1-2", 2, "4-1-2", parallel__tensor=2, **fp8)
     recorded("source")
+    for source in ("source", "moe"):
+        record(f"{source} recorded at once by two", 2, 1, 2, source=source)
     record("source recorded at once by tensor", 2, 1, 4, **TENSOR)
+    back = {**fp8, "precision__schedule": "[{until = 0.5, fp8 = false}, {}]", "guard__jump_at": 1.0}
+    run("going back", 2, broken=4, **back)
     phases = {**fp8, "precision__schedule": "[{until = 0.2}, {until = 0.7, fp8 = false}, {}]"}
     run("phases", 2, **phases)
     run("phases, killed", 2, "phases killed", kill=3, **phases)

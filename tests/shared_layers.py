@@ -68,7 +68,7 @@ SHARING = {
         *in_soak(*(one for one in pico.first_of_each(pico.block_kinds, EVEN) if one != "mixtral")),
     ],
     "sequence": pico.representing(
-        pico.block_kinds, pico.first_of_each(lambda family: {*pico.rows(family), *pico.switches(family)}, EVEN)
+        pico.mixers, pico.first_of_each(lambda family: {*pico.rows(family), *pico.switches(family)}, EVEN)
     ),
     "sequence and data": [pytest.param("llama-3"), *in_soak("mixtral", "gemma4-small")],
     "tensor in copies": [pytest.param("gemma4-small"), *in_soak("llama-3", "mixtral")],

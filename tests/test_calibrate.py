@@ -341,7 +341,7 @@ def test_what_bf16_passes_record_is_what_fp8_training_records(place: Path, tmp_p
         assert sorted(ratios[role])[len(ratios[role]) // 2] < bound / 4, role
 
 
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("algorithm", ["max", *in_soak("most_recent")])
 def test_a_run_that_starts_from_calibration_is_one_that_warms_up_on_the_same_batches(
     place: Path, tmp_path: Path, algorithm: str
 ) -> None:
@@ -424,7 +424,7 @@ def test_another_file_makes_another_run(place: Path, calibrated: Calibrated, tmp
     assert run(made)[1].step == 6
 
 
-@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+@pytest.mark.parametrize("container", ["torch_dist", *in_soak("torch")])
 def test_a_conversion_with_the_state_is_what_a_run_with_the_state_starts_from(
     place: Path, calibrated: Calibrated, tmp_path: Path, container: str
 ) -> None:

@@ -136,7 +136,8 @@ def test_fp8_of_two_ranks_is_that_of_one_process_but_for_rounding(place: Path, t
     assert [loss for _, loss in looks[1]] == pytest.approx([loss for _, loss in looks[0]], rel=2**-9)
 
 
-@pytest.mark.parametrize(("ranks", "at_first"), [("two", 1e-6), *in_soak(("tensor", 2**-12))])
+@pytest.mark.soak
+@pytest.mark.parametrize(("ranks", "at_first"), [("two", 1e-6), ("tensor", 2**-12)])
 def test_128_blocks_of_two_ranks_are_those_of_one_process_but_for_rounding(
     told: Told, ranks: str, at_first: float
 ) -> None:
@@ -295,7 +296,7 @@ def test_two_ranks_calibrate_as_one_process_does_in_twice_as_many_passes(place: 
 
 
 @with_experts
-@pytest.mark.parametrize("by", ["two", "tensor"])
+@pytest.mark.parametrize("by", ["tensor", *in_soak("two")])
 def test_statistics_are_of_what_all_ranks_saw(place: Path, model: str, by: str) -> None:
     """A pass over the same rows by one process, and by ranks that share layers or do not. Sums have another order, and
     so does what GEMMs of other sizes add up, which may move an element over the edge of underflow; what several ranks
@@ -365,6 +366,7 @@ def test_a_step_that_breaks_on_one_rank_is_skipped_by_all(place: Path, told: Tol
     assert not differing(place / "two skip/iter_0000006", place / "one skips/iter_0000006")
 
 
+@pytest.mark.soak
 def test_two_ranks_go_back_together_where_one_s_loss_jumps(place: Path, told: Told) -> None:
     assert [step for step, _, _ in steps(told, "going back")] == [1, 2, 3, 4, 5, 5, 6]
     jump = json.loads((place / "going back/rollback.json").read_text())

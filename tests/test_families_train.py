@@ -10,6 +10,7 @@ from command_line import run
 from installed import BEFORE_5_23
 from prediction_layer import add_mtp
 from safetensors.torch import load_file
+from soaking import few, in_soak
 from training import SMALL, make_source, make_text
 from transformers import AutoModelForCausalLM
 
@@ -69,7 +70,7 @@ def assert_learns_alike_in_two_parts(family: str, precision: str, tmp_path: Path
     assert perplexity(tmp_path / "whole", data) < 0.99 * perplexity(source, data)
 
 
-@pytest.mark.parametrize("family", pico.representing(pico.mixers))
+@pytest.mark.parametrize("family", few(pico.FAMILIES, "llama-2", "mixtral", "deepseek-v2", "qwen3-next"))
 def test_what_was_trained_is_what_transformers_then_computes(family: str, tmp_path: Path, data: Path) -> None:
     sizes = pico.ONE_GROUP.get(family, {}) if BEFORE_5_23 else {}
     source = make_source(tmp_path / "hf", family=family, **pico.fp8_sizes(family) | sizes)
@@ -83,7 +84,7 @@ def test_what_was_trained_is_what_transformers_then_computes(family: str, tmp_pa
         torch.testing.assert_close(ours.float()(tokens)[..., :80], expected, rtol=0, atol=1e-5 * float(expected.std()))
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "nemotron-h"])
+@pytest.mark.parametrize("family", ["deepseek-v3", *in_soak("nemotron-h")])
 def test_multi_token_prediction_layers_go_through_training_as_they_are(family: str, tmp_path: Path, data: Path) -> None:
     source = make_source(tmp_path / "hf", family=family)
     added = add_mtp(source)

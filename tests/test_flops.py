@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pico import block_kinds, representing, shape
+from pico import mixers, representing, shape
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -34,7 +34,7 @@ def counted(model: ModelShape, rows: int, packed: PackedSequences | None = None)
 def left_out(model: ModelShape, lengths: list[int]) -> int:
     """What the convention passes over: half of attention, above the diagonal, padding of values, sinks, slopes,
     routers, gates of shared experts, indexers of blocks, and what gated delta nets and mixers take beside."""
-    nets, mixers = (sum(map(has, range(model.num_layers))) for has in (model.has_delta_net, model.has_mixer))
+    nets, scans = (sum(map(has, range(model.num_layers))) for has in (model.has_delta_net, model.has_mixer))
     chunk, above = model.attention_chunk_size, 0
     for layer in range(model.num_layers):
         if model.has_attention(layer) and not model.csa:
@@ -51,7 +51,7 @@ def left_out(model: ModelShape, lengths: list[int]) -> int:
     routers = sum(model.moe.layer_freq) * model.moe.num_experts * model.hidden_size if model.moe else 0
     gates = sum(model.moe.layer_freq) * model.hidden_size if model.moe and model.shared_expert_gate else 0
     indexers = sum(map(model.has_indexer, range(model.num_layers))) * _indexer(model, lengths)
-    beside = nets * _beside_the_rule(model, lengths) + mixers * _beside_the_scan(model, lengths)
+    beside = nets * _beside_the_rule(model, lengths) + scans * _beside_the_scan(model, lengths)
     beside += _beside_streams(model, lengths) + indexers
     if model.short_conv:
         convolutions = sum(map(model.has_short_conv, range(model.num_layers)))
@@ -150,7 +150,7 @@ def _beside_streams(model: ModelShape, lengths: list[int]) -> int:
     return beside
 
 
-@pytest.mark.parametrize("family", representing(block_kinds))
+@pytest.mark.parametrize("family", representing(mixers))
 def test_torch_counts_the_same_products(family: str) -> None:
     model, lengths = shape(family), [LENGTH] * 2
     assert counted(model, 2) == training_flops(model, lengths) + left_out(model, lengths)

@@ -206,12 +206,10 @@ def test_sizes_of_layers_that_are_none_are_damage(said: Any) -> None:
 @pytest.mark.parametrize(
     ("container", "sizes"),
     [
-        ("torch_dist", Parallelism()),
-        ("torch_dist", Parallelism(tensor=2, pipeline=2)),
         ("torch", Parallelism(tensor=2, pipeline=3)),
-        ("torch", Parallelism(tensor=4)),
         ("torch_dist", Parallelism(tensor=2, expert=4)),
-        ("torch", Parallelism(tensor=2, expert=2, expert_tensor=1)),
+        *in_soak(("torch_dist", Parallelism()), ("torch_dist", Parallelism(tensor=2, pipeline=2))),
+        *in_soak(("torch", Parallelism(tensor=4)), ("torch", Parallelism(tensor=2, expert=2, expert_tensor=1))),
     ],
     ids=str,
 )

@@ -24,6 +24,7 @@ from gpt_models import (
 from gpt_models import converted as in_megatron
 from in_memory import to_megatron
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 from torch import Tensor
 
 from precisionctl.architectures.families import from_hf_config, table_of, to_hf_config
@@ -215,7 +216,7 @@ def test_the_published_model_has_as_many_numbers_in_as_many_tensors_as_its_files
 # Published names, MXFP4, padding
 
 
-@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+@pytest.mark.parametrize("container", ["torch_dist", *in_soak("torch")])
 def test_a_published_checkpoint_comes_back_from_any_division(tmp_path: Path, container: str) -> None:
     """Its values, with the towers; then the very codes."""
     stored = publish(tmp_path / "hf")

@@ -203,8 +203,7 @@ FP8_LM, RECOMPUTED = {"optimizer__preset": "fp8-lm"}, {**LONG, "train__recompute
         ("llama-2", {}, "bf16"),
         ("llama-2", {}, "fp8-delayed"),
         ("llama-2", FP8_LM, "bf16"),
-        ("llama-2", RECOMPUTED, "fp8-delayed"),
-        ("jamba", {}, "fp8-delayed"),
+        *in_soak(("llama-2", RECOMPUTED, "fp8-delayed"), ("jamba", {}, "fp8-delayed")),
         *in_soak(("llama-2", FP8_LM, "fp8-delayed"), ("llama-2", RECOMPUTED, "bf16"), ("jamba", {}, "bf16")),
         *in_soak(
             *(

@@ -10,6 +10,7 @@ from types import FrameType, SimpleNamespace
 import pico
 import pytest
 import torch
+from soaking import in_soak
 
 from precisionctl.architectures.families import from_hf_config, table_of
 from precisionctl.architectures.param_map import names
@@ -73,7 +74,7 @@ def test_work_grows_as_the_number_of_tensors_does(tmp_path: Path) -> None:
     assert large - middle == pytest.approx(2 * (middle - small), rel=0.02)
 
 
-@pytest.mark.parametrize("sizes", [ONE_RANK, Parallelism(tensor=8, pipeline=4, expert=8)])
+@pytest.mark.parametrize("sizes", [Parallelism(tensor=8, pipeline=4, expert=8), *in_soak(ONE_RANK)])
 def test_a_plan_and_its_places_take_no_more_memory_than_a_dry_run_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: Parallelism
 ) -> None:

@@ -258,7 +258,7 @@ def test_inspect_tells_of_a_prediction_layer_that_is_there(tmp_path: Path, famil
         assert description["model"]["mtp_num_layers"] == there
 
 
-@pytest.mark.parametrize("family", [*list(NAMES)[:2], *in_soak(*list(NAMES)[2:])])
+@pytest.mark.parametrize("family", [*list(NAMES)[:1], *in_soak(*list(NAMES)[1:])])
 def test_what_no_command_records_of_prediction_layers_is_not_asked_for(tmp_path: Path, family: str) -> None:
     """`calibrate` records what is computed; the advice is to leave these layers in BF16, and it can be followed."""
     source = tmp_path / "source"

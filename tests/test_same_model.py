@@ -294,7 +294,7 @@ def test_a_config_is_read_beside_the_arguments_that_are_written_for_it(family: s
     assert not differences(read_beside_config(family, to_megatron_args(model.padded(1))), model)
 
 
-@pytest.mark.parametrize("kinds", [pico.block_kinds, *in_soak(pico.switches)])
+@pytest.mark.parametrize("kinds", [pico.mixers, *in_soak(pico.switches)])
 def test_no_argument_is_passed_over(kinds: Callable[[str], set[Any]]) -> None:
     """Whatever single argument is another one: it is refused, unless by the arguments it is still the same model. Each
     is refused in some family, and there is none that neither table names."""

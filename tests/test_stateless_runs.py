@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from soaking import few
+from soaking import few, in_soak
 from training import losses, run, scales, settings
 
 from precisionctl.checkpoints.open import open_checkpoint
@@ -55,7 +55,7 @@ def test_a_run_in_two_parts_is_the_run_in_one_and_saves_no_state(place: Path, tm
     assert any("no FP8 state" in note for note in ready.notes)
 
 
-@pytest.mark.parametrize("scaling", ["block", "mxfp8"])
+@pytest.mark.parametrize("scaling", ["block", *in_soak("mxfp8")])
 def test_the_state_of_delayed_scaling_is_carried_beside_such_a_run_and_is_of_other_weights_after_it(
     place: Path, delayed: Path, tmp_path: Path, scaling: str
 ) -> None:

@@ -100,7 +100,7 @@ WHOLE, PACKED, PADDED = (32,), (20, 12), (19,)
     ("family", "precision", "lengths"),
     [
         ("llama-3", "fp8-delayed", WHOLE),
-        ("deepseek-v3", "bf16", PADDED),
+        *in_soak(("deepseek-v3", "bf16", PADDED)),
         *in_soak(("llama-3", "fp8-current", PADDED), ("gemma2", "fp8-delayed", PACKED), ("gpt2", "bf16", PACKED)),
     ],
 )
