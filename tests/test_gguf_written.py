@@ -24,7 +24,7 @@ from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.gguf.gguf_file import GgufTensor, read_head
-from precisionctl.checkpoints.gguf.gguf_models import MODELS, of_llama_cpp
+from precisionctl.checkpoints.gguf.gguf_models import MODELS, model_metadata, of_llama_cpp
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.ggml_blocks import blocks_of
 from precisionctl.codes.ggml_formats import named
@@ -254,6 +254,19 @@ def test_a_kill_leaves_nothing_that_looks_complete_and_the_same_command_goes_on(
     killed = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
     assert killed.returncode == -signal.SIGKILL and not (tmp_path / "out").exists()
     assert export(published, tmp_path / "out", "q8_0").read_bytes() == expected.read_bytes()
+
+
+def test_every_published_model_of_a_family_that_is_written_is_one_that_llama_cpp_computes() -> None:
+    lines = Path(__file__).with_name("published_configs.jsonl").read_text().splitlines()
+    published = {line["repository"]: line["config"] for line in map(json.loads, lines)}
+    written = {
+        name: model_metadata(from_hf_config(config), 1)
+        for name, config in published.items()
+        if config["model_type"] in MODELS
+    }
+    assert len(written) >= 40
+    of_olmo = written["allenai/Olmo-3-1025-7B"]["olmo2.rope.scaling.yarn_attn_factor"]
+    assert of_olmo == np.float32(1.2079441541679836)  # what the release says, and YaRN's own
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}

@@ -1,5 +1,6 @@
 """Rotary embeddings in config.json: their base, the share of a head that turns, and how they are scaled."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -278,3 +279,8 @@ def _factors(values: object, name: str, where: object) -> list[float]:
     if not isinstance(values, list) or not 1 <= len(values) <= 1 << 16:
         raise DamagedCheckpoint(f"{name} is {shown(values)}, not a list of factors", where=where)
     return [real(value, name, where) for value in values]
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """How much larger YaRN makes queries and keys where the context is `factor` times as long (DeepSeek's name)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1

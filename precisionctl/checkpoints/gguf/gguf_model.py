@@ -22,7 +22,7 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
     refused,
 )
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
-from precisionctl.checkpoints.gguf.gguf_rope import ALWAYS_YARN, ROPE, SCALINGS, TURNED
+from precisionctl.checkpoints.gguf.gguf_rope import ROPE, SCALINGS, TURNED, always_of_yarn
 from precisionctl.errors import shown
 from precisionctl.model_shape import ModelShape
 
@@ -97,7 +97,7 @@ class GgufModel:
         scaling = dict(model.rope_scaling or {})
         kind = scaling.get("rope_type", "default")
         known = ("type", "rope_type", "rope_theta", *self.scalings.get(kind, ()))
-        always = ALWAYS_YARN if kind == "yarn" else {}
+        always = always_of_yarn(scaling) if kind == "yarn" else {}
         beside = self.of_scaling(scaling)
         others = {
             key: value

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.architectures.rope import LLAMA3
+from precisionctl.architectures.rope import LLAMA3, yarn_mscale
 from precisionctl.checkpoints.base import WITH_REFERENCE
 from precisionctl.checkpoints.chunks import read_bytes
 from precisionctl.checkpoints.gguf.gguf_file import GgufTensor
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _ORIGINAL = "original_max_position_embeddings"
 _OF_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
-_OF_YARN = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attn_factor"}
+_OF_YARN = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
 """What config.json says of YaRN, and the ends of keys."""
 
 SCALINGS: Mapping[str, tuple[str, ...]] = {"default": (), "linear": ("factor",), "yarn": ("factor", _ORIGINAL)}
@@ -40,8 +40,16 @@ LONGROPE = {"default": (), "longrope": (_ORIGINAL, "factor", "short_factor", "lo
 """Its factor is passed over, as in transformers where the original context is said."""
 AND_MSCALE = {**SCALINGS, "yarn": (*SCALINGS["yarn"], "mscale_all_dim")}
 
-ALWAYS_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-"""What llama.cpp computes YaRN with, whatever a file says (ggml.c, ggml_rope_yarn_corr_dims)."""
+
+def always_of_yarn(scaling: Fields) -> Fields:
+    """What llama.cpp computes YaRN with, whatever a file says (ggml.c, ggml_rope_yarn_corr_dims; the last,
+    llama-context.cpp)."""
+    return {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": True,
+        "attention_factor": yarn_mscale(scaling["factor"], 1.0),
+    }
 
 
 def _read_scaling(file: Described) -> dict[str, Any] | None:
@@ -76,8 +84,8 @@ def _write_rope(model: ModelShape) -> Said:
         found |= {"rope.scaling.type": kind, "rope.scaling.factor": float(scaling["factor"])}
     if kind == "yarn":
         found["rope.scaling.original_context_length"] = scaling.get(_ORIGINAL) or model.max_position_embeddings
-        betas = {key: scaling.get(key) for key in ("beta_fast", "beta_slow")}
-        found |= {f"rope.scaling.yarn_{key}": float(beta) for key, beta in betas.items() if beta is not None}
+        said = {key: scaling.get(name) for name, key in _OF_YARN.items()}
+        found |= {f"rope.scaling.yarn_{key}": float(value) for key, value in said.items() if value is not None}
     return {**found, "rope.freq_base": float(model.rotary_base)}
 
 

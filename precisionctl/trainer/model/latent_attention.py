@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from precisionctl.architectures.rope import yarn_mscale
 from precisionctl.model_parts import MLA
 from precisionctl.model_shape import ModelShape
 from precisionctl.sparse_parts import DSA
 from precisionctl.trainer.backends.base import Backend, column_linear, norm_of
 from precisionctl.trainer.model.attention import GateOfHeads, KeysValues, gated_by, scaled
 from precisionctl.trainer.model.core_attention import CoreAttention
-from precisionctl.trainer.model.positions import Positions, rotate, yarn_mscale
+from precisionctl.trainer.model.positions import Positions, rotate
 
 
 class SoftmaxScaling(nn.Module):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from precisionctl.architectures.rope import yarn_mscale
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.model_shape import ModelShape
 from precisionctl.trainer.model.kernels import gpu_kernels
@@ -219,11 +220,6 @@ def _yarn(powers: Tensor, factor: float, scaling: RopeScaling) -> _Frequencies:
     else:
         magnitude = yarn_mscale(factor, 1.0)
     return _Frequencies(scaled, scaled, magnitude)
-
-
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """How much larger queries and keys get where the context is `factor` times as long (DeepSeek's name for it)."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
 
 
 def _longrope(powers: Tensor, factor: float, scaling: RopeScaling) -> _Frequencies:
