@@ -98,6 +98,18 @@ def test_what_a_quantizer_says_of_itself_is_left_out_and_nulls_of_compressed_ten
     assert lines == [] and (left_out.topic, left_out.what) == ("one quantization", "fp8 / mxfp8")
 
 
+def test_lists_of_ignored_modules_differ_only_in_what_they_say_of_codes() -> None:
+    coded = ["model.layers.0.mlp.up_proj.weight"]
+    for method, key in (("fp8", "modules_to_not_convert"), ("modelopt", "exclude_modules")):
+        listed = {"quant_method": method, key: ["lm_head", "model.layers.0.mlp.gate"]}
+        lines, (told,) = compare_quantization({"quant_method": method}, listed, coded)
+        assert lines == [] and (told.topic, told.what) == ("ignored modules", key)
+        wrong = listed | {key: ["model.layers.0.mlp.up_proj"]}
+        assert "says that model.layers.0.mlp.up_proj" in compare_quantization(listed, wrong, coded)[0][0]
+    files = ({"quantization": {"exclude_modules": [entry]}} for entry in ("lm_head", "*up_proj"))
+    assert len(compare_quantization(*files, coded)[0]) == 1
+
+
 def test_another_name_for_the_same_function_is_no_difference_and_one_config_alone_is_said(tmp_path: Path) -> None:
     pico.save(tmp_path / "llama", "llama-2", num_hidden_layers=1)
     shutil.copytree(tmp_path / "llama", tmp_path / "mistral")

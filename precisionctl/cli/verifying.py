@@ -1,5 +1,6 @@
 """The command verify: two checkpoints held against each other, or one against an engine's rules."""
 
+import shlex
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -29,7 +30,7 @@ from precisionctl.cli.options import CHECKPOINT, FILE, POSITIVE, EngineName, jso
     "--target",
     type=EngineName(),
     metavar="ENGINE",
-    help="Check A against the rules of vllm, sglang, tensorrt-llm, transformers or te.",
+    help="Check A against the rules of vllm, sglang, tensorrt-llm, transformers, llama.cpp or te.",
 )
 @click.option(
     "--tp",
@@ -102,7 +103,11 @@ def compare_checkpoints(
     else:
         console.show_tables(report.tables(comparison))
         other_rows = any(tensor.status == "shape" for tensor in comparison.tensors)
-        advice = chain.from_iterable(map(vocabulary_notes, (left, right))) if other_rows else ()
+        advice = [*chain.from_iterable(map(vocabulary_notes, (left, right)))] if other_rows else []
+        if advice:
+            known = (path for path, reader in ((b, right), (a, left)) if "config.json" in reader.companions.files)
+            command = ["precisionctl", "verify", str(a), str(b), *(["--fp8"] if fp8 else [])]
+            advice.append(f"Compare again: {shlex.join([*command, '--reference', str(next(known, 'HF_DIR'))])}")
         console.show_lines([report.verdict(comparison), *advice])
     return comparison.equal
 

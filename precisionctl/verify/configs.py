@@ -1,20 +1,26 @@
 """Two config.json compared key by key, as far as no ModelShape says what they mean."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from precisionctl.architectures.families import table_of
 from precisionctl.architectures.rope import PARAMETERS
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import without_quantization
+from precisionctl.engines.base import engines
+from precisionctl.engines.ignore_lists import in_time
 from precisionctl.same_model import differences
+from precisionctl.sizes import listed
 from precisionctl.untabled_model import UntabledModel
 from precisionctl.untrusted.safe_json import parse_json
 from precisionctl.verify.not_compared import CONFIG_KEYS, QUANTIZER_KEYS, NotCompared, of_keys
 
 _TOPIC = {key: topic for topic, keys in CONFIG_KEYS.items() for key in keys}
-_MODULES = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers", "targets")
-"""Keys of a `quantization_config` with lists of modules, whose order says nothing."""
+_IGNORED = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
+"""Keys of a `quantization_config` with lists of modules that are not codes."""
+
+_MODULES = (*_IGNORED, "targets")
+"""Keys with lists of modules, whose order says nothing."""
 
 ABSENT = object()
 """In place of the value of a key that is not there."""
@@ -54,9 +60,12 @@ def differing_keys(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[st
     return [".".join(path) for path, *_ in unequal if path[0] not in _TOPIC]
 
 
-def compare_quantization(a: Mapping[str, Any], b: Mapping[str, Any], file: str = "quantization_config") -> Found:
+def compare_quantization(
+    a: Mapping[str, Any], b: Mapping[str, Any], coded: Iterable[str] = (), file: str = "quantization_config"
+) -> Found:
     """The differences of two `quantization_config`s; none if they are of different methods, which name things
-    differently."""
+    differently. Their lists of modules that are not codes differ if an engine takes one of the `coded` weights for
+    values by one of them alone: of all others, and of a list that is not there, the tensors say what they are."""
     methods = [config.get("quant_method") for config in (a, b)]
     if methods[0] != methods[1]:
         return [], [NotCompared("one quantization", " / ".join(str(method) for method in methods))]
@@ -67,8 +76,25 @@ def compare_quantization(a: Mapping[str, Any], b: Mapping[str, Any], file: str =
         if any(key in QUANTIZER_KEYS for key in path)
         or (methods[0] == "compressed-tensors" and all(value in (None, ABSENT) for value in (left, right)))
     ]
-    lines = [_line(f"{file} {'.'.join(path)}", *values) for path, *values in unequal if path not in left_out]
-    return lines, of_keys("quantizer", (".".join(path) for path in left_out))
+    lists = [path for path, *_ in unequal if path[-1] in _IGNORED and coded]
+    lines = [_line(f"{file} {'.'.join(path)}", *values) for path, *values in unequal if path not in (*left_out, *lists)]
+    if lists and (contradicted := _ignored_otherwise(a, b, coded)):
+        lines.append(f"{file}: a list of A or of B alone says that {listed(contradicted, 3)} are not codes")
+    told = [*of_keys("quantizer", map(".".join, left_out)), *of_keys("ignored modules", map(".".join, lists))]
+    return lines, told
+
+
+def _ignored_otherwise(a: Mapping[str, Any], b: Mapping[str, Any], coded: Iterable[str]) -> list[str]:
+    """Those of `coded` that some engine takes for values by one of two configs, and not by the other."""
+    found: dict[str, None] = {}
+    with in_time():
+        for engine in engines().values():
+            if rules := engine.methods.get(a.get("quant_method", "modelopt")):  # whose own file names no method
+                said = (inner if isinstance(inner := each.get("quantization"), Mapping) else each for each in (a, b))
+                here, there = map(rules.ignored.of, said)
+                modules = (name.removesuffix(".weight") for name in coded)
+                found |= dict.fromkeys(module for module in modules if here(module) != there(module))
+    return list(found)
 
 
 def _config(reader: Reader) -> Mapping[str, Any] | None:

@@ -25,11 +25,12 @@ def compare_encodings(a: HfTensors, b: HfTensors, left: WeightEncodings | None, 
         return [], [] if here is there else [one]
     if in_codes[0] != in_codes[1]:
         return [], [NotCompared("one quantization", f"only the weights of {'A' if in_codes[0] else 'B'} are codes now")]
-    lines, left_out = compare_quantization(here, there)
+    coded = list(dict.fromkeys(name for side in (left, right) if side for name in side.weights))
+    lines, left_out = compare_quantization(here, there, coded)
     files = [encodings.files.get(QUANT_CONFIG) if encodings else None for encodings in (left, right)]
     if files[0] is not None and files[1] is not None:
         nested = [parse_json(data, QUANT_CONFIG) for data in files if data is not None]
-        more, also = compare_quantization(nested[0], nested[1], QUANT_CONFIG)
+        more, also = compare_quantization(nested[0], nested[1], coded, QUANT_CONFIG)
         lines, left_out = [*lines, *more], [*left_out, *also]
     elif files[0] is not files[1]:
         left_out.append(NotCompared("one quantization", f"{QUANT_CONFIG}, which only one side has"))
