@@ -178,6 +178,21 @@ def test_a_reference_says_what_the_file_does_not(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path / "llama.gguf", None, hints).model.sliding_window == 32
 
 
+@pytest.mark.parametrize("end", [7, 250])  # a token, and one beyond the vocabulary
+def test_the_tokens_that_a_file_names_are_in_what_is_made_of_it(tmp_path: Path, end: int) -> None:
+    metadata, tensors = gguf_files.llama(tmp_path / "llama")
+    said = {"tokenizer.ggml.bos_token_id": 3, "tokenizer.ggml.eos_token_id": end}
+    (tmp_path / "llama.gguf").write_bytes(gguf_files.file({**metadata, **said}, tensors))
+    command = conversions.run(tmp_path / "llama.gguf", tmp_path / "hf", "hf")
+    assert any("names the token that ends" in note for note in command.notes) == (end == 250)
+    for name in ("config.json", "generation_config.json"):
+        made = json.loads((tmp_path / "hf" / name).read_text())
+        assert (made["bos_token_id"], made.get("eos_token_id")) == (3, end if end == 7 else None)
+    for ends, told in (([2, end], 0), (2, 1)):
+        hints = reference(tmp_path / "llama", eos_token_id=ends)
+        assert len(open_checkpoint(tmp_path / "llama.gguf", None, hints).companions.notes) == told
+
+
 def test_factors_of_rotary_embeddings_that_no_settings_are_known_for_are_refused(tmp_path: Path) -> None:
     metadata, tensors = gguf_files.llama(tmp_path / "llama")
     tensors["rope_freqs.weight"] = gguf_files.plain(gguf_files.llama3_factors() + torch.eye(8)[5])

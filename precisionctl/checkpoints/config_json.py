@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from precisionctl.architectures.families import to_hf_config
 from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.companions import to_json, write_companions
@@ -14,7 +15,9 @@ from precisionctl.dtypes import DType
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_parts import config_parts, text_part
+from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
+from precisionctl.untrusted.safe_json import parse_json
 
 
 def write_beside(
@@ -53,6 +56,24 @@ def config_of_values(
     return found
 
 
+def made_config(model: ModelShape, dtype: str, companions: Companions) -> dict[str, Any]:
+    """A config.json for a model that never had one, with the tokens that its generation_config.json names. Raises as
+    `to_hf_config`."""
+    config = to_hf_config(model, dtype)
+    said = parse_json(companions.files.get(GENERATION, b"{}"), GENERATION)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        named = said.get(key)
+        if is_token(named, model) or named and isinstance(named, list) and all(is_token(each, model) for each in named):
+            config[key] = named
+    return config
+
+
+def is_token(token: object, model: ModelShape) -> bool:
+    """Whether this is the id of a token of the model."""
+    return type(token) is int and 0 <= token < model.vocab_size
+
+
+GENERATION = "generation_config.json"
 _TIED = "tie_word_embeddings"
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 """The dtype of the weights, as transformers 5 writes it and as older ones did. Programs read one or the other, so both

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from precisionctl.architectures.families import to_hf_config
 from precisionctl.checkpoints.base import Writer
-from precisionctl.checkpoints.config_json import config_dtype
+from precisionctl.checkpoints.config_json import config_dtype, made_config
 from precisionctl.checkpoints.dcp_writer import DcpWriter, TorchtitanWriter
 from precisionctl.checkpoints.deepspeed.writer import DeepSpeedWriter
 from precisionctl.checkpoints.encodings_file import WeightEncodings
@@ -125,7 +124,7 @@ def _writer(storage: Storage, source: Source, result: Result, output: Output) ->
         return GgufWriter(output.partial, plan.targets, result.contents)
     # of a wrapper its text model's; a wrapper always has a config.json of its own too, and an untabled model that alone
     made = not isinstance(plan.model, UntabledModel)
-    config = to_hf_config(plan.model, config_dtype(plan.targets)) if made else {}
+    config = made_config(plan.model, config_dtype(plan.targets), companions) if made else {}
     if storage.container in (DCP, TORCHTITAN):
         make_dcp = TorchtitanWriter if storage.container == TORCHTITAN else DcpWriter
         return make_dcp(output.partial, plan.targets, companions, config, _trainer_run(source))

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from precisionctl.architectures.families import to_hf_config
 from precisionctl.checkpoints.base import Companions, Reader, packings_of
 from precisionctl.checkpoints.companions import LICENCE
-from precisionctl.checkpoints.config_json import config_dtype
+from precisionctl.checkpoints.config_json import config_dtype, made_config
 from precisionctl.checkpoints.gguf.gguf_models import model_metadata, of_llama_cpp
 from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
 from precisionctl.checkpoints.gguf.gguf_rope import rotary_tensors
@@ -103,7 +102,7 @@ def _run(directory: str, name: str) -> str:
 def _config(reader: Reader, model: ModelShape) -> Mapping[str, Any]:
     """config.json with what it says of its text model; one that is made if there is none."""
     if "config.json" not in reader.companions.files:
-        return to_hf_config(model, DType.bfloat16.value)
+        return made_config(model, DType.bfloat16.value, reader.companions)
     config = parse_json(reader.companions.files["config.json"], reader.companions.config_path)
     parts = config_parts(config)
     return {key: value for part in reversed(parts) for key, value in part.items()}

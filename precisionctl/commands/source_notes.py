@@ -11,6 +11,7 @@ from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.companions import is_tokenizer
+from precisionctl.checkpoints.config_json import GENERATION
 from precisionctl.checkpoints.dcp_model import DcpModelReader
 from precisionctl.checkpoints.deepspeed.reader import step_directory
 from precisionctl.checkpoints.gguf.reader import GgufReader
@@ -29,6 +30,7 @@ from precisionctl.param import Layout
 from precisionctl.planning.plan import Plan
 from precisionctl.same_model import in_words
 from precisionctl.sizes import counted, size
+from precisionctl.untrusted.safe_json import parse_json
 
 _NAMES = {
     "Megatron-Bridge": "The result has Megatron-Bridge's names, for modules of its own: Megatron-Core alone does not "
@@ -228,11 +230,11 @@ def _missing_notes(reader: Reader) -> Iterator[str]:
     """A note on files that a complete directory has and the source, and so the result, does not."""
     files = reader.companions.files
     missing = [] if any(map(is_tokenizer, files)) else ["tokenizer"]
-    missing += [] if "generation_config.json" in files else ["generation_config.json"]
+    missing += [] if GENERATION in files else [GENERATION]
     if missing:
         hint = ". --reference HF_DIR takes them from a Hugging Face directory" if "tokenizer" in missing else ""
         yield f"Missing in the source, and so in the result: {', '.join(missing)}{hint}."
-    if "config.json" not in files and "generation_config.json" in missing:
+    if "config.json" not in files and parse_json(files.get(GENERATION, b"{}"), GENERATION).get("eos_token_id") is None:
         yield (
             "Nothing names the token that ends a text: `eos_token_id` is null in the result, and programs may generate "
             "without an end."

@@ -16,8 +16,8 @@ LIST: Mapping[str, str] = {
     "one config": "config.json, beyond the model's shape, where only one side has one",
     "quantizer": "keys of `quantization_config` that say who wrote it and how scales were found; those of "
     "compressed-tensors that are null on one side and not there on the other",
-    "ignored modules": "how `quantization_config` lists the modules that are not codes, where that says the same of all "
-    "that are; `--target` says what an engine makes of it",
+    "ignored modules": "how `quantization_config` lists the modules that are not codes, where that says the same of "
+    "all that are; `--target` says what an engine makes of it",
     "one quantization": "`quantization_config`, where only one side has one, or codes, or the `quant_method` differs",
     "expert codes": "DeepSeek-V4's key of config.json for what its experts are stored as; the tensors say that",
     "one encoding": "how weights were coded before they became values, where only one side knows",

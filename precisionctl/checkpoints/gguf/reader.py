@@ -3,7 +3,7 @@ files have, and as a config.json what its metadata say.
 
 A file may be one of several (`NAME-00001-of-00003.gguf`), of which the first has the metadata. A directory with one
 model in such files is read too, with a config.json and a tokenizer that are in it. A tokenizer is not made of the
-file's own: it is the reference's.
+file's own: it is the reference's. The tokens that begin and end a text are, where no config.json says others.
 """
 
 import re
@@ -14,7 +14,8 @@ from pathlib import Path
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
 from precisionctl.checkpoints.chunks import Chunk
-from precisionctl.checkpoints.companions import needed_hints, read_companions
+from precisionctl.checkpoints.companions import needed_hints, read_companions, to_json
+from precisionctl.checkpoints.config_json import GENERATION, is_token
 from precisionctl.checkpoints.gguf.gguf_file import GgufHead, read_head
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
 from precisionctl.checkpoints.gguf.gguf_models import model_type_of
@@ -35,6 +36,8 @@ from precisionctl.untrusted.safe_json import parse_json
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _MOST_FILES = 10_000
+_TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
+"""How GGUF calls the tokens that config.json names."""
 
 
 def recognise(path: Path) -> bool:
@@ -68,6 +71,10 @@ class GgufReader:
         self.own_companions = replace(own, notes=())
         self.companions = needed_hints(hints, self.own_companions).companions or self.own_companions
         self.model, family = self._described(head)
+        if "config.json" not in self.companions.files:
+            self.own_companions = self.companions = self._with_tokens(self.own_companions)
+        elif (ended := self._ended_otherwise()) is not None:
+            self.companions = replace(self.companions, notes=(*self.companions.notes, ended))
         weights = {name: tensor for name, tensor in head.tensors.items() if name not in ROTARY_TENSORS}
         self._made = hf_tensors(weights, family, self.model, path)
         self.specs: Mapping[str, TensorSpec] = {name: made.spec for name, made in self._made.items()}
@@ -80,6 +87,23 @@ class GgufReader:
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self._made[name].chunks()
+
+    def _with_tokens(self, own: Companions) -> Companions:
+        """Companions with a generation_config.json of the file's tokens, if it names any and they have none."""
+        said = {key: self.metadata.get(f"tokenizer.ggml.{name}") for key, name in _TOKENS.items()}
+        tokens = {key: token for key, token in said.items() if is_token(token, self.model)}
+        return replace(own, files={GENERATION: to_json(tokens), **own.files}) if tokens else own
+
+    def _ended_otherwise(self) -> str | None:
+        """That none of the tokens with which a text ends by config.json and its like is the file's. A chat model's file
+        has another than its base, and is of the same model."""
+        files, token = self.companions.files, self.metadata.get("tokenizer.ggml.eos_token_id")
+        configs = (parse_json(files[name], name) for name in ("config.json", GENERATION) if name in files)
+        named = [end for each in configs if (end := each.get("eos_token_id")) is not None]
+        if token is None or not named or any(token == end or isinstance(end, list) and token in end for end in named):
+            return None
+        said = f"with {shown(named[-1])} by {self.companions.directory}, which is kept"
+        return f"A text ends with token {shown(token)} by the file, and {said}."
 
     def _described(self, head: GgufHead) -> tuple[ModelShape, GgufFamily]:
         """The model, and the table of its tensors."""
