@@ -6,6 +6,8 @@ checkers alone.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
@@ -29,4 +31,16 @@ def is_tensor(value: object) -> "TypeGuard[torch.Tensor]":
     return imported is not None and isinstance(value, imported.Tensor)
 
 
-__all__ = ["is_tensor", "torch"]
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Limit PyTorch to one thread: on small pieces its own take several times the CPU, and where workers run beside one
+    another they compete."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+__all__ = ["is_tensor", "one_torch_thread", "torch"]

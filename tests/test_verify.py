@@ -27,6 +27,7 @@ from precisionctl.errors import MissingTensor, UnknownFormat
 from precisionctl.fp8.state import Fp8State, RoleState
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.reports.verify import tables, verdict
+from precisionctl.verify import compare as comparing
 from precisionctl.verify import engine_rules, hf_tensors
 from precisionctl.verify.compare import compare
 
@@ -72,6 +73,19 @@ def test_pieces_smaller_than_a_tensor_compare_the_same(source, monkeypatch):
     assert compare(source, megatron).equal
     megatron.tensors["decoder.layers.1.mlp.linear_fc2.weight"][63, 95] += 1
     assert [tensor.name for tensor in compare(source, megatron).tensors if not tensor.equal] == [DOWN]
+
+
+def test_values_are_compared_in_one_thread_of_pytorch_which_has_its_own_again_after_it(source, monkeypatch):
+    found, before = set(), torch.get_num_threads()
+    values = in_memory.to_megatron(source)
+    values.tensors["embedding.word_embeddings.weight"][3, 5] += 1
+    monkeypatch.setattr(comparing, "difference", lambda a, b: found.add(torch.get_num_threads()) or a - b)
+    torch.set_num_threads(3)
+    try:
+        assert not compare(source, values).equal
+        assert (found, torch.get_num_threads()) == ({1}, 3)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_changed_element_is_measured(source):

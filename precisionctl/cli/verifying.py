@@ -119,10 +119,12 @@ def check_codes(path: Path, json_wanted: bool) -> bool:
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.errors import PrecisionError
     from precisionctl.reports import verify as report
+    from precisionctl.torch_when_used import one_torch_thread
     from precisionctl.verify.code_comparison import compare_codes
     from precisionctl.verify.hf_tensors import HfTensors
 
-    weights = list(compare_codes(HfTensors(open_checkpoint(path)), None))
+    with one_torch_thread():
+        weights = list(compare_codes(HfTensors(open_checkpoint(path)), None))
     if not weights:
         raise PrecisionError(
             "no weight is stored as FP8 codes", where=path, do="Give a second checkpoint to compare it with."

@@ -21,10 +21,9 @@ from precisionctl.checkpoints.output import directory_above
 from precisionctl.codes.elements import Element
 from precisionctl.conversion.buffers import BUFFER, WIDEST, Buffers, worker_memory
 from precisionctl.conversion.encoder import Encoder
-from precisionctl.conversion.processes import one_torch_thread
 from precisionctl.errors import DiskProblem
 from precisionctl.planning.plan import Encode, Plan
-from precisionctl.torch_when_used import torch
+from precisionctl.torch_when_used import one_torch_thread, torch
 
 PLANNED = 2100
 """Bytes that a plan takes for each tensor that is read or written, at most: in DeepSeek-V3 and Kimi-K2, BF16 or FP8,

@@ -13,8 +13,8 @@ import sys
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -22,7 +22,6 @@ from typing import TypeVar
 
 from precisionctl import signals
 from precisionctl.errors import OutputError
-from precisionctl.torch_when_used import torch
 
 Item = TypeVar("Item")
 T = TypeVar("T")
@@ -137,14 +136,3 @@ def _check_exit(process: BaseProcess) -> None:
             f"a worker process was killed (exit code {process.exitcode})",
             do="Was there enough memory? The same command continues where this one stopped.",
         )
-
-
-@contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """Limit torch to one thread: workers run in parallel, and torch's own threads would compete with them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

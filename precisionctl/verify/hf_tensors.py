@@ -49,6 +49,11 @@ class StoredRows:
         """The decoded values of the rows, FP32 `[n, columns]`."""
         return self.stored.float() if self.encoding is None else self.encoding.decode_rows(self.stored, 0)
 
+    def same_bytes(self, other: StoredRows) -> bool:
+        """Whether both are values of one dtype, and equal bit for bit."""
+        plain = self.encoding is None and other.encoding is None and self.dtype == other.dtype
+        return plain and np.array_equal(self.data, other.data)
+
     def encodes(self, values: Tensor) -> bool:
         """Whether these codes are the encoding of FP32 `values` under the scales stored with them."""
         if self.encoding is None:
