@@ -142,10 +142,11 @@ def _as_lists(table: Table) -> Table:
 
 def show_error(error: PrecisionctlError) -> None:
     """Print an error on stderr: what, where, what to do. On a terminal that is one panel; elsewhere, where somebody may
-    search for it, an unbroken `error[kind]: what (where). do`."""
+    search for it, an unbroken `error[kind]: what (where). do`, whose items, if it lists some, are a line each."""
     kind = type(error).__name__
     if not _err.is_terminal:
-        _err.print(f"error[{kind}]: {' '.join(str(error).splitlines())}", soft_wrap=True, markup=False)
+        unbroken = "\n- ".join(" ".join(part.splitlines()) for part in str(error).split("\n- "))
+        _err.print(f"error[{kind}]: {unbroken}", soft_wrap=True, markup=False)
         return
     lines = [Text(error.what), Text(error.where, style="dim"), Text(error.do, style="bold")]
     body = Text("\n").join(line for line in lines if line)

@@ -45,7 +45,9 @@ GO_ON = 75
 UNREAD = 128 + 13
 """Exit code of a command whose output nobody reads any longer, as shells have it of a program that SIGPIPE ends."""
 
-NOT_BEGUN = "Stopped before anything was written. The same command starts again."
+NOT_BEGUN = (
+    "Stopped before this command did anything. The same command starts it, or continues what an earlier one did."
+)
 """What a command says that a signal stops when it has nothing to keep: while it imports modules, reads or plans."""
 
 BROKEN_WEIGHTS = "The checkpoint is broken there, in BF16 too: copy it again, or take an earlier one."

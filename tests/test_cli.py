@@ -54,6 +54,15 @@ def test_the_list_of_commands_cuts_none_of_them_short():
     assert "..." not in shown.partition("Commands:")[2] and all(f"\n  {name} " in shown for name in main.commands)
 
 
+def test_a_wrong_key_of_a_recipe_is_told_before_torch_is_imported(tmp_path):
+    pico.save(tmp_path)
+    line = [*("resume", str(tmp_path), "--precision=fp8"), "--set=lr=1"]
+    code = f"import sys\nfrom precisionctl.cli import main\nmain({line}, standalone_mode=False)"
+    program = f"try:\n    exec({code!r})\nexcept BaseException: pass\nassert 'torch' not in sys.modules"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.returncode == 0 and "Did you mean optimizer.lr?" in found.stderr
+
+
 def test_help_imports_neither_torch_nor_transformers_nor_rich():
     code = (
         "import sys\n"
@@ -160,9 +169,15 @@ def test_an_unrecognised_directory_is_one_error_that_names_what_was_looked_for(t
     result = run("inspect", tmp_path)
     assert result.exit_code == 1
     assert "UnknownFormat" in result.stderr
+    assert re.search(r"Looked for:\n- [^\n]+\n- ", result.stderr)
     assert "safetensors" in result.stderr and "torch_dist" in result.stderr
     assert "Traceback" not in result.stderr
     assert not result.stdout
+
+
+def test_without_arguments_the_help_is_shown_in_lines():
+    found = run()
+    assert found.exit_code == 2 and "\n  convert " in found.stderr and "\\n" not in found.stderr
 
 
 def test_a_folder_that_has_a_checkpoint_in_it_is_answered_with_that_one(tmp_path):
@@ -305,6 +320,12 @@ RESUME = ("resume", "{}", "--precision", "fp8", "--data", "{}", "--out", "{}/out
         ([*RESUME, "--output", "x"], "'--output'. Did you mean --out?"),
         (["--quite", "inspect", "{}"], "'--quite'. Did you mean --quiet?"),
         (["conver", "{}", "{}/out"], "Did you mean 'convert'?"),
+        (["plan", "{}"], "show it with --dry-run."),
+        ([*RESUME, "--lr", "1"], "Give --set optimizer.lr=RATE."),
+        ([*RESUME, "--set", "train.global_batch_size=1"], "Did you mean train.batch_size?"),
+        (["convert", "{}", "{}/out", "--to", "hf", "--dtype", "bf16"], "Give --precision."),
+        (["convert", "{}", "{}/out", "--to", "gguf"], "Did you mean `export-inference --target llama.cpp`?"),
+        (["export-inference", "{}", "{}/out", "--target", "trtllm"], "Did you mean tensorrt-llm?"),
         (["convert", "{}", "{}/out", "--to", "megatorn"], "'torchtitan', 'deepspeed'. Did you mean megatron?"),
         (["export-inference", "{}", "{}/out", "--target", "vllm", "--scheme", "w4a1"], "Did you mean w4a16?"),
         (["convert", "{}", "{}/out", "--to", "megatron", "--container", "torch_dis"], "Did you mean torch_dist?"),

@@ -261,7 +261,10 @@ def _wrong_usage(ctx: click.Context) -> Iterator[None]:
     except click.UsageError as error:
         if isinstance(error, click.NoSuchOption) and error.ctx:
             error = _with_the_nearest(error, error.ctx)
-        error.message = one_line(error.message)  # type: ignore[misc]  # final for type checkers alone
+        if isinstance(error, click.NoSuchCommand) and (advice := _COMMANDS.get(error.command_name)):
+            error = click.NoSuchCommand(error.command_name, f"No such command '{error.command_name}'. {advice}")
+        if not isinstance(error, click.exceptions.NoArgsIsHelpError):  # whose lines are our own
+            error.message = one_line(error.message)  # type: ignore[misc]  # final for type checkers alone
         if ctx.meta[_JSON]:
             do = f"`{error.ctx.command_path} --help` has all options." if error.ctx else ""
             print_json({"error": {"kind": "UsageError", "what": error.format_message(), "where": "", "do": do}})
@@ -272,11 +275,31 @@ _ALIKE = 0.7
 """`--output` and `--out` are 0.77 alike; `--tp`, `--pp` and `--ep` 0.75, and exist wherever one of them does."""
 
 
+_OPTIONS = {
+    "--dtype": "--precision",
+    "--steps": "--set train.steps=N",
+    "--lr": "--set optimizer.lr=RATE",
+}
+"""What stands here for options that other programs have."""
+
+_DRY_RUN = "`convert`, `export-inference` and `resume` show it with --dry-run."
+_COMMANDS = {
+    "plan": _DRY_RUN,
+    "estimate": _DRY_RUN,
+    "train": "Did you mean 'resume'?",
+    "export": "Did you mean 'export-inference'?",
+    "quantize": "Did you mean 'export-inference'?",
+}
+"""The same for commands."""
+
+
 def _with_the_nearest(error: click.NoSuchOption, ctx: click.Context) -> click.NoSuchOption:
     """An unknown option's error, with the most similar option that the help shows. click's own guesses are in
     alphabetical order, and include hidden options."""
     shown = (param for param in ctx.command.get_params(ctx) if isinstance(param, click.Option) and not param.hidden)
-    nearest = meant(error.option_name, (name for param in shown for name in param.opts), _ALIKE)
+    known = [name for param in shown for name in param.opts]
+    other = _OPTIONS.get(error.option_name, "")
+    nearest = f"Give {other}." if other.split(" ")[0] in known else meant(error.option_name, known, _ALIKE)
     return click.NoSuchOption(error.option_name, f"No such option '{error.option_name}'. {nearest}".rstrip(), ctx=ctx)
 
 

@@ -2,11 +2,12 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -105,10 +106,16 @@ RUN, FILE, NEW_FILE = ExistingPath(), ExistingPath(dir_okay=False), NewFile()
 
 
 class Choice(click.Choice[str]):
-    """One of several words. Another is answered with all of them, and the one that was perhaps meant."""
+    """One of several words. Another is answered with all of them, and the one that was perhaps meant, or, for words
+    that are `elsewhere`, with what takes them."""
+
+    def __init__(self, choices: Sequence[str], elsewhere: Mapping[str, str] = MappingProxyType({})) -> None:
+        super().__init__(choices)
+        self.elsewhere = elsewhere
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
-        return f"{super().get_invalid_choice_message(value, ctx)} {meant(str(value), self.choices)}".rstrip()
+        advice = self.elsewhere.get(str(value).lower()) or meant(str(value), self.choices)
+        return f"{super().get_invalid_choice_message(value, ctx)} {advice}".rstrip()
 
 
 class EngineName(click.ParamType[str]):
@@ -136,6 +143,18 @@ class RecipeName(click.ParamType[str]):
         from precisionctl.recipe import bundled_recipes
 
         return [*_beginning(incomplete, bundled_recipes()), CompletionItem(incomplete, type="file")]
+
+
+class Override(click.ParamType[str]):
+    """A key of a recipe and its value, which are checked before a command imports PyTorch."""
+
+    name = "override"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from precisionctl.recipe import read_override
+
+        read_override(str(value))
+        return str(value)
 
 
 class FamilyName(click.ParamType[str]):
@@ -204,6 +223,14 @@ architecture_option = click.option(
 )
 max_shard_size_option = click.option(
     "--max-shard-size", type=Size(), default="5GB", show_default=True, help="Maximum size of a safetensors file."
+)
+set_option = click.option(
+    "--set",
+    "overrides",
+    type=Override(),
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Override a key of the recipe. Can be repeated.",
 )
 reference_option = click.option(
     "--reference",

@@ -22,6 +22,7 @@ from precisionctl.cli.options import (
     json_option,
     megatron_fp8_options,
     reference_option,
+    set_option,
 )
 from precisionctl.errors import GO_ON, one_line
 
@@ -76,9 +77,7 @@ backend_option = click.option(
     type=RecipeName(),
     help="A bundled name or a TOML file. Default: bf16, or fp8-delayed with the FP8 settings of the run before.",
 )
-@click.option(
-    "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key of the recipe. Can be repeated."
-)
+@set_option
 @click.option(
     "--load",
     type=Choice(["full", "weights"]),
@@ -197,9 +196,7 @@ def resume(
     type=RecipeName(),
     help="The recipe of the coming run: a bundled name or a TOML file. Default: fp8-delayed.",
 )
-@click.option(
-    "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key of the recipe. Can be repeated."
-)
+@set_option
 @click.option(
     "--passes",
     type=POSITIVE,

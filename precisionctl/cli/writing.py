@@ -36,6 +36,12 @@ if TYPE_CHECKING:
     from precisionctl.precision import Precision
 
 
+_OF_EXPORTS = {
+    word: f"Did you mean `export-inference --target {engine}`?"
+    for word, engine in {"gguf": "llama.cpp", **{name: name for name in ("vllm", "sglang", "tensorrt-llm")}}.items()
+}
+"""Formats that `convert` has not, and what has them."""
+
 _CARRYING_OUT = ["--workers", "--verify", "--dry-run", "--restart", "--max-shard-size"]
 
 
@@ -65,7 +71,7 @@ _CARRYING_OUT = ["--workers", "--verify", "--dry-run", "--restart", "--max-shard
 @click.argument("destination", type=NEW_PATH)
 @click.option(
     "--to",
-    type=Choice(["hf", "megatron", "dcp", "torchtitan", "deepspeed"]),
+    type=Choice(["hf", "megatron", "dcp", "torchtitan", "deepspeed"], elsewhere=_OF_EXPORTS),
     required=True,
     help="Format of the result. dcp: PyTorch's distributed checkpoint, with Hugging Face's names. "
     "torchtitan: the same with torchtitan's names. deepspeed: a universal checkpoint.",

@@ -286,8 +286,12 @@ def engine_named(name: str, *others: str) -> Engine:
     `others` that may stand in its place."""
     known = engines()
     if name not in known:
-        raise RecipeError(f"no engine `{name}`", do=nearest(name, (*known, *others)))
+        said = _ALSO_CALLED.get(name.lower(), name)
+        raise RecipeError(f"no engine `{name}`", do=nearest(said, (*known, *others)))
     return known[name]
+
+
+_ALSO_CALLED = {"trtllm": "tensorrt-llm", "trt-llm": "tensorrt-llm", "gguf": "llama.cpp", "hf": "transformers"}
 
 
 def _kinds(method: QuantMethod, said: Quantization, scheme: str, coded: Mapping[str, CodedWeight]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 differs.
 """
 
-from precisionctl.recipe.load import bundled_recipes, find_recipe, load_recipe, recipe_of
+from precisionctl.recipe.load import bundled_recipes, find_recipe, load_recipe, read_override, recipe_of
 from precisionctl.recipe.sections import (
     Data,
     GuardSettings,
@@ -31,5 +31,6 @@ __all__ = [
     "bundled_recipes",
     "find_recipe",
     "load_recipe",
+    "read_override",
     "recipe_of",
 ]

@@ -35,20 +35,27 @@ def load_recipe(
     for key, value in known.items():
         _set(table, key, value, str(file))
     for override in overrides:
-        key, equals, text = override.partition("=")
-        key = key.strip()
-        if equals and re.fullmatch(r"\w+", key) and key not in _hints(Recipe):
-            raise _unknown_key(key, f"--set {override}")
-        if not equals or not re.fullmatch(r"\w+(\.\w+)+", key):
-            what = f"--set wants section.key=value, not {override!r}"
-            raise RecipeError(what, do="Such as --set train.steps=100; docs/recipes.md has all keys.")
-        where, value = f"--set {override}", _toml_value(text)
-        _set(table, key, value, where)
-        hint: Any = Recipe  # the type of the key, so that an error names the option and not the file
-        for name_of_part in key.split("."):
-            hint = _hints(_item(hint) or hint)[name_of_part]
-        _value(hint, value, key, where)
+        _set(table, *read_override(override), f"--set {override}")
     return _make(Recipe, table, prefix="", where=file)
+
+
+def read_override(override: str) -> tuple[str, Any]:
+    """The key and the value of `key=value`. Raises RecipeError for an unknown key, or a value of the wrong type."""
+    key, equals, text = override.partition("=")
+    key, where = key.strip(), f"--set {override}"
+    if equals and re.fullmatch(r"\w+", key) and key not in _hints(Recipe):
+        raise _unknown_key(key, where)
+    if not equals or not re.fullmatch(r"\w+(\.\w+)+", key):
+        what = f"--set wants section.key=value, not {override!r}"
+        raise RecipeError(what, do="Such as --set train.steps=100; docs/recipes.md has all keys.")
+    if key not in _known_keys(Recipe):
+        raise _unknown_key(key, where)
+    hint: Any = Recipe  # the type of the key, so that an error names the option and not the file
+    for name_of_part in key.split("."):
+        hint = _hints(_item(hint) or hint)[name_of_part]
+    value = _toml_value(text)
+    _value(hint, value, key, where)
+    return key, value
 
 
 def recipe_of(keys: Mapping[str, Any], where: Path) -> Recipe:
@@ -194,7 +201,8 @@ def _unknown_key(key: str, where: object) -> RecipeError:
     names = [*_known_keys(Recipe)]
     section, _, last = key.rpartition(".")
     known = {name.rpartition(".")[2]: name for name in reversed(names)}
-    if near := most_alike(last, known, NEAR):
+    ends = (name for name in known if last.endswith(f"_{name}"))  # global_batch_size, adam_beta1
+    if near := most_alike(last, known, NEAR) or next(ends, None):
         hint = f"Did you mean {known[near]}?"
     elif section and (inside := [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section]):
         hint = f"Keys of {section}: {', '.join(inside)}."
