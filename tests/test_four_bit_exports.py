@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.engines.base import engine_named, engines
 from precisionctl.errors import MissingFp8State, PrecisionError
@@ -182,6 +183,8 @@ def test_codes_of_a_source_are_copied_and_global_scales_that_differ_become_one(
 ) -> None:
     export(sources["llama-3"], tmp_path / "once", "vllm", "nvfp4a16")
     export(tmp_path / "once", tmp_path / "twice", "vllm", "nvfp4a16")
+    notes = plan_command(Request.export(tmp_path / "once", tmp_path / "fp8", "vllm")).notes
+    assert any(note.startswith("Scheme dynamic") and note.endswith("if you ask: --scheme nvfp4a16.") for note in notes)
     once, twice = (load_file(tmp_path / each / "model.safetensors") for each in ("once", "twice"))
     assert all(torch.equal(t.view(torch.uint8), twice[name].view(torch.uint8)) for name, t in once.items())
     once[f"{UP}.weight_global_scale"] *= 2  # values are half of what they were

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import conversions
 import pico
 import pytest
 import torch
@@ -55,6 +56,15 @@ def test_an_export_says_what_the_engine_asks_for_and_transformers_does_not_write
     execute(plan_command(request))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {key: config[key] for key in said} == said and ENGINES[target].lacks(config) == []
+
+
+def test_so_do_codes_that_come_back(tmp_path: Path) -> None:
+    pico.save(tmp_path / "source", "deepseek-v3", dtype=torch.bfloat16)
+    conversions.carry_out(Request.export(tmp_path / "source", tmp_path / "fp8", "vllm", "dynamic", keep_misfits=True))
+    file = tmp_path / "fp8" / "config.json"
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "topk_method"}))
+    conversions.run(tmp_path / "fp8", tmp_path / "back", "hf", precision="fp8")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["topk_method"] == "noaux_tc"
 
 
 @pytest.mark.parametrize("family", [each for each in ("glm4-moe-lite", "muse-spark") if each not in pico.ABSENT])

@@ -1,6 +1,6 @@
 """Results whose weights are codes: for an inference engine, or the codes that they were before."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,17 +25,17 @@ from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.conversion.edges import edge_notes
 from precisionctl.engines.base import Engine, engines
-from precisionctl.engines.serving import ServingLayout
+from precisionctl.engines.serving import ServingLayout, served_config
 from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.export import kv_cache
 from precisionctl.export.as_before import AsBefore, all_mxfp4, in_powers_of_2
 from precisionctl.export.encode import InScheme, WeightFormat, encode, fp8_jobs, in_scheme, is_slice, modules_in_bf16
 from precisionctl.export.model_card import Card, path_in_command
-from precisionctl.export.schemes import best_scheme
+from precisionctl.export.schemes import best_scheme, kept_in_four_bits
 from precisionctl.model_shape import ModelShape
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.served_model import served
-from precisionctl.quant_methods.base import SCHEMES, Scheme, quant_methods
+from precisionctl.quant_methods.base import FOUR_BITS, SCHEMES, Scheme, quant_methods
 from precisionctl.quant_methods.coded_weights import scheme_of
 from precisionctl.untabled_model import UntabledModel
 from precisionctl.untrusted.safe_json import parse_json
@@ -159,7 +159,7 @@ def _scheme(kind: Codes, source: Source, engine: Engine, jobs: Sequence[Job]) ->
         return _SCHEMES[kind.recipe.scaling if kind.recipe else "current" if untrained else "delayed"], ""
     if kind.export.scheme:
         return kind.export.scheme, ""
-    return best_scheme(
+    scheme, why = best_scheme(
         engine,
         source.plan.model,
         jobs,
@@ -168,6 +168,9 @@ def _scheme(kind: Codes, source: Source, engine: Engine, jobs: Sequence[Job]) ->
         source.known.why_none,
         are_codes=bool(source.reader.encodings),
     )
+    if source.encodings_now and (own := kept_in_four_bits(engine, source.encodings_now)):
+        why += f". The weights are {FOUR_BITS[own]} codes, and four bits are written only if you ask: --scheme {own}"
+    return scheme, why
 
 
 def _check_blocks(engine: Engine, architecture: str, scheme: Scheme, values: Iterable[str]) -> None:
@@ -273,16 +276,22 @@ def as_before(source: Source, destination: Path) -> Result:
         *rounded_notes(reader, plan),
         *known_state_notes(known, carried=True),
     ]
-    card = _card_as_before(destination.name, source.plan, policy)
-    return Result(plan, notes, known.current or known.outdated, encodings=encodings, card=card)
+    scheme = scheme_of(encodings.quantization, encodings.scales, encodings.weights)
+    serving = [engine for engine in engines().values() if scheme in engine.formats(policy.method.name)]
+    card = _card_as_before(destination.name, source.plan, policy, scheme, serving)
+
+    def lacks(config: Mapping[str, Any]) -> Iterator[str]:
+        """Keys that are not there: one engine's words for others might be none for the next."""
+        said = served_config(config)
+        return (key for engine in serving for key in engine.lacks(config) if said.get(key) is None)
+
+    return Result(plan, notes, known.current or known.outdated, encodings=encodings, card=card, lacks=lacks)
 
 
-def _card_as_before(name: str, plan: Plan, policy: AsBefore) -> Card:
-    """The model card of a result with its old codes, for whichever engine reads them."""
+def _card_as_before(name: str, plan: Plan, policy: AsBefore, scheme: str, serving: Sequence[Engine]) -> Card:
+    """The model card of a result with its old codes, for the engines that read them."""
     encodings, method = policy.encodings, policy.method
     quantization = method.read(encodings.quantization)
-    scheme = scheme_of(encodings.quantization, encodings.scales, encodings.weights)
-    serving = [engine for engine in engines().values() if scheme in engine.formats(method.name)]
     dtypes = sorted({spec.stored_dtype for spec in encodings.weights.values()})
     fixed = any(scales.input is not None for scales in encodings.scales.values())
     inputs = "as they were, or of what was recorded since"

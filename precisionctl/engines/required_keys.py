@@ -11,6 +11,9 @@ not know. The part has what a wrapper says of the whole, its `model_type` and ho
 nothing else of them."""
 
 
+ADDED = "The release's config.json has it, and that of transformers 5 has not: `export-inference` writes it"
+"""In rules on such keys: what to do."""
+
 OF_DEEPSEEK_V4 = ("compress_ratios", "num_hash_layers", "qk_rope_head_dim", "rope_scaling", "topk_method")
 """Those of DeepSeek-V4's released config.json that transformers has others for."""
 

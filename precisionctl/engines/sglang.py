@@ -40,6 +40,7 @@ from precisionctl.engines.integer_rules import (
 from precisionctl.engines.method_rules import MethodRules
 from precisionctl.engines.model_rules import BlocksAlone
 from precisionctl.engines.required_keys import (
+    ADDED,
     GLM5_NEXT,
     IN_SGLANG,
     MUSE_GLIMMER,
@@ -262,7 +263,7 @@ ENGINE = Engine(
     },
     keys={
         published_by(IN_SGLANG): EngineRule(
-            "its model asks the config for published words, and takes those of another model for some that are missing",
+            f"its model fails without this key, or takes another model's value. {ADDED}",
             "SGLang 0.5.23 models/afmoe.py, deepseek_v2.py, exaone_moe.py, glm4_moe_lite.py, hunyuan_v3.py, "
             "mimo_v2.py, minimax_m2.py, muse_spark.py",
         ),
@@ -279,7 +280,7 @@ ENGINE = Engine(
             "SGLang configs/muse_glimmer.py muse_glimmer_config_kwargs_from_hf",
         ),
         of_published_classes: EngineRule(
-            "it has a class of its own for this model, which asks the config for the published words",
+            f"its class of this model reads the release's config.json. {ADDED}",
             "SGLang models/exaone.py, models/bailing_moe.py, models/sarvam_moe.py",
         ),
         of_hy_v4: EngineRule(

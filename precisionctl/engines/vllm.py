@@ -36,6 +36,7 @@ from precisionctl.engines.method_rules import MethodRules
 from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype, RowsMoved
 from precisionctl.engines.quark_rules import quark_channels_in_columns, quark_keys_unsaid
 from precisionctl.engines.required_keys import (
+    ADDED,
     GLM5_NEXT,
     IN_VLLM,
     OF_DEEPSEEK_V4,
@@ -300,7 +301,7 @@ ENGINE = Engine(
     },
     keys={
         published_by(IN_VLLM): EngineRule(
-            "its model asks the config for published words, and takes those of another model for some that are missing",
+            f"its model fails without this key, or takes another model's value. {ADDED}",
             "vLLM 0.33 models/afmoe.py, deepseek_v2.py, glm4_moe_lite.py, hy_v3.py, lfm2.py, mimo_v2.py, "
             "minimax_m2.py, transformers_utils/configs/muse_spark.py",
         ),
@@ -312,7 +313,7 @@ ENGINE = Engine(
             "vLLM models/deepseek_v4/nvidia/model.py, transformers_utils/configs/deepseek_v4.py",
         ),
         of_published_classes: EngineRule(
-            "it has a class of its own for this model, which asks the config for the published words",
+            f"its class of this model reads the release's config.json. {ADDED}",
             "vLLM models/exaone.py, models/bailing_moe.py, models/sarvam.py SarvamMLAAttention",
         ),
         of_hy_v4: EngineRule(

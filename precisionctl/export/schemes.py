@@ -41,11 +41,11 @@ def best_scheme(
     """The scheme for the weights of these jobs, and the reason in words. `encodings` is how the source's weights are
     encoded (`are_codes`), or once were; `why_no_state` says why there are no `states`.
 
-    The order of preference: a scheme with which existing codes can stay as they are; `static`, if inputs were recorded
-    over several steps, as it saves the engine a pass over each input; the scheme of the codes that weights once were,
-    because unchanged weights become those codes again; the first of the engine's other schemes. Of these, a scale per
-    channel comes before a scale per block, as every FP8 GPU has kernels for it. Four bits are only written if they are
-    asked for. Raises PrecisionError if the engine takes none of them.
+    The order of preference: a scheme of FP8 with which existing codes can stay as they are; `static`, if inputs were
+    recorded over several steps, as it saves the engine a pass over each input; the scheme of the codes that weights
+    once were, because unchanged weights become those codes again; the first of the engine's other schemes. Of these, a
+    scale per channel comes before a scale per block, as every FP8 GPU has kernels for it. Four bits are only written if
+    they are asked for. Raises PrecisionError if the engine takes none of them.
     """
     schemes = schemes_of(engine, model, jobs)
     coded = next((scheme for scheme in schemes if encodings and _is_coded(encodings, scheme)), None)
@@ -73,11 +73,17 @@ def best_scheme(
     )
 
 
+def kept_in_four_bits(engine: Engine, encodings: WeightEncodings) -> Scheme | None:
+    """The scheme of an engine's four bits in which the weights are stored already; None if there is none."""
+    schemes = (scheme for scheme in engine.spells if scheme in FOUR_BITS)
+    return next((scheme for scheme in schemes if _is_coded(encodings, scheme)), None)
+
+
 def _is_coded(encodings: WeightEncodings, scheme: Scheme) -> bool:
     """Whether all weights, tables apart, are encoded as a scheme would encode them."""
     stored = encodings.stored.specs
     return all(
-        weight.dtype == CODES
+        (weight.codes_name == FOUR_BITS[scheme] if scheme in FOUR_BITS else weight.dtype == CODES)
         and encodings.scales[name].block == sized(SCHEMES[scheme].block, weight)
         and (encodings.scales[name].input is not None) == SCHEMES[scheme].fixed_inputs
         and (scheme != "mxfp8" or stored[encodings.scales[name].weight].dtype in EXPONENTS)
