@@ -18,7 +18,7 @@ import pico
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import Hints
@@ -42,6 +42,7 @@ from precisionctl.errors import (
     UnknownFormat,
     UnmappedTensor,
 )
+from precisionctl.verify.compare import compare
 
 GOLDEN = Path(__file__).parent / "golden" / "ggml_blocks.safetensors"
 CODED = [form for form in FORMATS.values() if not form.dtype]
@@ -129,6 +130,28 @@ def test_codes_are_read_as_fp32_however_rows_are_cut(tmp_path: Path, monkeypatch
     assert found.dtype == torch.float32 and torch.equal(gguf_files.neighbours(found, 4), decoded)
     for row, rows in ((0, 1), (7, 2), (15, 34), (63, 1)):
         assert torch.equal(read_rows(reader, name, row, rows), found[row : row + rows])
+
+
+@pytest.mark.parametrize(("changed", "status"), [(0, "encoded"), (1, "differs")])
+def test_verify_holds_codes_against_those_that_ggml_makes_of_the_values(
+    tmp_path: Path, changed: int, status: str
+) -> None:
+    metadata, tensors = gguf_files.llama(tmp_path / "llama")
+    name, file = "model.layers.0.self_attn.q_proj.weight", tmp_path / "llama" / "model.safetensors"
+    published = load_file(file)
+    values = torch.randint(-31, 32, published[name].shape) + 0.25
+    values[:, ::32] = 127  # so the scale of each block is a power of two, and rounding it no matter
+    published[name] = (values * 2.0**-10).bfloat16()
+    save_file(published, file)
+    (shape, number, data), _ = gguf_files.q8_0(gguf_files.neighbours(published[name], 4))
+    tensors["blk.0.attn_q.weight"] = shape, number, data[:-1] + bytes([data[-1] ^ changed])
+    (tmp_path / "llama.gguf").write_bytes(gguf_files.file(metadata, tensors))
+    sides = [open_checkpoint(tmp_path / each) for each in ("llama.gguf", "llama")]
+    for a, b in (sides, sides[::-1]):
+        comparison = compare(a, b)
+        (found,) = [tensor for tensor in comparison.tensors if tensor.status != "exact"]
+        assert (found.name, found.status, comparison.equal) == (name, status, not changed)
+        assert "Q8_0" in found.dtypes and found.sqnr_db is not None and found.sqnr_db > 40
 
 
 def test_a_conversion_needs_no_reference_and_exports_are_those_of_the_values(tmp_path: Path) -> None:

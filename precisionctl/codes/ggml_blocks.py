@@ -51,6 +51,10 @@ class GgmlBlocks(BlocksInRows):
         """Bytes `[rows, row_bytes]` of finite values `[rows, columns]`, whose columns are whole blocks."""
         return self.encoded(values.float().reshape(-1, self.format.values)).reshape(len(values), -1)
 
+    def rounded(self, values: Tensor) -> Tensor:
+        """What the codes of values `[rows, columns]` decode to, FP32 of the same shape."""
+        return torch.from_numpy(self.format.values_of(self.encode(values).numpy())).view(values.shape)
+
 
 def _q8_0(values: Tensor) -> Tensor:
     """An FP16 scale, the largest magnitude / 127, and 32 bytes. Halves are rounded away from zero."""
@@ -79,12 +83,13 @@ def _fp16(scale: Tensor) -> Tensor:
     return scale.half().view(torch.uint8)
 
 
-_ENCODED = {"Q8_0": (INT8, _q8_0, 127), "Q4_0": (INT4, _q4_0, 8)}
+ENCODED = {"Q8_0": (INT8, _q8_0, 127), "Q4_0": (INT4, _q4_0, 8)}
+"""Of each format that is made here: its element, what makes its blocks, and the code of the largest magnitude."""
 
 
 def blocks_of(form: BlockFormat) -> GgmlBlocks:
     """How codes are made in a format, Q8_0 or Q4_0."""
-    element, encoded, most = _ENCODED[form.name]
+    element, encoded, most = ENCODED[form.name]
     return GgmlBlocks(form.name, element, DType.uint8, format=form, encoded=encoded, most=most)
 
 

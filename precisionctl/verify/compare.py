@@ -40,9 +40,9 @@ Status = Literal["exact", "rounded", "encoded", "lost", "differs", "shape", "onl
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """One tensor. `rounded`: one side is exactly the other rounded to BF16. `encoded`: one side is exactly the FP8
-    encoding of the other, under the scale stored with it. `lost`: it is that encoding, but its scales make no sense, so
-    it does not represent the values (`verify/losses.py`).
+    """One tensor. `rounded`: one side is exactly the other rounded to BF16. `encoded`: one side is exactly the encoding
+    of the other, under the scale stored with it, or, in ggml's Q8_0 and Q4_0, as ggml encodes it. `lost`: it is that
+    encoding, but its scales make no sense, so it does not represent the values (`verify/losses.py`).
 
     SQNR in dB (infinite without noise), the largest absolute error, and the number of values that differ (`differing`)
     compare B's values with A's; None if they cannot be subtracted. `remark` says what the codes have lost, if that is
@@ -215,7 +215,7 @@ def _pieces(name: str, a: Tensors, b: Tensors) -> Iterator[tuple[StoredRows, Sto
 def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float, float, int]]:
     """The losses of the side that is codes against the other side's values, and the error of B's values as `_error`
     returns it."""
-    coded = a if a.is_codes(name) else b
+    coded = a if a.is_codes(name) or a.ggml_blocks(name) else b
     spec = a.specs[name]
     losses, row, signal = Losses(spec.rows, spec.columns, coded.block(name), coded.is_packed(name)), 0, 0.0
     differing = 0
@@ -233,19 +233,15 @@ def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float,
 def _verdict(a: StoredRows, b: StoredRows) -> Status:
     if a.same_bytes(b):
         return "exact"
-    if a.encoding is None and b.encoding is None and a.dtype == b.dtype:
+    are_values = not (a.is_codes or b.is_codes)
+    if are_values and a.dtype == b.dtype:
         return "exact" if _only_nans_differ(a.stored, b.stored) else "differs"
     left, right = a.values, b.values
     if torch.equal(left.view(torch.int32), right.view(torch.int32)) or _differing(left, right) == 0:
         return "exact"
-    one_is_codes = (a.encoding is None) != (b.encoding is None)
-    if (
-        a.encoding is None
-        and b.encoding is None
-        and (_is_rounding(a.stored, b.stored) or _is_rounding(b.stored, a.stored))
-    ):
+    if are_values and (_is_rounding(a.stored, b.stored) or _is_rounding(b.stored, a.stored)):
         return "rounded"
-    return "encoded" if one_is_codes and (a.encodes(right) or b.encodes(left)) else "differs"
+    return "encoded" if a.is_codes != b.is_codes and (a.encodes(right) or b.encodes(left)) else "differs"
 
 
 def _is_rounding(stored: Tensor, of: Tensor) -> bool:

@@ -10,7 +10,9 @@ import numpy as np
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import Bytes, bytes_of, in_pieces, read_bytes, read_tensor, read_values
+from precisionctl.checkpoints.gguf.reader import GgufReader
 from precisionctl.codes.encoding import Encoding, joined
+from precisionctl.codes.ggml_blocks import GgmlBlocks
 from precisionctl.dtypes import DType
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
@@ -28,16 +30,22 @@ PIECE = 1 << 20
 @dataclass(frozen=True)
 class StoredRows:
     """Rows of a tensor as they are stored: bytes, `[n, width * itemsize]`, and their dtype. Where they are codes,
-    `encoding` is that of these rows."""
+    `encoding` is that of these rows; where they are values that were read of ggml's codes, `blocks` makes such."""
 
     data: Bytes
     dtype: DType
     encoding: Encoding | None
+    blocks: GgmlBlocks | None = None
 
     @staticmethod
     def of(values: Tensor) -> StoredRows:
         """Values `[n, columns]` as they would be stored in their dtype."""
         return StoredRows(bytes_of(values), DType.of(values.dtype), None)
+
+    @property
+    def is_codes(self) -> bool:
+        """Whether the rows are codes, or were read of ggml's."""
+        return self.encoding is not None or self.blocks is not None
 
     @property
     def stored(self) -> Tensor:
@@ -55,7 +63,10 @@ class StoredRows:
         return plain and np.array_equal(self.data, other.data)
 
     def encodes(self, values: Tensor) -> bool:
-        """Whether these codes are the encoding of FP32 `values` under the scales stored with them."""
+        """Whether these codes are the encoding of FP32 `values`: under the scales stored with them, or, in ggml's
+        blocks, under those that ggml takes."""
+        if self.blocks is not None:
+            return torch.equal(self.blocks.rounded(values).view(torch.int32), self.values.view(torch.int32))
         if self.encoding is None:
             return False
         return torch.equal(self.encoding.encode_rows(values, 0).view(torch.uint8), torch.from_numpy(self.data))
@@ -107,14 +118,24 @@ class HfTensors:
         return self.reader.specs[name].stored_dtype
 
     def block(self, name: str) -> tuple[int, int]:
-        """How many rows and columns of a tensor of codes share a scale."""
+        """How many rows and columns of a tensor of codes, or of ggml's, share a scale."""
+        if blocks := self.ggml_blocks(name):
+            return 1, blocks.format.values
         reads = [segment.read for segment in self._segments[name] if segment.read is not None]
         high, wide = self.reader.encodings[reads[0]].block
         return high, wide
 
     def is_packed(self, name: str) -> bool:
         """Whether a tensor of codes is of other codes than FP8."""
-        return any(segment.read and self.reader.specs[segment.read].packing for segment in self._segments[name])
+        packed = any(segment.read and self.reader.specs[segment.read].packing for segment in self._segments[name])
+        return packed or self.ggml_blocks(name) is not None
+
+    def ggml_blocks(self, name: str) -> GgmlBlocks | None:
+        """How ggml makes the codes of all rows of a tensor; None where they are no such codes."""
+        if not isinstance(self.reader, GgufReader) or name in self._computed:
+            return None
+        found = {self.reader.blocks(segment.read) if segment.read else None for segment in self._segments[name]}
+        return found.pop() if len(found) == 1 else None
 
     def is_codes(self, name: str) -> bool:
         """Whether the rows of a tensor are read as codes, with their scales."""
@@ -125,6 +146,8 @@ class HfTensors:
         """The dtype that a tensor is stored in; `specs` has the dtype after decoding."""
         if name in self._computed:
             return self.stored_dtype(self._computed[name][0].reads[0])
+        if blocks := self.ggml_blocks(name):
+            return blocks.name
         reads = (segment.read for segment in self._segments[name] if segment.read is not None)
         return next((self.stored_dtype(read) for read in reads), "zeros")
 
@@ -151,7 +174,7 @@ class HfTensors:
         encodings = [part.encoding for part in parts if part.encoding is not None]
         encoding = joined(encodings, self.specs[name].columns) if encodings else None
         data = parts[0].data if len(parts) == 1 else np.concatenate([part.data for part in parts])
-        return StoredRows(data, parts[0].dtype, encoding)
+        return StoredRows(data, parts[0].dtype, encoding, self.ggml_blocks(name))
 
     def _compute(self, name: str) -> Tensor:
         """A tensor that is computed from stored ones. The last is kept, since callers read piece by piece."""

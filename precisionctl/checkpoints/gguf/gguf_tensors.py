@@ -15,6 +15,7 @@ from precisionctl.checkpoints.decoded.base import PIECE
 from precisionctl.checkpoints.gguf.changes import SAME, GgufChange, Shape
 from precisionctl.checkpoints.gguf.gguf_file import GgufTensor
 from precisionctl.checkpoints.gguf.gguf_rows import GgufFamily, GgufRow
+from precisionctl.codes.ggml_blocks import ENCODED, GgmlBlocks, blocks_of
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnmappedTensor, at
 from precisionctl.model_shape import ModelShape
@@ -80,6 +81,13 @@ class ChangedTensor:
         shape = self.change.hf_shape([part.shape for part in self.parts], self.model)
         dtypes = [part.dtype for part in self.parts]
         return shared_spec(shape, reduce(DType.promoted, dtypes) if self.change.moves_rows else DType.float32)
+
+    @property
+    def blocks(self) -> GgmlBlocks | None:
+        """How ggml makes its codes, if they are of one format that is made here, and its rows are theirs."""
+        formats = {part.tensor.format for part in self.parts} if self.change.moves_rows else set()
+        form = formats.pop() if len(formats) == 1 else None
+        return blocks_of(form) if form and form.name in ENCODED else None
 
     def chunks(self) -> Sequence[Chunk]:
         if self.change is SAME and self.parts[0].tensor.format.dtype:

@@ -26,6 +26,7 @@ from precisionctl.checkpoints.gguf.gguf_tensors import hf_tensors
 from precisionctl.checkpoints.gguf.said_model import check_same, model_of_file
 from precisionctl.checkpoints.huggingface_files import file_format_of
 from precisionctl.codes.encoding import Encoding
+from precisionctl.codes.ggml_blocks import GgmlBlocks
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnknownFormat, shown
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
@@ -87,6 +88,10 @@ class GgufReader:
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self._made[name].chunks()
+
+    def blocks(self, name: str) -> GgmlBlocks | None:
+        """How ggml makes the codes that a tensor is read of; None where it is values, or not known here."""
+        return self._made[name].blocks
 
     def _with_tokens(self, own: Companions) -> Companions:
         """Companions with a generation_config.json of the file's tokens, if it names any and they have none."""
