@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,9 +53,9 @@ class StoredRows:
         """The rows as a tensor, `[n, width]`."""
         return torch.from_numpy(self.data).view(self.dtype.torch)
 
-    @property
+    @cached_property
     def values(self) -> Tensor:
-        """The decoded values of the rows, FP32 `[n, columns]`."""
+        """The decoded values of the rows, FP32 `[n, columns]`, which nobody may change."""
         return self.stored.float() if self.encoding is None else self.encoding.decode_rows(self.stored, 0)
 
     def same_bytes(self, other: StoredRows) -> bool:
