@@ -78,6 +78,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family 
     "olmo that clamps nothing": ("olmo", {"clip_qkv": None, "attention_bias": True}),
     "exaone4 without a window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "gpt-neox with one block after the other": ("gpt-neox", {"use_parallel_residual": False}),  # RedPajama-INCITE 3B
+    "ministral3 whose queries do not grow": (  # as Devstral 2's
+        "ministral3",
+        {
+            "rope_parameters": pico.YARN_ROPE
+            | {"beta_fast": 4.0, "mscale": 1.0, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0}
+        },
+    ),
     "minicpm3 with its scaling": (  # the published factors are other numbers
         "minicpm3",
         {

@@ -72,7 +72,8 @@ def rope(
         if query_scaling and (beta := parameters.get(_QUERY_SCALING)) is not None:
             if not (fields["rope_scaling"] or {}).get(_ORIGINAL):
                 raise DamagedCheckpoint(f"{_QUERY_SCALING} without `{_ORIGINAL}`", where=where)
-            fields["query_scaling_beta"] = beta
+            grows = beta != 0 or isinstance(beta, bool)  # Devstral 2's 0 is as good as none
+            fields["query_scaling_beta"] = beta if grows else None
         return fields
 
     def write(model: ModelShape) -> Config:
@@ -82,7 +83,7 @@ def rope(
         if model.rope_scaling:
             config["rope_scaling"] = dict(model.rope_scaling)
             if query_scaling:
-                config["rope_scaling"][_QUERY_SCALING] = model.query_scaling_beta
+                config["rope_scaling"][_QUERY_SCALING] = model.query_scaling_beta or 0.0
         elif scaling:
             config["rope_parameters"] = {"rope_type": "default", "rope_theta": model.rotary_base}
         return config
