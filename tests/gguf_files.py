@@ -28,6 +28,13 @@ CHUNKS = {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}
 """Llama 4's."""
 _QWEN3_5_ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
 _MINISTRAL3_ROPE = pico.FAMILIES["ministral3"]["rope_parameters"] | {"beta_fast": 32.0, "beta_slow": 1.0}
+OLMO3: dict[str, Any] = {
+    "rope_parameters": {
+        "full_attention": pico.YARN_ROPE | {"beta_fast": 32.0, "beta_slow": 1.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": pico.YARN_ROPE["rope_theta"]},
+    }
+}
+"""One base for all layers."""
 AS_RELEASED: dict[str, dict[str, Any]] = {
     "qwen3-5": {"linear_value_head_dim": 16, "rope_parameters": {"rope_type": "default", **_QWEN3_5_ROPE}},
     "qwen3-5-moe": {
@@ -250,7 +257,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "phi3": {},
     "phi3-long": {},
     "olmo2": {},
-    "olmo3": {},
+    "olmo3": OLMO3,
     "deepseek-v2": {"q_lora_rank": 24},
     "deepseek-v3": {"rope_parameters": pico.YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.8}},
     "glm4-moe": {},

@@ -8,6 +8,7 @@ import re
 import struct
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.gguf import gguf_tensors
 from precisionctl.checkpoints.gguf.gguf_file import GgufTensor, read_head
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
-from precisionctl.checkpoints.gguf.gguf_models import MODELS, model_metadata
+from precisionctl.checkpoints.gguf.gguf_models import MODELS, model_metadata, model_type_of
 from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
 from precisionctl.checkpoints.gguf.said_model import model_of_file
 from precisionctl.checkpoints.open import open_checkpoint
@@ -464,21 +465,73 @@ ODD: list[Any] = [None, [], "x", 0, 1, 3, -1, 2**31, 2**62, float("nan"), -1.5, 
 
 @pytest.mark.parametrize("family", gguf_files.WRITTEN)
 def test_odd_values_of_any_key_are_read_or_are_one_error_that_speaks_of_no_config_json(family: str) -> None:
-    model = from_hf_config(pico.config(family, **gguf_files.WRITTEN[family]))
+    whole = described(family)
+    for key in whole.metadata:
+        for odd in ODD:
+            metadata = {name: value for name, value in {**whole.metadata, key: odd}.items() if value is not None}
+            try:
+                model_of_file(replace(whole, metadata=metadata), pico.shape(family).architecture)
+            except PrecisionctlError as error:
+                assert "config.json" not in error.what, (key, odd)
+
+
+def described(family: str, **changes: Any) -> Described:
+    """What a file says of a model, without most tensors."""
+    model = from_hf_config(pico.config(family, **{**gguf_files.WRITTEN[family], **changes}))
     said: dict[str, Any] = {
         key: value.tolist() if isinstance(value, np.generic | np.ndarray) else value
         for key, value in model_metadata(model, 1).items()
         if not key.startswith("general.")
     }
     tensors = {"token_embd.weight": GgufTensor((model.vocab_size, 64), FORMATS[0], Path("a.gguf"), 0)}
-    architecture = FAMILIES[model.architecture].of(model).architecture
-    for key in said:
-        for odd in ODD:
-            metadata = {name: value for name, value in (said | {key: odd}).items() if value is not None}
-            try:
-                model_of_file(Described(metadata, tensors, architecture, "a.gguf"), model.architecture)
-            except PrecisionctlError as error:
-                assert "config.json" not in str(error), (key, odd)
+    return Described(said, tensors, FAMILIES[model.architecture].of(model).architecture, "a.gguf")
+
+
+def scaled(kind: str, factor: float = 4.0, **more: Any) -> dict[str, Any]:
+    also = {f"yarn_{key}": value for key, value in more.items()}
+    return {"type": kind, "factor": factor, **({"original_context_length": 32} if kind == "yarn" else {}), **also}
+
+
+@pytest.mark.parametrize(
+    ("family", "said", "match"),
+    [
+        ("smollm3", scaled("yarn", beta_fast=16.0), "yarn with beta_fast 16.0"),
+        ("glm4-moe-lite", scaled("linear"), "scaled as linear"),
+        ("deepseek-v3.2", scaled("yarn", log_multiplier=0.08), "yarn with mscale_all_dim 0.8"),
+        ("glm4-moe-lite", scaled("yarn"), "no `deepseek2.rope.scaling.yarn_log_multiplier`"),
+        ("glm-moe-dsa", scaled("yarn", log_multiplier=0.1), "scaled as yarn"),
+        ("hunyuan", {"factor": 4.0}, "settings .* that are not read: rope.scaling.factor"),
+        ("olmo3", {"freq_base_swa": 1e4}, "freq_base_swa is 10000.0, and 150000.0"),
+    ],
+)
+def test_rotary_embeddings_that_llama_cpp_computes_otherwise_than_the_file_says_are_refused(
+    family: str, said: dict[str, Any], match: str
+) -> None:
+    file = described(family)
+    keys = {f"rope.{key}" if "base" in key else f"rope.scaling.{key}": value for key, value in said.items()}
+    metadata = {**file.metadata, **{f"{file.architecture}.{key}": value for key, value in keys.items()}}
+    with pytest.raises(PrecisionctlError, match=match):
+        model_of_file(replace(file, metadata=metadata), pico.shape(family).architecture)
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": "linear"}, {"rope_type": "yarn"}, {"rope_type": "default"}])
+def test_a_hunyuan_is_read_as_it_is_scaled(scaling: dict[str, Any]) -> None:
+    file = described("hunyuan", rope_parameters={**scaling, "factor": 4.0, "rope_theta": 1e4})
+    assert ((model_of_file(file, "hunyuan_v1_dense").rope_scaling or {}).get("factor")) == (
+        None if scaling["rope_type"] == "default" else 4.0
+    )
+
+
+def test_a_deepseek_that_says_nothing_is_scored_by_softmax_as_in_llama_cpp_but_for_glm() -> None:
+    file = described("glm4-moe-lite")
+    silent = {key: value for key, value in file.metadata.items() if "gating" not in key}
+    tensors = {**file.tensors, "blk.1.exp_probs_b.bias": file.tensors["token_embd.weight"]}
+    named = ["deepseek_v2", "deepseek_v3"]
+    assert model_type_of(replace(file, tensors=tensors), named) == "deepseek_v3"
+    assert model_type_of(replace(file, metadata=silent, tensors=tensors), named) == "deepseek_v2"
+    flash = {"token_embd.weight": replace(file.tensors["token_embd.weight"], shape=(154880, 64))}
+    of_47 = {**silent, "deepseek2.block_count": 47}
+    assert model_type_of(replace(file, metadata=of_47, tensors=flash), named) == "deepseek_v3"
 
 
 def test_lists_of_tokens_are_not_kept(tmp_path: Path) -> None:

@@ -270,6 +270,8 @@ def test_every_published_model_of_a_family_that_is_written_is_one_that_llama_cpp
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+ONES = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize(
@@ -293,7 +295,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("deepseek-v2", {}, "of 3 layers that projects queries in one step"),
         ("deepseek-v2-groups", {}, "moe.group_scores 1, but with 2"),
         ("deepseek-v3", {}, "yarn with mscale 1.0"),
-        ("deepseek-v3", {"rope_parameters": YARN}, "yarn without mscale_all_dim"),
+        ("olmo3", {}, "rotary_base_local 500000.0, but with 150000.0"),
+        ("deepseek-v3", {"rope_parameters": YARN}, "yarn with mscale_all_dim None"),
     ],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused_before_anything_is_written(
@@ -326,6 +329,18 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused_before_anything_is_wr
         ("olmoe", {"num_key_value_heads": 2}, "num_query_groups 2, but with 4"),
         ("cohere2", {"layer_types": ["sliding_attention"] * 3 + ["sliding_attention"]}, "rope_layers None"),
         ("afmoe", {"mup_enabled": False}, "embedding_multiplier 1.0, but with 8.0"),
+        ("lfm2", {"head_dim": 32}, "kv_channels 32, but with 16"),
+        ("lfm2-moe", {"head_dim": 32}, "kv_channels 32, but with 16"),
+        ("glm-moe-dsa", {"rope_parameters": ONES}, "scaled as yarn"),
+        ("glm-moe-dsa", {"rope_parameters": LINEAR}, "scaled as linear"),
+        ("deepseek-v3.2", {"rope_parameters": LINEAR}, "scaled as linear"),
+        ("glm4-moe-lite", {"rope_parameters": LINEAR}, "scaled as linear"),
+        ("deepseek-v3.2", {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.8}}, "yarn with mscale 0.8"),
+        ("deepseek-v3.2", {"rope_parameters": YARN | {"mscale_all_dim": 1.0}}, "yarn with mscale None"),
+        ("glm4-moe-lite", {"rope_parameters": YARN | {"mscale_all_dim": 0.8}}, "yarn with mscale None"),
+        ("glm4-moe-lite", {"rope_parameters": ONES | {"attention_factor": 1.2}}, "attention_factor 1.2"),
+        ("ministral3", {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.8}}, "yarn with mscale 0.8"),
+        ("ministral3", {"rope_parameters": YARN | {"mscale_all_dim": 1.0}}, "yarn with mscale None"),
     ],
 )
 def test_settings_that_releases_do_not_have_and_llama_cpp_neither_are_refused(
@@ -339,6 +354,20 @@ def test_settings_that_releases_do_not_have_and_llama_cpp_neither_are_refused(
 def test_a_model_without_the_shared_experts_that_llama_cpp_looks_for_is_refused() -> None:
     with pytest.raises(UnknownArchitecture, match="no `glm4_moe` without shared experts"):
         of_llama_cpp(from_hf_config(pico.config("glm4-moe", n_shared_experts=0)))
+
+
+def test_what_stretches_a_ministral_is_what_llama_cpp_reads_of_it() -> None:
+    """As Devstral 2 says it: mscale alone, and factors of 0, scale nothing."""
+    scaling = YARN | {"beta_fast": 4.0, "mscale": 1.0, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.0}
+    written = model_metadata(from_hf_config(pico.config("ministral3", rope_parameters=scaling)), 1)
+    assert written["mistral3.rope.scaling.yarn_beta_fast"] == 4.0
+    assert not {"mistral3.rope.scaling.yarn_log_multiplier", "mistral3.attention.temperature_scale"} & written.keys()
+
+
+def test_groups_of_which_all_are_chosen_from_are_one() -> None:
+    changes = gguf_files.AS_RELEASED["nemotron-h"] | {"n_group": 2, "topk_group": 2}
+    written = model_metadata(from_hf_config(pico.config("nemotron-h", **changes)), 1)
+    assert [written[f"nemotron_h_moe.expert_group_{key}"] for key in ("count", "used_count")] == [1, 1]
 
 
 @pytest.mark.parametrize("scheme", ["dynamic", "w4a16"])

@@ -69,11 +69,10 @@ def rope(
         fields = {**read_rope(config, where, parameters, base, percent)}
         if not partial:
             _check_whole(fields, config, where)
-        if query_scaling and (beta := parameters.get(_QUERY_SCALING)) is not None:
+        if query_scaling and (beta := parameters.get(_QUERY_SCALING)) not in (None, 0):  # 0 scales none (Devstral 2)
             if not (fields["rope_scaling"] or {}).get(_ORIGINAL):
                 raise DamagedCheckpoint(f"{_QUERY_SCALING} without `{_ORIGINAL}`", where=where)
-            grows = beta != 0 or isinstance(beta, bool)  # Devstral 2's 0 is as good as none
-            fields["query_scaling_beta"] = beta if grows else None
+            fields["query_scaling_beta"] = beta
         return fields
 
     def write(model: ModelShape) -> Config:
@@ -83,7 +82,7 @@ def rope(
         if model.rope_scaling:
             config["rope_scaling"] = dict(model.rope_scaling)
             if query_scaling:
-                config["rope_scaling"][_QUERY_SCALING] = model.query_scaling_beta or 0.0
+                config["rope_scaling"][_QUERY_SCALING] = model.query_scaling_beta or 0.0  # its class asks for one
         elif scaling:
             config["rope_parameters"] = {"rope_type": "default", "rope_theta": model.rotary_base}
         return config

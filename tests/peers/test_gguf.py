@@ -12,7 +12,7 @@ import environments
 import pico
 import pytest
 import torch
-from gguf_files import AS_RELEASED, LLAMA3, as_read
+from gguf_files import AS_RELEASED, LLAMA3, OLMO3, as_read
 from safetensors.torch import load_file
 
 from precisionctl.checkpoints.base import Hints
@@ -44,7 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "phi3-long": {},
     "olmo2": {},
-    "olmo3": {},
+    "olmo3": OLMO3,
     "granite": {},
     "granite-moe": {},
     "smollm3": {},

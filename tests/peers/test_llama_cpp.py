@@ -13,7 +13,7 @@ import mxfp4_directories
 import pico
 import pytest
 import torch
-from gguf_files import AS_RELEASED, LLAMA3
+from gguf_files import AS_RELEASED, LLAMA3, OLMO3
 from gguf_tokenizers import SIZE, TEXT
 from prediction_layer import add_mtp
 from safetensors.torch import load_file
@@ -56,7 +56,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "phi3": ({"original_max_position_embeddings": 128}, "gpt-4o"),
     "phi3-long": ({"sliding_window": None}, "gpt-4o"),
     "olmo2": ({}, "qwen2"),
-    "olmo3": ({}, "qwen2"),
+    "olmo3": (OLMO3, "qwen2"),
     "deepseek-v2": ({"q_lora_rank": 24, "scoring_func": "softmax", "n_group": 1, "topk_group": 1}, "qwen2"),
     "deepseek-v3": (
         {"scoring_func": "sigmoid", "rope_parameters": pico.YARN_ROPE | BETAS | {"mscale": 0.8, "mscale_all_dim": 0.8}},

@@ -28,20 +28,23 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
     VOCABULARY,
     WINDOW,
     GgufKey,
+    GgufRule,
     every,
     hidden_by_heads,
     number,
 )
 from precisionctl.checkpoints.gguf.gguf_model import GgufModel, base_keys
 from precisionctl.checkpoints.gguf.gguf_rope import (
+    AND_BETAS,
     AND_LLAMA3,
-    AND_MSCALE,
     LOCAL_BASE,
     ROPE,
     STRETCHED,
     TURNED,
     UNSCALED,
+    UNSCALED_ALONE,
     WHOLE_MULTIPLIER,
+    mscales,
 )
 
 _LOGIT_SCALE = number("logit_multiplier", "logit_scale")
@@ -51,6 +54,12 @@ _COHERE: Mapping[str, Any] = {
     "norm_bias": False,
     **dict.fromkeys(("tied_embeddings", "parallel_residual", "shared_layernorm", "rotary_interleaved"), True),
 }
+_QUERY_SCALING = GgufRule(
+    ("query_scaling_beta",),
+    lambda file: {"query_scaling_beta": file.number("attention.temperature_scale", 0.0) or None},
+    number("query_scaling_beta", "attention.temperature_scale", None).write,
+)
+"""Ministral 3's: 0 scales none."""
 
 DENSE_MODELS: Mapping[str, GgufModel] = {
     "gemma4_text": GgufModel(
@@ -84,14 +93,14 @@ DENSE_MODELS: Mapping[str, GgufModel] = {
         keys=(*base_keys(epsilon=LAYER_NORM_EPSILON), UNUSUAL_HEAD_SIZE),
         more=(_LOGIT_SCALE, UNSCALED),
         computed=_COHERE,
-        scalings={"default": ()},
+        scalings=UNSCALED_ALONE,
     ),
     "cohere2": GgufModel(
         keys=(*base_keys(epsilon=LAYER_NORM_EPSILON), HEAD_SIZE),
         more=(_LOGIT_SCALE, WINDOW, VOCABULARY, TURNED, UNSCALED),
         reads=(),
         computed={**_COHERE, "rope_layers": every(4), "window_layers": every(4)},
-        scalings={"default": ()},
+        scalings=UNSCALED_ALONE,
     ),
     "glm4": GgufModel(
         keys=(*base_keys(), HEAD_SIZE),
@@ -116,12 +125,12 @@ DENSE_MODELS: Mapping[str, GgufModel] = {
         keys=(*base_keys(), HEAD_SIZE),
         more=(
             *(VOCABULARY, TURNED, WHOLE_MULTIPLIER),
-            number("query_scaling_beta", "attention.temperature_scale", None),
+            _QUERY_SCALING,
         ),
         reads=(),
         ignored=("sliding_window", "window_layers"),
-        scalings=AND_MSCALE,
-        of_scaling=lambda scaling: {"mscale": scaling["mscale_all_dim"]} if "mscale_all_dim" in scaling else {},
+        scalings=AND_BETAS,
+        of_scaling=mscales(needed=False),
     ),
 }
 """By the `model_type` of the text model."""

@@ -78,7 +78,11 @@ def value_of(model: ModelShape, field: str) -> Any:
 
 @dataclass(frozen=True)
 class GgufRule:
-    """Fields and keys that functions make of one another."""
+    """Fields and keys that functions make of one another.
+
+    One that only writes, because the converter's order puts a key elsewhere, leaves reading it to the rule in its
+    docstring.
+    """
 
     fields: tuple[str, ...]
     read: Callable[[Described], Fields]
@@ -206,7 +210,7 @@ def hidden_by_heads(fields: Fields) -> int:
 
 
 def every(number: int) -> Callable[[Fields], tuple[bool, ...] | None]:
-    """True for all layers but each of this number; None if it is true for all."""
+    """Which layers have a window, or rotary embeddings: all but every fourth, if the number is 4. None is all."""
 
     def of(fields: Fields) -> tuple[bool, ...] | None:
         layers = tuple((layer + 1) % number != 0 for layer in range(fields["num_layers"]))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.gguf_experts import EXPERT_SIZE, EXPERTS, SHARED_EXPERT_SIZE, WEIGHTS_SCALE
+from precisionctl.checkpoints.gguf.gguf_experts import EXPERT_SIZE, EXPERTS, SHARED_EXPERT_SIZE, WEIGHTS_SCALE, groups
 from precisionctl.checkpoints.gguf.gguf_keys import GgufKey, GgufRule, Said, refused
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
 from precisionctl.errors import UnknownArchitecture, shown
@@ -163,8 +163,7 @@ def _write_experts_of_mixers(model: ModelShape) -> Said:
     if model.moe != computed or model.moe.shared_ffn_hidden_size is None:
         raise refused(model, "with other experts than Nemotron 3's")
     counts = {key: value for entry in EXPERTS for key, value in entry.write(model).items()}
-    groups = {"expert_group_count": model.moe.num_groups or 1, "expert_group_used_count": model.moe.group_topk or 1}
-    return {**counts, **groups}
+    return {**counts, **groups(2).write(model)}
 
 
 def _write_sizes_of_experts(model: ModelShape) -> Said:

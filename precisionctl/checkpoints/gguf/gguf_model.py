@@ -21,7 +21,7 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
     GgufEntry,
     refused,
 )
-from precisionctl.checkpoints.gguf.gguf_metadata import Described
+from precisionctl.checkpoints.gguf.gguf_metadata import Described, shortest
 from precisionctl.checkpoints.gguf.gguf_rope import ROPE, SCALINGS, TURNED, always_of_yarn
 from precisionctl.errors import shown
 from precisionctl.model_shape import ModelShape
@@ -43,12 +43,15 @@ def base_keys(
 class GgufModel:
     """How the metadata of a family say a ModelShape.
 
+    A field has an entry, or is in `computed`. One that is both is written by its entry, but refused unless it is what
+    is computed.
+
     `keys` are written before `general.file_type`, `more` behind it. `reads` are not written: llama.cpp takes them for
     what they are without a key. `computed` are the values of other fields, or how these follow from fields, where they
     are not ModelShape's defaults. `ignored` are fields that llama.cpp does not look at, although it makes a difference.
     `scalings` are the kinds of scaled rotary embeddings that it computes, each with what config.json says of it, and
-    `of_scaling` what all published models say beside it, and no key does. `tokens` are the texts of special
-    tokens that the family has, whatever its tokenizer_config.json calls them.
+    `of_scaling` what llama.cpp takes beside it, as the published models have it, and no key says. `tokens` are the
+    texts of special tokens that the family has, whatever its tokenizer_config.json calls them.
     """
 
     keys: tuple[GgufEntry, ...]
@@ -75,7 +78,7 @@ class GgufModel:
         for name, value in self.computed.items():
             found.setdefault(name, value(found) if callable(value) else value)
         if scaling := found["rope_scaling"]:
-            found["rope_scaling"] = {**scaling, **self.of_scaling(scaling)}
+            found["rope_scaling"] = {**self.of_scaling(scaling), **scaling}
         return found
 
     def check(self, model: ModelShape) -> None:
@@ -89,24 +92,30 @@ class GgufModel:
             wanted = wanted(fields) if callable(wanted) else wanted
             if name not in said and value != wanted:
                 raise refused(model, f"with {name} {shown(value)}, but with {shown(wanted)}")
-        self._check_scaling(model)
+        self.check_scaling(model)
         for entry in entries:
             entry.write(model)
 
-    def _check_scaling(self, model: ModelShape) -> None:
+    def check_scaling(self, model: ModelShape) -> None:
+        """Raise UnknownArchitecture for a model whose rotary embeddings llama.cpp would scale otherwise."""
         scaling = dict(model.rope_scaling or {})
         kind = scaling.get("rope_type", "default")
         known = ("type", "rope_type", "rope_theta", *self.scalings.get(kind, ()))
         always = always_of_yarn(scaling) if kind == "yarn" else {}
         beside = self.of_scaling(scaling)
+        said = {key: scaling.get(key, always.get(key)) for key in {**scaling, **beside} if key not in known}
         others = {
             key: value
-            for key, value in scaling.items()
-            if key not in known and value not in (always.get(key), beside.get(key))
+            for key, value in said.items()
+            if _in_fp32(value) not in [_in_fp32(computed[key]) for computed in (always, beside) if key in computed]
         }
         if others or kind not in self.scalings:
             how = " with " + ", ".join(f"{key} {shown(value)}" for key, value in others.items()) if others else ""
             raise refused(model, f"with rotary embeddings that are scaled as {kind}{how}")
+
+
+def _in_fp32(value: object) -> object:
+    return shortest(value) if isinstance(value, float) else value
 
 
 _OF_ALL = (VOCABULARY, TIED, CAUSAL)

@@ -74,15 +74,16 @@ from precisionctl.checkpoints.gguf.gguf_model import GgufModel, base_keys
 from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
 from precisionctl.checkpoints.gguf.gguf_rope import (
     AND_LLAMA3,
-    AND_MSCALE,
     LOCAL_BASE,
     LOCAL_BASE_OF_OLMO3,
     LOG_MULTIPLIER,
     LONGROPE,
     LONGROPE_FACTOR,
+    OF_LATENT,
     ORIGINAL_CONTEXT,
     ROPE,
     TURNED,
+    mscales,
 )
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
 from precisionctl.checkpoints.gguf.recurrent_models import RECURRENT_MODELS
@@ -120,8 +121,8 @@ def _deepseek(function: str, group_scores: int, *, head_first: bool = True, **co
         reads=(),
         computed={"kv_channels": lambda fields: fields["mla.v_head_dim"], **TWO_SCORES, **computed},
         ignored=("mtp_num_layers",),
-        scalings=AND_MSCALE,
-        of_scaling=lambda scaling: {"mscale": scaling["mscale_all_dim"]} if "mscale_all_dim" in scaling else {},
+        scalings=OF_LATENT,
+        of_scaling=mscales(any_number=True),
     )
 
 
@@ -236,7 +237,7 @@ MODELS: Mapping[str, GgufModel] = {
         keys=(*base_keys(rope=(ROPE, LOCAL_BASE_OF_OLMO3)), UNUSUAL_HEAD_SIZE),
         more=(WINDOW, WINDOWS),
         reads=(TURNED, ATTENTION_BIAS),
-        computed=_OLMO2,
+        computed={**_OLMO2, "rotary_base_local": lambda fields: fields["rotary_base"]},
     ),
     "gpt_oss": GgufModel(
         keys=(*base_keys(*EXPERTS), HEAD_SIZE),
@@ -282,8 +283,9 @@ def model_type_of(file: Described, of_architecture: Sequence[str]) -> str:
     if "olmo3" in of_architecture:
         return "olmo3" if file.count("attention.sliding_window", 0) else "olmo2"
     if "deepseek_v3" in of_architecture:
-        chosen_with_bias = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
-        return "deepseek_v3" if chosen_with_bias or is_scored_by("sigmoid", file) else "deepseek_v2"
+        of_glm = file.rows("token_embd.weight") == 154880 and file.decoder_layers() in (47, 48)
+        silent = file.said("expert_gating_func") is None  # deepseek2.cpp then takes softmax, but of GLM-4.7-Flash
+        return "deepseek_v3" if is_scored_by("sigmoid", file) or (silent and of_glm) else "deepseek_v2"
     (only,) = of_architecture
     return only
 

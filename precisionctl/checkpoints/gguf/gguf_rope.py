@@ -7,7 +7,7 @@ Source: llama.cpp's converter (set_gguf_parameters and generate_extra_tensors of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from precisionctl.checkpoints.base import WITH_REFERENCE
 from precisionctl.checkpoints.chunks import read_bytes
 from precisionctl.checkpoints.gguf.gguf_file import GgufTensor
 from precisionctl.checkpoints.gguf.gguf_keys import GgufRule, Said, head_size, number, refused
-from precisionctl.checkpoints.gguf.gguf_metadata import Described, shortest
+from precisionctl.checkpoints.gguf.gguf_metadata import NEEDED, Described, shortest
 from precisionctl.checkpoints.gguf.gguf_tensors import GgufPart
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownArchitecture, shown
@@ -34,22 +34,42 @@ _OF_YARN = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_s
 """What config.json says of YaRN, and the ends of keys."""
 
 SCALINGS: Mapping[str, tuple[str, ...]] = {"default": (), "linear": ("factor",), "yarn": ("factor", _ORIGINAL)}
-"""The kinds of scaled rotary embeddings that llama.cpp computes of every model, with what config.json says of each."""
+"""The kinds of scaled rotary embeddings that llama.cpp computes, with what config.json says of each: of a family that
+has no others below."""
 AND_LLAMA3 = {**SCALINGS, "llama3": _OF_LLAMA3}
 LONGROPE = {"default": (), "longrope": (_ORIGINAL, "factor", "short_factor", "long_factor")}
 """Its factor is passed over, as in transformers where the original context is said."""
-AND_MSCALE = {**SCALINGS, "yarn": (*SCALINGS["yarn"], "mscale_all_dim")}
+UNSCALED_ALONE = {"default": ()}
+OF_LATENT = {kind: SCALINGS[kind] for kind in ("default", "yarn")}
+"""Of families whose heads have one key, the latent: llama.cpp scales their scores as YaRN does, whatever the kind
+(deepseek2.cpp, deepseek32.cpp)."""
+AND_BETAS = {**SCALINGS, "yarn": (*SCALINGS["yarn"], "beta_fast", "beta_slow")}
+"""Ministral 3's, whose betas llama.cpp reads (mistral3.cpp)."""
 
 
 def always_of_yarn(scaling: Fields) -> Fields:
-    """What llama.cpp computes YaRN with, whatever a file says (ggml.c, ggml_rope_yarn_corr_dims; the last,
-    llama-context.cpp)."""
+    """What llama.cpp computes YaRN with, whatever a file says, where a family has no entry for it (ggml.c,
+    ggml_rope_yarn_corr_dims; attention_factor, llama-context.cpp)."""
+    both = "mscale_all_dim" in scaling
     return {
         "beta_fast": 32.0,
         "beta_slow": 1.0,
         "truncate": True,
-        "attention_factor": yarn_mscale(scaling["factor"], 1.0),
+        "attention_factor": 1.0 if both else yarn_mscale(scaling["factor"], 1.0),
+        **({} if both else {"mscale": scaling.get("mscale")}),  # alone it is no part of inference
     }
+
+
+def mscales(*, any_number: bool = False, needed: bool = True) -> Callable[[Fields], Fields]:
+    """What llama.cpp takes YaRN's mscale and mscale_all_dim for (llama-context.cpp): both for 1, or in `deepseek2` both
+    for `any_number`. Where they are `needed`, it scales scores also without."""
+
+    def of(scaling: Fields) -> Fields:
+        if scaling.get("rope_type") != "yarn" or not (needed or "mscale_all_dim" in scaling):
+            return {}
+        return dict.fromkeys(("mscale", "mscale_all_dim"), scaling.get("mscale_all_dim", 1.0) if any_number else 1.0)
+
+    return of
 
 
 def _read_scaling(file: Described) -> dict[str, Any] | None:
@@ -118,8 +138,7 @@ UNSCALED = GgufRule((), lambda file: {}, lambda model: {"rope.scaling.type": "no
 
 
 def _read_stretched(file: Described) -> Fields:
-    file.expect("rope.scaling.type", "none")
-    for key in ("factor", "original_context_length"):
+    for key in ("factor", "original_context_length") if file.said("rope.scaling.type") == "none" else ():
         file.said(f"rope.scaling.{key}")
     return {}
 
@@ -128,11 +147,19 @@ STRETCHED = GgufRule((), _read_stretched)
 """Hunyuan's converter says what stretched the base, which is not scaled."""
 
 LOCAL_BASE = number("rotary_base_local", "rope.freq_base_swa", 10000.0)
+
+
+def _read_local_base_of_olmo3(file: Described) -> Fields:
+    file.expect("rope.freq_base_swa", file.said("rope.freq_base"))
+    return {"rotary_base_local": _read_rope(file)["rotary_base"]}
+
+
 LOCAL_BASE_OF_OLMO3 = GgufRule(
     ("rotary_base_local",),
-    lambda file: {"rotary_base_local": file.number("rope.freq_base_swa", _read_rope(file)["rotary_base"])},
+    _read_local_base_of_olmo3,
     LOCAL_BASE.write,
 )
+"""llama.cpp reads it and turns all layers with the one base (olmo2.cpp)."""
 
 TURNED = GgufRule(
     ("rotary_percent",),
@@ -142,27 +169,25 @@ TURNED = GgufRule(
 """How many channels of a head turn."""
 
 
-def _log_multiplier(share: float) -> GgufRule:
-    """So much of what config.json calls mscale_all_dim."""
+def _log_multiplier(share: float, *, needed: bool) -> GgufRule:
+    """So much of what config.json calls mscale_all_dim, which may be `needed` of YaRN."""
 
     def read(file: Described) -> Fields:
-        multiplier, scaling = file.number("rope.scaling.yarn_log_multiplier", 0.0), _read_scaling(file)
+        scaling = _read_scaling(file)
+        of_yarn = bool(scaling and scaling["rope_type"] == "yarn")
+        multiplier = file.number("rope.scaling.yarn_log_multiplier", NEEDED if needed and of_yarn else 0.0)
         if not multiplier or not scaling:
             return {}
         return {"rope_scaling": {**scaling, "mscale_all_dim": shortest(multiplier / share)}}
 
     def write(model: ModelShape) -> Said:
-        scaling = model.rope_scaling or {}
-        if not scaling.get("mscale_all_dim"):
-            if scaling.get("rope_type") == "yarn":
-                raise refused(model, "with rotary embeddings that are scaled as yarn without mscale_all_dim")
-            return {}
-        return {"rope.scaling.yarn_log_multiplier": share * scaling["mscale_all_dim"]}
+        mscale = (model.rope_scaling or {}).get("mscale_all_dim")
+        return {"rope.scaling.yarn_log_multiplier": share * mscale} if mscale else {}
 
     return GgufRule((), read, write)
 
 
-LOG_MULTIPLIER, WHOLE_MULTIPLIER = _log_multiplier(0.1), _log_multiplier(1.0)
+LOG_MULTIPLIER, WHOLE_MULTIPLIER = _log_multiplier(0.1, needed=True), _log_multiplier(1.0, needed=False)
 """DeepSeek's, and Ministral 3's."""
 
 

@@ -25,6 +25,7 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
     PREDICTION,
     UNUSUAL_HEAD_SIZE,
     VOCABULARY,
+    hidden_by_heads,
     number,
 )
 from precisionctl.checkpoints.gguf.gguf_layer_keys import (
@@ -77,12 +78,12 @@ RECURRENT_MODELS: Mapping[str, GgufModel] = {
     "lfm2": GgufModel(
         keys=(*base_keys(heads=CONVOLUTIONS), UNUSUAL_HEAD_SIZE),
         more=(VOCABULARY, TAPS),
-        computed={"qk_layernorm": True},
+        computed={"kv_channels": hidden_by_heads, "qk_layernorm": True},
     ),
     "lfm2_moe": GgufModel(
         keys=(*base_keys(*EXPERTS, heads=CONVOLUTIONS), UNUSUAL_HEAD_SIZE),
         more=(EXPERT_SIZE, LEADING_DENSE, scored_by("sigmoid"), VOCABULARY, TAPS),
-        computed={"qk_layernorm": True, "moe.expert_bias": True},
+        computed={"kv_channels": hidden_by_heads, "qk_layernorm": True, "moe.expert_bias": True},
     ),
     "nemotron_h": GgufModel(
         keys=(PATTERN, number("norm_epsilon", "attention.layer_norm_epsilon"), EXPERTS_OF_MIXERS),

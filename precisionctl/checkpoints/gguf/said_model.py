@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from precisionctl.architectures.families import fields_of, from_hf_config, key_in, model_of_fields, to_hf_config
+from precisionctl.checkpoints.base import WITH_REFERENCE
 from precisionctl.checkpoints.gguf.gguf_keys import GgufKey
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
 from precisionctl.checkpoints.gguf.gguf_models import MODELS
@@ -19,7 +20,8 @@ from precisionctl.sizes import listed
 
 def model_of_file(file: Described, model_type: str) -> ModelShape:
     """The model that a file says, as one of this family: what no key says is what llama.cpp computes. Raises
-    DamagedCheckpoint for keys that describe no model, UnknownArchitecture for one that the family does not have."""
+    DamagedCheckpoint for keys that describe no model, UnknownArchitecture for one that the family does not have, or
+    whose rotary embeddings llama.cpp scales otherwise than the file says."""
     family = MODELS[model_type]
     said = family.read(file)
     said["rope_scaling"] = scaling_with_tensors(said, file, None)
@@ -27,6 +29,10 @@ def model_of_file(file: Described, model_type: str) -> ModelShape:
         model = model_of_fields({"architecture": model_type, **family.completed(said)})
     except DamagedCheckpoint as error:
         raise _in_words_of(file, model_type, error) from None
+    try:
+        family.check_scaling(model)
+    except UnknownArchitecture as error:
+        raise UnknownArchitecture(error.what, where=file.where, do=WITH_REFERENCE) from None
     told = from_hf_config(to_hf_config(model, DType.float32.value), file.where)
     for name, (here, there) in differences(model, told).items():
         if not _same(here, there):

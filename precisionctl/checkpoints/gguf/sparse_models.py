@@ -7,6 +7,7 @@ olmoe.cpp, and conversion/*.py (set_gguf_parameters).
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -50,7 +51,15 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
 )
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
 from precisionctl.checkpoints.gguf.gguf_model import GgufModel, base_keys
-from precisionctl.checkpoints.gguf.gguf_rope import AND_LLAMA3, AND_MSCALE, LOG_MULTIPLIER, STRETCHED, TURNED
+from precisionctl.checkpoints.gguf.gguf_rope import (
+    AND_LLAMA3,
+    LOG_MULTIPLIER,
+    OF_LATENT,
+    STRETCHED,
+    TURNED,
+    UNSCALED_ALONE,
+    mscales,
+)
 from precisionctl.model_shape import ModelShape
 
 # Llama 4
@@ -133,8 +142,8 @@ def _sparse_attention(
             "dsa.rope_interleaved": interleaved,
             **computed,
         },
-        scalings=AND_MSCALE,
-        of_scaling=lambda scaling: {"mscale": scaling["mscale_all_dim"]} if "mscale_all_dim" in scaling else {},
+        scalings=OF_LATENT,
+        of_scaling=mscales(),
         tokens=tokens,
     )
 
@@ -209,7 +218,9 @@ SPARSE_MODELS: Mapping[str, GgufModel] = {
     "deepseek_v32": _sparse_attention(
         interleaved=False, computed={"dsa.layers": lambda fields: (True,) * fields["num_layers"]}
     ),
-    "glm_moe_dsa": _sparse_attention(_INDEXERS, interleaved=True, computed={}, tokens=TOKENS_OF_GLM),
+    "glm_moe_dsa": replace(  # llama.cpp reads no yarn_log_multiplier of it
+        _sparse_attention(_INDEXERS, interleaved=True, computed={}, tokens=TOKENS_OF_GLM), scalings=UNSCALED_ALONE
+    ),
     "afmoe": GgufModel(
         keys=(*base_keys(*EXPERTS, scored_by("sigmoid")), HEAD_SIZE),
         more=(VOCABULARY, TURNED, SHARED_EXPERTS, EXPERT_SIZE, LEADING_DENSE, NORMALISED, WEIGHTS_SCALE, WINDOW),
