@@ -60,7 +60,9 @@ def differences(ours: Path, theirs: Path) -> dict[str, Any]:
 
 def tokens_and_logits(file: Path) -> list[int]:
     """The ids of TEXT. Logits after IDS are saved beside the file."""
-    model = llama_cpp.Llama(str(file), n_ctx=128, logits_all=True, verbose=False, n_threads=1, n_gpu_layers=0)
+    as_the_file_says = dict.fromkeys(("yarn_beta_fast", "yarn_beta_slow", "yarn_attn_factor"), -1.0)
+    options = {"n_ctx": 128, "logits_all": True, "verbose": False, "n_threads": 1, "n_gpu_layers": 0}
+    model = llama_cpp.Llama(str(file), **options, **as_the_file_says)
     model.eval(IDS)
     save_file({"logits": np.array(model.scores[: len(IDS)], np.float32)}, file.with_suffix(".safetensors"))
     tokens = model.tokenize(TEXT.encode(), add_bos=True, special=True)

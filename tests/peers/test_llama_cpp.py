@@ -3,6 +3,7 @@ logits."""
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from gguf_files import AS_RELEASED, LLAMA3, OLMO3
 from gguf_tokenizers import SIZE, TEXT
 from prediction_layer import add_mtp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from precisionctl.commands.plan_command import plan_command
@@ -27,6 +28,7 @@ from precisionctl.export import gguf_pretokenizers as known
 SPARSE = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 GLM = ("[gMASK]", "<|user|>", "<|observation|>")
 BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+DEVSTRAL = pico.YARN_ROPE | {"beta_fast": 4.0, "beta_slow": 1.0}
 GEMMA = {"query_pre_attn_scalar": 32}
 _TOKENIZERS = {
     **dict.fromkeys(("gemma4", "gemma4-moe", "gemma4-small"), "sentencepiece of gemma4"),
@@ -64,6 +66,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "glm4-moe": ({}, "smaug-bpe"),
     "qwen3-next": (SPARSE | {"linear_value_head_dim": 16}, "qwen2"),
+    "ministral3 as Devstral 2": (
+        {"rope_parameters": DEVSTRAL | {"mscale": 1.0, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.0}},
+        "qwen35",
+    ),
     **{family: (changes, _TOKENIZERS.get(family, "qwen35")) for family, changes in AS_RELEASED.items()},
 }
 BYTE_LEVEL = {
@@ -100,7 +106,9 @@ def save(folder: Path, family: str) -> Path:
         folder.parent.mkdir()
         mxfp4_directories.make(folder, config={**mxfp4_directories.CONFIG, "vocab_size": SIZE})
     else:
-        pico.save(folder, family, vocab_size=SIZES.get(family, SIZE), dtype=torch.bfloat16, **changes)
+        size = SIZES.get(family, SIZE)
+        pico.save(folder, family.partition(" ")[0], vocab_size=size, dtype=torch.bfloat16, **changes)
+        sharpen(folder)
     if tokenizer in BYTE_LEVEL:
         expressions, ignores, begins = BYTE_LEVEL[tokenizer]
         made = gguf_tokenizers.byte_level(
@@ -112,6 +120,23 @@ def save(folder: Path, family: str) -> Path:
     if family in ("glm4-moe", "glm-moe-dsa", "deepseek-v3.2", "qwen3-next"):
         add_mtp(folder, torch.bfloat16)
     return folder
+
+
+_SHARPER = {
+    re.compile(r"\b(q|k|q_a|q_b|kv_a|kv_b|qkv)_proj|indexer\.w(q_b|k)\."): 6,
+    re.compile(r"\b(q|k)_norm\.|\b(query|key)_layernorm\."): 2,
+}
+
+
+def sharpen(folder: Path) -> None:
+    """Make queries and keys larger. As initialized, a token attends to all alike, and positions hardly matter."""
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            for pattern, times in _SHARPER.items():
+                if pattern.search(name) and name.endswith("weight"):
+                    tensors[name] *= times
+        save_file(tensors, file, {"format": "pt"})
 
 
 @pytest.fixture(scope="module")
@@ -168,5 +193,7 @@ def test_llama_cpp_computes_the_logits_that_transformers_computes(judged: Any) -
         with torch.no_grad():
             expected = model(torch.tensor([answers["ids"]])).logits[0].log_softmax(-1)
         found = load_file((folder / file).with_suffix(".safetensors"))["logits"].log_softmax(-1)
-        kl = (expected.exp() * (expected - found)).sum(-1).mean()
-        assert kl < (1e-3 if "q8_0" in file else 1e-4), (file, kl)
+        kl = (expected.exp() * (expected - found)).sum(-1)
+        times = 10 if "q8_0" in file else 1
+        # in FP16, which llama.cpp keeps keys in, a token may choose another of two experts that are worth the same
+        assert kl.mean() < times * 1e-4 and kl.median() < times * 1e-5, (file, kl)

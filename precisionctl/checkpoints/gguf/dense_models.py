@@ -57,7 +57,7 @@ _COHERE: Mapping[str, Any] = {
 _QUERY_SCALING = GgufRule(
     ("query_scaling_beta",),
     lambda file: {"query_scaling_beta": file.number("attention.temperature_scale", 0.0) or None},
-    number("query_scaling_beta", "attention.temperature_scale", None).write,
+    lambda model: {"attention.temperature_scale": model.query_scaling_beta or 0.0} if model.rope_scaling else {},
 )
 """Ministral 3's: 0 scales none."""
 

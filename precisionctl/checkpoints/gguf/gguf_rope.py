@@ -181,8 +181,9 @@ def _log_multiplier(share: float, *, needed: bool) -> GgufRule:
         return {"rope_scaling": {**scaling, "mscale_all_dim": shortest(multiplier / share)}}
 
     def write(model: ModelShape) -> Said:
-        mscale = (model.rope_scaling or {}).get("mscale_all_dim")
-        return {"rope.scaling.yarn_log_multiplier": share * mscale} if mscale else {}
+        scaling = model.rope_scaling or {}
+        multiplier = share * scaling.get("mscale_all_dim", 0.0)
+        return {"rope.scaling.yarn_log_multiplier": multiplier} if scaling.get("rope_type") == "yarn" else {}
 
     return GgufRule((), read, write)
 
