@@ -94,6 +94,8 @@ OTHERWISE = {
 }
 """Of a SentencePiece model whose only file is a tokenizer.json, the converter writes equal scores for all tokens, and
 none for those that only the embedding has."""
+PEAKED = {"afmoe", "exaone4", "olmo3", "gemma4", "gemma4-moe", "gemma4-small"}
+"""Whose norms of queries and keys, made larger, let a token attend to few others: FP16 shows more."""
 SEVERAL = {
     **dict.fromkeys(("llama-3", "qwen3-moe", "gpt-oss"), ("bf16", "f16", "q8_0")),
     "gpt-oss as published": ("mxfp4",),
@@ -194,6 +196,6 @@ def test_llama_cpp_computes_the_logits_that_transformers_computes(judged: Any) -
             expected = model(torch.tensor([answers["ids"]])).logits[0].log_softmax(-1)
         found = load_file((folder / file).with_suffix(".safetensors"))["logits"].log_softmax(-1)
         kl = (expected.exp() * (expected - found)).sum(-1)
-        times = 10 if "q8_0" in file else 1
+        times, most = 10 if "q8_0" in file else 1, 2e-5 if file.partition("/")[0] in PEAKED else 2e-6
         # in FP16, which llama.cpp keeps keys in, a token may choose another of two experts that are worth the same
-        assert kl.mean() < times * 1e-4 and kl.median() < times * 1e-5, (file, kl)
+        assert kl.mean() < times * 1e-4 and kl.median() < times * most, (file, kl)
