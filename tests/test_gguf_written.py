@@ -358,7 +358,7 @@ def test_a_model_without_the_shared_experts_that_llama_cpp_looks_for_is_refused(
 
 def test_what_stretches_a_ministral_is_what_llama_cpp_reads_of_it() -> None:
     """As Devstral 2 says it: mscale alone, and factors of 0, scale nothing."""
-    scaling = YARN | {"beta_fast": 4.0, "mscale": 1.0, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.0}
+    scaling = YARN | {"beta_fast": 4.0, "mscale": 1.0, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0}
     written = model_metadata(from_hf_config(pico.config("ministral3", rope_parameters=scaling)), 1)
     assert written["mistral3.rope.scaling.yarn_beta_fast"] == 4.0
     assert written["mistral3.rope.scaling.yarn_log_multiplier"] == written["mistral3.attention.temperature_scale"] == 0

@@ -51,7 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt-oss": {},
     "deepseek-v2": {},
     "deepseek-v2-groups": {},
-    "deepseek-v3": {},
+    "deepseek-v3": {"scoring_func": "sigmoid"},
     "glm4-moe": {},
     **AS_RELEASED,
     "hunyuan": {"max_position_embeddings": 1 << 15},  # with a base that is stretched

@@ -230,6 +230,7 @@ DELTA_NET = (
     GgufRule(("gdn.layers",), _read_recurrent, _write_recurrent),
 )
 
+# GLM, Hunyuan
 
 TOKENS_OF_GLM = {"bos": "[gMASK]", "eot": "<|user|>", "unk": "<|endoftext|>", "eom": "<|observation|>"}
 HUNYUAN = dict.fromkeys(("qk_layernorm", "qk_layernorm_after_rope"), True)
