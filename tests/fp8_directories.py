@@ -146,6 +146,9 @@ SPELLINGS: dict[str, Spelled] = {
 RAGGED = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 48}
 """A Llama of which no linear is a multiple of 128 both ways; of 32 and 16, all are."""
 
+KINDS = {(said.config["quant_method"], said.block): name for name, said in SPELLINGS.items()}
+"""A spelling of each `quant_method` and size of block."""
+
 
 @dataclass(frozen=True)
 class Made:

@@ -11,7 +11,7 @@ import torch
 import training
 from conversions import carry_out
 from safetensors.torch import load_file, save_file
-from soaking import in_soak
+from soaking import few, in_soak
 
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.chunks import read_tensor, write_rows
@@ -32,7 +32,7 @@ from precisionctl.reports.inspect import describe
 
 run = conversions.run
 
-EACH = pytest.mark.parametrize("spelling", fp8_directories.SPELLINGS)
+EACH = pytest.mark.parametrize("spelling", few(fp8_directories.SPELLINGS, *fp8_directories.KINDS.values()))
 UP = "model.layers.0.mlp.up_proj.weight"
 
 

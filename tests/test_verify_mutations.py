@@ -77,9 +77,6 @@ def in_legacy_files(directory: Path) -> None:
     run(directory.parent / "run", directory, "megatron", container="torch")
 
 
-KINDS = {(said.config["quant_method"], said.block): name for name, said in fp8_directories.SPELLINGS.items()}
-"""A spelling of each `quant_method` and size of block."""
-
 CHECKPOINTS: dict[str, Callable[[Path], object]] = {
     "safetensors": with_everything,
     "bin": in_bins,
@@ -88,7 +85,7 @@ CHECKPOINTS: dict[str, Callable[[Path], object]] = {
     "torch_dist with payloads": with_payloads,
     "torch": in_legacy_files,
     "mxfp4": mxfp4_directories.make,
-    **{spelling: in_codes(spelling) for spelling in KINDS.values()},
+    **{spelling: in_codes(spelling) for spelling in fp8_directories.KINDS.values()},
 }
 UNSEEN = {
     "derived": lambda tensor: "rotary" in tensor.name,
@@ -114,7 +111,14 @@ class Both:
         return not found.equal, {each.topic: each.what for each in found.not_compared}
 
 
-LATER = ["bin", "torch", "mxfp4", *list(KINDS.values())[1:]]
+LATER = [
+    "bin",
+    "values that were codes",
+    "torch_dist with payloads",
+    "torch",
+    "mxfp4",
+    *list(fp8_directories.KINDS.values())[1:],
+]
 """Those of which each tensor is found as in others."""
 
 
@@ -148,7 +152,7 @@ def test_any_key_of_the_config_is_noticed_or_named(both: Both) -> None:
     (path,) = both.copy.rglob("config.json")
     text, counts = path.read_text(), Counter[str]()
     for name, config in changed_configs(json.loads(text)):
-        if both.name in KINDS.values() and "quantization_config" not in name:
+        if both.name in fp8_directories.KINDS.values() and "quantization_config" not in name:
             continue
         path.write_text(json.dumps(config))
         differs, told = both.noticed()
