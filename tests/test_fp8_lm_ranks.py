@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from programs import run_program, word_for_soak
-from soaking import in_soak
 from training import SMALL, contents
 
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
@@ -33,13 +32,15 @@ def told(place: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.soak
 def test_both_ranks_have_the_same_model_whatever_is_rounded(told: dict[str, Any]) -> None:
     for name in {"source two", "moe two", "gone on", "fp8", "guarded"} & told.keys():
         first, second = told[name]["said"]
         assert told[name]["codes"] == [0, 0] and first["model"] == second["model"], name
 
 
-@pytest.mark.parametrize("model", ["source", *in_soak("moe")])
+@pytest.mark.soak
+@pytest.mark.parametrize("model", ["source", "moe"])
 def test_two_ranks_lose_no_more_than_what_fp8_rounds(told: dict[str, Any], model: str) -> None:
     """Each half of a gradient is rounded by up to 2^-4 of itself, and then their sum; at this learning rate a loss
     moves by a tenth in a step."""
@@ -56,6 +57,7 @@ def wire(moved: dict[str, int]) -> int:
     return sum(handed // 2 if kind.startswith("all_to_all") else handed for kind, handed in moved.items())
 
 
+@pytest.mark.soak
 def test_half_the_bytes_of_bf16_and_a_quarter_of_fp32_go_between_ranks(told: dict[str, Any]) -> None:
     ours, theirs = told["source two"]["said"][0], told["adamw"]["said"][0]
     numbers = ours["numbers"]

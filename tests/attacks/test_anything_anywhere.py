@@ -97,7 +97,7 @@ def plan_of(path: Path) -> None:
     make_plan(reader, "hf" if reader.layout == "megatron" else "megatron")
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", *in_soak("llama-3", "gpt-oss")])
+@pytest.mark.parametrize("family", ["llama-3", *in_soak("deepseek-v3", "gpt-oss")])
 def test_a_config(check: Check, tmp_path: Path, family: str) -> None:
     config = pico.make_and_save(tmp_path, family, dtype=torch.bfloat16).config.to_dict()
     kept = {key: value for key, value in config.items() if value is not None}
