@@ -1,7 +1,6 @@
 """Runs of two ranks with FP8-LM, for test_fp8_lm_ranks.py: `python fp8_lm_ranks.py FOLDER`, as many_ranks.py."""
 
 import json
-import sys
 from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
@@ -69,24 +68,23 @@ def run(name: str, count: int, out: str = "", source: str = "source", kill: int 
 told: dict[str, Any] = {}
 
 
-def all_runs(*, soak: bool) -> None:
+def all_runs() -> None:
     make_text(FOLDER / "text")
     make_source(FOLDER / "source")
     make_source(FOLDER / "moe", **MOE)
     two = {"parallel__replicate": 2, "train__micro_batch_size": 2}
     lm = {"optimizer__preset": "fp8-lm"}
-    for source in ("source", "moe") if soak else ("source",):
+    for source in ("source", "moe"):
         run(f"{source} alone", 1, source=source, train__micro_batch_size=4, **lm)
         run(f"{source} two", 2, source=source, **two, **lm)
     run("adamw", 2, **two)
     fp8 = {"precision": "fp8", "train__warmup_passes": 1}
     run("fp8", 2, **two, **lm, **fp8)
-    if soak:
-        run("killed", 2, "gone on", kill=3, **two, **lm)
-        run("gone on", 2, **two, **lm)
-        run("guarded", 2, shadow_every=2, **two, **lm, **fp8)
+    run("killed", 2, "gone on", kill=3, **two, **lm)
+    run("gone on", 2, **two, **lm)
+    run("guarded", 2, shadow_every=2, **two, **lm, **fp8)
 
 
 if __name__ == "__main__":
-    all_runs(soak="soak" in sys.argv[2:])
+    all_runs()
     (FOLDER / "told.json").write_text(json.dumps(told))

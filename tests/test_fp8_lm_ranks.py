@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import run_program, word_for_soak
+from programs import run_program
 from training import SMALL, contents
 
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
@@ -20,9 +20,9 @@ STEPS = SMALL["train.steps"]
 
 
 @pytest.fixture(scope="module")
-def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    run_program(Path(__file__).with_name("fp8_lm_ranks.py"), folder, *word_for_soak(request))
+    run_program(Path(__file__).with_name("fp8_lm_ranks.py"), folder)
     return folder
 
 

@@ -21,10 +21,10 @@ from tiny_wrappers import MISTRAL_4, WRAPPERS, stored, towers
 from training import make_text, run_with_kills, settings
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from precisionctl.architectures import wrappers as architectures
 from precisionctl.architectures.families import architecture_of, from_hf_config, read_model, table_of, to_hf_config
 from precisionctl.architectures.wrapped_architecture import wrapped
 from precisionctl.architectures.wrappers import TEXT_MODELS
+from precisionctl.architectures.wrappers import WRAPPERS as KNOWN
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
@@ -46,13 +46,9 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
         assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
 
 
-def these_and_in_soak_others(*kinds: str) -> list[Any]:
-    return [pytest.param(kind, marks=[] if kind in kinds else [pytest.mark.soak]) for kind in WRAPPERS]
-
-
 def text_and_names(kind: str) -> set[Any]:
     """Wrappers that have these alike differ in their towers alone."""
-    of = architectures.WRAPPERS[kind]
+    of = KNOWN[kind]
     return {(WRAPPERS[kind]["model_type"], of.body, of.head, of.in_memory)}
 
 
@@ -102,7 +98,7 @@ def test_a_text_model_without_a_causal_mask_has_no_table(place: str, tmp_path: P
         from_hf_config(config)
 
 
-@pytest.mark.parametrize("kind", these_and_in_soak_others("mistral3", "qwen2_vl", "qwen3_vl_moe", "kimi_k25"))
+@pytest.mark.parametrize("kind", few(WRAPPERS, "mistral3", "qwen2_vl", "qwen3_vl_moe", "kimi_k25"))
 def test_a_wrapper_comes_back_from_megatron_to_the_last_bit(kind: str, tmp_path: Path) -> None:
     check_there_and_back(kind, tmp_path)
 
@@ -420,7 +416,7 @@ def test_a_dry_run_counts_the_text_model_that_trains_and_says_how_much_is_kept_b
     assert f"Model: {trains:,} parameters; {beside:,} more, of its towers, are kept beside it as they are" in said
 
 
-@pytest.mark.parametrize("kind", these_and_in_soak_others("qwen2_5_vl"))
+@pytest.mark.parametrize("kind", few(WRAPPERS, "qwen2_5_vl"))
 def test_a_run_trains_the_text_keeps_the_towers_and_its_result_is_loaded_and_exported(
     kind: str, tmp_path: Path
 ) -> None:

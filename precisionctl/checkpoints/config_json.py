@@ -63,7 +63,8 @@ def made_config(model: ModelShape, dtype: str, companions: Companions) -> dict[s
     said = parse_json(companions.files.get(GENERATION, b"{}"), GENERATION)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         named = said.get(key)
-        if is_token(named, model) or named and isinstance(named, list) and all(is_token(each, model) for each in named):
+        tokens = named if isinstance(named, list) else [named]
+        if tokens and all(is_token(token, model) for token in tokens):
             config[key] = named
     return config
 

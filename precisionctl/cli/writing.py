@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _OF_EXPORTS = {
     word: f"Did you mean `export-inference --target {engine}`?"
-    for word, engine in {"gguf": "llama.cpp", **{name: name for name in ("vllm", "sglang", "tensorrt-llm")}}.items()
+    for word, engine in (("gguf", "llama.cpp"), *((name, name) for name in ("vllm", "sglang", "tensorrt-llm")))
 }
 """Formats that `convert` has not, and what has them."""
 

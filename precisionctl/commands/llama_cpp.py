@@ -12,7 +12,7 @@ import numpy as np
 from precisionctl.checkpoints.base import Companions, Reader, packings_of
 from precisionctl.checkpoints.companions import LICENCE
 from precisionctl.checkpoints.config_json import config_dtype, made_config
-from precisionctl.checkpoints.gguf.gguf_models import model_metadata, of_llama_cpp
+from precisionctl.checkpoints.gguf.gguf_models import MODELS, model_metadata, of_llama_cpp
 from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
 from precisionctl.checkpoints.gguf.gguf_rope import rotary_tensors
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
@@ -182,7 +182,7 @@ def _notes_of_the_model(model: ModelShape) -> Iterator[str]:
             f"llama.cpp has no window of attention for `{model.architecture}`: beyond {model.sliding_window} tokens it "
             "computes otherwise than transformers."
         )
-    if model.mtp_num_layers and "mtp_num_layers" in of_llama_cpp(model).ignored:
+    if model.mtp_num_layers and MODELS[model.architecture].without_prediction:
         yield (
             f"The file has no layers of multi-token prediction, which are not written of `{model.architecture}`: "
             "logits do not come from them."

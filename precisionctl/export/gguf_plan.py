@@ -84,7 +84,7 @@ def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> Plan:
     model, family = plan.model, FAMILIES[plan.model.architecture].of(plan.model)
     jobs, targets, changed = list[Job](), list[tuple[str, dict[str, TensorSpec]]](), dict[int, Row]()
     for job in plan.text.jobs:
-        if job.row.of_prediction and "mtp_num_layers" in MODELS[model.architecture].ignored:
+        if job.row.of_prediction and MODELS[model.architecture].without_prediction:
             continue
         changes, writes = list[GgufChange](), list[str]()
         for name in job.writes[: len(job.row.hf)]:  # behind these are copies of tied tensors

@@ -123,10 +123,7 @@ DENSE_MODELS: Mapping[str, GgufModel] = {
     "hunyuan_v1_dense": GgufModel(keys=(*base_keys(), HEAD_SIZE), reads=(TURNED, STRETCHED), computed=HUNYUAN),
     "ministral3": GgufModel(
         keys=(*base_keys(), HEAD_SIZE),
-        more=(
-            *(VOCABULARY, TURNED, WHOLE_MULTIPLIER),
-            _QUERY_SCALING,
-        ),
+        more=(VOCABULARY, TURNED, WHOLE_MULTIPLIER, _QUERY_SCALING),
         reads=(),
         ignored=("sliding_window", "window_layers"),
         scalings=AND_BETAS,

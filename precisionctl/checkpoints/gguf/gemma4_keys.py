@@ -10,7 +10,16 @@ from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.gguf_experts import EXPERT_SIZE, EXPERTS
-from precisionctl.checkpoints.gguf.gguf_keys import WINDOWS, GgufKey, GgufRule, Said, refused
+from precisionctl.checkpoints.gguf.gguf_keys import (
+    WINDOWS,
+    GgufKey,
+    GgufRule,
+    Said,
+    read_each,
+    refused,
+    write_each,
+    write_only,
+)
 from precisionctl.checkpoints.gguf.gguf_layer_keys import HEADS_KV, OF_MOE, one_of
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
 from precisionctl.errors import UnknownArchitecture, shown
@@ -69,21 +78,15 @@ GEMMA4_HEADS = GgufRule(
     _read_gemma4_heads,
     _write_gemma4_groups,
 )
-GEMMA4_HEAD_SIZE = GgufRule(
-    (),
-    lambda file: {},
+GEMMA4_HEAD_SIZE = write_only(
     lambda model: dict.fromkeys(
         ("attention.key_length", "attention.value_length"), _everywhere(model).kv_channels or 0
     ),
 )
-GEMMA4_LOCAL_SIZE = GgufRule(
-    (),
-    lambda file: {},
+GEMMA4_LOCAL_SIZE = write_only(
     lambda model: dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa"), model.kv_channels),
 )
-GEMMA4_TURNED = GgufRule(
-    (),
-    lambda file: {},
+GEMMA4_TURNED = write_only(
     lambda model: {
         "rope.dimension_count": _everywhere(model).kv_channels or 0,
         "rope.dimension_count_swa": model.kv_channels,
@@ -113,7 +116,7 @@ GEMMA4_MLPS = GgufRule(("ffn_hidden_size", "use_double_wide_mlp"), _read_gemma4_
 def _read_gemma4_experts(file: Described) -> Fields:
     if not file.count("expert_count", 0):
         return {}
-    said = {key: value for entry in (*EXPERTS, EXPERT_SIZE) for key, value in entry.read(file).items()}
+    said = read_each((*EXPERTS, EXPERT_SIZE), file)
     shared = _read_gemma4_mlps(file)["ffn_hidden_size"]
     beside = {"moe.layer_freq": (True,) * file.count("block_count"), "moe.own_norms": True}
     return {**said, **beside, "moe.shared_ffn_hidden_size": shared}
@@ -132,11 +135,11 @@ def _write_gemma4_experts(model: ModelShape) -> Said:
     )
     if model.moe != of_llama_cpp:
         raise refused(model, "with other experts than Gemma 4's")
-    return {key: value for entry in EXPERTS for key, value in entry.write(model).items()}
+    return write_each(EXPERTS, model)
 
 
 GEMMA4_EXPERTS = GgufRule(OF_MOE, _read_gemma4_experts, _write_gemma4_experts)
-GEMMA4_EXPERT_SIZE = GgufRule((), lambda file: {}, lambda model: EXPERT_SIZE.write(model) if model.moe else {})
+GEMMA4_EXPERT_SIZE = write_only(lambda model: EXPERT_SIZE.write(model) if model.moe else {})
 GEMMA4_LAYERS = (
     GgufKey("num_kv_shared_layers", "attention.shared_kv_layers", 0),
     GgufRule(

@@ -9,7 +9,7 @@ Sources: llama.cpp's src/llama-model.cpp (load_hparams), src/models/*.cpp, and c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -78,15 +78,26 @@ def value_of(model: ModelShape, field: str) -> Any:
 
 @dataclass(frozen=True)
 class GgufRule:
-    """Fields and keys that functions make of one another.
-
-    One that only writes, because the converter's order puts a key elsewhere, leaves reading it to the rule in its
-    docstring.
-    """
+    """Fields and keys that functions make of one another."""
 
     fields: tuple[str, ...]
     read: Callable[[Described], Fields]
     write: Callable[[ModelShape], Said] = lambda model: {}
+
+
+def write_only(write: Callable[[ModelShape], Said]) -> GgufRule:
+    """Keys that the converter's order puts elsewhere than the entry that reads them, which a docstring names."""
+    return GgufRule((), lambda file: {}, write)
+
+
+def read_each(entries: Iterable[GgufEntry], file: Described) -> dict[str, Any]:
+    """What several entries read."""
+    return {field: value for entry in entries for field, value in entry.read(file).items()}
+
+
+def write_each(entries: Iterable[GgufEntry], model: ModelShape) -> dict[str, Any]:
+    """What several entries write."""
+    return {key: value for entry in entries for key, value in entry.write(model).items()}
 
 
 def refused(model: ModelShape, what: str) -> UnknownArchitecture:

@@ -10,7 +10,7 @@ from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.gguf_experts import EXPERT_SIZE, EXPERTS, SHARED_EXPERT_SIZE, WEIGHTS_SCALE, groups
-from precisionctl.checkpoints.gguf.gguf_keys import GgufKey, GgufRule, Said, refused
+from precisionctl.checkpoints.gguf.gguf_keys import GgufKey, GgufRule, Said, read_each, refused, write_each, write_only
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model_parts import MoE
@@ -28,16 +28,18 @@ def one_of(file: Described, key: str, numbers: Sequence[int]) -> int:
     return several[0] if several else 0
 
 
+def _read_heads(file: Described, groups: Sequence[int]) -> Fields:
+    """Heads, and those of keys, which layers without attention have none of."""
+    heads = file.count("attention.head_count", least=1)
+    return {"num_attention_heads": heads, "num_query_groups": one_of(file, HEADS_KV, groups) or heads}
+
+
 # Short convolutions (LFM2)
 
 
 def _read_convolutions(file: Described) -> Fields:
-    heads, listed = file.count("attention.head_count", least=1), file.counts(HEADS_KV)
-    return {
-        "num_attention_heads": heads,
-        "num_query_groups": one_of(file, HEADS_KV, listed) or heads,
-        "short_conv.layers": tuple(not number for number in listed),
-    }
+    listed = file.counts(HEADS_KV)
+    return {**_read_heads(file, listed), "short_conv.layers": tuple(not number for number in listed)}
 
 
 def _write_convolutions(model: ModelShape) -> Said:
@@ -58,12 +60,10 @@ def _read_pattern(file: Described) -> Fields:
     groups, channels = file.counts(HEADS_KV), file.counts("feed_forward_length")
     sparse = "E" if file.count("expert_count", 0) else "-"
     of_layers = ["*" if heads else sparse if size else "M" for heads, size in zip(groups, channels, strict=True)]
-    layers, heads = len(of_layers), file.count("attention.head_count", least=1)
     found: dict[str, Any] = {
-        "num_layers": layers,
+        "num_layers": len(of_layers),
         "mamba.pattern": "".join(of_layers),
-        "num_attention_heads": heads,
-        "num_query_groups": one_of(file, HEADS_KV, groups) or heads,
+        **_read_heads(file, groups),
         "ffn_hidden_size": one_of(file, "feed_forward_length", channels) or file.count("embedding_length"),
     }
     return found | ({"moe.layer_freq": tuple(kind == "E" for kind in of_layers)} if sparse == "E" else {})
@@ -133,7 +133,7 @@ def _read_experts_of_mixers(file: Described) -> Fields:
         return {}
     file.expect("expert_weights_norm", True)
     file.expect("expert_shared_count", 1)
-    said = {key: value for entry in (*EXPERTS, *_OF_MIXERS) for key, value in entry.read(file).items()}
+    said = read_each((*EXPERTS, *_OF_MIXERS), file)
     groups = {
         "moe.num_groups": file.count("expert_group_count", 1),
         "moe.group_topk": file.count("expert_group_used_count", 1),
@@ -162,8 +162,7 @@ def _write_experts_of_mixers(model: ModelShape) -> Said:
     )
     if model.moe != computed or model.moe.shared_ffn_hidden_size is None:
         raise refused(model, "with other experts than Nemotron 3's")
-    counts = {key: value for entry in EXPERTS for key, value in entry.write(model).items()}
-    return {**counts, **groups(2).write(model)}
+    return write_each((*EXPERTS, groups(2)), model)
 
 
 def _write_sizes_of_experts(model: ModelShape) -> Said:
@@ -176,7 +175,7 @@ def _write_sizes_of_experts(model: ModelShape) -> Said:
 
 _OF_MIXERS = (EXPERT_SIZE, SHARED_EXPERT_SIZE, WEIGHTS_SCALE)
 EXPERTS_OF_MIXERS = GgufRule(OF_MOE, _read_experts_of_mixers, _write_experts_of_mixers)
-SIZES_OF_EXPERTS_OF_MIXERS = GgufRule((), lambda file: {}, _write_sizes_of_experts)
+SIZES_OF_EXPERTS_OF_MIXERS = write_only(_write_sizes_of_experts)
 """Which EXPERTS_OF_MIXERS reads."""
 
 
@@ -192,14 +191,13 @@ NO_POSITIONS = GgufRule((), _read_no_positions, lambda model: {"rope.scaling.fin
 
 
 def _read_granite(file: Described) -> Fields:
-    groups, heads = file.counts(HEADS_KV), file.count("attention.head_count", least=1)
+    groups = file.counts(HEADS_KV)
     second = "E" if file.count("expert_count", 0) else "-"
     pattern = "".join(("*" if number else "M") + second for number in groups)
     said = {
         "num_layers": len(pattern),
         "mamba.pattern": pattern,
-        "num_attention_heads": heads,
-        "num_query_groups": one_of(file, HEADS_KV, groups) or heads,
+        **_read_heads(file, groups),
         "max_position_embeddings": file.count("context_length"),
     }
     turned = file.said("rope.scaling.finetuned") is not False
@@ -241,9 +239,8 @@ def _read_granite_experts(file: Described) -> Fields:
     if not file.count("expert_count", 0):
         file.count("expert_used_count", 0)
         return {}
-    said = {key: value for entry in EXPERTS for key, value in entry.read(file).items()}
     return {
-        **said,
+        **read_each(EXPERTS, file),
         "moe.ffn_hidden_size": file.count("feed_forward_length"),
         "moe.shared_ffn_hidden_size": shared or None,
         "moe.layer_freq": (False, True) * file.count("block_count"),
@@ -257,18 +254,16 @@ def _write_granite_experts(model: ModelShape) -> Said:
     known = MoE(moe.num_experts, moe.topk, model.ffn_hidden_size, (False, True) * (model.num_layers // 2))
     if moe != replace(known, shared_ffn_hidden_size=moe.shared_ffn_hidden_size):
         raise refused(model, "with other experts than Granite 4's")
-    return {key: value for entry in EXPERTS for key, value in entry.write(model).items()}
+    return write_each(EXPERTS, model)
 
 
 GRANITE_EXPERTS = GgufRule(OF_MOE, _read_granite_experts, _write_granite_experts)
-GRANITE_SHARED_SIZE = GgufRule(
-    (),
-    lambda file: {},
+GRANITE_SHARED_SIZE = write_only(
     lambda model: {
         "expert_shared_feed_forward_length": (model.moe.shared_ffn_hidden_size if model.moe else model.ffn_hidden_size)
         or 0
     },
 )
 """Which GRANITE_EXPERTS reads."""
-GRANITE_POSITIONS = GgufRule((), lambda file: {}, lambda model: {"rope.scaling.finetuned": model.rope_layers is None})
+GRANITE_POSITIONS = write_only(lambda model: {"rope.scaling.finetuned": model.rope_layers is None})
 """A switch of rotary embeddings, which GRANITE_LAYERS reads."""

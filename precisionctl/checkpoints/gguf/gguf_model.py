@@ -19,6 +19,7 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
     VOCABULARY,
     WIDTH,
     GgufEntry,
+    read_each,
     refused,
 )
 from precisionctl.checkpoints.gguf.gguf_metadata import Described, shortest
@@ -63,12 +64,15 @@ class GgufModel:
     of_scaling: Callable[[Fields], Fields] = lambda scaling: {}
     tokens: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def without_prediction(self) -> bool:
+        """Whether layers of multi-token prediction are not written."""
+        return "mtp_num_layers" in self.ignored
+
     def read(self, file: Described) -> dict[str, Any]:
         """The fields that a file says. Raises DamagedCheckpoint for keys that are not there or contradict one another,
         UnknownArchitecture for a setting that is not read."""
-        said: dict[str, Any] = {}
-        for entry in (*_OF_ALL, *self.keys, *self.more, *self.reads):
-            said |= entry.read(file)
+        said = read_each((*_OF_ALL, *self.keys, *self.more, *self.reads), file)
         file.check_all_asked()
         return said
 

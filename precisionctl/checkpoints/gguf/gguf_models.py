@@ -6,7 +6,6 @@ Sources: llama.cpp's src/models/*.cpp (load_arch_hparams and graphs), and conver
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,29 +16,16 @@ from precisionctl.checkpoints.gguf.gguf_experts import (
     EXPERT_SIZE,
     EXPERTS,
     IN_ALL_LAYERS,
-    LEADING_DENSE,
-    NORMALISED,
     SHARED_EXPERT_SIZE,
-    SHARED_EXPERTS,
-    TWO_SCORES,
-    WEIGHTS_SCALE,
-    groups,
     is_scored_by,
-    scored_by,
 )
 from precisionctl.checkpoints.gguf.gguf_family_keys import (
     FINAL_CAP,
     GEMMA,
     GEMMA_KEYS,
-    LATENT,
-    LATENT_HEADS,
-    LATENT_KEYS,
-    LATENT_RANK,
     MULTIPLIERS,
-    QUERY_RANK,
     SWITCH,
     TIED_GEMMA,
-    TOKENS_OF_GLM,
     WINDOW_OF_GEMMA3,
     WINDOW_OF_PHI3,
     scored_as_gemma,
@@ -47,17 +33,12 @@ from precisionctl.checkpoints.gguf.gguf_family_keys import (
 from precisionctl.checkpoints.gguf.gguf_keys import (
     ATTENTION_BIAS,
     CONTEXT,
-    DECODER_LAYERS,
     EPSILON,
     HEAD_SIZE,
     HEADS,
     LAYERS,
-    LAYERS_AND_PREDICTION,
     MLP,
     MLP_BIAS,
-    PREDICTION,
-    QK_NORMS,
-    QKV_BIAS,
     UNUSUAL_HEAD_SIZE,
     VOCABULARY,
     WIDTH,
@@ -68,6 +49,7 @@ from precisionctl.checkpoints.gguf.gguf_keys import (
     every,
     hidden_by_heads,
     number,
+    write_each,
 )
 from precisionctl.checkpoints.gguf.gguf_metadata import Described
 from precisionctl.checkpoints.gguf.gguf_model import GgufModel, base_keys
@@ -76,14 +58,11 @@ from precisionctl.checkpoints.gguf.gguf_rope import (
     AND_LLAMA3,
     LOCAL_BASE,
     LOCAL_BASE_OF_OLMO3,
-    LOG_MULTIPLIER,
     LONGROPE,
     LONGROPE_FACTOR,
-    OF_LATENT,
     ORIGINAL_CONTEXT,
     ROPE,
     TURNED,
-    mscales,
 )
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
 from precisionctl.checkpoints.gguf.recurrent_models import RECURRENT_MODELS
@@ -92,38 +71,6 @@ from precisionctl.errors import UnknownArchitecture
 from precisionctl.model_shape import ModelShape
 
 _WINDOW = ("sliding_window", "window_layers")
-
-
-def _deepseek(function: str, group_scores: int, *, head_first: bool = True, **computed: Any) -> GgufModel:
-    return GgufModel(
-        keys=base_keys(
-            *EXPERTS,
-            groups(group_scores),
-            scored_by(function),
-            *((LATENT,) if head_first else ()),
-            layers=DECODER_LAYERS,
-            heads=LATENT_KEYS,
-        ),
-        more=(
-            LEADING_DENSE,
-            VOCABULARY,
-            QUERY_RANK,
-            LATENT_RANK,
-            *(() if head_first else (LATENT,)),
-            LATENT_HEADS,
-            EXPERT_SIZE,
-            SHARED_EXPERTS,
-            WEIGHTS_SCALE,
-            NORMALISED,
-            GgufKey("mla.qk_pos_emb_head_dim", "rope.dimension_count"),
-            LOG_MULTIPLIER,
-        ),
-        reads=(),
-        computed={"kv_channels": lambda fields: fields["mla.v_head_dim"], **TWO_SCORES, **computed},
-        ignored=("mtp_num_layers",),
-        scalings=OF_LATENT,
-        of_scaling=mscales(any_number=True),
-    )
 
 
 _NORMS_OF_OLMO: Mapping[str, Any] = {
@@ -254,21 +201,6 @@ MODELS: Mapping[str, GgufModel] = {
         },
         of_scaling=lambda scaling: {"truncate": False} if scaling.get("rope_type") == "yarn" else {},
     ),
-    "deepseek_v2": _deepseek("softmax", 1, **{"moe.pre_softmax": True}),
-    "deepseek_v3": _deepseek("sigmoid", 2, **{"moe.expert_bias": True}),
-    "glm4_moe_lite": replace(
-        _deepseek("sigmoid", 2, head_first=False, **{"moe.expert_bias": True}), tokens=TOKENS_OF_GLM
-    ),
-    "glm4_moe": GgufModel(
-        keys=(*base_keys(*EXPERTS, groups(2), layers=LAYERS_AND_PREDICTION), HEAD_SIZE),
-        more=(
-            *(TURNED, EXPERT_SIZE, SHARED_EXPERTS, LEADING_DENSE, scored_by("sigmoid"), WEIGHTS_SCALE, NORMALISED),
-            *(PREDICTION, QKV_BIAS, QK_NORMS),
-        ),
-        reads=(),
-        computed={**TWO_SCORES, "moe.expert_bias": True},
-        tokens=TOKENS_OF_GLM,
-    ),
     **DENSE_MODELS,
     **RECURRENT_MODELS,
     **SPARSE_MODELS,
@@ -310,8 +242,7 @@ def model_metadata(model: ModelShape, file_type: int) -> dict[str, GgufValue]:
     family, architecture = of_llama_cpp(model), FAMILIES[model.architecture].of(model).architecture
 
     def written(entries: Sequence[GgufEntry]) -> dict[str, GgufValue]:
-        said = {key: value for entry in entries for key, value in entry.write(model).items()}
-        return {f"{architecture}.{key}": _value(value) for key, value in said.items()}
+        return {f"{architecture}.{key}": _value(value) for key, value in write_each(entries, model).items()}
 
     return {**written(family.keys), "general.file_type": np.uint32(file_type), **written(family.more)}
 

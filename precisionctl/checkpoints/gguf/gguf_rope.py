@@ -17,7 +17,7 @@ from precisionctl.architectures.rope import LLAMA3, yarn_mscale
 from precisionctl.checkpoints.base import WITH_REFERENCE
 from precisionctl.checkpoints.chunks import read_bytes
 from precisionctl.checkpoints.gguf.gguf_file import GgufTensor
-from precisionctl.checkpoints.gguf.gguf_keys import GgufRule, Said, head_size, number, refused
+from precisionctl.checkpoints.gguf.gguf_keys import GgufRule, Said, head_size, number, refused, write_only
 from precisionctl.checkpoints.gguf.gguf_metadata import NEEDED, Described, shortest
 from precisionctl.checkpoints.gguf.gguf_tensors import GgufPart
 from precisionctl.dtypes import DType
@@ -133,7 +133,7 @@ def _write_sections(model: ModelShape) -> Said:
 
 SECTIONS = GgufRule((), _read_sections, _write_sections)
 """Which pairs go by height and width in an image: in text all dimensions of a position are the same."""
-UNSCALED = GgufRule((), lambda file: {}, lambda model: {"rope.scaling.type": "none"})
+UNSCALED = write_only(lambda model: {"rope.scaling.type": "none"})
 """What ROPE reads too."""
 
 
@@ -154,11 +154,7 @@ def _read_local_base_of_olmo3(file: Described) -> Fields:
     return {"rotary_base_local": _read_rope(file)["rotary_base"]}
 
 
-LOCAL_BASE_OF_OLMO3 = GgufRule(
-    ("rotary_base_local",),
-    _read_local_base_of_olmo3,
-    LOCAL_BASE.write,
-)
+LOCAL_BASE_OF_OLMO3 = GgufRule(LOCAL_BASE.fields, _read_local_base_of_olmo3, LOCAL_BASE.write)
 """llama.cpp reads it and turns all layers with the one base (olmo2.cpp)."""
 
 TURNED = GgufRule(
@@ -216,9 +212,7 @@ def _write_longrope(model: ModelShape) -> Said:
     return {"rope.scaling.attn_factor": factor} if model.rope_scaling else {}
 
 
-ORIGINAL_CONTEXT = GgufRule(
-    (), lambda file: {}, lambda model: {"rope.scaling.original_context_length": _context_before_longrope(model)}
-)
+ORIGINAL_CONTEXT = write_only(lambda model: {"rope.scaling.original_context_length": _context_before_longrope(model)})
 LONGROPE_FACTOR = GgufRule((), _read_longrope, _write_longrope)
 """Phi-3's. These read and write the key of ORIGINAL_CONTEXT too."""
 
@@ -240,7 +234,7 @@ def rotary_tensors(model: ModelShape) -> dict[str, NDArray[Any]]:
     if scaling.get("rope_type") == "proportional":
         assert model.global_attention
         pairs = (model.global_attention.kv_channels or model.kv_channels) // 2
-        turned = int(2 * pairs * scaling["partial_rotary_factor"] / 2)
+        turned = int(pairs * scaling["partial_rotary_factor"])
         return {_FREQUENCIES: np.array([1.0] * turned + [_STILL] * (pairs - turned), np.float32)}
     if scaling.get("rope_type") == "llama3":
         return {_FREQUENCIES: _llama3_factors(scaling, model.rotary_base, model.rotary_size)}

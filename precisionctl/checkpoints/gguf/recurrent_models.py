@@ -21,12 +21,12 @@ from precisionctl.checkpoints.gguf.gguf_family_keys import DELTA_NET, MULTIPLIER
 from precisionctl.checkpoints.gguf.gguf_keys import (
     EPSILON,
     HEAD_SIZE,
+    LAYER_NORM_EPSILON,
     LAYERS_AND_PREDICTION,
     PREDICTION,
     UNUSUAL_HEAD_SIZE,
     VOCABULARY,
     hidden_by_heads,
-    number,
 )
 from precisionctl.checkpoints.gguf.gguf_layer_keys import (
     CONVOLUTIONS,
@@ -86,7 +86,7 @@ RECURRENT_MODELS: Mapping[str, GgufModel] = {
         computed={"kv_channels": hidden_by_heads, "qk_layernorm": True, "moe.expert_bias": True},
     ),
     "nemotron_h": GgufModel(
-        keys=(PATTERN, number("norm_epsilon", "attention.layer_norm_epsilon"), EXPERTS_OF_MIXERS),
+        keys=(PATTERN, LAYER_NORM_EPSILON, EXPERTS_OF_MIXERS),
         more=(VOCABULARY, TURNED, MIXER, NO_POSITIONS, HEAD_SIZE, SIZES_OF_EXPERTS_OF_MIXERS),
         reads=(),
         computed={

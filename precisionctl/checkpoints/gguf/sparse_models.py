@@ -1,14 +1,13 @@
-"""GGUF's models with experts beside plain attention: what the metadata of each family say, and what llama.cpp computes
-whatever they say.
+"""GGUF's models with experts in layers of one kind of attention, DeepSeek's, GLM's and newer families': what the
+metadata of each say, and what llama.cpp computes whatever they say.
 
-Sources: llama.cpp's src/models/minimax-m2.cpp, llama4.cpp, deepseek32.cpp, glm-dsa.cpp, afmoe.cpp, ernie4-5.cpp and
-olmoe.cpp, and conversion/*.py (set_gguf_parameters).
+Sources: llama.cpp's src/models/deepseek2.cpp, deepseek32.cpp, glm4-moe.cpp, glm-dsa.cpp, minimax-m2.cpp, llama4.cpp,
+afmoe.cpp, ernie4-5.cpp and olmoe.cpp, and conversion/*.py (set_gguf_parameters).
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
@@ -32,12 +31,16 @@ from precisionctl.checkpoints.gguf.gguf_family_keys import (
     LATENT_HEADS,
     LATENT_KEYS,
     LATENT_RANK,
+    QUERY_RANK,
     TOKENS_OF_GLM,
 )
 from precisionctl.checkpoints.gguf.gguf_keys import (
+    DECODER_LAYERS,
     HEAD_SIZE,
     LAYERS_AND_PREDICTION,
     PREDICTION,
+    QK_NORMS,
+    QKV_BIAS,
     UNUSUAL_HEAD_SIZE,
     VOCABULARY,
     WINDOW,
@@ -81,7 +84,7 @@ def _write_step(model: ModelShape) -> Said:
 
 _STEP = GgufRule(("moe.layer_freq",), _read_step, _write_step)
 
-# DeepSeek-V3.2, GLM-5
+# DeepSeek, GLM
 
 _INDEXER = (
     GgufKey("dsa.n_heads", "attention.indexer.head_count"),
@@ -106,23 +109,31 @@ _INDEXERS = GgufRule(
 )
 
 
-def _sparse_attention(
-    *more: GgufEntry, interleaved: bool, computed: Mapping[str, Any], tokens: Mapping[str, str] = MappingProxyType({})
+def _latent_attention(
+    function: str,
+    *behind: GgufEntry,
+    group_scores: int = 2,
+    layers: GgufEntry = DECODER_LAYERS,
+    query_rank: GgufEntry = QUERY_RANK,
+    head_first: bool = True,
+    **computed: Any,
 ) -> GgufModel:
+    """Latent attention and experts, whose scores `function` makes; `head_first`: the converter writes LATENT so."""
     return GgufModel(
         keys=base_keys(
             *EXPERTS,
-            groups(2),
-            scored_by("sigmoid"),
-            LATENT,
-            layers=LAYERS_AND_PREDICTION,
+            groups(group_scores),
+            scored_by(function),
+            *((LATENT,) if head_first else ()),
+            layers=layers,
             heads=LATENT_KEYS,
         ),
         more=(
             LEADING_DENSE,
             VOCABULARY,
-            GgufKey("mla.q_lora_rank", "attention.q_lora_rank"),
+            query_rank,
             LATENT_RANK,
+            *(() if head_first else (LATENT,)),
             LATENT_HEADS,
             EXPERT_SIZE,
             SHARED_EXPERTS,
@@ -130,21 +141,31 @@ def _sparse_attention(
             NORMALISED,
             GgufKey("mla.qk_pos_emb_head_dim", "rope.dimension_count"),
             LOG_MULTIPLIER,
-            PREDICTION,
-            *_INDEXER,
-            *more,
+            *behind,
         ),
         reads=(),
-        computed={
-            "kv_channels": lambda fields: fields["mla.v_head_dim"],
-            **TWO_SCORES,
-            "moe.expert_bias": True,
-            "dsa.rope_interleaved": interleaved,
-            **computed,
-        },
+        computed={"kv_channels": lambda fields: fields["mla.v_head_dim"], **TWO_SCORES, **computed},
         scalings=OF_LATENT,
         of_scaling=mscales(),
-        tokens=tokens,
+    )
+
+
+def _deepseek(function: str, **how: Any) -> GgufModel:
+    """`deepseek2` of llama.cpp."""
+    found = _latent_attention(function, **how)
+    return replace(found, ignored=("mtp_num_layers",), of_scaling=mscales(any_number=True))
+
+
+def _sparse_attention(*indexers: GgufEntry, interleaved: bool, **computed: Any) -> GgufModel:
+    """The same with indexers, which choose the keys that a query sees."""
+    return _latent_attention(
+        "sigmoid",
+        PREDICTION,
+        *_INDEXER,
+        *indexers,
+        layers=LAYERS_AND_PREDICTION,
+        query_rank=GgufKey("mla.q_lora_rank", "attention.q_lora_rank"),
+        **{"moe.expert_bias": True, "dsa.rope_interleaved": interleaved, **computed},
     )
 
 
@@ -168,11 +189,7 @@ def _read_ernie_steps(file: Described) -> Fields:
     return {}
 
 
-_SHARED_OF_ERNIE = GgufRule(
-    SHARED_EXPERTS.fields,
-    _read_ernie,
-    _write_ernie,
-)
+_SHARED_OF_ERNIE = GgufRule(SHARED_EXPERTS.fields, _read_ernie, _write_ernie)
 """The size is theirs together; the converter makes it of other numbers, which come to the same in the releases."""
 _STEP_OF_ERNIE = GgufRule((), _read_ernie_steps, lambda model: {"interleave_moe_layer_step": 1})
 
@@ -215,11 +232,24 @@ SPARSE_MODELS: Mapping[str, GgufModel] = {
         },
         scalings=AND_LLAMA3,
     ),
+    "deepseek_v2": _deepseek("softmax", group_scores=1, **{"moe.pre_softmax": True}),
+    "deepseek_v3": _deepseek("sigmoid", **{"moe.expert_bias": True}),
+    "glm4_moe_lite": replace(_deepseek("sigmoid", head_first=False, **{"moe.expert_bias": True}), tokens=TOKENS_OF_GLM),
     "deepseek_v32": _sparse_attention(
-        interleaved=False, computed={"dsa.layers": lambda fields: (True,) * fields["num_layers"]}
+        interleaved=False, **{"dsa.layers": lambda fields: (True,) * fields["num_layers"]}
     ),
     "glm_moe_dsa": replace(  # llama.cpp reads no yarn_log_multiplier of it
-        _sparse_attention(_INDEXERS, interleaved=True, computed={}, tokens=TOKENS_OF_GLM), scalings=UNSCALED_ALONE
+        _sparse_attention(_INDEXERS, interleaved=True), scalings=UNSCALED_ALONE, tokens=TOKENS_OF_GLM
+    ),
+    "glm4_moe": GgufModel(
+        keys=(*base_keys(*EXPERTS, groups(2), layers=LAYERS_AND_PREDICTION), HEAD_SIZE),
+        more=(
+            *(TURNED, EXPERT_SIZE, SHARED_EXPERTS, LEADING_DENSE, scored_by("sigmoid"), WEIGHTS_SCALE, NORMALISED),
+            *(PREDICTION, QKV_BIAS, QK_NORMS),
+        ),
+        reads=(),
+        computed={**TWO_SCORES, "moe.expert_bias": True},
+        tokens=TOKENS_OF_GLM,
     ),
     "afmoe": GgufModel(
         keys=(*base_keys(*EXPERTS, scored_by("sigmoid")), HEAD_SIZE),
