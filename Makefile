@@ -10,9 +10,9 @@ demo: $(READY)  ## the whole story on two CPU cores, in about nine minutes
 	$(BIN)/precisionctl demo --out demo-run
 
 test: $(READY)  ## what CI runs: linters, types and pages while the tests begin, for checking types takes one core a minute
-	$(MAKE) --jobs=2 lint docs pytest
+	$(MAKE) --jobs=2 pytest lint docs
 
-pytest: $(READY)  ## on the same examples each time (`soak` draws new ones); a thread each, for there is a process to each core
+pytest: .venv/compiled  ## on the same examples each time (`soak` draws new ones); a thread each, for there is a process to each core
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q --hypothesis-profile=ci -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
@@ -53,9 +53,13 @@ clean:  ## everything that git ignores
 	rm -rf .venv .peers .fuzz .gpu .mypy_cache .pytest_cache .ruff_cache .hypothesis dist demo-run site
 	find . -name __pycache__ -prune -exec rm -r {} +
 
-# Made again whenever what has to be installed changes. `ready` is written last, so a failed install is retried. What is
-# installed is compiled where it is imported first: a fifth of it ever is. So Python must be allowed to keep that.
+# Of what is installed a fifth is ever imported, and compiled then: for tests by one process, which takes 40 s, not by each
+# of their own. So Python must be allowed to keep it. What fails here fails in the tests too, and is shown there.
 unexport PYTHONDONTWRITEBYTECODE
+.venv/compiled: $(READY)
+	-$(BIN)/pytest -q --collect-only > $@
+
+# Made again whenever what has to be installed changes. `ready` is written last, so a failed install is retried.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --upgrade pip  # Python 3.11's own takes half a minute longer

@@ -203,13 +203,13 @@ def make_runs(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
     run("1 of 2-1-4", 1, "2-1-4", kill=5, **fp8)
     run("4 of 2-1-4", 4, "2-1-4", **fp8)
     shared = {**TENSOR, "parallel__expert": 2, "source": "moe"}
-    shorter = {**fp8, "train__steps": 4, "train__eval_every": 2, "shadow_every": 2}
+    shorter = {**fp8, "train__steps": 2, "train__eval_every": 1, "shadow_every": 1}
     run("moe shorter alone", 1, source="moe", **shorter)
     run(
         "moe tensor",
         4,
         train__async_save=True,
-        train__save_every=2,
+        train__save_every=1,
         **shared,
         **shorter | {"train__micro_batch_size": 2},
     )

@@ -115,6 +115,7 @@ def test_what_is_not_computed_is_refused_by_name(
         from_hf_config(pico.config("axk1", **said))
 
 
+@pytest.mark.soak
 def test_training_carries_the_norm_that_nothing_reads(tmp_path: Path) -> None:
     published = make_source(tmp_path / "hf", family="axk1", **pico.fp8_sizes("axk1"))
     file = published / "model.safetensors"

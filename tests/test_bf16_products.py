@@ -71,6 +71,7 @@ def test_operands_are_passed_as_they_are_where_there_are_kernels(monkeypatch: py
     assert [id(operand) for operand in seen] == [id(values), id(weight), id(None)]
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN takes this limit on x86 alone")
 def test_a_cpu_with_avx2_alone_has_no_kernels() -> None:
     """PyTorch asks oneDNN, which can be told to take a CPU for a lesser one."""

@@ -134,7 +134,7 @@ def test_a_calibration_killed_at_any_moment_ends_as_one_that_never_was(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["state.safetensors", "state.safetensors.whole"]
 
 
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("kind", [signal.SIGTERM, *in_soak(signal.SIGINT)])
 def test_a_signal_saves_and_leaves_and_the_same_call_goes_on(
     place: Path, calibrated: Calibrated, tmp_path: Path, kind: signal.Signals
 ) -> None:
@@ -497,7 +497,8 @@ def test_the_command_says_what_it_recorded_and_what_to_do_with_it(place: Path, t
     assert sidecar.read(tmp_path / "state").recipe.amax_history_len == 1024
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", *in_soak("mixtral", "gpt-oss", "gemma2")])
+@pytest.mark.soak
+@pytest.mark.parametrize("family", ["deepseek-v3", "mixtral", "gpt-oss", "gemma2"])
 def test_other_families_start_from_their_calibration_experts_by_themselves(
     place: Path, tmp_path: Path, family: str
 ) -> None:

@@ -118,6 +118,7 @@ Output.commit = commit_and_hear
 """
 
 
+@pytest.mark.soak
 def test_a_signal_after_the_last_rename_stops_nothing(tmp_path: Path) -> None:
     """It would end by 75, which says that the same command continues."""
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)

@@ -16,6 +16,7 @@ from conversions import run
 from gpt_models import as_gpt, both_gradients, clear_tokens, converted
 from in_memory import to_megatron
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 from training import make_source, make_text, settings
 from training import run as run_of
 from transformers import DeepseekV4ForCausalLM
@@ -319,7 +320,7 @@ def test_a_table_of_experts_is_of_integers(tmp_path: Path) -> None:
         to_megatron(open_checkpoint(tmp_path))
 
 
-@pytest.mark.parametrize("number", [-1, 4])
+@pytest.mark.parametrize("number", [4, *in_soak(-1)])
 def test_a_table_with_a_number_that_is_no_expert_s_is_refused(number: int, tmp_path: Path) -> None:
     """What computes with it would fail in the middle, or take the last expert. A conversion carried it in silence."""
     source, text = (
@@ -343,6 +344,7 @@ def test_a_table_with_a_number_that_is_no_expert_s_is_refused(number: int, tmp_p
         assert done.exit_code and "tid2eid" in done.stderr and "not from 0 to 3" in done.stderr, done.stderr
 
 
+@pytest.mark.soak
 def test_fixed_input_scales_leave_out_the_projection_by_groups_whose_input_nothing_records(tmp_path: Path) -> None:
     """Calibration was asked for again and again."""
     source = make_source(tmp_path / "hf", family="deepseek-v4", **pico.fp8_sizes("deepseek-v4"))

@@ -634,6 +634,7 @@ def test_patterns_that_would_take_for_ever_or_are_none_are_findings():
     assert "cannot be read" in finding.what
 
 
+@pytest.mark.soak
 def test_patterns_none_of_which_takes_long_do_not_take_long_together():
     """Each of these matches takes a tenth of a second, and there are 4,000."""
     slow = ct("dynamic").saying(ignore=[f"re:(a|aa)+{number}$" for number in range(40)])
@@ -645,6 +646,7 @@ def test_patterns_none_of_which_takes_long_do_not_take_long_together():
     assert "takes too long" in finding.what and time.thread_time() - began < 8
 
 
+@pytest.mark.soak
 def test_many_patterns_are_matched_with_many_names():
     many = ct("dynamic").saying(ignore=[f"re:model.*{number}.nothing$" for number in range(50)])
     for number in range(1000):
@@ -700,6 +702,7 @@ def test_a_list_means_what_it_means_to_transformers() -> None:
     assert 0.02 < sum(told) / len(told) < 0.98
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "matching", [BY_NAME, BY_PATH, BY_NAME_OR_REGEX, BY_START_REGEX_OR_END, BY_GLOB, BY_PART_OR_GLOB]
 )

@@ -70,7 +70,7 @@ def assert_learns_alike_in_two_parts(family: str, precision: str, tmp_path: Path
     assert perplexity(tmp_path / "whole", data) < 0.99 * perplexity(source, data)
 
 
-@pytest.mark.parametrize("family", few(pico.FAMILIES, "llama-2", "mixtral", "deepseek-v2", "qwen3-next"))
+@pytest.mark.parametrize("family", few(pico.FAMILIES, "llama-2", "deepseek-v2"))
 def test_what_was_trained_is_what_transformers_then_computes(family: str, tmp_path: Path, data: Path) -> None:
     sizes = pico.ONE_GROUP.get(family, {}) if BEFORE_5_23 else {}
     source = make_source(tmp_path / "hf", family=family, **pico.fp8_sizes(family) | sizes)

@@ -199,6 +199,7 @@ def test_outliers_are_caught_at_the_first_look_and_the_run_goes_on_as_one_in_bf1
     assert [dict(row)["fp8"] for row in losses(tmp_path / "healthy")] == [True] * 6
 
 
+@pytest.mark.soak
 def test_a_gap_between_the_limits_is_warned_of_and_one_good_look_starts_the_count_anew(
     place: Path, tmp_path: Path
 ) -> None:
@@ -247,6 +248,7 @@ def test_a_run_that_switches_and_is_killed_decides_and_ends_the_same(place: Path
         assert computed_in.startswith("FP8") == IN_FP8[way][step - 1]
 
 
+@pytest.mark.soak
 def test_a_schedule_is_the_runs_that_it_stands_for_one_after_another(place: Path, tmp_path: Path) -> None:
     """FP8, then BF16 that collects, then FP8: each goes on from the checkpoint of the one before."""
     constant = {"schedule__kind": "constant"}
@@ -282,14 +284,15 @@ def test_a_bf16_run_has_nothing_to_guard(place: Path, tmp_path: Path, changes: d
         run(settings(place / "source", place / "text.txt", tmp_path / "run", "bf16", **changes))
 
 
-@pytest.mark.parametrize("kept", [[], {"gaps": []}, {"gaps": ["x"], "bf16_until": 1}, {"gaps": [], "bf16_until": "1"}])
-def test_a_damaged_memory_of_the_guard_is_one_clear_error(place: Path, tmp_path: Path, kept: Any) -> None:
+def test_a_damaged_memory_of_the_guard_is_one_clear_error(place: Path, tmp_path: Path) -> None:
     made = watched(place, tmp_path / "run", train__steps=1)
     _, finished, _ = run(made)
     note = finished.checkpoint / "precisionctl/run.json"
-    note.write_text(json.dumps(json.loads(note.read_text()) | {"guard": kept}))
-    with pytest.raises(DamagedCheckpoint, match="what its guard keeps"):
-        run(made)
+    written = json.loads(note.read_text())
+    for kept in ([], {"gaps": []}, {"gaps": ["x"], "bf16_until": 1}, {"gaps": [], "bf16_until": "1"}):
+        note.write_text(json.dumps(written | {"guard": kept}))
+        with pytest.raises(DamagedCheckpoint, match="what its guard keeps"):
+            run(made)
 
 
 def test_a_checkpoint_that_does_not_say_whether_it_was_in_fp8_as_a_run_does_is_refused(tmp_path: Path) -> None:
@@ -422,20 +425,21 @@ def die_at(made: Settings, at: int) -> None:
     resume(made, lambda started: None, die)
 
 
-def test_watching_for_jumps_changes_no_byte_of_a_healthy_run(place: Path, tmp_path: Path) -> None:
-    schedule = {"precision__schedule": "[{until = 0.5, fp8 = false}, {fp8 = true}]", "shadow_every": None}
-    for name, changes in {"from BF16": schedule, "begins in FP8": {"shadow_every": None}}.items():
-        _, alone, plain = run(watched(place, tmp_path / name / "alone", **changes))
-        _, seen, same = run(watched(place, tmp_path / name / "seen", guard__jump_at=0.25, **changes))
-        assert same == plain
-        assert contents(seen.checkpoint, "run.json") == contents(alone.checkpoint, "run.json")
-        assert not (tmp_path / name / "seen/rollback.json").exists()
+@pytest.mark.parametrize("precision", ["from BF16", *in_soak("begins in FP8")])
+def test_watching_for_jumps_changes_no_byte_of_a_healthy_run(place: Path, tmp_path: Path, precision: str) -> None:
+    schedule = {"precision__schedule": "[{until = 0.5, fp8 = false}, {fp8 = true}]"}
+    changes = {"shadow_every": None, **(schedule if precision == "from BF16" else {})}
+    _, alone, plain = run(watched(place, tmp_path / "alone", **changes))
+    _, seen, same = run(watched(place, tmp_path / "seen", guard__jump_at=0.25, **changes))
+    assert same == plain
+    assert contents(seen.checkpoint, "run.json") == contents(alone.checkpoint, "run.json")
+    assert not (tmp_path / "seen/rollback.json").exists()
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"step": 1}', "{}"])
-def test_a_damaged_note_of_going_back_is_one_clear_error(place: Path, tmp_path: Path, text: str) -> None:
+def test_a_damaged_note_of_going_back_is_one_clear_error(place: Path, tmp_path: Path) -> None:
     made = watched(place, tmp_path / "run", train__steps=1, guard__jump_at=0.5, shadow_every=None)
     run(made)
-    (tmp_path / "run/rollback.json").write_text(text)
-    with pytest.raises(DamagedCheckpoint, match=r"not what a guard writes.*goes on in FP8"):
-        run(made)
+    for text in ("[]", "{", '{"step": 1}', "{}"):
+        (tmp_path / "run/rollback.json").write_text(text)
+        with pytest.raises(DamagedCheckpoint, match=r"not what a guard writes.*goes on in FP8"):
+            run(made)

@@ -315,6 +315,7 @@ def test_what_is_endless_to_walk_is_refused(tmp_path):
         carry_run(TorchDistReader(tmp_path), Parallelism(1))
 
 
+@pytest.mark.soak
 def test_an_index_is_written_as_it_is_made(tmp_path: Path) -> None:
     """A large checkpoint has hundreds of thousands of pieces, and of their opcodes a MiB is held at a time."""
     span = Span(tmp_path / "__0_0.distcp", 0, 4)

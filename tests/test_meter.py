@@ -109,6 +109,7 @@ def test_without_delayed_scaling_there_is_nothing_to_see() -> None:
         assert seen.fractions is None
 
 
+@pytest.mark.soak
 def test_the_peak_of_a_process_is_not_that_of_what_began_it() -> None:
     """As Linux's `ru_maxrss` is, where this process has more."""
     kept = bytearray(os.urandom(1 << 20)) * 700

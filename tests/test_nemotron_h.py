@@ -256,6 +256,7 @@ def test_groups_that_ranks_cannot_share_are_refused() -> None:
         shards.check(replace(model, mamba=replace(model.mamba, num_groups=1)), ParallelSettings(tensor=2))
 
 
+@pytest.mark.soak
 def test_calibrated_input_scales_are_in_a_static_export_which_is_evaluated(tmp_path: Path) -> None:
     source, data = make_source(tmp_path / "hf", family="nemotron-h"), make_text(tmp_path / "text.txt")
     short = ("--data", data, "--sequence-length", 32)

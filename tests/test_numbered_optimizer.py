@@ -49,7 +49,7 @@ NOT_KNOWN = (
 """The convolutions of some are one parameter in memory, and three tensors in files."""
 
 
-@pytest.mark.parametrize("family", pico.FAMILIES)
+@pytest.mark.parametrize("family", pico.representing(pico.rows))
 def test_the_order_of_parameters_is_that_of_the_class_or_not_known(family: str) -> None:
     """What is saved and no parameter is known, too."""
     with torch.device("meta"):

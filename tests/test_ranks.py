@@ -267,6 +267,7 @@ def test_empty_variables_of_a_launcher_are_none(monkeypatch: pytest.MonkeyPatch)
     assert from_environment() is ALONE
 
 
+@pytest.mark.soak
 def test_a_signal_ends_the_wait_for_other_ranks() -> None:
     script = """
 import os, signal, threading

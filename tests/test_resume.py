@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,7 +115,7 @@ def test_a_run_killed_at_any_step_ends_as_one_that_never_was(place: Path, tmp_pa
     assert sorted(path.name for path in out.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
 
 
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("kind", [signal.SIGTERM, *in_soak(signal.SIGINT)])
 def test_a_signal_saves_and_leaves_and_the_same_command_goes_on(place: Path, tmp_path: Path, kind: Any) -> None:
     made = settings(place / "source", place / "text.txt", tmp_path / "run", "bf16")
     finished = resume(made, lambda started: None, lambda step: os.kill(os.getpid(), kind) if step.step == 3 else None)
@@ -127,27 +128,23 @@ def test_a_signal_saves_and_leaves_and_the_same_command_goes_on(place: Path, tmp
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"optimizer__lr": 0.02}, "optimizer.lr"),
-        ({"train__steps": 8}, "train.steps"),
-        ({"precision": "fp8"}, "precision.fp8"),
-        ({"data": "other.txt"}, "data"),
-        ({"source": "other"}, "source"),
-    ],
-)
-def test_another_run_in_the_folder_is_refused_by_what_differs(
-    place: Path, tmp_path: Path, changes: dict[str, Any], named: str
-) -> None:
+def test_another_run_in_the_folder_is_refused_by_what_differs(place: Path, tmp_path: Path) -> None:
     make_text(place / "other.txt", seed=5)
     make_source(place / "other", seed=1)
     out = tmp_path / "run"
-    run(settings(place / "source", place / "text.txt", out, train__steps=2, schedule__kind="wsd"))
-    fields = {"source": "source", "data": "text.txt", "train__steps": 2, "schedule__kind": "wsd"} | changes
-    source, data = place / str(fields.pop("source")), place / str(fields.pop("data"))
-    with pytest.raises(OutputError, match=f"it differs in {named} "):
-        run(settings(source, data, out, **fields))
+    same = {"source": "source", "data": "text.txt", "train__steps": 2, "schedule__kind": "wsd"}
+    for named, changes in {
+        "": {},
+        "optimizer.lr": {"optimizer__lr": 0.02},
+        "train.steps": {"train__steps": 8},
+        "precision.fp8": {"precision": "fp8"},
+        "data": {"data": "other.txt"},
+        "source": {"source": "other"},
+    }.items():
+        fields: dict[str, Any] = same | changes
+        source, data = place / fields.pop("source"), place / fields.pop("data")
+        with pytest.raises(OutputError, match=f"it differs in {named} ") if named else nullcontext():
+            run(settings(source, data, out, **fields))
 
 
 @pytest.mark.parametrize(
@@ -213,22 +210,17 @@ def test_a_tokenizer_with_more_words_than_the_model_is_one_clear_error(place: Pa
         evaluate(open_checkpoint(source), place / "text.txt")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({"identity": {}}, {"identity": []}, {"step": "2"}, {"step": True}, {"more": 1}),
-        *({"position": None}, {"position": -1}, {"position": 1 << 63}, {"skips": {"total": 0, "running": -1}}),
-    ],
-    ids=str,
-)
-def test_a_damaged_note_of_where_a_run_was_is_one_clear_error(
-    place: Path, tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_a_damaged_note_of_where_a_run_was_is_one_clear_error(place: Path, tmp_path: Path) -> None:
     _, first, _ = run(settings(place / "source", place / "text.txt", tmp_path / "first", train__steps=1))
     note = first.checkpoint / "precisionctl/run.json"
-    note.write_text(json.dumps(json.loads(note.read_text()) | changes))
-    with pytest.raises(DamagedCheckpoint, match="not what a run writes"):
-        run(settings(first.checkpoint, place / "text.txt", tmp_path / "second", load="full"))
+    written = json.loads(note.read_text())
+    for changes in (
+        *({"identity": {}}, {"identity": []}, {"step": "2"}, {"step": True}, {"more": 1}),
+        *({"position": None}, {"position": -1}, {"position": 1 << 63}, {"skips": {"total": 0, "running": -1}}),
+    ):
+        note.write_text(json.dumps(written | changes))
+        with pytest.raises(DamagedCheckpoint, match="not what a run writes"):
+            run(settings(first.checkpoint, place / "text.txt", tmp_path / "second", load="full"))
 
 
 def test_what_changes_no_number_may_change_and_a_constant_rate_may_run_longer(place: Path, tmp_path: Path) -> None:
