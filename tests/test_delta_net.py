@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
-from precisionctl.architectures.delta_net_keys import prediction_layers
 from precisionctl.architectures.families import from_hf_config
+from precisionctl.architectures.shared.delta_net_keys import prediction_layers
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint

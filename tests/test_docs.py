@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import precisionctl.architectures
-from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.families import supported
 from precisionctl.cli import main
 from precisionctl.commands.request import TE
-from precisionctl.discover import discover
 from precisionctl.engines.base import engines
 from precisionctl.recipe import Recipe, bundled_recipes
 
@@ -90,10 +88,7 @@ def test_the_readme_names_all_that_is_supported_and_nothing_else():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (.*?) \| (.*) \|$", text, re.MULTILINE)
     named = {first: set(re.findall(r"`([\w-]+)`", second)) for first, second in rows}
-    families = {
-        name for each in discover(precisionctl.architectures, "ARCHITECTURE", Architecture) for name in each.model_types
-    }
-    assert named["families (`model_type`)"] == families
+    assert named["families (`model_type`)"] == supported().keys()
     of_models = {
         f"{name}{kind}"
         for name in named["bundled recipes for a model, as `-cpt` and `-sft`"]

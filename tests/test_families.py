@@ -28,7 +28,7 @@ from precisionctl.architectures.families import (
     supported,
     to_hf_config,
 )
-from precisionctl.architectures.megatron_args import otherwise_in_megatron, to_megatron_args
+from precisionctl.architectures.megatron.megatron_args import otherwise_in_megatron, to_megatron_args
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands.plan_command import plan_command

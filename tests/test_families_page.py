@@ -7,7 +7,7 @@ import pytest
 from judges import BRIDGE, CORE, CORE_FIRST, CORE_HYBRIDS, CORE_LATER, CORE_LOADS
 
 from precisionctl.architectures.families import supported
-from precisionctl.architectures.megatron_args import otherwise_in_megatron
+from precisionctl.architectures.megatron.megatron_args import otherwise_in_megatron
 from precisionctl.trainer.model.computes import check
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"

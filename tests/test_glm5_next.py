@@ -22,7 +22,7 @@ from installed import BEFORE_5_23
 from safetensors.torch import load_file, save_file
 
 from precisionctl.architectures.families import architecture_of, from_hf_config, to_hf_config
-from precisionctl.architectures.megatron_args import otherwise_in_megatron
+from precisionctl.architectures.megatron.megatron_args import otherwise_in_megatron
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request

@@ -14,7 +14,7 @@ from installed import BEFORE_5_23
 from transformers import AutoConfig
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
-from precisionctl.architectures.megatron_args import to_megatron_args
+from precisionctl.architectures.megatron.megatron_args import to_megatron_args
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request

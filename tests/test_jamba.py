@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from precisionctl.architectures.families import from_hf_config, to_hf_config
-from precisionctl.architectures.megatron_args import otherwise_in_megatron
+from precisionctl.architectures.megatron.megatron_args import otherwise_in_megatron
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownArchitecture

@@ -26,7 +26,7 @@ from trainer_directories import pytorch
 from training import SMALL, make_source, make_text, run, settings
 from transformers import AutoTokenizer
 
-from precisionctl.architectures.megatron_args import to_megatron_args
+from precisionctl.architectures.megatron.megatron_args import to_megatron_args
 from precisionctl.calibration.calibrate import Calibration, calibrate
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader

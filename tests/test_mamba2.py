@@ -12,7 +12,7 @@ from gpt_models import assert_computes_as_transformers, assert_texts_are_apart
 from installed import BEFORE_5_23
 
 from precisionctl.architectures.families import from_hf_config, models_of_megatron_args
-from precisionctl.architectures.megatron_args import to_megatron_args
+from precisionctl.architectures.megatron.megatron_args import to_megatron_args
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.param import Parallelism
 from precisionctl.same_model import differences

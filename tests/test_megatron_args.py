@@ -11,7 +11,7 @@ from in_memory import InMemory
 from pico import make, shape
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
-from precisionctl.architectures.megatron_args import to_megatron_args
+from precisionctl.architectures.megatron.megatron_args import to_megatron_args
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.megatron.directory import model_of
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader

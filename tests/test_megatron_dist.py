@@ -17,7 +17,7 @@ from dist_checkpoints import DEMANDED, LAYER, MODEL, NAMES, ONCE, specs, values,
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 
 from precisionctl.architectures.families import to_hf_config
-from precisionctl.architectures.megatron_args import to_megatron_args
+from precisionctl.architectures.megatron.megatron_args import to_megatron_args
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import read_tensor

@@ -11,7 +11,11 @@ import pytest
 from pico import shape
 
 from precisionctl.architectures.families import from_hf_config, to_hf_config
-from precisionctl.architectures.megatron_args import otherwise_in_megatron, read_megatron_args, to_megatron_args
+from precisionctl.architectures.megatron.megatron_args import (
+    otherwise_in_megatron,
+    read_megatron_args,
+    to_megatron_args,
+)
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.megatron.directory import model_of
 from precisionctl.dtypes import DType

@@ -18,7 +18,7 @@ from pico import FAMILIES
 from torch.distributed.checkpoint import FileSystemWriter
 from trained_models import config_of, moments, save, states, trained
 
-from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
+from precisionctl.architectures.megatron.megatron_args import read_megatron_args, to_megatron_args
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun, WithOptimizer

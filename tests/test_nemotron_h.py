@@ -19,7 +19,7 @@ from training import make_source, make_text
 from transformers import AutoConfig
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
-from precisionctl.architectures.megatron_args import to_megatron_args
+from precisionctl.architectures.megatron.megatron_args import to_megatron_args
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader

@@ -12,7 +12,7 @@ from gpt_models import assert_computes_as_transformers
 from safetensors.torch import load_file, save_file
 
 from precisionctl.architectures.families import from_hf_config
-from precisionctl.architectures.megatron_args import to_megatron_args
+from precisionctl.architectures.megatron.megatron_args import to_megatron_args
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.param import Parallelism
 

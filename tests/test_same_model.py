@@ -19,7 +19,11 @@ from soaking import in_soak
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
-from precisionctl.architectures.megatron_args import otherwise_in_megatron, read_megatron_args, to_megatron_args
+from precisionctl.architectures.megatron.megatron_args import (
+    otherwise_in_megatron,
+    read_megatron_args,
+    to_megatron_args,
+)
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.megatron.directory import model_of
 from precisionctl.checkpoints.megatron.keys import RUN_FILE

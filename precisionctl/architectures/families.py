@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from precisionctl import architectures
+from precisionctl.architectures import tables
 from precisionctl.architectures.config_keys import CAUSAL, Config, Key
-from precisionctl.architectures.megatron_args import MEGATRON_ONLY, read_megatron_args
+from precisionctl.architectures.megatron.megatron_args import MEGATRON_ONLY, read_megatron_args
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.read_off import READ_OFF
 from precisionctl.architectures.wrapped_architecture import can_be_wrapped, in_directory, wrapped
@@ -46,7 +46,7 @@ _OF_NUMBERS = (
 @cache
 def supported() -> dict[str, Architecture]:
     """Every table, those of plug-ins too, by `model_type`."""
-    return discover_names(architectures, "ARCHITECTURE", Architecture, lambda table: table.model_types)
+    return discover_names(tables, "ARCHITECTURE", Architecture, lambda table: table.model_types)
 
 
 def architecture_of(model_type: str) -> Architecture:

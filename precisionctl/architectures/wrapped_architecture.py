@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from precisionctl.architectures.config_keys import Config
-from precisionctl.architectures.moe_rows import EXPERTS
 from precisionctl.architectures.param_map import Architecture, Either, Naming, Row, other_names
 from precisionctl.architectures.read_off import rows as rows_of
+from precisionctl.architectures.shared.moe_rows import EXPERTS
 from precisionctl.architectures.wrappers import TOWERS, WRAPPERS
 from precisionctl.errors import MappingError, UnknownArchitecture
 from precisionctl.model_parts import Wrapper

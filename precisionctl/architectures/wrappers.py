@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from precisionctl.architectures.config_keys import Config, is_on
-from precisionctl.architectures.moe_rows import FUSED
 from precisionctl.architectures.param_map import Either
 from precisionctl.architectures.rearrangements import Transposed
+from precisionctl.architectures.shared.moe_rows import FUSED
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_parts import Wrapper, config_parts, text_part
 

@@ -5,8 +5,12 @@ import shlex
 from collections.abc import Mapping, Set
 from typing import Any
 
-from precisionctl.architectures.expert_args import CAPACITY
-from precisionctl.architectures.megatron_args import otherwise_in_megatron, read_megatron_args, to_megatron_args
+from precisionctl.architectures.megatron.expert_args import CAPACITY
+from precisionctl.architectures.megatron.megatron_args import (
+    otherwise_in_megatron,
+    read_megatron_args,
+    to_megatron_args,
+)
 from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from precisionctl.architectures.megatron_args import to_megatron_args
+from precisionctl.architectures.megatron.megatron_args import to_megatron_args
 from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.megatron_flags import stateless_words
 from precisionctl.model_shape import ModelShape

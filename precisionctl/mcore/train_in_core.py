@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from precisionctl.architectures.megatron_args import otherwise_in_megatron
+from precisionctl.architectures.megatron.megatron_args import otherwise_in_megatron
 from precisionctl.checkpoints.megatron.keys import directory_name
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.plan_command import plan_command

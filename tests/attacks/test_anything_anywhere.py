@@ -26,7 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from soaking import in_soak
 
-from precisionctl.architectures.megatron_args import read_megatron_args
+from precisionctl.architectures.megatron.megatron_args import read_megatron_args
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_tensor

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.architectures.megatron_args import to_megatron_args
-from precisionctl.architectures.recurrent_args import HYBRID_PATTERN
+from precisionctl.architectures.megatron.megatron_args import to_megatron_args
+from precisionctl.architectures.megatron.recurrent_args import HYBRID_PATTERN
 from precisionctl.checkpoints.megatron.logical import OPTIMIZER
 from precisionctl.dtypes import DType
 from precisionctl.fp8.state import DelayedScaling, Fp8States

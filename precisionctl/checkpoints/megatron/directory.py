@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args
-from precisionctl.architectures.megatron_args import (
+from precisionctl.architectures.megatron.megatron_args import (
     MEGATRON_ONLY,
     as_config_says,
     as_in_megatron,

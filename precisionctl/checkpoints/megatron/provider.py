@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from precisionctl.architectures.expert_args import BALANCING, CAPACITY
-from precisionctl.architectures.kimi_k3_args import BLOCK_SIZE, KIMI_K3
-from precisionctl.architectures.megatron_args import GRANULARITY, WITHOUT
-from precisionctl.architectures.recurrent_args import HYBRID_PATTERN
+from precisionctl.architectures.megatron.expert_args import BALANCING, CAPACITY
+from precisionctl.architectures.megatron.kimi_k3_args import BLOCK_SIZE, KIMI_K3
+from precisionctl.architectures.megatron.megatron_args import GRANULARITY, WITHOUT
+from precisionctl.architectures.megatron.recurrent_args import HYBRID_PATTERN
 from precisionctl.errors import DamagedCheckpoint, damage
 from precisionctl.model_shape import ModelShape
 from precisionctl.untrusted.safe_files import has_file, read_file

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from precisionctl.architectures.recurrent_args import read_delta_net, read_mamba
+from precisionctl.architectures.megatron.recurrent_args import read_delta_net, read_mamba
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
 from precisionctl.checkpoints.chunks import Box, Chunk, chunk_files, shard_boxes
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory

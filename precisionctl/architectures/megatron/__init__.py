@@ -1,0 +1,1 @@
+"""How Megatron's arguments say a ModelShape, both ways, and what Megatron-Core computes of one."""

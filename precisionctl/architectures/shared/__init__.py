@@ -1,0 +1,1 @@
+"""Groups of rows, and of keys of config.json, that the tables of several families share."""

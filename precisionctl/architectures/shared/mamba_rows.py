@@ -1,0 +1,100 @@
+"""Rows of a Mamba-2 mixer, under Nemotron-H's names and those of Megatron-Core (megatron/core/ssm/mamba_mixer.py); and
+of a Mamba-1 mixer, which Megatron-Core does not have, and whose parameters have the names of mamba_ssm there."""
+
+from dataclasses import replace
+
+from precisionctl.architectures.param_map import Row, only_in, renamed
+from precisionctl.architectures.rearrangements import GAMMA
+from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, PROJ, QKV_LINEAR
+from precisionctl.param import COLUMNS, GATED_ROWS, MIXER_CONV_PARTS, MIXER_PARTS, ROWS, Parallel
+
+_HF, _MEGATRON = "model.layers.{layer}.mixer.", "decoder.layers.{layer}.mixer."
+
+MIXER = only_in(
+    "mamba",
+    (
+        Row(
+            f"{_HF}in_proj.weight",
+            f"{_MEGATRON}in_proj.weight",
+            ("mamba.in_proj_size", "hidden_size"),
+            parallel=Parallel("rows", names=MIXER_PARTS),
+            parts="mamba.in_proj_parts",
+            gemm=True,
+        ),
+        Row(
+            f"{_HF}conv1d.weight",
+            f"{_MEGATRON}conv1d.weight",
+            ("mamba.conv_size", 1, "mamba.conv_kernel_dim"),
+            parallel=Parallel("rows", names=MIXER_CONV_PARTS),
+            parts="mamba.conv_parts",
+        ),
+        Row(
+            f"{_HF}conv1d.bias",
+            f"{_MEGATRON}conv1d.bias",
+            ("mamba.conv_size",),
+            parallel=Parallel("rows", names=MIXER_CONV_PARTS),
+            parts="mamba.conv_parts",
+        ),
+        *(
+            Row(_HF + name, _MEGATRON + name, ("mamba.num_heads",), parallel=ROWS, keeps_dtype=True)
+            for name in ("A_log", "D", "dt_bias")
+        ),
+        Row(f"{_HF}norm.weight", f"{_MEGATRON}norm.weight", ("mamba.inner_size",), parallel=ROWS),
+        Row(
+            f"{_HF}out_proj.weight",
+            f"{_MEGATRON}out_proj.weight",
+            ("hidden_size", "mamba.inner_size"),
+            parallel=COLUMNS,
+            gemm=True,
+        ),
+    ),
+)
+
+_IN_PROJ, *_CONVOLUTION = MIXER[:3]
+_OUT_PROJ = MIXER[-1]
+MAMBA_1_MIXER = only_in(
+    "mamba",
+    (
+        replace(_IN_PROJ, parallel=GATED_ROWS, parts=None, values=_IN_PROJ.hf),
+        *(replace(row, parallel=ROWS, parts=None) for row in _CONVOLUTION),
+        Row(
+            f"{_HF}x_proj.weight",
+            f"{_MEGATRON}x_proj.weight",
+            ("mamba.x_proj_size", "mamba.inner_size"),
+            parallel=COLUMNS,
+        ),
+        *(
+            Row(f"{_HF}{name}.weight", f"{_MEGATRON}{name}.weight", (size,), GAMMA)
+            for name, size in (
+                ("dt_layernorm", "mamba.dt_rank"),
+                ("b_layernorm", "mamba.state_dim"),
+                ("c_layernorm", "mamba.state_dim"),
+            )
+        ),
+        Row(
+            f"{_HF}dt_proj.weight",
+            f"{_MEGATRON}dt_proj.weight",
+            ("mamba.inner_size", "mamba.dt_rank"),
+            parallel=ROWS,
+        ),
+        *(
+            Row(_HF + name, _MEGATRON + name, size, parallel=ROWS, keeps_dtype=True)
+            for name, size in (
+                ("dt_proj.bias", ("mamba.inner_size",)),
+                ("A_log", ("mamba.inner_size", "mamba.state_dim")),
+                ("D", ("mamba.inner_size",)),
+            )
+        ),
+        replace(_OUT_PROJ, values=_OUT_PROJ.hf),
+    ),
+)
+"""With the norms of what x_proj makes, as Jamba has them. Exports leave in_proj and out_proj as they are, because
+vLLM's layer takes no codes for them (model_executor/layers/mamba/mamba_mixer.py)."""
+
+BEFORE_MIXER = renamed(only_in("mamba", ATTENTION_NORM), {}, {"self_attention.linear_qkv": "mixer.in_proj"})
+"""The norm of what a mixer reads."""
+
+_OR_ATTENTION = only_in("attention", (*ATTENTION_NORM, *QKV_LINEAR, *PROJ))
+MIXER_OR_ATTENTION = (*BEFORE_MIXER, *MIXER, *_OR_ATTENTION)
+"""Of a layer that is one of the two, with the norm before it."""
+MAMBA_1_OR_ATTENTION = (*BEFORE_MIXER, *MAMBA_1_MIXER, *_OR_ATTENTION)

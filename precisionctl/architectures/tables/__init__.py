@@ -1,0 +1,1 @@
+"""One table for each family: its rows, and how its config.json says a ModelShape."""

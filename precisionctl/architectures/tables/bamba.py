@@ -1,0 +1,102 @@
+"""Bamba: a Mamba-2 mixer or attention, then an MLP, each block a layer of Megatron's hybrid stack, as in Granite 4.
+
+Traps: half of a head has positions, whatever `partial_rotary_factor` beside the rotary parameters says; published
+files say it as `attn_rotary_emb`, by which vLLM goes and transformers does not; layers with attention are listed by
+their numbers.
+"""
+
+from precisionctl.architectures.config_keys import (
+    HEADS,
+    SILU,
+    VOCABULARY,
+    Config,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    heads,
+    layers,
+    tied,
+)
+from precisionctl.architectures.config_layers import numbered_layers
+from precisionctl.architectures.param_map import Architecture, renamed
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.llama_rows import EMBEDDING, FINAL_NORM, MLP, MLP_NORM, OUTPUT, ROTARY, TIED
+from precisionctl.architectures.shared.mamba_keys import MIXER_HEADS, step_limits
+from precisionctl.architectures.shared.mamba_rows import MIXER_OR_ATTENTION
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_shape import ModelShape
+
+_NAMES = {
+    "{layer}": "{hf_layer}",
+    ".mixer.": ".mamba.",
+    ".mlp.": ".feed_forward.",
+    ".post_attention_layernorm.": ".pre_ff_layernorm.",
+}
+_SHARE = 0.5
+_ROPE = rope(percent=_SHARE, partial=True)
+
+
+def _read_layers(config: Config, where: object) -> Fields:
+    number, listed = layers(config, where), config.get("attn_layer_indices")
+    attention = numbered_layers([] if listed is None else listed, "attn_layer_indices", where)
+    beyond = sorted(attention - {*range(number)})
+    if beyond:
+        what = f"attn_layer_indices has layer {shown(beyond[0])}, of {number}"
+        raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
+    pattern = "".join("*-" if layer in attention else "M-" for layer in range(number))
+    return {"num_layers": len(pattern), "mamba.pattern": pattern}
+
+
+def _write_layers(model: ModelShape) -> Config:
+    blocks = model.mamba.pattern[::2] if model.mamba else ""
+    attention = [layer for layer, block in enumerate(blocks) if block == "*"]
+    return {"num_hidden_layers": len(blocks), "attn_layer_indices": attention}
+
+
+def _read_rope(config: Config, where: object) -> Fields:
+    fields = _ROPE.read(config, where)
+    if fields["rotary_percent"] != _SHARE:
+        what = f"no bamba known here has partial_rotary_factor={shown(fields['rotary_percent'])}"
+        raise UnknownArchitecture(what, where=where, do=f"transformers turns {_SHARE} of a head.")
+    turned, said = int(HEADS.read(config, where)["kv_channels"] * _SHARE), config.get("attn_rotary_emb")
+    if said not in (None, turned):
+        what = f"attn_rotary_emb is {shown(said)}, and transformers turns {turned} channels of a head"
+        raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
+    return fields
+
+
+ARCHITECTURE = Architecture(
+    model_types={"bamba": "BambaForCausalLM"},
+    rows=(
+        *EMBEDDING,
+        *renamed((*MIXER_OR_ATTENTION, *MLP_NORM, *MLP), _NAMES),
+        *renamed(FINAL_NORM, {"model.norm.": "model.final_layernorm."}, {"final_layernorm": "final_norm"}),
+        *OUTPUT,
+    ),
+    config=(
+        Rule(("num_hidden_layers", "attn_layer_indices"), _read_layers, _write_layers),
+        Key("hidden_size", "hidden_size", 4096),
+        Key("ffn_hidden_size", "intermediate_size", 14336),
+        Key("max_position_embeddings", "max_position_embeddings", 262144),
+        VOCABULARY,
+        heads(num_attention_heads=32, num_key_value_heads=8),
+        MIXER_HEADS,
+        Key("mamba.num_groups", "mamba_n_groups", 1),
+        Key("mamba.state_dim", "mamba_d_state", 256),
+        Only("mamba_d_conv", 4),
+        Only("mamba_conv_bias", True),
+        *(Only(key, False) for key in ("mamba_proj_bias", "attention_bias", "mlp_bias")),
+        step_limits("time_step_limit"),
+        SILU,
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        Rule(
+            (*_ROPE.keys, "attn_rotary_emb"),
+            _read_rope,
+            lambda model: {**_ROPE.write(model), "attn_rotary_emb": model.rotary_size},
+        ),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

@@ -1,0 +1,87 @@
+"""BLOOM: scores that fall with distance in the place of positions, and a norm of embeddings; beside that GPT-NeoX with
+one block after the other.
+
+Traps: files of the Hub leave out the prefix `transformer.`; an older word, `n_embed`, wins over `hidden_size`. What
+`seq_length` says, no class reads: any length is computed.
+"""
+
+from precisionctl.architectures.config_keys import (
+    VOCABULARY,
+    Always,
+    Config,
+    Fields,
+    Key,
+    Only,
+    Reworded,
+    Rule,
+    tied,
+)
+from precisionctl.architectures.param_map import Alias, Architecture, Either, Row, renamed
+from precisionctl.architectures.rearrangements import GAMMA
+from precisionctl.architectures.shared.llama_rows import (
+    ATTENTION_NORM,
+    ATTENTION_NORM_BIAS,
+    EMBEDDING,
+    FINAL_NORM,
+    FINAL_NORM_BIAS,
+    MLP_NORM,
+    MLP_NORM_BIAS,
+    OUTPUT,
+    PROJ,
+    UNGATED_MLP,
+)
+from precisionctl.architectures.tables.falcon import JOINED_QKV, NAMES
+from precisionctl.architectures.tables.gpt2 import sizes
+
+_EMBEDDING_NORM = (
+    Row("transformer.word_embeddings_layernorm.weight", "embedding.layernorm.weight", ("hidden_size",), GAMMA),
+    Row("transformer.word_embeddings_layernorm.bias", "embedding.layernorm.bias", ("hidden_size",)),
+)
+_BODY = (
+    *renamed(
+        (
+            *(*EMBEDDING, *ATTENTION_NORM, *ATTENTION_NORM_BIAS, *JOINED_QKV, *PROJ),
+            *(*MLP_NORM, *MLP_NORM_BIAS, *UNGATED_MLP, *FINAL_NORM, *FINAL_NORM_BIAS),
+        ),
+        NAMES,
+    ),
+    *_EMBEDDING_NORM,
+)
+_SIZES = sizes("n_layer", "hidden_size", "n_head", inner=None)  # which is always four times as much
+_ABSENT = {"n_layer": 2, "hidden_size": 64, "n_head": 8}
+
+
+def _read_sizes(config: Config, where: object) -> Fields:
+    older = {} if config.get("n_embed") is None else {"hidden_size": config["n_embed"]}
+    return _SIZES.read({**_ABSENT, **config, **older}, where)
+
+
+ARCHITECTURE = Architecture(
+    model_types={"bloom": "BloomForCausalLM"},
+    rows=(Either(_BODY, renamed(_BODY, {"transformer.": ""})), *OUTPUT),
+    config=(
+        Reworded(
+            Rule(("n_layer", "hidden_size", "n_head", "n_embed"), _read_sizes, _SIZES.write),
+            {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads"},
+            published=False,
+        ),
+        Key("max_position_embeddings", "seq_length", 2048),
+        VOCABULARY,
+        Always("activation", "gelu_tanh"),
+        Always("gated_linear_unit", False),
+        Always("normalization", "LayerNorm"),
+        Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
+        Always("position_embedding", "alibi"),
+        Always("embedding_layernorm", True),
+        Always("qkv_bias", True),
+        Always("proj_bias", True),
+        Always("mlp_bias", True),
+        Only("apply_residual_connection_post_layernorm", False),
+        tied(True),
+    ),
+    aliases=(
+        Alias("lm_head.weight", of="transformer.word_embeddings.weight", switch="tied_embeddings"),
+        Alias("lm_head.weight", of="word_embeddings.weight", switch="tied_embeddings"),
+    ),
+    names_by="this project",
+)

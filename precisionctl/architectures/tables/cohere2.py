@@ -1,0 +1,43 @@
+"""Cohere's Command A and R7B: Command R with a window in three layers of four, and no rotary embeddings in the others.
+
+Trap: without a window at all, no layer has rotary embeddings.
+"""
+
+from precisionctl.architectures.config_keys import (
+    HEADS,
+    Config,
+    Fields,
+    Rule,
+    layers,
+)
+from precisionctl.architectures.config_layers import all_but_every, layers_in_window, sliding_window
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
+from precisionctl.architectures.tables.cohere import COMMON, LAYER_NORM, ROWS
+
+_LOCAL = all_but_every(4, "sliding_window_pattern")
+
+
+def _read_rope_layers(config: Config, where: object) -> Fields:
+    if config.get("sliding_window", 4096) is None:
+        return {"rope_layers": (False,) * layers(config, where)}
+    in_window = layers_in_window(config, where, _LOCAL)
+    return {"rope_layers": None if all(in_window) else tuple(in_window)}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"cohere2": "Cohere2ForCausalLM"},
+    rows=ROWS,
+    config=(
+        *COMMON,
+        HEADS,
+        *LAYER_NORM,
+        rope(),
+        sliding_window(_LOCAL, absent=4096, also=("sliding_window_pattern",)),
+        Rule(("sliding_window", "layer_types", "sliding_window_pattern"), _read_rope_layers),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+    names_by="this project",
+)

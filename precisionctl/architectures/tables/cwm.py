@@ -1,0 +1,48 @@
+"""CWM (Meta's Code World Model): Llama 3 with a window in all layers but the first of each four.
+
+Trap: its class scales rotary embeddings as Llama 3's where config.json says nothing of them.
+"""
+
+from precisionctl.architectures.config_keys import (
+    SILU,
+    SIZES,
+    Key,
+    Only,
+    Rule,
+    heads,
+    tied,
+)
+from precisionctl.architectures.config_layers import but_first_of_four, sliding_window
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
+from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
+
+_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"cwm": "CwmForCausalLM"},
+    rows=LLAMA.rows,
+    config=(
+        *SIZES,
+        heads(num_key_value_heads=8, head_dim=128),
+        SILU,
+        Only("attention_bias", False),
+        Key("mlp_bias", "mlp_bias", False),
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        rope(1000000.0, scaling=_ROPE),
+        sliding_window(but_first_of_four, absent=8192),
+        tied(False),
+        Rule((), lambda config, where: {}, lambda model: {"bos_token_id": 128000}),  # its class takes no null
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

@@ -1,0 +1,218 @@
+"""DeepSeek-V4: keys of several tokens beside those of a window, several residual streams, and experts that a table
+chooses in the first layers.
+
+Traps: layers with compressed keys have another rotary base, and alone a scaling, by which transformers magnifies
+nothing unless config.json says so; what turns are the last channels of a head, and neighbouring pairs. Released files
+list one more ratio, for the layer of multi-token prediction, than there are layers.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from precisionctl.architectures.config_keys import (
+    SILU,
+    VOCABULARY,
+    Always,
+    Config,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    Synonyms,
+    layers,
+    size,
+    tied,
+)
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import PARAMETERS, read_rope
+from precisionctl.architectures.shared.deepseek_v4_rows import ROWS_OF_MODEL
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_parts import MOST_LAYERS, check_count, real
+from precisionctl.model_shape import ModelShape
+from precisionctl.sparse_parts import CSA
+
+_KINDS = {"sliding_attention": "W", "compressed_sparse_attention": "C", "heavily_compressed_attention": "H"}
+_BY_RATIO = {ratio: kind for kind, ratio in CSA.RATIOS.items()}
+_ROUTERS = {"hash_moe": True, "moe": False}
+_RATES = {"compressed_sparse_attention": CSA.RATIOS["C"], "heavily_compressed_attention": CSA.RATIOS["H"]}
+
+
+def _count(config: Config, where: object) -> int:
+    return layers({"num_hidden_layers": 43} | dict(config), where)
+
+
+def _listed(config: Config, key: str, known: Mapping[Any, Any], where: object) -> list[Any] | None:
+    """What is listed under a key of each layer, as transformers takes it: what is beyond the last one does not count.
+    None where there is no list."""
+    listed, count = config.get(key), _count(config, where)
+    if listed is None:
+        return None
+    if not isinstance(listed, list) or len(listed) < count:
+        raise DamagedCheckpoint(f"{key} is {shown(listed)}, not a list of {count} layers", where=where)
+    for each in listed[:count]:
+        if not isinstance(each, str | int) or each not in known:
+            raise UnknownArchitecture(f"layers of type {shown(each)} in {key}", where=where)
+    return [known[each] for each in listed[:count]]
+
+
+def _read_layers(config: Config, where: object) -> Fields:
+    count = _count(config, where)
+    for key, rate in {"compress_rate_csa": "C", "compress_rate_hca": "H"}.items():
+        if config.get(key) not in (None, CSA.RATIOS[rate]):
+            raise UnknownArchitecture(f"{key}={shown(config[key])}", where=where)
+    listed = _listed(config, "layer_types", _KINDS, where), _listed(config, "compress_ratios", _BY_RATIO, where)
+    if None not in listed and listed[0] != listed[1]:
+        said = shown(config["compress_ratios"])
+        what = f"compress_ratios is {said}, and transformers goes by layer_types, which differ"
+        raise DamagedCheckpoint(what, where=where, do="Engines go by compress_ratios: say the same in both.")
+    kinds = listed[0] or listed[1]
+    if kinds is None:
+        kinds = ["H"] * min(count, 2) + ["C" if layer % 2 else "H" for layer in range(count - 2)]
+    routers, hashed = _listed(config, "mlp_layer_types", _ROUTERS, where), config.get("num_hash_layers")
+    if hashed is not None:
+        check_count(hashed, "num_hash_layers", MOST_LAYERS)
+    hashed = min(3 if hashed is None else hashed, count)
+    if routers is not None:
+        if config.get("num_hash_layers") is not None and hashed != sum(routers):
+            what = f"num_hash_layers is {hashed}, and transformers goes by mlp_layer_types, which differ"
+            raise DamagedCheckpoint(what, where=where, do="Engines go by num_hash_layers: say the same in both.")
+        hashed = sum(routers)
+        if not all(routers[:hashed]):
+            raise UnknownArchitecture("mlp_layer_types: hash_moe after moe", where=where)
+    return {
+        "num_layers": count,
+        "csa.pattern": "".join(kinds),
+        "moe.n_hash_layers": hashed,
+        "moe.layer_freq": (True,) * count,
+    }
+
+
+def _write_layers(model: ModelShape) -> Config:
+    if model.csa is None or model.moe is None:
+        return {}
+    hashed, names = model.moe.n_hash_layers, {kind: name for name, kind in _KINDS.items()}
+    return {
+        "num_hidden_layers": model.num_layers,
+        "layer_types": [names[kind] for kind in model.csa.pattern],
+        "compress_ratios": [*(CSA.RATIOS[kind] for kind in model.csa.pattern), *[0] * model.mtp_num_layers],
+        "mlp_layer_types": ["hash_moe"] * hashed + ["moe"] * (model.num_layers - hashed),
+        "num_hash_layers": hashed,
+    }
+
+
+def _read_sizes(config: Config, where: object) -> Fields:
+    inner = size({"moe_intermediate_size": 2048} | dict(config), "moe_intermediate_size", where)
+    return dict.fromkeys(("ffn_hidden_size", "moe.ffn_hidden_size", "moe.shared_ffn_hidden_size"), inner)
+
+
+def _write_sizes(model: ModelShape) -> Config:
+    return {"moe_intermediate_size": model.moe and model.moe.ffn_hidden_size}
+
+
+_BASE, _COMPRESSED_BASE, _TURNING = 10000.0, 160000.0, 64 / 512
+_KEYS_OF_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "compress_rope_theta", "partial_rotary_factor")
+
+
+def _read_rope(config: Config, where: object) -> Fields:
+    config = {"max_position_embeddings": 1 << 20, "head_dim": 512} | dict(config)
+    both = (config.get(key) for key in ("rope_scaling", "rope_parameters"))
+    said: Any = next((each for each in both if each not in (None, {})), {})
+    if not isinstance(said, Mapping):
+        raise DamagedCheckpoint(f"rotary parameters are {shown(said)}", where=where)
+    main, compressed = said.get("main"), said.get("compress")
+    if any(each is not None and not isinstance(each, Mapping) for each in (main, compressed)):
+        raise DamagedCheckpoint(f"rotary parameters are {shown(said)}", where=where)
+    if isinstance(main, Mapping) and isinstance(compressed, Mapping):
+        absent = {"partial_rotary_factor": 1.0}
+        main, compressed = absent | dict(main), absent | dict(compressed)
+    else:
+        turning = config.get("partial_rotary_factor")
+        if turning is None:
+            given = config.get("qk_rope_head_dim")
+            turning = _TURNING if given is None else real(given, "qk_rope_head_dim", where) / config["head_dim"]
+        main = {"rope_theta": config.get("rope_theta", _BASE), "partial_rotary_factor": turning}
+        compressed = {name: value for name, value in said.items() if name in PARAMETERS}
+        compressed |= {"rope_theta": config.get("compress_rope_theta", _COMPRESSED_BASE)}
+        compressed |= {"partial_rotary_factor": turning}
+        if "yarn" in (compressed.get("rope_type"), compressed.get("type")):
+            compressed = {"attention_factor": 1.0} | compressed
+    in_window, fields = (read_rope(config, where, dict(each), _BASE, 1.0) for each in (main, compressed))
+    if in_window["rope_scaling"] or in_window["rotary_percent"] != fields["rotary_percent"]:
+        raise UnknownArchitecture("rotary embeddings of a window that are scaled, or turn another part", where=where)
+    scaling = fields["rope_scaling"]
+    if scaling and scaling["rope_type"] != "yarn":
+        raise UnknownArchitecture(f"rotary scaling of type {scaling['rope_type']}", where=where)
+    turn = config.get("qk_rope_head_dim")
+    if turn is not None and turn != round(config["head_dim"] * fields["rotary_percent"]):
+        what = f"qk_rope_head_dim is {shown(turn)}, and transformers goes by partial_rotary_factor, which differs"
+        raise DamagedCheckpoint(what, where=where, do="Engines go by qk_rope_head_dim: say the same in both.")
+    return {**fields, "rotary_base_local": in_window["rotary_base"]}
+
+
+def _write_rope(model: ModelShape) -> Config:
+    turning = {"rope_type": "default", "partial_rotary_factor": model.rotary_percent}
+    main = turning | {"rope_theta": model.rotary_base_local}
+    compressed = {**turning, **(model.rope_scaling or {}), "rope_theta": model.rotary_base}
+    return {
+        "rope_theta": model.rotary_base_local,
+        "compress_rope_theta": model.rotary_base,
+        "partial_rotary_factor": model.rotary_percent,
+        "qk_rope_head_dim": model.rotary_size,
+        "rope_scaling": model.rope_scaling,  # which engines read, and transformers before the others
+        "rope_parameters": {"main": main, "compress": compressed},
+    }
+
+
+def _read_vocabulary(config: Config, where: object) -> Fields:
+    return VOCABULARY.read({"vocab_size": 129280} | dict(config), where)
+
+
+ARCHITECTURE = Architecture(
+    model_types={"deepseek_v4": "DeepseekV4ForCausalLM"},
+    rows=ROWS_OF_MODEL,
+    config=(
+        Rule(("vocab_size",), _read_vocabulary, VOCABULARY.write),
+        Rule(
+            (
+                *("num_hidden_layers", "layer_types", "compress_ratios", "mlp_layer_types", "num_hash_layers"),
+                *("compress_rate_csa", "compress_rate_hca"),
+            ),
+            _read_layers,
+            _write_layers,
+        ),
+        Only("compress_rates", _RATES),
+        Synonyms({"num_local_experts": "n_routed_experts", "intermediate_size": "moe_intermediate_size"}),
+        Key("hidden_size", "hidden_size", 4096),
+        Key("max_position_embeddings", "max_position_embeddings", 1 << 20),
+        Rule(("moe_intermediate_size",), _read_sizes, _write_sizes),
+        Only("n_shared_experts", 1),
+        Key("num_attention_heads", "num_attention_heads", 64),
+        Only("num_key_value_heads", 1, "num_query_groups", 1),
+        Key("kv_channels", "head_dim", 512),
+        Key("csa.q_lora_rank", "q_lora_rank", 1024),
+        Key("csa.o_groups", "o_groups", 8),
+        Key("csa.o_lora_rank", "o_lora_rank", 1024),
+        Key("csa.n_heads", "index_n_heads", 64),
+        Key("csa.head_dim", "index_head_dim", 128),
+        Key("csa.topk", "index_topk", 512),
+        Key("csa.window_size", "sliding_window", 128),
+        Key("mhc.num_residual_streams", "hc_mult", 4),
+        Key("mhc.mhc_sinkhorn_iterations", "hc_sinkhorn_iters", 20),
+        Key("mhc.epsilon", "hc_eps", 1e-6),
+        Key("moe.num_experts", "n_routed_experts", 256),
+        Key("moe.topk", "num_experts_per_tok", 6),
+        Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.5),
+        Only("scoring_func", "sqrtsoftplus", "moe.score_function", "sqrtsoftplus"),
+        Only("topk_method", "noaux_tc"),
+        Only("norm_topk_prob", True),
+        Always("moe.expert_bias", True),
+        SILU,
+        Key("activation_clamp", "swiglu_limit", 10.0),
+        Only("attention_bias", False),
+        Only("mlp_bias", False),
+        Rule((*_KEYS_OF_ROPE, "qk_rope_head_dim"), _read_rope, _write_rope),
+        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        Key("mtp_num_layers", "num_nextn_predict_layers", 1),
+        tied(False),
+    ),
+)

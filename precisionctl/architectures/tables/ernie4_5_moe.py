@@ -1,0 +1,89 @@
+"""ERNIE 4.5 with experts: rotary channels of neighbouring pairs, DeepSeek's experts behind a softmax.
+
+Traps: the bias that chooses experts is added to the softmax over all, and stored as a matrix of one row; the weights of
+the chosen ones add up to one.
+"""
+
+from dataclasses import replace
+
+from precisionctl.architectures.config_keys import (
+    SILU,
+    SIZES,
+    Always,
+    Config,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    count,
+    heads,
+    layers,
+    size,
+    tied,
+)
+from precisionctl.architectures.param_map import Architecture, Either, Row, renamed
+from precisionctl.architectures.rearrangements import SQUEEZED
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.deepseek_rows import decoder
+from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
+from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, ROUTER, SHARED_EXPERTS
+from precisionctl.model_shape import ModelShape
+
+
+def _bias(module: str) -> tuple[Row, ...]:
+    renamed_rows = renamed(EXPERT_BIAS, {"mlp.gate.": f"mlp.{module}."})
+    return tuple(replace(row, rearrangement=SQUEEZED) for row in renamed_rows)
+
+
+_BIAS = Either(_bias("moe_statics"), _bias("gate.moe_statics"), second_is="in memory")
+
+
+def _read_layers(config: Config, where: object) -> Fields:
+    said = {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1} | dict(config)
+    first, last, numbers = said["moe_layer_start_index"], said["moe_layer_end_index"], range(layers(config, where))
+    step = size(said, "moe_layer_interval", where)
+    last = numbers[-1] if last == -1 else last
+    return {"moe.layer_freq": tuple((layer + 1) % step == 0 and first <= layer <= last for layer in numbers)}
+
+
+def _write_layers(model: ModelShape) -> Config:
+    those = [layer for layer in range(model.num_layers) if model.has_experts(layer)] or [model.num_layers]
+    step = those[1] - those[0] if len(those) > 1 else 1
+    return {"moe_layer_start_index": those[0], "moe_layer_end_index": those[-1], "moe_layer_interval": step}
+
+
+def _read_shared(config: Config, where: object) -> Fields:
+    said = {"moe_num_shared_experts": 2, "moe_intermediate_size": 1536} | dict(config)
+    number = count(said, "moe_num_shared_experts", where)
+    return {"moe.shared_ffn_hidden_size": number * size(said, "moe_intermediate_size", where)} if number else {}
+
+
+def _write_shared(model: ModelShape) -> Config:
+    shared = model.moe.shared_ffn_hidden_size if model.moe else None
+    return {"moe_num_shared_experts": shared // model.moe.ffn_hidden_size if model.moe and shared else 0}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"ernie4_5_moe": "Ernie4_5_MoeForCausalLM"},
+    rows=decoder((*ATTENTION_NORM, *ATTENTION), routing=(*ROUTER, _BIAS, *SHARED_EXPERTS)),
+    config=(
+        *SIZES,
+        heads(num_key_value_heads=4),
+        SILU,
+        Only("use_bias", False),
+        Key("moe.num_experts", "moe_num_experts", 64, synonym="num_experts"),
+        Key("moe.topk", "moe_k", 6, synonym="num_experts_per_tok"),
+        Key("moe.ffn_hidden_size", "moe_intermediate_size", 1536),
+        Rule(("moe_num_shared_experts",), _read_shared, _write_shared),
+        Rule(("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"), _read_layers, _write_layers),
+        Only("moe_norm_min", 1e-12),
+        Always("moe.expert_bias", True),
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        Always("rotary_interleaved", True),
+        rope(500000.0),
+        tied(True),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+    names_by="Megatron-Bridge",
+)

@@ -1,0 +1,53 @@
+"""EXAONE 3.0 and 3.5: a Llama under GPT-2's names.
+
+Trap: published files have other words than transformers for three keys of config.json; its class reads both and writes
+its own, and engines look for the published ones.
+"""
+
+from precisionctl.architectures.config_keys import ATTENTION_BIAS, SILU, SIZES, TWO_CLASSES, Key, heads, reworded, tied
+from precisionctl.architectures.param_map import Alias, Architecture, Either, renamed
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.llama_rows import (
+    ATTENTION,
+    ATTENTION_NORM,
+    EMBEDDING,
+    FINAL_NORM,
+    MLP,
+    MLP_NORM,
+    OUTPUT,
+    TIED,
+)
+
+_BODY = (*EMBEDDING, *ATTENTION_NORM, *ATTENTION, *MLP_NORM, *MLP, *FINAL_NORM)
+_PUBLISHED = {
+    "model.embed_tokens.": "transformer.wte.",
+    "model.layers.": "transformer.h.",
+    "model.norm.": "transformer.ln_f.",
+    ".input_layernorm.": ".ln_1.",
+    ".self_attn.": ".attn.attention.",
+    ".o_proj.": ".out_proj.",
+    ".post_attention_layernorm.": ".ln_2.",
+    ".gate_proj.": ".c_fc_0.",
+    ".up_proj.": ".c_fc_1.",
+    ".down_proj.": ".c_proj.",
+}
+_WORDS = {
+    "num_hidden_layers": "num_layers",
+    "hidden_act": "activation_function",
+    "rms_norm_eps": "layer_norm_epsilon",
+}
+
+ARCHITECTURE = Architecture(
+    model_types={"exaone": "ExaoneForCausalLM"},
+    rows=(Either(renamed(_BODY, _PUBLISHED), _BODY, second_is="in memory"), *OUTPUT),
+    config=(
+        *reworded((*SIZES, SILU, Key("norm_epsilon", "rms_norm_eps", 1e-5)), _WORDS, published=True),
+        TWO_CLASSES,
+        heads(num_key_value_heads=8),
+        ATTENTION_BIAS,
+        Key("mlp_bias", "mlp_bias", False),
+        rope(500000.0),
+        tied(False),
+    ),
+    aliases=(Alias("lm_head.weight", of="transformer.wte.weight", switch="tied_embeddings"), TIED),
+)

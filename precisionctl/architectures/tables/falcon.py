@@ -1,0 +1,148 @@
+"""Falcon 7B, 40B, 180B and 11B: attention and MLP are added together.
+
+Traps: 7B has one norm for both and one key for all heads; 40B and 180B (`new_decoder_architecture`) have two norms
+unless `num_ln_in_parallel_attn` is 1, as in 11B; `query_key_value` is q, k, v by group, as in Megatron.
+"""
+
+from dataclasses import replace
+
+from precisionctl.architectures.config_keys import (
+    GELU_TANH,
+    VOCABULARY,
+    Always,
+    Config,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    Synonyms,
+    activation,
+    is_on,
+    size,
+    tied,
+)
+from precisionctl.architectures.param_map import Architecture, Row, only_with, renamed
+from precisionctl.architectures.rearrangements import SAME
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.llama_rows import (
+    ATTENTION_NORM,
+    ATTENTION_NORM_BIAS,
+    EMBEDDING,
+    FINAL_NORM,
+    FINAL_NORM_BIAS,
+    MLP_NORM,
+    MLP_NORM_BIAS,
+    OUTPUT,
+    PROJ,
+    QKV_LINEAR,
+    SEPARATE_NORM,
+    TIED,
+    UNGATED_MLP,
+)
+from precisionctl.architectures.tables.gpt2 import sizes
+from precisionctl.errors import UnknownArchitecture, shown
+from precisionctl.model_shape import ModelShape
+
+NAMES = {
+    "model.embed_tokens": "transformer.word_embeddings",
+    "model.layers.": "transformer.h.",
+    "model.norm": "transformer.ln_f",
+    "self_attn.o_proj": "self_attention.dense",
+    "up_proj": "dense_h_to_4h",
+    "down_proj": "dense_4h_to_h",
+}
+JOINED_QKV = tuple(
+    replace(row, names=f"model.layers.{{layer}}.self_attention.query_key_value.{kind}", rearrangement=SAME)
+    for row, kind in zip(QKV_LINEAR, ("weight", "bias"), strict=True)
+)
+_ONE_NORM = only_with(
+    "one_layernorm",
+    (
+        *SEPARATE_NORM,
+        Row(
+            "model.layers.{layer}.input_layernorm.bias",
+            "decoder.layers.{layer}.input_layernorm.bias",
+            ("hidden_size",),
+        ),
+    ),
+)
+_TWO_NORMS = only_with(
+    "fused_layernorms",
+    renamed(
+        (*ATTENTION_NORM, *ATTENTION_NORM_BIAS, *MLP_NORM, *MLP_NORM_BIAS),
+        {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"},
+    ),
+)
+
+
+def _read_decoder(config: Config, where: object) -> Fields:
+    heads = size(config, "num_attention_heads", where)
+    norms = config.get("num_ln_in_parallel_attn")
+    if is_on(config, "new_decoder_architecture", where):
+        groups = heads if config.get("num_kv_heads") is None else size(config, "num_kv_heads", where)
+        known: tuple[int | None, ...] = (None, 1, 2)
+    else:
+        groups = 1 if is_on(config, "multi_query", where, True) else heads
+        known = (None, 1)  # with two, its class has no norm where it looks for one
+    if norms not in known:
+        what = f"num_ln_in_parallel_attn={shown(norms)}"
+        raise UnknownArchitecture(what, where=where, do=f"Known here are {known[1:]}.")
+    return {"num_query_groups": groups, "shared_layernorm": len(known) == 2 or norms == 1}
+
+
+def _write_decoder(model: ModelShape) -> Config:
+    if model.shared_layernorm and model.num_query_groups == 1:
+        return {"new_decoder_architecture": False, "multi_query": True}
+    return {
+        "new_decoder_architecture": True,
+        "num_kv_heads": model.num_query_groups,
+        "num_ln_in_parallel_attn": 1 if model.shared_layernorm else 2,
+    }
+
+
+def _read_bias(config: Config, where: object) -> Fields:
+    return dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias"), is_on(config, "bias", where))
+
+
+ARCHITECTURE = Architecture(
+    model_types={"falcon": "FalconForCausalLM"},
+    rows=renamed(
+        (
+            *EMBEDDING,
+            *_ONE_NORM,
+            *_TWO_NORMS,
+            *JOINED_QKV,
+            *PROJ,
+            *UNGATED_MLP,
+            *FINAL_NORM,
+            *FINAL_NORM_BIAS,
+            *OUTPUT,
+        ),
+        NAMES,
+    ),
+    config=(
+        sizes("num_hidden_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"),
+        Synonyms({"n_embed": "hidden_size"}),
+        Key("max_position_embeddings", "max_position_embeddings", 2048),
+        VOCABULARY,
+        Rule(
+            ("new_decoder_architecture", "multi_query", "num_kv_heads", "num_ln_in_parallel_attn"),
+            _read_decoder,
+            _write_decoder,
+        ),
+        Only("alibi", False),
+        Only("parallel_attn", True),
+        Only("apply_residual_connection_post_layernorm", False),
+        Rule(("bias",), _read_bias, lambda model: {"bias": model.mlp_bias}),
+        activation("activation", {"gelu": "gelu", **GELU_TANH}, "gelu"),
+        Always("gated_linear_unit", False),
+        Always("normalization", "LayerNorm"),
+        Always("parallel_residual", True),
+        Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
+        rope(),
+        tied(True),
+    ),
+    aliases=(replace(TIED, of="transformer.word_embeddings.weight"),),
+    derived=("transformer.h.{layer}.self_attention.rotary_emb.inv_freq",),
+    names_by="this project",
+)

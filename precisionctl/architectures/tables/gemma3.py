@@ -1,0 +1,29 @@
+"""Gemma 3 (text): Gemma 2 with a norm of each head's query and key instead of soft caps; five layers of six have the
+window.
+
+Trap: layers with the window have a rotary base of their own, and the others' scaling is not theirs.
+"""
+
+from precisionctl.architectures.config_keys import Always, Key
+from precisionctl.architectures.config_layers import all_but_every, sliding_window
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope_by_kind
+from precisionctl.architectures.shared.gemma_rows import ROWS
+from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
+from precisionctl.architectures.tables.gemma2 import COMMON
+
+ARCHITECTURE = Architecture(
+    model_types={"gemma3_text": "Gemma3ForCausalLM"},
+    rows=ROWS,
+    config=(
+        *COMMON,
+        Always("qk_layernorm", True),
+        Key("attn_logit_softcapping", "attn_logit_softcapping", None),
+        Key("final_logit_softcapping", "final_logit_softcapping", None),
+        rope_by_kind(1e6, 1e4),
+        sliding_window(all_but_every(6, "sliding_window_pattern"), absent=4096, also=("sliding_window_pattern",)),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+    names_by="Megatron-Bridge",
+)

@@ -1,0 +1,328 @@
+"""Gemma 4 (text): Gemma 3 whose layers without a window have heads of their own size. In the larger models, the dense
+31B and the 26B with experts, they have another number of heads too, and values that are their keys; in the smaller
+ones, E2B and E4B, tokens have an embedding for each layer, and the last layers read keys and values of earlier ones.
+
+Traps: norms store their factor, not less one as in earlier Gemmas; scores are not scaled; a value is the key before its
+norm and rotary embeddings, and has a norm without weights; the last layer has no window whatever is listed; rotary
+embeddings are `proportional`, of all pairs of a head, whose last ones have a frequency of 0; a layer's factor is a
+buffer. Experts are beside the MLP of each layer, not in its place: router, experts and MLP each have a norm before
+them, the last two one after, and so has their sum; the weights of the chosen experts sum to 1 before each is multiplied
+by a number of its expert. Layers that share keys and values have projections and a norm of their own in published files
+of E2B and E4B, but not of their QAT, and nothing reads them: transformers neither loads nor saves them. transformers
+5.24 saves what single layers have otherwise as `per_layer_config`, where published files have `global_head_dim` and
+`num_global_key_value_heads`, which counts only where keys are values.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from precisionctl.architectures.config_keys import (
+    GELU_TANH,
+    SIZES,
+    Always,
+    Config,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    activation,
+    count,
+    is_on,
+    layers,
+    size,
+    tied,
+)
+from precisionctl.architectures.config_layers import all_but_every, layer_types, layers_in_window
+from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, only_with, renamed, when
+from precisionctl.architectures.rearrangements import GAMMA, SAME, VOCABULARY
+from precisionctl.architectures.rope import rope_by_kind
+from precisionctl.architectures.shared.gemma_rows import AFTER_ATTENTION
+from precisionctl.architectures.shared.llama_rows import (
+    ATTENTION_NORM,
+    MLP,
+    PROJ,
+    QK_NORMS,
+    QKV_LINEAR,
+    ROTARY,
+    TIED,
+    model_rows,
+)
+from precisionctl.architectures.shared.moe_rows import FUSED_EXPERTS, POST_MOE_NORM, ROUTER, SHARED_EXPERTS
+from precisionctl.architectures.tables.gemma2 import SCALED_EMBEDDING
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import ROWS
+
+_ABSENT = {"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512}
+"""What its class takes for keys that are not there."""
+
+_ROPE = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+_QKV, _ = QKV_LINEAR
+_QUERY, _KEY, _VALUE = _QKV.hf
+_Q_NORM, _K_NORM = QK_NORMS
+_UNUSED = "decoder.layers.{layer}.self_attention.unused_"
+_SHARING = (
+    replace(_QKV, names=_QUERY, sizes=("query_size", "hidden_size"), rearrangement=SAME),
+    Row(_KEY, f"{_UNUSED}linear_k.weight", ("key_size", "hidden_size"), present=when("stores_unused"), gemm=True),
+    Row(_VALUE, f"{_UNUSED}linear_v.weight", ("key_size", "hidden_size"), present=when("stores_unused"), gemm=True),
+    replace(_K_NORM, megatron=f"{_UNUSED}k_norm.weight", present=when("stores_unused")),
+)
+"""Of layers that share keys and values. Engines that fuse the projections of all layers need the unused ones as codes
+where the queries' are (vLLM's models/gemma4.py until vllm#54917)."""
+
+
+def _attention(*own: Row) -> tuple[Row, ...]:
+    """Of a kind of layers, whose own projections are these, but for those that share keys and values."""
+    kept = (replace(row, shares_kv=False) for row in (*own, _K_NORM))
+    return (*kept, *(replace(row, shares_kv=True) for row in _SHARING), _Q_NORM, *PROJ)
+
+
+_GLOBAL = (
+    replace(_QKV, present=when("global_values")),
+    replace(_QKV, names=(_QUERY, _KEY), present=when("global_keys_are_values")),
+)
+
+_WIDE = {"fc1_size": "kv_shared_fc1_size", "ffn_hidden_size": "kv_shared_ffn_hidden_size"}
+_AFTER_ATTENTION = (
+    *(row for row in AFTER_ATTENTION if row not in MLP),
+    *(replace(row, shares_kv=False) for row in MLP),
+    *(replace(row, shares_kv=True, sizes=tuple(_WIDE.get(str(size), size) for size in row.sizes)) for row in MLP),
+)
+"""With an MLP of another size where layers share keys and values."""
+
+_PER_LAYER = only_with(
+    "per_layer_embed_dim",
+    (
+        Row(
+            "model.embed_tokens_per_layer.weight",
+            "embedding.per_layer_embedding.weight",
+            ("padded_vocab_size", "per_layer_embed_size"),
+            VOCABULARY,
+            ROWS,
+        ),
+        Row(
+            "model.per_layer_model_projection.weight",
+            "embedding.per_layer_model_proj.weight",
+            ("per_layer_embed_size", "hidden_size"),
+        ),
+        Row(
+            "model.per_layer_projection_norm.weight",
+            "embedding.per_layer_proj_norm.weight",
+            ("per_layer_embed_dim",),
+            GAMMA,
+        ),
+        Row(
+            "model.layers.{layer}.per_layer_input_gate.weight",
+            "decoder.layers.{layer}.per_layer_input_gate.weight",
+            ("per_layer_embed_dim", "hidden_size"),
+        ),
+        Row(
+            "model.layers.{layer}.per_layer_projection.weight",
+            "decoder.layers.{layer}.per_layer_projection.weight",
+            ("hidden_size", "per_layer_embed_dim"),
+        ),
+        Row(
+            "model.layers.{layer}.post_per_layer_input_norm.weight",
+            "decoder.layers.{layer}.post_per_layer_input_norm.weight",
+            ("hidden_size",),
+            GAMMA,
+        ),
+    ),
+)
+"""Under Megatron-Bridge's names (models/gemma/gemma4_bridge.py), but those outside of layers within `embedding`, with
+which they are on the first stage of a pipeline. As there, no GEMM of them computes in FP8."""
+
+_LAYER_SCALAR = Row("model.layers.{layer}.layer_scalar", "decoder.layers.{layer}.layer_scalar", (1,))
+
+
+def _norm(hf: str, megatron: str) -> Row:
+    """One of the norms of a layer with experts."""
+    hf, megatron = f"model.layers.{{layer}}.{hf}.weight", f"decoder.layers.{{layer}}.mlp.{megatron}"
+    return Row(hf, megatron, ("hidden_size",), GAMMA, layers="moe")
+
+
+_BESIDE_EXPERTS = (
+    _norm("pre_feedforward_layernorm", "shared_experts.linear_fc1.layer_norm_weight"),
+    *renamed(SHARED_EXPERTS, {"mlp.shared_experts": "mlp"}),
+    _norm("post_feedforward_layernorm_1", "shared_experts.linear_fc2.post_layernorm.weight"),
+)
+"""The MLP, which is Megatron's shared experts where there are experts beside it."""
+
+_EXPERTS: tuple[Row | Either, ...] = (
+    *renamed(ROUTER, {"mlp.gate": "router.proj"}),
+    Row("model.layers.{layer}.router.scale", "decoder.layers.{layer}.mlp.router.scale", ("hidden_size",), layers="moe"),
+    Row(
+        "model.layers.{layer}.router.per_expert_scale",
+        "decoder.layers.{layer}.mlp.router.per_expert_scale",
+        ("moe.num_experts",),
+        layers="moe",
+    ),
+    _norm("pre_feedforward_layernorm_2", "pre_moe_layernorm.weight"),
+    *(each.renamed({"mlp.experts": "experts"}) for each in FUSED_EXPERTS),
+    _norm("post_feedforward_layernorm_2", "post_moe_layernorm.weight"),
+    *POST_MOE_NORM,
+)
+"""The router, and experts: in one tensor; one by one where they are codes, as llm-compressor writes them and engines
+look for them (vLLM models/gemma4.py and SGLang models/gemma4_causal.py, load_weights)."""
+
+
+def _windows(config: Config, where: object) -> list[bool]:
+    """Whether each layer has the window. Its class lets the last one have none."""
+    return [*layers_in_window(config, where, all_but_every(6))[:-1], False]
+
+
+def _read_experts(config: Config, where: object) -> Fields:
+    if not is_on(config, "enable_moe_block", where):
+        return {}
+    if config.get("use_double_wide_mlp") and config.get("num_kv_shared_layers"):
+        what = f"no {config.get('model_type')} known here has use_double_wide_mlp=True beside experts"
+        raise UnknownArchitecture(what, where=where)
+    numbers = {key: size(config, key, where) for key in ("num_experts", "top_k_experts", "moe_intermediate_size")}
+    return {
+        "moe.num_experts": numbers["num_experts"],
+        "moe.topk": numbers["top_k_experts"],
+        "moe.ffn_hidden_size": numbers["moe_intermediate_size"],
+        "moe.shared_ffn_hidden_size": size(config, "intermediate_size", where),
+        "moe.layer_freq": (True,) * layers(config, where),
+        "moe.own_norms": True,
+    }
+
+
+def _write_experts(model: ModelShape) -> Config:
+    if model.moe is None:
+        return {"enable_moe_block": False}
+    return {
+        "enable_moe_block": True,
+        "num_experts": model.moe.num_experts,
+        "top_k_experts": model.moe.topk,
+        "moe_intermediate_size": model.moe.ffn_hidden_size,
+    }
+
+
+def _read_windows(config: Config, where: object) -> Fields:
+    windows = _windows(config, where)
+    if not any(windows):
+        return {}
+    return {"sliding_window": size({**_ABSENT, **config}, "sliding_window", where), "window_layers": tuple(windows)}
+
+
+def _write_windows(model: ModelShape) -> Config:
+    window = {} if model.sliding_window is None else {"sliding_window": model.sliding_window}
+    return {**window, "layer_types": layer_types(model)}
+
+
+def _read_heads(config: Config, where: object) -> Fields:
+    sizes = {**_ABSENT, **config}
+    own, keys_are_values = {"head_dim": sizes["global_head_dim"]}, is_on(config, "attention_k_eq_v", where)
+    if keys_are_values and sizes.get("num_global_key_value_heads") is not None:
+        own["num_key_value_heads"] = sizes["num_global_key_value_heads"]
+    if "per_layer_config" in config:
+        own = _of_layers(config["per_layer_config"], _windows(config, where), where)
+    in_window = {"num_query_groups": sizes["num_key_value_heads"], "kv_channels": sizes["head_dim"]}
+    return {
+        "num_attention_heads": size(config, "num_attention_heads", where),
+        **in_window,
+        "global_attention.num_query_groups": own.get("num_key_value_heads", in_window["num_query_groups"]),
+        "global_attention.kv_channels": own.get("head_dim", in_window["kv_channels"]),
+        "global_attention.keys_are_values": keys_are_values,
+    }
+
+
+def _of_layers(said: object, windows: list[bool], where: object) -> dict[str, Any]:
+    """What all layers without a window have otherwise than the others; these have nothing."""
+    if not isinstance(said, Mapping | None) or any(not isinstance(each, Mapping) for each in (said or {}).values()):
+        raise DamagedCheckpoint(f"per_layer_config is {shown(said)}, not sizes by layer", where=where)
+    by_layer = {str(layer).lstrip("0") or "0": dict(sizes) for layer, sizes in (said or {}).items()}
+    own: dict[str, Any] = by_layer.get(str(len(windows) - 1), {})
+    expected = {str(layer): own for layer, in_window in enumerate(windows) if own and not in_window}
+    if by_layer != expected or not own.keys() <= {"head_dim", "num_key_value_heads"}:
+        what = f"per_layer_config={shown(said)} is not one number and size of heads for all layers without a window"
+        raise UnknownArchitecture(what, where=where)
+    return own
+
+
+def _write_heads(model: ModelShape) -> Config:
+    without_window = model.attention_of(in_window=False)
+    return {
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": model.kv_channels,
+        "num_global_key_value_heads": without_window.num_query_groups,
+        "global_head_dim": without_window.kv_channels,
+        "attention_k_eq_v": without_window.keys_are_values,
+    }
+
+
+def _read_per_layer(config: Config, where: object) -> Fields:
+    channels = count({"hidden_size_per_layer_input": 256} | dict(config), "hidden_size_per_layer_input", where)
+    if not channels:
+        return {}
+    known, tokens = size(config, "vocab_size", where), config.get("vocab_size_per_layer_input", 262144)
+    if tokens != known:
+        what = f"no {config.get('model_type')} known here has vocab_size_per_layer_input={shown(tokens)}"
+        raise UnknownArchitecture(what, where=where, do=f"Its table was made for vocab_size, which is {known}.")
+    return {"per_layer_embed_dim": channels}
+
+
+def _write_per_layer(model: ModelShape) -> Config:
+    if model.per_layer_embed_dim is None:
+        return {"hidden_size_per_layer_input": 0}
+    return {
+        "hidden_size_per_layer_input": model.per_layer_embed_dim,
+        "vocab_size_per_layer_input": model.vocab_size,
+    }
+
+
+ARCHITECTURE = Architecture(
+    model_types={"gemma4_text": "Gemma4ForCausalLM"},
+    behind={"q_norm": "q_proj", "k_norm": "q_norm"},
+    rows=model_rows(
+        *ATTENTION_NORM,
+        *only_in("windowed", _attention(_QKV)),
+        *only_in("global", _attention(*_GLOBAL)),
+        *_AFTER_ATTENTION,
+        *_BESIDE_EXPERTS,
+        *_EXPERTS,
+        *_PER_LAYER,
+        _LAYER_SCALAR,
+    ),
+    config=(
+        *SIZES,
+        Rule(
+            (
+                *("num_attention_heads", "num_key_value_heads", "head_dim", "global_head_dim"),
+                *("num_global_key_value_heads", "per_layer_config", "attention_k_eq_v"),
+            ),
+            _read_heads,
+            _write_heads,
+        ),
+        Rule(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), _read_per_layer, _write_per_layer),
+        Key("num_kv_shared_layers", "num_kv_shared_layers", 0),
+        Key("use_double_wide_mlp", "use_double_wide_mlp", False),
+        Rule(
+            ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"), _read_experts, _write_experts
+        ),
+        Only("attention_bias", False),
+        Only("use_bidirectional_attention", "vision"),
+        SCALED_EMBEDDING,
+        activation("hidden_activation", GELU_TANH, "gelu_pytorch_tanh"),
+        Always("qk_layernorm", True),
+        Always("v_l2_norm", True),
+        Always("query_pre_attn_scalar", 1.0),
+        Always("post_layernorms", True),
+        Always("layer_scalar", True),
+        Key("final_logit_softcapping", "final_logit_softcapping", None),
+        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        rope_by_kind(1e6, 1e4, absent=_ROPE),
+        Rule(("sliding_window", "layer_types"), _read_windows, _write_windows),
+        tied(True),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+    names_by="this project",
+)

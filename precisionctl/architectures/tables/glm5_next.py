@@ -1,0 +1,212 @@
+"""GLM-5.3: Kimi delta attention whose decays have a bound, in every fourth layer GLM-5's sparse attention without
+positions, whose indexers choose pools of keys; DeepSeek-V4's residual streams; and DeepSeek-V3's experts, with clamps.
+
+Traps: the last norm reads the mean of the streams. A layer of multi-token prediction, which transformers neither reads
+nor writes, has one stream and sparse attention, whatever is before it. Published files say sizes of delta attention in
+an object of their own, which wins, name layers with sparse attention as DeepSeek does, and number layers from 0, where
+Kimi Linear counts from 1. Of a layer without an indexer transformers knows the keys only if the one directly before it
+has one. Engines compute all of attention in BF16. Published is the wrapper alone, and of a text model by itself
+transformers has no class.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule, is_on, layers, size
+from precisionctl.architectures.config_layers import all_but_every, listed_layers
+from precisionctl.architectures.param_map import Architecture, Row, renamed
+from precisionctl.architectures.shared.deepseek_keys import (
+    INDEXER,
+    SIGMOID,
+    experts_by_list,
+    experts_of_a_layer,
+    groups,
+    latent_attention,
+)
+from precisionctl.architectures.shared.deepseek_rows import (
+    INDEXED_ATTENTION,
+    MTP_ALIASES,
+    POOLED_KEYS,
+    ROUTING,
+    prediction,
+)
+from precisionctl.architectures.shared.hyper_connection_rows import hyper_connection
+from precisionctl.architectures.shared.kda_rows import either, in_memory, kda
+from precisionctl.architectures.shared.llama_rows import MLP, MLP_NORM, SEPARATE_NORM, model_rows
+from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM
+from precisionctl.architectures.tables.glm_moe_dsa import INDEXERS
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_shape import ModelShape
+
+
+def _values(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The rows, which exports leave as they are."""
+    return tuple(replace(row, values=row.hf) for row in rows)
+
+
+_ATTENTION = _values((*INDEXED_ATTENTION[len(SEPARATE_NORM) :], *POOLED_KEYS))
+_KDA = _values(kda(low_rank=True))
+_SCALES = ("pre", "post", "res")
+_STREAMS = (
+    *hyper_connection("model.layers.{layer}.attn_hc.", "self_attention", _SCALES),
+    *hyper_connection("model.layers.{layer}.ffn_hc.", "mlp", _SCALES),
+)
+_PUBLISHED = {".attn_hc.": ".hc_attn_", ".ffn_hc.": ".hc_ffn_"}
+
+_KINDS = {
+    "linear_attention": True,
+    **dict.fromkeys(("deepseek_sparse_attention", "indexed_attention", "full_attention"), False),
+}
+"""Of layers: has one delta attention? The first word for the others is that of published files."""
+
+_SIZES = {
+    "gdn.key_head_dim": ("head_dim", "linear_head_dim", 128),
+    "gdn.num_key_heads": ("num_heads", "linear_num_heads", 64),
+    "gdn.conv_kernel_dim": ("short_conv_kernel_size", "linear_conv_kernel_dim", 4),
+}
+"""Of delta attention: the published word, transformers', and what its class takes where none is said."""
+_BOUND, _BESIDE_BOUND = "gate_lower_bound", "linear_lower_bound"
+_LISTS = ("kda_layers", "full_attn_layers")
+_UNLISTED = all_but_every(4)
+_DENSE = "first_k_dense_replace"
+_LISTED = experts_by_list(dense=3, key=_DENSE, reads_key=False)
+
+
+def _read_kda(config: Config, where: object) -> Fields:
+    """Raises UnknownArchitecture for layers that engines, which go by published lists, have otherwise than
+    transformers."""
+    found = config.get("linear_attn_config")
+    said = {} if found is None else found
+    if not isinstance(said, Mapping):
+        raise DamagedCheckpoint(f"linear_attn_config is {shown(said)}, not an object", where=where)
+    for key in said.keys() - {_BOUND, "safe_gate", *_LISTS, *(inner for inner, _, _ in _SIZES.values())}:
+        raise UnknownArchitecture(
+            f"no glm5_next known here has linear_attn_config.{key}={shown(said[key])}", where=where
+        )
+    sizes = {
+        field: size({inner: config.get(beside, absent)} | dict(said), inner, where)
+        for field, (inner, beside, absent) in _SIZES.items()
+    }
+    bound = said.get(_BOUND, config.get(_BESIDE_BOUND, -5.0))
+    if bound is None and found is not None and is_on(said, "safe_gate", where, absent=True):
+        bound = -5.0
+    listed = listed_layers(config, _KINDS, where)
+    of_kda = _UNLISTED(config, layers(config, where), where) if listed is None else listed
+    for key, kind in zip(_LISTS, (True, False), strict=True):
+        numbers = [layer for layer, each in enumerate(of_kda) if each is kind]
+        if said.get(key, numbers) != numbers:
+            what = f"linear_attn_config.{key} is {shown(said[key])}, and layer_types has {shown(numbers)}"
+            raise UnknownArchitecture(what, where=where, do="transformers goes by layer_types, engines by the former.")
+    rank, heads = sizes["gdn.key_head_dim"], sizes["gdn.num_key_heads"]
+    return {
+        **sizes,
+        "gdn.layers": tuple(of_kda),
+        "gdn.kda": True,
+        "gdn.kda_lora_rank": rank,
+        "gdn.kda_lower_bound": bound,
+        "gdn.value_head_dim": rank,
+        "gdn.num_value_heads": heads,
+        **_read_indexers(config, of_kda, where),
+    }
+
+
+def _read_groups(config: Config, where: object) -> Fields:
+    heads, said = config.get("num_attention_heads"), config.get("num_key_value_heads", 64)
+    if said not in (None, heads):
+        what = f"num_key_value_heads is {shown(said)}, of {shown(heads)} heads of latent attention"
+        raise DamagedCheckpoint(what, where=where, do="transformers refuses that, too.")
+    return {}
+
+
+def _read_experts(config: Config, where: object) -> Fields:
+    """Raises UnknownArchitecture where `first_k_dense_replace`, by which SGLang goes, says other layers than
+    transformers, which passes over it, has."""
+    fields, said = _LISTED.read(config, where), config.get(_DENSE)
+    freq = fields["moe.layer_freq"]
+    if said is not None and (said != freq.count(False) or True in freq[: freq.count(False)]):
+        what = f"{_DENSE} is {shown(said)}, and in transformers other layers have dense MLPs"
+        raise UnknownArchitecture(what, where=where, do="Say them by mlp_layer_types alone.")
+    return fields
+
+
+def _read_indexers(config: Config, of_kda: list[bool], where: object) -> Fields:
+    indexed = INDEXERS.read(config, where)["dsa.layers"]
+    for layer, (has_one, linear) in enumerate(zip(indexed, of_kda, strict=False)):
+        if not has_one and not linear and (not layer or of_kda[layer - 1] or not indexed[layer - 1]):
+            what = f"layer {layer} has no indexer, and none is in the layer before it"
+            raise UnknownArchitecture(what, where=where, do="transformers does not know which keys it sees.")
+    here = (has_one or linear for has_one, linear in zip(indexed, of_kda, strict=False))
+    return {"dsa.layers": (*here, *indexed[len(of_kda) :])}  # whose number is checked with the other lists'
+
+
+def _write_kda(model: ModelShape) -> Config:
+    if model.gdn is None:
+        return {}
+    kinds, numbers = list(_KINDS), range(model.num_layers)
+    sizes = (model.gdn.key_head_dim, model.gdn.num_key_heads, model.gdn.conv_kernel_dim)
+    bound = model.gdn.kda_lower_bound
+    layer_lists = ([layer for layer in numbers if model.has_delta_net(layer) is kind] for kind in (True, False))
+    return {
+        "layer_types": [kinds[not model.has_delta_net(layer)] for layer in numbers],
+        "linear_attn_config": {
+            **{inner: value for (inner, _, _), value in zip(_SIZES.values(), sizes, strict=True)},
+            _BOUND: bound,
+            **({"safe_gate": False} if bound is None else {}),
+            **dict(zip(_LISTS, layer_lists, strict=True)),
+        },
+        **INDEXERS.write(model),
+    }
+
+
+ARCHITECTURE = Architecture(
+    model_types={"glm5_next_text": "Glm5NextForCausalLM"},
+    rows=(
+        *model_rows(
+            *SEPARATE_NORM,
+            *either((*in_memory(_KDA), *_STREAMS), (*_KDA, *renamed(_STREAMS, _PUBLISHED))),
+            *(replace(row, layers="attention") if row.layers == "all" else row for row in _ATTENTION),
+            *(*MLP_NORM, *MLP, *MOE_NORM, *ROUTING, *EXPERTS),
+        ),
+        *prediction((*SEPARATE_NORM, *_ATTENTION)),
+    ),
+    config=(
+        *latent_attention(1536),
+        Rule(("num_key_value_heads",), _read_groups),
+        Only("qk_rope_head_dim", 0),
+        Only("mla_use_nope", True),
+        Rule(  # nothing turns, and vLLM asks how
+            ("indexer_rope_interleave",),
+            lambda config, where: {"rope_layers": (False,) * layers(config, where)},
+            lambda model: {"indexer_rope_interleave": True},
+        ),
+        *experts_of_a_layer(shared=1),
+        Rule(_LISTED.keys, _read_experts, _LISTED.write),
+        *SIGMOID,
+        Only("norm_topk_prob", True),
+        groups(1, 1),
+        Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
+        Key("activation_clamp", "swiglu_limit", 10.0),
+        Rule(
+            ("layer_types", "linear_attn_config", _BESIDE_BOUND, *(beside for _, beside, _ in _SIZES.values()))
+            + INDEXERS.keys,
+            _read_kda,
+            _write_kda,
+        ),
+        Key("dsa.n_heads", "index_n_heads", 32),
+        *INDEXER,
+        Key("dsa.kpool", "index_kpool", 16),
+        Only("index_kpool_compress", True),
+        Only("index_kpool_always_select_tail", True),
+        Only("mhc", True),
+        Key("mhc.num_residual_streams", "hc_mult", 4),
+        Key("mhc.mhc_sinkhorn_iterations", "hc_sinkhorn_iters", 20),
+        Key("mhc.epsilon", "hc_eps", 1e-6),
+        Always("mhc.mean_head", True),
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        Key("mtp_num_layers", "num_nextn_predict_layers", 0),
+        Only("tie_word_embeddings", False),
+    ),
+    aliases=tuple(replace(alias, written=False) for alias in MTP_ALIASES),
+    names_by="this project",
+    heeds_latents_epsilon=True,
+)

@@ -1,0 +1,102 @@
+"""GPT-Neo (and TinyStories): GPT-2 with separate projections without biases, scores that are not scaled, and a window
+in the layers that `attention_types` lists.
+
+Traps: matrices are stored `[out, in]`, other than GPT-2's. transformers goes by `attention_layers`, which repeats what
+`attention_types` says in short, where config.json has it.
+"""
+
+from precisionctl.architectures.config_keys import (
+    VOCABULARY,
+    Always,
+    Config,
+    Fields,
+    Key,
+    Rule,
+    Synonyms,
+    layers,
+    size,
+    tied,
+)
+from precisionctl.architectures.param_map import Alias, Architecture, renamed
+from precisionctl.architectures.shared.llama_rows import OUTPUT, QKV_LINEAR
+from precisionctl.architectures.tables.gpt2 import ACTIVATION, OF_LINEARS, sizes
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_parts import MOST_LAYERS, check_count
+from precisionctl.model_shape import ModelShape
+
+_ATTENTION = "transformer.h.{layer}.attn.attention."
+_KINDS = {"global": False, "local": True}
+
+
+def _expanded(listed: object, where: object) -> list[object]:
+    """Kinds of layers: of each pair, the first, a list of kinds, as often as the second says."""
+    kinds: list[object] = []
+    for pair in listed if isinstance(listed, list) else [None]:
+        if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], list):
+            what = f"attention_types is {shown(listed)}, not a list of kinds and how often they are repeated"
+            raise DamagedCheckpoint(what, where=where)
+        check_count(pair[1], "attention_types", MOST_LAYERS)
+        if len(kinds) + len(pair[0]) * pair[1] > MOST_LAYERS:
+            raise DamagedCheckpoint(f"attention_types lists more than {MOST_LAYERS} layers", where=where)
+        kinds += pair[0] * pair[1]
+    return kinds
+
+
+def _read_layers(config: Config, where: object) -> Fields:
+    said = config.get("attention_types")
+    kinds, number = (
+        _expanded([[["global", "local"], 12]] if said is None else said, where),
+        layers(config, where, "num_layers"),
+    )
+    if config.get("attention_layers", kinds) != kinds:
+        what = f"attention_layers is {shown(config['attention_layers'])}, and attention_types says otherwise"
+        raise DamagedCheckpoint(what, where=where, do="Say the same in both.")
+    if len(kinds) != number:
+        raise DamagedCheckpoint(f"attention_types lists {len(kinds)} of {number} layers", where=where)
+    for kind in kinds:
+        if not isinstance(kind, str) or kind not in _KINDS:
+            what = f"layers of type {shown(kind)} in attention_types"
+            raise UnknownArchitecture(what, where=where, do=f"Known: {', '.join(_KINDS)}.")
+    windows = tuple(_KINDS[str(kind)] for kind in kinds)
+    if not any(windows):
+        return {}
+    window = size({"window_size": 256, **config}, "window_size", where)
+    return {"sliding_window": window, "window_layers": None if all(windows) else windows}
+
+
+def _write_layers(model: ModelShape) -> Config:
+    kinds = ["local" if model.in_window(layer) else "global" for layer in range(model.num_layers)]
+    window = {} if model.sliding_window is None else {"window_size": model.sliding_window}
+    return {"attention_types": [[kinds, 1]], "attention_layers": kinds, **window}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"gpt_neo": "GPTNeoForCausalLM"},
+    behind={"q_proj": "v_proj"},
+    rows=(
+        *renamed(
+            tuple(row for row in OF_LINEARS if ".linear_qkv." not in row.megatron or ".layer_norm_" in row.megatron),
+            {".attn.c_proj.": ".attn.attention.out_proj."},
+        ),
+        *renamed(QKV_LINEAR, {"model.layers.{layer}.self_attn.": _ATTENTION}),
+        *OUTPUT,
+    ),
+    config=(
+        sizes("num_layers", "hidden_size", "num_heads", "intermediate_size"),
+        Synonyms({"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}),
+        Key("max_position_embeddings", "max_position_embeddings", 2048),
+        VOCABULARY,
+        ACTIVATION,
+        Always("gated_linear_unit", False),
+        Always("normalization", "LayerNorm"),
+        Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
+        Always("position_embedding", "learned_absolute"),
+        Always("query_pre_attn_scalar", 1.0),
+        Always("proj_bias", True),
+        Always("mlp_bias", True),
+        Rule(("attention_types", "attention_layers", "window_size"), _read_layers, _write_layers),
+        tied(True),
+    ),
+    aliases=(Alias("lm_head.weight", of="transformer.wte.weight", switch="tied_embeddings"),),
+    derived=(f"{_ATTENTION}bias", f"{_ATTENTION}masked_bias"),
+)

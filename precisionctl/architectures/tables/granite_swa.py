@@ -1,0 +1,99 @@
+"""Granite with a window in three layers of four, and attention sinks.
+
+Traps: the first layer of four is the one without a window; each layer may have a rotary base of its own, and 0 means no
+rotary embeddings; the embedding is the head unless config.json says otherwise.
+"""
+
+from precisionctl.architectures.config_keys import (
+    Config,
+    Entry,
+    Fields,
+    Key,
+    Rule,
+    heads,
+    layers,
+    tied,
+)
+from precisionctl.architectures.config_layers import but_first_of_four, layer_types, layers_with_window, sliding_window
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.llama_rows import (
+    ATTENTION,
+    ATTENTION_NORM,
+    MLP,
+    MLP_NORM,
+    ROTARY,
+    TIED,
+    model_rows,
+)
+from precisionctl.architectures.tables.gpt_oss import SINKS
+from precisionctl.architectures.tables.granite import OF_ALL_GRANITES
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_parts import real
+from precisionctl.model_shape import ModelShape
+
+_ROPE = rope()
+
+
+_LENGTH = 128  # where none is said
+_WINDOW = sliding_window(but_first_of_four, absent=_LENGTH)
+
+
+def _read_layers(config: Config, where: object) -> Fields:
+    fields = {**_ROPE.read(config, where), **_WINDOW.read(config, where), "softmax_offset": True}
+    in_window = layers_with_window(config, where, but_first_of_four, _LENGTH)
+    bases = config.get("layer_rope_theta")
+    if bases is None:
+        return fields
+    if not isinstance(bases, list) or len(bases) != layers(config, where):
+        raise DamagedCheckpoint(f"layer_rope_theta is {shown(bases)}, not a number for each layer", where=where)
+    numbers = [real(base, "layer_rope_theta", where) if base else 0.0 for base in bases]
+    outside, inside = (
+        {base for base, window in zip(numbers, in_window, strict=True) if base and window == kind}
+        for kind in (False, True)
+    )
+    several = bool(outside and inside and outside != inside)
+    if max(len(outside), len(inside)) > 1 or (several and fields["rope_scaling"]):
+        what = f"layer_rope_theta={shown(bases)}"
+        do = "Known is one base in layers with a window and one in the others, of which scaling has the same."
+        raise UnknownArchitecture(what, where=where, do=do)
+    return {
+        **fields,
+        "rotary_base": next(iter(outside or inside or {fields["rotary_base"]})),
+        "rotary_base_local": next(iter(inside)) if several else None,
+        "rope_layers": None if all(numbers) else tuple(map(bool, numbers)),
+    }
+
+
+def _base(model: ModelShape, layer: int) -> float:
+    if model.rope_layers and not model.rope_layers[layer]:
+        return 0
+    return (model.rotary_base_local if model.in_window(layer) else None) or model.rotary_base
+
+
+def _write_layers(model: ModelShape) -> Config:
+    bases = [_base(model, layer) for layer in range(model.num_layers)]
+    return {
+        **_ROPE.write(model),
+        **_WINDOW.write(model),
+        "layer_types": layer_types(model),
+        "layer_rope_theta": bases,
+    }
+
+
+LAYERS: tuple[Entry, ...] = (Rule((*_ROPE.keys, *_WINDOW.keys, "layer_rope_theta"), _read_layers, _write_layers),)
+
+ARCHITECTURE = Architecture(
+    model_types={"granite_swa": "GraniteSWAForCausalLM"},
+    rows=model_rows(*ATTENTION_NORM, *ATTENTION, *SINKS, *MLP_NORM, *MLP),
+    config=(
+        *OF_ALL_GRANITES,
+        heads(num_key_value_heads=4),
+        Key("mlp_bias", "mlp_bias", False),
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        *LAYERS,
+        tied(True),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

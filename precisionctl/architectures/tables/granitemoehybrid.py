@@ -1,0 +1,153 @@
+"""Granite 4: a Mamba-2 mixer or attention, then an MLP or experts with a shared one, by Granite's multipliers.
+
+In Megatron each of the two blocks is a layer of the hybrid stack, with its own norm: layer i of Hugging Face is the
+layers 2i and 2i + 1 there, so a model of mixers and experts has the pattern MEME..., a dense one of attention *-*-....
+So does Megatron's own guide (docs/user-guide/hybrid-model-migration.md).
+
+Traps: without experts the MLP is still called the shared one, has `shared_intermediate_size`, and `intermediate_size`
+means nothing; transformers 5 has other words for kinds of layers than published files (which it reads), and only the
+published ones are known to all versions and engines; attention has positions only where config.json says `rope`.
+"""
+
+from precisionctl.architectures.config_keys import (
+    HEADS,
+    SILU,
+    VOCABULARY,
+    Config,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    count,
+    layers,
+    size,
+    tied,
+)
+from precisionctl.architectures.config_layers import listed_layers
+from precisionctl.architectures.param_map import Architecture, only_in, renamed
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.llama_rows import (
+    EMBEDDING,
+    FINAL_NORM,
+    JOINED_MLP,
+    MLP_NORM,
+    OUTPUT,
+    TIED,
+)
+from precisionctl.architectures.shared.mamba_keys import MIXER_HEADS, step_limits
+from precisionctl.architectures.shared.mamba_rows import MIXER_OR_ATTENTION
+from precisionctl.architectures.shared.moe_rows import JOINED_SHARED_EXPERT, MOE_NORM
+from precisionctl.architectures.tables.granite import MULTIPLIERS
+from precisionctl.architectures.tables.granitemoe import EXPERTS
+from precisionctl.errors import UnknownArchitecture, shown
+from precisionctl.model_shape import ModelShape
+
+_NAMES = {
+    "{layer}": "{hf_layer}",
+    ".mixer.": ".mamba.",
+    ".mlp.gate_up_proj.": ".shared_mlp.input_linear.",
+    ".mlp.down_proj.": ".shared_mlp.output_linear.",
+}
+_BLOCKS = (
+    *MIXER_OR_ATTENTION,
+    *MLP_NORM,
+    *only_in("dense", JOINED_MLP),
+    *MOE_NORM,
+    *JOINED_SHARED_EXPERT,
+)
+
+_KINDS = {"mamba": True, "attention": False, "linear_attention": True, "full_attention": False}
+_LISTED = Key("layer_types", "layer_types", None, synonym="layers_block_type")
+_DEFAULTS = {
+    "hidden_size": 4096,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 11008,
+    "shared_intermediate_size": 1024,
+}
+"""What its class takes for keys that are not there."""
+
+
+def _read_layers(config: Config, where: object) -> Fields:
+    config = {**_DEFAULTS, **config, **_LISTED.read(config, where)}
+    mixers = listed_layers(config, _KINDS, where) or [True] * layers(config, where)
+    experts, shared = count(config, "num_local_experts", where), size(config, "shared_intermediate_size", where)
+    pattern = "".join(("M" if mixer else "*") + ("E" if experts else "-") for mixer in mixers)
+    fields = {"num_layers": len(pattern), "mamba.pattern": pattern}
+    if not experts:
+        return fields | {"ffn_hidden_size": shared}
+    ffn = size(config, "intermediate_size", where)
+    return fields | {
+        "ffn_hidden_size": ffn,
+        "moe.num_experts": experts,
+        "moe.topk": size(config, "num_experts_per_tok", where),
+        "moe.ffn_hidden_size": ffn,
+        "moe.shared_ffn_hidden_size": shared,
+        "moe.layer_freq": tuple(block == "E" for block in pattern),
+    }
+
+
+def _write_layers(model: ModelShape) -> Config:
+    kinds = ["mamba" if block == "M" else "attention" for block in model.mamba.pattern[::2]] if model.mamba else []
+    config = {"num_hidden_layers": len(kinds), "layer_types": kinds}
+    if model.moe is None:
+        sizes = dict.fromkeys(("intermediate_size", "shared_intermediate_size"), model.ffn_hidden_size)
+        return config | sizes | dict.fromkeys(("num_local_experts", "num_experts_per_tok"), 0)
+    return config | {
+        "intermediate_size": model.moe.ffn_hidden_size,
+        "shared_intermediate_size": model.moe.shared_ffn_hidden_size,
+        "num_local_experts": model.moe.num_experts,
+        "num_experts_per_tok": model.moe.topk,
+    }
+
+
+def _read_positions(config: Config, where: object) -> Fields:
+    said = config.get("position_embedding_type")
+    if said not in (None, "nope", "rope"):
+        what = f"no granitemoehybrid known here has position_embedding_type={shown(said)}"
+        raise UnknownArchitecture(what, where=where, do="Known are rope, nope and null.")
+    return {"rope_layers": None if said == "rope" else (False,) * (2 * layers(config, where))}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"granitemoehybrid": "GraniteMoeHybridForCausalLM"},
+    behind={"self_attn": "shared_mlp"},
+    rows=(
+        *EMBEDDING,
+        *renamed(_BLOCKS, _NAMES),
+        EXPERTS.renamed(_NAMES),
+        *renamed(FINAL_NORM, {}, {"final_layernorm": "final_norm"}),
+        *OUTPUT,
+    ),
+    config=(
+        Rule(
+            ("num_hidden_layers", *_LISTED.keys, "intermediate_size", "shared_intermediate_size")
+            + ("num_local_experts", "num_experts_per_tok"),
+            _read_layers,
+            _write_layers,
+        ),
+        Rule(
+            ("position_embedding_type",),
+            _read_positions,
+            lambda model: {"position_embedding_type": "nope" if model.rope_layers else "rope"},
+        ),
+        Key("hidden_size", "hidden_size", 4096),
+        Key("max_position_embeddings", "max_position_embeddings", 2048),
+        VOCABULARY,
+        HEADS,
+        MIXER_HEADS,
+        Key("mamba.num_groups", "mamba_n_groups", 1),
+        Key("mamba.state_dim", "mamba_d_state", 256),
+        Only("mamba_d_conv", 4),
+        Only("mamba_conv_bias", True),
+        Only("mamba_proj_bias", False),
+        step_limits("time_step_limit"),
+        Only("attention_bias", False),
+        SILU,
+        *MULTIPLIERS,
+        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        rope(),
+        tied(False),
+    ),
+    aliases=(TIED,),
+)

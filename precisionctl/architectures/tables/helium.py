@@ -1,0 +1,28 @@
+"""Helium (Kyutai): Llama whose rotary channels are neighbouring pairs.
+
+Trap: `attention_bias` is of q, k and v alone, and attention gives as many channels as the model has.
+"""
+
+from precisionctl.architectures.config_keys import SILU, SIZES, Always, Key, heads, tied
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
+from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
+
+ARCHITECTURE = Architecture(
+    model_types={"helium": "HeliumForCausalLM"},
+    rows=LLAMA.rows,
+    config=(
+        *SIZES,
+        heads(num_key_value_heads=20, head_dim=128),
+        SILU,
+        Key("qkv_bias", "attention_bias", False),
+        Key("mlp_bias", "mlp_bias", False),
+        Always("rotary_interleaved", True),
+        Key("norm_epsilon", "rms_norm_eps", 1e-8),
+        rope(100000.0),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

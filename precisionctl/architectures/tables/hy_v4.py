@@ -1,0 +1,136 @@
+"""Hy4 (Tencent's Hunyuan 4): GLM-5's attention with a sink for each head and a gate for each channel, DeepSeek-V3's
+experts, and residual streams that are not mixed.
+
+Traps: rotary embeddings turn neighbouring channels in attention and indexers, as in vLLM and SGLang; transformers turns
+halves. An indexer's rotary channels are its last. Activations are clamped in routed experts alone. Layers of
+multi-token prediction have one stream. Published names differ from those that transformers' class has in memory, and
+both from those that it saves.
+"""
+
+from dataclasses import replace
+
+from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule, layers, tied
+from precisionctl.architectures.config_layers import listed_layers
+from precisionctl.architectures.head_rearrangements import INDEX_KEYS, INDEX_QUERIES
+from precisionctl.architectures.param_map import Architecture, Either, renamed
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.deepseek_keys import (
+    INDEXER,
+    SIGMOID,
+    experts_by_list,
+    experts_of_a_layer,
+    groups,
+    latent_attention,
+)
+from precisionctl.architectures.shared.deepseek_rows import INDEXED_ATTENTION, prediction
+from precisionctl.architectures.shared.hyper_connection_rows import head, hyper_connection
+from precisionctl.architectures.shared.llama_rows import LINEAR_GATE, MLP, MLP_NORM, ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, FUSED_EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERTS
+from precisionctl.architectures.tables.glm_moe_dsa import write_indexers
+from precisionctl.architectures.tables.gpt_oss import SINKS
+from precisionctl.model_shape import ModelShape
+
+_OF_INDEXER = {
+    "linear_wq_b.weight": INDEX_QUERIES,
+    **dict.fromkeys(("linear_wk.weight", "k_norm.weight", "k_norm.bias"), INDEX_KEYS),
+}
+_ATTENTION = tuple(
+    replace(row, rearrangement=_OF_INDEXER.get(row.megatron.partition(".indexer.")[2], row.rearrangement))
+    for row in INDEXED_ATTENTION
+)
+_GATE_AND_SINKS = (
+    *renamed(LINEAR_GATE, {".g_proj.": ".gate_proj."}),
+    *(replace(row, keeps_dtype=True) for row in SINKS),  # FP32 as released
+)
+_STREAMS = (
+    *hyper_connection("model.layers.{layer}.attn_hc.", "self_attention", ("pre", "post")),
+    *hyper_connection("model.layers.{layer}.ffn_hc.", "mlp", ("pre", "post")),
+    *head("model.hc_head.hc_", "decoder."),
+)
+_IN_MEMORY = (*_GATE_AND_SINKS, *_STREAMS, *MLP, *SHARED_EXPERTS)
+_GATES_AND_SINKS_PUBLISHED = {
+    ".self_attn.gate_proj.": ".self_attn.linear_gate.",
+    ".sinks": ".learnable_sink_param",
+}
+_PUBLISHED = {
+    **_GATES_AND_SINKS_PUBLISHED,
+    ".attn_hc.": ".hc_attn_layer.hc_pre.hc_",
+    ".ffn_hc.": ".hc_mlp_layer.hc_pre.hc_",
+    ".hc_head.hc_": ".hc_head.hc_head_",
+}
+_SAVED = {
+    ".gate_proj.": ".linear_gate.",
+    ".sinks": ".learnable_sink_param",
+    ".attn_hc.": ".hc_pre.hc_attn_layer.hc_",
+    ".ffn_hc.": ".hc_pre.hc_mlp_layer.hc_",
+    ".hc_head.hc_": ".hc_pre.hc_head.hc_head_",
+}
+"""What transformers (5.24) saves: it turns its own renamings around, also where they change nothing."""
+
+_PREDICTION = prediction(
+    (*_ATTENTION, *renamed(_GATE_AND_SINKS, _GATES_AND_SINKS_PUBLISHED)),
+    last_norm="final_layernorm",
+    experts=FUSED_EXPERTS,
+)
+
+
+def _read_layers(config: Config, where: object) -> Fields:
+    listed_layers(config, dict.fromkeys(("indexed_attention", _SPARSE), True), where)  # raises for another kind
+    listed = listed_layers(config, {"full": True, "shared": False}, where, "indexer_types")
+    if listed is None:
+        listed = [layer == 0 or layer % 4 == 1 for layer in range(layers(config, where))]
+    return {"dsa.layers": tuple(listed)}
+
+
+_SPARSE = "deepseek_sparse_attention"
+"""What published files call all layers, and engines look for; transformers reads it as its own word."""
+
+
+def _write_layers(model: ModelShape) -> Config:
+    return {"layer_types": [_SPARSE] * model.num_layers, **write_indexers(model)}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"hy_v4": "HYV4ForCausalLM"},
+    rows=(
+        *model_rows(
+            *_ATTENTION,
+            Either(
+                renamed(_IN_MEMORY, _PUBLISHED), _IN_MEMORY, also=renamed(_IN_MEMORY, _SAVED), second_is="in memory"
+            ),
+            *(*MLP_NORM, *MOE_NORM, *ROUTER, *EXPERT_BIAS, *FUSED_EXPERTS),
+        ),
+        *(each.renamed({"model.layers.{mtp_layer}.": "model.mtp_layers.{mtp}."}) for each in _PREDICTION),
+    ),
+    config=(
+        *latent_attention(1536),
+        *experts_of_a_layer(shared=1),
+        experts_by_list(dense=1),
+        *SIGMOID,
+        Only("norm_topk_prob", True),
+        groups(1, 1),
+        Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.827),
+        Key("moe.activation_clamp", "swiglu_limit", 10.0),
+        Key("dsa.n_heads", "index_n_heads", 16),
+        *INDEXER,
+        Always("dsa.rope_interleaved", True),
+        Rule(("layer_types", "indexer_types"), _read_layers, _write_layers),
+        Only("gated_mla", True),
+        Only("gating_type", "elementwise", "linear_gate", "sigmoid per element"),
+        Only("learnable_sink", True, "softmax_offset", True),
+        Only("enable_ihc", True),
+        Key("mhc.num_residual_streams", "hc_mult", 4),
+        Always("mhc.mhc_sinkhorn_iterations", None),
+        Key("mhc.magnitude", "hc_magnitude", 2.0),
+        Key("mhc.epsilon", "hc_eps", 1e-6),
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        rope(),
+        Key("mtp_num_layers", "num_nextn_predict_layers", 0),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+    names_by="this project",
+    otherwise_in_transformers="transformers 5.24 turns halves of Hunyuan 4's rotary channels; vLLM, SGLang and "
+    "`resume` turn pairs of neighbours, as the published weights were trained.",
+)

@@ -1,0 +1,155 @@
+"""Jamba: a Mamba-1 mixer or attention without positions, then an MLP or experts. Each of the two blocks is a layer of
+Megatron's hybrid stack, as in Granite 4.
+
+Traps: layers with attention, and those with experts, are each every so many, from one on; with one expert all layers
+have MLPs; an expert is as wide as an MLP; the weights of the chosen experts are their scores among all. Megatron-Core
+has no Mamba-1 mixers.
+"""
+
+from collections.abc import Sequence
+
+from precisionctl.architectures.config_keys import (
+    SILU,
+    VOCABULARY,
+    Config,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    count,
+    heads,
+    layers,
+    size,
+    tied,
+)
+from precisionctl.architectures.param_map import Architecture, renamed
+from precisionctl.architectures.shared.llama_rows import EMBEDDING, FINAL_NORM, MLP, MLP_NORM, OUTPUT, TIED
+from precisionctl.architectures.shared.mamba_rows import MAMBA_1_OR_ATTENTION
+from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM, ROUTER
+from precisionctl.errors import DamagedCheckpoint
+from precisionctl.model_shape import ModelShape
+
+_NAMES = {
+    "{layer}": "{hf_layer}",
+    ".mixer.": ".mamba.",
+    ".mlp.gate.": ".feed_forward.router.",
+    ".mlp.": ".feed_forward.",
+    ".post_attention_layernorm.": ".pre_ff_layernorm.",
+}
+_ATTENTION = ("attn_layer_period", "attn_layer_offset")
+_EXPERTS = ("expert_layer_period", "expert_layer_offset")
+_LAYERS = {
+    "num_hidden_layers": 32,
+    "attn_layer_period": 8,
+    "attn_layer_offset": 4,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "intermediate_size": 14336,
+    "num_experts_per_tok": 2,
+}
+"""What its class takes for keys that are not there."""
+_NUMBER = Key("moe.num_experts", "num_experts", 16, synonym="num_local_experts")
+
+
+def _read_layers(config: Config, where: object) -> Fields:
+    config = {**_LAYERS, **config}
+    number = _NUMBER.read(config, where)
+    experts, ffn = size({"num_experts": number["moe.num_experts"]}, "num_experts", where), config["intermediate_size"]
+    attention = _every_so_many(config, _ATTENTION, where)
+    with_experts = _every_so_many(config, _EXPERTS, where) if experts > 1 else [False] * len(attention)
+    pattern = "".join(
+        ("*" if attends else "M") + ("E" if chooses else "-")
+        for attends, chooses in zip(attention, with_experts, strict=True)
+    )
+    fields = {
+        "num_layers": len(pattern),
+        "mamba.pattern": pattern,
+        "rope_layers": (False,) * len(pattern),
+        "ffn_hidden_size": ffn,
+    }
+    if "E" not in pattern:
+        return fields
+    return fields | {
+        "moe.num_experts": experts,
+        "moe.topk": size(config, "num_experts_per_tok", where),
+        "moe.ffn_hidden_size": ffn,
+        "moe.layer_freq": tuple(block == "E" for block in pattern),
+        "moe.pre_softmax": True,
+    }
+
+
+def _every_so_many(config: Config, keys: tuple[str, str], where: object) -> list[bool]:
+    """Whether each layer is one of every so many, from one on, by the keys that say how many and which."""
+    (period, offset), number = keys, layers(config, where)
+    every, first = size(config, period, where), count(config, offset, where)
+    if first >= every:
+        raise DamagedCheckpoint(f"{offset} is {first}, and {period} {every}", where=where, do="It must be smaller.")
+    return [layer % every == first for layer in range(number)]
+
+
+def _write_layers(model: ModelShape) -> Config:
+    pattern = model.mamba.pattern if model.mamba else ""
+    return {
+        "num_hidden_layers": len(pattern) // 2,
+        **dict(zip(_ATTENTION, _period_and_offset([block == "*" for block in pattern[::2]]), strict=True)),
+        **dict(zip(_EXPERTS, _period_and_offset([block == "E" for block in pattern[1::2]]), strict=True)),
+        "intermediate_size": model.ffn_hidden_size,
+        "num_experts": model.moe.num_experts if model.moe else 1,
+        "num_experts_per_tok": model.moe.topk if model.moe else 1,
+    }
+
+
+def _period_and_offset(has: Sequence[bool]) -> tuple[int, int]:
+    """The inverse of `_every_so_many`; of layers that are not every so many, those of others."""
+    listed = [layer for layer, each in enumerate(has) if each] or [len(has)]
+    period = listed[1] - listed[0] if len(listed) > 1 else len(has) + 1
+    return period, listed[0] % period
+
+
+def _read_mixers(config: Config, where: object) -> Fields:
+    config = {"hidden_size": 4096, "mamba_expand": 2, "mamba_dt_rank": "auto", **config}
+    hidden = size(config, "hidden_size", where)
+    channels = size(config, "mamba_expand", where) * hidden
+    rank = -(-hidden // 16) if config["mamba_dt_rank"] == "auto" else size(config, "mamba_dt_rank", where)
+    return {
+        "mamba.num_heads": channels,
+        "mamba.head_dim": 1,
+        "mamba.num_groups": 1,
+        "mamba.dt_rank": rank,
+        "mamba.gated_norm": False,
+    }
+
+
+def _write_mixers(model: ModelShape) -> Config:
+    if model.mamba is None:
+        return {}
+    return {"mamba_expand": model.mamba.inner_size // model.hidden_size, "mamba_dt_rank": model.mamba.dt_rank}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"jamba": "JambaForCausalLM"},
+    rows=(
+        *EMBEDDING,
+        *renamed((*MAMBA_1_OR_ATTENTION, *MLP_NORM, *MLP, *MOE_NORM, *ROUTER), _NAMES),
+        *(each.renamed(_NAMES) for each in EXPERTS),
+        *renamed(FINAL_NORM, {"model.norm.": "model.final_layernorm."}, {"final_layernorm": "final_norm"}),
+        *OUTPUT,
+    ),
+    config=(
+        Rule((*_LAYERS, *_NUMBER.keys), _read_layers, _write_layers),
+        Key("hidden_size", "hidden_size", 4096),
+        Key("max_position_embeddings", "max_position_embeddings", 262144),
+        VOCABULARY,
+        heads(num_attention_heads=32, num_key_value_heads=8),
+        Rule(("mamba_expand", "mamba_dt_rank"), _read_mixers, _write_mixers),
+        Key("mamba.state_dim", "mamba_d_state", 16),
+        Only("mamba_d_conv", 4),
+        Only("mamba_conv_bias", True),
+        Only("mamba_proj_bias", False),
+        SILU,
+        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    names_by="this project",
+)

@@ -1,0 +1,187 @@
+"""Laguna (Poolside): windows with a number of heads of their own, softplus gates of what heads give, and DeepSeek-V3's
+experts without groups.
+
+Traps: the gate is one number for each head (XS.2, XS 2.1, S 2.1) or one for each channel (M.1), for which config.json
+has `gating`; its scaling of rotary embeddings and the share of a head that turns differ by kind of layer; without a
+list no layer has the window. Published files call the bias that chooses experts, and the shared ones, otherwise than
+transformers' class in memory, and say dense layers twice (`mlp_only_layers`).
+"""
+
+from precisionctl.architectures.config_keys import (
+    ATTENTION_BIAS,
+    SILU,
+    SIZES,
+    Always,
+    Config,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    size,
+    tied,
+)
+from precisionctl.architectures.config_layers import by_kind, layer_types, layers_in_window, nowhere, numbered_layers
+from precisionctl.architectures.param_map import Architecture, Either, only_in, renamed
+from precisionctl.architectures.rope import KEYS, rope_of_kinds, write_rope_of_kinds
+from precisionctl.architectures.shared.deepseek_keys import experts_by_list
+from precisionctl.architectures.shared.deepseek_rows import decoder
+from precisionctl.architectures.shared.llama_rows import (
+    LINEAR_GATE,
+    PROJ,
+    QK_NORMS,
+    QKV_LINEAR,
+    ROTARY,
+    SEPARATE_NORM,
+    TIED,
+)
+from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, ROUTER, SHARED_EXPERTS
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_fields import LinearGate
+from precisionctl.model_parts import check_size
+from precisionctl.model_shape import ModelShape
+
+_ABSENT = {"num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 512}
+"""What its class takes for keys that are not there."""
+
+_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+}
+
+_OF_HEADS = (*QKV_LINEAR, *LINEAR_GATE, *PROJ)
+_ATTENTION = (*SEPARATE_NORM, *only_in("windowed", _OF_HEADS), *only_in("global", _OF_HEADS), *QK_NORMS)
+
+_PUBLISHED = {
+    "mlp.gate.e_score_correction_bias": "mlp.experts.e_score_correction_bias",
+    "shared_experts": "shared_expert",
+}
+_BESIDE = (*EXPERT_BIAS, *SHARED_EXPERTS)
+_ROUTING = (*ROUTER, Either(renamed(_BESIDE, _PUBLISHED), _BESIDE, second_is="in memory"))
+
+_EXPERTS = experts_by_list(dense=1)
+
+
+def _read_attention(config: Config, where: object) -> Fields:
+    said = {**_ABSENT, **config}
+    windows = layers_in_window(config, where, nowhere)
+    in_window, without = _heads(config, windows, where)
+    return {
+        "num_query_groups": size(said, "num_key_value_heads", where),
+        "kv_channels": size(said, "head_dim", where),
+        **by_kind(windows, {"num_attention_heads": in_window}, {"num_attention_heads": without}),
+        **rope_of_kinds(config, where, windows, _ROPE, 1.0),
+        "sliding_window": size(said, "sliding_window", where) if any(windows) else None,
+        "window_layers": tuple(windows) if any(windows) and not all(windows) else None,
+    }
+
+
+def _heads(config: Config, windows: list[bool], where: object) -> tuple[int, int]:
+    """How many a layer with a window has, and one without."""
+    key = "num_attention_heads_per_layer"
+    listed, heads = config.get(key), size({**_ABSENT, **config}, "num_attention_heads", where)
+    if listed is None:
+        return heads, heads
+    if not isinstance(listed, list) or len(listed) != len(windows):
+        raise DamagedCheckpoint(f"{key} is {shown(listed)}, not a number for each layer", where=where)
+    for each in listed:
+        check_size(each, key)
+    kinds = [{each for each, there in zip(listed, windows, strict=True) if there == kind} for kind in (True, False)]
+    if any(len(kind) > 1 for kind in kinds):
+        do = "Known is one number of heads in layers with a window and one in the others."
+        raise UnknownArchitecture(f"{key}={shown(listed)}", where=where, do=do)
+    in_window, without = (next(iter(kind), listed[0]) for kind in kinds)
+    return in_window, without
+
+
+def _write_attention(model: ModelShape) -> Config:
+    without = model.attention_of(in_window=False)
+    windows = [model.in_window(layer) for layer in range(model.num_layers)]
+    window = {} if model.sliding_window is None else {"sliding_window": model.sliding_window}
+    return {
+        "num_attention_heads": without.num_attention_heads,
+        "num_attention_heads_per_layer": [model.attention_of(each).num_attention_heads for each in windows],
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": model.kv_channels,
+        "layer_types": layer_types(model),
+        **window,
+        **write_rope_of_kinds(model),
+    }
+
+
+_GATES: dict[bool | str, LinearGate] = {
+    "per-head": "softplus per head",
+    "per-element": "softplus per element",
+    True: "softplus per head",
+}
+
+
+def _read_gate(config: Config, where: object) -> Fields:
+    gating, types = config.get("gating", True), config.get("gating_types")
+    if not isinstance(gating, bool | str) or gating not in _GATES:
+        raise UnknownArchitecture(f"gating={shown(gating)}", where=where, do="Known: true, per-head, per-element.")
+    kind = _GATES[gating]
+    listed = kind.removeprefix("softplus ").replace(" ", "_")
+    if types is not None and (not isinstance(types, list) or any(each != listed for each in types)):
+        what = f"gating_types is {shown(types)}, and transformers, which passes over it, takes {listed} everywhere"
+        raise DamagedCheckpoint(what, where=where)
+    return {"linear_gate": kind}
+
+
+def _write_gate(model: ModelShape) -> Config:
+    return {"gating": next((word for word, kind in _GATES.items() if kind == model.linear_gate), None)}
+
+
+def _read_layers(config: Config, where: object) -> Fields:
+    fields = _EXPERTS.read(config, where)
+    freq = fields["moe.layer_freq"]
+    if config.get("mlp_only_layers") is None and config.get("decoder_sparse_step") is None:
+        return fields
+    dense = numbered_layers(config.get("mlp_only_layers") or [], "mlp_only_layers", where)
+    step = size({"decoder_sparse_step": 1} | dict(config), "decoder_sparse_step", where)
+    if freq != tuple((layer + 1) % step == 0 and layer not in dense for layer in range(len(freq))):
+        what = f"mlp_only_layers is {shown(sorted(dense))}, and transformers takes other layers for dense ones"
+        raise DamagedCheckpoint(what, where=where, do="Say in mlp_layer_types which layers are `dense` and `sparse`.")
+    return fields
+
+
+def _write_layers(model: ModelShape) -> Config:
+    dense = [layer for layer in range(model.num_layers) if not model.has_experts(layer)]
+    return {**_EXPERTS.write(model), "mlp_only_layers": dense, "decoder_sparse_step": 1}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"laguna": "LagunaForCausalLM"},
+    behind={"gate": "experts"},
+    rows=decoder(_ATTENTION, routing=_ROUTING),
+    config=(
+        *SIZES,
+        ATTENTION_BIAS,
+        SILU,
+        Rule(
+            (
+                *("num_attention_heads", "num_attention_heads_per_layer", "num_key_value_heads", "head_dim"),
+                *("sliding_window", "layer_types", *KEYS),
+            ),
+            _read_attention,
+            _write_attention,
+        ),
+        Always("qk_layernorm", True),
+        Rule(("gating", "gating_types"), _read_gate, _write_gate),
+        Key("moe.num_experts", "num_experts"),
+        Key("moe.topk", "num_experts_per_tok", 8),
+        Key("moe.ffn_hidden_size", "moe_intermediate_size"),
+        Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
+        Rule((*_EXPERTS.keys, "mlp_only_layers", "decoder_sparse_step"), _read_layers, _write_layers),
+        Always("moe.score_function", "sigmoid"),
+        Always("moe.expert_bias", True),
+        Only("norm_topk_prob", True),
+        Only("moe_router_logit_softcapping", 0.0),
+        Only("moe_apply_router_weight_on_input", False),
+        Key("moe.topk_scaling_factor", "moe_routed_scaling_factor", 1.0),
+        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+    names_by="this project",
+)

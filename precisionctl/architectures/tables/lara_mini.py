@@ -1,0 +1,107 @@
+"""Lara 4 Mini (Translated): gated delta nets in two layers of five, windows with rotary embeddings in two, attention to
+all without positions in one; experts in every layer, and a shared one without a gate.
+
+Traps: files have the input projection of a delta net as one tensor, in Megatron's order, and its norm under Megatron's
+name; transformers has four in memory. Queries make no output gate, and no norm is zero-centred, unlike Qwen3-Next's.
+"""
+
+from precisionctl.architectures.config_keys import (
+    ATTENTION_BIAS,
+    EVERY_LAYER_SPARSE,
+    SILU,
+    SIZES_BESIDE_MLP,
+    Always,
+    Config,
+    Fields,
+    Key,
+    Rule,
+    heads,
+    layers,
+    size,
+    tied,
+)
+from precisionctl.architectures.config_layers import listed_layers
+from precisionctl.architectures.param_map import Architecture, Either, renamed
+from precisionctl.architectures.rearrangements import BY_KIND, SAME
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.delta_net_rows import delta_net
+from precisionctl.architectures.shared.llama_rows import ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.moe_rows import FUSED_EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERT
+from precisionctl.architectures.tables.qwen3_moe import scores
+from precisionctl.model_shape import ModelShape
+
+_IN_MEMORY = delta_net(
+    BY_KIND, *(f"in_proj_{part}" for part in ("qkv", "z", "b", "a")), values=("in_proj_b", "in_proj_a")
+)
+_PUBLISHED = renamed(delta_net(SAME, "in_proj", values=("in_proj",)), {".linear_attn.norm.": ".linear_attn.out_norm."})
+_APART = tuple(row for row in _PUBLISHED if row not in _IN_MEMORY)
+_DELTA_NET = Either(_APART, tuple(row for row in _IN_MEMORY if row not in _PUBLISHED), second_is="in memory")
+
+_PATTERN = ("linear_attention", "sliding_attention", "linear_attention", "full_attention", "sliding_attention")
+_DELTA_NETS, _WINDOWS = (
+    {kind: kind == this for kind in _PATTERN} for this in ("linear_attention", "sliding_attention")
+)
+
+
+def _read_layers(config: Config, where: object) -> Fields:
+    number = layers(config, where)
+    unlisted = [_PATTERN[layer % len(_PATTERN)] for layer in range(number)]
+    said = {"layer_types": unlisted} | {key: value for key, value in config.items() if value is not None}
+    nets, windows = (listed_layers(said, kinds, where) or [] for kinds in (_DELTA_NETS, _WINDOWS))
+    everywhere = all(windows)
+    window = size({"sliding_window": 512, **config}, "sliding_window", where) if any(windows) else None
+    return {
+        "gdn.layers": tuple(nets),
+        "sliding_window": window,
+        "window_layers": tuple(windows) if any(windows) and not everywhere else None,
+        "rope_layers": None if everywhere else tuple(windows),
+    }
+
+
+def _write_layers(model: ModelShape) -> Config:
+    def kind(layer: int) -> str:
+        if model.has_delta_net(layer):
+            return "linear_attention"
+        return "sliding_attention" if model.in_window(layer) else "full_attention"
+
+    window = {} if model.sliding_window is None else {"sliding_window": model.sliding_window}
+    return {"layer_types": [kind(layer) for layer in range(model.num_layers)], **window}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"lara_mini": "LaraMiniForCausalLM"},
+    behind={"gate": "experts"},
+    rows=model_rows(
+        *(row for row in _PUBLISHED if row not in _APART),
+        _DELTA_NET,
+        *MOE_NORM,
+        *ROUTER,
+        *SHARED_EXPERT,
+        *FUSED_EXPERTS,
+    ),
+    config=(
+        *SIZES_BESIDE_MLP,
+        heads(num_key_value_heads=4, head_dim=128),
+        ATTENTION_BIAS,
+        SILU,
+        Always("qk_layernorm", True),
+        Rule(("layer_types", "sliding_window"), _read_layers, _write_layers),
+        Key("gdn.num_key_heads", "linear_num_key_heads", 8),
+        Key("gdn.num_value_heads", "linear_num_value_heads", 16),
+        Key("gdn.key_head_dim", "linear_key_head_dim", 128),
+        Key("gdn.value_head_dim", "linear_value_head_dim", 128),
+        Key("gdn.conv_kernel_dim", "linear_conv_kernel_dim", 4),
+        Key("ffn_hidden_size", "moe_intermediate_size", 512),  # of no layer
+        EVERY_LAYER_SPARSE,
+        Key("moe.num_experts", "num_experts", 128),
+        Key("moe.topk", "num_experts_per_tok", 4),
+        Key("moe.ffn_hidden_size", "moe_intermediate_size", 512),
+        Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
+        scores(True),
+        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        rope(),
+        tied(True),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

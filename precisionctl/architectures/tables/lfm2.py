@@ -1,0 +1,171 @@
+"""LFM2: in most layers a short gated convolution in the place of attention. Neither Megatron-Core nor Megatron-Bridge
+has one: its parameters have the names that a gated delta net's have there.
+
+Traps: `block_ff_dim` is another word for `intermediate_size`, and wins; an MLP has fewer channels than either says,
+unless `block_auto_adjust_ff_dim` is off. `tie_embedding` is another word for `tie_word_embeddings`, and wins. The last
+norm is called `embedding_norm`. Exports leave the projections around convolutions as they are, because vLLM's layer
+takes no codes for them.
+"""
+
+from precisionctl.architectures.config_keys import (
+    LAYERS,
+    VOCABULARY,
+    Always,
+    Config,
+    Entry,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    Synonyms,
+    heads,
+    is_on,
+    layers,
+    size,
+)
+from precisionctl.architectures.config_layers import listed_layers, numbered_layers
+from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.llama_rows import (
+    ATTENTION,
+    ATTENTION_NORM,
+    FINAL_NORM,
+    MLP,
+    MLP_NORM,
+    ROTARY,
+    TIED,
+    model_rows,
+)
+from precisionctl.model_parts import real
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import COLUMNS, ROWS, TWICE_GATED_ROWS
+
+_HF, _MEGATRON = "model.layers.{layer}.conv.", "decoder.layers.{layer}.self_attention."
+
+NAMES = {
+    ".input_layernorm.": ".operator_norm.",
+    ".post_attention_layernorm.": ".ffn_norm.",
+    ".self_attn.o_proj.": ".self_attn.out_proj.",
+    ".self_attn.q_norm.": ".self_attn.q_layernorm.",
+    ".self_attn.k_norm.": ".self_attn.k_layernorm.",
+    ".mlp.gate_proj.": ".feed_forward.w1.",
+    ".mlp.up_proj.": ".feed_forward.w3.",
+    ".mlp.down_proj.": ".feed_forward.w2.",
+}
+
+CONVOLUTION = (
+    *renamed(ATTENTION_NORM, {}, {".linear_qkv.": ".in_proj."}),
+    Row(
+        f"{_HF}in_proj.weight",
+        f"{_MEGATRON}in_proj.weight",
+        ("short_conv_size", "hidden_size"),
+        parallel=TWICE_GATED_ROWS,
+        gemm=True,
+        values=(f"{_HF}in_proj.weight",),
+    ),
+    Row(f"{_HF}conv.weight", f"{_MEGATRON}conv1d.weight", ("hidden_size", 1, "short_conv.kernel_dim"), parallel=ROWS),
+    Row(
+        f"{_HF}out_proj.weight",
+        f"{_MEGATRON}out_proj.weight",
+        ("hidden_size", "hidden_size"),
+        parallel=COLUMNS,
+        gemm=True,
+        values=(f"{_HF}out_proj.weight",),
+    ),
+)
+
+ENDING = renamed(FINAL_NORM, {"model.norm.": "model.embedding_norm."})
+
+
+def rows(*experts: Row | Either) -> tuple[Row | Either, ...]:
+    """All; `experts` are those of layers that have them in the place of an MLP."""
+    blocks = (
+        *only_in("conv", CONVOLUTION),
+        *only_in("attention", (*ATTENTION_NORM, *ATTENTION)),
+        *MLP_NORM,
+        *MLP,
+    )
+    return model_rows(*renamed(blocks, NAMES), *experts, ending=ENDING)
+
+
+KINDS = {"conv": True, "full_attention": False}
+
+
+def write_layers(model: ModelShape) -> Config:
+    kinds = ("conv" if model.has_short_conv(layer) else "full_attention" for layer in range(model.num_layers))
+    return {"layer_types": list(kinds)}
+
+
+def _read_layers(config: Config, where: object) -> Fields:
+    listed, number = listed_layers(config, KINDS, where), layers(config, where)
+    if listed is None and config.get("full_attn_idxs") is not None:
+        attending = numbered_layers(config["full_attn_idxs"], "full_attn_idxs", where)
+        listed = [layer not in attending for layer in range(number)]
+    return {"short_conv.layers": tuple(listed or [False] * number)}
+
+
+def _read_channels(config: Config, where: object) -> Fields:
+    said = {"intermediate_size": 12288, **config}
+    channels = size(said, "block_ff_dim" if "block_ff_dim" in said else "intermediate_size", where)
+    if is_on(config, "block_auto_adjust_ff_dim", where, True):
+        multiplier = real(config.get("block_ffn_dim_multiplier", 1.0), "block_ffn_dim_multiplier", where)
+        multiple = size({"block_multiple_of": 256, **config}, "block_multiple_of", where)
+        channels = multiple * -(-int(multiplier * int(2 * channels / 3)) // multiple)
+    return {"ffn_hidden_size": channels}
+
+
+def _write_channels(model: ModelShape) -> Config:
+    channels = dict.fromkeys(("intermediate_size", "block_ff_dim"), model.ffn_hidden_size)
+    return {**channels, "block_auto_adjust_ff_dim": False}
+
+
+def _read_tied(config: Config, where: object) -> Fields:
+    key = "tie_embedding" if "tie_embedding" in config else "tie_word_embeddings"
+    return {"tied_embeddings": is_on(config, key, where, True)}
+
+
+COMMON: tuple[Entry, ...] = (
+    LAYERS,
+    Key("max_position_embeddings", "max_position_embeddings", 128000),
+    VOCABULARY,
+    heads(num_attention_heads=32, num_key_value_heads=8),
+    Always("qk_layernorm", True),
+    Key("short_conv.kernel_dim", "conv_L_cache", 3),
+    Only("conv_bias", False),
+    Key("norm_epsilon", "norm_eps", 1e-5),
+    rope(1e6),
+    Rule(
+        ("tie_embedding", "tie_word_embeddings"),
+        _read_tied,
+        lambda model: {"tie_word_embeddings": model.tied_embeddings},
+    ),
+)
+
+_WIDTHS = Synonyms({"block_dim": "hidden_size", "conv_dim": "hidden_size"})
+
+
+def _write_widths(model: ModelShape) -> Config:
+    """By which vLLM goes."""
+    return dict.fromkeys(_WIDTHS.keys, model.hidden_size)
+
+
+_CHANNELS = ("block_auto_adjust_ff_dim", "block_multiple_of", "block_ffn_dim_multiplier")
+
+ARCHITECTURE = Architecture(
+    model_types={"lfm2": "Lfm2ForCausalLM"},
+    rows=rows(),
+    config=(
+        *COMMON,
+        Key("hidden_size", "hidden_size", 2560),
+        Rule(("intermediate_size", "block_ff_dim", *_CHANNELS), _read_channels, _write_channels),
+        Rule(("layer_types", "full_attn_idxs"), _read_layers, write_layers),
+        Rule(_WIDTHS.keys, _WIDTHS.read, _write_widths),
+        Synonyms({"num_heads": "num_attention_heads"}),
+        Synonyms({"block_norm_eps": "norm_eps"}),
+        Only("block_use_swiglu", True),
+        Only("use_pos_enc", True),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+    names_by="this project",
+)

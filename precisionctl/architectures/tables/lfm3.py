@@ -1,0 +1,136 @@
+"""LFM3: LFM2's short convolutions beside attention with a gate of each head, windows with rotary embeddings of their
+own, and norms of what blocks give too.
+
+Traps: files call the gate `gate_proj`, and transformers' class `g_proj`. With a gate the norm before attention
+is no part of linear_qkv; that before a convolution is always part of in_proj. An MLP has the channels that config.json
+says: LFM2's other words for sizes, layers and the tied embedding are passed over. Rotary embeddings that are not scaled
+turn whole heads, whatever share config.json says.
+"""
+
+from precisionctl.architectures.config_keys import (
+    LAYERS,
+    VOCABULARY,
+    Always,
+    Config,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    heads,
+    is_on,
+    layers,
+    size,
+    tied,
+)
+from precisionctl.architectures.config_layers import listed_layers
+from precisionctl.architectures.param_map import Architecture, Either, only_in, only_with, renamed
+from precisionctl.architectures.rope import KEYS, rope_of_kinds, write_rope_of_kinds
+from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
+from precisionctl.architectures.shared.llama_rows import (
+    ATTENTION,
+    ATTENTION_NORM,
+    LINEAR_GATE,
+    MLP,
+    MLP_NORM,
+    ROTARY,
+    SEPARATE_NORM,
+    TIED,
+    model_rows,
+)
+from precisionctl.architectures.tables.lfm2 import CONVOLUTION, ENDING, NAMES
+from precisionctl.model_shape import ModelShape
+
+_GATE = Either(
+    only_in("attention", renamed(LINEAR_GATE, {".g_proj.": ".gate_proj."})),
+    only_in("attention", LINEAR_GATE),
+    second_is="in memory",
+)
+
+_NAMES = {name: its for name, its in NAMES.items() if ".self_attn." not in name}
+"""Those of attention are Llama's."""
+
+
+_NORMS = (*only_with("fused_input_layernorm", ATTENTION_NORM), *only_with("linear_gate", SEPARATE_NORM))
+_BLOCKS = (*only_in("conv", CONVOLUTION), *only_in("attention", (*_NORMS, *ATTENTION)), *MLP_NORM, *MLP)
+
+_OPERATOR_NORM = renamed(POST_ATTENTION_NORM, {".post_attention_layernorm.": ".post_operator_norm."})
+_AFTER = only_with(
+    "post_layernorms",
+    (
+        *only_in("attention", _OPERATOR_NORM),
+        *only_in("conv", renamed(_OPERATOR_NORM, {}, {".linear_proj.": ".out_proj."})),
+        *renamed(POST_MLP_NORM, {".post_feedforward_layernorm.": ".post_ffn_norm."}),
+    ),
+)
+
+_ROPE = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+_CONVOLUTIONS = {"conv": True, "full_attention": False, "sliding_attention": False}
+_WINDOWS = {"conv": False, "full_attention": False, "sliding_attention": True}
+
+
+def _read_layers(config: Config, where: object) -> Fields:
+    convolutions, windows = (listed_layers(config, kinds, where) for kinds in (_CONVOLUTIONS, _WINDOWS))
+    if convolutions is None or windows is None:
+        number = layers(config, where)
+        convolutions = [layer == 0 or layer % 2 == 1 for layer in range(number)]
+        windows = [layer > 0 and layer % 4 == 0 for layer in range(number)]
+    attention = [in_window for in_window, other in zip(windows, convolutions, strict=True) if not other]
+    return {
+        "short_conv.layers": tuple(convolutions),
+        "sliding_window": size({"sliding_window": 256, **config}, "sliding_window", where) if any(windows) else None,
+        "window_layers": tuple(windows) if any(windows) and not all(windows) else None,
+        **(rope_of_kinds(config, where, attention, _ROPE, 1.0, partial=False) if attention else {}),
+    }
+
+
+def _write_layers(model: ModelShape) -> Config:
+    def kind(layer: int) -> str:
+        if model.has_short_conv(layer):
+            return "conv"
+        return "sliding_attention" if model.in_window(layer) else "full_attention"
+
+    window = {} if model.sliding_window is None else {"sliding_window": model.sliding_window}
+    kinds = [kind(layer) for layer in range(model.num_layers)]
+    return {"layer_types": kinds, **window, **write_rope_of_kinds(model)}
+
+
+def _read_gate(config: Config, where: object) -> Fields:
+    return {"linear_gate": "sigmoid per head" if is_on(config, "use_attention_gate", where, True) else None}
+
+
+def _write_gate(model: ModelShape) -> Config:
+    return {"use_attention_gate": model.linear_gate is not None}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"lfm3": "Lfm3ForCausalLM"},
+    rows=model_rows(*renamed(_BLOCKS, _NAMES), _GATE, *_AFTER, ending=ENDING),
+    config=(
+        LAYERS,
+        Key("hidden_size", "hidden_size", 2048),
+        Key("ffn_hidden_size", "intermediate_size", 7680),
+        Key("max_position_embeddings", "max_position_embeddings", 128000),
+        VOCABULARY,
+        heads(num_attention_heads=16, num_key_value_heads=4, head_dim=128),
+        Only("attention_bias", False),
+        Always("qk_layernorm", True),
+        Rule(("use_attention_gate",), _read_gate, _write_gate),
+        Key("short_conv.kernel_dim", "conv_L_cache", 7),
+        Only("conv_bias", False),
+        Rule(("layer_types", "sliding_window", *KEYS), _read_layers, _write_layers),
+        Rule(
+            ("use_sandwich_norm",),
+            lambda config, where: {"post_layernorms": is_on(config, "use_sandwich_norm", where, True)},
+            lambda model: {"use_sandwich_norm": model.post_layernorms},
+        ),
+        Key("norm_epsilon", "norm_eps", 1e-5, synonym="rms_norm_eps"),
+        tied(True),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+    names_by="this project",
+)

@@ -1,0 +1,155 @@
+"""Llama 4 (text): experts behind a sigmoid, chunks of attention, layers without rotary embeddings.
+
+Traps: an expert's input is multiplied by its score, not what it gives; experts are stored `[in, out]`, gate and up in
+one; `intermediate_size` is an expert's; a query of a layer without rotary embeddings grows with its position.
+"""
+
+from dataclasses import replace
+
+from precisionctl.architectures.config_keys import (
+    ATTENTION_BIAS,
+    SILU,
+    SIZES_BESIDE_MLP,
+    Always,
+    Config,
+    Entry,
+    Fields,
+    Key,
+    Rule,
+    heads,
+    is_on,
+    layers,
+    size,
+    tied,
+)
+from precisionctl.architectures.config_layers import listed_layers, numbered_layers
+from precisionctl.architectures.param_map import Architecture, Either, renamed
+from precisionctl.architectures.rearrangements import Transposed
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.llama_rows import (
+    ATTENTION,
+    ATTENTION_NORM,
+    MLP,
+    MLP_NORM,
+    ROTARY,
+    TIED,
+    model_rows,
+)
+from precisionctl.architectures.shared.moe_rows import FUSED, MOE_NORM, ROUTER, SHARED_EXPERTS, experts
+from precisionctl.architectures.tables.smollm3 import ROPE_LAYERS, with_rope
+from precisionctl.model_shape import ModelShape
+
+_NAMES = {"mlp.gate.": "mlp.router.", "shared_experts": "shared_expert"}
+_MLP = {"model.layers.{layer}.mlp": "model.layers.{layer}.feed_forward"}
+_EXPERT = "model.layers.{layer}.feed_forward.experts.{expert}."
+
+_EXPERTS = Either(
+    tuple(replace(row, rearrangement=Transposed(row.rearrangement)) for row in renamed(FUSED, _MLP)),
+    experts(f"{_EXPERT}gate_proj.weight", f"{_EXPERT}up_proj.weight", f"{_EXPERT}down_proj.weight"),
+    only_read=True,
+)
+"""In one tensor; one by one where they are codes, as llm-compressor writes them."""
+
+_KINDS = {"chunked_attention": True, "full_attention": False}
+
+
+def _read_chunks(config: Config, where: object) -> Fields:
+    chunk, listed = config.get("attention_chunk_size", 8192), listed_layers(config, _KINDS, where)
+    chunked = _with_rope(config, where) if listed is None else tuple(listed)
+    if chunk is None or not any(chunked):
+        return {}
+    return {"attention_chunk_size": chunk, "window_layers": None if all(chunked) else chunked}
+
+
+def _write_chunks(model: ModelShape) -> Config:
+    chunked = model.window_layers or (model.attention_chunk_size is not None,) * model.num_layers
+    kinds = {means: kind for kind, means in _KINDS.items()}
+    return {"attention_chunk_size": model.attention_chunk_size, "layer_types": [kinds[each] for each in chunked]}
+
+
+def _with_rope(config: Config, where: object) -> tuple[bool, ...]:
+    """An empty list, as in published files, stands for none."""
+    listed = config.get("no_rope_layers")
+    return with_rope({**config, "no_rope_layers": None if listed == [] else listed}, where)
+
+
+def _read_rope_layers(config: Config, where: object) -> Fields:
+    rope_layers = _with_rope(config, where)
+    return {"rope_layers": None if all(rope_layers) else rope_layers}
+
+
+def _read_query_scaling(config: Config, where: object) -> Fields:
+    if not is_on(config, "attn_temperature_tuning", where, True):
+        return {}
+    return {
+        "query_scaling_beta": config.get("attn_scale", 0.1),
+        "query_scaling_floor": size({"floor_scale": 8192} | dict(config), "floor_scale", where),
+    }
+
+
+def _write_query_scaling(model: ModelShape) -> Config:
+    if model.query_scaling_beta is None:
+        return {"attn_temperature_tuning": False}
+    return {"attn_scale": model.query_scaling_beta, "floor_scale": model.query_scaling_floor}
+
+
+def _read_experts(config: Config, where: object) -> Fields:
+    numbers, inner = layers(config, where), size({"intermediate_size": 8192} | dict(config), "intermediate_size", where)
+    listed = config.get("moe_layers")
+    if listed is None:
+        step = size({"interleave_moe_layer_step": 1} | dict(config), "interleave_moe_layer_step", where)
+        listed = [*range(step - 1, numbers, step)]
+    with_experts = numbered_layers(listed, "moe_layers", where)
+    return {
+        "moe.layer_freq": tuple(layer in with_experts for layer in range(numbers)),
+        "moe.ffn_hidden_size": inner,
+        "moe.shared_ffn_hidden_size": inner,
+    }
+
+
+def _write_experts(model: ModelShape) -> Config:
+    inner = model.moe.ffn_hidden_size if model.moe else None
+    return {
+        "moe_layers": [layer for layer in range(model.num_layers) if model.has_experts(layer)],
+        "intermediate_size": inner,
+    }
+
+
+_EXPERT_KEYS: tuple[Entry, ...] = (
+    Rule(("moe_layers", "interleave_moe_layer_step", "intermediate_size"), _read_experts, _write_experts),
+    Key("moe.num_experts", "num_local_experts", 16),
+    Key("moe.topk", "num_experts_per_tok", 1),
+    Always("moe.score_function", "sigmoid"),
+    Always("moe.probs_on_input", True),
+)
+
+ARCHITECTURE = Architecture(
+    model_types={"llama4_text": "Llama4ForCausalLM"},
+    rows=model_rows(
+        *ATTENTION_NORM,
+        *ATTENTION,
+        *MLP_NORM,
+        *renamed(MLP, _MLP),
+        *MOE_NORM,
+        *renamed(renamed((*ROUTER, *SHARED_EXPERTS), _NAMES), _MLP),
+        _EXPERTS,
+    ),
+    config=(
+        *SIZES_BESIDE_MLP,
+        Key("ffn_hidden_size", "intermediate_size_mlp", 16384),
+        heads(num_key_value_heads=8, head_dim=128),
+        ATTENTION_BIAS,
+        SILU,
+        *_EXPERT_KEYS,
+        Key("qk_l2_norm", "use_qk_norm", True),
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        Always("rotary_interleaved", True),
+        rope(500000.0),
+        Rule(ROPE_LAYERS.keys, _read_rope_layers, ROPE_LAYERS.write),
+        Rule(("attention_chunk_size", "layer_types", *ROPE_LAYERS.keys), _read_chunks, _write_chunks),
+        Rule(("attn_temperature_tuning", "attn_scale", "floor_scale"), _read_query_scaling, _write_query_scaling),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

@@ -1,0 +1,65 @@
+"""Mamba-2: mixers alone, each a layer of Megatron's hybrid stack with the norm before it.
+
+Traps: `num_heads` and `head_dim` are the mixers'; nothing says how long a text may be, and any length is computed.
+Megatron asks for heads of attention and an MLP's channels all the same: these are the mixers', and no layer has them.
+"""
+
+from dataclasses import replace
+
+from precisionctl.architectures.config_keys import VOCABULARY, Always, Config, Fields, Key, Only, Rule, layers, tied
+from precisionctl.architectures.param_map import Architecture, renamed
+from precisionctl.architectures.shared.llama_rows import EMBEDDING, FINAL_NORM, OUTPUT, TIED
+from precisionctl.architectures.shared.mamba_keys import mixer_heads, step_limits
+from precisionctl.architectures.shared.mamba_rows import BEFORE_MIXER, MIXER
+from precisionctl.model_shape import ModelShape
+
+_NAMES = {
+    "model.embed_tokens.": "backbone.embeddings.",
+    "model.norm.": "backbone.norm_f.",
+    "model.layers.": "backbone.layers.",
+    ".input_layernorm.": ".norm.",
+}
+_HEADS = mixer_heads("num_heads", "head_dim", "expand", 64)
+
+
+def _read_layers(config: Config, where: object) -> Fields:
+    number = layers({"num_hidden_layers": 64, **config}, where)
+    return {"num_layers": number, "mamba.pattern": "M" * number, "rope_layers": (False,) * number}
+
+
+def _read_heads(config: Config, where: object) -> Fields:
+    mixer = _HEADS.read(config, where)
+    number, head = mixer["mamba.num_heads"], mixer["mamba.head_dim"]
+    of_attention = {"num_attention_heads": number, "num_query_groups": number, "kv_channels": head}
+    return {**mixer, **of_attention, "ffn_hidden_size": number * head}
+
+
+def _write_layers(model: ModelShape) -> Config:
+    return {"num_hidden_layers": model.num_layers}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"mamba2": "Mamba2ForCausalLM"},
+    rows=(
+        *renamed((*EMBEDDING, *BEFORE_MIXER, *MIXER), _NAMES),
+        *renamed(FINAL_NORM, _NAMES, {"final_layernorm": "final_norm"}),
+        *OUTPUT,
+    ),
+    config=(
+        Rule(("num_hidden_layers",), _read_layers, _write_layers),
+        Key("hidden_size", "hidden_size", 4096),
+        VOCABULARY,
+        Always("max_position_embeddings", 262144),
+        Rule(_HEADS.keys, _read_heads, _HEADS.write),
+        Key("mamba.num_groups", "n_groups", 8),
+        Key("mamba.state_dim", "state_size", 128),
+        Only("conv_kernel", 4),
+        Only("use_conv_bias", True),
+        Only("use_bias", False),
+        Only("hidden_act", "silu"),
+        step_limits("time_step_limit"),
+        Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
+        tied(False),
+    ),
+    aliases=(replace(TIED, of="backbone.embeddings.weight"),),
+)

@@ -1,0 +1,213 @@
+"""MiMo-V2-Flash: DeepSeek-V3's experts without groups and shared ones, behind attention with a window in five layers of
+six. Names in Megatron are Megatron-Bridge's (models/mimo_v2_flash/mimo_v2_flash_bridge.py).
+
+Traps: heads of values have fewer channels than those of keys, and are multiplied by `attention_value_scale`. Layers
+with a window have twice the key-value heads, a rotary base of their own and sinks, which published files call
+`attention_sink_bias`. Published config.json files say all this in other words (`hybrid_layer_pattern`, `swa_*`), by
+which engines go and transformers does not. Their `sliding_window_size` does not count the token itself, for
+transformers as for SGLang. Three prediction layers, `model.mtp.*`, of which config.json says nothing and which
+transformers leaves out, have a window and dense MLPs.
+"""
+
+from dataclasses import replace
+
+from precisionctl.architectures.config_keys import (
+    SILU,
+    SIZES,
+    Config,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    part_of,
+    size,
+    tied,
+)
+from precisionctl.architectures.config_layers import by_kind, layer_types, layers_in_window
+from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
+from precisionctl.architectures.rearrangements import GAMMA
+from precisionctl.architectures.rope import KEYS, rope_of_kinds, write_rope_of_kinds
+from precisionctl.architectures.shared.deepseek_keys import SIGMOID, experts_by_list, groups
+from precisionctl.architectures.shared.deepseek_rows import decoder
+from precisionctl.architectures.shared.llama_rows import (
+    ATTENTION_NORM,
+    MLP,
+    MLP_NORM,
+    PREDICTION_LAYER,
+    PROJ,
+    QKV_LINEAR,
+    ROTARY,
+    TIED,
+)
+from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, ROUTER
+from precisionctl.architectures.tables.gpt_oss import SINKS
+from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.model_parts import check_count
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import ROWS
+
+_ABSENT = {"num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "sliding_window": 129, "rms_norm_eps": 1e-5}
+"""What its class takes for keys that are not there."""
+
+_SHARE = 0.334
+"""Of a head, which turns."""
+
+_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": _SHARE},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": _SHARE},
+}
+
+_SINKS = Either(renamed(SINKS, {"sinks": "attention_sink_bias"}), SINKS, second_is="in memory")
+_ATTENTION: tuple[Row | Either, ...] = (
+    *ATTENTION_NORM,
+    *only_in("windowed", QKV_LINEAR),
+    *only_in("global", QKV_LINEAR),
+    replace(_SINKS, first=only_in("windowed", _SINKS.first), second=only_in("windowed", _SINKS.second)),
+    *PROJ,
+)
+
+_MTP = {"model.layers.{layer}.": "model.mtp.layers.{mtp}.", "post_attention_layernorm": "pre_mlp_layernorm"}
+_PREDICTION = (
+    Row("model.mtp.layers.{mtp}.enorm.weight", "mtp.layers.{mtp}.enorm.weight", ("hidden_size",), GAMMA),
+    Row("model.mtp.layers.{mtp}.hnorm.weight", "mtp.layers.{mtp}.hnorm.weight", ("hidden_size",), GAMMA),
+    Row(  # the embedding's half, then the hidden state's, on both sides
+        "model.mtp.layers.{mtp}.eh_proj.weight",
+        "mtp.layers.{mtp}.eh_proj.weight",
+        ("hidden_size", "doubled_hidden_size"),
+        parallel=ROWS,
+    ),
+    *renamed(
+        (*ATTENTION_NORM, *QKV_LINEAR, *_SINKS.first, *PROJ, *MLP_NORM, *MLP),
+        _MTP,
+        PREDICTION_LAYER,
+    ),
+    Row(
+        "model.mtp.layers.{mtp}.final_layernorm.weight",
+        "mtp.layers.{mtp}.final_layernorm.weight",
+        ("hidden_size",),
+        GAMMA,
+    ),
+)
+
+_EXPERTS = experts_by_list(dense=1)
+_HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
+
+
+def _local(config: Config, layers: int, where: object) -> list[bool]:
+    return [layer > 0 and (layer + 1) % 6 != 0 for layer in range(layers)]
+
+
+def _read_attention(config: Config, where: object) -> Fields:
+    said = {**_ABSENT, **config}
+    windows = layers_in_window(config, where, _local)
+    heads, in_global, head, value = (size(said, key, where) for key in _HEADS)
+    window = {"num_query_groups": 2 * in_global, "softmax_offset": True}
+    fields = {
+        "num_attention_heads": heads,
+        "kv_channels": head,
+        "v_head_dim": value,
+        "norm_epsilon": said["rms_norm_eps"],
+        **by_kind(windows, window, {"num_query_groups": in_global, "softmax_offset": False}),
+        **rope_of_kinds(config, where, windows, _ROPE, _SHARE),
+        **_EXPERTS.read(config, where),
+        **(_read_window(said, where) if any(windows) else {}),
+        "window_layers": tuple(windows) if any(windows) and not all(windows) else None,
+    }
+    _check_published(config, fields, windows, in_global, where)
+    return fields
+
+
+def _read_window(said: Config, where: object) -> Fields:
+    seen = said.get("sliding_window_size")
+    check_count(seen or 0, "sliding_window_size", 1 << 29)
+    return {"sliding_window": size(said, "sliding_window", where) if seen is None else seen + 1}
+
+
+def _published(windows: list[bool], in_global: int, fields: Fields) -> Config:
+    """What published files say in other words."""
+    base, local = fields["rotary_base"], fields["rotary_base_local"]
+    return {
+        "hybrid_layer_pattern": [int(window) for window in windows],
+        "moe_layer_freq": [int(experts) for experts in fields["moe.layer_freq"]],
+        "layernorm_epsilon": fields["norm_epsilon"],
+        "swa_num_attention_heads": fields["num_attention_heads"],
+        "swa_num_key_value_heads": 2 * in_global,
+        "swa_head_dim": fields["kv_channels"],
+        "swa_v_head_dim": fields["v_head_dim"],
+        "rope_theta": base,
+        "swa_rope_theta": base if local is None else local,
+        "partial_rotary_factor": fields["rotary_percent"],
+    }
+
+
+def _check_published(config: Config, fields: Fields, windows: list[bool], in_global: int, where: object) -> None:
+    """Raise DamagedCheckpoint where the words of published files say another model than transformers makes."""
+    for key, value in _published(windows, in_global, fields).items():
+        if config.get(key, value) not in (value, None):
+            what = f"{key} is {shown(config[key])}, and transformers, which passes over it, takes {shown(value)}"
+            raise DamagedCheckpoint(what, where=where, do="Say it in the words of transformers' class, too.")
+
+
+def _write_attention(model: ModelShape) -> Config:
+    windows = [model.in_window(layer) for layer in range(model.num_layers)]
+    without = model.attention_of(in_window=False)
+    in_global = model.num_query_groups // 2 if all(windows) else without.num_query_groups
+    fields = vars(model) | {"v_head_dim": model.value_channels, "moe.layer_freq": part_of(model, "moe").layer_freq}
+    window = model.sliding_window
+    seen = {} if window is None else {"sliding_window": window, "sliding_window_size": window - 1}
+    return {
+        **_published(windows, in_global, fields),
+        **dict(
+            zip(_HEADS, (model.num_attention_heads, in_global, model.kv_channels, model.value_channels), strict=True)
+        ),
+        "rms_norm_eps": model.norm_epsilon,
+        "layer_types": layer_types(model),
+        **seen,
+        **write_rope_of_kinds(model),
+        **_EXPERTS.write(model),
+    }
+
+
+def _read_prediction(config: Config, where: object) -> Fields:
+    number = config.get("num_nextn_predict_layers", 3)
+    check_count(number, "num_nextn_predict_layers", 64)
+    return {"mtp_num_layers": number, "mtp_dense": bool(number)}
+
+
+_PUBLISHED = (
+    *("hybrid_layer_pattern", "moe_layer_freq", "layernorm_epsilon", "swa_num_attention_heads", "swa_rope_theta"),
+    *("swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim", "partial_rotary_factor"),
+)
+_READ = (*_HEADS, *_EXPERTS.keys, *KEYS, "rms_norm_eps", "layer_types", "sliding_window", "sliding_window_size")
+
+ARCHITECTURE = Architecture(
+    model_types={"mimo_v2_flash": "MiMoV2FlashForCausalLM"},
+    behind={"gate": "experts"},
+    rows=(*decoder(_ATTENTION, routing=(*ROUTER, *EXPERT_BIAS)), *_PREDICTION),
+    config=(
+        *SIZES,
+        SILU,
+        Rule((*_READ, *_PUBLISHED), _read_attention, _write_attention),
+        Key("attention_value_scale", "attention_value_scale", 1.0, absent=0.707),
+        Key("qkv_bias", "attention_bias", False),
+        Only("add_swa_attention_sink_bias", True),
+        Only("add_full_attention_sink_bias", False),
+        Key("moe.num_experts", "n_routed_experts", synonym="num_local_experts"),
+        Key("moe.topk", "num_experts_per_tok", 8),
+        Key("moe.ffn_hidden_size", "moe_intermediate_size"),
+        Only("n_shared_experts", None),
+        *SIGMOID,
+        Only("norm_topk_prob", True),
+        groups(1, 1),
+        Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
+        Rule(
+            ("num_nextn_predict_layers",),
+            _read_prediction,
+            lambda model: {"num_nextn_predict_layers": model.mtp_num_layers},
+        ),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+    names_by="Megatron-Bridge",
+)

@@ -1,0 +1,77 @@
+"""MiniCPM3 (OpenBMB): DeepSeek's latent attention before Llama's MLP; embedding, residual and logits are multiplied.
+
+Traps: the two numbers of a rotary pair are in two halves here, and neighbours in Megatron's latent attention; the
+published config.json says no `v_head_dim`; `scale_depth` is divided by the root of the number of layers, and logits by
+`hidden_size / dim_model_base`; one that is null multiplies by 1.
+"""
+
+from dataclasses import replace
+
+from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule, layers, size, tied
+from precisionctl.architectures.head_rearrangements import KEY_PAIRS, QUERY_PAIRS
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.deepseek_keys import latent_attention
+from precisionctl.architectures.shared.deepseek_rows import ATTENTION
+from precisionctl.architectures.shared.llama_rows import MLP, MLP_NORM, ROTARY, TIED, model_rows
+from precisionctl.model_parts import real
+from precisionctl.model_shape import ModelShape
+
+_LATENT = latent_attention(768)
+_LATENT_KEYS = tuple(key for entry in _LATENT for key in entry.keys)
+_PAIRS = {
+    "linear_q_proj.weight": QUERY_PAIRS,
+    "linear_q_up_proj.weight": QUERY_PAIRS,
+    "linear_kv_down_proj.weight": KEY_PAIRS,
+}
+_ATTENTION = tuple(
+    replace(row, rearrangement=_PAIRS.get(row.megatron.partition(".self_attention.")[2], row.rearrangement))
+    for row in ATTENTION
+)
+
+
+def _read_latents(config: Config, where: object) -> Fields:
+    if config.get("v_head_dim") is None:
+        heads = size(config, "num_attention_heads", where)
+        config = {**config, "v_head_dim": size(config, "hidden_size", where) // heads}
+    return {name: value for entry in _LATENT for name, value in entry.read(config, where).items()}
+
+
+def _write_latents(model: ModelShape) -> Config:
+    return {key: value for entry in _LATENT for key, value in entry.write(model).items()}
+
+
+def _read_scales(config: Config, where: object) -> Fields:
+    said = {"scale_depth": 1.4, "dim_model_base": 256} | dict(config)
+    depth, root = said["scale_depth"], layers(config, where) ** 0.5
+    base = "hidden_size" if said["dim_model_base"] is None else "dim_model_base"
+    return {
+        "residual_multiplier": 1.0 if depth is None else real(depth, "scale_depth", where) / root,
+        "logits_scaling": size(config, "hidden_size", where) / size(said, base, where),
+    }
+
+
+def _write_scales(model: ModelShape) -> Config:
+    depth = model.residual_multiplier * model.num_layers**0.5
+    return {
+        "scale_depth": None if model.residual_multiplier == 1 else round(depth, 12),  # 1.4, as it was said
+        "dim_model_base": round(model.hidden_size / model.logits_scaling),
+    }
+
+
+ARCHITECTURE = Architecture(
+    model_types={"minicpm3": "MiniCPM3ForCausalLM"},
+    rows=model_rows(*_ATTENTION, *MLP_NORM, *MLP),
+    config=(
+        Rule(_LATENT_KEYS, _read_latents, _write_latents),
+        Only("mlp_bias", False),
+        Key("embedding_multiplier", "scale_emb", 12),
+        Always("rounded_embedding_multiplier", True),
+        Rule(("scale_depth", "dim_model_base"), _read_scales, _write_scales),
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        rope(),
+        tied(True),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

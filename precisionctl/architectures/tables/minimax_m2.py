@@ -1,0 +1,88 @@
+"""MiniMax-M2: experts in every layer, chosen as DeepSeek-V3's without groups; queries and keys are normalised over all
+heads.
+
+Traps: `intermediate_size` is an expert's; released files say by `rotary_dim` how many channels of a head are rotated.
+"""
+
+from precisionctl.architectures.config_keys import (
+    SILU,
+    SIZES,
+    Always,
+    Config,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    heads,
+    size,
+    tied,
+)
+from precisionctl.architectures.param_map import Architecture, Either, renamed
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.llama_rows import (
+    ATTENTION_NORM,
+    PROJ,
+    QK_NORMS_OVER_HEADS,
+    QKV_LINEAR,
+    ROTARY,
+    TIED,
+    model_rows,
+)
+from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, MOE_NORM
+from precisionctl.architectures.tables.mixtral import EXPERTS as MIXTRAL_EXPERTS
+from precisionctl.architectures.tables.mixtral import EXPERTS_EVERYWHERE
+from precisionctl.architectures.tables.olmo2 import NORM_OVER_HEADS
+from precisionctl.model_shape import ModelShape
+
+_BIAS = "mlp.gate.e_score_correction_bias"
+_ROPE = rope(5000000.0, partial=True)
+
+
+def _read_rope(config: Config, where: object) -> Fields:
+    if config.get("rotary_dim") is None:
+        return _ROPE.read(config, where)
+    share = size(config, "rotary_dim", where) / size(config, "head_dim", where)
+    return _ROPE.read({"partial_rotary_factor": share} | dict(config), where)
+
+
+def _write_rope(model: ModelShape) -> Config:
+    return {**_ROPE.write(model), "rotary_dim": model.rotary_size}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"minimax_m2": "MiniMaxM2ForCausalLM"},
+    rows=model_rows(
+        *ATTENTION_NORM,
+        *QKV_LINEAR,
+        *QK_NORMS_OVER_HEADS,
+        *PROJ,
+        *MOE_NORM,
+        Either(
+            (*renamed(EXPERT_BIAS, {_BIAS: "block_sparse_moe.e_score_correction_bias"}), *MIXTRAL_EXPERTS.first),
+            (*renamed(EXPERT_BIAS, {_BIAS: "mlp.e_score_correction_bias"}), *MIXTRAL_EXPERTS.second),
+            second_is="in memory",
+        ),
+    ),
+    config=(
+        *SIZES,
+        heads(num_key_value_heads=8, head_dim=128),
+        SILU,
+        *NORM_OVER_HEADS,
+        Only("use_qk_norm", True),
+        Only("qk_norm_type", "per_layer"),
+        Key("moe.num_experts", "num_local_experts", 256, synonym="num_experts"),
+        Key("moe.topk", "num_experts_per_tok", 8),
+        EXPERTS_EVERYWHERE,
+        Only("scoring_func", "sigmoid"),
+        Only("use_routing_bias", True),
+        Only("shared_intermediate_size", 0),
+        Always("moe.score_function", "sigmoid"),
+        Always("moe.expert_bias", True),
+        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        Rule((*_ROPE.keys, "rotary_dim"), _read_rope, _write_rope),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+    names_by="Megatron-Bridge",
+)

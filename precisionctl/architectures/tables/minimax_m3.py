@@ -1,0 +1,251 @@
+"""MiniMax-M3: gpt-oss' gated MLPs, DeepSeek-V3's experts without groups, and in most layers an indexer that chooses the
+blocks of keys that a query sees.
+
+Traps: norms store their factor less one; `intermediate_size` is an expert's; gate and up do not alternate; the router
+is FP32 as released. Published files have words of their own in config.json (`sparse_attention_config`,
+`moe_layer_freq`), which transformers reads and does not write, and other names of tensors than its class. Published is
+the wrapper alone; of a text model by itself transformers reads the names of its class and no others. It passes over
+`rotary_dim`, by which engines go. config.json counts prediction layers, of which no file has tensors.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from precisionctl.architectures.config_keys import (
+    SIZES_BESIDE_MLP,
+    Always,
+    Config,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    activation,
+    count,
+    heads,
+    layers,
+    size,
+    tied,
+)
+from precisionctl.architectures.config_layers import listed_layers
+from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
+from precisionctl.architectures.rearrangements import GAMMA, SAME
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.llama_rows import (
+    ATTENTION_NORM,
+    DOWN,
+    JOINED_MLP,
+    MLP,
+    MLP_NORM,
+    PROJ,
+    QK_NORMS,
+    QKV_LINEAR,
+    ROTARY,
+    TIED,
+    model_rows,
+)
+from precisionctl.architectures.shared.moe_rows import (
+    EXPERT_BIAS,
+    FUSED,
+    MOE_NORM,
+    SHARED_EXPERTS,
+    WIDE_ROUTER,
+    experts,
+)
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_shape import ModelShape
+
+_ABSENT = {"num_key_value_heads": 4, "head_dim": 128}
+"""What its class takes for keys that are not there."""
+
+_HF, _INDEXER = "model.layers.{layer}.self_attn.", "decoder.layers.{layer}.self_attention.core_attention.indexer."
+_INDEXERS = (
+    Row(
+        f"{_HF}indexer.q_proj.weight",
+        f"{_INDEXER}linear_q.weight",
+        ("msa.query_size", "hidden_size"),
+        layers="indexed",
+    ),
+    Row(
+        f"{_HF}indexer.k_proj.weight",
+        f"{_INDEXER}linear_k.weight",
+        ("msa.head_dim", "hidden_size"),
+        layers="indexed",
+    ),
+    Row(f"{_HF}indexer.q_norm.weight", f"{_INDEXER}q_norm.weight", ("msa.head_dim",), GAMMA, layers="indexed"),
+    Row(f"{_HF}indexer.k_norm.weight", f"{_INDEXER}k_norm.weight", ("msa.head_dim",), GAMMA, layers="indexed"),
+)
+
+_PUBLISHED_INDEXERS = tuple(  # vLLM computes their projections and those of queries, keys and values as one
+    replace(row, only_exported="linear" in row.megatron) for row in renamed(_INDEXERS, {"indexer.": "index_"})
+)
+
+_JOINED_SHARED = replace(
+    SHARED_EXPERTS[0],
+    names="model.layers.{layer}.mlp.shared_experts.gate_up_proj.weight",
+    rearrangement=SAME,
+)
+_BLOCK = {
+    "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
+    ".mlp.": ".block_sparse_moe.",
+}
+_NUMBERED = experts(
+    "model.layers.{layer}.mlp.experts.{expert}.w1.weight",
+    "model.layers.{layer}.mlp.experts.{expert}.w3.weight",
+    "model.layers.{layer}.mlp.experts.{expert}.w2.weight",
+)
+
+
+def _either(in_memory: tuple[Row, ...], published: tuple[Row, ...]) -> Either:
+    return Either(in_memory, published, only_read=True, second_is="for engines")
+
+
+_ROWS = model_rows(
+    *ATTENTION_NORM,
+    *QKV_LINEAR,
+    *QK_NORMS,
+    *PROJ,
+    _either(_INDEXERS, _PUBLISHED_INDEXERS),
+    *MLP_NORM,
+    _either(only_in("dense", JOINED_MLP[:1]), MLP[:1]),
+    DOWN,
+    *MOE_NORM,
+    _either(
+        (WIDE_ROUTER, *EXPERT_BIAS, _JOINED_SHARED, *SHARED_EXPERTS[1:], *FUSED),
+        renamed((WIDE_ROUTER, *EXPERT_BIAS, *SHARED_EXPERTS, *_NUMBERED), _BLOCK),
+    ),
+)
+
+_MLPS = {"dense": False, "sparse": True}
+_ATTENTIONS = {"full_attention": False, "minimax_m3_sparse": True}
+_SIZES = {
+    "index_n_heads": ("sparse_num_index_heads", "n_heads", 4),
+    "index_head_dim": ("sparse_index_dim", "head_dim", 128),
+    "index_block_size": ("sparse_block_size", "block_size", 128),
+    "index_topk_blocks": ("sparse_topk_blocks", "topk_blocks", 16),
+    "index_local_blocks": ("sparse_local_block", "local_blocks", 1),
+}
+"""Of an indexer, in transformers' words: the published word, the field, and what its class takes where none is said."""
+
+_FIXED = (Only("use_sparse_attention", True), Only("sparse_score_type", "max"), Only("sparse_init_block", 0))
+
+
+def _by_layer(
+    config: Config, kinds: Mapping[str, bool], key: str, flags: object, flags_key: str, where: object
+) -> list[bool] | None:
+    """Whether each layer is of a kind, as transformers' key lists them or the published flags do; None if neither."""
+    listed, number = listed_layers(config, kinds, where, key), layers(config, where)
+    if flags is None:
+        return listed
+    if not isinstance(flags, list) or len(flags) != number or any(flag not in (0, 1) for flag in flags):
+        raise DamagedCheckpoint(f"{flags_key} is {shown(flags)}, not a 0 or 1 for each of {number} layers", where=where)
+    flagged = [bool(flag) for flag in flags]
+    if listed not in (None, flagged):
+        raise DamagedCheckpoint(
+            f"{key} and {flags_key} say different layers", where=where, do=f"Say {flags_key} alone."
+        )
+    return flagged
+
+
+def _read_experts(config: Config, where: object) -> Fields:
+    found = _by_layer(config, _MLPS, "mlp_layer_types", config.get("moe_layer_freq"), "moe_layer_freq", where)
+    return {"moe.layer_freq": (True,) * layers(config, where) if found is None else tuple(found)}
+
+
+def _write_experts(model: ModelShape) -> Config:
+    return {"moe_layer_freq": [int(model.has_experts(layer)) for layer in range(model.num_layers)]}
+
+
+def _read_indexer(config: Config, where: object) -> Fields:
+    said = config.get("sparse_attention_config") or {}
+    if not isinstance(said, Mapping):
+        raise DamagedCheckpoint(f"sparse_attention_config is {shown(said)}, not an object", where=where)
+    for only in _FIXED:
+        only.read({"model_type": config.get("model_type"), **said}, where)
+    flags = said.get("sparse_attention_freq")
+    indexed = _by_layer(config, _ATTENTIONS, "layer_types", flags, "sparse_attention_freq", where) or []
+    if not any(indexed):
+        return {}
+    off = said.get("sparse_disable_index_value")
+    if off is not None and off != [int(each) for each in indexed]:
+        what = f"sparse_disable_index_value={shown(off)}: an indexer with values"
+        raise UnknownArchitecture(what, where=where, do="Its table was made for 1 in each layer with an indexer.")
+    sizes = {}
+    for key, (published, field, absent) in _SIZES.items():
+        here = {key: absent, **config}
+        if said.get(published) is not None:
+            here[key] = said[published]
+            if config.get(key, here[key]) != here[key]:
+                raise DamagedCheckpoint(f"{key} and {published} differ", where=where, do=f"Say {published} alone.")
+        sizes[f"msa.{field}"] = (count if key == "index_local_blocks" else size)(here, key, where)
+    return {**sizes, "msa.layers": tuple(indexed)}
+
+
+def _write_indexer(model: ModelShape) -> Config:
+    if model.msa is None:
+        return {}
+    flags = [int(each) for each in model.msa.layers]
+    return {
+        "sparse_attention_config": {
+            **{name: value for only in _FIXED for name, value in only.write(model).items()},
+            **{published: getattr(model.msa, field) for published, field, _ in _SIZES.values()},
+            "sparse_attention_freq": flags,
+            "sparse_disable_index_value": flags,
+        }
+    }
+
+
+_ROPE = rope(5000000.0, partial=True)
+
+
+def _read_rope(config: Config, where: object) -> Fields:
+    fields = _ROPE.read(config, where)
+    turning = int(size({**_ABSENT, **config}, "head_dim", where) * fields["rotary_percent"])
+    if config.get("rotary_dim", turning) != turning:
+        what = f"rotary_dim is {shown(config['rotary_dim'])}, and transformers, which passes over it, turns {turning}"
+        raise DamagedCheckpoint(what, where=where, do="Say it by partial_rotary_factor, too.")
+    return fields
+
+
+ARCHITECTURE = Architecture(
+    model_types={"minimax_m3_vl_text": "MiniMaxM3VLForCausalLM"},
+    rows=_ROWS,
+    config=(
+        *SIZES_BESIDE_MLP,
+        Key("ffn_hidden_size", "dense_intermediate_size", 12288),
+        heads(**_ABSENT),
+        activation("hidden_act", {"swigluoai": "quick_gelu", "silu": "quick_gelu"}, "silu"),
+        Only("swiglu_alpha", 1.702),
+        Only("swiglu_beta", 1.0),
+        Key("activation_clamp", "swiglu_limit", 7.0),
+        Always("glu_offset", 1.0),
+        Only("use_gemma_norm", True),
+        Always("zero_centered_gamma", True),
+        Always("hf_zero_centered_gamma", True),
+        Only("use_qk_norm", True, "qk_layernorm", True),
+        Only("qk_norm_type", "per_head"),
+        Only("attention_output_gate", False),
+        Key("moe.num_experts", "num_local_experts", 128, synonym="num_experts"),
+        Key("moe.topk", "num_experts_per_tok", 4),
+        Key("moe.ffn_hidden_size", "intermediate_size", 3072),
+        Only("n_shared_experts", 1),
+        Key("moe.shared_ffn_hidden_size", "shared_intermediate_size", 3072),
+        Rule(("mlp_layer_types", "moe_layer_freq"), _read_experts, _write_experts),
+        Only("scoring_func", "sigmoid"),
+        Only("use_routing_bias", True),
+        Always("moe.score_function", "sigmoid"),
+        Always("moe.expert_bias", True),
+        Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.0),
+        Only("use_index_cache", False),  # vLLM's indexers that serve the layers after them
+        Rule(("sparse_attention_config", "layer_types", *_SIZES), _read_indexer, _write_indexer),
+        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        Rule(
+            (*_ROPE.keys, "rotary_dim"),
+            _read_rope,
+            lambda model: {**_ROPE.write(model), "rotary_dim": model.rotary_size},
+        ),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+    names_by="this project",
+)

@@ -1,0 +1,39 @@
+"""Ministral 3: Mistral whose queries grow with their position, beyond the context before YaRN.
+
+Trap: a config.json without rotary parameters has YaRN.
+"""
+
+from precisionctl.architectures.config_keys import SILU, SIZES, Key, heads, tied
+from precisionctl.architectures.config_layers import everywhere, sliding_window
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
+from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+ARCHITECTURE = Architecture(
+    model_types={"ministral3": "Ministral3ForCausalLM"},
+    rows=LLAMA.rows,
+    config=(
+        *SIZES,
+        heads(num_key_value_heads=8, head_dim=128),
+        SILU,
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        rope(scaling=YARN, query_scaling=True),
+        sliding_window(everywhere, listed=False),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

@@ -1,0 +1,61 @@
+"""Mistral 4: DeepSeek-V3's latent attention and shared experts, experts chosen by softmax, queries as Ministral 3's.
+
+Traps: `partial_rotary_factor` and `head_dim` say again what share of a head `qk_rope_head_dim` is; a config.json
+without rotary parameters has YaRN; its class saves the experts of a layer in one tensor. It is published in Mistral 3's
+wrapper.
+"""
+
+from precisionctl.architectures.config_keys import Config, Fields, Key, Only, Rule, size, tied
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.deepseek_keys import experts, latent_attention
+from precisionctl.architectures.shared.deepseek_rows import ATTENTION, decoder
+from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
+from precisionctl.architectures.shared.moe_rows import FUSED_EXPERTS
+from precisionctl.architectures.tables.ministral3 import YARN
+from precisionctl.errors import UnknownArchitecture, shown
+from precisionctl.model_shape import ModelShape
+
+_ROPE = rope(
+    scaling=YARN | {"rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192},
+    partial=True,
+    query_scaling=True,
+)
+
+
+def _read_rope(config: Config, where: object) -> Fields:
+    fields = {**_ROPE.read(config, where)}
+    turned, plain = (size(config, key, where) for key in ("qk_rope_head_dim", "qk_nope_head_dim"))
+    said = {"partial_rotary_factor": fields.pop("rotary_percent"), "head_dim": config.get("head_dim", turned + plain)}
+    for key, known in (("partial_rotary_factor", (1, turned / (turned + plain))), ("head_dim", (turned + plain,))):
+        if said[key] not in known:
+            what = f"{key} is {shown(said[key])}, and {turned} of {turned + plain} channels have positions"
+            raise UnknownArchitecture(what, where=where)
+    return fields
+
+
+def _write_rope(model: ModelShape) -> Config:
+    """In one object, to which its class adds the share of a head."""
+    scaling = _ROPE.write(model).get("rope_scaling", {"rope_type": "default"})
+    return {"rope_parameters": {**scaling, "rope_theta": model.rotary_base}}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"mistral4": "Mistral4ForCausalLM"},
+    behind={"gate": "experts"},
+    rows=decoder(ATTENTION, FUSED_EXPERTS),
+    config=(
+        *latent_attention(1024),
+        *experts(shared=1, dense=0),
+        Only("norm_topk_prob", True),
+        Only("n_group", 1),  # more would be worth their probabilities, not their logits
+        Only("topk_group", 1),
+        Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
+        Only("rope_interleave", True),
+        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        Rule((*_ROPE.keys, "head_dim"), _read_rope, _write_rope),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

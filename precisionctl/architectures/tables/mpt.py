@@ -1,0 +1,105 @@
+"""MPT: scores that fall with distance in the place of positions, LayerNorms without biases, an MLP of exact GELUs.
+
+Traps: transformers' class heeds few of its settings, and has ALiBi, no biases and an MLP four times as wide whatever
+config.json says; what other programs would compute otherwise is refused. `Wqkv` is all queries, then keys, then values.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from precisionctl.architectures.config_keys import VOCABULARY, Always, Config, Fields, Key, Only, Reworded, Rule, tied
+from precisionctl.architectures.head_rearrangements import QKV
+from precisionctl.architectures.param_map import Architecture, renamed
+from precisionctl.architectures.rearrangements import Joined
+from precisionctl.architectures.shared.llama_rows import (
+    ATTENTION_NORM,
+    EMBEDDING,
+    FINAL_NORM,
+    MLP_NORM,
+    OUTPUT,
+    PROJ,
+    QKV_LINEAR,
+    TIED,
+    UNGATED_MLP,
+    ZERO_NORM_BIASES,
+)
+from precisionctl.architectures.tables.gpt2 import sizes
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_parts import real
+
+_NAMES = {
+    "model.embed_tokens.": "transformer.wte.",
+    "model.layers.": "transformer.blocks.",
+    "model.norm.": "transformer.norm_f.",
+    ".input_layernorm.": ".norm_1.",
+    ".post_attention_layernorm.": ".norm_2.",
+    ".self_attn.o_proj.": ".attn.out_proj.",
+    ".mlp.": ".ffn.",
+}
+_JOINED_QKV = replace(QKV_LINEAR[0], names="model.layers.{layer}.attn.Wqkv.weight", rearrangement=Joined(QKV))
+
+_SIZES = sizes("n_layers", "d_model", "n_heads", inner=None)
+_ABSENT = {"n_layers": 24, "d_model": 2048, "n_heads": 16}
+
+_ATTENTION: Mapping[str, object] = {
+    "attn_type": "multihead_attention",
+    "alibi": True,
+    "alibi_bias_max": 8,
+    "qk_ln": False,
+    "softmax_scale": None,
+    "prefix_lm": False,
+}
+"""What its class takes for keys that are not in `attn_config`, and the only values known here."""
+
+
+def _read_attention(config: Config, where: object) -> Fields:
+    said = {} if config.get("attn_config") is None else config["attn_config"]
+    if not isinstance(said, Mapping):
+        raise DamagedCheckpoint(f"attn_config is {shown(said)}, not an object", where=where)
+    for key, known in _ATTENTION.items():
+        if said.get(key, known) != known:
+            what = f"no mpt known here has {key}={shown(said[key])} in attn_config"
+            raise UnknownArchitecture(what, where=where, do=f"Its table was made for {key}={known!r}.")
+    clip = said.get("clip_qkv")
+    return {"clip_qkv": real(clip, "clip_qkv", where) if clip else None}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"mpt": "MptForCausalLM"},
+    rows=renamed(
+        (
+            *(*EMBEDDING, *ATTENTION_NORM, _JOINED_QKV, *PROJ, *MLP_NORM, *UNGATED_MLP),
+            *(*FINAL_NORM, *ZERO_NORM_BIASES, *OUTPUT),
+        ),
+        _NAMES,
+    ),
+    config=(
+        Reworded(
+            Rule(
+                ("n_layers", "d_model", "n_heads"),
+                lambda config, where: _SIZES.read({**_ABSENT, **config}, where),
+                _SIZES.write,
+            ),
+            {"n_layers": "num_hidden_layers", "d_model": "hidden_size", "n_heads": "num_attention_heads"},
+            published=False,
+        ),
+        Only("expansion_ratio", 4),
+        Key("max_position_embeddings", "max_seq_len", 2048),
+        VOCABULARY,
+        Rule(
+            ("attn_config",),
+            _read_attention,
+            lambda model: {"attn_config": {**_ATTENTION, "clip_qkv": model.clip_qkv}},
+        ),
+        Always("position_embedding", "alibi"),
+        Only("no_bias", True),
+        Only("logit_scale", None),
+        Always("activation", "gelu"),
+        Always("gated_linear_unit", False),
+        Always("normalization", "LayerNorm"),
+        Always("norm_bias", False),
+        Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
+        tied(True),
+    ),
+    aliases=(replace(TIED, of="transformer.wte.weight"),),
+)

@@ -1,0 +1,147 @@
+"""Muse Glimmer (text): norms before and after attention and MLP, norms without weights of embeddings, queries and keys,
+an output gate, and windows; every fourth layer has no window and no rotary embeddings.
+
+Traps: norms in layers store their factor less one, and the last one its factor; those after a block have an epsilon of
+their own. Queries are multiplied by `qk_scale_factor` after their norm, beside the root of a head's size; logits by
+`output_multiplier` before they are capped. Of `layer_rope_theta` transformers heeds only which layers have 0. Published
+is the wrapper alone, and of a text model by itself transformers has no class.
+"""
+
+from precisionctl.architectures.config_keys import (
+    SIZES,
+    Always,
+    Config,
+    Entry,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    heads,
+    layers,
+    size,
+    tied,
+)
+from precisionctl.architectures.config_layers import layer_types, layers_with_window
+from precisionctl.architectures.param_map import Architecture, Row
+from precisionctl.architectures.rope import KEYS, rope
+from precisionctl.architectures.shared.gemma_rows import AFTER_ATTENTION
+from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, PROJ, ROTARY, TIED, model_rows
+from precisionctl.architectures.tables.afmoe import GATED_QKV
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_parts import real
+from precisionctl.model_shape import ModelShape
+
+FINAL_NORM = (Row("model.norm.weight", "decoder.final_layernorm.weight", ("hidden_size",)),)
+"""As `final_gamma_whole` says."""
+
+
+def _all_but_every_fourth(config: Config, layers: int, where: object) -> list[bool]:
+    """True for every layer but each fourth, counted from the last."""
+    return [(layers - 1 - layer) % 4 != 0 for layer in range(layers)]
+
+
+def _read_windows(config: Config, where: object) -> Fields:
+    windows = layers_with_window(config, where, _all_but_every_fourth, 2048)
+    if not any(windows):
+        return {}
+    return {
+        "sliding_window": size({"sliding_window": 2048} | dict(config), "sliding_window", where),
+        "window_layers": None if all(windows) else tuple(windows),
+    }
+
+
+def _write_windows(model: ModelShape) -> Config:
+    return {"sliding_window": model.sliding_window, "layer_types": layer_types(model)}
+
+
+def positions(base: float, *, in_parameters: bool = False) -> Rule:
+    """Rotary embeddings, and the layers that have them; `base` is the class's default. `in_parameters` says that the
+    class heeds a base in `rope_parameters` alone."""
+    parameters, key = rope(base), "layer_rope_theta"
+
+    def read(config: Config, where: object) -> Fields:
+        if in_parameters and config.get("rope_parameters") is None:
+            config = {name: value for name, value in config.items() if name != "rope_theta"}
+        fields, number = parameters.read(config, where), layers(config, where)
+        turning, listed = _all_but_every_fourth(config, number, where), config.get(key)
+        if listed is not None:
+            if (
+                not isinstance(listed, list)
+                or len(listed) != number
+                or any(type(each) not in (int, float) for each in listed)
+            ):
+                raise DamagedCheckpoint(f"{key} is {shown(listed)}, not a list of {number} bases", where=where)
+            turning = [each != 0 for each in listed]
+            for each in listed:
+                if each not in (0, fields["rotary_base"]):
+                    what = f"{key} has a base of {shown(each)}, and rope_theta is {fields['rotary_base']:g}"
+                    raise UnknownArchitecture(
+                        what, where=where, do="transformers has rope_theta, or none, in all layers."
+                    )
+        return {**fields, "rope_layers": None if all(turning) else tuple(turning)}
+
+    def write(model: ModelShape) -> Config:
+        turning = model.rope_layers or (True,) * model.num_layers
+        kind = {**(model.rope_scaling or {"rope_type": "default"}), "rope_theta": model.rotary_base}
+        said = {"rope_parameters": kind} if in_parameters else parameters.write(model)
+        return {**said, key: [model.rotary_base if each else 0 for each in turning]}
+
+    return Rule((*KEYS, key), read, write)
+
+
+def query_scale(absent: float, of_heads: Entry) -> Rule:
+    """What queries are multiplied by after their norm; `absent` is the class's default. `of_heads` reads their size."""
+    key = "qk_scale_factor"
+
+    def read(config: Config, where: object) -> Fields:
+        factor = real(config.get(key, absent), key, where)
+        return {"query_pre_attn_scalar": _scalar(factor, of_heads.read(config, where)["kv_channels"])}
+
+    def write(model: ModelShape) -> Config:
+        scalar = model.query_pre_attn_scalar or model.kv_channels
+        root = (model.kv_channels / scalar) ** 0.5
+        shorter = (float(f"{root:.{digits}g}") for digits in range(1, 17))
+        return {key: next((each for each in shorter if _scalar(each, model.kv_channels) == scalar), root)}
+
+    return Rule((key,), read, write)
+
+
+def _scalar(factor: float, head: int) -> float:
+    return float(head / factor**2)
+
+
+_HEADS = heads(num_key_value_heads=2, head_dim=128)
+
+OF_ALL_MUSES: tuple[Entry, ...] = (
+    *SIZES,
+    Only("attention_bias", False),
+    Always("zero_centered_gamma", True),
+    Always("hf_zero_centered_gamma", True),
+    Always("final_gamma_whole", True),
+    Key("norm_epsilon", "rms_norm_eps", 1e-5),
+    Always("post_layernorms", True),
+    Key("post_norm_epsilon", "post_norm_eps", 1e-8),
+    Always("embedding_norm", True),
+    Always("qk_l2_norm", True),
+    Always("qk_l2_norm_everywhere", True),
+    Always("attention_output_gate", True),
+    Rule(("sliding_window", "layer_types"), _read_windows, _write_windows),
+    Key("final_logit_softcapping", "final_logit_softcapping", 20.0),
+    tied(False),
+)
+
+ARCHITECTURE = Architecture(
+    model_types={"muse_glimmer_text": "MuseGlimmerForCausalLM"},
+    rows=model_rows(*ATTENTION_NORM, GATED_QKV, *PROJ, *AFTER_ATTENTION, ending=FINAL_NORM),
+    config=(
+        *OF_ALL_MUSES,
+        _HEADS,
+        Only("hidden_activation", "silu", "activation", "silu"),
+        query_scale(3.87, _HEADS),
+        Key("logit_multiplier", "output_multiplier", 0.19611613513818404),
+        positions(10000.0),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+    names_by="this project",
+)

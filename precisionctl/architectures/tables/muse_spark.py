@@ -1,0 +1,118 @@
+"""Muse Spark (text): Muse Glimmer with experts behind latents, a norm of what each head gives, and gates between blocks
+and the residual stream.
+
+Traps: the norm of what attention gives has no weight, and those of what an MLP or an expert gives multiply by their
+weight before they normalise. One norm is for all experts of a layer, each by itself. `output_multiplier` multiplies the
+logits of routers too. Routers, their biases and the gates are FP32 in memory. Published is the wrapper alone, and of a
+text model by itself transformers has no class.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from precisionctl.architectures.config_keys import SILU, Always, Config, Fields, Key, Only, Rule, heads
+from precisionctl.architectures.param_map import Architecture, Row, renamed
+from precisionctl.architectures.rearrangements import GAMMA
+from precisionctl.architectures.shared.deepseek_keys import experts_by_list
+from precisionctl.architectures.shared.gemma_rows import POST_MLP_NORM, PRE_MLP_NORM
+from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, MLP, PROJ, ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, FUSED, MOE_NORM, POST_MOE_NORM, WIDE_ROUTER
+from precisionctl.architectures.tables.afmoe import GATED_QKV
+from precisionctl.architectures.tables.muse_glimmer import FINAL_NORM, OF_ALL_MUSES, positions, query_scale
+from precisionctl.architectures.tables.nemotron_h import LATENTS
+from precisionctl.model_parts import real
+from precisionctl.model_shape import ModelShape
+
+_GATES = tuple(
+    Row(
+        f"model.layers.{{layer}}.{gate}.gate",
+        f"decoder.layers.{{layer}}.{gate}.gate",
+        ("hidden_size",),
+        keeps_dtype=True,
+    )
+    for gate in ("post_attention_residual_gate", "post_feedforward_residual_gate")
+)
+
+
+def _values(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Rows that stay values in exports."""
+    return tuple(replace(row, values=row.hf) for row in rows)
+
+
+_LATENTS = (
+    *_values(renamed(LATENTS, {"mixer.fc1_latent": "mlp.pre_expert", "mixer.fc2_latent": "mlp.post_expert"})),
+    *(
+        Row(
+            f"model.layers.{{layer}}.mlp.{hf}.weight",
+            f"decoder.layers.{{layer}}.mlp.{megatron}.weight",
+            ("moe.latent_size",),
+            GAMMA,
+            layers="moe",
+        )
+        for hf, megatron in {
+            "pre_expert_norm": "pre_expert_layernorm",
+            "experts.post_expert_norm": "post_expert_layernorm",
+        }.items()
+    ),
+)
+
+_EXPERTS = _values(FUSED)
+"""As published, in one tensor. Of what engines load in its place only ModelOpt's NVFP4 is known (vLLM's muse_spark)."""
+
+_OUTPUT_MULTIPLIER = 0.1767766952966369
+
+
+def _read_multiplier(config: Config, where: object) -> Fields:
+    said = real(config.get("output_multiplier", _OUTPUT_MULTIPLIER), "output_multiplier", where)
+    return {"logit_multiplier": said, "moe.logit_multiplier": said}
+
+
+def _write_multiplier(model: ModelShape) -> Config:
+    return {"output_multiplier": model.logit_multiplier}
+
+
+_HEADS = heads(num_key_value_heads=16, head_dim=64)
+
+ARCHITECTURE = Architecture(
+    model_types={"muse_spark_text": "MuseSparkForCausalLM"},
+    rows=model_rows(
+        *ATTENTION_NORM,
+        GATED_QKV,
+        *PROJ,
+        *_GATES,
+        *PRE_MLP_NORM,
+        *MLP,
+        *POST_MLP_NORM,
+        *renamed(MOE_NORM, {"post_attention_layernorm": "pre_feedforward_layernorm"}),
+        WIDE_ROUTER,
+        *EXPERT_BIAS,
+        *_LATENTS,
+        *_EXPERTS,
+        *POST_MOE_NORM,
+        ending=FINAL_NORM,
+    ),
+    config=(
+        *OF_ALL_MUSES,
+        _HEADS,
+        SILU,
+        query_scale(5.4730064863875, _HEADS),
+        Rule(("output_multiplier",), _read_multiplier, _write_multiplier),
+        positions(500000.0, in_parameters=True),
+        Always("attention_output_norm", True),
+        Always("scaled_post_layernorms", True),
+        Key("residual_gate_temperature", "residual_gate_temperature", 0.3),
+        experts_by_list(dense=0),
+        Key("moe.num_experts", "num_local_experts", 256),
+        Key("moe.topk", "num_experts_per_tok", 8),
+        Key("moe.ffn_hidden_size", "moe_intermediate_size", 4096),
+        Key("moe.latent_size", "moe_hidden_size", 4096),
+        Only("num_shared_experts", 0),
+        Always("moe.expert_norms", True),
+        Always("moe.score_function", "sigmoid"),
+        Always("moe.expert_bias", True),
+        Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+    names_by="this project",
+)

@@ -1,0 +1,276 @@
+"""Nemotron-H and Nemotron 3: Mamba-2 mixers, attention, MLPs and experts, each a layer of its own with one norm. Names
+in Megatron are those of Megatron-Core's hybrid stack (megatron/core/ssm/mamba_block.py, mamba_mixer.py).
+
+Traps: every block is called `mixer` in Hugging Face, and its norm `norm`; attention has no positions; in_proj's rows
+are in five parts of unequal size, which tensor parallelism cuts each by itself; the last norm is `final_norm`. What
+clamps a mixer's steps is time_step_limit, in NVIDIA's own code as in Megatron-Core; transformers (5.24) takes
+time_step_min for it, which is where steps of a new model begin. A prediction layer (Nemotron 3), which transformers
+leaves out, is two blocks: Hugging Face counts them as layers, `mtp.layers.0` and `mtp.layers.1`, and in Megatron they
+are the layers of `mtp_model_layer` (Megatron-Bridge's nemotron_h_bridge.py).
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
+
+from precisionctl.architectures.config_keys import (
+    VOCABULARY,
+    Always,
+    Config,
+    Entry,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    Synonyms,
+    heads,
+    one_or_none,
+    size,
+    tied,
+)
+from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed, when
+from precisionctl.architectures.rearrangements import GAMMA, SAME
+from precisionctl.architectures.shared.llama_rows import (
+    EMBEDDING,
+    FINAL_NORM,
+    OUTPUT,
+    PROJ,
+    QKV_LINEAR,
+    TIED,
+    UNGATED_MLP,
+)
+from precisionctl.architectures.shared.mamba_keys import step_limits
+from precisionctl.architectures.shared.mamba_rows import MIXER
+from precisionctl.architectures.shared.moe_rows import (
+    EXPERT_BIAS,
+    FC1,
+    FC1_SIZES,
+    FC2,
+    FC2_SIZES,
+    ROUTER,
+    SHARED_EXPERTS,
+)
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_parts import MOST_LAYERS
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import COLUMNS, ROWS
+from precisionctl.recurrent_parts import Mamba
+
+_HF = "model.layers.{layer}.mixer."
+
+
+def _norm(layers: Literal["attention", "mamba", "dense", "moe"], of: str) -> Row:
+    name = "model.layers.{layer}.norm.weight"
+    return Row(name, f"decoder.layers.{{layer}}.{of}", ("hidden_size",), GAMMA, layers=layers)
+
+
+def _as_mixer(rows: Iterable[Row]) -> tuple[Row, ...]:
+    return renamed(rows, {".self_attn.": ".mixer.", ".mlp.": ".mixer."})
+
+
+_SHARED_EXPERT = (
+    replace(SHARED_EXPERTS[0], names=f"{_HF}shared_experts.up_proj.weight", rearrangement=SAME, parallel=ROWS),
+    *_as_mixer(SHARED_EXPERTS[1:]),
+)
+
+
+LATENTS = only_in(
+    "moe",
+    (
+        Row(
+            f"{_HF}fc1_latent_proj.weight",
+            "decoder.layers.{layer}.mlp.fc1_latent_proj.weight",
+            ("moe.latent_size", "hidden_size"),
+            present=when("latent_experts"),
+            gemm=True,
+        ),
+        Row(
+            f"{_HF}fc2_latent_proj.weight",
+            "decoder.layers.{layer}.mlp.fc2_latent_proj.weight",
+            ("hidden_size", "moe.latent_size"),
+            present=when("latent_experts"),
+            gemm=True,
+        ),
+    ),
+)
+"""Around experts, whole on every tensor rank (megatron/core/transformer/moe/moe_layer.py)."""
+
+
+def _experts(up: str, down: str) -> tuple[Row, ...]:
+    return (
+        Row(_HF + up, FC1, FC1_SIZES, parallel=ROWS, layers="moe", gemm=True),
+        Row(_HF + down, FC2, FC2_SIZES, parallel=COLUMNS, layers="moe", gemm=True),
+    )
+
+
+_ATTENTION = only_in(
+    "attention",
+    (_norm("attention", "self_attention.linear_qkv.layer_norm_weight"), *_as_mixer((*QKV_LINEAR, *PROJ))),
+)
+_BESIDE_EXPERTS = (
+    _norm("moe", "pre_mlp_layernorm.weight"),
+    *_as_mixer((*ROUTER, *EXPERT_BIAS)),
+    *_SHARED_EXPERT,
+    *LATENTS,
+)
+_ROWS = (
+    *renamed(EMBEDDING, {"embed_tokens": "embeddings"}),
+    _norm("mamba", "mixer.in_proj.layer_norm_weight"),
+    *MIXER,
+    *_ATTENTION,
+    _norm("dense", "mlp.linear_fc1.layer_norm_weight"),
+    *only_in("dense", _as_mixer(UNGATED_MLP)),
+    *_BESIDE_EXPERTS,
+    *renamed(FINAL_NORM, {"model.norm.": "model.norm_f."}, {"final_layernorm": "final_norm"}),
+)
+_NUMBERED = _experts("experts.{expert}.up_proj.weight", "experts.{expert}.down_proj.weight")
+_STACKED = _experts("experts.up_proj[{expert}]", "experts.down_proj[{expert}]")
+
+
+def _predicting(block: int, rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Rows of a layer as those of a block of the prediction layer."""
+    in_megatron = {"decoder.layers.{layer}.": f"mtp.layers.{{mtp}}.mtp_model_layer.layers.{block}."}
+    return renamed(only_in("all", rows), {"model.layers.{layer}.": f"mtp.layers.{block}."}, in_megatron)
+
+
+_PREDICTION = (
+    Row("mtp.layers.0.enorm.weight", "mtp.layers.{mtp}.enorm.weight", ("hidden_size",), GAMMA),
+    Row("mtp.layers.0.hnorm.weight", "mtp.layers.{mtp}.hnorm.weight", ("hidden_size",), GAMMA),
+    Row(
+        "mtp.layers.0.eh_proj.weight",
+        "mtp.layers.{mtp}.eh_proj.weight",
+        ("hidden_size", "doubled_hidden_size"),
+        parallel=ROWS,
+    ),
+    *_predicting(0, _ATTENTION),
+    *_predicting(1, (*_BESIDE_EXPERTS, *_NUMBERED)),
+    Row("mtp.layers.1.final_layernorm.weight", "mtp.layers.{mtp}.final_layernorm.weight", ("hidden_size",), GAMMA),
+)
+"""Of which there may be one, made of attention and experts (Mamba.mtp_pattern)."""
+
+_LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
+"""Of kinds of layers, with the names that transformers first had."""
+
+
+def _read_layers(config: Config, where: object) -> Fields:
+    listed, pattern = config.get("layers_block_type"), config.get("hybrid_override_pattern")
+    if listed is not None:
+        if not isinstance(listed, list) or len(listed) > MOST_LAYERS:
+            raise DamagedCheckpoint(f"layers_block_type is {shown(listed)}, not a list of layers", where=where)
+        unknown = [kind for kind in listed if not isinstance(kind, str) or kind not in _LETTERS]
+        if unknown:
+            raise UnknownArchitecture(f"layers of type {shown(unknown[0])}", where=where)
+        pattern = "".join(_LETTERS[kind] for kind in listed)
+    if pattern is None:
+        pattern = "ME*-"  # its class's
+    if not isinstance(pattern, str) or len(pattern) > MOST_LAYERS:
+        raise DamagedCheckpoint(f"hybrid_override_pattern is {shown(pattern)}, not a word", where=where)
+    fields: dict[str, object] = {"mamba.pattern": pattern, "num_layers": len(pattern)}
+    fields["rope_layers"] = (False,) * len(pattern)
+    if "E" in pattern:
+        fields |= {name: key.read(config, where)[name] for name, key in _EXPERT_KEYS.items()}
+        number = size({"n_shared_experts": 1} | dict(config), "n_shared_experts", where)
+        if number != 1:
+            raise UnknownArchitecture(f"n_shared_experts={number}", where=where)
+        fields |= {
+            "moe.layer_freq": tuple(block == "E" for block in pattern),
+            "moe.score_function": "sigmoid",
+            "moe.expert_bias": True,
+            "moe.group_scores": 2,
+        }
+    return fields
+
+
+def _write_layers(model: ModelShape) -> Config:
+    if model.mamba is None:
+        return {}
+    config: dict[str, object] = {"hybrid_override_pattern": model.mamba.pattern, "num_hidden_layers": model.num_layers}
+    if model.moe:
+        for key in _EXPERT_KEYS.values():
+            config |= key.write(model)
+    return config
+
+
+def _read_prediction(config: Config, where: object) -> Fields:
+    number = one_or_none(config, "num_nextn_predict_layers", where)
+    for key, known in _PREDICTING.items():
+        if number and config.get(key) not in known:
+            what = f"no nemotron_h known here has {key}={shown(config[key])}"
+            raise UnknownArchitecture(what, where=where, do="Known is a prediction layer of attention and experts.")
+    return {"mtp_num_layers": number}
+
+
+def _write_prediction(model: ModelShape) -> Config:
+    kinds = {"mtp_hybrid_override_pattern": model.mamba.mtp_pattern} if model.mamba and model.mtp_num_layers else {}
+    return {"num_nextn_predict_layers": model.mtp_num_layers, **kinds}
+
+
+_PREDICTING: dict[str, tuple[object, ...]] = {
+    "mtp_hybrid_override_pattern": (None, Mamba.mtp_pattern),
+    "mtp_layers_block_type": (None, ["attention", "moe"], ["full_attention", "moe"]),
+}
+
+
+_EXPERT_KEYS = {
+    key.field: key
+    for key in (
+        Key("moe.num_experts", "n_routed_experts", 8),
+        Key("moe.topk", "num_experts_per_tok", 2),
+        Key("moe.ffn_hidden_size", "moe_intermediate_size", 7688),
+        Key("moe.shared_ffn_hidden_size", "moe_shared_expert_intermediate_size", 7688),
+        Key("moe.num_groups", "n_group", 1),
+        Key("moe.group_topk", "topk_group", 1),
+        Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
+        Key("moe.latent_size", "moe_latent_size", None),
+    )
+}
+
+_MIXER_KEYS: tuple[Entry, ...] = (
+    Key("mamba.num_heads", "mamba_num_heads", 128),
+    Key("mamba.head_dim", "mamba_head_dim", 64),
+    Key("mamba.num_groups", "n_groups", 8, older="mamba_n_groups"),
+    Key("mamba.state_dim", "ssm_state_size", 128),
+    *(Only(key, 4) for key in ("conv_kernel", "mamba_d_conv")),
+    *(Only(key, True) for key in ("use_conv_bias", "mamba_conv_bias")),
+    Only("use_bias", False),
+    Only("mamba_hidden_act", "silu"),
+    step_limits("time_step_limit", "mamba_dt_limit"),
+)
+
+_KEYS = ("layers_block_type", "hybrid_override_pattern", "n_shared_experts")
+
+ARCHITECTURE = Architecture(
+    model_types={"nemotron_h": "NemotronHForCausalLM"},
+    behind={"gate": "experts"},
+    otherwise_in_transformers="transformers 5.24 takes no step (dt) of a Mamba-2 mixer below config.json's "
+    "time_step_min, 0.001 if it says none; NVIDIA's own code, Megatron-Core and `resume` take it as it is.",
+    rows=(
+        *(
+            Either(renamed(published, {"model.": "backbone."}), in_memory, second_is="in memory")
+            for published, in_memory in ((_ROWS, _ROWS), (_NUMBERED, _STACKED))
+        ),
+        *_PREDICTION,
+        *OUTPUT,
+    ),
+    config=(
+        Rule((*_KEYS, *(key.key for key in _EXPERT_KEYS.values())), _read_layers, _write_layers),
+        Synonyms({"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"}),
+        Key("hidden_size", "hidden_size", 4096),
+        Key("ffn_hidden_size", "intermediate_size", 21504),
+        Key("max_position_embeddings", "max_position_embeddings", 4096),
+        VOCABULARY,
+        heads(num_attention_heads=32, num_key_value_heads=8, head_dim=128),
+        *_MIXER_KEYS,
+        Only("mlp_hidden_act", "relu2", "activation", "squared_relu"),
+        Always("gated_linear_unit", False),
+        Only("attention_bias", False),
+        Only("mlp_bias", False),
+        Only("sliding_window", None),
+        Only("norm_topk_prob", True),
+        Rule(("num_nextn_predict_layers", *_PREDICTING), _read_prediction, _write_prediction),
+        Only("residual_in_fp32", False),
+        Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
+        tied(False),
+    ),
+    aliases=(replace(TIED, of="backbone.embeddings.weight"),),
+)

@@ -1,0 +1,119 @@
+"""OPT and Galactica: Llama's projections with biases, LayerNorms, learned positions, an MLP of ReLUs.
+
+Traps: the first position of a text is row 2 of the table of positions; rows 0 and 1, which no text reads, are the last
+ones in Megatron. A layer's `final_layer_norm` is the one before its MLP. Files of the body alone leave out the prefix
+`model.`. Of OPT-350M norms stand behind blocks, and embeddings have a width of their own: refused by those names.
+"""
+
+from precisionctl.architectures.config_keys import (
+    GELU_TANH,
+    VOCABULARY,
+    Always,
+    Config,
+    Fields,
+    Only,
+    Rule,
+    activation,
+    is_on,
+    size,
+    tied,
+)
+from precisionctl.architectures.param_map import Alias, Architecture, Either, Row, renamed
+from precisionctl.architectures.rearrangements import FIRST_TWO_LAST
+from precisionctl.architectures.shared.llama_rows import (
+    ATTENTION_NORM,
+    ATTENTION_NORM_BIAS,
+    EMBEDDING,
+    FINAL_NORM,
+    FINAL_NORM_BIAS,
+    MLP_NORM,
+    MLP_NORM_BIAS,
+    OUTPUT,
+    PROJ,
+    QKV_LINEAR,
+    UNGATED_MLP,
+)
+from precisionctl.architectures.tables.gpt2 import sizes
+from precisionctl.errors import UnknownArchitecture, shown
+from precisionctl.model_shape import ModelShape
+
+_NAMES = {
+    "model.layers.": "model.decoder.layers.",
+    "model.norm.": "model.decoder.final_layer_norm.",
+    "model.embed_tokens.": "model.decoder.embed_tokens.",
+    ".input_layernorm.": ".self_attn_layer_norm.",
+    ".post_attention_layernorm.": ".final_layer_norm.",
+    ".o_proj.": ".out_proj.",
+    ".mlp.up_proj.": ".fc1.",
+    ".mlp.down_proj.": ".fc2.",
+}
+_POSITIONS = Row(
+    "model.decoder.embed_positions.weight",
+    "embedding.position_embeddings.weight",
+    ("position_rows", "hidden_size"),
+    FIRST_TWO_LAST,
+)
+_BODY = (
+    *renamed(
+        (
+            *(*EMBEDDING, *ATTENTION_NORM, *ATTENTION_NORM_BIAS, *QKV_LINEAR, *PROJ),
+            *(*MLP_NORM, *MLP_NORM_BIAS, *UNGATED_MLP, *FINAL_NORM, *FINAL_NORM_BIAS),
+        ),
+        _NAMES,
+    ),
+    _POSITIONS,
+)
+
+
+_UNREAD = 2
+
+
+def _read_positions(config: Config, where: object) -> Fields:
+    said = {"max_position_embeddings": 2048} | dict(config)
+    return {
+        "max_position_embeddings": size(said, "max_position_embeddings", where),
+        "unread_positions": _UNREAD,
+    }
+
+
+def _write_positions(model: ModelShape) -> Config:
+    return {"max_position_embeddings": model.position_rows - _UNREAD}  # Megatron counts them too
+
+
+def _read_biases(config: Config, where: object) -> Fields:
+    return dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias"), is_on(config, "enable_bias", where, True))
+
+
+def _read_width(config: Config, where: object) -> Fields:
+    width = config.get("word_embed_proj_dim")
+    if width not in (None, size(config, "hidden_size", where)):
+        what = f"no opt known here has word_embed_proj_dim={shown(width)}"
+        raise UnknownArchitecture(what, where=where, do="Its table was made for that of hidden_size.")
+    return {}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"opt": "OPTForCausalLM"},
+    behind={"q_proj": "v_proj", "layers": "final_layer_norm"},
+    rows=(Either(_BODY, renamed(_BODY, {"model.decoder.": "decoder."})), *OUTPUT),
+    config=(
+        sizes("num_hidden_layers", "hidden_size", "num_attention_heads", "ffn_dim", absent=3072),
+        Rule(("max_position_embeddings",), _read_positions, _write_positions),
+        VOCABULARY,
+        activation("activation_function", {"relu": "relu", "gelu": "gelu", **GELU_TANH}, "relu"),
+        Always("gated_linear_unit", False),
+        Always("normalization", "LayerNorm"),
+        Always("norm_epsilon", 1e-5),
+        Always("position_embedding", "learned_absolute"),
+        Rule(("enable_bias",), _read_biases, lambda model: {"enable_bias": model.mlp_bias}),
+        Rule(("word_embed_proj_dim",), _read_width, lambda model: {"word_embed_proj_dim": model.hidden_size}),
+        Only("do_layer_norm_before", True),
+        Only("_remove_final_layer_norm", False),
+        Only("layer_norm_elementwise_affine", True),
+        tied(True),
+    ),
+    aliases=(
+        Alias("lm_head.weight", of="model.decoder.embed_tokens.weight", switch="tied_embeddings"),
+        Alias("lm_head.weight", of="decoder.embed_tokens.weight", switch="tied_embeddings"),
+    ),
+)

@@ -1,0 +1,65 @@
+"""Phi-3 and Phi-4-mini: Llama whose q, k and v come in one tensor, and gate and up in another.
+
+Trap: `qkv_proj` is all of q, then all of k, then all of v, not Megatron's order by query group.
+"""
+
+from precisionctl.architectures.config_keys import (
+    HEADS,
+    SILU,
+    SIZES,
+    Config,
+    Key,
+    Rule,
+    tied,
+)
+from precisionctl.architectures.config_layers import everywhere, sliding_window
+from precisionctl.architectures.head_rearrangements import QKV
+from precisionctl.architectures.param_map import Architecture, Row
+from precisionctl.architectures.rearrangements import Joined
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, JOINED_MLP, MLP_NORM, ROTARY, TIED, model_rows
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import COLUMNS, ROWS
+
+
+def _write_original(model: ModelShape) -> Config:
+    """Its class has a default for the original context, which would outdo what the scaling says."""
+    original = (model.rope_scaling or {}).get("original_max_position_embeddings")
+    return {"original_max_position_embeddings": original} if original else {}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"phi3": "Phi3ForCausalLM"},
+    rows=model_rows(
+        *ATTENTION_NORM,
+        Row(
+            "model.layers.{layer}.self_attn.qkv_proj.weight",
+            "decoder.layers.{layer}.self_attention.linear_qkv.weight",
+            ("qkv_size", "hidden_size"),
+            Joined(QKV),
+            ROWS,
+            gemm=True,
+        ),
+        Row(
+            "model.layers.{layer}.self_attn.o_proj.weight",
+            "decoder.layers.{layer}.self_attention.linear_proj.weight",
+            ("hidden_size", "projection_size"),
+            parallel=COLUMNS,
+            gemm=True,
+        ),
+        *MLP_NORM,
+        *JOINED_MLP,
+    ),
+    config=(
+        *SIZES,
+        HEADS,
+        SILU,
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        rope(partial=True, original=4096),
+        Rule((), lambda config, where: {}, _write_original),
+        sliding_window(everywhere, listed=False),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

@@ -1,0 +1,119 @@
+"""Phi-3.5-MoE: Mixtral with LayerNorms, biases in attention and of the output, and SparseMixer's router.
+
+Traps: the router always chooses two experts, one after the other, and the weight of each is near 1; in training it
+samples them, and multiplies inputs by noise, which the released weights do not need. A scaling of rotary embeddings has
+`short_mscale` and `long_mscale` in the place of a factor of attention. Megatron-Core has no bias of attention's output
+beside experts without biases.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from precisionctl.architectures.config_keys import (
+    SILU,
+    SIZES,
+    Always,
+    Config,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    attention_bias,
+    heads,
+)
+from precisionctl.architectures.config_layers import everywhere, sliding_window
+from precisionctl.architectures.param_map import Architecture, Row, only_with, renamed, when
+from precisionctl.architectures.rope import KEYS, rope, rotary_parameters
+from precisionctl.architectures.shared.llama_rows import (
+    ATTENTION_NORM,
+    ATTENTION_NORM_BIAS,
+    FINAL_NORM,
+    FINAL_NORM_BIAS,
+    OUTPUT_BIAS,
+    PROJ,
+    QKV_LINEAR,
+    ROTARY,
+    model_rows,
+)
+from precisionctl.architectures.shared.moe_rows import MOE_NORM
+from precisionctl.architectures.tables.mixtral import EXPERTS, EXPERTS_EVERYWHERE
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_parts import real
+from precisionctl.model_shape import ModelShape
+
+_PROJ, _PROJ_BIAS = PROJ
+_ATTENTION = (*QKV_LINEAR, _PROJ, replace(_PROJ_BIAS, present=when("proj_bias")))
+_MOE_NORM_BIAS = Row(
+    "model.layers.{layer}.post_attention_layernorm.bias",
+    "decoder.layers.{layer}.pre_mlp_layernorm.bias",
+    ("hidden_size",),
+    layers="moe",
+)
+_EXPERTS = replace(EXPERTS, second=renamed(EXPERTS.second, {"mlp.gate.": "mlp.router."}))
+
+_BASE = 1e6
+_ROPE = rope(_BASE)
+_MSCALES = ("short_mscale", "long_mscale")
+
+
+def _read_rope(config: Config, where: object) -> Fields:
+    fields = _ROPE.read(config, where)
+    scaling = fields["rope_scaling"]
+    if scaling is None:
+        return fields
+    if scaling["rope_type"] != "longrope":
+        what = f"no {config.get('model_type')} known here has rotary scaling of type {shown(scaling['rope_type'])}"
+        raise UnknownArchitecture(what, where=where, do="Known is longrope.")
+    parameters = rotary_parameters(config, where, _BASE)
+    short, long = (real(parameters.get(name), name, where) for name in _MSCALES)
+    if short != long:
+        raise UnknownArchitecture(f"short_mscale={short} and long_mscale={long} differ", where=where)
+    if "attention_factor" in scaling:
+        raise DamagedCheckpoint("attention_factor beside short_mscale, which is meant to be it", where=where)
+    return {**fields, "rope_scaling": {**scaling, "attention_factor": short}}
+
+
+def _write_rope(model: ModelShape) -> Config:
+    config = _ROPE.write(model)
+    if model.rope_scaling is None:
+        return config
+    scaling: dict[str, Any] = dict(model.rope_scaling)
+    magnitude = scaling.pop("attention_factor", None)
+    return {**config, "rope_scaling": scaling | dict.fromkeys(_MSCALES, magnitude)}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"phimoe": "PhimoeForCausalLM"},
+    rows=(
+        *model_rows(
+            *ATTENTION_NORM,
+            *ATTENTION_NORM_BIAS,
+            *_ATTENTION,
+            *MOE_NORM,
+            _MOE_NORM_BIAS,
+            _EXPERTS,
+            ending=(*FINAL_NORM, *FINAL_NORM_BIAS),
+        ),
+        *only_with("output_bias", OUTPUT_BIAS),
+    ),
+    config=(
+        *SIZES,
+        heads(num_key_value_heads=8),
+        SILU,
+        Always("normalization", "LayerNorm"),
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        attention_bias(False),
+        Always("add_bias_linear", False),
+        Key("output_bias", "lm_head_bias", False),
+        Key("moe.num_experts", "num_local_experts", 16),
+        Only("num_experts_per_tok", 2, "moe.topk", 2),
+        EXPERTS_EVERYWHERE,
+        Key("moe.sparsemixer_eps", "router_jitter_noise", 0.01),
+        Rule(("input_jitter_noise",), lambda config, where: {}),  # of training alone
+        Rule((*KEYS, *_MSCALES), _read_rope, _write_rope),
+        sliding_window(everywhere, listed=False),
+        Only("tie_word_embeddings", False, "tied_embeddings", False),
+    ),
+    derived=ROTARY,
+    names_by="this project",
+)

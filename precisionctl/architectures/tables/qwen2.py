@@ -1,0 +1,37 @@
+"""Qwen2 and Qwen2.5: Llama with biases of q, k and v.
+
+Trap: no key of config.json says that those biases are there, and o_proj has none.
+"""
+
+from precisionctl.architectures.config_keys import SILU, SIZES, Always, Config, Key, heads, tied
+from precisionctl.architectures.config_layers import sliding_window
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
+from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
+
+
+def _after_the_first(config: Config, layers: int, where: object) -> list[bool]:
+    """Layers from `max_window_layers` on have the window."""
+    first = config.get("max_window_layers")
+    return [layer >= (28 if first is None else first) for layer in range(layers)]
+
+
+WINDOW = sliding_window(_after_the_first, switch="use_sliding_window", absent=4096, also=("max_window_layers",))
+
+ARCHITECTURE = Architecture(
+    model_types={"qwen2": "Qwen2ForCausalLM"},
+    rows=LLAMA.rows,
+    config=(
+        *SIZES,
+        heads(num_key_value_heads=32),
+        SILU,
+        Always("qkv_bias", True),
+        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        rope(),
+        WINDOW,
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

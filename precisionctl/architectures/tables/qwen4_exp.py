@@ -1,0 +1,247 @@
+"""Qwen4-Exp: Qwen3.5's gated delta nets, gated attention and experts between several residual streams, an indexer that
+chooses blocks of keys by their average, and embeddings of n-grams.
+
+Traps: blocks have no norms, as streams are normalised where they are read. A layer's table of n-grams is one tensor in
+memory and many on disk, as `torch.chunk` cuts it. Published files call layers with an indexer `full_attention`.
+`eos_token_id` is a part of the model: it stands for what is before a text. Of the layers of multi-token prediction,
+which transformers passes over, no names are known; in the wrapper they travel with its towers.
+"""
+
+from collections.abc import Iterator
+
+from precisionctl.architectures.config_keys import (
+    EVERY_LAYER_SPARSE,
+    SIZES_BESIDE_MLP,
+    Always,
+    Config,
+    Fields,
+    Key,
+    Rule,
+    heads,
+    layers,
+    size,
+)
+from precisionctl.architectures.config_layers import numbered_layers
+from precisionctl.architectures.param_map import Architecture, Either, Row, only_in
+from precisionctl.architectures.rearrangements import BY_KIND, GAMMA, SAME, Chunks, Rearrangement
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.delta_net_keys import BESIDE_LAYERS, KINDS, delta_net_layers
+from precisionctl.architectures.shared.delta_net_rows import SPARSE, delta_net
+from precisionctl.architectures.shared.hyper_connection_rows import gated_residual, residual_mixer
+from precisionctl.architectures.shared.llama_rows import ROTARY, TIED, model_rows
+from precisionctl.architectures.tables.qwen3_5 import IN_PROJ
+from precisionctl.architectures.tables.qwen3_moe import scores
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_parts import LARGEST
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import COLUMNS
+
+_HF, _MEGATRON = "model.layers.{layer}.", "decoder.layers.{layer}."
+_NORMS_OF_BLOCKS = ("input_layernorm.weight", "post_attention_layernorm.weight")
+
+
+def _without_norms(rows: tuple[Row | Either, ...]) -> Iterator[Row | Either]:
+    return (row for row in rows if isinstance(row, Either) or not row.hf[0].endswith(_NORMS_OF_BLOCKS))
+
+
+_INDEXER = "self_attention.core_attention.indexer."
+_INDEXERS = only_in(
+    "indexed",
+    (
+        Row(
+            f"{_HF}self_attn.indexer.index_qk_proj.weight",
+            f"{_MEGATRON}{_INDEXER}linear_qk.weight",
+            ("msa.query_key_size", "hidden_size"),
+        ),
+        *(
+            Row(
+                f"{_HF}self_attn.indexer.{part}_layernorm.weight",
+                f"{_MEGATRON}{_INDEXER}{part}_norm.weight",
+                ("msa.head_dim",),
+                GAMMA,
+            )
+            for part in ("q", "k")
+        ),
+    ),
+)
+
+_HASHES = {"layer_multipliers": "ngram_size", "ngram_heads_vocab_sizes": "heads", "ngram_heads_offsets": "heads"}
+_NGRAMS = only_in(
+    "ngrams",
+    (
+        *(
+            Row(
+                f"{_HF}ple.ple_embedding.{name}",
+                f"{_MEGATRON}ple.ple_embedding.{name}",
+                (f"ple.{number}",),
+                integers_below="ple.multipliers_below" if name == "layer_multipliers" else "ple.rows_below",
+            )
+            for name, number in _HASHES.items()
+        ),
+        Row(f"{_HF}ple.key_proj.weight", f"{_MEGATRON}ple.key_proj.weight", ("streams_size", "ple.embed_dim")),
+        Row(f"{_HF}ple.value_proj.weight", f"{_MEGATRON}ple.value_proj.weight", ("hidden_size", "ple.embed_dim")),
+        *(
+            Row(f"{_HF}ple.norm_{of}.weight", f"{_MEGATRON}ple.norm_{of}.weight", ("streams_size",), GAMMA)
+            for of in ("key", "query", "conv")
+        ),
+        Row(f"{_HF}ple.conv1d.weight", f"{_MEGATRON}ple.conv1d.weight", ("streams_size", 1, "ple.conv_kernel_dim")),
+    ),
+)
+
+
+def _tables(model: ModelShape) -> tuple[Either, ...]:
+    """Of n-grams: each layer's has a size of its own."""
+    return tuple(_table(model, layer) for layer in range(model.num_layers) if model.has_ngrams(layer))
+
+
+def _table(model: ModelShape, layer: int) -> Either:
+    assert model.ple, "a layer with n-grams has it"
+    name = f"layers.{layer}.ple.ple_embedding.ngram_embedding."
+    rows = model.ple.table_rows(layer)
+    high = -(-rows // model.ple.split_parts)
+    parts = -(-rows // high)
+
+    def row(names: tuple[str, ...], arrangement: Rearrangement) -> Row:
+        return Row(names, f"decoder.{name}weight", (rows, "ple.head_dim"), arrangement, COLUMNS)
+
+    stored = tuple(f"model.{name}shard_{part}.weight" for part in range(parts))
+    return Either((row(stored, Chunks(parts)),), (row((f"model.{name}weight",), SAME),), second_is="in memory")
+
+
+_INDEXER_KEYS = (
+    *("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim"),
+    *("indexer_budget", "indexer_compress_ratio"),
+)
+
+
+def _read_indexer(config: Config, where: object) -> Fields:
+    with_delta_net = _LAYERS.read(config, where)["gdn.layers"]
+    if all(with_delta_net):
+        return {}
+    number, of_keys, channels, budget, ratio = (size(config, key, where) for key in _INDEXER_KEYS)
+    if of_keys != 1:
+        what = f"no {config.get('model_type')} known here has indexer_kv_heads={of_keys}"
+        raise UnknownArchitecture(what, where=where, do="Its table was made for 1.")
+    if budget % ratio:
+        what = f"indexer_budget is {budget}, which no whole number of blocks of {ratio} tokens fills"
+        raise DamagedCheckpoint(what, where=where)
+    return {
+        "msa.n_heads": number,
+        "msa.head_dim": channels,
+        "msa.block_size": ratio,
+        "msa.topk_blocks": budget // ratio,
+        "msa.local_blocks": 0,
+        "msa.layers": tuple(not each for each in with_delta_net),
+        "msa.averaged": True,
+    }
+
+
+def _write_indexer(model: ModelShape) -> Config:
+    msa = model.msa
+    if msa is None:
+        return {}
+    sizes = (msa.n_heads, 1, msa.head_dim, msa.topk_blocks * msa.block_size, msa.block_size)
+    return dict(zip(_INDEXER_KEYS, sizes, strict=True))
+
+
+_LAYERS = delta_net_layers(KINDS | dict.fromkeys(("indexed_attention", "qwen_sparse_attention"), False))
+"""Beside the published words transformers', today's and that of 5.17."""
+
+_NGRAM_KEYS = {  # field: key, and what its class takes where none is said
+    "conv_kernel_dim": ("ple_conv_kernel_size", 4),
+    "ngram_size": ("ngram_size", 3),
+    "heads_per_ngram": ("heads_per_ngram", 8),
+    "vocab_size_base": ("ngram_vocab_size_base", 20_000_000),
+    "vocab_divisor": ("make_ngram_vocab_size_divisible_by", 128),
+    "split_parts": ("split_ngram_parts", 512),
+}
+
+
+def _read_ngrams(config: Config, where: object) -> Fields:
+    listed = config.get("ple_layer_ids")
+    numbers = numbered_layers([] if listed is None else listed, "ple_layer_ids", where)  # counting from 1
+    if not numbers:
+        return {}
+    with_ngrams = tuple(layer + 1 in numbers for layer in range(layers(config, where)))
+    with_delta_net = _LAYERS.read(config, where)["gdn.layers"]
+    if sum(with_ngrams) < len(numbers) or any(has > net for has, net in zip(with_ngrams, with_delta_net, strict=True)):
+        what = f"ple_layer_ids is {shown(listed)}, and not all of these are layers with linear attention"
+        raise DamagedCheckpoint(what, where=where)
+    end = config.get("eos_token_id")
+    end = end[0] if isinstance(end, list) and end else end
+    if type(end) is not int or not 0 <= end < LARGEST:
+        what = f"eos_token_id is {shown(config.get('eos_token_id'))}, and n-grams before it are made of it"
+        raise DamagedCheckpoint(what, where=where)
+    given = {**dict(_NGRAM_KEYS.values()), **config}
+    embed_dim = size(config, "hidden_size" if config.get("ple_embed_dim") is None else "ple_embed_dim", where)
+    return {
+        **{f"ple.{field}": size(given, key, where) for field, (key, _) in _NGRAM_KEYS.items()},
+        "ple.layers": with_ngrams,
+        "ple.embed_dim": embed_dim,
+        "ple.end_token": end,
+    }
+
+
+def _write_ngrams(model: ModelShape) -> Config:
+    if model.ple is None:
+        return {}
+    return {
+        **{key: getattr(model.ple, field) for field, (key, _) in _NGRAM_KEYS.items()},
+        "ple_layer_ids": [layer + 1 for layer, has in enumerate(model.ple.layers) if has],
+        "ple_embed_dim": model.ple.embed_dim,
+        "eos_token_id": model.ple.end_token,
+    }
+
+
+def _read_gate(config: Config, where: object) -> Fields:
+    kind = "silu" if config.get("output_gate_type") is None else config["output_gate_type"]
+    if kind not in ("silu", "sigmoid"):
+        what = f"no {config.get('model_type')} known here has output_gate_type={shown(kind)}"
+        raise UnknownArchitecture(what, where=where, do="Known: silu, sigmoid.")
+    return {"gdn.output_gate": kind}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"qwen4_exp_text": "Qwen4ExpForCausalLM"},
+    rows=model_rows(
+        *_NGRAMS,
+        *gated_residual(f"{_HF}attn_hyper_connection.", "self_attention"),
+        *_without_norms(delta_net(BY_KIND, *IN_PROJ, values=IN_PROJ[2:])),
+        *_INDEXERS,
+        *gated_residual(f"{_HF}mlp_hyper_connection.", "mlp"),
+        *_without_norms(SPARSE),
+        ending=residual_mixer("model.", "decoder."),
+    ),
+    more_rows=_tables,
+    config=(
+        *SIZES_BESIDE_MLP,
+        *BESIDE_LAYERS,
+        _LAYERS,
+        rope(partial=True),
+        heads(num_key_value_heads=2, head_dim=256),
+        Always("pre_layernorms", False),
+        Rule(
+            ("output_gate_type",), _read_gate, lambda model: {"output_gate_type": model.gdn and model.gdn.output_gate}
+        ),
+        Rule(_INDEXER_KEYS, _read_indexer, _write_indexer),
+        Key("ffn_hidden_size", "moe_intermediate_size", 512),
+        Key("moe.ffn_hidden_size", "moe_intermediate_size", 512),
+        EVERY_LAYER_SPARSE,
+        Key("moe.num_experts", "num_experts", 512),
+        Key("moe.topk", "num_experts_per_tok", 10),
+        Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
+        Always("moe.shared_expert_gate", True),
+        scores(True),
+        Key("mhc.num_residual_streams", "hc_count", 4),
+        Always("mhc.mhc_sinkhorn_iterations", None),
+        Key("mhc.lowrank", "hc_lowrank", 320),
+        Rule(
+            ("ple_layer_ids", "ple_embed_dim", "eos_token_id", *(key for key, _ in _NGRAM_KEYS.values())),
+            _read_ngrams,
+            _write_ngrams,
+        ),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+    names_by="this project",
+)

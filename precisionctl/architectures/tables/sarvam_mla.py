@@ -1,0 +1,61 @@
+"""Sarvam 105B: DeepSeek-V3 without latents of queries, groups of experts and layers of prediction.
+
+Traps: published files have other words than transformers for the numbers of experts and for YaRN (`deepseek_yarn`), and
+say in `head_dim` how many numbers vLLM caches for a token, which its class passes over.
+"""
+
+from collections.abc import Mapping
+
+from precisionctl.architectures.config_keys import Config, Fields, Key, Only, Rule, tied
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import KEYS, rope
+from precisionctl.architectures.shared.deepseek_keys import latent_attention
+from precisionctl.architectures.shared.deepseek_rows import ATTENTION, decoder
+from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
+from precisionctl.architectures.tables.sarvam_moe import COMMON
+from precisionctl.model_shape import ModelShape
+
+_ROPE = rope()
+_YARN = "deepseek_yarn"
+
+
+def _read_rope(config: Config, where: object) -> Fields:
+    scaling = config.get("rope_scaling")
+    if isinstance(scaling, Mapping) and _YARN in (scaling.get("type"), scaling.get("rope_type")):
+        config = {**config, "rope_scaling": {**scaling, "rope_type": "yarn"}}
+    return _ROPE.read(config, where)
+
+
+def _write_rope(model: ModelShape) -> Config:
+    written = dict(_ROPE.write(model))
+    scaling = written.get("rope_scaling", {})
+    if scaling.get("rope_type") != "yarn":
+        return written
+    return {**written, "rope_scaling": {"type": _YARN} | {k: v for k, v in scaling.items() if k != "rope_type"}}
+
+
+def _write_heads(model: ModelShape) -> Config:
+    """As vLLM caches them, and as attention multiplies them."""
+    if model.mla is None:
+        return {}
+    turned = model.mla.qk_pos_emb_head_dim
+    return {"head_dim": model.mla.kv_lora_rank + turned, "q_head_dim": model.mla.qk_head_dim + turned}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"sarvam_mla": "SarvamMLAForCausalLM"},
+    behind={"gate": "experts"},
+    rows=decoder(ATTENTION),
+    config=(
+        *latent_attention(None),
+        Rule(("head_dim", "q_head_dim"), lambda config, where: {}, _write_heads),
+        Only("rope_interleave", True),
+        Only("moe_layer_freq", 1),
+        *COMMON,
+        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        Rule(KEYS, _read_rope, _write_rope),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

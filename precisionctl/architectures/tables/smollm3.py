@@ -1,0 +1,84 @@
+"""SmolLM3: Llama without rotary embeddings in every fourth layer.
+
+Traps: `no_rope_layers` has a 1 for each layer that has them; `use_sliding_window` counts only where no `layer_types`
+say which layers have the window.
+"""
+
+from precisionctl.architectures.config_keys import (
+    ATTENTION_BIAS,
+    SILU,
+    SIZES,
+    Config,
+    Fields,
+    Key,
+    Rule,
+    heads,
+    is_on,
+    layers,
+    size,
+    tied,
+)
+from precisionctl.architectures.config_layers import sliding_window
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
+from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
+from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.model_parts import MOST_LAYERS
+from precisionctl.model_shape import ModelShape
+
+
+def with_rope(config: Config, where: object) -> tuple[bool, ...]:
+    """Whether each layer has rotary embeddings."""
+    listed = config.get("no_rope_layers")
+    if listed is None:
+        every = size({"no_rope_layer_interval": 4} | dict(config), "no_rope_layer_interval", where)
+        return tuple((layer + 1) % every != 0 for layer in range(layers(config, where)))
+    if not isinstance(listed, list) or len(listed) > MOST_LAYERS:
+        raise DamagedCheckpoint(f"no_rope_layers is {shown(listed)}, not a list of layers", where=where)
+    return tuple(bool(each) for each in listed)
+
+
+def _read_rope_layers(config: Config, where: object) -> Fields:
+    rope_layers = with_rope(config, where)
+    return {"rope_layers": None if all(rope_layers) else rope_layers}
+
+
+def _write_rope_layers(model: ModelShape) -> Config:
+    return {"no_rope_layers": [int(each) for each in model.rope_layers or (True,) * model.num_layers]}
+
+
+_SWITCH = "use_sliding_window"
+
+
+def _without_rope(config: Config, layers: int, where: object) -> list[bool]:
+    return [is_on(config, _SWITCH, where) and not each for each in with_rope(config, where)]
+
+
+def _write_switch(model: ModelShape) -> Config:
+    return {} if model.sliding_window is None else {_SWITCH: True}
+
+
+_ROPE_KEYS = ("no_rope_layers", "no_rope_layer_interval")
+
+ROPE_LAYERS = Rule(_ROPE_KEYS, _read_rope_layers, _write_rope_layers)
+
+ARCHITECTURE = Architecture(
+    model_types={"smollm3": "SmolLM3ForCausalLM"},
+    rows=LLAMA.rows,
+    config=(
+        *SIZES,
+        heads(num_key_value_heads=4),
+        ATTENTION_BIAS,
+        SILU,
+        Key("mlp_bias", "mlp_bias", False),
+        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        rope(2000000.0),
+        ROPE_LAYERS,
+        sliding_window(_without_rope, also=_ROPE_KEYS),
+        Rule((_SWITCH,), lambda config, where: {}, _write_switch),
+        tied(True),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

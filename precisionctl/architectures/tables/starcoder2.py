@@ -1,0 +1,61 @@
+"""StarCoder2: LayerNorm, an MLP without a gate, biases everywhere.
+
+Trap: one switch for all biases.
+"""
+
+from precisionctl.architectures.config_keys import (
+    GELU_TANH,
+    SIZES,
+    Always,
+    Key,
+    Rule,
+    activation,
+    heads,
+    is_on,
+    tied,
+)
+from precisionctl.architectures.config_layers import everywhere, sliding_window
+from precisionctl.architectures.param_map import Architecture, renamed
+from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.llama_rows import (
+    ATTENTION,
+    ATTENTION_NORM,
+    FINAL_NORM,
+    MLP_NORM,
+    NORM_BIASES,
+    ROTARY,
+    TIED,
+    UNGATED_MLP,
+    model_rows,
+)
+
+ARCHITECTURE = Architecture(
+    model_types={"starcoder2": "Starcoder2ForCausalLM"},
+    rows=model_rows(
+        *ATTENTION_NORM,
+        *ATTENTION,
+        *MLP_NORM,
+        *renamed(UNGATED_MLP, {"up_proj": "c_fc", "down_proj": "c_proj"}),
+        ending=(*FINAL_NORM, *NORM_BIASES),
+    ),
+    config=(
+        *SIZES,
+        heads(num_key_value_heads=2),
+        Rule(
+            ("use_bias",),
+            lambda config, where: dict.fromkeys(
+                ("qkv_bias", "proj_bias", "mlp_bias"), is_on(config, "use_bias", where, True)
+            ),
+            lambda model: {"use_bias": model.mlp_bias},
+        ),
+        activation("hidden_act", {**GELU_TANH, "gelu": "gelu"}, "gelu_pytorch_tanh"),
+        Always("gated_linear_unit", False),
+        Always("normalization", "LayerNorm"),
+        Key("norm_epsilon", "norm_epsilon", 1e-5),
+        rope(),
+        sliding_window(everywhere, listed=False),
+        tied(True),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)
