@@ -305,6 +305,19 @@ def attention_bias(default: bool) -> Rule:
 ATTENTION_BIAS = attention_bias(False)
 
 
+def biases(key: str, default: bool) -> Rule:
+    """One switch for the biases of all linears in layers; `default` where the key is absent."""
+    return Rule(
+        (key,),
+        lambda config, where: dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias"), is_on(config, key, where, default)),
+        lambda model: {key: model.mlp_bias},
+    )
+
+
+ALL_BIASES: tuple[Entry, ...] = (Always("qkv_bias", True), Always("proj_bias", True), Always("mlp_bias", True))
+"""Biases of all linears in layers, which no key says."""
+
+
 def activation(key: str, names: Mapping[str, Activation], default: str | None = None) -> Rule:
     """An activation by one of the names that it goes by, the one to write first; absent, `default`."""
 

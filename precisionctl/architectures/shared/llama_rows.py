@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from precisionctl.architectures.head_rearrangements import QKV
 from precisionctl.architectures.param_map import Alias, Condition, Either, Row, when
-from precisionctl.architectures.rearrangements import GAMMA, GATE_UP, VOCABULARY
+from precisionctl.architectures.rearrangements import GAMMA, GATE_UP, SAME, VOCABULARY
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
 
 # Megatron has one switch for all biases and one for QKV's alone; Hugging Face one for the attention or for QKV, and
@@ -36,6 +36,15 @@ SEPARATE_NORM = (
     ),
 )
 """Of a norm that is no part of a linear, as Megatron-Core calls it."""
+
+SEPARATE_LAYER_NORM = (
+    *SEPARATE_NORM,
+    Row(
+        "model.layers.{layer}.input_layernorm.bias",
+        "decoder.layers.{layer}.input_layernorm.bias",
+        ("hidden_size",),
+    ),
+)
 
 ATTENTION_NORM = (
     Row(
@@ -72,6 +81,12 @@ QKV_LINEAR = (
         present=QKV_BIASES,
     ),
 )
+
+JOINED_QKV = tuple(
+    replace(row, names=f"model.layers.{{layer}}.self_attn.query_key_value.{kind}", rearrangement=SAME)
+    for row, kind in zip(QKV_LINEAR, ("weight", "bias"), strict=True)
+)
+"""In one tensor: q, k, v by group, as in Megatron."""
 
 QK_NORMS = (
     Row(
@@ -216,7 +231,7 @@ JOINED_MLP = (
     DOWN,
 )
 
-ATTENTION_NORM_BIAS = (
+_ATTENTION_NORM_BIAS = (
     Row(
         "model.layers.{layer}.input_layernorm.bias",
         "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_bias",
@@ -224,7 +239,7 @@ ATTENTION_NORM_BIAS = (
     ),
 )
 
-MLP_NORM_BIAS = (
+_MLP_NORM_BIAS = (
     Row(
         "model.layers.{layer}.post_attention_layernorm.bias",
         "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_bias",
@@ -232,14 +247,18 @@ MLP_NORM_BIAS = (
     ),
 )
 
-FINAL_NORM_BIAS = (Row("model.norm.bias", "decoder.final_layernorm.bias", ("hidden_size",)),)
+_FINAL_NORM_BIAS = (Row("model.norm.bias", "decoder.final_layernorm.bias", ("hidden_size",)),)
 
-NORM_BIASES = (*ATTENTION_NORM_BIAS, *MLP_NORM_BIAS, *FINAL_NORM_BIAS)
+NORM_BIASES = (*_ATTENTION_NORM_BIAS, *_MLP_NORM_BIAS, *_FINAL_NORM_BIAS)
 
 ZERO_NORM_BIASES = tuple(replace(row, present=Condition("norm_bias", ("layer_norms",))) for row in NORM_BIASES)
 """Of LayerNorms that have none in Hugging Face, where `norm_bias` is off."""
 
 FINAL_NORM = (Row("model.norm.weight", "decoder.final_layernorm.weight", ("hidden_size",), GAMMA),)
+
+ATTENTION_LAYER_NORM = (*ATTENTION_NORM, *_ATTENTION_NORM_BIAS)
+MLP_LAYER_NORM = (*MLP_NORM, *_MLP_NORM_BIAS)
+FINAL_LAYER_NORM = (*FINAL_NORM, *_FINAL_NORM_BIAS)
 
 OUTPUT = (
     Row(

@@ -6,6 +6,7 @@ Traps: files of the Hub leave out the prefix `transformer.`; an older word, `n_e
 """
 
 from precisionctl.architectures.config_keys import (
+    ALL_BIASES,
     VOCABULARY,
     Always,
     Config,
@@ -19,18 +20,16 @@ from precisionctl.architectures.config_keys import (
 from precisionctl.architectures.param_map import Alias, Architecture, Either, Row, renamed
 from precisionctl.architectures.rearrangements import GAMMA
 from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION_NORM,
-    ATTENTION_NORM_BIAS,
+    ATTENTION_LAYER_NORM,
     EMBEDDING,
-    FINAL_NORM,
-    FINAL_NORM_BIAS,
-    MLP_NORM,
-    MLP_NORM_BIAS,
+    FINAL_LAYER_NORM,
+    JOINED_QKV,
+    MLP_LAYER_NORM,
     OUTPUT,
     PROJ,
     UNGATED_MLP,
 )
-from precisionctl.architectures.tables.falcon import JOINED_QKV, NAMES
+from precisionctl.architectures.tables.falcon import NAMES
 from precisionctl.architectures.tables.gpt2 import sizes
 
 _EMBEDDING_NORM = (
@@ -40,8 +39,8 @@ _EMBEDDING_NORM = (
 _BODY = (
     *renamed(
         (
-            *(*EMBEDDING, *ATTENTION_NORM, *ATTENTION_NORM_BIAS, *JOINED_QKV, *PROJ),
-            *(*MLP_NORM, *MLP_NORM_BIAS, *UNGATED_MLP, *FINAL_NORM, *FINAL_NORM_BIAS),
+            *(*EMBEDDING, *ATTENTION_LAYER_NORM, *JOINED_QKV, *PROJ),
+            *(*MLP_LAYER_NORM, *UNGATED_MLP, *FINAL_LAYER_NORM),
         ),
         NAMES,
     ),
@@ -73,9 +72,7 @@ ARCHITECTURE = Architecture(
         Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
         Always("position_embedding", "alibi"),
         Always("embedding_layernorm", True),
-        Always("qkv_bias", True),
-        Always("proj_bias", True),
-        Always("mlp_bias", True),
+        *ALL_BIASES,
         Only("apply_residual_connection_post_layernorm", False),
         tied(True),
     ),

@@ -3,7 +3,7 @@
 Trap: one switch for all biases.
 """
 
-from precisionctl.architectures.config_keys import SILU, SIZES, Always, Key, Rule, heads, is_on, tied
+from precisionctl.architectures.config_keys import SILU, SIZES, Always, Key, biases, heads, tied
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
@@ -16,13 +16,7 @@ ARCHITECTURE = Architecture(
         *SIZES,
         heads(num_key_value_heads=2, head_dim=128),
         SILU,
-        Rule(
-            ("use_bias",),
-            lambda config, where: dict.fromkeys(
-                ("qkv_bias", "proj_bias", "mlp_bias"), is_on(config, "use_bias", where)
-            ),
-            lambda model: {"use_bias": model.mlp_bias},
-        ),
+        biases("use_bias", False),
         Key("norm_epsilon", "rms_norm_eps", 1e-5),
         Always("rotary_interleaved", True),
         rope(500000.0),

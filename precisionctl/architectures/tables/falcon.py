@@ -17,25 +17,22 @@ from precisionctl.architectures.config_keys import (
     Rule,
     Synonyms,
     activation,
+    biases,
     is_on,
     size,
     tied,
 )
-from precisionctl.architectures.param_map import Architecture, Row, only_with, renamed
-from precisionctl.architectures.rearrangements import SAME
+from precisionctl.architectures.param_map import Architecture, only_with, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION_NORM,
-    ATTENTION_NORM_BIAS,
+    ATTENTION_LAYER_NORM,
     EMBEDDING,
-    FINAL_NORM,
-    FINAL_NORM_BIAS,
-    MLP_NORM,
-    MLP_NORM_BIAS,
+    FINAL_LAYER_NORM,
+    JOINED_QKV,
+    MLP_LAYER_NORM,
     OUTPUT,
     PROJ,
-    QKV_LINEAR,
-    SEPARATE_NORM,
+    SEPARATE_LAYER_NORM,
     TIED,
     UNGATED_MLP,
 )
@@ -47,29 +44,16 @@ NAMES = {
     "model.embed_tokens": "transformer.word_embeddings",
     "model.layers.": "transformer.h.",
     "model.norm": "transformer.ln_f",
+    "self_attn.query_key_value": "self_attention.query_key_value",
     "self_attn.o_proj": "self_attention.dense",
     "up_proj": "dense_h_to_4h",
     "down_proj": "dense_4h_to_h",
 }
-JOINED_QKV = tuple(
-    replace(row, names=f"model.layers.{{layer}}.self_attention.query_key_value.{kind}", rearrangement=SAME)
-    for row, kind in zip(QKV_LINEAR, ("weight", "bias"), strict=True)
-)
-_ONE_NORM = only_with(
-    "one_layernorm",
-    (
-        *SEPARATE_NORM,
-        Row(
-            "model.layers.{layer}.input_layernorm.bias",
-            "decoder.layers.{layer}.input_layernorm.bias",
-            ("hidden_size",),
-        ),
-    ),
-)
+_ONE_NORM = only_with("one_layernorm", SEPARATE_LAYER_NORM)
 _TWO_NORMS = only_with(
     "fused_layernorms",
     renamed(
-        (*ATTENTION_NORM, *ATTENTION_NORM_BIAS, *MLP_NORM, *MLP_NORM_BIAS),
+        (*ATTENTION_LAYER_NORM, *MLP_LAYER_NORM),
         {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"},
     ),
 )
@@ -100,25 +84,10 @@ def _write_decoder(model: ModelShape) -> Config:
     }
 
 
-def _read_bias(config: Config, where: object) -> Fields:
-    return dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias"), is_on(config, "bias", where))
-
-
 ARCHITECTURE = Architecture(
     model_types={"falcon": "FalconForCausalLM"},
     rows=renamed(
-        (
-            *EMBEDDING,
-            *_ONE_NORM,
-            *_TWO_NORMS,
-            *JOINED_QKV,
-            *PROJ,
-            *UNGATED_MLP,
-            *FINAL_NORM,
-            *FINAL_NORM_BIAS,
-            *OUTPUT,
-        ),
-        NAMES,
+        (*EMBEDDING, *_ONE_NORM, *_TWO_NORMS, *JOINED_QKV, *PROJ, *UNGATED_MLP, *FINAL_LAYER_NORM, *OUTPUT), NAMES
     ),
     config=(
         sizes("num_hidden_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"),
@@ -133,7 +102,7 @@ ARCHITECTURE = Architecture(
         Only("alibi", False),
         Only("parallel_attn", True),
         Only("apply_residual_connection_post_layernorm", False),
-        Rule(("bias",), _read_bias, lambda model: {"bias": model.mlp_bias}),
+        biases("bias", False),
         activation("activation", {"gelu": "gelu", **GELU_TANH}, "gelu"),
         Always("gated_linear_unit", False),
         Always("normalization", "LayerNorm"),

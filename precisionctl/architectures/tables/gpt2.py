@@ -7,6 +7,7 @@ out the prefix `transformer.`.
 from dataclasses import replace
 
 from precisionctl.architectures.config_keys import (
+    ALL_BIASES,
     GELU_TANH,
     VOCABULARY,
     Always,
@@ -22,111 +23,51 @@ from precisionctl.architectures.config_keys import (
     tied,
 )
 from precisionctl.architectures.head_rearrangements import QKV
-from precisionctl.architectures.param_map import Alias, Architecture, Either, Row, renamed, when
-from precisionctl.architectures.rearrangements import GAMMA, SAME, Joined, Transposed
-from precisionctl.architectures.rearrangements import VOCABULARY as PADDED
+from precisionctl.architectures.param_map import Alias, Architecture, Either, Row, renamed
+from precisionctl.architectures.rearrangements import Joined, Transposed
+from precisionctl.architectures.shared.llama_rows import (
+    ATTENTION_LAYER_NORM,
+    EMBEDDING,
+    FINAL_LAYER_NORM,
+    JOINED_QKV,
+    MLP_LAYER_NORM,
+    OUTPUT,
+    PROJ,
+    UNGATED_MLP,
+)
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import COLUMNS, ROWS
 
-PARAMETERS = (
-    Row(
-        "transformer.wte.weight",
-        "embedding.word_embeddings.weight",
-        ("padded_vocab_size", "hidden_size"),
-        PADDED,
-        ROWS,
-    ),
-    Row(
-        "transformer.wpe.weight",
-        "embedding.position_embeddings.weight",
-        ("max_position_embeddings", "hidden_size"),
-    ),
-    Row(
-        "transformer.h.{layer}.ln_1.weight",
-        "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight",
-        ("hidden_size",),
-        GAMMA,
-    ),
-    Row(
-        "transformer.h.{layer}.ln_1.bias",
-        "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_bias",
-        ("hidden_size",),
-    ),
-    Row(
-        "transformer.h.{layer}.attn.c_attn.weight",
-        "decoder.layers.{layer}.self_attention.linear_qkv.weight",
-        ("qkv_size", "hidden_size"),
-        Transposed(Joined(QKV)),
-        ROWS,
-        gemm=True,
-    ),
-    Row(
-        "transformer.h.{layer}.attn.c_attn.bias",
-        "decoder.layers.{layer}.self_attention.linear_qkv.bias",
-        ("qkv_size",),
-        Joined(QKV),
-        ROWS,
-    ),
-    Row(
-        "transformer.h.{layer}.attn.c_proj.weight",
-        "decoder.layers.{layer}.self_attention.linear_proj.weight",
-        ("hidden_size", "projection_size"),
-        Transposed(SAME),
-        COLUMNS,
-        gemm=True,
-    ),
-    Row(
-        "transformer.h.{layer}.attn.c_proj.bias",
-        "decoder.layers.{layer}.self_attention.linear_proj.bias",
-        ("hidden_size",),
-    ),
-    Row(
-        "transformer.h.{layer}.ln_2.weight",
-        "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight",
-        ("hidden_size",),
-        GAMMA,
-    ),
-    Row(
-        "transformer.h.{layer}.ln_2.bias",
-        "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_bias",
-        ("hidden_size",),
-    ),
-    Row(
-        "transformer.h.{layer}.mlp.c_fc.weight",
-        "decoder.layers.{layer}.mlp.linear_fc1.weight",
-        ("fc1_size", "hidden_size"),
-        Transposed(SAME),
-        ROWS,
-        gemm=True,
-    ),
-    Row(
-        "transformer.h.{layer}.mlp.c_fc.bias",
-        "decoder.layers.{layer}.mlp.linear_fc1.bias",
-        ("fc1_size",),
-        parallel=ROWS,
-    ),
-    Row(
-        "transformer.h.{layer}.mlp.c_proj.weight",
-        "decoder.layers.{layer}.mlp.linear_fc2.weight",
-        ("hidden_size", "ffn_hidden_size"),
-        Transposed(SAME),
-        COLUMNS,
-        gemm=True,
-    ),
-    Row(
-        "transformer.h.{layer}.mlp.c_proj.bias",
-        "decoder.layers.{layer}.mlp.linear_fc2.bias",
-        ("hidden_size",),
-    ),
-    Row("transformer.ln_f.weight", "decoder.final_layernorm.weight", ("hidden_size",), GAMMA),
-    Row("transformer.ln_f.bias", "decoder.final_layernorm.bias", ("hidden_size",)),
+_NAMES = {
+    "model.embed_tokens": "transformer.wte",
+    "model.layers.": "transformer.h.",
+    ".input_layernorm.": ".ln_1.",
+    ".self_attn.query_key_value.": ".attn.c_attn.",
+    ".self_attn.o_proj.": ".attn.c_proj.",
+    ".post_attention_layernorm.": ".ln_2.",
+    ".mlp.up_proj.": ".mlp.c_fc.",
+    ".mlp.down_proj.": ".mlp.c_proj.",
+    "model.norm.": "transformer.ln_f.",
+}
+_POSITIONS = Row(
+    "transformer.wpe.weight", "embedding.position_embeddings.weight", ("max_position_embeddings", "hidden_size")
 )
-
-
-OF_LINEARS = tuple(
-    row if row.rearrangement in (PADDED, GAMMA) else replace(row, rearrangement=SAME) for row in PARAMETERS
+OF_LINEARS = renamed(
+    (
+        *(*EMBEDDING, _POSITIONS, *ATTENTION_LAYER_NORM, *JOINED_QKV, *PROJ),
+        *(*MLP_LAYER_NORM, *UNGATED_MLP, *FINAL_LAYER_NORM),
+    ),
+    _NAMES,
 )
-"""The same of models whose matrices are `[out, in]`, and `c_attn` as Megatron has it."""
+"""The rows of models whose matrices are `[out, in]`, and `c_attn` as Megatron has it."""
+
+
+def _as_stored(row: Row) -> Row:
+    """A row of `OF_LINEARS` as GPT-2 has it."""
+    stored = Joined(QKV) if ".attn.c_attn." in row.hf[0] else row.rearrangement
+    return replace(row, rearrangement=Transposed(stored) if row.gemm else stored)
+
+
+_PARAMETERS = tuple(map(_as_stored, OF_LINEARS))
 
 
 def sizes(number: str, hidden: str, heads: str, inner: str | None, absent: int | None = None) -> Rule:
@@ -179,23 +120,11 @@ SIZES = (
 
 ARCHITECTURE = Architecture(
     model_types={"gpt2": "GPT2LMHeadModel"},
-    rows=(
-        Either(PARAMETERS, renamed(PARAMETERS, {"transformer.": ""})),
-        Row(
-            "lm_head.weight",
-            "output_layer.weight",
-            ("padded_vocab_size", "hidden_size"),
-            PADDED,
-            ROWS,
-            present=when("untied_embeddings"),
-        ),
-    ),
+    rows=(Either(_PARAMETERS, renamed(_PARAMETERS, {"transformer.": ""})), *OUTPUT),
     config=(
         *SIZES,
         Always("position_embedding", "learned_absolute"),
-        Always("qkv_bias", True),
-        Always("proj_bias", True),
-        Always("mlp_bias", True),
+        *ALL_BIASES,
         Only("scale_attn_weights", True),
         Only("scale_attn_by_inverse_layer_idx", False),
         Only("add_cross_attention", False),

@@ -5,6 +5,7 @@ has a key of its own.
 """
 
 from precisionctl.architectures.config_keys import (
+    ALL_BIASES,
     GELU_TANH,
     Always,
     Config,
@@ -38,9 +39,7 @@ ARCHITECTURE = Architecture(
         activation("activation_function", {**GELU_TANH, "gelu": "gelu"}, "gelu_pytorch_tanh"),
         Rule(("multi_query",), _read_groups, _write_groups),
         Always("position_embedding", "learned_absolute"),
-        Always("qkv_bias", True),
-        Always("proj_bias", True),
-        Always("mlp_bias", True),
+        *ALL_BIASES,
         Only("scale_attn_weights", True),
         Only("add_cross_attention", False),
         tied(True),

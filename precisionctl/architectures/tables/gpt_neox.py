@@ -17,12 +17,19 @@ from precisionctl.architectures.config_keys import (
     is_on,
     tied,
 )
-from precisionctl.architectures.param_map import Architecture, Either, Row, renamed
-from precisionctl.architectures.rearrangements import GAMMA
+from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import KEYS, read_rope, rotary_parameters
-from precisionctl.architectures.shared.llama_rows import EMBEDDING, OUTPUT, PROJ_BIAS, QKV_BIASES
+from precisionctl.architectures.shared.llama_rows import (
+    ATTENTION_LAYER_NORM,
+    EMBEDDING,
+    FINAL_LAYER_NORM,
+    JOINED_QKV,
+    MLP_LAYER_NORM,
+    OUTPUT,
+    PROJ,
+    UNGATED_MLP,
+)
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import COLUMNS, ROWS
 
 
 def _read_rope(config: Config, where: object) -> Fields:
@@ -44,83 +51,21 @@ def _read_bias(config: Config, where: object) -> Fields:
 ARCHITECTURE = Architecture(
     model_types={"gpt_neox": "GPTNeoXForCausalLM"},
     rows=(
-        *renamed(EMBEDDING, {"model.embed_tokens": "gpt_neox.embed_in"}),
-        Row(
-            "gpt_neox.layers.{layer}.input_layernorm.weight",
-            "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight",
-            ("hidden_size",),
-            GAMMA,
+        *renamed(
+            (
+                *(*EMBEDDING, *ATTENTION_LAYER_NORM, *JOINED_QKV, *PROJ),
+                *(*MLP_LAYER_NORM, *UNGATED_MLP, *FINAL_LAYER_NORM),
+            ),
+            {
+                "model.embed_tokens": "gpt_neox.embed_in",
+                "model.layers.": "gpt_neox.layers.",
+                ".self_attn.o_proj.": ".attention.dense.",
+                ".self_attn.": ".attention.",
+                ".up_proj.": ".dense_h_to_4h.",
+                ".down_proj.": ".dense_4h_to_h.",
+                "model.norm.": "gpt_neox.final_layer_norm.",
+            },
         ),
-        Row(
-            "gpt_neox.layers.{layer}.input_layernorm.bias",
-            "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_bias",
-            ("hidden_size",),
-        ),
-        Row(
-            "gpt_neox.layers.{layer}.attention.query_key_value.weight",
-            "decoder.layers.{layer}.self_attention.linear_qkv.weight",
-            ("qkv_size", "hidden_size"),
-            parallel=ROWS,
-            gemm=True,
-        ),
-        Row(
-            "gpt_neox.layers.{layer}.attention.query_key_value.bias",
-            "decoder.layers.{layer}.self_attention.linear_qkv.bias",
-            ("qkv_size",),
-            parallel=ROWS,
-            present=QKV_BIASES,
-        ),
-        Row(
-            "gpt_neox.layers.{layer}.attention.dense.weight",
-            "decoder.layers.{layer}.self_attention.linear_proj.weight",
-            ("hidden_size", "projection_size"),
-            parallel=COLUMNS,
-            gemm=True,
-        ),
-        Row(
-            "gpt_neox.layers.{layer}.attention.dense.bias",
-            "decoder.layers.{layer}.self_attention.linear_proj.bias",
-            ("hidden_size",),
-            present=PROJ_BIAS,
-        ),
-        Row(
-            "gpt_neox.layers.{layer}.post_attention_layernorm.weight",
-            "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight",
-            ("hidden_size",),
-            GAMMA,
-        ),
-        Row(
-            "gpt_neox.layers.{layer}.post_attention_layernorm.bias",
-            "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_bias",
-            ("hidden_size",),
-        ),
-        Row(
-            "gpt_neox.layers.{layer}.mlp.dense_h_to_4h.weight",
-            "decoder.layers.{layer}.mlp.linear_fc1.weight",
-            ("fc1_size", "hidden_size"),
-            parallel=ROWS,
-            gemm=True,
-        ),
-        Row(
-            "gpt_neox.layers.{layer}.mlp.dense_h_to_4h.bias",
-            "decoder.layers.{layer}.mlp.linear_fc1.bias",
-            ("fc1_size",),
-            parallel=ROWS,
-        ),
-        Row(
-            "gpt_neox.layers.{layer}.mlp.dense_4h_to_h.weight",
-            "decoder.layers.{layer}.mlp.linear_fc2.weight",
-            ("hidden_size", "ffn_hidden_size"),
-            parallel=COLUMNS,
-            gemm=True,
-        ),
-        Row(
-            "gpt_neox.layers.{layer}.mlp.dense_4h_to_h.bias",
-            "decoder.layers.{layer}.mlp.linear_fc2.bias",
-            ("hidden_size",),
-        ),
-        Row("gpt_neox.final_layer_norm.weight", "decoder.final_layernorm.weight", ("hidden_size",), GAMMA),
-        Row("gpt_neox.final_layer_norm.bias", "decoder.final_layernorm.bias", ("hidden_size",)),
         Either(renamed(OUTPUT, {"lm_head": "embed_out"}), OUTPUT, second_is="in memory"),
     ),
     config=(

@@ -8,12 +8,9 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.llama_rows import (
     ATTENTION,
-    ATTENTION_NORM,
-    ATTENTION_NORM_BIAS,
-    FINAL_NORM,
-    FINAL_NORM_BIAS,
-    MLP_NORM,
-    MLP_NORM_BIAS,
+    ATTENTION_LAYER_NORM,
+    FINAL_LAYER_NORM,
+    MLP_LAYER_NORM,
     ROTARY,
     TIED,
     UNGATED_MLP,
@@ -23,13 +20,8 @@ from precisionctl.architectures.shared.llama_rows import (
 ARCHITECTURE = Architecture(
     model_types={"nemotron": "NemotronForCausalLM"},
     rows=model_rows(
-        *ATTENTION_NORM,
-        *ATTENTION_NORM_BIAS,
-        *ATTENTION,
-        *MLP_NORM,
-        *MLP_NORM_BIAS,
-        *UNGATED_MLP,
-        ending=(*FINAL_NORM, *FINAL_NORM_BIAS),
+        *(*ATTENTION_LAYER_NORM, *ATTENTION, *MLP_LAYER_NORM, *UNGATED_MLP),
+        ending=FINAL_LAYER_NORM,
     ),
     config=(
         *SIZES,

@@ -14,20 +14,17 @@ from precisionctl.architectures.config_keys import (
     Only,
     Rule,
     activation,
-    is_on,
+    biases,
     size,
     tied,
 )
 from precisionctl.architectures.param_map import Alias, Architecture, Either, Row, renamed
 from precisionctl.architectures.rearrangements import FIRST_TWO_LAST
 from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION_NORM,
-    ATTENTION_NORM_BIAS,
+    ATTENTION_LAYER_NORM,
     EMBEDDING,
-    FINAL_NORM,
-    FINAL_NORM_BIAS,
-    MLP_NORM,
-    MLP_NORM_BIAS,
+    FINAL_LAYER_NORM,
+    MLP_LAYER_NORM,
     OUTPUT,
     PROJ,
     QKV_LINEAR,
@@ -56,8 +53,8 @@ _POSITIONS = Row(
 _BODY = (
     *renamed(
         (
-            *(*EMBEDDING, *ATTENTION_NORM, *ATTENTION_NORM_BIAS, *QKV_LINEAR, *PROJ),
-            *(*MLP_NORM, *MLP_NORM_BIAS, *UNGATED_MLP, *FINAL_NORM, *FINAL_NORM_BIAS),
+            *(*EMBEDDING, *ATTENTION_LAYER_NORM, *QKV_LINEAR, *PROJ),
+            *(*MLP_LAYER_NORM, *UNGATED_MLP, *FINAL_LAYER_NORM),
         ),
         _NAMES,
     ),
@@ -78,10 +75,6 @@ def _read_positions(config: Config, where: object) -> Fields:
 
 def _write_positions(model: ModelShape) -> Config:
     return {"max_position_embeddings": model.position_rows - _UNREAD}  # Megatron counts them too
-
-
-def _read_biases(config: Config, where: object) -> Fields:
-    return dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias"), is_on(config, "enable_bias", where, True))
 
 
 def _read_width(config: Config, where: object) -> Fields:
@@ -105,7 +98,7 @@ ARCHITECTURE = Architecture(
         Always("normalization", "LayerNorm"),
         Always("norm_epsilon", 1e-5),
         Always("position_embedding", "learned_absolute"),
-        Rule(("enable_bias",), _read_biases, lambda model: {"enable_bias": model.mlp_bias}),
+        biases("enable_bias", True),
         Rule(("word_embed_proj_dim",), _read_width, lambda model: {"word_embed_proj_dim": model.hidden_size}),
         Only("do_layer_norm_before", True),
         Only("_remove_final_layer_norm", False),

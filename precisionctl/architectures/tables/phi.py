@@ -3,18 +3,27 @@
 Trap: half of each head's channels are rotated.
 """
 
-from precisionctl.architectures.config_keys import GELU_TANH, HEADS, SIZES, Always, Key, Only, activation, tied
-from precisionctl.architectures.param_map import Architecture, Row, renamed
+from precisionctl.architectures.config_keys import (
+    ALL_BIASES,
+    GELU_TANH,
+    HEADS,
+    SIZES,
+    Always,
+    Key,
+    Only,
+    activation,
+    tied,
+)
+from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.llama_rows import (
     ATTENTION,
     EMBEDDING,
-    FINAL_NORM,
-    FINAL_NORM_BIAS,
+    FINAL_LAYER_NORM,
     OUTPUT,
     OUTPUT_BIAS,
     ROTARY,
-    SEPARATE_NORM,
+    SEPARATE_LAYER_NORM,
     TIED,
     UNGATED_MLP,
 )
@@ -23,15 +32,10 @@ ARCHITECTURE = Architecture(
     model_types={"phi": "PhiForCausalLM"},
     rows=(
         *EMBEDDING,
-        *SEPARATE_NORM,
-        Row(
-            "model.layers.{layer}.input_layernorm.bias",
-            "decoder.layers.{layer}.input_layernorm.bias",
-            ("hidden_size",),
-        ),
+        *SEPARATE_LAYER_NORM,
         *renamed(ATTENTION, {"o_proj": "dense"}),
         *renamed(UNGATED_MLP, {"up_proj": "fc1", "down_proj": "fc2"}),
-        *renamed((*FINAL_NORM, *FINAL_NORM_BIAS), {"model.norm": "model.final_layernorm"}),
+        *renamed(FINAL_LAYER_NORM, {"model.norm": "model.final_layernorm"}),
         *OUTPUT,
         *OUTPUT_BIAS,
     ),
@@ -39,7 +43,8 @@ ARCHITECTURE = Architecture(
         *SIZES,
         HEADS,
         Only("qk_layernorm", False),
-        *(Always(bias, True) for bias in ("qkv_bias", "proj_bias", "mlp_bias", "output_bias")),
+        *ALL_BIASES,
+        Always("output_bias", True),
         activation("hidden_act", {"gelu_new": "gelu_tanh", **GELU_TANH, "gelu": "gelu"}, "gelu_new"),
         Always("gated_linear_unit", False),
         Always("normalization", "LayerNorm"),

@@ -25,10 +25,8 @@ from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.param_map import Architecture, Row, only_with, renamed, when
 from precisionctl.architectures.rope import KEYS, rope, rotary_parameters
 from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION_NORM,
-    ATTENTION_NORM_BIAS,
-    FINAL_NORM,
-    FINAL_NORM_BIAS,
+    ATTENTION_LAYER_NORM,
+    FINAL_LAYER_NORM,
     OUTPUT_BIAS,
     PROJ,
     QKV_LINEAR,
@@ -86,13 +84,12 @@ ARCHITECTURE = Architecture(
     model_types={"phimoe": "PhimoeForCausalLM"},
     rows=(
         *model_rows(
-            *ATTENTION_NORM,
-            *ATTENTION_NORM_BIAS,
+            *ATTENTION_LAYER_NORM,
             *_ATTENTION,
             *MOE_NORM,
             _MOE_NORM_BIAS,
             _EXPERTS,
-            ending=(*FINAL_NORM, *FINAL_NORM_BIAS),
+            ending=FINAL_LAYER_NORM,
         ),
         *only_with("output_bias", OUTPUT_BIAS),
     ),

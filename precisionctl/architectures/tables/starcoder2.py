@@ -8,10 +8,9 @@ from precisionctl.architectures.config_keys import (
     SIZES,
     Always,
     Key,
-    Rule,
     activation,
+    biases,
     heads,
-    is_on,
     tied,
 )
 from precisionctl.architectures.config_layers import everywhere, sliding_window
@@ -41,13 +40,7 @@ ARCHITECTURE = Architecture(
     config=(
         *SIZES,
         heads(num_key_value_heads=2),
-        Rule(
-            ("use_bias",),
-            lambda config, where: dict.fromkeys(
-                ("qkv_bias", "proj_bias", "mlp_bias"), is_on(config, "use_bias", where, True)
-            ),
-            lambda model: {"use_bias": model.mlp_bias},
-        ),
+        biases("use_bias", True),
         activation("hidden_act", {**GELU_TANH, "gelu": "gelu"}, "gelu_pytorch_tanh"),
         Always("gated_linear_unit", False),
         Always("normalization", "LayerNorm"),
