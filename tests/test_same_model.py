@@ -868,6 +868,7 @@ LATENT_WITHOUT_WINDOW = dataclasses.replace(NO_WINDOW, mla=LATENT.mla)
         (LATENT_WITHOUT_WINDOW, {"position_embedding": "alibi"}),
         (DENSE, {"normalization": "ScaleNorm"}),
         (EXPERTS, {"moe.score_function": "tanh"}),
+        (DENSE, {"attn_res_block_size": 1}),
         *((LATENT_WITHOUT_WINDOW, {name: value}) for name, value in BESIDE_MLA_OTHERWISE.items()),
         *((DELTA, {name: _other_than(value)}) for name, value in BESIDE_DELTA_NETS.items()),
         *((CONVOLUTIONS, {name: value}) for name, value in BESIDE_SHORT_CONVS_OTHERWISE.items()),

@@ -204,7 +204,7 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         **(BESIDE_MSA if model.msa else {}),
         **(BESIDE_LOWRANK if model.mhc and model.mhc.lowrank else {"pre_layernorms": True} if model.msa else {}),
     }
-    yield from ((name, values[name]) for name, value in beside.items() if values.get(name) != value)
+    yield from ((name, values.get(name)) for name, value in beside.items() if values.get(name) != value)
     refused = {
         "output_bias": model.output_bias and model.tied_embeddings,
         "mla.query_gate": model.mla and model.mla.query_gate and not (model.dsa and model.query_latent),
