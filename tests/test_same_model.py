@@ -790,7 +790,7 @@ def test_gpt_lists_every_field_of_a_model() -> None:
         for kind in filter(dataclasses.is_dataclass, listed)
         for field in dataclasses.fields(kind)
     }
-    assert {field.name for field in dataclasses.fields(ModelShape)} | of_parts == NAMES == COMPUTED.keys()
+    assert {field.name for field in dataclasses.fields(ModelShape)} | of_parts == NAMES == COMPUTED
 
 
 BESIDE_MIXERS_OTHERWISE = {

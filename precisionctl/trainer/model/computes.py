@@ -1,84 +1,71 @@
-"""Which models GPT computes: each field of ModelShape is here with the values that it heeds, or with `ANY`."""
+"""Which models GPT computes: each field of ModelShape is here, with what it is not computed beside."""
 
 from collections.abc import Iterator, Mapping
-from typing import get_args
 
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_fields import PARTS, Activation
+from precisionctl.model_fields import PARTS
 from precisionctl.model_shape import ModelShape
 
-ANY = None
-"""Every value that a ModelShape may have."""
+COMPUTED = frozenset(
+    " ".join(
+        (
+            "architecture wrapper",  # names
+            "make_vocab_size_divisible_by hf_zero_centered_gamma hf_expert_bias unread_positions",  # storage
+            "mtp_num_layers mtp_dense",  # carried along: no logits come from them
+            "num_layers hidden_size ffn_hidden_size vocab_size padded_vocab_size max_position_embeddings",
+            "norm_epsilon normalization zero_centered_gamma norm_bias norm_weight pre_layernorms final_gamma_whole",
+            "post_layernorms post_norm_epsilon scaled_post_layernorms norm_gate_rank layer_scalar",
+            "parallel_residual shared_layernorm residual_multiplier residual_gate_temperature attn_res_block_size",
+            "activation gated_linear_unit activation_clamp glu_offset use_double_wide_mlp",
+            "position_embedding lerope rope_layers rotary_base rotary_base_local rotary_percent rotary_interleaved",
+            "rope_scaling",  # its kinds: `_SCALINGS` in `positions.py`
+            "num_attention_heads num_query_groups kv_channels v_head_dim num_kv_shared_layers",
+            "sliding_window window_layers attention_chunk_size",
+            "query_pre_attn_scalar query_scaling_beta query_scaling_floor softmax_scaling softmax_offset",
+            "attn_logit_softcapping clip_qkv qk_layernorm qk_layernorm_over_heads qk_layernorm_after_rope",
+            "qk_l2_norm qk_l2_norm_everywhere v_l2_norm keys_are_values attention_value_scale",
+            "attention_output_gate attention_output_norm linear_gate stores_unused",
+            "embedding_multiplier rounded_embedding_multiplier embedding_norm embedding_layernorm per_layer_embed_dim",
+            "tied_embeddings logit_multiplier logits_scaling final_logit_softcapping",
+            "qkv_bias proj_bias mlp_bias output_bias add_bias_linear add_qkv_bias",
+            "global_attention global_attention.num_attention_heads global_attention.num_query_groups",
+            "global_attention.kv_channels global_attention.keys_are_values global_attention.rotary_percent",
+            "global_attention.softmax_offset",
+            "mla mla.q_lora_rank mla.kv_lora_rank mla.qk_head_dim mla.qk_pos_emb_head_dim mla.v_head_dim",
+            "mla.query_gate mla.nope_keys_by_head mla.kv_source_layers",
+            "dsa dsa.n_heads dsa.head_dim dsa.topk dsa.layers dsa.rope_interleaved dsa.kpool",  # `longest_text`
+            "msa msa.n_heads msa.head_dim msa.block_size msa.topk_blocks msa.local_blocks msa.layers msa.averaged",
+            "csa csa.pattern csa.window_size csa.q_lora_rank csa.o_groups csa.o_lora_rank csa.n_heads csa.head_dim",
+            "csa.topk",
+            "mhc mhc.num_residual_streams mhc.mhc_sinkhorn_iterations mhc.epsilon mhc.magnitude mhc.lowrank",
+            "mhc.mean_head",
+            "ple ple.layers ple.embed_dim ple.conv_kernel_dim ple.ngram_size ple.heads_per_ngram",
+            "ple.vocab_size_base ple.vocab_divisor ple.split_parts ple.end_token",
+            "moe moe.num_experts moe.topk moe.ffn_hidden_size moe.shared_ffn_hidden_size moe.layer_freq",
+            "moe.score_function moe.pre_softmax moe.topk_scaling_factor moe.logit_multiplier moe.sparsemixer_eps",
+            "moe.expert_bias moe.expert_bias_on_logits moe.router_bias moe.n_hash_layers",
+            "moe.num_groups moe.group_topk moe.group_scores",
+            "moe.latent_size moe.latent_norm moe.probs_on_input moe.activation_clamp",
+            "moe.shared_expert_gate moe.shared_average moe.own_norms moe.expert_norms moe.post_layernorm",
+            "gdn gdn.layers gdn.num_key_heads gdn.num_value_heads gdn.key_head_dim gdn.value_head_dim",
+            "gdn.conv_kernel_dim gdn.allow_neg_eigval gdn.norm_epsilon gdn.output_gate",
+            "gdn.kda gdn.kda_lora_rank gdn.kda_lower_bound gdn.kda_full_gate",
+            "short_conv short_conv.layers short_conv.kernel_dim",
+            "mamba mamba.pattern mamba.num_heads mamba.head_dim mamba.num_groups mamba.state_dim mamba.dt_rank",
+            "mamba.gated_norm",
+            "multipliers multipliers.attention_in multipliers.attention_out multipliers.key multipliers.mlp",
+            "multipliers.ssm_in multipliers.ssm_out multipliers.ssm",
+        )
+    ).split()
+)
+"""Every field that GPT heeds, or that says nothing of what is computed."""
 
-COMPUTED: Mapping[str, tuple[object, ...] | None] = {
-    **dict.fromkeys(("architecture", "wrapper"), ANY),  # names
-    **dict.fromkeys(("make_vocab_size_divisible_by", "hf_zero_centered_gamma", "unread_positions"), ANY),  # storage
-    **dict.fromkeys(("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "padded_vocab_size"), ANY),
-    **dict.fromkeys(("num_attention_heads", "num_query_groups", "kv_channels", "max_position_embeddings"), ANY),
-    **dict.fromkeys(
-        ("norm_epsilon", "zero_centered_gamma", "gated_linear_unit", "activation_clamp", "glu_offset"), ANY
-    ),
-    **dict.fromkeys(("rotary_base", "rotary_base_local", "rotary_percent", "sliding_window", "window_layers"), ANY),
-    **dict.fromkeys(("qk_layernorm", "query_pre_attn_scalar", "attn_logit_softcapping", "softmax_offset"), ANY),
-    **dict.fromkeys(("final_logit_softcapping", "embedding_multiplier", "rounded_embedding_multiplier"), ANY),
-    **dict.fromkeys(
-        ("post_layernorms", "tied_embeddings", "norm_gate_rank", "embedding_norm", "embedding_layernorm"), ANY
-    ),
-    **dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias", "add_bias_linear", "add_qkv_bias"), ANY),
-    **dict.fromkeys(("rope_layers", "rotary_interleaved", "qk_layernorm_over_heads", "output_bias", "norm_bias"), ANY),
-    **dict.fromkeys(("qk_layernorm_after_rope", "query_scaling_beta", "query_scaling_floor"), ANY),
-    **dict.fromkeys(("attention_chunk_size", "qk_l2_norm", "moe.probs_on_input", "moe.own_norms"), ANY),
-    **dict.fromkeys(("qk_l2_norm_everywhere", "post_norm_epsilon", "final_gamma_whole"), ANY),
-    **dict.fromkeys(("attention_output_norm", "scaled_post_layernorms", "residual_gate_temperature"), ANY),
-    **dict.fromkeys(("moe.expert_norms", "moe.logit_multiplier"), ANY),
-    **dict.fromkeys(("v_head_dim", "attention_value_scale", "global_attention.softmax_offset"), ANY),
-    **dict.fromkeys(("clip_qkv", "norm_weight", "linear_gate", "global_attention.num_attention_heads"), ANY),
-    **dict.fromkeys(("v_l2_norm", "keys_are_values", "layer_scalar", "global_attention"), ANY),
-    **dict.fromkeys(("num_kv_shared_layers", "use_double_wide_mlp", "stores_unused", "per_layer_embed_dim"), ANY),
-    **dict.fromkeys(("global_attention.num_query_groups", "global_attention.kv_channels"), ANY),
-    **dict.fromkeys(("global_attention.keys_are_values", "global_attention.rotary_percent"), ANY),
-    **dict.fromkeys(("pre_layernorms", "parallel_residual", "shared_layernorm"), ANY),
-    **dict.fromkeys(("residual_multiplier", "logit_multiplier", "logits_scaling"), ANY),
-    **dict.fromkeys(("moe.shared_expert_gate", "moe.shared_average"), ANY),
-    **dict.fromkeys(
-        ("rope_scaling", "mla", "dsa", "msa", "csa", "mhc", "moe", "gdn", "mamba", "attention_output_gate"), ANY
-    ),  # kinds of scaling: `_SCALINGS` in `positions.py`; the others by their own fields
-    **dict.fromkeys(("mtp_num_layers", "mtp_dense"), ANY),  # carried along: no logits come from them
+KNOWN_VALUES: Mapping[str, tuple[object, ...]] = {
     "normalization": ("RMSNorm", "LayerNorm"),
-    "activation": get_args(Activation),
     "position_embedding": ("rope", "learned_absolute", "alibi"),
-    **dict.fromkeys(("mla.q_lora_rank", "mla.kv_lora_rank", "mla.qk_head_dim"), ANY),
-    **dict.fromkeys(("mla.qk_pos_emb_head_dim", "mla.v_head_dim", "mla.query_gate", "mla.nope_keys_by_head"), ANY),
-    **dict.fromkeys(("mla.kv_source_layers", "softmax_scaling", "lerope"), ANY),
-    # texts longer than `dsa.topk` are refused, where they are met
-    **dict.fromkeys(("dsa.n_heads", "dsa.head_dim", "dsa.topk", "dsa.layers", "dsa.rope_interleaved"), ANY),
-    "dsa.kpool": ANY,
-    **dict.fromkeys(("msa.n_heads", "msa.head_dim", "msa.block_size", "msa.topk_blocks", "msa.local_blocks"), ANY),
-    **dict.fromkeys(("msa.layers", "msa.averaged"), ANY),
-    **dict.fromkeys(("moe.num_experts", "moe.topk", "moe.ffn_hidden_size", "moe.layer_freq"), ANY),
-    **dict.fromkeys(("moe.shared_ffn_hidden_size", "moe.pre_softmax", "moe.topk_scaling_factor"), ANY),
-    **dict.fromkeys(("moe.expert_bias", "moe.router_bias", "moe.latent_size", "moe.sparsemixer_eps"), ANY),
-    **dict.fromkeys(("moe.expert_bias_on_logits", "moe.post_layernorm", "hf_expert_bias"), ANY),
-    **dict.fromkeys(("moe.activation_clamp", "moe.latent_norm", "attn_res_block_size", "gdn.kda_full_gate"), ANY),
-    **dict.fromkeys(("moe.num_groups", "moe.group_topk", "moe.group_scores"), ANY),
-    "moe.n_hash_layers": ANY,
     "moe.score_function": ("softmax", "sigmoid", "sqrtsoftplus"),
-    **dict.fromkeys(("csa.pattern", "csa.window_size", "csa.q_lora_rank", "csa.o_groups", "csa.o_lora_rank"), ANY),
-    **dict.fromkeys(("csa.n_heads", "csa.head_dim", "csa.topk"), ANY),
-    **dict.fromkeys(("mhc.num_residual_streams", "mhc.mhc_sinkhorn_iterations", "mhc.epsilon", "mhc.magnitude"), ANY),
-    **dict.fromkeys(("mhc.lowrank", "mhc.mean_head", "ple", "ple.layers", "ple.embed_dim", "ple.conv_kernel_dim"), ANY),
-    **dict.fromkeys(("ple.ngram_size", "ple.heads_per_ngram", "ple.vocab_size_base", "ple.vocab_divisor"), ANY),
-    **dict.fromkeys(("ple.split_parts", "ple.end_token", "gdn.output_gate"), ANY),
-    **dict.fromkeys(("gdn.layers", "gdn.num_key_heads", "gdn.num_value_heads", "gdn.key_head_dim"), ANY),
-    **dict.fromkeys(("gdn.value_head_dim", "gdn.conv_kernel_dim", "gdn.allow_neg_eigval", "gdn.norm_epsilon"), ANY),
-    **dict.fromkeys(("gdn.kda", "gdn.kda_lora_rank", "gdn.kda_lower_bound"), ANY),
-    **dict.fromkeys(("short_conv", "short_conv.layers", "short_conv.kernel_dim"), ANY),
-    **dict.fromkeys(("mamba.pattern", "mamba.num_heads", "mamba.head_dim", "mamba.num_groups", "mamba.state_dim"), ANY),
-    "mamba.dt_rank": ANY,
-    **dict.fromkeys(("mamba.gated_norm", "multipliers", "multipliers.attention_in", "multipliers.attention_out"), ANY),
-    **dict.fromkeys(("multipliers.key", "multipliers.ssm_in", "multipliers.ssm_out", "multipliers.ssm"), ANY),
-    "multipliers.mlp": ANY,
 }
+"""Values that it heeds, of fields that may have others."""
 
 GROUPED_QUERIES_ALONE: Mapping[str, object] = {
     **dict.fromkeys(("qk_layernorm", "qk_l2_norm", "v_l2_norm", "keys_are_values", "attention_output_gate"), False),
@@ -173,26 +160,44 @@ BESIDE_MSA: Mapping[str, object] = {
 """What a model with indexers of blocks computes of these."""
 
 
+NOT_BESIDE: Mapping[str, tuple[str, ...]] = {
+    "output_bias": ("tied_embeddings",),
+    "norm_gate_rank": ("gdn", "parallel_residual", "moe.own_norms"),
+    "scaled_post_layernorms": ("gdn", "short_conv", "mamba", "mhc", "layer_norms"),
+    "residual_gate_temperature": ("mamba", "mhc", "parallel_residual"),
+    "per_layer_embed_dim": ("xielu",),
+    "add_bias_linear": ("latent_experts",),
+    "v_head_dim": ("attention_output_gate", "keys_are_values", "global_keys_are_values", "stores_unused"),
+    "clip_qkv": ("attention_output_gate",),
+    "softmax_offset": ("attn_logit_softcapping",),
+    "softmax_scaling": ("query_scaling_beta",),
+    "num_kv_shared_layers": ("mla", "gdn", "mamba"),
+    "global_attention": ("mla",),
+    "mla.kv_source_layers": ("fused_latent_layernorms",),
+    "mhc.lowrank": ("mhc.mixed",),
+    "moe.own_norms": ("mamba", "mhc", "latent_experts"),
+    "moe.post_layernorm": ("mhc",),
+}
+"""Fields, each with what of a model it is not computed beside."""
+
+ONLY_BESIDE: Mapping[str, str] = {
+    "norm_gate_rank": "mla",
+    "softmax_scaling": "mla",
+    "ple": "mhc.lowrank",
+    "moe.n_hash_layers": "csa",
+    "moe.expert_norms": "latent_experts",
+    "moe.latent_norm": "latent_experts",
+    "gdn.kda_full_gate": "attn_res_block_size",
+}
+"""Fields, each with what of a model it is computed beside alone."""
+
+
 def check(model: ModelShape) -> None:
     """Raise UnknownArchitecture for a model of which GPT does not compute all, naming each field."""
-    unknown = [f"{name}={shown(value)}" for name, value in _not_computed(model)]
-    if unknown:
-        raise UnknownArchitecture(f"`{model.architecture}` is not computed here with {', '.join(unknown)}")
-
-
-def longest_text(model: ModelShape) -> int:
-    """The most tokens of a text that GPT computes: the model's positions, or as many keys as sparse attention chooses,
-    if these are fewer."""
-    longest = model.max_position_embeddings
-    return min(longest, model.dsa.topk) if model.dsa else longest
-
-
-def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
     values = dict(named_values(model))
-    for name, value in values.items():
-        heeded = COMPUTED.get(name, ())
-        if heeded is not ANY and value not in heeded:
-            yield name, value
+    refused = [
+        name for name, value in values.items() if name not in COMPUTED or value not in KNOWN_VALUES.get(name, (value,))
+    ]
     beside = {
         **(BESIDE_MLA if model.mla else {}),
         **(BESIDE_DELTA_NETS if model.gdn else {}),
@@ -204,62 +209,63 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         **(BESIDE_MSA if model.msa else {}),
         **(BESIDE_LOWRANK if model.mhc and model.mhc.lowrank else {"pre_layernorms": True} if model.msa else {}),
     }
-    yield from ((name, values.get(name)) for name, value in beside.items() if values.get(name) != value)
-    refused = {
-        "output_bias": model.output_bias and model.tied_embeddings,
-        "mla.query_gate": model.mla and model.mla.query_gate and not (model.dsa and model.query_latent),
-        "norm_gate_rank": model.norm_gate_rank
-        and (not model.mla or model.gdn or model.parallel_residual or (model.moe and model.moe.own_norms)),
-        "dsa": model.dsa and model.query_latent == model.softmax_scaling,
-        "softmax_scaling": model.softmax_scaling and (not model.mla or model.query_scaling_beta is not None),
-        "mla.kv_source_layers": model.mla and model.mla.kv_source_layers and model.fused_latent_layernorms,
-        "msa.n_heads": model.msa and not model.msa.averaged and model.msa.n_heads != model.num_query_groups,
-        "msa.head_dim": model.msa and model.rotary_size > model.msa.head_dim,
-        "csa": model.csa and not (model.mhc and model.moe and all(model.moe.layer_freq)),
-        "mhc": model.mhc and not model.csa and not model.mla and not model.mhc.lowrank,
-        "mhc.lowrank": model.mhc and model.mhc.lowrank and model.mhc.mixed,
-        "gdn": model.gdn
-        and ((model.mhc and model.gdn.kda == bool(model.mhc.lowrank)) or (model.msa and not model.mhc)),
-        "ple": model.ple and not (model.mhc and model.mhc.lowrank),
-        "moe.n_hash_layers": model.moe and model.moe.n_hash_layers and not model.csa,
-        "moe.own_norms": model.moe and model.moe.own_norms and (model.mamba or model.mhc or model.latent_experts),
-        "moe.post_layernorm": model.moe and model.moe.post_layernorm and model.mhc,
-        "moe.expert_norms": model.moe and model.moe.expert_norms and not model.latent_experts,
-        "scaled_post_layernorms": model.scaled_post_layernorms
-        and (model.gdn or model.short_conv or model.mamba or model.mhc or model.layer_norms),
-        "residual_gate_temperature": model.residual_gate_temperature
-        and (model.mamba or model.mhc or model.parallel_residual or model.residual_multiplier != 1),
-        "moe.sparsemixer_eps": model.moe
-        and model.moe.sparsemixer_eps
-        and (model.moe.score_function != "softmax" or model.moe.expert_bias or model.moe.num_groups),
-        "add_bias_linear": model.add_bias_linear and model.latent_experts,
-        "v_head_dim": model.v_head_dim
-        and (
-            model.attention_output_gate or model.keys_are_values or model.global_keys_are_values or model.stores_unused
-        ),
-        "clip_qkv": model.clip_qkv and model.attention_output_gate,
+    refused += [name for name, value in beside.items() if values.get(name) != value]
+    refused += [
+        name for name, others in NOT_BESIDE.items() if _has(model, name) and any(_has(model, each) for each in others)
+    ]
+    refused += [name for name, other in ONLY_BESIDE.items() if _has(model, name) and not _has(model, other)]
+    refused += [name for name, holds in _not_together(model).items() if holds]
+    if refused:
+        named = ", ".join(f"{name}={shown(values.get(name))}" for name in dict.fromkeys(refused))
+        raise UnknownArchitecture(f"`{model.architecture}` is not computed here with {named}")
+
+
+def _has(model: ModelShape, name: str) -> bool:
+    """Whether a model has a field or property that is on; of a part, by a name with a dot."""
+    part, _, field = name.rpartition(".")
+    of = getattr(model, part) if part else model
+    return bool(of and getattr(of, field))
+
+
+def _not_together(model: ModelShape) -> Mapping[str, object]:
+    """Fields, each with whether the model has it beside values, or several other fields, that GPT does not compute it
+    with."""
+    mla, dsa, msa, csa = model.mla, model.dsa, model.msa, model.csa
+    mhc, moe, gdn, mamba = model.mhc, model.moe, model.gdn, model.mamba
+    return {
+        "mla.query_gate": mla and mla.query_gate and not (dsa and model.query_latent),
+        "dsa": dsa and model.query_latent == model.softmax_scaling,
+        "msa.n_heads": msa and not msa.averaged and msa.n_heads != model.num_query_groups,
+        "msa.head_dim": msa and model.rotary_size > msa.head_dim,
+        "csa": csa and not (mhc and moe and all(moe.layer_freq)),
+        "mhc": mhc and not csa and not mla and not mhc.lowrank,
+        "gdn": gdn and ((mhc and gdn.kda == bool(mhc.lowrank)) or (msa and not mhc)),
+        "moe.sparsemixer_eps": moe
+        and moe.sparsemixer_eps
+        and (moe.score_function != "softmax" or moe.expert_bias or moe.num_groups),
+        "mamba.dt_rank": mamba
+        and mamba.dt_rank is not None
+        and (mamba.parallel or mamba.gated_norm or mamba.head_dim * mamba.num_groups > 1),
         "linear_gate": model.linear_gate
-        and not model.mla
-        and (model.gdn or model.mamba or model.parallel_residual or not model.pre_layernorms),
-        "global_attention": model.global_attention and model.mla,
+        and not mla
+        and (gdn or mamba or model.parallel_residual or not model.pre_layernorms),
         "position_embedding": model.alibi
-        and (model.mla or model.csa or model.msa or model.softmax_offset or model.attn_logit_softcapping is not None),
-        "softmax_offset": model.softmax_offset and model.attn_logit_softcapping is not None,
-        "num_kv_shared_layers": model.num_kv_shared_layers and (model.mla or model.gdn or model.mamba),
-        "per_layer_embed_dim": model.per_layer_embed_dim and model.xielu,
+        and (mla or csa or msa or model.softmax_offset or model.attn_logit_softcapping),
+        "residual_gate_temperature": model.residual_gate_temperature and model.residual_multiplier != 1,
         "multipliers": bool(model.multipliers) != model.parallel_mixers
         or (model.multipliers and not model.gated_linear_unit),
-        "mamba.dt_rank": model.mamba
-        and model.mamba.dt_rank is not None
-        and (model.mamba.parallel or model.mamba.gated_norm or model.mamba.head_dim * model.mamba.num_groups > 1),
-        "activation": (model.xielu and (model.moe or model.gated_linear_unit))
+        "activation": (model.xielu and (moe or model.gated_linear_unit))
         or (model.activation == "situ" and not model.gated_linear_unit),
         "attn_res_block_size": model.attn_res_block_size
         and (any(model.rope_layers or (True,)) or not model.query_latent),
-        "gdn.kda_full_gate": model.gdn and model.gdn.kda_full_gate and not model.attn_res_block_size,
-        "moe.latent_norm": model.moe and model.moe.latent_norm and not model.latent_experts,
     }
-    yield from ((name, values[name]) for name, holds in refused.items() if holds)
+
+
+def longest_text(model: ModelShape) -> int:
+    """The most tokens of a text that GPT computes: the model's positions, or as many keys as sparse attention chooses,
+    if these are fewer."""
+    longest = model.max_position_embeddings
+    return min(longest, model.dsa.topk) if model.dsa else longest
 
 
 def named_values(model: ModelShape) -> Iterator[tuple[str, object]]:
