@@ -6,7 +6,14 @@ Rows of a prediction layer are the decoder's under other names, and what joins t
 
 from precisionctl.architectures.param_map import Alias, Either, Row, renamed, when
 from precisionctl.architectures.rearrangements import GAMMA
-from precisionctl.architectures.shared.llama_rows import MLP, MLP_NORM, PREDICTION_LAYER, SEPARATE_NORM, model_rows
+from precisionctl.architectures.shared.llama_rows import (
+    MLP,
+    MLP_NORM,
+    PREDICTION_LAYER,
+    SEPARATE_NORM,
+    model_rows,
+    prediction_layer,
+)
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERTS
 from precisionctl.param import COLUMNS, ROWS
 
@@ -131,27 +138,6 @@ POOLED_KEYS = tuple(
 )
 """By which an indexer weighs the keys of a pool: what it adds for their places in it, and makes of hidden states."""
 
-_BEFORE = (
-    Row("model.layers.{mtp_layer}.enorm.weight", "mtp.layers.{mtp}.enorm.weight", ("hidden_size",), GAMMA),
-    Row("model.layers.{mtp_layer}.hnorm.weight", "mtp.layers.{mtp}.hnorm.weight", ("hidden_size",), GAMMA),
-    Row(  # the embedding's half, then the hidden state's, on both sides
-        "model.layers.{mtp_layer}.eh_proj.weight",
-        "mtp.layers.{mtp}.eh_proj.weight",
-        ("hidden_size", "doubled_hidden_size"),
-        parallel=ROWS,
-    ),
-)
-
-_AFTER = Row(
-    "model.layers.{mtp_layer}.shared_head.norm.weight",
-    "mtp.layers.{mtp}.final_layernorm.weight",
-    ("hidden_size",),
-    GAMMA,
-)
-
-_HF = {"model.layers.{layer}.": "model.layers.{mtp_layer}."}
-
-
 ROUTING: tuple[Row | Either, ...] = (*ROUTER, *EXPERT_BIAS, *SHARED_EXPERTS)
 """What layers with experts have beside these."""
 
@@ -173,8 +159,9 @@ def prediction(
 ) -> tuple[Row | Either, ...]:
     """Layers of multi-token prediction, of the same attention."""
     layer = (*attention, *MLP_NORM, *MLP, *MOE_NORM, *routing, *experts)
-    after = _AFTER.renamed({"shared_head.norm": last_norm})
-    return (*_BEFORE, *(each.renamed(_HF, PREDICTION_LAYER) for each in layer), after)
+    names = [f"model.layers.{{mtp_layer}}.{name}" for name in ("enorm", "hnorm", "eh_proj", last_norm)]
+    in_hf = {"model.layers.{layer}.": "model.layers.{mtp_layer}."}
+    return prediction_layer(names, (each.renamed(in_hf, PREDICTION_LAYER) for each in layer))
 
 
 MTP_ALIASES = (

@@ -7,7 +7,14 @@ delta net's output stores its factor; all other norms store it less one.
 
 from precisionctl.architectures.param_map import Either, Row, only_in
 from precisionctl.architectures.rearrangements import GAMMA, ORDINARY_GAMMA, Rearrangement
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM, PREDICTION_LAYER
+from precisionctl.architectures.shared.llama_rows import (
+    ATTENTION,
+    ATTENTION_NORM,
+    MLP,
+    MLP_NORM,
+    PREDICTION_LAYER,
+    prediction_layer,
+)
 from precisionctl.architectures.shared.moe_rows import EXPERTS, GATED_SHARED_EXPERT, MOE_NORM, ROUTER
 from precisionctl.param import COLUMNS, CONV_PARTS, IN_PROJ_PARTS, ROWS, Parallel
 
@@ -79,12 +86,5 @@ SPARSE: tuple[Row | Either, ...] = (*MOE_NORM, *ROUTER, *GATED_SHARED_EXPERT, *E
 
 def prediction(*block: Row | Either) -> tuple[Row | Either, ...]:
     """The one layer of multi-token prediction, which has attention; `block` are the rows of its MLP."""
-    return (
-        Row("mtp.pre_fc_norm_embedding.weight", "mtp.layers.{mtp}.enorm.weight", ("hidden_size",), GAMMA),
-        Row("mtp.pre_fc_norm_hidden.weight", "mtp.layers.{mtp}.hnorm.weight", ("hidden_size",), GAMMA),
-        Row(  # the embedding's half, then the hidden state's, on both sides
-            "mtp.fc.weight", "mtp.layers.{mtp}.eh_proj.weight", ("hidden_size", "doubled_hidden_size"), parallel=ROWS
-        ),
-        *(row.renamed(_PREDICTION, PREDICTION_LAYER) for row in (*ATTENTION_NORM, *ATTENTION, *block)),
-        Row("mtp.norm.weight", "mtp.layers.{mtp}.final_layernorm.weight", ("hidden_size",), GAMMA),
-    )
+    layer = (row.renamed(_PREDICTION, PREDICTION_LAYER) for row in (*ATTENTION_NORM, *ATTENTION, *block))
+    return prediction_layer(("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"), layer)

@@ -1,9 +1,9 @@
 """Rows of families with norms after attention and MLP, before these are added: Gemma 2 and 3 have them beside the norms
 before a block, OLMo 2 and others instead of these."""
 
-from precisionctl.architectures.param_map import Row
+from precisionctl.architectures.param_map import Row, renamed
 from precisionctl.architectures.rearrangements import GAMMA
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, MLP, model_rows
+from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM, model_rows
 
 POST_ATTENTION_NORM = (
     Row(
@@ -24,15 +24,7 @@ POST_MLP_NORM = (
     ),
 )
 
-PRE_MLP_NORM = (
-    Row(
-        "model.layers.{layer}.pre_feedforward_layernorm.weight",
-        "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight",
-        ("hidden_size",),
-        GAMMA,
-        layers="dense",
-    ),
-)
+PRE_MLP_NORM = renamed(MLP_NORM, {"post_attention": "pre_feedforward"})
 
 AFTER_ATTENTION = (*POST_ATTENTION_NORM, *PRE_MLP_NORM, *MLP, *POST_MLP_NORM)
 

@@ -1,10 +1,11 @@
 """Groups of rows that Llama, and every family that took its names from it, have in common."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from precisionctl.architectures.head_rearrangements import QKV
 from precisionctl.architectures.param_map import Alias, Condition, Either, Row, when
-from precisionctl.architectures.rearrangements import GAMMA, GATE_UP, SAME, VOCABULARY
+from precisionctl.architectures.rearrangements import GAMMA, GATE_UP, SAME, VOCABULARY, Rearrangement
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
 
 # Megatron has one switch for all biases and one for QKV's alone; Hugging Face one for the attention or for QKV, and
@@ -282,3 +283,24 @@ ROTARY = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq", "model.rotary_em
 def model_rows(*layers: Row | Either, ending: tuple[Row, ...] = FINAL_NORM) -> tuple[Row | Either, ...]:
     """All rows of a model whose layers have these; `ending` are those between the layers' and the output's."""
     return (*EMBEDDING, *layers, *ending, *OUTPUT)
+
+
+def prediction_layer(
+    names: Iterable[str], layer: Iterable[Row | Either], joined: Rearrangement = SAME
+) -> tuple[Row | Either, ...]:
+    """Rows of a layer of multi-token prediction around those of its `layer`, by the names of four modules: norms of the
+    next token's embedding and of the hidden state, the linear that joins both, and the last norm. Its input is the
+    embedding's half, then the hidden state's, in Megatron, and in Hugging Face unless `joined` says otherwise."""
+
+    def norm(name: str, megatron: str) -> Row:
+        return Row(f"{name}.weight", f"mtp.layers.{{mtp}}.{megatron}.weight", ("hidden_size",), GAMMA)
+
+    embedding_norm, hidden_norm, joining, last_norm = names
+    sizes = ("hidden_size", "doubled_hidden_size")
+    return (
+        norm(embedding_norm, "enorm"),
+        norm(hidden_norm, "hnorm"),
+        Row(f"{joining}.weight", "mtp.layers.{mtp}.eh_proj.weight", sizes, joined, ROWS),
+        *layer,
+        norm(last_norm, "final_layernorm"),
+    )

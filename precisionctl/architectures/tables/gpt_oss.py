@@ -16,11 +16,11 @@ from precisionctl.architectures.config_keys import (
     tied,
 )
 from precisionctl.architectures.config_layers import every_other, sliding_window
-from precisionctl.architectures.param_map import Architecture, Either, Row
+from precisionctl.architectures.param_map import Architecture, Either, Row, renamed
 from precisionctl.architectures.rearrangements import SAME, Alternating, Rearrangement, Transposed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED, model_rows
-from precisionctl.architectures.shared.moe_rows import FC1, FC1_SIZES, FC2, FC2_SIZES, MOE_NORM
+from precisionctl.architectures.shared.moe_rows import FC1, FC1_SIZES, FC2, FC2_SIZES, MOE_NORM, ROUTER
 from precisionctl.architectures.tables.mixtral import EXPERTS_EVERYWHERE
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS, Parallel
 
@@ -57,12 +57,7 @@ ARCHITECTURE = Architecture(
         *ATTENTION,
         *SINKS,
         *MOE_NORM,
-        Row(
-            "model.layers.{layer}.mlp.router.weight",
-            "decoder.layers.{layer}.mlp.router.weight",
-            ("moe.num_experts", "hidden_size"),
-            layers="moe",
-        ),
+        *renamed(ROUTER, {"mlp.gate": "mlp.router"}),
         Row(
             "model.layers.{layer}.mlp.router.bias",
             "decoder.layers.{layer}.mlp.router.bias",

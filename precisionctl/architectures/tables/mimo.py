@@ -4,33 +4,27 @@ Trap: what joins a prediction layer's two inputs has the hidden state's half fir
 """
 
 from precisionctl.architectures.config_keys import Key
-from precisionctl.architectures.param_map import Architecture, Row, renamed
-from precisionctl.architectures.rearrangements import GAMMA, OTHER_HALF_FIRST
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM
+from precisionctl.architectures.param_map import Architecture, renamed
+from precisionctl.architectures.rearrangements import OTHER_HALF_FIRST
+from precisionctl.architectures.shared.llama_rows import (
+    ATTENTION,
+    ATTENTION_NORM,
+    MLP,
+    MLP_NORM,
+    PREDICTION_LAYER,
+    prediction_layer,
+)
 from precisionctl.architectures.tables.qwen2 import ARCHITECTURE as QWEN2
-from precisionctl.param import ROWS
 
-_PREDICTION = (
-    Row("model.mtp_layers.{mtp}.token_layernorm.weight", "mtp.layers.{mtp}.enorm.weight", ("hidden_size",), GAMMA),
-    Row("model.mtp_layers.{mtp}.hidden_layernorm.weight", "mtp.layers.{mtp}.hnorm.weight", ("hidden_size",), GAMMA),
-    Row(
-        "model.mtp_layers.{mtp}.input_proj.weight",
-        "mtp.layers.{mtp}.eh_proj.weight",
-        ("hidden_size", "doubled_hidden_size"),
-        OTHER_HALF_FIRST,
-        ROWS,
-    ),
-    *renamed(
+_NAMES = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+_PREDICTION = prediction_layer(
+    (f"model.mtp_layers.{{mtp}}.{name}" for name in _NAMES),
+    renamed(
         (*ATTENTION_NORM, *ATTENTION, *MLP_NORM, *MLP),
         {"model.layers.{layer}.": "model.mtp_layers.{mtp}."},
-        {"decoder.layers.{layer}.": "mtp.layers.{mtp}.transformer_layer."},
+        PREDICTION_LAYER,
     ),
-    Row(
-        "model.mtp_layers.{mtp}.final_layernorm.weight",
-        "mtp.layers.{mtp}.final_layernorm.weight",
-        ("hidden_size",),
-        GAMMA,
-    ),
+    joined=OTHER_HALF_FIRST,
 )
 
 ARCHITECTURE = Architecture(

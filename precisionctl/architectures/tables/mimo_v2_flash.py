@@ -25,7 +25,6 @@ from precisionctl.architectures.config_keys import (
 )
 from precisionctl.architectures.config_layers import by_kind, layer_types, layers_in_window
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
-from precisionctl.architectures.rearrangements import GAMMA
 from precisionctl.architectures.rope import KEYS, rope_of_kinds, write_rope_of_kinds
 from precisionctl.architectures.shared.deepseek_keys import SIGMOID, experts_by_list, groups
 from precisionctl.architectures.shared.deepseek_rows import decoder
@@ -38,13 +37,13 @@ from precisionctl.architectures.shared.llama_rows import (
     QKV_LINEAR,
     ROTARY,
     TIED,
+    prediction_layer,
 )
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, ROUTER
 from precisionctl.architectures.tables.gpt_oss import SINKS
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model_parts import check_count
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import ROWS
 
 _ABSENT = {"num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "sliding_window": 129, "rms_norm_eps": 1e-5}
 """What its class takes for keys that are not there."""
@@ -67,26 +66,9 @@ _ATTENTION: tuple[Row | Either, ...] = (
 )
 
 _MTP = {"model.layers.{layer}.": "model.mtp.layers.{mtp}.", "post_attention_layernorm": "pre_mlp_layernorm"}
-_PREDICTION = (
-    Row("model.mtp.layers.{mtp}.enorm.weight", "mtp.layers.{mtp}.enorm.weight", ("hidden_size",), GAMMA),
-    Row("model.mtp.layers.{mtp}.hnorm.weight", "mtp.layers.{mtp}.hnorm.weight", ("hidden_size",), GAMMA),
-    Row(  # the embedding's half, then the hidden state's, on both sides
-        "model.mtp.layers.{mtp}.eh_proj.weight",
-        "mtp.layers.{mtp}.eh_proj.weight",
-        ("hidden_size", "doubled_hidden_size"),
-        parallel=ROWS,
-    ),
-    *renamed(
-        (*ATTENTION_NORM, *QKV_LINEAR, *_SINKS.first, *PROJ, *MLP_NORM, *MLP),
-        _MTP,
-        PREDICTION_LAYER,
-    ),
-    Row(
-        "model.mtp.layers.{mtp}.final_layernorm.weight",
-        "mtp.layers.{mtp}.final_layernorm.weight",
-        ("hidden_size",),
-        GAMMA,
-    ),
+_PREDICTION = prediction_layer(
+    (f"model.mtp.layers.{{mtp}}.{name}" for name in ("enorm", "hnorm", "eh_proj", "final_layernorm")),
+    renamed((*ATTENTION_NORM, *QKV_LINEAR, *_SINKS.first, *PROJ, *MLP_NORM, *MLP), _MTP, PREDICTION_LAYER),
 )
 
 _EXPERTS = experts_by_list(dense=1)

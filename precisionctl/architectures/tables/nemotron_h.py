@@ -38,6 +38,7 @@ from precisionctl.architectures.shared.llama_rows import (
     QKV_LINEAR,
     TIED,
     UNGATED_MLP,
+    prediction_layer,
 )
 from precisionctl.architectures.shared.mamba_keys import step_limits
 from precisionctl.architectures.shared.mamba_rows import MIXER
@@ -133,18 +134,9 @@ def _predicting(block: int, rows: Iterable[Row]) -> tuple[Row, ...]:
     return renamed(only_in("all", rows), {"model.layers.{layer}.": f"mtp.layers.{block}."}, in_megatron)
 
 
-_PREDICTION = (
-    Row("mtp.layers.0.enorm.weight", "mtp.layers.{mtp}.enorm.weight", ("hidden_size",), GAMMA),
-    Row("mtp.layers.0.hnorm.weight", "mtp.layers.{mtp}.hnorm.weight", ("hidden_size",), GAMMA),
-    Row(
-        "mtp.layers.0.eh_proj.weight",
-        "mtp.layers.{mtp}.eh_proj.weight",
-        ("hidden_size", "doubled_hidden_size"),
-        parallel=ROWS,
-    ),
-    *_predicting(0, _ATTENTION),
-    *_predicting(1, (*_BESIDE_EXPERTS, *_NUMBERED)),
-    Row("mtp.layers.1.final_layernorm.weight", "mtp.layers.{mtp}.final_layernorm.weight", ("hidden_size",), GAMMA),
+_PREDICTION = prediction_layer(
+    ("mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.0.eh_proj", "mtp.layers.1.final_layernorm"),
+    (*_predicting(0, _ATTENTION), *_predicting(1, (*_BESIDE_EXPERTS, *_NUMBERED))),
 )
 """Of which there may be one, made of attention and experts (Mamba.mtp_pattern)."""
 

@@ -3,6 +3,8 @@
 Trap: `qkv_proj` is all of q, then all of k, then all of v, not Megatron's order by query group.
 """
 
+from dataclasses import replace
+
 from precisionctl.architectures.config_keys import (
     HEADS,
     SILU,
@@ -14,12 +16,20 @@ from precisionctl.architectures.config_keys import (
 )
 from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.head_rearrangements import QKV
-from precisionctl.architectures.param_map import Architecture, Row
+from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rearrangements import Joined
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, JOINED_MLP, MLP_NORM, ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import (
+    ATTENTION_NORM,
+    JOINED_MLP,
+    MLP_NORM,
+    PROJ,
+    QKV_LINEAR,
+    ROTARY,
+    TIED,
+    model_rows,
+)
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import COLUMNS, ROWS
 
 
 def _write_original(model: ModelShape) -> Config:
@@ -32,21 +42,8 @@ ARCHITECTURE = Architecture(
     model_types={"phi3": "Phi3ForCausalLM"},
     rows=model_rows(
         *ATTENTION_NORM,
-        Row(
-            "model.layers.{layer}.self_attn.qkv_proj.weight",
-            "decoder.layers.{layer}.self_attention.linear_qkv.weight",
-            ("qkv_size", "hidden_size"),
-            Joined(QKV),
-            ROWS,
-            gemm=True,
-        ),
-        Row(
-            "model.layers.{layer}.self_attn.o_proj.weight",
-            "decoder.layers.{layer}.self_attention.linear_proj.weight",
-            ("hidden_size", "projection_size"),
-            parallel=COLUMNS,
-            gemm=True,
-        ),
+        replace(QKV_LINEAR[0], names="model.layers.{layer}.self_attn.qkv_proj.weight", rearrangement=Joined(QKV)),
+        PROJ[0],
         *MLP_NORM,
         *JOINED_MLP,
     ),
