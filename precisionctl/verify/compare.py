@@ -24,13 +24,13 @@ from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.same_model import differences, in_words
 from precisionctl.torch_when_used import one_torch_thread, torch
 from precisionctl.verify.code_comparison import CodesComparison, compare_codes
-from precisionctl.verify.configs import compare_configs
+from precisionctl.verify.configs import Found, compare_configs
 from precisionctl.verify.encodings import compare_encodings
 from precisionctl.verify.fixed_scales import FixedScales, compare_fixed_scales
 from precisionctl.verify.hf_tensors import HfTensors, StoredRows
 from precisionctl.verify.losses import Losses, difference
 from precisionctl.verify.not_compared import NotCompared, of_keys
-from precisionctl.verify.optimizers import OptimizerTensors, both_optimizers
+from precisionctl.verify.optimizers import Tensors, both_optimizers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,42 +103,55 @@ def compare(
     for name, of in {**left.copies, **right.copies}.items():
         left.add_copy(name, of)
         right.add_copy(name, of)
-    optimizers = both_optimizers(a, b)
-    compared: list[Tensors] = [left] if isinstance(optimizers, str) else [left, optimizers[0]]
-    with progress(sum(side.nbytes(name) for side in compared for name in side.specs)) as on_bytes:
+    optimizers, not_both = both_optimizers(a, b)
+    of_a: list[Tensors] = [left, *(mine for mine, _ in optimizers)]
+    with progress(sum(mine.nbytes(name) for mine in of_a for name in mine.specs)) as on_bytes:
         tensors = [*_compare_tensors(left, right, on_bytes), *_compare_extras(left, right)]
-        if not isinstance(optimizers, str):
-            found_there = _compare_tensors(*optimizers, on_bytes)  # no command rounds an optimizer
-            tensors += [replace(each, status="differs") if each.status == "rounded" else each for each in found_there]
-    encodings = weight_encodings(a), weight_encodings(b)
-    sides = (
-        FixedScales(tensors_of.reader, tensors_of.plan, coded, state or tensors_of.reader.fp8)
-        for tensors_of, coded in zip((left, right), encodings, strict=True)
-    )
-    found = [compare_configs(a, b), compare_encodings(left, right, *encodings), compare_fixed_scales(*sides)]
-    configs, *scales = (lines for lines, _ in found)
-    of_models = [
-        f"{field} is {in_words(mine)} in A, {in_words(others)} in B"
-        for field, (mine, others) in differences(a.model, b.model).items()
-    ]
-    if of_models and a.model.model_type != b.model.model_type:  # the reason; two families may also compute alike
-        configs = [f"the family is {a.model.model_type} in A, {b.model.model_type} in B", *configs]
-    settings = [*configs, *of_models, *(line for lines in scales for line in lines)]
-    left_out = [*(each for _, those in found for each in those), *_left_out(left, right)]
-    if isinstance(optimizers, str):
-        left_out += of_keys("one optimizer", [optimizers] if optimizers else [])
-    having = sum(reader.fp8 is not None for reader in (a, b))
-    if having == 1 and not fp8:
-        left_out.append(NotCompared("one state", f"only {'A' if a.fp8 else 'B'} has any"))
-    if a.fp8 and b.fp8:
-        left_out += of_keys("recording", _recorded_otherwise(a.fp8, b.fp8))
-    states = tuple(_state_differences(a.fp8, b.fp8)) if having == 2 or (having and fp8) else None
+        for mine, others in optimizers:
+            found = _compare_tensors(mine, others, on_bytes)  # no command rounds an optimizer
+            tensors += [replace(each, status="differs") if each.status == "rounded" else each for each in found]
+    settings, of_settings = _compare_settings(left, right, state)
+    states, of_states = _compare_states(a.fp8, b.fp8, one_sided=fp8)
     with one_torch_thread() if fp8 else nullcontext():
         codes = tuple(compare_codes(left, right)) if fp8 else ()
-    return Comparison(tuple(tensors), tuple(settings), states, codes, tuple(left_out))
+    left_out = (*of_settings, *_left_out(left, right), *not_both, *of_states)
+    return Comparison(tuple(tensors), tuple(settings), states, codes, left_out)
 
 
-Tensors = HfTensors | OptimizerTensors
+def _compare_settings(a: HfTensors, b: HfTensors, state: Fp8States | None) -> Found:
+    """Compare config.json, models, encodings and fixed scales, these with `state` in place of what was recorded."""
+    models = a.reader.model, b.reader.model
+    encodings = weight_encodings(a.reader), weight_encodings(b.reader)
+    sides = (
+        FixedScales(side.reader, side.plan, coded, state or side.reader.fp8)
+        for side, coded in zip((a, b), encodings, strict=True)
+    )
+    lines, left_out = compare_configs(a.reader, b.reader)
+    of_models = [
+        f"{field} is {in_words(mine)} in A, {in_words(others)} in B"
+        for field, (mine, others) in differences(*models).items()
+    ]
+    if of_models and models[0].model_type != models[1].model_type:  # the reason; two families may also compute alike
+        lines = [f"the family is {models[0].model_type} in A, {models[1].model_type} in B", *lines]
+    lines = [*lines, *of_models]
+    for more, also_left_out in (compare_encodings(a, b, *encodings), compare_fixed_scales(*sides)):
+        lines, left_out = [*lines, *more], [*left_out, *also_left_out]
+    return lines, left_out
+
+
+def _compare_states(
+    a: Fp8States | None, b: Fp8States | None, *, one_sided: bool
+) -> tuple[tuple[str, ...] | None, list[NotCompared]]:
+    """A line for each difference of FP8 state, None where nothing is compared, and what is left out; `one_sided` says
+    that state which only one side has is a difference."""
+    if a and b:
+        return tuple(_state_differences(a, b)), of_keys("recording", _recorded_otherwise(a, b))
+    if a is b:
+        return None, []
+    having, lacking = ("A", "B") if a else ("B", "A")
+    if one_sided:
+        return (f"no FP8 state in {lacking}",), []
+    return None, [NotCompared("one state", f"only {having} has any")]
 
 
 def _compare_tensors(a: Tensors, b: Tensors, on_bytes: Callable[[int], None]) -> Iterator[TensorComparison]:
@@ -294,12 +307,8 @@ def _differing(a: Tensor, b: Tensor) -> int:
     return int(np.count_nonzero(other))
 
 
-def _state_differences(a: Fp8States | None, b: Fp8States | None) -> Iterator[str]:
+def _state_differences(a: Fp8States, b: Fp8States) -> Iterator[str]:
     """A line for each difference; equal means equal to the last bit."""
-    if a is None or b is None:
-        if a is not b:
-            yield f"no FP8 state in {'A' if a is None else 'B'}"
-        return
     left, right = asdict(a.recipe), asdict(b.recipe)
     yield from (f"recipe: {key} is {left[key]} and {right[key]}" for key in left if left[key] != right[key])
     for name in sorted(a.modules.keys() ^ b.modules.keys()):

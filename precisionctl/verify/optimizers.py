@@ -13,6 +13,7 @@ from precisionctl.param import STATE, TensorSpec, kind_and_parameter
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.optimizer_jobs import OptimizerSource
 from precisionctl.verify.hf_tensors import PIECE, HfTensors, StoredRows
+from precisionctl.verify.not_compared import NotCompared
 
 
 class OptimizerTensors:
@@ -67,16 +68,20 @@ def _by_hf_names(reader: Reader) -> HfTensors:
     return HfTensors(stored, replace(plan, jobs=jobs, targets=targets))
 
 
-def both_optimizers(a: Reader, b: Reader) -> tuple[OptimizerTensors | HfTensors, OptimizerTensors | HfTensors] | str:
-    """The optimizers of two checkpoints, or why they cannot be compared; "" where neither has one."""
+Tensors = HfTensors | OptimizerTensors
+
+
+def both_optimizers(a: Reader, b: Reader) -> tuple[list[tuple[Tensors, Tensors]], list[NotCompared]]:
+    """The optimizers of two checkpoints as a pair, or none, and why if one has any."""
+    why = "one optimizer"
     try:
         left, right = (bool(_optimizer_specs(reader)) for reader in (a, b))
         if left != right:
-            return f"only {'A' if left else 'B'} has one"
+            return [], [NotCompared(why, f"only {'A' if left else 'B'} has one")]
         if not left:
-            return ""
+            return [], []
         if a.layout == b.layout == "megatron":
-            return OptimizerTensors(a), OptimizerTensors(b)
-        return _by_hf_names(a), _by_hf_names(b)
+            return [(OptimizerTensors(a), OptimizerTensors(b))], []
+        return [(_by_hf_names(a), _by_hf_names(b))], []
     except (CheckpointError, MappingError) as error:
-        return error.what
+        return [], [NotCompared(why, error.what)]
