@@ -11,6 +11,10 @@ import pico
 import torch
 from safetensors.torch import load_file
 
+from precisionctl.checkpoints.gguf.families import of_llama_cpp
+from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
+from precisionctl.model_shape import ModelShape
+
 F32, F16, Q8_0, BF16 = 0, 1, 8, 30
 U32, I32, FLOAT, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
 
@@ -107,6 +111,11 @@ def as_read(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         else:
             made[name] = values
     return made
+
+
+def metadata(model: ModelShape) -> dict[str, GgufValue]:
+    """What is written of a model, in BF16."""
+    return of_llama_cpp(model).metadata(model, 32)
 
 
 Described = tuple[tuple[int, ...], int, bytes]

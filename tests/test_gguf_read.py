@@ -25,12 +25,11 @@ from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.companions import read_companions
-from precisionctl.checkpoints.gguf import gguf_tensors
-from precisionctl.checkpoints.gguf.gguf_file import GgufTensor, read_head
-from precisionctl.checkpoints.gguf.gguf_metadata import Described
-from precisionctl.checkpoints.gguf.gguf_models import MODELS, model_metadata, model_type_of
-from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
-from precisionctl.checkpoints.gguf.said_model import model_of_file
+from precisionctl.checkpoints.gguf import tensors as gguf_tensors
+from precisionctl.checkpoints.gguf.described_model import model_of_file
+from precisionctl.checkpoints.gguf.families import FAMILIES, model_type_of
+from precisionctl.checkpoints.gguf.head import GgufTensor, read_head
+from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.ggml_formats import FORMATS, UNREAD
 from precisionctl.commands.request import Request
@@ -97,7 +96,7 @@ def test_every_change_of_values_has_its_inverse_row_by_row(
 ) -> None:
     pico.save(tmp_path, family, dtype=torch.bfloat16, **changes)
     published = open_checkpoint(tmp_path)
-    model, table = published.model, FAMILIES[published.model.architecture].of(published.model)
+    model, table = published.model, FAMILIES[published.model.architecture].of(published.model).tensors
     made = dict[str, gguf_tensors.GgufPart]()
     for name in published.specs:
         row, names = table.of_hf(name, model.num_layers) or pytest.fail(f"no row for {name}")
@@ -267,7 +266,7 @@ def test_windows_are_listed_or_all_but_every_so_many(pattern: object) -> None:
     }
     embedding = GgufTensor((10, 64), FORMATS[0], Path("a.gguf"), 0)
     metadata = {f"gemma3.{key}": value for key, value in said.items()}
-    found = MODELS["gemma3_text"].read(Described(metadata, {"token_embd.weight": embedding}, "gemma3", "a.gguf"))
+    found = FAMILIES["gemma3_text"].read(Described(metadata, {"token_embd.weight": embedding}, "gemma3", "a.gguf"))
     assert found["window_layers"] == (True, True, False) * 2
 
 
@@ -480,7 +479,7 @@ def described(family: str, **changes: Any) -> Described:
     model = from_hf_config(pico.config(family, **{**gguf_files.WRITTEN[family], **changes}))
     said: dict[str, Any] = {
         key: value.tolist() if isinstance(value, np.generic | np.ndarray) else value
-        for key, value in model_metadata(model, 1).items()
+        for key, value in gguf_files.metadata(model).items()
         if not key.startswith("general.")
     }
     tensors = {"token_embd.weight": GgufTensor((model.vocab_size, 64), FORMATS[0], Path("a.gguf"), 0)}

@@ -222,7 +222,7 @@ def test_a_gemma_4_is_merged_by_ranks_line_by_line_behind_its_first_token(tmp_pa
         saved = json.loads(files["tokenizer.json"]) | changes
         saved["model"]["vocab"][also] = SIZE - 1
         files["tokenizer.json"] = json.dumps(saved).encode()
-        return tokenizer_metadata(files, {}, SIZE, "here", gemma4=True)[0]
+        return tokenizer_metadata(files, {}, SIZE, "here", sentencepiece="gemma4")[0]
 
     found = of_gemma4("a")
     assert found["tokenizer.ggml.model"] == "gemma4" and found["tokenizer.ggml.add_bos_token"] is True

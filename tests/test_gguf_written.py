@@ -23,8 +23,8 @@ from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.companions import read_companions
-from precisionctl.checkpoints.gguf.gguf_file import GgufTensor, read_head
-from precisionctl.checkpoints.gguf.gguf_models import MODELS, model_metadata, of_llama_cpp
+from precisionctl.checkpoints.gguf.families import FAMILIES, of_llama_cpp
+from precisionctl.checkpoints.gguf.head import GgufTensor, read_head
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.ggml_blocks import blocks_of
 from precisionctl.codes.ggml_formats import named
@@ -124,7 +124,7 @@ def test_the_text_model_of_a_wrapper_is_written_and_its_towers_are_named(
 
 
 def test_every_family_that_is_written_is_tested() -> None:
-    assert {pico.shape(family).architecture for family in gguf_files.WRITTEN} | {"llama"} == {*MODELS}
+    assert {pico.shape(family).architecture for family in gguf_files.WRITTEN} | {"llama"} == {*FAMILIES}
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers_or_on_the_container(tmp_path: Path) -> None:
@@ -260,9 +260,9 @@ def test_every_published_model_of_a_family_that_is_written_is_one_that_llama_cpp
     lines = Path(__file__).with_name("published_configs.jsonl").read_text().splitlines()
     published = {line["repository"]: line["config"] for line in map(json.loads, lines)}
     written = {
-        name: model_metadata(from_hf_config(config), 1)
+        name: gguf_files.metadata(from_hf_config(config))
         for name, config in published.items()
-        if config["model_type"] in MODELS
+        if config["model_type"] in FAMILIES
     }
     assert len(written) >= 40
     of_olmo = written["allenai/Olmo-3-1025-7B"]["olmo2.rope.scaling.yarn_attn_factor"]
@@ -359,14 +359,14 @@ def test_a_model_without_the_shared_experts_that_llama_cpp_looks_for_is_refused(
 def test_what_stretches_a_ministral_is_what_llama_cpp_reads_of_it() -> None:
     """As Devstral 2 says it: mscale alone, and factors of 0, scale nothing."""
     scaling = YARN | {"beta_fast": 4.0, "mscale": 1.0, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0}
-    written = model_metadata(from_hf_config(pico.config("ministral3", rope_parameters=scaling)), 1)
+    written = gguf_files.metadata(from_hf_config(pico.config("ministral3", rope_parameters=scaling)))
     assert written["mistral3.rope.scaling.yarn_beta_fast"] == 4.0
     assert written["mistral3.rope.scaling.yarn_log_multiplier"] == written["mistral3.attention.temperature_scale"] == 0
 
 
 def test_groups_of_which_all_are_chosen_from_are_one() -> None:
     changes = gguf_files.AS_RELEASED["nemotron-h"] | {"n_group": 2, "topk_group": 2}
-    written = model_metadata(from_hf_config(pico.config("nemotron-h", **changes)), 1)
+    written = gguf_files.metadata(from_hf_config(pico.config("nemotron-h", **changes)))
     assert [written[f"nemotron_h_moe.expert_group_{key}"] for key in ("count", "used_count")] == [1, 1]
 
 

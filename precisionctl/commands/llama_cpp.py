@@ -12,10 +12,10 @@ import numpy as np
 from precisionctl.checkpoints.base import Companions, Reader, packings_of
 from precisionctl.checkpoints.companions import LICENCE
 from precisionctl.checkpoints.config_json import config_dtype, made_config
-from precisionctl.checkpoints.gguf.gguf_models import MODELS, model_metadata, of_llama_cpp
-from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
-from precisionctl.checkpoints.gguf.gguf_rope import rotary_tensors
+from precisionctl.checkpoints.gguf.families import of_llama_cpp
+from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
+from precisionctl.checkpoints.gguf.rotary_tensors import rotary_tensors
 from precisionctl.checkpoints.gguf.writer import GgufContents, stack_and_slice
 from precisionctl.codes.ggml_blocks import MXFP4
 from precisionctl.commands.build import Result
@@ -51,16 +51,16 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
     files, config = reader.companions.files, _config(reader, model)
     where = reader.path or ""
     tokenizer, tokenizer_notes = tokenizer_metadata(
-        files, config, model.vocab_size, where, family.tokens, gemma4=model.architecture == "gemma4_text"
+        files, config, model.vocab_size, where, family.tokens, sentencepiece=family.sentencepiece
     )
     metadata: dict[str, GgufValue] = {
-        "general.architecture": FAMILIES[model.architecture].of(model).architecture,
+        "general.architecture": family.architecture,
         "general.type": "model",
         **dict(_sampling(reader.companions)),
         "general.name": (kind.base_model or destination.name).rpartition("/")[2],
         "general.size_label": _size_label(plan),
         **_base_model(kind.base_model),
-        **model_metadata(model, FILE_TYPES[type_]),
+        **family.metadata(model, FILE_TYPES[type_]),
         "general.quantization_version": np.uint32(2),
         **tokenizer,
     }
@@ -68,7 +68,7 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
     notes = [
         *source_notes(source),
         *_tower_notes(source.plan),
-        *_notes_of_the_model(model),
+        *_notes_of_the_model(model, family),
         *(_NOTE_OF_CODES if codes and type_ != "mxfp4" else ()),
         *tokenizer_notes,
         *(_quantize_notes(destination, name) if type_ in ("bf16", "f16") else ()),
@@ -175,14 +175,14 @@ def _tower_notes(plan: Plan) -> Iterator[str]:
         )
 
 
-def _notes_of_the_model(model: ModelShape) -> Iterator[str]:
+def _notes_of_the_model(model: ModelShape, family: GgufFamily) -> Iterator[str]:
     """What llama.cpp is known to compute otherwise of models that people serve with it all the same."""
-    if model.sliding_window and "sliding_window" in of_llama_cpp(model).ignored:
+    if model.sliding_window and "sliding_window" in family.ignored:
         yield (
             f"llama.cpp has no window of attention for `{model.architecture}`: beyond {model.sliding_window} tokens it "
             "computes otherwise than transformers."
         )
-    if model.mtp_num_layers and MODELS[model.architecture].without_prediction:
+    if model.mtp_num_layers and family.without_prediction:
         yield (
             f"The file has no layers of multi-token prediction, which are not written of `{model.architecture}`: "
             "logits do not come from them."

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from precisionctl.architectures.param_map import Row, filled
 from precisionctl.architectures.rearrangements import Rearrangement
 from precisionctl.checkpoints.gguf.changes import SAME, GgufChange
-from precisionctl.checkpoints.gguf.gguf_models import MODELS
-from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
+from precisionctl.checkpoints.gguf.families import FAMILIES
+from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.writer import stack_and_slice
 from precisionctl.codes.ggml_blocks import MXFP4, BlocksInRows, GgmlBlocks, blocks_of
 from precisionctl.codes.ggml_formats import named
@@ -84,12 +84,12 @@ def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> Plan:
     model, family = plan.model, FAMILIES[plan.model.architecture].of(plan.model)
     jobs, targets, changed = list[Job](), list[tuple[str, dict[str, TensorSpec]]](), dict[int, Row]()
     for job in plan.text.jobs:
-        if job.row.of_prediction and MODELS[model.architecture].without_prediction:
+        if job.row.of_prediction and family.without_prediction:
             continue
         changes, writes = list[GgufChange](), list[str]()
         for name in job.writes[: len(job.row.hf)]:  # behind these are copies of tied tensors
             alone = _without_wrapper(name, model)
-            if (found := family.of_hf(alone, model.num_layers)) is None:
+            if (found := family.tensors.of_hf(alone, model.num_layers)) is None:
                 what = f"llama.cpp has no tensor for `{name}`"
                 raise UnmappedTensor(what, do="Nothing is dropped in silence: does llama.cpp compute this part?")
             row, made = found
@@ -104,15 +104,14 @@ def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> Plan:
         jobs.append(replace(job, row=changed[id(job.row)], writes=tuple(writes)))
     # the converter sorts by names of values; codes come first
     values = {name for name, specs in targets if MXFP4 not in (spec.packing for spec in specs.values())}
-    targets.sort(key=lambda each: (each[0] in values, _in_order(each[0], model)))
+    targets.sort(key=lambda each: (each[0] in values, _in_order(each[0], family)))
     in_order = {name: spec for _, specs in targets for name, spec in specs.items()}
     return replace(plan, jobs=tuple(jobs), targets=in_order)
 
 
-def _in_order(name: str, model: ModelShape) -> str:
-    """By what the converter sorts: names of values. Experts of gpt-oss have here the names that they have as codes, and
-    of some families down_proj stands behind the others."""
-    if model.architecture in ("afmoe", "ernie4_5_moe"):
+def _in_order(name: str, family: GgufFamily) -> str:
+    """By what the converter sorts: names of values. Experts of gpt-oss have here the names that they have as codes."""
+    if family.down_last:
         return re.sub(r"(?<=\.experts\.)(\d+)\.down_", r"\1.~down_", name)
     return name.replace("_blocks[", "[")
 

@@ -13,20 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from precisionctl.checkpoints.gguf.metadata import TOKEN_IDS
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
-
-_IDS = {
-    "bos": "bos_token_id",
-    "eos": "eos_token_id",
-    "unk": "unknown_token_id",
-    "sep": "seperator_token_id",
-    "pad": "padding_token_id",
-    "mask": "mask_token_id",
-    "eot": "eot_token_id",
-    "eom": "eom_token_id",
-}
-"""How GGUF calls the id of a token that tokenizer_config.json has as `<word>_token`."""
 
 
 def token_text(token: object) -> str | None:
@@ -54,8 +43,8 @@ def special_tokens(
     around = None if processor is None else _around(processor)
     words, adds = _words(processor, said)
     known = {each["content"]: each["id"] for each in reversed(tokenizer.get("added_tokens", []))}
-    ids = {word: known[words[word]] for word in _IDS if words.get(word) in known}  # 340-356
-    for word in _IDS:  # 359-371
+    ids = {word: known[words[word]] for word in TOKEN_IDS if words.get(word) in known}  # 340-356
+    for word in TOKEN_IDS:  # 359-371
         number = config.get(f"{word}_token_id")
         if type(number) is int and 0 <= number < size:
             ids.setdefault(word, number)
@@ -80,13 +69,15 @@ def special_tokens(
             do="Let it put bos_token before a text and eos_token behind it, or neither, and let add_bos_token and "
             "add_eos_token say the same: a chat template can write other tokens.",
         )
-    found: dict[str, GgufValue] = {f"tokenizer.ggml.{_IDS[word]}": np.uint32(number) for word, number in ids.items()}
+    found: dict[str, GgufValue] = {
+        f"tokenizer.ggml.{TOKEN_IDS[word]}": np.uint32(number) for word, number in ids.items()
+    }
     return found | {f"tokenizer.ggml.add_{word}_token": put for word, put in adds.items()}
 
 
 def _words(processor: object, said: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, bool]]:
     """Which token is bos, eos and so on, and which of these are put around a text."""
-    words = {word: text for word in (*_IDS, "cls") if (text := token_text(said.get(f"{word}_token")))}
+    words = {word: text for word in (*TOKEN_IDS, "cls") if (text := token_text(said.get(f"{word}_token")))}
     for word, other in (("bos", "cls"), ("eos", "sep")):  # 231-234
         if other in words:
             words.setdefault(word, words[other])

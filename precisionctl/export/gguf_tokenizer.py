@@ -48,11 +48,11 @@ def tokenizer_metadata(
     where: object,
     named: Mapping[str, str] = MappingProxyType({}),
     *,
-    gemma4: bool = False,
+    sentencepiece: str = "llama",
 ) -> tuple[dict[str, GgufValue], list[str]]:
     """The metadata of a tokenizer in these companion files, for a model with so many tokens, and notes on texts of
-    which llama.cpp makes other tokens. `config` is config.json, `named` as in `special_tokens`. A SentencePiece model
-    is written as `gemma4` if it is one, else as `llama`.
+    which llama.cpp makes other tokens. `config` is config.json, `named` as in `special_tokens`, and `sentencepiece`
+    the one of the two that a SentencePiece model is to have, `llama` or `gemma4`.
 
     Raises CheckpointError where there is no tokenizer.json, PrecisionError for a tokenizer that llama.cpp has not, and
     DamagedCheckpoint.
@@ -79,7 +79,11 @@ def tokenizer_metadata(
     merges = _merges(model.get("merges"))
     if model.get("byte_fallback"):
         adds_bos = True
-        found = _gemma4(tokenizer, tokens, types) if gemma4 else _sentencepiece(tokenizer, said, tokens, types, merges)
+        found = (
+            _gemma4(tokenizer, tokens, types)
+            if sentencepiece == "gemma4"
+            else _sentencepiece(tokenizer, said, tokens, types, merges)
+        )
     else:
         pre = pretokenizer(tokenizer)
         adds_bos = pre in ADD_BOS

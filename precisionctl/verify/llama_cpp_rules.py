@@ -4,8 +4,8 @@ model, and that there is a tokenizer of the model's size."""
 from collections.abc import Iterator
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.gguf.gguf_file import ArrayLength
-from precisionctl.checkpoints.gguf.gguf_models import of_llama_cpp
+from precisionctl.checkpoints.gguf.families import of_llama_cpp
+from precisionctl.checkpoints.gguf.head import ArrayLength
 from precisionctl.checkpoints.gguf.reader import GgufReader
 from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.errors import UnknownArchitecture, UnknownFormat, shown

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from precisionctl.checkpoints.gguf.gguf_file import ARRAY, BOOL, NUMBERS, STRING
+from precisionctl.checkpoints.gguf.head import ARRAY, BOOL, NUMBERS, STRING
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

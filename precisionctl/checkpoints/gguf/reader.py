@@ -16,14 +16,13 @@ from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints
 from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.companions import needed_hints, read_companions, to_json
 from precisionctl.checkpoints.config_json import GENERATION, is_token
-from precisionctl.checkpoints.gguf.gguf_file import GgufHead, read_head
-from precisionctl.checkpoints.gguf.gguf_metadata import Described
-from precisionctl.checkpoints.gguf.gguf_models import model_type_of
-from precisionctl.checkpoints.gguf.gguf_names import FAMILIES
-from precisionctl.checkpoints.gguf.gguf_rope import ROTARY_TENSORS
-from precisionctl.checkpoints.gguf.gguf_rows import GgufFamily
-from precisionctl.checkpoints.gguf.gguf_tensors import hf_tensors
-from precisionctl.checkpoints.gguf.said_model import check_same, model_of_file
+from precisionctl.checkpoints.gguf.described_model import check_same, model_of_file
+from precisionctl.checkpoints.gguf.families import FAMILIES, model_type_of
+from precisionctl.checkpoints.gguf.family import GgufFamily
+from precisionctl.checkpoints.gguf.head import GgufHead, read_head
+from precisionctl.checkpoints.gguf.metadata import TOKEN_IDS, Described
+from precisionctl.checkpoints.gguf.rotary_tensors import ROTARY_TENSORS
+from precisionctl.checkpoints.gguf.tensors import hf_tensors
 from precisionctl.checkpoints.huggingface_files import file_format_of
 from precisionctl.codes.encoding import Encoding
 from precisionctl.codes.ggml_blocks import GgmlBlocks
@@ -37,8 +36,8 @@ from precisionctl.untrusted.safe_json import parse_json
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _MOST_FILES = 10_000
-_TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
-"""How GGUF calls the tokens that config.json names."""
+_NAMED = ("bos", "eos", "pad")
+"""The tokens that config.json names."""
 
 
 def recognise(path: Path) -> bool:
@@ -95,7 +94,7 @@ class GgufReader:
 
     def _with_tokens(self, own: Companions) -> Companions:
         """Companions with a generation_config.json of the file's tokens, if it names any and they have none."""
-        said = {key: self.metadata.get(f"tokenizer.ggml.{name}") for key, name in _TOKENS.items()}
+        said = {f"{word}_token_id": self.metadata.get(f"tokenizer.ggml.{TOKEN_IDS[word]}") for word in _NAMED}
         tokens = {key: token for key, token in said.items() if is_token(token, self.model)}
         return replace(own, files={GENERATION: to_json(tokens), **own.files}) if tokens else own
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.companions import write_companions
-from precisionctl.checkpoints.gguf.gguf_file import MAGIC, VERSIONS, aligned
+from precisionctl.checkpoints.gguf.head import MAGIC, VERSIONS, aligned
 from precisionctl.checkpoints.gguf.metadata_bytes import Metadata, metadata_bytes, string_bytes
 from precisionctl.checkpoints.output import lay_out_file
 from precisionctl.codes.ggml_formats import FORMATS

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from precisionctl.checkpoints.gguf.changes import KEY_PAIRS, QUERY_PAIRS, SAME, GgufChange
-from precisionctl.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -27,21 +26,10 @@ class GgufRow:
 
 
 @dataclass(frozen=True)
-class GgufFamily:
-    """The `general.architecture` of a family, and its tensors; `with_experts` if these are others of models with
-    experts."""
+class TensorTable:
+    """The rows of a family, by names of either side."""
 
-    architecture: str
-    rows: tuple[GgufRow, ...]
-    with_experts: "GgufFamily | None" = None
-
-    @property
-    def architectures(self) -> tuple[str, ...]:
-        return (self.architecture, *(self.with_experts.architectures if self.with_experts else ()))
-
-    def of(self, model: ModelShape) -> "GgufFamily":
-        """That of a model."""
-        return self.with_experts if self.with_experts and model.moe else self
+    rows: Sequence[GgufRow]
 
     def of_hf(self, name: str, layers: int) -> tuple[GgufRow, tuple[str, ...]] | None:
         """The row of a Hugging Face tensor, and the names of its tensors in GGUF; None if there is none. `layers` is
@@ -100,6 +88,18 @@ def in_layers(names: Mapping[str, str], change: GgufChange = SAME, ends: Iterabl
     ]
 
 
+def in_layer(hf: str, gguf: str, change: GgufChange = SAME) -> GgufRow:
+    """The row of a tensor in a layer."""
+    return GgufRow(f"model.layers.{{layer}}.{hf}", (f"blk.{{layer}}.{gguf}",), change)
+
+
+def replaced_by(hf: str, gguf: Sequence[str], change: GgufChange) -> GgufRow:
+    """The row of a module in a layer that is several in GGUF."""
+    return GgufRow(
+        f"model.layers.{{layer}}.{hf}.weight", tuple(f"blk.{{layer}}.{each}.weight" for each in gguf), change
+    )
+
+
 def linears(names: Mapping[str, str], change: GgufChange = SAME) -> list[GgufRow]:
     return in_layers(names, change, ("weight", "bias"))
 
@@ -156,4 +156,24 @@ EXPERTS = experts("mlp.experts", {hf: f"{gguf}_exps" for hf, gguf in GATED.items
 SHARED_EXPERT = in_layers({f"mlp.shared_expert.{hf}": f"{gguf}_shexp" for hf, gguf in GATED.items()})
 SHARED_EXPERT_GATE = in_layers({"mlp.shared_expert_gate": "ffn_gate_inp_shexp"})
 SHARED_EXPERTS = in_layers({f"mlp.shared_experts.{hf}": f"{gguf}_shexp" for hf, gguf in GATED.items()})
-EXPERT_BIAS = GgufRow("model.layers.{layer}.mlp.gate.e_score_correction_bias", ("blk.{layer}.exp_probs_b.bias",))
+CORRECTION = ("blk.{layer}.exp_probs_b.bias",)
+EXPERT_BIAS = GgufRow("model.layers.{layer}.mlp.gate.e_score_correction_bias", CORRECTION)
+EXPERTS_OF_MIXTRAL = [
+    *in_layers({"block_sparse_moe.gate": "ffn_gate_inp"}),
+    *experts("block_sparse_moe.experts", {"w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"}),
+]
+
+DECODER = [*outside_layers(), *in_layers(NORMS), *ATTENTION]
+DECODER_IN_PAIRS = [*outside_layers(), *in_layers(NORMS), *ATTENTION_IN_PAIRS]
+"""All but MLPs and experts, of most models."""
+PREDICTION = in_layers(
+    {
+        "enorm": "nextn.enorm",
+        "hnorm": "nextn.hnorm",
+        "eh_proj": "nextn.eh_proj",
+        "embed_tokens": "nextn.embed_tokens",
+        "shared_head.norm": "nextn.shared_head_norm",
+        "shared_head.head": "nextn.shared_head_head",
+    }
+)
+"""What a layer of multi-token prediction has beside a decoder's."""

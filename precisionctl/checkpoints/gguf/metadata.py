@@ -8,13 +8,25 @@ from typing import Any
 
 import numpy as np
 
-from precisionctl.checkpoints.gguf.gguf_file import GgufTensor
+from precisionctl.checkpoints.gguf.head import GgufTensor
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_parts import LARGEST, MOST_LAYERS
 from precisionctl.sizes import listed
 
 NEEDED: Any = object()
 """Default of a key that must be there."""
+
+TOKEN_IDS = {
+    "bos": "bos_token_id",
+    "eos": "eos_token_id",
+    "unk": "unknown_token_id",
+    "sep": "seperator_token_id",
+    "pad": "padding_token_id",
+    "mask": "mask_token_id",
+    "eot": "eot_token_id",
+    "eom": "eom_token_id",
+}
+"""The keys under `tokenizer.ggml.` of the ids of tokens that tokenizer_config.json has as `<word>_token`."""
 
 _SAYS_NOTHING = {"rope.scaling.finetuned", "tensor_data_layout"}
 """Keys that change nothing; of Granite the first does."""

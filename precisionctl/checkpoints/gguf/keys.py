@@ -1,6 +1,6 @@
 """How the metadata of a GGUF file say a ModelShape: entries that read and write the same keys.
 
-A family lists its entries (`gguf_models.py`); those that are common to several stand here. Fields of a part of
+A family lists its entries (`families/`); those that are common to several stand here. Fields of a part of
 ModelShape are written with a dot. Reading raises DamagedCheckpoint where a key is missing or not of its kind, and
 UnknownArchitecture for a setting that is not known here.
 
@@ -9,13 +9,13 @@ Sources: llama.cpp's src/llama-model.cpp (load_hparams), src/models/*.cpp, and c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.gguf_metadata import NEEDED, Described
-from precisionctl.errors import UnknownArchitecture
+from precisionctl.checkpoints.gguf.metadata import NEEDED, Described
+from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model_parts import MOST_LAYERS
 from precisionctl.model_shape import ModelShape
 
@@ -126,7 +126,7 @@ LAYERS_AND_PREDICTION = GgufRule(
 )
 DECODER_LAYERS = GgufRule(("num_layers",), _read_layers_and_prediction, LAYERS.write)
 """Of a family whose layers of multi-token prediction are not written."""
-PREDICTION = GgufRule(
+PREDICTION_LAYERS = GgufRule(
     ("mtp_num_layers",),
     lambda file: {},
     lambda model: {"nextn_predict_layers": model.mtp_num_layers} if model.mtp_num_layers else {},
@@ -135,7 +135,7 @@ PREDICTION = GgufRule(
 
 CONTEXT = GgufKey("max_position_embeddings", "context_length")
 WIDTH = GgufKey("hidden_size", "embedding_length")
-MLP = GgufKey("ffn_hidden_size", "feed_forward_length")
+MLP_SIZE = GgufKey("ffn_hidden_size", "feed_forward_length")
 EPSILON = number("norm_epsilon", "attention.layer_norm_rms_epsilon")
 LAYER_NORM_EPSILON = number("norm_epsilon", "attention.layer_norm_epsilon")
 
@@ -166,7 +166,7 @@ ATTENTION_BIAS = GgufRule(
     lambda file: dict.fromkeys(("qkv_bias", "proj_bias"), file.has("blk.0.attn_q.bias")),
 )
 QKV_BIAS = GgufRule(("qkv_bias",), lambda file: {"qkv_bias": file.has("blk.0.attn_q.bias")})
-QK_NORMS = GgufRule(("qk_layernorm",), lambda file: {"qk_layernorm": file.has("blk.0.attn_q_norm.weight")})
+HAS_QK_NORMS = GgufRule(("qk_layernorm",), lambda file: {"qk_layernorm": file.has("blk.0.attn_q_norm.weight")})
 MLP_BIAS = GgufRule(("mlp_bias",), lambda file: {"mlp_bias": file.has("blk.0.ffn_up.bias")})
 
 
@@ -246,3 +246,24 @@ def _write_windows(model: ModelShape) -> Said:
 
 WINDOW = GgufKey("sliding_window", "attention.sliding_window")
 WINDOWS = GgufRule(("window_layers",), _read_windows, _write_windows)
+WINDOW_FIELDS = ("sliding_window", "window_layers")
+
+
+# Layers of several kinds
+
+HEADS_KV = "attention.head_count_kv"
+
+
+def one_of(file: Described, key: str, numbers: Sequence[int]) -> int:
+    """The number that all layers have of which it is not 0. Raises UnknownArchitecture if they have several."""
+    several = sorted({number for number in numbers if number})
+    if len(several) > 1:
+        what = f"{file.architecture}.{key} is {shown(list(numbers))}, of several sizes"
+        raise UnknownArchitecture(what, where=file.where, do="Start from the release.")
+    return several[0] if several else 0
+
+
+def read_some_heads(file: Described, groups: Sequence[int]) -> Fields:
+    """Heads, and those of keys, which layers without attention have none of."""
+    heads = file.count("attention.head_count", least=1)
+    return {"num_attention_heads": heads, "num_query_groups": one_of(file, HEADS_KV, groups) or heads}

@@ -1,33 +1,71 @@
-"""What the metadata of a GGUF file say of Gemma 4, in whose layers with a window attention has other sizes.
+"""Gemma 4, in whose layers with a window attention has other sizes.
 
 Sources: llama.cpp's src/models/gemma4.cpp, and conversion/gemma.py (Gemma4Model).
 """
 
-import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.gguf_experts import EXPERT_SIZE, EXPERTS
-from precisionctl.checkpoints.gguf.gguf_keys import (
+from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS
+from precisionctl.checkpoints.gguf.families.gemma import COMPUTED, FINAL_CAP
+from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
+from precisionctl.checkpoints.gguf.keys import (
+    HEADS_KV,
+    WINDOW,
     WINDOWS,
+    GgufEntry,
     GgufKey,
     GgufRule,
     Said,
-    read_each,
-    refused,
-    write_each,
+    one_of,
     write_only,
 )
-from precisionctl.checkpoints.gguf.gguf_layer_keys import HEADS_KV, OF_MOE, one_of
-from precisionctl.checkpoints.gguf.gguf_metadata import Described
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.rope_keys import LOCAL_BASE, ROPE
+from precisionctl.checkpoints.gguf.rows import (
+    ATTENTION,
+    FOUR_NORMS,
+    MLP,
+    QK_NORMS,
+    GgufRow,
+    in_layer,
+    in_layers,
+    outside_layers,
+    stack,
+)
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_parts import GlobalAttention, MoE
+from precisionctl.model_parts import GlobalAttention
 from precisionctl.model_shape import ModelShape
 
+_ROWS = [
+    *outside_layers(),
+    GgufRow("model.embed_tokens_per_layer.weight", ("per_layer_token_embd.weight",)),
+    GgufRow("model.per_layer_model_projection.weight", ("per_layer_model_proj.weight",)),
+    GgufRow("model.per_layer_projection_norm.weight", ("per_layer_proj_norm.weight",)),
+    *ATTENTION,
+    *MLP,
+    *in_layers(
+        {
+            **FOUR_NORMS,
+            **QK_NORMS,
+            "per_layer_input_gate": "inp_gate",
+            "per_layer_projection": "proj",
+            "post_per_layer_input_norm": "post_norm",
+            "post_feedforward_layernorm_1": "post_ffw_norm_1",
+            "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+            "post_feedforward_layernorm_2": "post_ffw_norm_2",
+            "router.proj": "ffn_gate_inp",
+        }
+    ),
+    in_layer("layer_scalar", "layer_output_scale.weight"),
+    in_layer("router.scale", "ffn_gate_inp.scale"),
+    in_layer("router.per_expert_scale", "ffn_down_exps.scale"),
+    GgufRow("model.layers.{layer}.experts.gate_up_proj[{expert}]", (stack("ffn_gate_up_exps"),)),
+    GgufRow("model.layers.{layer}.experts.down_proj[{expert}]", (stack("ffn_down_exps"),)),
+]
 
-def _read_gemma4_heads(file: Described) -> Fields:
+
+def _read_heads(file: Described) -> Fields:
     windows, groups = file.flags("attention.sliding_window_pattern") or [], file.counts(HEADS_KV)
     if len(windows) != len(groups) or all(windows):
         what = f"{file.architecture}.attention.sliding_window_pattern is {shown(windows)}"
@@ -62,7 +100,7 @@ def _everywhere(model: ModelShape) -> GlobalAttention:
     )
 
 
-def _write_gemma4_groups(model: ModelShape) -> Said:
+def _write_groups(model: ModelShape) -> Said:
     own = _everywhere(model).num_query_groups
     if own == model.num_query_groups:
         return {HEADS_KV: own}
@@ -70,32 +108,32 @@ def _write_gemma4_groups(model: ModelShape) -> Said:
     return {HEADS_KV: [model.num_query_groups if window else int(own or 0) for window in windows]}
 
 
-GEMMA4_HEADS = GgufRule(
+_HEADS = GgufRule(
     (
         *("num_query_groups", "kv_channels", "global_attention.num_query_groups"),
         *("global_attention.kv_channels", "global_attention.keys_are_values"),
     ),
-    _read_gemma4_heads,
-    _write_gemma4_groups,
+    _read_heads,
+    _write_groups,
 )
-GEMMA4_HEAD_SIZE = write_only(
+_HEAD_SIZE = write_only(
     lambda model: dict.fromkeys(
         ("attention.key_length", "attention.value_length"), _everywhere(model).kv_channels or 0
     ),
 )
-GEMMA4_LOCAL_SIZE = write_only(
+_LOCAL_SIZE = write_only(
     lambda model: dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa"), model.kv_channels),
 )
-GEMMA4_TURNED = write_only(
+_TURNED = write_only(
     lambda model: {
         "rope.dimension_count": _everywhere(model).kv_channels or 0,
         "rope.dimension_count_swa": model.kv_channels,
     },
 )
-"""What GEMMA4_HEADS reads."""
+"""What _HEADS reads."""
 
 
-def _read_gemma4_mlps(file: Described) -> Fields:
+def _read_mlps(file: Described) -> Fields:
     channels = file.counts("feed_forward_length")
     if {*channels} - {channels[0], 2 * channels[0]}:
         what = f"{file.architecture}.feed_forward_length is {shown(channels)}, neither one size nor twice that"
@@ -103,44 +141,17 @@ def _read_gemma4_mlps(file: Described) -> Fields:
     return {"ffn_hidden_size": channels[0], "use_double_wide_mlp": channels[-1] != channels[0]}
 
 
-def _write_gemma4_mlps(model: ModelShape) -> Said:
+def _write_mlps(model: ModelShape) -> Said:
     size, wide = model.ffn_hidden_size, model.num_layers - model.num_kv_shared_layers
     if not model.use_double_wide_mlp:
         return {"feed_forward_length": size}
     return {"feed_forward_length": [size if layer < wide else 2 * size for layer in range(model.num_layers)]}
 
 
-GEMMA4_MLPS = GgufRule(("ffn_hidden_size", "use_double_wide_mlp"), _read_gemma4_mlps, _write_gemma4_mlps)
+_MLPS = GgufRule(("ffn_hidden_size", "use_double_wide_mlp"), _read_mlps, _write_mlps)
 
 
-def _read_gemma4_experts(file: Described) -> Fields:
-    if not file.count("expert_count", 0):
-        return {}
-    said = read_each((*EXPERTS, EXPERT_SIZE), file)
-    shared = _read_gemma4_mlps(file)["ffn_hidden_size"]
-    beside = {"moe.layer_freq": (True,) * file.count("block_count"), "moe.own_norms": True}
-    return {**said, **beside, "moe.shared_ffn_hidden_size": shared}
-
-
-def _write_gemma4_experts(model: ModelShape) -> Said:
-    if model.moe is None:
-        return {}
-    of_llama_cpp = MoE(
-        model.moe.num_experts,
-        model.moe.topk,
-        model.moe.ffn_hidden_size,
-        (True,) * model.num_layers,
-        shared_ffn_hidden_size=model.ffn_hidden_size,
-        own_norms=True,
-    )
-    if model.moe != of_llama_cpp:
-        raise refused(model, "with other experts than Gemma 4's")
-    return write_each(EXPERTS, model)
-
-
-GEMMA4_EXPERTS = GgufRule(OF_MOE, _read_gemma4_experts, _write_gemma4_experts)
-GEMMA4_EXPERT_SIZE = write_only(lambda model: EXPERT_SIZE.write(model) if model.moe else {})
-GEMMA4_LAYERS = (
+_LAYERS = (
     GgufKey("num_kv_shared_layers", "attention.shared_kv_layers", 0),
     GgufRule(
         ("per_layer_embed_dim",),
@@ -149,17 +160,48 @@ GEMMA4_LAYERS = (
     ),
     WINDOWS,
 )
-GEMMA4_UNUSED = GgufRule(
+_UNUSED = GgufRule(
     ("stores_unused",),
     lambda file: {
         "stores_unused": bool(file.count("attention.shared_kv_layers", 0))
         and file.has(f"blk.{file.count('block_count') - 1}.attn_k.weight")
     },
 )
-GEMMA4_COMPUTED: Mapping[str, Any] = {
-    "activation": "gelu_tanh",
-    "embedding_multiplier": lambda fields: math.sqrt(fields["hidden_size"]),
-    "rounded_embedding_multiplier": True,
-    **dict.fromkeys(("post_layernorms", "qk_layernorm", "v_l2_norm", "layer_scalar"), True),
-    "query_pre_attn_scalar": 1.0,
-}
+
+
+def _family(*counts: GgufEntry, size: tuple[GgufEntry, ...] = (), **experts: object) -> GgufFamily:
+    """Without `experts`, or with the keys of their number and size, and what llama.cpp computes of them."""
+    return GgufFamily(
+        "gemma4",
+        rows=_ROWS,
+        keys=(
+            *base_keys(
+                *counts,
+                heads=GgufKey("num_attention_heads", "attention.head_count"),
+                rope=(_HEADS, ROPE, LOCAL_BASE),
+                mlp=(_MLPS,),
+            ),
+            _HEAD_SIZE,
+        ),
+        more=(FINAL_CAP, WINDOW, *_LAYERS, _LOCAL_SIZE, *size, _TURNED),
+        reads=(_UNUSED,),
+        computed={
+            **COMPUTED,
+            **dict.fromkeys(("post_layernorms", "qk_layernorm", "v_l2_norm", "layer_scalar"), True),
+            "query_pre_attn_scalar": 1.0,
+            **experts,
+        },
+        scalings={"proportional": ("partial_rotary_factor",)},
+        sentencepiece="gemma4",
+    )
+
+
+_SPARSE = _family(
+    *EXPERT_COUNTS,
+    size=(EXPERT_SIZE,),
+    **IN_ALL_LAYERS,
+    **{"moe.own_norms": True, "moe.shared_ffn_hidden_size": lambda fields: fields["ffn_hidden_size"]},
+)
+
+FAMILIES = {"gemma4_text": replace(_family(), with_experts=_SPARSE)}
+"""By the `model_type` of the text model."""

@@ -4,11 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.gguf_keys import GgufEntry, GgufKey, GgufRule, Said, number, refused, value_of
-from precisionctl.checkpoints.gguf.gguf_metadata import Described
+from precisionctl.checkpoints.gguf.keys import GgufEntry, GgufKey, GgufRule, Said, number, refused, value_of
+from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.model_shape import ModelShape
 
-EXPERTS: tuple[GgufEntry, ...] = (GgufKey("moe.num_experts", "expert_count"), GgufKey("moe.topk", "expert_used_count"))
+EXPERT_COUNTS: tuple[GgufEntry, ...] = (
+    GgufKey("moe.num_experts", "expert_count"),
+    GgufKey("moe.topk", "expert_used_count"),
+)
 EXPERT_SIZE = GgufKey("moe.ffn_hidden_size", "expert_feed_forward_length")
 SHARED_EXPERT_SIZE = GgufKey("moe.shared_ffn_hidden_size", "expert_shared_feed_forward_length")
 WEIGHTS_SCALE = number("moe.topk_scaling_factor", "expert_weights_scale", 1.0)
@@ -29,8 +32,16 @@ def _write_shared(model: ModelShape) -> Said:
     return {"expert_shared_count": shared // value_of(model, "moe.ffn_hidden_size")}
 
 
-SHARED_EXPERTS = GgufRule(("moe.shared_ffn_hidden_size",), _read_shared, _write_shared)
+SHARED_COUNT = GgufRule(("moe.shared_ffn_hidden_size",), _read_shared, _write_shared)
 """So many, each as large as a routed one."""
+
+
+def _read_one_shared(file: Described) -> Fields:
+    file.expect("expert_shared_count", 1)
+    return {}
+
+
+ONE_SHARED = GgufRule((), _read_one_shared, lambda model: {"expert_shared_count": 1})
 
 
 def _read_dense(file: Described) -> Fields:

@@ -1,29 +1,35 @@
-"""One family in GGUF: how metadata say its models, and what llama.cpp computes whatever they say."""
+"""One family in GGUF: its tensors, how metadata say its models, and what llama.cpp computes whatever they say."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.architectures.families import fields_of
-from precisionctl.checkpoints.gguf.gguf_keys import (
+from precisionctl.checkpoints.gguf.keys import (
     CAUSAL,
     CONTEXT,
     EPSILON,
     HEADS,
     LAYERS,
-    MLP,
+    MLP_SIZE,
     TIED,
     VOCABULARY,
     WIDTH,
     GgufEntry,
     read_each,
     refused,
+    write_each,
 )
-from precisionctl.checkpoints.gguf.gguf_metadata import Described, shortest
-from precisionctl.checkpoints.gguf.gguf_rope import ROPE, SCALINGS, TURNED, always_of_yarn
+from precisionctl.checkpoints.gguf.metadata import Described, shortest
+from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
+from precisionctl.checkpoints.gguf.rope_keys import ROPE, SCALINGS, TURNED, always_of_yarn
+from precisionctl.checkpoints.gguf.rows import GgufRow, TensorTable
 from precisionctl.errors import shown
 from precisionctl.model_shape import ModelShape
 
@@ -31,7 +37,7 @@ from precisionctl.model_shape import ModelShape
 def base_keys(
     *experts: GgufEntry,
     layers: GgufEntry = LAYERS,
-    mlp: Sequence[GgufEntry] = (MLP,),
+    mlp: Sequence[GgufEntry] = (MLP_SIZE,),
     heads: GgufEntry = HEADS,
     rope: Sequence[GgufEntry] = (ROPE,),
     epsilon: GgufEntry = EPSILON,
@@ -41,8 +47,9 @@ def base_keys(
 
 
 @dataclass(frozen=True)
-class GgufModel:
-    """How the metadata of a family say a ModelShape.
+class GgufFamily:
+    """What llama.cpp calls a family (`general.architecture`), the rows of its tensors, and how metadata say a
+    ModelShape.
 
     A field has an entry, or is in `computed`. One that is both is written by its entry, but refused unless it is what
     is computed.
@@ -51,10 +58,19 @@ class GgufModel:
     what they are without a key. `computed` are the values of other fields, or how these follow from fields, where they
     are not ModelShape's defaults. `ignored` are fields that llama.cpp does not look at, although it makes a difference.
     `scalings` are the kinds of scaled rotary embeddings that it computes, each with what config.json says of it, and
-    `of_scaling` what llama.cpp takes beside it, as the published models have it, and no key says. `tokens` are the
-    texts of special tokens that the family has, whatever its tokenizer_config.json calls them.
+    `of_scaling` what llama.cpp takes beside it, as the published models have it, and no key says.
+
+    `tokens` are the texts of special tokens that the family has, whatever its tokenizer_config.json calls them, and
+    `sentencepiece` is the kind of tokenizer that llama.cpp has for its SentencePiece model. With `down_last` the
+    converter's file has down_proj of experts behind the others.
+
+    `recognises`: of several families with one architecture, whether a file is read as one of this, where no config.json
+    says which. It goes by what llama.cpp computes. `with_experts` is what differs in models with experts, if the family
+    has both.
     """
 
+    architecture: str
+    rows: Sequence[GgufRow]
     keys: tuple[GgufEntry, ...]
     more: tuple[GgufEntry, ...] = ()
     reads: tuple[GgufEntry, ...] = (TURNED,)
@@ -63,11 +79,31 @@ class GgufModel:
     scalings: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SCALINGS)
     of_scaling: Callable[[Fields], Fields] = lambda scaling: {}
     tokens: Mapping[str, str] = field(default_factory=dict)
+    sentencepiece: str = "llama"
+    down_last: bool = False
+    recognises: Callable[[Described], bool] = lambda file: True
+    with_experts: GgufFamily | None = None
+
+    @cached_property
+    def tensors(self) -> TensorTable:
+        return TensorTable(self.rows)
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        return (self.architecture, *(self.with_experts.architectures if self.with_experts else ()))
 
     @property
     def without_prediction(self) -> bool:
         """Whether layers of multi-token prediction are not written."""
         return "mtp_num_layers" in self.ignored
+
+    def of(self, model: ModelShape) -> GgufFamily:
+        """That of a model."""
+        return self.with_experts if self.with_experts and model.moe else self
+
+    def of_file(self, file: Described) -> GgufFamily:
+        """That of a file."""
+        return self.with_experts if self.with_experts and file.count("expert_count", 0) else self
 
     def read(self, file: Described) -> dict[str, Any]:
         """The fields that a file says. Raises DamagedCheckpoint for keys that are not there or contradict one another,
@@ -84,6 +120,17 @@ class GgufModel:
         if scaling := found["rope_scaling"]:
             found["rope_scaling"] = {**self.of_scaling(scaling), **scaling}
         return found
+
+    def metadata(self, model: ModelShape, file_type: int) -> dict[str, GgufValue]:
+        """What a file says of a model, which `check` lets pass."""
+        return {
+            **self._named(write_each(self.keys, model)),
+            "general.file_type": np.uint32(file_type),
+            **self._named(write_each(self.more, model)),
+        }
+
+    def _named(self, said: Mapping[str, Any]) -> dict[str, GgufValue]:
+        return {f"{self.architecture}.{key}": _value(value) for key, value in said.items()}
 
     def check(self, model: ModelShape) -> None:
         """Raise UnknownArchitecture for a model of which llama.cpp would compute something else."""
@@ -120,6 +167,14 @@ class GgufModel:
 
 def _in_fp32(value: object) -> object:
     return shortest(value) if isinstance(value, float) else value
+
+
+def _value(value: int | float | bool | str | list[bool] | list[int]) -> GgufValue:
+    if isinstance(value, list):
+        return np.array(value, np.bool_ if isinstance(value[0], bool) else np.int32)
+    if isinstance(value, bool | str):
+        return value
+    return np.uint32(value) if isinstance(value, int) else np.float32(value)
 
 
 _OF_ALL = (VOCABULARY, TIED, CAUSAL)

@@ -1,4 +1,4 @@
-"""The model that a GGUF file says: made of what it says alone, or compared with a config.json."""
+"""The model that a GGUF file describes: made of what it says alone, or compared with a config.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,10 +7,11 @@ import numpy as np
 
 from precisionctl.architectures.families import fields_of, from_hf_config, key_in, model_of_fields, to_hf_config
 from precisionctl.checkpoints.base import WITH_REFERENCE
-from precisionctl.checkpoints.gguf.gguf_keys import GgufKey
-from precisionctl.checkpoints.gguf.gguf_metadata import Described
-from precisionctl.checkpoints.gguf.gguf_models import MODELS
-from precisionctl.checkpoints.gguf.gguf_rope import scaling_with_tensors
+from precisionctl.checkpoints.gguf.families import FAMILIES
+from precisionctl.checkpoints.gguf.family import GgufFamily
+from precisionctl.checkpoints.gguf.keys import GgufKey
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.rotary_tensors import scaling_with_tensors
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape
@@ -22,13 +23,13 @@ def model_of_file(file: Described, model_type: str) -> ModelShape:
     """The model that a file says, as one of this family: what no key says is what llama.cpp computes. Raises
     DamagedCheckpoint for keys that describe no model, UnknownArchitecture for one that the family does not have, or
     whose rotary embeddings llama.cpp scales otherwise than the file says."""
-    family = MODELS[model_type]
+    family = FAMILIES[model_type].of_file(file)
     said = family.read(file)
-    said["rope_scaling"] = scaling_with_tensors(said, file, None)
+    said["rope_scaling"] = scaling_with_tensors(said, file, family, None)
     try:
         model = model_of_fields({"architecture": model_type, **family.completed(said)})
     except DamagedCheckpoint as error:
-        raise _in_words_of(file, model_type, error) from None
+        raise _in_words_of(file, family, error) from None
     try:
         family.check_scaling(model)
     except UnknownArchitecture as error:
@@ -41,10 +42,9 @@ def model_of_file(file: Described, model_type: str) -> ModelShape:
     return model
 
 
-def _in_words_of(file: Described, model_type: str, error: DamagedCheckpoint) -> DamagedCheckpoint:
+def _in_words_of(file: Described, family: GgufFamily, error: DamagedCheckpoint) -> DamagedCheckpoint:
     """An error that begins with a field, with the key that says it."""
     field, _, rest = error.what.partition(" ")
-    family = MODELS[model_type]
     for entry in (*family.keys, *family.more):
         if isinstance(entry, GgufKey) and field == entry.field.rpartition(".")[2]:
             field = f"{file.architecture}.{entry.key}"
@@ -53,8 +53,9 @@ def _in_words_of(file: Described, model_type: str, error: DamagedCheckpoint) -> 
 
 def check_same(file: Described, model: ModelShape, config: Mapping[str, Any], where: object) -> None:
     """Raise DamagedCheckpoint if a file says another model than the one of a config.json."""
-    said = MODELS[model.architecture].read(file)
-    said["rope_scaling"] = scaling_with_tensors(said, file, model)
+    family = FAMILIES[model.architecture].of_file(file)
+    said = family.read(file)
+    said["rope_scaling"] = scaling_with_tensors(said, file, family, model)
     own = fields_of(model)
     try:
         other = model_of_fields({**own, **{name: _placed(own.get(name), value) for name, value in said.items()}})

@@ -13,8 +13,9 @@ import numpy as np
 from precisionctl.checkpoints.chunks import Chunk, in_pieces, read_rows, whole
 from precisionctl.checkpoints.decoded.base import PIECE
 from precisionctl.checkpoints.gguf.changes import SAME, GgufChange, Shape
-from precisionctl.checkpoints.gguf.gguf_file import GgufTensor
-from precisionctl.checkpoints.gguf.gguf_rows import GgufFamily, GgufRow
+from precisionctl.checkpoints.gguf.family import GgufFamily
+from precisionctl.checkpoints.gguf.head import GgufTensor
+from precisionctl.checkpoints.gguf.rows import GgufRow
 from precisionctl.codes.ggml_blocks import ENCODED, GgmlBlocks, blocks_of
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnmappedTensor, at
@@ -156,7 +157,7 @@ def hf_tensors(
     """
     found = dict[str, tuple[GgufRow, dict[str, GgufPart]]]()
     for part in _slices(tensors, family, model, where):
-        named = family.of_gguf(part.name, model.num_layers)
+        named = family.tensors.of_gguf(part.name, model.num_layers)
         if named is None:
             what = f"`{part.name}` is no tensor of a model of the architecture {family.architecture}"
             raise UnmappedTensor(what, where=where, do="docs/gguf.md says what is read. Start from the release.")
@@ -165,7 +166,7 @@ def hf_tensors(
         parts[part.name] = part
     made = dict[str, ChangedTensor]()
     for hf, (row, parts) in found.items():
-        needed = family.of_hf(hf, model.num_layers)
+        needed = family.tensors.of_hf(hf, model.num_layers)
         assert needed is not None
         if missing := [name for name in needed[1] if name not in parts]:
             raise DamagedCheckpoint(f"no `{missing[0]}` beside `{next(iter(parts))}`", where=where)
@@ -181,7 +182,7 @@ def _slices(
     """The tensors, with stacks of experts taken apart."""
     count = 0
     for name, tensor in tensors.items():
-        stacked = family.of_gguf(f"{name}[0]", model.num_layers) is not None
+        stacked = family.tensors.of_gguf(f"{name}[0]", model.num_layers) is not None
         slices = tensor.shape[0] if stacked and len(tensor.shape) > 1 else 1
         count += slices
         if not slices or count > _MOST_SLICES:

@@ -1,0 +1,245 @@
+"""DeepSeek-V2, V3 and V3.2: latent attention, which GLM-4.7-Flash and GLM-5 have too (`glm.py`).
+
+Sources: llama.cpp's src/models/deepseek2.cpp, deepseek32.cpp and glm-dsa.cpp, and conversion/deepseek.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from precisionctl.architectures.config_keys import Fields
+from precisionctl.checkpoints.gguf.changes import LATENT_KEYS_VALUES
+from precisionctl.checkpoints.gguf.expert_keys import (
+    EXPERT_COUNTS,
+    EXPERT_SIZE,
+    LEADING_DENSE,
+    NORMALISED,
+    SHARED_COUNT,
+    TWO_SCORES,
+    WEIGHTS_SCALE,
+    groups,
+    is_scored_by,
+    scored_by,
+)
+from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
+from precisionctl.checkpoints.gguf.keys import (
+    DECODER_LAYERS,
+    LAYERS_AND_PREDICTION,
+    PREDICTION_LAYERS,
+    VOCABULARY,
+    GgufEntry,
+    GgufKey,
+    GgufRule,
+    Said,
+    refused,
+    value_of,
+)
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.rope_keys import LOG_MULTIPLIER, OF_LATENT, mscales
+from precisionctl.checkpoints.gguf.rows import (
+    EXPERT_BIAS,
+    EXPERTS,
+    MLP,
+    NORMS,
+    PREDICTION,
+    ROUTER,
+    SHARED_EXPERTS,
+    in_layers,
+    linears,
+    outside_layers,
+    replaced_by,
+)
+from precisionctl.model_shape import ModelShape
+
+_ROWS = [
+    *outside_layers(),
+    *in_layers(
+        {
+            **NORMS,
+            "self_attn.q_proj": "attn_q",
+            "self_attn.q_a_proj": "attn_q_a",
+            "self_attn.q_a_layernorm": "attn_q_a_norm",
+            "self_attn.q_b_proj": "attn_q_b",
+            "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+            "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+            "self_attn.o_proj": "attn_output",
+        }
+    ),
+    replaced_by("self_attn.kv_b_proj", ("attn_k_b", "attn_v_b"), LATENT_KEYS_VALUES),
+    *MLP,
+    *ROUTER,
+    EXPERT_BIAS,
+    *EXPERTS,
+    *SHARED_EXPERTS,
+    *PREDICTION,
+]
+_ROWS_WITH_INDEXERS = [
+    *_ROWS,
+    *linears({"self_attn.indexer.k_norm": "indexer.k_norm"}),
+    *in_layers(
+        {
+            "self_attn.indexer.weights_proj": "indexer.proj",
+            "self_attn.indexer.wk": "indexer.attn_k",
+            "self_attn.indexer.wq_b": "indexer.attn_q_b",
+        }
+    ),
+]
+
+# Latent attention
+
+
+def _is_lite(fields: Fields) -> bool:
+    """Whether llama.cpp takes a model for one that projects queries in one step: it goes by the number of layers."""
+    return fields["num_layers"] in (26, 27) or (fields["num_layers"], fields["vocab_size"]) == (48, 128256)
+
+
+def _read_query_rank(file: Described) -> Fields:
+    rank = file.count("attention.q_lora_rank", None)
+    return {"mla.q_lora_rank": rank if file.has("blk.0.attn_q_a.weight") else None}
+
+
+def _write_query_rank(model: ModelShape) -> Said:
+    rank: int | None = value_of(model, "mla.q_lora_rank")
+    if (rank is None) != _is_lite(vars(model)):
+        how = "one step" if rank is None else "two steps"
+        raise refused(model, f"of {model.num_layers} layers that projects queries in {how}")
+    return {} if rank is None else {"attention.q_lora_rank": rank}
+
+
+_QUERY_RANK = GgufRule(("mla.q_lora_rank",), _read_query_rank, _write_query_rank)
+
+
+def _read_latent(file: Described) -> Fields:
+    rank = file.count("attention.kv_lora_rank")
+    file.expect("attention.key_length", rank + file.count("rope.dimension_count"))
+    file.expect("attention.value_length", rank)
+    return {"mla.kv_lora_rank": rank}
+
+
+LATENT = GgufRule(
+    ("mla.kv_lora_rank",),
+    _read_latent,
+    lambda model: {
+        "attention.key_length": value_of(model, "mla.kv_lora_rank") + model.rotary_size,
+        "attention.value_length": value_of(model, "mla.kv_lora_rank"),
+    },
+)
+"""What is a head to llama.cpp."""
+LATENT_RANK = GgufKey("mla.kv_lora_rank", "attention.kv_lora_rank")
+LATENT_HEADS = GgufRule(
+    ("mla.qk_head_dim", "mla.v_head_dim"),
+    lambda file: {
+        "mla.qk_head_dim": file.count("attention.key_length_mla") - file.count("rope.dimension_count"),
+        "mla.v_head_dim": file.count("attention.value_length_mla"),
+    },
+    lambda model: {
+        "attention.key_length_mla": value_of(model, "mla.qk_head_dim") + model.rotary_size,
+        "attention.value_length_mla": value_of(model, "mla.v_head_dim"),
+    },
+)
+
+
+def _read_heads(file: Described) -> Fields:
+    file.count("attention.head_count_kv", None)
+    return dict.fromkeys(_HEADS.fields, file.count("attention.head_count", least=1))
+
+
+_HEADS = GgufRule(
+    ("num_attention_heads", "num_query_groups"),
+    _read_heads,
+    lambda model: {"attention.head_count": model.num_attention_heads, "attention.head_count_kv": 1},
+)
+"""To llama.cpp all heads have one key: the latent."""
+
+
+def _latent_attention(
+    architecture: str,
+    function: str,
+    *behind: GgufEntry,
+    group_scores: int = 2,
+    layers: GgufEntry = DECODER_LAYERS,
+    query_rank: GgufEntry = _QUERY_RANK,
+    head_first: bool = True,
+    **computed: Any,
+) -> GgufFamily:
+    """Latent attention and experts, whose scores `function` makes; `head_first`: the converter writes LATENT so."""
+    return GgufFamily(
+        architecture,
+        rows=_ROWS,
+        keys=base_keys(
+            *EXPERT_COUNTS,
+            groups(group_scores),
+            scored_by(function),
+            *((LATENT,) if head_first else ()),
+            layers=layers,
+            heads=_HEADS,
+        ),
+        more=(
+            LEADING_DENSE,
+            VOCABULARY,
+            query_rank,
+            LATENT_RANK,
+            *(() if head_first else (LATENT,)),
+            LATENT_HEADS,
+            EXPERT_SIZE,
+            SHARED_COUNT,
+            WEIGHTS_SCALE,
+            NORMALISED,
+            GgufKey("mla.qk_pos_emb_head_dim", "rope.dimension_count"),
+            LOG_MULTIPLIER,
+            *behind,
+        ),
+        reads=(),
+        computed={"kv_channels": lambda fields: fields["mla.v_head_dim"], **TWO_SCORES, **computed},
+        scalings=OF_LATENT,
+        of_scaling=mscales(),
+    )
+
+
+def deepseek2(function: str, **how: Any) -> GgufFamily:
+    """One of llama.cpp's `deepseek2`."""
+    found = _latent_attention("deepseek2", function, **how)
+    return replace(found, ignored=("mtp_num_layers",), of_scaling=mscales(any_number=True))
+
+
+# Sparse attention, which indexers choose the keys for
+
+_INDEXER = (
+    GgufKey("dsa.n_heads", "attention.indexer.head_count"),
+    GgufKey("dsa.head_dim", "attention.indexer.key_length"),
+    GgufKey("dsa.topk", "attention.indexer.top_k"),
+)
+
+
+def sparse_attention(architecture: str, *indexers: GgufEntry, interleaved: bool, **computed: Any) -> GgufFamily:
+    """The same with indexers, which choose the keys that a query sees."""
+    found = _latent_attention(
+        architecture,
+        "sigmoid",
+        PREDICTION_LAYERS,
+        *_INDEXER,
+        *indexers,
+        layers=LAYERS_AND_PREDICTION,
+        query_rank=GgufKey("mla.q_lora_rank", "attention.q_lora_rank"),
+        **{"moe.expert_bias": True, "dsa.rope_interleaved": interleaved, **computed},
+    )
+    return replace(found, rows=_ROWS_WITH_INDEXERS)
+
+
+def _is_v3(file: Described) -> bool:
+    """By how experts are scored: by a softmax if a file says nothing, but of GLM-4.7-Flash (deepseek2.cpp)."""
+    of_glm = file.rows("token_embd.weight") == 154880 and file.decoder_layers() in (47, 48)
+    silent = file.said("expert_gating_func") is None
+    return is_scored_by("sigmoid", file) or (silent and of_glm)
+
+
+FAMILIES: Mapping[str, GgufFamily] = {
+    "deepseek_v2": replace(
+        deepseek2("softmax", group_scores=1, **{"moe.pre_softmax": True}), recognises=lambda file: not _is_v3(file)
+    ),
+    "deepseek_v3": replace(deepseek2("sigmoid", **{"moe.expert_bias": True}), recognises=_is_v3),
+    "deepseek_v32": sparse_attention(
+        "deepseek32", interleaved=False, **{"dsa.layers": lambda fields: (True,) * fields["num_layers"]}
+    ),
+}
+"""By the `model_type` of the text model."""

@@ -1,0 +1,64 @@
+"""ERNIE 4.5.
+
+Sources: llama.cpp's src/models/ernie4-5.cpp and ernie4-5-moe.cpp, and conversion/ernie.py.
+"""
+
+from precisionctl.architectures.config_keys import Fields
+from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, LEADING_DENSE, SHARED_COUNT
+from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
+from precisionctl.checkpoints.gguf.keys import HEAD_SIZE, UNUSUAL_HEAD_SIZE, GgufRule, Said
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.rows import (
+    CORRECTION,
+    DECODER,
+    EXPERTS,
+    MLP,
+    ROUTER,
+    SHARED_EXPERTS,
+    GgufRow,
+)
+from precisionctl.model_shape import ModelShape
+
+
+def _read_shared(file: Described) -> Fields:
+    file.count("expert_shared_feed_forward_length", None)
+    return SHARED_COUNT.read(file)
+
+
+def _write_shared(model: ModelShape) -> Said:
+    assert model.moe
+    shared = model.moe.shared_ffn_hidden_size or 0
+    size = {"expert_shared_feed_forward_length": shared} if shared else {}
+    return {"expert_shared_count": shared // model.moe.ffn_hidden_size, **size}
+
+
+def _read_step(file: Described) -> Fields:
+    file.expect("interleave_moe_layer_step", 1)
+    return {}
+
+
+_SHARED = GgufRule(SHARED_COUNT.fields, _read_shared, _write_shared)
+"""The size is theirs together; the converter makes it of other numbers, which come to the same in the releases."""
+_STEP = GgufRule((), _read_step, lambda model: {"interleave_moe_layer_step": 1})
+
+FAMILIES = {
+    "ernie4_5": GgufFamily(
+        "ernie4_5", rows=[*DECODER, *MLP], keys=(*base_keys(), HEAD_SIZE), computed={"rotary_interleaved": True}
+    ),
+    "ernie4_5_moe": GgufFamily(
+        "ernie4_5-moe",
+        rows=[
+            *DECODER,
+            *MLP,
+            *ROUTER,
+            *EXPERTS,
+            *SHARED_EXPERTS,
+            GgufRow("model.layers.{layer}.mlp.moe_statics.e_score_correction_bias", CORRECTION),
+        ],
+        keys=(*base_keys(), UNUSUAL_HEAD_SIZE),
+        more=(*EXPERT_COUNTS, _STEP, LEADING_DENSE, EXPERT_SIZE, _SHARED),
+        computed={"rotary_interleaved": True, "moe.expert_bias": True},
+        down_last=True,
+    ),
+}
+"""By the `model_type` of the text model."""

@@ -1,0 +1,64 @@
+"""EXAONE 4.
+
+Sources: llama.cpp's src/models/exaone4.cpp, and conversion/exaone.py.
+"""
+
+from precisionctl.architectures.config_keys import Fields
+from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
+from precisionctl.checkpoints.gguf.keys import (
+    UNUSUAL_HEAD_SIZE,
+    VOCABULARY,
+    WINDOW,
+    WINDOWS,
+    GgufRule,
+    Said,
+    every,
+    hidden_by_heads,
+    refused,
+)
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3
+from precisionctl.checkpoints.gguf.rows import ATTENTION, MLP, NORMS_BEHIND, QK_NORMS, in_layers, outside_layers
+from precisionctl.model_shape import ModelShape
+
+_LAYERS_WITH_WINDOWS = 64
+
+
+def _windows(fields: Fields) -> tuple[bool, ...] | None:
+    return every(4)(fields) if fields["num_layers"] == _LAYERS_WITH_WINDOWS else None
+
+
+def _read_window(file: Described) -> Fields:
+    computed = _windows({"num_layers": file.count("block_count")})
+    file.said("attention.sliding_window_pattern")  # by which llama.cpp does not go
+    window = file.count("attention.sliding_window", 4096 if computed else None)
+    return {"sliding_window": window if computed else None, "window_layers": computed, "rope_layers": computed}
+
+
+def _write_window(model: ModelShape) -> Said:
+    computed = _windows(vars(model))
+    if model.sliding_window is None and computed is None and model.rope_layers is None:
+        return {}
+    if computed is None or (model.window_layers, model.rope_layers) != (computed, computed) or not model.sliding_window:
+        raise refused(model, f"of {model.num_layers} layers with such windows: of 64 three in four have one")
+    return {**WINDOW.write(model), **WINDOWS.write(model)}
+
+
+_WINDOW = GgufRule(("sliding_window", "window_layers", "rope_layers"), _read_window, _write_window)
+"""By the number of layers: in the model of 32B, three in four have a window, and the others no rotary embeddings."""
+
+FAMILIES = {
+    "exaone4": GgufFamily(
+        "exaone4",
+        rows=[*outside_layers(), *in_layers({**NORMS_BEHIND, **QK_NORMS}), *ATTENTION, *MLP],
+        keys=(*base_keys(), UNUSUAL_HEAD_SIZE),
+        more=(VOCABULARY, _WINDOW),
+        computed={
+            "kv_channels": hidden_by_heads,
+            "pre_layernorms": False,
+            **dict.fromkeys(("post_layernorms", "qk_layernorm"), True),
+        },
+        scalings=AND_LLAMA3,
+    ),
+}
+"""By the `model_type` of the text model."""

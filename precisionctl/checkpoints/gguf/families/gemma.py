@@ -1,0 +1,112 @@
+"""Gemma, Gemma 2 and Gemma 3.
+
+Sources: llama.cpp's src/models/gemma.cpp, gemma2.cpp and gemma3.cpp, and conversion/gemma.py.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from precisionctl.architectures.config_keys import Fields
+from precisionctl.checkpoints.gguf.changes import PLUS_ONE
+from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
+from precisionctl.checkpoints.gguf.keys import (
+    CONTEXT,
+    EPSILON,
+    HEAD_SIZE,
+    HEADS,
+    LAYERS,
+    MLP_SIZE,
+    WIDTH,
+    WINDOW,
+    WINDOWS,
+    GgufKey,
+    GgufRule,
+    Said,
+    every,
+    number,
+)
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.rope_keys import LOCAL_BASE, ROPE, TURNED
+from precisionctl.checkpoints.gguf.rows import ATTENTION, FOUR_NORMS, MLP, NORMS, QK_NORMS, in_layers, outside_layers
+from precisionctl.errors import UnknownArchitecture
+from precisionctl.model_shape import ModelShape
+
+_DECODER = [*outside_layers(PLUS_ONE), *ATTENTION, *MLP]
+
+
+def _write_unusual_rope(model: ModelShape) -> Said:
+    return {} if (model.rotary_base, model.rope_scaling) == (1e4, None) else ROPE.write(model)
+
+
+_UNUSUAL_ROPE = GgufRule(ROPE.fields, ROPE.read, _write_unusual_rope)
+"""The converter does not write the base."""
+_KEYS = (CONTEXT, WIDTH, LAYERS, MLP_SIZE, HEADS, EPSILON, HEAD_SIZE, _UNUSUAL_ROPE)
+
+COMPUTED: Mapping[str, Any] = {
+    "activation": "gelu_tanh",
+    "embedding_multiplier": lambda fields: math.sqrt(fields["hidden_size"]),
+    "rounded_embedding_multiplier": True,
+}
+_PLUS_ONE = dict.fromkeys(("zero_centered_gamma", "hf_zero_centered_gamma"), True)
+_TIED: Mapping[str, Any] = {**_PLUS_ONE, **COMPUTED, "tied_embeddings": True}
+"""Of the first two, whose output layer llama.cpp does not look for."""
+FINAL_CAP = number("final_logit_softcapping", "final_logit_softcapping", None)
+
+
+def _scored_as(layers_of_27b: int) -> Callable[[Fields], float]:
+    """The `query_pre_attn_scalar`: in the largest model hidden_size / heads."""
+
+    def scalar(fields: Fields) -> float:
+        largest = fields["num_layers"] == layers_of_27b
+        found: float = fields["hidden_size"] // fields["num_attention_heads"] if largest else fields["kv_channels"]
+        return found
+
+    return scalar
+
+
+def _read_window_of_gemma3(file: Described) -> Fields:
+    if not file.count("attention.sliding_window", 0):
+        raise UnknownArchitecture("a Gemma 3 without a window", where=file.where)
+    return WINDOW.read(file)
+
+
+_WINDOW_OF_GEMMA3 = GgufRule(WINDOW.fields, _read_window_of_gemma3, WINDOW.write)
+
+
+FAMILIES = {
+    "gemma": GgufFamily("gemma", rows=[*_DECODER, *in_layers(NORMS, PLUS_ONE)], keys=_KEYS, computed=_TIED),
+    "gemma2": GgufFamily(
+        "gemma2",
+        rows=[*_DECODER, *in_layers(FOUR_NORMS, PLUS_ONE)],
+        keys=_KEYS,
+        more=(
+            number("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
+            number("final_logit_softcapping", "final_logit_softcapping", 30.0),
+            GgufKey("sliding_window", "attention.sliding_window", 4096),
+        ),
+        reads=(TURNED, WINDOWS),
+        computed={
+            **_TIED,
+            "post_layernorms": True,
+            "query_pre_attn_scalar": _scored_as(46),
+            "window_layers": every(2),
+        },
+    ),
+    "gemma3_text": GgufFamily(
+        "gemma3",
+        rows=[*_DECODER, *in_layers({**FOUR_NORMS, **QK_NORMS}, PLUS_ONE)],
+        keys=(*base_keys(rope=(ROPE, LOCAL_BASE)), HEAD_SIZE),
+        more=(FINAL_CAP, _WINDOW_OF_GEMMA3),
+        reads=(TURNED, WINDOWS),
+        computed={
+            **_PLUS_ONE,
+            **COMPUTED,
+            "post_layernorms": True,
+            "qk_layernorm": True,
+            "query_pre_attn_scalar": _scored_as(62),
+            "window_layers": every(6),
+        },
+    ),
+}
+"""By the `model_type` of the text model."""

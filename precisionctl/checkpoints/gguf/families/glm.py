@@ -1,0 +1,112 @@
+"""GLM-4, GLM-4.5, GLM-4.7-Flash and GLM-5; the last two have DeepSeek's attention (`deepseek.py`).
+
+Sources: llama.cpp's src/models/glm4.cpp, glm4-moe.cpp, deepseek2.cpp and glm-dsa.cpp, and conversion/glm.py.
+"""
+
+from dataclasses import replace
+
+from precisionctl.architectures.config_keys import Fields
+from precisionctl.checkpoints.gguf.expert_keys import (
+    EXPERT_COUNTS,
+    EXPERT_SIZE,
+    LEADING_DENSE,
+    NORMALISED,
+    SHARED_COUNT,
+    TWO_SCORES,
+    WEIGHTS_SCALE,
+    groups,
+    scored_by,
+)
+from precisionctl.checkpoints.gguf.families.deepseek import deepseek2, sparse_attention
+from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
+from precisionctl.checkpoints.gguf.keys import (
+    HAS_QK_NORMS,
+    HEAD_SIZE,
+    LAYERS_AND_PREDICTION,
+    PREDICTION_LAYERS,
+    QKV_BIAS,
+    GgufRule,
+)
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.rope_keys import TURNED, UNSCALED_ALONE
+from precisionctl.checkpoints.gguf.rows import (
+    ATTENTION,
+    EXPERT_BIAS,
+    EXPERTS,
+    JOINED_MLP,
+    MLP,
+    NORMS,
+    NORMS_BY_PLACE,
+    PREDICTION,
+    QK_NORMS,
+    ROUTER,
+    SHARED_EXPERTS,
+    in_layers,
+    outside_layers,
+)
+
+_NORMS_OF_GLM4 = {
+    **NORMS,
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+}
+_TOKENS = {"bos": "[gMASK]", "eot": "<|user|>", "unk": "<|endoftext|>", "eom": "<|observation|>"}
+
+
+def _read_indexers(file: Described) -> Fields:
+    """Of GLM-5 each layer has one; GLM-5.2, known by its context, began without a list of those that have."""
+    layers, listed = file.decoder_layers(), file.flags("attention.indexer.types")
+    if listed is None:
+        every_fourth = file.count("context_length") >= 1 << 20
+        listed = [not every_fourth or layer < 2 or layer % 4 == 2 for layer in range(layers)]
+    return {"dsa.layers": tuple(listed)}
+
+
+_INDEXERS = GgufRule(
+    ("dsa.layers",),
+    _read_indexers,
+    lambda model: {"attention.indexer.types": list(model.dsa.layers)} if model.dsa else {},
+)
+
+FAMILIES = {
+    "glm4": GgufFamily(
+        "glm4",
+        rows=[*outside_layers(), *in_layers(_NORMS_OF_GLM4), *ATTENTION, *JOINED_MLP],
+        keys=(*base_keys(), HEAD_SIZE),
+        more=(TURNED, QKV_BIAS),
+        reads=(),
+        computed={"post_layernorms": True, "rotary_interleaved": True},
+        tokens={"eos": "<|endoftext|>", "eot": "<|user|>", "unk": "<|endoftext|>", "bos": "<|endoftext|>"},
+    ),
+    "glm4_moe": GgufFamily(
+        "glm4moe",
+        rows=[
+            *outside_layers(),
+            *in_layers({**NORMS_BY_PLACE, **QK_NORMS}),
+            *ATTENTION,
+            *MLP,
+            *ROUTER,
+            EXPERT_BIAS,
+            *EXPERTS,
+            *SHARED_EXPERTS,
+            *PREDICTION,
+        ],
+        keys=(*base_keys(*EXPERT_COUNTS, groups(2), layers=LAYERS_AND_PREDICTION), HEAD_SIZE),
+        more=(
+            *(TURNED, EXPERT_SIZE, SHARED_COUNT, LEADING_DENSE, scored_by("sigmoid"), WEIGHTS_SCALE, NORMALISED),
+            *(PREDICTION_LAYERS, QKV_BIAS, HAS_QK_NORMS),
+        ),
+        reads=(),
+        computed={**TWO_SCORES, "moe.expert_bias": True},
+        tokens=_TOKENS,
+    ),
+    "glm4_moe_lite": replace(
+        deepseek2("sigmoid", head_first=False, **{"moe.expert_bias": True}),
+        tokens=_TOKENS,
+        recognises=lambda file: False,
+    ),
+    "glm_moe_dsa": replace(  # llama.cpp reads no yarn_log_multiplier of it
+        sparse_attention("glm-dsa", _INDEXERS, interleaved=True), scalings=UNSCALED_ALONE, tokens=_TOKENS
+    ),
+}
+"""By the `model_type` of the text model."""

@@ -1,0 +1,187 @@
+"""Granite: models with an MLP, with experts, and Granite 4, most of whose layers have a mixer.
+
+Sources: llama.cpp's src/models/granite.cpp, granite-moe.cpp and granite-hybrid.cpp, and conversion/granite.py.
+"""
+
+from dataclasses import replace
+
+from precisionctl.architectures.config_keys import Fields
+from precisionctl.checkpoints.gguf.changes import GATE_THEN_UP
+from precisionctl.checkpoints.gguf.expert_keys import AS_LARGE_AS_MLP, EXPERT_COUNTS, IN_ALL_LAYERS
+from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
+from precisionctl.checkpoints.gguf.keys import (
+    ATTENTION_BIAS,
+    EPSILON,
+    HEADS_KV,
+    MLP_BIAS,
+    UNUSUAL_HEAD_SIZE,
+    VOCABULARY,
+    GgufRule,
+    Said,
+    head_size,
+    number,
+    read_some_heads,
+    refused,
+    write_only,
+)
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.mixers import MIXER, mixer
+from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3, ROPE, TURNED
+from precisionctl.checkpoints.gguf.rows import DECODER_IN_PAIRS, MLP, GgufRow, in_layers, replaced_by, stack
+from precisionctl.model_parts import real
+from precisionctl.model_shape import ModelShape
+
+_EXPERTS = [
+    *in_layers({"block_sparse_moe.router.layer": "ffn_gate_inp"}),
+    GgufRow(
+        "model.layers.{layer}.block_sparse_moe.input_linear.weight[{expert}]",
+        (stack("ffn_gate_exps"), stack("ffn_up_exps")),
+        GATE_THEN_UP,
+    ),
+    GgufRow("model.layers.{layer}.block_sparse_moe.output_linear.weight[{expert}]", (stack("ffn_down_exps"),)),
+]
+
+
+def _joined(kind: str) -> list[GgufRow]:
+    """The MLP, of the kind that ends of names say."""
+    return [
+        replaced_by("shared_mlp.input_linear", (f"ffn_gate{kind}", f"ffn_up{kind}"), GATE_THEN_UP),
+        *in_layers({"shared_mlp.output_linear": f"ffn_down{kind}"}),
+    ]
+
+
+def _read_score_scale(file: Described) -> Fields:
+    scale = file.number("attention.scale", None) or head_size(file) ** -0.5
+    return {"query_pre_attn_scalar": real(scale, f"{file.architecture}.attention.scale", file.where) ** -2}
+
+
+def _write_score_scale(model: ModelShape) -> Said:
+    return {"attention.scale": float((model.query_pre_attn_scalar or model.kv_channels) ** -0.5)}
+
+
+def _read_switch(file: Described) -> Fields:
+    """llama.cpp takes the key for a switch of rotary embeddings. Of Granites 4 without mixers the converter writes keys
+    of these too."""
+    file.expect("rope.scaling.finetuned", True)
+    for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
+        file.said(f"ssm.{key}")
+    if not file.count("expert_count", 0):
+        for key in ("expert_used_count", "expert_shared_feed_forward_length"):
+            file.said(key)
+    return {}
+
+
+_SWITCH = GgufRule((), _read_switch)
+_MULTIPLIERS = (
+    VOCABULARY,
+    TURNED,
+    GgufRule(("query_pre_attn_scalar",), _read_score_scale, _write_score_scale),
+    number("embedding_multiplier", "embedding_scale", 1.0),
+    number("residual_multiplier", "residual_scale", 1.0),
+    number("logits_scaling", "logit_scale"),
+)
+
+# Granite 4
+
+
+def _read_layers(file: Described) -> Fields:
+    groups = file.counts(HEADS_KV)
+    second = "E" if file.count("expert_count", 0) else "-"
+    pattern = "".join(("*" if number else "M") + second for number in groups)
+    turned = file.said("rope.scaling.finetuned") is not False
+    return {
+        "hidden_size": file.count("embedding_length"),
+        "ffn_hidden_size": file.count("feed_forward_length"),
+        "num_layers": len(pattern),
+        "mamba.pattern": pattern,
+        **read_some_heads(file, groups),
+        "max_position_embeddings": file.count("context_length"),
+        "rope_layers": None if turned else (False,) * len(pattern),
+    }
+
+
+def _write_layers(model: ModelShape) -> Said:
+    pattern = model.mamba.pattern if model.mamba else ""
+    if "M" not in pattern:
+        raise refused(model, "without mixers")
+    groups = [model.num_query_groups if kind == "*" else 0 for kind in pattern[::2]]
+    return {
+        "block_count": len(groups),
+        "context_length": 1 << 20,
+        "embedding_length": model.hidden_size,
+        "feed_forward_length": model.ffn_hidden_size,
+        "attention.head_count": model.num_attention_heads,
+        HEADS_KV: groups,
+    }
+
+
+_LAYERS = GgufRule(
+    (
+        *("num_layers", "mamba.pattern", "max_position_embeddings", "hidden_size", "ffn_hidden_size"),
+        *("num_attention_heads", "num_query_groups", "rope_layers"),
+    ),
+    _read_layers,
+    _write_layers,
+)
+"""A layer of GGUF is two of Megatron's."""
+_POSITIONS = write_only(lambda model: {"rope.scaling.finetuned": model.rope_layers is None})
+"""A switch of rotary embeddings, which _LAYERS reads."""
+
+
+def _read_no_experts(file: Described) -> Fields:
+    file.count("expert_used_count", 0)
+    return {}
+
+
+def _read_no_shared(file: Described) -> Fields:
+    file.count("expert_shared_feed_forward_length", 0)
+    return {}
+
+
+_NO_EXPERTS = GgufRule((), _read_no_experts, lambda model: {"expert_count": 0, "expert_used_count": 0})
+_MLP_AS_SHARED = GgufRule(
+    (), _read_no_shared, lambda model: {"expert_shared_feed_forward_length": model.ffn_hidden_size}
+)
+_SHARED_SIZE = GgufRule(
+    ("moe.shared_ffn_hidden_size",),
+    lambda file: {"moe.shared_ffn_hidden_size": file.count("expert_shared_feed_forward_length", 0) or None},
+    lambda model: {"expert_shared_feed_forward_length": (model.moe and model.moe.shared_ffn_hidden_size) or 0},
+)
+
+_HYBRID_ROWS = [*DECODER_IN_PAIRS, *mixer("mamba")]
+_DENSE = GgufFamily(
+    "granitehybrid",
+    rows=[*_HYBRID_ROWS, *_joined("")],
+    keys=(_LAYERS, ROPE, EPSILON, _NO_EXPERTS, UNUSUAL_HEAD_SIZE),
+    more=(*_MULTIPLIERS, _MLP_AS_SHARED, MIXER, _POSITIONS),
+    reads=(),
+)
+_SPARSE = replace(
+    _DENSE,
+    rows=[*_HYBRID_ROWS, *_joined("_shexp"), *_EXPERTS],
+    keys=(_LAYERS, ROPE, EPSILON, *EXPERT_COUNTS, UNUSUAL_HEAD_SIZE),
+    more=(*_MULTIPLIERS, _SHARED_SIZE, MIXER, _POSITIONS),
+    computed={**AS_LARGE_AS_MLP, "moe.layer_freq": lambda fields: (False, True) * (fields["num_layers"] // 2)},
+)
+
+FAMILIES = {
+    "granite": GgufFamily(
+        "granite",
+        rows=[*DECODER_IN_PAIRS, *MLP],
+        keys=(*base_keys(), UNUSUAL_HEAD_SIZE),
+        more=(*_MULTIPLIERS, ATTENTION_BIAS, MLP_BIAS),
+        reads=(_SWITCH,),
+        scalings=AND_LLAMA3,
+    ),
+    "granitemoe": GgufFamily(
+        "granitemoe",
+        rows=[*DECODER_IN_PAIRS, *_EXPERTS],
+        keys=(*base_keys(*EXPERT_COUNTS), UNUSUAL_HEAD_SIZE),
+        more=(*_MULTIPLIERS, ATTENTION_BIAS),
+        reads=(_SWITCH,),
+        computed={**IN_ALL_LAYERS, **AS_LARGE_AS_MLP},
+        scalings=AND_LLAMA3,
+    ),
+    "granitemoehybrid": replace(_DENSE, with_experts=_SPARSE),
+}
+"""By the `model_type` of the text model."""

@@ -1,0 +1,141 @@
+"""Llama and those whose graph is Llama's: Mistral, Mixtral, SmolLM3, Ministral 3; and Llama 4.
+
+Sources: llama.cpp's src/models/llama.cpp, smollm3.cpp, mistral3.cpp and llama4.cpp, and conversion/llama.py,
+mistral3.py and llama4.py.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from precisionctl.architectures.config_keys import Fields
+from precisionctl.checkpoints.gguf.expert_keys import AS_LARGE_AS_MLP, EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS
+from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
+from precisionctl.checkpoints.gguf.keys import (
+    ATTENTION_BIAS,
+    HEAD_SIZE,
+    MLP_BIAS,
+    UNUSUAL_HEAD_SIZE,
+    VOCABULARY,
+    WINDOW_FIELDS,
+    GgufRule,
+    Said,
+    every,
+    refused,
+)
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.rope_keys import AND_BETAS, AND_LLAMA3, TURNED, WHOLE_MULTIPLIER, mscales
+from precisionctl.checkpoints.gguf.rows import (
+    DECODER,
+    DECODER_IN_PAIRS,
+    EXPERTS_OF_MIXTRAL,
+    GATED,
+    MLP,
+    experts,
+    in_layers,
+)
+from precisionctl.model_shape import ModelShape
+
+_LLAMA: Mapping[str, Any] = {
+    "architecture": "llama",
+    "rows": [*DECODER_IN_PAIRS, *MLP],
+    "keys": (*base_keys(), HEAD_SIZE),
+    "more": (VOCABULARY, TURNED, ATTENTION_BIAS, MLP_BIAS),
+    "reads": (),
+    "ignored": WINDOW_FIELDS,
+    "scalings": AND_LLAMA3,
+}
+
+# Ministral 3
+
+_QUERY_SCALING = GgufRule(
+    ("query_scaling_beta",),
+    lambda file: {"query_scaling_beta": file.number("attention.temperature_scale", 0.0) or None},
+    lambda model: {"attention.temperature_scale": model.query_scaling_beta or 0.0} if model.rope_scaling else {},
+)
+"""0 scales none."""
+
+# Llama 4
+
+
+def _read_step(file: Described) -> Fields:
+    step = file.count("interleave_moe_layer_step", least=1)
+    return {"moe.layer_freq": tuple((layer + 1) % step == 0 for layer in range(file.count("block_count")))}
+
+
+def _write_step(model: ModelShape) -> Said:
+    assert model.moe
+    experts = model.moe.layer_freq
+    step = experts.index(True) + 1 if True in experts else 0
+    if not step or experts != tuple((layer + 1) % step == 0 for layer in range(len(experts))):
+        raise refused(model, "with experts in other layers than each of some number")
+    return {"interleave_moe_layer_step": step}
+
+
+def _blends_none(scaling: Fields) -> Fields:
+    unsaid = scaling.get("rope_type") == "llama3" and "high_freq_factor" not in scaling
+    return {"high_freq_factor": 1.0} if unsaid else {}
+
+
+_STEP = GgufRule(("moe.layer_freq",), _read_step, _write_step)
+
+
+FAMILIES = {
+    "llama": GgufFamily(**_LLAMA, recognises=lambda file: not file.count("expert_count", 0)),
+    "mistral": GgufFamily(**_LLAMA, recognises=lambda file: False),
+    "mixtral": GgufFamily(
+        "llama",
+        rows=[*DECODER_IN_PAIRS, *EXPERTS_OF_MIXTRAL],
+        keys=(*base_keys(*EXPERT_COUNTS), UNUSUAL_HEAD_SIZE),
+        more=(VOCABULARY, TURNED),
+        reads=(),
+        computed={**IN_ALL_LAYERS, **AS_LARGE_AS_MLP},
+        ignored=WINDOW_FIELDS,
+        recognises=lambda file: file.count("expert_count", 0) > 0,
+    ),
+    "ministral3": GgufFamily(
+        "mistral3",
+        rows=[*DECODER_IN_PAIRS, *MLP],
+        keys=(*base_keys(), HEAD_SIZE),
+        more=(VOCABULARY, TURNED, WHOLE_MULTIPLIER, _QUERY_SCALING),
+        reads=(),
+        ignored=WINDOW_FIELDS,
+        scalings=AND_BETAS,
+        of_scaling=mscales(needed=False),
+    ),
+    "smollm3": GgufFamily(
+        "smollm3",
+        rows=[*DECODER_IN_PAIRS, *MLP],
+        keys=(*base_keys(), UNUSUAL_HEAD_SIZE),
+        more=(VOCABULARY, TURNED),
+        reads=(ATTENTION_BIAS, MLP_BIAS),
+        computed={"rope_layers": every(4)},
+    ),
+    "llama4_text": GgufFamily(
+        "llama4",
+        rows=[
+            *DECODER,
+            *in_layers({f"feed_forward.{hf}": gguf for hf, gguf in GATED.items()}),
+            *in_layers({f"feed_forward.shared_expert.{hf}": f"{gguf}_shexp" for hf, gguf in GATED.items()}),
+            *in_layers({"feed_forward.router": "ffn_gate_inp"}),
+            *experts("feed_forward.experts", {hf: f"{gguf}_exps" for hf, gguf in GATED.items()}),
+        ],  # its experts are `[out, in]` in GGUF, and so under the names that their codes have, one by one
+        keys=(*base_keys(*EXPERT_COUNTS), HEAD_SIZE),
+        more=(VOCABULARY, TURNED, _STEP, EXPERT_SIZE),
+        reads=(),
+        computed={
+            "rotary_interleaved": True,
+            "rope_layers": every(4),
+            "attention_chunk_size": 8192,
+            "window_layers": every(4),
+            "query_scaling_beta": 0.1,
+            "query_scaling_floor": 8192,
+            "qk_l2_norm": lambda fields: fields["moe.num_experts"] != 128,
+            "moe.shared_ffn_hidden_size": lambda fields: fields["moe.ffn_hidden_size"],
+            "moe.score_function": "sigmoid",
+            "moe.probs_on_input": True,
+        },
+        scalings=AND_LLAMA3,
+        of_scaling=_blends_none,
+    ),
+}
+"""By the `model_type` of the text model."""

@@ -1,0 +1,164 @@
+"""Nemotron-H and Nemotron 3: each layer has attention, an MLP or experts, or a mixer.
+
+Sources: llama.cpp's src/models/nemotron-h.cpp and nemotron-h-moe.cpp, and conversion/nemotron.py.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from precisionctl.architectures.config_keys import Fields
+from precisionctl.checkpoints.gguf.changes import KEY_PAIRS, QUERY_PAIRS
+from precisionctl.checkpoints.gguf.expert_keys import (
+    EXPERT_COUNTS,
+    EXPERT_SIZE,
+    ONE_SHARED,
+    SHARED_EXPERT_SIZE,
+    WEIGHTS_SCALE,
+    groups,
+)
+from precisionctl.checkpoints.gguf.family import GgufFamily
+from precisionctl.checkpoints.gguf.keys import (
+    HEAD_SIZE,
+    HEADS_KV,
+    LAYER_NORM_EPSILON,
+    VOCABULARY,
+    GgufRule,
+    Said,
+    one_of,
+    read_some_heads,
+    refused,
+)
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.mixers import MIXER, mixer
+from precisionctl.checkpoints.gguf.rope_keys import TURNED
+from precisionctl.checkpoints.gguf.rows import CORRECTION, GgufRow, experts, in_layers
+from precisionctl.model_shape import ModelShape
+
+_UNGATED = {"up_proj": "ffn_up", "down_proj": "ffn_down"}
+_ROWS = [
+    replace(row, hf=row.hf.replace("model.", "backbone.", 1))
+    for row in (
+        GgufRow("model.embeddings.weight", ("token_embd.weight",)),
+        GgufRow("model.norm_f.weight", ("output_norm.weight",)),
+        GgufRow("lm_head.weight", ("output.weight",)),
+        *mixer("mixer"),
+        *in_layers({"mixer.q_proj": "attn_q"}, QUERY_PAIRS),
+        *in_layers({"mixer.k_proj": "attn_k"}, KEY_PAIRS),
+        *in_layers(
+            {
+                "norm": "attn_norm",
+                "mixer.v_proj": "attn_v",
+                "mixer.o_proj": "attn_output",
+                "mixer.gate": "ffn_gate_inp",
+                "mixer.fc1_latent_proj": "ffn_latent_down",
+                "mixer.fc2_latent_proj": "ffn_latent_up",
+                **{f"mixer.{hf}": gguf for hf, gguf in _UNGATED.items()},
+                **{f"mixer.shared_experts.{hf}": f"{gguf}_shexp" for hf, gguf in _UNGATED.items()},
+            }
+        ),
+        *experts("mixer.experts", {hf: f"{gguf}_exps" for hf, gguf in _UNGATED.items()}),
+        GgufRow("model.layers.{layer}.mixer.gate.e_score_correction_bias", CORRECTION),
+    )
+]
+
+
+def _read_pattern(file: Described) -> Fields:
+    groups, channels = file.counts(HEADS_KV), file.counts("feed_forward_length")
+    sparse = "E" if file.count("expert_count", 0) else "-"
+    of_layers = ["*" if heads else sparse if size else "M" for heads, size in zip(groups, channels, strict=True)]
+    found: dict[str, Any] = {
+        "hidden_size": file.count("embedding_length"),
+        "max_position_embeddings": file.count("context_length"),
+        "num_layers": len(of_layers),
+        "mamba.pattern": "".join(of_layers),
+        **read_some_heads(file, groups),
+        "ffn_hidden_size": one_of(file, "feed_forward_length", channels) or file.count("embedding_length"),
+    }
+    return found | ({"moe.layer_freq": tuple(kind == "E" for kind in of_layers)} if sparse == "E" else {})
+
+
+def _write_pattern(model: ModelShape) -> Said:
+    assert model.mamba
+    pattern = model.mamba.pattern
+    if {"E", "-"} <= {*pattern}:
+        raise refused(model, "with experts in some layers and an MLP in others")
+    size = model.moe.ffn_hidden_size if model.moe else model.ffn_hidden_size
+    return {
+        "block_count": len(pattern),
+        "context_length": 1 << 20,
+        "embedding_length": model.hidden_size,
+        "feed_forward_length": [size if kind in "E-" else 0 for kind in pattern],
+        "attention.head_count": model.num_attention_heads,
+        HEADS_KV: [model.num_query_groups if kind == "*" else 0 for kind in pattern],
+    }
+
+
+_PATTERN = GgufRule(
+    (
+        *("num_layers", "mamba.pattern", "max_position_embeddings", "hidden_size", "ffn_hidden_size"),
+        *("num_attention_heads", "num_query_groups", "moe.layer_freq"),
+    ),
+    _read_pattern,
+    _write_pattern,
+)
+"""No position limits the context."""
+
+
+def _read_no_positions(file: Described) -> Fields:
+    file.expect("rope.scaling.finetuned", False)
+    return {"rotary_base": 10000.0, "rope_scaling": None}
+
+
+_NO_POSITIONS = GgufRule((), _read_no_positions, lambda model: {"rope.scaling.finetuned": False})
+"""Of attention."""
+
+
+def _read_normalised(file: Described) -> Fields:
+    file.expect("expert_weights_norm", True)
+    return {}
+
+
+def _read_groups(file: Described) -> Fields:
+    number, best = file.count("expert_group_count", 1), file.count("expert_group_used_count", 1)
+    return {"moe.num_groups": number, "moe.group_topk": best}
+
+
+def _write_shared_size(model: ModelShape) -> Said:
+    if model.moe and model.moe.shared_ffn_hidden_size is None:
+        raise refused(model, "without shared experts")
+    return SHARED_EXPERT_SIZE.write(model)
+
+
+_NORMALISED = GgufRule((), _read_normalised, lambda model: {"expert_weights_norm": True})
+_GROUPS = replace(groups(2), read=_read_groups)
+"""Which config.json says also where they are one."""
+_SHARED_SIZE = GgufRule(SHARED_EXPERT_SIZE.fields, SHARED_EXPERT_SIZE.read, _write_shared_size)
+_LATENT_SIZE = GgufRule(
+    ("moe.latent_size",),
+    lambda file: {"moe.latent_size": file.count("moe_latent_size", 0) or None},
+    lambda model: {"moe_latent_size": model.moe.latent_size} if model.moe and model.moe.latent_size else {},
+)
+
+_DENSE = GgufFamily(
+    "nemotron_h",
+    rows=_ROWS,
+    keys=(_PATTERN, LAYER_NORM_EPSILON),
+    more=(VOCABULARY, TURNED, MIXER, _NO_POSITIONS, HEAD_SIZE),
+    reads=(),
+    computed={
+        "activation": "squared_relu",
+        "gated_linear_unit": False,
+        "rope_layers": lambda fields: (False,) * fields["num_layers"],
+    },
+    ignored=("mtp_num_layers",),
+)
+_SPARSE = replace(
+    _DENSE,
+    architecture="nemotron_h_moe",
+    keys=(*_DENSE.keys, *EXPERT_COUNTS, _GROUPS),
+    more=(*_DENSE.more, EXPERT_SIZE, _SHARED_SIZE, ONE_SHARED, _NORMALISED, WEIGHTS_SCALE, _LATENT_SIZE),
+    computed={**_DENSE.computed, "moe.score_function": "sigmoid", "moe.expert_bias": True, "moe.group_scores": 2},
+)
+
+FAMILIES = {"nemotron_h": replace(_DENSE, with_experts=_SPARSE)}
+"""By the `model_type` of the text model."""

@@ -1,0 +1,180 @@
+"""Qwen3-Next and Qwen3.5, in most of whose layers a gated delta net is in the place of attention.
+
+Sources: llama.cpp's src/models/qwen3next.cpp, qwen35.cpp and qwen35moe.cpp, and conversion/qwen.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from precisionctl.architectures.config_keys import Fields
+from precisionctl.checkpoints.gguf.changes import (
+    DECAY,
+    DELTA_NET,
+    DELTA_NET_INPUT,
+    DELTA_NET_OUTPUT,
+    KERNEL,
+    PLUS_ONE,
+    VALUE_HEADS,
+    Both,
+)
+from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS, SHARED_EXPERT_SIZE
+from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
+from precisionctl.checkpoints.gguf.keys import (
+    HEAD_SIZE,
+    LAYERS_AND_PREDICTION,
+    PREDICTION_LAYERS,
+    GgufKey,
+    GgufRule,
+    Said,
+    refused,
+    value_of,
+)
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.rope_keys import ROPE, TURNED
+from precisionctl.checkpoints.gguf.rows import (
+    ATTENTION,
+    EXPERTS,
+    MLP,
+    NORMS_BY_PLACE,
+    QK_NORMS,
+    ROUTER,
+    SHARED_EXPERT,
+    SHARED_EXPERT_GATE,
+    GgufRow,
+    in_layer,
+    in_layers,
+    in_prediction,
+    outside_layers,
+    replaced_by,
+)
+from precisionctl.model_shape import ModelShape
+
+_SPARSE = [*ROUTER, *EXPERTS, *SHARED_EXPERT, *SHARED_EXPERT_GATE]
+
+
+def _with_delta_nets(block: list[GgufRow], delta_net: list[GgufRow]) -> list[GgufRow]:
+    """Layers with attention and layers with a gated delta net; `block` are the rows of a layer's MLP, which the layer
+    of multi-token prediction has too."""
+    attention = [*in_layers({**NORMS_BY_PLACE, **QK_NORMS}, PLUS_ONE), *ATTENTION, *block]
+    return [
+        *outside_layers(PLUS_ONE),
+        *attention,
+        *delta_net,
+        *in_layers({"linear_attn.norm": "ssm_norm"}),
+        *in_prediction(attention),
+        GgufRow("mtp.fc.weight", ("blk.{mtp_layer}.nextn.eh_proj.weight",)),
+        GgufRow("mtp.pre_fc_norm_embedding.weight", ("blk.{mtp_layer}.nextn.enorm.weight",), PLUS_ONE),
+        GgufRow("mtp.pre_fc_norm_hidden.weight", ("blk.{mtp_layer}.nextn.hnorm.weight",), PLUS_ONE),
+        GgufRow("mtp.norm.weight", ("blk.{mtp_layer}.nextn.shared_head_norm.weight",), PLUS_ONE),
+    ]
+
+
+_DELTA_NET_OF_QWEN3_NEXT = [
+    replaced_by("linear_attn.in_proj_qkvz", ("attn_qkv", "attn_gate"), DELTA_NET),
+    *in_layers({"linear_attn.in_proj_ba": "ssm_ba", "linear_attn.out_proj": "ssm_out"}),
+    *in_layers({"linear_attn.conv1d": "ssm_conv1d"}, KERNEL),
+    in_layer("linear_attn.dt_bias", "ssm_dt.bias"),
+    in_layer("linear_attn.A_log", "ssm_a", DECAY),
+]
+_DELTA_NET_OF_QWEN3_5 = [
+    *in_layers({"linear_attn.in_proj_qkv": "attn_qkv"}, DELTA_NET_INPUT),
+    *in_layers(
+        {
+            "linear_attn.in_proj_z": "attn_gate",
+            "linear_attn.in_proj_b": "ssm_beta",
+            "linear_attn.in_proj_a": "ssm_alpha",
+        },
+        VALUE_HEADS,
+    ),
+    *in_layers({"linear_attn.out_proj": "ssm_out"}, DELTA_NET_OUTPUT),
+    *in_layers({"linear_attn.conv1d": "ssm_conv1d"}, Both(KERNEL, DELTA_NET_INPUT)),
+    in_layer("linear_attn.dt_bias", "ssm_dt.bias", VALUE_HEADS),
+    in_layer("linear_attn.A_log", "ssm_a", Both(DECAY, VALUE_HEADS)),
+]
+
+
+def _read_value_size(file: Described) -> Fields:
+    return {"gdn.value_head_dim": file.count("ssm.inner_size") // file.count("ssm.time_step_rank", least=1)}
+
+
+def _read_recurrent(file: Described) -> Fields:
+    layers, number = file.decoder_layers(), file.count("full_attention_interval", 4, least=1)
+    usual = [(layer + 1) % number != 0 for layer in range(layers)]
+    return {"gdn.layers": tuple(file.flags("attention.recurrent_layers") or usual)[:layers]}
+
+
+def _write_recurrent(model: ModelShape) -> Said:
+    recurrent = [*value_of(model, "gdn.layers"), *[False] * model.mtp_num_layers]
+    return {"attention.recurrent_layers": recurrent, "full_attention_interval": 4}
+
+
+_DELTA_NET = (
+    GgufKey("gdn.conv_kernel_dim", "ssm.conv_kernel"),
+    GgufKey("gdn.key_head_dim", "ssm.state_size"),
+    GgufKey("gdn.num_key_heads", "ssm.group_count"),
+    GgufKey("gdn.num_value_heads", "ssm.time_step_rank"),
+    GgufRule(
+        ("gdn.value_head_dim",),
+        _read_value_size,
+        lambda model: {"ssm.inner_size": value_of(model, "gdn.value_size")},
+    ),
+    GgufRule(("gdn.layers",), _read_recurrent, _write_recurrent),
+)
+
+_PAIRS = [11, 11, 10, 0]
+
+
+def _read_sections(file: Described) -> Fields:
+    file.said("rope.dimension_sections")
+    return {}
+
+
+def _write_sections(model: ModelShape) -> Said:
+    if model.rotary_size > 2 * sum(_PAIRS):
+        raise refused(model, f"that turns {model.rotary_size} channels of a head")
+    return {"rope.dimension_sections": _PAIRS}
+
+
+_SECTIONS = GgufRule((), _read_sections, _write_sections)
+"""Which pairs go by height and width in an image: in text all dimensions of a position are the same."""
+
+_COMPUTED: Mapping[str, Any] = {
+    **dict.fromkeys(("zero_centered_gamma", "hf_zero_centered_gamma", "qk_layernorm"), True),
+    "attention_output_gate": True,
+    "gdn.value_head_dim": lambda fields: fields["gdn.key_head_dim"],
+}
+_QWEN3_5 = GgufFamily(
+    "qwen35",
+    rows=_with_delta_nets(MLP, _DELTA_NET_OF_QWEN3_5),
+    keys=(*base_keys(layers=LAYERS_AND_PREDICTION, rope=(_SECTIONS, ROPE)), HEAD_SIZE),
+    more=(PREDICTION_LAYERS, *_DELTA_NET, TURNED),
+    reads=(),
+    computed=_COMPUTED,
+)
+
+FAMILIES = {
+    "qwen3_next": GgufFamily(
+        "qwen3next",
+        rows=_with_delta_nets(_SPARSE, _DELTA_NET_OF_QWEN3_NEXT),
+        keys=(*base_keys(*EXPERT_COUNTS, layers=LAYERS_AND_PREDICTION), HEAD_SIZE),
+        more=(EXPERT_SIZE, SHARED_EXPERT_SIZE, PREDICTION_LAYERS, *_DELTA_NET, TURNED),
+        reads=(),
+        computed={**IN_ALL_LAYERS, **_COMPUTED, "moe.shared_expert_gate": True},
+    ),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": replace(
+        _QWEN3_5,
+        architecture="qwen35moe",
+        rows=_with_delta_nets(_SPARSE, _DELTA_NET_OF_QWEN3_5),
+        keys=(*base_keys(*EXPERT_COUNTS, layers=LAYERS_AND_PREDICTION, rope=(_SECTIONS, ROPE), mlp=()), HEAD_SIZE),
+        more=(EXPERT_SIZE, SHARED_EXPERT_SIZE, *_QWEN3_5.more),
+        computed={
+            **IN_ALL_LAYERS,
+            **_COMPUTED,
+            "moe.shared_expert_gate": True,
+            "ffn_hidden_size": lambda fields: fields["moe.ffn_hidden_size"],
+        },
+    ),
+}
+"""By the `model_type` of the text model."""

@@ -1,0 +1,51 @@
+"""Mamba-2 mixers: their tensors, and what metadata say of them.
+
+Sources: llama.cpp's src/models/mamba-base.cpp, and conversion/mamba.py, nemotron.py and granite.py.
+"""
+
+from precisionctl.architectures.config_keys import Fields
+from precisionctl.checkpoints.gguf.changes import DECAY, GROUPED_NORM, KERNEL, VECTOR_AS_COLUMN, Both
+from precisionctl.checkpoints.gguf.keys import GgufRule, Said
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.rows import GgufRow, in_layer, in_layers
+from precisionctl.model_shape import ModelShape
+
+
+def mixer(module: str) -> list[GgufRow]:
+    """The rows of a mixer in such modules."""
+    return [
+        *in_layers({f"{module}.in_proj": "ssm_in", f"{module}.out_proj": "ssm_out"}),
+        *in_layers({f"{module}.norm": "ssm_norm"}, GROUPED_NORM),
+        *in_layers({f"{module}.conv1d": "ssm_conv1d"}, KERNEL),
+        in_layer(f"{module}.conv1d.bias", "ssm_conv1d.bias"),
+        in_layer(f"{module}.dt_bias", "ssm_dt.bias"),
+        in_layer(f"{module}.A_log", "ssm_a", Both(DECAY, VECTOR_AS_COLUMN)),
+        in_layer(f"{module}.D", "ssm_d", VECTOR_AS_COLUMN),
+    ]
+
+
+def _read_mixer(file: Described) -> Fields:
+    heads, size = file.count("ssm.time_step_rank", least=1), file.count("ssm.inner_size")
+    file.expect("ssm.conv_kernel", 4)
+    return {
+        "mamba.num_heads": heads,
+        "mamba.head_dim": size // heads,
+        "mamba.num_groups": file.count("ssm.group_count"),
+        "mamba.state_dim": file.count("ssm.state_size"),
+    }
+
+
+def _write_mixer(model: ModelShape) -> Said:
+    assert model.mamba
+    return {
+        "ssm.conv_kernel": model.mamba.conv_kernel_dim,
+        "ssm.state_size": model.mamba.state_dim,
+        "ssm.group_count": model.mamba.num_groups,
+        "ssm.inner_size": model.mamba.inner_size,
+        "ssm.time_step_rank": model.mamba.num_heads,
+    }
+
+
+MIXER = GgufRule(
+    ("mamba.num_heads", "mamba.head_dim", "mamba.num_groups", "mamba.state_dim"), _read_mixer, _write_mixer
+)

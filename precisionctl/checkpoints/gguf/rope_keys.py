@@ -1,0 +1,149 @@
+"""What the metadata of a GGUF file say of rotary embeddings.
+
+Source: llama.cpp's converter (set_gguf_parameters of conversion/base.py and others).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from precisionctl.architectures.config_keys import Fields
+from precisionctl.architectures.rope import yarn_mscale
+from precisionctl.checkpoints.gguf.keys import GgufRule, Said, head_size, number, refused, write_only
+from precisionctl.checkpoints.gguf.metadata import NEEDED, Described, shortest
+from precisionctl.errors import UnknownArchitecture, shown
+from precisionctl.model_shape import ModelShape
+
+ORIGINAL = "original_max_position_embeddings"
+OF_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)
+_OF_YARN = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+"""What config.json says of YaRN, and the ends of keys."""
+
+SCALINGS: Mapping[str, tuple[str, ...]] = {"default": (), "linear": ("factor",), "yarn": ("factor", ORIGINAL)}
+"""The kinds of scaled rotary embeddings that llama.cpp computes, with what config.json says of each: of a family that
+has no others below."""
+AND_LLAMA3 = {**SCALINGS, "llama3": OF_LLAMA3}
+LONGROPE = {"default": (), "longrope": (ORIGINAL, "factor", "short_factor", "long_factor")}
+"""Its factor is passed over, as in transformers where the original context is said."""
+UNSCALED_ALONE = {"default": ()}
+OF_LATENT = {kind: SCALINGS[kind] for kind in ("default", "yarn")}
+"""Of families whose heads have one key, the latent: llama.cpp scales their scores as YaRN does, whatever the kind
+(deepseek2.cpp, deepseek32.cpp)."""
+AND_BETAS = {**SCALINGS, "yarn": (*SCALINGS["yarn"], "beta_fast", "beta_slow")}
+"""Ministral 3's, whose betas llama.cpp reads (mistral3.cpp)."""
+
+
+def always_of_yarn(scaling: Fields) -> Fields:
+    """What llama.cpp computes YaRN with, whatever a file says, where a family has no entry for it (ggml.c,
+    ggml_rope_yarn_corr_dims; attention_factor, llama-context.cpp)."""
+    both = "mscale_all_dim" in scaling
+    return {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": True,
+        "attention_factor": 1.0 if both else yarn_mscale(scaling["factor"], 1.0),
+        **({} if both else {"mscale": scaling.get("mscale")}),  # alone it is no part of inference
+    }
+
+
+def mscales(*, any_number: bool = False, needed: bool = True) -> Callable[[Fields], Fields]:
+    """What llama.cpp takes YaRN's mscale and mscale_all_dim for (llama-context.cpp): both for 1, or in `deepseek2` both
+    for `any_number`. Where they are `needed`, it scales scores also without."""
+
+    def of(scaling: Fields) -> Fields:
+        if scaling.get("rope_type") != "yarn" or not (needed or "mscale_all_dim" in scaling):
+            return {}
+        return dict.fromkeys(("mscale", "mscale_all_dim"), scaling.get("mscale_all_dim", 1.0) if any_number else 1.0)
+
+    return of
+
+
+def _read_scaling(file: Described) -> dict[str, Any] | None:
+    kind = file.said("rope.scaling.type")
+    if kind in (None, "none", "longrope"):  # the last is said by tensors
+        return None
+    if kind not in ("linear", "yarn"):
+        what = f"rotary scaling of type {shown(kind)}, which is not read of GGUF"
+        raise UnknownArchitecture(what, where=file.where)
+    scaling = {"rope_type": kind, "factor": file.number("rope.scaling.factor")}
+    if kind == "yarn":
+        scaling[ORIGINAL] = file.count("rope.scaling.original_context_length")
+        said = {name: file.number(f"rope.scaling.yarn_{key}", None) for name, key in _OF_YARN.items()}
+        scaling |= {name: number for name, number in said.items() if number is not None}
+    return scaling
+
+
+def _read_rope(file: Described) -> Fields:
+    base = file.number("rope.freq_base", 10000.0)
+    local = file.number("rope.freq_base_swa", base)
+    return {
+        "rotary_base": base,
+        "rotary_base_local": None if local == base else local,
+        "rope_scaling": _read_scaling(file),
+    }
+
+
+def _write_rope(model: ModelShape) -> Said:
+    scaling = model.rope_scaling or {}
+    found: dict[str, Any] = {}
+    if (kind := scaling.get("rope_type")) in ("linear", "yarn"):
+        found |= {"rope.scaling.type": kind, "rope.scaling.factor": float(scaling["factor"])}
+    if kind == "yarn":
+        found["rope.scaling.original_context_length"] = scaling.get(ORIGINAL) or model.max_position_embeddings
+        said = {key: scaling.get(name) for name, key in _OF_YARN.items()}
+        found |= {f"rope.scaling.yarn_{key}": float(value) for key, value in said.items() if value is not None}
+    return {**found, "rope.freq_base": float(model.rotary_base)}
+
+
+ROPE = GgufRule(("rotary_base", "rope_scaling"), _read_rope, _write_rope)
+_SECTIONS = [11, 11, 10, 0]
+
+
+def _read_sections(file: Described) -> Fields:
+    file.said("rope.dimension_sections")
+    return {}
+
+
+def _write_sections(model: ModelShape) -> Said:
+    if model.rotary_size > 2 * sum(_SECTIONS):
+        raise refused(model, f"that turns {model.rotary_size} channels of a head")
+    return {"rope.dimension_sections": _SECTIONS}
+
+
+SECTIONS = GgufRule((), _read_sections, _write_sections)
+"""Which pairs go by height and width in an image: in text all dimensions of a position are the same."""
+UNSCALED = write_only(lambda model: {"rope.scaling.type": "none"})
+"""What ROPE reads too."""
+
+
+LOCAL_BASE = number("rotary_base_local", "rope.freq_base_swa", 10000.0)
+
+
+TURNED = GgufRule(
+    ("rotary_percent",),
+    lambda file: {"rotary_percent": file.count("rope.dimension_count", head_size(file)) / head_size(file)},
+    lambda model: {"rope.dimension_count": model.rotary_size},
+)
+"""How many channels of a head turn."""
+
+
+def _log_multiplier(share: float, *, needed: bool) -> GgufRule:
+    """So much of what config.json calls mscale_all_dim, which may be `needed` of YaRN."""
+
+    def read(file: Described) -> Fields:
+        scaling = _read_scaling(file)
+        of_yarn = bool(scaling and scaling["rope_type"] == "yarn")
+        multiplier = file.number("rope.scaling.yarn_log_multiplier", NEEDED if needed and of_yarn else 0.0)
+        if not multiplier or not scaling:
+            return {}
+        return {"rope_scaling": {**scaling, "mscale_all_dim": shortest(multiplier / share)}}
+
+    def write(model: ModelShape) -> Said:
+        scaling = model.rope_scaling or {}
+        multiplier = share * scaling.get("mscale_all_dim", 0.0)
+        return {"rope.scaling.yarn_log_multiplier": multiplier} if scaling.get("rope_type") == "yarn" else {}
+
+    return GgufRule((), read, write)
+
+
+LOG_MULTIPLIER, WHOLE_MULTIPLIER = _log_multiplier(0.1, needed=True), _log_multiplier(1.0, needed=False)
+"""DeepSeek's, and Ministral 3's."""

@@ -1,0 +1,122 @@
+"""Tensors of a GGUF file that are no weights: by these llama.cpp divides frequencies of rotary embeddings. They say how
+config.json scales them, or are compared with what it says.
+
+Source: llama.cpp's converter (generate_extra_tensors of conversion/llama.py, llama4.py, phi.py and gemma.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from precisionctl.architectures.config_keys import Fields
+from precisionctl.architectures.rope import LLAMA3
+from precisionctl.checkpoints.base import WITH_REFERENCE
+from precisionctl.checkpoints.chunks import read_bytes
+from precisionctl.checkpoints.gguf.family import GgufFamily
+from precisionctl.checkpoints.gguf.head import GgufTensor
+from precisionctl.checkpoints.gguf.metadata import Described, shortest
+from precisionctl.checkpoints.gguf.rope_keys import OF_LLAMA3
+from precisionctl.checkpoints.gguf.tensors import GgufPart
+from precisionctl.dtypes import DType
+from precisionctl.errors import CheckpointError, DamagedCheckpoint
+from precisionctl.model_shape import ModelShape
+from precisionctl.torch_when_used import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_FREQUENCIES = "rope_freqs.weight"
+_FACTORS = {"rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}
+ROTARY_TENSORS = {_FREQUENCIES, *_FACTORS}
+
+_MOST_FACTORS = 1 << 12
+_STILL = 1e30
+"""The factor of a pair of Gemma 4's that does not turn."""
+
+
+def rotary_tensors(model: ModelShape) -> dict[str, NDArray[Any]]:
+    """The tensors that llama.cpp divides frequencies by, FP32 `[pairs]`: of Llama 3's scaling and LongRoPE; of others
+    none."""
+    scaling = model.rope_scaling or {}
+    if scaling.get("rope_type") == "longrope":
+        return {name: np.array(scaling[key], np.float32) for name, key in _FACTORS.items()}
+    if scaling.get("rope_type") == "proportional":
+        assert model.global_attention
+        pairs = (model.global_attention.kv_channels or model.kv_channels) // 2
+        turned = int(pairs * scaling["partial_rotary_factor"])
+        return {_FREQUENCIES: np.array([1.0] * turned + [_STILL] * (pairs - turned), np.float32)}
+    if scaling.get("rope_type") == "llama3":
+        return {_FREQUENCIES: _llama3_factors(scaling, model.rotary_base, model.rotary_size)}
+    return {}
+
+
+def _llama3_factors(scaling: Mapping[str, Any], base: float, channels: int) -> NDArray[Any]:
+    factor, low, high, original = (scaling[key] for key in OF_LLAMA3)
+    waves = 2 * np.pi / (1.0 / (base ** (torch.arange(0, channels, 2, dtype=torch.float32) / channels)))
+    smooth = (original / waves - low) / (high - low)
+    factors = 1 / ((1 - smooth) / factor + smooth)
+    factors = torch.where(waves < original / high, torch.ones_like(waves), factors)
+    found: NDArray[Any] = torch.where(waves > original / low, torch.full_like(waves, factor), factors).numpy()
+    return found
+
+
+def scaling_with_tensors(
+    said: Fields, file: Described, family: GgufFamily, reference: ModelShape | None
+) -> dict[str, Any] | None:
+    """The scaling that fields say, with what tensors say of it.
+
+    Raises DamagedCheckpoint for tensors that are no factors, CheckpointError for factors of which it is not known which
+    settings they are.
+    """
+    factors = {
+        name: _factors(name, file.tensors[name], file.where) for name in sorted(ROTARY_TENSORS & file.tensors.keys())
+    }
+    scaling = said["rope_scaling"]
+    if _FREQUENCIES in factors and "proportional" in family.scalings:
+        scaling = _proportional(factors[_FREQUENCIES], file.where)
+    elif _FREQUENCIES in factors:
+        scaling = {**(scaling or {}), **_llama3(factors[_FREQUENCIES], said, file, family, reference)}
+    lists = {
+        key: [shortest(each) for each in factors[name].tolist()] for name, key in _FACTORS.items() if name in factors
+    }
+    return {**(scaling or {}), "rope_type": "longrope", **lists} if lists else scaling
+
+
+def _factors(name: str, tensor: GgufTensor, where: object) -> NDArray[np.float32]:
+    if tensor.format.dtype != DType.float32 or len(tensor.shape) != 1 or not 0 < tensor.shape[0] <= _MOST_FACTORS:
+        what = f"`{name}` is {tensor.format.name} {list(tensor.shape)}, no factors of rotary embeddings"
+        raise DamagedCheckpoint(what, where=where)
+    return read_bytes(GgufPart(name, tensor), name, 0, tensor.shape[0]).view(np.float32).reshape(-1)
+
+
+def _proportional(factors: NDArray[np.float32], where: object) -> dict[str, Any]:
+    turned = int((factors == 1).sum())
+    if not ((factors[:turned] == 1) & (factors[turned:] == np.float32(_STILL)).all()).all():
+        raise CheckpointError(f"`{_FREQUENCIES}` are other factors than Gemma 4's", where=where, do=WITH_REFERENCE)
+    return {"rope_type": "proportional", "partial_rotary_factor": turned / len(factors)}
+
+
+def _llama3(
+    factors: NDArray[np.float32], said: Fields, file: Described, family: GgufFamily, reference: ModelShape | None
+) -> dict[str, Any]:
+    """Llama 3's settings that make these factors: those of the reference, else Meta's."""
+    beside = family.of_scaling({"rope_type": "llama3"})
+    settings = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3, **beside}
+    if reference and (reference.rope_scaling or {}).get("rope_type") == "llama3":
+        settings |= reference.rope_scaling or {}
+    numbers = (*(settings[key] for key in OF_LLAMA3), said["rotary_base"])
+    fits = all(0 < number < math.inf for number in numbers) and 2 * len(factors) == said["kv_channels"]
+    if not fits or not np.allclose(
+        _llama3_factors(settings, said["rotary_base"], said["kv_channels"]), factors, rtol=1e-5
+    ):
+        if reference:
+            raise DamagedCheckpoint(
+                f"`{_FREQUENCIES}` are factors of another model than the reference", where=file.where
+            )
+        what = f"`{_FREQUENCIES}` are other factors than Llama 3's, and nothing else says of which settings"
+        raise CheckpointError(what, where=file.where, do=WITH_REFERENCE)
+    return settings
