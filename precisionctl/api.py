@@ -119,6 +119,7 @@ def verify(
     fp8: bool = False,
     fp8_state: StrPath | None = None,
     reference: StrPath | None = None,
+    workers: int = 2,
     on_bytes: OnBytes = lambda count: None,
 ) -> Comparison:
     """Compare two checkpoints tensor by tensor, whatever their formats. `.equal` is the verdict, and `.tensors` has of
@@ -126,11 +127,11 @@ def verify(
 
     With `fp8`, codes are compared one by one, and FP8 state on one side only is a difference. `fp8_state` is a file of
     `calibrate`, with which fixed scales are compared. `reference` is a Hugging Face directory of the same model, as in
-    a Request. Raises CheckpointError; MappingError for a checkpoint that does not fit its own architecture; RecipeError
-    for a reference that contradicts one."""
+    a Request. `workers` are forked processes. Raises CheckpointError; MappingError for a checkpoint that does not fit
+    its own architecture; RecipeError for a reference that contradicts one; OutputError if a worker was killed."""
     readers = (_opened(path, None, reference) for path in (a, b))
     state = sidecar.read(Path(fp8_state)) if fp8_state else None
-    return compare(*readers, fp8=fp8, state=state, progress=lambda total: nullcontext(on_bytes))
+    return compare(*readers, fp8=fp8, state=state, workers=workers, progress=lambda total: nullcontext(on_bytes))
 
 
 def _opened(path: StrPath, iteration: int | None, reference: StrPath | None) -> Reader:

@@ -21,13 +21,14 @@ from command_processes import CommandProcess
 from conversions import assert_same_tensors, run, tree
 from soaking import in_soak
 
+from precisionctl import processes
 from precisionctl.checkpoints import output
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output
 from precisionctl.cli import main
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
-from precisionctl.conversion import convert, journal, processes, worker
+from precisionctl.conversion import convert, journal, worker
 from precisionctl.conversion.command import execute
 from precisionctl.conversion.findings import Findings
 from precisionctl.conversion.journal import open_journal, open_share_journal
@@ -439,7 +440,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     """With far more results than a pipe holds: a worker that nobody listens to must not wait for ever."""
     script = """
 import os, signal
-from precisionctl.conversion import processes
+from precisionctl import processes
 parent = os.getpid()
 def task(number):
     print(os.getpid(), flush=True)
@@ -489,7 +490,7 @@ def test_a_signal_to_all_processes_is_answered_by_the_parent_alone() -> None:
     """As Slurm and a terminal send it, here to the workers first."""
     script = """
 import os, signal, time
-from precisionctl.conversion import processes
+from precisionctl import processes
 from precisionctl.signals import Terminated, stop_on_sigterm
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 stop_on_sigterm()

@@ -75,6 +75,15 @@ def test_pieces_smaller_than_a_tensor_compare_the_same(source, monkeypatch):
     assert [tensor.name for tensor in compare(source, megatron).tensors if not tensor.equal] == [DOWN]
 
 
+def test_what_is_found_does_not_depend_on_the_number_of_workers(source, tmp_path):
+    in_memory.export(in_memory.with_state(source), tmp_path / "codes", "compressed-tensors", "dynamic")
+    codes, values = open_checkpoint(tmp_path / "codes"), in_memory.to_megatron(source)
+    values.tensors["embedding.word_embeddings.weight"][3, 5] += 1
+    alone, *shared = (compare(codes, values, fp8=True, workers=workers) for workers in (1, 2, 3))
+    assert {tensor.status for tensor in alone.tensors} == {"exact", "encoded", "differs"} and alone.codes
+    assert shared == [alone, alone]
+
+
 def test_values_are_compared_in_one_thread_of_pytorch_which_has_its_own_again_after_it(source, monkeypatch):
     found, before = set(), torch.get_num_threads()
     values = in_memory.to_megatron(source)

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from precisionctl.cli.group import Command, print_json
-from precisionctl.cli.options import CHECKPOINT, FILE, POSITIVE, EngineName, json_option, reference_option
+from precisionctl.cli.options import CHECKPOINT, FILE, POSITIVE, EngineName, is_given, json_option, reference_option
 
 
 @click.command(
@@ -17,7 +17,7 @@ from precisionctl.cli.options import CHECKPOINT, FILE, POSITIVE, EngineName, jso
     short_help="Compare two checkpoints, or check one against an engine's rules.",
     examples=["verify Qwen3-0.6B qwen3", "verify qwen3-fp8 --target vllm --tp 2", "verify run run-back --fp8 --json"],
     sections={
-        "With a second checkpoint": ["--fp8", "--fp8-state", "--reference"],
+        "With a second checkpoint": ["--fp8", "--fp8-state", "--reference", "--workers"],
         "With an engine": ["--target", "--tp", "--expert-parallel"],
     },
 )
@@ -46,6 +46,9 @@ from precisionctl.cli.options import CHECKPOINT, FILE, POSITIVE, EngineName, jso
 )
 @click.option("--fp8-state", type=FILE, help="Compare fixed scales with this file of calibrate, instead of A's state.")
 @reference_option
+@click.option(
+    "--workers", type=POSITIVE, default=2, show_default=True, help="Number of processes that compare tensors."
+)
 @json_option
 def verify(
     a: Path,
@@ -56,6 +59,7 @@ def verify(
     expert_parallel: bool,
     fp8_state: Path | None,
     reference: Path | None,
+    workers: int,
     json_wanted: bool,
 ) -> None:
     """Compare checkpoint A with B, tensor by tensor, whatever their formats; or check A against an engine's rules.
@@ -73,17 +77,19 @@ def verify(
         raise click.UsageError("--fp8 compares codes with a second checkpoint, or checks A alone: --target does not.")
     if (ranks > 1 or expert_parallel) and target is None:
         raise click.UsageError("--tp and --expert-parallel are for --target.")
+    if target is not None and is_given("workers"):
+        raise click.UsageError("--workers is for comparing, not for --target.")
     if b is not None:
-        same = compare_checkpoints(a, b, fp8, fp8_state, reference, json_wanted)
+        same = compare_checkpoints(a, b, fp8, fp8_state, reference, workers, json_wanted)
     elif target is None:
-        same = check_codes(a, json_wanted)
+        same = check_codes(a, workers, json_wanted)
     else:
         same = check_rules(a, str(target), ranks, expert_parallel, json_wanted)
     raise click.exceptions.Exit(0 if same else 1)
 
 
 def compare_checkpoints(
-    a: Path, b: Path, fp8: bool, fp8_state: Path | None, reference: Path | None, json_wanted: bool
+    a: Path, b: Path, fp8: bool, fp8_state: Path | None, reference: Path | None, workers: int, json_wanted: bool
 ) -> bool:
     """Print the differences of two checkpoints, opened with what a reference says of either. Returns whether they are
     equal."""
@@ -97,7 +103,7 @@ def compare_checkpoints(
     left, right = (open_hinted(HintedPath(path, reference=reference)) for path in (a, b))
     state = sidecar.read(fp8_state) if fp8_state else None
     progress = partial(console.bytes_progress, "comparing")
-    comparison = compare(left, right, fp8=fp8, state=state, progress=progress)
+    comparison = compare(left, right, fp8=fp8, state=state, workers=workers, progress=progress)
     if json_wanted:
         print_json(comparison.as_json())
     else:
@@ -112,19 +118,17 @@ def compare_checkpoints(
     return comparison.equal
 
 
-def check_codes(path: Path, json_wanted: bool) -> bool:
+def check_codes(path: Path, workers: int, json_wanted: bool) -> bool:
     """Print for each FP8 weight whether decoding to BF16 and encoding again gives the same codes. Returns whether all
     do. Raises PrecisionError for a checkpoint without FP8 weights."""
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.errors import PrecisionError
     from precisionctl.reports import verify as report
-    from precisionctl.torch_when_used import one_torch_thread
     from precisionctl.verify.code_comparison import compare_codes
     from precisionctl.verify.hf_tensors import HfTensors
 
-    with one_torch_thread():
-        weights = list(compare_codes(HfTensors(open_checkpoint(path)), None))
+    weights = compare_codes(HfTensors(open_checkpoint(path)), None, workers)
     if not weights:
         raise PrecisionError(
             "no weight is stored as FP8 codes", where=path, do="Give a second checkpoint to compare it with."

@@ -19,10 +19,10 @@ from precisionctl.checkpoints.output import forget, sync_all
 from precisionctl.codes.encoding import Encoding
 from precisionctl.conversion.findings import Findings
 from precisionctl.conversion.journal import Journal
-from precisionctl.conversion.processes import deal, in_processes
 from precisionctl.conversion.ranks import ALONE, Ranks
 from precisionctl.conversion.worker import Checker, TensorSource, Worker
 from precisionctl.planning.plan import Job, Plan
+from precisionctl.processes import deal, in_processes
 from precisionctl.torch_when_used import one_torch_thread
 
 SYNC_EVERY = 64 << 20

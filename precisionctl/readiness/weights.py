@@ -22,11 +22,11 @@ from precisionctl.codes.four_bit_loss import FORMATS, FourBitScheme, four_bit_lo
 from precisionctl.codes.health import measure
 from precisionctl.codes.numerics import BLOCK
 from precisionctl.codes.statistics import Loss, Statistics
-from precisionctl.conversion.processes import in_processes
 from precisionctl.conversion.worker import Nowhere, Worker
 from precisionctl.fp8.state import DelayedScaling, Fp8States
 from precisionctl.planning.make_plan import plan_weights
 from precisionctl.planning.plan import Job, Plan
+from precisionctl.processes import in_processes
 from precisionctl.torch_when_used import one_torch_thread
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from precisionctl.codes.encoding import Encoding
 from precisionctl.codes.statistics import decibels
 from precisionctl.export.weight_encodings import weight_encodings
+from precisionctl.processes import in_processes
+from precisionctl.torch_when_used import one_torch_thread
 from precisionctl.verify.hf_tensors import HfTensors, StoredRows
 
 if TYPE_CHECKING:
@@ -35,17 +37,20 @@ class CodesComparison:
     idempotent: bool
 
 
-def compare_codes(a: HfTensors, b: HfTensors | None) -> Iterator[CodesComparison]:
-    """Compare the codes of every weight that both checkpoints have and at least one stores as codes. Without B, A is
-    compared with itself after a way through BF16."""
+def compare_codes(a: HfTensors, b: HfTensors | None, workers: int = 1) -> list[CodesComparison]:
+    """Compare the codes of every weight that both checkpoints have and at least one stores as codes, in so many
+    processes. Without B, A is compared with itself after a way through BF16."""
     left, right = _Coded(a), None if b is None else _Coded(b)
-    for name, spec in left.tensors.specs.items():
-        if right is None:
-            if left.is_codes(name):
-                yield _compare(name, left, None)
-        elif name in right.tensors.specs and right.tensors.specs[name].shape == spec.shape:
-            if left.is_codes(name) or right.is_codes(name):
-                yield _compare(name, left, right)
+    sizes = {
+        name: a.nbytes(name)
+        for name, spec in a.specs.items()
+        if (b is None or name in b.specs and b.specs[name].shape == spec.shape)
+        and (a.is_codes(name) or b is not None and b.is_codes(name))
+    }
+    results = in_processes(lambda name: _compare(name, left, right), [*sizes], [*sizes.values()], workers)
+    with one_torch_thread(), closing(results):
+        found = dict(results)
+    return [found[name] for name in sizes]
 
 
 class _Coded:
@@ -55,9 +60,6 @@ class _Coded:
         self.tensors = tensors
         encodings = None if tensors.reader.encodings else weight_encodings(tensors.reader)
         self._before = encodings.by_name if encodings else {}
-
-    def is_codes(self, name: str) -> bool:
-        return self.tensors.is_codes(name)
 
     def read(self, name: str, row: int, rows: int) -> tuple[StoredRows, Encoding | None]:
         """Rows, and their encoding, or that which values had when they were codes; None where none is known."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +21,7 @@ from precisionctl.codes.statistics import decibels
 from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.state import Fp8State, Fp8States
+from precisionctl.processes import in_processes
 from precisionctl.same_model import differences, in_words
 from precisionctl.torch_when_used import one_torch_thread, torch
 from precisionctl.verify.code_comparison import CodesComparison, compare_codes
@@ -91,13 +92,15 @@ def compare(
     *,
     fp8: bool = False,
     state: Fp8States | None = None,
+    workers: int = 1,
     progress: BytesProgress = lambda total: nullcontext(lambda n: None),
 ) -> Comparison:
     """Compare every tensor of two checkpoints, and their FP8 state where both have one.
 
     With `fp8`, state is compared also where only one has any, and FP8 weights are compared code by code too. Fixed
-    scales are held against `state`, if that is given, in place of what a checkpoint recorded. `progress` is
-    opened for A's stored bytes. Raises MappingError where one of them does not fit its own architecture.
+    scales are held against `state`, if that is given, in place of what a checkpoint recorded. `workers` is the number
+    of processes; what is found does not depend on it. `progress` is opened for A's stored bytes. Raises MappingError
+    where one of them does not fit its own architecture; OutputError if a worker was killed.
     """
     left, right = HfTensors(a), HfTensors(b)
     for name, of in {**left.copies, **right.copies}.items():
@@ -106,14 +109,13 @@ def compare(
     optimizers, not_both = both_optimizers(a, b)
     of_a: list[Tensors] = [left, *(mine for mine, _ in optimizers)]
     with progress(sum(mine.nbytes(name) for mine in of_a for name in mine.specs)) as on_bytes:
-        tensors = [*_compare_tensors(left, right, on_bytes), *_compare_extras(left, right)]
+        tensors = [*_compare_tensors(left, right, on_bytes, workers), *_compare_extras(left, right)]
         for mine, others in optimizers:
-            found = _compare_tensors(mine, others, on_bytes)  # no command rounds an optimizer
+            found = _compare_tensors(mine, others, on_bytes, workers)  # no command rounds an optimizer
             tensors += [replace(each, status="differs") if each.status == "rounded" else each for each in found]
     settings, of_settings = _compare_settings(left, right, state)
     states, of_states = _compare_states(a.fp8, b.fp8, one_sided=fp8)
-    with one_torch_thread() if fp8 else nullcontext():
-        codes = tuple(compare_codes(left, right)) if fp8 else ()
+    codes = tuple(compare_codes(left, right, workers)) if fp8 else ()
     left_out = (*of_settings, *_left_out(left, right), *not_both, *of_states)
     return Comparison(tuple(tensors), tuple(settings), states, codes, left_out)
 
@@ -154,10 +156,15 @@ def _compare_states(
     return None, [NotCompared("one state", f"only {having} has any")]
 
 
-def _compare_tensors(a: Tensors, b: Tensors, on_bytes: Callable[[int], None]) -> Iterator[TensorComparison]:
-    for name in dict.fromkeys((*a.specs, *b.specs)):
-        yield _compare_tensor(name, a, b)
-        on_bytes(a.nbytes(name))
+def _compare_tensors(a: Tensors, b: Tensors, on_bytes: Callable[[int], None], workers: int) -> list[TensorComparison]:
+    sizes = {name: a.nbytes(name) for name in (*a.specs, *b.specs)}
+    found: dict[str, TensorComparison] = {}
+    results = in_processes(lambda name: _compare_tensor(name, a, b), [*sizes], [*sizes.values()], workers)
+    with closing(results):
+        for name, tensor in results:
+            found[name] = tensor
+            on_bytes(sizes[name])
+    return [found[name] for name in sizes]
 
 
 def _compare_extras(a: HfTensors, b: HfTensors) -> Iterator[TensorComparison]:
