@@ -15,7 +15,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.param import Parallelism
-from precisionctl.trainer.model.core_attention import alibi_slopes, with_slopes
+from precisionctl.trainer.model.attention.core_attention import alibi_slopes, with_slopes
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch, UnknownArchitecture
 from precisionctl.param import Parallelism
-from precisionctl.trainer.model import delta_rule
-from precisionctl.trainer.model.delta_rule import gated_delta_rule
-from precisionctl.trainer.model.recurrence import CHUNK
+from precisionctl.trainer.model.recurrent import delta_rule
+from precisionctl.trainer.model.recurrent.delta_rule import gated_delta_rule
+from precisionctl.trainer.model.recurrent.recurrence import CHUNK
 
 
 def inputs(length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:

@@ -12,12 +12,12 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.measure import flops, linear_weights
 from precisionctl.trainer.measure.flops import bf16_peak, training_flops
-from precisionctl.trainer.model.core_attention import SINK_CHANNELS
-from precisionctl.trainer.model.delta_rule import gated_delta_rule
+from precisionctl.trainer.model.attention.core_attention import SINK_CHANNELS
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.positions import PackedSequences
-from precisionctl.trainer.model.selective_scan import selective_scan
-from precisionctl.trainer.model.state_space import state_space
+from precisionctl.trainer.model.recurrent.delta_rule import gated_delta_rule
+from precisionctl.trainer.model.recurrent.selective_scan import selective_scan
+from precisionctl.trainer.model.recurrent.state_space import state_space
 
 LENGTH = 16
 

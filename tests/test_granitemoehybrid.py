@@ -20,7 +20,7 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch, UnknownArchitecture
 from precisionctl.param import Parallelism
-from precisionctl.trainer.model.recurrence import CHUNK
+from precisionctl.trainer.model.recurrent.recurrence import CHUNK
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("granite-hybrid", {}),

@@ -26,8 +26,8 @@ from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch, UnknownArchitecture
 from precisionctl.param import Parallelism
 from precisionctl.recurrent_parts import GatedDeltaNet
-from precisionctl.trainer.model.delta_rule import BLOCK, gated_delta_rule
-from precisionctl.trainer.model.recurrence import CHUNK
+from precisionctl.trainer.model.recurrent.delta_rule import BLOCK, gated_delta_rule
+from precisionctl.trainer.model.recurrent.recurrence import CHUNK
 
 pytestmark = pytest.mark.skipif(BEFORE_5_23, reason="before 5.23 transformers had Kimi Linear alone")
 

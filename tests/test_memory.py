@@ -30,10 +30,10 @@ from precisionctl.trainer.measure import activations, memory, preflight
 from precisionctl.trainer.measure.memory import estimate
 from precisionctl.trainer.measure.parameters import Parameters
 from precisionctl.trainer.model import mlp
-from precisionctl.trainer.model.core_attention import CoreAttention
+from precisionctl.trainer.model.attention.core_attention import CoreAttention
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.loss import loss
-from precisionctl.trainer.model.recurrence import CHUNK
+from precisionctl.trainer.model.recurrent.recurrence import CHUNK
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 from precisionctl.trainer.optimizer.fp8_lm import Fp8LmAdamW
 from precisionctl.trainer.parallel.world import ALONE

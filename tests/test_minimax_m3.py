@@ -22,9 +22,9 @@ from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, Unmapped
 from precisionctl.evaluate import load
 from precisionctl.param import Parallelism
 from precisionctl.sparse_parts import MSA
-from precisionctl.trainer.model import block_indexer
-from precisionctl.trainer.model.block_indexer import seen
-from precisionctl.trainer.model.core_attention import CoreAttention
+from precisionctl.trainer.model.attention import block_indexer
+from precisionctl.trainer.model.attention.block_indexer import seen
+from precisionctl.trainer.model.attention.core_attention import CoreAttention
 from precisionctl.trainer.model.positions import PackedSequences, Positions, Rope
 from precisionctl.verify.engine_rules import check
 

@@ -13,7 +13,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from precisionctl.architectures.families import from_hf_config, to_hf_config
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.param import Parallelism
-from precisionctl.trainer.model.core_attention import alibi_slopes
+from precisionctl.trainer.model.attention.core_attention import alibi_slopes
 
 
 @pytest.mark.parametrize(

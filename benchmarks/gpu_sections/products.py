@@ -20,7 +20,7 @@ from precisionctl.evaluate.quantizers import GroupInputs
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.backends.choose import make_backend
 from precisionctl.trainer.backends.fp8_gemm import NativeBlocks
-from precisionctl.trainer.model.core_attention import CoreAttention
+from precisionctl.trainer.model.attention.core_attention import CoreAttention
 from precisionctl.trainer.model.positions import PackedSequences, Positions
 
 E4M3 = torch.float8_e4m3fn

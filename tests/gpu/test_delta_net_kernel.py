@@ -6,7 +6,7 @@ import pytest
 import torch
 from te_pairs import sqnr
 
-from precisionctl.trainer.model import delta_rule
+from precisionctl.trainer.model.recurrent import delta_rule
 
 
 @pytest.mark.parametrize("length", [64, 200])

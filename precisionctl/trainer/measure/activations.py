@@ -18,10 +18,10 @@ from precisionctl.sparse_parts import CSA
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.linear_weights import compressed_rows, compression
 from precisionctl.trainer.measure.parameters import Parameters, tensor_sizes
-from precisionctl.trainer.model.core_attention import SINK_CHANNELS
-from precisionctl.trainer.model.delta_rule import BLOCK
+from precisionctl.trainer.model.attention.core_attention import SINK_CHANNELS
 from precisionctl.trainer.model.mlp import is_swiglu
-from precisionctl.trainer.model.recurrence import CHUNK
+from precisionctl.trainer.model.recurrent.delta_rule import BLOCK
+from precisionctl.trainer.model.recurrent.recurrence import CHUNK
 
 
 def pass_bytes(

@@ -23,18 +23,18 @@ from precisionctl.trainer.backends.base import Backend, final_norm_of, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.backends.choose import BackendName, make_backend
 from precisionctl.trainer.backends.recorder import Recorder
-from precisionctl.trainer.model.attention import KeysValues
-from precisionctl.trainer.model.attention_residuals import AttentionResidualLayer
+from precisionctl.trainer.model.attention.self_attention import KeysValues
 from precisionctl.trainer.model.computes import check
 from precisionctl.trainer.model.embedding import Embedding
-from precisionctl.trainer.model.gated_residual import GatedResidual
-from precisionctl.trainer.model.hybrid_layer import HybridLayer
-from precisionctl.trainer.model.hyper_connections import add_head, contracted
-from precisionctl.trainer.model.hyper_layer import HyperLayer, HyperMTPLayer
-from precisionctl.trainer.model.layer import Layer
+from precisionctl.trainer.model.layers.attention_residuals import AttentionResidualLayer
+from precisionctl.trainer.model.layers.gated_residual import GatedResidual
+from precisionctl.trainer.model.layers.hybrid_layer import HybridLayer
+from precisionctl.trainer.model.layers.hyper_connections import add_head, contracted
+from precisionctl.trainer.model.layers.hyper_layer import HyperLayer, HyperMTPLayer
+from precisionctl.trainer.model.layers.layer import Layer
+from precisionctl.trainer.model.layers.residual_layer import ResidualLayer
 from precisionctl.trainer.model.mlp import Router
 from precisionctl.trainer.model.positions import LayerKind, PackedSequences, Positions, Rope, layer_kind, query_scale
-from precisionctl.trainer.model.residual_layer import ResidualLayer
 from precisionctl.trainer.model.router_balance import NO_BALANCE, Balance
 from precisionctl.trainer.model.router_losses import RouterLosses
 from precisionctl.trainer.parallel.shards import ModelShards

@@ -14,8 +14,8 @@ from precisionctl.model_parts import MLA
 from precisionctl.model_shape import ModelShape
 from precisionctl.sparse_parts import DSA
 from precisionctl.trainer.backends.base import Backend, column_linear, norm_of
-from precisionctl.trainer.model.attention import GateOfHeads, KeysValues, gated_by, scaled
-from precisionctl.trainer.model.core_attention import CoreAttention
+from precisionctl.trainer.model.attention.core_attention import CoreAttention
+from precisionctl.trainer.model.attention.self_attention import GateOfHeads, KeysValues, gated_by, scaled
 from precisionctl.trainer.model.positions import Positions, rotate
 
 

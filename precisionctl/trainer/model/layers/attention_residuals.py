@@ -13,12 +13,12 @@ from torch import Tensor
 
 from precisionctl.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, norm_of
-from precisionctl.trainer.model.attention import KeysValues
+from precisionctl.trainer.model.attention.kimi_k3_attention import KimiK3DeltaAttention, KimiK3LatentAttention
+from precisionctl.trainer.model.attention.self_attention import KeysValues
 from precisionctl.trainer.model.embedding import plain_linear
-from precisionctl.trainer.model.kimi_k3_attention import KimiK3DeltaAttention, KimiK3LatentAttention
+from precisionctl.trainer.model.layers.residual_layer import ResidualLayer
 from precisionctl.trainer.model.mlp import MLP, MoELayer
 from precisionctl.trainer.model.positions import Positions
-from precisionctl.trainer.model.residual_layer import ResidualLayer
 
 
 class AttentionResidualLayer(ResidualLayer):

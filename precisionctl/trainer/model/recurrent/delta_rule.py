@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from precisionctl.trainer.model.recurrence import CHUNK, decays_between, in_chunks
+from precisionctl.trainer.model.recurrent.recurrence import CHUNK, decays_between, in_chunks
 
 _EPSILON = 1e-6
 """Added to the squares of a query's or a key's length, which both are divided by."""

@@ -10,7 +10,7 @@ Shape letters: B batch, S sequence, N heads of D channels, in G groups that shar
 import torch
 from torch import Tensor
 
-from precisionctl.trainer.model.recurrence import decays_between, in_chunks
+from precisionctl.trainer.model.recurrent.recurrence import decays_between, in_chunks
 
 
 def state_space(value: Tensor, decay: Tensor, write: Tensor, read: Tensor) -> Tensor:

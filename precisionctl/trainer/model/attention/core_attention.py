@@ -14,7 +14,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.sparse_parts import MSA
 from precisionctl.trainer.backends.base import Backend
 from precisionctl.trainer.backends.bf16_products import product
-from precisionctl.trainer.model.block_indexer import BlockIndexer, attend_to_blocks
+from precisionctl.trainer.model.attention.block_indexer import BlockIndexer, attend_to_blocks
 from precisionctl.trainer.model.positions import Positions, sliding_window_mask
 
 

@@ -11,7 +11,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.recurrent_parts import ShortConv
 from precisionctl.trainer.backends.base import Backend, column_linear, norm_of
 from precisionctl.trainer.model.positions import Positions
-from precisionctl.trainer.model.recurrence import by_text, convolution, convolved
+from precisionctl.trainer.model.recurrent.recurrence import by_text, convolution, convolved
 
 
 class ShortConvolution(nn.Module):

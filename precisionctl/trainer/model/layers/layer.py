@@ -7,17 +7,17 @@ from torch import Tensor, nn
 from precisionctl.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, add_post_layernorm, norm_of, post_norm_of
 from precisionctl.trainer.backends.bf16_products import product
-from precisionctl.trainer.model.attention import KeysValues, SelfAttention
+from precisionctl.trainer.model.attention.latent_attention import MLASelfAttention
+from precisionctl.trainer.model.attention.self_attention import KeysValues, SelfAttention
 from precisionctl.trainer.model.embedding import plain_linear
-from precisionctl.trainer.model.gated_delta_net import GatedDeltaNetAttention
-from precisionctl.trainer.model.kimi_delta_attention import KimiDeltaAttention
-from precisionctl.trainer.model.latent_attention import MLASelfAttention
+from precisionctl.trainer.model.layers.norm_with_gate import NormWithGate
+from precisionctl.trainer.model.layers.residual_gate import ResidualGate, ScaledNorm
+from precisionctl.trainer.model.layers.residual_layer import ResidualLayer
 from precisionctl.trainer.model.mlp import ACTIVATIONS, MLP, MoELayer
-from precisionctl.trainer.model.norm_with_gate import NormWithGate
 from precisionctl.trainer.model.positions import Positions
-from precisionctl.trainer.model.residual_gate import ResidualGate, ScaledNorm
-from precisionctl.trainer.model.residual_layer import ResidualLayer
-from precisionctl.trainer.model.short_convolution import ShortConvolution
+from precisionctl.trainer.model.recurrent.gated_delta_net import GatedDeltaNetAttention
+from precisionctl.trainer.model.recurrent.kimi_delta_attention import KimiDeltaAttention
+from precisionctl.trainer.model.recurrent.short_convolution import ShortConvolution
 
 
 class Layer(ResidualLayer):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from precisionctl.trainer.backends.base import recompute
-from precisionctl.trainer.model.recurrence import CHUNK
+from precisionctl.trainer.model.recurrent.recurrence import CHUNK
 
 
 def selective_scan(value: Tensor, step: Tensor, rates: Tensor, write: Tensor, read: Tensor) -> Tensor:
