@@ -69,17 +69,17 @@ def build(request: Request, source: Source, result: Result) -> PlannedCommand:
     # by its length all tensors of a GGUF file move: a file of other metadata is not continued
     metadata = hashlib.sha256(result.contents.metadata_bytes).hexdigest() if result.contents else None
     return PlannedCommand(
-        source.reader,
-        result.plan,
-        _writer(request.storage, source, result, output),
-        output,
-        (request, [(stat.st_size, stat.st_mtime_ns) for stat in stats], metadata),
-        source.files,
-        tuple(result.notes),
-        result.states,
-        source.trained,
-        result.encodings,
-        source.known.weights_digest,
+        reader=source.reader,
+        plan=result.plan,
+        writer=_writer(request.storage, source, result, output),
+        output=output,
+        asked=(request, [(stat.st_size, stat.st_mtime_ns) for stat in stats], metadata),
+        files=source.files,
+        notes=tuple(result.notes),
+        states=result.states,
+        trained=source.trained,
+        encodings=result.encodings,
+        weights_digest=source.known.weights_digest,
     )
 
 

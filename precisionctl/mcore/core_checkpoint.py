@@ -85,9 +85,16 @@ def save(run: CoreRun, plan: RunPlan, identity: Mapping[str, Any], sidecar_state
     with disk_problems(output):
         if run.world.first:
             output.begin()
-            schedule = asdict(run.schedule) if run.schedule else None
-            skipped, balance, fp8 = asdict(run.skipped), asdict(run.balance), run.recipe.precision.fp8
-            sign(output.partial, Saved(run.step, run.position, identity, None, schedule, skipped, balance, fp8))
+            saved = Saved(
+                step=run.step,
+                position=run.position,
+                identity=identity,
+                schedule=asdict(run.schedule) if run.schedule else None,
+                skips=asdict(run.skipped),
+                balance=asdict(run.balance),
+                fp8=run.recipe.precision.fp8,
+            )
+            sign(output.partial, saved)
         run.world.barrier()
         model = _sharded_model(run)
         state |= model | {"optimizer": run.optimizer.sharded_state_dict(model, metadata=_metadata())}

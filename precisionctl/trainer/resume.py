@@ -192,16 +192,16 @@ def _attempt(setup: _Setup, on_start: Callable[[Started], None], on_step: OnStep
             notes = (*rolled_back, *setup.memory_notes, *_notes(setup, run), *setup.rows.notes, *fp8.notes)
             on_start(
                 Started(
-                    plan.recipe,
-                    out,
-                    run.step,
-                    newest is not None,
-                    plan.load,
-                    plan.skipped,
-                    plan.backend,
-                    setup.disk,
-                    fp8.counts,
-                    notes,
+                    recipe=plan.recipe,
+                    out=out,
+                    step=run.step,
+                    continues=newest is not None,
+                    load=plan.load,
+                    skipped=plan.skipped,
+                    backend=plan.backend,
+                    disk=setup.disk,
+                    fp8=fp8.counts,
+                    notes=notes,
                 )
             )
         saver = Saver(run, out, setup.identity, source, fp8.carried)

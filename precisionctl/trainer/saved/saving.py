@@ -122,17 +122,15 @@ class Saver:
         if self._towers:
             writer = WithTowers(writer, self._towers.targets)
         if run.world.first:
-            guard = run.guard.saved_state if run.guard else None
-            schedule = asdict(run.schedule) if run.schedule else None
             saved = Saved(
-                run.step,
-                run.position,
-                self._identity,
-                guard,
-                schedule,
-                asdict(run.skipped),
-                asdict(run.model.balance),
-                run.in_fp8,
+                step=run.step,
+                position=run.position,
+                identity=self._identity,
+                guard=run.guard.saved_state if run.guard else None,
+                schedule=asdict(run.schedule) if run.schedule else None,
+                skips=asdict(run.skipped),
+                balance=asdict(run.model.balance),
+                fp8=run.in_fp8,
             )
             with disk_problems(output):
                 output.begin()
