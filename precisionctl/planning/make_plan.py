@@ -69,9 +69,9 @@ def make_plan(
                 f"the towers of this `{source.model.wrapper.model_type}` are not beside its text model",
                 do="Give the directory that has them with --reference.",
             )
-        stored = _as_stored(source, rows)
-        model = stored.padded(parallelism.tensor) if target == "megatron" else stored
+        model = stored = _as_stored(source, rows)
         if target == "megatron":
+            model = stored.padded(parallelism.tensor)
             parallelism = checks.with_stages(parallelism, model.num_layers)
             checks.check_ranks(model, parallelism)
         patterns = [pattern.replace("{layer}", "*") for pattern in architecture.derived if source.layout == "hf"]
@@ -92,18 +92,9 @@ def make_plan(
             shapes = row.shapes(model, target)
             for job in row_jobs:
                 targets |= _targets(job, shapes, model, specs, source.layout, target, dtype)
-        if trained:
-            # Megatron has no place for what trained a wrapper's towers
-            placed = [job for job in jobs if target == "hf" or not isinstance(job.row, TensorRow)]
-            of_parameters = tuple(optimizer_jobs(placed, trained, target, masters=naming != "in memory"))
-            jobs = [*(job for row_jobs in by_row.values() for job in row_jobs), *of_parameters]
-            for job in of_parameters:  # tensors as large as their parameters, which may be padded otherwise than stored
-                checks.check_shapes(
-                    {name: specs[name] for name in job.reads},
-                    job.row.source.shapes(stored, source.layout)[: len(job.reads)],
-                )
-                targets |= _optimizer_targets(job, model, specs, source.layout, target)
-        return Plan(model, source.layout, target, tuple(jobs), targets, derived, parallelism)
+        written = tuple(job for row_jobs in by_row.values() for job in row_jobs)
+        plan = Plan(model, source.layout, target, written, targets, derived, parallelism)
+        return _with_optimizer(plan, jobs, trained, specs, stored, masters=naming != "in memory") if trained else plan
 
 
 def plan_weights(source: PlanSource) -> Plan:
@@ -232,14 +223,30 @@ def _check_stored(
         checks.check_shapes(read, (*shapes[: len(job.reads)], *shapes[:1] * len(job.copies)))
 
 
-def _optimizer_targets(
-    job: Job, model: ModelShape, specs: Mapping[str, TensorSpec], layout: Layout, target: Layout
-) -> dict[str, TensorSpec]:
-    """The tensors that a job writes of the optimizer: FP32, except that Megatron's stay as they are in Megatron's."""
-    kept = specs[job.reads[0]].dtype if layout == target == "megatron" else DType.float32
-    parallel = job.row.cut(model) if target == "megatron" else REPLICATED
-    shapes = zip(job.writes, job.row.shapes(model, target), strict=False)
-    return {name: shared_spec(shape, kept, parallel) for name, shape in shapes}
+def _with_optimizer(
+    plan: Plan,
+    jobs: Iterable[Job],
+    trained: OptimizerSource,
+    specs: Mapping[str, TensorSpec],
+    stored: ModelShape,
+    *,
+    masters: bool,
+) -> Plan:
+    """The plan with the optimizer's state of the parameters that `jobs` read, and their `masters` or not. It is FP32,
+    except that Megatron's stays as it is in Megatron's. `specs` are all of the source, which is the model `stored`.
+    Raises as `optimizer_jobs`, and ShapeMismatch."""
+    to_hf = plan.to_layout == "hf"
+    placed = [job for job in jobs if to_hf or not isinstance(job.row, TensorRow)]  # Megatron trains no towers
+    of_parameters = tuple(optimizer_jobs(placed, trained, plan.to_layout, masters=masters))
+    targets = dict(plan.targets)
+    for job in of_parameters:  # tensors as large as their parameters, which may be padded otherwise than stored
+        shapes = job.row.source.shapes(stored, plan.from_layout)
+        checks.check_shapes({name: specs[name] for name in job.reads}, shapes[: len(job.reads)])
+        kept = specs[job.reads[0]].dtype if plan.from_layout == plan.to_layout == "megatron" else DType.float32
+        parallel = REPLICATED if to_hf else job.row.cut(plan.model)
+        for name, shape in zip(job.writes, job.row.shapes(plan.model, plan.to_layout), strict=False):
+            targets[name] = shared_spec(shape, kept, parallel)
+    return dataclasses.replace(plan, jobs=(*plan.jobs, *of_parameters), targets=targets)
 
 
 def _targets(
