@@ -11,12 +11,7 @@ from precisionctl.checkpoints.flat import FlatTensor, FlatTensors
 from precisionctl.checkpoints.fused_experts import stacks
 from precisionctl.checkpoints.torch_zip import LocatedTensor
 from precisionctl.checkpoints.trainer_directory import TrainerDirectory
-from precisionctl.checkpoints.trainer_run import (
-    NO_COUNT,
-    ParameterGroup,
-    TrainerRun,
-    adam_run,
-)
+from precisionctl.checkpoints.trainer_run import NO_COUNT, ParameterGroup, TrainerRun, adam_run
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint
 from precisionctl.param import STATE, TensorSpec, state_name
 

@@ -4,12 +4,7 @@ from collections.abc import Mapping
 
 from precisionctl.architectures.config_keys import Config, Entry, Key, Only, Reworded, reworded
 from precisionctl.architectures.config_layers import numbered_layers
-from precisionctl.architectures.shared.deepseek_keys import (
-    SIGMOID,
-    groups,
-    latent_attention,
-    shared_experts,
-)
+from precisionctl.architectures.shared.deepseek_keys import SIGMOID, groups, latent_attention, shared_experts
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model_shape import ModelShape
 

@@ -10,17 +10,7 @@ prediction is behind the decoder's, and transformers neither reads nor writes it
 
 from typing import Any
 
-from precisionctl.architectures.config_keys import (
-    Always,
-    Config,
-    Fields,
-    Key,
-    Only,
-    Rule,
-    is_on,
-    layers,
-    size,
-)
+from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule, is_on, layers, size
 from precisionctl.architectures.config_layers import all_but_every, listed_layers
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
 from precisionctl.architectures.rope import KEYS, rope

@@ -19,31 +19,16 @@ from precisionctl.architectures.config_keys import (
 )
 from precisionctl.architectures.param_map import Alias, Architecture, Either, Row, renamed
 from precisionctl.architectures.rearrangements import GAMMA
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION_LAYER_NORM,
-    EMBEDDING,
-    FINAL_LAYER_NORM,
-    JOINED_QKV,
-    MLP_LAYER_NORM,
-    OUTPUT,
-    PROJ,
-    UNGATED_MLP,
-)
+from precisionctl.architectures.shared.llama_rows import JOINED_QKV, OUTPUT
 from precisionctl.architectures.tables.falcon import NAMES
-from precisionctl.architectures.tables.gpt2 import sizes
+from precisionctl.architectures.tables.gpt2 import body, sizes
 
 _EMBEDDING_NORM = (
     Row("transformer.word_embeddings_layernorm.weight", "embedding.layernorm.weight", ("hidden_size",), GAMMA),
     Row("transformer.word_embeddings_layernorm.bias", "embedding.layernorm.bias", ("hidden_size",)),
 )
 _BODY = (
-    *renamed(
-        (
-            *(*EMBEDDING, *ATTENTION_LAYER_NORM, *JOINED_QKV, *PROJ),
-            *(*MLP_LAYER_NORM, *UNGATED_MLP, *FINAL_LAYER_NORM),
-        ),
-        NAMES,
-    ),
+    *renamed(body(JOINED_QKV), NAMES),
     *_EMBEDDING_NORM,
 )
 _SIZES = sizes("n_layer", "hidden_size", "n_head", inner=None)  # which is always four times as much

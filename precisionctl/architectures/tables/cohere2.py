@@ -3,13 +3,7 @@
 Trap: without a window at all, no layer has rotary embeddings.
 """
 
-from precisionctl.architectures.config_keys import (
-    HEADS,
-    Config,
-    Fields,
-    Rule,
-    layers,
-)
+from precisionctl.architectures.config_keys import HEADS, Config, Fields, Rule, layers
 from precisionctl.architectures.config_layers import all_but_every, layers_in_window, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope

@@ -5,18 +5,7 @@ say alone where rotary embeddings are. Norms are RMSNorms where `rms_norm_eps` i
 averaged, or added.
 """
 
-from precisionctl.architectures.config_keys import (
-    Config,
-    Fields,
-    Key,
-    Only,
-    Rule,
-    count,
-    heads,
-    is_on,
-    layers,
-    size,
-)
+from precisionctl.architectures.config_keys import Config, Fields, Key, Only, Rule, count, heads, is_on, layers, size
 from precisionctl.architectures.config_layers import layers_in_window, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope

@@ -3,15 +3,7 @@
 Trap: its class scales rotary embeddings as Llama 3's where config.json says nothing of them.
 """
 
-from precisionctl.architectures.config_keys import (
-    SILU,
-    SIZES,
-    Key,
-    Only,
-    Rule,
-    heads,
-    tied,
-)
+from precisionctl.architectures.config_keys import SILU, SIZES, Key, Only, Rule, heads, tied
 from precisionctl.architectures.config_layers import but_first_of_four, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope

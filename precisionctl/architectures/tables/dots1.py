@@ -4,17 +4,7 @@ Traps: without `norm_topk_prob`, which is its class's default, it is another mod
 `scoring_func` says.
 """
 
-from precisionctl.architectures.config_keys import (
-    ATTENTION_BIAS,
-    SILU,
-    SIZES,
-    Always,
-    Config,
-    Key,
-    Only,
-    heads,
-    tied,
-)
+from precisionctl.architectures.config_keys import ATTENTION_BIAS, SILU, SIZES, Always, Config, Key, Only, heads, tied
 from precisionctl.architectures.config_layers import sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope

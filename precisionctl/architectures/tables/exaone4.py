@@ -4,18 +4,7 @@ three layers of four, the others have no rotary embeddings.
 Trap: without a window, all layers have rotary embeddings.
 """
 
-from precisionctl.architectures.config_keys import (
-    SILU,
-    SIZES,
-    Always,
-    Config,
-    Entry,
-    Fields,
-    Key,
-    Rule,
-    heads,
-    tied,
-)
+from precisionctl.architectures.config_keys import SILU, SIZES, Always, Config, Entry, Fields, Key, Rule, heads, tied
 from precisionctl.architectures.config_layers import Local, all_but_every, layer_types, layers_in_window, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope

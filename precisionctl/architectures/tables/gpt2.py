@@ -51,13 +51,15 @@ _NAMES = {
 _POSITIONS = Row(
     "transformer.wpe.weight", "embedding.position_embeddings.weight", ("max_position_embeddings", "hidden_size")
 )
-OF_LINEARS = renamed(
-    (
-        *(*EMBEDDING, _POSITIONS, *ATTENTION_LAYER_NORM, *JOINED_QKV, *PROJ),
-        *(*MLP_LAYER_NORM, *UNGATED_MLP, *FINAL_LAYER_NORM),
-    ),
-    _NAMES,
-)
+
+
+def body(qkv: tuple[Row, ...], *positions: Row) -> tuple[Row, ...]:
+    """The rows of all but the output layer, under Llama's names: LayerNorms, and MLPs without a gate."""
+    block = (*ATTENTION_LAYER_NORM, *qkv, *PROJ, *MLP_LAYER_NORM, *UNGATED_MLP)
+    return (*EMBEDDING, *positions, *block, *FINAL_LAYER_NORM)
+
+
+OF_LINEARS = renamed(body(JOINED_QKV, _POSITIONS), _NAMES)
 """The rows of models whose matrices are `[out, in]`, and `c_attn` as Megatron has it."""
 
 

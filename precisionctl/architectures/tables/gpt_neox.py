@@ -19,16 +19,8 @@ from precisionctl.architectures.config_keys import (
 )
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import KEYS, read_rope, rotary_parameters
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION_LAYER_NORM,
-    EMBEDDING,
-    FINAL_LAYER_NORM,
-    JOINED_QKV,
-    MLP_LAYER_NORM,
-    OUTPUT,
-    PROJ,
-    UNGATED_MLP,
-)
+from precisionctl.architectures.shared.llama_rows import JOINED_QKV, OUTPUT
+from precisionctl.architectures.tables.gpt2 import body
 from precisionctl.model_shape import ModelShape
 
 
@@ -52,10 +44,7 @@ ARCHITECTURE = Architecture(
     model_types={"gpt_neox": "GPTNeoXForCausalLM"},
     rows=(
         *renamed(
-            (
-                *(*EMBEDDING, *ATTENTION_LAYER_NORM, *JOINED_QKV, *PROJ),
-                *(*MLP_LAYER_NORM, *UNGATED_MLP, *FINAL_LAYER_NORM),
-            ),
+            body(JOINED_QKV),
             {
                 "model.embed_tokens": "gpt_neox.embed_in",
                 "model.layers.": "gpt_neox.layers.",

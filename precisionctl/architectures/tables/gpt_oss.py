@@ -6,15 +6,7 @@ tells; in MXFP4, as OpenAI released them, they are `[out, in]`; the router's bia
 
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import (
-    SILU,
-    SIZES,
-    Always,
-    Key,
-    Only,
-    heads,
-    tied,
-)
+from precisionctl.architectures.config_keys import SILU, SIZES, Always, Key, Only, heads, tied
 from precisionctl.architectures.config_layers import every_other, sliding_window
 from precisionctl.architectures.param_map import Architecture, Either, Row, renamed
 from precisionctl.architectures.rearrangements import SAME, Alternating, Rearrangement, Transposed

@@ -4,16 +4,7 @@ Traps: the first layer of four is the one without a window; each layer may have 
 rotary embeddings; the embedding is the head unless config.json says otherwise.
 """
 
-from precisionctl.architectures.config_keys import (
-    Config,
-    Entry,
-    Fields,
-    Key,
-    Rule,
-    heads,
-    layers,
-    tied,
-)
+from precisionctl.architectures.config_keys import Config, Entry, Fields, Key, Rule, heads, layers, tied
 from precisionctl.architectures.config_layers import but_first_of_four, layer_types, layers_with_window, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope

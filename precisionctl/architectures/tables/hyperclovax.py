@@ -4,17 +4,7 @@ Traps: logits are multiplied by `logits_scaling`, where Granite divides; `attent
 size if it is not said.
 """
 
-from precisionctl.architectures.config_keys import (
-    ATTENTION_BIAS,
-    HEADS,
-    SILU,
-    SIZES,
-    Config,
-    Fields,
-    Key,
-    Rule,
-    tied,
-)
+from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SILU, SIZES, Config, Fields, Key, Rule, tied
 from precisionctl.architectures.param_map import Architecture, only_with, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM

@@ -10,18 +10,7 @@ bounds are constants of Bridge.
 from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.architectures.config_keys import (
-    SILU,
-    Config,
-    Entry,
-    Fields,
-    Key,
-    Only,
-    Reworded,
-    Rule,
-    layers,
-    size,
-)
+from precisionctl.architectures.config_keys import SILU, Config, Entry, Fields, Key, Only, Reworded, Rule, layers, size
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rearrangements import GAMMA, SAME, Padded, Rearrangement
 from precisionctl.architectures.row_layers import Layers

@@ -8,15 +8,7 @@ rotary embeddings that nothing turns by.
 
 from collections.abc import Mapping
 
-from precisionctl.architectures.config_keys import (
-    Config,
-    Fields,
-    Key,
-    Only,
-    Rule,
-    layers,
-    size,
-)
+from precisionctl.architectures.config_keys import Config, Fields, Key, Only, Rule, layers, size
 from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
 from precisionctl.architectures.rearrangements import Squeezed

@@ -11,18 +11,7 @@ transformers leaves out, have a window and dense MLPs.
 
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import (
-    SILU,
-    SIZES,
-    Config,
-    Fields,
-    Key,
-    Only,
-    Rule,
-    part_of,
-    size,
-    tied,
-)
+from precisionctl.architectures.config_keys import SILU, SIZES, Config, Fields, Key, Only, Rule, part_of, size, tied
 from precisionctl.architectures.config_layers import by_kind, layer_types, layers_in_window
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
 from precisionctl.architectures.rope import KEYS, rope_of_kinds, write_rope_of_kinds

@@ -3,17 +3,7 @@
 Trap: w1 is the gate, w3 the up projection and w2 the down projection.
 """
 
-from precisionctl.architectures.config_keys import (
-    SILU,
-    SIZES,
-    Config,
-    Fields,
-    Key,
-    Rule,
-    heads,
-    layers,
-    tied,
-)
+from precisionctl.architectures.config_keys import SILU, SIZES, Config, Fields, Key, Rule, heads, layers, tied
 from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rope import rope

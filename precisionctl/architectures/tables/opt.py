@@ -20,17 +20,8 @@ from precisionctl.architectures.config_keys import (
 )
 from precisionctl.architectures.param_map import Alias, Architecture, Either, Row, renamed
 from precisionctl.architectures.rearrangements import FIRST_TWO_LAST
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION_LAYER_NORM,
-    EMBEDDING,
-    FINAL_LAYER_NORM,
-    MLP_LAYER_NORM,
-    OUTPUT,
-    PROJ,
-    QKV_LINEAR,
-    UNGATED_MLP,
-)
-from precisionctl.architectures.tables.gpt2 import sizes
+from precisionctl.architectures.shared.llama_rows import OUTPUT, QKV_LINEAR
+from precisionctl.architectures.tables.gpt2 import body, sizes
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape
 
@@ -51,13 +42,7 @@ _POSITIONS = Row(
     FIRST_TWO_LAST,
 )
 _BODY = (
-    *renamed(
-        (
-            *(*EMBEDDING, *ATTENTION_LAYER_NORM, *QKV_LINEAR, *PROJ),
-            *(*MLP_LAYER_NORM, *UNGATED_MLP, *FINAL_LAYER_NORM),
-        ),
-        _NAMES,
-    ),
+    *renamed(body(QKV_LINEAR), _NAMES),
     _POSITIONS,
 )
 

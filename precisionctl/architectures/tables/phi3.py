@@ -5,15 +5,7 @@ Trap: `qkv_proj` is all of q, then all of k, then all of v, not Megatron's order
 
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import (
-    HEADS,
-    SILU,
-    SIZES,
-    Config,
-    Key,
-    Rule,
-    tied,
-)
+from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Config, Key, Rule, tied
 from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.head_rearrangements import QKV
 from precisionctl.architectures.param_map import Architecture

@@ -3,17 +3,7 @@
 Trap: before experts, the norm is Megatron's `pre_mlp_layernorm`; in a dense layer it is linear_fc1's own.
 """
 
-from precisionctl.architectures.config_keys import (
-    Config,
-    Entry,
-    Fields,
-    Key,
-    Rule,
-    heads,
-    is_on,
-    layers,
-    size,
-)
+from precisionctl.architectures.config_keys import Config, Entry, Fields, Key, Rule, heads, is_on, layers, size
 from precisionctl.architectures.config_layers import everywhere, numbered_layers, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.shared.llama_rows import (

@@ -3,16 +3,7 @@
 Trap: one switch for all biases.
 """
 
-from precisionctl.architectures.config_keys import (
-    GELU_TANH,
-    SIZES,
-    Always,
-    Key,
-    activation,
-    biases,
-    heads,
-    tied,
-)
+from precisionctl.architectures.config_keys import GELU_TANH, SIZES, Always, Key, activation, biases, heads, tied
 from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.rope import rope
