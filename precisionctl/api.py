@@ -25,7 +25,7 @@ from precisionctl.commands.request import Request, StrPath
 from precisionctl.commands.target_rules import check_directory
 from precisionctl.conversion.command import execute
 from precisionctl.conversion.convert import OnBytes
-from precisionctl.engines.rule import Finding
+from precisionctl.engines.rules.rule import Finding
 from precisionctl.errors import PrecisionctlError
 from precisionctl.evaluate.measure import Evaluation
 from precisionctl.evaluate.measure import evaluate as evaluate_reader

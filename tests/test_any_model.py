@@ -25,9 +25,9 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.estimate import Estimate
 from precisionctl.dtypes import DType
-from precisionctl.engines import names_in_memory
 from precisionctl.engines.base import engine_named
-from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX
+from precisionctl.engines.rules import names_in_memory
+from precisionctl.engines.rules.ignore_lists import BY_NAME_OR_REGEX
 from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan

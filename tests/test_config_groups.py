@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.engines.base import engine_named
-from precisionctl.engines.config_groups import Targets
+from precisionctl.engines.rules.config_groups import Targets
 from precisionctl.verify.engine_rules import check
 
 LAYER = "model.layers.0"

@@ -16,7 +16,7 @@ from transformers import DeepseekV4ForCausalLM
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.engines.base import engine_named
-from precisionctl.engines.rule import Finding
+from precisionctl.engines.rules.rule import Finding
 from precisionctl.errors import PrecisionError
 from precisionctl.verify.engine_rules import check
 

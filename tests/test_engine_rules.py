@@ -23,7 +23,7 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import engine_named, engines
-from precisionctl.engines.ignore_lists import (
+from precisionctl.engines.rules.ignore_lists import (
     BY_GLOB,
     BY_NAME,
     BY_NAME_OR_REGEX,

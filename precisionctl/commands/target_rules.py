@@ -8,7 +8,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.request import LLAMA_CPP, TE, check_expert_parallel
 from precisionctl.engines.base import engine_named
-from precisionctl.engines.rule import Finding
+from precisionctl.engines.rules.rule import Finding
 from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.verify import llama_cpp_rules, te_rules
 from precisionctl.verify.engine_rules import NO_CODES, check

@@ -1,1 +1,1 @@
-"""What each inference engine accepts, as rules."""
+"""What each inference engine accepts, one file for each, as rules of the kinds in `rules/`."""

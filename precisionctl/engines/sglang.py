@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from precisionctl.engines.base import Engine, ServeCommand
-from precisionctl.engines.cache_rules import (
+from precisionctl.engines.rules.cache_rules import (
     cache_by,
     cache_scales_of_values_alone,
     cache_scales_several,
@@ -12,23 +12,29 @@ from precisionctl.engines.cache_rules import (
     cache_unsaid,
     cache_without_scales,
 )
-from precisionctl.engines.config_groups import (
+from precisionctl.engines.rules.config_groups import (
     TAKES_WHAT_MEMORY_HOLDS,
     in_another_group,
     without_scale_of_inputs,
     without_target,
 )
-from precisionctl.engines.demands import (
+from precisionctl.engines.rules.demands import (
     format_of_weights_alone,
     named,
     stored_as_one,
     unsaid_activations,
     unsaid_blocks,
 )
-from precisionctl.engines.fused_rules import FusedLinears
-from precisionctl.engines.ignore_lists import BY_END_OR_REGEX, BY_PART_OR_GLOB, BY_PATH
-from precisionctl.engines.ignored_modules import BY_MODULE, FIRST_EXPERT, ROUTERS_AND_GATES, IgnoreList, Unquantized
-from precisionctl.engines.integer_rules import (
+from precisionctl.engines.rules.fused_rules import FusedLinears
+from precisionctl.engines.rules.ignore_lists import BY_END_OR_REGEX, BY_PART_OR_GLOB, BY_PATH
+from precisionctl.engines.rules.ignored_modules import (
+    BY_MODULE,
+    FIRST_EXPERT,
+    ROUTERS_AND_GATES,
+    IgnoreList,
+    Unquantized,
+)
+from precisionctl.engines.rules.integer_rules import (
     int8_experts,
     int8_inputs_fixed,
     int8_inputs_shifted,
@@ -37,9 +43,9 @@ from precisionctl.engines.integer_rules import (
     scales_of_words_beyond_bf16,
     zero_points_of,
 )
-from precisionctl.engines.method_rules import MethodRules
-from precisionctl.engines.model_rules import BlocksAlone
-from precisionctl.engines.required_keys import (
+from precisionctl.engines.rules.method_rules import MethodRules
+from precisionctl.engines.rules.model_rules import BlocksAlone
+from precisionctl.engines.rules.required_keys import (
     ADDED,
     GLM5_NEXT,
     IN_SGLANG,
@@ -50,9 +56,9 @@ from precisionctl.engines.required_keys import (
     of_published_classes,
     published_by,
 )
-from precisionctl.engines.rule import EngineRule
+from precisionctl.engines.rules.rule import EngineRule
+from precisionctl.engines.rules.serving_rules import Division, ShapeRules
 from precisionctl.engines.serving import FUSED, INDEXED, LATENT
-from precisionctl.engines.serving_rules import Division, ShapeRules
 
 _INDEXERS = ("index_q_proj", "index_k_proj")
 """MiniMax-M3's, one linear beside that of attention: models/minimax_m3.py packed_modules_mapping."""

@@ -4,16 +4,16 @@ Its older checkpoints (`rankN.safetensors`, `trtllm-build`) were removed in July
 """
 
 from precisionctl.engines.base import Engine, ServeCommand
-from precisionctl.engines.cache_rules import cache_scales
-from precisionctl.engines.demands import classes_in_several_groups, said_twice_differently, stored_as_one
-from precisionctl.engines.fused_rules import FusedLinears
-from precisionctl.engines.ignore_lists import BY_GLOB, BY_NAME_OR_REGEX
-from precisionctl.engines.ignored_modules import IgnoreList
-from precisionctl.engines.method_rules import MethodRules
-from precisionctl.engines.required_keys import of_models, rotary_of_transformers_4
-from precisionctl.engines.rule import EngineRule
+from precisionctl.engines.rules.cache_rules import cache_scales
+from precisionctl.engines.rules.demands import classes_in_several_groups, said_twice_differently, stored_as_one
+from precisionctl.engines.rules.fused_rules import FusedLinears
+from precisionctl.engines.rules.ignore_lists import BY_GLOB, BY_NAME_OR_REGEX
+from precisionctl.engines.rules.ignored_modules import IgnoreList
+from precisionctl.engines.rules.method_rules import MethodRules
+from precisionctl.engines.rules.required_keys import of_models, rotary_of_transformers_4
+from precisionctl.engines.rules.rule import EngineRule
+from precisionctl.engines.rules.serving_rules import Division, ShapeRules
 from precisionctl.engines.serving import FUSED, LATENT
-from precisionctl.engines.serving_rules import Division, ShapeRules
 
 _TOLD = "switches its cache to FP8 if told to, with scale 1: it reads the scales only for an NVFP4 cache"
 

@@ -7,9 +7,13 @@ Of compressed-tensors it computes with inputs that it rounds to FP8 and back, or
 import re
 
 from precisionctl.engines.base import Engine, ServeCommand
-from precisionctl.engines.cache_rules import cache_scales_of_projections, cache_scales_several, cache_without_notice
-from precisionctl.engines.config_groups import TAKES_WHAT_MEMORY_HOLDS, in_another_group, without_scale_of_inputs
-from precisionctl.engines.demands import (
+from precisionctl.engines.rules.cache_rules import (
+    cache_scales_of_projections,
+    cache_scales_several,
+    cache_without_notice,
+)
+from precisionctl.engines.rules.config_groups import TAKES_WHAT_MEMORY_HOLDS, in_another_group, without_scale_of_inputs
+from precisionctl.engines.rules.demands import (
     exponents_named,
     heads_beside,
     named,
@@ -20,15 +24,15 @@ from precisionctl.engines.demands import (
     unsaid_tensors,
     without_dimension,
 )
-from precisionctl.engines.fused_rules import FusedLinears
-from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, BY_START_REGEX_OR_END
-from precisionctl.engines.ignored_modules import BY_MODULE, ROUTERS, IgnoreList, Unquantized
-from precisionctl.engines.integer_rules import zero_points_of
-from precisionctl.engines.method_rules import ExpertsAsValues, MethodRules, ScalesInFP32
-from precisionctl.engines.model_rules import ExpertDtype, RowsMoved
-from precisionctl.engines.required_keys import quantization_config_under_this_name
-from precisionctl.engines.rule import EngineRule
-from precisionctl.engines.serving_rules import ShapeRules
+from precisionctl.engines.rules.fused_rules import FusedLinears
+from precisionctl.engines.rules.ignore_lists import BY_NAME_OR_REGEX, BY_START_REGEX_OR_END
+from precisionctl.engines.rules.ignored_modules import BY_MODULE, ROUTERS, IgnoreList, Unquantized
+from precisionctl.engines.rules.integer_rules import zero_points_of
+from precisionctl.engines.rules.method_rules import ExpertsAsValues, MethodRules, ScalesInFP32
+from precisionctl.engines.rules.model_rules import ExpertDtype, RowsMoved
+from precisionctl.engines.rules.required_keys import quantization_config_under_this_name
+from precisionctl.engines.rules.rule import EngineRule
+from precisionctl.engines.rules.serving_rules import ShapeRules
 
 _LLAMA4_EXPERTS = re.compile(r".+\.feed_forward\.experts\.(gate_up_proj|down_proj)\[\d+\]")
 """Of these it makes linears (5.24 quantizers/base.py MODULES_TO_PATCH_FOR_QUANTIZATION)."""

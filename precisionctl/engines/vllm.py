@@ -3,7 +3,7 @@
 from functools import partial
 
 from precisionctl.engines.base import Engine, ServeCommand
-from precisionctl.engines.cache_rules import (
+from precisionctl.engines.rules.cache_rules import (
     cache_by,
     cache_scales_beyond_bf16,
     cache_scales_of_values_alone,
@@ -12,8 +12,8 @@ from precisionctl.engines.cache_rules import (
     cache_unsaid,
     cache_without_scales,
 )
-from precisionctl.engines.config_groups import TAKES_WHAT_MEMORY_HOLDS, in_another_group, without_scale_of_inputs
-from precisionctl.engines.demands import (
+from precisionctl.engines.rules.config_groups import TAKES_WHAT_MEMORY_HOLDS, in_another_group, without_scale_of_inputs
+from precisionctl.engines.rules.demands import (
     exponents_named,
     format_of_weights_alone,
     lost_by_renaming,
@@ -22,20 +22,26 @@ from precisionctl.engines.demands import (
     unsaid_activations,
     unsaid_blocks,
 )
-from precisionctl.engines.fused_rules import FusedLinears
-from precisionctl.engines.ignore_lists import BY_NAME, BY_NAME_OR_REGEX, BY_PART_OR_GLOB
-from precisionctl.engines.ignored_modules import BY_MODULE, FIRST_EXPERT, ROUTERS_AND_GATES, IgnoreList, Unquantized
-from precisionctl.engines.integer_rules import (
+from precisionctl.engines.rules.fused_rules import FusedLinears
+from precisionctl.engines.rules.ignore_lists import BY_NAME, BY_NAME_OR_REGEX, BY_PART_OR_GLOB
+from precisionctl.engines.rules.ignored_modules import (
+    BY_MODULE,
+    FIRST_EXPERT,
+    ROUTERS_AND_GATES,
+    IgnoreList,
+    Unquantized,
+)
+from precisionctl.engines.rules.integer_rules import (
     int8_experts,
     int8_inputs_of_group_unequal,
     int8_of_no_scheme,
     scales_of_words_beyond_bf16,
     zero_points_of,
 )
-from precisionctl.engines.method_rules import MethodRules
-from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype, RowsMoved
-from precisionctl.engines.quark_rules import quark_channels_in_columns, quark_keys_unsaid
-from precisionctl.engines.required_keys import (
+from precisionctl.engines.rules.method_rules import MethodRules
+from precisionctl.engines.rules.model_rules import BlocksAlone, ExpertDtype, RowsMoved
+from precisionctl.engines.rules.quark_rules import quark_channels_in_columns, quark_keys_unsaid
+from precisionctl.engines.rules.required_keys import (
     ADDED,
     GLM5_NEXT,
     IN_VLLM,
@@ -47,9 +53,9 @@ from precisionctl.engines.required_keys import (
     of_shared_indexers,
     published_by,
 )
-from precisionctl.engines.rule import EngineRule
+from precisionctl.engines.rules.rule import EngineRule
+from precisionctl.engines.rules.serving_rules import Division, ShapeRules
 from precisionctl.engines.serving import FUSED, LATENT
-from precisionctl.engines.serving_rules import Division, ShapeRules
 
 _UNQUANTIZED = Unquantized(ROUTERS_AND_GATES, ("qwen3_moe", "qwen3_vl_moe_text", "lfm2_moe", "k2_horizon"))
 """models/: GateLinear, by its quant_config."""

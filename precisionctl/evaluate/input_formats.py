@@ -7,8 +7,8 @@ where a config has formats that differ in these alone, its lists of modules deci
 from collections.abc import Callable, Sequence
 
 from precisionctl.checkpoints.encodings_file import WeightEncodings
-from precisionctl.engines.config_groups import Targets
-from precisionctl.engines.ignore_lists import BY_GLOB, names_in_layers
+from precisionctl.engines.rules.config_groups import Targets
+from precisionctl.engines.rules.ignore_lists import BY_GLOB, names_in_layers
 from precisionctl.errors import PrecisionError
 from precisionctl.quant_methods.base import CodeFormat, InputFormat, QuantMethod, sized
 

@@ -26,7 +26,7 @@ from precisionctl.codes.statistics import NAMES
 from precisionctl.conversion.convert import convert
 from precisionctl.conversion.known_state import is_of_weights
 from precisionctl.conversion.weights_digest import digest_weights
-from precisionctl.engines.ignore_lists import in_time
+from precisionctl.engines.rules.ignore_lists import in_time
 from precisionctl.evaluate.cache import round_cached
 from precisionctl.evaluate.input_formats import InputFormats
 from precisionctl.evaluate.quantizers import (

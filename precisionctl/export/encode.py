@@ -94,7 +94,7 @@ def with_names_in_memory(modules: Sequence[str], plan: Plan, codes: Set[str]) ->
     tensors when it loads them, but not the names in such a list (transformers#48349; vLLM renames both). With both
     names a directory for any engine also loads by hand, where a family's table or the rule for wrappers knows them, if
     transformers reads weights in this form at all (`verify --target transformers`). Looking up all of its 800
-    renamings, as exports to it do (`engines/names_in_memory.py`), would take two seconds of imports.
+    renamings, as exports to it do (`engines/rules/names_in_memory.py`), would take two seconds of imports.
     """
     named = {
         name.removesuffix(".weight"): called.removesuffix(".weight")

@@ -16,7 +16,7 @@ from precisionctl.checkpoints.megatron.keys import layer_of
 from precisionctl.codes.numerics import Numbers, rounded_up
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import Engine
-from precisionctl.engines.cache_rules import attention_and_kind
+from precisionctl.engines.rules.cache_rules import attention_and_kind
 from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError, Unrecordable, shown
 from precisionctl.export.encode import WeightFormat
 from precisionctl.export.input_scales import OF_PREDICTION, prediction_in_bf16, scale_of

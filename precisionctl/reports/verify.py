@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import get_args
 
-from precisionctl.engines.rule import EngineRule, Finding
+from precisionctl.engines.rules.rule import EngineRule, Finding
 from precisionctl.planning.checks import without_numbers
 from precisionctl.reports.table import Table
 from precisionctl.sizes import counted

@@ -8,7 +8,7 @@ from precisionctl.architectures.rope import PARAMETERS
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import without_quantization
 from precisionctl.engines.base import engines
-from precisionctl.engines.ignore_lists import in_time
+from precisionctl.engines.rules.ignore_lists import in_time
 from precisionctl.same_model import differences
 from precisionctl.sizes import listed
 from precisionctl.untabled_model import UntabledModel

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import Chunked, read_tensor
 from precisionctl.engines.base import Engine
-from precisionctl.engines.rule import EngineRule, Finding
+from precisionctl.engines.rules.rule import EngineRule, Finding
 from precisionctl.errors import RecipeError, UnknownFormat
 from precisionctl.planning.served_model import served
 from precisionctl.quant_methods.coded_weights import AS_VALUES, quant_method_of, recognise

@@ -14,7 +14,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.codes.numerics import rounded_up
-from precisionctl.engines.cache_rules import attention_and_kind
+from precisionctl.engines.rules.cache_rules import attention_and_kind
 from precisionctl.export.encode import with_one_input
 from precisionctl.export.input_scales import amax_of, is_same_amax, scale_of
 from precisionctl.export.kv_cache import scales_of_state

@@ -7,7 +7,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.gguf.families import of_llama_cpp
 from precisionctl.checkpoints.gguf.head import ArrayLength
 from precisionctl.checkpoints.gguf.reader import GgufReader
-from precisionctl.engines.rule import EngineRule, Finding
+from precisionctl.engines.rules.rule import EngineRule, Finding
 from precisionctl.errors import UnknownArchitecture, UnknownFormat, shown
 from precisionctl.export.gguf_pretokenizers import NAMES
 

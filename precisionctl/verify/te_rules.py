@@ -10,7 +10,7 @@ import torch
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import in_pieces, read_rows
 from precisionctl.codes import numerics
-from precisionctl.engines.rule import EngineRule, Finding
+from precisionctl.engines.rules.rule import EngineRule, Finding
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.fp8 import delayed_scaling, sidecar
 from precisionctl.fp8.state import Fp8State, Fp8States

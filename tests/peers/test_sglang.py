@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from precisionctl.engines.config_groups import Targets
-from precisionctl.engines.ignore_lists import BY_END_OR_REGEX
-from precisionctl.engines.required_keys import IN_SGLANG
+from precisionctl.engines.rules.config_groups import Targets
+from precisionctl.engines.rules.ignore_lists import BY_END_OR_REGEX
+from precisionctl.engines.rules.required_keys import IN_SGLANG
 from precisionctl.engines.serving import FUSED, LATENT
 
 WHEEL = "sglang==0.5.23"

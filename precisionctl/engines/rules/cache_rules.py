@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
+from precisionctl.engines.rules.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.engines.serving import LATENT
 from precisionctl.torch_when_used import torch
 

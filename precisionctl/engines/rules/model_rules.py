@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from precisionctl.engines.rule import Breaches, EngineRule, Finding, QuantizedDirectory
+from precisionctl.engines.rules.rule import Breaches, EngineRule, Finding, QuantizedDirectory
 from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import shown
 from precisionctl.param import TensorSpec

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from precisionctl.engines.code_rules import EXPERT, experts_module, linears
-from precisionctl.engines.ignore_lists import (
+from precisionctl.engines.rules.code_rules import EXPERT, experts_module, linears
+from precisionctl.engines.rules.ignore_lists import (
     BY_NAME_OR_REGEX,
     Matching,
     config_groups,
@@ -17,8 +17,8 @@ from precisionctl.engines.ignore_lists import (
     names_in_layers,
     words,
 )
-from precisionctl.engines.names_in_memory import module_names, possible
-from precisionctl.engines.rule import Breaches, QuantizedDirectory
+from precisionctl.engines.rules.names_in_memory import module_names, possible
+from precisionctl.engines.rules.rule import Breaches, QuantizedDirectory
 
 FIRST_EXPERT = (".0.gate_proj", ".0.up_proj", ".0.down_proj")
 """How vLLM and SGLang look for a layer's experts in the list of compressed-tensors: as linears of the first one."""

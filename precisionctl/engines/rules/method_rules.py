@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from precisionctl.engines.ignored_modules import IgnoreList
-from precisionctl.engines.rule import EngineRule
+from precisionctl.engines.rules.ignored_modules import IgnoreList
+from precisionctl.engines.rules.rule import EngineRule
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from precisionctl.dtypes import DType
-from precisionctl.engines.rule import Breaches, QuantizedDirectory
+from precisionctl.engines.rules.rule import Breaches, QuantizedDirectory
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CODES, EXPONENTS, FLOATS
 

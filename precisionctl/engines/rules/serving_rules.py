@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from precisionctl.engines.code_rules import EXPERT, experts_module
-from precisionctl.engines.model_rules import RowsMoved
-from precisionctl.engines.rule import EngineRule, Finding, QuantizedDirectory
+from precisionctl.engines.rules.code_rules import EXPERT, experts_module
+from precisionctl.engines.rules.model_rules import RowsMoved
+from precisionctl.engines.rules.rule import EngineRule, Finding, QuantizedDirectory
 from precisionctl.engines.serving import Ragged, ServingLayout
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CHANNEL, TENSOR, Block

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-from precisionctl.engines.ignore_lists import words
-from precisionctl.engines.names_in_memory import joined_weights
-from precisionctl.engines.rule import Breaches
+from precisionctl.engines.rules.ignore_lists import words
+from precisionctl.engines.rules.names_in_memory import joined_weights
+from precisionctl.engines.rules.rule import Breaches
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.compressed_tensors import read
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from precisionctl.dtypes import DType
-from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, config_groups, is_of_a_class, words
-from precisionctl.engines.ignored_modules import IgnoreList
-from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
+from precisionctl.engines.rules.ignore_lists import BY_NAME_OR_REGEX, config_groups, is_of_a_class, words
+from precisionctl.engines.rules.ignored_modules import IgnoreList
+from precisionctl.engines.rules.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.errors import shown
 from precisionctl.quant_methods.base import POWERS_OF_2, SCHEMES, TENSOR, sized
 from precisionctl.quant_methods.coded_weights import cache_scales, ngram_table

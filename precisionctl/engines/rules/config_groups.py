@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
-from precisionctl.engines.code_rules import EXPERT, linears
-from precisionctl.engines.ignore_lists import BY_END_OR_REGEX, BY_NAME_OR_REGEX, config_groups, words
-from precisionctl.engines.ignored_modules import Unquantized
-from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
+from precisionctl.engines.rules.code_rules import EXPERT, linears
+from precisionctl.engines.rules.ignore_lists import BY_END_OR_REGEX, BY_NAME_OR_REGEX, config_groups, words
+from precisionctl.engines.rules.ignored_modules import Unquantized
+from precisionctl.engines.rules.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.quant_methods.base import codes_kind
 from precisionctl.quant_methods.compressed_tensors import fixes_inputs, read
 from precisionctl.quant_methods.scales import sibling

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from precisionctl.engines.demands import CONFIG
-from precisionctl.engines.rule import Breaches, QuantizedDirectory
+from precisionctl.engines.rules.demands import CONFIG
+from precisionctl.engines.rules.rule import Breaches, QuantizedDirectory
 
 
 def quark_keys_unsaid(directory: QuantizedDirectory) -> Breaches:
