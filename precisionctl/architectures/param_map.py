@@ -374,6 +374,11 @@ def only_with(switch: str, rows: Iterable[Row]) -> tuple[Row, ...]:
     return tuple(replace(row, present=when(switch)) for row in rows)
 
 
+def as_values(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """The rows, whose weights stay values in exports."""
+    return tuple(replace(row, values=row.hf) for row in rows)
+
+
 def renamed(rows: Iterable[Row], hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> tuple[Row, ...]:
     """The rows with parts of their names replaced, in Hugging Face and in Megatron."""
     return tuple(row.renamed(hf, megatron) for row in rows)

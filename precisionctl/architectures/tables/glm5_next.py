@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule, is_on, layers, size
 from precisionctl.architectures.config_layers import all_but_every, listed_layers
-from precisionctl.architectures.param_map import Architecture, Row, renamed
+from precisionctl.architectures.param_map import Architecture, as_values, renamed
 from precisionctl.architectures.shared.deepseek_keys import (
     INDEXER,
     SIGMOID,
@@ -38,14 +38,8 @@ from precisionctl.architectures.tables.glm_moe_dsa import INDEXERS
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape
 
-
-def _values(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """The rows, which exports leave as they are."""
-    return tuple(replace(row, values=row.hf) for row in rows)
-
-
-_ATTENTION = _values((*INDEXED_ATTENTION[len(SEPARATE_NORM) :], *POOLED_KEYS))
-_KDA = _values(kda(low_rank=True))
+_ATTENTION = as_values((*INDEXED_ATTENTION[len(SEPARATE_NORM) :], *POOLED_KEYS))
+_KDA = as_values(kda(low_rank=True))
 _SCALES = ("pre", "post", "res")
 _STREAMS = (
     *hyper_connection("model.layers.{layer}.attn_hc.", "self_attention", _SCALES),

@@ -18,7 +18,7 @@ from precisionctl.architectures.shared.deepseek_keys import experts_by_list, gro
 from precisionctl.architectures.shared.deepseek_rows import ROUTING
 from precisionctl.architectures.shared.kda_keys import LISTS, layer_lists, shared_out
 from precisionctl.architectures.shared.llama_rows import MLP, SEPARATE_NORM, model_rows
-from precisionctl.architectures.shared.moe_rows import experts
+from precisionctl.architectures.tables.kimi_linear import EXPERTS
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, REPLICATED, ROWS, Parallel
@@ -115,8 +115,6 @@ _LATENTS = (
 )
 """Around routed experts, which vLLM and SGLang compute in BF16 whatever the codes are."""
 
-_EXPERTS = experts(*(f"model.layers.{{layer}}.block_sparse_moe.experts.{{expert}}.w{n}.weight" for n in (1, 3, 2)))
-
 
 def _of_last_layer(model: ModelShape) -> tuple[Row, ...]:
     """What the last norm reads is made by the last layer."""
@@ -202,7 +200,7 @@ ARCHITECTURE = Architecture(
         *MLP,
         *_ROUTING,
         *_LATENTS,
-        *_EXPERTS,
+        *EXPERTS,
     ),
     more_rows=_of_last_layer,
     config=(

@@ -25,7 +25,7 @@ from precisionctl.model_shape import ModelShape
 _KDA = kda(low_rank=True, a_log=Squeezed((1, 1, -1, 1)))
 _SPARSE = {".mlp.": ".block_sparse_moe."}
 _BESIDE = tuple(row for row in ROUTING if isinstance(row, Row))
-_EXPERTS = experts(*(f"model.layers.{{layer}}.block_sparse_moe.experts.{{expert}}.w{n}.weight" for n in (1, 3, 2)))
+EXPERTS = experts(*(f"model.layers.{{layer}}.block_sparse_moe.experts.{{expert}}.w{n}.weight" for n in (1, 3, 2)))
 
 _SIZES = {  # field, in linear_attn_config, beside it, and what the class takes for it
     "gdn.key_head_dim": ("head_dim", "linear_head_dim", 128),
@@ -80,7 +80,7 @@ ARCHITECTURE = Architecture(
         *MLP_NORM,
         Either(MLP, renamed(MLP, _SPARSE)),
         *MOE_NORM,
-        Either((*renamed(_BESIDE, _SPARSE), *_EXPERTS), (*_BESIDE, *FUSED), second_is="in memory"),
+        Either((*renamed(_BESIDE, _SPARSE), *EXPERTS), (*_BESIDE, *FUSED), second_is="in memory"),
     ),
     config=(
         *common(published=True, number=256, group_counts=(1, 1), scaling=2.446),

@@ -7,11 +7,8 @@ logits of routers too. Routers, their biases and the gates are FP32 in memory. P
 text model by itself transformers has no class.
 """
 
-from collections.abc import Iterable
-from dataclasses import replace
-
 from precisionctl.architectures.config_keys import SILU, Always, Config, Fields, Key, Only, Rule, heads
-from precisionctl.architectures.param_map import Architecture, Row, renamed
+from precisionctl.architectures.param_map import Architecture, Row, as_values, renamed
 from precisionctl.architectures.rearrangements import GAMMA
 from precisionctl.architectures.shared.deepseek_keys import experts_by_list
 from precisionctl.architectures.shared.gemma_rows import POST_MLP_NORM, PRE_MLP_NORM
@@ -34,13 +31,8 @@ _GATES = tuple(
 )
 
 
-def _values(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Rows that stay values in exports."""
-    return tuple(replace(row, values=row.hf) for row in rows)
-
-
 _LATENTS = (
-    *_values(renamed(LATENTS, {"mixer.fc1_latent": "mlp.pre_expert", "mixer.fc2_latent": "mlp.post_expert"})),
+    *as_values(renamed(LATENTS, {"mixer.fc1_latent": "mlp.pre_expert", "mixer.fc2_latent": "mlp.post_expert"})),
     *(
         Row(
             f"model.layers.{{layer}}.mlp.{hf}.weight",
@@ -56,7 +48,7 @@ _LATENTS = (
     ),
 )
 
-_EXPERTS = _values(FUSED)
+_EXPERTS = as_values(FUSED)
 """As published, in one tensor. Of what engines load in its place only ModelOpt's NVFP4 is known (vLLM's muse_spark)."""
 
 _OUTPUT_MULTIPLIER = 0.1767766952966369

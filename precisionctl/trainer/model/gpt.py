@@ -204,7 +204,8 @@ class GPT(nn.Module):
     def _positions(
         self, position: Tensor, lengths: int | Tensor, packed: PackedSequences | None, shape: tuple[int, int]
     ) -> dict[LayerKind, Positions]:
-        """In each kind of layers."""
+        """What each kind of layer knows of positions `[S]` or `[B, S]`, of texts of these `lengths`, `shape` being
+        `[B, S]`."""
         made, chunk = {}, self.model.attention_chunk_size
         texts = packed or PackedSequences((shape[1],) * shape[0])
         chunks = texts.in_chunks(chunk) if chunk and texts.longest > chunk else packed
@@ -254,6 +255,7 @@ class Decoder(nn.Module):
     def forward(
         self, hidden: Tensor, positions: dict[LayerKind, Positions], per_layer: list[Tensor] | None = None
     ) -> Tensor:
+        """Embeddings `[T, E]` to what the output layer reads, `[T, E]`; `per_layer` is what each layer reads beside."""
         shape, replay = self.captured or (None, None)
         here = next(iter(positions.values()))
         if self.mhc:
