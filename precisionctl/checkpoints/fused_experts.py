@@ -8,7 +8,7 @@ and `..._scales` beside it has one byte for each block of 32 (`quant_methods/mxf
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,8 +66,11 @@ def stored_name(name: str) -> tuple[str, int | None]:
     return (match[1], int(match[2])) if match else (name, None)
 
 
-def stacked(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """The stored tensors for these logical ones, with slices stacked; in the order of the first slices.
+def stacked(
+    specs: Mapping[str, TensorSpec], stored_name: Callable[[str], tuple[str, int | None]] = stored_name
+) -> dict[str, TensorSpec]:
+    """The stored tensors for these logical ones, with slices stacked; in the order of the first slices. `stored_name`
+    says which are slices.
 
     Raises ShapeMismatch where slices are missing or differ in shape or dtype.
     """
@@ -81,7 +84,7 @@ def stacked(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     for stored, parts in slices.items():
         if parts.keys() != set(range(len(parts))) or len(set(parts.values())) != 1:
             raise ShapeMismatch(f"the slices of `{stored}` do not make one tensor")
-        found[stored] = TensorSpec((len(parts), *parts[0].shape), parts[0].dtype)
+        found[stored] = replace(parts[0], shape=(len(parts), *parts[0].shape))
     return found
 
 

@@ -7,8 +7,8 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 
 from precisionctl.checkpoints import torch_zip, torch_zip_writer
@@ -58,8 +58,8 @@ class WeightFileFormat:
         return self.single if count == 1 else f"{self.stem}-{number:05}-of-{count:05}{self.suffix}"
 
 
-def _lay_out_safetensors(specs: Mapping[str, TensorSpec]) -> FileLayout:
-    header, offsets = make_header(specs)
+def _lay_out_safetensors(specs: Mapping[str, TensorSpec], written_for: str = "pt") -> FileLayout:
+    header, offsets = make_header(specs, {"format": written_for})
     return FileLayout(((0, header),), offsets, len(header) + sum(spec.nbytes for spec in specs.values()))
 
 
@@ -92,6 +92,7 @@ def read_bin(path: Path) -> dict[str, StoredTensor]:
 
 
 SAFETENSORS = WeightFileFormat("safetensors", "model", ".safetensors", read_header, _lay_out_safetensors)
+MLX_SAFETENSORS = replace(SAFETENSORS, lay_out=partial(_lay_out_safetensors, written_for="mlx"))
 BIN = WeightFileFormat("bin", "pytorch_model", ".bin", read_bin, _lay_out_bin)
 
 

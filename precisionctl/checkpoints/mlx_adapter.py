@@ -19,7 +19,7 @@ from precisionctl.checkpoints.base import Container, Hints, Reader, without_iter
 from precisionctl.checkpoints.chunks import Chunk, Chunked, read_tensor, whole
 from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS
-from precisionctl.checkpoints.mlx_names import READ
+from precisionctl.checkpoints.mlx_names import RENAMED
 from precisionctl.errors import DamagedCheckpoint, MappingError, UnknownFormat, at, shown
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import check_file, check_link, read_file
@@ -51,7 +51,7 @@ def _open(path: Path, hints: Hints) -> AdapterReader:
     check_link(file, path)
     check_file(file)
     with at(file):
-        if base.model.wrapper is not None or base.model.architecture not in READ:
+        if base.model.wrapper is not None or base.model.architecture not in RENAMED:
             what = f"an adapter of mlx-lm for a `{base.model.architecture}`, whose tensors mlx-lm was not seen to store"
             raise MappingError(f"{what} as published files do", do=_FUSE)
         stored = StoredTensors({name: (file, one) for name, one in SAFETENSORS.read(file).items()})

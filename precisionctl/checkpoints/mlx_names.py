@@ -4,12 +4,13 @@ mlx-lm's `sanitize` stacks the experts of a layer, `mlp.switch_mlp.up_proj.weigh
 channels of convolutions last. These bytes are only named otherwise here. Where it has cut a weight, turned it or added
 one to it, the parts are named `WEIGHT/PLACE-HOW.weight`, and `decoded/mlx_codes.py` puts them together. Where it does
 anything else (weights times multipliers, for instance), or where that was not looked at, they are refused by the
-`model_type`. Source: mlx-lm 0.32 (models/*.py, sanitize), run on a small model of each of `READ`.
+`model_type`. Source: mlx-lm 0.32 (models/*.py, sanitize), run on a small model of each of `RENAMED`.
 """
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,76 +23,147 @@ from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.coded_weights import MLX_KEY
 
 Places = dict[str, tuple[Path, StoredTensor]]
-_Renaming = tuple[re.Pattern[str], str]
 
 
-def _renamings(*of: tuple[str, str]) -> tuple[_Renaming, ...]:
-    """Patterns of names, and what published files have instead, with `{n}` for the place in a stack."""
-    return tuple((re.compile(pattern), name) for pattern, name in of)
+@dataclass(frozen=True)
+class _Renaming:
+    """What a tensor is called by mlx-lm, and in published files: names with the same `fields`, each of which has a
+    pattern, and with `{n}` for the place in a stack. Behind a slash is how mlx-lm has a part of the weight."""
 
+    mlx: str
+    published: str
+    fields: tuple[str, ...]
+
+    @cached_property
+    def of_mlx(self) -> re.Pattern[str]:
+        return self._pattern(self.mlx)
+
+    @cached_property
+    def of_published(self) -> re.Pattern[str]:
+        return self._pattern(self.published.partition("/")[0])
+
+    def _pattern(self, name: str) -> re.Pattern[str]:
+        pattern = re.escape(name).replace(r"\{n\}", r"(?P<n>\d{1,9})")
+        for number, field in enumerate(self.fields):
+            pattern = pattern.replace(rf"\{{{number}\}}", f"(?P<field{number}>{field})")
+        return re.compile(pattern)
+
+
+def _renamings(*of: tuple[str, ...]) -> tuple[_Renaming, ...]:
+    return tuple(_Renaming(mlx, published, tuple(fields)) for mlx, published, *fields in of)
+
+
+_LAYER, _MLP, _EXPERTS, _ATTENTION = r".+\.layers\.\d+", r".+\.mlp", r".+\.mlp\.experts", r".+\.self_attn"
+_BLOCK, _FEED_FORWARD, _ANY = r".+\.block_sparse_moe", r".+\.feed_forward", r".+"
 
 _STACKS = _renamings(
-    (r"(.+\.(?:mlp|feed_forward))\.switch_mlp\.((?:gate|up|down)_proj\..+)", "{0}.experts.{n}.{1}"),
-    (r"(.+\.mlp\.experts)\.((?:gate|up|down)_proj\..+)", "{0}.{n}.{1}"),
-    (r"(.+\.block_sparse_moe)\.switch_mlp\.gate_proj\.(.+)", "{0}.experts.{n}.w1.{1}"),
-    (r"(.+\.block_sparse_moe)\.switch_mlp\.up_proj\.(.+)", "{0}.experts.{n}.w3.{1}"),
-    (r"(.+\.block_sparse_moe)\.switch_mlp\.down_proj\.(.+)", "{0}.experts.{n}.w2.{1}"),
-    (r"(.+\.mixer)\.switch_mlp\.fc1\.(.+)", "{0}.experts.{n}.up_proj.{1}"),
-    (r"(.+\.mixer)\.switch_mlp\.fc2\.(.+)", "{0}.experts.{n}.down_proj.{1}"),
-    (r"(.+\.self_attn)\.embed_q\.(.+)", "{0}.kv_b_proj.weight/{n}a-turned.{1}"),
-    (r"(.+\.self_attn)\.unembed_out\.(.+)", "{0}.kv_b_proj.weight/{n}b-joined.{1}"),
+    ("{0}.switch_mlp.{1}", "{0}.experts.{n}.{1}", r".+\.(?:mlp|feed_forward)", r"(?:gate|up|down)_proj\..+"),
+    ("{0}.switch_mlp.gate_proj.{1}", "{0}.experts.{n}.w1.{1}", _BLOCK, _ANY),
+    ("{0}.switch_mlp.up_proj.{1}", "{0}.experts.{n}.w3.{1}", _BLOCK, _ANY),
+    ("{0}.switch_mlp.down_proj.{1}", "{0}.experts.{n}.w2.{1}", _BLOCK, _ANY),
+    ("{0}.switch_mlp.fc1.{1}", "{0}.experts.{n}.up_proj.{1}", r".+\.mixer", _ANY),
+    ("{0}.switch_mlp.fc2.{1}", "{0}.experts.{n}.down_proj.{1}", r".+\.mixer", _ANY),
+)
+_EXPERTS_THEMSELVES = _renamings(("{0}.{1}", "{0}.{n}.{1}", _EXPERTS, r"(?:gate|up|down)_proj\..+"))
+_LATENT = _renamings(
+    ("{0}.embed_q.{1}", "{0}.kv_b_proj.weight/{n}a-turned.{1}", _ATTENTION, _ANY),
+    ("{0}.unembed_out.{1}", "{0}.kv_b_proj.weight/{n}b-joined.{1}", _ATTENTION, _ANY),
 )
 _OF_GPT_OSS = _renamings(
-    (r"(.+\.mlp\.experts)\.gate_proj\.bias", "{0}.gate_up_proj_bias[{n}]/0-alternating.weight"),
-    (r"(.+\.mlp\.experts)\.up_proj\.bias", "{0}.gate_up_proj_bias[{n}]/1-alternating.weight"),
-    (r"(.+\.mlp\.experts)\.down_proj\.bias", "{0}.down_proj_bias[{n}]"),
-    (r"(.+\.mlp\.experts)\.gate_proj\.(.+)", "{0}.gate_up_proj_blocks[{n}]/0-alternating.{1}"),
-    (r"(.+\.mlp\.experts)\.up_proj\.(.+)", "{0}.gate_up_proj_blocks[{n}]/1-alternating.{1}"),
-    (r"(.+\.mlp\.experts)\.down_proj\.(.+)", "{0}.down_proj_blocks[{n}]/0-joined.{1}"),
+    ("{0}.gate_proj.bias", "{0}.gate_up_proj_bias[{n}]/0-alternating.weight", _EXPERTS),
+    ("{0}.up_proj.bias", "{0}.gate_up_proj_bias[{n}]/1-alternating.weight", _EXPERTS),
+    ("{0}.down_proj.bias", "{0}.down_proj_bias[{n}]", _EXPERTS),
+    ("{0}.gate_proj.{1}", "{0}.gate_up_proj_blocks[{n}]/0-alternating.{1}", _EXPERTS, _ANY),
+    ("{0}.up_proj.{1}", "{0}.gate_up_proj_blocks[{n}]/1-alternating.{1}", _EXPERTS, _ANY),
+    ("{0}.down_proj.{1}", "{0}.down_proj_blocks[{n}]/0-joined.{1}", _EXPERTS, _ANY),
 )
 _OF_GRANITE = _renamings(
-    (r"(.+\.block_sparse_moe)\.switch_mlp\.gate_proj\.(.+)", "{0}.input_linear.weight[{n}]/0-joined.{1}"),
-    (r"(.+\.block_sparse_moe)\.switch_mlp\.up_proj\.(.+)", "{0}.input_linear.weight[{n}]/1-joined.{1}"),
-    (r"(.+\.block_sparse_moe)\.switch_mlp\.down_proj\.(.+)", "{0}.output_linear.weight[{n}]/0-joined.{1}"),
-    (r"(.+\.layers\.\d+)\.mlp\.gate_proj\.(.+)", "{0}.shared_mlp.input_linear.weight/0-joined.{1}"),
-    (r"(.+\.layers\.\d+)\.mlp\.up_proj\.(.+)", "{0}.shared_mlp.input_linear.weight/1-joined.{1}"),
-    (r"(.+\.layers\.\d+)\.mlp\.down_proj\.(.+)", "{0}.shared_mlp.output_linear.{1}"),
+    ("{0}.switch_mlp.gate_proj.{1}", "{0}.input_linear.weight[{n}]/0-joined.{1}", _BLOCK, _ANY),
+    ("{0}.switch_mlp.up_proj.{1}", "{0}.input_linear.weight[{n}]/1-joined.{1}", _BLOCK, _ANY),
+    ("{0}.switch_mlp.down_proj.{1}", "{0}.output_linear.weight[{n}]/0-joined.{1}", _BLOCK, _ANY),
 )
-_OF_EXAONE_MOE = _renamings((r"(.+\.mlp)\.gate\.e_score_correction_bias", "{0}.e_score_correction_bias"))
+_OF_DENSE_GRANITE = _renamings(
+    ("{0}.mlp.gate_proj.{1}", "{0}.shared_mlp.input_linear.weight/0-joined.{1}", _LAYER, _ANY),
+    ("{0}.mlp.up_proj.{1}", "{0}.shared_mlp.input_linear.weight/1-joined.{1}", _LAYER, _ANY),
+    ("{0}.mlp.down_proj.{1}", "{0}.shared_mlp.output_linear.{1}", _LAYER, _ANY),
+)
+_OF_EXAONE_MOE = _renamings(("{0}.gate.e_score_correction_bias", "{0}.e_score_correction_bias", _MLP))
 _OF_LAGUNA = _renamings(
-    (r"(.+\.mlp)\.gate\.e_score_correction_bias", "{0}.experts.e_score_correction_bias"),
-    (r"(.+\.mlp\.gate)\.proj\.(.+)", "{0}.{1}"),
+    ("{0}.gate.e_score_correction_bias", "{0}.experts.e_score_correction_bias", _MLP),
+    ("{0}.proj.{1}", "{0}.{1}", r".+\.mlp\.gate", _ANY),
 )
 _OF_LFM2_MOE = _renamings(
-    (r"(.+\.feed_forward)\.switch_mlp\.gate_proj\.(.+)", "{0}.experts.{n}.w1.{1}"),
-    (r"(.+\.feed_forward)\.switch_mlp\.up_proj\.(.+)", "{0}.experts.{n}.w3.{1}"),
-    (r"(.+\.feed_forward)\.switch_mlp\.down_proj\.(.+)", "{0}.experts.{n}.w2.{1}"),
-    (r"(.+\.feed_forward)\.gate_proj\.(.+)", "{0}.w1.{1}"),
-    (r"(.+\.feed_forward)\.up_proj\.(.+)", "{0}.w3.{1}"),
-    (r"(.+\.feed_forward)\.down_proj\.(.+)", "{0}.w2.{1}"),
+    ("{0}.switch_mlp.gate_proj.{1}", "{0}.experts.{n}.w1.{1}", _FEED_FORWARD, _ANY),
+    ("{0}.switch_mlp.up_proj.{1}", "{0}.experts.{n}.w3.{1}", _FEED_FORWARD, _ANY),
+    ("{0}.switch_mlp.down_proj.{1}", "{0}.experts.{n}.w2.{1}", _FEED_FORWARD, _ANY),
+    ("{0}.gate_proj.{1}", "{0}.w1.{1}", _FEED_FORWARD, _ANY),
+    ("{0}.up_proj.{1}", "{0}.w3.{1}", _FEED_FORWARD, _ANY),
+    ("{0}.down_proj.{1}", "{0}.w2.{1}", _FEED_FORWARD, _ANY),
 )
 _NORMS_PLUS_ONE = _renamings(
-    (r"(.+\.(?:input|post_attention)_layernorm|.+\.[qk]_norm|model\.norm)\.weight", "{0}.weight/0-plus_one.weight"),
+    (
+        *("{0}.weight", "{0}.weight/0-plus_one.weight"),
+        r".+\.(?:input|post_attention)_layernorm|.+\.[qk]_norm|model\.norm",
+    ),
 )
 
-READ: Mapping[str, tuple[_Renaming, ...]] = {
+RENAMED: Mapping[str, tuple[_Renaming, ...]] = {
     **dict.fromkeys(
-        "afmoe apertus cohere cohere2 deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5 exaone exaone4 gemma "
-        "gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt_bigcode granite helium "
-        "hunyuan_v1_dense internlm3 iquestcoder jamba kimi_k2 lfm2 llama mamba2 mellum minicpm3 minimax_m2 "
-        "ministral3 mistral mixtral nemotron nemotron_h olmo2 olmo3 olmo_hybrid olmoe phi phi3 phimoe qwen2 "
-        "qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2".split(),
+        "apertus cohere cohere2 deepseek_v2 ernie4_5 exaone exaone4 gemma gemma2 gemma3_text glm glm4 glm4_moe "
+        "gpt_bigcode granite helium hunyuan_v1_dense internlm3 iquestcoder jamba lfm2 llama mamba2 mellum minicpm3 "
+        "minimax_m2 ministral3 mistral mixtral nemotron nemotron_h olmo2 olmo3 olmo_hybrid olmoe phi phi3 phimoe "
+        "qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2".split(),
         (),
     ),
+    **dict.fromkeys("afmoe dots1".split(), _EXPERTS_THEMSELVES),
+    **dict.fromkeys("deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_k2".split(), _LATENT),
     "exaone_moe": _OF_EXAONE_MOE,
     "gpt_oss": _OF_GPT_OSS,
     "granitemoe": _OF_GRANITE,
-    "granitemoehybrid": _OF_GRANITE,
+    "granitemoehybrid": (*_OF_GRANITE, *_OF_DENSE_GRANITE),
     "laguna": _OF_LAGUNA,
     "lfm2_moe": _OF_LFM2_MOE,
     "qwen3_next": _NORMS_PLUS_ONE,
 }
 """The `model_type`s of which it is known what mlx-lm changes, and what that is beside `_STACKS` and shapes."""
+
+
+@dataclass(frozen=True)
+class MlxTensor:
+    """What mlx-lm has of a published tensor: a tensor's name, how it is a part (`mlx_parts.PART`; empty where it is the
+    whole), and its place in a stack of experts; None where it is in none."""
+
+    name: str
+    how: str
+    place: int | None
+
+
+def in_mlx_names(published: str, model_type: str, *, dense: bool) -> list[MlxTensor]:
+    """The tensors of mlx-lm that a published one becomes, of a model of a `model_type` in RENAMED: in the order of the
+    rows that they are of. Of a latent's keys and values each is that of all heads. `dense`: it has no experts."""
+    family = RENAMED[model_type]
+    if model_type == "granitemoehybrid":
+        family = _OF_DENSE_GRANITE if dense else _OF_GRANITE
+    found = list[MlxTensor]()
+    for renaming in (*family, *_STACKS):
+        if match := renaming.of_published.fullmatch(published):
+            values = match.groupdict()
+            fields = [values.get(f"field{number}", "weight") for number in range(len(renaming.fields))]
+            how, place = renaming.published.partition("/")[2], values.get("n")
+            name = renaming.mlx.format(*fields)
+            made = MlxTensor(name, how.partition("-")[2].partition(".")[0], None if place is None else int(place))
+            if not how:
+                return [made]
+            found.append(made)
+    return found or [MlxTensor(published, "", None)]
+
+
+def mlx_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that mlx-lm has a tensor of a published shape in: the channels of convolutions are last."""
+    if _CONVOLUTION.fullmatch(name) and len(shape) == 3:
+        return (shape[0], shape[2], shape[1])
+    return () if _NUMBER.fullmatch(name) else shape
+
 
 _MOST_TENSORS = 1 << 19
 """Most tensors of a directory with stacks taken apart: of Kimi K2, in codes, it is 240,000, but a header of a few bytes
@@ -116,15 +188,15 @@ def in_published_names(places: Places, config: Mapping[str, Any], where: object)
     if coded and settings is None:
         what = f"`{coded}` is codes of MLX, and `{MLX_KEY}` does not say which: {shown(said)}"
         raise DamagedCheckpoint(what, where=where, do="Copy config.json again.")
-    if not isinstance(family, str) or family not in READ:
+    if not isinstance(family, str) or family not in RENAMED:
         raise PrecisionError(
             f"{'codes' if coded else 'values'} of MLX of a {shown(family)}, of which mlx-lm stores other tensors than "
             "published files have, or was not seen to store the same",
             where=where,
             do="Start from the release in BF16. docs/mlx.md names the families that are read.",
         )
-    renamings = (*READ[family], *_STACKS)
-    if READ[family] is _NORMS_PLUS_ONE and not any(_is_moved(name, tensor) for name, (_, tensor) in places.items()):
+    renamings = (*RENAMED[family], *_STACKS)
+    if RENAMED[family] is _NORMS_PLUS_ONE and not any(_is_moved(name, tensor) for name, (_, tensor) in places.items()):
         renamings = _STACKS  # mlx-lm adds one where it moves the channels of convolutions, too
     found: Places = {}
     names = dict[str, list[str]]()
@@ -168,7 +240,7 @@ def _published(
         shape = (shape[0], 1, shape[1])
     elif _NUMBER.fullmatch(name) and not shape:
         shape = (1,)
-    found = ((match, published) for pattern, published in renamings if (match := pattern.fullmatch(name)))
+    found = ((match, renaming.published) for renaming in renamings if (match := renaming.of_mlx.fullmatch(name)))
     match, published = next(found, (None, ""))
     if match is None or ("{n}" in published and not shape):
         return {name: replace(tensor, spec=TensorSpec(shape, tensor.spec.dtype))}

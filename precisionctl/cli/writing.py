@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _OF_EXPORTS = {
     word: f"Did you mean `export-inference --target {engine}`?"
-    for word, engine in (("gguf", "llama.cpp"), *((name, name) for name in ("vllm", "sglang", "tensorrt-llm")))
+    for word, engine in (("gguf", "llama.cpp"), *((name, name) for name in ("mlx", "vllm", "sglang", "tensorrt-llm")))
 }
 """Formats that `convert` has not, and what has them."""
 
@@ -151,16 +151,20 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 @click.argument("source", metavar="CHECKPOINT", type=CHECKPOINT)
 @click.argument("destination", type=NEW_PATH)
 @click.option(
-    "--target", type=EngineName(), required=True, help="vllm, sglang, tensorrt-llm, transformers, te or llama.cpp."
+    "--target", type=EngineName(), required=True, help="vllm, sglang, tensorrt-llm, transformers, te, llama.cpp or mlx."
 )
 @click.option(
     "--scheme",
     type=Choice(
-        ["static", "dynamic", "block", "mxfp8", "nvfp4", "nvfp4a16", "mxfp4", "w4a16", "bf16", "f16", "q8_0", "q4_0"]
+        [
+            *("static", "dynamic", "block", "mxfp8", "nvfp4", "nvfp4a16", "mxfp4", "w4a16"),
+            *("bf16", "f16", "q8_0", "q4_0", "4bit", "8bit"),
+        ]
     ),
     help="FP8: static (recorded input scales), dynamic (per token), block (per 128 values), mxfp8 (per 32). Four bits: "
     "nvfp4 (recorded input scales), mxfp4 (per 32), nvfp4a16 and w4a16 (weights only). Default: the best FP8 scheme. "
-    "For llama.cpp: bf16 (the default), f16, q8_0, q4_0; mxfp4 keeps such codes of the source, as gpt-oss has.",
+    "For llama.cpp: bf16 (the default), f16, q8_0, q4_0; mxfp4 keeps such codes of the source, as gpt-oss has. "
+    "For mlx: bf16 (the default), f16, 4bit, 8bit, mxfp4, mxfp8, nvfp4.",
 )
 @click.option(
     "--tp",

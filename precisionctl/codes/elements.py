@@ -96,3 +96,32 @@ class Packing:
         """The shape of the stored tensor."""
         words = -(-columns // self.codes_in_word)
         return (rows, words) if self.block is None else (rows, words // self.block, self.block)
+
+
+@dataclass(frozen=True)
+class CodesInRows(Packing):
+    """A packing with the scales: a row of values becomes a row of bytes, whatever the others are. So a plan need not
+    say how such codes are made: writing them is a cast."""
+
+    @property
+    def largest(self) -> float:
+        """The largest number that has a code."""
+        raise NotImplementedError
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Bytes `[rows, row_bytes]` of finite values `[rows, columns]`, whose columns are whole groups."""
+        raise NotImplementedError
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """What the codes of values `[rows, columns]` are read as, FP32 of the same shape."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class OfMxfp4(Packing):
+    """A packing of MXFP4 with its exponents, in which such codes are kept as they are."""
+
+    def rows_of(self, codes: Tensor, exponents: Tensor) -> Tensor:
+        """Rows `[rows, row_bytes]`, of bytes of two codes each, the first in the low half, `[rows, columns / 2]`, and
+        exponents as bytes for 32 of them, `[rows, columns / 32]`."""
+        raise NotImplementedError

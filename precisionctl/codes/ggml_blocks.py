@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from precisionctl.codes.elements import E2M1, INT4, INT8, Packing
+from precisionctl.codes.elements import E2M1, INT4, INT8, CodesInRows, OfMxfp4, Packing
 from precisionctl.codes.ggml_formats import named
 from precisionctl.dtypes import DType
 from precisionctl.torch_when_used import torch
@@ -35,7 +35,7 @@ class BlocksInRows(Packing):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GgmlBlocks(BlocksInRows):
+class GgmlBlocks(BlocksInRows, CodesInRows):
     """Blocks that are made of values: `encoded` makes bytes `[blocks, format.size]` of FP32 values
     `[blocks, format.values]`. `most` is the code of the largest magnitude."""
 
@@ -44,15 +44,12 @@ class GgmlBlocks(BlocksInRows):
 
     @property
     def largest(self) -> float:
-        """The largest number that a block holds, under the largest FP16 scale."""
         return 65504.0 * self.most
 
     def encode(self, values: Tensor) -> Tensor:
-        """Bytes `[rows, row_bytes]` of finite values `[rows, columns]`, whose columns are whole blocks."""
         return self.encoded(values.float().reshape(-1, self.format.values)).reshape(len(values), -1)
 
     def rounded(self, values: Tensor) -> Tensor:
-        """What the codes of values `[rows, columns]` decode to, FP32 of the same shape."""
         return torch.from_numpy(self.format.values_of(self.encode(values).numpy())).view(values.shape)
 
 
@@ -93,14 +90,14 @@ def blocks_of(form: BlockFormat) -> GgmlBlocks:
     return GgmlBlocks(form.name, element, DType.uint8, format=form, encoded=encoded, most=most)
 
 
-MXFP4 = BlocksInRows("MXFP4", E2M1, DType.uint8, format=named("MXFP4"))
+class _Mxfp4Blocks(BlocksInRows, OfMxfp4):
+    """In a block code i is in the low half of byte i, code 16 + i in its high half."""
+
+    def rows_of(self, codes: Tensor, exponents: Tensor) -> Tensor:
+        pairs = codes.reshape(-1, 16)
+        low, high = torch.stack((pairs & 15, pairs >> 4), 2).view(-1, 2, 16).unbind(1)
+        return torch.cat([exponents.reshape(-1, 1), low | (high << 4)], 1).view(len(codes), -1)
+
+
+MXFP4 = _Mxfp4Blocks("MXFP4", E2M1, DType.uint8, format=named("MXFP4"))
 """Blocks that are not made of values, but of such codes as they are."""
-
-
-def mxfp4_rows(codes: Tensor, exponents: Tensor) -> Tensor:
-    """Rows of MXFP4, `[rows, bytes]`: bytes of two codes each, the first in the low half, `[rows, columns / 2]`, and an
-    exponent as a byte for 32 of them, `[rows, columns / 32]`. In a block code i is in the low half of byte i, code
-    16 + i in its high half."""
-    pairs = codes.reshape(-1, 16)
-    low, high = torch.stack((pairs & 15, pairs >> 4), 2).view(-1, 2, 16).unbind(1)
-    return torch.cat([exponents.reshape(-1, 1), low | (high << 4)], 1).view(len(codes), -1)

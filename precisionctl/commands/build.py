@@ -23,6 +23,7 @@ from precisionctl.checkpoints.megatron.carried_run import (
 )
 from precisionctl.checkpoints.megatron.keys import directory_name
 from precisionctl.checkpoints.megatron.towers import WithTowers
+from precisionctl.checkpoints.mlx_writer import MlxWriter
 from precisionctl.checkpoints.output import Output
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
@@ -31,6 +32,7 @@ from precisionctl.commands.request import Request
 from precisionctl.commands.source import Source
 from precisionctl.commands.storage import DCP, DEEPSPEED, TORCHTITAN, Storage
 from precisionctl.conversion.command import MakeStates, PlannedCommand
+from precisionctl.dtypes import DType
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, MappingError, OutputError, RecipeError
 from precisionctl.export.model_card import NAME, Card
 from precisionctl.fp8.state import Fp8States
@@ -46,7 +48,8 @@ class Result:
     when all weights have been read. With `live` the state is stored where a run loads it from, else in the sidecar.
     `run` is what is carried over from the run that made the source. `encodings` is how the weights were encoded,
     to be kept beside values or to make codes with. `lacks` returns the keys that an engine needs and a config.json does
-    not have; they are added. `contents` are those of a GGUF file, if it is one. `notes` are for the user.
+    not have; they are added. `contents` are those of a GGUF file, if it is one. `mlx` is the dtype of values of a
+    directory of mlx-lm, if it is one. `notes` are for the user.
     """
 
     plan: Plan
@@ -58,6 +61,7 @@ class Result:
     card: Card | None = None
     lacks: Callable[[Mapping[str, Any]], Iterable[str]] = lambda config: ()
     contents: GgufContents | None = None
+    mlx: DType | None = None
 
 
 def build(request: Request, source: Source, result: Result) -> PlannedCommand:
@@ -125,6 +129,18 @@ def _writer(storage: Storage, source: Source, result: Result, output: Output) ->
     # of a wrapper its text model's; a wrapper always has a config.json of its own too, and an untabled model that alone
     made = not isinstance(plan.model, UntabledModel)
     config = made_config(plan.model, config_dtype(plan.targets), companions) if made else {}
+    extra_files = {**plan.files, **({NAME: card.text(source.reader)} if card else {})}
+    if result.mlx:
+        return MlxWriter(
+            output.partial,
+            plan.targets,
+            companions,
+            config,
+            result.mlx,
+            plan.quantization,
+            extra_files,
+            storage.max_shard_size,
+        )
     if storage.container in (DCP, TORCHTITAN):
         make_dcp = TorchtitanWriter if storage.container == TORCHTITAN else DcpWriter
         return make_dcp(output.partial, plan.targets, companions, config, _trainer_run(source))
@@ -144,7 +160,7 @@ def _writer(storage: Storage, source: Source, result: Result, output: Output) ->
             companions,
             config,
             quantization=plan.quantization or None,
-            extra_files={**plan.files, **({NAME: card.text(source.reader)} if card else {})},
+            extra_files=extra_files,
             max_shard_size=storage.max_shard_size,
             file_format=BIN if storage.container == "bin" else SAFETENSORS,
             live=result.live,

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from precisionctl.commands.build import build
 from precisionctl.commands.codes import as_before, for_engine
 from precisionctl.commands.llama_cpp import for_llama_cpp
-from precisionctl.commands.request import Gguf, Request, TeState, Values
+from precisionctl.commands.mlx import for_mlx
+from precisionctl.commands.request import Gguf, Mlx, Request, TeState, Values
 from precisionctl.commands.source import open_source
 from precisionctl.commands.te_state import with_te_state
 from precisionctl.commands.values import as_values
@@ -36,7 +37,7 @@ def plan_command(request: Request) -> PlannedCommand:
     are known; else those of an export.
 
     Raises as `open_source`, as the function for the kind of result (`as_values`, `for_engine`, `as_before`,
-    `with_te_state`, `for_llama_cpp`), and as `build`.
+    `with_te_state`, `for_llama_cpp`, `for_mlx`), and as `build`.
     """
     source = open_source(request)
     kind, destination = request.kind, request.destination
@@ -46,6 +47,8 @@ def plan_command(request: Request) -> PlannedCommand:
         result = with_te_state(kind, source, destination)
     elif isinstance(kind, Gguf):
         result = for_llama_cpp(kind, source, destination)
+    elif isinstance(kind, Mlx):
+        result = for_mlx(kind, source, destination)
     elif source.engine:
         result = for_engine(kind, source, source.engine, destination)
     else:

@@ -13,6 +13,7 @@ from precisionctl.commands.storage import CONTAINERS, DEEPSPEED, Storage
 from precisionctl.dtypes import DType
 from precisionctl.errors import RecipeError
 from precisionctl.export.gguf_plan import GgufType
+from precisionctl.export.mlx_plan import MlxScheme
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.model_shape import ModelShape
@@ -27,6 +28,9 @@ TE_TITLE = "PyTorch with Transformer Engine"
 
 LLAMA_CPP = "llama.cpp"
 """The target of an export that is one file, and no directory of codes with rules of an engine."""
+
+MLX = "mlx"
+"""The target of an export that is a directory of mlx-lm, on a Mac."""
 
 StrPath = str | os.PathLike[str]
 """A path, as programs that use the library have it."""
@@ -114,7 +118,16 @@ class Gguf:
     base_model: str | None
 
 
-ResultKind = Values | Codes | TeState | Gguf
+@dataclass(frozen=True)
+class Mlx:
+    """A result for mlx-lm: a directory whose matrices are what `scheme` says, None for 16-bit values. `base_model` is
+    the source's name on the Hub."""
+
+    scheme: MlxScheme | None
+    base_model: str | None
+
+
+ResultKind = Values | Codes | TeState | Gguf | Mlx
 """What a result is made of."""
 
 
@@ -137,7 +150,7 @@ class Request:
     Face's layout in FP8 for a `target`. Raises RecipeError for options that contradict each other.
 
     `to` is `hf` or `megatron`, `container` one of CONTAINERS (None for the first), `precision` that of `convert
-    --precision`. `target` is an engine's name in engines/, TE or LLAMA_CPP.
+    --precision`. `target` is an engine's name in engines/, TE, LLAMA_CPP or MLX.
 
     Without a `recipe` FP8 state keeps its own, or gets TE's defaults; for a target the recipe says which modules stay
     in BF16. `fp8_state` is a file of recorded state. `drop_fp8_state` leaves FP8 state behind; `drop_encodings` leaves
@@ -146,7 +159,7 @@ class Request:
     like those.
 
     The other options are in three parts, which are what the steps of a command take: `given` (HintedPath), `storage`
-    (Storage), and `kind` (Values, Codes, TeState or Gguf), where they are described.
+    (Storage), and `kind` (Values, Codes, TeState, Gguf or Mlx), where they are described.
     """
 
     source: Path
@@ -168,7 +181,7 @@ class Request:
     te_version: TeVersion = 2
     grouped_columns: ColumnOrder | None = None
     target: str | None = None
-    scheme: Scheme | GgufType | None = None
+    scheme: Scheme | GgufType | MlxScheme | None = None
     ranks: int = 1
     expert_parallel: bool = False
     keep_misfits: bool = False
@@ -179,7 +192,12 @@ class Request:
 
     @classmethod
     def export(
-        cls, source: StrPath, destination: StrPath, target: str, scheme: Scheme | GgufType | None = None, **options: Any
+        cls,
+        source: StrPath,
+        destination: StrPath,
+        target: str,
+        scheme: Scheme | GgufType | MlxScheme | None = None,
+        **options: Any,
     ) -> "Request":
         """The request of `export-inference`; `options` are further fields."""
         return cls(Path(source), Path(destination), "hf", "fp8", target=target, scheme=scheme, **options)
@@ -234,6 +252,9 @@ class Request:
             raise RecipeError("--grouped-columns is not for exports", do="Convert with --grouped-columns first.")
         if self.target == LLAMA_CPP:
             return self._gguf()
+        if self.target == MLX:
+            self._check_export_without_engine(MLX, get_args(MlxScheme), "`mlx_lm.convert` makes others of a BF16 one.")
+            return Mlx(cast(MlxScheme | None, self.scheme), self.base_model)
         return self._te_state() if self.target == TE else self._codes()
 
     def _values(self) -> Values:
@@ -273,17 +294,7 @@ class Request:
         return TeState(self.recipe, self.base_model)
 
     def _gguf(self) -> Gguf:
-        if self.scheme not in (None, *get_args(GgufType)):
-            do = f"Choose --scheme {' or '.join(get_args(GgufType))}; llama-quantize makes others of a BF16 file."
-            raise RecipeError(f"{LLAMA_CPP} does not read {self.scheme}", do=do)
-        self._check_no_choice()
-        of_engines = self.kv_cache or self.keep_misfits or self.ranks > 1 or self.expert_parallel
-        if of_engines or self.fp8_state or self.recipe:
-            raise RecipeError(
-                "--kv-cache, --keep-misfits, --tp, --expert-parallel, --fp8-state and --recipe do not apply to "
-                f"{LLAMA_CPP}",
-                do="Leave them out.",
-            )
+        self._check_export_without_engine(LLAMA_CPP, get_args(GgufType), "llama-quantize makes others of a BF16 file.")
         if self.destination.suffix == ".gguf":
             raise RecipeError(
                 "an export is a folder, with a card and a manifest beside the file",
@@ -291,9 +302,20 @@ class Request:
             )
         return Gguf(cast(GgufType | None, self.scheme), self.base_model)
 
+    def _check_export_without_engine(self, target: str, schemes: tuple[str, ...], others: str) -> None:
+        if self.scheme not in (None, *schemes):
+            what = f"{target} does not read {self.scheme}"
+            raise RecipeError(what, do=f"Choose --scheme {' or '.join(schemes)}; {others}")
+        self._check_no_choice()
+        of_engines = self.kv_cache or self.keep_misfits or self.ranks > 1 or self.expert_parallel
+        if of_engines or self.fp8_state or self.recipe:
+            options = "--kv-cache, --keep-misfits, --tp, --expert-parallel, --fp8-state and --recipe"
+            raise RecipeError(f"{options} do not apply to {target}", do="Leave them out.")
+
     def _codes(self) -> Codes:
         if self.scheme not in (None, *SCHEMES):
-            raise RecipeError(f"--scheme {self.scheme} is for {LLAMA_CPP}", do=f"Choose {' or '.join(SCHEMES)}.")
+            target = LLAMA_CPP if self.scheme in get_args(GgufType) else MLX
+            raise RecipeError(f"--scheme {self.scheme} is for {target}", do=f"Choose {' or '.join(SCHEMES)}.")
         export = None
         if self.target is None:
             self._check_no_engine()

@@ -15,7 +15,7 @@ from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_meg
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.trainer_run import TrainedReader, of_trainer
 from precisionctl.commands.hinted_path import HintedPath, open_hinted
-from precisionctl.commands.request import LLAMA_CPP, TE, Codes, Gguf, Request, ResultKind, TeState, Values
+from precisionctl.commands.request import LLAMA_CPP, MLX, TE, Codes, Gguf, Mlx, Request, ResultKind, TeState, Values
 from precisionctl.commands.storage import TORCHTITAN
 from precisionctl.commands.torchtitan_names import with_torchtitan_names
 from precisionctl.conversion.journal import Fingerprints, fingerprints
@@ -26,6 +26,7 @@ from precisionctl.engines.base import Engine, engine_named
 from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.export.gguf_plan import hf_names
 from precisionctl.export.input_scales import state_of_input_scales
+from precisionctl.export.mlx_plan import names_as_codes
 from precisionctl.export.weight_encodings import check_model, method_of, stored_weight_encodings, weight_encodings
 from precisionctl.fp8.carry import merged
 from precisionctl.fp8.state import Fp8States
@@ -103,7 +104,7 @@ def open_source(request: Request) -> Source:
     engine = None
     if isinstance(kind, Codes) and (kind.chosen or not were_codes):
         target = kind.export.target if kind.export else "vllm"  # transformers reads what vLLM does
-        engine = engine_named(target, TE, LLAMA_CPP)
+        engine = engine_named(target, TE, LLAMA_CPP, MLX)
     plan = make_plan(
         reader,
         storage.layout,
@@ -116,7 +117,7 @@ def open_source(request: Request) -> Source:
     if storage.container == TORCHTITAN:
         plan = with_torchtitan_names(plan)
     # an engine keeps no state that a recipe could change
-    recipe = None if isinstance(kind, Codes | Gguf) else kind.recipe
+    recipe = None if isinstance(kind, Codes | Gguf | Mlx) else kind.recipe
     known = known_state(
         reader,
         plan.gemms,
@@ -136,7 +137,7 @@ def _encodings(request: Request, reader: Reader) -> WeightEncodings | None:
     """How the weights are or were encoded, or for codes that nobody has chosen, how those of the reference are; None if
     they are values, or if it is of no use for the result."""
     kind = request.kind
-    if isinstance(kind, Gguf):
+    if isinstance(kind, Gguf | Mlx):
         return None
     encodings = None if request.drop_encodings else weight_encodings(reader)
     method = method_of(encodings)
@@ -159,9 +160,11 @@ def _encodings(request: Request, reader: Reader) -> WeightEncodings | None:
 
 def _named_as_codes(kind: ResultKind, reader: Reader, encodings: WeightEncodings | None) -> Collection[str]:
     """The weights that are to have the names that they have as codes, where values have others: gpt-oss's experts are
-    `[in, out]` as values and `[out, in]` as codes, as in GGUF, whose table has those names."""
+    `[in, out]` as values and `[out, in]` as codes, as in GGUF, whose table has those names, and in MLX."""
     if isinstance(kind, Gguf):
         return hf_names(reader.model)
+    if isinstance(kind, Mlx):
+        return names_as_codes(reader.model)
     return encodings.weights if encodings and not isinstance(kind, Values) else ()
 
 
@@ -204,7 +207,7 @@ def _dtype_of_values(kind: ResultKind, reader: Reader) -> DType | None:
         return kind.dtype
     matrices = [spec for spec in reader.specs.values() if len(spec.shape) > 1]
     narrow = sum(spec.is_codes or spec.dtype in (DType.bfloat16, DType.float16) for spec in matrices)
-    return None if isinstance(kind, Codes | Gguf) and 2 * narrow > len(matrices) else DType.bfloat16
+    return None if isinstance(kind, Codes | Gguf | Mlx) and 2 * narrow > len(matrices) else DType.bfloat16
 
 
 def _released_form(reference: Path) -> WeightEncodings | None:

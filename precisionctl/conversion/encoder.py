@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from precisionctl.checkpoints.chunks import Chunked, read_rows
 from precisionctl.codes import numerics, zero_points
 from precisionctl.codes.blocks import BlockScales, share, share_global
-from precisionctl.codes.elements import Element
+from precisionctl.codes.elements import CodesInRows, Element
 from precisionctl.codes.encoding import Encoding, scale_dtype
-from precisionctl.codes.ggml_blocks import GgmlBlocks
 from precisionctl.codes.statistics import UNDERFLOW
 from precisionctl.conversion.buffers import Buffers
 from precisionctl.conversion.findings import Findings
@@ -187,8 +186,8 @@ class Encoder:
         is the source's largest: masks have that in the place of infinity."""
         spec, written = self._specs[name], values
         dtype = spec.dtype
-        if isinstance(spec.packing, GgmlBlocks):
-            self._put(name, row, self._in_blocks(name, spec.packing, values))
+        if isinstance(spec.packing, CodesInRows):
+            self._put(name, row, self._in_rows(name, spec.packing, values))
             return
         if values.dtype != dtype.torch:
             written = self._buffers.to_write(dtype, *values.shape).copy_(values)
@@ -201,15 +200,15 @@ class Encoder:
                 raise PrecisionError(what, do=_IN_BF16 if dtype == DType.float16 else BROKEN_WEIGHTS)
         self._put(name, row, written)
 
-    def _in_blocks(self, name: str, blocks: GgmlBlocks, values: Tensor) -> Tensor:
-        """Rows as llama.cpp's blocks, which have no number for NaN and scales in FP16."""
+    def _in_rows(self, name: str, packing: CodesInRows, values: Tensor) -> Tensor:
+        """Rows as llama.cpp's blocks or MLX's groups, which have no number for NaN."""
         if numerics.has_nan(values):
-            _check_can_be_nan(name, blocks.element)
+            raise PrecisionError(f"`{name}` holds a NaN, for which {packing.name} has no code", do=BROKEN_WEIGHTS)
         largest = float(numerics.amax(values))
-        if self._refuses_infinity and largest > blocks.largest:
-            what = f"`{name}` holds {largest:.3g}, and {blocks.name} has no number beyond {blocks.largest:.3g}"
+        if self._refuses_infinity and largest > packing.largest:
+            what = f"`{name}` holds {largest:.3g}, and {packing.name} has no number beyond {packing.largest:.3g}"
             raise PrecisionError(what, do=_IN_BF16)
-        return blocks.encode(values)
+        return packing.encode(values)
 
     def put_encoding(self, weight: str, scales: Scales, encoding: Encoding) -> None:
         """Write all that a weight's encoding consists of."""

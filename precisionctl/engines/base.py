@@ -291,7 +291,14 @@ def engine_named(name: str, *others: str) -> Engine:
     return known[name]
 
 
-_ALSO_CALLED = {"trtllm": "tensorrt-llm", "trt-llm": "tensorrt-llm", "gguf": "llama.cpp", "hf": "transformers"}
+_ALSO_CALLED = {
+    "trtllm": "tensorrt-llm",
+    "trt-llm": "tensorrt-llm",
+    "gguf": "llama.cpp",
+    "mlx-lm": "mlx",
+    "mlx_lm": "mlx",
+    "hf": "transformers",
+}
 
 
 def _kinds(method: QuantMethod, said: Quantization, scheme: str, coded: Mapping[str, CodedWeight]) -> dict[str, str]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Literal
 
 from precisionctl.architectures.param_map import Row, filled
-from precisionctl.architectures.rearrangements import Rearrangement
-from precisionctl.checkpoints.gguf.changes import SAME, GgufChange
+from precisionctl.checkpoints.gguf.changes import GgufChange
 from precisionctl.checkpoints.gguf.families import FAMILIES
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.writer import stack_and_slice
@@ -17,6 +16,7 @@ from precisionctl.codes.ggml_blocks import MXFP4, BlocksInRows, GgmlBlocks, bloc
 from precisionctl.codes.ggml_formats import named
 from precisionctl.dtypes import DType
 from precisionctl.errors import UnmappedTensor
+from precisionctl.export.changed_parts import with_changes
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec, shared_spec
 from precisionctl.planning.plan import Job, Plan
@@ -40,29 +40,6 @@ _IN_FP32 = re.compile(
     r"(?:.+_norm|.*\bffn_gate_inp(?:_shexp)?|position_embd|.+\.ssm_conv1d|.+\.shortconv\.conv|.+\.indexer\.proj)\.weight"
 )
 """Matrices that llama.cpp computes with in FP32 alone (conversion/base.py, prepare_tensors)."""
-
-
-@dataclass(frozen=True)
-class InGguf:
-    """How GGUF's tensors are made of a Megatron tensor: Hugging Face's first, and of each the change that GGUF has."""
-
-    inner: Rearrangement
-    changes: tuple[GgufChange, ...]
-
-    @property
-    def moves_single_rows(self) -> bool:
-        return self.inner.moves_single_rows or any(change is not SAME for change in self.changes)
-
-    def is_row_permutation(self, model: ModelShape) -> bool:
-        return self.inner.is_row_permutation(model) and all(change.moves_rows for change in self.changes)
-
-    def merge(self, parts: Sequence[Any], model: ModelShape) -> Any:
-        raise NotImplementedError("a GGUF file is read by its own Reader")
-
-    def split(self, whole: Any, model: ModelShape) -> tuple[Any, ...]:
-        parts = self.inner.split(whole, model)
-        pairs = zip(self.changes, parts, strict=True)
-        return tuple(made for change, part in pairs for made in change.to_gguf(part, model))
 
 
 def hf_names(model: ModelShape) -> set[str]:
@@ -100,7 +77,7 @@ def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> Plan:
             changes.append(row.change)
             writes += made
         if id(job.row) not in changed:  # as all jobs of a row share it
-            changed[id(job.row)] = _changed(job.row, tuple(changes))
+            changed[id(job.row)] = with_changes(job.row, tuple(changes))
         jobs.append(replace(job, row=changed[id(job.row)], writes=tuple(writes)))
     # the converter sorts by names of values; codes come first
     values = {name for name, specs in targets if MXFP4 not in (spec.packing for spec in specs.values())}
@@ -122,12 +99,6 @@ def _without_wrapper(name: str, model: ModelShape) -> str:
         if name.startswith(here):
             return alone + name.removeprefix(here)
     return name
-
-
-def _changed(row: Row, changes: tuple[GgufChange, ...]) -> Row:
-    if all(change is SAME for change in changes):
-        return row
-    return replace(row, rearrangement=InGguf(row.rearrangement, changes), as_stored=row.source)
 
 
 def _specs(

@@ -18,14 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import in_pieces, read_rows, read_tensor
 from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
 from precisionctl.checkpoints.decoded.mlx_parts import WeightPart, shape_of, weights_in_parts
-from precisionctl.codes import nibbles, numerics
 from precisionctl.codes.elements import E2M1, E4M3
+from precisionctl.codes.mlx_groups import MODES, affine_values, codes_in_words, float_values, scale_values
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.quant_methods.base import FLOATS
@@ -37,23 +36,6 @@ if TYPE_CHECKING:
 METHOD = "mlx"
 """Our name for it as a `quant_method`. MLX's own key of config.json is `quantization`, which names none."""
 
-
-@dataclass(frozen=True)
-class _Mode:
-    """One of MLX's modes: the bits of codes and the values of a group that it may have, the usual ones first."""
-
-    words: str
-    bits: tuple[int, ...]
-    groups: tuple[int, ...]
-    affine: bool = False
-
-
-MODES = {
-    "affine": _Mode("integers", (4, 1, 2, 3, 5, 6, 8), (64, 32, 128), affine=True),
-    "mxfp4": _Mode("MXFP4 codes", (4,), (32,)),
-    "mxfp8": _Mode("MXFP8 codes", (8,), (32,)),
-    "nvfp4": _Mode("NVFP4 codes", (4,), (16,)),
-}
 _OF_INPUTS = ("quantize_input",)
 """Keys of a module that say nothing of its weight."""
 
@@ -62,14 +44,18 @@ _OF_INPUTS = ("quantize_input",)
 class _MlxFormat:
     """What the config says of a module; `scaled`: that it has a `global_scale`."""
 
-    mode: _Mode
+    mode: str
     bits: int
     group: int
     scaled: bool
 
     @property
+    def affine(self) -> bool:
+        return MODES[self.mode].affine
+
+    @property
     def words(self) -> str:
-        return f"{self.bits}-bit integers" if self.mode.affine else self.mode.words
+        return codes_in_words(self.mode, self.bits)
 
 
 class MlxCodes(DecodedWeights):
@@ -135,10 +121,9 @@ class MlxCodes(DecodedWeights):
         for first, count in in_pieces(row, rows, columns, PIECE):
             codes = read_rows(self._stored, name, first, count).view(torch.uint8)
             scale = read_rows(self._stored, scales, first, count)
-            if form.mode.affine:
+            if form.affine:
                 bias = read_rows(self._stored, _beside(name, "biases"), first, count)
-                groups = _unpacked(codes, form.bits).view(*scale.shape, -1).to(scale.dtype)
-                values = groups.mul_(scale.unsqueeze(-1)).add_(bias.unsqueeze(-1))
+                values = affine_values(codes, form.bits, scale, bias)
             else:
                 values = self._floats(name, form, codes, scale)
             made.append(self._in_bf16(name, values.view(count, columns), scales))
@@ -146,15 +131,10 @@ class MlxCodes(DecodedWeights):
 
     def _floats(self, name: str, form: _MlxFormat, codes: Tensor, scale: Tensor) -> Tensor:
         """Values of rows in FP32."""
-        dtype = torch.float8_e4m3fn if form.mode is MODES["nvfp4"] else torch.float8_e8m0fnu
-        by = scale.view(dtype).float()
+        by = scale_values(scale, form.mode)
         if (whole := _beside(name, "global_scale")) in self.read:
             by *= read_tensor(self._stored, whole) / (E4M3.largest * E2M1.largest)
-        if form.bits == 8:
-            return numerics.code_values(codes.view(torch.float8_e4m3fn)).view(*by.shape, -1).mul_(by.unsqueeze(-1))
-        values = torch.empty(len(codes), 2 * codes.shape[1])
-        nibbles.decode(codes, E2M1, by, values, torch.empty(nibbles.SCRATCH))
-        return values
+        return float_values(codes, form.bits, by)
 
     def _format_of(self, module: str, quantization: Mapping[str, Any]) -> _MlxFormat:
         said = quantization.get(module, True)
@@ -184,16 +164,16 @@ class MlxCodes(DecodedWeights):
                 what = f"codes of MLX with `{key}` {shown(value)} ({of}), which the mode {name} does not have"
                 raise self._unread(what)
         scaled = said.get("global_scale") or False
-        if scaled is not False and (scaled is not True or mode is not MODES["nvfp4"]):
+        if scaled is not False and (scaled is not True or name != "nvfp4"):
             raise self._unread(f"codes of MLX with `global_scale` {shown(scaled)} ({of}) in the mode {name}")
-        return _MlxFormat(mode, bits, group, scaled)
+        return _MlxFormat(name, bits, group, scaled)
 
     def _tensors_beside(self, weight: str, form: _MlxFormat) -> list[str]:
         """The tensors beside the codes of a weight."""
         scales, biases, whole = (_beside(weight, kind) for kind in ("scales", "biases", "global_scale"))
-        if form.mode.affine:
+        if form.affine:
             return [scales, biases]
-        scaled = form.scaled or (form.mode is MODES["nvfp4"] and whole in self._stored.specs)
+        scaled = form.scaled or (form.mode == "nvfp4" and whole in self._stored.specs)
         return [scales, whole] if scaled else [scales]
 
     def _shape(self, name: str, form: _MlxFormat) -> tuple[int, ...]:
@@ -203,9 +183,9 @@ class MlxCodes(DecodedWeights):
         shape = (codes.rows, form.group * scales.columns)
         fits = len(codes.shape) == len(scales.shape) == 2 and codes.rows == scales.rows and 0 not in shape
         fits = fits and codes.dtype == DType.uint32 and 32 * codes.columns == form.bits * shape[1]
-        fits = fits and scales.dtype in (FLOATS if form.mode.affine else (DType.uint8,))
+        fits = fits and scales.dtype in (FLOATS if form.affine else (DType.uint8,))
         for other in others:
-            fits = fits and (other == scales if form.mode.affine else (other.shape, other.dtype) == ((), DType.float32))
+            fits = fits and (other == scales if form.affine else (other.shape, other.dtype) == ((), DType.float32))
         if not fits:
             there = ", ".join(f"{part} {spec.stored_dtype} {shown(spec.shape)}" for part, spec in parts.items())
             what = f"{there}, which are no {form.words} in groups of {form.group}, as config.json says"
@@ -215,20 +195,3 @@ class MlxCodes(DecodedWeights):
 
 def _beside(weight: str, kind: str) -> str:
     return f"{weight.removesuffix('weight')}{kind}"
-
-
-def _unpacked(packed: Tensor, bits: int) -> Tensor:
-    """Codes, uint8 `[rows, bytes * 8 / bits]`, of bytes `[rows, bytes]`."""
-    if bits == 8:
-        return packed
-    if bits == 4:
-        return nibbles.unpack(packed)
-    size, count = bits // gcd(bits, 8), 8 // gcd(bits, 8)  # so many bytes have so many whole codes
-    runs = packed.view(len(packed), -1, size).to(torch.int32 if size < 4 else torch.int64)
-    words = runs[..., 0]
-    for place in range(1, size):
-        words = words | runs[..., place] << 8 * place
-    codes = torch.empty(*words.shape, count, dtype=torch.uint8)
-    for place in range(count):
-        codes[..., place] = words >> bits * place & (1 << bits) - 1
-    return codes

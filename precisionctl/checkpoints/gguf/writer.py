@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.companions import write_companions
+from precisionctl.checkpoints.fused_experts import stacked
 from precisionctl.checkpoints.gguf.head import MAGIC, VERSIONS, aligned
 from precisionctl.checkpoints.gguf.metadata_bytes import Metadata, metadata_bytes, string_bytes
 from precisionctl.checkpoints.output import lay_out_file
 from precisionctl.codes.ggml_formats import FORMATS
 from precisionctl.dtypes import DType
-from precisionctl.errors import ShapeMismatch
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
 
@@ -59,19 +59,8 @@ class GgufWriter:
     @cached_property
     def _stored(self) -> dict[str, TensorSpec]:
         """The tensors of the file. Raises ShapeMismatch for slices that do not make one tensor."""
-        slices: dict[str, dict[int, TensorSpec]] = {}
-        for name, spec in self.specs.items():
-            stack, number = stack_and_slice(name)
-            slices.setdefault(stack, {})[-1 if number is None else number] = spec
-        stored = {name: TensorSpec(values.shape, DType.float32) for name, values in self.contents.made.items()}
-        for stack, parts in slices.items():
-            if -1 in parts:
-                stored[stack] = parts[-1]
-                continue
-            if parts.keys() != set(range(len(parts))) or len(set(parts.values())) != 1:
-                raise ShapeMismatch(f"the experts of `{stack}` do not make one tensor")
-            stored[stack] = replace(parts[0], shape=(len(parts), *parts[0].shape))
-        return stored
+        made = {name: TensorSpec(values.shape, DType.float32) for name, values in self.contents.made.items()}
+        return made | stacked(self.specs, stack_and_slice)
 
     @cached_property
     def _head(self) -> tuple[bytes, dict[str, int]]:

@@ -1,0 +1,221 @@
+"""MLX's codes: of the values in a group of a row, codes, and a scale and for integers a bias that MLX stores apart.
+
+Source: MLX 0.32.4, whose `mx.quantize` gives these bytes on a CPU (mlx/ops.cpp, affine_quantize, fp_quantize;
+mlx/backend/cpu/quantized.cpp, quantize; of exponents kernels/fp_quantized.h).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import TYPE_CHECKING
+
+from precisionctl.codes import nibbles, numerics
+from precisionctl.codes.elements import E2M1, E4M3, INT4, INT8, CodesInRows, Element, OfMxfp4
+from precisionctl.dtypes import DType
+from precisionctl.torch_when_used import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SMALLEST_STEP = 1e-7
+
+
+@dataclass(frozen=True)
+class MlxMode:
+    """One of MLX's modes: what its codes are in words, and the bits and the values of a group that they may have, the
+    usual ones first."""
+
+    words: str
+    bits: tuple[int, ...]
+    groups: tuple[int, ...]
+    affine: bool = False
+
+
+MODES = {
+    "affine": MlxMode("integers", (4, 1, 2, 3, 5, 6, 8), (64, 32, 128), affine=True),
+    "mxfp4": MlxMode("MXFP4 codes", (4,), (32,)),
+    "mxfp8": MlxMode("MXFP8 codes", (8,), (32,)),
+    "nvfp4": MlxMode("NVFP4 codes", (4,), (16,)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlxGroups(CodesInRows):
+    """Codes of a `mode`, of so many `bits`, in groups of `group` values. A row is the bytes of its codes, then of its
+    scales, then of its biases (`parts`). `values` is the dtype in which values are rounded before, and the dtype of
+    scales and biases of integers."""
+
+    mode: str
+    bits: int
+    group: int
+    values: DType
+
+    @property
+    def largest(self) -> float:
+        """The largest number of which codes are made. Of larger ones MLX's own arithmetic overflows, and without a
+        scale of the whole tensor NVFP4 has none."""
+        if self.mode == "nvfp4":
+            return E4M3.largest * E2M1.largest
+        return float(torch.finfo(self.values.torch).max) / 4
+
+    def parts(self, columns: int) -> dict[str, tuple[DType, int]]:
+        """The tensors of a weight whose rows have so many columns: dtype and elements of a row of each."""
+        groups = columns // self.group
+        stored = {"weight": (DType.uint32, columns * self.bits // 32)}
+        if MODES[self.mode].affine:
+            return stored | {"scales": (self.values, groups), "biases": (self.values, groups)}
+        return stored | {"scales": (DType.uint8, groups)}
+
+    def row_bytes(self, columns: int) -> int:
+        return sum(dtype.itemsize * count for dtype, count in self.parts(columns).values())
+
+    def encode(self, values: Tensor) -> Tensor:
+        numbers = values.to(self.values.torch)
+        groups = numbers.view(len(values), -1, self.group)
+        made = _AS_FLOATS[self.mode](groups) if self.mode in _AS_FLOATS else self._as_integers(groups)
+        return torch.cat([part.reshape(len(values), -1).view(torch.uint8) for part in made], 1)
+
+    def _as_integers(self, groups: Tensor) -> tuple[Tensor, ...]:
+        """FP32 throughout. The end of a group's range that is farther from zero is a whole number of steps from it, so
+        that zero has a code, and the scale is negative where that end is the upper one."""
+        numbers, most = groups.float(), float((1 << self.bits) - 1)
+        low, high = numbers.aminmax(dim=-1, keepdim=True)
+        from_low = low.abs() > high.abs()
+        edge = torch.where(from_low, low, high)
+        scale = ((high - low) / torch.full_like(high, most)).clamp(min=_SMALLEST_STEP)
+        scale = torch.where(from_low, scale, -scale)
+        steps = (edge / scale).round()
+        scale = torch.where(steps == 0, scale, edge / steps)
+        bias = torch.where(steps == 0, 0.0, edge)
+        codes = ((numbers - bias) / scale).round().clamp(0, most).to(torch.uint8)
+        packed = nibbles.pack(codes) if self.bits == 4 else codes
+        return packed, scale.to(groups.dtype), bias.to(groups.dtype)
+
+    def rounded(self, values: Tensor) -> Tensor:
+        stored = self.encode(values)
+        sizes = [dtype.itemsize * count for dtype, count in self.parts(values.shape[1]).values()]
+        codes, scales, *biases = (part.contiguous() for part in torch.split(stored, sizes, 1))
+        if MODES[self.mode].affine:
+            dtype = self.values.torch
+            found = affine_values(codes, self.bits, scales.view(dtype), biases[0].view(dtype))
+        else:
+            found = float_values(codes, self.bits, scale_values(scales, self.mode))
+        return found.reshape(values.shape).bfloat16().float()
+
+
+def mlx_groups(mode: str, bits: int, group: int, values: DType) -> MlxGroups:
+    """How MLX makes codes of values of this dtype."""
+    name = f"MLX's {codes_in_words(mode, bits)}"
+    return MlxGroups(name, _element(mode, bits), DType.uint8, mode=mode, bits=bits, group=group, values=values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _KeptMxfp4(MlxGroups, OfMxfp4):
+    """MXFP4 of such codes as they are."""
+
+    def rows_of(self, codes: Tensor, exponents: Tensor) -> Tensor:
+        return torch.cat([codes, exponents], 1)
+
+
+MXFP4 = _KeptMxfp4(
+    "MXFP4", E2M1, DType.uint8, mode="mxfp4", bits=4, group=MODES["mxfp4"].groups[0], values=DType.bfloat16
+)
+
+
+def codes_in_words(mode: str, bits: int) -> str:
+    return f"{bits}-bit integers" if MODES[mode].affine else MODES[mode].words
+
+
+def _element(mode: str, bits: int) -> Element:
+    if MODES[mode].affine:
+        return INT4 if bits == 4 else INT8
+    return E2M1 if bits == 4 else E4M3
+
+
+def affine_values(codes: Tensor, bits: int, scales: Tensor, biases: Tensor) -> Tensor:
+    """`code * scale + bias`, each step rounded to the dtype of the scales: `[rows, groups, values of a group]`. `codes`
+    are bytes `[rows, bytes]`."""
+    groups = unpacked(codes, bits).view(*scales.shape, -1).to(scales.dtype)
+    return groups.mul_(scales.unsqueeze(-1)).add_(biases.unsqueeze(-1))
+
+
+def scale_values(scales: Tensor, mode: str) -> Tensor:
+    """Scales of floats, stored as bytes, in FP32."""
+    return scales.view(torch.float8_e4m3fn if mode == "nvfp4" else torch.float8_e8m0fnu).float()
+
+
+def float_values(codes: Tensor, bits: int, scales: Tensor) -> Tensor:
+    """E2M1 or E4M3 codes under FP32 scales `[rows, groups]`: FP32, `[rows, columns]` or by group."""
+    if bits == 8:
+        return numerics.code_values(codes.view(torch.float8_e4m3fn)).view(*scales.shape, -1).mul_(scales.unsqueeze(-1))
+    values = torch.empty(len(codes), 2 * codes.shape[1])
+    nibbles.decode(codes, E2M1, scales, values, torch.empty(nibbles.SCRATCH))
+    return values
+
+
+def unpacked(packed: Tensor, bits: int) -> Tensor:
+    """Codes, uint8 `[rows, bytes * 8 / bits]`, of bytes `[rows, bytes]`."""
+    if bits == 8:
+        return packed
+    if bits == 4:
+        return nibbles.unpack(packed)
+    size, count = bits // gcd(bits, 8), 8 // gcd(bits, 8)  # so many bytes have so many whole codes
+    runs = packed.view(len(packed), -1, size).to(torch.int32 if size < 4 else torch.int64)
+    words = runs[..., 0]
+    for place in range(1, size):
+        words = words | runs[..., place] << 8 * place
+    codes = torch.empty(*words.shape, count, dtype=torch.uint8)
+    for place in range(count):
+        codes[..., place] = words >> bits * place & (1 << bits) - 1
+    return codes
+
+
+def _as_mxfp4(groups: Tensor) -> tuple[Tensor, ...]:
+    exponents = _exponents(groups, E2M1)
+    return _nearest_e2m1(groups / torch.pow(2.0, exponents).to(groups.dtype)), _exponent_bytes(exponents)
+
+
+def _as_mxfp8(groups: Tensor) -> tuple[Tensor, ...]:
+    exponents = _exponents(groups, E4M3)
+    return _nearest_e4m3(groups / torch.pow(2.0, exponents).to(groups.dtype)), _exponent_bytes(exponents)
+
+
+def _as_nvfp4(groups: Tensor) -> tuple[Tensor, ...]:
+    scales = _nearest_e4m3(_of_largest(groups, E2M1))
+    by = scales.float().to(groups.dtype)
+    return _nearest_e2m1(torch.where(by == 0, 0, groups / by)), scales
+
+
+_AS_FLOATS = {"mxfp4": _as_mxfp4, "mxfp8": _as_mxfp8, "nvfp4": _as_nvfp4}
+
+
+def _of_largest(groups: Tensor, element: Element) -> Tensor:
+    """The scale by which a group's largest magnitude is the element's largest number, in the dtype of the values."""
+    largest = groups.abs().amax(-1, keepdim=True)
+    return largest / torch.full_like(largest, element.largest)
+
+
+def _exponents(groups: Tensor, element: Element) -> Tensor:
+    """The power of two that is nearest to that scale, by logarithms in the dtype of the values. Of zeros 0."""
+    scales = _of_largest(groups, element)
+    return torch.where(scales == 0, 0, scales.float().log2().ceil())
+
+
+def _exponent_bytes(exponents: Tensor) -> Tensor:
+    return (exponents + 127).to(torch.uint8)
+
+
+def _nearest_e4m3(values: Tensor) -> Tensor:
+    return values.float().clamp(-E4M3.largest, E4M3.largest).to(torch.float8_e4m3fn)
+
+
+def _nearest_e2m1(values: Tensor) -> Tensor:
+    """Bytes of two codes each. Of two numbers that are as near, the smaller one; zero has no sign."""
+    magnitudes = values.float().abs()
+    codes = torch.bucketize(magnitudes, torch.tensor(_BETWEEN_E2M1)).to(torch.uint8)
+    return nibbles.pack(codes | ((values < 0) & (codes > 0)).to(torch.uint8) << 3)
+
+
+_BETWEEN_E2M1 = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""What is halfway between two numbers of E2M1 that follow one another."""

@@ -1,0 +1,149 @@
+"""A plan of Hugging Face's tensors as one of what `mlx_lm.convert` saves: its names, stacks, dtypes and codes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from precisionctl.architectures.param_map import Row
+from precisionctl.checkpoints.gguf.changes import (
+    GATE_THEN_UP,
+    GATE_UP_IN_TURNS,
+    LATENT_KEYS_VALUES,
+    PLUS_ONE,
+    SAME,
+    GgufChange,
+)
+from precisionctl.checkpoints.gguf.writer import stack_and_slice
+from precisionctl.checkpoints.mlx_names import in_mlx_names, mlx_shape
+from precisionctl.codes.mlx_groups import MXFP4, MlxGroups, mlx_groups
+from precisionctl.dtypes import DType
+from precisionctl.export.changed_parts import with_changes
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import TensorSpec, shared_spec
+from precisionctl.planning.plan import Job, Plan
+
+MlxScheme = Literal["bf16", "f16", "4bit", "8bit", "mxfp4", "mxfp8", "nvfp4"]
+"""What matrices are, as `--scheme` has it: values, or codes of one of MLX's modes, the integers in groups of 64. MXFP4
+codes of the source (gpt-oss) are kept in all but the first two, and with `mxfp4` nothing else becomes codes then."""
+
+_SETTINGS: Mapping[MlxScheme, tuple[str, int, int]] = {
+    "4bit": ("affine", 4, 64),
+    "8bit": ("affine", 8, 64),
+    "mxfp4": ("mxfp4", 4, 32),
+    "mxfp8": ("mxfp8", 8, 32),
+    "nvfp4": ("nvfp4", 4, 16),
+}
+"""Mode, bits and group."""
+
+_CHANGES: Mapping[tuple[str, ...], GgufChange] = {
+    ("",): SAME,
+    ("joined",): SAME,
+    ("joined", "joined"): GATE_THEN_UP,
+    ("alternating", "alternating"): GATE_UP_IN_TURNS,
+    ("turned", "joined"): LATENT_KEYS_VALUES,
+    ("plus_one",): PLUS_ONE,
+}
+"""What becomes of a published tensor, by how mlx-lm has its parts. llama.cpp has these changes too."""
+
+_LIKE_DEEPSEEK = "deepseek_v[23]2?|dots1|exaone_moe|glm4_moe|glm4_moe_lite|glm_moe_dsa|kimi_k2|solar_open"
+_VALUES = re.compile(rf"(?:{_LIKE_DEEPSEEK}) .+\.mlp\.gate|nemotron_h .+\.mixer\.gate|\w+ .+\.(?:[qkv]_)?conv(?:1d)?")
+_EIGHT_BITS = re.compile(
+    r"(?:qwen3_moe|qwen3_next|mellum) .+\.mlp\.gate|qwen3_next .+\.shared_expert_gate|gpt_oss .+\.router|"
+    r"granitemoe\w* .+\.router\.layer|granite(?:moe)? (?:.+\.self_attn\.o_proj|.+mlp\.down_proj|lm_head)|"
+    r"afmoe .+\.router\.gate|jamba .+\.router|laguna .+\.gate\.proj|lfm2_moe .+\.feed_forward\.gate|"
+    r"minimax_m2 .+\.block_sparse_moe\.gate"
+)
+"""Modules that mlx-lm does not quantize, and those that it quantizes to 8-bit integers in groups of 64 whatever is
+asked for, by `model_type` and name (models/*.py: what is no Linear, Embedding, SwitchLinear or MultiLinear;
+quant_predicate)."""
+
+_KEPT_DTYPE = re.compile(r".+\.(?:e_score_correction_bias|expert_bias)")
+"""Tensors whose dtype is not changed (models/*.py, cast_predicate)."""
+
+
+def names_as_codes(model: ModelShape) -> set[str]:
+    """The weights that are to have the names that they have as codes: gpt-oss's experts are `[in, out]` as values and
+    `[out, in]` as codes, and in MLX."""
+    if model.architecture != "gpt_oss":
+        return set()
+    matrices = ("gate_up_proj", "down_proj")
+    return {f"model.layers.{at}.mlp.experts.{name}_blocks[0]" for at in range(model.num_layers) for name in matrices}
+
+
+def in_mlx(plan: Plan, scheme: MlxScheme, dtype: DType, codes: Collection[str]) -> Plan:
+    """What `mlx_lm.convert` makes of a plan of values in Hugging Face's layout, with values in `dtype`. Copies of tied
+    tensors and layers of prediction are not written. `codes` are tensors of its source that are MXFP4."""
+    model, kept = plan.model, set() if scheme in ("bf16", "f16") else set(codes)
+    forms = _Forms(model.model_type, None if scheme == "mxfp4" and kept else _SETTINGS.get(scheme), dtype)
+    jobs, targets, changed = list[Job](), dict[str, TensorSpec](), dict[int, Row]()
+    for job in plan.jobs:
+        if job.row.of_prediction:
+            continue
+        changes, writes = list[GgufChange](), list[str]()
+        keeps = bool(job.reads) and kept.issuperset(job.reads) and job.row.is_row_permutation(model)
+        for name in job.writes[: len(job.row.hf)]:  # behind these are copies of tied tensors
+            tensors = in_mlx_names(name, model.model_type, dense=model.moe is None)
+            change = _CHANGES[tuple(tensor.how for tensor in tensors)]
+            shapes = change.gguf_shapes(plan.targets[name].shape, model)
+            for tensor, shape in zip(tensors, shapes, strict=True):
+                made = tensor.name if tensor.place is None else f"{tensor.name}[{tensor.place}]"
+                spec = shared_spec(mlx_shape(tensor.name, shape), plan.targets[name].dtype)
+                of_codes = replace(spec, dtype=DType.uint8, packing=MXFP4)
+                targets[made] = of_codes if keeps else forms.spec(tensor.name, spec)
+                writes.append(made)
+            changes.append(change)
+        if id(job.row) not in changed:  # as all jobs of a row share it
+            changed[id(job.row)] = with_changes(job.row, tuple(changes))
+        jobs.append(replace(job, row=changed[id(job.row)], writes=tuple(writes)))
+    quantization = _quantization(targets, MXFP4 if kept else forms.usual)
+    return replace(plan, jobs=tuple(jobs), targets=targets, quantization=quantization)
+
+
+@dataclass(frozen=True)
+class _Forms:
+    """How tensors of a model are stored: values in `dtype`, and modules that mlx-lm quantizes in the `setting`."""
+
+    model_type: str
+    setting: tuple[str, int, int] | None
+    dtype: DType
+
+    @property
+    def usual(self) -> MlxGroups | None:
+        return mlx_groups(*self.setting, self.dtype) if self.setting else None
+
+    def spec(self, name: str, spec: TensorSpec) -> TensorSpec:
+        """That of a tensor of MLX's name, of a stack one of its matrices, which has this `spec` as values."""
+        packing = self._packing(name.removesuffix(".weight"), spec.shape) if name.endswith(".weight") else None
+        if packing is not None:
+            return shared_spec(spec.shape, DType.uint8, packing=packing)
+        changes = spec.dtype.is_floating_point and not _KEPT_DTYPE.fullmatch(name)
+        return shared_spec(spec.shape, self.dtype) if changes else spec
+
+    def _packing(self, module: str, shape: tuple[int, ...]) -> MlxGroups | None:
+        named = f"{self.model_type} {module}"
+        if self.usual is None or len(shape) < 2 or shape[-1] % self.usual.group or _VALUES.fullmatch(named):
+            return None
+        if not _EIGHT_BITS.fullmatch(named):
+            return self.usual
+        of_eight = mlx_groups(*_SETTINGS["8bit"], self.dtype)
+        return None if shape[-1] % of_eight.group else of_eight
+
+
+def _quantization(targets: Mapping[str, TensorSpec], usual: MlxGroups | None) -> dict[str, Any]:
+    """`quantization` of config.json: what most modules have, and what others do, by their names."""
+    if usual is None:
+        return {}
+    packings = {stack_and_slice(name)[0]: spec.packing for name, spec in targets.items()}
+    others = {
+        name.removesuffix(".weight"): _said(packing)
+        for name, packing in packings.items()
+        if isinstance(packing, MlxGroups) and _said(packing) != _said(usual)
+    }
+    return _said(usual) | others
+
+
+def _said(packing: MlxGroups) -> dict[str, Any]:
+    return {"group_size": packing.group, "bits": packing.bits, "mode": packing.mode}
