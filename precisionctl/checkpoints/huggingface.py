@@ -30,7 +30,7 @@ from precisionctl.checkpoints.huggingface_files import (
 )
 from precisionctl.checkpoints.numbered_optimizer import NumberedOptimizer
 from precisionctl.checkpoints.trainer_run import TrainerRun, trainer_step
-from precisionctl.codes.elements import FP8
+from precisionctl.codes.elements import FP8, Cast
 from precisionctl.codes.encoding import Encoding
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, damage, shown
@@ -155,6 +155,10 @@ class HuggingFaceReader:
         """The content of hf_quant_config.json, if there is one."""
         path = self.path / QUANT_CONFIG
         return _load_json(path) if has_file(path, self.path) else None
+
+    def cast(self, name: str) -> Cast | None:
+        """How the codes are made that a weight is decoded from; None where it is none, or not known here."""
+        return self.decoded.cast(name) if self.decoded and name in self.decoded.specs else None
 
     @cached_property
     def live_fp8(self) -> Fp8States | None:

@@ -1,7 +1,10 @@
-"""config.json as mlx-lm reads it: with the words of published files, which transformers 5 has others for."""
+"""config.json as mlx-lm reads it: with words of published files that transformers 5 has others for, and its own."""
 
 from collections.abc import Mapping
 from typing import Any
+
+from precisionctl.dtypes import DType
+from precisionctl.model_shape import ModelShape
 
 _PARTIAL, _SCALING = "partial_rotary_factor", "rope_scaling"
 _ASKED_FOR: Mapping[str, Mapping[str, Any]] = {
@@ -13,12 +16,42 @@ _ASKED_FOR: Mapping[str, Mapping[str, Any]] = {
 """Keys that mlx-lm's ModelArgs have no defaults for, and what they are where nothing else is said, by `model_type`."""
 
 
-def as_mlx_reads(config: dict[str, Any], published: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json, with the keys that it lacks of the `published` one of the model."""
-    rope = config.get("rope_parameters")
-    rope = rope if isinstance(rope, Mapping) else {}
-    asked_for = _ASKED_FOR.get(str(config.get("model_type")), {})
-    found = {**asked_for, **{key: rope[key] for key in asked_for if key in rope}, **published, **config}
+def words_of_mlx(model: ModelShape, dtype: DType) -> dict[str, Any]:
+    """The keys of config.json that say something else to mlx-lm, or that transformers does not read."""
+    found: dict[str, Any] = {"dtype": dtype.value, "torch_dtype": dtype.value}
+    windows = [model.in_window(layer) for layer in range(model.num_layers)]
+    if model.model_type == "exaone4":
+        found["sliding_window_pattern"] = (
+            "".join("L" if window else "G" for window in windows) if any(windows) else None
+        )
+    if model.moe and model.model_type in DENSE_FIRST:
+        found["first_k_dense_replace"] = model.moe.layer_freq.index(True)
+    if model.model_type == "granitemoehybrid" and not model.moe:
+        found["intermediate_size"] = (
+            model.ffn_hidden_size
+        )  # transformers has the other one of experts that are not there
+    if model.model_type == "lfm2":  # whose other two keys for it would be made smaller again
+        found |= {"block_ff_dim": model.ffn_hidden_size, "block_auto_adjust_ff_dim": False}
+    return found
+
+
+DENSE_FIRST = (
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2"),
+    "solar_open",
+)
+"""Families whose config.json says of how many first layers experts are not."""
+
+
+def as_mlx_reads(config: Mapping[str, Any], published: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json, with the keys that it lacks of the `published` one of the model, and with `words_of_mlx`."""
+    model_type, rope = config.get("model_type"), config.get("rope_parameters")
+    asked_for = _ASKED_FOR.get(str(model_type), {})
+    turning = {_PARTIAL: rope[_PARTIAL]} if isinstance(rope, Mapping) and _PARTIAL in rope else {}
+    found = {**asked_for, **turning, **published, **config, **words}
+    if model_type == "granitemoehybrid":
+        found["layer_types"] = published["layer_types"]  # transformers 5 has the words of other families
+    if published.get(_SCALING) and "rope_parameters" not in published:
+        found.pop("rope_parameters", None)  # by kind of layer, as OLMo 3 has them: two words for one thing
     scaling = found.get(_SCALING)
     if isinstance(scaling, Mapping) and "rope_type" in scaling:
         found[_SCALING] = {"type": scaling["rope_type"], **scaling}  # the older word, which alone Phi-3 knows

@@ -14,7 +14,6 @@ from precisionctl.checkpoints.gguf.writer import stack_and_slice
 from precisionctl.checkpoints.huggingface_files import MAX_SHARD_SIZE, MLX_SAFETENSORS, WeightFiles
 from precisionctl.checkpoints.mlx_config import as_mlx_reads
 from precisionctl.codes.mlx_groups import MlxGroups
-from precisionctl.dtypes import DType
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.coded_weights import MLX_KEY
@@ -25,15 +24,15 @@ class MlxWriter:
     """A directory of mlx-lm being built in `directory`. `specs` are its tensors, an expert's as a slice `name[expert]`
     of the stack that is stored. A row of codes is one of bytes, of which scales and biases are tensors of their own.
 
-    `config` is what config.json says of the model where that of the `companions` lacks it, `dtype` that of values, and
-    `quantization` what is said of codes; empty if there are none. `extra_files` are written beside it.
+    `config` is what config.json says of the model where that of the `companions` lacks it, `words` what mlx-lm
+    has others for, and `quantization` what is said of codes; empty if there are none. `extra_files` are beside it.
     """
 
     directory: Path
     specs: Mapping[str, TensorSpec]
     companions: Companions
     config: Mapping[str, Any]
-    dtype: DType
+    words: Mapping[str, Any]
     quantization: Mapping[str, Any]
     extra_files: Mapping[str, bytes] = field(default_factory=dict)
     max_shard_size: int = MAX_SHARD_SIZE
@@ -58,8 +57,7 @@ class MlxWriter:
 
     def finish(self, fp8: Fp8States | None) -> None:
         files = {**self.companions.files, **self.extra_files}
-        config = as_mlx_reads(config_of_values(self.companions, self.config, self.specs), self.config)
-        config |= {key: self.dtype.value for key in ("dtype", "torch_dtype") if key in config}
+        config = as_mlx_reads(config_of_values(self.companions, self.config, self.specs), self.config, self.words)
         if self.quantization:
             config |= {MLX_KEY: self.quantization, "quantization_config": self.quantization}
         self._files.write_index(of_one=True)

@@ -7,6 +7,7 @@ memory, as they are in files: of four bits two in each, the first in its low hal
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -98,30 +99,51 @@ class Packing:
         return (rows, words) if self.block is None else (rows, words // self.block, self.block)
 
 
+class Cast(ABC):
+    """What becomes of values that are written and read again, row by row or `rows_together` at a time: a function of
+    them alone."""
+
+    rows_together = 1
+
+    @property
+    @abstractmethod
+    def in_words(self) -> str:
+        """What values are cast to."""
+
+    @property
+    @abstractmethod
+    def share_a_scale(self) -> int | None:
+        """How many values of a row have one scale; None where there are no scales."""
+
+    @abstractmethod
+    def rounded(self, values: Tensor) -> Tensor:
+        """What values `[rows, columns]` are read as, FP32 of the same shape."""
+
+
 @dataclass(frozen=True)
-class CodesInRows(Packing):
+class CodesInRows(Packing, Cast):
     """A packing with the scales: a row of values becomes a row of bytes, whatever the others are. So a plan need not
     say how such codes are made: writing them is a cast."""
 
     @property
+    def in_words(self) -> str:
+        return self.name
+
+    @property
+    @abstractmethod
     def largest(self) -> float:
         """The largest number that has a code."""
-        raise NotImplementedError
 
+    @abstractmethod
     def encode(self, values: Tensor) -> Tensor:
         """Bytes `[rows, row_bytes]` of finite values `[rows, columns]`, whose columns are whole groups."""
-        raise NotImplementedError
-
-    def rounded(self, values: Tensor) -> Tensor:
-        """What the codes of values `[rows, columns]` are read as, FP32 of the same shape."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class OfMxfp4(Packing):
+class OfMxfp4(Packing, ABC):
     """A packing of MXFP4 with its exponents, in which such codes are kept as they are."""
 
+    @abstractmethod
     def rows_of(self, codes: Tensor, exponents: Tensor) -> Tensor:
         """Rows `[rows, row_bytes]`, of bytes of two codes each, the first in the low half, `[rows, columns / 2]`, and
         exponents as bytes for 32 of them, `[rows, columns / 32]`."""
-        raise NotImplementedError

@@ -43,6 +43,10 @@ class GgmlBlocks(BlocksInRows, CodesInRows):
     most: int
 
     @property
+    def share_a_scale(self) -> int:
+        return self.format.values
+
+    @property
     def largest(self) -> float:
         return 65504.0 * self.most
 

@@ -52,6 +52,10 @@ class MlxGroups(CodesInRows):
     values: DType
 
     @property
+    def share_a_scale(self) -> int:
+        return self.group
+
+    @property
     def largest(self) -> float:
         """The largest number of which codes are made. Of larger ones MLX's own arithmetic overflows, and without a
         scale of the whole tensor NVFP4 has none."""

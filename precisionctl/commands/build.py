@@ -32,7 +32,6 @@ from precisionctl.commands.request import Request
 from precisionctl.commands.source import Source
 from precisionctl.commands.storage import DCP, DEEPSPEED, TORCHTITAN, Storage
 from precisionctl.conversion.command import MakeStates, PlannedCommand
-from precisionctl.dtypes import DType
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, MappingError, OutputError, RecipeError
 from precisionctl.export.model_card import NAME, Card
 from precisionctl.fp8.state import Fp8States
@@ -48,8 +47,8 @@ class Result:
     when all weights have been read. With `live` the state is stored where a run loads it from, else in the sidecar.
     `run` is what is carried over from the run that made the source. `encodings` is how the weights were encoded,
     to be kept beside values or to make codes with. `lacks` returns the keys that an engine needs and a config.json does
-    not have; they are added. `contents` are those of a GGUF file, if it is one. `mlx` is the dtype of values of a
-    directory of mlx-lm, if it is one. `notes` are for the user.
+    not have; they are added. `contents` are those of a GGUF file, if it is one. `mlx` are mlx-lm's words in the
+    config.json of its directory, if it is one. `notes` are for the user.
     """
 
     plan: Plan
@@ -61,7 +60,7 @@ class Result:
     card: Card | None = None
     lacks: Callable[[Mapping[str, Any]], Iterable[str]] = lambda config: ()
     contents: GgufContents | None = None
-    mlx: DType | None = None
+    mlx: Mapping[str, Any] | None = None
 
 
 def build(request: Request, source: Source, result: Result) -> PlannedCommand:

@@ -42,7 +42,7 @@ Status = Literal["exact", "rounded", "encoded", "lost", "differs", "shape", "onl
 @dataclass(frozen=True)
 class TensorComparison:
     """One tensor. `rounded`: one side is exactly the other rounded to BF16. `encoded`: one side is exactly the encoding
-    of the other, under the scale stored with it, or, in ggml's Q8_0 and Q4_0, as ggml encodes it. `lost`: it is that
+    of the other, under the scale stored with it, or as ggml (Q8_0 and Q4_0) or MLX encodes it. `lost`: it is that
     encoding, but its scales make no sense, so it does not represent the values (`verify/losses.py`).
 
     SQNR in dB (infinite without noise), the largest absolute error, and the number of values that differ (`differing`)
@@ -228,14 +228,15 @@ _WORST_FIRST: tuple[Status, ...] = ("differs", "encoded", "rounded", "exact")
 
 
 def _pieces(name: str, a: Tensors, b: Tensors) -> Iterator[tuple[StoredRows, StoredRows]]:
-    for row, rows in a.pieces(name):
+    together = max(side.rows_together(name) for side in (a, b))
+    for row, rows in a.pieces(name, together):
         yield a.read(name, row, rows), b.read(name, row, rows)
 
 
 def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float, float, int]]:
     """The losses of the side that is codes against the other side's values, and the error of B's values as `_error`
     returns it."""
-    coded = a if a.is_codes(name) or a.ggml_blocks(name) else b
+    coded = a if a.is_codes(name) or a.cast(name) else b
     spec = a.specs[name]
     losses, row, signal = Losses(spec.rows, spec.columns, coded.block(name), coded.is_packed(name)), 0, 0.0
     differing = 0

@@ -12,8 +12,9 @@ import numpy as np
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import Bytes, bytes_of, in_pieces, read_bytes, read_tensor, read_values
 from precisionctl.checkpoints.gguf.reader import GgufReader
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.codes.elements import Cast
 from precisionctl.codes.encoding import Encoding, joined
-from precisionctl.codes.ggml_blocks import GgmlBlocks
 from precisionctl.dtypes import DType
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
@@ -31,12 +32,13 @@ PIECE = 1 << 20
 @dataclass(frozen=True)
 class StoredRows:
     """Rows of a tensor as they are stored: bytes, `[n, width * itemsize]`, and their dtype. Where they are codes,
-    `encoding` is that of these rows; where they are values that were read of ggml's codes, `blocks` makes such."""
+    `encoding` is that of these rows; where they are values that were read of ggml's or MLX's codes, `cast` makes such
+    of values."""
 
     data: Bytes
     dtype: DType
     encoding: Encoding | None
-    blocks: GgmlBlocks | None = None
+    cast: Cast | None = None
 
     @staticmethod
     def of(values: Tensor) -> StoredRows:
@@ -45,8 +47,8 @@ class StoredRows:
 
     @property
     def is_codes(self) -> bool:
-        """Whether the rows are codes, or were read of ggml's."""
-        return self.encoding is not None or self.blocks is not None
+        """Whether the rows are codes, or were read of ggml's or MLX's."""
+        return self.encoding is not None or self.cast is not None
 
     @property
     def stored(self) -> Tensor:
@@ -64,10 +66,10 @@ class StoredRows:
         return plain and np.array_equal(self.data, other.data)
 
     def encodes(self, values: Tensor) -> bool:
-        """Whether these codes are the encoding of FP32 `values`: under the scales stored with them, or, in ggml's
-        blocks, under those that ggml takes."""
-        if self.blocks is not None:
-            return torch.equal(self.blocks.rounded(values).view(torch.int32), self.values.view(torch.int32))
+        """Whether these codes are the encoding of FP32 `values`: under the scales stored with them, or
+        under those that ggml or MLX takes."""
+        if self.cast is not None:
+            return torch.equal(self.cast.rounded(values).view(torch.int32), self.values.view(torch.int32))
         if self.encoding is None:
             return False
         return torch.equal(self.encoding.encode_rows(values, 0).view(torch.uint8), torch.from_numpy(self.data))
@@ -119,9 +121,10 @@ class HfTensors:
         return self.reader.specs[name].stored_dtype
 
     def block(self, name: str) -> tuple[int, int]:
-        """How many rows and columns of a tensor of codes, or of ggml's, share a scale."""
-        if blocks := self.ggml_blocks(name):
-            return 1, blocks.format.values
+        """How many rows and columns of a tensor of codes, or of ggml's or MLX's, share a scale."""
+        if cast := self.cast(name):
+            spec = self.specs[name]
+            return (1, cast.share_a_scale) if cast.share_a_scale else (spec.rows, spec.columns)
         reads = [segment.read for segment in self._segments[name] if segment.read is not None]
         high, wide = self.reader.encodings[reads[0]].block
         return high, wide
@@ -129,14 +132,20 @@ class HfTensors:
     def is_packed(self, name: str) -> bool:
         """Whether a tensor of codes is of other codes than FP8."""
         packed = any(segment.read and self.reader.specs[segment.read].packing for segment in self._segments[name])
-        return packed or self.ggml_blocks(name) is not None
+        return packed or self.cast(name) is not None
 
-    def ggml_blocks(self, name: str) -> GgmlBlocks | None:
-        """How ggml makes the codes of all rows of a tensor; None where they are no such codes."""
-        if not isinstance(self.reader, GgufReader) or name in self._computed:
+    def cast(self, name: str) -> Cast | None:
+        """How ggml or MLX makes the codes of all rows of a tensor; None where they are no such codes."""
+        if not isinstance(self.reader, GgufReader | HuggingFaceReader) or name in self._computed:
             return None
-        found = {self.reader.blocks(segment.read) if segment.read else None for segment in self._segments[name]}
+        found = {self.reader.cast(segment.read) if segment.read else None for segment in self._segments[name]}
         return found.pop() if len(found) == 1 else None
+
+    def rows_together(self, name: str) -> int:
+        """How many rows of a tensor must be read at once, or a multiple of that, to say whether it is the codes of
+        another."""
+        cast = self.cast(name)
+        return cast.rows_together if cast else 1
 
     def is_codes(self, name: str) -> bool:
         """Whether the rows of a tensor are read as codes, with their scales."""
@@ -147,8 +156,8 @@ class HfTensors:
         """The dtype that a tensor is stored in; `specs` has the dtype after decoding."""
         if name in self._computed:
             return self.stored_dtype(self._computed[name][0].reads[0])
-        if blocks := self.ggml_blocks(name):
-            return blocks.name
+        if cast := self.cast(name):
+            return cast.in_words
         reads = (segment.read for segment in self._segments[name] if segment.read is not None)
         return next((self.stored_dtype(read) for read in reads), "zeros")
 
@@ -161,10 +170,12 @@ class HfTensors:
         stored = [(segment.rows, segment.read) for segment in self._segments.get(name, ()) if segment.read is not None]
         return sum(rows * specs[read].width * specs[read].dtype.itemsize for rows, read in stored)
 
-    def pieces(self, name: str) -> Iterator[tuple[int, int]]:
-        """The first row of each piece of a tensor, and how many rows it has, to be read one after the other."""
+    def pieces(self, name: str, together: int = 1) -> Iterator[tuple[int, int]]:
+        """The first row of each piece of a tensor, and how many rows it has, to be read one after the other. A piece
+        has a multiple of the rows that are to be read `together`."""
         spec = self.specs[name]
-        return in_pieces(0, spec.rows, spec.columns, PIECE)
+        for first, count in in_pieces(0, spec.rows // together, spec.columns * together, PIECE):
+            yield first * together, count * together
 
     def read(self, name: str, row: int, rows: int) -> StoredRows:
         """Rows `[row, row + rows)` of a tensor."""
@@ -175,7 +186,7 @@ class HfTensors:
         encodings = [part.encoding for part in parts if part.encoding is not None]
         encoding = joined(encodings, self.specs[name].columns) if encodings else None
         data = parts[0].data if len(parts) == 1 else np.concatenate([part.data for part in parts])
-        return StoredRows(data, parts[0].dtype, encoding, self.ggml_blocks(name))
+        return StoredRows(data, parts[0].dtype, encoding, self.cast(name))
 
     def _compute(self, name: str) -> Tensor:
         """A tensor that is computed from stored ones. The last is kept, since callers read piece by piece."""

@@ -36,7 +36,10 @@ class OptimizerTensors:
     def nbytes(self, name: str) -> int:
         return self._stored.specs[name].nbytes if name in self.specs else 0
 
-    def pieces(self, name: str) -> Iterator[tuple[int, int]]:
+    def rows_together(self, name: str) -> int:
+        return 1
+
+    def pieces(self, name: str, together: int = 1) -> Iterator[tuple[int, int]]:
         spec = self.specs[name]
         return in_pieces(0, spec.rows, spec.columns, PIECE)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.codes import numerics
+from precisionctl.codes.elements import Cast
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.param import TensorSpec
@@ -52,6 +53,10 @@ class DecodedWeights(ABC):
     @abstractmethod
     def rows(self, name: str, row: int, rows: int) -> Tensor:
         """Rows `[row, row + rows)` of a weight, BF16. Raises DamagedCheckpoint for scales that make no numbers."""
+
+    def cast(self, name: str) -> Cast | None:
+        """How the codes of a weight are made of values; None where that is not known here."""
+        return None
 
     def _present(self, name: str) -> TensorSpec:
         """A stored tensor. Raises DamagedCheckpoint if it is not there."""

@@ -22,9 +22,18 @@ from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import in_pieces, read_rows, read_tensor
 from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
+from precisionctl.checkpoints.decoded.mlx_casts import OfHeads, PlusOne
 from precisionctl.checkpoints.decoded.mlx_parts import WeightPart, shape_of, weights_in_parts
-from precisionctl.codes.elements import E2M1, E4M3
-from precisionctl.codes.mlx_groups import MODES, affine_values, codes_in_words, float_values, scale_values
+from precisionctl.codes.elements import E2M1, E4M3, Cast
+from precisionctl.codes.mlx_groups import (
+    MODES,
+    MlxGroups,
+    affine_values,
+    codes_in_words,
+    float_values,
+    mlx_groups,
+    scale_values,
+)
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.quant_methods.base import FLOATS
@@ -103,6 +112,28 @@ class MlxCodes(DecodedWeights):
                 made.append(self._of_part(part, first - start, end - first))
             start = stop
         return torch.cat(made)
+
+    def cast(self, name: str) -> Cast | None:
+        if name not in self._made:
+            return self._groups(name)
+        parts = self._made[name]
+        if parts[0].how == "plus_one":
+            return PlusOne()
+        groups = {self._groups(part.name) for part in parts}
+        if parts[0].how == "turned":
+            keys, values = parts[:2]
+            columns, key_rows = keys.shape
+            return OfHeads(key_rows, columns, values.shape[0], self._groups(keys.name), self._groups(values.name))
+        return groups.pop() if len(groups) == 1 else None
+
+    def _groups(self, name: str) -> MlxGroups | None:
+        """How MLX makes the codes of a tensor; None where it is values, or codes under a scale of the whole."""
+        form = self._formats.get(name)
+        if form is None or _beside(name, "global_scale") in self.read:
+            return None
+        floats = {spec.dtype for spec in self._stored.specs.values()}
+        values = DType.float16 if DType.float16 in floats else DType.bfloat16
+        return mlx_groups(form.mode, form.bits, form.group, values)
 
     def _of_part(self, part: WeightPart, row: int, rows: int) -> Tensor:
         """Rows of a weight, as far as they are a part's, BF16 `[rows, columns]`."""

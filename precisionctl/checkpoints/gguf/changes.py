@@ -92,6 +92,9 @@ class AsItIs(_RowMove):
     def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         return parts[0]
 
+    def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+        return (shape,)
+
     def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
         return shapes[0]
 

@@ -88,7 +88,7 @@ class GgufReader:
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self._made[name].chunks()
 
-    def blocks(self, name: str) -> GgmlBlocks | None:
+    def cast(self, name: str) -> GgmlBlocks | None:
         """How ggml makes the codes that a tensor is read of; None where it is values, or not known here."""
         return self._made[name].blocks
 
