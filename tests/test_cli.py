@@ -44,7 +44,7 @@ def test_every_command_has_help_for_itself_and_each_option(name):
 
 def test_the_schemes_of_the_command_line_are_those_of_the_table():
     (scheme,) = (option for option in main.commands["export-inference"].params if option.name == "scheme")
-    assert [*scheme.type.choices] == [*dict.fromkeys((*get_args(Scheme), *get_args(GgufType)))]
+    assert [*scheme.type.choices] == [*dict.fromkeys((*get_args(Scheme), *get_args(GgufType), *get_args(MlxScheme)))]
     assert [*get_args(Scheme)] == [*SCHEMES]
     assert [*get_args(GgufType)] == [*FILE_TYPES]
 
@@ -325,6 +325,7 @@ RESUME = ("resume", "{}", "--precision", "fp8", "--data", "{}", "--out", "{}/out
         ([*RESUME, "--set", "train.global_batch_size=1"], "Did you mean train.batch_size?"),
         (["convert", "{}", "{}/out", "--to", "hf", "--dtype", "bf16"], "Give --precision."),
         (["convert", "{}", "{}/out", "--to", "gguf"], "Did you mean `export-inference --target llama.cpp`?"),
+        (["convert", "{}", "{}/out", "--to", "mlx"], "Did you mean `export-inference --target mlx`?"),
         (["export-inference", "{}", "{}/out", "--target", "trtllm"], "Did you mean tensorrt-llm?"),
         (["convert", "{}", "{}/out", "--to", "megatorn"], "'torchtitan', 'deepspeed'. Did you mean megatron?"),
         (["export-inference", "{}", "{}/out", "--target", "vllm", "--scheme", "w4a1"], "Did you mean w4a16?"),

@@ -44,14 +44,17 @@ DENSE_FIRST = (
 
 def as_mlx_reads(config: Mapping[str, Any], published: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json, with the keys that it lacks of the `published` one of the model, and with `words_of_mlx`."""
-    model_type, rope = config.get("model_type"), config.get("rope_parameters")
+    model_type, said = config.get("model_type"), config.get("rope_parameters")
+    rope = said if isinstance(said, Mapping) else {}
     asked_for = _ASKED_FOR.get(str(model_type), {})
-    turning = {_PARTIAL: rope[_PARTIAL]} if isinstance(rope, Mapping) and _PARTIAL in rope else {}
-    found = {**asked_for, **turning, **published, **config, **words}
+    turning = {_PARTIAL: rope[_PARTIAL]} if _PARTIAL in rope else {}
+    known = {key: value for key, value in published.items() if value is not None}
+    found = {**asked_for, **turning, **known, **config, **words}
     if model_type == "granitemoehybrid":
         found["layer_types"] = published["layer_types"]  # transformers 5 has the words of other families
-    if published.get(_SCALING) and "rope_parameters" not in published:
-        found.pop("rope_parameters", None)  # by kind of layer, as OLMo 3 has them: two words for one thing
+    by_kind_of_layer = any(isinstance(value, Mapping) for value in rope.values())
+    if by_kind_of_layer and published.get(_SCALING) and "rope_parameters" not in published:
+        del found["rope_parameters"]  # of OLMo 3: a second word for the same
     scaling = found.get(_SCALING)
     if isinstance(scaling, Mapping) and "rope_type" in scaling:
         found[_SCALING] = {"type": scaling["rope_type"], **scaling}  # the older word, which alone Phi-3 knows

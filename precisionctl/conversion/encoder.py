@@ -206,7 +206,7 @@ class Encoder:
             raise PrecisionError(f"`{name}` holds a NaN, for which {packing.name} has no code", do=BROKEN_WEIGHTS)
         largest = float(numerics.amax(values))
         if self._refuses_infinity and largest > packing.largest:
-            what = f"`{name}` holds {largest:.3g}, and {packing.name} has no number beyond {packing.largest:.3g}"
+            what = f"`{name}` holds {largest:.3g}, beyond {packing.largest:.3g}, the largest number in {packing.name}"
             raise PrecisionError(what, do=_IN_BF16)
         return packing.encode(values)
 

@@ -98,7 +98,7 @@ def in_mlx(plan: Plan, scheme: MlxScheme, dtype: DType, codes: Collection[str]) 
         if id(job.row) not in changed:  # as all jobs of a row share it
             changed[id(job.row)] = with_changes(job.row, tuple(changes))
         jobs.append(replace(job, row=changed[id(job.row)], writes=tuple(writes)))
-    quantization = _quantization(targets, MXFP4 if kept else forms.usual)
+    quantization = _quantization(targets, MXFP4 if kept else forms.usual, model.model_type)
     return replace(plan, jobs=tuple(jobs), targets=targets, quantization=quantization)
 
 
@@ -132,16 +132,18 @@ class _Forms:
         return None if shape[-1] % of_eight.group else of_eight
 
 
-def _quantization(targets: Mapping[str, TensorSpec], usual: MlxGroups | None) -> dict[str, Any]:
+def _quantization(targets: Mapping[str, TensorSpec], usual: MlxGroups | None, model_type: str) -> dict[str, Any]:
     """`quantization` of config.json: what most modules have, and what others do, by their names."""
     if usual is None:
         return {}
     packings = {stack_and_slice(name)[0]: spec.packing for name, spec in targets.items()}
-    others = {
-        name.removesuffix(".weight"): _said(packing)
-        for name, packing in packings.items()
-        if isinstance(packing, MlxGroups) and _said(packing) != _said(usual)
-    }
+    others = dict[str, Any]()
+    for name, packing in packings.items():
+        module = name.removesuffix(".weight")
+        if isinstance(packing, MlxGroups) and _EIGHT_BITS.fullmatch(f"{model_type} {module}"):
+            others[module] = {"group_size": packing.group, "bits": packing.bits}  # as their predicates say it
+        elif isinstance(packing, MlxGroups) and _said(packing) != _said(usual):
+            others[module] = _said(packing)
     return _said(usual) | others
 
 

@@ -1,4 +1,4 @@
-"""Writes `mlx_codes.safetensors`: weights as MLX stores them, and as `<case>.decoded` what `mx.dequantize` gives.
+"""Writes `mlx_codes.safetensors`: `values` as MLX stores them, and as `<case>.decoded` what `mx.dequantize` gives.
 
     python mlx_codes.py     where `mlx[cpu]` is installed
 
@@ -12,13 +12,14 @@ import mlx.core as mx
 
 AFFINE = [(bits, group, mx.bfloat16) for bits in (1, 2, 3, 4, 5, 6, 8) for group in (32, 128)]
 AFFINE += [(bits, 64, dtype) for bits in (3, 4, 8) for dtype in (mx.float16, mx.float32)]
+AFFINE += [(bits, 64, mx.bfloat16) for bits in (4, 8)]
 
 
 def main() -> None:
     mx.random.seed(0)
     weight = mx.random.normal((12, 128)) * 2.0 ** mx.random.randint(-12, 4, (12, 1))
     weight[2], weight[3] = 0, -0.3
-    stored = {}
+    stored = {"values": weight}
     for bits, group, dtype in AFFINE:
         case = f"affine-{bits}-{group}-{str(dtype).rpartition('.')[2]}"
         made = dict(zip(("weight", "scales", "biases"), mx.quantize(weight.astype(dtype), group, bits), strict=True))

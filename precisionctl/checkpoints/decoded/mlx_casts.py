@@ -49,7 +49,7 @@ def _rounded(values: Tensor, groups: MlxGroups | None) -> Tensor:
     return groups.rounded(values.reshape(-1, values.shape[-1])).view(values.shape)
 
 
-class PlusOne(Cast):
+class NormPlusOne(Cast):
     """A norm's weight, of which mlx-lm keeps the sum with one in BF16."""
 
     @property

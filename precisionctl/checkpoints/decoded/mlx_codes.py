@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import in_pieces, read_rows, read_tensor
 from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
-from precisionctl.checkpoints.decoded.mlx_casts import OfHeads, PlusOne
+from precisionctl.checkpoints.decoded.mlx_casts import NormPlusOne, OfHeads
 from precisionctl.checkpoints.decoded.mlx_parts import WeightPart, shape_of, weights_in_parts
 from precisionctl.codes.elements import E2M1, E4M3, Cast
 from precisionctl.codes.mlx_groups import (
@@ -118,7 +118,7 @@ class MlxCodes(DecodedWeights):
             return self._groups(name)
         parts = self._made[name]
         if parts[0].how == "plus_one":
-            return PlusOne()
+            return NormPlusOne()
         groups = {self._groups(part.name) for part in parts}
         if parts[0].how == "turned":
             keys, values = parts[:2]

@@ -1,0 +1,219 @@
+"""`export-inference --target mlx`: MLX's names and codes, as mlx-lm saves them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import conversions
+import mlx_directories
+import mxfp4_directories
+import pico
+import pytest
+import soaking
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_mlx_codes import GOLDEN
+
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.codes.mlx_groups import mlx_groups
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import MLX, Request
+from precisionctl.dtypes import DType
+from precisionctl.errors import PrecisionctlError, PrecisionError, RecipeError, UnknownArchitecture
+from precisionctl.verify.compare import compare
+
+WIDE = {"hidden_size": 128, "intermediate_size": 128}
+
+
+def export(source: Path, out: Path, scheme: str | None = None, workers: int = 1, **options: Any) -> dict[str, Any]:
+    """The tensors of the result, by MLX's names."""
+    conversions.carry_out(Request.export(source, out, MLX, scheme, **options), workers=workers)
+    return {name: each for file in sorted(out.glob("*.safetensors")) for name, each in load_file(file).items()}
+
+
+def config_of(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return found
+
+
+QUANTIZED = sorted(
+    name.removesuffix(".decoded")
+    for name in load_file(GOLDEN)
+    if name.endswith(".decoded") and name.startswith(("affine-4-", "affine-8-", "mxfp", "nvfp4"))
+)
+
+
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_codes_scales_and_biases_are_the_bytes_of_mlx(case: str) -> None:
+    stored = load_file(GOLDEN)
+    mode, *sizes = case.split("-")
+    bits, group, dtype = sizes or ("8" if mode == "mxfp8" else "4", "16" if mode == "nvfp4" else "32", "bfloat16")
+    groups = mlx_groups(mode, int(bits), int(group), DType(dtype))
+    values = stored["values"].to(DType(dtype).torch)
+    kinds = ("weight", "scales", "biases") if mode == "affine" else ("weight", "scales")
+    expected = [stored[f"{case}.{kind}"].reshape(len(values), -1).view(torch.uint8) for kind in kinds]
+    assert torch.equal(groups.encode(values), torch.cat(expected, 1))
+    assert torch.equal(groups.rounded(values), stored[f"{case}.decoded"].bfloat16().float())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("below", [True, False])
+def test_numbers_that_are_steps_from_the_end_farther_from_zero_have_the_codes_that_they_are_steps(
+    bits: int, below: bool
+) -> None:
+    """In integers: with the end at -m steps, and 2^bits - 1 steps in all, each code is the number of steps from it."""
+    most, generator = (1 << bits) - 1, torch.Generator().manual_seed(0)
+    codes = torch.randint(0, most + 1, (6, 64), generator=generator)
+    codes[:, 0], codes[:, 1] = 0, most
+    end = -(most // 2 + 1 + torch.arange(6))[:, None]
+    step = 2.0 ** -torch.arange(6)[:, None] * (1 if below else -1)
+    made = mlx_groups("affine", bits, 64, DType.bfloat16).encode((end + codes) * step)
+    words, scales, biases = torch.split(made, [64 * bits // 8, 2, 2], 1)
+    found = words.long() if bits == 8 else torch.stack([words & 15, words >> 4], 2).view(6, 64).long()
+    assert torch.equal(found, codes)
+    assert torch.equal(scales.contiguous().view(torch.bfloat16).float(), step.float())
+    assert torch.equal(biases.contiguous().view(torch.bfloat16).float(), (end * step).bfloat16().float())
+
+
+FAMILIES = ("qwen3-moe", "mamba2", "nemotron-h", "deepseek-v3", "gpt-oss", "granite-moe", "qwen3-next", "exaone-moe")
+RENAMED = ("llama-tied", "granite-hybrid-dense", "granite-hybrid", "laguna", "lfm2-moe", "mixtral", "jamba")
+
+
+@pytest.mark.parametrize("family", soaking.few([*FAMILIES, *RENAMED], "granite-moe", "gpt-oss"))
+def test_values_have_the_names_and_shapes_of_mlx_lm_and_come_back(tmp_path: Path, family: str) -> None:
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
+    expected, config = load_file(tmp_path / "hf" / "model.safetensors"), config_of(tmp_path / "hf")
+    prediction = [name for name in expected if name.startswith("mtp.")]
+    expected = {name: each for name, each in expected.items() if name not in prediction}
+    if family == "granite-hybrid":  # of a model with experts mlx-lm leaves the others' MLPs as they are
+        shared = {name: expected.pop(name) for name in list(expected) if ".shared_mlp." in name}
+    mlx_directories.rename(expected, config)
+    expected |= shared if family == "granite-hybrid" else {}
+    found = export(tmp_path / "hf", tmp_path / "mlx")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor.bfloat16()), name
+    with safe_open(tmp_path / "mlx" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "mlx"}
+    assert config_of(tmp_path / "mlx").keys().isdisjoint({"quantization", "quantization_config"})
+    assert all(each.equal for each in compare(*map(open_checkpoint, (tmp_path / "hf", tmp_path / "mlx"))).tensors)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "setting"), [("4bit", (64, 4, "affine")), *soaking.in_soak(("nvfp4", (16, 4, "nvfp4")))]
+)
+def test_a_directory_of_codes_says_what_they_are_and_verify_knows_them(
+    tmp_path: Path, scheme: str, setting: tuple[int, int, str]
+) -> None:
+    """The router is of eight bits, and of the latent's keys and values each head has its own codes."""
+    for family, sizes in (("qwen3-moe", {"moe_intermediate_size": 64}), ("deepseek-v3", {"kv_lora_rank": 64})):
+        pico.save(tmp_path / family, family, dtype=torch.bfloat16, **WIDE, **sizes)
+        found = export(tmp_path / family, tmp_path / f"{family}-mlx", scheme)
+        config = config_of(tmp_path / f"{family}-mlx")
+        routers = [name.removesuffix(".scales") for name in found if name.endswith("mlp.gate.scales")]
+        assert bool(routers) == (family == "qwen3-moe")
+        said = dict(zip(("group_size", "bits", "mode"), setting, strict=True))
+        assert config["quantization"] == said | dict.fromkeys(routers, {"group_size": 64, "bits": 8})
+        assert config["quantization_config"] == config["quantization"]
+        index = json.loads((tmp_path / f"{family}-mlx" / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == found.keys()
+        statuses = compare(*map(open_checkpoint, (tmp_path / family, tmp_path / f"{family}-mlx"))).tensors
+        coded = {each.name for each in statuses if each.status == "encoded"}
+        assert all(each.equal for each in statuses) and {name for name in coded if "kv_b_proj" in name} == {
+            name for name in (each.name for each in statuses) if "kv_b_proj" in name
+        }
+        assert "lm_head.weight" in coded and "model.embed_tokens.weight" in coded
+
+
+def test_gpt_oss_keeps_the_codes_that_it_is_published_in(tmp_path: Path) -> None:
+    stored = mxfp4_directories.make(tmp_path / "hf")
+    found = export(tmp_path / "hf", tmp_path / "mlx", "8bit")
+    blocks = stored["model.layers.0.mlp.experts.gate_up_proj_blocks"].flatten(2)
+    scales = stored["model.layers.0.mlp.experts.gate_up_proj_scales"]
+    for first, name in enumerate(("gate_proj", "up_proj")):
+        module = f"model.layers.0.mlp.experts.{name}"
+        assert torch.equal(found[f"{module}.weight"].view(torch.uint8), blocks[:, first::2])
+        assert torch.equal(found[f"{module}.scales"], scales[:, first::2])
+    said = config_of(tmp_path / "mlx")["quantization"]
+    assert {key: said[key] for key in ("group_size", "bits", "mode")} == {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    assert said["lm_head"] == {"group_size": 64, "bits": 8, "mode": "affine"}
+    notes = plan_command(Request.export(tmp_path / "hf", tmp_path / "values", MLX)).notes
+    assert any("--scheme mxfp4 keeps them" in note for note in notes)
+
+
+@pytest.mark.soak
+def test_bytes_do_not_depend_on_workers_or_on_the_container(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "qwen3-moe", dtype=torch.bfloat16, **WIDE)
+    conversions.run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    names = ("a", "b", "c")
+    for name, source, workers in zip(names, ("hf", "hf", "megatron"), (1, 3, 2), strict=True):
+        export(tmp_path / source, tmp_path / name / "out", "4bit", workers, max_shard_size=100_000)
+    made = [conversions.tree(tmp_path / name / "out") for name in names]
+    assert len([file for file in made[0] if file.endswith(".safetensors")]) > 1
+    first, *others = ({file: tree[file] for file in tree if file.startswith(("model", "config"))} for tree in made)
+    assert all(first == other for other in others)
+
+
+def test_a_config_has_the_words_that_mlx_lm_reads(tmp_path: Path) -> None:
+    """transformers 5 keeps the base of rotary embeddings elsewhere, without which mlx-lm takes 10000."""
+    pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16)
+    assert "rope_theta" not in config_of(tmp_path / "hf")
+    export(tmp_path / "hf", tmp_path / "mlx")
+    config = config_of(tmp_path / "mlx")
+    assert (config["rope_theta"], config["rope_scaling"]["type"]) == (500000.0, "llama3")
+    assert config["tie_word_embeddings"] is False and config["torch_dtype"] == "bfloat16"
+
+
+UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
+NARROW = {"hidden_size": 32, "intermediate_size": 48}
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[PrecisionctlError], str]] = {
+    "a family that is not known": ("falcon-h1", {}, {}, UnknownArchitecture, "stores of a 'falcon_h1' is not known"),
+    "a head where mlx-lm has none": (
+        "gemma",
+        {"tie_word_embeddings": False},
+        {},
+        UnknownArchitecture,
+        "a head of its own",
+    ),
+    "no head where it has one": (
+        "phi",
+        {"tie_word_embeddings": True},
+        {},
+        UnknownArchitecture,
+        "embedding as the head",
+    ),
+    "dense layers": ("qwen2-moe", {}, {}, UnknownArchitecture, "with layers without experts"),
+    "gates of channels": ("laguna-per-element", {}, {}, UnknownArchitecture, "gates of single channels"),
+    "another target's scheme": ("llama-3", {}, {"scheme": "w4a16"}, RecipeError, "mlx does not read w4a16"),
+    "several GPUs": ("llama-3", {}, {"ranks": 2}, RecipeError, "--tp.* do not apply to mlx"),
+    "modules that are chosen": ("llama-3", {}, {"include": ("*",)}, RecipeError, "--include and --exclude"),
+    "no whole groups": (
+        "llama-3",
+        {"hidden_size": 32, "intermediate_size": 48},
+        {"scheme": "4bit"},
+        PrecisionError,
+        "4bit",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", soaking.few(REFUSED, "dense layers", "another target's scheme", "no whole groups"))
+def test_what_mlx_lm_does_not_load_is_refused_before_anything_is_written(tmp_path: Path, case: str) -> None:
+    family, changes, options, error, message = REFUSED[case]
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, **changes)
+    with pytest.raises(error, match=message):
+        export(tmp_path / "hf", tmp_path / "out", **options)
+    assert {path.name for path in tmp_path.iterdir()} == {"hf"}
+
+
+@pytest.mark.parametrize(("number", "message"), [(torch.nan, "holds a NaN"), (1e38, "beyond 8.47e\\+37, the largest")])
+def test_numbers_of_which_mlx_makes_no_codes_are_refused(tmp_path: Path, number: float, message: str) -> None:
+    pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16)
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = number
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(PrecisionError, match=message):
+        export(tmp_path / "hf", tmp_path / "out", "4bit")
+    assert not (tmp_path / "out").exists()
