@@ -30,6 +30,7 @@ from precisionctl.cli import main
 from precisionctl.cli.options import EngineName, Size
 from precisionctl.conversion import estimate, worker
 from precisionctl.export.gguf_plan import FILE_TYPES, GgufType
+from precisionctl.export.mlx_plan import MlxScheme
 from precisionctl.quant_methods.base import SCHEMES, Scheme
 
 

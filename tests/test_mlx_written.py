@@ -13,7 +13,6 @@ import soaking
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_mlx_codes import GOLDEN
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.mlx_groups import mlx_groups
@@ -23,6 +22,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionctlError, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.verify.compare import compare
 
+GOLDEN = Path(__file__).parent / "golden" / "mlx_codes.safetensors"
 WIDE = {"hidden_size": 128, "intermediate_size": 128}
 
 

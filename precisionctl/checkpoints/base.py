@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from precisionctl.checkpoints.chunks import Chunk, Chunked
-from precisionctl.codes.elements import Packing
+from precisionctl.codes.elements import Cast, Packing
 from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import CheckpointError
 from precisionctl.fp8.grouped import ColumnOrder
@@ -95,6 +95,15 @@ class Reader(Protocol):
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         """Where a tensor's elements are; none if this process has no part of it."""
+        ...
+
+
+@runtime_checkable
+class OfCasts(Protocol):
+    """A Reader of which some tensors are values that are decoded as they are read (GGUF, MLX)."""
+
+    def cast(self, name: str) -> Cast | None:
+        """How the codes are made that a tensor is decoded from; None where it is values, or that is not known here."""
         ...
 
 

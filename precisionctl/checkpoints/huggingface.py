@@ -157,7 +157,6 @@ class HuggingFaceReader:
         return _load_json(path) if has_file(path, self.path) else None
 
     def cast(self, name: str) -> Cast | None:
-        """How the codes are made that a weight is decoded from; None where it is none, or not known here."""
         return self.decoded.cast(name) if self.decoded and name in self.decoded.specs else None
 
     @cached_property

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.base import OfCasts, Reader
 from precisionctl.checkpoints.chunks import Bytes, bytes_of, in_pieces, read_bytes, read_tensor, read_values
-from precisionctl.checkpoints.gguf.reader import GgufReader
-from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.codes.elements import Cast
 from precisionctl.codes.encoding import Encoding, joined
 from precisionctl.dtypes import DType
@@ -136,7 +134,7 @@ class HfTensors:
 
     def cast(self, name: str) -> Cast | None:
         """How ggml or MLX makes the codes of all rows of a tensor; None where they are no such codes."""
-        if not isinstance(self.reader, GgufReader | HuggingFaceReader) or name in self._computed:
+        if not isinstance(self.reader, OfCasts) or name in self._computed:
             return None
         found = {self.reader.cast(segment.read) if segment.read else None for segment in self._segments[name]}
         return found.pop() if len(found) == 1 else None

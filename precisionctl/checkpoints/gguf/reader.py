@@ -89,7 +89,6 @@ class GgufReader:
         return self._made[name].chunks()
 
     def cast(self, name: str) -> GgmlBlocks | None:
-        """How ggml makes the codes that a tensor is read of; None where it is values, or not known here."""
         return self._made[name].blocks
 
     def _with_tokens(self, own: Companions) -> Companions:
