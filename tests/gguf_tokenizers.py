@@ -11,7 +11,13 @@ from transformers import PreTrainedTokenizerFast
 TEXT = (
     "Hello  world, I've 12345 things; naïve café 🚀 we'LL see\n\n  def f(x):\n\treturn x+1  <tool> end<|endoftext|>ok"
 )
-_CORPUS = [TEXT, *(f"the {word} of the {word}s, there and then: {number}" for number, word in enumerate(TEXT.split()))]
+MARKED = "नमस्ते दुनिया"
+"""A text with combining marks."""
+_CORPUS = [
+    TEXT,
+    *[MARKED] * 30,
+    *(f"the {word} of the {word}s, there and then: {number}" for number, word in enumerate(TEXT.split())),
+]
 SIZE = 340
 """Tokens of the models; the tokenizers have a few less."""
 

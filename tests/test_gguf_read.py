@@ -494,7 +494,7 @@ def scaled(kind: str, factor: float = 4.0, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "said", "match"),
     [
-        ("smollm3", scaled("yarn", beta_fast=16.0), "yarn with beta_fast 16.0"),
+        ("smollm3", scaled("yarn", attn_factor=1.5), "yarn with attention_factor 1.5"),
         ("glm4-moe-lite", scaled("linear"), "scaled as linear"),
         ("deepseek-v3.2", scaled("yarn", log_multiplier=0.08), "yarn with mscale_all_dim 0.8"),
         ("glm4-moe-lite", scaled("yarn"), "no `deepseek2.rope.scaling.yarn_log_multiplier`"),

@@ -43,6 +43,8 @@ def metadata(tokenizer: Any, folder: Path, **changes: Any) -> dict[str, Any]:
         ((known.TEKKEN,), True, "tekken"),
         ((known.GPT4O,), False, "gpt-4o"),
         ((known.GPT4O,), True, "gpt-4o"),
+        ((known.KIMI_K2,), False, "kimi-k2"),
+        ((known.KIMI_K2,), True, "kimi-k2"),
         (known.DEEPSEEK3, False, "deepseek-v3"),
     ],
 )
@@ -50,7 +52,9 @@ def test_a_byte_level_bpe_is_named_by_how_it_splits_text(
     tmp_path: Path, expressions: tuple[str, ...], ignore_merges: bool, name: str
 ) -> None:
     tokenizer = gguf_tokenizers.byte_level(*expressions, ignore_merges=ignore_merges)
-    assert metadata(tokenizer, tmp_path)["pre"] == name
+    found, notes = written(tokenizer, tmp_path)
+    assert found["pre"] == name
+    assert ["combining marks" in note for note in notes] == [True] * (r"\p{Lm}" in expressions[0])
 
 
 def test_byte_levels_own_splitting_and_digits_one_by_one_are_known(tmp_path: Path) -> None:

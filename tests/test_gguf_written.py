@@ -124,7 +124,7 @@ def test_the_text_model_of_a_wrapper_is_written_and_its_towers_are_named(
 
 
 def test_every_family_that_is_written_is_tested() -> None:
-    assert {pico.shape(family).architecture for family in gguf_files.WRITTEN} | {"llama"} == {*FAMILIES}
+    assert {pico.shape(family).architecture for family in gguf_files.WRITTEN} | {"llama", "kimi_k2"} == {*FAMILIES}
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers_or_on_the_container(tmp_path: Path) -> None:
@@ -285,7 +285,6 @@ LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
             {"final_logit_softcapping": None, "query_pre_attn_scalar": 32},
             "final_logit_softcapping None, but with 30",
         ),
-        ("llama-3", {"rope_parameters": YARN | {"beta_fast": 16.0}}, "yarn with beta_fast 16"),
         ("llama-3", {"rope_parameters": YARN | {"truncate": False}}, "yarn with truncate False"),
         ("llama-3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 1]}, "rope_layers"),
@@ -362,6 +361,20 @@ def test_what_stretches_a_ministral_is_what_llama_cpp_reads_of_it() -> None:
     written = gguf_files.metadata(from_hf_config(pico.config("ministral3", rope_parameters=scaling)))
     assert written["mistral3.rope.scaling.yarn_beta_fast"] == 4.0
     assert written["mistral3.rope.scaling.yarn_log_multiplier"] == written["mistral3.attention.temperature_scale"] == 0
+
+
+def test_betas_of_yarn_that_llama_cpp_reads_from_no_file_are_options_of_its_program(tmp_path: Path) -> None:
+    """As Kimi K2 has them; Ministral 3's are read."""
+    published = source(tmp_path / "hf", "deepseek-v3", rope_parameters=ONES | {"beta_fast": 1.0})
+    command = plan_command(Request.export(published, tmp_path / "out", LLAMA_CPP))
+    assert command.notes[-1].endswith("out-BF16.gguf --yarn-beta-fast 1.0 --yarn-beta-slow 1.0")
+    assert any("reads no betas of YaRN" in note for note in command.notes)
+    execute(command)
+    assert (open_checkpoint(tmp_path / "out").model.rope_scaling or {})["beta_fast"] == 1.0
+    read = source(
+        tmp_path / "ministral", "ministral3", rope_parameters=YARN | {"beta_fast": 4.0, "mscale_all_dim": 0.0}
+    )
+    assert not any("--yarn" in note for note in plan_command(Request.export(read, tmp_path / "no", LLAMA_CPP)).notes)
 
 
 def test_groups_of_which_all_are_chosen_from_are_one() -> None:

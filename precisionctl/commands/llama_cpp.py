@@ -15,6 +15,7 @@ from precisionctl.checkpoints.config_json import config_dtype, made_config
 from precisionctl.checkpoints.gguf.families import of_llama_cpp
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
+from precisionctl.checkpoints.gguf.rope_keys import BETAS
 from precisionctl.checkpoints.gguf.rotary_tensors import rotary_tensors
 from precisionctl.checkpoints.gguf.writer import GgufContents, stack_and_slice
 from precisionctl.codes.ggml_blocks import MXFP4
@@ -65,14 +66,15 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
         **tokenizer,
     }
     name = f"{destination.name}-{type_.upper()}.gguf"
+    options = _options(model, family)
     notes = [
         *source_notes(source),
         *_tower_notes(source.plan),
-        *_notes_of_the_model(model, family),
+        *_notes_of_the_model(model, family, options),
         *(_NOTE_OF_CODES if codes and type_ != "mxfp4" else ()),
         *tokenizer_notes,
         *(_quantize_notes(destination, name) if type_ in ("bf16", "f16") else ()),
-        f"Run it with: {_run(shlex.quote(str(destination)), name)}",
+        f"Run it with: {_run(shlex.quote(str(destination)), name, options)}",
     ]
     licences = {file: data for file, data in files.items() if LICENCE.has(file)}
     quantized, kept = _of_main_type(plan)
@@ -80,7 +82,7 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
         name=destination.name,
         title=LLAMA_CPP,
         tag="gguf",
-        command=_run(path_in_command(destination.name), name),
+        command=_run(path_in_command(destination.name), name, options),
         facts={"weights": type_.upper(), "file": name},
         quantized=quantized,
         kept=kept,
@@ -94,9 +96,18 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
 _NOTE_OF_CODES = ("The MXFP4 codes of this model are decoded; --scheme mxfp4 keeps them as they are.",)
 
 
-def _run(directory: str, name: str) -> str:
+def _run(directory: str, name: str, options: str) -> str:
     """The command that runs a file in a directory, whose name is written as a shell has it."""
-    return f"llama-cli -m {directory}/{shlex.quote(name)}"
+    return f"llama-cli -m {directory}/{shlex.quote(name)}{options}"
+
+
+def _options(model: ModelShape, family: GgufFamily) -> str:
+    """Options with which llama.cpp's programs compute what the file says, but llama.cpp does not read."""
+    scaling = model.rope_scaling or {}
+    said = {name: scaling.get(name, usual) for name, usual in BETAS.items()}
+    if scaling.get("rope_type") != "yarn" or family.reads_betas or said == BETAS:
+        return ""
+    return "".join(f" --yarn-{name.replace('_', '-')} {value}" for name, value in said.items())
 
 
 def _config(reader: Reader, model: ModelShape) -> Mapping[str, Any]:
@@ -175,7 +186,7 @@ def _tower_notes(plan: Plan) -> Iterator[str]:
         )
 
 
-def _notes_of_the_model(model: ModelShape, family: GgufFamily) -> Iterator[str]:
+def _notes_of_the_model(model: ModelShape, family: GgufFamily, options: str) -> Iterator[str]:
     """What llama.cpp is known to compute otherwise of models that people serve with it all the same."""
     if model.sliding_window and "sliding_window" in family.ignored:
         yield (
@@ -186,6 +197,11 @@ def _notes_of_the_model(model: ModelShape, family: GgufFamily) -> Iterator[str]:
         yield (
             f"The file has no layers of multi-token prediction, which are not written of `{model.architecture}`: "
             "logits do not come from them."
+        )
+    if options:
+        yield (
+            f"llama.cpp reads no betas of YaRN from a file of `{model.architecture}`: it computes as transformers with"
+            f"{options}, and without, as in Ollama, with 32 and 1."
         )
     if (model.rope_scaling or {}).get("truncate") is False:
         yield (

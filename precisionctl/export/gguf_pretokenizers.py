@@ -30,6 +30,8 @@ QWEN35 = (
 )
 TEKKEN = _CASED.replace("{end}", "").replace("{digits}", r"\p{N}")
 GPT4O = _CASED.replace("{end}", _CONTRACTIONS + "?").replace("{digits}", r"\p{N}{1,3}")
+_NOT_HAN = _CASED.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace("/", "")
+KIMI_K2 = r"[\p{Han}]+|" + _NOT_HAN.replace("{end}", _CONTRACTIONS + "?").replace("{digits}", r"\p{N}{1,3}")
 DEEPSEEK3 = (
     r"\p{N}{1,3}",
     "[一-龥\u3040-ゟ゠-ヿ]+",
@@ -48,11 +50,19 @@ _BY_NAME: Mapping[tuple[tuple[str, ...], bool], str] = {
     ((QWEN35,), False): "qwen35",
     ((TEKKEN,), True): "tekken",
     ((GPT4O,), False): "gpt-4o",
+    ((KIMI_K2,), False): "kimi-k2",
     (DEEPSEEK3, False): "deepseek-v3",
     ((DIGITS, GPT2), False): "smollm",
     ((SEED,), False): "seed-coder",
 }
 """By the expressions, one after the other, and by whether a word that is a token is not merged (`ignore_merges`)."""
+
+_OF_TIKTOKEN = ((GPT4O,), (KIMI_K2,))
+"""Of which both are found: as their merges make every token, they are the same."""
+
+MARKS_APART = ("tekken", "gpt-4o", "kimi-k2")
+"""Those of which llama.cpp takes combining marks for no letters. It knows no capitals but A to Z either (its issue
+21675), which changes nothing where no token is of a small letter and a capital, as in Tekken and o200k."""
 
 NAMES = frozenset(_BY_NAME.values())
 
@@ -65,8 +75,7 @@ def pretokenizer(tokenizer: Mapping[str, Any]) -> str:
     pre, model = tokenizer.get("pre_tokenizer"), tokenizer["model"]
     steps = tuple(_expressions(pre)) if isinstance(pre, Mapping) else ()
     ignores = model.get("ignore_merges") is True
-    # of o200k, both are found: as its merges make every token, they are the same
-    name = _BY_NAME.get((steps, ignores and steps != (GPT4O,)))
+    name = _BY_NAME.get((steps, ignores and steps not in _OF_TIKTOKEN))
     if name is None:
         raise PrecisionError(
             f"no pre-tokenizer of llama.cpp is known to split text as this tokenizer.json does: {shown(pre)}"

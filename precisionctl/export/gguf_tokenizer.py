@@ -16,7 +16,7 @@ import numpy as np
 
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, shown
-from precisionctl.export.gguf_pretokenizers import ADD_BOS, pretokenizer
+from precisionctl.export.gguf_pretokenizers import ADD_BOS, MARKS_APART, pretokenizer
 from precisionctl.export.gguf_special_tokens import special_tokens, token_text
 from precisionctl.export.gguf_text import space_before_text, text_notes
 from precisionctl.untrusted.safe_json import parse_json
@@ -33,6 +33,11 @@ _CONTROL_NAMES = re.compile(r"<\|.*\|>|<｜.*｜>|<unused.*>|<pad>|<mask>|<2mass
 _ADDED = -1000.0
 """The score of added tokens, which are found before anything is merged."""
 
+
+_NOTE_OF_MARKS = (
+    "llama.cpp splits words at combining marks, which this tokenizer takes for letters: of Hindi, Thai, or Arabic with "
+    "vowel signs it makes other tokens."
+)
 
 _SHOWN_BY_GEMMA4 = (
     *("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>"),
@@ -87,6 +92,7 @@ def tokenizer_metadata(
     else:
         pre = pretokenizer(tokenizer)
         adds_bos = pre in ADD_BOS
+        notes += [_NOTE_OF_MARKS] if pre in MARKS_APART else []
         found = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": tokens}
         found["tokenizer.ggml.token_type"] = np.array(types, np.int32)
     if found["tokenizer.ggml.model"] != "llama":

@@ -12,7 +12,7 @@ import llama_cpp
 import numpy as np
 from conversion.base import ModelBase, gguf
 from gguf_convert import as_published, converter
-from gguf_tokenizers import TEXT
+from gguf_tokenizers import MARKED, TEXT
 from safetensors.numpy import save_file
 
 IDS = np.random.default_rng(0).integers(3, 300, 64).tolist()
@@ -58,14 +58,22 @@ def differences(ours: Path, theirs: Path) -> dict[str, Any]:
     }
 
 
-def tokens_and_logits(file: Path) -> list[int]:
-    """The ids of TEXT. Logits after IDS are saved beside the file."""
-    as_the_file_says = dict.fromkeys(("yarn_beta_fast", "yarn_beta_slow", "yarn_attn_factor"), -1.0)
+def betas(file: Path) -> dict[str, float]:
+    """Those of YaRN that a file says, which the printed command gives as options; -1 is what llama.cpp takes."""
+    fields = gguf.GGUFReader(file).fields
+    named = {key: f"rope.scaling.{key}" for key in ("yarn_beta_fast", "yarn_beta_slow")}
+    said = {key: [field for name, field in fields.items() if name.endswith(end)] for key, end in named.items()}
+    return {key: float(found[0].contents()) if found else -1.0 for key, found in said.items()}
+
+
+def tokens_and_logits(file: Path) -> dict[str, list[int]]:
+    """The ids of TEXT and of MARKED. Logits after IDS are saved beside the file."""
+    as_the_file_says = {"yarn_attn_factor": -1.0, **betas(file)}
     options = {"n_ctx": 128, "logits_all": True, "verbose": False, "n_threads": 1, "n_gpu_layers": 0}
     model = llama_cpp.Llama(str(file), **options, **as_the_file_says)
     model.eval(IDS)
     save_file({"logits": np.array(model.scores[: len(IDS)], np.float32)}, file.with_suffix(".safetensors"))
-    tokens = model.tokenize(TEXT.encode(), add_bos=True, special=True)
+    tokens = {text: model.tokenize(text.encode(), add_bos=True, special=True) for text in (TEXT, MARKED)}
     model.close()
     return tokens
 

@@ -15,7 +15,7 @@ import pico
 import pytest
 import torch
 from gguf_files import AS_RELEASED, LLAMA3, OLMO3
-from gguf_tokenizers import SIZE, TEXT
+from gguf_tokenizers import MARKED, SIZE, TEXT
 from prediction_layer import add_mtp
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -64,6 +64,14 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"scoring_func": "sigmoid", "rope_parameters": pico.YARN_ROPE | BETAS | {"mscale": 0.8, "mscale_all_dim": 0.8}},
         "qwen2",
     ),
+    "deepseek-v3 as Kimi K2": (
+        {
+            "scoring_func": "sigmoid",
+            "rope_parameters": pico.YARN_ROPE
+            | {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        "kimi-k2",
+    ),
     "glm4-moe": ({}, "smaug-bpe"),
     "qwen3-next": (SPARSE | {"linear_value_head_dim": 16}, "qwen2"),
     "ministral3 as Devstral 2": (
@@ -79,6 +87,7 @@ BYTE_LEVEL = {
     "qwen2": ((known.QWEN2,), False, False),
     "qwen35": ((known.QWEN35,), False, False),
     "gpt-4o": ((known.GPT4O,), False, False),
+    "kimi-k2": ((known.KIMI_K2,), False, False),
     "smaug-bpe": ((known.LLAMA3,), False, False),
     "deepseek-v3": (known.DEEPSEEK3, False, False),
     "seed-coder": ((known.SEED,), False, False),
@@ -185,7 +194,9 @@ def test_llama_cpp_makes_the_tokens_that_transformers_makes(judged: Any) -> None
     folder, answers = judged
     for file, found in answers["files"].items():
         tokenizer = AutoTokenizer.from_pretrained(folder / file.partition("/")[0] / "Model")
-        assert found["tokens"] == tokenizer(TEXT)["input_ids"], file
+        assert found["tokens"][TEXT] == tokenizer(TEXT)["input_ids"], file
+        apart = CASES[file.partition("/")[0]][1] in known.MARKS_APART
+        assert (found["tokens"][MARKED] == tokenizer(MARKED)["input_ids"]) != apart, file
 
 
 def test_llama_cpp_computes_the_logits_that_transformers_computes(judged: Any) -> None:

@@ -58,7 +58,8 @@ class GgufFamily:
     what they are without a key. `computed` are the values of other fields, or how these follow from fields, where they
     are not ModelShape's defaults. `ignored` are fields that llama.cpp does not look at, although it makes a difference.
     `scalings` are the kinds of scaled rotary embeddings that it computes, each with what config.json says of it, and
-    `of_scaling` what llama.cpp takes beside it, as the published models have it, and no key says.
+    `of_scaling` what llama.cpp takes beside it, as the published models have it, and no key says; `reads_betas`: it
+    computes with the betas of YaRN that a file says.
 
     `tokens` are the texts of special tokens that the family has, whatever its tokenizer_config.json calls them, and
     `sentencepiece` is the kind of tokenizer that llama.cpp has for its SentencePiece model. With `down_last` the
@@ -78,6 +79,7 @@ class GgufFamily:
     ignored: tuple[str, ...] = ()
     scalings: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SCALINGS)
     of_scaling: Callable[[Fields], Fields] = lambda scaling: {}
+    reads_betas: bool = False
     tokens: Mapping[str, str] = field(default_factory=dict)
     sentencepiece: str = "llama"
     down_last: bool = False

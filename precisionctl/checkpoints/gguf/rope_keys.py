@@ -15,10 +15,12 @@ from precisionctl.model_shape import ModelShape
 
 ORIGINAL = "original_max_position_embeddings"
 OF_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)
-_OF_YARN = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+"""How often a frequency turns in the original context between which YaRN blends; what is usual."""
+_OF_YARN = {"attention_factor": "attn_factor", **{name: name for name in BETAS}}
 """What config.json says of YaRN, and the ends of keys."""
 
-SCALINGS: Mapping[str, tuple[str, ...]] = {"default": (), "linear": ("factor",), "yarn": ("factor", ORIGINAL)}
+SCALINGS: Mapping[str, tuple[str, ...]] = {"default": (), "linear": ("factor",), "yarn": ("factor", ORIGINAL, *BETAS)}
 """The kinds of scaled rotary embeddings that llama.cpp computes, with what config.json says of each: of a family that
 has no others below."""
 AND_LLAMA3 = {**SCALINGS, "llama3": OF_LLAMA3}
@@ -28,17 +30,14 @@ UNSCALED_ALONE = {"default": ()}
 OF_LATENT = {kind: SCALINGS[kind] for kind in ("default", "yarn")}
 """Of families whose heads have one key, the latent: llama.cpp scales their scores as YaRN does, whatever the kind
 (deepseek2.cpp, deepseek32.cpp)."""
-AND_BETAS = {**SCALINGS, "yarn": (*SCALINGS["yarn"], "beta_fast", "beta_slow")}
-"""Ministral 3's, whose betas llama.cpp reads (mistral3.cpp)."""
 
 
 def always_of_yarn(scaling: Fields) -> Fields:
     """What llama.cpp computes YaRN with, whatever a file says, where a family has no entry for it (ggml.c,
-    ggml_rope_yarn_corr_dims; attention_factor, llama-context.cpp)."""
+    ggml_rope_yarn_corr_dims; attention_factor, llama-context.cpp). Betas that a family does not read are options of its
+    programs."""
     both = "mscale_all_dim" in scaling
     return {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
         "truncate": True,
         "attention_factor": 1.0 if both else yarn_mscale(scaling["factor"], 1.0),
         **({} if both else {"mscale": scaling.get("mscale")}),  # alone it is no part of inference

@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and V3.2: latent attention, which GLM-4.7-Flash and GLM-5 have too (`glm.py`).
+"""DeepSeek-V2, V3 and V3.2, and Kimi K2: latent attention, which GLM-4.7-Flash and GLM-5 have too (`glm.py`).
 
 Sources: llama.cpp's src/models/deepseek2.cpp, deepseek32.cpp and glm-dsa.cpp, and conversion/deepseek.py.
 """
@@ -233,11 +233,14 @@ def _is_v3(file: Described) -> bool:
     return is_scored_by("sigmoid", file) or (silent and of_glm)
 
 
+_V3 = deepseek2("sigmoid", **{"moe.expert_bias": True})
+
 FAMILIES: Mapping[str, GgufFamily] = {
     "deepseek_v2": replace(
         deepseek2("softmax", group_scores=1, **{"moe.pre_softmax": True}), recognises=lambda file: not _is_v3(file)
     ),
-    "deepseek_v3": replace(deepseek2("sigmoid", **{"moe.expert_bias": True}), recognises=_is_v3),
+    "deepseek_v3": replace(_V3, recognises=_is_v3),
+    "kimi_k2": replace(_V3, recognises=lambda file: False),
     "deepseek_v32": sparse_attention(
         "deepseek32", interleaved=False, **{"dsa.layers": lambda fields: (True,) * fields["num_layers"]}
     ),

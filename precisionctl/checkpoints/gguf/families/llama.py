@@ -23,7 +23,7 @@ from precisionctl.checkpoints.gguf.keys import (
     refused,
 )
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.rope_keys import AND_BETAS, AND_LLAMA3, TURNED, WHOLE_MULTIPLIER, mscales
+from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3, TURNED, WHOLE_MULTIPLIER, mscales
 from precisionctl.checkpoints.gguf.rows import (
     DECODER,
     DECODER_IN_PAIRS,
@@ -99,7 +99,7 @@ FAMILIES = {
         more=(VOCABULARY, TURNED, WHOLE_MULTIPLIER, _QUERY_SCALING),
         reads=(),
         ignored=WINDOW_FIELDS,
-        scalings=AND_BETAS,
+        reads_betas=True,
         of_scaling=mscales(needed=False),
     ),
     "smollm3": GgufFamily(
