@@ -9,6 +9,7 @@ import torch
 from conversions import assert_there_and_back, run
 from gpt_models import assert_computes_as_transformers
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.commands.plan_command import plan_command
@@ -26,13 +27,15 @@ pytestmark = pytest.mark.skipif("axk2" in pico.ABSENT, reason="this transformers
         {"mlp_layer_types": None, "first_k_dense_replace": 0},
         {"mlp_layer_types": ["sparse", "dense", "sparse"], "first_k_dense_replace": 3},
         {"n_group": 4, "topk_group": 2},
-        {"n_group": 1, "topk_group": 1},
-        {"head_dim": 5},
-        {"gated_norm_rank": 3},
-        {"index_n_heads": 1, "index_head_dim": 8},
-        {"routed_scaling_factor": 1.0, "n_shared_experts": 1},
-        {"rope_parameters": pico.YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.7}},
-        {"rope_interleave": False},
+        *in_soak(
+            {"n_group": 1, "topk_group": 1},
+            {"head_dim": 5},
+            {"gated_norm_rank": 3},
+            {"index_n_heads": 1, "index_head_dim": 8},
+            {"routed_scaling_factor": 1.0, "n_shared_experts": 1},
+            {"rope_parameters": pico.YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+            {"rope_interleave": False},
+        ),
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ import torch
 from conversions import assert_same_tensors, run
 from gpt_models import assert_computes_as_transformers
 from installed import BEFORE_5_23
+from soaking import in_soak
 from transformers import AutoConfig
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
@@ -27,9 +28,18 @@ _OLD = pico.ONE_GROUP["bamba"] if BEFORE_5_23 else {}
         {"attn_layer_indices": None},
         {"attn_layer_indices": [2, 0, 1]},
         {"mamba_n_groups": 1, "mamba_n_heads": 16, "mamba_d_head": 8},
-        {"rms_norm_eps": 0.1, "tie_word_embeddings": True},
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0, "partial_rotary_factor": 0.5}},
-        {"head_dim": 8, "attn_rotary_emb": 4},
+        *in_soak(
+            {"rms_norm_eps": 0.1, "tie_word_embeddings": True},
+            {
+                "rope_parameters": {
+                    "rope_type": "linear",
+                    "rope_theta": 5e5,
+                    "factor": 2.0,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+            {"head_dim": 8, "attn_rotary_emb": 4},
+        ),
     ],
     ids=str,
 )

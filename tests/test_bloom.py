@@ -10,6 +10,7 @@ import torch
 from conversions import assert_same_tensors, assert_there_and_back, run
 from gpt_models import assert_computes_as_transformers, assert_texts_are_apart
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from precisionctl.architectures.families import from_hf_config
@@ -25,8 +26,7 @@ from precisionctl.trainer.model.attention.core_attention import alibi_slopes, wi
         {"n_head": 3},
         {"layer_norm_epsilon": 0.1},
         {"tie_word_embeddings": False},
-        {"slow_but_exact": True, "pretraining_tp": 2},
-        {"seq_length": 8},
+        *in_soak({"slow_but_exact": True, "pretraining_tp": 2}, {"seq_length": 8}),
     ],
     ids=str,
 )

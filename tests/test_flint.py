@@ -10,6 +10,7 @@ import torch
 from conversions import assert_same_tensors, assert_there_and_back, run
 from gpt_models import assert_computes_as_transformers
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
@@ -25,10 +26,12 @@ pytestmark = pytest.mark.skipif("flint" in pico.ABSENT, reason="this transformer
         {"layer_types": ["sliding_attention"] * 5},
         {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["sliding_attention"]},
         {"mlp_only_layers": []},
-        {"mlp_only_layers": [4], "decoder_sparse_step": 2},
-        {"norm_topk_prob": False},
-        {"rope_parameters": pico.YARN_ROPE},
-        {"tie_word_embeddings": True},
+        *in_soak(
+            {"mlp_only_layers": [4], "decoder_sparse_step": 2},
+            {"norm_topk_prob": False},
+            {"rope_parameters": pico.YARN_ROPE},
+            {"tie_word_embeddings": True},
+        ),
     ],
     ids=str,
 )

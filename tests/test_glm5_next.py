@@ -20,6 +20,7 @@ from gpt_models import (
 )
 from installed import BEFORE_5_23
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 
 from precisionctl.architectures.families import architecture_of, from_hf_config, to_hf_config
 from precisionctl.architectures.megatron.megatron_args import otherwise_in_megatron
@@ -63,22 +64,24 @@ def of_delta_attention(**said: Any) -> dict[str, Any]:
         {"layer_types": None},
         {"layer_types": [_SPARSE] * 4, "indexer_types": None},
         {"layer_types": ["full_attention", _LINEAR, _LINEAR, _LINEAR], "indexer_types": None},
-        {"mlp_layer_types": None},
-        {"mlp_layer_types": None, "first_k_dense_replace": 3},
-        {"first_k_dense_replace": 1},
-        {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
-        of_delta_attention(gate_lower_bound=-1.0),
-        of_delta_attention(gate_lower_bound=None),
-        of_delta_attention(gate_lower_bound=None, safe_gate=False),
-        {"linear_lower_bound": None},
-        {"linear_lower_bound": None, "linear_attn_config": {}},
-        {"linear_num_heads": 8, "linear_head_dim": 8, "linear_conv_kernel_dim": 3},
-        {"hc_mult": 3, "hc_sinkhorn_iters": 1},
-        {"hc_mult": 1, "hc_eps": 0.05},
-        {"swiglu_limit": 0.05, "n_shared_experts": 2},
-        {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.0},
-        {"index_kpool": 1, "index_n_heads": 1, "index_head_dim": 8},
-        {"v_head_dim": 16, "rms_norm_eps": 0.1},
+        *in_soak(
+            {"mlp_layer_types": None},
+            {"mlp_layer_types": None, "first_k_dense_replace": 3},
+            {"first_k_dense_replace": 1},
+            {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
+            of_delta_attention(gate_lower_bound=-1.0),
+            of_delta_attention(gate_lower_bound=None),
+            of_delta_attention(gate_lower_bound=None, safe_gate=False),
+            {"linear_lower_bound": None},
+            {"linear_lower_bound": None, "linear_attn_config": {}},
+            {"linear_num_heads": 8, "linear_head_dim": 8, "linear_conv_kernel_dim": 3},
+            {"hc_mult": 3, "hc_sinkhorn_iters": 1},
+            {"hc_mult": 1, "hc_eps": 0.05},
+            {"swiglu_limit": 0.05, "n_shared_experts": 2},
+            {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.0},
+            {"index_kpool": 1, "index_n_heads": 1, "index_head_dim": 8},
+            {"v_head_dim": 16, "rms_norm_eps": 0.1},
+        ),
     ],
     ids=str,
 )

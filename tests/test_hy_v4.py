@@ -24,6 +24,7 @@ from gpt_models import (
 )
 from installed import need_loader
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 from transformers import AutoModelForCausalLM
 from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite
 
@@ -49,14 +50,16 @@ pytestmark = pytest.mark.skipif("hy4" in pico.ABSENT, reason="this transformers 
         {"mlp_layer_types": ["sparse", "dense", "sparse"]},
         {"indexer_types": None, "layer_types": None},
         {"layer_types": ["deepseek_sparse_attention"] * 3},
-        {"hc_mult": 3, "hc_magnitude": 0.7},
-        {"hc_mult": 1, "hc_eps": 0.05},
-        {"swiglu_limit": 0.05, "n_shared_experts": 2},
-        {"n_group": 4, "topk_group": 2},
-        {"routed_scaling_factor": 1.0, "index_n_heads": 1, "index_head_dim": 8},
-        {"v_head_dim": 16, "head_dim": 5, "rms_norm_eps": 1e-6},
-        {"rope_parameters": pico.YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.7}},
-        {"tie_word_embeddings": True},
+        *in_soak(
+            {"hc_mult": 3, "hc_magnitude": 0.7},
+            {"hc_mult": 1, "hc_eps": 0.05},
+            {"swiglu_limit": 0.05, "n_shared_experts": 2},
+            {"n_group": 4, "topk_group": 2},
+            {"routed_scaling_factor": 1.0, "index_n_heads": 1, "index_head_dim": 8},
+            {"v_head_dim": 16, "head_dim": 5, "rms_norm_eps": 1e-6},
+            {"rope_parameters": pico.YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+            {"tie_word_embeddings": True},
+        ),
     ],
     ids=str,
 )

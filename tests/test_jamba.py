@@ -12,6 +12,7 @@ from conversions import assert_same_tensors, run
 from gpt_models import assert_computes_as_transformers, assert_texts_are_apart
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from soaking import in_soak
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -34,8 +35,10 @@ from precisionctl.trainer.parallel import shards
         {"attn_layer_period": 9, "attn_layer_offset": 8},
         {"expert_layer_period": 3, "expert_layer_offset": 0},
         {"num_experts": 1, "tie_word_embeddings": True},
-        {"mamba_dt_rank": "auto", "mamba_expand": 3, "num_key_value_heads": 1},
-        {"rms_norm_eps": 0.1, "mamba_d_state": 5, "mamba_dt_rank": 3},
+        *in_soak(
+            {"mamba_dt_rank": "auto", "mamba_expand": 3, "num_key_value_heads": 1},
+            {"rms_norm_eps": 0.1, "mamba_d_state": 5, "mamba_dt_rank": 3},
+        ),
     ],
     ids=str,
 )

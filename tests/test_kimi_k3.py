@@ -393,9 +393,11 @@ def test_towers_of_kimi_k2_5_are_not_those_of_kimi_k3(tmp_path: Path) -> None:
         {"attn_res_block_size": 3},
         {"attn_res_block_size": 9},
         {"first_k_dense_replace": 4},
-        {"num_expert_group": 1, "topk_group": 1},
-        {"routed_scaling_factor": 2.5},
-        linear(gate_lower_bound=-1.0, kda_layers=[2, 3], full_attn_layers=[1, 4]),
+        *in_soak(
+            {"num_expert_group": 1, "topk_group": 1},
+            {"routed_scaling_factor": 2.5},
+            linear(gate_lower_bound=-1.0, kda_layers=[2, 3], full_attn_layers=[1, 4]),
+        ),
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ import torch
 from conversions import assert_same_tensors, assert_there_and_back, carry_out, run
 from gpt_models import assert_computes_as_transformers
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 from transformers import AutoModelForCausalLM
 
 from precisionctl.architectures.families import from_hf_config
@@ -30,8 +31,7 @@ pytestmark = pytest.mark.skipif("lara-mini" in pico.ABSENT, reason="this transfo
         {"layer_types": ["sliding_attention"] * 5},
         {"layer_types": ["full_attention"] * 5},
         {"layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"]},
-        {"norm_topk_prob": False},
-        {"tie_word_embeddings": True},
+        *in_soak({"norm_topk_prob": False}, {"tie_word_embeddings": True}),
     ],
     ids=str,
 )

@@ -9,6 +9,7 @@ import torch
 from conversions import assert_there_and_back, run
 from gpt_models import assert_computes_as_transformers, assert_texts_are_apart
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 from transformers import CONFIG_MAPPING
 
 from precisionctl.architectures.families import from_hf_config
@@ -30,15 +31,17 @@ WHOLE = {"rope_type": "default", "rope_theta": 1e3}
         {"rope_parameters": {"full_attention": PROPORTIONAL, "sliding_attention": WHOLE}},
         {"rope_parameters": {"full_attention": pico.YARN_ROPE, "sliding_attention": WHOLE}},
         {"rope_parameters": None, "rope_theta": 5.0, "rope_scaling": None},
-        {"rope_parameters": {"sliding_attention": WHOLE}, "layer_types": ["conv", *["sliding_attention"] * 4]},
-        {"rope_parameters": {"full_attention": PROPORTIONAL}, "layer_types": ["full_attention", *["conv"] * 4]},
-        {"layer_types": ["conv"] * 5},
-        {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["conv"]},
-        {"use_sandwich_norm": False},
-        {"use_attention_gate": False},
-        {"rms_norm_eps": 0.1, "norm_eps": 0.1},
-        {"num_key_value_heads": 4, "conv_L_cache": 3},
-        {"block_auto_adjust_ff_dim": True, "block_ff_dim": 48, "full_attn_idxs": [0], "tie_embedding": False},
+        *in_soak(
+            {"rope_parameters": {"sliding_attention": WHOLE}, "layer_types": ["conv", *["sliding_attention"] * 4]},
+            {"rope_parameters": {"full_attention": PROPORTIONAL}, "layer_types": ["full_attention", *["conv"] * 4]},
+            {"layer_types": ["conv"] * 5},
+            {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["conv"]},
+            {"use_sandwich_norm": False},
+            {"use_attention_gate": False},
+            {"rms_norm_eps": 0.1, "norm_eps": 0.1},
+            {"num_key_value_heads": 4, "conv_L_cache": 3},
+            {"block_auto_adjust_ff_dim": True, "block_ff_dim": 48, "full_attn_idxs": [0], "tie_embedding": False},
+        ),
     ],
     ids=str,
 )

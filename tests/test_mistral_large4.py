@@ -9,6 +9,7 @@ import torch
 from conversions import assert_there_and_back, run
 from gpt_models import assert_computes_as_transformers, assert_texts_are_apart
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 
 from precisionctl.architectures.families import from_hf_config, table_of
 from precisionctl.checkpoints.open import open_checkpoint
@@ -29,15 +30,17 @@ pytestmark = pytest.mark.skipif(FAMILY in pico.ABSENT, reason="this transformers
         {"kv_source_layers": [0, 1, 1, 3], "no_rope_layers": None},
         {"kv_source_layers": [0, 0, 0, 3], "no_rope_layers": [1, 1, 1, 0]},
         {"kv_source_layers": [0, 1, 2, 2], "no_rope_layers": [0, 0, 1, 1]},
-        {"kv_source_layers": None, "no_rope_layers": [1, 1, 1, 1]},
-        {"mlp_layer_types": None, "first_k_dense_replace": 2},
-        {"indexer_types": None},
-        {"indexer_types": ["full", "shared", "full", "shared"]},
-        {"rope_parameters": None},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-        {"rope_parameters": pico.YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.7}},
-        {"routed_scaling_factor": 2.5, "n_shared_experts": 1},
-        {"rms_norm_eps": 0.1},
+        *in_soak(
+            {"kv_source_layers": None, "no_rope_layers": [1, 1, 1, 1]},
+            {"mlp_layer_types": None, "first_k_dense_replace": 2},
+            {"indexer_types": None},
+            {"indexer_types": ["full", "shared", "full", "shared"]},
+            {"rope_parameters": None},
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+            {"rope_parameters": pico.YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+            {"routed_scaling_factor": 2.5, "n_shared_experts": 1},
+            {"rms_norm_eps": 0.1},
+        ),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conversions import assert_there_and_back
 from gpt_models import assert_computes_as_transformers, assert_texts_are_apart
+from soaking import in_soak
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from precisionctl.architectures.families import from_hf_config, to_hf_config
@@ -23,9 +24,11 @@ from precisionctl.trainer.model.attention.core_attention import alibi_slopes
         {"n_heads": 3},
         {"layer_norm_epsilon": 0.1},
         {"tie_word_embeddings": False},
-        {"attn_config": {}},
-        {"attn_config": {"clip_qkv": 0.0, "attn_pdrop": 0, "attn_impl": "triton", "attn_uses_sequence_id": True}},
-        {"learned_pos_emb": False, "max_seq_len": 64, "norm_type": "layernorm"},
+        *in_soak(
+            {"attn_config": {}},
+            {"attn_config": {"clip_qkv": 0.0, "attn_pdrop": 0, "attn_impl": "triton", "attn_uses_sequence_id": True}},
+            {"learned_pos_emb": False, "max_seq_len": 64, "norm_type": "layernorm"},
+        ),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conversions import assert_there_and_back, run
 from gpt_models import assert_computes_as_transformers
+from soaking import in_soak
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
@@ -23,10 +24,12 @@ pytestmark = pytest.mark.skipif("nanochat" in pico.ABSENT, reason="this transfor
         {"final_logit_softcapping": 0.5},
         {"num_key_value_heads": None},
         {"head_dim": 8},
-        {"attention_bias": True},
-        {"rms_norm_eps": 0.1},
-        {"tie_word_embeddings": True},
-        {"rope_parameters": pico.YARN_ROPE},
+        *in_soak(
+            {"attention_bias": True},
+            {"rms_norm_eps": 0.1},
+            {"tie_word_embeddings": True},
+            {"rope_parameters": pico.YARN_ROPE},
+        ),
     ],
     ids=str,
 )

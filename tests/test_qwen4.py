@@ -22,6 +22,7 @@ from gpt_models import (
     converted,
 )
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 
 from precisionctl.architectures import param_map
 from precisionctl.architectures.families import from_hf_config, table_of
@@ -47,13 +48,15 @@ pytestmark = pytest.mark.skipif("qwen4" in pico.ABSENT, reason="this transformer
         {"ple_layer_ids": [3], "ple_embed_dim": None, "ple_conv_kernel_size": 2},
         {"ngram_size": 4, "ple_embed_dim": 48, "eos_token_id": [7, 2]},
         {"ngram_size": 2, "heads_per_ngram": 1, "ngram_vocab_size_base": 1, "split_ngram_parts": 7},
-        {"hc_count": 3, "hc_lowrank": 5, "output_gate_type": None, "norm_topk_prob": False},
-        {"indexer_n_heads": 8, "indexer_compress_ratio": 2, "indexer_budget": 8},
-        {"indexer_n_heads": 8, "indexer_compress_ratio": 1, "indexer_budget": 5},
-        {"layer_types": None, "full_attention_interval": 2},
-        {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
-        {"layer_types": ["linear_attention"] * 3, "indexer_n_heads": None},
-        {"tie_word_embeddings": True, "seed": 5},
+        *in_soak(
+            {"hc_count": 3, "hc_lowrank": 5, "output_gate_type": None, "norm_topk_prob": False},
+            {"indexer_n_heads": 8, "indexer_compress_ratio": 2, "indexer_budget": 8},
+            {"indexer_n_heads": 8, "indexer_compress_ratio": 1, "indexer_budget": 5},
+            {"layer_types": None, "full_attention_interval": 2},
+            {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+            {"layer_types": ["linear_attention"] * 3, "indexer_n_heads": None},
+            {"tie_word_embeddings": True, "seed": 5},
+        ),
     ],
     ids=str,
 )

@@ -12,6 +12,7 @@ import torch
 from conversions import assert_same_tensors, assert_there_and_back, carry_out, run
 from gpt_models import assert_computes_as_transformers
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from precisionctl.architectures.families import from_hf_config, to_hf_config
@@ -91,8 +92,7 @@ def test_verify_takes_both_words_for_the_same(family: str, tmp_path: Path) -> No
         ("sarvam-moe", {"attention_bias": True}),
         ("sarvam-moe", {"n_group": 4, "topk_group": 2}),
         ("sarvam-moe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
-        ("sarvam-mla", {"q_lora_rank": 24}),
-        ("sarvam-mla", {"rope_parameters": pico.YARN_ROPE}),
+        *in_soak(("sarvam-mla", {"q_lora_rank": 24}), ("sarvam-mla", {"rope_parameters": pico.YARN_ROPE})),
     ],
     ids=str,
 )
