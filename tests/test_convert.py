@@ -195,6 +195,7 @@ def test_a_large_model_is_sharded_with_an_index(tmp_path: Path) -> None:
     assert_same_tensors(tmp_path / "hf", tmp_path / "out")
 
 
+@pytest.mark.soak
 def test_every_source_is_used_once_and_every_target_made_once(tmp_path: Path) -> None:
     for family in pico.first_of_each(pico.rows):
         pico.save(tmp_path / family, family, dtype=torch.bfloat16)

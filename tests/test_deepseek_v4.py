@@ -78,7 +78,7 @@ def test_transformers_computes_with_an_export_of_it_what_it_does_with_our_decodi
 
 
 @RATES
-@pytest.mark.parametrize("target", ["vllm", "sglang"])
+@pytest.mark.parametrize("target", ["vllm", *in_soak("sglang")])
 def test_engines_get_blocks_and_a_config_that_says_so_of_the_experts(tmp_path: Path, target: str, rate: int) -> None:
     """Whatever the source's config.json says of them: MXFP4, or nothing at all."""
     deepseek_v4.publish(tmp_path / "source", compress_rates=rates(rate))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from installed import BEFORE_5_23, need_loader
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.open import open_checkpoint
@@ -73,7 +74,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("family", "scheme", "exclude"), CASES)
+BRIEFLY = [
+    *(("llama-3", "w4a16", ()), ("qwen3-moe", "nvfp4a16", EXPERTS), ("qwen3-moe", "dynamic", EXPERTS)),
+    *(("kimi-linear", "mxfp4", ()), ("gpt-oss", "w4a16", ())),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "exclude"), [*BRIEFLY, *in_soak(*(case for case in CASES if case not in BRIEFLY))]
+)
 def test_what_is_joined_is_found_where_transformers_loses_it(
     tmp_path: Path, family: str, scheme: str, exclude: tuple[str, ...]
 ) -> None:

@@ -99,7 +99,7 @@ def test_transformers_computes_with_what_is_stored_or_the_checker_says_that_it_d
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", few(matrix.CHANGES, *list(matrix.CHANGES)[::2]))
+@pytest.mark.parametrize("name", few(matrix.CHANGES, *list(matrix.CHANGES)[::3]))
 def test_of_directories_that_others_might_write_transformers_takes_those_that_the_checker_does(root, name):
     if BEFORE_5_23 and name == "scales of no dimension":
         pytest.skip("transformers 5.17 takes them")

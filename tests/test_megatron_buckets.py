@@ -14,6 +14,7 @@ import torch
 from dist_checkpoints import LAYER, MODEL, ONCE
 from hypothesis import given
 from hypothesis import strategies as st
+from soaking import in_soak
 from torch import Tensor
 
 from precisionctl.architectures.towers_in_bridge import TENSORS_OF_TOWERS
@@ -133,7 +134,7 @@ def write_weights(directory: Path, weights: dict[str, Tensor]) -> None:
     [([3], 1), ([2, 2], 2), ([1, 2, 1, 1], 2), ([0, 3, 1], 3), ([2, 1, 1, 1, 0, 1], 3)],
     ids=str,
 )
-@pytest.mark.parametrize(("largest", "data_parallel"), [(None, 1), (1500, 2), (700, 4)])
+@pytest.mark.parametrize(("largest", "data_parallel"), [(None, 1), (700, 4), *in_soak((1500, 2))])
 def test_buckets_are_unpacked_for_any_stages_and_any_sizes(tmp_path, layers, stages, largest, data_parallel):
     tensors = save(tmp_path, layers, stages, largest, data_parallel)
     reader = TorchDistReader(tmp_path)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from soaking import in_soak
 from torch import nn
 from training import contents, losses, run, run_with_kills, scales, settings
 
@@ -44,7 +45,7 @@ def same(a: Path, b: Path, step: int = 6) -> bool:
     return losses(a) == losses(b) and one == other
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", ["block", *in_soak("current", "mxfp8")])
 def test_of_scales_without_a_history_every_bit_is_the_same_for_half_the_casts(
     place: Path, tmp_path: Path, casts: Counter[str], scaling: str
 ) -> None:

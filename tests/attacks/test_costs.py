@@ -46,6 +46,7 @@ def index_of(directory: Path, index: Index) -> Path:
     return directory
 
 
+@pytest.mark.soak
 def test_pieces_at_places_of_one_hash(tmp_path: Path) -> None:
     """A number's hash is its remainder by MODULUS, so here all tuples have one."""
     places = itertools.product((0, MODULUS, 2 * MODULUS, 3 * MODULUS), repeat=7)

@@ -183,6 +183,7 @@ def test_code_and_names_that_lead_elsewhere_do_not_reach_transformers() -> None:
     assert Tokenizer({**sound()._files, **more})._files == sound()._files
 
 
+@pytest.mark.soak
 def test_two_billion_labels_are_not_counted(tmp_path: Path, bounded: None) -> None:
     source = make_source(tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
