@@ -33,8 +33,8 @@ NOT_TRAINED = (
     *(".act_fn.beta", ".act_fn.eps", ".activation_func.beta", ".activation_func.eps"),
 )
 """Ends of the names, in both layouts, of parameters without optimizer state: a router's bias (a rule changes it) and
-table of experts; the factor of a layer of Gemma 4; those of
-angles in LeRoPE; parameters that nothing reads; numbers that hash n-grams; xIELU's two settings."""
+table of experts; the factor of a layer of Gemma 4; those of angles in LeRoPE; parameters that nothing reads; numbers
+that hash n-grams; xIELU's two settings."""
 
 GEMM_ALIGNMENT = 16
 """Both dimensions of every operand of an FP8 GEMM must be multiples of it (cuBLASLt's leading dimensions; TE checks it

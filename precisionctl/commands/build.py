@@ -66,7 +66,7 @@ class Result:
 def build(request: Request, source: Source, result: Result) -> PlannedCommand:
     """The command that writes a result. Raises DestinationExists, and OutputError if source and destination
     overlap."""
-    output = _open_output(request.destination, source.given.path, source.given.reference, source.state_file)
+    output = _open_output(request.destination, source.hinted.path, source.hinted.reference, source.state_file)
     files = [source.encodings.path if source.encodings else None, source.state_file]
     stats = [file.stat() for file in files if file and file.is_file()]
     # by its length all tensors of a GGUF file move: a file of other metadata is not continued

@@ -68,7 +68,7 @@ def for_engine(kind: Codes, source: Source, engine: Engine, destination: Path) -
         *(known.notes if kind.export else known_state_notes(known, carried=True)),
         *(unreached_notes(source.states, policy.jobs) if policy.inputs is not None else ()),
         *edge_notes(source.encodings, reader.specs, encoded),
-        *four_bit_notes(scheme, source.encodings, encoded, source.given.path, destination),
+        *four_bit_notes(scheme, source.encodings, encoded, source.hinted.path, destination),
         *cache_notes,
         *source_notes(source),
         *in_bf16_notes(reader, source.plan, precision, scheme, policy.refused),
@@ -270,7 +270,7 @@ def as_before(source: Source, destination: Path) -> Result:
     policy = AsBefore(encodings, known.current, fixed_hold=source.fixed_scales is not None)
     plan = encode(source.plan, policy)
     notes = [
-        *format_notes(source.given.reference, encodings),
+        *format_notes(source.hinted.reference, encodings),
         *edge_notes(encodings, reader.specs, plan),
         *source_notes(source),
         *rounded_notes(reader, plan),

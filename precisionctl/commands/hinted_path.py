@@ -45,53 +45,53 @@ class HintedPath:
             raise RecipeError("--trust-reference, and no reference", do="Give --reference too.")
 
 
-def open_hinted(given: HintedPath) -> Reader:
+def open_hinted(hinted: HintedPath) -> Reader:
     """Open a checkpoint with the user's hints about it. `needed_hints` says what is used of a reference. Raises
     RecipeError for hints that contradict the checkpoint and for other hints that it does not need, DamagedCheckpoint
     for a reference whose config.json describes no model, and as `open_checkpoint`."""
-    reference, companions, towers = given.reference, None, None
+    reference, companions, towers = hinted.reference, None, None
     if reference:
         companions = _companions_of(reference)
         # one that is broken is not taken for one of another model
         read_model(parse_json(companions.files["config.json"], companions.config_path), companions.config_path)
         towers = _towers_of(reference, companions)
-    hints = Hints(given.architecture, companions, given.grouped_columns, reference, towers, given.trust_reference)
-    reader = open_checkpoint(given.path, given.iteration, hints)
-    _check_hints(given, reader)
+    hints = Hints(hinted.architecture, companions, hinted.grouped_columns, reference, towers, hinted.trust_reference)
+    reader = open_checkpoint(hinted.path, hinted.iteration, hints)
+    _check_hints(hinted, reader)
     if reference and companions:
-        _check_reference(given, reader, reference, companions)
+        _check_reference(hinted, reader, reference, companions)
     return reader
 
 
-def _check_hints(given: HintedPath, reader: Reader) -> None:
+def _check_hints(hinted: HintedPath, reader: Reader) -> None:
     """Raise RecipeError for hints that the checkpoint does not need."""
-    if given.trust_reference and not (of_megatron(reader) and reader.args):
+    if hinted.trust_reference and not (of_megatron(reader) and reader.args):
         what = "--trust-reference is for a checkpoint with Megatron's arguments, and this has none"
-        raise RecipeError(what, where=given.path, do="Leave --trust-reference out.")
-    if given.grouped_columns is not None and not of_megatron(reader):
+        raise RecipeError(what, where=hinted.path, do="Leave --trust-reference out.")
+    if hinted.grouped_columns is not None and not of_megatron(reader):
         raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
-    if given.architecture is not None and "config.json" in reader.own_companions.files:
+    if hinted.architecture is not None and "config.json" in reader.own_companions.files:
         raise RecipeError(
             "the checkpoint has a config.json of its own, which says which model it is",
-            where=given.path,
+            where=hinted.path,
             do="Leave --architecture out.",
         )
-    if given.architecture is not None and not of_megatron(reader):
+    if hinted.architecture is not None and not of_megatron(reader):
         raise RecipeError(
             f"--architecture is for Megatron checkpoints, this is {reader.container}",
-            where=given.path,
+            where=hinted.path,
             do="Give --reference, a Hugging Face directory of the same model.",
         )
 
 
-def _check_reference(given: HintedPath, reader: Reader, reference: Path, companions: Companions) -> None:
+def _check_reference(hinted: HintedPath, reader: Reader, reference: Path, companions: Companions) -> None:
     """Raise RecipeError for a reference of another model than the checkpoint's."""
     if "config.json" in reader.own_companions.files:
         _check_same_model(reader, companions, reference)
     try:
         _ = reader.model
     except DamagedCheckpoint as error:
-        if given.trust_reference or error.where not in ("", one_line(str(companions.config_path))):
+        if hinted.trust_reference or error.where not in ("", one_line(str(companions.config_path))):
             raise  # what is wrong is in the checkpoint's own files
         what = f"the reference is of another model: {error.what}"
         do = "Give another one."

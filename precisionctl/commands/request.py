@@ -158,7 +158,7 @@ class Request:
     codes that no scheme writes (gpt-oss as released), and nothing else says which codes to make, the result gets codes
     like those.
 
-    The other options are in three parts, which are what the steps of a command take: `given` (HintedPath), `storage`
+    The other options are in three parts, which are what the steps of a command take: `hinted` (HintedPath), `storage`
     (Storage), and `kind` (Values, Codes, TeState, Gguf or Mlx), where they are described.
     """
 
@@ -209,10 +209,10 @@ class Request:
         if self.to not in CONTAINERS or self.precision not in _DTYPES:
             what = f"no conversion to {self.to} in {self.precision}"
             raise RecipeError(what, do=f"Layouts: {', '.join(CONTAINERS)}; precisions: {', '.join(_DTYPES)}.")
-        _ = self.storage, self.given, self.kind  # all are refused here that contradict each other
+        _ = self.storage, self.hinted, self.kind  # all are refused here that contradict each other
 
     @cached_property
-    def given(self) -> HintedPath:
+    def hinted(self) -> HintedPath:
         """The source, as it is opened."""
         return HintedPath(
             self.source,

@@ -41,13 +41,13 @@ from precisionctl.untrusted.safe_json import parse_json
 class Source:
     """An open checkpoint, and the `plan` of the result in high precision.
 
-    `given` is its path with the user's hints, `state_file` the user's file of FP8 state. `files` are its files as they
+    `hinted` is its path with the user's hints, `state_file` the user's file of FP8 state. `files` are its files as they
     were when it was opened. `encodings` is how its weights are encoded, or once were. `known` is its FP8 state, from
     training or `calibrate`. `trained` is the reader, if its optimizer is converted too, else None. `engine` is the
     engine to encode weights for; None if the result has values, or the codes that weights had before.
     """
 
-    given: HintedPath
+    hinted: HintedPath
     state_file: Path | None
     reader: Reader
     files: Fingerprints
@@ -95,8 +95,8 @@ def open_source(request: Request) -> Source:
     MappingError for state or encodings of another model;
     and as `open_checkpoint` and `make_plan`.
     """
-    given, storage, kind = request.given, request.storage, request.kind
-    reader = open_hinted(given)
+    hinted, storage, kind = request.hinted, request.storage, request.kind
+    reader = open_hinted(hinted)
     files = fingerprints(reader.files)
     encodings = _encodings(request, reader)
     trained = _trained(request, reader)
@@ -130,7 +130,7 @@ def open_source(request: Request) -> Source:
         plan = choose(plan, kind.include, kind.exclude)  # what was recorded is of all that a recipe computes in FP8
     if encodings and not isinstance(kind, Values):
         check_model(encodings, plan)
-    return Source(given, request.fp8_state, reader, files, plan, encodings, known, trained, engine)
+    return Source(hinted, request.fp8_state, reader, files, plan, encodings, known, trained, engine)
 
 
 def _encodings(request: Request, reader: Reader) -> WeightEncodings | None:

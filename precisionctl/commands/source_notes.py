@@ -44,15 +44,15 @@ _NAMES = {
 def source_notes(source: Source) -> Iterator[str]:
     """Notes on what the source is, and on what the result will not have of it, for any kind of result."""
     reader, plan = source.reader, source.plan
-    yield from family_notes(reader, plan.model, plan.to_layout, named=source.given.architecture is not None)
+    yield from family_notes(reader, plan.model, plan.to_layout, named=source.hinted.architecture is not None)
     if plan.to_layout == "hf":
         yield from vocabulary_notes(reader)
-    if source.given.trust_reference:
+    if source.hinted.trust_reference:
         yield from _overruled_notes(reader)
     yield from _padding_notes(reader, plan)
     yield from left_behind_notes(reader, carried=source.trained is not None)
     yield from adapter_notes(reader)
-    yield from _companion_notes(reader, source.given.reference)
+    yield from _companion_notes(reader, source.hinted.reference)
     if plan.to_layout == "hf":
         yield from _missing_notes(reader)
 

@@ -3,9 +3,9 @@
 Traps: layers with a delta net have norms before their blocks, as a Llama has them, and the others OLMo's behind them;
 `post_attention_layernorm` is the one before the MLP in the former, and that behind attention in the latter.
 transformers 5.24 saves these norms under other names than published ones, and has the three convolutions in one, which
-it saves in thirds, though values have more channels than keys.
-Learning rates are up to 2. The norm of what a delta net gives has an epsilon of its own, which no key says. Published
-models have no rotary embeddings, which a null `rope_theta` says; a null `rope_parameters` alone says it to nobody.
+it saves in thirds, though values have more channels than keys. Learning rates are up to 2. The norm of what a delta net
+gives has an epsilon of its own, which no key says. Published models have no rotary embeddings, which a null
+`rope_theta` says; a null `rope_parameters` alone says it to nobody.
 """
 
 from dataclasses import replace
