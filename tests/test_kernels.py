@@ -20,8 +20,8 @@ class OnGpu(torch.Tensor):
 
 def test_there_are_none_on_a_cpu_and_none_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert kernels.gpu_kernels(torch.ones(1)) is None
-    assert kernels.gpu_kernels(OnGpu()) is None
+    assert kernels.kernels_for(torch.ones(1)) is None
+    assert kernels.kernels_for(OnGpu()) is None
 
 
 @pytest.mark.parametrize(
@@ -38,10 +38,10 @@ def test_what_keeps_them_from_running_is_told_once(problem: Exception, monkeypat
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.ones(1, 1))
     if isinstance(problem, torch.OutOfMemoryError):
         with pytest.raises(torch.OutOfMemoryError):
-            kernels.gpu_kernels(OnGpu())
+            kernels.kernels_for(OnGpu())
         return
     with pytest.warns(
         UserWarning, match="do not run here, so training takes longer: RuntimeError: Failed to find C comp"
     ):
-        assert kernels.gpu_kernels(OnGpu()) is None
-    assert kernels.gpu_kernels(OnGpu()) is None
+        assert kernels.kernels_for(OnGpu()) is None
+    assert kernels.kernels_for(OnGpu()) is None

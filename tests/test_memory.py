@@ -72,7 +72,7 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         return attend(self, [each.contiguous() for each in heads] if plain else heads, window)
 
     monkeypatch.setattr(CoreAttention, "_attend", attend_contiguous)
-    monkeypatch.setattr(mlp, "gpu_kernels", lambda values: SimpleNamespace(SwiGLU=SwiGLU))
+    monkeypatch.setattr(mlp, "kernels_for", lambda values: SimpleNamespace(SwiGLU=SwiGLU))
 
 
 def saved(model: ModelShape, made: Recipe, length: int) -> int:

@@ -3,14 +3,14 @@
 import torch
 from te_pairs import sqnr
 
-from precisionctl.trainer.model.kernels import gpu_kernels
+from precisionctl.trainer.model.kernels import kernels_for
 
 
 def test_kernels_compute_what_pytorch_does_and_rope_every_bit() -> None:
     """An exponential's last bit may round the other way."""
     if torch.cuda.get_device_name() == "a CPU that stands in":
         return  # it has no Triton, and computes by PyTorch
-    assert gpu_kernels(torch.ones(1, device="cuda")), (
+    assert kernels_for(torch.ones(1, device="cuda")), (
         "PyTorch for CUDA comes with Triton, and this machine has a compiler"
     )
     from kernel_pairs import pairs

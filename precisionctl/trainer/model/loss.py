@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from precisionctl.trainer.model.kernels import gpu_kernels
+from precisionctl.trainer.model.kernels import kernels_for
 from precisionctl.trainer.parallel.group_ranks import NO_TENSOR_PARALLELISM, TensorRanks
 
 CHUNK, CHUNK_ON_CPU = 1 << 24, 1 << 18
@@ -45,7 +45,7 @@ class _SummedLoss(torch.autograd.Function):
         ctx.real = min(max(vocab_size - first, 0), rows.shape[1])
         others = (wanted < first) | (wanted >= first + ctx.real)  # that are no column of this rank's
         mine = (wanted - first).masked_fill(others, 0)
-        if kernels := gpu_kernels(rows):
+        if kernels := kernels_for(rows):
             here = kernels.log_sums(rows, ctx.real)
         else:
             here = torch.empty(len(rows), device=rows.device)
@@ -62,7 +62,7 @@ class _SummedLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, mine, others, whole, ignored = ctx.saved_tensors
         weights = gradient.expand(len(rows)).masked_fill(ignored, 0)
-        if kernels := gpu_kernels(rows):
+        if kernels := kernels_for(rows):
             targets = mine.masked_fill(others, -1)
             return kernels.logit_gradients(rows, whole, targets, weights, ctx.real), None, None, None, None
         made = torch.zeros_like(rows) if ctx.real < rows.shape[1] else torch.empty_like(rows)

@@ -17,7 +17,7 @@ from precisionctl.model_parts import MoE
 from precisionctl.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, Norm, add_post_layernorm, column_linear, norm_of, post_norm_of
 from precisionctl.trainer.backends.bf16_products import product
-from precisionctl.trainer.model.kernels import gpu_kernels
+from precisionctl.trainer.model.kernels import kernels_for
 from precisionctl.trainer.model.layers.residual_gate import ScaledNorm
 from precisionctl.trainer.model.router_losses import RouterLosses
 from precisionctl.trainer.model.router_scores import SCORES, over_their_sum
@@ -64,7 +64,7 @@ def activate(values: Tensor, model: ModelShape) -> Tensor:
     function = ACTIVATIONS[model.activation]
     if not model.gated_linear_unit:
         return function(values)
-    if is_swiglu(model) and (kernels := gpu_kernels(values)):
+    if is_swiglu(model) and (kernels := kernels_for(values)):
         activated: Tensor = kernels.SwiGLU.apply(values)
         return activated
     gate, up = values.chunk(2, -1)

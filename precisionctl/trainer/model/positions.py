@@ -15,7 +15,7 @@ from torch import Tensor
 from precisionctl.architectures.rope import yarn_mscale
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.model_shape import ModelShape
-from precisionctl.trainer.model.kernels import gpu_kernels
+from precisionctl.trainer.model.kernels import kernels_for
 from precisionctl.trainer.transfers import to_device
 
 RopeScaling = Mapping[str, Any]
@@ -108,7 +108,7 @@ class _Turned(torch.autograd.Function):
 
 
 def _turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    if kernels := gpu_kernels(heads):
+    if kernels := kernels_for(heads):
         turned: Tensor = kernels.turn(heads, cos, sin)
         return turned
     pairs = cos.shape[-1]
