@@ -10,7 +10,7 @@ import pytest
 
 from precisionctl.architectures.families import supported
 from precisionctl.cli import main
-from precisionctl.commands.request import TE
+from precisionctl.commands.request import MLX, TE
 from precisionctl.engines.base import engines
 from precisionctl.recipe import Recipe, bundled_recipes
 
@@ -96,7 +96,7 @@ def test_the_readme_names_all_that_is_supported_and_nothing_else():
     }
     assert named["bundled recipes"] | of_models == set(bundled_recipes())
     schemes = {scheme for engine in engines().values() for scheme in engine.spells}
-    assert named["`--target` of an export"] == set(engines()) | schemes | {TE}
+    assert named["`--target` of an export"] == set(engines()) | schemes | {TE, MLX}
 
 
 def test_the_readme_of_the_package_has_no_link_that_leads_nowhere_on_an_index() -> None:

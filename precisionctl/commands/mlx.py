@@ -57,7 +57,7 @@ def for_mlx(kind: Mlx, source: Source, destination: Path) -> Result:
         quantized=quantized or [name for name in plan.targets if name.endswith(".weight")],
         kept=[name for name in matrices if name not in quantized] if quantized else [],
         base_model=kind.base_model,
-        codes=scheme if quantized else dtype.value,
+        codes=scheme.replace("bit", "-bit") if scheme in ("4bit", "8bit") else scheme.upper(),
     )
     return Result(plan, notes, card=card, mlx=words_of_mlx(model, dtype))
 

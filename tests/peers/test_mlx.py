@@ -1,21 +1,26 @@
-"""Directories that mlx-lm saves: we read the values that `mx.dequantize` gives, under the names of published files."""
+"""Directories that mlx-lm saves: we read the values that `mx.dequantize` gives, under the names of published files, and
+write the same bytes."""
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import conversions
 import environments
 import mlx_directories
 import pico
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.request import MLX, Request
 
 SIZES = {"hidden_size": 128, "intermediate_size": 128}
 LATENTS = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 48}
@@ -59,6 +64,45 @@ def test_what_mlx_lm_saves_decodes_to_what_mlx_makes_of_it(tmp_path: Path, famil
         for name, values in expected.items():
             found = read_tensor(reader, name)
             assert torch.equal(found, values.bfloat16().view(found.shape)), (way, name)
+
+
+SCHEMES: dict[str, dict[str, Any] | None] = {
+    "bf16": None,
+    "4bit": {"bits": 4, "group_size": 64},
+    "8bit": {"bits": 8, "group_size": 64},
+    **{mode: {"mode": mode} for mode in ("mxfp4", "mxfp8", "nvfp4")},
+}
+WRITTEN = FAMILIES | {"deepseek-v3": FAMILIES["deepseek-v3"] | {"qk_nope_head_dim": 64}, "granite-moe": SIZES}
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_what_is_written_for_mlx_is_what_mlx_lm_converts(tmp_path: Path, family: str) -> None:
+    """The source's config.json is that of the result, without what it says of codes, as mlx-lm asks for its keys."""
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, **WRITTEN[family])
+    shutil.copytree(tmp_path / "hf", tmp_path / "for-mlx")
+    for scheme, how in SCHEMES.items():
+        ours = tmp_path / f"ours-{scheme}"
+        conversions.carry_out(Request.export(tmp_path / "hf", ours, MLX, scheme))
+        if how is None:
+            shutil.copy(ours / "config.json", tmp_path / "for-mlx")
+        program = Path(__file__).parent / "mlx_convert.py"
+        paths = (tmp_path / name for name in ("for-mlx", f"mlx-{scheme}"))
+        logits = tmp_path / f"{scheme}.safetensors"
+        command = [environments.mlx(), program, *paths, ours, logits, json.dumps(how)]
+        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+        expected, found = (load_file(tmp_path / f"{whose}-{scheme}" / "model.safetensors") for whose in ("mlx", "ours"))
+        assert found.keys() == expected.keys(), scheme
+        for name, tensor in expected.items():
+            assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, (scheme, name)
+            assert torch.equal(found[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), name
+        said = [json.loads((tmp_path / f"{whose}-{scheme}" / "config.json").read_text()) for whose in ("mlx", "ours")]
+        assert said[0].get("quantization") == said[1].get("quantization")
+        assert said[0].get("quantization_config") == said[1].get("quantization_config")
+        assert torch.equal(*load_file(logits).values())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    of_transformers = model(torch.tensor([[3, 17, 42, 99, 5, 7, 11, 200]])).logits
+    assert torch.allclose(load_file(tmp_path / "bf16.safetensors")["ours"], of_transformers, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
