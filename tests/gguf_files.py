@@ -247,6 +247,20 @@ def llama3_factors() -> torch.Tensor:
     return torch.tensor(found)
 
 
+_PAIRS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+WRAPPED: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "hidden_size": 512,
+        "head_dim": None,
+        "use_sliding_window": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]},
+    },
+    "qwen3_vl": {"head_dim": 128, "initializer_range": 0.02, "rope_parameters": _PAIRS},
+    "qwen3_vl_moe": {"head_dim": 128, "initializer_range": 0.02, "mlp_only_layers": [], "rope_parameters": _PAIRS},
+}
+"""Wrappers whose text model llama.cpp has a family of its own for, with what releases say."""
 SPARSE = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 WRITTEN: dict[str, dict[str, Any]] = {
     "llama-3": {},

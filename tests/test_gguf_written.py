@@ -25,6 +25,7 @@ from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.gguf.families import FAMILIES, of_llama_cpp
 from precisionctl.checkpoints.gguf.head import GgufTensor, read_head
+from precisionctl.checkpoints.gguf.images import Images
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.ggml_blocks import blocks_of
 from precisionctl.codes.ggml_formats import named
@@ -106,9 +107,16 @@ def test_the_command_says_of_which_texts_llama_cpp_makes_other_tokens(tmp_path: 
     assert [note for note in plan_command(Request.export(published, tmp_path / "b", LLAMA_CPP)).notes if "NFC" in note]
 
 
-@pytest.mark.parametrize(("wrapper", "changes"), [("mistral3", {}), ("llama4", gguf_files.CHUNKS)])
+@pytest.mark.parametrize(
+    ("wrapper", "changes", "architecture"),
+    [
+        ("mistral3", {}, "llama"),
+        ("llama4", gguf_files.CHUNKS, "llama4"),
+        ("qwen3_vl", gguf_files.WRAPPED["qwen3_vl"], "qwen3vl"),
+    ],
+)
 def test_the_text_model_of_a_wrapper_is_written_and_its_towers_are_named(
-    tmp_path: Path, wrapper: str, changes: dict[str, Any]
+    tmp_path: Path, wrapper: str, changes: dict[str, Any], architecture: str
 ) -> None:
     tiny_wrappers.save(tmp_path / "hf", wrapper, vocab_size=SIZE, dtype=torch.bfloat16, **changes)
     gguf_tokenizers.byte_level(QWEN2).save_pretrained(tmp_path / "hf")
@@ -116,11 +124,30 @@ def test_the_text_model_of_a_wrapper_is_written_and_its_towers_are_named(
     execute(command)
     assert any("not in it: llama.cpp has those in a second" in note for note in command.notes)
     reader, before = open_checkpoint(tmp_path / "out"), open_checkpoint(tmp_path / "hf")
+    assert read_head(reader.files[0]).metadata["general.architecture"] == architecture
     expected = gguf_files.as_read({name: read_tensor(before, name) for name in before.specs})
     for name in reader.specs:
         assert before.model.wrapper
         published = before.model.wrapper.name_of(name)
         assert torch.equal(read_tensor(reader, name).bfloat16(), expected[published]), name
+
+
+def test_experts_that_a_wrapper_has_in_one_tensor_are_written_one_by_one(tmp_path: Path) -> None:
+    changes = gguf_files.WRAPPED["qwen3_vl_moe"]
+    tiny_wrappers.save(tmp_path / "hf", "qwen3_vl_moe", vocab_size=SIZE, dtype=torch.bfloat16, **changes)
+    gguf_tokenizers.byte_level(QWEN2).save_pretrained(tmp_path / "hf")
+    reader = open_checkpoint(export(tmp_path / "hf", tmp_path / "out"))
+    stored, layer = tiny_wrappers.stored(tmp_path / "hf"), "layers.1.mlp.experts"
+    gate, up = stored[f"model.language_model.{layer}.gate_up_proj"][2].t().chunk(2)
+    down = stored[f"model.language_model.{layer}.down_proj"][2].t()
+    for name, expected in {"gate": gate, "up": up, "down": down}.items():
+        assert torch.equal(read_tensor(reader, f"model.{layer}.2.{name}_proj.weight").bfloat16(), expected), name
+
+
+@pytest.mark.parametrize("said", [{"mrope_section": [16, 24, 24]}, {"deepstack_visual_indexes": [5]}])
+def test_images_of_another_model_than_is_known_are_refused(said: dict[str, Any]) -> None:
+    with pytest.raises(UnknownArchitecture, match=next(iter(said))):
+        Images((24, 20, 20), deepstack=3).check({"rope_parameters": said, "vision_config": said})
 
 
 def test_every_family_that_is_written_is_tested() -> None:

@@ -50,6 +50,8 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
         raise PrecisionError("no weight is MXFP4 codes, of which --scheme mxfp4 keeps those that there are", do=do)
     plan = in_gguf(source.plan, type_, codes)
     files, config = reader.companions.files, _config(reader, model)
+    if family.images:
+        family.images.check(config)
     where = reader.path or ""
     tokenizer, tokenizer_notes = tokenizer_metadata(
         files, config, model.vocab_size, where, family.tokens, sentencepiece=family.sentencepiece

@@ -310,6 +310,26 @@ class OfColumns(_ValueChange):
         return shapes[0]
 
 
+@dataclass(frozen=True)
+class OfTransposed(_ValueChange):
+    """A matrix that is `[in, out]` in Hugging Face, and changed as the `[out, in]` that it is in GGUF."""
+
+    change: GgufChange
+
+    def to_gguf(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return self.change.to_gguf(values.t(), model)
+
+    def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        whole: Tensor = self.change.to_hf(parts, model)
+        return whole.t()
+
+    def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+        return self.change.gguf_shapes(shape[::-1], model)
+
+    def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
+        return self.change.hf_shape(shapes, model)[::-1]
+
+
 class VectorAsColumn(_ValueChange):
     """A vector `[heads]`, in GGUF `[heads, 1]`."""
 

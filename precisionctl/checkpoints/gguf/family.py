@@ -11,6 +11,7 @@ import numpy as np
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.architectures.families import fields_of
+from precisionctl.checkpoints.gguf.images import Images
 from precisionctl.checkpoints.gguf.keys import (
     CAUSAL,
     CONTEXT,
@@ -65,6 +66,9 @@ class GgufFamily:
     `sentencepiece` is the kind of tokenizer that llama.cpp has for its SentencePiece model. With `down_last` the
     converter's file has down_proj of experts behind the others.
 
+    `images` is what metadata say for these, and `in_wrappers` are the families that llama.cpp has for the text model in
+    wrappers of a `model_type`.
+
     `recognises`: of several families with one architecture, whether a file is read as one of this, where no config.json
     says which. It goes by what llama.cpp computes. `with_experts` is what differs in models with experts, if the family
     has both.
@@ -83,6 +87,8 @@ class GgufFamily:
     tokens: Mapping[str, str] = field(default_factory=dict)
     sentencepiece: str = "llama"
     down_last: bool = False
+    images: Images | None = None
+    in_wrappers: Mapping[str, GgufFamily] = field(default_factory=dict)
     recognises: Callable[[Described], bool] = lambda file: True
     with_experts: GgufFamily | None = None
 
@@ -92,7 +98,8 @@ class GgufFamily:
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        return (self.architecture, *(self.with_experts.architectures if self.with_experts else ()))
+        also = (*self.in_wrappers.values(), *((self.with_experts,) if self.with_experts else ()))
+        return (self.architecture, *dict.fromkeys(each.architecture for each in also))
 
     @property
     def without_prediction(self) -> bool:
@@ -101,10 +108,15 @@ class GgufFamily:
 
     def of(self, model: ModelShape) -> GgufFamily:
         """That of a model."""
+        if model.wrapper and (found := self.in_wrappers.get(model.wrapper.model_type)):
+            return found
         return self.with_experts if self.with_experts and model.moe else self
 
     def of_file(self, file: Described) -> GgufFamily:
         """That of a file."""
+        for found in self.in_wrappers.values():
+            if found.architecture == file.architecture:
+                return found
         return self.with_experts if self.with_experts and file.count("expert_count", 0) else self
 
     def read(self, file: Described) -> dict[str, Any]:

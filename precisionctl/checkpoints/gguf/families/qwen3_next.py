@@ -20,6 +20,7 @@ from precisionctl.checkpoints.gguf.changes import (
 )
 from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS, SHARED_EXPERT_SIZE
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
+from precisionctl.checkpoints.gguf.images import Images
 from precisionctl.checkpoints.gguf.keys import (
     HEAD_SIZE,
     LAYERS_AND_PREDICTION,
@@ -27,7 +28,6 @@ from precisionctl.checkpoints.gguf.keys import (
     GgufKey,
     GgufRule,
     Said,
-    refused,
     value_of,
 )
 from precisionctl.checkpoints.gguf.metadata import Described
@@ -122,23 +122,8 @@ _DELTA_NET = (
     GgufRule(("gdn.layers",), _read_recurrent, _write_recurrent),
 )
 
-_PAIRS = [11, 11, 10, 0]
-
-
-def _read_sections(file: Described) -> Fields:
-    file.said("rope.dimension_sections")
-    return {}
-
-
-def _write_sections(model: ModelShape) -> Said:
-    if model.rotary_size > 2 * sum(_PAIRS):
-        raise refused(model, f"that turns {model.rotary_size} channels of a head")
-    return {"rope.dimension_sections": _PAIRS}
-
-
-_SECTIONS = GgufRule((), _read_sections, _write_sections)
-"""Which pairs go by height and width in an image: in text all dimensions of a position are the same."""
-
+_IMAGES = Images((11, 11, 10))
+_ROPE = (_IMAGES.sections, ROPE)
 _COMPUTED: Mapping[str, Any] = {
     **dict.fromkeys(("zero_centered_gamma", "hf_zero_centered_gamma", "qk_layernorm"), True),
     "attention_output_gate": True,
@@ -147,10 +132,11 @@ _COMPUTED: Mapping[str, Any] = {
 _QWEN3_5 = GgufFamily(
     "qwen35",
     rows=_with_delta_nets(MLP, _DELTA_NET_OF_QWEN3_5),
-    keys=(*base_keys(layers=LAYERS_AND_PREDICTION, rope=(_SECTIONS, ROPE)), HEAD_SIZE),
+    keys=(*base_keys(layers=LAYERS_AND_PREDICTION, rope=_ROPE), HEAD_SIZE),
     more=(PREDICTION_LAYERS, *_DELTA_NET, TURNED),
     reads=(),
     computed=_COMPUTED,
+    images=_IMAGES,
 )
 
 FAMILIES = {
@@ -167,7 +153,10 @@ FAMILIES = {
         _QWEN3_5,
         architecture="qwen35moe",
         rows=_with_delta_nets(_SPARSE, _DELTA_NET_OF_QWEN3_5),
-        keys=(*base_keys(*EXPERT_COUNTS, layers=LAYERS_AND_PREDICTION, rope=(_SECTIONS, ROPE), mlp=()), HEAD_SIZE),
+        keys=(
+            *base_keys(*EXPERT_COUNTS, layers=LAYERS_AND_PREDICTION, rope=_ROPE, mlp=()),
+            HEAD_SIZE,
+        ),
         more=(EXPERT_SIZE, SHARED_EXPERT_SIZE, *_QWEN3_5.more),
         computed={
             **IN_ALL_LAYERS,

@@ -1,0 +1,56 @@
+"""What the metadata of a text model say for images, which llama.cpp has from a second file (`mmproj`). Of text alone it
+computes the same with any: there all dimensions of a position are one.
+
+Source: llama.cpp's conversion/base.py (set_gguf_parameters) and conversion/qwen3vl.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from precisionctl.architectures.config_keys import Fields
+from precisionctl.checkpoints.gguf.keys import GgufRule, Said, refused
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.errors import UnknownArchitecture, shown
+from precisionctl.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Images:
+    """Which pairs of a head's channels go by time, height and width (`mrope_section`), and how many of a tower's layers
+    add to the text model's (`deepstack_visual_indexes`): those of the published models."""
+
+    pairs: tuple[int, int, int]
+    deepstack: int = 0
+
+    @property
+    def sections(self) -> GgufRule:
+        return GgufRule((), self._read_sections, self._write_sections)
+
+    @property
+    def deepstack_layers(self) -> GgufRule:
+        return GgufRule((), self._read_deepstack, lambda model: {"n_deepstack_layers": self.deepstack})
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Raise UnknownArchitecture if a config.json, with what it says of its text model, says others."""
+        rope, tower = (config.get("rope_parameters") or config.get("rope_scaling"), config.get("vision_config"))
+        said = {**(rope if isinstance(rope, Mapping) else {}), **(tower if isinstance(tower, Mapping) else {})}
+        pairs, layers = said.get("mrope_section"), said.get("deepstack_visual_indexes")
+        if pairs not in (None, [*self.pairs]) or (isinstance(layers, list) and len(layers) != self.deepstack):
+            what = f"mrope_section {shown(pairs)} and deepstack_visual_indexes {shown(layers)}"
+            known = f"{shown([*self.pairs])} and {self.deepstack} of them in the models of this family that are known"
+            do = "llama.cpp's convert_hf_to_gguf.py writes what config.json says."
+            raise UnknownArchitecture(f"{what}, and {known}", do=do)
+
+    def _read_sections(self, file: Described) -> Fields:
+        file.said("rope.dimension_sections")
+        return {}
+
+    def _write_sections(self, model: ModelShape) -> Said:
+        if model.rotary_size > 2 * sum(self.pairs):
+            raise refused(model, f"that turns {model.rotary_size} channels of a head")
+        return {"rope.dimension_sections": [*self.pairs, 0]}
+
+    def _read_deepstack(self, file: Described) -> Fields:
+        file.said("n_deepstack_layers")
+        return {}
