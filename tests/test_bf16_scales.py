@@ -9,6 +9,7 @@ from cache_states import with_cache_state
 from installed import judge, need_loader
 from safetensors.torch import load_file
 from scoring import TOKENS, save
+from soaking import in_soak
 from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -59,7 +60,9 @@ def test_codes_under_a_rounded_scale_would_be_the_same_so_that_those_of_a_source
     assert torch.equal(again.view(torch.uint8), codes.view(torch.uint8).expand(len(scales), -1))
 
 
-@pytest.mark.parametrize(("family", "scheme"), [("llama-3", "static"), ("llama-3", "dynamic"), ("mixtral", "static")])
+@pytest.mark.parametrize(
+    ("family", "scheme"), [("mixtral", "static"), *in_soak(("llama-3", "static"), ("llama-3", "dynamic"))]
+)
 def test_each_scale_is_the_next_in_bf16_and_transformers_has_it_as_it_is_stored(
     tmp_path: Path, family: str, scheme: str
 ) -> None:

@@ -61,7 +61,7 @@ OTHER_FORMS = {"gemma4-moe", "mistral4", "minimax-m3", "llama4", "hy4", "lara-mi
 """Families whose experts, or other weights, engines read under names that transformers does not: it lacks them."""
 UNREAD = {"gpt2", "deepseek-v4"}
 """Families that vLLM does not read in this scheme."""
-LOADED_BY_HAND = ("lfm3", "hy-v3", "kimi-linear", "gpt-neo")
+LOADED_BY_HAND = ("lfm3", "hy-v3", "gpt-neo")
 """In memory a module has another name or parent, or tensors are parts of others; or linears have GPT-2's names."""
 
 

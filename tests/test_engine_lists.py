@@ -97,8 +97,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("qwen3-moe", EXPERTS, "experts"),
         ("qwen2-moe", (), "shared_expert_gate"),
-        ("afmoe", (), "router.gate"),
-        *in_soak(("qwen3-moe", (), ""), ("granite-moe", (), "experts"), ("phimoe", (), "")),
+        *in_soak(
+            ("afmoe", (), "router.gate"), ("qwen3-moe", (), ""), ("granite-moe", (), "experts"), ("phimoe", (), "")
+        ),
     ],
 )
 def test_a_list_of_fp8_lacks_what_transformers_misses_on_a_gpu(

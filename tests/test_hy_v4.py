@@ -236,7 +236,7 @@ _IN_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "q_lora_rank": 128, 
 )
 
 
-@pytest.mark.parametrize("scheme", ["dynamic", "w4a16", "block", "mxfp8", "nvfp4a16", "mxfp4"])
+@pytest.mark.parametrize("scheme", ["dynamic", "block", *in_soak("w4a16", "mxfp8", "nvfp4a16", "mxfp4")])
 def test_what_transformers_cannot_multiply_with_inputs_in_bf16_is_refused(
     tmp_path: Path, scheme: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,7 +155,7 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
 
 GRADIENTS = (
     *("mimo-v2-flash", "laguna", "laguna-per-element", "phimoe", "olmo", "flex-olmo", "minicpm3", "falcon"),
-    *("falcon-40b", "gpt-bigcode", "kolibri1", "kimi-linear", "ling-3", "lfm3", "axk1", "axk2", "nanochat", "flint"),
+    *("falcon-40b", "gpt-bigcode", "kolibri1", "kimi-linear", "lfm3", "axk1", "axk2", "nanochat", "flint"),
     *("opt", "gpt-neo", "bloom", "mpt", "bamba", "mamba2", "jamba", "mistral-large-4"),
     "muse-spark",
 )

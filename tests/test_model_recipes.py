@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from soaking import few
 from training import PLAIN_RECIPES
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -135,13 +136,7 @@ def on_paper(real: Real) -> OnPaper:
     return OnPaper(from_hf_config(config), {name: each.spec for name, each in stored.items()})
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.soak] if real.config.get("num_experts") else [])
-        for name, real in MODELS.items()
-    ],
-)
+@pytest.mark.parametrize("name", few(MODELS, "llama-3-70b", "mixtral-8x7b"))
 def test_a_model_is_planned_and_built_at_its_real_size_under_its_recipes(name: str) -> None:
     """make_plan knows every tensor that transformers has of it; every GEMM of the trainer's model takes FP8."""
     real = MODELS[name]

@@ -13,6 +13,7 @@ import torch
 from conversions import assert_there_and_back, carry_out, run
 from gpt_models import assert_computes_as_transformers, assert_texts_are_apart
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 
 from precisionctl.architectures.families import architecture_of, from_hf_config, to_hf_config
@@ -183,7 +184,7 @@ LINEARS = {f"{each}_proj" for each in ("q", "k", "v", "gate", "o", "up", "down")
 TAKEN = [*(("muse_glimmer", target) for target in ("vllm", "sglang", "transformers")), ("muse_spark", "transformers")]
 
 
-@pytest.mark.parametrize(("kind", "target"), TAKEN)
+@pytest.mark.parametrize(("kind", "target"), [TAKEN[0], TAKEN[-1], *in_soak(*TAKEN[1:-1])])
 def test_an_export_of_the_wrapper_is_what_the_engine_takes(kind: str, target: str, tmp_path: Path) -> None:
     """Without codes of Spark's experts and of the projections around them."""
     all_experts = {"num_experts_per_tok": 8} if kind == "muse_spark" else {}  # none is chosen by a hair's breadth
