@@ -90,6 +90,13 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
         "num_shared_expert": [1, 1],
     },
     "afmoe": {"route_norm": True, "score_func": "sigmoid"},
+    "mimo-v2-flash": {
+        "scoring_func": "sigmoid",
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.334},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.334},
+        },
+    },
 }
 """Families, with what their releases say that small models of tests do not: of others llama.cpp computes something
 else, or its converter knows none."""

@@ -367,6 +367,8 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused_before_anything_is_wr
         ("glm4-moe-lite", {"rope_parameters": ONES | {"attention_factor": 1.2}}, "attention_factor 1.2"),
         ("ministral3", {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.8}}, "yarn with mscale 0.8"),
         ("ministral3", {"rope_parameters": YARN | {"mscale_all_dim": 1.0}}, "yarn with mscale None"),
+        ("mimo-v2-flash", pico.FAMILIES["mimo-v2-flash"], "global_attention.rotary_percent 0.5"),
+        ("mimo-v2-flash", {"layer_types": ["sliding_attention"] * 3}, "windows in all layers or in none"),
     ],
 )
 def test_settings_that_releases_do_not_have_and_llama_cpp_neither_are_refused(

@@ -19,11 +19,23 @@ KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
 
 
 def as_published(settings: dict[str, Any]) -> dict[str, Any]:
-    """With the words for kinds of layers that Granite's releases have: by those of transformers 5 the converter finds
-    none with attention."""
-    if settings["model_type"] != "granitemoehybrid":
+    """With the words for kinds of layers that releases of Granite and of MiMo-V2 have: by those of transformers 5 the
+    converter finds none with attention, or knows of none."""
+    if settings["model_type"] == "granitemoehybrid":
+        return settings | {"layer_types": [KINDS[kind] for kind in settings["layer_types"]]}
+    if settings["model_type"] != "mimo_v2_flash":
         return settings
-    return settings | {"layer_types": [KINDS[kind] for kind in settings["layer_types"]]}
+    whole, window = (settings["rope_parameters"][f"{kind}_attention"] for kind in ("full", "sliding"))
+    same = {f"swa_{key}": settings[key] for key in ("num_attention_heads", "head_dim", "v_head_dim")}
+    return {key: value for key, value in settings.items() if key != "rope_parameters"} | {
+        **same,
+        "topk_method": "noaux_tc",
+        "hybrid_layer_pattern": [int(kind == "sliding_attention") for kind in settings["layer_types"]],
+        "swa_num_key_value_heads": 2 * settings["num_key_value_heads"],
+        "rope_theta": whole["rope_theta"],
+        "swa_rope_theta": window["rope_theta"],
+        "partial_rotary_factor": whole["partial_rotary_factor"],
+    }
 
 
 def converter(settings: dict[str, Any]) -> Any:
