@@ -106,7 +106,7 @@ def _run(directory: str, name: str, options: str) -> str:
 def _options(model: ModelShape, family: GgufFamily) -> str:
     """Options with which llama.cpp's programs compute what the file says, but llama.cpp does not read."""
     scaling = model.rope_scaling or {}
-    said = {name: scaling.get(name, usual) for name, usual in BETAS.items()}
+    said = {name: usual if scaling.get(name) is None else scaling[name] for name, usual in BETAS.items()}
     if scaling.get("rope_type") != "yarn" or family.reads_betas or said == BETAS:
         return ""
     return "".join(f" --yarn-{name.replace('_', '-')} {value}" for name, value in said.items())

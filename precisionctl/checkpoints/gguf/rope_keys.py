@@ -8,7 +8,7 @@ from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.architectures.rope import yarn_mscale
-from precisionctl.checkpoints.gguf.keys import GgufRule, Said, head_size, number, refused, write_only
+from precisionctl.checkpoints.gguf.keys import GgufRule, Said, head_size, number
 from precisionctl.checkpoints.gguf.metadata import NEEDED, Described, shortest
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape
@@ -24,8 +24,6 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {"default": (), "linear": ("factor",),
 """The kinds of scaled rotary embeddings that llama.cpp computes, with what config.json says of each: of a family that
 has no others below."""
 AND_LLAMA3 = {**SCALINGS, "llama3": OF_LLAMA3}
-LONGROPE = {"default": (), "longrope": (ORIGINAL, "factor", "short_factor", "long_factor")}
-"""Its factor is passed over, as in transformers where the original context is said."""
 UNSCALED_ALONE = {"default": ()}
 OF_LATENT = {kind: SCALINGS[kind] for kind in ("default", "yarn")}
 """Of families whose heads have one key, the latent: llama.cpp scales their scores as YaRN does, whatever the kind
@@ -94,29 +92,7 @@ def _write_rope(model: ModelShape) -> Said:
 
 
 ROPE = GgufRule(("rotary_base", "rope_scaling"), _read_rope, _write_rope)
-_SECTIONS = [11, 11, 10, 0]
-
-
-def _read_sections(file: Described) -> Fields:
-    file.said("rope.dimension_sections")
-    return {}
-
-
-def _write_sections(model: ModelShape) -> Said:
-    if model.rotary_size > 2 * sum(_SECTIONS):
-        raise refused(model, f"that turns {model.rotary_size} channels of a head")
-    return {"rope.dimension_sections": _SECTIONS}
-
-
-SECTIONS = GgufRule((), _read_sections, _write_sections)
-"""Which pairs go by height and width in an image: in text all dimensions of a position are the same."""
-UNSCALED = write_only(lambda model: {"rope.scaling.type": "none"})
-"""What ROPE reads too."""
-
-
 LOCAL_BASE = number("rotary_base_local", "rope.freq_base_swa", 10000.0)
-
-
 TURNED = GgufRule(
     ("rotary_percent",),
     lambda file: {"rotary_percent": file.count("rope.dimension_count", head_size(file)) / head_size(file)},

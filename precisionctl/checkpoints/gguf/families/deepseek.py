@@ -116,7 +116,7 @@ def _read_latent(file: Described) -> Fields:
     return {"mla.kv_lora_rank": rank}
 
 
-LATENT = GgufRule(
+_LATENT = GgufRule(
     ("mla.kv_lora_rank",),
     _read_latent,
     lambda model: {
@@ -125,8 +125,8 @@ LATENT = GgufRule(
     },
 )
 """What is a head to llama.cpp."""
-LATENT_RANK = GgufKey("mla.kv_lora_rank", "attention.kv_lora_rank")
-LATENT_HEADS = GgufRule(
+_LATENT_RANK = GgufKey("mla.kv_lora_rank", "attention.kv_lora_rank")
+_LATENT_HEADS = GgufRule(
     ("mla.qk_head_dim", "mla.v_head_dim"),
     lambda file: {
         "mla.qk_head_dim": file.count("attention.key_length_mla") - file.count("rope.dimension_count"),
@@ -162,7 +162,7 @@ def _latent_attention(
     head_first: bool = True,
     **computed: Any,
 ) -> GgufFamily:
-    """Latent attention and experts, whose scores `function` makes; `head_first`: the converter writes LATENT so."""
+    """Latent attention and experts, whose scores `function` makes; `head_first`: the converter writes _LATENT so."""
     return GgufFamily(
         architecture,
         rows=_ROWS,
@@ -170,7 +170,7 @@ def _latent_attention(
             *EXPERT_COUNTS,
             groups(group_scores),
             scored_by(function),
-            *((LATENT,) if head_first else ()),
+            *((_LATENT,) if head_first else ()),
             layers=layers,
             heads=_HEADS,
         ),
@@ -178,9 +178,9 @@ def _latent_attention(
             LEADING_DENSE,
             VOCABULARY,
             query_rank,
-            LATENT_RANK,
-            *(() if head_first else (LATENT,)),
-            LATENT_HEADS,
+            _LATENT_RANK,
+            *(() if head_first else (_LATENT,)),
+            _LATENT_HEADS,
             EXPERT_SIZE,
             SHARED_COUNT,
             WEIGHTS_SCALE,

@@ -71,12 +71,13 @@ def _write_step(model: ModelShape) -> Said:
     return {"interleave_moe_layer_step": step}
 
 
+_STEP = GgufRule(("moe.layer_freq",), _read_step, _write_step)
+
+
 def _blends_none(scaling: Fields) -> Fields:
+    """Between the frequencies that Llama 3's scaling divides and those that it leaves, its releases have none."""
     unsaid = scaling.get("rope_type") == "llama3" and "high_freq_factor" not in scaling
     return {"high_freq_factor": 1.0} if unsaid else {}
-
-
-_STEP = GgufRule(("moe.layer_freq",), _read_step, _write_step)
 
 
 FAMILIES = {

@@ -19,7 +19,7 @@ from precisionctl.checkpoints.gguf.keys import (
     write_only,
 )
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.rope_keys import LOCAL_BASE, ROPE, UNSCALED_ALONE
+from precisionctl.checkpoints.gguf.rope_keys import LOCAL_BASE, ROPE, TURNED, UNSCALED_ALONE
 from precisionctl.checkpoints.gguf.rows import DECODER, EXPERT_BIAS, EXPERTS, MLP, ROUTER, in_layer
 from precisionctl.model_shape import ModelShape
 
@@ -64,11 +64,7 @@ def _read_turned(file: Described) -> Fields:
     return {"rotary_percent": _SHARE if int(size * _SHARE) == turned else turned / size}
 
 
-_TURNED = GgufRule(
-    ("rotary_percent",),
-    _read_turned,
-    lambda model: {"rope.dimension_count": int(model.kv_channels * model.rotary_percent)},
-)
+_TURNED = GgufRule(TURNED.fields, _read_turned, TURNED.write)
 _SPARSE_LAYERS = GgufRule(
     ("moe.layer_freq",),
     lambda file: {
