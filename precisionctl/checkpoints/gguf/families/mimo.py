@@ -38,7 +38,7 @@ def _read_heads(file: Described) -> Fields:
         "num_attention_heads": file.count("attention.head_count", least=1),
         "num_query_groups": one_of(file, HEADS_KV, in_window),
         "global_attention.num_query_groups": one_of(file, HEADS_KV, elsewhere),
-        "window_layers": tuple(map(bool, windows)),
+        "window_layers": tuple(map(bool, windows[: file.decoder_layers()])),
     }
 
 
