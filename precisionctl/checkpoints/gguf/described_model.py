@@ -9,8 +9,8 @@ from precisionctl.architectures.families import fields_of, from_hf_config, key_i
 from precisionctl.checkpoints.base import WITH_REFERENCE
 from precisionctl.checkpoints.gguf.families import FAMILIES
 from precisionctl.checkpoints.gguf.family import GgufFamily
-from precisionctl.checkpoints.gguf.keys import GgufKey
 from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.metadata_keys import GgufKey
 from precisionctl.checkpoints.gguf.rotary_tensors import scaling_with_tensors
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown

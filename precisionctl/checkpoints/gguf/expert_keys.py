@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.keys import GgufEntry, GgufKey, GgufRule, Said, number, refused, value_of
 from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.metadata_keys import GgufEntry, GgufKey, GgufRule, Said, number, refused, value_of
 from precisionctl.model_shape import ModelShape
 
 EXPERT_COUNTS: tuple[GgufEntry, ...] = (

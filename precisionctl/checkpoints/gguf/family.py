@@ -12,7 +12,9 @@ import numpy as np
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.architectures.families import fields_of
 from precisionctl.checkpoints.gguf.images import Images
-from precisionctl.checkpoints.gguf.keys import (
+from precisionctl.checkpoints.gguf.metadata import Described, shortest
+from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
+from precisionctl.checkpoints.gguf.metadata_keys import (
     CAUSAL,
     CONTEXT,
     EPSILON,
@@ -27,10 +29,8 @@ from precisionctl.checkpoints.gguf.keys import (
     refused,
     write_each,
 )
-from precisionctl.checkpoints.gguf.metadata import Described, shortest
-from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
 from precisionctl.checkpoints.gguf.rope_keys import ROPE, SCALINGS, TURNED, always_of_yarn
-from precisionctl.checkpoints.gguf.rows import GgufRow, TensorTable
+from precisionctl.checkpoints.gguf.tensor_rows import GgufRow, TensorTable
 from precisionctl.errors import shown
 from precisionctl.model_shape import ModelShape
 

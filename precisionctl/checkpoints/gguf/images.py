@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.keys import GgufRule, Said, refused
 from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.metadata_keys import GgufRule, Said, refused
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape
 

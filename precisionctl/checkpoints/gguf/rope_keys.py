@@ -8,8 +8,8 @@ from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.architectures.rope import yarn_mscale
-from precisionctl.checkpoints.gguf.keys import GgufRule, Said, head_size, number
 from precisionctl.checkpoints.gguf.metadata import NEEDED, Described, shortest
+from precisionctl.checkpoints.gguf.metadata_keys import GgufRule, Said, head_size, number
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape
 

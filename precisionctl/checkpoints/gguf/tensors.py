@@ -15,7 +15,7 @@ from precisionctl.checkpoints.decoded.base import PIECE
 from precisionctl.checkpoints.gguf.changes import SAME, GgufChange, Shape
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.head import GgufTensor
-from precisionctl.checkpoints.gguf.rows import GgufRow
+from precisionctl.checkpoints.gguf.tensor_rows import GgufRow
 from precisionctl.codes.ggml_blocks import ENCODED, GgmlBlocks, blocks_of
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnmappedTensor, at

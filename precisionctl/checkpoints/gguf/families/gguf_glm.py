@@ -17,9 +17,10 @@ from precisionctl.checkpoints.gguf.expert_keys import (
     groups,
     scored_by,
 )
-from precisionctl.checkpoints.gguf.families.deepseek import deepseek2, sparse_attention
+from precisionctl.checkpoints.gguf.families.gguf_deepseek import deepseek2, sparse_attention
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.keys import (
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.metadata_keys import (
     HAS_QK_NORMS,
     HEAD_SIZE,
     LAYERS_AND_PREDICTION,
@@ -27,9 +28,8 @@ from precisionctl.checkpoints.gguf.keys import (
     QKV_BIAS,
     GgufRule,
 )
-from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.rope_keys import TURNED, UNSCALED_ALONE
-from precisionctl.checkpoints.gguf.rows import (
+from precisionctl.checkpoints.gguf.tensor_rows import (
     ATTENTION,
     EXPERT_BIAS,
     EXPERTS,

@@ -5,7 +5,8 @@ Sources: llama.cpp's src/models/exaone4.cpp, and conversion/exaone.py.
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.keys import (
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.metadata_keys import (
     UNUSUAL_HEAD_SIZE,
     VOCABULARY,
     WINDOW,
@@ -16,9 +17,8 @@ from precisionctl.checkpoints.gguf.keys import (
     hidden_by_heads,
     refused,
 )
-from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3
-from precisionctl.checkpoints.gguf.rows import ATTENTION, MLP, NORMS_BEHIND, QK_NORMS, in_layers, outside_layers
+from precisionctl.checkpoints.gguf.tensor_rows import ATTENTION, MLP, NORMS_BEHIND, QK_NORMS, in_layers, outside_layers
 from precisionctl.model_shape import ModelShape
 
 _LAYERS_WITH_WINDOWS = 64

@@ -4,8 +4,8 @@ Sources: llama.cpp's src/models/seed-oss.cpp, and conversion/olmo.py.
 """
 
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.keys import HEAD_SIZE, QKV_BIAS
-from precisionctl.checkpoints.gguf.rows import ATTENTION, MLP, NORMS_BY_PLACE, in_layers, outside_layers
+from precisionctl.checkpoints.gguf.metadata_keys import HEAD_SIZE, QKV_BIAS
+from precisionctl.checkpoints.gguf.tensor_rows import ATTENTION, MLP, NORMS_BY_PLACE, in_layers, outside_layers
 
 FAMILIES = {
     "seed_oss": GgufFamily(

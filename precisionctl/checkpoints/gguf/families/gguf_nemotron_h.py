@@ -17,7 +17,8 @@ from precisionctl.checkpoints.gguf.expert_keys import (
     groups,
 )
 from precisionctl.checkpoints.gguf.family import GgufFamily
-from precisionctl.checkpoints.gguf.keys import (
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.metadata_keys import (
     HEAD_SIZE,
     HEADS_KV,
     LAYER_NORM_EPSILON,
@@ -28,10 +29,9 @@ from precisionctl.checkpoints.gguf.keys import (
     read_some_heads,
     refused,
 )
-from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.mixers import MIXER, mixer
 from precisionctl.checkpoints.gguf.rope_keys import TURNED
-from precisionctl.checkpoints.gguf.rows import CORRECTION, GgufRow, experts, in_layers
+from precisionctl.checkpoints.gguf.tensor_rows import CORRECTION, GgufRow, experts, in_layers
 from precisionctl.model_shape import ModelShape
 
 _UNGATED = {"up_proj": "ffn_up", "down_proj": "ffn_down"}

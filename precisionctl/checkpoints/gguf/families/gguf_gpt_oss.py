@@ -6,9 +6,9 @@ Sources: llama.cpp's src/models/openai-moe.cpp, and conversion/gpt_oss.py.
 from precisionctl.checkpoints.gguf.changes import GATE_UP_IN_TURNS
 from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.keys import HEAD_SIZE, WINDOW, WINDOWS, every
+from precisionctl.checkpoints.gguf.metadata_keys import HEAD_SIZE, WINDOW, WINDOWS, every
 from precisionctl.checkpoints.gguf.rope_keys import TURNED
-from precisionctl.checkpoints.gguf.rows import (
+from precisionctl.checkpoints.gguf.tensor_rows import (
     ATTENTION,
     NORMS_BY_PLACE,
     GgufRow,

@@ -22,7 +22,8 @@ from precisionctl.checkpoints.gguf.expert_keys import (
     scored_by,
 )
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.keys import (
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.metadata_keys import (
     DECODER_LAYERS,
     LAYERS_AND_PREDICTION,
     PREDICTION_LAYERS,
@@ -34,9 +35,8 @@ from precisionctl.checkpoints.gguf.keys import (
     refused,
     value_of,
 )
-from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.rope_keys import LOG_MULTIPLIER, OF_LATENT, mscales
-from precisionctl.checkpoints.gguf.rows import (
+from precisionctl.checkpoints.gguf.tensor_rows import (
     EXPERT_BIAS,
     EXPERTS,
     MLP,

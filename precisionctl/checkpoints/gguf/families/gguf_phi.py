@@ -7,7 +7,8 @@ import math
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.family import GgufFamily
-from precisionctl.checkpoints.gguf.keys import (
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.metadata_keys import (
     CONTEXT,
     EPSILON,
     HEAD_SIZE,
@@ -22,9 +23,8 @@ from precisionctl.checkpoints.gguf.keys import (
     hidden_by_heads,
     write_only,
 )
-from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.rope_keys import ORIGINAL, ROPE, TURNED
-from precisionctl.checkpoints.gguf.rows import JOINED_MLP, NORMS, in_layers, linears, outside_layers
+from precisionctl.checkpoints.gguf.tensor_rows import JOINED_MLP, NORMS, in_layers, linears, outside_layers
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape
 

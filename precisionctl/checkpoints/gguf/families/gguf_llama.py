@@ -10,7 +10,8 @@ from typing import Any
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.expert_keys import AS_LARGE_AS_MLP, EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.keys import (
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.metadata_keys import (
     ATTENTION_BIAS,
     HEAD_SIZE,
     MLP_BIAS,
@@ -22,9 +23,8 @@ from precisionctl.checkpoints.gguf.keys import (
     every,
     refused,
 )
-from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3, TURNED, WHOLE_MULTIPLIER, mscales
-from precisionctl.checkpoints.gguf.rows import (
+from precisionctl.checkpoints.gguf.tensor_rows import (
     DECODER,
     DECODER_IN_PAIRS,
     EXPERTS_OF_MIXTRAL,

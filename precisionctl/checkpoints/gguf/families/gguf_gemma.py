@@ -10,7 +10,8 @@ from typing import Any
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.changes import PLUS_ONE
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.keys import (
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.metadata_keys import (
     CONTEXT,
     EPSILON,
     HEAD_SIZE,
@@ -26,9 +27,16 @@ from precisionctl.checkpoints.gguf.keys import (
     every,
     number,
 )
-from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.rope_keys import LOCAL_BASE, ROPE, TURNED
-from precisionctl.checkpoints.gguf.rows import ATTENTION, FOUR_NORMS, MLP, NORMS, QK_NORMS, in_layers, outside_layers
+from precisionctl.checkpoints.gguf.tensor_rows import (
+    ATTENTION,
+    FOUR_NORMS,
+    MLP,
+    NORMS,
+    QK_NORMS,
+    in_layers,
+    outside_layers,
+)
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.model_shape import ModelShape
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.keys import (
+from precisionctl.checkpoints.gguf.metadata_keys import (
     HEAD_SIZE,
     LAYER_NORM_EPSILON,
     UNUSUAL_HEAD_SIZE,
@@ -19,7 +19,7 @@ from precisionctl.checkpoints.gguf.keys import (
     write_only,
 )
 from precisionctl.checkpoints.gguf.rope_keys import TURNED, UNSCALED_ALONE
-from precisionctl.checkpoints.gguf.rows import ATTENTION, MLP, in_layers, outside_layers
+from precisionctl.checkpoints.gguf.tensor_rows import ATTENTION, MLP, in_layers, outside_layers
 
 _ROWS = [*outside_layers(), *in_layers({"input_layernorm": "attn_norm"}), *ATTENTION, *MLP]
 _LOGIT_SCALE = number("logit_multiplier", "logit_scale")

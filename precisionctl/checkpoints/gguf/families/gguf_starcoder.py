@@ -4,8 +4,13 @@ Sources: llama.cpp's src/models/starcoder2.cpp, and conversion/starcoder.py.
 """
 
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.keys import LAYER_NORM_EPSILON, UNUSUAL_HEAD_SIZE, WINDOW_FIELDS, hidden_by_heads
-from precisionctl.checkpoints.gguf.rows import ATTENTION, NORMS, GgufRow, linears, outside_layers
+from precisionctl.checkpoints.gguf.metadata_keys import (
+    LAYER_NORM_EPSILON,
+    UNUSUAL_HEAD_SIZE,
+    WINDOW_FIELDS,
+    hidden_by_heads,
+)
+from precisionctl.checkpoints.gguf.tensor_rows import ATTENTION, NORMS, GgufRow, linears, outside_layers
 
 FAMILIES = {
     "starcoder2": GgufFamily(

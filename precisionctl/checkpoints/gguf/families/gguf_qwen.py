@@ -10,9 +10,9 @@ from precisionctl.checkpoints.gguf.changes import GATE_THEN_UP, SAME, OfTranspos
 from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS, SHARED_EXPERT_SIZE
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.images import Images
-from precisionctl.checkpoints.gguf.keys import ATTENTION_BIAS, HEAD_SIZE, UNUSUAL_HEAD_SIZE, WINDOW_FIELDS
+from precisionctl.checkpoints.gguf.metadata_keys import ATTENTION_BIAS, HEAD_SIZE, UNUSUAL_HEAD_SIZE, WINDOW_FIELDS
 from precisionctl.checkpoints.gguf.rope_keys import ROPE, TURNED
-from precisionctl.checkpoints.gguf.rows import (
+from precisionctl.checkpoints.gguf.tensor_rows import (
     DECODER,
     EXPERTS,
     MLP,

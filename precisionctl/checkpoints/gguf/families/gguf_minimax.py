@@ -11,9 +11,16 @@ from precisionctl.checkpoints.gguf.expert_keys import (
     scored_by,
 )
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.keys import HEAD_SIZE
+from precisionctl.checkpoints.gguf.metadata_keys import HEAD_SIZE
 from precisionctl.checkpoints.gguf.rope_keys import TURNED
-from precisionctl.checkpoints.gguf.rows import CORRECTION, DECODER, EXPERTS_OF_MIXTRAL, QK_NORMS, GgufRow, in_layers
+from precisionctl.checkpoints.gguf.tensor_rows import (
+    CORRECTION,
+    DECODER,
+    EXPERTS_OF_MIXTRAL,
+    QK_NORMS,
+    GgufRow,
+    in_layers,
+)
 
 FAMILIES = {
     "minimax_m2": GgufFamily(

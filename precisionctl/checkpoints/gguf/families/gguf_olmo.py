@@ -9,7 +9,8 @@ from typing import Any
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.expert_keys import AS_LARGE_AS_MLP, EXPERT_COUNTS, IN_ALL_LAYERS
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.keys import (
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.metadata_keys import (
     ATTENTION_BIAS,
     UNUSUAL_HEAD_SIZE,
     WINDOW,
@@ -17,9 +18,8 @@ from precisionctl.checkpoints.gguf.keys import (
     GgufRule,
     hidden_by_heads,
 )
-from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.rope_keys import LOCAL_BASE, ROPE, TURNED
-from precisionctl.checkpoints.gguf.rows import (
+from precisionctl.checkpoints.gguf.tensor_rows import (
     ATTENTION,
     DECODER,
     EXPERTS,

@@ -13,10 +13,10 @@ from precisionctl.checkpoints.gguf.expert_keys import (
     SHARED_EXPERT_SIZE,
 )
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.keys import HEAD_SIZE, GgufRule
 from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.metadata_keys import HEAD_SIZE, GgufRule
 from precisionctl.checkpoints.gguf.rope_keys import TURNED
-from precisionctl.checkpoints.gguf.rows import ATTENTION, EXPERTS, GATED, MLP, NORMS, in_layers, outside_layers
+from precisionctl.checkpoints.gguf.tensor_rows import ATTENTION, EXPERTS, GATED, MLP, NORMS, in_layers, outside_layers
 
 _NORMS = {
     **NORMS,

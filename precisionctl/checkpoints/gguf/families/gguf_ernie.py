@@ -6,9 +6,9 @@ Sources: llama.cpp's src/models/ernie4-5.cpp and ernie4-5-moe.cpp, and conversio
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, LEADING_DENSE, SHARED_COUNT
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.keys import HEAD_SIZE, UNUSUAL_HEAD_SIZE, GgufRule, Said
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.rows import (
+from precisionctl.checkpoints.gguf.metadata_keys import HEAD_SIZE, UNUSUAL_HEAD_SIZE, GgufRule, Said
+from precisionctl.checkpoints.gguf.tensor_rows import (
     CORRECTION,
     DECODER,
     EXPERTS,

@@ -21,7 +21,8 @@ from precisionctl.checkpoints.gguf.changes import (
 from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS, SHARED_EXPERT_SIZE
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.images import Images
-from precisionctl.checkpoints.gguf.keys import (
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.metadata_keys import (
     HEAD_SIZE,
     LAYERS_AND_PREDICTION,
     PREDICTION_LAYERS,
@@ -30,9 +31,8 @@ from precisionctl.checkpoints.gguf.keys import (
     Said,
     value_of,
 )
-from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.rope_keys import ROPE, TURNED
-from precisionctl.checkpoints.gguf.rows import (
+from precisionctl.checkpoints.gguf.tensor_rows import (
     ATTENTION,
     EXPERTS,
     MLP,

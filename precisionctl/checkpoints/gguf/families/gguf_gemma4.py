@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS
-from precisionctl.checkpoints.gguf.families.gemma import COMPUTED, FINAL_CAP
+from precisionctl.checkpoints.gguf.families.gguf_gemma import COMPUTED, FINAL_CAP
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.keys import (
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.metadata_keys import (
     HEADS_KV,
     WINDOW,
     WINDOWS,
@@ -20,9 +21,8 @@ from precisionctl.checkpoints.gguf.keys import (
     one_of,
     write_only,
 )
-from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.rope_keys import LOCAL_BASE, ROPE
-from precisionctl.checkpoints.gguf.rows import (
+from precisionctl.checkpoints.gguf.tensor_rows import (
     ATTENTION,
     FOUR_NORMS,
     MLP,

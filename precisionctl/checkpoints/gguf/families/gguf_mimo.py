@@ -6,7 +6,8 @@ Sources: llama.cpp's src/models/mimo2.cpp, and conversion/mimo.py.
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, groups, scored_by
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.keys import (
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.metadata_keys import (
     DECODER_LAYERS,
     HEADS_KV,
     WINDOW,
@@ -18,9 +19,8 @@ from precisionctl.checkpoints.gguf.keys import (
     refused,
     write_only,
 )
-from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.rope_keys import LOCAL_BASE, ROPE, TURNED, UNSCALED_ALONE
-from precisionctl.checkpoints.gguf.rows import DECODER, EXPERT_BIAS, EXPERTS, MLP, ROUTER, in_layer
+from precisionctl.checkpoints.gguf.tensor_rows import DECODER, EXPERT_BIAS, EXPERTS, MLP, ROUTER, in_layer
 from precisionctl.model_shape import ModelShape
 
 _SHARE = 0.334

@@ -9,7 +9,8 @@ from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.changes import GATE_THEN_UP
 from precisionctl.checkpoints.gguf.expert_keys import AS_LARGE_AS_MLP, EXPERT_COUNTS, IN_ALL_LAYERS
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.keys import (
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.metadata_keys import (
     ATTENTION_BIAS,
     EPSILON,
     HEADS_KV,
@@ -24,10 +25,9 @@ from precisionctl.checkpoints.gguf.keys import (
     refused,
     write_only,
 )
-from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.mixers import MIXER, mixer
 from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3, ROPE, TURNED
-from precisionctl.checkpoints.gguf.rows import DECODER_IN_PAIRS, MLP, GgufRow, in_layers, replaced_by, stack
+from precisionctl.checkpoints.gguf.tensor_rows import DECODER_IN_PAIRS, MLP, GgufRow, in_layers, replaced_by, stack
 from precisionctl.model_parts import real
 from precisionctl.model_shape import ModelShape
 

@@ -15,9 +15,9 @@ from precisionctl.checkpoints.gguf.expert_keys import (
     scored_by,
 )
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.keys import HEAD_SIZE, VOCABULARY, WINDOW, every
+from precisionctl.checkpoints.gguf.metadata_keys import HEAD_SIZE, VOCABULARY, WINDOW, every
 from precisionctl.checkpoints.gguf.rope_keys import TURNED
-from precisionctl.checkpoints.gguf.rows import (
+from precisionctl.checkpoints.gguf.tensor_rows import (
     ATTENTION,
     CORRECTION,
     EXPERTS,
