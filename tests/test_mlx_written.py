@@ -18,8 +18,9 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.mlx_groups import mlx_groups
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import MLX, Request
+from precisionctl.commands.target_rules import check_directory
 from precisionctl.dtypes import DType
-from precisionctl.errors import PrecisionctlError, PrecisionError, RecipeError, UnknownArchitecture
+from precisionctl.errors import PrecisionctlError, PrecisionError, RecipeError, UnknownArchitecture, UnknownFormat
 from precisionctl.verify.compare import compare
 
 GOLDEN = Path(__file__).parent / "golden" / "mlx_codes.safetensors"
@@ -167,6 +168,17 @@ def test_a_config_has_the_words_that_mlx_lm_reads(tmp_path: Path) -> None:
 
 UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
 NARROW = {"hidden_size": 32, "intermediate_size": 48}
+
+
+def test_a_directory_is_held_against_what_mlx_lm_asks_of_one(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16)
+    export(tmp_path / "hf", tmp_path / "mlx")
+    found = check_directory(tmp_path / "mlx", MLX)
+    assert [finding.where for finding in found.findings] == ["tokenizer"] and not found.passes
+    with pytest.raises(UnknownFormat, match="no directory of mlx-lm.*--target mlx"):
+        check_directory(tmp_path / "hf", MLX)
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[PrecisionctlError], str]] = {
     "a family that is not known": ("falcon-h1", {}, {}, UnknownArchitecture, "stores of a 'falcon_h1' is not known"),
     "a head where mlx-lm has none": (

@@ -181,7 +181,7 @@ def in_published_names(places: Places, config: Mapping[str, Any], where: object)
     one to norms of some. DamagedCheckpoint for codes without `quantization`.
     """
     coded = next((name for name, (_, tensor) in places.items() if _is_coded(name, tensor, places)), None)
-    if not (coded or _saved_by_mlx(places)):
+    if not (coded or saved_by_mlx(file for file, _ in places.values())):
         return places, {}
     family, said = config.get("model_type"), config.get(MLX_KEY)
     settings = said if isinstance(said, Mapping) else None
@@ -217,9 +217,9 @@ def _is_coded(name: str, tensor: StoredTensor, places: Places) -> bool:
     return coded and f"{name.removesuffix('weight')}scales" in places
 
 
-def _saved_by_mlx(places: Places) -> bool:
-    """Whether a file's metadata say so. All of a directory's do."""
-    file = next((file for file, _ in places.values()), None)
+def saved_by_mlx(files: Iterable[Path]) -> bool:
+    """Whether the metadata of these files of weights say so. All of a directory's do."""
+    file = next(iter(files), None)
     if file is None or file.suffix != ".safetensors" or not header_has(file, b'"mlx"'):
         return False
     return read_described(file)[1].get("format") == "mlx"

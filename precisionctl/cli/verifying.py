@@ -30,7 +30,7 @@ from precisionctl.cli.options import CHECKPOINT, FILE, POSITIVE, EngineName, is_
     "--target",
     type=EngineName(),
     metavar="ENGINE",
-    help="Check A against the rules of vllm, sglang, tensorrt-llm, transformers, llama.cpp or te.",
+    help="Check A against the rules of vllm, sglang, tensorrt-llm, transformers, llama.cpp, mlx or te.",
 )
 @click.option(
     "--tp",

@@ -1,4 +1,4 @@
-"""An export held against the rules of what it is for: an inference engine, Transformer Engine or llama.cpp."""
+"""An export held against the rules of what it is for: an inference engine, Transformer Engine, llama.cpp or mlx-lm."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.request import LLAMA_CPP, TE, check_expert_parallel
+from precisionctl.commands.request import LLAMA_CPP, MLX, TE, check_expert_parallel
 from precisionctl.engines.base import engine_named
 from precisionctl.engines.rules.rule import Finding
 from precisionctl.errors import PrecisionError, RecipeError
-from precisionctl.verify import llama_cpp_rules, te_rules
+from precisionctl.verify import llama_cpp_rules, mlx_rules, te_rules
 from precisionctl.verify.engine_rules import NO_CODES, check
 
 
@@ -28,10 +28,10 @@ class TargetCheck:
 
 
 def check_directory(path: Path, target: str, ranks: int = 1, *, expert_parallel: bool = False) -> TargetCheck:
-    """The rules of `target`, an engine's name, TE or LLAMA_CPP, that a directory or a file breaks, served on `ranks`
-    GPUs, with experts whole if `expert_parallel`.
+    """The rules of `target`, an engine's name, TE, LLAMA_CPP or MLX, that a directory or a file breaks, served on
+    `ranks` GPUs, with experts whole if `expert_parallel`.
 
-    Raises RecipeError for an unknown target, for TE or llama.cpp on several GPUs, for experts on one GPU, and for codes
+    Raises RecipeError for an unknown target, for these three on several GPUs, for experts on one GPU, and for codes
     that are not read here: that says nothing of whether the target loads them. Raises UnknownFormat for what is no such
     directory or file.
     """
@@ -52,5 +52,6 @@ def check_directory(path: Path, target: str, ranks: int = 1, *, expert_parallel:
 _NO_ENGINES: Mapping[str, tuple[str, Callable[[Reader], Sequence[Finding]]]] = {
     TE: (te_rules.TITLE, te_rules.check_te),
     LLAMA_CPP: (LLAMA_CPP, llama_cpp_rules.check_llama_cpp),
+    MLX: (mlx_rules.TITLE, mlx_rules.check_mlx),
 }
 """The targets that read no directory of codes, each with its name in words and what it asks."""

@@ -1,0 +1,32 @@
+"""A directory held against what mlx-lm asks of one, beyond what reading it here has checked."""
+
+from collections.abc import Iterator
+
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.companions import without_tokenizer
+from precisionctl.checkpoints.mlx_models import check_loaded
+from precisionctl.checkpoints.mlx_names import saved_by_mlx
+from precisionctl.engines.rules.rule import EngineRule, Finding
+from precisionctl.errors import UnknownArchitecture, UnknownFormat
+
+TITLE = "mlx-lm"
+
+_MODEL = EngineRule("its class of the family has all that the model has", "mlx-lm models/*.py")
+_TOKENIZER = EngineRule("there is a tokenizer, which `mlx_lm.load` opens", "mlx-lm tokenizer_utils.py load")
+
+
+def check_mlx(reader: Reader) -> list[Finding]:
+    """The rules that a directory breaks. Raises UnknownFormat for what is none of mlx-lm's."""
+    if not saved_by_mlx(reader.files):
+        do = "`export-inference --target mlx` makes one of this."
+        raise UnknownFormat(f"{reader.container}, and no directory of mlx-lm", where=reader.path or "", do=do)
+    return list(_findings(reader))
+
+
+def _findings(reader: Reader) -> Iterator[Finding]:
+    try:
+        check_loaded(reader.model)
+    except UnknownArchitecture as error:
+        yield Finding("model_type", error.what, _MODEL)
+    if without_tokenizer(reader.companions):
+        yield Finding("tokenizer", "none is there", _TOKENIZER)
