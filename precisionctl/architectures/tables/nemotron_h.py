@@ -245,7 +245,7 @@ ARCHITECTURE = Architecture(
         *OUTPUT,
     ),
     config=(
-        Rule((*_KEYS, *(key.key for key in _EXPERT_KEYS.values())), _read_layers, _write_layers),
+        Rule((*_KEYS, "num_hidden_layers", *(key.key for key in _EXPERT_KEYS.values())), _read_layers, _write_layers),
         Synonyms({"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"}),
         Key("hidden_size", "hidden_size", 4096),
         Key("ffn_hidden_size", "intermediate_size", 21504),
