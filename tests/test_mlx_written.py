@@ -144,6 +144,15 @@ def test_gpt_oss_keeps_the_codes_that_it_is_published_in(tmp_path: Path) -> None
 
 
 @pytest.mark.soak
+def test_codes_of_fp8_weights_are_known_to_be_those_of_their_values(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16, **WIDE)
+    conversions.carry_out(Request.export(tmp_path / "hf", tmp_path / "fp8", "vllm", "dynamic"), workers=1)
+    export(tmp_path / "fp8", tmp_path / "mlx", "4bit")
+    found = compare(*map(open_checkpoint, (tmp_path / "fp8", tmp_path / "mlx"))).tensors
+    assert all(each.equal for each in found) and "encoded" in {each.status for each in found}
+
+
+@pytest.mark.soak
 def test_bytes_do_not_depend_on_workers_or_on_the_container(tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", "qwen3-moe", dtype=torch.bfloat16, **WIDE)
     conversions.run(tmp_path / "hf", tmp_path / "megatron", "megatron")

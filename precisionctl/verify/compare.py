@@ -236,7 +236,7 @@ def _pieces(name: str, a: Tensors, b: Tensors) -> Iterator[tuple[StoredRows, Sto
 def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float, float, int]]:
     """The losses of the side that is codes against the other side's values, and the error of B's values as `_error`
     returns it."""
-    coded = a if a.is_codes(name) or a.cast(name) else b
+    coded = a if a.cast(name) or (a.is_codes(name) and not b.cast(name)) else b
     spec = a.specs[name]
     losses, row, signal = Losses(spec.rows, spec.columns, coded.block(name), coded.is_packed(name)), 0, 0.0
     differing = 0
@@ -262,7 +262,8 @@ def _verdict(a: StoredRows, b: StoredRows) -> Status:
         return "exact"
     if are_values and (_is_rounding(a.stored, b.stored) or _is_rounding(b.stored, a.stored)):
         return "rounded"
-    return "encoded" if a.is_codes != b.is_codes and (a.encodes(right) or b.encodes(left)) else "differs"
+    one_is_codes = a.is_codes != b.is_codes or (a.cast is None) != (b.cast is None)  # of the other's, which may be FP8
+    return "encoded" if one_is_codes and (a.encodes(right) or b.encodes(left)) else "differs"
 
 
 def _is_rounding(stored: Tensor, of: Tensor) -> bool:
