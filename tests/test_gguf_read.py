@@ -101,8 +101,8 @@ def test_every_change_of_values_has_its_inverse_row_by_row(
     for name in published.specs:
         row, names = table.of_hf(name, model.num_layers) or pytest.fail(f"no row for {name}")
         values = read_tensor(published, name).float()
-        parts = row.change.to_gguf(values, model)
-        assert tuple(tuple(part.shape) for part in parts) == row.change.gguf_shapes(tuple(values.shape), model)
+        parts = row.change.to_parts(values, model)
+        assert tuple(tuple(part.shape) for part in parts) == row.change.part_shapes(tuple(values.shape), model)
         for index, (each, part) in enumerate(zip(names, parts, strict=True)):
             file = tmp_path / f"{len(made)}.bin"
             file.write_bytes(part.contiguous().numpy().tobytes())

@@ -9,8 +9,7 @@ from typing import Any
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Box, Chunk
 from precisionctl.checkpoints.config_json import config_of_values, write_beside
-from precisionctl.checkpoints.fused_experts import stacked
-from precisionctl.checkpoints.gguf.writer import stack_and_slice
+from precisionctl.checkpoints.fused_experts import stack_and_slice, stacked
 from precisionctl.checkpoints.huggingface_files import MAX_SHARD_SIZE, MLX_SAFETENSORS, WeightFiles
 from precisionctl.checkpoints.mlx_config import as_mlx_reads
 from precisionctl.codes.mlx_groups import MlxGroups

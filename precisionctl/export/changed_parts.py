@@ -8,11 +8,11 @@ from typing import Any
 
 from precisionctl.architectures.param_map import Row
 from precisionctl.architectures.rearrangements import Rearrangement
-from precisionctl.checkpoints.gguf.changes import SAME, GgufChange
+from precisionctl.checkpoints.tensor_changes import SAME, TensorChange
 from precisionctl.model_shape import ModelShape
 
 
-def with_changes(row: Row, changes: tuple[GgufChange, ...]) -> Row:
+def with_changes(row: Row, changes: tuple[TensorChange, ...]) -> Row:
     """The row with a change of each of its Hugging Face tensors."""
     if all(change is SAME for change in changes):
         return row
@@ -24,7 +24,7 @@ class ChangedParts:
     """How tensors are made of a Megatron tensor: Hugging Face's first, and of each the change that the format has."""
 
     inner: Rearrangement
-    changes: tuple[GgufChange, ...]
+    changes: tuple[TensorChange, ...]
 
     @property
     def moves_single_rows(self) -> bool:
@@ -39,4 +39,4 @@ class ChangedParts:
     def split(self, whole: Any, model: ModelShape) -> tuple[Any, ...]:
         parts = self.inner.split(whole, model)
         pairs = zip(self.changes, parts, strict=True)
-        return tuple(made for change, part in pairs for made in change.to_gguf(part, model))
+        return tuple(made for change, part in pairs for made in change.to_parts(part, model))

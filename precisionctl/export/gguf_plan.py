@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Literal
 
 from precisionctl.architectures.param_map import Row, filled
-from precisionctl.checkpoints.gguf.changes import GgufChange
+from precisionctl.checkpoints.fused_experts import stack_and_slice
 from precisionctl.checkpoints.gguf.families import FAMILIES
 from precisionctl.checkpoints.gguf.family import GgufFamily
-from precisionctl.checkpoints.gguf.writer import stack_and_slice
+from precisionctl.checkpoints.tensor_changes import TensorChange
 from precisionctl.codes.ggml_blocks import MXFP4, BlocksInRows, GgmlBlocks, blocks_of
 from precisionctl.codes.ggml_formats import named
 from precisionctl.dtypes import DType
@@ -63,14 +63,14 @@ def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> Plan:
     for job in plan.text.jobs:
         if job.row.of_prediction and family.without_prediction:
             continue
-        changes, writes = list[GgufChange](), list[str]()
+        changes, writes = list[TensorChange](), list[str]()
         for name in job.writes[: len(job.row.hf)]:  # behind these are copies of tied tensors
             alone = _without_wrapper(name, model)
             if (found := family.tensors.of_hf(alone, model.num_layers)) is None:
                 what = f"llama.cpp has no tensor for `{name}`"
                 raise UnmappedTensor(what, do="Nothing is dropped in silence: does llama.cpp compute this part?")
             row, made = found
-            shapes = row.change.gguf_shapes(plan.targets[name].shape, model)
+            shapes = row.change.part_shapes(plan.targets[name].shape, model)
             moves = row.change.moves_rows and job.row.is_row_permutation(model)
             keeps_codes = kind == "mxfp4" and moves and all(each in codes for each in job.reads)
             targets.append((alone, dict(_specs(made, shapes, MXFP4 if keeps_codes else kind))))

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from precisionctl.architectures.param_map import Row
-from precisionctl.checkpoints.gguf.changes import (
+from precisionctl.checkpoints.fused_experts import stack_and_slice
+from precisionctl.checkpoints.mlx_names import in_mlx_names, mlx_shape
+from precisionctl.checkpoints.tensor_changes import (
     GATE_THEN_UP,
     GATE_UP_IN_TURNS,
     LATENT_KEYS_VALUES,
     PLUS_ONE,
     SAME,
-    GgufChange,
+    TensorChange,
 )
-from precisionctl.checkpoints.gguf.writer import stack_and_slice
-from precisionctl.checkpoints.mlx_names import in_mlx_names, mlx_shape
 from precisionctl.codes.mlx_groups import MXFP4, MlxGroups, mlx_groups
 from precisionctl.dtypes import DType
 from precisionctl.export.changed_parts import with_changes
@@ -38,7 +38,7 @@ _SETTINGS: Mapping[MlxScheme, tuple[str, int, int]] = {
 }
 """Mode, bits and group."""
 
-_CHANGES: Mapping[tuple[str, ...], GgufChange] = {
+_CHANGES: Mapping[tuple[str, ...], TensorChange] = {
     ("",): SAME,
     ("joined",): SAME,
     ("joined", "joined"): GATE_THEN_UP,
@@ -82,12 +82,12 @@ def in_mlx(plan: Plan, scheme: MlxScheme, dtype: DType, codes: Collection[str]) 
     for job in plan.jobs:
         if job.row.of_prediction:
             continue
-        changes, writes = list[GgufChange](), list[str]()
+        changes, writes = list[TensorChange](), list[str]()
         keeps = bool(job.reads) and kept.issuperset(job.reads) and job.row.is_row_permutation(model)
         for name in job.writes[: len(job.row.hf)]:  # behind these are copies of tied tensors
             tensors = in_mlx_names(name, model.model_type, dense=model.moe is None)
             change = _CHANGES[tuple(tensor.how for tensor in tensors)]
-            shapes = change.gguf_shapes(plan.targets[name].shape, model)
+            shapes = change.part_shapes(plan.targets[name].shape, model)
             for tensor, shape in zip(tensors, shapes, strict=True):
                 made = tensor.name if tensor.place is None else f"{tensor.name}[{tensor.place}]"
                 spec = shared_spec(mlx_shape(tensor.name, shape), plan.targets[name].dtype)

@@ -4,10 +4,10 @@ Sources: llama.cpp's src/models/mamba-base.cpp, and conversion/mamba.py, nemotro
 """
 
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.changes import DECAY, GROUPED_NORM, KERNEL, VECTOR_AS_COLUMN, Both
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import GgufRule, Said
 from precisionctl.checkpoints.gguf.tensor_rows import GgufRow, in_layer, in_layers
+from precisionctl.checkpoints.tensor_changes import DECAY, GROUPED_NORM, KERNEL, VECTOR_AS_COLUMN, Both
 from precisionctl.model_shape import ModelShape
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from precisionctl.checkpoints.gguf.changes import KEY_PAIRS, QUERY_PAIRS, SAME, GgufChange
+from precisionctl.checkpoints.tensor_changes import KEY_PAIRS, QUERY_PAIRS, SAME, TensorChange
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class GgufRow:
 
     hf: str
     gguf: tuple[str, ...]
-    change: GgufChange = SAME
+    change: TensorChange = SAME
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,9 @@ def _named(template: str, numbers: Sequence[int]) -> str:
     return _PLACEHOLDER.sub(lambda match: str(next(left)), template)
 
 
-def in_layers(names: Mapping[str, str], change: GgufChange = SAME, ends: Iterable[str] = ("weight",)) -> list[GgufRow]:
+def in_layers(
+    names: Mapping[str, str], change: TensorChange = SAME, ends: Iterable[str] = ("weight",)
+) -> list[GgufRow]:
     """A row for each module in a layer and each end of its tensors' names."""
     return [
         GgufRow(f"model.layers.{{layer}}.{hf}.{end}", (f"blk.{{layer}}.{gguf}.{end}",), change)
@@ -88,19 +90,19 @@ def in_layers(names: Mapping[str, str], change: GgufChange = SAME, ends: Iterabl
     ]
 
 
-def in_layer(hf: str, gguf: str, change: GgufChange = SAME) -> GgufRow:
+def in_layer(hf: str, gguf: str, change: TensorChange = SAME) -> GgufRow:
     """The row of a tensor in a layer."""
     return GgufRow(f"model.layers.{{layer}}.{hf}", (f"blk.{{layer}}.{gguf}",), change)
 
 
-def replaced_by(hf: str, gguf: Sequence[str], change: GgufChange) -> GgufRow:
+def replaced_by(hf: str, gguf: Sequence[str], change: TensorChange) -> GgufRow:
     """The row of a module in a layer that is several in GGUF."""
     return GgufRow(
         f"model.layers.{{layer}}.{hf}.weight", tuple(f"blk.{{layer}}.{each}.weight" for each in gguf), change
     )
 
 
-def linears(names: Mapping[str, str], change: GgufChange = SAME) -> list[GgufRow]:
+def linears(names: Mapping[str, str], change: TensorChange = SAME) -> list[GgufRow]:
     return in_layers(names, change, ("weight", "bias"))
 
 
@@ -128,7 +130,7 @@ def in_prediction(rows: Iterable[GgufRow]) -> list[GgufRow]:
     ]
 
 
-def outside_layers(final_norm: GgufChange = SAME) -> list[GgufRow]:
+def outside_layers(final_norm: TensorChange = SAME) -> list[GgufRow]:
     """What is not in layers. Without `output` the embedding is the output layer too."""
     return [
         GgufRow("model.embed_tokens.weight", ("token_embd.weight",)),

@@ -12,10 +12,10 @@ import numpy as np
 
 from precisionctl.checkpoints.chunks import Chunk, in_pieces, read_rows, whole
 from precisionctl.checkpoints.decoded.base import PIECE
-from precisionctl.checkpoints.gguf.changes import SAME, GgufChange, Shape
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.head import GgufTensor
 from precisionctl.checkpoints.gguf.tensor_rows import GgufRow
+from precisionctl.checkpoints.tensor_changes import SAME, Shape, TensorChange
 from precisionctl.codes.ggml_blocks import ENCODED, GgmlBlocks, blocks_of
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnmappedTensor, at
@@ -74,7 +74,7 @@ class ChangedTensor:
     """A Hugging Face tensor that is made of `parts` by a `change`."""
 
     parts: Sequence[GgufPart]
-    change: GgufChange
+    change: TensorChange
     model: ModelShape
 
     @cached_property

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.companions import write_companions
-from precisionctl.checkpoints.fused_experts import stacked
+from precisionctl.checkpoints.fused_experts import stack_and_slice, stacked
 from precisionctl.checkpoints.gguf.head import MAGIC, VERSIONS, aligned
 from precisionctl.checkpoints.gguf.metadata_bytes import Metadata, metadata_bytes, string_bytes
 from precisionctl.checkpoints.output import lay_out_file
@@ -97,9 +97,3 @@ class GgufWriter:
 
     def finish(self, fp8: Fp8States | None) -> None:
         write_companions(self.directory, Companions(self.contents.beside))
-
-
-def stack_and_slice(name: str) -> tuple[str, int | None]:
-    """The stored tensor that holds this one, and which slice of it it is; None for all of it."""
-    stack, bracket, number = name.removesuffix("]").partition("[")
-    return stack, int(number) if bracket else None

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.changes import LATENT_KEYS_VALUES
 from precisionctl.checkpoints.gguf.expert_keys import (
     EXPERT_COUNTS,
     EXPERT_SIZE,
@@ -49,6 +48,7 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
     outside_layers,
     replaced_by,
 )
+from precisionctl.checkpoints.tensor_changes import LATENT_KEYS_VALUES
 from precisionctl.model_shape import ModelShape
 
 _ROWS = [

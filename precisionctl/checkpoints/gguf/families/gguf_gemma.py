@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.changes import PLUS_ONE
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
@@ -37,6 +36,7 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
     in_layers,
     outside_layers,
 )
+from precisionctl.checkpoints.tensor_changes import PLUS_ONE
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.model_shape import ModelShape
 

@@ -3,7 +3,6 @@
 Sources: llama.cpp's src/models/openai-moe.cpp, and conversion/gpt_oss.py.
 """
 
-from precisionctl.checkpoints.gguf.changes import GATE_UP_IN_TURNS
 from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata_keys import HEAD_SIZE, WINDOW, WINDOWS, every
@@ -17,6 +16,7 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
     outside_layers,
     stack,
 )
+from precisionctl.checkpoints.tensor_changes import GATE_UP_IN_TURNS
 
 _ROWS = [
     *outside_layers(),

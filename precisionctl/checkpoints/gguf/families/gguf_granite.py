@@ -6,7 +6,6 @@ Sources: llama.cpp's src/models/granite.cpp, granite-moe.cpp and granite-hybrid.
 from dataclasses import replace
 
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.changes import GATE_THEN_UP
 from precisionctl.checkpoints.gguf.expert_keys import AS_LARGE_AS_MLP, EXPERT_COUNTS, IN_ALL_LAYERS
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
@@ -28,6 +27,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
 from precisionctl.checkpoints.gguf.mixers import MIXER, mixer
 from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3, ROPE, TURNED
 from precisionctl.checkpoints.gguf.tensor_rows import DECODER_IN_PAIRS, MLP, GgufRow, in_layers, replaced_by, stack
+from precisionctl.checkpoints.tensor_changes import GATE_THEN_UP
 from precisionctl.model_parts import real
 from precisionctl.model_shape import ModelShape
 

@@ -4,7 +4,6 @@ Sources: llama.cpp's src/models/lfm2.cpp and lfm2moe.cpp, and conversion/lfm2.py
 """
 
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.changes import KERNEL
 from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, LEADING_DENSE, scored_by
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
@@ -19,6 +18,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     read_some_heads,
 )
 from precisionctl.checkpoints.gguf.tensor_rows import CORRECTION, GgufRow, experts, in_layers, outside_layers
+from precisionctl.checkpoints.tensor_changes import KERNEL
 from precisionctl.model_shape import ModelShape
 
 _W123 = {"w1": "ffn_gate", "w3": "ffn_up", "w2": "ffn_down"}

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.changes import KEY_PAIRS, QUERY_PAIRS
 from precisionctl.checkpoints.gguf.expert_keys import (
     EXPERT_COUNTS,
     EXPERT_SIZE,
@@ -32,6 +31,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
 from precisionctl.checkpoints.gguf.mixers import MIXER, mixer
 from precisionctl.checkpoints.gguf.rope_keys import TURNED
 from precisionctl.checkpoints.gguf.tensor_rows import CORRECTION, GgufRow, experts, in_layers
+from precisionctl.checkpoints.tensor_changes import KEY_PAIRS, QUERY_PAIRS
 from precisionctl.model_shape import ModelShape
 
 _UNGATED = {"up_proj": "ffn_up", "down_proj": "ffn_down"}

@@ -6,7 +6,6 @@ qwen3vlmoe.cpp, and conversion/qwen.py, qwenvl.py and qwen3vl.py.
 
 from dataclasses import replace
 
-from precisionctl.checkpoints.gguf.changes import GATE_THEN_UP, SAME, OfTransposed
 from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS, SHARED_EXPERT_SIZE
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.images import Images
@@ -24,6 +23,7 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
     in_layers,
     stack,
 )
+from precisionctl.checkpoints.tensor_changes import GATE_THEN_UP, SAME, OfTransposed
 
 _QWEN2_IMAGES, _QWEN3_IMAGES = Images((16, 24, 24)), Images((24, 20, 20), deepstack=3)
 

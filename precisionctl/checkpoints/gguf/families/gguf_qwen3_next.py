@@ -8,16 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.changes import (
-    DECAY,
-    DELTA_NET,
-    DELTA_NET_INPUT,
-    DELTA_NET_OUTPUT,
-    KERNEL,
-    PLUS_ONE,
-    VALUE_HEADS,
-    Both,
-)
 from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS, SHARED_EXPERT_SIZE
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.images import Images
@@ -47,6 +37,16 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
     in_prediction,
     outside_layers,
     replaced_by,
+)
+from precisionctl.checkpoints.tensor_changes import (
+    DECAY,
+    DELTA_NET,
+    DELTA_NET_INPUT,
+    DELTA_NET_OUTPUT,
+    KERNEL,
+    PLUS_ONE,
+    VALUE_HEADS,
+    Both,
 )
 from precisionctl.model_shape import ModelShape
 

@@ -1,6 +1,8 @@
-"""How values stand in GGUF's tensors and in the Hugging Face tensor that they are of; each with its inverse.
+"""How values stand in GGUF's tensors, or mlx-lm's, and in the Hugging Face tensor that they are of; each with its
+inverse.
 
-Source: llama.cpp's converter, conversion/*.py (modify_tensors) of llama-cpp-python 0.3.36.
+Sources: llama.cpp's converter, conversion/*.py (modify_tensors) of llama-cpp-python 0.3.36; mlx-lm 0.32, models/*.py
+(sanitize).
 """
 
 from __future__ import annotations
@@ -25,15 +27,16 @@ _MOST_ROWS = 1 << 24
 """A file from a stranger may say more, and NumPy would take the memory for their numbers."""
 
 
-class GgufChange(Protocol):
-    """What becomes of a Hugging Face tensor in GGUF, and back. One that `moves_rows` only puts rows (dimension 0) into
-    another order, or into several tensors: it takes arrays of row numbers too. Others compute, in FP32."""
+class TensorChange(Protocol):
+    """What becomes of a Hugging Face tensor in another format, of which it is one or several parts, and back. One that
+    `moves_rows` only puts rows (dimension 0) into another order, or into several tensors: it takes arrays of row
+    numbers too. Others compute, in FP32."""
 
     @property
     def moves_rows(self) -> bool: ...
-    def to_gguf(self, values: Any, model: ModelShape) -> tuple[Any, ...]: ...
+    def to_parts(self, values: Any, model: ModelShape) -> tuple[Any, ...]: ...
     def to_hf(self, parts: Sequence[Any], model: ModelShape) -> Any: ...
-    def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]: ...
+    def part_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]: ...
     def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
         """The shape of the Hugging Face tensor. Raises DamagedCheckpoint for tensors of which none is made."""
         ...
@@ -51,19 +54,19 @@ class _RowMove:
     def alone(self, model: ModelShape) -> int:
         return 1
 
-    def to_gguf(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
+    def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
         raise NotImplementedError
 
-    def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+    def part_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
         if shape[0] > _MOST_ROWS:
             raise DamagedCheckpoint(f"{shape[0]} rows, more than any model's tensor has")
-        return tuple((len(part), *shape[1:]) for part in self.to_gguf(np.empty((shape[0], 1), np.uint8), model))
+        return tuple((len(part), *shape[1:]) for part in self.to_parts(np.empty((shape[0], 1), np.uint8), model))
 
     def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
         if not all(shape and shape[1:] == shapes[0][1:] for shape in shapes):
             raise _no_parts(shapes)
         whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-        if self.gguf_shapes(whole, model) != tuple(shapes):
+        if self.part_shapes(whole, model) != tuple(shapes):
             raise _no_parts(shapes)
         return whole
 
@@ -76,7 +79,7 @@ class _ValueChange:
     def alone(self, model: ModelShape) -> int:
         return 1
 
-    def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+    def part_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
         return (shape,)
 
     def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
@@ -86,13 +89,13 @@ class _ValueChange:
 class AsItIs(_RowMove):
     """The same tensor."""
 
-    def to_gguf(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
+    def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
         return (values,)
 
     def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         return parts[0]
 
-    def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+    def part_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
         return (shape,)
 
     def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
@@ -106,7 +109,7 @@ class RotaryNeighbours(_RowMove):
 
     heads: str
 
-    def to_gguf(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
+    def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
         return (self._exchanged(values, (2, -1), model),)
 
     def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
@@ -122,9 +125,9 @@ class RotaryNeighbours(_RowMove):
 
 
 class GateThenUp(_RowMove):
-    """Two tensors in GGUF; in Hugging Face one, of all rows of the first, then all of the second."""
+    """Two parts; in Hugging Face one tensor, of all rows of the first, then all of the second."""
 
-    def to_gguf(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
+    def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
         return tuple(cut_into(values, [len(values) // 2, len(values) - len(values) // 2]))
 
     def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
@@ -132,9 +135,9 @@ class GateThenUp(_RowMove):
 
 
 class GateUpInTurns(_RowMove):
-    """Two tensors in GGUF; in Hugging Face one, whose rows are of the first and the second in turns (gpt-oss)."""
+    """Two parts; in Hugging Face one tensor, whose rows are of the first and the second in turns (gpt-oss)."""
 
-    def to_gguf(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
+    def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
         return values[0::2], values[1::2]
 
     def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
@@ -146,7 +149,7 @@ class DeltaNetInGguf(_RowMove):
     """The input projection of a gated delta net: in GGUF all queries, then all keys, then all values, and a tensor of
     output gates; in Hugging Face one that goes by key head (Qwen3-Next)."""
 
-    def to_gguf(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
+    def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
         heads, sizes = self._by_head(model)
         if len(values) != heads * sum(sizes):
             raise DamagedCheckpoint(f"{len(values)} rows are no {heads} heads of {sum(sizes)}")
@@ -175,7 +178,7 @@ class ValueHeadsInTurns(_RowMove):
 
     behind_keys: bool = False
 
-    def to_gguf(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
+    def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
         assert model.gdn
         heads = model.gdn.num_key_heads
         return (self._exchanged(values, (heads, model.gdn.num_value_heads // heads), model),)
@@ -196,9 +199,9 @@ class ValueHeadsInTurns(_RowMove):
 
 
 class PlusOne(_ValueChange):
-    """A norm's weight, 1 more in GGUF."""
+    """A norm's weight, of which the part is 1 more."""
 
-    def to_gguf(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+    def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
         return (values.float() + 1,)
 
     def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
@@ -209,7 +212,7 @@ class Decay(_ValueChange):
     """A state's decay: in GGUF the negative number that multiplies the step, in Hugging Face the logarithm of its
     amount (`A_log`)."""
 
-    def to_gguf(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+    def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
         return (-values.float().exp(),)
 
     def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
@@ -219,13 +222,13 @@ class Decay(_ValueChange):
 class Kernel(_ValueChange):
     """The kernel of a convolution by channel: `[channels, width]` in GGUF, `[channels, 1, width]` in Hugging Face."""
 
-    def to_gguf(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+    def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
         return (values.squeeze(1),)
 
     def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
         return parts[0].unsqueeze(1)
 
-    def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+    def part_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
         return ((shape[0], *shape[2:]),)
 
     def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
@@ -236,10 +239,10 @@ class Kernel(_ValueChange):
 
 class LatentKeysValues(_ValueChange):
     """What makes keys and values of the latent: in Hugging Face each head's key rows, then its value rows,
-    `[heads * (key + value), latent]`; in GGUF keys transposed by head, `[heads, latent, key]`, and values
+    `[heads * (key + value), latent]`; the parts are keys transposed by head, `[heads, latent, key]`, and values
     `[heads, value, latent]`."""
 
-    def to_gguf(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+    def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
         assert model.mla
         key, value = model.mla.qk_head_dim, model.mla.v_head_dim
         keys, of_values = cut_into(values.reshape(-1, key + value, values.shape[-1]), [key, value], 1)
@@ -251,7 +254,7 @@ class LatentKeysValues(_ValueChange):
     def alone(self, model: ModelShape) -> int:
         return model.num_attention_heads
 
-    def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+    def part_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
         assert model.mla
         heads, key = model.num_attention_heads, model.mla.qk_head_dim
         return (heads, shape[1], key), (heads, shape[0] // heads - key, shape[1])
@@ -268,20 +271,20 @@ class LatentKeysValues(_ValueChange):
 class Both(_ValueChange):
     """One change of small tensors, then another one."""
 
-    first: GgufChange
-    second: GgufChange
+    first: TensorChange
+    second: TensorChange
 
-    def to_gguf(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
-        (between,) = self.first.to_gguf(values, model)
-        return self.second.to_gguf(between, model)
+    def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        (between,) = self.first.to_parts(values, model)
+        return self.second.to_parts(between, model)
 
     def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
         between: Tensor = self.first.to_hf([self.second.to_hf(parts, model)], model)
         return between
 
-    def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
-        (between,) = self.first.gguf_shapes(shape, model)
-        return self.second.gguf_shapes(between, model)
+    def part_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+        (between,) = self.first.part_shapes(shape, model)
+        return self.second.part_shapes(between, model)
 
     def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
         return self.first.hf_shape([self.second.hf_shape(shapes, model)], model)
@@ -291,10 +294,10 @@ class Both(_ValueChange):
 class OfColumns(_ValueChange):
     """Columns move as a `change` moves rows; rows of hidden states stay."""
 
-    change: GgufChange
+    change: TensorChange
 
-    def to_gguf(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
-        return tuple(part.t() for part in self.change.to_gguf(values.t(), model))
+    def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return tuple(part.t() for part in self.change.to_parts(values.t(), model))
 
     def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
         moved: Tensor = self.change.to_hf([part.t() for part in parts], model)
@@ -314,17 +317,17 @@ class OfColumns(_ValueChange):
 class OfTransposed(_ValueChange):
     """A matrix that is `[in, out]` in Hugging Face, and changed as the `[out, in]` that it is in GGUF."""
 
-    change: GgufChange
+    change: TensorChange
 
-    def to_gguf(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
-        return self.change.to_gguf(values.t(), model)
+    def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return self.change.to_parts(values.t(), model)
 
     def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
         whole: Tensor = self.change.to_hf(parts, model)
         return whole.t()
 
-    def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
-        return self.change.gguf_shapes(shape[::-1], model)
+    def part_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+        return self.change.part_shapes(shape[::-1], model)
 
     def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
         return self.change.hf_shape(shapes, model)[::-1]
@@ -333,13 +336,13 @@ class OfTransposed(_ValueChange):
 class VectorAsColumn(_ValueChange):
     """A vector `[heads]`, in GGUF `[heads, 1]`."""
 
-    def to_gguf(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+    def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
         return (values.unsqueeze(1),)
 
     def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
         return parts[0].squeeze(1)
 
-    def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+    def part_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
         return ((*shape, 1),)
 
     def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
@@ -351,14 +354,14 @@ class VectorAsColumn(_ValueChange):
 class GroupedNorm(_ValueChange):
     """The norm of a mixer's output, a vector, in GGUF a row for each group of heads."""
 
-    def to_gguf(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+    def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
         assert model.mamba
         return (values.view(model.mamba.num_groups, -1),)
 
     def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
         return parts[0].flatten()
 
-    def gguf_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+    def part_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
         assert model.mamba
         return ((model.mamba.num_groups, shape[0] // model.mamba.num_groups),)
 
