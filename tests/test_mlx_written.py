@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from precisionctl.checkpoints.mlx_models import computed_otherwise
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.mlx_groups import mlx_groups
 from precisionctl.commands.plan_command import plan_command
@@ -217,6 +218,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[PrecisionctlE
         "4bit",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [("olmo3", "windows turn by the base of the others"), ("gpt-oss", "clamped at 7"), ("llama-3", "")],
+)
+def test_what_mlx_lm_computes_otherwise_is_said(family: str, said: str) -> None:
+    assert bool(said) == any(said in each for each in computed_otherwise(pico.shape(family)))
 
 
 @pytest.mark.parametrize("case", soaking.few(REFUSED, "dense layers", "another target's scheme", "no whole groups"))

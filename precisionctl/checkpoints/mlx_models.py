@@ -60,3 +60,7 @@ def computed_otherwise(model: ModelShape) -> Iterator[str]:
         yield "rotary embeddings are those of long texts for short ones too"
     if name == "gpt_oss" and scaling.get("truncate") is False:
         yield "the bounds between which YaRN blends frequencies are rounded"
+    if name == "gpt_oss" and model.activation_clamp != 7:
+        yield "activations are clamped at 7, whatever config.json says"
+    if name == "olmo3" and model.rotary_base_local not in (None, model.rotary_base):
+        yield "layers with windows turn by the base of the others"

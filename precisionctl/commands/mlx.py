@@ -64,8 +64,8 @@ _NOTE_OF_CODES = ("The MXFP4 codes of this model are decoded; --scheme mxfp4 kee
 
 
 def _notes(before: Plan, plan: Plan, dtype: DType) -> Iterator[str]:
-    if others := list(computed_otherwise(plan.model)):
-        yield f"mlx-lm computes a little otherwise than transformers, with every directory of this model: {others[0]}."
+    if others := "; ".join(computed_otherwise(plan.model)):
+        yield f"mlx-lm computes a little otherwise than transformers, with every directory of this model: {others}."
     if any(job.row.of_prediction for job in before.jobs):
         yield "mlx-lm has no layers of multi-token prediction: those of this model are not written."
     wide = sum(spec.dtype == DType.float32 for spec in before.targets.values())
