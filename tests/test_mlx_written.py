@@ -1,6 +1,7 @@
 """`export-inference --target mlx`: MLX's names and codes, as mlx-lm saves them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from precisionctl.checkpoints.mlx_models import computed_otherwise
+from precisionctl.architectures.families import from_hf_config
+from precisionctl.checkpoints.mlx_config import each_without_window
+from precisionctl.checkpoints.mlx_models import check_loaded, computed_otherwise
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.mlx_groups import mlx_groups
 from precisionctl.commands.plan_command import plan_command
@@ -220,12 +223,53 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[PrecisionctlE
 }
 
 
+YARN, WITHOUT_WINDOWS = pico.YARN_ROPE, ["full_attention"] * pico.settings("gpt-oss")["num_hidden_layers"]
+NOT_IN_ITS_CLASS: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3-moe", {"rope_parameters": YARN}, "rotary embeddings scaled as 'yarn'"),
+    ("deepseek-v2", {"rope_parameters": {**YARN, "rope_type": "linear"}}, "rotary embeddings scaled as 'linear'"),
+    ("hunyuan", {"rope_parameters": {**YARN, "rope_type": "linear"}}, "scaled without an alpha"),
+    ("llama-3", {"rope_parameters": {**YARN, "attention_factor": 1.5}}, "an attention_factor of YaRN"),
+    ("minicpm3", {"tie_word_embeddings": True}, "its embedding as a head whose logits are divided"),
+    ("qwen3", {"attention_bias": True}, "biases of attention"),
+    ("phimoe", {"attention_bias": False}, "no biases"),
+    ("mixtral", {"head_dim": 24}, "heads of this size"),
+    ("gemma2", {"final_logit_softcapping": None}, "scores or logits without a cap"),
+    ("gemma3", {"final_logit_softcapping": 3.0}, "a cap of logits"),
+    ("deepseek-v3", {"num_experts_per_tok": 1}, "one expert for each token"),
+    ("qwen2-moe", {"norm_topk_prob": True, "mlp_only_layers": []}, "experts' weights that are normalised"),
+    (
+        "gpt-oss",
+        {"layer_types": WITHOUT_WINDOWS},
+        "windows in no layer",
+    ),
+]
+"""Settings with which mlx-lm 0.32.2 loads nothing, or computes something else from the first tokens on."""
+
+
+@pytest.mark.parametrize(("family", "changes", "named"), NOT_IN_ITS_CLASS, ids=str)
+def test_a_setting_that_the_class_of_mlx_lm_does_not_have_is_refused(
+    family: str, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UnknownArchitecture, match=re.escape(named)):
+        check_loaded(from_hf_config(pico.config(family, **changes)))
+
+
 @pytest.mark.parametrize(
     ("family", "said"),
-    [("olmo3", "windows turn by the base of the others"), ("gpt-oss", "clamped at 7"), ("llama-3", "")],
+    [
+        ("olmo3", "windows turn by the base of the others"),
+        *(("gpt-oss", "clamped at 7"), ("mistral", "attention has no window"), ("llama-3", "")),
+    ],
 )
 def test_what_mlx_lm_computes_otherwise_is_said(family: str, said: str) -> None:
     assert bool(said) == any(said in each for each in computed_otherwise(pico.shape(family)))
+
+
+@pytest.mark.parametrize(
+    ("windows", "each"), [("WFWFW", 2), ("WWWFW", 4), ("WW", 3), ("FW", None), ("FF", None), ("WFF", None)]
+)
+def test_a_pattern_of_windows_is_the_number_that_mlx_lm_reads_or_none(windows: str, each: int | None) -> None:
+    assert each_without_window([layer == "W" for layer in windows]) == each
 
 
 @pytest.mark.parametrize("case", soaking.few(REFUSED, "dense layers", "another target's scheme", "no whole groups"))

@@ -1,6 +1,6 @@
 """config.json as mlx-lm reads it: with words of published files that transformers 5 has others for, and its own."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from precisionctl.dtypes import DType
@@ -24,6 +24,12 @@ def words_of_mlx(model: ModelShape, dtype: DType) -> dict[str, Any]:
         found["sliding_window_pattern"] = (
             "".join("L" if window else "G" for window in windows) if any(windows) else None
         )
+    if model.model_type in WINDOWS_BUT_EACH:
+        found["sliding_window_pattern"] = each_without_window(windows)
+    if model.model_type == "minimax_m2":
+        found["rotary_dim"] = int(model.kv_channels * model.rotary_percent)
+    if model.model_type == "nemotron_h":
+        found["mamba_proj_bias"] = False  # of which transformers takes no notice
     if model.moe and model.model_type in DENSE_FIRST:
         found["first_k_dense_replace"] = model.moe.layer_freq.index(True)
     if model.model_type == "granitemoehybrid" and not model.moe:
@@ -40,6 +46,17 @@ DENSE_FIRST = (
     "solar_open",
 )
 """Families whose config.json says of how many first layers experts are not."""
+
+
+WINDOWS_BUT_EACH = ("cohere2", "gemma3_text")
+"""Families of which each layer of a certain number has no window, and all between these have it."""
+
+
+def each_without_window(windows: Sequence[bool]) -> int | None:
+    """Of how many layers each last one has no window, and all others have it; None where there is no such number."""
+    several = range(2, len(windows) + 2)
+    fits = (each for each in several if all((at % each != 0) is has for at, has in enumerate(windows, 1)))
+    return next(fits, None)
 
 
 def as_mlx_reads(config: Mapping[str, Any], published: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """Which models mlx-lm loads, and what it computes otherwise than transformers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from math import isclose, log
+from typing import Any
 
-from precisionctl.checkpoints.mlx_config import DENSE_FIRST
+from precisionctl.checkpoints.mlx_config import DENSE_FIRST, WINDOWS_BUT_EACH, each_without_window
 from precisionctl.checkpoints.mlx_names import RENAMED
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape
@@ -26,30 +28,83 @@ def check_loaded(model: ModelShape) -> None:
 _ALWAYS_TIED = ("cohere", "cohere2", "gemma", "gemma2", "lfm2", "lfm2_moe")
 _NEVER_TIED = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss"),
-    *("kimi_k2", "nemotron_h", "phi", "phimoe", "qwen2_moe", "solar_open", "stablelm"),
+    *("helium", "kimi_k2", "nemotron_h", "phi", "phimoe", "qwen2_moe", "solar_open", "stablelm"),
 )
+_WITHOUT_BIASES = ("apertus", "dots1", "gemma", "gemma2", "gemma3_text", "laguna", "qwen3", "qwen3_moe")
+_HEADS_MAKE_WIDTH = ("cohere2", "exaone", "helium", "internlm3", "mixtral")
+_ONE_EXPERT_AS_IT_IS = (
+    *("afmoe", "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
+    *("kimi_k2", "nemotron_h", "solar_open"),
+)
+"""Families whose routers divide an expert's weight by the sum over the chosen ones if these are several."""
+_WITHOUT_WINDOWS = (
+    *("dots1", "gemma2", "ministral3", "mistral", "mixtral", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3"),
+    *("qwen3_moe", "starcoder2"),
+)
+_SCALINGS = {
+    **dict.fromkeys(("cohere", "cohere2", "ernie4_5", "gemma2", "glm4", "glm4_moe", "helium", "lfm2_moe"), ()),
+    **dict.fromkeys(("minimax_m2", "mixtral", "qwen3_moe", "solar_open", "stablelm"), ()),
+    "deepseek_v2": ("yarn",),
+    "gpt_oss": ("yarn",),
+    "internlm3": ("linear", "dynamic"),
+    "nemotron": ("linear",),
+}
+"""How classes that do not know every scaling of rotary embeddings may have them scaled."""
 
 
 def _why_not_loaded(model: ModelShape) -> str | None:
-    """What mlx-lm's class of the family does not have, in words (models/*.py)."""
-    name, with_experts = model.model_type, model.moe.layer_freq if model.moe else ()
+    """What mlx-lm's class of the family does not have, in words (models/*.py, run with each setting)."""
+    name, moe, with_experts = model.model_type, model.moe, model.moe.layer_freq if model.moe else ()
+    windows = [model.in_window(layer) for layer in range(model.num_layers)]
+    scaling = model.rope_scaling or {}
+    kind = scaling.get("rope_type")
+    divided = model.logits_scaling != 1
     found = {
         "a head of its own": name in _ALWAYS_TIED and model.untied_embeddings,
         "its embedding as the head": name in _NEVER_TIED and model.tied_embeddings,
+        "its embedding as a head whose logits are divided": name == "minicpm3" and model.tied_embeddings and divided,
+        "blocks that are added as they are": name == "minicpm3" and model.residual_multiplier == 1,
         "layers without experts": name in ("mellum", "qwen2_moe") and not all(with_experts),
         "layers without experts behind others": name in DENSE_FIRST and with_experts != tuple(sorted(with_experts)),
-        "rotary embeddings that are not scaled": name in ("deepseek_v2", "minicpm3") and not model.rope_scaling,
+        "experts' weights that are normalised": name == "qwen2_moe" and moe is not None and not moe.pre_softmax,
+        "one expert for each token": moe is not None and moe.topk == 1 and name in _ONE_EXPERT_AS_IT_IS,
+        "rotary embeddings that are not scaled": name in ("deepseek_v2", "minicpm3") and not scaling,
+        f"rotary embeddings scaled as {shown(kind)}": bool(scaling) and kind not in _SCALINGS.get(name, (kind,)),
+        "an attention_factor of YaRN": kind == "yarn" and not _usual_attention_factor(scaling),
         "layers that share an indexer": bool(model.dsa) and not all(model.dsa.layers if model.dsa else ()),
         "keys of each head": name == "gpt_bigcode" and model.num_query_groups > 1,
         "gates of single channels": name == "laguna" and model.linear_gate == "softplus per element",
-        "heads of this size": name in ("helium", "internlm3") and model.projection_size != model.hidden_size,
+        "heads of this size": name in _HEADS_MAKE_WIDTH and model.projection_size != model.hidden_size,
+        "biases of attention": name in _WITHOUT_BIASES and (model.qkv_bias or model.proj_bias),
+        "no biases": name in ("phimoe", "starcoder2") and not model.qkv_bias,
+        "scores or logits without a cap": name == "gemma2"
+        and not (model.attn_logit_softcapping and model.final_logit_softcapping),
+        "a cap of logits": name == "gemma3_text" and model.final_logit_softcapping is not None,
+        "windows in all layers": name == "smollm3" and all(windows),
+        "windows in no layer": name in ("gpt_oss", "olmo3") and not any(windows),
+        "a window, and no layer that has it": name in ("exaone4", "exaone_moe")
+        and not any(windows)
+        and model.rope_layers is not None,
+        "windows in these layers": name in WINDOWS_BUT_EACH and each_without_window(windows) is None,
+        "rotary embeddings scaled without an alpha": name == "hunyuan_v1_dense"
+        and bool(scaling)
+        and "alpha" not in scaling,
     }
     return next((why for why, there in found.items() if there), None)
+
+
+def _usual_attention_factor(scaling: Mapping[str, Any]) -> bool:
+    """Whether YaRN's `attention_factor` is that which mlx-lm computes from the other settings, whatever it is."""
+    said, factor = scaling.get("attention_factor"), float(scaling["factor"])
+    return said is None or isclose(float(said), 0.1 * log(factor) + 1 if factor > 1 else 1, rel_tol=1e-6)
 
 
 def computed_otherwise(model: ModelShape) -> Iterator[str]:
     """What mlx-lm 0.32 computes otherwise than transformers, whoever made the directory, in words."""
     name, scaling = model.model_type, model.rope_scaling or {}
+    window = model.sliding_window if any(map(model.in_window, range(model.num_layers))) else None
+    if window and window < model.max_position_embeddings and name in _WITHOUT_WINDOWS:
+        yield f"attention has no window, so texts of more than {window} tokens are computed as if there were none"
     if name == "glm" and model.rotary_percent != 1:
         yield "all channels of heads are turned"
     if name == "jamba" and model.moe:
