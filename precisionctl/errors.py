@@ -46,7 +46,7 @@ UNREAD = 128 + 13
 """Exit code of a command whose output nobody reads any longer, as shells have it of a program that SIGPIPE ends."""
 
 NOT_BEGUN = (
-    "Stopped before this command did anything. The same command starts it, or continues what an earlier one did."
+    "Stopped before this command wrote anything. The same command starts it, or continues what an earlier one did."
 )
 """What a command says that a signal stops when it has nothing to keep: while it imports modules, reads or plans."""
 

@@ -134,5 +134,5 @@ def _check_exit(process: BaseProcess) -> None:
     if process.exitcode:
         raise OutputError(
             f"a worker process was killed (exit code {process.exitcode})",
-            do="Was there enough memory? The same command continues where this one stopped.",
+            do="Was there enough memory? The same command continues from what this one wrote, if it writes anything.",
         )

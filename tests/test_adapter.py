@@ -205,7 +205,7 @@ def test_verify_compares_an_adapter_on_its_base_with_the_merged_model(llama: Pat
     )
     assert same.exit_code == 0, same.output
     assert found.exit_code == 1 and "1 of" in found.stdout
-    assert "need a second checkpoint" in command_line.run("verify", llama, "--reference", llama, "--fp8").stderr
+    assert "needs a second checkpoint" in command_line.run("verify", llama, "--reference", llama, "--fp8").stderr
 
 
 def test_dora_scales_rows_to_their_magnitudes(llama: Path, tmp_path: Path) -> None:

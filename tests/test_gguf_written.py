@@ -36,6 +36,7 @@ from precisionctl.conversion.command import execute
 from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture, UnknownFormat
 from precisionctl.export.gguf_pretokenizers import QWEN2
 from precisionctl.param import Parallelism
+from precisionctl.verify.compare import compare
 
 
 def source(folder: Path, family: str = "llama-3", **changes: Any) -> Path:
@@ -62,6 +63,20 @@ def test_what_is_written_is_read_as_the_model_that_it_was_made_of(tmp_path: Path
     assert reader.specs.keys() == expected.keys()
     for name, values in expected.items():
         assert torch.equal(read_tensor(reader, name).bfloat16(), values), name
+
+
+def test_codes_of_heads_that_are_turned_are_known_and_a_reference_describes_what_a_file_does_not(
+    tmp_path: Path,
+) -> None:
+    """ggml's blocks are along other dimensions than the rows of `kv_b_proj`."""
+    sizes = {"qk_nope_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 64, "q_lora_rank": 64}
+    published = source(tmp_path / "hf", "deepseek-v3", **gguf_files.WRITTEN["deepseek-v3"] | sizes)
+    file = export(published, tmp_path / "out", "q8_0")
+    hints = Hints(companions=read_companions(published), reference=published)
+    found = compare(open_checkpoint(file, None, hints), open_checkpoint(published))
+    turned = [tensor for tensor in found.tensors if tensor.name.endswith("kv_b_proj.weight")]
+    assert len(turned) >= 2 and {(tensor.status, tensor.dtypes[:4]) for tensor in turned} == {("encoded", "Q8_0")}
+    assert check_directory(file, LLAMA_CPP, reference=published).passes
 
 
 @pytest.mark.parametrize("family", ["glm4-moe", "qwen3-next", "deepseek-v3"])

@@ -71,8 +71,10 @@ def verify(
     """
     if (b is not None) + (target is not None) != 1 and not (fp8 and b is None and target is None):
         raise click.UsageError("verify needs either a second checkpoint or --target ENGINE; or --fp8, for A alone.")
-    if (fp8_state or reference) and b is None:
-        raise click.UsageError("--fp8-state and --reference need a second checkpoint.")
+    if fp8_state and b is None:
+        raise click.UsageError("--fp8-state needs a second checkpoint.")
+    if reference and b is None and target is None:
+        raise click.UsageError("--reference needs a second checkpoint or --target.")
     if fp8 and target is not None:
         raise click.UsageError("--fp8 compares codes with a second checkpoint, or checks A alone: --target does not.")
     if (ranks > 1 or expert_parallel) and target is None:
@@ -84,7 +86,7 @@ def verify(
     elif target is None:
         same = check_codes(a, workers, json_wanted)
     else:
-        same = check_rules(a, str(target), ranks, expert_parallel, json_wanted)
+        same = check_rules(a, str(target), ranks, expert_parallel, reference, json_wanted)
     raise click.exceptions.Exit(0 if same else 1)
 
 
@@ -141,13 +143,15 @@ def check_codes(path: Path, workers: int, json_wanted: bool) -> bool:
     return same
 
 
-def check_rules(path: Path, target: str, ranks: int, expert_parallel: bool, json_wanted: bool) -> bool:
+def check_rules(
+    path: Path, target: str, ranks: int, expert_parallel: bool, reference: Path | None, json_wanted: bool
+) -> bool:
     """Print the rules of a target that a directory breaks. Returns whether it would load the directory."""
     from precisionctl import console
     from precisionctl.commands.target_rules import check_directory
     from precisionctl.reports import verify as report
 
-    found = check_directory(path, target, ranks, expert_parallel=expert_parallel)
+    found = check_directory(path, target, ranks, expert_parallel=expert_parallel, reference=reference)
     if json_wanted:
         print_json({"passes": found.passes, "findings": [asdict(finding) for finding in found.findings]})
     else:

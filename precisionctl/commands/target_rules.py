@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.hinted_path import HintedPath, open_hinted
 from precisionctl.commands.request import LLAMA_CPP, MLX, TE, check_expert_parallel
 from precisionctl.engines.base import engine_named
 from precisionctl.engines.rules.rule import Finding
@@ -27,16 +27,18 @@ class TargetCheck:
         return not any(finding.rule.fatal or finding.rule is NO_CODES for finding in self.findings)
 
 
-def check_directory(path: Path, target: str, ranks: int = 1, *, expert_parallel: bool = False) -> TargetCheck:
+def check_directory(
+    path: Path, target: str, ranks: int = 1, *, expert_parallel: bool = False, reference: Path | None = None
+) -> TargetCheck:
     """The rules of `target`, an engine's name, TE, LLAMA_CPP or MLX, that a directory or a file breaks, served on
-    `ranks` GPUs, with experts whole if `expert_parallel`.
+    `ranks` GPUs, with experts whole if `expert_parallel`. A `reference` describes a file that does not do so itself.
 
     Raises RecipeError for an unknown target, for these three on several GPUs, for experts on one GPU, and for codes
     that are not read here: that says nothing of whether the target loads them. Raises UnknownFormat for what is no such
     directory or file.
     """
     try:
-        reader = open_checkpoint(path)
+        reader = open_hinted(HintedPath(path, reference=reference))
     except PrecisionError as error:
         raise RecipeError(f"{error.what}, so nothing was checked", where=error.where, do=error.do) from error
     if target not in _NO_ENGINES:

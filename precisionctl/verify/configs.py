@@ -19,6 +19,10 @@ _TOPIC = {key: topic for topic, keys in CONFIG_KEYS.items() for key in keys}
 _IGNORED = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
 """Keys of a `quantization_config` with lists of modules that are not codes."""
 
+_FOLLOWS = ("tie_word_embeddings", "qk_head_dim")
+"""Keys that say again what tensors show: whether a head is tied, and the sum of two sizes, which transformers' classes
+compute whatever is said."""
+
 _MODULES = (*_IGNORED, "targets")
 """Keys with lists of modules, whose order says nothing."""
 
@@ -31,9 +35,9 @@ Found = tuple[list[str], list[NotCompared]]
 
 def compare_configs(a: Reader, b: Reader) -> Found:
     """The keys of config.json that differ, and those that were left out: where both models have a table, keys that
-    these read, since ModelShape compares their meaning, and what parts of a wrapper's say of a tied head, which tensors
-    show. Null and absent differ, as a class may have a default. `quantization_config`, also that of a part around a
-    wrapper's text model, is compared elsewhere."""
+    these read, since ModelShape compares their meaning, and those that follow (`_FOLLOWS`), also of parts of a
+    wrapper's. Null and absent differ, as a class may have a default. `quantization_config`, also that of a part around
+    a wrapper's text model, is compared elsewhere."""
     here, there = (_config(reader) for reader in (a, b))
     if here is None or there is None:
         return [], [] if here is there else [NotCompared("one config", f"only {'B' if here is None else 'A'} has one")]
@@ -43,7 +47,7 @@ def compare_configs(a: Reader, b: Reader) -> Found:
     differing, left_out = [], dict[str, list[str]]()
     for path, left, right in _unequal(here, there):
         key, name = path[0], ".".join(path)
-        known = _is_read(path, read) or have_tables and path[-1] == "tie_word_embeddings"
+        known = _is_read(path, read) or have_tables and path[-1] in _FOLLOWS
         topic = "spelled otherwise" if known else _TOPIC.get(key)
         if topic == "spelled otherwise" and differences(*models):
             continue  # which are told as such

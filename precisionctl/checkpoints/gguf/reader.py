@@ -24,8 +24,8 @@ from precisionctl.checkpoints.gguf.metadata import TOKEN_IDS, Described
 from precisionctl.checkpoints.gguf.rotary_tensors import ROTARY_TENSORS
 from precisionctl.checkpoints.gguf.tensors import hf_tensors
 from precisionctl.checkpoints.huggingface_files import file_format_of
+from precisionctl.codes.elements import Cast
 from precisionctl.codes.encoding import Encoding
-from precisionctl.codes.ggml_blocks import GgmlBlocks
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnknownFormat, shown
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
@@ -88,8 +88,8 @@ class GgufReader:
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self._made[name].chunks()
 
-    def cast(self, name: str) -> GgmlBlocks | None:
-        return self._made[name].blocks
+    def cast(self, name: str) -> Cast | None:
+        return self._made[name].cast
 
     def _with_tokens(self, own: Companions) -> Companions:
         """Companions with a generation_config.json of the file's tokens, if it names any and they have none."""

@@ -16,6 +16,7 @@ from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.head import GgufTensor
 from precisionctl.checkpoints.gguf.tensor_rows import GgufRow
 from precisionctl.checkpoints.tensor_changes import SAME, Shape, TensorChange
+from precisionctl.codes.elements import Cast
 from precisionctl.codes.ggml_blocks import ENCODED, GgmlBlocks, blocks_of
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnmappedTensor, at
@@ -83,12 +84,17 @@ class ChangedTensor:
         dtypes = [part.dtype for part in self.parts]
         return shared_spec(shape, reduce(DType.promoted, dtypes) if self.change.moves_rows else DType.float32)
 
-    @property
-    def blocks(self) -> GgmlBlocks | None:
-        """How ggml makes its codes, if they are of one format that is made here, and its rows are theirs."""
-        formats = {part.tensor.format for part in self.parts} if self.change.moves_rows else set()
+    @cached_property
+    def cast(self) -> Cast | None:
+        """How ggml makes its codes, if they are of one format that is made here."""
+        formats = {part.tensor.format for part in self.parts}
         form = formats.pop() if len(formats) == 1 else None
-        return blocks_of(form) if form and form.name in ENCODED else None
+        if form is None or form.name not in ENCODED:
+            return None
+        blocks = blocks_of(form)
+        if self.change.moves_rows:
+            return blocks
+        return BlocksOfParts(blocks, self.change, self.model, self.spec.rows // self.change.alone(self.model))
 
     def chunks(self) -> Sequence[Chunk]:
         if self.change is SAME and self.parts[0].tensor.format.dtype:
@@ -129,6 +135,32 @@ class ChangedTensor:
                 found[torch.from_numpy(here)] = values[torch.from_numpy(numbers[here] - start - first)].to(found.dtype)
             start += part.shape[0]
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class BlocksOfParts(Cast):
+    """Codes of the parts of a tensor whose rows are none of theirs, as a `change` makes them of `rows_together`."""
+
+    blocks: GgmlBlocks
+    change: TensorChange
+    model: ModelShape
+    rows_together: int
+
+    @property
+    def in_words(self) -> str:
+        return self.blocks.in_words
+
+    @property
+    def share_a_scale(self) -> int | None:
+        return self.blocks.share_a_scale
+
+    def rounded(self, values: Tensor) -> Tensor:
+        made = []
+        for together in torch.split(values, self.rows_together):
+            parts = [part.contiguous() for part in self.change.to_parts(together, self.model)]
+            coded = [self.blocks.rounded(part.view(-1, part.shape[-1])).view(part.shape) for part in parts]
+            made.append(self.change.to_hf(coded, self.model))
+        return torch.cat(made).reshape(values.shape)
 
 
 def _runs(numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Iterator[tuple[int, int]]:
