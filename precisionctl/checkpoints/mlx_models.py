@@ -12,9 +12,12 @@ from precisionctl.untabled_model import UntabledModel
 
 
 def check_loaded(model: ModelShape) -> None:
-    """Raise UnknownArchitecture for a model that mlx-lm does not load as it is, or was not seen to."""
+    """Raise UnknownArchitecture for a model that mlx-lm does not load as it is, or was not seen to. That of a known
+    family without a table is the one that says which setting no table here has."""
     name = model.model_type
-    if isinstance(model, UntabledModel) or model.wrapper or name not in RENAMED:
+    if isinstance(model, UntabledModel) and name in RENAMED:
+        raise model.why
+    if model.wrapper or name not in RENAMED:
         what = f"what mlx-lm stores of a {shown(name)} is not known here"
     elif why := _why_not_loaded(model):
         what = f"mlx-lm has no {name} with {why}, as this model has"
