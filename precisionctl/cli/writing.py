@@ -271,7 +271,7 @@ def _in_short(command: "PlannedCommand") -> dict[str, Any]:
         "parallelism": asdict(plan.parallelism),
         "destination": str(command.output.path),
         "tensors": len(plan.targets),
-        "coded_weights": len(plan.codes),
+        "coded_weights": plan.coded_weights,
         "bytes": plan.nbytes,
     }
 

@@ -11,6 +11,7 @@ from precisionctl.checkpoints.huggingface_files import MAX_SHARD_SIZE
 from precisionctl.commands.hinted_path import HintedPath
 from precisionctl.commands.storage import CONTAINERS, DEEPSPEED, Storage
 from precisionctl.dtypes import DType
+from precisionctl.engines.base import engine_named
 from precisionctl.errors import RecipeError
 from precisionctl.export.gguf_plan import GgufType
 from precisionctl.export.mlx_plan import MlxScheme
@@ -31,6 +32,8 @@ LLAMA_CPP = "llama.cpp"
 
 MLX = "mlx"
 """The target of an export that is a directory of mlx-lm, on a Mac."""
+
+_OF_ENGINES = "--kv-cache, --keep-misfits, --tp, --expert-parallel, --include, --exclude"
 
 StrPath = str | os.PathLike[str]
 """A path, as programs that use the library have it."""
@@ -276,19 +279,21 @@ class Request:
                 f"this result is not what {self.target} reads", do="Ask for hf in fp8, as Request.export."
             )
         self._check_no_engine()
-        self._check_no_choice()
+        if self.include or self.exclude:
+            raise RecipeError(
+                "--include and --exclude choose what becomes codes, and this result has none", do="Leave them out."
+            )
         dtype = DType.float32 if self.storage.container == DEEPSPEED else _DTYPES[self.precision]
         return Values(dtype, self.precision == "fp8", self.recipe, fills_extra_state, self.drop_fp8_state)
 
     def _te_state(self) -> TeState:
-        self._check_no_choice()
         if self.scheme not in (None, "static"):
             raise RecipeError(f"an export for {TE_TITLE} has no scheme {self.scheme}", do="Leave --scheme out.")
         if self.recipe and self.recipe.scaling != "delayed":
             raise RecipeError(f"{self.recipe.scaling} scaling keeps no state", do="Give a recipe of delayed scaling.")
-        if self.kv_cache or self.keep_misfits or self.ranks > 1 or self.expert_parallel:
+        if self._is_for_an_engine:
             raise RecipeError(
-                f"--kv-cache, --keep-misfits, --tp and --expert-parallel do not apply to {TE_TITLE}",
+                f"{_OF_ENGINES} do not apply to {TE_TITLE}",
                 do="Leave them out; keep_bf16 in a --recipe.",
             )
         return TeState(self.recipe, self.base_model)
@@ -306,14 +311,20 @@ class Request:
         if self.scheme not in (None, *schemes):
             what = f"{target} does not read {self.scheme}"
             raise RecipeError(what, do=f"Choose --scheme {' or '.join(schemes)}; {others}")
-        self._check_no_choice()
-        of_engines = self.kv_cache or self.keep_misfits or self.ranks > 1 or self.expert_parallel
-        if of_engines or self.fp8_state or self.recipe:
-            options = "--kv-cache, --keep-misfits, --tp, --expert-parallel, --fp8-state and --recipe"
-            raise RecipeError(f"{options} do not apply to {target}", do="Leave them out.")
+        if self._is_for_an_engine or self.fp8_state or self.recipe:
+            what = f"{_OF_ENGINES}, --fp8-state and --recipe do not apply to {target}"
+            raise RecipeError(what, do="Leave them out.")
+
+    @property
+    def _is_for_an_engine(self) -> bool:
+        """Whether an option is given that says how an engine serves the result, or what becomes codes for it."""
+        served = self.kv_cache or self.keep_misfits or self.ranks > 1 or self.expert_parallel
+        return bool(served or self.include or self.exclude)
 
     def _codes(self) -> Codes:
         if self.scheme not in (None, *SCHEMES):
+            if self.target is not None:
+                engine_named(self.target, TE, LLAMA_CPP, MLX)  # whose scheme it is matters of an engine alone
             target = LLAMA_CPP if self.scheme in get_args(GgufType) else MLX
             raise RecipeError(f"--scheme {self.scheme} is for {target}", do=f"Choose {' or '.join(SCHEMES)}.")
         export = None
@@ -337,9 +348,3 @@ class Request:
         if self.scheme or self.kv_cache or self.keep_misfits or self.ranks > 1:
             raise RecipeError("schemes, caches and ranks are for an engine", do="Name a target.")
         check_expert_parallel(self.expert_parallel, self.ranks)
-
-    def _check_no_choice(self) -> None:
-        if self.include or self.exclude:
-            raise RecipeError(
-                "--include and --exclude choose what becomes codes, and this result has none", do="Leave them out."
-            )

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from precisionctl.architectures.param_map import Row
 from precisionctl.architectures.wrappers import TOWERS
+from precisionctl.codes.elements import CodesInRows
 from precisionctl.codes.numerics import Numbers
 from precisionctl.errors import PrecisionError, at
 from precisionctl.model_shape import ModelShape
@@ -134,8 +135,14 @@ class Plan:
 
     @property
     def codes(self) -> list[str]:
-        """The weights that become codes."""
+        """The weights that become codes under scales of their own, of which a job says how they are made."""
         return [name for job in self.jobs if job.encode for name in job.encode.weights]
+
+    @property
+    def coded_weights(self) -> int:
+        """How many weights of the result are codes, those of GGUF and MLX included."""
+        in_rows = (isinstance(spec.packing, CodesInRows) for spec in self.targets.values())
+        return len(self.codes) + sum(in_rows)
 
     @property
     def text(self) -> Plan:
