@@ -10,6 +10,7 @@ from precisionctl.checkpoints.mlx_config import words_of_mlx
 from precisionctl.checkpoints.mlx_models import check_loaded, computed_otherwise
 from precisionctl.codes.mlx_groups import MlxGroups
 from precisionctl.commands.build import Result
+from precisionctl.commands.notes import rounded_notes
 from precisionctl.commands.request import Mlx
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
@@ -19,7 +20,6 @@ from precisionctl.export.mlx_plan import in_mlx
 from precisionctl.export.model_card import Card, path_in_command
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.mxfp4 import BLOCKS_OF_16
-from precisionctl.sizes import counted
 
 TITLE = "mlx-lm"
 
@@ -41,7 +41,8 @@ def for_mlx(kind: Mlx, source: Source, destination: Path) -> Result:
     run = f"mlx_lm.generate --model {shlex.quote(str(destination))} --prompt hello"
     notes = [
         *source_notes(source),
-        *_notes(source.plan, plan, dtype),
+        *_notes(source.plan, plan),
+        *rounded_notes(reader, plan),
         *(_NOTE_OF_CODES if codes and scheme in ("bf16", "f16") else ()),
         f"Run it on a Mac with: {run}",
     ]
@@ -63,12 +64,8 @@ def for_mlx(kind: Mlx, source: Source, destination: Path) -> Result:
 _NOTE_OF_CODES = ("The MXFP4 codes of this model are decoded; --scheme mxfp4 keeps them as they are.",)
 
 
-def _notes(before: Plan, plan: Plan, dtype: DType) -> Iterator[str]:
+def _notes(before: Plan, plan: Plan) -> Iterator[str]:
     if others := "; ".join(computed_otherwise(plan.model)):
         yield f"mlx-lm computes a little otherwise than transformers, with every directory of this model: {others}."
     if any(job.row.of_prediction for job in before.jobs):
         yield "mlx-lm has no layers of multi-token prediction: those of this model are not written."
-    wide = sum(spec.dtype == DType.float32 for spec in before.targets.values())
-    kept = sum(spec.dtype == DType.float32 for spec in plan.targets.values())
-    if wide > kept:
-        yield f"{counted(wide - kept, 'tensor')} in FP32 are {dtype} here, as mlx-lm makes all values of one dtype."

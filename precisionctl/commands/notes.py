@@ -158,18 +158,26 @@ def unreached_notes(states: Fp8States | None, jobs: Sequence[Job]) -> Iterator[s
         yield f"{inputs} saw no token: the scale is of the largest amax of the layer's experts."
 
 
+_SHORT = {
+    DType.bfloat16: "FP32 or FP16 in the source and BF16",
+    DType.float16: "FP32 in the source and FP16",
+}
+"""Dtypes to which values are rounded, and of which they are then."""
+
+
 def rounded_notes(reader: Reader, plan: Plan) -> Iterator[str]:
-    """Notes on values that are rounded to BF16 though nobody asked for that, here or by who loads the result."""
+    """Notes on values that are rounded to 16 bits though nobody asked for that, here or by who loads the result."""
     rounded: list[str] = []
     again: list[str] = []
     for job in plan.jobs:
-        if any(reader.specs[read].dtype in (DType.float32, DType.float16) for read in job.reads):
-            names = [name for name in job.writes if plan.targets[name].dtype == DType.bfloat16]
+        if stored := {reader.specs[read].dtype for read in job.reads} & {DType.float32, DType.float16}:
+            dtypes = {name: plan.targets[name].dtype for name in job.writes}
+            names = [name for name in job.writes if dtypes[name] in _SHORT and stored - {dtypes[name]}]
             (again if job.row.wide_beside and reader.layout == "megatron" else rounded).extend(names)
     if rounded:
         yield (
-            f"{counted(len(rounded), 'tensor that stays values is', 'tensors that stay values are')} FP32 or FP16 in "
-            f"the source and BF16 in the result, the first is {rounded[0]}."
+            f"{counted(len(rounded), 'tensor that stays values is', 'tensors that stay values are')} "
+            f"{_SHORT[plan.targets[rounded[0]].dtype]} in the result, the first is {rounded[0]}."
         )
     half = [name for name, spec in plan.targets.items() if spec.dtype == DType.float16 and len(spec.shape) > 1]
     if half and plan.codes:
