@@ -15,16 +15,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from precisionctl.architectures.families import from_hf_config
+from precisionctl.architectures.families import from_hf_config, read_model
 from precisionctl.checkpoints.mlx_config import each_without_window
 from precisionctl.checkpoints.mlx_models import check_loaded, computed_otherwise
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.mlx_groups import mlx_groups
 from precisionctl.commands.plan_command import plan_command
-from precisionctl.commands.request import MLX, Request
+from precisionctl.commands.request import LLAMA_CPP, MLX, TE, TE_TITLE, Request
 from precisionctl.commands.target_rules import check_directory
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionctlError, PrecisionError, RecipeError, UnknownArchitecture, UnknownFormat
+from precisionctl.reports.verify import verdict
 from precisionctl.verify.compare import compare
 
 GOLDEN = Path(__file__).parent / "golden" / "mlx_codes.safetensors"
@@ -212,7 +213,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[PrecisionctlE
     "gates of channels": ("laguna-per-element", {}, {}, UnknownArchitecture, "gates of single channels"),
     "another target's scheme": ("llama-3", {}, {"scheme": "w4a16"}, RecipeError, "mlx does not read w4a16"),
     "several GPUs": ("llama-3", {}, {"ranks": 2}, RecipeError, "--tp.* do not apply to mlx"),
-    "modules that are chosen": ("llama-3", {}, {"include": ("*",)}, RecipeError, "--include and --exclude"),
+    "modules that are chosen": ("llama-3", {}, {"include": ("*",)}, RecipeError, "--include.* do not apply to mlx"),
     "no whole groups": (
         "llama-3",
         {"hidden_size": 32, "intermediate_size": 48},
@@ -281,7 +282,58 @@ def test_what_mlx_lm_does_not_load_is_refused_before_anything_is_written(tmp_pat
     assert {path.name for path in tmp_path.iterdir()} == {"hf"}
 
 
-@pytest.mark.parametrize(("number", "message"), [(torch.nan, "holds a NaN"), (1e38, "beyond 8.47e\\+37, the largest")])
+@pytest.mark.parametrize("changes", [{"partial_rotary_factor": 0.5}, {"hidden_act": "gelu"}])
+def test_a_known_family_without_a_table_is_refused_for_the_setting(changes: dict[str, Any]) -> None:
+    ((key, value),) = changes.items()
+    with pytest.raises(UnknownArchitecture, match=f"no llama known here has {key}={value!r}"):
+        check_loaded(read_model(pico.config("llama-3", **changes)))
+
+
+@pytest.mark.parametrize("option", ["include", "exclude"])
+@pytest.mark.parametrize("target", [MLX, LLAMA_CPP, TE])
+def test_a_choice_of_codes_is_for_engines(target: str, option: str) -> None:
+    with pytest.raises(RecipeError, match=f"--{option}.* do not apply to {TE_TITLE if target == TE else target}"):
+        Request.export("in", "out", target, **{option: ("*",)})
+
+
+def test_a_target_in_capitals_is_the_error_whatever_the_scheme() -> None:
+    with pytest.raises(RecipeError, match="no engine `MLX`.* mlx"):
+        Request.export("in", "out", "MLX", "4bit")
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), [("4bit", "BF16"), *soaking.in_soak(("bf16", "BF16"), ("f16", "FP16"))])
+def test_weights_that_are_codes_and_rounded_ones_that_are_not_are_counted(
+    tmp_path: Path, scheme: str, dtype: str
+) -> None:
+    pico.save(tmp_path / "hf", "llama-3", dtype=torch.float32, **WIDE)
+    command = plan_command(Request.export(tmp_path / "hf", tmp_path / "out", MLX, scheme))
+    stored = load_file(tmp_path / "hf" / "model.safetensors").values()
+    coded = sum(each.dim() == 2 for each in stored) if scheme == "4bit" else 0
+    assert command.plan.coded_weights == coded
+    (note,) = (note for note in command.notes if f"{dtype} in the result" in note)
+    assert note.startswith(f"{len(stored) - coded} tensors that stay values are FP32")
+
+
+def test_norms_plus_one_are_rounded_and_no_codes(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "qwen3-next", dtype=torch.bfloat16)
+    file, norm = tmp_path / "hf" / "model.safetensors", "model.norm.weight"
+    tensors = load_file(file)
+    tensors[norm][0] = 0.001  # 1.001 is no BF16
+    save_file(tensors, file, {"format": "pt"})
+    export(tmp_path / "hf", tmp_path / "mlx")
+    found = compare(*map(open_checkpoint, (tmp_path / "hf", tmp_path / "mlx")))
+    assert {each.name: each.status for each in found.tensors}[norm] == "rounded"
+    assert found.equal and "codes" not in verdict(found)
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (torch.nan, "holds a NaN.* broken"),
+        (1e38, "beyond 8.47e\\+37, the largest.* BF16 has a number"),
+        (torch.inf, "holds inf, .* broken there, in BF16 too"),
+    ],
+)
 def test_numbers_of_which_mlx_makes_no_codes_are_refused(tmp_path: Path, number: float, message: str) -> None:
     pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16)
     file = tmp_path / "hf" / "model.safetensors"

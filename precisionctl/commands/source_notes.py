@@ -13,6 +13,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.companions import is_tokenizer
 from precisionctl.checkpoints.config_json import GENERATION
 from precisionctl.checkpoints.dcp_model import DcpModelReader
+from precisionctl.checkpoints.decoded.mlx_codes import MlxCodes
 from precisionctl.checkpoints.deepspeed.reader import step_directory
 from precisionctl.checkpoints.gguf.reader import GgufReader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -148,7 +149,9 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
     stored = reader.base if isinstance(reader, AdapterReader) else reader
     if isinstance(stored, HuggingFaceReader) and (decoded := stored.decoded) and decoded.specs:
         weights = counted(len(decoded.specs), "weight was", "weights were")
-        yield f"{weights} {decoded.words}. There is no way back to those codes."
+        of_mlx = isinstance(decoded, MlxCodes)  # of which the same may be made again
+        back = "`export-inference --target mlx` makes such anew." if of_mlx else "There is no way back to those codes."
+        yield f"{weights} {decoded.words}. {back}"
     if isinstance(stored, GgufReader) and stored.coded:
         yield f"Weights were {stored.words}. There is no way back to those codes."
     if isinstance(stored, HuggingFaceReader) and (idle := stored.idle_biases):

@@ -207,7 +207,8 @@ class Encoder:
         largest = float(numerics.amax(values))
         if self._refuses_infinity and largest > packing.largest:
             what = f"`{name}` holds {largest:.3g}, beyond {packing.largest:.3g}, the largest number in {packing.name}"
-            raise PrecisionError(what, do=_IN_BF16)
+            in_bf16 = largest <= torch.finfo(torch.bfloat16).max
+            raise PrecisionError(what, do=_IN_BF16 if in_bf16 else BROKEN_WEIGHTS)
         return packing.encode(values)
 
     def put_encoding(self, weight: str, scales: Scales, encoding: Encoding) -> None:

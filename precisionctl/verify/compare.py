@@ -41,9 +41,10 @@ Status = Literal["exact", "rounded", "encoded", "lost", "differs", "shape", "onl
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """One tensor. `rounded`: one side is exactly the other rounded to BF16. `encoded`: one side is exactly the encoding
-    of the other, under the scale stored with it, or as ggml (Q8_0 and Q4_0) or MLX encodes it. `lost`: it is that
-    encoding, but its scales make no sense, so it does not represent the values (`verify/losses.py`).
+    """One tensor. `rounded`: one side is exactly the other rounded to BF16, as mlx-lm's norms plus one are, too.
+    `encoded`: one side is exactly the encoding of the other, under the scale stored with it, or as ggml (Q8_0 and Q4_0)
+    or MLX encodes it. `lost`: it is that encoding, but its scales make no sense, so it does not represent the values
+    (`verify/losses.py`).
 
     SQNR in dB (infinite without noise), the largest absolute error, and the number of values that differ (`differing`)
     compare B's values with A's; None if they cannot be subtracted. `remark` says what the codes have lost, if that is
@@ -263,7 +264,10 @@ def _verdict(a: StoredRows, b: StoredRows) -> Status:
     if are_values and (_is_rounding(a.stored, b.stored) or _is_rounding(b.stored, a.stored)):
         return "rounded"
     one_is_codes = a.is_codes != b.is_codes or (a.cast is None) != (b.cast is None)  # of the other's, which may be FP8
-    return "encoded" if one_is_codes and (a.encodes(right) or b.encodes(left)) else "differs"
+    made = [side for side, values in ((a, right), (b, left)) if one_is_codes and side.encodes(values)]
+    if not made:
+        return "differs"
+    return "encoded" if any(side.cast is None or side.cast.share_a_scale for side in made) else "rounded"
 
 
 def _is_rounding(stored: Tensor, of: Tensor) -> bool:

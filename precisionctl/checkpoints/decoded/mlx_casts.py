@@ -33,8 +33,10 @@ class OfHeads(Cast):
         return " and ".join(dict.fromkeys(names))
 
     @property
-    def share_a_scale(self) -> int:
-        return self.values.group if self.values else self.columns
+    def share_a_scale(self) -> int | None:
+        if self.values:
+            return self.values.group
+        return self.columns if self.keys else None
 
     def rounded(self, values: Tensor) -> Tensor:
         heads = values.view(-1, self.rows_together, self.columns)
