@@ -216,13 +216,7 @@ def make_runs(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
     run("four sharing", 4, **shared, **STILL)
     recorded("moe")
     record("moe recorded at once by tensor", 4, 1, 2, **shared)
-    for source in ("source", "moe"):
-        record(f"{source} recorded by two", 2, 3, 2, source=source)
-    record("recorded, stopped", 2, 3, 2, stop=1, out="recorded twice")
-    record("recorded, gone on", 2, 3, 2, out="recorded twice")
-    skipping = {"optimizer__clip_norm": 0, "broken": 2, "train__save_every": 3}
-    run("one skips", 1, **skipping)
-    run("two skip", 2, **skipping)
+    record("moe recorded by two", 2, 3, 2, source="moe")
     run_command("killed in a save", saving_it(die))
     run_command("signalled", signalled)
 
@@ -248,6 +242,12 @@ def make_runs_for_soak(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
     run("1 of 4-1-2", 1, "4-1-2", kill=5, **fp8)
     run("2 of 4-1-2", 2, "4-1-2", parallel__tensor=2, **fp8)
     recorded("source")
+    record("source recorded by two", 2, 3, 2, source="source")
+    record("recorded, stopped", 2, 3, 2, stop=1, out="recorded twice")
+    record("recorded, gone on", 2, 3, 2, out="recorded twice")
+    skipping = {"optimizer__clip_norm": 0, "broken": 2, "train__save_every": 3}
+    run("one skips", 1, **skipping)
+    run("two skip", 2, **skipping)
     for source in ("source", "moe"):
         record(f"{source} recorded at once by two", 2, 1, 2, source=source)
     record("source recorded at once by tensor", 2, 1, 4, **TENSOR)

@@ -70,10 +70,10 @@ SHARING = {
     "sequence": pico.representing(
         pico.mixers, pico.first_of_each(lambda family: {*pico.rows(family), *pico.switches(family)}, EVEN)
     ),
-    "sequence and data": [pytest.param("llama-3"), *in_soak("mixtral", "gemma4-small")],
+    "sequence and data": in_soak("llama-3", "mixtral", "gemma4-small"),
     "tensor in copies": [pytest.param("gemma4-small"), *in_soak("llama-3", "mixtral")],
     "experts": [pytest.param("mixtral"), *in_soak("deepseek-v4", "gpt-oss", "deepseek-v3", "gemma4-moe")],
-    "experts in copies": [pytest.param("mixtral"), *in_soak("gemma4-moe", "gpt-oss", "deepseek-v3", "deepseek-v4")],
+    "experts in copies": in_soak("mixtral", "gemma4-moe", "gpt-oss", "deepseek-v3", "deepseek-v4"),
     "experts and tensor": [pytest.param("gpt-oss"), *in_soak("mixtral", "deepseek-v3", "gemma4-moe")],
     "experts and sequence": [pytest.param("deepseek-v3"), *in_soak("mixtral", "gpt-oss", "gemma4-moe")],
 }

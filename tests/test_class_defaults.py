@@ -44,16 +44,15 @@ def means_the_same(said: dict[str, Any], kind: type[PretrainedConfig]) -> bool:
     return True
 
 
-ONE_BY_ONE = pico.first_of_each(keys)
-LATER = [family for family in pico.FAMILIES if family not in ONE_BY_ONE]
+BRIEFLY = pico.first_of_each(keys)
+LATER = [family for family in pico.FAMILIES if family not in BRIEFLY]
 
 
 @pytest.mark.parametrize(
     ("family", "own_sizes", "at_once"),
     [
-        *((family, True, True) for family in pico.FAMILIES),
-        *((family, False, False) for family in ONE_BY_ONE),
-        *in_soak(*((family, False, False) for family in LATER)),
+        *((family, each, each) for family in BRIEFLY for each in (True, False)),
+        *in_soak(*((family, each, each) for family in LATER for each in (True, False))),
         *in_soak(*((family, own_sizes, not own_sizes) for family in pico.FAMILIES for own_sizes in (False, True))),
     ],
 )

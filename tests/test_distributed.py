@@ -313,6 +313,7 @@ def test_statistics_are_of_what_all_ranks_saw(place: Path, model: str, by: str) 
             assert found.sum_2 == pytest.approx(expected.sum_2, rel=near)
 
 
+@pytest.mark.soak
 def test_ranks_that_were_stopped_go_on_calibrating_to_the_same_bytes(place: Path, told: Told) -> None:
     stopped, gone_on = told["recorded, stopped"]["said"], told["recorded, gone on"]["said"]
     assert stopped == [[True, signal.SIGTERM, [1]], [False, signal.SIGTERM, []]]
@@ -358,6 +359,7 @@ def test_two_ranks_save_meanwhile_what_they_save_at_once_and_go_on_after_a_kill(
         assert not list((place / name).glob("*.partial"))
 
 
+@pytest.mark.soak
 def test_a_step_that_breaks_on_one_rank_is_skipped_by_all(place: Path, told: Told) -> None:
     assert str(steps(told, "two skip")) == str(steps(told, "one skips"))  # NaN is not itself
     for name in ("two skip", "one skips"):

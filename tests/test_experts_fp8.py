@@ -64,6 +64,7 @@ def test_state_of_another_number_of_experts_is_refused() -> None:
         carry_state(states, {FC1: torch.tensor(1.0)}, None)
 
 
+@pytest.mark.soak
 def test_a_start_says_how_many_experts_saw_no_token_and_a_run_goes_on_to_the_bit(tmp_path: Path) -> None:
     source = make_source(tmp_path / "hf", family="qwen3-moe", num_experts=32, num_experts_per_tok=1)
     text = make_text(tmp_path / "text.txt")

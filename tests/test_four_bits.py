@@ -11,6 +11,7 @@ import torch
 import training
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from soaking import few
 from torch import Tensor
 
 from precisionctl.checkpoints import encodings_file
@@ -26,7 +27,8 @@ from precisionctl.verify.code_comparison import compare_codes
 from precisionctl.verify.compare import compare
 from precisionctl.verify.hf_tensors import HfTensors
 
-EACH = pytest.mark.parametrize("spelling", four_bit_directories.SPELLINGS)
+SPELLINGS = [*four_bit_directories.SPELLINGS]
+EACH = pytest.mark.parametrize("spelling", SPELLINGS)
 UP, GATE = "model.layers.0.mlp.up_proj.", "model.layers.0.mlp.gate_proj."
 QUERY = "model.layers.0.self_attn.q_proj."
 
@@ -54,7 +56,7 @@ def run(*arguments: object, **options: object) -> list[str]:
     return list(conversions.run(*arguments, workers=1, verify=True, **options).notes)  # type: ignore[arg-type]
 
 
-@EACH
+@pytest.mark.parametrize("spelling", few(SPELLINGS, *SPELLINGS[::3]))
 def test_codes_are_what_a_slow_reader_makes_of_them_and_come_back_from_megatron_unchanged(
     tmp_path: Path, spelling: str
 ) -> None:

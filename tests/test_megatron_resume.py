@@ -14,6 +14,7 @@ from installed import judge
 from mcore_legacy import local
 from mcore_optimizer import BATCH, SCHEDULES, WAYS
 from programs import MEGATRON, run_program
+from soaking import few
 from training import make_place, make_source, run, settings
 
 from precisionctl.checkpoints import dcp
@@ -139,7 +140,7 @@ def expected_rates(megatron: Path, steps: range) -> list[float]:
     return [told[step - 4] for step in steps]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", few(WAYS, "plain", "dp_reshardable"))
 def test_a_run_goes_on_with_megatron_s_optimizer_at_its_rate_and_says_so(
     megatron: Path, tmp_path: Path, way: str
 ) -> None:

@@ -95,7 +95,7 @@ def saved(model: ModelShape, made: Recipe, length: int) -> int:
     return sum(count for count, _ in kept.values())
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8-delayed"])
+@pytest.mark.parametrize("name", ["fp8-delayed", *in_soak("bf16")])
 @pytest.mark.parametrize("family", representing(block_kinds))
 def test_activations_are_what_autograd_keeps(family: str, name: str) -> None:
     assert_kept(family, name)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from conversions import assert_same_tensors, run
-from soaking import in_soak
+from soaking import few, in_soak
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
@@ -136,7 +136,9 @@ WITHOUT_WORDS = ("clamp", "linear offset", "softmax type", "softmax scale")
 TRUSTED = [*(way for way in CONTRADICTIONS if way not in WITHOUT_WORDS), "a wrong shape", "no epsilon", "no sizes"]
 
 
-@pytest.mark.parametrize("way", TRUSTED)
+@pytest.mark.parametrize(
+    "way", few(TRUSTED, "rotary_percent", "activation", "experts", "a wrong shape", "no epsilon", "no sizes")
+)
 def test_a_trusted_reference_is_taken_where_the_arguments_say_otherwise(
     converted: Path, tmp_path: Path, way: str
 ) -> None:

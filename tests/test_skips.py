@@ -68,6 +68,7 @@ def test_a_skipped_step_leaves_the_weights_the_optimizer_and_the_scales_as_they_
     assert (gap.steps, gap.mean) == (5, 0.0)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("precision", ["fp8", *in_soak("bf16")])
 def test_a_run_that_skipped_and_is_killed_ends_as_one_that_is_not(
     place: Path, tmp_path: Path, broken: set[int], precision: Any

@@ -103,7 +103,7 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("name", few(TEMPLATES, "lists that compare for ever", "gigabytes by doubling"))
+@pytest.mark.parametrize("name", few(TEMPLATES, "lists that compare for ever"))
 def test_a_chat_template_has_to_end(hurry: Callable[[str], None], bounded: None, name: str) -> None:
     template, message = TEMPLATES[name]
     hurry(message)
@@ -146,6 +146,7 @@ def test_what_a_tokenizer_may_take_and_answer_is_bounded(
         tokenizer.texts([TextPiece("text.txt", text.encode())])
 
 
+@pytest.mark.soak
 def test_files_without_end_are_not_loaded(monkeypatch: pytest.MonkeyPatch, bounded: None) -> None:
     monkeypatch.setattr(asking, "to_load", lambda nbytes: Limits(0.5, 256 * MB))
     added = [
