@@ -52,7 +52,14 @@ def export(made_of: Path, out: Path, scheme: Any = None, workers: int = 1, **opt
     return file
 
 
-@pytest.mark.parametrize("family", gguf_files.WRITTEN)
+def kinds(family: str) -> set[str]:
+    """What becomes of a family's tensors, and which metadata it has."""
+    entry = FAMILIES[pico.shape(family).architecture]
+    keys = {repr(key) for key in (*entry.keys, *entry.more, *entry.reads)}
+    return keys | {type(row.change).__name__ for row in entry.rows}
+
+
+@pytest.mark.parametrize("family", pico.representing(kinds, gguf_files.WRITTEN))
 def test_what_is_written_is_read_as_the_model_that_it_was_made_of(tmp_path: Path, family: str) -> None:
     published = source(tmp_path / "hf", family, **gguf_files.WRITTEN[family])
     file = export(published, tmp_path / "out")

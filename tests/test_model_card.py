@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from scoring import save
+from soaking import in_soak
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -93,7 +94,7 @@ def test_of_a_model_without_a_table_the_card_does_not_say_that_it_makes_text(tmp
     assert card.data.pipeline_tag is None
 
 
-@pytest.mark.parametrize("spelling", ["fp8-block", "fp8-tensor-vllm", "compressed-tensor", "modelopt-mxfp8"])
+@pytest.mark.parametrize("spelling", ["fp8-block", *in_soak("fp8-tensor-vllm", "compressed-tensor", "modelopt-mxfp8")])
 def test_codes_that_come_back_have_a_card_of_where_they_are_from(tmp_path: Path, spelling: str) -> None:
     fp8_directories.make(tmp_path / "fp8", spelling)
     (tmp_path / "fp8" / "README.md").write_text("of somebody else's model")
