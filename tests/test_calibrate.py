@@ -116,6 +116,7 @@ def test_every_gemm_has_a_row_for_each_pass_and_keys_and_values_too(calibrated: 
     assert not calibrated.out.with_name("state.safetensors.partial").exists()
 
 
+@pytest.mark.soak
 def test_a_calibration_killed_at_any_moment_ends_as_one_that_never_was(
     place: Path, calibrated: Calibrated, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ import pico
 import pytest
 import torch
 from core_models import of_stages, peer
-from soaking import in_soak
+from soaking import first, in_soak
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from trained_models import MOMENTS, config_of, moments, save, states, train, trained
@@ -191,38 +191,41 @@ def test_accelerates_optimizer_beside_its_model_at_the_step_that_the_trainer_nam
 
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
-    [
-        (
-            lambda state: state["model.norm.weight"]["step"].add_(1),
-            CheckpointError,
-            "different numbers of updates: .* 2 and",
-        ),
-        (lambda state: [one.pop("step") for one in state.values()], CheckpointError, "how many updates"),
-        *(
+    first(
+        5,
+        [
             (
-                lambda state, step=step: [one.update(step=torch.tensor(step)) for one in state.values()],
-                DamagedCheckpoint,
-                rf"the step of .* is no count of updates: {said} as a number.*--drop-optimizer",
-            )
-            for step, said in ((1e30, "1.*"), (5.5, "5.5"), (-1.0, "-1"), ([2.0, 2.0], r"a tensor of shape \[2\]"))
-        ),
-        (
-            lambda state: state.pop("model.norm.weight"),
-            MissingTensor,
-            r"no state of 1 parameter, such as `model\.norm\.weight`: frozen, or .*--drop-optimizer",
-        ),
-        (lambda state: state["model.norm.weight"].pop("exp_avg_sq"), MissingTensor, r"missing +\S+exp_avg_sq"),
-        (
-            lambda state: state.update(stranger=state["model.norm.weight"]),
-            MappingError,
-            r"`optimizer\.state\.exp_avg\.stranger` is not the state of a parameter",
-        ),
-        (
-            lambda state: state["model.norm.weight"].update(exp_avg=torch.zeros(3)),
-            ShapeMismatch,
-            r"exp_avg\.model\.norm\.weight` is \[3\]",
-        ),
-    ],
+                lambda state: state["model.norm.weight"]["step"].add_(1),
+                CheckpointError,
+                "different numbers of updates: .* 2 and",
+            ),
+            (lambda state: [one.pop("step") for one in state.values()], CheckpointError, "how many updates"),
+            *(
+                (
+                    lambda state, step=step: [one.update(step=torch.tensor(step)) for one in state.values()],
+                    DamagedCheckpoint,
+                    rf"the step of .* is no count of updates: {said} as a number.*--drop-optimizer",
+                )
+                for step, said in ((1e30, "1.*"), (5.5, "5.5"), (-1.0, "-1"), ([2.0, 2.0], r"a tensor of shape \[2\]"))
+            ),
+            (
+                lambda state: state.pop("model.norm.weight"),
+                MissingTensor,
+                r"no state of 1 parameter, such as `model\.norm\.weight`: frozen, or .*--drop-optimizer",
+            ),
+            (lambda state: state["model.norm.weight"].pop("exp_avg_sq"), MissingTensor, r"missing +\S+exp_avg_sq"),
+            (
+                lambda state: state.update(stranger=state["model.norm.weight"]),
+                MappingError,
+                r"`optimizer\.state\.exp_avg\.stranger` is not the state of a parameter",
+            ),
+            (
+                lambda state: state["model.norm.weight"].update(exp_avg=torch.zeros(3)),
+                ShapeMismatch,
+                r"exp_avg\.model\.norm\.weight` is \[3\]",
+            ),
+        ],
+    ),
 )
 def test_an_optimizer_that_does_not_fit_is_refused_and_can_be_dropped(
     tmp_path: Path, spoil: Any, error: Any, message: str

@@ -7,6 +7,7 @@ import four_bit_directories
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from soaking import first
 from torch import Tensor
 
 from precisionctl.checkpoints.open import open_checkpoint
@@ -30,17 +31,20 @@ def values_of(directory: Path, place: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("spelling", "scheme", "target", "said"),
-    [
-        ("ct-mxfp4", "mxfp8", "vllm", "from MXFP4 to MXFP8: exact:"),
-        ("modelopt-mxfp4", "mxfp8", "vllm", "from MXFP4 to MXFP8: exact:"),
-        ("ct-mxfp4", "block", "vllm", "from MXFP4 to FP8: exact where"),
-        ("ct-mxfp4", "dynamic", "vllm", "from MXFP4 to FP8: rounded once more"),
-        ("ct-nvfp4", "dynamic", "vllm", "from NVFP4 to FP8: rounded once more"),
-        ("ct-nvfp4", "nvfp4", "tensorrt-llm", "in NVFP4: rounded once more"),
-        ("ct-int4-128", "mxfp8", "vllm", "from INT4 to MXFP8: rounded once more"),
-        ("ct-int4-128", "w4a16", "vllm", "in INT4: the same codes"),
-        ("ct-int4-128-zero-points", "w4a16", "vllm", "in INT4: rounded once more"),
-    ],
+    first(
+        4,
+        [
+            ("ct-mxfp4", "mxfp8", "vllm", "from MXFP4 to MXFP8: exact:"),
+            ("modelopt-mxfp4", "mxfp8", "vllm", "from MXFP4 to MXFP8: exact:"),
+            ("ct-mxfp4", "block", "vllm", "from MXFP4 to FP8: exact where"),
+            ("ct-mxfp4", "dynamic", "vllm", "from MXFP4 to FP8: rounded once more"),
+            ("ct-nvfp4", "dynamic", "vllm", "from NVFP4 to FP8: rounded once more"),
+            ("ct-nvfp4", "nvfp4", "tensorrt-llm", "in NVFP4: rounded once more"),
+            ("ct-int4-128", "mxfp8", "vllm", "from INT4 to MXFP8: rounded once more"),
+            ("ct-int4-128", "w4a16", "vllm", "in INT4: the same codes"),
+            ("ct-int4-128-zero-points", "w4a16", "vllm", "in INT4: rounded once more"),
+        ],
+    ),
 )
 def test_an_edge_is_what_it_is_said_to_be_and_the_values_that_differ_are_counted(
     tmp_path: Path, spelling: str, scheme: str, target: str, said: str

@@ -126,7 +126,7 @@ def _function(model: ModelShape) -> ModelShape:
     return found
 
 
-@pytest.mark.parametrize("family", pico.representing(pico.switches))
+@pytest.mark.parametrize("family", pico.representing(pico.block_kinds))
 def test_a_key_that_is_left_out_means_what_transformers_takes_it_for(family: str) -> None:
     """Any key; test_class_defaults.py has those of its table for every family."""
     if family == "mimo-v2-flash" and BEFORE_5_23:

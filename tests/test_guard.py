@@ -398,6 +398,7 @@ def test_a_run_that_is_killed_just_after_the_switch_sees_the_jump_all_the_same(p
     assert contents(tmp_path / "killed/iter_0000008") == contents(tmp_path / "whole/iter_0000008")
 
 
+@pytest.mark.soak
 def test_a_run_that_begins_in_fp8_is_held_against_its_first_batch_in_bf16_and_may_be_told_otherwise(
     place: Path, tmp_path: Path
 ) -> None:

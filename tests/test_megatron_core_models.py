@@ -133,6 +133,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return top
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("way", WAYS)
 def test_an_optimizer_cut_by_tensors_and_stages_is_read_by_parameter(grid, way):
     reader = TorchDistReader(grid / way)

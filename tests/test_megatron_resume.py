@@ -225,6 +225,7 @@ def test_each_part_of_a_checkpoint_can_be_left_behind(megatron: Path, tmp_path: 
     assert found["fp8"]["first loss"] != found[""]["first loss"]
 
 
+@pytest.mark.soak
 def test_weights_alone_are_a_new_run_with_nothing_else_of_the_old_one(megatron: Path, tmp_path: Path) -> None:
     for way in ("plain", "dp_reshardable"):
         _, made = from_megatron(megatron, tmp_path / way, way, load="weights")

@@ -107,6 +107,7 @@ def test_activations_are_what_autograd_keeps_beside_kernels(family: str) -> None
     assert_kept(family, "bf16", kernels=True)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("family", "rows"),
     [

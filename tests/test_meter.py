@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from pico import shape
+from soaking import first
 from training import make_source, make_text, run, settings
 
 from precisionctl.checkpoints.open import open_checkpoint
@@ -73,7 +74,7 @@ def health(family: str, role: Role, module: str, coded: float, history: int = 4)
 QKV, FC2 = "decoder.layers.0.self_attention.linear_qkv", "decoder.layers.1.mlp.linear_fc2"
 
 
-@pytest.mark.parametrize("history", [1, 4])
+@pytest.mark.parametrize("history", first(6, [1, 4]))
 @pytest.mark.parametrize(
     ("role", "module", "coded", "clipped", "underflow"),
     [

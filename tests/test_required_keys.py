@@ -9,6 +9,7 @@ import conversions
 import pico
 import pytest
 import torch
+from soaking import first
 from transformers import AutoConfig
 
 from precisionctl.architectures.families import from_hf_config, to_hf_config
@@ -43,7 +44,7 @@ SAID: dict[tuple[str, str], dict[str, Any]] = {
 """What the classes of vLLM 0.33 and SGLang 0.5.23 ask config.json for, or take another model's without."""
 
 
-@pytest.mark.parametrize(("target", "family"), [case for case in SAID if case[1] not in pico.ABSENT])
+@pytest.mark.parametrize(("target", "family"), first(6, [case for case in SAID if case[1] not in pico.ABSENT]))
 def test_an_export_says_what_the_engine_asks_for_and_transformers_does_not_write(
     target: str, family: str, tmp_path: Path
 ) -> None:

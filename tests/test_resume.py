@@ -328,6 +328,7 @@ def test_a_cold_start_without_state_to_empty_is_refused(place: Path, tmp_path: P
         run(settings(place / "source", place / "text.txt", tmp_path / "run", cold_start=True, **changes))
 
 
+@pytest.mark.soak
 def test_state_of_modules_kept_in_bf16_goes_along_beside_and_keeps_its_date(
     fp8_run: Path, place: Path, tmp_path: Path
 ) -> None:

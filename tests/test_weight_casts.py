@@ -77,6 +77,7 @@ def test_a_weight_is_cast_so_often_in_an_update(
     assert found["weights"] == 8 * expected
 
 
+@pytest.mark.soak
 def test_delayed_scaling_has_a_row_of_an_update_and_recomputation_and_kills_change_nothing(
     place: Path, tmp_path: Path, casts: Counter[str]
 ) -> None:

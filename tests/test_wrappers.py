@@ -49,7 +49,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 def text_and_names(kind: str) -> set[Any]:
     """Wrappers that have these alike differ in their towers alone."""
     of = KNOWN[kind]
-    return {(WRAPPERS[kind]["model_type"], of.body, of.head, of.in_memory)}
+    return {WRAPPERS[kind]["model_type"], (of.body, of.head), of.in_memory}
 
 
 @pytest.mark.parametrize("kind", pico.representing(text_and_names, WRAPPERS))
