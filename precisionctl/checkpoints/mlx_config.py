@@ -21,9 +21,8 @@ def words_of_mlx(model: ModelShape, dtype: DType) -> dict[str, Any]:
     found: dict[str, Any] = {"dtype": dtype.value, "torch_dtype": dtype.value}
     windows = [model.in_window(layer) for layer in range(model.num_layers)]
     if model.model_type == "exaone4":
-        found["sliding_window_pattern"] = (
-            "".join("L" if window else "G" for window in windows) if any(windows) else None
-        )
+        pattern = "".join("L" if window else "G" for window in windows)
+        found["sliding_window_pattern"] = pattern if any(windows) else None
     if model.model_type in WINDOWS_BUT_EACH:
         found["sliding_window_pattern"] = each_without_window(windows)
     if model.model_type == "minimax_m2":
@@ -32,10 +31,8 @@ def words_of_mlx(model: ModelShape, dtype: DType) -> dict[str, Any]:
         found["mamba_proj_bias"] = False  # of which transformers takes no notice
     if model.moe and model.model_type in DENSE_FIRST:
         found["first_k_dense_replace"] = model.moe.layer_freq.index(True)
-    if model.model_type == "granitemoehybrid" and not model.moe:
-        found["intermediate_size"] = (
-            model.ffn_hidden_size
-        )  # transformers has the other one of experts that are not there
+    if model.model_type == "granitemoehybrid" and not model.moe:  # transformers has that of experts that are not there
+        found["intermediate_size"] = model.ffn_hidden_size
     if model.model_type == "lfm2":  # whose other two keys for it would be made smaller again
         found |= {"block_ff_dim": model.ffn_hidden_size, "block_auto_adjust_ff_dim": False}
     return found

@@ -1,9 +1,10 @@
 """Which models mlx-lm loads, and what it computes otherwise than transformers."""
 
 from collections.abc import Iterator, Mapping
-from math import isclose, log
+from math import isclose
 from typing import Any
 
+from precisionctl.architectures.rope import yarn_mscale
 from precisionctl.checkpoints.mlx_config import DENSE_FIRST, WINDOWS_BUT_EACH, each_without_window
 from precisionctl.checkpoints.mlx_names import RENAMED
 from precisionctl.errors import UnknownArchitecture, shown
@@ -74,7 +75,7 @@ def _why_not_loaded(model: ModelShape) -> str | None:
         "rotary embeddings that are not scaled": name in ("deepseek_v2", "minicpm3") and not scaling,
         f"rotary embeddings scaled as {shown(kind)}": bool(scaling) and kind not in _SCALINGS.get(name, (kind,)),
         "an attention_factor of YaRN": kind == "yarn" and not _usual_attention_factor(scaling),
-        "layers that share an indexer": bool(model.dsa) and not all(model.dsa.layers if model.dsa else ()),
+        "layers that share an indexer": model.dsa is not None and not all(model.dsa.layers),
         "keys of each head": name == "gpt_bigcode" and model.num_query_groups > 1,
         "gates of single channels": name == "laguna" and model.linear_gate == "softplus per element",
         "heads of this size": name in _HEADS_MAKE_WIDTH and model.projection_size != model.hidden_size,
@@ -98,8 +99,8 @@ def _why_not_loaded(model: ModelShape) -> str | None:
 
 def _usual_attention_factor(scaling: Mapping[str, Any]) -> bool:
     """Whether YaRN's `attention_factor` is that which mlx-lm computes from the other settings, whatever it is."""
-    said, factor = scaling.get("attention_factor"), float(scaling["factor"])
-    return said is None or isclose(float(said), 0.1 * log(factor) + 1 if factor > 1 else 1, rel_tol=1e-6)
+    said = scaling.get("attention_factor")
+    return said is None or isclose(said, yarn_mscale(scaling["factor"], 1.0), rel_tol=1e-6)
 
 
 def computed_otherwise(model: ModelShape) -> Iterator[str]:
