@@ -227,6 +227,13 @@ class Wrapper:
                 return here + name.removeprefix(alone)
         return name
 
+    def name_alone(self, name: str) -> str:
+        """What the text model alone calls what has this name in the wrapper."""
+        for alone, here in self.names.items():
+            if name.startswith(here):
+                return alone + name.removeprefix(here)
+        return name
+
 
 def text_part(config: Mapping[str, Any]) -> Any:
     """What a wrapper's config.json has of its text model; None where it has nothing. `llm_config` is the word of

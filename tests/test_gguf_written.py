@@ -18,6 +18,7 @@ import tiny_wrappers
 import torch
 from gguf_tokenizers import SIZE
 from prediction_layer import add_mtp
+from safetensors.torch import save_file
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import Hints
@@ -152,6 +153,21 @@ def test_the_text_model_of_a_wrapper_is_written_and_its_towers_are_named(
         assert before.model.wrapper
         published = before.model.wrapper.name_of(name)
         assert torch.equal(read_tensor(reader, name).bfloat16(), expected[published]), name
+
+
+def test_the_text_model_of_a_wrapper_is_compared_with_a_file(tmp_path: Path) -> None:
+    changes = gguf_files.WRAPPED["qwen3_vl"]
+    tiny_wrappers.save(tmp_path / "hf", "qwen3_vl", vocab_size=SIZE, dtype=torch.bfloat16, **changes)
+    gguf_tokenizers.byte_level(QWEN2).save_pretrained(tmp_path / "hf")
+    file, wrapper = open_checkpoint(export(tmp_path / "hf", tmp_path / "out")), open_checkpoint(tmp_path / "hf")
+    for found, name in ((compare(file, wrapper), "B"), (compare(wrapper, file), "A")):
+        assert found.equal and {tensor.name for tensor in found.tensors} == {*file.specs}
+        assert [each.what for each in found.not_compared if each.topic == "towers"] == [f"of {name}"]
+    weights = tiny_wrappers.stored(tmp_path / "hf")
+    weights["model.language_model.layers.1.mlp.up_proj.weight"][0, 0] += 1
+    save_file(weights, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    differing = [tensor for tensor in compare(file, open_checkpoint(tmp_path / "hf")).tensors if not tensor.equal]
+    assert [(tensor.name, tensor.differing) for tensor in differing] == [("model.layers.1.mlp.up_proj.weight", 1)]
 
 
 def test_experts_that_a_wrapper_has_in_one_tensor_are_written_one_by_one(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> Plan:
             continue
         changes, writes = list[TensorChange](), list[str]()
         for name in job.writes[: len(job.row.hf)]:  # behind these are copies of tied tensors
-            alone = _without_wrapper(name, model)
+            alone = model.wrapper.name_alone(name) if model.wrapper else name
             if (found := family.tensors.of_hf(alone, model.num_layers)) is None:
                 what = f"llama.cpp has no tensor for `{name}`"
                 raise UnmappedTensor(what, do="Nothing is dropped in silence: does llama.cpp compute this part?")
@@ -91,14 +91,6 @@ def _in_order(name: str, family: GgufFamily) -> str:
     if family.down_last:
         return re.sub(r"(?<=\.experts\.)(\d+)\.down_", r"\1.~down_", name)
     return name.replace("_blocks[", "[")
-
-
-def _without_wrapper(name: str, model: ModelShape) -> str:
-    """What the text model of a wrapper alone calls a tensor."""
-    for alone, here in (model.wrapper.names if model.wrapper else {}).items():
-        if name.startswith(here):
-            return alone + name.removeprefix(here)
-    return name
 
 
 def _specs(

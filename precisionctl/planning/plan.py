@@ -150,6 +150,16 @@ class Plan:
         return self if self.model.wrapper is None else self._only(of_towers=False)
 
     @property
+    def text_alone(self) -> Plan:
+        """`text` with the names that a text model alone has. The target is Hugging Face's layout."""
+        if (wrapper := self.model.wrapper) is None:
+            return self
+        plan, alone = self.text, wrapper.name_alone
+        jobs = (replace(job, writes=tuple(map(alone, job.writes))) for job in plan.jobs)
+        targets = {alone(name): spec for name, spec in plan.targets.items()}
+        return replace(plan, jobs=tuple(jobs), targets=targets)
+
+    @property
     def towers(self) -> Plan:
         """The part of a wrapper's plan that is of towers."""
         assert self.model.wrapper is not None, "a text model has none"

@@ -21,6 +21,7 @@ from precisionctl.codes.statistics import decibels
 from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.state import Fp8State, Fp8States
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.processes import in_processes
 from precisionctl.same_model import differences, in_words
 from precisionctl.torch_when_used import one_torch_thread, torch
@@ -103,7 +104,7 @@ def compare(
     of processes; what is found does not depend on it. `progress` is opened for A's stored bytes. Raises MappingError
     where one of them does not fit its own architecture; OutputError if a worker was killed.
     """
-    left, right = HfTensors(a), HfTensors(b)
+    left, right = _tensors(a, b), _tensors(b, a)
     for name, of in {**left.copies, **right.copies}.items():
         left.add_copy(name, of)
         right.add_copy(name, of)
@@ -119,6 +120,18 @@ def compare(
     codes = tuple(compare_codes(left, right, workers)) if fp8 else ()
     left_out = (*of_settings, *_left_out(left, right), *not_both, *of_states)
     return Comparison(tuple(tensors), tuple(settings), states, codes, left_out)
+
+
+def _tensors(reader: Reader, other: Reader) -> HfTensors:
+    """The tensors of one side; of a wrapper with towers that are not compared those of its text model, as that calls
+    them."""
+    plan = make_plan(reader, "hf", naming="as saved")
+    return HfTensors(reader, plan.text_alone if _without_towers(reader, other) else plan)
+
+
+def _without_towers(reader: Reader, other: Reader) -> bool:
+    """Whether a side has towers that are not compared, as the other one's container has no place for any."""
+    return reader.model.wrapper is not None and other.container == "gguf"
 
 
 def _compare_settings(a: HfTensors, b: HfTensors, state: Fp8States | None) -> Found:
@@ -185,6 +198,9 @@ def _left_out(a: HfTensors, b: HfTensors) -> Iterator[NotCompared]:
     readers = {"A": a.reader, "B": b.reader}
     derived = [name for side in (a, b) for name in side.plan.derived]
     yield from of_keys("derived", derived[:1])
+    others = {"A": b.reader, "B": a.reader}
+    alone = (name for name, reader in readers.items() if _without_towers(reader, others[name]))
+    yield from of_keys("towers", (f"of {name}" for name in alone))
     padded = {
         name: reader.model.padded_vocab_size - reader.model.vocab_size
         for name, reader in readers.items()
