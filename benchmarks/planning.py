@@ -21,7 +21,7 @@ from unittest import mock
 
 from convert import put_into
 
-CONFIGS = Path(__file__).parents[1] / "tests" / "published_configs.jsonl"
+CONFIGS = Path(__file__).parents[1] / "tests" / "golden" / "published_configs.jsonl"
 
 MODELS = (
     ("deepseek-ai/DeepSeek-V3", 16),

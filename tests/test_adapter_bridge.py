@@ -16,6 +16,7 @@ import conversions
 import numpy as np
 import pico
 import pytest
+import repository
 import torch
 import torch.distributed.checkpoint as torch_dcp
 import yaml
@@ -30,7 +31,7 @@ from precisionctl.param import TensorSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-GOLDEN = Path(__file__).parent / "golden" / "bridge_lora"
+GOLDEN = repository.GOLDEN / "bridge_lora"
 """By Megatron-Bridge 0.3.1 in FP32 (tests/peers/bridge_adapters.py)."""
 
 QKV, FC1 = "decoder.layers.0.self_attention.linear_qkv", "decoder.layers.1.mlp.linear_fc1"

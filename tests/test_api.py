@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pico
 import pytest
+import repository
 import torch
 import torch.distributed.checkpoint
 from safetensors.torch import load_file
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from precisionctl import api
 from precisionctl.errors import CheckpointError, DestinationExists, RecipeError
 
-PAGE = (Path(__file__).parents[1] / "docs" / "library.md").read_text(encoding="utf-8")
+PAGE = (repository.DOCS / "library.md").read_text(encoding="utf-8")
 
 
 def test_the_page_runs_as_it_stands(

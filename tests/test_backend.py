@@ -3,10 +3,10 @@
 import sys
 import tomllib
 from importlib import metadata
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+import repository
 import torch
 
 from precisionctl import doctor
@@ -58,7 +58,7 @@ def test_versions_are_compared_by_their_numbers(installed: str, enough: bool) ->
 
 
 def test_pyproject_asks_for_the_same_transformer_engine() -> None:
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((repository.ROOT / "pyproject.toml").read_text())["project"]
     asked = project["optional-dependencies"]["te"]
     assert asked[-1] == f"transformer_engine[pytorch]>={'.'.join(map(str, te_version.TE_FLOOR))}"
 

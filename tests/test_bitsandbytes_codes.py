@@ -7,6 +7,7 @@ from pathlib import Path
 import bitsandbytes_directories
 import conversions
 import pytest
+import repository
 import torch
 import training
 from bitsandbytes_directories import quant_state
@@ -34,7 +35,7 @@ from precisionctl.untrusted.safe_files import LENGTHS
 from precisionctl.verify.compare import compare
 
 UP = "model.layers.0.mlp.up_proj"
-GOLDEN = Path(__file__).parent / "golden" / "bitsandbytes_codes.safetensors"
+GOLDEN = repository.GOLDEN / "bitsandbytes_codes.safetensors"
 
 
 def change(directory: Path, changed: Callable[[dict[str, Tensor]], object]) -> None:

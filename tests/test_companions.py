@@ -8,6 +8,7 @@ from typing import Any
 
 import pico
 import pytest
+import repository
 import torch
 from conversions import run, tree
 
@@ -23,7 +24,7 @@ from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted import safe_files, safe_json
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "companions.md"
+DOCUMENT = repository.DOCS / "companions.md"
 
 MODELING = b"""import os
 from transformers import AutoModel

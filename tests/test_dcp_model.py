@@ -9,6 +9,7 @@ from pathlib import Path
 import conversions
 import pico
 import pytest
+import repository
 import torch
 from programs import run_program
 from safetensors.torch import load_file
@@ -53,7 +54,7 @@ def test_names_are_those_of_the_model_whatever_wraps_it(tmp_path: Path, prefix: 
 
 
 def test_two_ranks_of_fsdp_with_their_optimizer(tmp_path: Path) -> None:
-    run_program(Path(__file__).with_name("dcp_ranks.py"), tmp_path)
+    run_program(repository.HELPERS / "dcp_ranks.py", tmp_path)
     reference = config_of(pico.make("llama-3", vocab_size=253), tmp_path / "config")
     in_hf = conversions.run(tmp_path / "dcp", tmp_path / "hf", "hf", reference=reference, verify=True)
     conversions.run(tmp_path / "dcp", tmp_path / "megatron", "megatron", reference=reference)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import repository
 import torch
 from in_memory import to_megatron
 from programs import run_program, word_for_soak
@@ -32,7 +33,7 @@ first_model = pytest.mark.parametrize("model", ["source", *in_soak("moe")])
 @pytest.fixture(scope="module")
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    run_program(Path(__file__).with_name("many_ranks.py"), folder, *word_for_soak(request))
+    run_program(repository.HELPERS / "many_ranks.py", folder, *word_for_soak(request))
     return folder
 
 

@@ -4,9 +4,9 @@ import dataclasses
 import re
 import shlex
 import tomllib
-from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from precisionctl.architectures.families import supported
 from precisionctl.cli import main
@@ -14,7 +14,6 @@ from precisionctl.commands.request import MLX, TE
 from precisionctl.engines.base import engines
 from precisionctl.recipe import Recipe, bundled_recipes
 
-ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 names = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 

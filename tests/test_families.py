@@ -12,6 +12,7 @@ from typing import Any
 
 import pico
 import pytest
+import repository
 import torch
 from conversions import run
 from hypothesis import given, settings
@@ -65,7 +66,7 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 
 def test_there_is_a_model_of_every_family_and_a_line_in_the_docs() -> None:
-    readme = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
+    readme = (repository.ROOT / "README.md").read_text(encoding="utf-8")
     (line,) = (line for line in readme.splitlines() if line.startswith("| families"))
     assert set(re.findall(r"`(\w+)`", line)) - {"model_type"} == supported().keys()
     own = {pico.settings(family)["model_type"] for family in ALL}

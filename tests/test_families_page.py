@@ -1,16 +1,15 @@
 """docs/families.md's table is made from the tables of families and from the lists of who judges them."""
 
-from pathlib import Path
-
 import pico
 import pytest
+import repository
 from judges import BRIDGE, CORE, CORE_FIRST, CORE_HYBRIDS, CORE_LATER, CORE_LOADS
 
 from precisionctl.architectures.families import supported
 from precisionctl.architectures.megatron.megatron_args import otherwise_in_megatron
 from precisionctl.trainer.model.computes import check
 
-PAGE = Path(__file__).parents[1] / "docs" / "families.md"
+PAGE = repository.DOCS / "families.md"
 HEAD = ("| `model_type` | names in Megatron by | Megatron-Core computes | judged by |", "|---|---|---|---|")
 FAMILIES = {
     kind: [family for family in pico.FAMILIES if pico.shape(family).architecture == kind] for kind in supported()

@@ -9,6 +9,7 @@ from typing import Any
 import conversions
 import pico
 import pytest
+import repository
 import torch
 import torch.distributed.checkpoint
 from safetensors.torch import load_file, save_file
@@ -25,7 +26,7 @@ from precisionctl.planning.make_plan import make_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "foreign.md"
+DOCUMENT = repository.DOCS / "foreign.md"
 
 
 def files(*names: str) -> Callable[[Path], object]:

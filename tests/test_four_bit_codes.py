@@ -5,10 +5,10 @@ The golden files are what llm-compressor and ModelOpt have stored of one weight 
 
 import json
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
+import repository
 import torch
 from four_bit_directories import E2M1, INT4, SPELLINGS, compressed
 from fp8_directories import value_of
@@ -22,7 +22,7 @@ from precisionctl.errors import PrecisionctlError
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.coded_weights import coded_weights, complete_encoding
 
-GOLDEN = Path(__file__).parent / "golden" / "four_bit"
+GOLDEN = repository.GOLDEN / "four_bit"
 SCHEMES = ["MXFP4", "NVFP4", "NVFP4A16", "W4A16", "W4A16_ASYM", "W4A16_G32", "W4A16_G32_ASYM"]
 NAMES = [*(f"ct-{name}" for name in SCHEMES), "modelopt-nvfp4", "modelopt-mxfp4"]
 MODULE = "model.layers.0.self_attn.k_proj."

@@ -4,9 +4,8 @@ tools say, bit for bit, and encoded under their scales to their codes, but for w
 The weight has a row of zeros, one of zeros of both signs, one that is all but zero, and two full of ties.
 """
 
-from pathlib import Path
-
 import pytest
+import repository
 import torch
 from four_bit_weights import FourBitWeight
 from safetensors.torch import load_file
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from precisionctl.codes import group_scales
 
-FOLDER = Path(__file__).parent / "golden" / "four_bit"
+FOLDER = repository.GOLDEN / "four_bit"
 SCHEMES = sorted(file.stem for file in FOLDER.glob("*-*.safetensors"))
 WEIGHT = load_file(FOLDER / "source.safetensors")["weight"]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import repository
 from programs import run_program
 from training import SMALL, contents
 
@@ -22,7 +23,7 @@ STEPS = SMALL["train.steps"]
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    run_program(Path(__file__).with_name("fp8_lm_ranks.py"), folder)
+    run_program(repository.HELPERS / "fp8_lm_ranks.py", folder)
     return folder
 
 

@@ -17,6 +17,7 @@ import gguf_files
 import numpy as np
 import pico
 import pytest
+import repository
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -44,7 +45,7 @@ from precisionctl.errors import (
 )
 from precisionctl.verify.compare import compare
 
-GOLDEN = Path(__file__).parent / "golden" / "ggml_blocks.safetensors"
+GOLDEN = repository.GOLDEN / "ggml_blocks.safetensors"
 CODED = [form for form in FORMATS.values() if not form.dtype]
 
 
@@ -544,7 +545,7 @@ def test_lists_of_tokens_are_not_kept(tmp_path: Path) -> None:
 
 
 def test_the_page_lists_the_formats_and_architectures_that_are_read() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "gguf.md").read_text()
+    page = (repository.DOCS / "gguf.md").read_text()
     named = set(re.findall(r"`([\w-]+)`", page))
     assert {form.name for form in FORMATS.values()} | set(UNREAD.values()) <= named
     assert {each for family in FAMILIES.values() for each in family.architectures} | FAMILIES.keys() <= named

@@ -14,6 +14,7 @@ import mxfp4_directories
 import numpy as np
 import pico
 import pytest
+import repository
 import tiny_wrappers
 import torch
 from gguf_tokenizers import SIZE
@@ -323,7 +324,7 @@ def test_a_kill_leaves_nothing_that_looks_complete_and_the_same_command_goes_on(
 
 
 def test_every_published_model_of_a_family_that_is_written_is_one_that_llama_cpp_computes() -> None:
-    lines = Path(__file__).with_name("published_configs.jsonl").read_text().splitlines()
+    lines = (repository.GOLDEN / "published_configs.jsonl").read_text().splitlines()
     published = {line["repository"]: line["config"] for line in map(json.loads, lines)}
     written = {
         name: gguf_files.metadata(from_hf_config(config))

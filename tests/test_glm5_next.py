@@ -8,6 +8,7 @@ from typing import Any
 
 import pico
 import pytest
+import repository
 import torch
 from conversions import assert_same_tensors, assert_there_and_back, run
 from gpt_models import (
@@ -226,7 +227,7 @@ def test_a_prediction_layer_has_one_stream_and_comes_back_from_any_division(tmp_
 
 
 def test_with_its_prediction_layer_it_has_as_many_parameters_as_the_hub_counts() -> None:
-    lines = Path(__file__).with_name("published_wrappers.jsonl").read_text().splitlines()
+    lines = (repository.GOLDEN / "published_wrappers.jsonl").read_text().splitlines()
     (published,) = (one for one in map(json.loads, lines) if one["repository"] == "zai-org/GLM-5.3-Flash")
     model = from_hf_config(published["config"])
     rows = [row for row in architecture_of(model.architecture).spelled({}, model) if row.of_prediction]

@@ -9,9 +9,10 @@ from threading import Barrier
 from types import ModuleType
 
 import pytest
+import repository
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(repository.ROOT / "benchmarks"))
 
 import convert
 import gpu

@@ -10,11 +10,10 @@ import pico
 import pytest
 from click.testing import CliRunner
 from command_line import run
+from repository import ROOT
 
 from precisionctl.cli import main
 from precisionctl.cli.options import Choice
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("name", main.commands)

@@ -2,12 +2,12 @@
 
 import math
 import sys
-from pathlib import Path
 
 import pytest
+import repository
 from transformers import AutoConfig, AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(repository.ROOT / "benchmarks"))
 
 import inference  # noqa: E402
 import largest_batch  # noqa: E402

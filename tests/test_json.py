@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import repository
 import torch
 from command_line import run
 from safetensors import safe_open
@@ -17,7 +18,7 @@ from precisionctl.cli import main
 from precisionctl.conversion import worker
 from precisionctl.errors import GO_ON
 
-PAGE = (Path(__file__).parents[1] / "docs" / "json.md").read_text(encoding="utf-8")
+PAGE = (repository.DOCS / "json.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 SECTIONS["export-inference"] = SECTIONS["convert"]
 COMMANDS = [name for name, command in main.commands.items() if any("--json" in each.opts for each in command.params)]

@@ -16,6 +16,7 @@ from typing import Any
 
 import deepspeed_files
 import pytest
+import repository
 import torch
 import trained_models
 import yaml
@@ -44,9 +45,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, of what megatron-core imports from it
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-FLAGS: dict[str, dict[str, dict[str, Any]]] = json.loads(
-    (Path(__file__).parent / "golden/megatron_flags.json").read_text()
-)
+FLAGS: dict[str, dict[str, dict[str, Any]]] = json.loads((repository.GOLDEN / "megatron_flags.json").read_text())
 READERS: dict[str, Any] = {
     "int": int,
     "float": float,

@@ -9,7 +9,9 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "precisionctl"
+import repository
+
+PACKAGE = repository.ROOT / "precisionctl"
 
 ANYONE = {"errors", "torch_when_used", "dtypes", "untrusted", "discover", "sizes"}
 """Leaves that every unit may import."""

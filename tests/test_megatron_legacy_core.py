@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import repository
 import torch
 from programs import MEGATRON, run_program
 from torch import Tensor
@@ -18,7 +19,7 @@ from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
 from precisionctl.param import Parallelism
 
-PEER = Path(__file__).with_name("mcore_legacy.py")
+PEER = repository.HELPERS / "mcore_legacy.py"
 
 Case = dict[str, Any]
 CASES: dict[str, Case] = {

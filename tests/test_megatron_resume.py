@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import repository
 import torch
 from core_models import SAVED_ARGS
 from installed import judge
@@ -42,7 +43,7 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
     judge("psutil", "a save of megatron-core waits for ever without it")
     folder = make_place(tmp_path_factory.mktemp("megatron"))
     (folder / "args.json").write_text(json.dumps(SAVED_ARGS))
-    program = Path(__file__).with_name("mcore_optimizer.py")
+    program = repository.HELPERS / "mcore_optimizer.py"
     run_program(program, folder, folder / "args.json", imports=MEGATRON)
     for way in WAYS:
         words = folder / way / "iter_0000005/precisionctl/hf"

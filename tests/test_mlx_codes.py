@@ -11,6 +11,7 @@ import conversions
 import mlx_directories
 import pico
 import pytest
+import repository
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -29,7 +30,7 @@ from precisionctl.untrusted.safe_files import LENGTHS
 from precisionctl.verify.compare import compare
 
 UP = "model.layers.0.mlp.up_proj"
-GOLDEN = Path(__file__).parent / "golden" / "mlx_codes.safetensors"
+GOLDEN = repository.GOLDEN / "mlx_codes.safetensors"
 MOE = {"family": "qwen3-moe", "num_hidden_layers": 2, "moe_intermediate_size": 64}
 MIXED = ("5-bit integers and MXFP4 codes", {"model.layers.0.self_attn.v_proj.weight"})
 
@@ -177,7 +178,7 @@ def test_norms_beside_convolutions_as_published_are_as_published_too(tmp_path: P
 
 
 def test_the_page_names_the_families_that_are_read() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "mlx.md").read_text()
+    page = (repository.DOCS / "mlx.md").read_text()
     said = page.partition("This is known of these `model_type`s:")[2].partition("\n\n")[0]
     assert re.findall(r"`(\w+)`", said) == sorted(mlx_names.RENAMED)
 

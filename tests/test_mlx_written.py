@@ -10,6 +10,7 @@ import mlx_directories
 import mxfp4_directories
 import pico
 import pytest
+import repository
 import soaking
 import torch
 from safetensors import safe_open
@@ -28,7 +29,7 @@ from precisionctl.errors import PrecisionctlError, PrecisionError, RecipeError, 
 from precisionctl.reports.verify import verdict
 from precisionctl.verify.compare import compare
 
-GOLDEN = Path(__file__).parent / "golden" / "mlx_codes.safetensors"
+GOLDEN = repository.GOLDEN / "mlx_codes.safetensors"
 WIDE = {"hidden_size": 128, "intermediate_size": 128}
 
 

@@ -5,7 +5,9 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "precisionctl"
+import repository
+
+PACKAGE = repository.ROOT / "precisionctl"
 DOCS = PACKAGE.parent / "docs"
 
 SAME_MEANING = {

@@ -9,6 +9,7 @@ from types import FrameType, SimpleNamespace
 
 import pico
 import pytest
+import repository
 import torch
 from soaking import in_soak
 
@@ -25,7 +26,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import DiskProblem
 from precisionctl.param import ONE_RANK, Parallelism, TensorSpec
 
-PUBLISHED = [json.loads(line) for line in Path(__file__).with_name("published_configs.jsonl").read_text().splitlines()]
+PUBLISHED = [json.loads(line) for line in (repository.GOLDEN / "published_configs.jsonl").read_text().splitlines()]
 
 
 def deepseek(directory: Path, experts: int) -> Path:

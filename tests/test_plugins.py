@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pico
 import pytest
+import repository
 import torch
 from command_line import run
 
 from precisionctl import discover
 from precisionctl.architectures import families
 
-PAGE = (Path(__file__).parents[1] / "docs" / "plugins.md").read_text(encoding="utf-8")
+PAGE = (repository.DOCS / "plugins.md").read_text(encoding="utf-8")
 EXAMPLE = tomllib.loads(re.findall(r"```toml\n(.+?)```", PAGE, re.DOTALL)[0])["project"]
 Install = Callable[[dict[str, dict[str, str]], str], None]
 

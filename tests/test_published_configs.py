@@ -8,11 +8,11 @@ published config.json are keys that no tensor and no computation depends on; the
 import dataclasses
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pico
 import pytest
+import repository
 import torch
 from in_memory import Described
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,7 +26,7 @@ from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 
 LAYERS = 4
-LINES = Path(__file__).with_name("published_configs.jsonl").read_text().splitlines()
+LINES = (repository.GOLDEN / "published_configs.jsonl").read_text().splitlines()
 PUBLISHED = {each["repository"]: each for each in map(json.loads, LINES)}
 
 

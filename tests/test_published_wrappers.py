@@ -8,9 +8,9 @@ memory, without keys that no tensor depends on; transformers' class, made of suc
 
 import json
 import math
-from pathlib import Path
 
 import pytest
+import repository
 import torch
 from in_memory import Described
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
@@ -23,7 +23,7 @@ from precisionctl.dtypes import DType
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.planning.make_plan import make_plan
 
-LINES = Path(__file__).with_name("published_wrappers.jsonl").read_text().splitlines()
+LINES = (repository.GOLDEN / "published_wrappers.jsonl").read_text().splitlines()
 PUBLISHED = {each["repository"]: each for each in map(json.loads, LINES)}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import fp8_directories
 import pico
 import pytest
+import repository
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,7 +36,7 @@ from precisionctl.readiness.patterns import shortened, split_name
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
 from precisionctl.reports import readiness as report
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "switching.md"
+DOCUMENT = repository.DOCS / "switching.md"
 
 
 def measured(path, states=None, workers=1):

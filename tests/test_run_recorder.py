@@ -9,6 +9,7 @@ from typing import Any
 
 import pico
 import pytest
+import repository
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -489,7 +490,7 @@ def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     judge("accelerate", "transformers' Trainer asks for it")
     pico.save(tmp_path / "Qwen3-0.6B", "qwen3")
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[1] / "docs" / "recorder.md").read_text(encoding="utf-8")
+    page = (repository.DOCS / "recorder.md").read_text(encoding="utf-8")
     names: dict[str, object] = {}
     for code in re.findall(r"```python\n(.+?)```", page, re.DOTALL):
         exec(code, names)

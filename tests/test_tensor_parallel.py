@@ -1,11 +1,11 @@
 """Layers that ranks share, or have rows of data for, held against one process: by 2 and 4 ranks, once."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import repository
 from programs import run_program
 from shared_layers import SHARING, SIZES, source_of
 
@@ -27,7 +27,7 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         if getattr(item, "originalname", "") == "test_all_ranks_have_the_loss_and_their_parts_of_the_gradients"
     ]
     cases = [(item.callspec.params["how"], item.callspec.params["family"]) for item in asked]
-    run_program(Path(__file__).with_name("shared_layers.py"), file, json.dumps(cases))
+    run_program(repository.HELPERS / "shared_layers.py", file, json.dumps(cases))
     found: Told = json.loads(file.read_text())
     return found
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import conversions
 import pytest
+import repository
 import torch
 import torchao_directories
 from safetensors import safe_open
@@ -29,7 +30,7 @@ from precisionctl.untrusted.safe_files import LENGTHS
 from precisionctl.verify.compare import compare
 
 UP = "model.layers.0.mlp.up_proj"
-GOLDEN = Path(__file__).parent / "golden" / "torchao_codes.safetensors"
+GOLDEN = repository.GOLDEN / "torchao_codes.safetensors"
 WORDS = {"float8": "FP8 codes", "int8": "INT8 codes", "intx": "integers in INT8", "int4": "INT4 codes"}
 
 

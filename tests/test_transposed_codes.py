@@ -9,6 +9,7 @@ from pathlib import Path
 
 import conversions
 import pytest
+import repository
 import torch
 import transposed_directories
 from safetensors import safe_open
@@ -381,7 +382,7 @@ def test_the_order_of_inputs_is_read_once_for_each_weight(tmp_path: Path, monkey
     assert names == [f"{UP}.g_idx"]
 
 
-FOLDER = Path(__file__).parent / "golden" / "transposed"
+FOLDER = repository.GOLDEN / "transposed"
 GOLDEN = sorted(file.stem for file in FOLDER.iterdir())
 
 

@@ -5,11 +5,12 @@ import shlex
 from pathlib import Path
 
 import pytest
+import repository
 from click.testing import CliRunner
 
 from precisionctl.cli import main
 
-PAGE = (Path(__file__).parents[1] / "docs" / "tutorial.md").read_text(encoding="utf-8")
+PAGE = (repository.DOCS / "tutorial.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.soak

@@ -8,6 +8,7 @@ from pathlib import Path
 import in_memory
 import pico
 import pytest
+import repository
 import torch
 from checkpoint_mutations import changed_configs
 from soaking import in_soak
@@ -126,7 +127,7 @@ def test_another_name_for_the_same_function_is_no_difference_and_one_config_alon
 
 
 def test_the_document_has_the_list_of_what_is_not_compared() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "compare.md").read_text()
+    text = (repository.DOCS / "compare.md").read_text()
     section = text.partition("### What is not compared")[2].partition("\n## ")[0]
     listed = re.findall(r"^\| ([^|]+) \| (.+) \|$", section, re.MULTILINE)
     keys = {**CONFIG_KEYS, "quantizer": QUANTIZER_KEYS}

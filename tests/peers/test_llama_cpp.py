@@ -18,6 +18,7 @@ import torch
 from gguf_files import AS_RELEASED, LLAMA3, OLMO3, WRAPPED
 from gguf_tokenizers import MARKED, SIZE, TEXT
 from prediction_layer import add_mtp
+from repository import HELPERS
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
@@ -167,7 +168,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
             cases.append((f"{family}/Model", file, theirs, tokenizer))
     python, sources = environments.llama_cpp()
     here = Path(__file__).parent
-    found = os.pathsep.join(map(str, (sources, sources / "gguf-py", here.parent)))
+    found = os.pathsep.join(map(str, (sources, sources / "gguf-py", HELPERS)))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": found}
     command = [python, here / "llama_cpp_judges.py", folder, json.dumps(cases)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import te_core
+from repository import HELPERS, ROOT, TESTS
 
-TESTS = Path(__file__).parents[1]
 WHEELS = ("transformer_engine==2.20.2", "einops", "pydantic")
 
 
@@ -27,7 +27,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    paths = (TESTS.parent, TESTS, TESTS.parent / "benchmarks", site)
+    paths = (ROOT, HELPERS, ROOT / "benchmarks", site)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
@@ -69,7 +69,7 @@ def test_the_benchmark_s_sections_run_on_te_s_own_python(site: Path) -> None:
 def ranks(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What `te_shared_layers.py` tells of all ranks."""
     file = tmp_path_factory.mktemp("ranks") / "told.json"
-    run(site, str(TESTS / "te_shared_layers.py"), str(file))
+    run(site, str(HELPERS / "te_shared_layers.py"), str(file))
     return json.loads(file.read_text())
 
 
@@ -112,7 +112,7 @@ def test_megatron_core_trains_on_te_s_own_python_from_recorded_state_and_goes_on
 ) -> None:
     """As the bundled trainer under delayed scaling; and from what it has saved itself, to the last bit."""
     te_core.make(tmp_path, family)
-    run(site, str(TESTS / "te_core.py"), str(tmp_path))
+    run(site, str(HELPERS / "te_core.py"), str(tmp_path))
     losses = json.loads((tmp_path / "losses.json").read_text())
     assert losses["core"] == pytest.approx(losses["bundled"], rel=0.003)
     assert len(losses["on"]) == 3 and losses["core"][3:] == losses["on"]
@@ -122,7 +122,7 @@ def test_ranks_that_share_experts_begin_with_the_state_of_theirs(site: Path, tmp
     """The source's is cut for one rank, and Megatron itself would put pieces of several experts into one."""
     te_core.make(tmp_path, "qwen3-moe")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    run(site, *torchrun, str(TESTS / "te_core.py"), str(tmp_path))
+    run(site, *torchrun, str(HELPERS / "te_core.py"), str(tmp_path))
     for rank in range(2):
         same = json.loads((tmp_path / f"states.{rank}.json").read_text())
         assert len(same) == 8 and all(same.values()), same

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from core_models import of_stages
 from forked import free_port
+from repository import HELPERS, ROOT
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -186,7 +187,7 @@ def test_what_verl_saves_of_megatron_is_what_its_ranks_held(
     assert found and found.origin
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "megatron").symlink_to(Path(found.origin).parents[1])
-    path = f"{tmp_path}/packages:{HERE.parent}:{HERE.parents[1]}"
+    path = f"{tmp_path}/packages:{HELPERS}:{ROOT}"
     ranks = tensor * pipeline
     run_ranks(verl(), ranks, "verl_megatron_save.py", tmp_path, tensor, pipeline, way, PYTHONPATH=path)
     reader = open_checkpoint(tmp_path / "actor")

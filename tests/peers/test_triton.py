@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from repository import HELPERS, ROOT
 
-TESTS = Path(__file__).parents[1]
 TRITON = "triton==3.6.0"
 """That of PyTorch 2.11 for CUDA."""
 
@@ -65,7 +65,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(site: Path, program: str, **environment: str) -> list[str]:
-    paths = {"PYTHONPATH": os.pathsep.join(map(str, (TESTS.parent, TESTS, site)))}
+    paths = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, HELPERS, site)))}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=os.environ | paths | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]

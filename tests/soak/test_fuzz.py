@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from peers.environments import ROOT, python_with
+from peers.environments import python_with
+from repository import HELPERS, ROOT
 
 SECONDS = int(os.environ.get("FUZZ_SECONDS", "60"))
 SCRIPT = Path(__file__).with_name("fuzz_readers.py")
@@ -22,7 +23,7 @@ SCRIPT = Path(__file__).with_name("fuzz_readers.py")
 )
 def test_whatever_is_read_is_understood_or_refused(target: str) -> None:
     python = python_with("fuzz", ("--only-binary", ":all:", "atheris==3.0.0"))
-    ours = [str(ROOT), str(ROOT / "tests"), *(path for path in sys.path if path.endswith("site-packages"))]
+    ours = [str(ROOT), str(HELPERS), *(path for path in sys.path if path.endswith("site-packages"))]
     corpus = ROOT / ".fuzz" / target
     options = [f"-max_total_time={SECONDS}", f"-artifact_prefix={corpus}-", "-print_final_stats=1", "-verbosity=0"]
     done = subprocess.run(

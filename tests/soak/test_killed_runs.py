@@ -8,11 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-TESTS = Path(__file__).parents[1]
-sys.path.insert(0, str(TESTS))
-
-from training import contents, losses  # noqa: E402
+from training import contents, losses
 
 KILLS, STEPS = 10, 40
 RUNS = """
@@ -65,7 +61,7 @@ def test_killed_at_ten_random_steps_a_run_ends_as_an_undisturbed_one(
     seed = int(os.environ.get("SOAK_SEED", random.randrange(1000)))
     print(f"SOAK_SEED={seed}")
     words = [place, precision, ranks, int(meanwhile), seed, KILLS, STEPS]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", RUNS, *map(str, words)], env=environment, cwd=tmp_path, check=True)
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     for step in (STEPS - 2, STEPS):

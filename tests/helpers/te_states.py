@@ -1,12 +1,11 @@
 """The state in the golden TE payloads, as tests expect it; golden/te_payloads.py says how it was made."""
 
-from pathlib import Path
-
+import repository
 import torch
 
 from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, RoleState
 
-PAYLOADS = Path(__file__).parent / "golden" / "te"
+PAYLOADS = repository.GOLDEN / "te"
 
 RECIPES = {
     "linear": DelayedScaling(amax_history_len=4),
