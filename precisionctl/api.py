@@ -32,7 +32,7 @@ from precisionctl.evaluate.measure import evaluate as evaluate_reader
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Layout
 from precisionctl.planning.plan import Plan
 from precisionctl.readiness.assess import assess

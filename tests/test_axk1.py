@@ -20,8 +20,8 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture
+from precisionctl.model.same_model import differences
 from precisionctl.reports.inspect import describe
-from precisionctl.same_model import differences
 
 pytestmark = pytest.mark.skipif("axk1" in pico.ABSENT, reason="this transformers has no A.X K1")
 

@@ -10,7 +10,7 @@ from precisionctl.architectures.families import table_of
 from precisionctl.architectures.param_map import Either, Row
 from precisionctl.dtypes import DType
 from precisionctl.errors import MappingError, MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.planning.checks import (
     check_division,

@@ -28,7 +28,8 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.engines.base import engine_named
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.evaluate.stored import load
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import NOT_TRAINED
 from precisionctl.planning.optimizer_jobs import OptimizerSource
 from precisionctl.precision import PRESETS
@@ -40,7 +41,6 @@ from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.parallel.shards import check
 from precisionctl.trainer.passes import backward
 from precisionctl.trainer.saved import saving
-from precisionctl.untabled_model import UntabledModel
 
 SIZES: dict[str, Any] = {
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},

@@ -43,7 +43,7 @@ from precisionctl.errors import (
     UnknownArchitecture,
     UnmappedTensor,
 )
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.verify.compare import compare

@@ -8,7 +8,7 @@ from pico import mixers, representing, shape
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.measure import flops, linear_weights
 from precisionctl.trainer.measure.flops import bf16_peak, training_flops

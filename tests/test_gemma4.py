@@ -27,12 +27,12 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.engines.base import engine_named
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, ShapeMismatch, UnknownArchitecture
 from precisionctl.evaluate.stored import load
+from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import Parallelism
 from precisionctl.recipe import ParallelSettings
 from precisionctl.trainer.measure.linear_weights import weights_used
 from precisionctl.trainer.measure.parameters import Parameters
 from precisionctl.trainer.parallel.shards import check as check_ranks
-from precisionctl.untabled_model import UntabledModel
 from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check
 

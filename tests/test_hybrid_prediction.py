@@ -27,7 +27,7 @@ from precisionctl.conversion.command import execute
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import engine_named
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.precision import Precision
 from precisionctl.trainer.measure.parameters import Parameters

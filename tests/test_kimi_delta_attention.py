@@ -24,8 +24,8 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch, UnknownArchitecture
+from precisionctl.model.recurrent_parts import GatedDeltaNet
 from precisionctl.param import Parallelism
-from precisionctl.recurrent_parts import GatedDeltaNet
 from precisionctl.trainer.model.recurrent.delta_rule import BLOCK, gated_delta_rule
 from precisionctl.trainer.model.recurrent.recurrence import CHUNK
 

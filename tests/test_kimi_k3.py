@@ -36,8 +36,8 @@ from precisionctl.conversion.command import execute
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.engines.base import engine_named
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, ShapeMismatch, UnknownArchitecture
+from precisionctl.model.same_model import differences
 from precisionctl.param import Parallelism
-from precisionctl.same_model import differences
 from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check
 

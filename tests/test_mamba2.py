@@ -14,8 +14,8 @@ from installed import BEFORE_5_23
 from precisionctl.architectures.families import from_hf_config, models_of_megatron_args
 from precisionctl.architectures.megatron.megatron_args import to_megatron_args
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
+from precisionctl.model.same_model import differences
 from precisionctl.param import Parallelism
-from precisionctl.same_model import differences
 
 _OLD = pico.ONE_GROUP["mamba2"] if BEFORE_5_23 else {}
 

@@ -19,7 +19,7 @@ from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.commands.source_notes import family_notes
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import ROWS, Parallelism, TensorSpec
 
 MODEL = ModelShape("llama", 2, 16, 24, 4, 2, 4, 50, 64, 32)

@@ -19,7 +19,7 @@ from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.torch_dist.masters import differing_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import COLUMNS, GATED_ROWS, REPLICATED, ROWS, Parallel, Parallelism
 
 SHAPE = ModelShape("llama", 4, 64, 96, 8, 4, 16, 256, 256, 128)

@@ -20,9 +20,9 @@ from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.megatron.directory import model_of
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.same_model import differences, used
 from precisionctl.param import TensorSpec
-from precisionctl.same_model import differences, used
 
 
 def others(value: object) -> tuple[object, ...]:

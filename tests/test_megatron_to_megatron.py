@@ -22,7 +22,7 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, MappingError, ShapeMismatch
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.planning.make_plan import make_plan
 

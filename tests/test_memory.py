@@ -22,7 +22,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
 from precisionctl.codes.numerics import code_values
 from precisionctl.errors import EnvironmentProblem
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import Recipe, load_recipe
 from precisionctl.reports.inspect import describe
 from precisionctl.trainer.data.batch import Piece, make_batch

@@ -20,8 +20,8 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.engines.base import engine_named
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnmappedTensor
 from precisionctl.evaluate import load
+from precisionctl.model.sparse_parts import MSA
 from precisionctl.param import Parallelism
-from precisionctl.sparse_parts import MSA
 from precisionctl.trainer.model.attention import block_indexer
 from precisionctl.trainer.model.attention.block_indexer import seen
 from precisionctl.trainer.model.attention.core_attention import CoreAttention

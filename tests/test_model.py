@@ -30,7 +30,7 @@ from torch import Tensor
 from precisionctl.architectures.families import from_hf_config, to_hf_config
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.fp8.state import DelayedScaling
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.recipe import Optimizer
 from precisionctl.trainer.backends.base import fp8_linears

@@ -19,7 +19,7 @@ from precisionctl.checkpoints.fused_experts import sliced
 from precisionctl.checkpoints.safetensors_file import StoredTensor
 from precisionctl.dtypes import DType
 from precisionctl.errors import RecipeError
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import check_fp8_gemms

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.model_parts import LARGEST, MLA, MOST_LAYERS, MoE
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import LARGEST, MLA, MOST_LAYERS, MoE
+from precisionctl.model.model_shape import ModelShape
 
 DENSE = ModelShape("llama", 2, 16, 24, 4, 2, 4, 50, 64, 32)
 WINDOWED = replace(DENSE, sliding_window=3)

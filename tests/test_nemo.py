@@ -27,8 +27,8 @@ from precisionctl.errors import (
     UnknownArchitecture,
     UnknownFormat,
 )
+from precisionctl.model.same_model import differences
 from precisionctl.reports import inspect
-from precisionctl.same_model import differences
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -16,11 +16,11 @@ from precisionctl.architectures.head_rearrangements import KEY_PAIRS, QKV, Rotar
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rearrangements import Alternating, Joined, Padded, Rearrangement
 from precisionctl.errors import UnknownArchitecture
-from precisionctl.model_parts import MLA, HyperConnections, MoE, NgramEmbedding
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import MLA, HyperConnections, MoE, NgramEmbedding
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.recurrent_parts import GatedDeltaNet, Mamba, ShortConv
+from precisionctl.model.sparse_parts import CSA, DSA, MSA
 from precisionctl.planning.segments import lower
-from precisionctl.recurrent_parts import GatedDeltaNet, Mamba, ShortConv
-from precisionctl.sparse_parts import CSA, DSA, MSA
 
 
 def all_rows(table: Architecture) -> list[Row]:

@@ -21,7 +21,7 @@ from precisionctl.architectures.families import architecture_of, from_hf_config,
 from precisionctl.checkpoints.fused_experts import sliced
 from precisionctl.checkpoints.safetensors_file import StoredTensor
 from precisionctl.dtypes import DType
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 

@@ -41,15 +41,15 @@ from precisionctl.errors import (
     shown,
 )
 from precisionctl.launch.frameworks import launch
-from precisionctl.model_fields import LinearGate
-from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE, NgramEmbedding
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_fields import LinearGate
+from precisionctl.model.model_parts import MLA, GlobalAttention, HyperConnections, MoE, NgramEmbedding
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.recurrent_parts import GatedDeltaNet, Mamba, Multipliers, ShortConv
+from precisionctl.model.same_model import STORED, TENSORS, differences
+from precisionctl.model.sparse_parts import CSA, DSA, MSA
 from precisionctl.param import TensorSpec
 from precisionctl.precision import Precision
 from precisionctl.recipe import load_recipe
-from precisionctl.recurrent_parts import GatedDeltaNet, Mamba, Multipliers, ShortConv
-from precisionctl.same_model import STORED, TENSORS, differences
-from precisionctl.sparse_parts import CSA, DSA, MSA
 from precisionctl.trainer.model.computes import (
     BESIDE_CSA,
     BESIDE_DELTA_NETS,

@@ -14,7 +14,7 @@ from training import contents, losses, make_place, run, settings
 from precisionctl.checkpoints.module import LiveModel, Snapshot
 from precisionctl.cli import main
 from precisionctl.errors import DiskProblem
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer import stopping
 from precisionctl.trainer.measure.metrics import StepMetrics
 from precisionctl.trainer.resume import resume

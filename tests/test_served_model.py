@@ -22,7 +22,7 @@ from precisionctl.conversion.command import execute
 from precisionctl.engines.base import engines
 from precisionctl.engines.serving import Cut, ServingLayout
 from precisionctl.errors import PrecisionError
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.planning.served_model import served
 from precisionctl.quant_methods.base import CHANNEL, CODES, SQUARE, TENSOR

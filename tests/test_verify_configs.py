@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.errors import PrecisionctlError
-from precisionctl.same_model import differences
+from precisionctl.model.same_model import differences
 from precisionctl.verify import not_compared
 from precisionctl.verify.compare import compare
 from precisionctl.verify.configs import compare_quantization

@@ -31,12 +31,12 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion import worker
 from precisionctl.engines.base import engine_named
 from precisionctl.errors import DamagedCheckpoint, MissingTensor, PrecisionError, UnknownArchitecture, UnmappedTensor
-from precisionctl.model_parts import Wrapper
+from precisionctl.model.model_parts import Wrapper
+from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import Parallelism
 from precisionctl.reports import run as report
 from precisionctl.reports.inspect import describe
 from precisionctl.trainer.run_plan import dry_run
-from precisionctl.untabled_model import UntabledModel
 from precisionctl.verify.engine_rules import check
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.errors import EnvironmentProblem
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.recipe import Optimizer, Recipe, Train
 from precisionctl.trainer.backends.choose import BackendName, choose_backend

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_fields import Activation
-from precisionctl.model_parts import MOST_LAYERS, check_size
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_fields import Activation
+from precisionctl.model.model_parts import MOST_LAYERS, check_size
+from precisionctl.model.model_shape import ModelShape
 
 Config = Mapping[str, Any]
 Fields = Mapping[str, Any]

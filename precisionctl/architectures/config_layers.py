@@ -5,8 +5,8 @@ from typing import Any
 
 from precisionctl.architectures.config_keys import Config, Fields, Rule, is_on, layers, size
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_parts import MOST_LAYERS
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import MOST_LAYERS
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.sizes import counted
 
 Local = Callable[[Config, int, object], list[bool]]

@@ -16,11 +16,11 @@ from precisionctl.architectures.wrapped_architecture import can_be_wrapped, in_d
 from precisionctl.architectures.wrappers import is_wrapper, may_be_tied, text_config, wrapper_of
 from precisionctl.discover import discover_names
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, at, most_alike, shown
-from precisionctl.model_fields import PARTS
-from precisionctl.model_parts import text_part
-from precisionctl.model_shape import ModelShape
-from precisionctl.same_model import TENSORS, differences
-from precisionctl.untabled_model import UntabledModel
+from precisionctl.model.model_fields import PARTS
+from precisionctl.model.model_parts import text_part
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.same_model import TENSORS, differences
+from precisionctl.model.untabled_model import UntabledModel
 
 _VERSION = re.compile(r"[\d._]+")
 

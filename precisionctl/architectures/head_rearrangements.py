@@ -15,7 +15,7 @@ from precisionctl.architectures.rearrangements import (
     rows_of_groups,
 )
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 
 class Grouped(RowPermutation):

@@ -18,7 +18,7 @@ import numpy as np
 from precisionctl.architectures.config_keys import Entry
 from precisionctl.architectures.rearrangements import SAME, Movable, Rearrangement
 from precisionctl.architectures.row_layers import Layers, is_among
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import REPLICATED, Layout, Parallel, TensorSpec
 from precisionctl.torch_when_used import torch
 

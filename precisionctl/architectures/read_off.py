@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from precisionctl.architectures.param_map import Architecture, Naming, Place, Row
 from precisionctl.dtypes import DType
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 
 VALUES = (DType.bfloat16, DType.float16, DType.float32)

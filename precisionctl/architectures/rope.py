@@ -7,8 +7,8 @@ from typing import Any
 from precisionctl.architectures.config_keys import Config, Fields, Rule
 from precisionctl.architectures.config_layers import by_kind
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_parts import real
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import real
+from precisionctl.model.model_shape import ModelShape
 
 # scalings that can be computed, and the numbers of each: those it needs, and those it may have
 _KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

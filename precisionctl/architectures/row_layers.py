@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 Layers = Literal[
     "all",

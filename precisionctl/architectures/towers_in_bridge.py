@@ -21,7 +21,7 @@ import numpy as np
 
 from precisionctl.architectures.config_keys import Config
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model_parts import text_part
+from precisionctl.model.model_parts import text_part
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,8 +10,8 @@ from precisionctl.architectures.read_off import rows as rows_of
 from precisionctl.architectures.shared.moe_rows import EXPERTS
 from precisionctl.architectures.wrappers import TOWERS, WRAPPERS
 from precisionctl.errors import MappingError, UnknownArchitecture
-from precisionctl.model_parts import Wrapper
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import Wrapper
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 
 

@@ -18,7 +18,7 @@ from precisionctl.architectures.param_map import Either
 from precisionctl.architectures.rearrangements import Transposed
 from precisionctl.architectures.shared.moe_rows import FUSED
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_parts import Wrapper, config_parts, text_part
+from precisionctl.model.model_parts import Wrapper, config_parts, text_part
 
 TOWERS = "towers."
 """What Megatron's names of towers begin with here, before the Hugging Face name. No parameter of Megatron's does."""

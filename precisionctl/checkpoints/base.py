@@ -13,7 +13,7 @@ from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import CheckpointError
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 
 

@@ -20,7 +20,7 @@ from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, StoredTenso
 from precisionctl.codes.elements import E4M3, FP8, Packing
 from precisionctl.codes.encoding import Encoding, grid_shape
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
-from precisionctl.model_parts import config_parts
+from precisionctl.model.model_parts import config_parts
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.coded_weights import (
     KEYS_OF_CODES,

@@ -18,7 +18,7 @@ from precisionctl.checkpoints.safetensors_file import read_described
 from precisionctl.checkpoints.trainer_directory import says_its_model
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.fp8 import sidecar
-from precisionctl.untabled_model import UntabledModel
+from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.untrusted.safe_files import read_file
 
 

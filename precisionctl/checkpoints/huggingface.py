@@ -36,8 +36,8 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, damage, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
-from precisionctl.model_parts import text_part
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import text_part
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import STATE, Layout, TensorSpec
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights, quant_method_of

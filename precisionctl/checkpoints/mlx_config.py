@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from precisionctl.dtypes import DType
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _PARTIAL, _SCALING = "partial_rotary_factor", "rope_scaling"
 _ASKED_FOR: Mapping[str, Mapping[str, Any]] = {

@@ -17,7 +17,7 @@ from precisionctl.checkpoints.chunks import Box, Chunk, Chunked, chunk_files, wh
 from precisionctl.checkpoints.output import sync_all
 from precisionctl.codes.encoding import Encoding
 from precisionctl.dtypes import DType
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 from precisionctl.torch_when_used import torch
 

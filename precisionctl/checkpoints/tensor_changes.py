@@ -15,7 +15,7 @@ import numpy as np
 
 from precisionctl.architectures.rearrangements import Movable, concatenated, cut_into, rows_of_groups
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:

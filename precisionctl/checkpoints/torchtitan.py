@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.chunks import Chunked, read_rows
 from precisionctl.errors import DamagedCheckpoint, MappingError
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import CheckpointError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 from precisionctl.untrusted.safe_files import check_link
 from precisionctl.untrusted.safe_json import parse_json

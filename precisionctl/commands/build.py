@@ -35,8 +35,8 @@ from precisionctl.conversion.command import MakeStates, PlannedCommand
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, MappingError, OutputError, RecipeError
 from precisionctl.export.model_card import NAME, Card
 from precisionctl.fp8.state import Fp8States
+from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.planning.plan import Plan
-from precisionctl.untabled_model import UntabledModel
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,11 @@ from precisionctl.export.as_before import AsBefore, all_mxfp4, in_powers_of_2
 from precisionctl.export.encode import InScheme, WeightFormat, encode, fp8_jobs, in_scheme, is_slice, modules_in_bf16
 from precisionctl.export.model_card import Card, path_in_command
 from precisionctl.export.schemes import best_scheme, kept_in_four_bits
+from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.served_model import served
 from precisionctl.quant_methods.base import FOUR_BITS, SCHEMES, Scheme, quant_methods
 from precisionctl.quant_methods.coded_weights import scheme_of
-from precisionctl.untabled_model import UntabledModel
 from precisionctl.untrusted.safe_json import parse_json
 
 _SCHEMES: Mapping[Scaling, Scheme] = {"delayed": "static", "current": "dynamic", "block": "block", "mxfp8": "mxfp8"}

@@ -14,8 +14,8 @@ from precisionctl.checkpoints.megatron.towers import TowersOf
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownFormat, one_line
 from precisionctl.fp8.grouped import ColumnOrder
-from precisionctl.same_model import differences
-from precisionctl.untabled_model import UntabledModel
+from precisionctl.model.same_model import differences
+from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.untrusted.safe_json import parse_json
 from precisionctl.verify.configs import differing_keys
 

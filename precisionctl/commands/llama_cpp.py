@@ -29,8 +29,8 @@ from precisionctl.errors import PrecisionError
 from precisionctl.export.gguf_plan import FILE_TYPES, in_gguf
 from precisionctl.export.gguf_tokenizer import tokenizer_metadata
 from precisionctl.export.model_card import NAME, Card, path_in_command
-from precisionctl.model_parts import config_parts
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import config_parts
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.planning.plan import Plan
 from precisionctl.sizes import counted
 from precisionctl.untrusted.safe_json import parse_json

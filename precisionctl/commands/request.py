@@ -17,7 +17,7 @@ from precisionctl.export.gguf_plan import GgufType
 from precisionctl.export.mlx_plan import MlxScheme
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import ColumnOrder
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.quant_methods.base import SCHEMES, Scheme

@@ -26,10 +26,10 @@ from precisionctl.checkpoints.trainer_run import of_trainer
 from precisionctl.commands.source import Source
 from precisionctl.errors import CheckpointError, PrecisionctlError, shown
 from precisionctl.fp8 import sidecar
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.same_model import in_words
 from precisionctl.param import Layout
 from precisionctl.planning.plan import Plan
-from precisionctl.same_model import in_words
 from precisionctl.sizes import counted, size
 from precisionctl.untrusted.safe_json import parse_json
 

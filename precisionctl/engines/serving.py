@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from precisionctl.model_parts import text_part
+from precisionctl.model.model_parts import text_part
 from precisionctl.param import GEMM_ALIGNMENT, TensorSpec, divides_heads
 from precisionctl.quant_methods.base import SQUARE, Block
 

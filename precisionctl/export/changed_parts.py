@@ -9,7 +9,7 @@ from typing import Any
 from precisionctl.architectures.param_map import Row
 from precisionctl.architectures.rearrangements import Rearrangement
 from precisionctl.checkpoints.tensor_changes import SAME, TensorChange
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 
 def with_changes(row: Row, changes: tuple[TensorChange, ...]) -> Row:

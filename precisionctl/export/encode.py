@@ -15,6 +15,7 @@ from precisionctl.engines.serving import fused, in_step
 from precisionctl.errors import PrecisionError
 from precisionctl.export.input_scales import input_amaxes
 from precisionctl.fp8.state import Fp8States
+from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.precision import Precision
@@ -22,7 +23,6 @@ from precisionctl.quant_methods.base import FOUR_BITS, POWERS_OF_2, SCHEMES, TEN
 from precisionctl.quant_methods.scales import Scales
 from precisionctl.sizes import counted
 from precisionctl.torch_when_used import torch
-from precisionctl.untabled_model import UntabledModel
 
 if TYPE_CHECKING:
     from torch import Tensor

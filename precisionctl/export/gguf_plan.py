@@ -17,7 +17,7 @@ from precisionctl.codes.ggml_formats import named
 from precisionctl.dtypes import DType
 from precisionctl.errors import UnmappedTensor
 from precisionctl.export.changed_parts import with_changes
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec, shared_spec
 from precisionctl.planning.plan import Job, Plan
 

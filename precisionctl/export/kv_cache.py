@@ -22,7 +22,7 @@ from precisionctl.export.encode import WeightFormat
 from precisionctl.export.input_scales import OF_PREDICTION, prediction_in_bf16, scale_of
 from precisionctl.fp8.delayed_scaling import recorded_amax
 from precisionctl.fp8.state import CACHE, Fp8States
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.quant_methods.base import QuantMethod

@@ -21,7 +21,7 @@ from precisionctl.checkpoints.tensor_changes import (
 from precisionctl.codes.mlx_groups import MXFP4, MlxGroups, mlx_groups
 from precisionctl.dtypes import DType
 from precisionctl.export.changed_parts import with_changes
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec, shared_spec
 from precisionctl.planning.plan import Job, Plan
 

@@ -16,9 +16,9 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.output import replace_file
 from precisionctl.conversion.manifest import fingerprint, torch_version
 from precisionctl.errors import OutputError, RecipeError
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.sizes import counted, size
-from precisionctl.untabled_model import UntabledModel
 from precisionctl.untrusted.safe_files import has_file, read_file
 
 NAME = "README.md"

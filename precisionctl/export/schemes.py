@@ -7,11 +7,11 @@ from precisionctl.engines.base import Engine
 from precisionctl.errors import MissingFp8State, PrecisionError, Unrecordable
 from precisionctl.export.input_scales import input_amaxes, why_too_small
 from precisionctl.fp8.state import Fp8States
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.planning.plan import Job
 from precisionctl.quant_methods.base import CODES, EXPONENTS, FOUR_BITS, SCHEMES, TENSOR, Scheme, sized
 from precisionctl.quant_methods.coded_weights import ngram_table
-from precisionctl.untabled_model import UntabledModel
 
 
 def schemes_of(engine: Engine, model: ModelShape, jobs: Sequence[Job]) -> list[Scheme]:

@@ -20,6 +20,7 @@ from precisionctl.codes.encoding import Encoding, by_rows, of_rows
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.errors import MappingError
+from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
@@ -27,7 +28,6 @@ from precisionctl.quant_methods.base import QuantMethod
 from precisionctl.quant_methods.coded_weights import recognise
 from precisionctl.quant_methods.scales import Scales, sibling
 from precisionctl.torch_when_used import torch
-from precisionctl.untabled_model import UntabledModel
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,8 +18,8 @@ from precisionctl.commands.notes import GATE
 from precisionctl.doctor import examine_payloads
 from precisionctl.errors import CheckpointError, UnknownArchitecture
 from precisionctl.fp8.state import DelayedScaling
-from precisionctl.model_parts import check_size
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import check_size
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.planning.make_plan import stored_model
 from precisionctl.precision import Precision
 from precisionctl.recipe import Recipe

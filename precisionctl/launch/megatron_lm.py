@@ -16,9 +16,9 @@ from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.launch.base import Launch, LaunchSource, left_to_provider
 from precisionctl.megatron_flags import stateless_words
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.same_model import differences
 from precisionctl.recipe import Recipe
-from precisionctl.same_model import differences
 from precisionctl.trainer.optimizer.megatron_schedule import DECAY_STYLES, WSD_STYLES
 
 Option = tuple[str, ...]

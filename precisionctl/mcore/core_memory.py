@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.activations import pass_bytes

@@ -11,7 +11,7 @@ from torch import Tensor
 from precisionctl.architectures.megatron.megatron_args import to_megatron_args
 from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.megatron_flags import stateless_words
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.saved.balance import balance_args

@@ -17,7 +17,7 @@ from torch import Tensor
 from precisionctl.errors import RecipeError
 from precisionctl.mcore.core_model import make_config, make_stage
 from precisionctl.mcore.core_world import CoreWorld
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.data import IGNORED, Batch, Blend, Feed, Rows
 from precisionctl.trainer.measure.flops import bf16_peak, training_flops

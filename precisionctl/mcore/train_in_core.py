@@ -25,7 +25,7 @@ from precisionctl.mcore.core_memory import look_ahead_in_core
 from precisionctl.mcore.core_run import CoreRun
 from precisionctl.mcore.core_world import CoreWorld, core_world
 from precisionctl.mcore.stand_ins import stand_ins
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import Recipe
 from precisionctl.sizes import counted
 from precisionctl.trainer.data import Blend, OnTokens, Rows

@@ -8,9 +8,9 @@ from precisionctl.architectures.param_map import Row
 from precisionctl.codes.elements import FP8
 from precisionctl.dtypes import DType
 from precisionctl.errors import MappingError, MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor, one_line
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import Parallelism, TensorSpec, divides_heads
-from precisionctl.untabled_model import UntabledModel
 
 _VALUES = (DType.bfloat16, DType.float16, DType.float32, *FP8)
 """The dtypes that a tensor may have. The readers have checked that FP8 codes have scales."""

@@ -15,13 +15,13 @@ from precisionctl.architectures.read_off import TensorRow
 from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.dtypes import DType
 from precisionctl.errors import MissingTensor, at
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec, shared_spec
 from precisionctl.planning import checks
 from precisionctl.planning.optimizer_jobs import OptimizerSource, optimizer_jobs, reading_masters
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.sizes import counted
-from precisionctl.untabled_model import UntabledModel
 
 
 class PlanSource(Protocol):

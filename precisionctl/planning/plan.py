@@ -22,7 +22,7 @@ from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.codes.elements import CodesInRows
 from precisionctl.codes.numerics import Numbers
 from precisionctl.errors import PrecisionError, at
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism, TensorSpec
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.scales import Scales

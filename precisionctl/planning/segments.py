@@ -14,7 +14,7 @@ import numpy as np
 
 from precisionctl.architectures.param_map import Row
 from precisionctl.architectures.rearrangements import InOrder
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Layout
 
 if TYPE_CHECKING:

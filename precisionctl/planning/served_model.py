@@ -12,9 +12,9 @@ from precisionctl.architectures.param_map import Row, filled
 from precisionctl.architectures.read_off import TensorRow
 from precisionctl.architectures.rearrangements import BY_HEAD, SAME, Transposed
 from precisionctl.engines.serving import WHOLE, Cut, HeadCounts, Part, ServingLayout
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import MIXER_PARTS, TensorSpec
-from precisionctl.untabled_model import UntabledModel
 
 _OUTPUT_GROUPS = ".linear_o_group_proj"
 """DeepSeek-V4's projection of each group of heads: whole on Megatron's ranks, while engines cut it by groups (wo_a in

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from precisionctl.architectures.families import supported
 from precisionctl.architectures.param_map import Row
 from precisionctl.errors import PrecisionError, UnknownArchitecture
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job
 from precisionctl.precision import Precision

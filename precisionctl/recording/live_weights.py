@@ -13,7 +13,7 @@ from precisionctl.checkpoints.fused_experts import is_stack
 from precisionctl.codes.encoding import Encoding
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 
 

@@ -22,6 +22,7 @@ from precisionctl.errors import CheckpointError, PrecisionctlError
 from precisionctl.export.encode import along_with, is_slice
 from precisionctl.export.weight_encodings import stored_weight_encodings
 from precisionctl.fp8.state import Fp8States
+from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import plan_weights, stored_model
 from precisionctl.quant_methods.base import CHANNEL
@@ -30,7 +31,6 @@ from precisionctl.reports.recorded_state import describe_fp8, fp8_rows, role_tab
 from precisionctl.reports.table import Table
 from precisionctl.sizes import counted, size
 from precisionctl.trainer.saved.run_precision import precision_of_run
-from precisionctl.untabled_model import UntabledModel
 
 Description = Mapping[str, Any]
 """What `--json` prints. Numbers are numbers: bytes, counts, steps; dtypes are PyTorch's names."""

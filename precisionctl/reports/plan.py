@@ -5,12 +5,12 @@ from itertools import islice
 
 from precisionctl.checkpoints.megatron.keys import expert_of, layer_of
 from precisionctl.conversion.estimate import Estimate
+from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import ONE_RANK, STATE
 from precisionctl.planning.checks import without_numbers
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.reports.table import Table
 from precisionctl.sizes import counted, size
-from precisionctl.untabled_model import UntabledModel
 
 _LINES = 200
 """Most kinds that are shown: a stranger's names may all differ."""

@@ -10,7 +10,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.commands.hinted_path import HintedPath, open_hinted
 from precisionctl.conversion.known_state import KnownState, known_state
 from precisionctl.errors import RecipeError
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan, check_fp8_gemms
 from precisionctl.recipe import Data, Recipe

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from precisionctl.commands.request import StrPath
 from precisionctl.errors import RecipeError
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import Data, Recipe, load_recipe
 from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import Blend, OnTokens, Rows, load_data

@@ -21,9 +21,9 @@ from precisionctl.codes.statistics import decibels
 from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.state import Fp8State, Fp8States
+from precisionctl.model.same_model import differences, in_words
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.processes import in_processes
-from precisionctl.same_model import differences, in_words
 from precisionctl.torch_when_used import one_torch_thread, torch
 from precisionctl.verify.code_comparison import CodesComparison, compare_codes
 from precisionctl.verify.configs import Found, compare_configs

@@ -9,9 +9,9 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import without_quantization
 from precisionctl.engines.base import engines
 from precisionctl.engines.rules.ignore_lists import in_time
-from precisionctl.same_model import differences
+from precisionctl.model.same_model import differences
+from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.sizes import listed
-from precisionctl.untabled_model import UntabledModel
 from precisionctl.untrusted.safe_json import parse_json
 from precisionctl.verify.not_compared import CONFIG_KEYS, QUANTIZER_KEYS, NotCompared, of_keys
 

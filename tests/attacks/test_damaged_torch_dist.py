@@ -21,7 +21,7 @@ from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnsafePickle
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import ROWS, Parallelism, TensorSpec
 from precisionctl.trainer.saved import run_folder
 from precisionctl.untrusted.pickle_writer import Global, PickledObject, dumps

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from precisionctl.errors import EnvironmentProblem
 from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, Role, RoleState
-from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import MLA, GlobalAttention, HyperConnections, MoE
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.recurrent_parts import GatedDeltaNet, Mamba, ShortConv
+from precisionctl.model.sparse_parts import CSA, DSA, MSA
 from precisionctl.precision import PRESETS, Precision
-from precisionctl.recurrent_parts import GatedDeltaNet, Mamba, ShortConv
-from precisionctl.sparse_parts import CSA, DSA, MSA
 from precisionctl.trainer.backends.base import Backend, Norm
 from precisionctl.trainer.backends.choose import BackendName, choose_backend, make_backend
 from precisionctl.trainer.model.gpt import GPT

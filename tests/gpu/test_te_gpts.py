@@ -6,7 +6,7 @@ import pytest
 import torch
 from te_pairs import EVERY_PRESET, RECIPES, SHAPE, SHAPES, USED, assert_same, gpts, sqnr, train_step
 
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.recorder import Recorder

@@ -9,7 +9,7 @@ import torch
 from te_pairs import RECIPES, SHAPE, SHAPES, assert_same, refused, train_step
 from torch import Tensor, nn
 
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.recipe import Optimizer
 from precisionctl.trainer.backends.base import fp8_linears

@@ -5,7 +5,7 @@ import torch
 from te_pairs import RECIPES, SHAPE, SHAPES, gpts, train_step
 
 from precisionctl.fp8.state import Fp8State, Role, RoleState
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.measure.meter import Fp8Health

@@ -9,7 +9,7 @@ import torch
 from te_pairs import RECIPES, SHAPE, SHAPES, gpts, refused, state_of, train_step
 from torch import Tensor
 
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.model.gpt import GPT

@@ -31,7 +31,7 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.command import PlannedCommand
 from precisionctl.engines.base import engine_named
 from precisionctl.errors import UnknownArchitecture
-from precisionctl.untabled_model import UntabledModel
+from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check
 

@@ -11,7 +11,7 @@ from precisionctl.checkpoints.chunks import write_rows
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.dtypes import DType
 from precisionctl.fp8.state import Fp8States
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import COLUMNS, GATED_ROWS, REPLICATED, ROWS, TensorSpec
 
 MODEL = ModelShape("llama", 2, 16, 24, 4, 2, 4, 50, 64, 32)

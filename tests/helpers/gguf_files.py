@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from precisionctl.checkpoints.gguf.families import of_llama_cpp
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 F32, F16, Q8_0, BF16 = 0, 1, 8, 30
 U32, I32, FLOAT, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9

@@ -18,10 +18,10 @@ from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.same_model import differences
 from precisionctl.param import NOT_TRAINED
 from precisionctl.precision import PRESETS
-from precisionctl.same_model import differences
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.loss import loss
 from precisionctl.trainer.model.positions import PackedSequences

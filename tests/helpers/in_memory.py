@@ -23,7 +23,7 @@ from precisionctl.engines.base import engines
 from precisionctl.export.encode import WeightFormat, encode, fp8_jobs, in_scheme
 from precisionctl.fp8.delayed_scaling import after_one_update
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism, TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.served_model import served

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.model import gpu_kernels
 from precisionctl.trainer.model.loss import loss
 from precisionctl.trainer.model.mlp import activate

@@ -24,8 +24,8 @@ from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from precisionctl.architectures.families import architecture_of, from_hf_config
-from precisionctl.model_shape import ModelShape
-from precisionctl.same_model import TENSORS, used
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.same_model import TENSORS, used
 
 if "mistral4" in CONFIG_MAPPING:
     # It is published within Mistral 3's wrapper alone, and so has no name of its own there. `register` of transformers

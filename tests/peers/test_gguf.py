@@ -22,7 +22,7 @@ from precisionctl.checkpoints.gguf.head import read_head
 from precisionctl.checkpoints.gguf.tensors import GgufPart
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.ggml_formats import FORMATS
-from precisionctl.same_model import differences
+from precisionctl.model.same_model import differences
 
 SPARSE: dict[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 """Experts in all layers: the converter has no names for others."""

@@ -5,9 +5,9 @@ from typing import Any
 
 from precisionctl.architectures.megatron.args_said import entries, one_of
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_parts import MoE
-from precisionctl.model_shape import ModelShape
-from precisionctl.recurrent_parts import Mamba
+from precisionctl.model.model_parts import MoE
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.recurrent_parts import Mamba
 
 BALANCING = "moe_router_load_balancing_type"
 CAPACITY = "moe_expert_capacity_factor"

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.architectures.megatron.args_said import norm_epsilon, one_of
-from precisionctl.model_parts import real
-from precisionctl.model_shape import ModelShape
-from precisionctl.sparse_parts import DSA
+from precisionctl.model.model_parts import real
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.sparse_parts import DSA
 
 DSA_NAME = "dsa"
 """Of `experimental_attention_variant`."""

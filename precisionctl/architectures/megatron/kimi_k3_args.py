@@ -8,8 +8,8 @@ from typing import Any
 from precisionctl.architectures.config_layers import numbered_layers
 from precisionctl.architectures.megatron.args_said import needed
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
-from precisionctl.recurrent_parts import GatedDeltaNet
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.recurrent_parts import GatedDeltaNet
 from precisionctl.sizes import counted
 
 BLOCK_SIZE = "kimi_attn_res_block_size"

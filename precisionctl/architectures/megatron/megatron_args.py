@@ -31,11 +31,11 @@ from precisionctl.architectures.megatron.streams_args import (
 )
 from precisionctl.architectures.rope import LLAMA3
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, at, shown
-from precisionctl.model_fields import LinearGate
-from precisionctl.model_parts import MLA, MOST_LAYERS, check_size, real
-from precisionctl.model_shape import ModelShape
-from precisionctl.same_model import differences
-from precisionctl.sparse_parts import CSA
+from precisionctl.model.model_fields import LinearGate
+from precisionctl.model.model_parts import MLA, MOST_LAYERS, check_size, real
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.same_model import differences
+from precisionctl.model.sparse_parts import CSA
 
 # Megatron's defaults differ from these, or older versions ask for them
 _USUAL: Mapping[str, Any] = {

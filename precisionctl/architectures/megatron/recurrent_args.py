@@ -5,8 +5,8 @@ from typing import Any
 
 from precisionctl.architectures.megatron.args_said import all_but_every, one_of
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
-from precisionctl.recurrent_parts import GatedDeltaNet, Mamba
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.recurrent_parts import GatedDeltaNet, Mamba
 
 HYBRID_PATTERN = "hybrid_layer_pattern"
 _DELTA_NET = {  # argument, field of GatedDeltaNet

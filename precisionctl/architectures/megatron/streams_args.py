@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_parts import HyperConnections
-from precisionctl.model_shape import ModelShape
-from precisionctl.sparse_parts import CSA
+from precisionctl.model.model_parts import HyperConnections
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.sparse_parts import CSA
 
 CSA_NAME = "dsv4_hybrid"
 """Of `experimental_attention_variant`."""

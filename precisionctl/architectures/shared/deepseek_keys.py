@@ -19,8 +19,8 @@ from precisionctl.architectures.config_keys import (
 from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.rope import rope
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model_parts import LARGEST, check_count
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import LARGEST, check_count
+from precisionctl.model.model_shape import ModelShape
 
 
 def _read_attention(config: Config, where: object) -> Fields:

@@ -15,8 +15,8 @@ from precisionctl.architectures.row_layers import COMPRESSED
 from precisionctl.architectures.shared.hyper_connection_rows import head, hyper_connection
 from precisionctl.architectures.shared.llama_rows import PREDICTION_LAYER
 from precisionctl.architectures.shared.moe_rows import FUSED, experts
+from precisionctl.model.sparse_parts import CSA
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
-from precisionctl.sparse_parts import CSA
 
 _HF, _MEGATRON = "layers.{layer}.", "decoder.layers.{layer}."
 _ATTENTION, _CORE = f"{_MEGATRON}self_attention.", f"{_MEGATRON}self_attention.core_attention."

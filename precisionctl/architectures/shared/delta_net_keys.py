@@ -17,7 +17,7 @@ from precisionctl.architectures.config_keys import (
 )
 from precisionctl.architectures.config_layers import all_but_every, listed_layers
 from precisionctl.architectures.rope import rope
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 KINDS = {"linear_attention": True, "full_attention": False}
 """Of layers: has one a delta net?"""

@@ -6,7 +6,7 @@ from precisionctl.architectures.config_keys import Config, Entry, Key, Only, Rew
 from precisionctl.architectures.config_layers import numbered_layers
 from precisionctl.architectures.shared.deepseek_keys import SIGMOID, groups, latent_attention, shared_experts
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _WORDS: Mapping[str, str] = {
     "max_position_embeddings": "model_max_length",

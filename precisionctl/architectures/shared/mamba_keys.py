@@ -2,7 +2,7 @@
 
 from precisionctl.architectures.config_keys import Config, Fields, Rule, size
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 
 def mixer_heads(heads: str, head: str, expand: str, absent: int | str, channels: str | None = None) -> Rule:

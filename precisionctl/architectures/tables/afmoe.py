@@ -29,7 +29,7 @@ from precisionctl.architectures.shared.deepseek_rows import decoder
 from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
 from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, PROJ, QK_NORMS, ROTARY, TIED
 from precisionctl.architectures.shared.moe_rows import POST_MOE_NORM
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import ROWS
 
 _LOCAL = all_but_every(4, "global_attn_every_n_layers")

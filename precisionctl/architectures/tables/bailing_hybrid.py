@@ -31,7 +31,7 @@ from precisionctl.architectures.shared.llama_rows import (
 )
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, EXPERTS, MOE_NORM
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _PUBLISHED = {
     "model.embed_tokens.": "model.word_embeddings.",

@@ -25,7 +25,7 @@ from precisionctl.architectures.shared.llama_rows import EMBEDDING, FINAL_NORM, 
 from precisionctl.architectures.shared.mamba_keys import MIXER_HEADS, step_limits
 from precisionctl.architectures.shared.mamba_rows import MIXER_OR_ATTENTION
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _NAMES = {
     "{layer}": "{hf_layer}",

@@ -14,7 +14,7 @@ from precisionctl.architectures.shared.llama_rows import ATTENTION, MLP, ROTARY,
 from precisionctl.architectures.shared.moe_rows import EXPERTS, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.tables.cohere import COMMON, LAST_NORM, NORM
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _DENSE, _PATTERN, _OF_DENSE = "first_k_dense_replace", "sliding_window_pattern", "prefix_dense_sliding_window_pattern"
 

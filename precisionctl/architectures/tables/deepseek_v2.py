@@ -10,7 +10,7 @@ from precisionctl.architectures.shared.deepseek_keys import COMMON, experts
 from precisionctl.architectures.shared.deepseek_rows import ATTENTION, decoder
 from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 
 def _read_groups(config: Config, where: object) -> Fields:

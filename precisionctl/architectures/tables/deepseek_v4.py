@@ -27,9 +27,9 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import PARAMETERS, read_rope
 from precisionctl.architectures.shared.deepseek_v4_rows import ROWS_OF_MODEL
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_parts import MOST_LAYERS, check_count, real
-from precisionctl.model_shape import ModelShape
-from precisionctl.sparse_parts import CSA
+from precisionctl.model.model_parts import MOST_LAYERS, check_count, real
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.sparse_parts import CSA
 
 _KINDS = {"sliding_attention": "W", "compressed_sparse_attention": "C", "heavily_compressed_attention": "H"}
 _BY_RATIO = {ratio: kind for kind, ratio in CSA.RATIOS.items()}

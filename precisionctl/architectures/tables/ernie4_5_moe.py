@@ -27,7 +27,7 @@ from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.deepseek_rows import decoder
 from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, ROUTER, SHARED_EXPERTS
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 
 def _bias(module: str) -> tuple[Row, ...]:

@@ -10,7 +10,7 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
 from precisionctl.architectures.shared.llama_rows import ATTENTION, MLP, ROTARY, TIED, model_rows
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 
 def windows(local: Local, absent: int, also: tuple[str, ...] = ()) -> tuple[Entry, ...]:

@@ -26,7 +26,7 @@ from precisionctl.architectures.shared.delta_net_rows import DENSE, prediction
 from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.tables.exaone4 import WINDOWS
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _BIAS = Either(renamed(EXPERT_BIAS, {"mlp.gate.": "mlp."}), EXPERT_BIAS, second_is="in memory")
 

@@ -38,7 +38,7 @@ from precisionctl.architectures.shared.llama_rows import (
 )
 from precisionctl.architectures.tables.gpt2 import sizes
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 NAMES = {
     "model.embed_tokens": "transformer.word_embeddings",

@@ -37,7 +37,7 @@ from precisionctl.architectures.shared.llama_rows import (
 from precisionctl.architectures.shared.mamba_keys import mixer_heads, step_limits
 from precisionctl.architectures.shared.mamba_rows import MIXER
 from precisionctl.errors import UnknownArchitecture
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _MIXER = tuple(
     replace(row, present=when("gated_norm")) if row.megatron.endswith(".norm.weight") else row for row in MIXER

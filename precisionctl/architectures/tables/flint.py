@@ -35,7 +35,7 @@ from precisionctl.architectures.shared.llama_rows import (
 from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM, SHARED_EXPERT, WIDE_ROUTER
 from precisionctl.architectures.tables.gpt_oss import SINKS
 from precisionctl.architectures.tables.qwen3_moe import experts_by_number, scores
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _WIDE_SINKS = tuple(replace(row, keeps_dtype=True) for row in SINKS)
 _SINKS = Either(renamed(_WIDE_SINKS, {".sinks": ".softmax_offset"}), _WIDE_SINKS, second_is="in memory")

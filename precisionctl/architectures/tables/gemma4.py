@@ -51,7 +51,7 @@ from precisionctl.architectures.shared.llama_rows import (
 from precisionctl.architectures.shared.moe_rows import FUSED_EXPERTS, POST_MOE_NORM, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.tables.gemma2 import SCALED_EMBEDDING
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import ROWS
 
 _ABSENT = {"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512}

@@ -36,7 +36,7 @@ from precisionctl.architectures.shared.llama_rows import MLP, MLP_NORM, SEPARATE
 from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM
 from precisionctl.architectures.tables.glm_moe_dsa import INDEXERS
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _ATTENTION = as_values((*INDEXED_ATTENTION[len(SEPARATE_NORM) :], *POOLED_KEYS))
 _KDA = as_values(kda(low_rank=True))

@@ -11,8 +11,8 @@ from precisionctl.architectures.shared.deepseek_rows import MTP_ALIASES
 from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.deepseek_v32 import COMMON, ROWS
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model_parts import MOST_LAYERS
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import MOST_LAYERS
+from precisionctl.model.model_shape import ModelShape
 
 _KINDS = {"full": True, "F": True, "shared": False, "S": False}
 

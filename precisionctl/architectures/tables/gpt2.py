@@ -35,7 +35,7 @@ from precisionctl.architectures.shared.llama_rows import (
     PROJ,
     UNGATED_MLP,
 )
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _NAMES = {
     "model.embed_tokens": "transformer.wte",

@@ -20,7 +20,7 @@ from precisionctl.architectures.config_keys import (
 from precisionctl.architectures.param_map import Alias, Architecture
 from precisionctl.architectures.shared.llama_rows import OUTPUT
 from precisionctl.architectures.tables.gpt2 import OF_LINEARS, SIZES
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 
 def _read_groups(config: Config, where: object) -> Fields:

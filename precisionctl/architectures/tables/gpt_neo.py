@@ -21,8 +21,8 @@ from precisionctl.architectures.param_map import Alias, Architecture, renamed
 from precisionctl.architectures.shared.llama_rows import OUTPUT, QKV_LINEAR
 from precisionctl.architectures.tables.gpt2 import ACTIVATION, OF_LINEARS, sizes
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_parts import MOST_LAYERS, check_count
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import MOST_LAYERS, check_count
+from precisionctl.model.model_shape import ModelShape
 
 _ATTENTION = "transformer.h.{layer}.attn.attention."
 _KINDS = {"global": False, "local": True}

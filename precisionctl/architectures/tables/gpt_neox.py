@@ -21,7 +21,7 @@ from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import KEYS, read_rope, rotary_parameters
 from precisionctl.architectures.shared.llama_rows import JOINED_QKV, OUTPUT
 from precisionctl.architectures.tables.gpt2 import body
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 
 def _read_rope(config: Config, where: object) -> Fields:

@@ -17,7 +17,7 @@ from precisionctl.architectures.shared.llama_rows import (
     UNGATED_MLP,
 )
 from precisionctl.architectures.tables.gpt2 import SIZES
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 
 def _read_rotary(config: Config, where: object) -> Fields:

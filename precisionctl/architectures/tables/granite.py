@@ -19,8 +19,8 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
-from precisionctl.model_parts import real
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import real
+from precisionctl.model.model_shape import ModelShape
 
 
 def _read_scales(config: Config, where: object) -> Fields:

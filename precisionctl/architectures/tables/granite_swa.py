@@ -20,8 +20,8 @@ from precisionctl.architectures.shared.llama_rows import (
 from precisionctl.architectures.tables.gpt_oss import SINKS
 from precisionctl.architectures.tables.granite import OF_ALL_GRANITES
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_parts import real
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import real
+from precisionctl.model.model_shape import ModelShape
 
 _ROPE = rope()
 

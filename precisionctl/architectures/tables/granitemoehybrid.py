@@ -33,7 +33,7 @@ from precisionctl.architectures.shared.moe_rows import JOINED_SHARED_EXPERT, MOE
 from precisionctl.architectures.tables.granite import MULTIPLIERS
 from precisionctl.architectures.tables.granitemoe import EXPERTS
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _NAMES = {
     "{layer}": "{hf_layer}",

@@ -20,7 +20,7 @@ from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.rope import rope, rotary_parameters
 from precisionctl.architectures.shared.llama_rows import ATTENTION as LLAMA_ATTENTION
 from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, MLP, MLP_NORM, ROTARY, TIED, model_rows
-from precisionctl.model_parts import real
+from precisionctl.model.model_parts import real
 
 _ROPE = rope()
 

@@ -24,7 +24,7 @@ from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM, ROUTER
 from precisionctl.architectures.tables.hunyuan_v1_dense import ATTENTION, ROPE
 from precisionctl.architectures.tables.mixtral import EXPERTS_EVERYWHERE
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _ROUTING = renamed(
     (*ROUTER, *SHARED_EXPERTS), {"mlp.gate.weight": "mlp.gate.wg.weight", "mlp.shared_experts": "mlp.shared_mlp"}

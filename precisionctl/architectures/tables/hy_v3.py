@@ -24,7 +24,7 @@ from precisionctl.architectures.shared.deepseek_rows import decoder, prediction
 from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, ROUTER, SHARED_EXPERTS
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _ATTENTION = (*ATTENTION_NORM, *ATTENTION)
 _ROUTING = (*ROUTER, *EXPERT_BIAS, *SHARED_EXPERTS)

@@ -28,7 +28,7 @@ from precisionctl.architectures.shared.llama_rows import LINEAR_GATE, MLP, MLP_N
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, FUSED_EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.tables.glm_moe_dsa import write_indexers
 from precisionctl.architectures.tables.gpt_oss import SINKS
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _OF_INDEXER = {
     "linear_wq_b.weight": INDEX_QUERIES,

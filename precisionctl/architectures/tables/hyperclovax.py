@@ -17,8 +17,8 @@ from precisionctl.architectures.shared.llama_rows import (
     TIED,
     model_rows,
 )
-from precisionctl.model_parts import real
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import real
+from precisionctl.model.model_shape import ModelShape
 
 _NORMS_AFTER = only_with(
     "post_layernorms",

@@ -27,7 +27,7 @@ from precisionctl.architectures.shared.llama_rows import EMBEDDING, FINAL_NORM, 
 from precisionctl.architectures.shared.mamba_rows import MAMBA_1_OR_ATTENTION
 from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM, ROUTER
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _NAMES = {
     "{layer}": "{hf_layer}",

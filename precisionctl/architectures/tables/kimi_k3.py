@@ -20,7 +20,7 @@ from precisionctl.architectures.shared.kda_keys import LISTS, layer_lists, share
 from precisionctl.architectures.shared.llama_rows import MLP, SEPARATE_NORM, model_rows
 from precisionctl.architectures.tables.kimi_linear import EXPERTS
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import COLUMNS, REPLICATED, ROWS, Parallel
 
 

@@ -20,7 +20,7 @@ from precisionctl.architectures.shared.kda_rows import either, in_memory, kda
 from precisionctl.architectures.shared.llama_rows import MLP, MLP_NORM, SEPARATE_NORM, model_rows
 from precisionctl.architectures.shared.moe_rows import FUSED, MOE_NORM, experts
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _KDA = kda(low_rank=True, a_log=Squeezed((1, 1, -1, 1)))
 _SPARSE = {".mlp.": ".block_sparse_moe."}

@@ -36,9 +36,9 @@ from precisionctl.architectures.shared.llama_rows import (
 )
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, ROUTER, SHARED_EXPERTS
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_fields import LinearGate
-from precisionctl.model_parts import check_size
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_fields import LinearGate
+from precisionctl.model.model_parts import check_size
+from precisionctl.model.model_shape import ModelShape
 
 _ABSENT = {"num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 512}
 """What its class takes for keys that are not there."""

@@ -28,7 +28,7 @@ from precisionctl.architectures.shared.delta_net_rows import delta_net
 from precisionctl.architectures.shared.llama_rows import ROTARY, TIED, model_rows
 from precisionctl.architectures.shared.moe_rows import FUSED_EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERT
 from precisionctl.architectures.tables.qwen3_moe import scores
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _IN_MEMORY = delta_net(
     BY_KIND, *(f"in_proj_{part}" for part in ("qkv", "z", "b", "a")), values=("in_proj_b", "in_proj_a")

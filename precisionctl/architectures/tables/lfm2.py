@@ -36,8 +36,8 @@ from precisionctl.architectures.shared.llama_rows import (
     TIED,
     model_rows,
 )
-from precisionctl.model_parts import real
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import real
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import COLUMNS, ROWS, TWICE_GATED_ROWS
 
 _HF, _MEGATRON = "model.layers.{layer}.conv.", "decoder.layers.{layer}.self_attention."

@@ -38,7 +38,7 @@ from precisionctl.architectures.shared.llama_rows import (
     model_rows,
 )
 from precisionctl.architectures.tables.lfm2 import CONVOLUTION, ENDING, NAMES
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _GATE = Either(
     only_in("attention", renamed(LINEAR_GATE, {".g_proj.": ".gate_proj."})),

@@ -37,7 +37,7 @@ from precisionctl.architectures.shared.llama_rows import (
 )
 from precisionctl.architectures.shared.moe_rows import FUSED, MOE_NORM, ROUTER, SHARED_EXPERTS, experts
 from precisionctl.architectures.tables.smollm3 import ROPE_LAYERS, with_rope
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _NAMES = {"mlp.gate.": "mlp.router.", "shared_experts": "shared_expert"}
 _MLP = {"model.layers.{layer}.mlp": "model.layers.{layer}.feed_forward"}

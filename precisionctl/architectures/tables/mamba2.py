@@ -11,7 +11,7 @@ from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.shared.llama_rows import EMBEDDING, FINAL_NORM, OUTPUT, TIED
 from precisionctl.architectures.shared.mamba_keys import mixer_heads, step_limits
 from precisionctl.architectures.shared.mamba_rows import BEFORE_MIXER, MIXER
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _NAMES = {
     "model.embed_tokens.": "backbone.embeddings.",

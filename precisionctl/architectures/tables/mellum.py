@@ -25,7 +25,7 @@ from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NO
 from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM, ROUTER
 from precisionctl.architectures.tables.qwen3_moe import scores
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _MLPS = (*DENSE, *MOE_NORM, *ROUTER, *EXPERTS)
 _ROPE = {

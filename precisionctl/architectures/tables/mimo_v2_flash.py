@@ -31,8 +31,8 @@ from precisionctl.architectures.shared.llama_rows import (
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, ROUTER
 from precisionctl.architectures.tables.gpt_oss import SINKS
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model_parts import check_count
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import check_count
+from precisionctl.model.model_shape import ModelShape
 
 _ABSENT = {"num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "sliding_window": 129, "rms_norm_eps": 1e-5}
 """What its class takes for keys that are not there."""

@@ -14,8 +14,8 @@ from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.deepseek_keys import latent_attention
 from precisionctl.architectures.shared.deepseek_rows import ATTENTION
 from precisionctl.architectures.shared.llama_rows import MLP, MLP_NORM, ROTARY, TIED, model_rows
-from precisionctl.model_parts import real
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import real
+from precisionctl.model.model_shape import ModelShape
 
 _LATENT = latent_attention(768)
 _LATENT_KEYS = tuple(key for entry in _LATENT for key in entry.keys)

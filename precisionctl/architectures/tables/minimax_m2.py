@@ -32,7 +32,7 @@ from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, MOE_NORM
 from precisionctl.architectures.tables.mixtral import EXPERTS as MIXTRAL_EXPERTS
 from precisionctl.architectures.tables.mixtral import EXPERTS_EVERYWHERE
 from precisionctl.architectures.tables.olmo2 import NORM_OVER_HEADS
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _BIAS = "mlp.gate.e_score_correction_bias"
 _ROPE = rope(5000000.0, partial=True)

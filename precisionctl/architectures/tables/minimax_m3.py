@@ -52,7 +52,7 @@ from precisionctl.architectures.shared.moe_rows import (
     experts,
 )
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _ABSENT = {"num_key_value_heads": 4, "head_dim": 128}
 """What its class takes for keys that are not there."""

@@ -14,7 +14,7 @@ from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.shared.moe_rows import FUSED_EXPERTS
 from precisionctl.architectures.tables.ministral3 import YARN
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _ROPE = rope(
     scaling=YARN | {"rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192},

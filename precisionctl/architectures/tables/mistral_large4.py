@@ -26,8 +26,8 @@ from precisionctl.architectures.shared.moe_rows import FUSED, MOE_NORM, SHARED_E
 from precisionctl.architectures.tables.glm_moe_dsa import INDEXERS
 from precisionctl.architectures.tables.smollm3 import ROPE_LAYERS, with_rope
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_parts import MOST_LAYERS
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import MOST_LAYERS
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import REPLICATED, ROWS, Parallel
 
 _HF, _MEGATRON = "model.layers.{layer}.self_attn.", "decoder.layers.{layer}.self_attention."

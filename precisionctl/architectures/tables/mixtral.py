@@ -9,7 +9,7 @@ from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.shared.moe_rows import FUSED, MOE_NORM, experts
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _ROUTER = ("decoder.layers.{layer}.mlp.router.weight", ("moe.num_experts", "hidden_size"))
 

@@ -25,7 +25,7 @@ from precisionctl.architectures.shared.llama_rows import (
 )
 from precisionctl.architectures.tables.gpt2 import sizes
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_parts import real
+from precisionctl.model.model_parts import real
 
 _NAMES = {
     "model.embed_tokens.": "transformer.wte.",

@@ -28,8 +28,8 @@ from precisionctl.architectures.shared.gemma_rows import AFTER_ATTENTION
 from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, PROJ, ROTARY, TIED, model_rows
 from precisionctl.architectures.tables.afmoe import GATED_QKV
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_parts import real
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import real
+from precisionctl.model.model_shape import ModelShape
 
 FINAL_NORM = (Row("model.norm.weight", "decoder.final_layernorm.weight", ("hidden_size",)),)
 """As `final_gamma_whole` says."""

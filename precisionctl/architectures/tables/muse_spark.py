@@ -17,8 +17,8 @@ from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, FUSED, MOE_N
 from precisionctl.architectures.tables.afmoe import GATED_QKV
 from precisionctl.architectures.tables.muse_glimmer import FINAL_NORM, OF_ALL_MUSES, positions, query_scale
 from precisionctl.architectures.tables.nemotron_h import LATENTS
-from precisionctl.model_parts import real
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import real
+from precisionctl.model.model_shape import ModelShape
 
 _GATES = tuple(
     Row(

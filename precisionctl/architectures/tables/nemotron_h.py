@@ -52,10 +52,10 @@ from precisionctl.architectures.shared.moe_rows import (
     SHARED_EXPERTS,
 )
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_parts import MOST_LAYERS
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import MOST_LAYERS
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.recurrent_parts import Mamba
 from precisionctl.param import COLUMNS, ROWS
-from precisionctl.recurrent_parts import Mamba
 
 _HF = "model.layers.{layer}.mixer."
 

@@ -44,7 +44,7 @@ from precisionctl.architectures.shared.llama_rows import (
 )
 from precisionctl.architectures.tables.olmo2 import NORM_OVER_HEADS
 from precisionctl.errors import UnknownArchitecture
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _IN_PROJ = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
 _NAMES = {".linear_attn.norm.": ".linear_attn.o_norm.", ".linear_attn.out_proj.": ".linear_attn.o_proj."}

@@ -23,7 +23,7 @@ from precisionctl.architectures.rearrangements import FIRST_TWO_LAST
 from precisionctl.architectures.shared.llama_rows import OUTPUT, QKV_LINEAR
 from precisionctl.architectures.tables.gpt2 import body, sizes
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _NAMES = {
     "model.layers.": "model.decoder.layers.",

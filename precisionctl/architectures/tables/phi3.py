@@ -21,7 +21,7 @@ from precisionctl.architectures.shared.llama_rows import (
     TIED,
     model_rows,
 )
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 
 def _write_original(model: ModelShape) -> Config:

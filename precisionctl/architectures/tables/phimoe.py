@@ -36,8 +36,8 @@ from precisionctl.architectures.shared.llama_rows import (
 from precisionctl.architectures.shared.moe_rows import MOE_NORM
 from precisionctl.architectures.tables.mixtral import EXPERTS, EXPERTS_EVERYWHERE
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_parts import real
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import real
+from precisionctl.model.model_shape import ModelShape
 
 _PROJ, _PROJ_BIAS = PROJ
 _ATTENTION = (*QKV_LINEAR, _PROJ, replace(_PROJ_BIAS, present=when("proj_bias")))

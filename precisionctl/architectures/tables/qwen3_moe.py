@@ -17,7 +17,7 @@ from precisionctl.architectures.shared.llama_rows import (
 )
 from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM, ROUTER
 from precisionctl.architectures.tables.qwen3 import COMMON
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 
 def experts_by_number(absent: tuple[int, ...] = ()) -> Rule:

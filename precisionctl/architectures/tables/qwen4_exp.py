@@ -32,8 +32,8 @@ from precisionctl.architectures.shared.llama_rows import ROTARY, TIED, model_row
 from precisionctl.architectures.tables.qwen3_5 import IN_PROJ
 from precisionctl.architectures.tables.qwen3_moe import scores
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_parts import LARGEST
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import LARGEST
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import COLUMNS
 
 _HF, _MEGATRON = "model.layers.{layer}.", "decoder.layers.{layer}."

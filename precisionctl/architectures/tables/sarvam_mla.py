@@ -13,7 +13,7 @@ from precisionctl.architectures.shared.deepseek_keys import latent_attention
 from precisionctl.architectures.shared.deepseek_rows import ATTENTION, decoder
 from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.sarvam_moe import COMMON
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _ROPE = rope()
 _YARN = "deepseek_yarn"

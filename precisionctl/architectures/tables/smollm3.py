@@ -24,8 +24,8 @@ from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model_parts import MOST_LAYERS
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import MOST_LAYERS
+from precisionctl.model.model_shape import ModelShape
 
 
 def with_rope(config: Config, where: object) -> tuple[bool, ...]:

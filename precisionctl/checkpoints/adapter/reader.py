@@ -30,10 +30,10 @@ from precisionctl.codes.encoding import Encoding
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, MappingError, ShapeMismatch, UnknownFormat, at
 from precisionctl.fp8.state import Fp8States
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import Layout, TensorSpec
 from precisionctl.sizes import counted
-from precisionctl.untabled_model import UntabledModel
 from precisionctl.untrusted.safe_files import has_file
 
 PREFIX = "base_model.model."

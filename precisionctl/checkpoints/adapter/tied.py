@@ -9,9 +9,9 @@ from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.adapter.low_rank import LowRank
 from precisionctl.checkpoints.chunks import Chunked, read_tensor
 from precisionctl.errors import MappingError
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.torch_when_used import torch
-from precisionctl.untabled_model import UntabledModel
 
 _EMBEDDING = re.compile(r"(?:.+\.)?(?:embed_tokens|embed_in|embed_out|wte|word_embeddings|embeddings|lm_head)\.weight")
 

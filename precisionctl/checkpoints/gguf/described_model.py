@@ -14,8 +14,8 @@ from precisionctl.checkpoints.gguf.metadata_keys import GgufKey
 from precisionctl.checkpoints.gguf.rotary_tensors import scaling_with_tensors
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
-from precisionctl.same_model import differences
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.same_model import differences
 from precisionctl.sizes import listed
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import GgufEntry, GgufKey, GgufRule, Said, number, refused, value_of
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 EXPERT_COUNTS: tuple[GgufEntry, ...] = (
     GgufKey("moe.num_experts", "expert_count"),

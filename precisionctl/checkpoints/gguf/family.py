@@ -32,7 +32,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
 from precisionctl.checkpoints.gguf.rope_keys import ROPE, SCALINGS, TURNED, always_of_yarn
 from precisionctl.checkpoints.gguf.tensor_rows import GgufRow, TensorTable
 from precisionctl.errors import shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 
 def base_keys(

@@ -12,7 +12,7 @@ from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import GgufRule, Said, refused
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 
 @dataclass(frozen=True)

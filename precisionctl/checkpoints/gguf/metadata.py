@@ -10,7 +10,7 @@ import numpy as np
 
 from precisionctl.checkpoints.gguf.head import GgufTensor
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_parts import LARGEST, MOST_LAYERS
+from precisionctl.model.model_parts import LARGEST, MOST_LAYERS
 from precisionctl.sizes import listed
 
 NEEDED: Any = object()

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.metadata import NEEDED, Described
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_parts import MOST_LAYERS
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import MOST_LAYERS
+from precisionctl.model.model_shape import ModelShape
 
 Said = Mapping[str, int | float | bool | str | list[bool] | list[int]]
 """Values by key, without the architecture's name; an `int` is 32 bits without a sign, a `float` FP32."""

@@ -8,7 +8,7 @@ from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import GgufRule, Said
 from precisionctl.checkpoints.gguf.tensor_rows import GgufRow, in_layer, in_layers
 from precisionctl.checkpoints.tensor_changes import DECAY, GROUPED_NORM, KERNEL, VECTOR_AS_COLUMN, Both
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 
 def mixer(module: str) -> list[GgufRow]:

@@ -28,7 +28,7 @@ from precisionctl.codes.elements import Cast
 from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnknownFormat, shown
 from precisionctl.fp8.state import Fp8States
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 from precisionctl.sizes import listed
 from precisionctl.untrusted.safe_files import check_file, check_link

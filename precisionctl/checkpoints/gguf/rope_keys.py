@@ -11,7 +11,7 @@ from precisionctl.architectures.rope import yarn_mscale
 from precisionctl.checkpoints.gguf.metadata import NEEDED, Described, shortest
 from precisionctl.checkpoints.gguf.metadata_keys import GgufRule, Said, head_size, number
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 ORIGINAL = "original_max_position_embeddings"
 OF_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)

@@ -23,7 +23,7 @@ from precisionctl.checkpoints.gguf.rope_keys import OF_LLAMA3
 from precisionctl.checkpoints.gguf.tensors import GgufPart
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from precisionctl.codes.elements import Cast
 from precisionctl.codes.ggml_blocks import ENCODED, GgmlBlocks, blocks_of
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnmappedTensor, at
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec, shared_spec
 from precisionctl.torch_when_used import torch
 

@@ -8,7 +8,7 @@ from precisionctl.architectures.megatron.recurrent_args import HYBRID_PATTERN
 from precisionctl.checkpoints.megatron.logical import OPTIMIZER
 from precisionctl.dtypes import DType
 from precisionctl.fp8.state import DelayedScaling, Fp8States
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 
 

@@ -27,9 +27,9 @@ from precisionctl.checkpoints.megatron.towers import stored_towers
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.same_model import differences
 from precisionctl.param import Layout, TensorSpec
-from precisionctl.same_model import differences
 from precisionctl.untrusted.safe_files import check_link
 from precisionctl.untrusted.safe_json import parse_json
 

@@ -16,7 +16,7 @@ from precisionctl.architectures.megatron.kimi_k3_args import BLOCK_SIZE, KIMI_K3
 from precisionctl.architectures.megatron.megatron_args import GRANULARITY, WITHOUT
 from precisionctl.architectures.megatron.recurrent_args import HYBRID_PATTERN
 from precisionctl.errors import DamagedCheckpoint, damage
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.untrusted.safe_files import has_file, read_file
 
 BRIDGE = "run_config.yaml"

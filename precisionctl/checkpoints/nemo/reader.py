@@ -26,7 +26,7 @@ from precisionctl.checkpoints.torch_legacy.rank_directories import Rank
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownFormat, shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.sizes import counted
 from precisionctl.untrusted.safe_json import parse_json

@@ -29,7 +29,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import Fp8States
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Parallelism, TensorSpec
 
 

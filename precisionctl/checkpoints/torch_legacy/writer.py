@@ -32,7 +32,7 @@ from precisionctl.checkpoints.torch_zip_writer import Archive, Blank
 from precisionctl.errors import MappingError, ShapeMismatch
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import Fp8States
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import MOMENTS, ONE_RANK, Parallelism, TensorSpec, kind_and_parameter
 
 _MODULES = Modules(fused=True, grouped=True)

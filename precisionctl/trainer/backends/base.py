@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.state import Fp8State, Role, RoleState
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.parallel.world import World

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from precisionctl.errors import EnvironmentProblem
 from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role, RoleState
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.base import Mode, Norm, cut_sizes, recompute, require_alignment
 from precisionctl.trainer.backends.bf16_products import product

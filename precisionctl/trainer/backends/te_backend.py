@@ -20,7 +20,7 @@ from transformer_engine.common.recipe import (
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from precisionctl.fp8.delayed_scaling import without_infinite
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.base import Mode, Norm, cut_sizes, recompute, require_alignment
 from precisionctl.trainer.backends.recorder import Recorder

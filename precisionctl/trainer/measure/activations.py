@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import log2
 
-from precisionctl.model_parts import HyperConnections, NgramEmbedding
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import HyperConnections, NgramEmbedding
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.recurrent_parts import GatedDeltaNet, Mamba
+from precisionctl.model.sparse_parts import CSA
 from precisionctl.recipe import Recipe
-from precisionctl.recurrent_parts import GatedDeltaNet, Mamba
-from precisionctl.sparse_parts import CSA
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.linear_weights import compressed_rows, compression
 from precisionctl.trainer.measure.parameters import Parameters, tensor_sizes

@@ -19,8 +19,8 @@ Routers, the joining of residual streams, norms, rotary embedding and softmax do
 
 from collections.abc import Iterable, Mapping
 
-from precisionctl.model_shape import ModelShape
-from precisionctl.sparse_parts import CSA
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.sparse_parts import CSA
 from precisionctl.trainer.measure.linear_weights import compression, weights_used
 
 FORWARD_AND_BACKWARD = 3

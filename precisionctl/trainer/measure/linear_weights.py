@@ -2,9 +2,9 @@
 
 from functools import partial
 
-from precisionctl.model_parts import MoE
-from precisionctl.model_shape import ModelShape
-from precisionctl.recurrent_parts import GatedDeltaNet
+from precisionctl.model.model_parts import MoE
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.recurrent_parts import GatedDeltaNet
 
 
 def weights_used(model: ModelShape) -> int:

@@ -7,7 +7,7 @@ The state of parameters is counted as in Rajbhandari et al., "ZeRO" (2020, arXiv
 from dataclasses import dataclass
 from functools import partial
 
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import ParallelSettings, Recipe
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.activations import BytesKept, pass_bytes

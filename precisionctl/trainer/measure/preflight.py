@@ -14,7 +14,7 @@ from precisionctl.checkpoints.output import directory_above
 from precisionctl.conversion.ranks import number_in
 from precisionctl.dtypes import DType
 from precisionctl.errors import DiskProblem, EnvironmentProblem, RecipeError
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.recipe import Recipe, Train
 from precisionctl.sizes import size

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_fields import PARTS
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_fields import PARTS
+from precisionctl.model.model_shape import ModelShape
 
 COMPUTED = frozenset(
     " ".join(

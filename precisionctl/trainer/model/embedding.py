@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 

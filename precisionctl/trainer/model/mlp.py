@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.model_fields import Activation
-from precisionctl.model_parts import MoE
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_fields import Activation
+from precisionctl.model.model_parts import MoE
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, Norm, add_post_layernorm, column_linear, norm_of, post_norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.kernels import kernels_for

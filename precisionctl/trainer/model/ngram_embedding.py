@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.model_parts import HyperConnections, NgramEmbedding
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import HyperConnections, NgramEmbedding
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.embedding import plain_linear

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from precisionctl.architectures.rope import yarn_mscale
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.model.kernels import kernels_for
 from precisionctl.trainer.transfers import to_device
 

@@ -6,7 +6,7 @@ Letters: L layers with experts, B rows, S tokens of a row, E experts, K experts 
 import torch
 from torch import Tensor, nn
 
-from precisionctl.model_parts import MoE
+from precisionctl.model.model_parts import MoE
 from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.model.router_scores import SCORES, over_their_sum
 from precisionctl.trainer.parallel.world import World

@@ -18,7 +18,7 @@ from precisionctl.checkpoints.module import TensorShard
 from precisionctl.dtypes import DType
 from precisionctl.errors import RecipeError
 from precisionctl.fp8.state import Role
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import REPLICATED, TensorSpec
 from precisionctl.recipe import ParallelSettings
 from precisionctl.trainer.parallel.world import ALONE, World, local

@@ -9,7 +9,7 @@ from precisionctl.architectures.wrappers import is_wrapper, text_config
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.errors import DamagedCheckpoint, RecipeError, damage
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import RouterSettings
 from precisionctl.trainer.model.router_balance import NO_BALANCE, Balance
 from precisionctl.trainer.saved.run_folder import saved_of

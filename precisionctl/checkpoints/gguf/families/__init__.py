@@ -35,7 +35,7 @@ from precisionctl.checkpoints.gguf.families import (
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.errors import UnknownArchitecture
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 FAMILIES: Mapping[str, GgufFamily] = {
     **gguf_llama.FAMILIES,

@@ -49,7 +49,7 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
     replaced_by,
 )
 from precisionctl.checkpoints.tensor_changes import LATENT_KEYS_VALUES
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _ROWS = [
     *outside_layers(),

@@ -17,7 +17,7 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
     SHARED_EXPERTS,
     GgufRow,
 )
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 
 def _read_shared(file: Described) -> Fields:

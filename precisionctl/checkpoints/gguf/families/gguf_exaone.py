@@ -19,7 +19,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
 )
 from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3
 from precisionctl.checkpoints.gguf.tensor_rows import ATTENTION, MLP, NORMS_BEHIND, QK_NORMS, in_layers, outside_layers
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _LAYERS_WITH_WINDOWS = 64
 

@@ -38,7 +38,7 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
 )
 from precisionctl.checkpoints.tensor_changes import PLUS_ONE
 from precisionctl.errors import UnknownArchitecture
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _DECODER = [*outside_layers(PLUS_ONE), *ATTENTION, *MLP]
 

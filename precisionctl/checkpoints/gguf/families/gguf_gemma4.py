@@ -34,8 +34,8 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
     stack,
 )
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_parts import GlobalAttention
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import GlobalAttention
+from precisionctl.model.model_shape import ModelShape
 
 _ROWS = [
     *outside_layers(),

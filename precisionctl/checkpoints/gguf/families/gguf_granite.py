@@ -28,8 +28,8 @@ from precisionctl.checkpoints.gguf.mixers import MIXER, mixer
 from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3, ROPE, TURNED
 from precisionctl.checkpoints.gguf.tensor_rows import DECODER_IN_PAIRS, MLP, GgufRow, in_layers, replaced_by, stack
 from precisionctl.checkpoints.tensor_changes import GATE_THEN_UP
-from precisionctl.model_parts import real
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import real
+from precisionctl.model.model_shape import ModelShape
 
 _EXPERTS = [
     *in_layers({"block_sparse_moe.router.layer": "ffn_gate_inp"}),

@@ -19,7 +19,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
 )
 from precisionctl.checkpoints.gguf.tensor_rows import CORRECTION, GgufRow, experts, in_layers, outside_layers
 from precisionctl.checkpoints.tensor_changes import KERNEL
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _W123 = {"w1": "ffn_gate", "w3": "ffn_up", "w2": "ffn_down"}
 _ROWS = [

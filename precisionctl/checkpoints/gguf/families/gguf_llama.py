@@ -33,7 +33,7 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
     experts,
     in_layers,
 )
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _LLAMA: Mapping[str, Any] = {
     "architecture": "llama",

@@ -21,7 +21,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
 )
 from precisionctl.checkpoints.gguf.rope_keys import LOCAL_BASE, ROPE, TURNED, UNSCALED_ALONE
 from precisionctl.checkpoints.gguf.tensor_rows import DECODER, EXPERT_BIAS, EXPERTS, MLP, ROUTER, in_layer
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _SHARE = 0.334
 """Of a head, which turns in the releases: 64 of 192 channels."""

@@ -32,7 +32,7 @@ from precisionctl.checkpoints.gguf.mixers import MIXER, mixer
 from precisionctl.checkpoints.gguf.rope_keys import TURNED
 from precisionctl.checkpoints.gguf.tensor_rows import CORRECTION, GgufRow, experts, in_layers
 from precisionctl.checkpoints.tensor_changes import KEY_PAIRS, QUERY_PAIRS
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _UNGATED = {"up_proj": "ffn_up", "down_proj": "ffn_down"}
 _ROWS = [

@@ -26,7 +26,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
 from precisionctl.checkpoints.gguf.rope_keys import ORIGINAL, ROPE, TURNED
 from precisionctl.checkpoints.gguf.tensor_rows import JOINED_MLP, NORMS, in_layers, linears, outside_layers
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 
 def _original_context(model: ModelShape) -> int:

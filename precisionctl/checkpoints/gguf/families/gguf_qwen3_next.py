@@ -48,7 +48,7 @@ from precisionctl.checkpoints.tensor_changes import (
     VALUE_HEADS,
     Both,
 )
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 _SPARSE = [*ROUTER, *EXPERTS, *SHARED_EXPERT, *SHARED_EXPERT_GATE]
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.model_shape import ModelShape
-from precisionctl.sparse_parts import CSA
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.sparse_parts import CSA
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.embedding import plain_linear

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.model_parts import MLA
-from precisionctl.model_shape import ModelShape
-from precisionctl.recurrent_parts import GatedDeltaNet
+from precisionctl.model.model_parts import MLA
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.recurrent_parts import GatedDeltaNet
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention.core_attention import CoreAttention

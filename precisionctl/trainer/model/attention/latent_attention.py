@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from precisionctl.architectures.rope import yarn_mscale
-from precisionctl.model_parts import MLA
-from precisionctl.model_shape import ModelShape
-from precisionctl.sparse_parts import DSA
+from precisionctl.model.model_parts import MLA
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.sparse_parts import DSA
 from precisionctl.trainer.backends.base import Backend, column_linear, norm_of
 from precisionctl.trainer.model.attention.core_attention import CoreAttention
 from precisionctl.trainer.model.attention.self_attention import GateOfHeads, KeysValues, gated_by, scaled

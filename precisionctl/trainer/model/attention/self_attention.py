@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.model_shape import ModelShape
-from precisionctl.sparse_parts import MSA
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.sparse_parts import MSA
 from precisionctl.trainer.backends.base import Backend, Norm, column_linear, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention.core_attention import CoreAttention

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.model.attention.kimi_k3_attention import KimiK3DeltaAttention, KimiK3LatentAttention
 from precisionctl.trainer.model.attention.self_attention import KeysValues

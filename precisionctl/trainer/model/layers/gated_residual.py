@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.model_parts import HyperConnections
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import HyperConnections
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, Norm, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.embedding import plain_linear

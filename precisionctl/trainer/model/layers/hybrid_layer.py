@@ -3,8 +3,8 @@ Megatron-Bridge's Falcon-H1 (modeling_falconh1/falconh1_layer.py)."""
 
 from torch import Tensor, nn
 
-from precisionctl.model_shape import ModelShape
-from precisionctl.recurrent_parts import Mamba
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.recurrent_parts import Mamba
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.model.attention.self_attention import KeysValues, SelfAttention
 from precisionctl.trainer.model.layers.residual_layer import ResidualLayer

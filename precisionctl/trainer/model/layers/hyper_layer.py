@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from precisionctl.model_parts import HyperConnections
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_parts import HyperConnections
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.model.attention.compressed_attention import CompressedAttention
 from precisionctl.trainer.model.attention.latent_attention import MLASelfAttention

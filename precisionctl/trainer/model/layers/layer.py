@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, add_post_layernorm, norm_of, post_norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention.latent_attention import MLASelfAttention

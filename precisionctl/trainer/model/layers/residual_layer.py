@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend
 from precisionctl.trainer.model.attention.self_attention import KeysValues
 from precisionctl.trainer.model.positions import LayerKind, Positions, layer_kind

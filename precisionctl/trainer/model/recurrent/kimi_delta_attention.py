@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.model_shape import ModelShape
-from precisionctl.recurrent_parts import GatedDeltaNet
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.recurrent_parts import GatedDeltaNet
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.model.positions import Positions
 from precisionctl.trainer.model.recurrent.delta_rule import gated_delta_rule

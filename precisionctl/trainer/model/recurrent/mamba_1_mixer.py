@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.model_shape import ModelShape
-from precisionctl.recurrent_parts import Mamba
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.recurrent_parts import Mamba
 from precisionctl.trainer.backends.base import Backend, column_linear, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.positions import Positions

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.model_shape import ModelShape
-from precisionctl.recurrent_parts import Mamba
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.recurrent_parts import Mamba
 from precisionctl.trainer.backends.base import Backend, Norm, column_linear, norm_of
 from precisionctl.trainer.model.positions import Positions
 from precisionctl.trainer.model.recurrent.recurrence import by_text, convolution, convolved

@@ -7,8 +7,8 @@ Shape letters: B batch, S sequence, T tokens, E hidden_size.
 import torch
 from torch import Tensor, nn
 
-from precisionctl.model_shape import ModelShape
-from precisionctl.recurrent_parts import ShortConv
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.recurrent_parts import ShortConv
 from precisionctl.trainer.backends.base import Backend, column_linear, norm_of
 from precisionctl.trainer.model.positions import Positions
 from precisionctl.trainer.model.recurrent.recurrence import by_text, convolution, convolved

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model_parts import LARGEST, check_count, check_size
+from precisionctl.model.model_parts import LARGEST, check_count, check_size
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.errors import UnknownArchitecture
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 
 class UntabledModel(ModelShape):

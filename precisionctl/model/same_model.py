@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from precisionctl.model_shape import ModelShape
-from precisionctl.untabled_model import UntabledModel
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.untabled_model import UntabledModel
 
 STORED = (
     *("architecture", "wrapper", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"),

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model_fields import Activation, LinearGate
-from precisionctl.model_layers import ModelLayers
-from precisionctl.model_parts import LARGEST, MOST_LAYERS, check_count, check_size, real
+from precisionctl.model.model_fields import Activation, LinearGate
+from precisionctl.model.model_layers import ModelLayers
+from precisionctl.model.model_parts import LARGEST, MOST_LAYERS, check_count, check_size, real
 
 
 @dataclass(frozen=True)

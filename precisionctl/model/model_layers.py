@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.model_fields import ModelFields
-from precisionctl.model_parts import check_count
+from precisionctl.model.model_fields import ModelFields
+from precisionctl.model.model_parts import check_count
 
 
 @dataclass(frozen=True)

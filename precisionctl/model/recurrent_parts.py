@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model_parts import LARGEST, check_size, real
+from precisionctl.model.model_parts import LARGEST, check_size, real
 
 
 @dataclass(frozen=True)

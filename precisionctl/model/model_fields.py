@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE, NgramEmbedding, Wrapper
-from precisionctl.recurrent_parts import GatedDeltaNet, Mamba, Multipliers, ShortConv
-from precisionctl.sparse_parts import CSA, DSA, MSA
+from precisionctl.model.model_parts import MLA, GlobalAttention, HyperConnections, MoE, NgramEmbedding, Wrapper
+from precisionctl.model.recurrent_parts import GatedDeltaNet, Mamba, Multipliers, ShortConv
+from precisionctl.model.sparse_parts import CSA, DSA, MSA
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu", "quick_gelu", "xielu", "situ"]
 """`gelu_tanh` is GELU by its tanh approximation, `quick_gelu` x * sigmoid(1.702 x); `xielu` has parameters in each
