@@ -19,7 +19,7 @@ from precisionctl.quant_methods.base import FOUR_BITS
 
 _WRITTEN = sorted({(method, scheme) for engine in engines().values() for scheme, method in engine.spells.items()})
 SPELLINGS = [(method, scheme) for method, scheme in _WRITTEN if scheme not in FOUR_BITS]
-"""Pairs of method and scheme, of FP8; tests/test_four_bit_exports.py has the others."""
+"""Pairs of method and scheme, of FP8; tests/export/test_four_bit_exports.py has the others."""
 
 _WHOLE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "moe_intermediate_size": 128}
 _LATENT = {"q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "kv_lora_rank": 32, "v_head_dim": 32}

@@ -1,5 +1,5 @@
 """Directories that AutoRound saves: we decode the values that its own layers compute with. For AWQ's packing it has no
-layer that runs on a CPU; tests/test_transposed_codes.py has what it makes of that."""
+layer that runs on a CPU; tests/quant_methods/test_transposed_codes.py has what it makes of that."""
 
 import json
 import os

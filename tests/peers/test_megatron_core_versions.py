@@ -1,4 +1,4 @@
-"""Other versions of megatron-core than the one that is installed go through tests/test_megatron_core.py too."""
+"""Other versions of megatron-core than the one that is installed go through `test_megatron_core.py` too."""
 
 import os
 import subprocess
@@ -10,6 +10,7 @@ import conversions
 import pytest
 import torch
 from core_models import SAVED_ARGS, of_stages, peer
+from repository import TESTS
 
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
@@ -17,7 +18,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.masters import differing_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 
-JUDGE = Path(__file__).parents[1] / "test_megatron_core.py"
+JUDGE = TESTS / "megatron_checkpoints" / "test_megatron_core.py"
 
 # Before 0.16 the layers without Transformer Engine have no sliding window, and no fewer groups than ranks: of what
 # we write they load most, so these versions save and we read. Since 0.17 a newer Python is needed.

@@ -72,7 +72,7 @@ def test_fields_of_newer_bridges_are_read(family):
 @pytest.mark.parametrize("family", [family for family in DESCRIBED if family != "kimi-k3"])
 def test_megatron_core_makes_the_same_config_of_the_description_as_of_the_arguments(family):
     """Bridge's providers are dataclasses that add fields to megatron-core's: it gets every field that we write, but
-    some of Kimi K3's, whose provider and layers are Bridge's own (tests/test_kimi_k3.py)."""
+    some of Kimi K3's, whose provider and layers are Bridge's own (tests/families/test_kimi_k3.py)."""
     with warnings.catch_warnings(action="ignore"):
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     args, described = args_of(family), to_provider(args_of(family))
