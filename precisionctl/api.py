@@ -17,7 +17,7 @@ from torch import Tensor
 from precisionctl.calibration.calibrate import Calibrated, Calibration, calibrate
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import read_values
-from precisionctl.checkpoints.hub import HubName
+from precisionctl.checkpoints.hf_directory.hub import HubName
 from precisionctl.checkpoints.open import open_checkpoint as open_reader
 from precisionctl.commands.hinted_path import HintedPath, open_hinted
 from precisionctl.commands.plan_command import plan_command

@@ -242,11 +242,11 @@ class Architecture:
 
     `model_types` maps each Hugging Face `model_type` to its class. `derived` are Hugging Face tensors that a model
     makes again by itself, as patterns with `{layer}`. `behind` maps a module to the one directly before it, if the
-    class defines it in another place than most classes (`checkpoints/numbered_optimizer.py`). `names_by` says whose
-    names the rows have in Megatron: Megatron-Core's, if its modules have all of these parameters (it may compute
-    something else with them); Megatron-Bridge's, if modules of its own have them; this project's, if neither has.
-    `otherwise_in_transformers` is a note on what transformers alone computes differently, `heeds_latents_epsilon` says
-    whether its class normalises latents of attention by config.json's epsilon, and not by 1e-6 as others.
+    class defines it in another place than most classes (`checkpoints/other_trainers/numbered_optimizer.py`). `names_by`
+    says whose names the rows have in Megatron: Megatron-Core's, if its modules have all of these parameters (it may
+    compute something else with them); Megatron-Bridge's, if modules of its own have them; this project's, if neither
+    has. `otherwise_in_transformers` is a note on what transformers alone computes differently, `heeds_latents_epsilon`
+    says whether its class normalises latents of attention by config.json's epsilon, and not by 1e-6 as others.
     `more_rows` are rows whose names or sizes follow from the model's settings.
     """
 

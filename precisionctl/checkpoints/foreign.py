@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.architectures.read_off import HEAD_OF_NUMBERS
-from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import WITH_REFERENCE, Reader
+from precisionctl.checkpoints.hf_directory.safetensors_file import read_described
+from precisionctl.checkpoints.other_trainers.trainer_directory import says_its_model
 from precisionctl.checkpoints.output import GOES_ON, UNFINISHED, is_unfinished
-from precisionctl.checkpoints.safetensors_file import read_described
-from precisionctl.checkpoints.trainer_directory import says_its_model
+from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.fp8 import sidecar
 from precisionctl.model.untabled_model import UntabledModel
@@ -95,7 +95,7 @@ def _model_inside(path: Path) -> str | None:
 
 
 def _is_weights(path: Path) -> bool:
-    return path.suffix in (".safetensors", ".bin", ".distcp", ".pt") or path.name == dcp.FILE
+    return path.suffix in (".safetensors", ".bin", ".distcp", ".pt") or path.name == dcp_metadata.FILE
 
 
 def _snapshot(path: Path) -> str | None:
@@ -154,7 +154,7 @@ def _is_dcp(reader: Reader) -> bool:
 TENSORS = (
     Foreign(
         "a checkpoint of torchtitan, of another model than Llama",
-        f"`{dcp.FILE}`, and a tensor `tok_embeddings.weight`",
+        f"`{dcp_metadata.FILE}`, and a tensor `tok_embeddings.weight`",
         "In a clone of torchtitan: `python scripts/checkpoint_conversion/convert_to_hf.py {path} OUT --hf_assets_path "
         f"HF_DIR --model_name qwen3 --model_flavor 8B`, with your model's name; {_THEN}.",
         lambda reader: (
@@ -163,7 +163,7 @@ TENSORS = (
     ),
     Foreign(
         "the optimizer of a PyTorch checkpoint (DCP), without its model",
-        f"`{dcp.FILE}`, and tensors of an optimizer alone",
+        f"`{dcp_metadata.FILE}`, and tensors of an optimizer alone",
         "Its model is in another directory, accelerate's in `pytorch_model_fsdp_0` beside it: give that.",
         lambda reader: "" if _is_dcp(reader) and not reader.specs else None,
     ),

@@ -1,4 +1,4 @@
-"""Hugging Face directories: files of weights (`huggingface_files.py`) beside config.json and a tokenizer."""
+"""Hugging Face directories: files of weights beside config.json and a tokenizer, whose parts are in `hf_directory/`."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -9,18 +9,23 @@ from typing import Any
 
 from precisionctl.architectures.families import read_model, table_of
 from precisionctl.architectures.param_map import names
-from precisionctl.checkpoints import encodings_file, mlx_names, numbered_optimizer
 from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
 from precisionctl.checkpoints.chunks import Chunk, read_tensor
-from precisionctl.checkpoints.companions import needed_hints, read_companions
-from precisionctl.checkpoints.config_json import config_of_values, write_beside
 from precisionctl.checkpoints.decoded import inkling2_loop_codes
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.methods import decoded_weights
 from precisionctl.checkpoints.decoded.transposed_codes import FILES_BESIDE
-from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, StoredTensors, WeightEncodings, stored_encodings
-from precisionctl.checkpoints.fused_experts import stored_name, unpacked
-from precisionctl.checkpoints.huggingface_files import (
+from precisionctl.checkpoints.hf_directory import encodings_file
+from precisionctl.checkpoints.hf_directory.companions import needed_hints, read_companions
+from precisionctl.checkpoints.hf_directory.config_json import config_of_values, write_beside
+from precisionctl.checkpoints.hf_directory.encodings_file import (
+    QUANT_CONFIG,
+    StoredTensors,
+    WeightEncodings,
+    stored_encodings,
+)
+from precisionctl.checkpoints.hf_directory.fused_experts import stored_name, unpacked
+from precisionctl.checkpoints.hf_directory.huggingface_files import (
     MAX_SHARD_SIZE,
     SAFETENSORS,
     WeightFileFormat,
@@ -28,8 +33,10 @@ from precisionctl.checkpoints.huggingface_files import (
     file_format_of,
     stored_places,
 )
-from precisionctl.checkpoints.numbered_optimizer import NumberedOptimizer
-from precisionctl.checkpoints.trainer_run import TrainerRun, trainer_step
+from precisionctl.checkpoints.mlx import mlx_names
+from precisionctl.checkpoints.other_trainers import numbered_optimizer
+from precisionctl.checkpoints.other_trainers.numbered_optimizer import NumberedOptimizer
+from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun, trainer_step
 from precisionctl.codes.elements import FP8, Cast
 from precisionctl.codes.encoding import Encoding
 from precisionctl.dtypes import DType

@@ -17,9 +17,9 @@ from precisionctl.checkpoints.adapter.reader import MLX_FILE, PREFIX, AdapterRea
 from precisionctl.checkpoints.adapter.tied import is_embedding
 from precisionctl.checkpoints.base import Container, Hints, Reader, without_iterations
 from precisionctl.checkpoints.chunks import Chunk, Chunked, read_tensor, whole
-from precisionctl.checkpoints.encodings_file import StoredTensors
-from precisionctl.checkpoints.huggingface_files import SAFETENSORS
-from precisionctl.checkpoints.mlx_names import RENAMED
+from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
+from precisionctl.checkpoints.hf_directory.huggingface_files import SAFETENSORS
+from precisionctl.checkpoints.mlx.mlx_names import RENAMED
 from precisionctl.errors import DamagedCheckpoint, MappingError, UnknownFormat, at, shown
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import check_file, check_link, read_file

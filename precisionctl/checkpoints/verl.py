@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, without_iterations
-from precisionctl.checkpoints.dtensors import RankShard
-from precisionctl.checkpoints.flat import EndToEnd, FlatSlice, FlatTensor
-from precisionctl.checkpoints.numbered_optimizer import TIED, names_by_number
-from precisionctl.checkpoints.saved_states import SavedStates, SavedStatesReader, first_names
-from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
-from precisionctl.checkpoints.trainer_run import different_counts, not_adams, number, stored_group
+from precisionctl.checkpoints.other_trainers.flat import EndToEnd, FlatSlice, FlatTensor
+from precisionctl.checkpoints.other_trainers.numbered_optimizer import TIED, names_by_number
+from precisionctl.checkpoints.other_trainers.saved_states import SavedStates, SavedStatesReader, first_names
+from precisionctl.checkpoints.other_trainers.trainer_run import different_counts, not_adams, number, stored_group
+from precisionctl.checkpoints.torch_files.dtensors import RankShard
+from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor, skeleton
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import MOMENTS, TensorSpec
 from precisionctl.sizes import counted

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from precisionctl.checkpoints.hub import HubName
+from precisionctl.checkpoints.hf_directory.hub import HubName
 from precisionctl.errors import (
     GO_ON,
     NOT_BEGUN,

@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from precisionctl.checkpoints.hub import HubName
+from precisionctl.checkpoints.hf_directory.hub import HubName
 from precisionctl.errors import DataError, UnknownFormat, meant, nearest_path
 from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.base import Writer
-from precisionctl.checkpoints.config_json import config_dtype, made_config
-from precisionctl.checkpoints.dcp_writer import DcpWriter, TorchtitanWriter
+from precisionctl.checkpoints.dcp.dcp_writer import DcpWriter, TorchtitanWriter
 from precisionctl.checkpoints.deepspeed.writer import DeepSpeedWriter
-from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.gguf.writer import GgufContents, GgufWriter
+from precisionctl.checkpoints.hf_directory.config_json import config_dtype, made_config
+from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
+from precisionctl.checkpoints.hf_directory.huggingface_files import BIN, MAX_SHARD_SIZE, SAFETENSORS
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter
-from precisionctl.checkpoints.huggingface_files import BIN, MAX_SHARD_SIZE, SAFETENSORS
 from precisionctl.checkpoints.megatron.carried_run import (
     NO_RUN,
     ONLY_MEGATRONS,
@@ -23,11 +23,11 @@ from precisionctl.checkpoints.megatron.carried_run import (
 )
 from precisionctl.checkpoints.megatron.keys import directory_name
 from precisionctl.checkpoints.megatron.towers import WithTowers
-from precisionctl.checkpoints.mlx_writer import MlxWriter
+from precisionctl.checkpoints.mlx.mlx_writer import MlxWriter
+from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun, of_trainer
 from precisionctl.checkpoints.output import Output
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
-from precisionctl.checkpoints.trainer_run import TrainerRun, of_trainer
 from precisionctl.commands.request import Request
 from precisionctl.commands.source import Source
 from precisionctl.commands.storage import DCP, DEEPSPEED, TORCHTITAN, Storage

@@ -6,8 +6,8 @@ from pathlib import Path
 from precisionctl.architectures.families import key_in, read_model
 from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints.base import Companions, Hints, Reader
-from precisionctl.checkpoints.companions import read_companions
-from precisionctl.checkpoints.huggingface_files import file_format_of
+from precisionctl.checkpoints.hf_directory.companions import read_companions
+from precisionctl.checkpoints.hf_directory.huggingface_files import file_format_of
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.directory import TRUST_REFERENCE
 from precisionctl.checkpoints.megatron.towers import TowersOf

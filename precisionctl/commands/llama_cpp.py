@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from precisionctl.checkpoints.base import Companions, Reader, packings_of
-from precisionctl.checkpoints.companions import LICENCE
-from precisionctl.checkpoints.config_json import config_dtype, made_config
-from precisionctl.checkpoints.fused_experts import stack_and_slice
 from precisionctl.checkpoints.gguf.families import of_llama_cpp
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
 from precisionctl.checkpoints.gguf.rope_keys import BETAS
 from precisionctl.checkpoints.gguf.rotary_tensors import rotary_tensors
 from precisionctl.checkpoints.gguf.writer import GgufContents
+from precisionctl.checkpoints.hf_directory.companions import LICENCE
+from precisionctl.checkpoints.hf_directory.config_json import config_dtype, made_config
+from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice
 from precisionctl.codes.ggml_blocks import MXFP4
 from precisionctl.commands.build import Result
 from precisionctl.commands.request import LLAMA_CPP, Gguf

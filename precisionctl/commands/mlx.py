@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from precisionctl.checkpoints.base import packings_of
-from precisionctl.checkpoints.config_json import config_dtype
-from precisionctl.checkpoints.mlx_config import words_of_mlx
-from precisionctl.checkpoints.mlx_models import check_loaded, computed_otherwise
+from precisionctl.checkpoints.hf_directory.config_json import config_dtype
+from precisionctl.checkpoints.mlx.mlx_config import words_of_mlx
+from precisionctl.checkpoints.mlx.mlx_models import check_loaded, computed_otherwise
 from precisionctl.codes.mlx_groups import MlxGroups
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import rounded_notes

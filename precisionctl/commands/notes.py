@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader, packings_of
-from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.codes.four_bit_loss import GAUSSIAN_DB
 from precisionctl.conversion.known_state import KnownState, origin, outdated_note
 from precisionctl.dtypes import DType

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from precisionctl.checkpoints.huggingface_files import MAX_SHARD_SIZE
+from precisionctl.checkpoints.hf_directory.huggingface_files import MAX_SHARD_SIZE
 from precisionctl.commands.hinted_path import HintedPath
 from precisionctl.commands.storage import CONTAINERS, DEEPSPEED, Storage
 from precisionctl.dtypes import DType

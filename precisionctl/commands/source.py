@@ -7,13 +7,13 @@ from pathlib import Path
 
 from precisionctl.architectures.param_map import Naming
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.companions import read_companions
-from precisionctl.checkpoints.encodings_file import WeightEncodings, said_quantization
+from precisionctl.checkpoints.hf_directory.companions import read_companions
+from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings, said_quantization
+from precisionctl.checkpoints.hf_directory.huggingface_files import file_format_of
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.checkpoints.huggingface_files import file_format_of
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_megatron
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.checkpoints.trainer_run import TrainedReader, of_trainer
+from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader, of_trainer
 from precisionctl.commands.hinted_path import HintedPath, open_hinted
 from precisionctl.commands.request import LLAMA_CPP, MLX, TE, Codes, Gguf, Mlx, Request, ResultKind, TeState, Values
 from precisionctl.commands.storage import TORCHTITAN

@@ -10,19 +10,19 @@ from precisionctl.architectures.megatron.megatron_args import otherwise_in_megat
 from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.companions import is_tokenizer
-from precisionctl.checkpoints.config_json import GENERATION
-from precisionctl.checkpoints.dcp_model import DcpModelReader
+from precisionctl.checkpoints.dcp.dcp_model import DcpModelReader
 from precisionctl.checkpoints.decoded.mlx_codes import MlxCodes
 from precisionctl.checkpoints.deepspeed.reader import step_directory
 from precisionctl.checkpoints.gguf.reader import GgufReader
+from precisionctl.checkpoints.hf_directory.companions import is_tokenizer
+from precisionctl.checkpoints.hf_directory.config_json import GENERATION
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.bridge_towers import BridgeTowers
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.directory import by_arguments, contradictions
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
+from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.checkpoints.trainer_run import of_trainer
 from precisionctl.commands.source import Source
 from precisionctl.errors import CheckpointError, PrecisionctlError, shown
 from precisionctl.fp8 import sidecar

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from precisionctl.checkpoints.huggingface_files import MAX_SHARD_SIZE
+from precisionctl.checkpoints.hf_directory.huggingface_files import MAX_SHARD_SIZE
 from precisionctl.errors import RecipeError, meant
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.param import ONE_RANK, Layout, Parallelism

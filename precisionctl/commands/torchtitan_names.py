@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from precisionctl.architectures.head_rearrangements import QKV, RotaryPairs
 from precisionctl.architectures.rearrangements import SAME
-from precisionctl.checkpoints.torchtitan import fused_name, torchtitan_name
+from precisionctl.checkpoints.dcp.torchtitan import fused_name, torchtitan_name
 from precisionctl.errors import MappingError
 from precisionctl.param import STATE, TensorSpec, kind_and_parameter, state_name
 from precisionctl.planning.plan import Job, Plan

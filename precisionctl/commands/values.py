@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun, carry_run, carry_trainer_run, of_megatron
-from precisionctl.checkpoints.trainer_run import OF_THE_LOOP, of_trainer
+from precisionctl.checkpoints.other_trainers.trainer_run import OF_THE_LOOP, of_trainer
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
     code_notes,

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from precisionctl import __version__
-from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Reader, Writer
-from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.hf_directory import encodings_file
+from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader, WithOptimizer
 from precisionctl.checkpoints.megatron.keys import write_tracker
 from precisionctl.checkpoints.megatron.towers import WithTowers
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader
 from precisionctl.checkpoints.output import Output, directory_above, disk_problems
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
-from precisionctl.checkpoints.trainer_run import TrainedReader
 from precisionctl.codes.encoding import Encoding
 from precisionctl.conversion.convert import OnBytes, convert, read_back
 from precisionctl.conversion.edges import changed_notes

@@ -6,7 +6,7 @@ where a config has formats that differ in these alone, its lists of modules deci
 
 from collections.abc import Callable, Sequence
 
-from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.engines.rules.config_groups import Targets
 from precisionctl.engines.rules.ignore_lists import BY_GLOB, names_in_layers
 from precisionctl.errors import PrecisionError

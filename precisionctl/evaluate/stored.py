@@ -16,7 +16,7 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader, packings_of
 from precisionctl.checkpoints.chunks import read_tensor, read_values
-from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.codes.elements import E4M3, Packing

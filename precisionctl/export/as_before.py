@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from precisionctl.checkpoints.chunks import read_tensor
-from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.codes.encoding import grid_shape
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.export.input_scales import is_same_amax

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Literal
 
 from precisionctl.architectures.param_map import Row, filled
-from precisionctl.checkpoints.fused_experts import stack_and_slice
 from precisionctl.checkpoints.gguf.families import FAMILIES
 from precisionctl.checkpoints.gguf.family import GgufFamily
+from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice
 from precisionctl.checkpoints.tensor_changes import TensorChange
 from precisionctl.codes.ggml_blocks import MXFP4, BlocksInRows, GgmlBlocks, blocks_of
 from precisionctl.codes.ggml_formats import named

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.codes.elements import E4M3
 from precisionctl.engines.serving import fused
 from precisionctl.errors import MissingFp8State, Unrecordable

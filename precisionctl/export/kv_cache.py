@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from precisionctl.checkpoints.chunks import read_tensor
-from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.keys import layer_of
 from precisionctl.codes.numerics import Numbers, rounded_up
 from precisionctl.dtypes import DType

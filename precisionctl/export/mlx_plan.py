@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from precisionctl.architectures.param_map import Row
-from precisionctl.checkpoints.fused_experts import stack_and_slice
-from precisionctl.checkpoints.mlx_names import in_mlx_names, mlx_shape
+from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice
+from precisionctl.checkpoints.mlx.mlx_names import in_mlx_names, mlx_shape
 from precisionctl.checkpoints.tensor_changes import (
     GATE_THEN_UP,
     GATE_UP_IN_TURNS,

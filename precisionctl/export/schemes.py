@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.engines.base import Engine
 from precisionctl.errors import MissingFp8State, PrecisionError, Unrecordable
 from precisionctl.export.input_scales import input_amaxes, why_too_small

@@ -9,7 +9,7 @@ from typing import Any
 
 from precisionctl.architectures.megatron.megatron_args import otherwise_in_megatron
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.companions import is_tokenizer, read_companions
+from precisionctl.checkpoints.hf_directory.companions import is_tokenizer, read_companions
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE

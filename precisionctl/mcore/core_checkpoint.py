@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from precisionctl.checkpoints.companions import write_companions
+from precisionctl.checkpoints.hf_directory.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import saved_args
 from precisionctl.checkpoints.megatron.carried_run import RESHARDABLE
 from precisionctl.checkpoints.megatron.keys import COMPANIONS, EXTRA_STATE, directory_name, expert_of, object_name

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from precisionctl.architectures.families import read_model
 from precisionctl.checkpoints.chunks import Chunk, whole
-from precisionctl.checkpoints.fused_experts import is_stack
+from precisionctl.checkpoints.hf_directory.fused_experts import is_stack
 from precisionctl.codes.encoding import Encoding
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType

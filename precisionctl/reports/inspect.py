@@ -8,14 +8,14 @@ from typing import Any
 
 from precisionctl.architectures.read_off import why_not_gemms
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.dcp_model import DcpModelReader
-from precisionctl.checkpoints.fused_experts import stored_name
+from precisionctl.checkpoints.dcp.dcp_model import DcpModelReader
 from precisionctl.checkpoints.gguf.reader import GgufReader
+from precisionctl.checkpoints.hf_directory.fused_experts import stored_name
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.towers import tower_names
-from precisionctl.checkpoints.trainer_directory import says_its_model
-from precisionctl.checkpoints.trainer_run import of_trainer
+from precisionctl.checkpoints.other_trainers.trainer_directory import says_its_model
+from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
 from precisionctl.codes.statistics import NAMES
 from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import CheckpointError, PrecisionctlError

@@ -1,7 +1,7 @@
 """Load archives of `torch.save` from memory with an allow-list, as safe_pickle loads pickles.
 
 An archive is a ZIP file of uncompressed entries: `data.pkl` pickles the object and names its storages, each an entry
-`data/<name>`. Large archives in files are read by `checkpoints/torch_zip.py`.
+`data/<name>`. Large archives in files are read by `checkpoints/torch_files/torch_zip.py`.
 """
 
 from __future__ import annotations

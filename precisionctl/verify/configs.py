@@ -6,7 +6,7 @@ from typing import Any
 from precisionctl.architectures.families import table_of
 from precisionctl.architectures.rope import PARAMETERS
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.encodings_file import without_quantization
+from precisionctl.checkpoints.hf_directory.encodings_file import without_quantization
 from precisionctl.engines.base import engines
 from precisionctl.engines.rules.ignore_lists import in_time
 from precisionctl.model.same_model import differences

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from precisionctl.checkpoints.chunks import in_pieces
-from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, WeightEncodings, said_quantization
+from precisionctl.checkpoints.hf_directory.encodings_file import QUANT_CONFIG, WeightEncodings, said_quantization
 from precisionctl.untrusted.safe_json import parse_json
 from precisionctl.verify.configs import Found, compare_quantization
 from precisionctl.verify.hf_tensors import PIECE, HfTensors

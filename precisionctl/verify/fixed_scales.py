@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import read_tensor
-from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.codes.numerics import rounded_up
 from precisionctl.engines.rules.cache_rules import attention_and_kind
 from precisionctl.export.encode import with_one_input

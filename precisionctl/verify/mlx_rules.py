@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.companions import without_tokenizer
-from precisionctl.checkpoints.mlx_models import check_loaded
-from precisionctl.checkpoints.mlx_names import saved_by_mlx
+from precisionctl.checkpoints.hf_directory.companions import without_tokenizer
+from precisionctl.checkpoints.mlx.mlx_models import check_loaded
+from precisionctl.checkpoints.mlx.mlx_names import saved_by_mlx
 from precisionctl.engines.rules.rule import EngineRule, Finding
 from precisionctl.errors import UnknownArchitecture, UnknownFormat
 

@@ -29,11 +29,11 @@ from transformers import AutoModelForImageTextToText
 
 from precisionctl.architectures.towers_in_bridge import TENSORS_OF_TOWERS, TOWERS_IN_BRIDGE
 from precisionctl.architectures.wrappers import WRAPPERS as KNOWN
-from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.chunks import Box, Chunk, read_rows, write_rows
 from precisionctl.checkpoints.megatron.bridge_towers import BridgeTowers
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
+from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownArchitecture, UnmappedTensor
 from precisionctl.fp8 import sidecar
@@ -347,22 +347,22 @@ def test_fp8_state_of_the_text_model_goes_along_and_that_of_towers_stays_behind(
         tmp_path / "towers",
         {name: tensor for name, tensor in tensors.items() if not name.startswith("language_model.")},
     )
-    index = dcp.read_index(tmp_path / "bridge")
+    index = dcp_metadata.read_index(tmp_path / "bridge")
     keys = {
         field: {f"language_model.{key}": one for key, one in getattr(index, field).items()} for field in vars(index)
     }
-    beside = dcp.read_index(tmp_path / "towers").tensors
+    beside = dcp_metadata.read_index(tmp_path / "towers").tensors
     for file in (tmp_path / "towers").glob("*.distcp"):
         shutil.copy(file, tmp_path / "bridge" / f"towers{file.name}")
 
-    def moved(piece: dcp.DcpPiece) -> dcp.DcpPiece:
+    def moved(piece: dcp_metadata.DcpPiece) -> dcp_metadata.DcpPiece:
         path = tmp_path / "bridge" / f"towers{piece.span.path.name}"
         return replace(piece, span=replace(piece.span, path=path))
 
     keys["tensors"] |= {key: replace(one, pieces=tuple(map(moved, one.pieces))) for key, one in beside.items()}
     qkv = next(key for key in keys["objects"] if "linear_qkv._extra_state/shard_0_" in key)
     keys["objects"][qkv.replace("language_model.", "vision_model.")] = keys["objects"].pop(qkv)
-    dcp.write_index(tmp_path / "bridge", dcp.Index(**keys))
+    dcp_metadata.write_index(tmp_path / "bridge", dcp_metadata.Index(**keys))
     command = run(tmp_path / "bridge", tmp_path / "out", "hf", reference=hf)
     assert "FP8 state of the towers stays behind: 1 module." in command.notes
     assert stored(tmp_path / "out").keys() == stored(hf).keys()

@@ -18,8 +18,8 @@ from in_memory import Described
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from precisionctl.architectures.families import architecture_of, from_hf_config, to_hf_config
-from precisionctl.checkpoints.fused_experts import sliced
-from precisionctl.checkpoints.safetensors_file import StoredTensor
+from precisionctl.checkpoints.hf_directory.fused_experts import sliced
+from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor
 from precisionctl.dtypes import DType
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec

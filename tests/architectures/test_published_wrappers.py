@@ -17,8 +17,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 
 from precisionctl.architectures.families import read_model
 from precisionctl.architectures.wrappers import TOWERS
-from precisionctl.checkpoints.fused_experts import sliced
-from precisionctl.checkpoints.safetensors_file import StoredTensor
+from precisionctl.checkpoints.hf_directory.fused_experts import sliced
+from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor
 from precisionctl.dtypes import DType
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.planning.make_plan import make_plan

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.cli import main as program
 from precisionctl.errors import PrecisionctlError
@@ -46,7 +46,7 @@ def command(path: Path) -> None:
 
 
 READERS = {
-    "metadata": dcp.read_index,
+    "metadata": dcp_metadata.read_index,
     "directory": TorchDistReader,
     "extra state": lambda path: decode_payload(path.read_bytes(), path),
     "object": lambda path: torch_zip.load(path.read_bytes(), path),

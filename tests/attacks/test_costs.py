@@ -19,14 +19,14 @@ from pickle_bombs import MODULUS
 from safetensors.torch import save_file
 
 from precisionctl.architectures.families import from_hf_config
-from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.adapter.lora_config import AdaptedModules, read_lora_config
 from precisionctl.checkpoints.base import Hints
-from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor, Index
 from precisionctl.checkpoints.megatron.provider import parse_yaml
-from precisionctl.checkpoints.numbered_optimizer import names_by_number
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.checkpoints.torch_zip import Span
+from precisionctl.checkpoints.other_trainers.numbered_optimizer import names_by_number
+from precisionctl.checkpoints.torch_files import dcp_metadata
+from precisionctl.checkpoints.torch_files.dcp_metadata import DcpPiece, DcpTensor, Index
+from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, RecipeError, ShapeMismatch, UnknownArchitecture, most_alike
 from precisionctl.recipe import load_recipe
@@ -42,7 +42,7 @@ def soon(seconds: float = 5.0) -> Iterator[None]:
 
 def index_of(directory: Path, index: Index) -> Path:
     (directory / "x.distcp").write_bytes(bytes(1000))
-    dcp.write_index(directory, index)
+    dcp_metadata.write_index(directory, index)
     return directory
 
 
@@ -53,14 +53,14 @@ def test_pieces_at_places_of_one_hash(tmp_path: Path) -> None:
     pieces = tuple(DcpPiece(place, (1,) * 7, Span(tmp_path / "x.distcp", 0, 1)) for place in places)
     index_of(tmp_path, Index({"x": DcpTensor((4 * MODULUS,) * 7, DType.uint8, pieces)}, {}))
     with soon(8), pytest.raises(DamagedCheckpoint, match="pieces of another size|as sizes"):
-        dcp.read_index(tmp_path)
+        dcp_metadata.read_index(tmp_path)
 
 
 def test_objects_on_the_same_bytes(tmp_path: Path) -> None:
     """Each would be loaded."""
     objects = {f"optimizer.param_groups.{n}.params": Span(tmp_path / "x.distcp", n, 900) for n in range(2)}
     with pytest.raises(DamagedCheckpoint, match="on the same bytes"):
-        dcp.read_index(index_of(tmp_path, Index({}, objects)))
+        dcp_metadata.read_index(index_of(tmp_path, Index({}, objects)))
 
 
 def test_keys_of_one_hash_in_yaml() -> None:

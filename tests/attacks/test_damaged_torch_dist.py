@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.chunks import read_tensor, write_rows
-from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor, Index
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
-from precisionctl.checkpoints.torch_zip import Span
+from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip, torch_zip_writer
+from precisionctl.checkpoints.torch_files.dcp_metadata import DcpPiece, DcpTensor, Index
+from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnsafePickle
 from precisionctl.model.model_shape import ModelShape
@@ -59,12 +59,12 @@ def directory(tmp_path):
 
 def change(directory: Path, **fields: object) -> None:
     """Say something else about the tensor in `.metadata`."""
-    index = dcp.read_index(directory)
+    index = dcp_metadata.read_index(directory)
     spans = {key: replace(span, path=directory / span.path.name) for key, span in index.objects.items()}
     tensor = index.tensors[NAME]
     pieces = tuple(replace(p, span=replace(p.span, path=directory / p.span.path.name)) for p in tensor.pieces)
     changed = replace(replace(tensor, pieces=pieces), **{k: v(pieces) if callable(v) else v for k, v in fields.items()})
-    dcp.write_index(directory, Index({NAME: changed}, spans))
+    dcp_metadata.write_index(directory, Index({NAME: changed}, spans))
 
 
 def overlapping(pieces):
@@ -112,7 +112,7 @@ def test_a_tensor_that_claims_to_be_huge_allocates_nothing(directory):
     layers = 1 << 40
     piece = DcpPiece((0, 0), (layers, 1), Span(directory / "__0_0.distcp", 0, 100))
     huge = DcpTensor((layers, 1), DType.float32, (piece,))
-    dcp.write_index(directory, Index({"decoder.layers.x": huge}, {}))
+    dcp_metadata.write_index(directory, Index({"decoder.layers.x": huge}, {}))
     tracemalloc.start()
     with pytest.raises(DamagedCheckpoint):
         TorchDistReader(directory)
@@ -205,7 +205,7 @@ def test_a_gadget_in_an_object_does_not_run(directory):
     content = archive([Gadget()])
     path.write_bytes(content)
     span = Span(path, 0, len(content))
-    dcp.write_index(directory, Index({}, {"decoder.final_layernorm._extra_state/shard_0_1": span}))
+    dcp_metadata.write_index(directory, Index({}, {"decoder.final_layernorm._extra_state/shard_0_1": span}))
     with pytest.raises(UnsafePickle, match="system"):
         _ = TorchDistReader(directory).fp8
 
@@ -284,7 +284,7 @@ def test_extra_state_that_is_no_bytes_is_refused(directory, value):
     path = directory / "__0_1.distcp"
     path.write_bytes(archive([value]))
     span = Span(path, 0, path.stat().st_size)
-    dcp.write_index(directory, Index({}, {"decoder.final_layernorm._extra_state/shard_0_1": span}))
+    dcp_metadata.write_index(directory, Index({}, {"decoder.final_layernorm._extra_state/shard_0_1": span}))
     with pytest.raises(DamagedCheckpoint, match="not FP8 state"):
         _ = TorchDistReader(directory).fp8
 
@@ -313,7 +313,7 @@ def indexed(path: Path, tensors: dict[str, DcpTensor]) -> Path:
     """A directory whose only file has a megabyte."""
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     (path / "__0_0.distcp").write_bytes(bytes(1 << 20))
-    dcp.write_index(path, Index(tensors, {}))
+    dcp_metadata.write_index(path, Index(tensors, {}))
     return path
 
 

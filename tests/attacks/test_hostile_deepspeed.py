@@ -13,7 +13,7 @@ import torch
 
 from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.checkpoints.torch_zip_writer import Blank, lay_out
+from precisionctl.checkpoints.torch_files.torch_zip_writer import Blank, lay_out
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError
 

@@ -12,7 +12,7 @@ import torch
 from command_line import run
 from safetensors.torch import save_file
 
-from precisionctl.checkpoints.safetensors_file import read_header
+from precisionctl.checkpoints.hf_directory.safetensors_file import read_header
 from precisionctl.errors import DamagedCheckpoint, NotUnderstood, UnmappedTensor
 from precisionctl.planning.checks import check_names
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from precisionctl.checkpoints import torch_zip
+from precisionctl.checkpoints.torch_files import torch_zip
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnsafePickle
 from precisionctl.untrusted.pickle_writer import Global, PersistentId, PickledObject, dumps
 

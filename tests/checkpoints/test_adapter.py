@@ -29,7 +29,7 @@ from precisionctl.checkpoints.adapter import lora_config
 from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_rows
-from precisionctl.checkpoints.companions import TEMPLATES
+from precisionctl.checkpoints.hf_directory.companions import TEMPLATES
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import MappingError, PrecisionctlError, PrecisionError, UnknownFormat, UnsafePickle
 

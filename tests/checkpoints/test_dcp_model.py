@@ -17,11 +17,11 @@ from torch import Tensor
 from trained_models import config_of, save, states, trained
 
 from precisionctl.checkpoints.chunks import read_tensor
-from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor, Index, read_index, write_index
-from precisionctl.checkpoints.dcp_model import _wrapper
+from precisionctl.checkpoints.dcp.dcp_model import _wrapper
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.torch_files.dcp_metadata import DcpPiece, DcpTensor, Index, read_index, write_index
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, UnknownFormat
 from precisionctl.reports import inspect

@@ -20,8 +20,8 @@ from trained_models import MOMENTS, config_of, moments, save, states, train, tra
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.other_trainers.trainer_run import ParameterGroup, muon_settings
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.checkpoints.trainer_run import ParameterGroup, muon_settings
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, MappingError, MissingTensor, ShapeMismatch
 from precisionctl.param import STATE, Parallelism
 from precisionctl.recipe import load_recipe

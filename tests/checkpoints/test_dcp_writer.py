@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.architectures.head_rearrangements import QKV, RotaryPairs
-from precisionctl.checkpoints import dcp_writer
+from precisionctl.checkpoints.dcp import dcp_writer
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.worker import Worker

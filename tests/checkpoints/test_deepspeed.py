@@ -16,8 +16,8 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Hints, Reader
 from precisionctl.checkpoints.chunks import read_tensor
-from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
+from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemWriter
 from transformers import AutoModel, AutoModelForCausalLM
 
-from precisionctl.checkpoints.dcp import Index, read_index, write_index
 from precisionctl.checkpoints.foreign import TENSORS, UNREAD
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_files.dcp_metadata import Index, read_index, write_index
 from precisionctl.errors import MissingTensor, UnknownFormat
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import DelayedScaling, Fp8States

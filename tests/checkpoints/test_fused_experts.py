@@ -12,11 +12,11 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import read_tensor, write_rows
-from precisionctl.checkpoints.encodings_file import StoredTensors
-from precisionctl.checkpoints.fused_experts import sliced, stacked
+from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
+from precisionctl.checkpoints.hf_directory.fused_experts import sliced, stacked
+from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor, read_header
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.checkpoints.safetensors_file import StoredTensor, read_header
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import engine_named
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch

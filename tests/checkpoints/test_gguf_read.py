@@ -25,12 +25,12 @@ from safetensors.torch import load_file, save_file
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
-from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.gguf import tensors as gguf_tensors
 from precisionctl.checkpoints.gguf.described_model import model_of_file
 from precisionctl.checkpoints.gguf.families import FAMILIES, model_type_of
 from precisionctl.checkpoints.gguf.head import GgufTensor, read_head
 from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.ggml_formats import FORMATS, UNREAD
 from precisionctl.commands.request import Request

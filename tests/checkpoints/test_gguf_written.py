@@ -24,10 +24,10 @@ from safetensors.torch import save_file
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_tensor
-from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.gguf.families import FAMILIES, of_llama_cpp
 from precisionctl.checkpoints.gguf.head import GgufTensor, read_head
 from precisionctl.checkpoints.gguf.images import Images
+from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.ggml_blocks import blocks_of
 from precisionctl.codes.ggml_formats import named

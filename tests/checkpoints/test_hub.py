@@ -16,9 +16,9 @@ from huggingface_hub import constants
 from local_hub import LocalHub
 
 from precisionctl import api
-from precisionctl.checkpoints import hub as hub_module
-from precisionctl.checkpoints.hub import HubName, needed_files
-from precisionctl.checkpoints.safetensors_file import read_header
+from precisionctl.checkpoints.hf_directory import hub as hub_module
+from precisionctl.checkpoints.hf_directory.hub import HubName, needed_files
+from precisionctl.checkpoints.hf_directory.safetensors_file import read_header
 from precisionctl.cli import main
 from precisionctl.cli.group import Command
 from precisionctl.cli.options import TOKENIZER, CheckpointPath

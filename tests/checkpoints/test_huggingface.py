@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from precisionctl.architectures.families import to_hf_config
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import read_tensor, write_rows
+from precisionctl.checkpoints.hf_directory.huggingface_files import BIN, SAFETENSORS
+from precisionctl.checkpoints.hf_directory.safetensors_file import make_header, read_header
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter, recognise
-from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.checkpoints.safetensors_file import make_header, read_header
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, UnknownArchitecture, UnknownFormat, UnsafePickle
 from precisionctl.param import TensorSpec

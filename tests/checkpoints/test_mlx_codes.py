@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from precisionctl.checkpoints import mlx_names
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.decoded import mlx_codes
-from precisionctl.checkpoints.encodings_file import StoredTensors
+from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
+from precisionctl.checkpoints.hf_directory.safetensors_file import read_header
+from precisionctl.checkpoints.mlx import mlx_names
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.checkpoints.safetensors_file import read_header
 from precisionctl.commands.request import Request
 from precisionctl.errors import DamagedCheckpoint, MappingError, PrecisionctlError, PrecisionError
 from precisionctl.param import Parallelism

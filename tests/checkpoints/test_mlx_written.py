@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from precisionctl.architectures.families import from_hf_config, read_model
-from precisionctl.checkpoints.mlx_config import each_without_window
-from precisionctl.checkpoints.mlx_models import check_loaded, computed_otherwise
+from precisionctl.checkpoints.mlx.mlx_config import each_without_window
+from precisionctl.checkpoints.mlx.mlx_models import check_loaded, computed_otherwise
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.mlx_groups import mlx_groups
 from precisionctl.commands.plan_command import plan_command

@@ -14,10 +14,10 @@ from trained_models import RATE, moments, train
 from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
-from precisionctl.checkpoints.numbered_optimizer import NumberedOptimizer, parameter_order
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.other_trainers.numbered_optimizer import NumberedOptimizer, parameter_order
+from precisionctl.checkpoints.other_trainers.trainer_run import ParameterGroup, adam_settings, lost_settings
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.checkpoints.trainer_run import ParameterGroup, adam_settings, lost_settings
 from precisionctl.commands.source_notes import left_behind_notes
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint

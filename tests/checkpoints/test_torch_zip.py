@@ -15,9 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from soaking import in_soak
 
-from precisionctl.checkpoints import torch_zip, torch_zip_writer
-from precisionctl.checkpoints.torch_zip import Inert, Span
-from precisionctl.checkpoints.torch_zip_records import ALIGNMENT, lay_out_records
+from precisionctl.checkpoints.torch_files import torch_zip, torch_zip_writer
+from precisionctl.checkpoints.torch_files.torch_zip import Inert, Span
+from precisionctl.checkpoints.torch_files.torch_zip_records import ALIGNMENT, lay_out_records
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnsafePickle
 

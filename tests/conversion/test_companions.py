@@ -13,8 +13,8 @@ import torch
 from conversions import run, tree
 
 from precisionctl.checkpoints.base import Companions
-from precisionctl.checkpoints.companions import KINDS, TEMPLATES, TOKENIZER, kind_of, read_companions
-from precisionctl.checkpoints.config_json import config_of_values
+from precisionctl.checkpoints.hf_directory.companions import KINDS, TEMPLATES, TOKENIZER, kind_of, read_companions
+from precisionctl.checkpoints.hf_directory.config_json import config_of_values
 from precisionctl.checkpoints.megatron.keys import COMPANIONS as COMPANIONS_OF_MEGATRON
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command

@@ -17,7 +17,7 @@ from soaking import in_soak
 
 from precisionctl.architectures.head_rearrangements import Grouped
 from precisionctl.checkpoints.chunks import Bytes, read_tensor
-from precisionctl.checkpoints.huggingface_files import SAFETENSORS
+from precisionctl.checkpoints.hf_directory.huggingface_files import SAFETENSORS
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request

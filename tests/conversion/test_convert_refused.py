@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from precisionctl.checkpoints.base import Hints
-from precisionctl.checkpoints.companions import read_companions
+from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands import hinted_path
 from precisionctl.commands.plan_command import plan_command

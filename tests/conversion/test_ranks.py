@@ -23,7 +23,7 @@ from torch.distributed import HashStore
 import precisionctl.conversion.convert
 import precisionctl.conversion.worker
 from precisionctl.checkpoints.chunks import Chunked, write_rows
-from precisionctl.checkpoints.huggingface_files import MAX_SHARD_SIZE
+from precisionctl.checkpoints.hf_directory.huggingface_files import MAX_SHARD_SIZE
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request

@@ -13,8 +13,8 @@ from conversions import carry_out
 from safetensors.torch import load_file, save_file
 from soaking import few, in_soak
 
-from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.chunks import read_tensor, write_rows
+from precisionctl.checkpoints.hf_directory import encodings_file
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command

@@ -12,9 +12,9 @@ import torch
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.torch_files.torch_zip import skeleton
 from precisionctl.checkpoints.torch_legacy.names import count_layers
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
-from precisionctl.checkpoints.torch_zip import skeleton
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute

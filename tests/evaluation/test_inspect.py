@@ -14,8 +14,8 @@ import transposed_directories
 from command_line import run
 from safetensors import safe_open
 
+from precisionctl.checkpoints.hf_directory.safetensors_file import read_header
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.checkpoints.safetensors_file import read_header
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute

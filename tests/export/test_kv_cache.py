@@ -18,7 +18,7 @@ from soaking import in_soak
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from precisionctl.checkpoints import encodings_file
+from precisionctl.checkpoints.hf_directory import encodings_file
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command

@@ -23,8 +23,8 @@ from transformers import DeepseekV4ForCausalLM
 
 from precisionctl.architectures.families import architecture_of, from_hf_config, to_hf_config
 from precisionctl.architectures.megatron.megatron_args import read_megatron_args, to_megatron_args
-from precisionctl.checkpoints.dcp import read_index
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_files.dcp_metadata import read_index
 from precisionctl.engines.base import engine_named
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.evaluate.stored import load

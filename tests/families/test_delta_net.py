@@ -14,9 +14,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_g
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.architectures.shared.delta_net_keys import prediction_layers
-from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
@@ -164,7 +164,7 @@ def test_torch_dist_has_the_parts_of_a_delta_net_as_megatron_core_stores_them(tm
     pico.save(tmp_path / "hf", "qwen3-5", dtype=torch.bfloat16)
     sizes = Parallelism(2)
     execute(plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron", parallelism=sizes)))
-    index, start = dcp.read_index(tmp_path / "m/release"), "decoder.layers.1.self_attention."
+    index, start = dcp_metadata.read_index(tmp_path / "m/release"), "decoder.layers.1.self_attention."
     found = {key.removeprefix(start): stored for key, stored in index.tensors.items() if key.startswith(start)}
     assert {key: stored.shape for key, stored in found.items()} == {
         "in_proj.layer_norm_weight": (64,),

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
 from precisionctl.architectures.megatron.megatron_args import to_megatron_args
-from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.arguments import saved_args
 from precisionctl.checkpoints.megatron.provider import from_provider, to_provider
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
@@ -99,7 +99,7 @@ def test_torch_dist_keeps_the_name_that_hybrid_models_have_in_memory(tmp_path: P
     """multi_token_prediction.py, MultiTokenPredictionLayer.sharded_state_dict: only GPTs' layers get another one."""
     published(tmp_path / "hf")
     run(tmp_path / "hf", tmp_path / "m", "megatron")
-    found = dcp.read_index(tmp_path / "m" / "release").tensors
+    found = dcp_metadata.read_index(tmp_path / "m" / "release").tensors
     assert "mtp.layers.0.mtp_model_layer.layers.0.self_attention.linear_qkv.weight" in found
     args = TorchDistReader(tmp_path / "m").args
     assert (args["mtp_num_layers"], args["mtp_hybrid_override_pattern"]) == (1, "*E")

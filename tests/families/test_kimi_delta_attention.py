@@ -17,9 +17,9 @@ from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_
 
 from precisionctl.architectures.families import architecture_of, from_hf_config, from_megatron_args, to_hf_config
 from precisionctl.architectures.megatron.megatron_args import to_megatron_args
-from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
@@ -133,7 +133,7 @@ def test_torch_dist_has_the_parts_as_megatron_core_stores_them(tmp_path: Path, f
     """Names and shapes of KimiDeltaAttention, of Megatron-LM's dev branch: `in_proj_split_names`, and its modules."""
     pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
     execute(plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron", parallelism=Parallelism(2))))
-    index, start = dcp.read_index(tmp_path / "m/release"), "decoder.layers.0.self_attention."
+    index, start = dcp_metadata.read_index(tmp_path / "m/release"), "decoder.layers.0.self_attention."
     found = {key.removeprefix(start): stored for key, stored in index.tensors.items() if key.startswith(start)}
     assert {key: stored.shape for key, stored in found.items()} == OF_EACH | OWN[family]
     pieces = {key: {piece.sizes for piece in stored.pieces} for key, stored in found.items()}

@@ -28,8 +28,8 @@ from soaking import in_soak
 from torch import Tensor
 
 from precisionctl.architectures.families import from_hf_config, table_of, to_hf_config
-from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
@@ -567,7 +567,7 @@ def test_what_bridge_saved_is_the_text_model_and_the_whole_with_a_reference(tmp_
 def test_what_is_written_for_megatron_has_bridges_names_and_description(tmp_path: Path) -> None:
     stored = publish(tmp_path / "hf", codes=False)
     run(tmp_path / "hf", tmp_path / "m", "megatron")
-    index, expected = dcp.read_index(tmp_path / "m/release").tensors, of_bridge(stored)
+    index, expected = dcp_metadata.read_index(tmp_path / "m/release").tensors, of_bridge(stored)
     assert {name: each.shape for name, each in index.items() if "_extra_state" not in name} == {
         name: (256, 64) if "word_emb" in name or "output_layer" in name else tuple(tensor.shape)
         for name, tensor in expected.items()

@@ -20,9 +20,9 @@ from transformers import AutoConfig
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
 from precisionctl.architectures.megatron.megatron_args import to_megatron_args
-from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
@@ -65,7 +65,7 @@ def test_it_comes_back_from_megatron_to_the_last_bit(source: Path, tmp_path: Pat
 def test_torch_dist_has_the_names_and_parts_of_megatron_cores_hybrid_stack(source: Path, tmp_path: Path) -> None:
     """As MambaMixer.sharded_state_dict cuts them: z, x, B, C and dt, each by itself."""
     run(source, tmp_path / "m", "megatron", parallelism=Parallelism(tensor=2), workers=1)
-    found = {name: tensor.shape for name, tensor in dcp.read_index(tmp_path / "m" / "release").tensors.items()}
+    found = {name: tensor.shape for name, tensor in dcp_metadata.read_index(tmp_path / "m" / "release").tensors.items()}
     mixer, parts = "decoder.layers.0.mixer.", {"z": 128, "x": 128, "B": 32, "C": 32, "dt": 32}
     expected = {f"{mixer}in_proj.weight.{part}": (rows, 64) for part, rows in parts.items()}
     expected |= {f"{mixer}conv1d.weight.{part}": (parts[part], 1, 4) for part in ("x", "B", "C")}

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from precisionctl.checkpoints import torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_files import torch_zip, torch_zip_writer
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import PlannedCommand, execute

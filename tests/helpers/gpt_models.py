@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from precisionctl.architectures.families import architecture_of, from_hf_config
 from precisionctl.architectures.param_map import names
-from precisionctl.checkpoints.fused_experts import stored_name
+from precisionctl.checkpoints.hf_directory.fused_experts import stored_name
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.model.model_shape import ModelShape

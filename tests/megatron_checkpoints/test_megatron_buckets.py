@@ -18,15 +18,15 @@ from soaking import in_soak
 from torch import Tensor
 
 from precisionctl.architectures.towers_in_bridge import TENSORS_OF_TOWERS
-from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Companions, Hints
 from precisionctl.checkpoints.chunks import Box, read_tensor, write_rows
-from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor
 from precisionctl.checkpoints.megatron.logical import flat_boxes, logical_tensors
 from precisionctl.checkpoints.torch_dist.masters import differing_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
-from precisionctl.checkpoints.torch_zip import Span
+from precisionctl.checkpoints.torch_files import dcp_metadata
+from precisionctl.checkpoints.torch_files.dcp_metadata import DcpPiece, DcpTensor
+from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import TensorSpec
@@ -114,8 +114,8 @@ def save(directory: Path, layers: list[int], stages: int, largest: int | None, d
                 )
                 stored[key] = DcpTensor((len(flat),), DType.float32, pieces)
     archive.path.write_bytes(archive.data)
-    index = dcp.read_index(directory)
-    dcp.write_index(directory, dcp.Index({**index.tensors, **stored}, index.objects))
+    index = dcp_metadata.read_index(directory)
+    dcp_metadata.write_index(directory, dcp_metadata.Index({**index.tensors, **stored}, index.objects))
     return tensors
 
 
@@ -153,14 +153,14 @@ def test_buckets_of_a_wrappers_text_model_are_unpacked_if_its_towers_are_frozen(
         monkeypatch.setitem(ONCE, "visual.proj.weight", ((8, 8), None))
         monkeypatch.setattr(f"{__name__}.TAIL", [*TAIL, "visual.proj.weight"])
     wanted = save(tmp_path, [2], 1, None, 1)
-    index = dcp.read_index(tmp_path)
+    index = dcp_metadata.read_index(tmp_path)
     tensors = {
         key if "optimizer" in key or "visual" in key else f"language_model.{key}": one
         for key, one in index.tensors.items()
     }
     if not trained:
         tensors["visual.proj.weight"] = tensors["language_model.decoder.final_layernorm.weight"]
-    dcp.write_index(tmp_path, dcp.Index(tensors, index.objects))
+    dcp_metadata.write_index(tmp_path, dcp_metadata.Index(tensors, index.objects))
     of_a_wrapper = Hints(companions=Companions({"config.json": b'{"model_type": "qwen2_5_vl"}'}))
     reader = TorchDistReader(tmp_path, hints=of_a_wrapper)
     assert "towers.visual.proj.weight" in reader.specs
@@ -220,17 +220,19 @@ def test_flat_pieces_of_shards_are_where_the_shards_elements_are(cuts_and_sizes)
 
 
 def rename(directory: Path, old: str, new: str) -> None:
-    index = dcp.read_index(directory)
-    dcp.write_index(directory, dcp.Index({k.replace(old, new): t for k, t in index.tensors.items()}, index.objects))
+    index = dcp_metadata.read_index(directory)
+    dcp_metadata.write_index(
+        directory, dcp_metadata.Index({k.replace(old, new): t for k, t in index.tensors.items()}, index.objects)
+    )
 
 
 def test_overlapping_pieces_of_a_bucket_are_refused(tmp_path):
     save(tmp_path, [2], 1, None, 1)
-    index = dcp.read_index(tmp_path)
+    index = dcp_metadata.read_index(tmp_path)
     (key,) = [key for key in index.tensors if key.endswith("bucket_idx_0.param")]
     first, second, *rest = index.tensors[key].pieces
     grown = dataclasses.replace(index.tensors[key], pieces=(first, dataclasses.replace(second, offsets=(1,)), *rest))
-    dcp.write_index(tmp_path, dcp.Index({**index.tensors, key: grown}, index.objects))
+    dcp_metadata.write_index(tmp_path, dcp_metadata.Index({**index.tensors, key: grown}, index.objects))
     with pytest.raises(DamagedCheckpoint, match="do not make one tensor"):
         TorchDistReader(tmp_path)
 
@@ -259,9 +261,9 @@ def test_buckets_that_fit_no_layout_stay_under_their_own_names_at_once(tmp_path,
 
 def test_a_bucket_of_another_length_is_not_guessed_at(tmp_path):
     save(tmp_path, [2, 2], 2, None, 1)
-    index = dcp.read_index(tmp_path)
+    index = dcp_metadata.read_index(tmp_path)
     tensors = {key: _shorter(tensor) if "dp_group_idx_1" in key else tensor for key, tensor in index.tensors.items()}
-    dcp.write_index(tmp_path, dcp.Index(tensors, index.objects))
+    dcp_metadata.write_index(tmp_path, dcp_metadata.Index(tensors, index.objects))
     assert all("bucket_idx" in name for name in TorchDistReader(tmp_path).optimizer_specs)
 
 
@@ -276,6 +278,6 @@ def test_a_tensor_of_endless_layers_is_refused(tmp_path):
     archive.path.write_bytes(archive.data)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     stored = DcpTensor((layers, 1), DType.int8, (DcpPiece((0, 0), (layers, 1), span),))
-    dcp.write_index(tmp_path, dcp.Index({"decoder.layers.x": stored}, {}))
+    dcp_metadata.write_index(tmp_path, dcp_metadata.Index({"decoder.layers.x": stored}, {}))
     with pytest.raises(DamagedCheckpoint, match="would be 4194306 tensors and parts"):
         TorchDistReader(tmp_path)

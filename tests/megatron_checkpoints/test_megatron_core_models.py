@@ -12,13 +12,13 @@ import torch
 from core_models import MODELS, of_experts, of_stages, peer
 from torch import Tensor
 
-from precisionctl.checkpoints import torch_zip, torch_zip_writer
 from precisionctl.checkpoints.chunks import read_tensor, write_rows
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun, carry_run
 from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.torch_dist.masters import differing_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
+from precisionctl.checkpoints.torch_files import torch_zip, torch_zip_writer
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import COLUMNS, GATED_ROWS, REPLICATED, ROWS, Parallel, Parallelism
 

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, F
 
 from precisionctl.architectures.families import to_hf_config
 from precisionctl.architectures.megatron.megatron_args import to_megatron_args
-from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron import keys
@@ -26,7 +25,8 @@ from precisionctl.checkpoints.megatron.carried_run import CarriedRun, carry_run
 from precisionctl.checkpoints.torch_dist import placement
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader, recognise
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
-from precisionctl.checkpoints.torch_zip import Span
+from precisionctl.checkpoints.torch_files import dcp_metadata
+from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8 import sidecar
@@ -260,10 +260,10 @@ def test_files_have_no_more_than_a_part_each_and_the_same_bytes_are_read(tmp_pat
 
 def test_an_optimizer_whose_tensors_are_of_another_shape_is_not_taken_for_one_by_parameter(tmp_path):
     write(tmp_path, values(specs(optimizer=True)))
-    index = dcp.read_index(tmp_path)
+    index = dcp_metadata.read_index(tmp_path)
     key = "optimizer.state.exp_avg.output_layer.weight"
     flat = index.tensors["optimizer.state.exp_avg.decoder.final_layernorm.weight"]
-    dcp.write_index(tmp_path, dcp.Index({**index.tensors, key: flat}, index.objects))
+    dcp_metadata.write_index(tmp_path, dcp_metadata.Index({**index.tensors, key: flat}, index.objects))
     names = TorchDistReader(tmp_path).optimizer_specs
     assert key not in names
     assert "optimizer.flat.exp_avg.output_layer.weight" in names
@@ -319,12 +319,12 @@ def test_what_is_endless_to_walk_is_refused(tmp_path):
 def test_an_index_is_written_as_it_is_made(tmp_path: Path) -> None:
     """A large checkpoint has hundreds of thousands of pieces, and of their opcodes a MiB is held at a time."""
     span = Span(tmp_path / "__0_0.distcp", 0, 4)
-    pieces = tuple(dcp.DcpPiece((number,), (1,), span) for number in range(24_000))
-    index = dcp.Index({"flat": dcp.DcpTensor((24_000,), DType.float32, pieces)}, {})
+    pieces = tuple(dcp_metadata.DcpPiece((number,), (1,), span) for number in range(24_000))
+    index = dcp_metadata.Index({"flat": dcp_metadata.DcpTensor((24_000,), DType.float32, pieces)}, {})
     tracemalloc.start()
-    dcp.write_index(tmp_path, index)
+    dcp_metadata.write_index(tmp_path, index)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 3 << 19 < (tmp_path / ".metadata").stat().st_size
     (tmp_path / span.path.name).write_bytes(bytes(4))
-    assert dcp.read_index(tmp_path) == index
+    assert dcp_metadata.read_index(tmp_path) == index

@@ -22,10 +22,10 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
+from precisionctl.checkpoints.torch_files.torch_zip import skeleton
 from precisionctl.checkpoints.torch_legacy.names import parallel_of
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
-from precisionctl.checkpoints.torch_zip import skeleton
 from precisionctl.conversion.convert import convert
 from precisionctl.dtypes import DType
 from precisionctl.errors import ShapeMismatch

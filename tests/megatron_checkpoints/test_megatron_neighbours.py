@@ -19,12 +19,12 @@ from torch.distributed.checkpoint import FileSystemWriter
 from trained_models import config_of, moments, save, states, trained
 
 from precisionctl.architectures.megatron.megatron_args import read_megatron_args, to_megatron_args
-from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun, WithOptimizer
 from precisionctl.checkpoints.megatron.provider import describes, from_provider, to_provider
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError
 
@@ -190,11 +190,11 @@ def test_verls_optimizer_in_a_directory_of_its_own_comes_with_the_model(tmp_path
     run(config_of(model, tmp_path / "pytorch"), tmp_path / "whole", "megatron", "bf16")
     whole = next((tmp_path / "whole").glob("iter_*"))
     shutil.rmtree(actor / "model" / "dist_ckpt")
-    index, common = dcp.read_index(whole), torch.load(whole / "common.pt", weights_only=False)
+    index, common = dcp_metadata.read_index(whole), torch.load(whole / "common.pt", weights_only=False)
     for part, of_part in (("model", False), ("optimizer", True)):
         shutil.copytree(whole, actor / part / "dist_ckpt")
         tensors = {key: one for key, one in index.tensors.items() if key.startswith("optimizer.") == of_part}
-        dcp.write_index(actor / part / "dist_ckpt", dcp.Index(tensors, {}))
+        dcp_metadata.write_index(actor / part / "dist_ckpt", dcp_metadata.Index(tensors, {}))
         torch.save({"optimizer": common["optimizer"]} if of_part else {}, actor / part / "dist_ckpt" / "common.pt")
     (actor / "model" / "dist_ckpt" / "run_config.yaml").unlink()
     run(actor, tmp_path / "back", "hf", container="dcp")
@@ -352,26 +352,26 @@ def test_megatron_fsdps_run_goes_on_with_masters_and_moments_to_the_last_bit(tmp
 def test_names_with_a_prefix_are_the_names(tmp_path, prefix):
     write(tmp_path, values(specs()))
     names = TorchDistReader(tmp_path).specs.keys()
-    index = dcp.read_index(tmp_path)
+    index = dcp_metadata.read_index(tmp_path)
     moved = {prefix + key: tensor for key, tensor in index.tensors.items()}
-    dcp.write_index(tmp_path, dcp.Index(moved, index.objects))
+    dcp_metadata.write_index(tmp_path, dcp_metadata.Index(moved, index.objects))
     assert TorchDistReader(tmp_path).specs.keys() == names
 
 
 def test_a_half_without_its_other_half_stays_under_its_own_name(tmp_path):
     write(tmp_path, values(specs()))
-    index = dcp.read_index(tmp_path)
+    index = dcp_metadata.read_index(tmp_path)
     key = "decoder.layers.mlp.linear_fc1.weight"
     renamed = {f"{key}_w" if name == key else name: tensor for name, tensor in index.tensors.items()}
-    dcp.write_index(tmp_path, dcp.Index(renamed, index.objects))
+    dcp_metadata.write_index(tmp_path, dcp_metadata.Index(renamed, index.objects))
     assert "decoder.layers.0.mlp.linear_fc1.weight_w" in TorchDistReader(tmp_path).specs
 
 
 def test_no_two_tensors_have_one_name(tmp_path):
     write(tmp_path, values(specs()))
-    index = dcp.read_index(tmp_path)
+    index = dcp_metadata.read_index(tmp_path)
     key = "decoder.final_layernorm.weight"
     embedding = {f"module.{name}": tensor for name, tensor in index.tensors.items()}
-    dcp.write_index(tmp_path, dcp.Index(embedding | {key: index.tensors[key]}, index.objects))
+    dcp_metadata.write_index(tmp_path, dcp_metadata.Index(embedding | {key: index.tensors[key]}, index.objects))
     with pytest.raises(DamagedCheckpoint, match="there twice"):
         TorchDistReader(tmp_path)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_tensor
-from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
+from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.open import open_checkpoint
 
 SCRIPT = Path(__file__).with_name("deepspeed_run.py")

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_tensor
-from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.gguf.head import read_head
 from precisionctl.checkpoints.gguf.tensors import GgufPart
+from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.ggml_formats import FORMATS
 from precisionctl.model.same_model import differences

@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -133,6 +134,17 @@ def test_no_files_import_one_another_in_a_circle():
         for name, file in modules.items()
     }
     assert len(list(TopologicalSorter(graph).static_order())) == len(FILES)
+
+
+def test_no_containers_nor_what_they_are_made_of_import_one_another_in_a_circle():
+    """Files and packages of `checkpoints/`, each package taken as one."""
+    folder = PACKAGE / "checkpoints"
+    graph: dict[str, set[str]] = defaultdict(set)
+    for file in sorted({*folder.rglob("*.py")} - {folder / "__init__.py"}):
+        entry = file.relative_to(folder).parts[0].removesuffix(".py")
+        names = [name.split(".") for name in imports(file, types=False) if covers("precisionctl.checkpoints", name)]
+        graph[entry] |= {name[2] for name in names if len(name) > 2} - {entry}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(graph) > 20
 
 
 def run_by_importing(node: ast.AST) -> Iterator[ast.AST]:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from soaking import few
 from torch import Tensor
 
-from precisionctl.checkpoints import encodings_file
+from precisionctl.checkpoints.hf_directory import encodings_file
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import DamagedCheckpoint

@@ -21,10 +21,10 @@ from precisionctl.checkpoints.chunks import Chunked, read_rows, read_tensor
 from precisionctl.checkpoints.decoded import transposed_codes
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.methods import decoded_weights
-from precisionctl.checkpoints.encodings_file import StoredTensors
-from precisionctl.checkpoints.huggingface_files import SAFETENSORS, stored_places
+from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
+from precisionctl.checkpoints.hf_directory.huggingface_files import SAFETENSORS, stored_places
+from precisionctl.checkpoints.hf_directory.safetensors_file import read_header
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.checkpoints.safetensors_file import read_header
 from precisionctl.commands.request import Request
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, PrecisionError, UnmappedTensor
 from precisionctl.param import Parallelism

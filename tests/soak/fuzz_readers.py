@@ -27,19 +27,20 @@ import verl_files
 
 sys.modules.pop("pickle")  # imported again below, instrumented: opcodes are half of what there is to cover
 with atheris.instrument_imports(include=["pickle", "precisionctl"]):
-    from precisionctl.checkpoints import dcp, safetensors_file, torch_zip
     from precisionctl.checkpoints.adapter import lora_config
     from precisionctl.checkpoints.base import NO_HINTS, Companions
     from precisionctl.checkpoints.chunks import read_tensor
-    from precisionctl.checkpoints.dcp_model import DcpModelReader
-    from precisionctl.checkpoints.dcp_writer import DcpWriter
+    from precisionctl.checkpoints.dcp.dcp_model import DcpModelReader
+    from precisionctl.checkpoints.dcp.dcp_writer import DcpWriter
     from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
+    from precisionctl.checkpoints.hf_directory import safetensors_file
     from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
     from precisionctl.checkpoints.nemo.reader import open_nemo
-    from precisionctl.checkpoints.numbered_optimizer import NumberedOptimizer
-    from precisionctl.checkpoints.saved_states import SavedStatesReader
-    from precisionctl.checkpoints.torch_zip import Span
-    from precisionctl.checkpoints.trainer_run import TrainerRun
+    from precisionctl.checkpoints.other_trainers.numbered_optimizer import NumberedOptimizer
+    from precisionctl.checkpoints.other_trainers.saved_states import SavedStatesReader
+    from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun
+    from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
+    from precisionctl.checkpoints.torch_files.torch_zip import Span
     from precisionctl.checkpoints.verl import VerlReader
     from precisionctl.dtypes import DType
     from precisionctl.errors import PrecisionctlError
@@ -127,25 +128,29 @@ class Index:
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm"))
         (self.directory / "__0_0.distcp").write_bytes(bytes(256))
-        self.file = os.open(self.directory / dcp.FILE, os.O_RDWR | os.O_CREAT)
+        self.file = os.open(self.directory / dcp_metadata.FILE, os.O_RDWR | os.O_CREAT)
 
     def __call__(self, data: bytes) -> None:
         rewrite(self.file, data)
-        dcp.read_index(self.directory)
+        dcp_metadata.read_index(self.directory)
 
 
 def index_seeds() -> Iterator[bytes]:
     with tempfile.TemporaryDirectory() as folder:
         whole = Span(Path(folder) / "__0_0.distcp", 0, 64)
         rest = Span(Path(folder) / "__0_0.distcp", 64, 64)
-        halves = (dcp.DcpPiece((0, 0), (2, 4), whole), dcp.DcpPiece((2, 0), (2, 4), rest))
+        halves = (dcp_metadata.DcpPiece((0, 0), (2, 4), whole), dcp_metadata.DcpPiece((2, 0), (2, 4), rest))
         tensors = {
-            "a": dcp.DcpTensor((4, 4), DType.float32, halves),
-            "b": dcp.DcpTensor((3,), DType.bfloat16, (dcp.DcpPiece((0,), (3,), rest),)),
+            "a": dcp_metadata.DcpTensor((4, 4), DType.float32, halves),
+            "b": dcp_metadata.DcpTensor((3,), DType.bfloat16, (dcp_metadata.DcpPiece((0,), (3,), rest),)),
         }
-        for index in (dcp.Index(tensors, {"c": rest}), dcp.Index({"b": tensors["b"]}, {}), dcp.Index({}, {"c": whole})):
-            dcp.write_index(Path(folder), index)
-            yield (Path(folder) / dcp.FILE).read_bytes()
+        for index in (
+            dcp_metadata.Index(tensors, {"c": rest}),
+            dcp_metadata.Index({"b": tensors["b"]}, {}),
+            dcp_metadata.Index({}, {"c": whole}),
+        ):
+            dcp_metadata.write_index(Path(folder), index)
+            yield (Path(folder) / dcp_metadata.FILE).read_bytes()
     yield from (path.read_bytes() for path in sorted(GOLDEN.iterdir()) if path.stat().st_size < 700)
 
 
@@ -223,7 +228,7 @@ def little_dcp(directory: Path) -> Path:
     writer.lay_out()
     writer.finish(None)
     (directory / "config.json").unlink()
-    return directory / dcp.FILE
+    return directory / dcp_metadata.FILE
 
 
 class DcpModel:
@@ -235,7 +240,7 @@ class DcpModel:
 
     def __call__(self, data: bytes) -> None:
         rewrite(self.file, data)
-        reader = DcpModelReader(self.directory, self.directory, dcp.read_index(self.directory), NO_HINTS)
+        reader = DcpModelReader(self.directory, self.directory, dcp_metadata.read_index(self.directory), NO_HINTS)
         source = WithOptimizer(reader)
         for name in source.specs:
             read_tensor(source, name)
@@ -399,7 +404,7 @@ def words(target: str) -> Iterator[bytes]:
         yield from (b"{}", b"[]", b"null", b"true", b"1e400", b"NaN", b"-1", rb"\\d+", b"(a|b)", b".*")
         return
     archives = dict.fromkeys(("deepspeed", "numbered", "nemo"), torch_zip._SKELETON)
-    tables = {"metadata": dcp._ALLOWED, "dcp": dcp._ALLOWED, **archives}
+    tables = {"metadata": dcp_metadata._ALLOWED, "dcp": dcp_metadata._ALLOWED, **archives}
     allowed = tables.get(target, te_pickle._IN_ARCHIVE)
     for name in [*allowed, ("os", "system"), ("builtins", "getattr")]:
         yield dumps(Global(*name))[2:-1]

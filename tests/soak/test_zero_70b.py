@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from precisionctl.checkpoints.torch_zip_writer import Blank, lay_out
+from precisionctl.checkpoints.torch_files.torch_zip_writer import Blank, lay_out
 from precisionctl.dtypes import DType
 
 RANKS, GROUP = 64, 1_000_000_000

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from soaking import in_soak
 
 from precisionctl.checkpoints.chunks import read_tensor
-from precisionctl.checkpoints.encodings_file import QUANT_CONFIG
+from precisionctl.checkpoints.hf_directory.encodings_file import QUANT_CONFIG
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main

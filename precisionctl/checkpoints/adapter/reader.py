@@ -22,9 +22,15 @@ from precisionctl.checkpoints.adapter.low_rank import Factors, LowRank, Merged
 from precisionctl.checkpoints.adapter.tied import check_known, check_same_change, check_touched, tied_embeddings
 from precisionctl.checkpoints.base import Companions, Container, Hints, Reader, without_iterations
 from precisionctl.checkpoints.chunks import Chunk, Chunked, whole
-from precisionctl.checkpoints.companions import CHAT_TEMPLATE, TOKENIZER, is_tokenizer, kind_of, read_companions
-from precisionctl.checkpoints.encodings_file import StoredTensors
-from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
+from precisionctl.checkpoints.hf_directory.companions import (
+    CHAT_TEMPLATE,
+    TOKENIZER,
+    is_tokenizer,
+    kind_of,
+    read_companions,
+)
+from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
+from precisionctl.checkpoints.hf_directory.huggingface_files import BIN, SAFETENSORS
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.encoding import Encoding
 from precisionctl.dtypes import DType

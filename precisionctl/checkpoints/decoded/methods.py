@@ -10,7 +10,7 @@ from precisionctl.checkpoints.decoded.inkling2_loop_codes import Inkling2LoopCod
 from precisionctl.checkpoints.decoded.mlx_codes import METHOD, MlxCodes
 from precisionctl.checkpoints.decoded.torchao_codes import TorchaoCodes
 from precisionctl.checkpoints.decoded.transposed_codes import TransposedCodes
-from precisionctl.checkpoints.encodings_file import StoredTensors
+from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
 from precisionctl.quant_methods.coded_weights import quant_method_of
 
 METHODS: Mapping[str, type[DecodedWeights]] = {

@@ -10,7 +10,7 @@ lowest; `scales` `[out, in / group]`; and, of integers, `biases` of the same sha
 - nvfp4: E2M1 codes, scales in E4M3 as bytes for 16, times `global_scale / 2688` where a stack of experts has one.
 
 The result is rounded to BF16. Weights that mlx-lm has cut, turned or added one to are put together again, of parts that
-`checkpoints/mlx_names.py` has named. Sources: MLX 0.32 (ops.cpp, affine_dequantize, fp_dequantize; kernels/quantized.h,
+`mlx/mlx_names.py` has named. Sources: MLX 0.32 (ops.cpp, affine_dequantize, fp_dequantize; kernels/quantized.h,
 fp_quantized.h; nn/layers/quantized.py), mlx-lm 0.32 (utils.py, load_model, quantize_model).
 """
 

@@ -1,4 +1,4 @@
-"""Weights that mlx-lm has cut, turned, or added one to: which parts they are made of (`checkpoints/mlx_names.py`)."""
+"""Weights that mlx-lm has cut, turned, or added one to: which parts they are made of (`mlx/mlx_names.py`)."""
 
 import re
 from collections.abc import Mapping

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import Box, in_pieces, read_box, read_rows
 from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
-from precisionctl.checkpoints.fused_experts import stored_name
-from precisionctl.checkpoints.safetensors_file import read_described
+from precisionctl.checkpoints.hf_directory.fused_experts import stored_name
+from precisionctl.checkpoints.hf_directory.safetensors_file import read_described
 from precisionctl.codes import nibbles
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, damage, shown

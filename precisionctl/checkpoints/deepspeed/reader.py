@@ -8,7 +8,7 @@ from precisionctl.checkpoints.deepspeed.states import has_model_states
 from precisionctl.checkpoints.deepspeed.universal import is_universal, read_universal
 from precisionctl.checkpoints.deepspeed.zero import read_zero
 from precisionctl.checkpoints.huggingface import recognise as is_hugging_face
-from precisionctl.checkpoints.saved_states import SavedStatesReader
+from precisionctl.checkpoints.other_trainers.saved_states import SavedStatesReader
 from precisionctl.errors import CheckpointError
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from precisionctl.checkpoints.chunks import read_rows
-from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor, FlatTensors
-from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
+from precisionctl.checkpoints.other_trainers.flat import Dealt, EndToEnd, FlatTensor, FlatTensors
+from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor, skeleton
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import has_file

@@ -20,10 +20,10 @@ from precisionctl.checkpoints.deepspeed.states import (
     read_states,
     whole_tensor,
 )
-from precisionctl.checkpoints.flat import FlatTensor
-from precisionctl.checkpoints.saved_states import SavedStates
-from precisionctl.checkpoints.torch_zip import skeleton
-from precisionctl.checkpoints.trainer_run import number, stored_group
+from precisionctl.checkpoints.other_trainers.flat import FlatTensor
+from precisionctl.checkpoints.other_trainers.saved_states import SavedStates
+from precisionctl.checkpoints.other_trainers.trainer_run import number, stored_group
+from precisionctl.checkpoints.torch_files.torch_zip import skeleton
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.param import MOMENTS, TensorSpec
 from precisionctl.untrusted.safe_files import has_file

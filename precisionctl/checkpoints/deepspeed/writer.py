@@ -11,13 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints import torch_zip_writer
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Chunk, whole
-from precisionctl.checkpoints.config_json import config_of_values, write_beside
 from precisionctl.checkpoints.deepspeed.universal import FP32, OPTIMIZER_STATE, ZERO
-from precisionctl.checkpoints.fused_experts import stacked, stored_name
-from precisionctl.checkpoints.trainer_run import TrainerRun
+from precisionctl.checkpoints.hf_directory.config_json import config_of_values, write_beside
+from precisionctl.checkpoints.hf_directory.fused_experts import stacked, stored_name
+from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun
+from precisionctl.checkpoints.torch_files import torch_zip_writer
 from precisionctl.dtypes import DType
 from precisionctl.errors import MappingError
 from precisionctl.fp8.state import Fp8States

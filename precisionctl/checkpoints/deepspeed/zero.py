@@ -32,11 +32,11 @@ from precisionctl.checkpoints.deepspeed.states import (
     read_states,
     whole_tensor,
 )
-from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatSlice, FlatTensor
-from precisionctl.checkpoints.numbered_optimizer import names_by_number
-from precisionctl.checkpoints.saved_states import SavedStates, first_names
-from precisionctl.checkpoints.torch_zip import LocatedTensor
-from precisionctl.checkpoints.trainer_run import different_counts, not_adams, number, stored_group
+from precisionctl.checkpoints.other_trainers.flat import Dealt, EndToEnd, FlatSlice, FlatTensor
+from precisionctl.checkpoints.other_trainers.numbered_optimizer import names_by_number
+from precisionctl.checkpoints.other_trainers.saved_states import SavedStates, first_names
+from precisionctl.checkpoints.other_trainers.trainer_run import different_counts, not_adams, number, stored_group
+from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import MOMENTS, TensorSpec

@@ -14,8 +14,6 @@ from pathlib import Path
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
 from precisionctl.checkpoints.chunks import Chunk
-from precisionctl.checkpoints.companions import needed_hints, read_companions, to_json
-from precisionctl.checkpoints.config_json import GENERATION, is_token
 from precisionctl.checkpoints.gguf.described_model import check_same, model_of_file
 from precisionctl.checkpoints.gguf.families import FAMILIES, model_type_of
 from precisionctl.checkpoints.gguf.family import GgufFamily
@@ -23,7 +21,9 @@ from precisionctl.checkpoints.gguf.head import GgufHead, read_head
 from precisionctl.checkpoints.gguf.metadata import TOKEN_IDS, Described
 from precisionctl.checkpoints.gguf.rotary_tensors import ROTARY_TENSORS
 from precisionctl.checkpoints.gguf.tensors import hf_tensors
-from precisionctl.checkpoints.huggingface_files import file_format_of
+from precisionctl.checkpoints.hf_directory.companions import needed_hints, read_companions, to_json
+from precisionctl.checkpoints.hf_directory.config_json import GENERATION, is_token
+from precisionctl.checkpoints.hf_directory.huggingface_files import file_format_of
 from precisionctl.codes.elements import Cast
 from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnknownFormat, shown

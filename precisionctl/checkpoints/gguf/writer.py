@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Chunk, whole
-from precisionctl.checkpoints.companions import write_companions
-from precisionctl.checkpoints.fused_experts import stack_and_slice, stacked
 from precisionctl.checkpoints.gguf.head import MAGIC, VERSIONS, aligned
 from precisionctl.checkpoints.gguf.metadata_bytes import Metadata, metadata_bytes, string_bytes
+from precisionctl.checkpoints.hf_directory.companions import write_companions
+from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice, stacked
 from precisionctl.checkpoints.output import lay_out_file
 from precisionctl.codes.ggml_formats import FORMATS
 from precisionctl.dtypes import DType

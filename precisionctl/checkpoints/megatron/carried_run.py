@@ -18,8 +18,7 @@ from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.megatron.arguments import STAGES
 from precisionctl.checkpoints.megatron.keys import OURS
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
-from precisionctl.checkpoints.torch_zip import Span
-from precisionctl.checkpoints.trainer_run import (
+from precisionctl.checkpoints.other_trainers.trainer_run import (
     NO_COUNT,
     TrainedReader,
     TrainerRun,
@@ -27,6 +26,7 @@ from precisionctl.checkpoints.trainer_run import (
     count_of_updates,
     stored_group,
 )
+from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.codes.encoding import Encoding
 from precisionctl.dtypes import DType
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage

@@ -18,7 +18,7 @@ from precisionctl.architectures.wrapped_architecture import beside_towers
 from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints
 from precisionctl.checkpoints.chunks import Chunked
-from precisionctl.checkpoints.companions import is_tokenizer, needed_hints, read_companions
+from precisionctl.checkpoints.hf_directory.companions import is_tokenizer, needed_hints, read_companions
 from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, as_states, decode_payloads
 from precisionctl.checkpoints.megatron.keys import BRIDGE_TOKENIZER, COMPANIONS, VERL, VERL_COMPANIONS
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, OUTPUT

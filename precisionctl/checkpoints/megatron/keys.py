@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints import torch_zip
 from precisionctl.checkpoints.output import replace_file
+from precisionctl.checkpoints.torch_files import torch_zip
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.chunks import Box, Chunk
 from precisionctl.checkpoints.megatron.keys import leading, unstack
+from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import (
     CONV_PARTS,
@@ -45,7 +45,7 @@ class TensorPart:
     """A box of a logical tensor, and where its elements are: from element `start` of a stored piece on."""
 
     box: Box
-    piece: dcp.DcpPiece
+    piece: dcp_metadata.DcpPiece
     start: int
 
 
@@ -57,7 +57,7 @@ class LogicalTensor:
     parts: tuple[TensorPart, ...]
 
 
-def logical_tensors(stored: Mapping[str, dcp.DcpTensor], where: Path) -> dict[str, LogicalTensor]:
+def logical_tensors(stored: Mapping[str, dcp_metadata.DcpTensor], where: Path) -> dict[str, LogicalTensor]:
     """Every tensor by its logical name; the optimizer's are `optimizer.state.<kind>.<parameter>`. `where` is the
     checkpoint, for errors.
 
@@ -88,7 +88,7 @@ def logical_tensors(stored: Mapping[str, dcp.DcpTensor], where: Path) -> dict[st
     return found
 
 
-def with_plain_masters(stored: Mapping[str, dcp.DcpTensor]) -> dict[str, dcp.DcpTensor]:
+def with_plain_masters(stored: Mapping[str, dcp_metadata.DcpTensor]) -> dict[str, dcp_metadata.DcpTensor]:
     """Stored tensors with each master a second time, as the plain optimizer calls it: two keys of the same bytes, so
     that either of Megatron's optimizers finds its own."""
     masters = (key for key in stored if key.startswith(MASTER))
@@ -173,7 +173,7 @@ def plain(key: str, prefix: str) -> str:
     return state_name(kind, name)
 
 
-def _check_count(stored: Mapping[str, dcp.DcpTensor], prefix: str, where: Path) -> None:
+def _check_count(stored: Mapping[str, dcp_metadata.DcpTensor], prefix: str, where: Path) -> None:
     """Raise DamagedCheckpoint if the stored tensors have too many slices and parts to create them all."""
     count = 0
     for key, tensor in stored.items():
@@ -184,14 +184,16 @@ def _check_count(stored: Mapping[str, dcp.DcpTensor], prefix: str, where: Path) 
         raise DamagedCheckpoint(f"it would be {count} tensors and parts of tensors", where=where)
 
 
-def _slices(key: str, stored: dcp.DcpTensor, where: Path) -> Iterator[tuple[str, LogicalTensor]]:
+def _slices(key: str, stored: dcp_metadata.DcpTensor, where: Path) -> Iterator[tuple[str, LogicalTensor]]:
     """The logical tensors in a stored one: itself, or one for each layer, each expert, or both."""
     depth = leading(key)
     for at, tensor in slices(stored, depth if depth <= len(stored.shape) else 0, where):
         yield unstack(key, at) if len(at) == depth else key, tensor
 
 
-def _of_flat_shards(key: str, stored: dcp.DcpTensor, shape: tuple[int, ...]) -> list[tuple[str, LogicalTensor]]:
+def _of_flat_shards(
+    key: str, stored: dcp_metadata.DcpTensor, shape: tuple[int, ...]
+) -> list[tuple[str, LogicalTensor]]:
     """The logical tensors in a tensor of the distributed optimizer, as it stored them up to megatron-core 0.14
     (`fully_sharded_model_space`), for a parameter stored in this `shape`. Its dimensions are those of layers and
     experts, the number of shards of each of the parameter's dimensions, and the elements of a shard, of which ranks
@@ -235,7 +237,7 @@ def flat_boxes(boxes: Sequence[Box], begin: int, end: int) -> Iterator[tuple[Box
         base += size
 
 
-def slices(stored: dcp.DcpTensor, depth: int, where: Path) -> Iterator[tuple[tuple[int, ...], LogicalTensor]]:
+def slices(stored: dcp_metadata.DcpTensor, depth: int, where: Path) -> Iterator[tuple[tuple[int, ...], LogicalTensor]]:
     """The tensors that the first `depth` dimensions of a stored one count, each with its place in them. Raises
     DamagedCheckpoint for pieces that are cut in more than the first two of their own dimensions."""
     counts, spec = stored.shape[:depth], TensorSpec(stored.shape[depth:], stored.dtype)

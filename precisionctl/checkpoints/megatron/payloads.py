@@ -9,7 +9,7 @@ import io
 import re
 from typing import Any, NamedTuple
 
-from precisionctl.checkpoints import torch_zip_writer
+from precisionctl.checkpoints.torch_files import torch_zip_writer
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.torch_when_used import torch
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.chunks import Chunk, Chunked
-from precisionctl.checkpoints.encodings_file import StoredTensors
-from precisionctl.checkpoints.huggingface_files import (
+from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
+from precisionctl.checkpoints.hf_directory.huggingface_files import (
     MAX_SHARD_SIZE,
     SAFETENSORS,
     WeightFileFormat,

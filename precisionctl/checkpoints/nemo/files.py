@@ -9,7 +9,7 @@ import shlex
 import tarfile
 from pathlib import Path, PurePosixPath
 
-from precisionctl.checkpoints.torch_zip import Span
+from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat, damage, shown
 from precisionctl.sizes import size
 from precisionctl.untrusted.safe_files import check_fetched, has_file

@@ -14,7 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.base import NO_HINTS, WITH_REFERENCE, Container, Hints, without_iterations
 from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
@@ -22,9 +21,10 @@ from precisionctl.checkpoints.megatron.keys import MARKER
 from precisionctl.checkpoints.nemo import config, zarr
 from precisionctl.checkpoints.nemo.files import Files, files_of, read_text
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
+from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.checkpoints.torch_legacy.rank_directories import Rank
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
-from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownFormat, shown
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
@@ -124,7 +124,7 @@ def _check_text(names: Iterable[str], fields: Mapping[str, Any], path: Path) -> 
         raise UnknownFormat(f"a model of NeMo without word embeddings (target: {target})", where=path, do=do)
 
 
-def _read_index(path: Path, files: Files) -> tuple[dcp.Index, bool]:
+def _read_index(path: Path, files: Files) -> tuple[dcp_metadata.Index, bool]:
     """What `model_weights` holds, and whether in zarr."""
 
     def whole(name: str) -> Span:
@@ -135,10 +135,10 @@ def _read_index(path: Path, files: Files) -> tuple[dcp.Index, bool]:
     marker = files[f"{_SHARDED}/{MARKER}"]
     backend = parse_json(read_text(marker), marker).get("sharded_backend")
     if backend == "zarr":
-        return dcp.Index(zarr.tensors_of(files, _SHARDED), {}), True
+        return dcp_metadata.Index(zarr.tensors_of(files, _SHARDED), {}), True
     if backend == "torch_dist":
-        metadata = whole(dcp.FILE)
-        return dcp.parse_index(metadata.read(), whole, metadata.path), False
+        metadata = whole(dcp_metadata.FILE)
+        return dcp_metadata.parse_index(metadata.read(), whole, metadata.path), False
     raise UnknownFormat(f"weights of NeMo in {shown(backend)}", where=path, do="Known: torch_dist, zarr.")
 
 

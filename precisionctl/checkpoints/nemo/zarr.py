@@ -10,9 +10,9 @@ import math
 import re
 from collections.abc import Iterator
 
-from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor
 from precisionctl.checkpoints.nemo.files import Files, read_text
-from precisionctl.checkpoints.torch_zip import Span
+from precisionctl.checkpoints.torch_files.dcp_metadata import DcpPiece, DcpTensor
+from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.untrusted.safe_json import parse_json

@@ -13,11 +13,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.chunks import Box
 from precisionctl.checkpoints.megatron.keys import expert_of, layer_of
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, OUTPUT, LogicalTensor, TensorPart, flat_boxes
 from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
+from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.dtypes import DType
 from precisionctl.param import KINDS, NOT_TRAINED, TensorSpec, kind_and_parameter, state_name
 
@@ -31,7 +31,7 @@ _ALIGNMENT = 64
 class _Bucket:
     """The flat tensors of a bucket: for each kind its length, its stored pieces, and the element where each begins."""
 
-    def __init__(self, tensors: Mapping[str, dcp.DcpTensor]) -> None:
+    def __init__(self, tensors: Mapping[str, dcp_metadata.DcpTensor]) -> None:
         self.length = tensors["param"].shape[0]
         self.dtypes = {kind: tensor.dtype for kind, tensor in tensors.items()}
         self.pieces = {kind: sorted(one.pieces, key=lambda piece: piece.offsets) for kind, one in tensors.items()}
@@ -41,7 +41,7 @@ class _Bucket:
         at = bisect_left(self.starts["param"], element)
         return at < len(self.starts["param"]) and self.starts["param"][at] == element
 
-    def within(self, kind: str, begin: int, end: int) -> list[dcp.DcpPiece]:
+    def within(self, kind: str, begin: int, end: int) -> list[dcp_metadata.DcpPiece]:
         """The pieces that have elements of `[begin, end)`."""
         first, last = bisect_right(self.starts[kind], begin) - 1, bisect_left(self.starts[kind], end)
         return self.pieces[kind][first:last]
@@ -74,7 +74,7 @@ def is_bucket(name: str) -> bool:
 
 
 def unpack_buckets(
-    stored: Mapping[str, dcp.DcpTensor], model: Mapping[str, LogicalTensor], kinds: Iterable[Modules]
+    stored: Mapping[str, dcp_metadata.DcpTensor], model: Mapping[str, LogicalTensor], kinds: Iterable[Modules]
 ) -> dict[str, LogicalTensor] | None:
     """The optimizer's tensors, `optimizer.state.<kind>.<parameter>`, for the model whose tensors are `model`.
 
@@ -93,9 +93,9 @@ _Buffers = dict[tuple[int, int, int], list[_Bucket]]
 """Buckets by optimizer (0: dense, 1: experts), model-parallel rank, and number of the buffer."""
 
 
-def _buffers(stored: Mapping[str, dcp.DcpTensor]) -> _Buffers:
+def _buffers(stored: Mapping[str, dcp_metadata.DcpTensor]) -> _Buffers:
     """The buckets of each buffer; empty unless all are there, flat, and of one dtype for each kind."""
-    found: dict[tuple[int, int, int], dict[int, dict[str, dcp.DcpTensor]]] = {}
+    found: dict[tuple[int, int, int], dict[int, dict[str, dcp_metadata.DcpTensor]]] = {}
     for key, tensor in stored.items():
         if match := _KEY.fullmatch(key):
             at = (int(match[1] or 0), int(match[2]), int(match[3]))

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.chunks import Box, Chunk, in_pieces, shard_boxes
 from precisionctl.checkpoints.megatron.keys import count_experts, expert_of, layer_of
 from precisionctl.checkpoints.output import lay_out_file
+from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip, torch_zip_writer
 from precisionctl.param import Parallelism, TensorSpec
 
 _ALIGNMENT = 64
@@ -32,7 +32,7 @@ class Placed:
     key: str
     box: Box
     record: torch_zip_writer.TensorArchive
-    piece: dcp.DcpPiece
+    piece: dcp_metadata.DcpPiece
 
     @property
     def path(self) -> Path:
@@ -88,7 +88,7 @@ class Placement:
                     number, offset, filled = number + 1, 0, 0
                     path = self._file(rank, number)
                 span = torch_zip.Span(path, offset, record.length)
-                piece = dcp.DcpPiece(box.offsets, box.sizes, span)
+                piece = dcp_metadata.DcpPiece(box.offsets, box.sizes, span)
                 self._placed.append(Placed(box.name, box.key, box.box, record, piece))
                 offset += -(-record.length // _ALIGNMENT) * _ALIGNMENT
                 filled += record.nbytes
@@ -105,7 +105,7 @@ class Placement:
         return found
 
     @cached_property
-    def stored(self) -> dict[str, dcp.DcpTensor]:
+    def stored(self) -> dict[str, dcp_metadata.DcpTensor]:
         """The stored (stacked) tensors by key: shape, dtype and all pieces."""
         pieces: dict[str, list[Placed]] = {}
         for each in self._placed:
@@ -116,7 +116,7 @@ class Placement:
             shape = tuple(map(max, zip(*ends, strict=True)))
             assert sum(math.prod(each.piece.sizes) for each in theirs) == math.prod(shape), key
             dtype = self._specs[theirs[0].name].dtype
-            stored[key] = dcp.DcpTensor(shape, dtype, tuple(each.piece for each in theirs))
+            stored[key] = dcp_metadata.DcpTensor(shape, dtype, tuple(each.piece for each in theirs))
         return stored
 
     @property

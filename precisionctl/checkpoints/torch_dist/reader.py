@@ -15,7 +15,6 @@ from typing import Any
 
 from precisionctl.architectures.towers_in_bridge import is_tower
 from precisionctl.architectures.wrappers import is_wrapper
-from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.adapter import bridge
 from precisionctl.checkpoints.base import NO_HINTS, WITH_REFERENCE, Container, Hints, Reader
 from precisionctl.checkpoints.chunks import Chunk, Chunked, chunk_files
@@ -46,6 +45,7 @@ from precisionctl.checkpoints.megatron.payloads import SavedPayload, payload_byt
 from precisionctl.checkpoints.megatron.provider import described_args, described_towers
 from precisionctl.checkpoints.megatron.towers import with_towers
 from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack_buckets
+from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
 from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.param import NOT_TRAINED, TensorSpec, kind_and_parameter
@@ -75,7 +75,7 @@ def _is_torch_dist(marker: Path, path: Path) -> bool:
     try:
         return parse_json(data, marker).get("sharded_backend") == "torch_dist"
     except DamagedCheckpoint:
-        if not (marker.parent / dcp.FILE).is_file():
+        if not (marker.parent / dcp_metadata.FILE).is_file():
             return False
         raise
 
@@ -99,7 +99,7 @@ class TorchDistReader(MegatronDirectory):
     """Whether a directory is a complete checkpoint."""
 
     def __init__(
-        self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS, index: dcp.Index | None = None
+        self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS, index: dcp_metadata.Index | None = None
     ) -> None:
         """`index` is what `path` holds, for a subclass that has read it; else it is looked for and read."""
         self.path, self.hints = path, hints
@@ -294,15 +294,15 @@ def _find(path: Path, iteration: int | None, complete: Callable[[Path], bool]) -
     return found, beside
 
 
-def _read_indices(directory: Path, optimizer: Path | None) -> dcp.Index:
+def _read_indices(directory: Path, optimizer: Path | None) -> dcp_metadata.Index:
     """What is stored in a directory, and in that of its optimizer."""
-    index = dcp.read_index(directory)
+    index = dcp_metadata.read_index(directory)
     if optimizer is None:
         return index
-    of_run = dcp.read_index(optimizer)
+    of_run = dcp_metadata.read_index(optimizer)
     if twice := index.tensors.keys() & of_run.tensors.keys():
         raise DamagedCheckpoint(f"`{min(twice)}` is there twice", where=optimizer)
-    return dcp.Index({**index.tensors, **of_run.tensors}, {**of_run.objects, **index.objects})
+    return dcp_metadata.Index({**index.tensors, **of_run.tensors}, {**of_run.objects, **index.objects})
 
 
 @dataclass(frozen=True)

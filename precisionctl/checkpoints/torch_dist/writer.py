@@ -14,10 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Chunk
-from precisionctl.checkpoints.companions import write_companions
+from precisionctl.checkpoints.hf_directory.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, RESHARDABLE, CarriedRun
 from precisionctl.checkpoints.megatron.fp8_state_writer import demanded, origin_entry, payloads_of, write_sidecar
@@ -25,6 +24,7 @@ from precisionctl.checkpoints.megatron.keys import COMMON, COMPANIONS, MARKER, O
 from precisionctl.checkpoints.megatron.logical import OPTIMIZER, with_plain_masters
 from precisionctl.checkpoints.megatron.provider import describes, write_run_config
 from precisionctl.checkpoints.torch_dist.placement import Placement, layers_differ
+from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip, torch_zip_writer
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.extra_state_writer import TeVersion
@@ -79,7 +79,7 @@ class TorchDistWriter:
         """Write objects, `.metadata`, common data, FP8 state, companion files, and last `metadata.json`."""
         payloads = fp8 if self._live else None
         stored = with_plain_masters(self._placement.stored)
-        dcp.write_index(self.directory, dcp.Index(stored, self._write_objects(payloads)))
+        dcp_metadata.write_index(self.directory, dcp_metadata.Index(stored, self._write_objects(payloads)))
         own_provider = any("post_layernorm" in name for name in self.specs)
         if describes(self.model) and not own_provider:
             write_run_config(self.directory, self._args, self.model)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.megatron.keys import expert_of
-from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
+from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor, skeleton
 from precisionctl.dtypes import DType
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint
 from precisionctl.param import KINDS, state_name

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.chunks import shard_boxes
-from precisionctl.checkpoints.encodings_file import EncodingsOnDemand
-from precisionctl.checkpoints.te_tensors import LocatedFp8Weight
+from precisionctl.checkpoints.hf_directory.encodings_file import EncodingsOnDemand
+from precisionctl.checkpoints.torch_files.te_tensors import LocatedFp8Weight
+from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor, read_located
 from precisionctl.checkpoints.torch_legacy.rank_shards import Shard, ShardedTensor
-from precisionctl.checkpoints.torch_zip import LocatedTensor, read_located
 from precisionctl.codes.elements import E4M3
 from precisionctl.codes.encoding import Encoding, by_rows, grid_shape, of_rows
 from precisionctl.dtypes import DType

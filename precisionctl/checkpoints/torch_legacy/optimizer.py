@@ -15,8 +15,8 @@ from typing import Any
 
 from precisionctl.checkpoints.megatron.carried_run import step_and_groups
 from precisionctl.checkpoints.megatron.keys import expert_of
-from precisionctl.checkpoints.torch_zip import LocatedTensor, read_located
-from precisionctl.checkpoints.torch_zip_writer import Blank, SmallTensor
+from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor, read_located
+from precisionctl.checkpoints.torch_files.torch_zip_writer import Blank, SmallTensor
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint
 from precisionctl.param import MOMENTS, NOT_TRAINED, state_name
 from precisionctl.torch_when_used import is_tensor

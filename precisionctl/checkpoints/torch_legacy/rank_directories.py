@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints import torch_zip
+from precisionctl.checkpoints.torch_files import torch_zip
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import Parallelism
 from precisionctl.untrusted.safe_files import check_file, check_link

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from precisionctl.checkpoints.chunks import Box, Chunk, read_rows
 from precisionctl.checkpoints.megatron.keys import expert_of
+from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor
 from precisionctl.checkpoints.torch_legacy.rank_directories import Rank
-from precisionctl.checkpoints.torch_zip import LocatedTensor
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import Parallel, Parallelism, TensorSpec

@@ -23,7 +23,8 @@ from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, count_experts, f
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, OUTPUT, is_indexed
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, payload_bytes
 from precisionctl.checkpoints.megatron.towers import with_towers
-from precisionctl.checkpoints.te_tensors import LocatedFp8Weight
+from precisionctl.checkpoints.torch_files.te_tensors import LocatedFp8Weight
+from precisionctl.checkpoints.torch_files.torch_zip import Inert, LocatedTensor, read_located
 from precisionctl.checkpoints.torch_legacy.buckets import FILE as BUCKETS
 from precisionctl.checkpoints.torch_legacy.buckets import bucket_tensors
 from precisionctl.checkpoints.torch_legacy.fp8_weights import Fp8Weights, codes_of, encodings_of
@@ -50,7 +51,6 @@ from precisionctl.checkpoints.torch_legacy.rank_shards import (
     check_replicas,
     gathered,
 )
-from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_located
 from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, damage, shown
 from precisionctl.param import (

@@ -14,21 +14,21 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
-from precisionctl.checkpoints import torch_zip_writer
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Chunk, shard_boxes, whole
-from precisionctl.checkpoints.companions import write_companions
+from precisionctl.checkpoints.hf_directory.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun
 from precisionctl.checkpoints.megatron.fp8_state_writer import demanded, grouped_payloads, origin_entry, write_sidecar
 from precisionctl.checkpoints.megatron.keys import COMPANIONS, OURS, count_experts, expert_of, layer_of, without_expert
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, OPTIMIZER, OUTPUT
 from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
+from precisionctl.checkpoints.torch_files import torch_zip_writer
+from precisionctl.checkpoints.torch_files.torch_zip_writer import Archive, Blank
 from precisionctl.checkpoints.torch_legacy.names import renumbered
 from precisionctl.checkpoints.torch_legacy.optimizer import optimizer_state
 from precisionctl.checkpoints.torch_legacy.rank_directories import FILE, places, rank_directory
 from precisionctl.checkpoints.torch_legacy.rank_shards import cut_for
-from precisionctl.checkpoints.torch_zip_writer import Archive, Blank
 from precisionctl.errors import MappingError, ShapeMismatch
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import Fp8States

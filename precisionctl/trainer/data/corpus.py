@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from precisionctl.checkpoints.companions import is_tokenizer, read_companions
+from precisionctl.checkpoints.hf_directory.companions import is_tokenizer, read_companions
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output, disk_problems, lock, open_kept, replace_file, sync
 from precisionctl.errors import DataError, OutputError

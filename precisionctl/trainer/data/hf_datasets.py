@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints.hub import unreachable
+from precisionctl.checkpoints.hf_directory.hub import unreachable
 from precisionctl.errors import DataError, EnvironmentProblem, PrecisionctlError, require_package
 from precisionctl.trainer.data.formats.base import Record, a_table_row
 from precisionctl.trainer.data.shapes import columns_to_read

@@ -21,9 +21,9 @@ from precisionctl.checkpoints.megatron.carried_run import (
     trainer_run_of,
 )
 from precisionctl.checkpoints.module import LiveModel
+from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader, TrainerRun, of_trainer
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.checkpoints.trainer_run import TrainedReader, TrainerRun, of_trainer
 from precisionctl.commands.source_notes import adapter_notes, unread_notes
 from precisionctl.conversion.convert import convert
 from precisionctl.dtypes import DType

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.chunks import chunk_files
-from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.hf_directory import encodings_file
+from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun, adam_in_megatron
 from precisionctl.checkpoints.megatron.keys import directory_name, write_tracker
 from precisionctl.checkpoints.megatron.towers import WithTowers

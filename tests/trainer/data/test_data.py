@@ -17,7 +17,7 @@ from conversations import (
 )
 
 from precisionctl.checkpoints.base import Companions
-from precisionctl.checkpoints.companions import read_companions
+from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.errors import DataError
 from precisionctl.tokens.tokenizer import open_tokenizer
 from precisionctl.trainer.data import Order, Rows, load_rows

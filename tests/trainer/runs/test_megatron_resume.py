@@ -18,10 +18,10 @@ from programs import MEGATRON, run_program
 from soaking import few
 from training import make_place, make_source, run, settings
 
-from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, MissingTensor, RecipeError, UnmappedTensor
 from precisionctl.recipe import load_recipe
 from precisionctl.reports.run import beginning
@@ -250,9 +250,9 @@ def test_an_optimizer_of_other_parameters_is_a_table_both_ways(megatron: Path, t
     source = tmp_path / "source"
     (megatron / "plain/iter_0000005").rename(source)
     try:
-        index = dcp.read_index(source)
+        index = dcp_metadata.read_index(source)
         renamed = {key.replace("exp_avg.decoder.layers.mlp", "exp_avg.mlp"): t for key, t in index.tensors.items()}
-        dcp.write_index(source, dcp.Index(renamed, index.objects))
+        dcp_metadata.write_index(source, dcp_metadata.Index(renamed, index.objects))
         made = settings(source, megatron / "text.txt", tmp_path / "run", **GOING_ON)
         with pytest.raises(MissingTensor) as caught:
             run(made)
@@ -262,7 +262,7 @@ def test_an_optimizer_of_other_parameters_is_a_table_both_ways(megatron: Path, t
         assert "  unexpected  optimizer.state.exp_avg.mlp.linear_fc2.weight" in lines
         assert "--skip optimizer" in caught.value.do
         assert not list((tmp_path / "run").glob("iter_*"))
-        dcp.write_index(source, index)
+        dcp_metadata.write_index(source, index)
     finally:
         source.rename(megatron / "plain/iter_0000005")
 
@@ -272,7 +272,7 @@ def test_what_no_optimizer_trains_needs_no_state_in_one(megatron: Path, tmp_path
     sizes = {"q_lora_rank": 32, "qk_rope_head_dim": 16}
     source = make_source(tmp_path / "hf", family="deepseek-v3", **sizes)
     _, finished, _ = run(settings(source, megatron / "text.txt", tmp_path / "first", train__steps=1))
-    keys = dcp.read_index(finished.checkpoint).tensors
+    keys = dcp_metadata.read_index(finished.checkpoint).tensors
     assert not any("optimizer" in key and "expert_bias" in key for key in keys)
     again = settings(finished.checkpoint, megatron / "text.txt", tmp_path / "second", train__steps=2, load="full")
     _, second, _ = run(again)

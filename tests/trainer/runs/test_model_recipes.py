@@ -15,8 +15,8 @@ from training import PLAIN_RECIPES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from precisionctl.architectures.families import from_hf_config
-from precisionctl.checkpoints.fused_experts import sliced
-from precisionctl.checkpoints.safetensors_file import StoredTensor
+from precisionctl.checkpoints.hf_directory.fused_experts import sliced
+from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor
 from precisionctl.dtypes import DType
 from precisionctl.errors import RecipeError
 from precisionctl.model.model_shape import ModelShape

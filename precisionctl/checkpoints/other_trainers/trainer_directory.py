@@ -8,7 +8,7 @@ from pathlib import Path
 
 from precisionctl.architectures.families import read_model
 from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints, Reader
-from precisionctl.checkpoints.companions import needed_hints, read_companions
+from precisionctl.checkpoints.hf_directory.companions import needed_hints, read_companions
 from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import CheckpointError
 from precisionctl.fp8 import sidecar

@@ -12,11 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from precisionctl.checkpoints import torch_zip
-from precisionctl.checkpoints.dcp import DcpTensor, Index
-from precisionctl.checkpoints.numbered_optimizer import parameters_by_number
-from precisionctl.checkpoints.torch_zip import Span
-from precisionctl.checkpoints.trainer_run import (
+from precisionctl.checkpoints.other_trainers.numbered_optimizer import parameters_by_number
+from precisionctl.checkpoints.other_trainers.trainer_run import (
     DIFFERENT_COUNTS,
     NO_COUNT,
     ParameterGroup,
@@ -24,6 +21,9 @@ from precisionctl.checkpoints.trainer_run import (
     not_adams,
     stored_group,
 )
+from precisionctl.checkpoints.torch_files import torch_zip
+from precisionctl.checkpoints.torch_files.dcp_metadata import DcpTensor, Index
+from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
 from precisionctl.param import MOMENTS, MOMENTUM, TensorSpec
 

@@ -14,14 +14,14 @@ from os.path import commonprefix
 from pathlib import Path
 
 from precisionctl.architectures.families import table_of
-from precisionctl.checkpoints import dcp, torchtitan
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import Chunk, whole
-from precisionctl.checkpoints.dcp_optimizer import split_off, with_names
-from precisionctl.checkpoints.fused_experts import stacks
+from precisionctl.checkpoints.dcp import torchtitan
+from precisionctl.checkpoints.dcp.dcp_optimizer import split_off, with_names
+from precisionctl.checkpoints.hf_directory.fused_experts import stacks
 from precisionctl.checkpoints.megatron.logical import LogicalTensor, check_whole, chunks_of, slices
-from precisionctl.checkpoints.trainer_directory import TrainerDirectory, says_its_model
-from precisionctl.checkpoints.trainer_run import (
+from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, says_its_model
+from precisionctl.checkpoints.other_trainers.trainer_run import (
     ParameterGroup,
     TrainerRun,
     adam_run,
@@ -29,6 +29,7 @@ from precisionctl.checkpoints.trainer_run import (
     trainer_step,
     with_parameters,
 )
+from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError
 from precisionctl.param import MOMENTUM, STATE, TensorSpec, state_name
 
@@ -60,7 +61,7 @@ _OF_MUON = (
 
 def directory_of(path: Path) -> Path | None:
     """The directory with `.metadata`: a path itself, or what accelerate has in it. None where there is none."""
-    return next((each for each in (path, path / ACCELERATE) if (each / dcp.FILE).is_file()), None)
+    return next((each for each in (path, path / ACCELERATE) if (each / dcp_metadata.FILE).is_file()), None)
 
 
 class DcpModelReader(TrainerDirectory):
@@ -74,7 +75,12 @@ class DcpModelReader(TrainerDirectory):
     container = "dcp"
 
     def __init__(
-        self, path: Path, directory: Path, index: dcp.Index, hints: Hints, index_of_optimizer: dcp.Index | None = None
+        self,
+        path: Path,
+        directory: Path,
+        index: dcp_metadata.Index,
+        hints: Hints,
+        index_of_optimizer: dcp_metadata.Index | None = None,
     ) -> None:
         super().__init__(path, hints, "a PyTorch checkpoint (DCP)", directory)
         weights, self._optimizer = split_off(index)
@@ -89,7 +95,7 @@ class DcpModelReader(TrainerDirectory):
         tensors = {"": self._logical(weights)}
         tensors |= {kind: self._logical(moments) for kind, moments in self._optimizer.moments.items()}
         for each in filter(None, (index, index_of_optimizer)):
-            dcp.check_apart(((n, piece.span) for n, one in each.tensors.items() for piece in one.pieces), path)
+            dcp_metadata.check_apart(((n, piece.span) for n, one in each.tensors.items() for piece in one.pieces), path)
         prefixes = {kind: state_name(kind, "") if kind else "" for kind in tensors}
         stored = {prefixes[kind] + name: one for kind, found in tensors.items() for name, one in found.items()}
         self._stored = DcpTensors(stored)
@@ -108,7 +114,7 @@ class DcpModelReader(TrainerDirectory):
             what = f"`{codes[0]}` is {self.specs[codes[0]].dtype}: FP8 codes in a DCP, which nothing says the scales of"
             raise CheckpointError(what, where=path, do="Save the weights in BF16.")
 
-    def _logical(self, named: Mapping[str, dcp.DcpTensor]) -> dict[str, LogicalTensor]:
+    def _logical(self, named: Mapping[str, dcp_metadata.DcpTensor]) -> dict[str, LogicalTensor]:
         """The tensors by name, without what wrappers put before it, one for each expert of a stack."""
         prefix = _wrapper(named)
         stored = {name.removeprefix(prefix): one for name, one in named.items()}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from precisionctl.checkpoints.safetensors_file import StoredTensor
+from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.param import TensorSpec

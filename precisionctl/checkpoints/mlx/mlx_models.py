@@ -5,8 +5,8 @@ from math import isclose
 from typing import Any
 
 from precisionctl.architectures.rope import yarn_mscale
-from precisionctl.checkpoints.mlx_config import DENSE_FIRST, WINDOWS_BUT_EACH, each_without_window
-from precisionctl.checkpoints.mlx_names import RENAMED
+from precisionctl.checkpoints.mlx.mlx_config import DENSE_FIRST, WINDOWS_BUT_EACH, each_without_window
+from precisionctl.checkpoints.mlx.mlx_names import RENAMED
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.untabled_model import UntabledModel

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import Chunk
-from precisionctl.checkpoints.flat import FlatTensor, FlatTensors
-from precisionctl.checkpoints.fused_experts import stacks
-from precisionctl.checkpoints.torch_zip import LocatedTensor
-from precisionctl.checkpoints.trainer_directory import TrainerDirectory
-from precisionctl.checkpoints.trainer_run import NO_COUNT, ParameterGroup, TrainerRun, adam_run
+from precisionctl.checkpoints.hf_directory.fused_experts import stacks
+from precisionctl.checkpoints.other_trainers.flat import FlatTensor, FlatTensors
+from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory
+from precisionctl.checkpoints.other_trainers.trainer_run import NO_COUNT, ParameterGroup, TrainerRun, adam_run
+from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint
 from precisionctl.param import STATE, TensorSpec, state_name
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from precisionctl.checkpoints.chunks import Chunk, whole
-from precisionctl.checkpoints.torch_zip import LocatedTensor
+from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor
 from precisionctl.param import TensorSpec
 
 

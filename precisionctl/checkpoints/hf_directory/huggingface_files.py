@@ -11,11 +11,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-from precisionctl.checkpoints import torch_zip, torch_zip_writer
 from precisionctl.checkpoints.chunks import Chunk, whole
-from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name, stored_tensor
+from precisionctl.checkpoints.hf_directory.fused_experts import sliced, stacked, stored_name, stored_tensor
+from precisionctl.checkpoints.hf_directory.safetensors_file import (
+    LONGEST_NAME,
+    StoredTensor,
+    make_header,
+    read_header,
+    split_shards,
+)
 from precisionctl.checkpoints.output import lay_out_file
-from precisionctl.checkpoints.safetensors_file import LONGEST_NAME, StoredTensor, make_header, read_header, split_shards
+from precisionctl.checkpoints.torch_files import torch_zip, torch_zip_writer
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
 from precisionctl.sizes import listed

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.output import lay_out_file
-from precisionctl.checkpoints.torch_zip_records import ALIGNMENT, lay_out_records
+from precisionctl.checkpoints.torch_files.torch_zip_records import ALIGNMENT, lay_out_records
 from precisionctl.dtypes import DType
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.pickle_writer import Global, PersistentId, PickledObject, dumps, dumps_with_memo

@@ -9,8 +9,8 @@ from typing import Any
 from precisionctl.architectures.families import to_hf_config
 from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints.base import Companions
-from precisionctl.checkpoints.companions import to_json, write_companions
-from precisionctl.checkpoints.encodings_file import without_quantization
+from precisionctl.checkpoints.hf_directory.companions import to_json, write_companions
+from precisionctl.checkpoints.hf_directory.encodings_file import without_quantization
 from precisionctl.dtypes import DType
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States

@@ -185,7 +185,7 @@ class HubName:
         import tempfile
         from concurrent.futures import ThreadPoolExecutor
 
-        from precisionctl.checkpoints.safetensors_file import read_header  # takes NumPy with it
+        from precisionctl.checkpoints.hf_directory.safetensors_file import read_header  # takes NumPy with it
 
         target = self._headers_at(snapshot.name)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="partial-", ignore_cleanup_errors=True) as folder:
@@ -222,7 +222,7 @@ class HubName:
         """The bytes of a safetensors file before its values. Raises DamagedCheckpoint where they cannot be a header."""
         from huggingface_hub import hf_hub_url
 
-        from precisionctl.checkpoints.safetensors_file import LONGEST_HEADER  # takes NumPy with it
+        from precisionctl.checkpoints.hf_directory.safetensors_file import LONGEST_HEADER  # takes NumPy with it
 
         url = hf_hub_url(self.repo, name, revision=commit)
         found = _first_bytes(url, _FIRST_REQUEST)
@@ -343,7 +343,10 @@ def needed_files(names: Sequence[str], where: object, *, weights: bool = True) -
     our own FP8 state. Code and other files in folders are left out. Without `weights`, only the files beside the
     weights. Raises CheckpointError if there are no weights in one of these formats.
     """
-    from precisionctl.checkpoints.companions import CHAT_TEMPLATE, kind_of  # takes NumPy with it: `--help` does without
+    from precisionctl.checkpoints.hf_directory.companions import (  # takes NumPy with it: `--help` does without
+        CHAT_TEMPLATE,
+        kind_of,
+    )
 
     top = [name for name in names if "/" not in name]
     kinds_of = {name: kind_of(name) for name in top}

@@ -14,14 +14,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, no_iterations
 from precisionctl.checkpoints.chunks import Chunk
-from precisionctl.checkpoints.dcp_model import ACCELERATE, ACCELERATE_OPTIMIZER, DcpModelReader, directory_of
+from precisionctl.checkpoints.dcp.dcp_model import ACCELERATE, ACCELERATE_OPTIMIZER, DcpModelReader, directory_of
 from precisionctl.checkpoints.megatron.keys import MARKER
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, MASTER
+from precisionctl.checkpoints.other_trainers.trainer_run import count_of_updates, different_counts
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.checkpoints.trainer_run import count_of_updates, different_counts
+from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
 from precisionctl.dtypes import DType
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError
 from precisionctl.param import TensorSpec, state_name
@@ -30,7 +30,7 @@ from precisionctl.untrusted.safe_files import check_link
 
 def _is_complete(directory: Path) -> bool:
     """Whether a directory has PyTorch's index and not Megatron's marker."""
-    return (directory / dcp.FILE).is_file() and not (directory / MARKER).exists()
+    return (directory / dcp_metadata.FILE).is_file() and not (directory / MARKER).exists()
 
 
 _SETTING = re.compile(r"optimizer\.param_to_group_meta\.(.+)\.(\w+)")
@@ -108,7 +108,7 @@ def open_reader(
     directory = directory_of(path)
     if directory is not None:
         check_link(directory, path)
-        index = dcp.read_index(directory)
+        index = dcp_metadata.read_index(directory)
         if not any(key.endswith(EMBEDDING) for key in index.tensors):
             if iteration is not None:
                 raise no_iterations(path)
@@ -116,13 +116,13 @@ def open_reader(
             if directory == path or not _is_complete(apart):
                 return DcpModelReader(path, directory, index, hints)
             check_link(apart, path)
-            return DcpModelReader(path, directory, index, hints, dcp.read_index(apart))
+            return DcpModelReader(path, directory, index, hints, dcp_metadata.read_index(apart))
     return FsdpDtensorReader(path, iteration, hints)
 
 
 CONTAINER = Container(
     recognise,
     open_reader,
-    f"{dcp.FILE} of a PyTorch checkpoint (DCP) with names of Hugging Face or Megatron-FSDP, there, in {ACCELERATE} or "
-    "in an iteration's directory",
+    f"{dcp_metadata.FILE} of a PyTorch checkpoint (DCP) with names of Hugging Face or Megatron-FSDP, there, in "
+    f"{ACCELERATE} or in an iteration's directory",
 )

@@ -16,7 +16,7 @@ from typing import Any
 
 from precisionctl.checkpoints.decoded.mlx_codes import METHOD
 from precisionctl.checkpoints.decoded.mlx_parts import PART
-from precisionctl.checkpoints.safetensors_file import StoredTensor, header_has, read_described
+from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor, header_has, read_described
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.param import TensorSpec

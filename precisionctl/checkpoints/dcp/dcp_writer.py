@@ -8,13 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Chunk
-from precisionctl.checkpoints.config_json import config_of_values, write_beside
-from precisionctl.checkpoints.fused_experts import stored_name
+from precisionctl.checkpoints.hf_directory.config_json import config_of_values, write_beside
+from precisionctl.checkpoints.hf_directory.fused_experts import stored_name
+from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun
 from precisionctl.checkpoints.torch_dist.placement import Placement
-from precisionctl.checkpoints.trainer_run import TrainerRun
+from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip, torch_zip_writer
 from precisionctl.dtypes import DType
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import ONE_RANK, TensorSpec, kind_and_parameter, state_name
@@ -94,11 +94,13 @@ class DcpWriter:
                 if shape is None:
                     objects[key] = span
                 else:
-                    tensors[key] = dcp.DcpTensor(shape, DType.float32, (dcp.DcpPiece(shape, shape, span),))
+                    tensors[key] = dcp_metadata.DcpTensor(
+                        shape, DType.float32, (dcp_metadata.DcpPiece(shape, shape, span),)
+                    )
                 offset += file.write(record)
         config = config_of_values(self._companions, self._config, self.specs)
         write_beside(self.directory, self._companions, config, fp8)
-        dcp.write_index(self.directory, dcp.Index(tensors, objects), self._paths)
+        dcp_metadata.write_index(self.directory, dcp_metadata.Index(tensors, objects), self._paths)
 
     def _small_entries(self) -> Iterator[tuple[tuple[str | int, ...], bytes, tuple[int, ...] | None]]:
         """Yield the optimizer's small entries, each with its path in the state dict, its archive and its shape (None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_located
+from precisionctl.checkpoints.torch_files.torch_zip import Inert, LocatedTensor, read_located
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, shown
 from precisionctl.param import MOMENTS, TensorSpec
 from precisionctl.sizes import counted

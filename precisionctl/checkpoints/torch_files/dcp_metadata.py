@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints.torch_zip import Span
+from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.untrusted import safe_pickle

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from precisionctl.checkpoints import dtensors, te_tensors
+from precisionctl.checkpoints.torch_files import dtensors, te_tensors
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.sizes import size

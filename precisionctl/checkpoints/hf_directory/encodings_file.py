@@ -15,8 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import Chunk, Chunked, read_tensor, whole
+from precisionctl.checkpoints.hf_directory.safetensors_file import (
+    DTYPES,
+    NAMES,
+    StoredTensor,
+    make_header,
+    read_described,
+)
 from precisionctl.checkpoints.output import sync
-from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, StoredTensor, make_header, read_described
 from precisionctl.codes.elements import E4M3, FP8, Packing
 from precisionctl.codes.encoding import Encoding, grid_shape
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.chunks import Chunk, whole
-from precisionctl.checkpoints.fused_experts import stored_name
-from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
-from precisionctl.checkpoints.trainer_run import (
+from precisionctl.checkpoints.hf_directory.fused_experts import stored_name
+from precisionctl.checkpoints.other_trainers.trainer_run import (
     TrainerRun,
     adam_run,
     count_of_updates,
@@ -24,6 +23,7 @@ from precisionctl.checkpoints.trainer_run import (
     not_adams,
     stored_group,
 )
+from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor, skeleton
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import NOT_TRAINED, TensorSpec, state_name
 from precisionctl.untrusted.safe_files import check_link
