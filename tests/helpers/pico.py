@@ -1045,10 +1045,13 @@ def first_of_each(kinds: Callable[[str], set[Any]], families: Iterable[str] = FA
     return chosen
 
 
-def representing(kinds: Callable[[str], set[Any]], families: Iterable[str] = FAMILIES) -> list[Any]:
-    """Parameters of a slow test: families. All but the first of each of the `kinds` are marked `soak`: they run in
-    `make soak` alone."""
-    first, families = first_of_each(kinds, families), list(families)
+def representing(
+    kinds: Callable[[str], set[Any]], families: Iterable[str] = FAMILIES, *, most: int | None = None
+) -> list[Any]:
+    """Parameters of a slow test: families. All but the first of each of the `kinds`, and those behind `most` of them,
+    are marked `soak`: they run in `make soak` alone."""
+    families = list(families)
+    first = first_of_each(kinds, families)[:most]
     return [pytest.param(family, marks=[] if family in first else [pytest.mark.soak]) for family in families]
 
 
