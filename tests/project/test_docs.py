@@ -9,6 +9,7 @@ import pytest
 from repository import ROOT
 
 from precisionctl.architectures.families import supported
+from precisionctl.architectures.wrappers import WRAPPERS
 from precisionctl.cli import main
 from precisionctl.commands.request import MLX, TE
 from precisionctl.engines.base import engines
@@ -87,7 +88,10 @@ def test_the_readme_names_all_that_is_supported_and_nothing_else():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (.*?) \| (.*) \|$", text, re.MULTILINE)
     named = {first: set(re.findall(r"`([\w-]+)`", second)) for first, second in rows}
-    assert named["families (`model_type`)"] == supported().keys()
+    (families,), (wrappers,) = (
+        re.findall(rf"^\| {each} \| .*?(\d+) ", text, re.MULTILINE) for each in ("families", "wrappers")
+    )
+    assert [int(families), int(wrappers)] == [len(supported()), len(WRAPPERS)]
     of_models = {
         f"{name}{kind}"
         for name in named["bundled recipes for a model, as `-cpt` and `-sft`"]
