@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from precisionctl.model.model_parts import MoE
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, add_post_layernorm, norm_of, post_norm_of
 from precisionctl.trainer.backends.bf16_products import product
@@ -19,6 +20,9 @@ from precisionctl.trainer.model.recurrent.gated_delta_net import GatedDeltaNetAt
 from precisionctl.trainer.model.recurrent.kimi_delta_attention import KimiDeltaAttention
 from precisionctl.trainer.model.recurrent.short_convolution import ShortConvolution
 
+TokenMixer = SelfAttention | MLASelfAttention | GatedDeltaNetAttention | KimiDeltaAttention | ShortConvolution
+"""What a layer has for attention, or in its place."""
+
 
 class Layer(ResidualLayer):
     """Attention and MLP, each added to the residual stream.
@@ -33,61 +37,67 @@ class Layer(ResidualLayer):
     def __init__(self, name: str, model: ModelShape, number: int, backend: Backend, recompute: bool = False) -> None:
         super().__init__(model, number, backend, recompute)
         model = model.normed_as(number)
-        norm, size = norm_of(model), model.hidden_size
+        moe = model.moe if model.has_experts(number) else None
         self.parallel_residual = model.parallel_residual
-        kda = model.gdn is not None and model.gdn.kda
         of_gate = model.has_attention(number) and model.linear_gate
-        separate = model.mla or model.one_layernorm or of_gate or (kda and model.has_delta_net(number))
+        of_kda = model.gdn is not None and model.gdn.kda and model.has_delta_net(number)
+        separate = model.mla or model.one_layernorm or of_gate or of_kda
         self.input_layernorm = self._norm(model, backend) if separate else nn.Identity()
-        self.self_attention: (
-            SelfAttention | MLASelfAttention | GatedDeltaNetAttention | KimiDeltaAttention | ShortConvolution
-        )
-        if model.gdn and model.has_delta_net(number):
-            delta_net = KimiDeltaAttention if kda else GatedDeltaNetAttention
-            self.self_attention = delta_net(f"{name}.self_attention", model, model.gdn, backend)
-        elif model.short_conv and model.has_short_conv(number):
-            self.self_attention = ShortConvolution(f"{name}.self_attention", model, model.short_conv, backend)
-        elif model.mla:
-            self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, number, backend)
-        else:
-            attention, shares_kv = model.attention_of(self.kind.in_window), model.shares_kv(number)
-            msa = model.msa if model.has_indexer(number) else None
-            self.self_attention = SelfAttention(f"{name}.self_attention", attention, backend, shares_kv, msa)
+        self.self_attention = self._attention(f"{name}.self_attention", model, number, backend)
         later = range(number + 1, model.num_layers)
         self.kv_is_read = any(model.kv_layer(layer) == number for layer in later)
-        moe = model.moe if model.has_experts(number) else None
         own_norm = moe and not moe.own_norms and model.pre_layernorms and not model.one_layernorm
         self.pre_mlp_layernorm = self._norm(model, backend) if own_norm else nn.Identity()
         self.mlp: MLP | MoELayer
         if moe:
             self.mlp = MoELayer(f"{name}.mlp", model, moe, backend)
         else:
-            fused = norm if model.fused_layernorms else None
+            fused = norm_of(model) if model.fused_layernorms else None
             self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_size(number), fused)
         self.post_attention_residual_gate, self.post_feedforward_residual_gate = (
-            ResidualGate(size, model.residual_gate_temperature, backend) if model.residual_gate_temperature else None
+            ResidualGate(model.hidden_size, model.residual_gate_temperature, backend)
+            if model.residual_gate_temperature
+            else None
             for _ in range(2)
         )
-        if model.post_layernorms:
-            made, norm = self.self_attention, post_norm_of(model)
-            given = made.linear_proj if isinstance(made, SelfAttention | MLASelfAttention) else made.out_proj
-            plain = nn.RMSNorm(size, norm.epsilon, elementwise_affine=False)
-            add_post_layernorm(given, plain if model.scaled_post_layernorms else backend.norm(size, norm))
-            last = self.mlp if isinstance(self.mlp, MoELayer) else self.mlp.linear_fc2
-            scaled = ScaledNorm(size, norm, backend) if model.scaled_post_layernorms else backend.norm(size, norm)
-            add_post_layernorm(last, scaled)
-        elif moe and moe.post_layernorm:
-            add_post_layernorm(self.mlp, backend.norm(size, norm))
-        elif model.stores_unused and model.moe and model.moe.post_layernorm:
-            self.mlp.unused_post_layernorm = backend.norm(size, norm).requires_grad_(False)
+        self._add_post_layernorms(model, moe, backend)
         ones = torch.ones(1, dtype=backend.dtype, device=backend.device)
         self.layer_scalar = nn.Parameter(ones, requires_grad=False) if model.layer_scalar else None
         self.per_layer_input_gate: nn.Linear | None = None
         if model.per_layer_embed_dim:
-            self.per_layer_input_gate = plain_linear(size, model.per_layer_embed_dim, backend)
-            self.per_layer_projection = plain_linear(model.per_layer_embed_dim, size, backend)
-            self.post_per_layer_input_norm = backend.norm(size, norm)
+            self.per_layer_input_gate = plain_linear(model.hidden_size, model.per_layer_embed_dim, backend)
+            self.per_layer_projection = plain_linear(model.per_layer_embed_dim, model.hidden_size, backend)
+            self.post_per_layer_input_norm = backend.norm(model.hidden_size, post_norm_of(model))
             self.activation = ACTIVATIONS[model.activation]
+
+    def _attention(self, name: str, model: ModelShape, number: int, backend: Backend) -> TokenMixer:
+        """The attention of this layer, or what stands in its place."""
+        if model.gdn and model.has_delta_net(number):
+            delta_net = KimiDeltaAttention if model.gdn.kda else GatedDeltaNetAttention
+            return delta_net(name, model, model.gdn, backend)
+        if model.short_conv and model.has_short_conv(number):
+            return ShortConvolution(name, model, model.short_conv, backend)
+        if model.mla:
+            return MLASelfAttention(name, model, model.mla, number, backend)
+        msa = model.msa if model.has_indexer(number) else None
+        of_kind = model.attention_of(self.kind.in_window)
+        return SelfAttention(name, of_kind, backend, model.shares_kv(number), msa)
+
+    def _add_post_layernorms(self, model: ModelShape, moe: MoE | None, backend: Backend) -> None:
+        """Make the norms of what attention and MLP give."""
+        size, norm = model.hidden_size, norm_of(model)
+        if model.post_layernorms:
+            norm = post_norm_of(model)
+            scaled, made = model.scaled_post_layernorms, self.self_attention
+            given = made.linear_proj if isinstance(made, SelfAttention | MLASelfAttention) else made.out_proj
+            plain = nn.RMSNorm(size, norm.epsilon, elementwise_affine=False)
+            add_post_layernorm(given, plain if scaled else backend.norm(size, norm))
+            last = self.mlp if isinstance(self.mlp, MoELayer) else self.mlp.linear_fc2
+            add_post_layernorm(last, ScaledNorm(size, norm, backend) if scaled else backend.norm(size, norm))
+        elif moe and moe.post_layernorm:
+            add_post_layernorm(self.mlp, backend.norm(size, norm))
+        elif model.stores_unused and model.moe and model.moe.post_layernorm:
+            self.mlp.unused_post_layernorm = backend.norm(size, norm).requires_grad_(False)
 
     @staticmethod
     def _norm(model: ModelShape, backend: Backend) -> nn.Module:
