@@ -254,6 +254,17 @@ def test_files_of_one_model_are_read_together_by_any_of_them_or_their_directory(
         open_checkpoint(first)
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_file_elsewhere_is_read_only_if_it_is_the_one_that_was_named(tmp_path: Path, number: int) -> None:
+    split(tmp_path / "split")
+    moved = tmp_path / "split" / f"llama-0000{number}-of-00002.gguf"
+    moved.symlink_to(moved.rename(tmp_path / "elsewhere.gguf"))
+    assert len(open_checkpoint(moved).files) == 2
+    for path in (tmp_path / "split", tmp_path / "split" / f"llama-0000{3 - number}-of-00002.gguf"):
+        with pytest.raises(DamagedCheckpoint, match=f"a symbolic link leads out of the directory.*0000{number}-of"):
+            open_checkpoint(path)
+
+
 @pytest.mark.parametrize("pattern", [3, [True, True, False, True, True, False]], ids=["number", "list"])
 def test_windows_are_listed_or_all_but_every_so_many(pattern: object) -> None:
     sizes = dict.fromkeys(("head_count", "head_count_kv", "key_length", "value_length", "sliding_window"), 8)

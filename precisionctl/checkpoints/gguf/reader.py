@@ -135,14 +135,15 @@ class GgufReader:
 
 def _files_of(path: Path) -> list[Path]:
     """The files of the model at a path, in order. Raises UnknownFormat where a directory has several models,
-    DamagedCheckpoint where files of one are missing."""
-    if path.is_dir():
+    DamagedCheckpoint where files of one are missing, or are links out of their directory: the one that was named may
+    be."""
+    is_named = not path.is_dir()
+    if not is_named:
         there = sorted(path.glob("*.gguf"))[:_MOST_FILES]
         firsts = [each for each in there if not (match := _SPLIT.fullmatch(each.name)) or int(match[2]) == 1]
         if len(firsts) != 1:
             what = f"{len(firsts)} models in GGUF: {listed(each.name for each in firsts)}"
             raise UnknownFormat(what, where=path, do="Give the file of the one that is meant, or its first file.")
-        check_link(firsts[0], path)
         path = firsts[0]
     match = _SPLIT.fullmatch(path.name)
     if match is None or int(match[3]) == 0:
@@ -151,6 +152,8 @@ def _files_of(path: Path) -> list[Path]:
         numbers = range(1, min(int(match[3]), _MOST_FILES) + 1)
         files = [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in numbers]
     for file in files:
+        if not (is_named and file == path):
+            check_link(file, path.parent)
         check_file(file)
     return files
 
