@@ -163,7 +163,7 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
     ),
     help="FP8: static (recorded input scales), dynamic (per token), block (per 128 values), mxfp8 (per 32). Four bits: "
     "nvfp4 (recorded input scales), mxfp4 (per 32), nvfp4a16 and w4a16 (weights only). Default: the best FP8 scheme. "
-    "For llama.cpp: bf16 (the default), f16, q8_0, q4_0; mxfp4 keeps such codes of the source, as gpt-oss has. "
+    "For llama.cpp: bf16 (the default), f16, q8_0, q4_0; mxfp4 and nvfp4 keep such codes of the source. "
     "For mlx: bf16 (the default), f16, 4bit, 8bit, mxfp4, mxfp8, nvfp4.",
 )
 @click.option(

@@ -140,10 +140,10 @@ class CodesInRows(Packing, Cast):
 
 
 @dataclass(frozen=True)
-class OfMxfp4(Packing, ABC):
-    """A packing of MXFP4 with its exponents, in which such codes are kept as they are."""
+class KeptCodes(Packing, ABC):
+    """A packing of four-bit codes with the scales of their groups, in which such codes are kept as they are."""
 
     @abstractmethod
-    def rows_of(self, codes: Tensor, exponents: Tensor) -> Tensor:
+    def rows_of(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Rows `[rows, row_bytes]`, of bytes of two codes each, the first in the low half, `[rows, columns / 2]`, and
-        exponents as bytes for 32 of them, `[rows, columns / 32]`."""
+        bytes of scales, `[rows, groups]`."""

@@ -1,7 +1,7 @@
 """Codes in ggml's blocks: each has its scale before its codes, so a row of values is a row of bytes.
 
-Source: ggml's ggml-quants.c (quantize_row_q8_0_ref, quantize_row_q4_0_ref), ggml-common.h (block_mxfp4). How blocks are
-laid out and decoded is in `ggml_formats.py`.
+Source: ggml's ggml-quants.c (quantize_row_q8_0_ref, quantize_row_q4_0_ref), ggml-common.h (block_mxfp4, block_nvfp4).
+How blocks are laid out and decoded is in `ggml_formats.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from precisionctl.codes.elements import E2M1, INT4, INT8, CodesInRows, OfMxfp4, Packing
+from precisionctl.codes.elements import E2M1, INT4, INT8, CodesInRows, KeptCodes, Packing
 from precisionctl.codes.ggml_formats import named
 from precisionctl.dtypes import DType
 from precisionctl.torch_when_used import torch
@@ -94,14 +94,30 @@ def blocks_of(form: BlockFormat) -> GgmlBlocks:
     return GgmlBlocks(form.name, element, DType.uint8, format=form, encoded=encoded, most=most)
 
 
-class _Mxfp4Blocks(BlocksInRows, OfMxfp4):
-    """In a block code i is in the low half of byte i, code 16 + i in its high half."""
+class _Mxfp4Blocks(BlocksInRows, KeptCodes):
+    """A scale and the codes under it."""
 
-    def rows_of(self, codes: Tensor, exponents: Tensor) -> Tensor:
-        pairs = codes.reshape(-1, 16)
-        low, high = torch.stack((pairs & 15, pairs >> 4), 2).view(-1, 2, 16).unbind(1)
-        return torch.cat([exponents.reshape(-1, 1), low | (high << 4)], 1).view(len(codes), -1)
+    def rows_of(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return torch.cat([scales.reshape(-1, 1), _halves(codes, 32)], 1).view(len(codes), -1)
+
+
+class _Nvfp4Blocks(BlocksInRows, KeptCodes):
+    """Four scales, and 16 codes under each, in turn. A global scale is another tensor. ggml's scales have no sign, and
+    one that is below zero is in no Encoding that is read."""
+
+    def rows_of(self, codes: Tensor, scales: Tensor) -> Tensor:
+        unsigned = scales.reshape(-1, 4) & 0x7F
+        return torch.cat([unsigned, _halves(codes, 16).view(-1, 32)], 1).view(len(codes), -1)
+
+
+def _halves(codes: Tensor, group: int) -> Tensor:
+    """Codes of groups `[groups, group / 2]` as ggml has them: code i is in the low half of byte i, and the one that is
+    half a group behind it in the high half."""
+    pairs = codes.reshape(-1, group // 2)
+    low, high = torch.stack((pairs & 15, pairs >> 4), 2).view(-1, 2, group // 2).unbind(1)
+    return low | (high << 4)
 
 
 MXFP4 = _Mxfp4Blocks("MXFP4", E2M1, DType.uint8, format=named("MXFP4"))
+NVFP4 = _Nvfp4Blocks("NVFP4", E2M1, DType.uint8, format=named("NVFP4"))
 """Blocks that are not made of values, but of such codes as they are."""

@@ -28,13 +28,15 @@ _K = 256
 @dataclass(frozen=True)
 class BlockFormat:
     """One of ggml's formats. A block of `values` values is a record of these `fields`, little-endian; `decode` makes
-    FP32 `[blocks, values]` of records `[blocks]`. Of plain numbers, `dtype` is theirs, and a block is one of them."""
+    FP32 `[blocks, values]` of records `[blocks]`. Of plain numbers, `dtype` is theirs, and a block is one of them. With
+    `has_global_scale` scales are multiplied by one that is another tensor, which `decode` takes too."""
 
     name: str
     values: int
     fields: Sequence[tuple[Any, ...]] = field(repr=False, compare=False)
-    decode: Callable[[Array], Array] = field(repr=False, compare=False, default=lambda blocks: blocks)
+    decode: Callable[..., Array] = field(repr=False, compare=False, default=lambda blocks: blocks)
     dtype: DType | None = None
+    has_global_scale: bool = False
 
     @property
     def size(self) -> int:
@@ -45,9 +47,11 @@ class BlockFormat:
     def _record(self) -> np.dtype[Any]:
         return np.dtype(list(self.fields))
 
-    def values_of(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+    def values_of(self, rows: NDArray[np.uint8], global_scale: float = 1.0) -> NDArray[np.float32]:
         """FP32 `[rows, columns]` of the bytes of whole blocks, `[rows, bytes]`, contiguous."""
-        found: NDArray[np.float32] = self.decode(rows.reshape(-1).view(self._record)).reshape(len(rows), -1)
+        blocks = rows.reshape(-1).view(self._record)
+        decoded = self.decode(blocks, _FLOATS(global_scale)) if self.has_global_scale else self.decode(blocks)
+        found: NDArray[np.float32] = decoded.reshape(len(rows), -1)
         return found
 
 
@@ -152,6 +156,22 @@ def _mxfp4(blocks: Array) -> Array:
     return _scaled(halves[:, None], _E2M1_DOUBLED[_nibbles(blocks)])
 
 
+def _number_of_e4m3(code: int) -> float:
+    """That of a scale, whose sign ggml ignores, and of which NaN is 0 (ggml-impl.h, ggml_ue4m3_to_fp32)."""
+    exponent, fraction = code >> 3 & 15, (code & 7) / 8
+    number = (1 + fraction) * 2.0 ** (exponent - 7) if exponent else fraction * 2.0**-6
+    return 0.0 if code == 0x7F else number
+
+
+_E4M3 = np.array([_number_of_e4m3(code) for code in range(256)], _FLOATS)
+
+
+def _nvfp4(blocks: Array, global_scale: np.float32) -> Array:
+    """Scales are multiplied first, as ModelOpt and compressed-tensors do; ggml multiplies results by the global one."""
+    halves = _E4M3[blocks["d"]] * global_scale * _FLOATS(0.5)
+    return _scaled(halves, _E2M1_DOUBLED[_codes(blocks["qs"], 4, 8)])
+
+
 def _iq4_xs(blocks: Array) -> Array:
     high = blocks["scales_h"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16) & np.uint16(3)
     low = _codes(blocks["scales_l"], 4, 1)
@@ -196,6 +216,7 @@ FORMATS: Mapping[int, BlockFormat] = {
     ),
     23: BlockFormat("IQ4_XS", _K, [_D, ("scales_h", "<u2"), ("scales_l", _BYTES, 4), ("qs", _BYTES, 128)], _iq4_xs),
     39: BlockFormat("MXFP4", 32, [("e", _BYTES), ("qs", _BYTES, 16)], _mxfp4),
+    40: BlockFormat("NVFP4", 64, [("d", _BYTES, 4), ("qs", _BYTES, 32)], _nvfp4, has_global_scale=True),
 }
 """By ggml's number of the type (ggml.h, ggml_type)."""
 
@@ -216,12 +237,10 @@ UNREAD = {
     29: "IQ1_M",
     34: "TQ1_0",
     35: "TQ2_0",
-    40: "NVFP4",
     41: "Q1_0",
     42: "Q2_0",
 }
-"""Those that are refused by their names: what is looked up in tables of a thousand numbers, is no weight, or has a
-scale in a tensor of its own."""
+"""Those that are refused by their names: what is looked up in tables of a thousand numbers, or is no weight."""
 
 
 def named(name: str) -> BlockFormat:

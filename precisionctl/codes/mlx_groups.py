@@ -11,7 +11,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from precisionctl.codes import nibbles, numerics
-from precisionctl.codes.elements import E2M1, E4M3, INT4, INT8, CodesInRows, Element, OfMxfp4
+from precisionctl.codes.elements import E2M1, E4M3, INT4, INT8, CodesInRows, Element, KeptCodes
 from precisionctl.dtypes import DType
 from precisionctl.torch_when_used import torch
 
@@ -115,11 +115,11 @@ def mlx_groups(mode: str, bits: int, group: int, values: DType) -> MlxGroups:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _KeptMxfp4(MlxGroups, OfMxfp4):
+class _KeptMxfp4(MlxGroups, KeptCodes):
     """MXFP4 of such codes as they are."""
 
-    def rows_of(self, codes: Tensor, exponents: Tensor) -> Tensor:
-        return torch.cat([codes, exponents], 1)
+    def rows_of(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return torch.cat([codes, scales], 1)
 
 
 MXFP4 = _KeptMxfp4(

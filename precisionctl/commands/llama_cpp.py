@@ -3,7 +3,7 @@
 import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +12,30 @@ import numpy as np
 from precisionctl.checkpoints.base import Companions, Reader, packings_of
 from precisionctl.checkpoints.gguf.families import of_llama_cpp
 from precisionctl.checkpoints.gguf.family import GgufFamily
+from precisionctl.checkpoints.gguf.global_scales import scale_tensors
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
 from precisionctl.checkpoints.gguf.rope_keys import BETAS
 from precisionctl.checkpoints.gguf.rotary_tensors import rotary_tensors
 from precisionctl.checkpoints.gguf.writer import GgufContents
 from precisionctl.checkpoints.hf_directory.companions import LICENCE
 from precisionctl.checkpoints.hf_directory.config_json import config_dtype, made_config
+from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice
-from precisionctl.codes.ggml_blocks import MXFP4
+from precisionctl.codes.ggml_blocks import NVFP4, BlocksInRows
 from precisionctl.commands.build import Result
 from precisionctl.commands.request import LLAMA_CPP, Gguf
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
-from precisionctl.export.gguf_plan import FILE_TYPES, in_gguf
+from precisionctl.export.gguf_plan import FILE_TYPES, KEPT, GgufType, in_gguf
 from precisionctl.export.gguf_tokenizer import tokenizer_metadata
 from precisionctl.export.model_card import NAME, Card, path_in_command
+from precisionctl.export.weight_encodings import stored_weight_encodings
 from precisionctl.model.model_parts import config_parts
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.planning.plan import Plan
-from precisionctl.sizes import counted
+from precisionctl.sizes import counted, listed
 from precisionctl.untrusted.safe_json import parse_json
 
 
@@ -45,11 +48,16 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
     model, reader = source.plan.model, source.reader
     family = of_llama_cpp(model)  # first, as no type and no tokenizer would help
     type_ = kind.scheme or ("f16" if config_dtype(source.plan.targets) == DType.float16.value else "bf16")
-    codes = {name for name, packing in packings_of(reader).items() if packing.name == MXFP4.name}
-    if type_ == "mxfp4" and not codes:
-        do = "Choose --scheme bf16; llama-quantize makes codes of its file, for a model with experts MXFP4_MOE."
-        raise PrecisionError("no weight is MXFP4 codes, of which --scheme mxfp4 keeps those that there are", do=do)
-    plan = in_gguf(source.plan, type_, codes)
+    codes = {
+        kind: [name for name, packing in packings_of(reader).items() if packing.name == form.name]
+        for kind, form in KEPT.items()
+    }
+    gguf = in_gguf(source.plan, type_, codes.get(type_, ()))
+    plan, kept = gguf.plan, gguf.kept
+    if type_ in KEPT and not kept:
+        raise _nothing_to_keep(type_, model, bool(codes[type_]))
+    encodings = stored_weight_encodings(reader) if KEPT.get(type_) is NVFP4 else None
+    scales = scale_tensors(kept, encodings) if encodings else {}
     files, config = reader.companions.files, _config(reader, model)
     if family.images:
         family.images.check(config)
@@ -66,6 +74,7 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
         **_base_model(kind.base_model),
         **family.metadata(model, FILE_TYPES[type_]),
         "general.quantization_version": np.uint32(2),
+        **(_inputs_as_they_are(kept, encodings) if encodings else {}),
         **tokenizer,
     }
     name = f"{destination.name}-{type_.upper()}.gguf"
@@ -74,29 +83,65 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
         *source_notes(source),
         *_tower_notes(source.plan),
         *_notes_of_the_model(model, family, options),
-        *(_NOTE_OF_CODES if codes and type_ != "mxfp4" else ()),
+        *_notes_of_codes(codes, type_, family, set(kept.values())),
         *tokenizer_notes,
         *(_quantize_notes(destination, name) if type_ in ("bf16", "f16") else ()),
         f"Run it with: {_run(shlex.quote(str(destination)), name, options)}",
     ]
     licences = {file: data for file, data in files.items() if LICENCE.has(file)}
-    quantized, kept = _of_main_type(plan)
+    of_main_type, others = _of_main_type(plan, KEPT.get(type_))
     card = Card(
         name=destination.name,
         title=LLAMA_CPP,
         tag="gguf",
         command=_run(path_in_command(destination.name), name, options),
         facts={"weights": type_.upper(), "file": name},
-        quantized=quantized,
-        kept=kept,
+        quantized=of_main_type,
+        kept=others,
         base_model=kind.base_model,
         codes=type_.upper(),
     )
-    contents = GgufContents(name, metadata, rotary_tensors(model), {**licences, NAME: card.text(reader)})
+    contents = GgufContents(name, metadata, scales | rotary_tensors(model), {**licences, NAME: card.text(reader)})
     return Result(plan, notes, contents=contents)
 
 
-_NOTE_OF_CODES = ("The MXFP4 codes of this model are decoded; --scheme mxfp4 keeps them as they are.",)
+_HOW_TO_MAKE = {
+    "mxfp4": "Choose --scheme bf16; llama-quantize makes codes of its file, for a model with experts MXFP4_MOE.",
+    "nvfp4": "`export-inference --target vllm --scheme nvfp4a16` makes such codes; export its result, or choose "
+    "--scheme bf16.",
+}
+
+
+def _nothing_to_keep(kind: GgufType, model: ModelShape, are_codes: bool) -> PrecisionError:
+    name = KEPT[kind].name
+    if not are_codes:
+        what = f"no weight is {name} codes, of which --scheme {kind} keeps those that there are"
+        return PrecisionError(what, do=_HOW_TO_MAKE[kind])
+    what = f"llama.cpp computes with no {name} codes of a `{model.architecture}` as these are"
+    return PrecisionError(what, do="Choose --scheme bf16, which decodes them.")
+
+
+def _notes_of_codes(
+    codes: Mapping[GgufType, Collection[str]], kind: GgufType, family: GgufFamily, kept: Collection[str]
+) -> Iterator[str]:
+    """Notes on codes of the source that are decoded."""
+    for each, names in codes.items():
+        decoded = sorted({*names} - {*kept})
+        if each == kind and decoded:
+            yield (
+                f"{counted(len(decoded), 'weight')} in {KEPT[each].name} {'is' if len(decoded) == 1 else 'are'} "
+                f"decoded, as llama.cpp computes with none there: {listed(decoded)}."
+            )
+        elif names and each != kind and (family.scaled or not KEPT[each].format.has_global_scale):
+            yield f"The {KEPT[each].name} codes of this model are decoded; --scheme {each} keeps them as they are."
+
+
+def _inputs_as_they_are(kept: Mapping[str, str], encodings: WeightEncodings) -> dict[str, GgufValue]:
+    """That llama.cpp is not to make four bits of inputs of a weight, where the source has no scale for them."""
+    names = sorted({stack_and_slice(name)[0] for name, of in kept.items() if encodings.scales[of].input is None})
+    if not names:
+        return {}
+    return {"general.tensor_extra.name": names, "general.tensor_extra.prec_a4": np.zeros(len(names), np.bool_)}
 
 
 def _run(directory: str, name: str, options: str) -> str:
@@ -169,12 +214,12 @@ def _size_label(plan: Plan) -> str:
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
-def _of_main_type(plan: Plan) -> tuple[list[str], list[str]]:
-    """The tensors that have the type of the largest one, and other matrices."""
+def _of_main_type(plan: Plan, codes: BlocksInRows | None) -> tuple[list[str], list[str]]:
+    """The tensors that are such codes, or have the type of the largest one, and other matrices."""
     stored = {
         name: spec.stored_dtype if spec.packing is None else spec.packing.name for name, spec in plan.targets.items()
     }
-    main = stored[max(stored, key=lambda name: plan.targets[name].nbytes)]
+    main = codes.name if codes else stored[max(stored, key=lambda name: plan.targets[name].nbytes)]
     others = [name for name, spec in plan.targets.items() if len(spec.shape) > 1 and stored[name] != main]
     return [name for name in stored if stored[name] == main], others
 

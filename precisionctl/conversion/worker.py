@@ -29,7 +29,7 @@ from precisionctl.checkpoints.chunks import (
     write_rows,
 )
 from precisionctl.codes import numerics
-from precisionctl.codes.elements import CodesInRows, OfMxfp4
+from precisionctl.codes.elements import CodesInRows, KeptCodes
 from precisionctl.codes.encoding import Encoding
 from precisionctl.conversion.buffers import WIDEST, Buffers
 from precisionctl.conversion.encoder import Encoder, ValuePiece
@@ -111,7 +111,7 @@ class Worker:
             self._check_below(job, attrgetter(job.row.integers_below)(self._plan.model))
         if not job.writes:
             self._check_zero(job)
-        elif isinstance(self._writer.specs[job.writes[0]].packing, OfMxfp4):
+        elif isinstance(self._writer.specs[job.writes[0]].packing, KeptCodes):
             self._move_codes(job)
         elif self._plan.computes(job):
             self._compute(job)
@@ -193,9 +193,9 @@ class Worker:
             self._encoder.found.amax[job.name] = float(torch.stack(amaxes).amax())
 
     def _move_codes(self, job: Job) -> None:
-        """Write codes of MXFP4 as they are, with their exponents, as rows, which are moved."""
+        """Write codes as they are, with the scales of their groups, as rows, which are moved."""
         if self._plan.computes(job):
-            whole = [self._rows_of_mxfp4(job, name, 0, self._reader.specs[name].rows) for name in job.reads]
+            whole = [self._rows_of_codes(job, name, 0, self._reader.specs[name].rows) for name in job.reads]
             for name, rows in zip(job.writes, self._plan.compute(job, whole), strict=True):
                 self._put(name, 0, rows)
             return
@@ -203,18 +203,18 @@ class Worker:
             assert segment.read is not None
             before, width = segment.write_row - segment.read_row, self._reader.specs[segment.read].width
             for row, count in self._buffers.pieces(segment.read_row, segment.rows, width):
-                self._put(segment.write, row + before, self._rows_of_mxfp4(job, segment.read, row, count))
+                self._put(segment.write, row + before, self._rows_of_codes(job, segment.read, row, count))
 
-    def _rows_of_mxfp4(self, job: Job, name: str, row: int, rows: int) -> Tensor:
-        """Rows of codes of MXFP4, as the job's target has them. Raises DamagedCheckpoint for exponents that mean no
-        number."""
+    def _rows_of_codes(self, job: Job, name: str, row: int, rows: int) -> Tensor:
+        """Rows of codes, as the job's target has them."""
         packing = self._writer.specs[job.writes[0]].packing
-        assert isinstance(packing, OfMxfp4)
-        spec, exponents = self._reader.specs[name], self._reader.encodings[name].scale_inv.view(torch.uint8)
-        if bool((exponents == 255).any()):
-            raise DamagedCheckpoint(f"`{name}` has scales that are NaN", do="Copy the files again.")
+        assert isinstance(packing, KeptCodes)
+        spec, scales = (
+            self._reader.specs[name],
+            self._reader.encodings[name].scale_inv[row : row + rows].view(torch.uint8),
+        )
         codes = read_rows(self._reader, name, row, rows, self._buffers.to_read(spec.dtype, rows, spec.width))
-        return packing.rows_of(codes.view(torch.uint8), exponents[row : row + rows])
+        return packing.rows_of(codes.view(torch.uint8), scales)
 
     def _collects_amax(self, job: Job) -> bool:
         return self._collect_weight_amax and job.row.gemm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from precisionctl.architectures.param_map import Row, filled
@@ -12,7 +12,7 @@ from precisionctl.checkpoints.gguf.families import FAMILIES
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice
 from precisionctl.checkpoints.tensor_changes import TensorChange
-from precisionctl.codes.ggml_blocks import MXFP4, BlocksInRows, GgmlBlocks, blocks_of
+from precisionctl.codes.ggml_blocks import MXFP4, NVFP4, BlocksInRows, GgmlBlocks, blocks_of
 from precisionctl.codes.ggml_formats import named
 from precisionctl.dtypes import DType
 from precisionctl.errors import UnmappedTensor
@@ -21,11 +21,11 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec, shared_spec
 from precisionctl.planning.plan import Job, Plan
 
-GgufType = Literal["bf16", "f16", "q8_0", "q4_0", "mxfp4"]
-"""The type of a file's matrices, as `--scheme` has it. With `mxfp4` those that are such codes in the source keep these,
-and others are BF16."""
+GgufType = Literal["bf16", "f16", "q8_0", "q4_0", "mxfp4", "nvfp4"]
+"""The type of a file's matrices, as `--scheme` has it. With `mxfp4` and `nvfp4` those that are such codes in the source
+keep these, and others are BF16."""
 
-FILE_TYPES: Mapping[GgufType, int] = {"bf16": 32, "f16": 1, "q8_0": 7, "q4_0": 2, "mxfp4": 38}
+FILE_TYPES: Mapping[GgufType, int] = {"bf16": 32, "f16": 1, "q8_0": 7, "q4_0": 2, "mxfp4": 38, "nvfp4": 39}
 """`general.file_type` (enum llama_ftype), which says what most of a file's tensors are."""
 
 _STORED: Mapping[GgufType, DType | GgmlBlocks] = {
@@ -34,7 +34,11 @@ _STORED: Mapping[GgufType, DType | GgmlBlocks] = {
     "q8_0": blocks_of(named("Q8_0")),
     "q4_0": blocks_of(named("Q4_0")),
     "mxfp4": DType.bfloat16,
+    "nvfp4": DType.bfloat16,
 }
+
+KEPT: Mapping[GgufType, BlocksInRows] = {"mxfp4": MXFP4, "nvfp4": NVFP4}
+"""The types whose codes are kept."""
 
 _IN_FP32 = re.compile(
     r"(?:.+_norm|.*\bffn_gate_inp(?:_shexp)?|position_embd|.+\.ssm_conv1d|.+\.shortconv\.conv|.+\.indexer\.proj)\.weight"
@@ -51,39 +55,71 @@ def hf_names(model: ModelShape) -> set[str]:
     return {model.wrapper.name_of(name) for name in names} if model.wrapper else names
 
 
-def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> Plan:
+@dataclass(frozen=True)
+class GgufPlan:
+    """The plan of a GGUF file, and of its tensors that are codes of the source, or slices of such, which of the
+    source's they are."""
+
+    plan: Plan
+    kept: Mapping[str, str]
+
+
+def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> GgufPlan:
     """The plan of a GGUF file of this type, in the order in which a file of Hugging Face's tensors has these. Copies of
     tied tensors, towers, and layers of prediction that llama.cpp does not compute, are not written. `plan` is one of
-    values in Hugging Face's layout. `codes` are tensors of its source that are MXFP4.
+    values in Hugging Face's layout. `codes` are tensors of its source that are codes of `kind`.
 
     Raises UnmappedTensor for a tensor that llama.cpp has no name for.
     """
     model, family = plan.model, FAMILIES[plan.model.architecture].of(plan.model)
+    kept = _kept(plan, family, kind, codes) if kind in KEPT else {}
     jobs, targets, changed = list[Job](), list[tuple[str, dict[str, TensorSpec]]](), dict[int, Row]()
     for job in plan.text.jobs:
         if job.row.of_prediction and family.without_prediction:
             continue
         changes, writes = list[TensorChange](), list[str]()
         for name in job.writes[: len(job.row.hf)]:  # behind these are copies of tied tensors
-            alone = model.wrapper.name_alone(name) if model.wrapper else name
+            alone = _alone(name, model)
             if (found := family.tensors.of_hf(alone, model.num_layers)) is None:
                 what = f"llama.cpp has no tensor for `{name}`"
                 raise UnmappedTensor(what, do="Nothing is dropped in silence: does llama.cpp compute this part?")
             row, made = found
             shapes = row.change.part_shapes(plan.targets[name].shape, model)
-            moves = row.change.moves_rows and job.row.is_row_permutation(model)
-            keeps_codes = kind == "mxfp4" and moves and all(each in codes for each in job.reads)
-            targets.append((alone, dict(_specs(made, shapes, MXFP4 if keeps_codes else kind))))
+            keeps_codes = all(each in kept for each in made)
+            targets.append((alone, dict(_specs(made, shapes, KEPT[kind] if keeps_codes else kind))))
             changes.append(row.change)
             writes += made
         if id(job.row) not in changed:  # as all jobs of a row share it
             changed[id(job.row)] = with_changes(job.row, tuple(changes))
         jobs.append(replace(job, row=changed[id(job.row)], writes=tuple(writes)))
     # the converter sorts by names of values; codes come first
-    values = {name for name, specs in targets if MXFP4 not in (spec.packing for spec in specs.values())}
+    values = {name for name, specs in targets if not specs.keys() <= kept.keys()}
     targets.sort(key=lambda each: (each[0] in values, _in_order(each[0], family)))
     in_order = {name: spec for _, specs in targets for name, spec in specs.items()}
-    return replace(plan, jobs=tuple(jobs), targets=in_order)
+    return GgufPlan(replace(plan, jobs=tuple(jobs), targets=in_order), kept)
+
+
+def _kept(plan: Plan, family: GgufFamily, kind: GgufType, codes: Collection[str]) -> dict[str, str]:
+    """The tensors of a file that are codes of the source, each with its own there: of rows that only move, in whole
+    blocks, with a global scale only where llama.cpp multiplies by one, and of a stack all slices or none."""
+    kept, others, form = dict[str, str](), set[str](), KEPT[kind].format
+    for job in plan.text.jobs:
+        names, alike = job.writes[: len(job.row.hf)], len(job.reads) == len(job.row.hf)
+        found = [family.tensors.of_hf(_alone(name, plan.model), plan.model.num_layers) for name in names]
+        rows = [each for each in found if each is not None]  # in_gguf refuses one that is not there
+        keeps = (
+            all(each in codes for each in job.reads)
+            and job.row.is_row_permutation(plan.model)
+            and all(row.change.moves_rows for row, _ in rows)
+            and not any(plan.targets[name].shape[-1] % form.values for name in names)
+            and (not form.has_global_scale or alike and all(family.scales(name) for _, made in rows for name in made))
+        )
+        for number, (_, made) in enumerate(rows):
+            if keeps:
+                kept |= dict.fromkeys(made, job.reads[number if alike else 0])
+            else:
+                others |= {stack_and_slice(name)[0] for name in made}
+    return {name: read for name, read in kept.items() if stack_and_slice(name)[0] not in others}
 
 
 def _in_order(name: str, family: GgufFamily) -> str:
@@ -91,6 +127,11 @@ def _in_order(name: str, family: GgufFamily) -> str:
     if family.down_last:
         return re.sub(r"(?<=\.experts\.)(\d+)\.down_", r"\1.~down_", name)
     return name.replace("_blocks[", "[")
+
+
+def _alone(name: str, model: ModelShape) -> str:
+    """What the text model of a wrapper alone calls a tensor."""
+    return model.wrapper.name_alone(name) if model.wrapper else name
 
 
 def _specs(

@@ -70,7 +70,10 @@ class StoredRows:
             return torch.equal(self.cast.rounded(values).view(torch.int32), self.values.view(torch.int32))
         if self.encoding is None:
             return False
-        return torch.equal(self.encoding.encode_rows(values, 0).view(torch.uint8), torch.from_numpy(self.data))
+        codes = self.encoding.encode_rows(values, 0)
+        if torch.equal(codes.view(torch.uint8), torch.from_numpy(self.data)):
+            return True
+        return torch.equal(self.encoding.decode_rows(codes, 0), self.values)  # ggml has no negative zero
 
 
 class HfTensors:

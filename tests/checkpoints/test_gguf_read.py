@@ -313,6 +313,14 @@ def put(name: str, tensor: gguf_files.Described) -> Changed:
     return lambda metadata, tensors: tensors.update({name: tensor})
 
 
+ONE_SCALE = gguf_files.plain(torch.ones(1))
+
+
+def in_nvfp4(scale: torch.Tensor) -> Changed:
+    codes, stored = ((96, 64), 40, bytes(96 * 36)), gguf_files.plain(scale)
+    return lambda metadata, tensors: tensors.update({"blk.0.ffn_up.weight": codes, "blk.0.ffn_up.scale": stored})
+
+
 REFUSED: dict[str, tuple[Changed, type[PrecisionctlError], str]] = {
     "no architecture": (unsaid("general.architecture"), UnknownArchitecture, "architecture None"),
     "an architecture that is not read": (say("general.architecture", "rwkv7"), UnknownArchitecture, "'rwkv7'.*Known"),
@@ -355,10 +363,17 @@ REFUSED: dict[str, tuple[Changed, type[PrecisionctlError], str]] = {
     ),
     "factors of integers": (put("rope_freqs.weight", ((2, 32), 0, bytes(256))), DamagedCheckpoint, "no factors"),
     "a format that is not read": (
-        put("blk.0.ffn_up.weight", ((96, 64), 40, bytes(96 * 36))),
+        put("blk.0.ffn_up.weight", ((96, 64), 41, bytes(96 * 18))),
         NotUnderstood,
-        "ffn_up.weight` is NVFP4, which is not read",
+        "ffn_up.weight` is Q1_0, which is not read",
     ),
+    "a scale of values": (put("blk.0.ffn_up.scale", ONE_SCALE), UnmappedTensor, "ffn_up.scale` is no tensor"),
+    "scales of another number": (
+        in_nvfp4(torch.ones(2)),
+        DamagedCheckpoint,
+        r"`blk.0.ffn_up.scale` is F32 \[2\], and `blk.0.ffn_up.weight` has F32 \[1\]",
+    ),
+    "a scale that is NaN": (in_nvfp4(torch.tensor([torch.nan])), DamagedCheckpoint, "ffn_up.scale` holds .* NaN"),
     "a format that is none": (
         put("blk.0.ffn_up.weight", ((1, 1), 99, bytes(4))),
         NotUnderstood,

@@ -25,10 +25,11 @@ SIZES = {
     "iq4_nl": (32, 18),
     "iq4_xs": (256, 136),
     "mxfp4": (32, 17),
+    "nvfp4": (64, 36),
 }
 """Values and bytes of a block (ggml-common.h)."""
 
-BLOCKS = {32: 32, 256: 6}
+BLOCKS = {32: 32, 64: 32, 256: 6}
 
 
 def decoded(library: ctypes.CDLL, name: str, block: np.ndarray, values: int) -> np.ndarray:

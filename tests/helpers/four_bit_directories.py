@@ -111,6 +111,13 @@ SPELLINGS: dict[str, FourBits] = {
         multiplier="weight_scale_2",
         input="input_scale",
     ),
+    "modelopt-nvfp4a16": FourBits(
+        {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["lm_head"]},
+        16,
+        suffix="",
+        scales=torch.float8_e4m3fn,
+        multiplier="weight_scale_2",
+    ),
     "modelopt-mxfp4": FourBits({"quant_method": "modelopt", "quant_algo": "mxfp4"}, 32, suffix=""),
     "quark-mxfp4": FourBits(quark_configs.config(quark_configs.MXFP4, quark_configs.MXFP4_INPUTS), 32, suffix=""),
     "fp8-fp4-experts": FourBits(

@@ -4,11 +4,13 @@ logits."""
 import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import environments
+import four_bit_directories
 import gguf_tokenizers
 import mxfp4_directories
 import pico
@@ -81,6 +83,14 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "qwen35",
     ),
     **{family: (changes, _TOKENIZERS.get(family, "qwen35")) for family, changes in (AS_RELEASED | WRAPPED).items()},
+    "llama-3 modelopt-nvfp4a16": ({}, "llama-bpe"),
+    "llama-3 ct-nvfp4a16": ({}, "llama-bpe"),
+    "qwen3 ct-nvfp4": ({}, "qwen2"),
+    "qwen3-moe modelopt-nvfp4": (SPARSE | {"norm_topk_prob": True, "moe_intermediate_size": 64}, "qwen2"),
+    "qwen3-next ct-nvfp4": (
+        SPARSE | {"linear_value_head_dim": 16, "moe_intermediate_size": 64, "num_hidden_layers": 4},
+        "qwen2",
+    ),
 }
 BYTE_LEVEL = {
     "llama-bpe": ((known.LLAMA3,), True, True),
@@ -105,9 +115,12 @@ OTHERWISE = {
 }
 """Of a SentencePiece model whose only file is a tokenizer.json, the converter writes equal scores for all tokens, and
 none for those that only the embedding has."""
-PEAKED = {"afmoe", "exaone4", "olmo3", "gemma4", "gemma4-moe", "gemma4-small", "qwen2_5_vl"}
-"""Whose norms of queries and keys, made larger, or whose width lets a token attend to few others: FP16 shows more."""
+PEAKED = {"afmoe", "exaone4", "olmo3", "gemma4", "gemma4-moe", "gemma4-small", "qwen2_5_vl", "qwen3-next ct-nvfp4"}
+"""Whose norms of queries and keys, made larger, or whose width or random codes let a token attend to few others: FP16
+shows more."""
+IN_NVFP4 = {family for family in CASES if "nvfp4" in family}
 SEVERAL = {
+    **dict.fromkeys(IN_NVFP4, ("nvfp4",)),
     **dict.fromkeys(("llama-3", "qwen3-moe", "gpt-oss"), ("bf16", "f16", "q8_0")),
     "gpt-oss as published": ("mxfp4",),
 }
@@ -118,6 +131,8 @@ def save(folder: Path, family: str) -> Path:
     if family == "gpt-oss as published":
         folder.parent.mkdir()
         mxfp4_directories.make(folder, config={**mxfp4_directories.CONFIG, "vocab_size": SIZE})
+    elif family in IN_NVFP4:
+        save_codes(folder, *family.split(), changes)
     elif family in WRAPPED:
         tiny_wrappers.save(folder, family, vocab_size=SIZE, dtype=torch.bfloat16, **changes)
         sharpen(folder)
@@ -136,6 +151,20 @@ def save(folder: Path, family: str) -> Path:
     if family in ("glm4-moe", "glm-moe-dsa", "deepseek-v3.2", "qwen3-next"):
         add_mtp(folder, torch.bfloat16)
     return folder
+
+
+def save_codes(folder: Path, family: str, spelling: str, changes: dict[str, Any]) -> None:
+    """A model whose linears are codes, but for delta nets, whose fused tensors the converter keeps as codes that
+    llama.cpp multiplies by no scale. Beside it are the values of these, which transformers computes with."""
+    options = {"vocab_size": SIZE, "quantized": lambda name: "linear_attn" not in name, **changes}
+    values = four_bit_directories.make(folder, spelling, family, **options)
+    decoded = shutil.copytree(folder, folder.with_name("Values"))
+    (decoded / "config.json").write_text(
+        json.dumps({**json.loads((folder / "config.json").read_text()), "quantization_config": None})
+    )
+    stored = load_file(folder / "model.safetensors")
+    modules = tuple(name.removesuffix("weight") for name in values)
+    save_file({n: t for n, t in stored.items() if not n.startswith(modules)} | values, decoded / "model.safetensors")
 
 
 _SHARPER = {
@@ -164,7 +193,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
         for kind in SEVERAL.get(family, ("bf16",)):
             execute(plan_command(Request.export(published, folder / family / kind / "Model", LLAMA_CPP, kind)))
             file = f"{family}/{kind}/Model/Model-{kind.upper()}.gguf"
-            theirs = "bf16" if kind == "mxfp4" else kind  # the codes that are there stay what they are
+            theirs = "bf16" if kind in ("mxfp4", "nvfp4") else kind  # the codes that are there stay what they are
             cases.append((f"{family}/Model", file, theirs, tokenizer))
     python, sources = environments.llama_cpp()
     here = Path(__file__).parent
@@ -183,6 +212,8 @@ def test_files_are_byte_for_byte_what_the_converter_writes_but_for_what_is_state
         otherwise = OTHERWISE.get(CASES[family][1], set())
         if family in ("gemma", "gemma2", "gemma3"):
             otherwise = otherwise | {"tokenizer.ggml.eot_token_id"}
+        if family.endswith("ct-nvfp4a16"):  # it says of ModelOpt's alone that inputs stay as they are
+            otherwise = {"general.tensor_extra.name", "general.tensor_extra.prec_a4"}
         if family == "hunyuan":  # it says the id that config.json has as eod_token_id
             otherwise = {"tokenizer.ggml.eos_token_id"}
         tensors = set()
@@ -209,11 +240,12 @@ def test_llama_cpp_computes_the_logits_that_transformers_computes(judged: Any) -
     for file in answers["files"]:
         family = file.partition("/")[0]
         kind = AutoModelForImageTextToText if family in WRAPPED else AutoModelForCausalLM
-        model = kind.from_pretrained(folder / family / "Model", dtype=torch.float32)
+        published = folder / family / ("Values" if family in IN_NVFP4 else "Model")
+        model = kind.from_pretrained(published, dtype=torch.float32)
         with torch.no_grad():
             expected = model(torch.tensor([answers["ids"]])).logits[0].log_softmax(-1)
         found = load_file((folder / file).with_suffix(".safetensors"))["logits"].log_softmax(-1)
         kl = (expected.exp() * (expected - found)).sum(-1)
-        times, most = 10 if "q8_0" in file else 1, 2e-5 if family in PEAKED else 2e-6
+        times, most = 10 if "q8_0" in file or family in IN_NVFP4 else 1, 2e-5 if family in PEAKED else 2e-6
         # in FP16, which llama.cpp keeps keys in, a token may choose another of two experts that are worth the same
         assert kl.mean() < times * 1e-4 and kl.median() < times * most, (file, kl)

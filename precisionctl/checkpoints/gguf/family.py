@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -66,6 +67,9 @@ class GgufFamily:
     `sentencepiece` is the kind of tokenizer that llama.cpp has for its SentencePiece model. With `down_last` the
     converter's file has down_proj of experts behind the others.
 
+    `scaled` are modules in layers whose results llama.cpp multiplies by the global scale of NVFP4 codes. It reads one
+    of any.
+
     `images` is what metadata say for these, and `in_wrappers` are the families that llama.cpp has for the text model in
     wrappers of a `model_type`.
 
@@ -87,6 +91,7 @@ class GgufFamily:
     tokens: Mapping[str, str] = field(default_factory=dict)
     sentencepiece: str = "llama"
     down_last: bool = False
+    scaled: tuple[str, ...] = ()
     images: Images | None = None
     in_wrappers: Mapping[str, GgufFamily] = field(default_factory=dict)
     recognises: Callable[[Described], bool] = lambda file: True
@@ -105,6 +110,11 @@ class GgufFamily:
     def without_prediction(self) -> bool:
         """Whether layers of multi-token prediction are not written."""
         return "mtp_num_layers" in self.ignored
+
+    def scales(self, name: str) -> bool:
+        """Whether llama.cpp multiplies by the global scale of this tensor's codes, or of such a stack's."""
+        module = re.fullmatch(r"(?:blk\.\d+\.)?([\w.]+)\.weight(?:\[\d+\])?", name)
+        return module is not None and module[1] in self.scaled
 
     def of(self, model: ModelShape) -> GgufFamily:
         """That of a model."""

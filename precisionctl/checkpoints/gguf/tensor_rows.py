@@ -139,6 +139,12 @@ def outside_layers(final_norm: TensorChange = SAME) -> list[GgufRow]:
     ]
 
 
+SCALED = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "output")
+SCALED_EXPERTS, SCALED_SHARED_EXPERT = (
+    tuple(f"ffn_{each}{of}" for each in ("gate", "up", "down")) for of in ("_exps", "_shexp")
+)
+"""Modules that llama.cpp multiplies by global scales, in the families whose graphs do."""
+
 NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 NORMS_BY_PLACE = {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"}
 NORMS_BEHIND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}

@@ -13,6 +13,7 @@ import numpy as np
 from precisionctl.checkpoints.chunks import Chunk, in_pieces, read_rows, whole
 from precisionctl.checkpoints.decoded.base import PIECE
 from precisionctl.checkpoints.gguf.family import GgufFamily
+from precisionctl.checkpoints.gguf.global_scales import global_scales, is_scale
 from precisionctl.checkpoints.gguf.head import GgufTensor
 from precisionctl.checkpoints.gguf.tensor_rows import GgufRow
 from precisionctl.checkpoints.tensor_changes import SAME, Shape, TensorChange
@@ -35,10 +36,11 @@ _MOST_SLICES = 1 << 19
 
 @dataclass(frozen=True)
 class GgufPart:
-    """A tensor of a file, or a slice of a stack, as bytes of its rows."""
+    """A tensor of a file, or a slice of a stack, as bytes of its rows. `global_scale` is that of NVFP4."""
 
     name: str
     tensor: GgufTensor
+    global_scale: float = 1.0
 
     @property
     def shape(self) -> Shape:
@@ -66,7 +68,7 @@ class GgufPart:
         made = []
         for first, count in in_pieces(row, rows, prod(self.shape[1:]), PIECE):
             codes = read_rows(self, self.name, first, count).numpy()
-            made.append(torch.from_numpy(self.tensor.format.values_of(codes)))
+            made.append(torch.from_numpy(self.tensor.format.values_of(codes, self.global_scale)))
         return (made[0] if len(made) == 1 else torch.cat(made)).view(rows, *self.shape[1:])
 
 
@@ -211,9 +213,11 @@ def hf_tensors(
 def _slices(
     tensors: Mapping[str, GgufTensor], family: GgufFamily, model: ModelShape, where: object
 ) -> Iterator[GgufPart]:
-    """The tensors, with stacks of experts taken apart."""
+    """The tensors, with stacks of experts taken apart, and without scales, which their weights have."""
     count = 0
     for name, tensor in tensors.items():
+        if is_scale(name, tensors) and family.tensors.of_gguf(name, model.num_layers) is None:
+            continue
         stacked = family.tensors.of_gguf(f"{name}[0]", model.num_layers) is not None
         slices = tensor.shape[0] if stacked and len(tensor.shape) > 1 else 1
         count += slices
@@ -222,8 +226,9 @@ def _slices(
         if len(tensor.shape) == 1 and not tensor.format.dtype:
             raise DamagedCheckpoint(f"`{name}` is a vector in codes", where=where)
         if not stacked or len(tensor.shape) == 1:
-            yield GgufPart(name, tensor)
+            yield GgufPart(name, tensor, *global_scales(name, tensors, 1, where))
             continue
         one = replace(tensor, shape=tensor.shape[1:])
-        for expert in range(slices):
-            yield GgufPart(f"{name}[{expert}]", replace(one, offset=tensor.offset + expert * one.nbytes))
+        for expert, scale in enumerate(global_scales(name, tensors, slices, where)):
+            part = replace(one, offset=tensor.offset + expert * one.nbytes)
+            yield GgufPart(f"{name}[{expert}]", part, scale)

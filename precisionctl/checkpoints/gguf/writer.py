@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Chunk, whole
+from precisionctl.checkpoints.gguf.global_scales import scales_of
 from precisionctl.checkpoints.gguf.head import MAGIC, VERSIONS, aligned
 from precisionctl.checkpoints.gguf.metadata_bytes import Metadata, metadata_bytes, string_bytes
 from precisionctl.checkpoints.hf_directory.companions import write_companions
 from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice, stacked
 from precisionctl.checkpoints.output import lay_out_file
+from precisionctl.codes.elements import KeptCodes
 from precisionctl.codes.ggml_formats import FORMATS
 from precisionctl.dtypes import DType
 from precisionctl.fp8.state import Fp8States
@@ -31,7 +33,8 @@ _TYPES = {form.dtype or form.name: number for number, form in FORMATS.items()}
 @dataclass(frozen=True)
 class GgufContents:
     """What is in a GGUF file called `name` besides tensors of the source: metadata, and the tensors that are `made`
-    without one, FP32, which stand first. `beside` are files in its directory."""
+    without one, FP32: scales of codes that are kept stand behind these, which the file begins with, and others before
+    all values. `beside` are files in its directory."""
 
     name: str
     metadata: Metadata
@@ -60,7 +63,11 @@ class GgufWriter:
     def _stored(self) -> dict[str, TensorSpec]:
         """The tensors of the file. Raises ShapeMismatch for slices that do not make one tensor."""
         made = {name: TensorSpec(values.shape, DType.float32) for name, values in self.contents.made.items()}
-        return made | stacked(self.specs, stack_and_slice)
+        stored, found = stacked(self.specs, stack_and_slice), dict[str, TensorSpec]()
+        for name in [name for name, spec in stored.items() if isinstance(spec.packing, KeptCodes)]:
+            found[name] = stored[name]
+            found |= {scale: made[scale] for scale in scales_of(name) if scale in made}
+        return found | made | stored
 
     @cached_property
     def _head(self) -> tuple[bytes, dict[str, int]]:

@@ -19,7 +19,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     write_only,
 )
 from precisionctl.checkpoints.gguf.rope_keys import TURNED, UNSCALED_ALONE
-from precisionctl.checkpoints.gguf.tensor_rows import ATTENTION, MLP, in_layers, outside_layers
+from precisionctl.checkpoints.gguf.tensor_rows import ATTENTION, MLP, SCALED, in_layers, outside_layers
 
 _ROWS = [*outside_layers(), *in_layers({"input_layernorm": "attn_norm"}), *ATTENTION, *MLP]
 _LOGIT_SCALE = number("logit_multiplier", "logit_scale")
@@ -49,6 +49,7 @@ FAMILIES = {
         reads=(),
         computed={**_COMPUTED, "rope_layers": every(4), "window_layers": every(4)},
         scalings=UNSCALED_ALONE,
+        scaled=SCALED,
     ),
 }
 """By the `model_type` of the text model."""

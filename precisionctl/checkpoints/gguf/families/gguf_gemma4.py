@@ -27,6 +27,7 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
     FOUR_NORMS,
     MLP,
     QK_NORMS,
+    SCALED,
     GgufRow,
     in_layer,
     in_layers,
@@ -193,6 +194,7 @@ def _family(*counts: GgufEntry, size: tuple[GgufEntry, ...] = (), **experts: obj
         },
         scalings={"proportional": ("partial_rotary_factor",)},
         sentencepiece="gemma4",
+        scaled=SCALED,
     )
 
 

@@ -30,6 +30,8 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
     EXPERTS_OF_MIXTRAL,
     GATED,
     MLP,
+    SCALED,
+    SCALED_EXPERTS,
     experts,
     in_layers,
 )
@@ -43,6 +45,7 @@ _LLAMA: Mapping[str, Any] = {
     "reads": (),
     "ignored": WINDOW_FIELDS,
     "scalings": AND_LLAMA3,
+    "scaled": SCALED,
 }
 
 # Ministral 3
@@ -92,6 +95,7 @@ FAMILIES = {
         computed={**IN_ALL_LAYERS, **AS_LARGE_AS_MLP},
         ignored=WINDOW_FIELDS,
         recognises=lambda file: file.count("expert_count", 0) > 0,
+        scaled=(*SCALED, *SCALED_EXPERTS),
     ),
     "ministral3": GgufFamily(
         "mistral3",
@@ -102,6 +106,7 @@ FAMILIES = {
         ignored=WINDOW_FIELDS,
         reads_betas=True,
         of_scaling=mscales(needed=False),
+        scaled=SCALED,
     ),
     "smollm3": GgufFamily(
         "smollm3",

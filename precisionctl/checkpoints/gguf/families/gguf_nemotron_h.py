@@ -30,7 +30,15 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
 )
 from precisionctl.checkpoints.gguf.mixers import MIXER, mixer
 from precisionctl.checkpoints.gguf.rope_keys import TURNED
-from precisionctl.checkpoints.gguf.tensor_rows import CORRECTION, GgufRow, experts, in_layers
+from precisionctl.checkpoints.gguf.tensor_rows import (
+    CORRECTION,
+    SCALED,
+    SCALED_EXPERTS,
+    SCALED_SHARED_EXPERT,
+    GgufRow,
+    experts,
+    in_layers,
+)
 from precisionctl.checkpoints.tensor_changes import KEY_PAIRS, QUERY_PAIRS
 from precisionctl.model.model_shape import ModelShape
 
@@ -151,6 +159,7 @@ _DENSE = GgufFamily(
         "rope_layers": lambda fields: (False,) * fields["num_layers"],
     },
     ignored=("mtp_num_layers",),
+    scaled=(*SCALED, *SCALED_EXPERTS, *SCALED_SHARED_EXPERT, "ssm_in", "ssm_out"),
 )
 _SPARSE = replace(
     _DENSE,

@@ -17,6 +17,8 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
     MLP,
     QK_NORMS,
     ROUTER,
+    SCALED,
+    SCALED_EXPERTS,
     SHARED_EXPERT,
     SHARED_EXPERT_GATE,
     GgufRow,
@@ -57,12 +59,14 @@ _QWEN3 = GgufFamily(
     reads=(TURNED, ATTENTION_BIAS),
     computed={"qk_layernorm": True},
     ignored=WINDOW_FIELDS,
+    scaled=SCALED,
 )
 _QWEN3_VL = replace(
     _QWEN3,
     architecture="qwen3vl",
     keys=(*base_keys(rope=(_QWEN3_IMAGES.sections, ROPE)), HEAD_SIZE),
     more=(_QWEN3_IMAGES.deepstack_layers,),
+    scaled=(),
     images=_QWEN3_IMAGES,
 )
 _QWEN3_MOE = GgufFamily(
@@ -73,6 +77,7 @@ _QWEN3_MOE = GgufFamily(
     reads=(TURNED, ATTENTION_BIAS),
     computed={**IN_ALL_LAYERS, "qk_layernorm": True},
     ignored=WINDOW_FIELDS,
+    scaled=(*SCALED, *SCALED_EXPERTS),
 )
 _QWEN3_VL_MOE = replace(
     _QWEN3_MOE,
@@ -80,6 +85,7 @@ _QWEN3_VL_MOE = replace(
     rows=[*DECODER, *in_layers(QK_NORMS), *ROUTER, *_EXPERTS_AS_IN_OUT],
     keys=(*base_keys(*EXPERT_COUNTS, rope=(_QWEN3_IMAGES.sections, ROPE)), HEAD_SIZE),
     more=(EXPERT_SIZE, _QWEN3_IMAGES.deepstack_layers),
+    scaled=(),
     images=_QWEN3_IMAGES,
 )
 

@@ -29,6 +29,9 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
     NORMS_BY_PLACE,
     QK_NORMS,
     ROUTER,
+    SCALED,
+    SCALED_EXPERTS,
+    SCALED_SHARED_EXPERT,
     SHARED_EXPERT,
     SHARED_EXPERT_GATE,
     GgufRow,
@@ -122,6 +125,7 @@ _DELTA_NET = (
     GgufRule(("gdn.layers",), _read_recurrent, _write_recurrent),
 )
 
+_SCALED = (*SCALED, *SCALED_EXPERTS, *SCALED_SHARED_EXPERT, "nextn.eh_proj")
 _IMAGES = Images((11, 11, 10))
 _ROPE = (_IMAGES.sections, ROPE)
 _COMPUTED: Mapping[str, Any] = {
@@ -136,6 +140,7 @@ _QWEN3_5 = GgufFamily(
     more=(PREDICTION_LAYERS, *_DELTA_NET, TURNED),
     reads=(),
     computed=_COMPUTED,
+    scaled=(*_SCALED, "attn_qkv", "attn_gate", "ssm_out", "ssm_alpha", "ssm_beta"),
     images=_IMAGES,
 )
 
@@ -147,6 +152,7 @@ FAMILIES = {
         more=(EXPERT_SIZE, SHARED_EXPERT_SIZE, PREDICTION_LAYERS, *_DELTA_NET, TURNED),
         reads=(),
         computed={**IN_ALL_LAYERS, **_COMPUTED, "moe.shared_expert_gate": True},
+        scaled=_SCALED,
     ),
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": replace(
