@@ -7,13 +7,14 @@ Sources: llama.cpp's converter, conversion/*.py (modify_tensors) of llama-cpp-py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
 from precisionctl.architectures.rearrangements import Movable, concatenated, cut_into, rows_of_groups
+from precisionctl.codes.row_factors import RowFactors
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.torch_when_used import torch
@@ -100,6 +101,13 @@ class AsItIs(_RowMove):
 
     def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
         return shapes[0]
+
+
+@dataclass(frozen=True)
+class Multiplied(AsItIs):
+    """The same rows; what is stored are products with the model's `factors` of them."""
+
+    factors: Callable[[ModelShape], RowFactors]
 
 
 @dataclass(frozen=True)

@@ -246,6 +246,11 @@ def _notes_of_the_model(model: ModelShape, family: GgufFamily, options: str) -> 
             f"The file has no layers of multi-token prediction, which are not written of `{model.architecture}`: "
             "logits do not come from them."
         )
+    if family.folded:
+        yield (
+            f"llama.cpp has no multipliers of `{model.architecture}`: weights are multiplied by those of config.json, "
+            "and rounded once more. To read the file as the same weights takes --reference, for these."
+        )
     if options:
         yield (
             f"llama.cpp reads no betas of YaRN from a file of `{model.architecture}`: it computes as transformers with"

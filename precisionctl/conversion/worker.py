@@ -139,7 +139,7 @@ class Worker:
 
     def _only_copies(self, job: Job) -> bool:
         """Whether a job only moves rows, and their bytes stay the same."""
-        if job.encode or self._collects_amax(job) or self._plan.computes(job):
+        if job.encode or job.factors or self._collects_amax(job) or self._plan.computes(job):
             return False
         reads, writes = self._reader.specs, self._writer.specs
         dtypes = {*(reads[name].dtype for name in job.reads), *(writes[name].dtype for name in job.writes)}
@@ -188,6 +188,8 @@ class Worker:
             for name, row, values in self._moved(segment):
                 if self._collects_amax(job):
                     amaxes.append(numerics.amax(values))
+                if name in job.factors:
+                    values = job.factors[name].multiplied(values, row)
                 self._encoder.put_values(name, row, values)
         if amaxes:
             self._encoder.found.amax[job.name] = float(torch.stack(amaxes).amax())

@@ -8,13 +8,13 @@ from typing import Any
 
 from precisionctl.architectures.param_map import Row
 from precisionctl.architectures.rearrangements import Rearrangement
-from precisionctl.checkpoints.tensor_changes import SAME, TensorChange
+from precisionctl.checkpoints.tensor_changes import AsItIs, TensorChange
 from precisionctl.model.model_shape import ModelShape
 
 
 def with_changes(row: Row, changes: tuple[TensorChange, ...]) -> Row:
     """The row with a change of each of its Hugging Face tensors."""
-    if all(change is SAME for change in changes):
+    if all(isinstance(change, AsItIs) for change in changes):
         return row
     return replace(row, rearrangement=ChangedParts(row.rearrangement, changes), as_stored=row.source)
 
@@ -28,7 +28,7 @@ class ChangedParts:
 
     @property
     def moves_single_rows(self) -> bool:
-        return self.inner.moves_single_rows or any(change is not SAME for change in self.changes)
+        return self.inner.moves_single_rows or not all(isinstance(change, AsItIs) for change in self.changes)
 
     def is_row_permutation(self, model: ModelShape) -> bool:
         return self.inner.is_row_permutation(model) and all(change.moves_rows for change in self.changes)

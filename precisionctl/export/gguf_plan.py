@@ -11,9 +11,10 @@ from precisionctl.architectures.param_map import Row, filled
 from precisionctl.checkpoints.gguf.families import FAMILIES
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice
-from precisionctl.checkpoints.tensor_changes import TensorChange
+from precisionctl.checkpoints.tensor_changes import Multiplied, TensorChange
 from precisionctl.codes.ggml_blocks import MXFP4, NVFP4, BlocksInRows, GgmlBlocks, blocks_of
 from precisionctl.codes.ggml_formats import named
+from precisionctl.codes.row_factors import RowFactors
 from precisionctl.dtypes import DType
 from precisionctl.errors import UnmappedTensor
 from precisionctl.export.changed_parts import with_changes
@@ -77,7 +78,7 @@ def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> GgufPlan:
     for job in plan.text.jobs:
         if job.row.of_prediction and family.without_prediction:
             continue
-        changes, writes = list[TensorChange](), list[str]()
+        changes, writes, factors = list[TensorChange](), list[str](), dict[str, RowFactors]()
         for name in job.writes[: len(job.row.hf)]:  # behind these are copies of tied tensors
             alone = _alone(name, model)
             if (found := family.tensors.of_hf(alone, model.num_layers)) is None:
@@ -89,9 +90,11 @@ def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> GgufPlan:
             targets.append((alone, dict(_specs(made, shapes, KEPT[kind] if keeps_codes else kind))))
             changes.append(row.change)
             writes += made
+            if isinstance(row.change, Multiplied) and not (products := row.change.factors(model)).are_ones:
+                factors |= dict.fromkeys(made, products)
         if id(job.row) not in changed:  # as all jobs of a row share it
             changed[id(job.row)] = with_changes(job.row, tuple(changes))
-        jobs.append(replace(job, row=changed[id(job.row)], writes=tuple(writes)))
+        jobs.append(replace(job, row=changed[id(job.row)], writes=tuple(writes), factors=factors))
     # the converter sorts by names of values; codes come first
     values = {name for name, specs in targets if not specs.keys() <= kept.keys()}
     targets.sort(key=lambda each: (each[0] in values, _in_order(each[0], family)))
@@ -110,7 +113,7 @@ def _kept(plan: Plan, family: GgufFamily, kind: GgufType, codes: Collection[str]
         keeps = (
             all(each in codes for each in job.reads)
             and job.row.is_row_permutation(plan.model)
-            and all(row.change.moves_rows for row, _ in rows)
+            and all(row.change.moves_rows and not isinstance(row.change, Multiplied) for row, _ in rows)
             and not any(plan.targets[name].shape[-1] % form.values for name in names)
             and (not form.has_global_scale or alike and all(family.scales(name) for _, made in rows for name in made))
         )

@@ -21,6 +21,7 @@ from precisionctl.architectures.param_map import Row
 from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.codes.elements import CodesInRows
 from precisionctl.codes.numerics import Numbers
+from precisionctl.codes.row_factors import RowFactors
 from precisionctl.errors import PrecisionError, at
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism, TensorSpec
@@ -71,7 +72,7 @@ class Job:
     `name` is the Megatron parameter, `module` its module. `reads` is empty where biases of the target are filled with
     zeros, and `writes` where biases of the source have no place and must be zero. `copies` are tensors that the source
     stores as copies of `reads[0]` (a tied `lm_head`), and must equal it; names in `writes` beyond the row's own are
-    copies of its first. `encode` says which of `writes` become codes.
+    copies of its first. `encode` says which of `writes` become codes, and `factors` of which the products are written.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Job:
     writes: tuple[str, ...]
     copies: tuple[str, ...] = ()
     encode: Encode | None = None
+    factors: Mapping[str, RowFactors] = field(default_factory=dict)
 
     @property
     def module(self) -> str:

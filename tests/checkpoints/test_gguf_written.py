@@ -18,6 +18,7 @@ import pytest
 import repository
 import tiny_wrappers
 import torch
+from gguf_files import export, source
 from gguf_tokenizers import SIZE
 from prediction_layer import add_mtp
 from safetensors.torch import load_file, save_file
@@ -42,19 +43,6 @@ from precisionctl.param import Parallelism
 from precisionctl.verify.compare import compare
 
 
-def source(folder: Path, family: str = "llama-3", **changes: Any) -> Path:
-    pico.save(folder, family, vocab_size=SIZE, dtype=torch.bfloat16, **changes)
-    gguf_tokenizers.byte_level(QWEN2).save_pretrained(folder)
-    return folder
-
-
-def export(made_of: Path, out: Path, scheme: Any = None, workers: int = 1, **options: Any) -> Path:
-    command = plan_command(Request.export(made_of, out, LLAMA_CPP, scheme, **options))
-    execute(command, workers=workers, verify=True)
-    (file,) = out.glob("*.gguf")
-    return file
-
-
 def kinds(family: str) -> set[str]:
     """What becomes of a family's tensors, and which metadata it has."""
     entry = FAMILIES[pico.shape(family).architecture]
@@ -72,7 +60,9 @@ def test_what_is_written_is_read_as_the_model_that_it_was_made_of(tmp_path: Path
     expected = gguf_files.as_read({name: read_tensor(before, name) for name in before.specs})
     assert reader.specs.keys() == expected.keys()
     for name, values in expected.items():
-        assert torch.equal(read_tensor(reader, name).bfloat16(), values), name
+        found = read_tensor(reader, name)
+        product = family == "falcon-h1" and torch.allclose(found, values.to(found.dtype), rtol=2**-8, atol=0)
+        assert product or torch.equal(found.bfloat16(), values), name
 
 
 def test_codes_of_heads_that_are_turned_are_known_and_a_reference_describes_what_a_file_does_not(

@@ -6,13 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf_tokenizers
 import numpy as np
 import pico
 import torch
+from gguf_tokenizers import SIZE
 from safetensors.torch import load_file
 
 from precisionctl.checkpoints.gguf.families import of_llama_cpp
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import LLAMA_CPP, Request
+from precisionctl.conversion.command import execute
+from precisionctl.export.gguf_pretokenizers import QWEN2
 from precisionctl.model.model_shape import ModelShape
 
 F32, F16, Q8_0, BF16 = 0, 1, 8, 30
@@ -60,6 +66,8 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
             *("moe", "linear_attention", "full_attention"),
         ],
     },
+    "falcon-h1": {"head_dim": 16},
+    "falcon-h1-norm": {"head_dim": 16},
     "granite-hybrid": {},
     "granite-hybrid-dense": {
         "intermediate_size": 112,
@@ -295,3 +303,16 @@ WRITTEN: dict[str, dict[str, Any]] = {
     **AS_RELEASED,
 }
 """Families that are written, each with the changes by which llama.cpp computes the model of `pico`."""
+
+
+def source(folder: Path, family: str = "llama-3", **changes: Any) -> Path:
+    pico.save(folder, family, vocab_size=SIZE, dtype=torch.bfloat16, **changes)
+    gguf_tokenizers.byte_level(QWEN2).save_pretrained(folder)
+    return folder
+
+
+def export(made_of: Path, out: Path, scheme: Any = None, workers: int = 1, **options: Any) -> Path:
+    command = plan_command(Request.export(made_of, out, LLAMA_CPP, scheme, **options))
+    execute(command, workers=workers, verify=True)
+    (file,) = out.glob("*.gguf")
+    return file

@@ -64,6 +64,8 @@ UNSAID = {
     "gpt-oss": {"activation_clamp"},
     "deepseek-v3": {"rope_scaling"},
     "hunyuan": {"rotary_base"},  # in more digits than FP32 has
+    "falcon-h1": {"embedding_multiplier", "logit_multiplier"}  # which are in the weights, as those of layers
+    | {f"multipliers.{each}" for each in ("attention_in", "attention_out", "key", "ssm_in", "ssm_out", "ssm", "mlp")},
 }
 """What GGUF does not say of these, and a reference has to."""
 CODES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K_S", "Q4_K_S", "Q5_K_S", "Q6_K", "IQ4_NL", "IQ4_XS")
@@ -107,7 +109,8 @@ def test_what_the_converter_writes_is_read_as_the_model_that_was_saved(converted
     hints = Hints(companions=read_companions(folder / "hf"), reference=folder / "hf")
     for file in FILES:
         alone, told = open_checkpoint(folder / file), open_checkpoint(folder / file, None, hints)
-        assert told.model == published.model and told.specs == alone.specs
+        assert told.model == published.model and told.specs.keys() == alone.specs.keys()
+        assert told.specs == alone.specs or family == "falcon-h1"  # of products, values are FP32
         made = replace(alone.model, architecture=published.model.architecture)
         assert differences(made, published.model).keys() == UNSAID.get(family, set())
         expected = as_read({name: read_tensor(published, name) for name in published.specs})
@@ -115,7 +118,8 @@ def test_what_the_converter_writes_is_read_as_the_model_that_was_saved(converted
         for name, values in expected.items():
             found = read_tensor(told, name)
             rounded = torch.allclose(found.float(), values.float(), rtol=0, atol=2**-24) and "norm" in name  # plus one
-            assert rounded or torch.equal(found.bfloat16(), values), (file, name)
+            products = family == "falcon-h1" and torch.allclose(found, values.to(found.dtype), rtol=2**-8, atol=0)
+            assert rounded or products or torch.equal(found.bfloat16(), values), (file, name)
 
 
 def test_what_llama_cpp_quantizes_decodes_to_what_gguf_py_makes_of_it(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ IN_NVFP4 = {family for family in CASES if "nvfp4" in family}
 SEVERAL = {
     **dict.fromkeys(IN_NVFP4, ("nvfp4",)),
     **dict.fromkeys(("llama-3", "qwen3-moe", "gpt-oss"), ("bf16", "f16", "q8_0")),
+    "falcon-h1": ("bf16", "f16"),
     "gpt-oss as published": ("mxfp4",),
 }
 

@@ -59,6 +59,7 @@ class GgufFamily:
     `keys` are written before `general.file_type`, `more` behind it. `reads` are not written: llama.cpp takes them for
     what they are without a key. `computed` are the values of other fields, or how these follow from fields, where they
     are not ModelShape's defaults. `ignored` are fields that llama.cpp does not look at, although it makes a difference.
+    `folded` are factors that weights are multiplied by, which are 1 where no config.json says them.
     `scalings` are the kinds of scaled rotary embeddings that it computes, each with what config.json says of it, and
     `of_scaling` what llama.cpp takes beside it, as the published models have it, and no key says; `reads_betas`: it
     computes with the betas of YaRN that a file says.
@@ -85,6 +86,7 @@ class GgufFamily:
     reads: tuple[GgufEntry, ...] = (TURNED,)
     computed: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    folded: Fields = field(default_factory=dict)
     scalings: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SCALINGS)
     of_scaling: Callable[[Fields], Fields] = lambda scaling: {}
     reads_betas: bool = False
@@ -139,7 +141,7 @@ class GgufFamily:
     def completed(self, said: Fields) -> dict[str, Any]:
         """The fields with those that llama.cpp computes whatever a file says."""
         found = dict(said)
-        for name, value in self.computed.items():
+        for name, value in {**self.computed, **self.folded}.items():
             found.setdefault(name, value(found) if callable(value) else value)
         if scaling := found["rope_scaling"]:
             found["rope_scaling"] = {**self.of_scaling(scaling), **scaling}
@@ -159,7 +161,12 @@ class GgufFamily:
     def check(self, model: ModelShape) -> None:
         """Raise UnknownArchitecture for a model of which llama.cpp would compute something else."""
         entries = (*_OF_ALL, *self.keys, *self.more)
-        said = {*_STORED, *self.ignored, *(name for entry in entries for name in entry.fields)} - self.computed.keys()
+        said = {
+            *_STORED,
+            *self.ignored,
+            *self.folded,
+            *(name for entry in entries for name in entry.fields),
+        } - self.computed.keys()
         fields = fields_of(model)
         for name, value in fields.items():
             part, _, field = name.rpartition(".")

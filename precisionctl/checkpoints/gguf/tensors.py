@@ -16,9 +16,10 @@ from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.global_scales import global_scales, is_scale
 from precisionctl.checkpoints.gguf.head import GgufTensor
 from precisionctl.checkpoints.gguf.tensor_rows import GgufRow
-from precisionctl.checkpoints.tensor_changes import SAME, Shape, TensorChange
+from precisionctl.checkpoints.tensor_changes import SAME, AsItIs, Multiplied, Shape, TensorChange
 from precisionctl.codes.elements import Cast
 from precisionctl.codes.ggml_blocks import ENCODED, GgmlBlocks, blocks_of
+from precisionctl.codes.row_factors import RoundedProducts, RowFactors
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnmappedTensor, at
 from precisionctl.model.model_shape import ModelShape
@@ -84,15 +85,24 @@ class ChangedTensor:
     def spec(self) -> TensorSpec:
         shape = self.change.hf_shape([part.shape for part in self.parts], self.model)
         dtypes = [part.dtype for part in self.parts]
-        return shared_spec(shape, reduce(DType.promoted, dtypes) if self.change.moves_rows else DType.float32)
+        as_stored = self.change.moves_rows and self.factors is None
+        return shared_spec(shape, reduce(DType.promoted, dtypes) if as_stored else DType.float32)
+
+    @cached_property
+    def factors(self) -> RowFactors | None:
+        """What the values are stored multiplied by, unless it is 1."""
+        found = self.change.factors(self.model) if isinstance(self.change, Multiplied) else None
+        return None if found is None or found.are_ones else found
 
     @cached_property
     def cast(self) -> Cast | None:
-        """How ggml makes its codes, if they are of one format that is made here."""
+        """How ggml makes its codes, if they are of one format that is made here, or what rounds products."""
         formats = {part.tensor.format for part in self.parts}
         form = formats.pop() if len(formats) == 1 else None
-        if form is None or form.name not in ENCODED:
+        if form is None or not (form.name in ENCODED or (form.dtype and self.factors)):
             return None
+        if self.factors:
+            return RoundedProducts(self.factors, form.dtype or blocks_of(form))
         blocks = blocks_of(form)
         if self.change.moves_rows:
             return blocks
@@ -105,8 +115,9 @@ class ChangedTensor:
 
     def rows(self, row: int, rows: int) -> Tensor:
         """Rows `[row, row + rows)` as `[rows, columns]`."""
-        if self.change is SAME:
+        if isinstance(self.change, AsItIs):
             found = self.parts[0].rows(row, rows)
+            found = self.factors.divided(found, row) if self.factors else found
         elif self.change.moves_rows:
             found = self._moved(self._order[row : row + rows])
         else:

@@ -1,0 +1,103 @@
+"""Falcon-H1: in each layer a mixer beside attention, then an MLP. llama.cpp has none of its multipliers: weights are
+multiplied by them, in FP32, before they are rounded.
+
+Sources: llama.cpp's src/models/falcon-h1.cpp and mamba-base.cpp, and conversion/falcon_h1.py and mamba.py.
+"""
+
+from dataclasses import replace
+
+from precisionctl.architectures.config_keys import Fields
+from precisionctl.checkpoints.gguf.family import GgufFamily
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.metadata_keys import (
+    CONTEXT,
+    EPSILON,
+    HEAD_SIZE,
+    HEADS,
+    HEADS_KV,
+    LAYERS,
+    MLP_SIZE,
+    VOCABULARY,
+    WIDTH,
+    GgufRule,
+    value_of,
+    write_only,
+)
+from precisionctl.checkpoints.gguf.mixers import MIXER, mixer
+from precisionctl.checkpoints.gguf.rope_keys import ROPE, TURNED, UNSCALED_ALONE
+from precisionctl.checkpoints.gguf.tensor_rows import GgufRow, in_layer
+from precisionctl.checkpoints.tensor_changes import SAME, Multiplied, TensorChange
+from precisionctl.codes.row_factors import RowFactors
+from precisionctl.model.model_shape import ModelShape
+
+
+def _times(*fields: str) -> Multiplied:
+    """All rows, by these fields one after the other."""
+    return Multiplied(lambda model: RowFactors(((1, tuple(value_of(model, field) for field in fields)),)))
+
+
+def _of_mlp(number: int) -> Multiplied:
+    return Multiplied(lambda model: RowFactors(((1, (value_of(model, "multipliers.mlp")[number],)),)))
+
+
+def _of_mixer(model: ModelShape) -> RowFactors:
+    """A factor for all of what in_proj makes, and one for each part."""
+    parts = zip(value_of(model, "mamba.in_proj_parts"), value_of(model, "multipliers.ssm"), strict=True)
+    return RowFactors(tuple((rows, (value_of(model, "multipliers.ssm_in"), factor)) for rows, factor in parts))
+
+
+_KEYS, _INPUTS = ("multipliers.key", "multipliers.attention_in"), ("multipliers.attention_in",)
+_MATRICES: dict[str, tuple[str, TensorChange]] = {
+    "mamba.in_proj": ("ssm_in", Multiplied(_of_mixer)),
+    "mamba.out_proj": ("ssm_out", _times("multipliers.ssm_out")),
+    "self_attn.q_proj": ("attn_q", _times(*_INPUTS)),
+    "self_attn.k_proj": ("attn_k", _times(*_KEYS)),
+    "self_attn.v_proj": ("attn_v", _times(*_INPUTS)),
+    "self_attn.o_proj": ("attn_output", _times("multipliers.attention_out")),
+    "feed_forward.gate_proj": ("ffn_gate", _of_mlp(0)),
+    "feed_forward.up_proj": ("ffn_up", SAME),
+    "feed_forward.down_proj": ("ffn_down", _of_mlp(1)),
+    "input_layernorm": ("attn_norm", SAME),
+}
+_ROWS = [
+    GgufRow("model.embed_tokens.weight", ("token_embd.weight",), _times("embedding_multiplier")),
+    GgufRow("model.final_layernorm.weight", ("output_norm.weight",)),
+    GgufRow("lm_head.weight", ("output.weight",), _times("logit_multiplier")),
+    *(row for row in mixer("mamba") if "_proj." not in row.hf),
+    *(in_layer(f"{hf}.weight", f"{gguf}.weight", change) for hf, (gguf, change) in _MATRICES.items()),
+    in_layer("pre_ff_layernorm.weight", "ffn_norm"),
+]
+
+
+def _read_pattern(file: Described) -> Fields:
+    return {
+        "mamba.pattern": "P" * file.count("block_count"),
+        "mamba.gated_norm": file.has("blk.0.ssm_norm.weight"),
+    }
+
+
+_MIXER_BESIDE = GgufRule(("mamba.pattern", "mamba.gated_norm"), _read_pattern)
+_IN_ORDER = ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count")
+_MIXER = replace(MIXER, write=lambda model: {f"ssm.{key}": MIXER.write(model)[f"ssm.{key}"] for key in _IN_ORDER})
+_HEADS = replace(HEADS, write=lambda model: {"attention.head_count": model.num_attention_heads})
+_GROUPS = write_only(lambda model: {HEADS_KV: model.num_query_groups})
+"""What HEADS reads."""
+
+FAMILIES = {
+    "falcon_h1": GgufFamily(
+        "falcon-h1",
+        rows=_ROWS,
+        keys=(CONTEXT, WIDTH, MLP_SIZE, _HEADS, LAYERS, _MIXER, EPSILON),
+        more=(VOCABULARY, _GROUPS, HEAD_SIZE, ROPE, _MIXER_BESIDE),
+        reads=(TURNED,),
+        computed={"tied_embeddings": False},
+        folded={
+            **dict.fromkeys(("embedding_multiplier", "logit_multiplier"), 1.0),
+            **{f"multipliers.{each}": 1.0 for each in ("attention_in", "attention_out", "key", "ssm_in", "ssm_out")},
+            "multipliers.ssm": (1.0,) * 5,
+            "multipliers.mlp": (1.0,) * 2,
+        },
+        scalings=UNSCALED_ALONE,
+    )
+}
+"""By the `model_type` of the text model."""
