@@ -245,6 +245,24 @@ class Kernel(_ValueChange):
         return (shapes[0][0], 1, shapes[0][1])
 
 
+class KernelInFour(_ValueChange):
+    """The same, `[1, channels, 1, width]` in GGUF."""
+
+    def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return (values.unsqueeze(0),)
+
+    def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        return parts[0].squeeze(0)
+
+    def part_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+        return ((1, *shape),)
+
+    def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
+        if len(shapes[0]) != 4 or shapes[0][0] != 1 or shapes[0][2] != 1:
+            raise _no_parts(shapes)
+        return shapes[0][1:]
+
+
 class LatentKeysValues(_ValueChange):
     """What makes keys and values of the latent: in Hugging Face each head's key rows, then its value rows,
     `[heads * (key + value), latent]`; the parts are keys transposed by head, `[heads, latent, key]`, and values
@@ -393,6 +411,7 @@ DELTA_NET = DeltaNetInGguf()
 PLUS_ONE = PlusOne()
 DECAY = Decay()
 KERNEL = Kernel()
+KERNEL_IN_FOUR = KernelInFour()
 LATENT_KEYS_VALUES = LatentKeysValues()
 VALUE_HEADS = ValueHeadsInTurns()
 DELTA_NET_INPUT = ValueHeadsInTurns(behind_keys=True)

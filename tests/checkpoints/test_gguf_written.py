@@ -393,6 +393,7 @@ def test_every_published_model_of_a_family_that_is_written_is_one_that_llama_cpp
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
 ONES = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
+KDA = pico.FAMILIES["kimi-linear"]["linear_attn_config"]
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 
 
@@ -462,6 +463,9 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused_before_anything_is_wr
         ("glm4-moe-lite", {"rope_parameters": ONES | {"attention_factor": 1.2}}, "attention_factor 1.2"),
         ("ministral3", {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.8}}, "yarn with mscale 0.8"),
         ("ministral3", {"rope_parameters": YARN | {"mscale_all_dim": 1.0}}, "yarn with mscale None"),
+        ("falcon-h1", {"rope_parameters": LINEAR}, "scaled as linear"),
+        ("kimi-linear", {"q_lora_rank": 24}, "mla.q_lora_rank 24, but with None"),
+        ("kimi-linear", {"linear_attn_config": KDA | {"num_heads": 8}}, "gdn.num_key_heads 8, but with 16"),
         ("mimo-v2-flash", pico.FAMILIES["mimo-v2-flash"], "global_attention.rotary_percent 0.5"),
         ("mimo-v2-flash", {"layer_types": ["sliding_attention"] * 3}, "windows in all layers or in none"),
     ],

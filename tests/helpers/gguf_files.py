@@ -66,6 +66,7 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
             *("moe", "linear_attention", "full_attention"),
         ],
     },
+    "kimi-linear": {},
     "falcon-h1": {"head_dim": 16},
     "falcon-h1-norm": {"head_dim": 16},
     "granite-hybrid": {},

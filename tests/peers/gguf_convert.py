@@ -19,10 +19,15 @@ KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
 
 
 def as_published(settings: dict[str, Any]) -> dict[str, Any]:
-    """With the words for kinds of layers that releases of Granite and of MiMo-V2 have: by those of transformers 5 the
-    converter finds none with attention, or knows of none."""
+    """With the words that releases of Granite, MiMo-V2 and Kimi Linear have: by those of transformers 5 the converter
+    finds no layers with attention, or knows of none."""
     if settings["model_type"] == "granitemoehybrid":
         return settings | {"layer_types": [KINDS[kind] for kind in settings["layer_types"]]}
+    if settings["model_type"] == "kimi_linear":
+        dense = settings["mlp_layer_types"].count("dense")
+        head = settings["hidden_size"] // settings["num_attention_heads"]
+        said = {"moe_router_activation_func": "sigmoid", "rope_theta": 10000.0, "head_dim": head}
+        return settings | said | {"first_k_dense_replace": dense}
     if settings["model_type"] != "mimo_v2_flash":
         return settings
     whole, window = (settings["rope_parameters"][f"{kind}_attention"] for kind in ("full", "sliding"))

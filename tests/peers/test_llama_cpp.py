@@ -41,6 +41,7 @@ _TOKENIZERS = {
     **dict.fromkeys(("deepseek-v3.2", "glm-moe-dsa"), "deepseek-v3"),
     **dict.fromkeys(("cohere", "cohere2", "starcoder2"), "smollm"),
     "seed-oss": "seed-coder",
+    "kimi-linear": "kimi-k2",
 }
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "llama-3": ({"rope_parameters": LLAMA3}, "llama-bpe"),

@@ -125,8 +125,8 @@ _LATENT = GgufRule(
     },
 )
 """What is a head to llama.cpp."""
-_LATENT_RANK = GgufKey("mla.kv_lora_rank", "attention.kv_lora_rank")
-_LATENT_HEADS = GgufRule(
+LATENT_RANK = GgufKey("mla.kv_lora_rank", "attention.kv_lora_rank")
+LATENT_HEADS = GgufRule(
     ("mla.qk_head_dim", "mla.v_head_dim"),
     lambda file: {
         "mla.qk_head_dim": file.count("attention.key_length_mla") - file.count("rope.dimension_count"),
@@ -137,6 +137,8 @@ _LATENT_HEADS = GgufRule(
         "attention.value_length_mla": value_of(model, "mla.v_head_dim"),
     },
 )
+
+LATENT_TURNED = GgufKey("mla.qk_pos_emb_head_dim", "rope.dimension_count")
 
 
 def _read_heads(file: Described) -> Fields:
@@ -178,14 +180,14 @@ def _latent_attention(
             LEADING_DENSE,
             VOCABULARY,
             query_rank,
-            _LATENT_RANK,
+            LATENT_RANK,
             *(() if head_first else (_LATENT,)),
-            _LATENT_HEADS,
+            LATENT_HEADS,
             EXPERT_SIZE,
             SHARED_COUNT,
             WEIGHTS_SCALE,
             NORMALISED,
-            GgufKey("mla.qk_pos_emb_head_dim", "rope.dimension_count"),
+            LATENT_TURNED,
             LOG_MULTIPLIER,
             *behind,
         ),
