@@ -216,15 +216,18 @@ class PlusOne(_ValueChange):
         return parts[0].float() - 1
 
 
+@dataclass(frozen=True)
 class Decay(_ValueChange):
-    """A state's decay: in GGUF the negative number that multiplies the step, in Hugging Face the logarithm of its
-    amount (`A_log`)."""
+    """A state's decay: in GGUF the number that multiplies the step, below zero but where a bound is (`sign`), in
+    Hugging Face the logarithm of its amount (`A_log`)."""
+
+    sign: int = -1
 
     def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
-        return (-values.float().exp(),)
+        return (self.sign * values.float().exp(),)
 
     def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
-        return (-parts[0].float()).log()
+        return (self.sign * parts[0].float()).log()
 
 
 class Kernel(_ValueChange):
@@ -409,7 +412,7 @@ GATE_THEN_UP = GateThenUp()
 GATE_UP_IN_TURNS = GateUpInTurns()
 DELTA_NET = DeltaNetInGguf()
 PLUS_ONE = PlusOne()
-DECAY = Decay()
+DECAY, BOUNDED_DECAY = Decay(), Decay(sign=1)
 KERNEL = Kernel()
 KERNEL_IN_FOUR = KernelInFour()
 LATENT_KEYS_VALUES = LatentKeysValues()

@@ -81,7 +81,7 @@ def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> GgufPlan:
         changes, writes, factors = list[TensorChange](), list[str](), dict[str, RowFactors]()
         for name in job.writes[: len(job.row.hf)]:  # behind these are copies of tied tensors
             alone = _alone(name, model)
-            if (found := family.tensors.of_hf(alone, model.num_layers)) is None:
+            if (found := family.tensors.of_hf(alone, model)) is None:
                 what = f"llama.cpp has no tensor for `{name}`"
                 raise UnmappedTensor(what, do="Nothing is dropped in silence: does llama.cpp compute this part?")
             row, made = found
@@ -108,7 +108,7 @@ def _kept(plan: Plan, family: GgufFamily, kind: GgufType, codes: Collection[str]
     kept, others, form = dict[str, str](), set[str](), KEPT[kind].format
     for job in plan.text.jobs:
         names, alike = job.writes[: len(job.row.hf)], len(job.reads) == len(job.row.hf)
-        found = [family.tensors.of_hf(_alone(name, plan.model), plan.model.num_layers) for name in names]
+        found = [family.tensors.of_hf(_alone(name, plan.model), plan.model) for name in names]
         rows = [each for each in found if each is not None]  # in_gguf refuses one that is not there
         keeps = (
             all(each in codes for each in job.reads)

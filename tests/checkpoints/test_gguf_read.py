@@ -100,7 +100,7 @@ def test_every_change_of_values_has_its_inverse_row_by_row(
     model, table = published.model, FAMILIES[published.model.architecture].of(published.model).tensors
     made = dict[str, gguf_tensors.GgufPart]()
     for name in published.specs:
-        row, names = table.of_hf(name, model.num_layers) or pytest.fail(f"no row for {name}")
+        row, names = table.of_hf(name, model) or pytest.fail(f"no row for {name}")
         values = read_tensor(published, name).float()
         parts = row.change.to_parts(values, model)
         assert tuple(tuple(part.shape) for part in parts) == row.change.part_shapes(tuple(values.shape), model)
@@ -109,7 +109,7 @@ def test_every_change_of_values_has_its_inverse_row_by_row(
             file.write_bytes(part.contiguous().numpy().tobytes())
             tensor = gguf_tensors.GgufTensor(tuple(part.shape), FORMATS[gguf_files.F32], file, 0)
             made[each] = gguf_tensors.GgufPart(each, tensor)
-            assert table.of_gguf(each, model.num_layers) == (row, name), index
+            assert table.of_gguf(each, model) == (row, name), index
         changed = gguf_tensors.ChangedTensor([made[each] for each in names], row.change, model)
         assert changed.spec.shape == values.shape
         source = type("Source", (), {"specs": {name: changed.spec}, "chunks": lambda _, name, c=changed: c.chunks()})()

@@ -79,7 +79,7 @@ def test_codes_of_heads_that_are_turned_are_known_and_a_reference_describes_what
     assert check_directory(file, LLAMA_CPP, reference=published).passes
 
 
-@pytest.mark.parametrize("family", ["glm4-moe", "qwen3-next", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["glm4-moe", "qwen3-next", "deepseek-v3", "ling-3"])
 def test_prediction_layers_follow_the_decoders_where_llama_cpp_computes_them(tmp_path: Path, family: str) -> None:
     published = source(tmp_path / "hf", family, **gguf_files.WRITTEN[family])
     added = add_mtp(published, torch.bfloat16)
@@ -464,6 +464,7 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused_before_anything_is_wr
         ("ministral3", {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.8}}, "yarn with mscale 0.8"),
         ("ministral3", {"rope_parameters": YARN | {"mscale_all_dim": 1.0}}, "yarn with mscale None"),
         ("falcon-h1", {"rope_parameters": LINEAR}, "scaled as linear"),
+        ("ling-3", {"kda_safe_gate": False}, "whose decays have no bound"),
         ("kimi-linear", {"q_lora_rank": 24}, "mla.q_lora_rank 24, but with None"),
         ("kimi-linear", {"linear_attn_config": KDA | {"num_heads": 8}}, "gdn.num_key_heads 8, but with 16"),
         ("mimo-v2-flash", pico.FAMILIES["mimo-v2-flash"], "global_attention.rotary_percent 0.5"),

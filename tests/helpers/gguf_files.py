@@ -67,6 +67,7 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
         ],
     },
     "kimi-linear": {},
+    "ling-3": {"num_nextn_predict_layers": 0},
     "falcon-h1": {"head_dim": 16},
     "falcon-h1-norm": {"head_dim": 16},
     "granite-hybrid": {},

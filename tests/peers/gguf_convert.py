@@ -28,6 +28,18 @@ def as_published(settings: dict[str, Any]) -> dict[str, Any]:
         head = settings["hidden_size"] // settings["num_attention_heads"]
         said = {"moe_router_activation_func": "sigmoid", "rope_theta": 10000.0, "head_dim": head}
         return settings | said | {"first_k_dense_replace": dense}
+    if settings["model_type"] == "bailing_hybrid":
+        return settings | {
+            "architectures": ["BailingMoeV3ForCausalLM"],
+            "no_kda_lora": True,
+            "gated_attention_proj_granularity_type": "head_wise",
+            "head_dim": settings["linear_head_dim"],
+            "moe_shared_expert_intermediate_size": settings["moe_intermediate_size"],
+            "norm_topk_prob": True,
+            "n_group": settings["num_expert_group"],
+            "num_experts_per_tok": settings["num_experts_per_token"],
+            "score_function": "sigmoid",
+        }
     if settings["model_type"] != "mimo_v2_flash":
         return settings
     whole, window = (settings["rope_parameters"][f"{kind}_attention"] for kind in ("full", "sliding"))

@@ -14,15 +14,24 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from precisionctl.checkpoints.tensor_changes import KEY_PAIRS, QUERY_PAIRS, SAME, TensorChange
+from precisionctl.model.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
 class GgufRow:
-    """A Hugging Face tensor, the tensors that GGUF has for it, and what becomes of its values."""
+    """A Hugging Face tensor, the tensors that GGUF has for it, and what becomes of its values. `delta_nets`: of layers
+    that have one alone, or of those that have none, where another row has a name for the others."""
 
     hf: str
     gguf: tuple[str, ...]
     change: TensorChange = SAME
+    delta_nets: bool | None = None
+
+    def is_in(self, model: ModelShape, numbers: Sequence[int]) -> bool:
+        """Whether the layer that the first of these numbers names has the row."""
+        if self.delta_nets is None:
+            return True
+        return (numbers[0] < model.num_layers and model.has_delta_net(numbers[0])) is self.delta_nets
 
 
 @dataclass(frozen=True)
@@ -31,22 +40,23 @@ class TensorTable:
 
     rows: Sequence[GgufRow]
 
-    def of_hf(self, name: str, layers: int) -> tuple[GgufRow, tuple[str, ...]] | None:
-        """The row of a Hugging Face tensor, and the names of its tensors in GGUF; None if there is none. `layers` is
-        the number of the decoder's."""
+    def of_hf(self, name: str, model: ModelShape) -> tuple[GgufRow, tuple[str, ...]] | None:
+        """The row of a model's Hugging Face tensor, and the names of its tensors in GGUF; None if there is none."""
         key, numbers = _key_and_numbers(name)
-        row = next(iter(self._by_key[0].get(key, ())), None)
+        layers = model.num_layers
+        row = next((row for row in self._by_key[0].get(key, ()) if row.is_in(model, numbers)), None)
         if row and "{mtp}" in row.hf:
             numbers = [layers + numbers[0], *numbers[1:]]
         elif row and row.hf.startswith("mtp."):
             numbers = [layers]
         return (row, tuple(_named(template, numbers) for template in row.gguf)) if row else None
 
-    def of_gguf(self, name: str, layers: int) -> tuple[GgufRow, str] | None:
+    def of_gguf(self, name: str, model: ModelShape) -> tuple[GgufRow, str] | None:
         """The row of a GGUF tensor, or of a slice of one, and the name of its Hugging Face tensor."""
         key, numbers = _key_and_numbers(name)
+        layers = model.num_layers
         predicts = bool(numbers) and numbers[0] >= layers
-        rows = self._by_key[1].get(key, ())
+        rows = [row for row in self._by_key[1].get(key, ()) if row.is_in(model, numbers)]
         row = next((row for row in rows if row.hf.startswith("mtp.") == predicts), None) or next(iter(rows), None)
         if row and row.hf.startswith("mtp."):
             if not predicts or ("{mtp}" not in row.hf and numbers[0] > layers):

@@ -202,7 +202,7 @@ def hf_tensors(
     """
     found = dict[str, tuple[GgufRow, dict[str, GgufPart]]]()
     for part in _slices(tensors, family, model, where):
-        named = family.tensors.of_gguf(part.name, model.num_layers)
+        named = family.tensors.of_gguf(part.name, model)
         if named is None:
             what = f"`{part.name}` is no tensor of a model of the architecture {family.architecture}"
             raise UnmappedTensor(what, where=where, do="docs/gguf.md says what is read. Start from the release.")
@@ -211,7 +211,7 @@ def hf_tensors(
         parts[part.name] = part
     made = dict[str, ChangedTensor]()
     for hf, (row, parts) in found.items():
-        needed = family.tensors.of_hf(hf, model.num_layers)
+        needed = family.tensors.of_hf(hf, model)
         assert needed is not None
         if missing := [name for name in needed[1] if name not in parts]:
             raise DamagedCheckpoint(f"no `{missing[0]}` beside `{next(iter(parts))}`", where=where)
@@ -227,9 +227,9 @@ def _slices(
     """The tensors, with stacks of experts taken apart, and without scales, which their weights have."""
     count = 0
     for name, tensor in tensors.items():
-        if is_scale(name, tensors) and family.tensors.of_gguf(name, model.num_layers) is None:
+        if is_scale(name, tensors) and family.tensors.of_gguf(name, model) is None:
             continue
-        stacked = family.tensors.of_gguf(f"{name}[0]", model.num_layers) is not None
+        stacked = family.tensors.of_gguf(f"{name}[0]", model) is not None
         slices = tensor.shape[0] if stacked and len(tensor.shape) > 1 else 1
         count += slices
         if not slices or count > _MOST_SLICES:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from precisionctl.checkpoints.gguf.families import (
     gguf_afmoe,
+    gguf_bailing,
     gguf_cohere,
     gguf_deepseek,
     gguf_ernie,
@@ -48,6 +49,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
     **gguf_gpt_oss.FAMILIES,
     **gguf_deepseek.FAMILIES,
     **gguf_kimi_linear.FAMILIES,
+    **gguf_bailing.FAMILIES,
     **gguf_glm.FAMILIES,
     **gguf_phi.FAMILIES,
     **gguf_olmo.FAMILIES,
