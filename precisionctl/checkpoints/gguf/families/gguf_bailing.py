@@ -20,13 +20,12 @@ from precisionctl.checkpoints.gguf.expert_keys import (
 )
 from precisionctl.checkpoints.gguf.families.gguf_deepseek import LATENT_HEADS, LATENT_RANK, LATENT_TURNED
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
+from precisionctl.checkpoints.gguf.kda import BESIDE_KDA, KDA_HEADS, KDA_SIZES, delta_attention, latent_key
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
-    HEADS_KV,
     LAYERS_AND_PREDICTION,
     PREDICTION_LAYERS,
     VOCABULARY,
-    GgufKey,
     GgufRule,
     Said,
     refused,
@@ -49,7 +48,6 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
 )
 from precisionctl.checkpoints.tensor_changes import (
     BOUNDED_DECAY,
-    KERNEL_IN_FOUR,
     LATENT_KEYS_VALUES,
     VECTOR_AS_COLUMN,
     Both,
@@ -66,8 +64,6 @@ _DELTA_ATTENTION = {
     "attention.g_proj": "ssm_g_a",
     "attention.o_proj": "attn_output",
     "attention.f_proj": "ssm_f_a",
-    "attention.b_proj": "ssm_beta",
-    "attention.o_norm": "ssm_norm",
 }
 _ROWS = [
     *outside_layers()[1:],
@@ -76,9 +72,7 @@ _ROWS = [
     *(replace(row, delta_nets=False) for row in in_layers(_LATENT_ATTENTION)),
     replaced_by("attention.kv_b_proj", ("attn_k_b", "attn_v_b"), LATENT_KEYS_VALUES),
     *(replace(row, delta_nets=True) for row in in_layers(_DELTA_ATTENTION)),
-    *in_layers({f"attention.{part}_conv1d": f"ssm_conv1d_{part}" for part in "qkv"}, KERNEL_IN_FOUR),
-    in_layer("attention.dt_bias", "ssm_dt.bias"),
-    in_layer("attention.A_log", "ssm_a", Both(BOUNDED_DECAY, VECTOR_AS_COLUMN)),
+    *delta_attention("attention", Both(BOUNDED_DECAY, VECTOR_AS_COLUMN)),
     *MLP,
     *ROUTER,
     GgufRow("model.layers.{layer}.mlp.gate.expert_bias", CORRECTION),
@@ -89,36 +83,7 @@ _ROWS = [
 ]
 
 
-def _read_heads(file: Described) -> Fields:
-    heads, layers = file.count("attention.head_count", least=1), file.decoder_layers()
-    delta = tuple(not groups for groups in file.counts(HEADS_KV)[:layers])
-    return {"num_attention_heads": heads, "num_query_groups": heads, "gdn.layers": delta}
-
-
-def _write_heads(model: ModelShape) -> Said:
-    kinds = [*value_of(model, "gdn.layers"), *[False] * model.mtp_num_layers]
-    return {"attention.head_count": model.num_attention_heads, HEADS_KV: [0 if delta else 1 for delta in kinds]}
-
-
-_HEADS = GgufRule(("num_attention_heads", "num_query_groups", "gdn.layers"), _read_heads, _write_heads)
-"""To llama.cpp all heads have one key, the latent, and layers of delta attention none."""
-
-
-def _read_sizes(file: Described) -> Fields:
-    file.expect("attention.key_length", file.count("attention.kv_lora_rank") + file.count("rope.dimension_count"))
-    file.said("attention.value_length")
-    return {}
-
-
-_LATENT = GgufRule(
-    (),
-    _read_sizes,
-    lambda model: {
-        "attention.key_length": value_of(model, "mla.kv_lora_rank") + value_of(model, "mla.qk_pos_emb_head_dim"),
-        "attention.value_length": value_of(model, "gdn.key_head_dim"),
-    },
-)
-"""What is a key to llama.cpp; and what published files call `head_dim`, with which nothing is computed there."""
+_LATENT = latent_key(lambda model: int(value_of(model, "gdn.key_head_dim")))
 
 
 def _read_bound(file: Described) -> Fields:
@@ -156,12 +121,11 @@ FAMILIES = {
         "bailingmoe3",
         rows=_ROWS,
         keys=base_keys(
-            *EXPERT_COUNTS, groups(2), scored_by("sigmoid"), _LATENT, layers=LAYERS_AND_PREDICTION, heads=_HEADS
+            *EXPERT_COUNTS, groups(2), scored_by("sigmoid"), _LATENT, layers=LAYERS_AND_PREDICTION, heads=KDA_HEADS
         ),
         more=(
             VOCABULARY,
-            GgufKey("gdn.conv_kernel_dim", "ssm.conv_kernel"),
-            GgufKey("gdn.key_head_dim", "kda.head_dim"),
+            *KDA_SIZES,
             _BOUND,
             LATENT_RANK,
             LATENT_TURNED,
@@ -175,16 +139,7 @@ FAMILIES = {
             PREDICTION_LAYERS,
         ),
         reads=(),
-        computed={
-            **TWO_SCORES,
-            "kv_channels": lambda fields: fields["mla.v_head_dim"],
-            "linear_gate": "sigmoid per head",
-            "moe.expert_bias": True,
-            "mla.q_lora_rank": None,
-            "gdn.kda": True,
-            "gdn.value_head_dim": lambda fields: fields["gdn.key_head_dim"],
-            **dict.fromkeys(("gdn.num_key_heads", "gdn.num_value_heads"), lambda fields: fields["num_attention_heads"]),
-        },
+        computed={**TWO_SCORES, **BESIDE_KDA, "linear_gate": "sigmoid per head"},
         scalings=UNSCALED_ALONE,
     )
 }
