@@ -21,7 +21,8 @@ from precisionctl.checkpoints.hf_directory.companions import LICENCE
 from precisionctl.checkpoints.hf_directory.config_json import config_dtype, made_config
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice
-from precisionctl.codes.ggml_blocks import NVFP4, BlocksInRows
+from precisionctl.codes.elements import Packing
+from precisionctl.codes.ggml_blocks import BlocksInRows
 from precisionctl.commands.build import Result
 from precisionctl.commands.request import LLAMA_CPP, Gguf
 from precisionctl.commands.source import Source
@@ -48,16 +49,15 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
     model, reader = source.plan.model, source.reader
     family = of_llama_cpp(model)  # first, as no type and no tokenizer would help
     type_ = kind.scheme or ("f16" if config_dtype(source.plan.targets) == DType.float16.value else "bf16")
-    codes = {
-        kind: [name for name, packing in packings_of(reader).items() if packing.name == form.name]
-        for kind, form in KEPT.items()
-    }
+    packings = packings_of(reader)
+    encodings = stored_weight_encodings(reader) if packings else None
+    codes = {kind: _codes_of(form, packings, encodings) for kind, form in KEPT.items()}
     gguf = in_gguf(source.plan, type_, codes.get(type_, ()))
     plan, kept = gguf.plan, gguf.kept
     if type_ in KEPT and not kept:
         raise _nothing_to_keep(type_, model, bool(codes[type_]))
-    encodings = stored_weight_encodings(reader) if KEPT.get(type_) is NVFP4 else None
-    scales = scale_tensors(kept, encodings) if encodings else {}
+    scaled = encodings if type_ in KEPT and KEPT[type_].format.has_global_scale else None
+    scales = scale_tensors(kept, scaled) if scaled else {}
     files, config = reader.companions.files, _config(reader, model)
     if family.images:
         family.images.check(config)
@@ -74,7 +74,7 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
         **_base_model(kind.base_model),
         **family.metadata(model, FILE_TYPES[type_]),
         "general.quantization_version": np.uint32(2),
-        **(_inputs_as_they_are(kept, encodings) if encodings else {}),
+        **(_inputs_as_they_are(kept, scaled) if scaled else {}),
         **tokenizer,
     }
     name = f"{destination.name}-{type_.upper()}.gguf"
@@ -110,6 +110,12 @@ _HOW_TO_MAKE = {
     "nvfp4": "`export-inference --target vllm --scheme nvfp4a16` makes such codes; export its result, or choose "
     "--scheme bf16.",
 }
+
+
+def _codes_of(form: BlocksInRows, packings: Mapping[str, Packing], encodings: WeightEncodings | None) -> list[str]:
+    """The weights that are such codes, with a global scale that is known if they have one."""
+    found = [name for name, packing in packings.items() if packing.name == form.name]
+    return [name for name in found if encodings and name in encodings.scales] if form.format.has_global_scale else found
 
 
 def _nothing_to_keep(kind: GgufType, model: ModelShape, are_codes: bool) -> PrecisionError:

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import four_bit_directories
 import gguf_files
 import gguf_tokenizers
 import mxfp4_directories
@@ -18,16 +17,15 @@ import pytest
 import repository
 import tiny_wrappers
 import torch
-from gguf_files import export, source
+from gguf_files import export, source, stored_tensors
 from gguf_tokenizers import SIZE
 from prediction_layer import add_mtp
-from safetensors.torch import load_file, save_file
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.gguf.families import FAMILIES, of_llama_cpp
-from precisionctl.checkpoints.gguf.head import GgufTensor, read_head
+from precisionctl.checkpoints.gguf.head import read_head
 from precisionctl.checkpoints.gguf.images import Images
 from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.open import open_checkpoint
@@ -37,7 +35,7 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import LLAMA_CPP, Request
 from precisionctl.commands.target_rules import check_directory
 from precisionctl.conversion.command import execute
-from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownArchitecture, UnknownFormat
+from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture, UnknownFormat
 from precisionctl.export.gguf_pretokenizers import QWEN2
 from precisionctl.param import Parallelism
 from precisionctl.verify.compare import compare
@@ -109,7 +107,7 @@ def test_what_is_written_keeps_llama_cpps_rules_and_what_has_no_tokenizer_does_n
 
 def _described(file: Path) -> dict[str, gguf_files.Described]:
     numbers = {"F32": gguf_files.F32, "BF16": gguf_files.BF16}
-    return {name: (each.shape, numbers[each.format.name], data) for name, (each, data) in _stored(file).items()}
+    return {name: (each.shape, numbers[each.format.name], data) for name, (each, data) in stored_tensors(file).items()}
 
 
 def test_the_command_says_of_which_texts_llama_cpp_makes_other_tokens(tmp_path: Path) -> None:
@@ -198,7 +196,7 @@ def test_codes_are_decoded_and_round_once(tmp_path: Path) -> None:
     reader = open_checkpoint(tmp_path / "fp8")
     name = next(name for name in reader.encodings if "down_proj" in name)
     values = reader.encodings[name].decode_rows(read_tensor(reader, name), 0)
-    written = _stored(export(tmp_path / "fp8", tmp_path / "out", "q8_0"))["blk.0.ffn_down.weight"]
+    written = stored_tensors(export(tmp_path / "fp8", tmp_path / "out", "q8_0"))["blk.0.ffn_down.weight"]
     assert written[1] == blocks_of(named("Q8_0")).encode(values).numpy().tobytes()
 
 
@@ -218,7 +216,7 @@ def test_gpt_oss_keeps_the_codes_that_it_is_published_in_and_other_models_have_n
     decoded = plan_command(Request.export(tmp_path / "hf", tmp_path / "decoded", LLAMA_CPP))
     assert any("--scheme mxfp4 keeps them" in note for note in decoded.notes)
     file = export(tmp_path / "hf", tmp_path / "out", "mxfp4")
-    kinds = {name: tensor.format.name for name, (tensor, _) in _stored(file).items()}
+    kinds = {name: tensor.format.name for name, (tensor, _) in stored_tensors(file).items()}
     assert {kind for name, kind in kinds.items() if "exps.weight" in name} == {"MXFP4"}
     assert kinds["blk.0.attn_q.weight"] == kinds["token_embd.weight"] == "BF16"
     reader, written = open_checkpoint(tmp_path / "hf"), open_checkpoint(file)
@@ -229,79 +227,9 @@ def test_gpt_oss_keeps_the_codes_that_it_is_published_in_and_other_models_have_n
         export(source(tmp_path / "qwen", "qwen3"), tmp_path / "no", "mxfp4")
 
 
-def in_nvfp4(folder: Path, spelling: str, family: str, **options: Any) -> dict[str, torch.Tensor]:
-    """A directory of such codes; what they are, FP32."""
-    changes = {**gguf_files.WRITTEN[family], "moe_intermediate_size": 64, "vocab_size": SIZE, **options}
-    values = four_bit_directories.make(folder, spelling, family, **changes)
-    gguf_tokenizers.byte_level(QWEN2).save_pretrained(folder)
-    return values
-
-
-@pytest.mark.parametrize(
-    ("spelling", "family", "rounded"),
-    [
-        ("modelopt-nvfp4", "llama-3", 0.0),
-        ("ct-nvfp4", "qwen3-moe", 2**-22),  # a divisor, of which the file has the inverse
-    ],
-)
-def test_nvfp4_codes_are_kept_with_the_scales_of_weights_and_of_inputs(
-    tmp_path: Path, spelling: str, family: str, rounded: float
-) -> None:
-    values = in_nvfp4(tmp_path / "hf", spelling, family)
-    file = export(tmp_path / "hf", tmp_path / "out", "nvfp4")
-    hints = Hints(companions=read_companions(tmp_path / "hf"), reference=tmp_path / "hf")
-    written, before = open_checkpoint(file, None, hints), open_checkpoint(tmp_path / "hf")
-    for name, expected in values.items():
-        assert torch.allclose(read_tensor(written, name), expected, rtol=rounded, atol=0), name
-    assert compare(written, before).equal and compare(before, written).equal
-    stored, codes = _stored(file), load_file(tmp_path / "hf" / "model.safetensors")
-    kinds = {name: tensor.format.name for name, (tensor, _) in stored.items()}
-    assert (kinds["blk.0.attn_q.weight"], kinds["token_embd.weight"]) == ("NVFP4", "BF16")
-    tensor, data = stored["blk.0.attn_v.input_scale"]
-    of_inputs = codes[f"model.layers.0.self_attn.v_proj.input_{'scale' if not rounded else 'global_scale'}"]
-    assert tensor.shape == (1,) and np.frombuffer(data, "<f4")[0] == (1 / of_inputs if rounded else of_inputs)
-
-
-def test_that_inputs_stay_as_they_are_is_said_of_each_weight(tmp_path: Path) -> None:
-    in_nvfp4(tmp_path / "hf", "ct-nvfp4a16", "qwen3")
-    said = read_head(export(tmp_path / "hf", tmp_path / "out", "nvfp4")).metadata
-    assert said["general.tensor_extra.prec_a4"] == [False] * 7
-    assert said["general.tensor_extra.name"].length == 7
-
-
-def test_nvfp4_of_which_llama_cpp_would_lose_the_scale_is_decoded_or_refused(tmp_path: Path) -> None:
-    in_nvfp4(tmp_path / "next", "ct-nvfp4", "qwen3-next", num_hidden_layers=4)
-    command = plan_command(Request.export(tmp_path / "next", tmp_path / "out", LLAMA_CPP, "nvfp4"))
-    assert any("in NVFP4 are decoded, as llama.cpp computes with none there" in note for note in command.notes)
-    execute(command, verify=True)
-    kinds = {name: tensor.format.name for name, (tensor, _) in _stored(tmp_path / "out" / "out-NVFP4.gguf").items()}
-    assert (kinds["blk.3.attn_q.weight"], kinds["blk.0.ssm_out.weight"]) == ("NVFP4", "BF16")
-    in_nvfp4(tmp_path / "gemma", "ct-nvfp4", "gemma")
-    for folder, what in (("gemma", "computes with no NVFP4 codes of a `gemma`"), ("qwen", "no weight is NVFP4 codes")):
-        made_of = tmp_path / folder if folder == "gemma" else source(tmp_path / "qwen", "qwen3")
-        with pytest.raises(PrecisionError, match=what):
-            export(made_of, tmp_path / "no", "nvfp4")
-
-
-@pytest.mark.parametrize("byte", [0x7F, 0xB8])
-def test_scales_of_which_ggml_would_make_another_number_are_refused(tmp_path: Path, byte: int) -> None:
-    in_nvfp4(tmp_path / "hf", "modelopt-nvfp4", "llama-3")
-    stored = load_file(tmp_path / "hf" / "model.safetensors")
-    stored["model.layers.0.mlp.up_proj.weight_scale"].view(torch.uint8)[1, 1] = byte
-    save_file(stored, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(DamagedCheckpoint, match="up_proj.weight_scale holds a scale that is neg"):
-        export(tmp_path / "hf", tmp_path / "out", "nvfp4")
-
-
-def _stored(file: Path) -> dict[str, tuple[GgufTensor, bytes]]:
-    data = file.read_bytes()
-    tensors = read_head(file).tensors
-    return {name: (each, data[each.offset : each.offset + each.nbytes]) for name, each in tensors.items()}
-
-
 def test_norms_and_routers_are_fp32_and_rows_that_are_no_blocks_fp16(tmp_path: Path) -> None:
     published = source(tmp_path / "hf", "qwen3-moe", **gguf_files.WRITTEN["qwen3-moe"], moe_intermediate_size=48)
-    stored = _stored(export(published, tmp_path / "out", "q8_0"))
+    stored = stored_tensors(export(published, tmp_path / "out", "q8_0"))
     kinds = {name.removeprefix("blk.0."): tensor.format.name for name, (tensor, _) in stored.items()}
     expected = {"attn_norm.weight": "F32", "ffn_gate_inp.weight": "F32", "ffn_down_exps.weight": "F16"}
     assert {name: kinds[name] for name in expected} == expected and "Q8_0" in kinds.values()

@@ -14,6 +14,7 @@ from gguf_tokenizers import SIZE
 from safetensors.torch import load_file
 
 from precisionctl.checkpoints.gguf.families import of_llama_cpp
+from precisionctl.checkpoints.gguf.head import GgufTensor, read_head
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import LLAMA_CPP, Request
@@ -318,3 +319,10 @@ def export(made_of: Path, out: Path, scheme: Any = None, workers: int = 1, **opt
     execute(command, workers=workers, verify=True)
     (file,) = out.glob("*.gguf")
     return file
+
+
+def stored_tensors(file: Path) -> dict[str, tuple[GgufTensor, bytes]]:
+    """The tensors of a file, each with its bytes."""
+    data = file.read_bytes()
+    tensors = read_head(file).tensors
+    return {name: (each, data[each.offset : each.offset + each.nbytes]) for name, each in tensors.items()}
