@@ -20,6 +20,7 @@ import torch
 from gguf_files import export, source, stored_tensors
 from gguf_tokenizers import SIZE
 from prediction_layer import add_mtp
+from safetensors.torch import save_file
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import Hints

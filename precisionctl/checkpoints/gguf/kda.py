@@ -11,7 +11,7 @@ from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import HEADS_KV, GgufKey, GgufRule, Said, value_of
 from precisionctl.checkpoints.gguf.tensor_rows import GgufRow, in_layer, in_layers
 from precisionctl.checkpoints.tensor_changes import KERNEL_IN_FOUR, TensorChange
-from precisionctl.model_shape import ModelShape
+from precisionctl.model.model_shape import ModelShape
 
 
 def delta_attention(module: str, decay: TensorChange) -> list[GgufRow]:
