@@ -139,12 +139,13 @@ def _opened(path: StrPath, iteration: int | None, reference: StrPath | None) -> 
 
 
 def check_target(path: StrPath, target: str, ranks: int = 1, *, expert_parallel: bool = False) -> list[Finding]:
-    """The findings where an exported directory breaks a rule of an engine (or of `te`); empty if every rule is kept.
+    """The findings where an export breaks a rule of an engine, of `te`, `llama.cpp` or `mlx`; empty if every rule is
+    kept.
 
     If a finding's `rule.fatal` is true, the engine refuses the directory or computes wrong results. The engine runs on
-    `ranks` GPUs; with `expert_parallel` each gets whole experts. Raises RecipeError for an unknown target, for `te` on
-    several GPUs, for `expert_parallel` on one, and for codes that are not read or have no rules; UnknownFormat for
-    anything but a Hugging Face directory."""
+    `ranks` GPUs; with `expert_parallel` each gets whole experts. Raises RecipeError for an unknown target, for others
+    than engines on several GPUs, for `expert_parallel` on one, and for codes that are not read or have no rules;
+    UnknownFormat for anything but what the target reads: a Hugging Face directory, or for llama.cpp a GGUF file."""
     return [*check_directory(Path(path), target, ranks, expert_parallel=expert_parallel).findings]
 
 

@@ -1,8 +1,8 @@
 """How a family's config.json says a ModelShape: entries that read and write the same keys.
 
 A family lists its entries; several are common to many and stand here. Fields of a part of ModelShape (`PARTS` in
-`model_fields.py`) are written with a dot. Reading raises DamagedCheckpoint where a key is missing or not of its kind,
-and UnknownArchitecture for a setting that the family's table does not cover.
+`model/model_fields.py`) are written with a dot. Reading raises DamagedCheckpoint where a key is missing or not of its
+kind, and UnknownArchitecture for a setting that the family's table does not cover.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -40,7 +40,7 @@ class Reader(Protocol):
 
     @property
     def path(self) -> Path | None:
-        """The checkpoint's directory; None for a live model."""
+        """The checkpoint's directory, or its file where it is one; None for a live model."""
         ...
 
     @property
@@ -70,7 +70,7 @@ class Reader(Protocol):
 
     @property
     def encodings(self) -> Mapping[str, Encoding]:
-        """How the FP8 codes among `specs` decode, by tensor name."""
+        """How the codes among `specs` decode, by tensor name."""
         ...
 
     @property

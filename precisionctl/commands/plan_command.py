@@ -33,8 +33,8 @@ def _without_garbage_collector() -> Iterator[None]:
 
 @_without_garbage_collector()
 def plan_command(request: Request) -> PlannedCommand:
-    """Plan a request. If codes are asked for without a target, they get the codes that they had before, if these
-    are known; else those of an export.
+    """Plan a request. If codes are asked for, and neither a target nor a recipe or modules say which, they are those
+    that the weights had before, if these are known; else those of an export.
 
     Raises as `open_source`, as the function for the kind of result (`as_values`, `for_engine`, `as_before`,
     `with_te_state`, `for_llama_cpp`, `for_mlx`), and as `build`.

@@ -200,7 +200,7 @@ def _unmapped(unexpected: Sequence[str], mapped: Iterable[str], source: PlanSour
         )
     return (
         f"Nothing is dropped in silence: is the model of {config} another one, or a part of this one? Only "
-        "if the family itself has such tensors, its table under precisionctl/architectures/ lacks a row."
+        "if the family itself has such tensors, its table under precisionctl/architectures/tables/ lacks a row."
     )
 
 

@@ -1,8 +1,9 @@
 """Plan: every job of a conversion and every tensor of its result, checked before any tensor is read.
 
-Names are logical: one per layer and expert, with no rank, stage or stacking. Each source tensor is consumed by
-exactly one job and each target tensor is produced by exactly one. A job is one Megatron row (the fused
-group), also from Hugging Face to Hugging Face, because q/k/v and gate/up share an FP8 scale.
+Names are logical: one per layer and expert, with no rank, stage or stacking. Each of the source's weights is consumed
+by exactly one job, and each target tensor is produced by exactly one. Jobs of an optimizer also read weights that have
+no master, as their own, and those of a model that becomes its masters read these in their place. A job is one Megatron
+row (the fused group), also from Hugging Face to Hugging Face, because q/k/v and gate/up share an FP8 scale.
 """
 
 from __future__ import annotations

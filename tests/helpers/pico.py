@@ -33,7 +33,8 @@ if "mistral4" in CONFIG_MAPPING:
     AutoModelForCausalLM._model_mapping._extra_content[CONFIG_MAPPING["mistral4"]] = transformers.Mistral4ForCausalLM
 
 if "hy_v4" in CONFIG_MAPPING:
-    # transformers 5.24 turns halves of channels, for which no published weights were trained (architectures/hy_v4.py).
+    # transformers 5.24 turns halves of channels, for which no published weights were trained
+    # (architectures/tables/hy_v4.py).
     modeling_hy_v4 = import_module("transformers.models.hy_v4.modeling_hy_v4")
     modeling_hy_v4.apply_rotary_pos_emb = modeling_glm_moe_dsa.apply_rotary_pos_emb_interleave
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and V3.2, and Kimi K2: latent attention, which GLM-4.7-Flash and GLM-5 have too (`glm.py`).
+"""DeepSeek-V2, V3 and V3.2, and Kimi K2: latent attention, which GLM-4.7-Flash and GLM-5 have too (`gguf_glm.py`).
 
 Sources: llama.cpp's src/models/deepseek2.cpp, deepseek32.cpp and glm-dsa.cpp, and conversion/deepseek.py.
 """

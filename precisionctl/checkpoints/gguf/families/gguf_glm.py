@@ -1,4 +1,4 @@
-"""GLM-4, GLM-4.5, GLM-4.7-Flash and GLM-5; the last two have DeepSeek's attention (`deepseek.py`).
+"""GLM-4, GLM-4.5, GLM-4.7-Flash and GLM-5; the last two have DeepSeek's attention (`gguf_deepseek.py`).
 
 Sources: llama.cpp's src/models/glm4.cpp, glm4-moe.cpp, deepseek2.cpp and glm-dsa.cpp, and conversion/glm.py.
 """
