@@ -33,6 +33,8 @@ _LONGEST_STRING = 1 << 20
 """Bytes of a string that is kept, such as a chat template."""
 _LONGEST_LIST = 4096
 """Numbers of an array that is kept: more than layers of any model. Of longer ones, and of strings, the length is."""
+_MOST_KEPT = 1 << 20
+"""Numbers of all arrays that are kept. Each takes 36 bytes."""
 _MOST_STRINGS = 1 << 21
 """Strings of all arrays: more than tokens and merges of any tokenizer. Each takes a call to read."""
 _MOST_TENSORS = 1 << 16
@@ -126,7 +128,7 @@ class _Cursor:
         self._file, self.path = file, path
         self.size = os.fstat(file.fileno()).st_size
         self.at = 0
-        self._strings = 0
+        self._strings = self._kept = 0
 
     def damaged(self, what: str) -> DamagedCheckpoint:
         return DamagedCheckpoint(what, where=self.path, do="Copy it again.")
@@ -146,6 +148,12 @@ class _Cursor:
 
     def numbers(self, letters: str) -> tuple[Any, ...]:
         return struct.unpack(f"<{letters}", self.take(struct.calcsize(f"<{letters}")))
+
+    def array(self, count: int, letter: str) -> list[Any]:
+        self._kept += count
+        if self._kept > _MOST_KEPT:
+            raise self.damaged(f"{self._kept} numbers in arrays")
+        return list(self.numbers(f"{count}{letter}"))
 
     def string(self, longest: int) -> str:
         (length,) = self.numbers("Q")
@@ -192,7 +200,7 @@ def _read_value(cursor: _Cursor, key: str) -> Any:
     if length > _LONGEST_LIST:
         cursor.skip(length * struct.calcsize(letter))
         return ArrayLength(length)
-    return list(cursor.numbers(f"{length}{letter}"))
+    return cursor.array(length, letter)
 
 
 def _letter(cursor: _Cursor, key: str, kind: int) -> str:
