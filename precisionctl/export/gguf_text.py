@@ -94,7 +94,7 @@ def _overlapping(added: Sequence[str]) -> Iterator[tuple[str, str]]:
         for first in sorted(tokens)
         for start in range(1, len(first))
         for second in beginnings.get(first[start:], ())
-        if second != first and len(second.encode()) >= len(first.encode())
+        if second != first and len(second.encode(errors="replace")) >= len(first.encode(errors="replace"))
     )
     for first, start, second in islice(overlaps, _MOST_OVERLAPS):
         together = first[:start] + second

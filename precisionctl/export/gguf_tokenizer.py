@@ -217,11 +217,15 @@ def _templates(files: Mapping[str, bytes], said: Mapping[str, Any]) -> Iterator[
     if "chat_template" in said or not own:
         template = said.get("chat_template")
         listed = template if isinstance(template, list) else [{"name": "default", "template": template}]
-        named = {each["name"]: each.get("template") for each in listed if isinstance(each, dict) and "name" in each}
+        named = {
+            each["name"]: each.get("template")
+            for each in listed
+            if isinstance(each, dict) and isinstance(each.get("name"), str)
+        }
     else:
         named = {name.rpartition("/")[2].removesuffix(".jinja"): text for name, text in own.items()}
         named = {"default" if name == "chat_template" else name: text for name, text in named.items()}
-    texts = {re.sub(r"[^A-Za-z0-9]", "_", str(name)): text for name, text in named.items() if isinstance(text, str)}
+    texts = {re.sub(r"[^A-Za-z0-9]", "_", name): text for name, text in named.items() if isinstance(text, str)}
     default = texts.pop("default", None)
     yield from ((f"tokenizer.chat_template.{name}", text) for name, text in texts.items())
     if texts:

@@ -420,7 +420,7 @@ LIES: dict[str, bytes] = {
     "a type that is none": put_in(gguf_files.value(1), struct.pack("<II", 13, 1)),
     "a list of 2**60": put_in(gguf_files.value(1), struct.pack("<IIQ", 9, 4, 1 << 60)),
     "a list of 2**60 strings": put_in(gguf_files.value(1), struct.pack("<IIQ", 9, 8, 1 << 60)),
-    "a million numbers in lists": gguf_files.file({f"k{number}": [True] * 4096 for number in range(257)}, ONE),
+    "many lists": gguf_files.file({f"k{number}": [True] * 4096 for number in range(17)}, ONE),
     "a list of lists": put_in(gguf_files.value(1), struct.pack("<IIQIQ", 9, 9, 1, 4, 0)),
     "a string of the file's length": put_in(gguf_files.value(1), struct.pack("<IQ", 8, len(SOUND))),
     "an alignment of 0": gguf_files.file({"general.alignment": 0}, ONE),

@@ -246,6 +246,17 @@ def test_named_chat_templates_have_keys_of_their_own(tmp_path: Path) -> None:
     assert found["tokenizer.chat_template"] == gguf_tokenizers.TEMPLATE
 
 
+def test_templates_without_a_name_and_tokens_that_are_no_text_are_passed_over(tmp_path: Path) -> None:
+    files = gguf_tokenizers.files(gguf_tokenizers.byte_level(known.QWEN2), tmp_path)
+    listed = [{"name": name, "template": "y"} for name in (["x"], {"a": 1}, 3, "tools")]
+    files["tokenizer_config.json"] = json.dumps({"chat_template": listed}).encode()
+    saved = json.loads(files["tokenizer.json"])
+    added = [{"content": "ab\udfff", "id": SIZE - 2}, {"content": "\udfffcdef", "id": SIZE - 1}]
+    files["tokenizer.json"] = json.dumps(saved | {"added_tokens": [*saved["added_tokens"], *added]}).encode()
+    found, _ = tokenizer_metadata(files, {}, SIZE, "here")
+    assert found["tokenizer.chat_templates"] == ["tools"]
+
+
 def test_no_tokenizer_and_tokenizers_of_other_kinds_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
         tokenizer_metadata({"tokenizer.model": b"..."}, {}, SIZE, "here")

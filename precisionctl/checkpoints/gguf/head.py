@@ -33,7 +33,7 @@ _LONGEST_STRING = 1 << 20
 """Bytes of a string that is kept, such as a chat template."""
 _LONGEST_LIST = 4096
 """Numbers of an array that is kept: more than layers of any model. Of longer ones, and of strings, the length is."""
-_MOST_KEPT = 1 << 20
+_MOST_KEPT = 1 << 16
 """Numbers of all arrays that are kept. Each takes 36 bytes."""
 _MOST_STRINGS = 1 << 21
 """Strings of all arrays: more than tokens and merges of any tokenizer. Each takes a call to read."""
