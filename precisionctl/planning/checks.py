@@ -7,7 +7,16 @@ from dataclasses import replace
 from precisionctl.architectures.param_map import Row
 from precisionctl.codes.elements import FP8
 from precisionctl.dtypes import DType
-from precisionctl.errors import MappingError, MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor, one_line
+from precisionctl.errors import (
+    DamagedCheckpoint,
+    MappingError,
+    MissingTensor,
+    PrecisionError,
+    ShapeMismatch,
+    UnmappedTensor,
+    one_line,
+    shown,
+)
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import Parallelism, TensorSpec, divides_heads
@@ -34,6 +43,17 @@ def _short(name: str) -> str:
 def without_numbers(name: str) -> str:
     """A name, cut to what can be shown, with `*` for the numbers of layers and experts in it."""
     return _NUMBERS.sub("*", _short(name))
+
+
+def check_text(names: Iterable[str]) -> None:
+    """Raise DamagedCheckpoint for a name that is no text: half a surrogate pair, which a pickle can express and UTF-8
+    cannot, as which a result would have it."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            what = f"the name of a tensor is no text: {shown(name)}"
+            raise DamagedCheckpoint(what, do="Rename it where the checkpoint was written.") from None
 
 
 def check_names(missing: Sequence[str], unexpected: Sequence[str], do: str = "", where: object = "") -> None:

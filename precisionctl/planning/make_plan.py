@@ -60,6 +60,7 @@ def make_plan(
     Raises UnknownArchitecture, UnmappedTensor, MissingTensor, ShapeMismatch, MappingError or PrecisionError.
     """
     with at(source.path or ""):
+        checks.check_text(source.specs)
         architecture = table_of(source.model)
         if target == "megatron":
             checks.check_megatron_has(source.model)

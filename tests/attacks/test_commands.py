@@ -283,6 +283,11 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
         lambda d: torch.save({1 << 20_000: torch.ones(1)}, d / BIN),
         "a number of 20001 bits as a key",
     ),
+    "a name that is no text": (
+        "bin",
+        lambda d: (config(model_type="unknown")(d), torch.save({"a.\ud800": torch.ones(2, 2)}, d / BIN)),
+        "is no text",
+    ),
     "a plain pickle": ("bin", write(BIN, pickle.dumps(Gadget())), "no ZIP archive"),
     **{
         f"a .bin of {name}": (
