@@ -290,9 +290,23 @@ def next_step(request: "Request", command: "PlannedCommand", *, compared: bool) 
     # `verify` takes the newest iteration, cannot be told a family, and finds rounded values and masters different
     other_values = request.precision != "keep" or (request.storage.is_state_dict and command.trained)
     if compared or other_values or request.iteration is not None or request.architecture:
-        return f"To see what it holds: precisionctl inspect {path}"
+        return f"To see what it holds: precisionctl inspect {path}{_to_read(request, command)}"
     reference = f" --reference {shlex.quote(str(request.reference))}" if request.reference else ""
     return f"To compare both: precisionctl verify {shlex.quote(str(request.source))} {path}{reference}"
+
+
+def _to_read(request: "Request", command: "PlannedCommand") -> str:
+    """The option without which a GGUF file is not read, as factors in it do not say the settings that they are of."""
+    from precisionctl.checkpoints.gguf.writer import GgufWriter
+    from precisionctl.checkpoints.open import open_checkpoint
+    from precisionctl.errors import CheckpointError
+
+    if isinstance(command.writer, GgufWriter):
+        try:
+            open_checkpoint(command.output.path)
+        except CheckpointError:
+            return f" --reference {shlex.quote(str(request.source))}"
+    return ""
 
 
 def carry_out(request: "Request", how: Writing) -> "tuple[PlannedCommand | None, Findings | None]":

@@ -153,7 +153,11 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
         back = "`export-inference --target mlx` makes such anew." if of_mlx else "There is no way back to those codes."
         yield f"{weights} {decoded.words}. {back}"
     if isinstance(stored, GgufReader) and stored.coded:
-        yield f"Weights were {stored.words}. There is no way back to those codes."
+        back = "There is no way back to those codes."
+        if {*stored.coded} <= {"Q8_0", "Q4_0"}:
+            schemes = " or ".join(f"--scheme {name.lower()}" for name in stored.coded)
+            back = f"`export-inference --target llama.cpp {schemes}` makes such anew."
+        yield f"Weights were {stored.words}. {back}"
     if isinstance(stored, HuggingFaceReader) and (idle := stored.idle_biases):
         biases = counted(len(idle), "bias of zeros", "biases of zeros")
         yield f"{biases}, which the model does not have, stay behind: e.g. {shown(idle[0])}."

@@ -420,6 +420,11 @@ def test_of_a_base_without_a_table_too(tmp_path: Path) -> None:
         merge(tmp_path / "base", tmp_path / "other", tensors)
 
 
+def test_an_adapter_without_tensors_is_refused(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(MappingError, match="the adapter has no tensors"):
+        merge(llama, tmp_path / "out", {})
+
+
 def test_adapters_in_folders_of_its_directory_are_named(llama: Path, tmp_path: Path) -> None:
     made = adapter(tmp_path / "adapter", linear(Q, 64, 64))
     assert not any(

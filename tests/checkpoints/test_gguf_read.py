@@ -163,7 +163,8 @@ def test_a_conversion_needs_no_reference_and_exports_are_those_of_the_values(tmp
             tensors[name] = gguf_files.q8_0(tensor)[0]
     (tmp_path / "llama.gguf").write_bytes(gguf_files.file(metadata, tensors))
     command = conversions.run(tmp_path / "llama.gguf", tmp_path / "hf", "hf", verify=True)
-    assert any("Weights were Q8_0 codes of GGUF, read as float32" in note for note in command.notes)
+    (note,) = (note for note in command.notes if "Weights were Q8_0 codes of GGUF, read as float32" in note)
+    assert "--target llama.cpp --scheme q8_0` makes such anew" in note
     assert open_checkpoint(tmp_path / "hf").model == open_checkpoint(tmp_path / "published").model
     for source in ("llama.gguf", "hf"):
         export = Request.export(tmp_path / source, tmp_path / f"{source}-fp8", "vllm", "dynamic")

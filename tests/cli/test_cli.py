@@ -15,6 +15,7 @@ from typing import get_args
 
 import click
 import deepspeed_files
+import gguf_files
 import pico
 import pytest
 import torch
@@ -480,6 +481,15 @@ def test_convert_ends_with_the_next_command_and_that_one_works(tmp_path):
     again = run("convert", out, tmp_path / "back", "--to", "dcp", "--reference", scaled)
     assert shlex.split(again.stdout.splitlines()[-1])[-2:] == ["--reference", str(scaled)]
     assert run(*shlex.split(again.stdout.splitlines()[-1])[4:]).exit_code == 0
+
+
+def test_a_file_that_says_not_which_rotary_scaling_it_has_is_told_to_be_read_with_its_source(tmp_path):
+    for name, rope in {"meta": {}, "other": {"original_max_position_embeddings": 32}}.items():
+        gguf_files.source(tmp_path / name, rope_parameters=gguf_files.LLAMA3 | rope)
+        made = run("export-inference", tmp_path / name, tmp_path / f"{name} out", "--target", "llama.cpp")
+        command = shlex.split(made.stdout.splitlines()[-1].partition("precisionctl ")[2])
+        assert command[2:] == ([] if name == "meta" else ["--reference", str(tmp_path / name)])
+        assert run(*command).exit_code == 0
 
 
 def test_a_next_command_is_told_neither_with_quiet_nor_with_json(tmp_path):

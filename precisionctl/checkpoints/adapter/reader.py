@@ -70,6 +70,8 @@ class AdapterReader:
     def __init__(self, path: Path, base: Reader, config: LoraConfig, stored: Chunked, files: Sequence[Path]) -> None:
         self.path, self.base, self._config, self._stored = path, base, config, stored
         self.files: Sequence[Path] = sorted({*base.files, *files})
+        if not stored.specs:
+            raise MappingError("the adapter has no tensors", do="Was it saved whole? Its base alone may be converted.")
         self._factors = Factors(stored)
         self._tied, self._conv1d = tied_embeddings(base.model, base.specs), _conv1d(base)
         self.changes: dict[str, LowRank] = {}

@@ -34,13 +34,13 @@ class Images:
     def check(self, config: Mapping[str, Any]) -> None:
         """Raise UnknownArchitecture if a config.json, with what it says of its text model, says others."""
         rope, tower = (config.get("rope_parameters") or config.get("rope_scaling"), config.get("vision_config"))
-        said = {**(rope if isinstance(rope, Mapping) else {}), **(tower if isinstance(tower, Mapping) else {})}
-        pairs, layers = said.get("mrope_section"), said.get("deepstack_visual_indexes")
+        both = {**(rope if isinstance(rope, Mapping) else {}), **(tower if isinstance(tower, Mapping) else {})}
+        pairs, layers = both.get("mrope_section"), both.get("deepstack_visual_indexes")
         if pairs not in (None, [*self.pairs]) or (isinstance(layers, list) and len(layers) != self.deepstack):
-            what = f"mrope_section {shown(pairs)} and deepstack_visual_indexes {shown(layers)}"
-            known = f"{shown([*self.pairs])} and {self.deepstack} of them in the models of this family that are known"
+            said = f"mrope_section is {shown(pairs)}, and deepstack_visual_indexes are {shown(layers)}"
+            known = f"models of this family have {shown([*self.pairs])}, and {self.deepstack} indexes"
             do = "llama.cpp's convert_hf_to_gguf.py writes what config.json says."
-            raise UnknownArchitecture(f"{what}, and {known}", do=do)
+            raise UnknownArchitecture(f"{said}; {known}", do=do)
 
     def _read_sections(self, file: Described) -> Fields:
         file.said("rope.dimension_sections")
