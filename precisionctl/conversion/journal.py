@@ -108,6 +108,7 @@ def open_journal(
     output.path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(output, output.journal) as (file, text):
         lines, length = _whole_lines(text)
+        _check_made(output, text)
         if not restart:
             _check_ours(output, text, lines, header)
         journal = Journal(file)
@@ -145,11 +146,30 @@ def _is_of(lines: list[dict[str, Any]], header: Mapping[str, object]) -> bool:
     return bool(lines) and {key: lines[0].get(key) for key in header} == json.loads(json.dumps(header))
 
 
+_BEGINS = '{"plan": '
+"""What the first line of a journal begins with, also of one that a crash has torn."""
+
+
+def _check_made(output: Output, text: str) -> None:
+    """Raise OutputError for a partial directory, or a journal of this `text`, that no conversion has made: a `restart`
+    would remove what is somebody's."""
+    names = [path.name for path in output.partial.iterdir()] if output.partial.is_dir() else []
+    if text:
+        foreign = None if text.startswith(_BEGINS) else output.journal
+    else:
+        foreign = output.partial if names and not any(name.startswith(output.token.name) for name in names) else None
+    if foreign:
+        if not text:
+            output.journal.unlink()  # opening it has created it
+        what = "it has the name of an unfinished result, and no conversion has made it"
+        raise OutputError(what, where=foreign, do="Move it away, or choose another destination.")
+
+
 def _check_ours(output: Output, text: str, lines: list[dict[str, Any]], header: Mapping[str, object]) -> None:
     """Raise OutputError for a partial directory without a journal, or a journal with another header: they belong to
     another conversion, or to another number of ranks."""
     partial = output.partial.is_dir() and any(output.partial.iterdir())
-    torn = "\n" not in text and text.startswith('{"plan": ')  # our own first line, incomplete after a crash
+    torn = "\n" not in text and text.startswith(_BEGINS)  # our own first line, incomplete after a crash
     if (not partial and (torn or not text)) or _is_of(lines, header):
         return
     if not text:

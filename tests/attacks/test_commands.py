@@ -318,7 +318,7 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
     "a journal of gigabytes of lists": (
         "hf",
         lambda d: d.with_name(f"{d.name}-destination.journal").write_bytes(PARTS + b"\n"),
-        "unfinished output of another conversion",
+        "no conversion has made it",
     ),
     "headers with lengths of gigabytes of lists": ("hf", header_with(PARTS), "larger than 1.0 MB"),
     "a marker that is a pipe": ("dist", pipe("metadata.json"), "there is no checkpoint in a known format"),

@@ -316,11 +316,11 @@ def test_what_is_not_ours_is_not_destroyed(tmp_path: Path, theirs: str) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     (tmp_path / theirs).parent.mkdir(exist_ok=True)
     (tmp_path / theirs).write_text("precious")
-    with pytest.raises(OutputError, match="--restart"):
-        run(tmp_path / "hf", tmp_path / "out", "megatron")
-    assert (tmp_path / theirs).read_text() == "precious"
-    assert len(list(tmp_path.iterdir())) == 2
-    execute(plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron")), restart=True)
+    for restart in (False, True):
+        with pytest.raises(OutputError, match="no conversion has made it"):
+            execute(plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron")), restart=restart)
+        assert (tmp_path / theirs).read_text() == "precious"
+        assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_restart_that_is_killed_leaves_nothing_of_what_it_discards(
