@@ -151,18 +151,18 @@ _BEGINS = '{"plan": '
 
 
 def _check_made(output: Output, text: str) -> None:
-    """Raise OutputError for a partial directory, or a journal of this `text`, that no conversion has made: a `restart`
-    would remove what is somebody's."""
+    """Raise OutputError for a partial directory, or a journal of this `text`, if neither one nor the other says that a
+    conversion has made it: a `restart` would remove what is somebody's."""
     names = [path.name for path in output.partial.iterdir()] if output.partial.is_dir() else []
-    if text:
-        foreign = None if text.startswith(_BEGINS) else output.journal
-    else:
-        foreign = output.partial if names and not any(name.startswith(output.token.name) for name in names) else None
-    if foreign:
-        if not text:
-            output.journal.unlink()  # opening it has created it
-        what = "it has the name of an unfinished result, and no conversion has made it"
-        raise OutputError(what, where=foreign, do="Move it away, or choose another destination.")
+    if text.startswith(_BEGINS) or any(name.startswith(output.token.name) for name in names) or not (text or names):
+        return
+    if not text:
+        output.journal.unlink()  # opening it has created it
+    raise OutputError(
+        "it has the name of an unfinished result, and no conversion has made it",
+        where=output.journal if text else output.partial,
+        do="Move it away, or choose another destination.",
+    )
 
 
 def _check_ours(output: Output, text: str, lines: list[dict[str, Any]], header: Mapping[str, object]) -> None:
