@@ -50,17 +50,7 @@ from precisionctl.model.sparse_parts import CSA, DSA, MSA
 from precisionctl.param import TensorSpec
 from precisionctl.precision import Precision
 from precisionctl.recipe import load_recipe
-from precisionctl.trainer.model.computes import (
-    BESIDE_CSA,
-    BESIDE_DELTA_NETS,
-    BESIDE_LOWRANK,
-    BESIDE_MIXERS,
-    BESIDE_MLA,
-    BESIDE_MSA,
-    BESIDE_SHORT_CONVS,
-    COMPUTED,
-    named_values,
-)
+from precisionctl.trainer.model.computes import COMPUTED, COMPUTED_BESIDE, named_values
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.settings import check_length
 
@@ -796,7 +786,7 @@ def test_gpt_lists_every_field_of_a_model() -> None:
 
 
 BESIDE_MIXERS_OTHERWISE = {
-    **{name: not value for name, value in BESIDE_MIXERS.items() if isinstance(value, bool)},
+    **{name: not value for name, value in COMPUTED_BESIDE["mamba"].items() if isinstance(value, bool)},
     "mla": LATENT.mla,
     "gdn": DELTA.gdn,
     "attention_chunk_size": 2,
@@ -804,7 +794,7 @@ BESIDE_MIXERS_OTHERWISE = {
 
 
 BESIDE_CSA_OTHERWISE = {
-    **{name: not value for name, value in BESIDE_CSA.items() if isinstance(value, bool)},
+    **{name: not value for name, value in COMPUTED_BESIDE["csa"].items() if isinstance(value, bool)},
     **dict.fromkeys(("attention_chunk_size", "sliding_window", "num_query_groups"), 2),
     **dict.fromkeys(("query_pre_attn_scalar", "query_scaling_beta", "attn_logit_softcapping"), 3.0),
     "position_embedding": "learned_absolute",
@@ -819,7 +809,7 @@ BESIDE_CSA_OTHERWISE = {
 
 
 BESIDE_MSA_OTHERWISE = {
-    **{name: not value for name, value in BESIDE_MSA.items() if isinstance(value, bool)},
+    **{name: not value for name, value in COMPUTED_BESIDE["msa"].items() if isinstance(value, bool)},
     **dict.fromkeys(("attention_chunk_size", "sliding_window"), 2),
     "attn_logit_softcapping": 3.0,
     "normalization": "LayerNorm",
@@ -835,7 +825,7 @@ BESIDE_MSA_OTHERWISE = {
 
 
 BESIDE_LOWRANK_OTHERWISE = {
-    **{name: not value for name, value in BESIDE_LOWRANK.items() if isinstance(value, bool)},
+    **{name: not value for name, value in COMPUTED_BESIDE["mhc.lowrank"].items() if isinstance(value, bool)},
     "normalization": "LayerNorm",
     "num_kv_shared_layers": 1,
     "gdn": KDA.gdn,
@@ -845,7 +835,7 @@ BESIDE_LOWRANK_OTHERWISE = {
 
 
 BESIDE_SHORT_CONVS_OTHERWISE = {
-    **{name: not value for name, value in BESIDE_SHORT_CONVS.items() if isinstance(value, bool)},
+    **{name: not value for name, value in COMPUTED_BESIDE["short_conv"].items() if isinstance(value, bool)},
     "gdn": DELTA.gdn,
     "mamba": MIXERS.mamba,
     "attention_chunk_size": 2,
@@ -859,7 +849,7 @@ def _other_than(value: object) -> object:
     return "gelu" if isinstance(value, str) else 1 if value == 0 else 3
 
 
-BESIDE_MLA_OTHERWISE = {name: _other_than(value) for name, value in BESIDE_MLA.items()}
+BESIDE_MLA_OTHERWISE = {name: _other_than(value) for name, value in COMPUTED_BESIDE["mla"].items()}
 LATENT_WITHOUT_WINDOW = dataclasses.replace(NO_WINDOW, mla=LATENT.mla)
 
 
@@ -872,7 +862,8 @@ LATENT_WITHOUT_WINDOW = dataclasses.replace(NO_WINDOW, mla=LATENT.mla)
         (EXPERTS, {"moe.score_function": "tanh"}),
         (DENSE, {"attn_res_block_size": 1}),
         *((LATENT_WITHOUT_WINDOW, {name: value}) for name, value in BESIDE_MLA_OTHERWISE.items()),
-        *((DELTA, {name: _other_than(value)}) for name, value in BESIDE_DELTA_NETS.items()),
+        *((DELTA, {name: _other_than(value)}) for name, value in COMPUTED_BESIDE["gdn"].items()),
+        (DELTA, {"activation": "gelu"}),
         *((CONVOLUTIONS, {name: value}) for name, value in BESIDE_SHORT_CONVS_OTHERWISE.items()),
         *((MIXERS, {name: value}) for name, value in BESIDE_MIXERS_OTHERWISE.items()),
         *((each, {"mamba.dt_rank": 4}) for each in (MIXERS, BESIDE)),

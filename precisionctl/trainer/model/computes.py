@@ -77,87 +77,75 @@ GROUPED_QUERIES_ALONE: Mapping[str, object] = {
 }
 """What latent attention, and that with compressed keys, compute of these; grouped queries heed them."""
 
-BESIDE_MLA: Mapping[str, object] = {**GROUPED_QUERIES_ALONE, "rotary_percent": 1.0}
-"""What layers with latent attention compute of these."""
-
-BESIDE_DELTA_NETS: Mapping[str, object] = {
-    "parallel_residual": False,
-    "add_bias_linear": False,
-    "activation": "silu",
-    "attention_chunk_size": None,
+COMPUTED_BESIDE: Mapping[str, Mapping[str, object]] = {
+    "mla": {**GROUPED_QUERIES_ALONE, "rotary_percent": 1.0},
+    "gdn": {
+        "parallel_residual": False,
+        "add_bias_linear": False,
+        "attention_chunk_size": None,
+    },
+    "short_conv": {
+        **dict.fromkeys(("gdn", "mamba", "csa", "attention_chunk_size"), None),
+        **dict.fromkeys(("parallel_residual", "add_bias_linear"), False),
+        "pre_layernorms": True,
+        "num_kv_shared_layers": 0,
+    },
+    "mamba": {  # each layer is one block
+        "pre_layernorms": True,
+        **dict.fromkeys(("mla", "dsa", "gdn", "attention_chunk_size", "per_layer_embed_dim"), None),
+        "parallel_residual": False,
+        "post_layernorms": False,
+        "layer_scalar": False,
+        "add_bias_linear": False,
+    },
+    "csa": {
+        **GROUPED_QUERIES_ALONE,
+        **dict.fromkeys(("mla", "dsa", "gdn", "mamba", "global_attention", "rope_layers", "sliding_window"), None),
+        **dict.fromkeys(("attention_chunk_size", "attn_logit_softcapping", "query_scaling_beta"), None),
+        **dict.fromkeys(("per_layer_embed_dim", "v_head_dim", "linear_gate"), None),
+        **dict.fromkeys(("softmax_offset", "rotary_interleaved", "post_layernorms", "layer_scalar"), False),
+        "position_embedding": "rope",
+        "residual_multiplier": 1.0,
+        "num_query_groups": 1,
+        "num_kv_shared_layers": 0,
+    },
+    "mhc": {
+        **dict.fromkeys(("short_conv", "mamba", "per_layer_embed_dim", "norm_gate_rank"), None),
+        **dict.fromkeys(("post_layernorms", "layer_scalar", "stores_unused"), False),
+        "residual_multiplier": 1.0,
+    },
+    "mhc.lowrank": {
+        **dict.fromkeys(("mla", "csa", "global_attention"), None),
+        **dict.fromkeys(("pre_layernorms", "parallel_residual"), False),
+        "normalization": "RMSNorm",
+        "num_kv_shared_layers": 0,
+    },
+    "attn_res_block_size": {  # Kimi K3's layers
+        **dict.fromkeys(
+            ("dsa", "msa", "csa", "mhc", "ple", "mamba", "short_conv", "rope_scaling", "sliding_window"), None
+        ),
+        **dict.fromkeys(
+            ("post_layernorms", "layer_scalar", "parallel_residual", "stores_unused", "softmax_scaling"), False
+        ),
+        **dict.fromkeys(("per_layer_embed_dim", "norm_gate_rank", "mla.kv_source_layers", "query_scaling_beta"), None),
+        **dict.fromkeys(("softmax_offset", "mla.query_gate", "mla.nope_keys_by_head"), False),
+        "activation": "situ",
+        "linear_gate": "sigmoid per element",
+        "gdn.kda_full_gate": True,
+        "residual_multiplier": 1.0,
+        "normalization": "RMSNorm",
+        "mtp_num_layers": 0,
+    },
+    "msa": {
+        **dict.fromkeys(("mla", "dsa", "csa", "mamba", "global_attention", "sliding_window"), None),
+        **dict.fromkeys(("attention_chunk_size", "attn_logit_softcapping", "linear_gate"), None),
+        **dict.fromkeys(("softmax_offset", "rotary_interleaved", "parallel_residual"), False),
+        "normalization": "RMSNorm",
+        "num_kv_shared_layers": 0,
+    },
 }
-"""What layers with a gated delta net compute of these; those with attention heed them."""
-
-BESIDE_SHORT_CONVS: Mapping[str, object] = {
-    **dict.fromkeys(("gdn", "mamba", "csa", "attention_chunk_size"), None),
-    **dict.fromkeys(("parallel_residual", "add_bias_linear"), False),
-    "pre_layernorms": True,
-    "num_kv_shared_layers": 0,
-}
-"""What a model with short convolutions computes of these."""
-
-BESIDE_MIXERS: Mapping[str, object] = {
-    "pre_layernorms": True,
-    **dict.fromkeys(("mla", "dsa", "gdn", "attention_chunk_size", "per_layer_embed_dim"), None),
-    "parallel_residual": False,
-    "post_layernorms": False,
-    "layer_scalar": False,
-    "add_bias_linear": False,
-}
-"""What a model whose layers are one block each, some of them Mamba-2 mixers, computes of these; others heed them."""
-
-BESIDE_CSA: Mapping[str, object] = {
-    **GROUPED_QUERIES_ALONE,
-    **dict.fromkeys(("mla", "dsa", "gdn", "mamba", "global_attention", "rope_layers", "sliding_window"), None),
-    **dict.fromkeys(("attention_chunk_size", "attn_logit_softcapping", "query_scaling_beta"), None),
-    **dict.fromkeys(("per_layer_embed_dim", "v_head_dim", "linear_gate"), None),
-    **dict.fromkeys(("softmax_offset", "rotary_interleaved", "post_layernorms", "layer_scalar"), False),
-    "position_embedding": "rope",
-    "residual_multiplier": 1.0,
-    "num_query_groups": 1,
-    "num_kv_shared_layers": 0,
-}
-"""What layers with compressed keys compute of these."""
-
-BESIDE_STREAMS: Mapping[str, object] = {
-    **dict.fromkeys(("short_conv", "mamba", "per_layer_embed_dim", "norm_gate_rank"), None),
-    **dict.fromkeys(("post_layernorms", "layer_scalar", "stores_unused"), False),
-    "residual_multiplier": 1.0,
-}
-"""What layers between several residual streams compute of these."""
-
-BESIDE_LOWRANK: Mapping[str, object] = {
-    **dict.fromkeys(("mla", "csa", "global_attention"), None),
-    **dict.fromkeys(("pre_layernorms", "parallel_residual"), False),
-    "normalization": "RMSNorm",
-    "num_kv_shared_layers": 0,
-}
-"""What layers between streams that are read channel by channel compute of these."""
-
-BESIDE_RESIDUALS: Mapping[str, object] = {
-    **dict.fromkeys(("dsa", "msa", "csa", "mhc", "ple", "mamba", "short_conv", "rope_scaling", "sliding_window"), None),
-    **dict.fromkeys(
-        ("post_layernorms", "layer_scalar", "parallel_residual", "stores_unused", "softmax_scaling"), False
-    ),
-    **dict.fromkeys(("per_layer_embed_dim", "norm_gate_rank", "mla.kv_source_layers", "query_scaling_beta"), None),
-    **dict.fromkeys(("softmax_offset", "mla.query_gate", "mla.nope_keys_by_head"), False),
-    "activation": "situ",  # which other delta nets are not beside
-    "linear_gate": "sigmoid per element",
-    "gdn.kda_full_gate": True,
-    "residual_multiplier": 1.0,
-    "normalization": "RMSNorm",
-    "mtp_num_layers": 0,
-}
-"""What a model with attention residuals computes of these: Kimi K3's layers."""
-
-BESIDE_MSA: Mapping[str, object] = {
-    **dict.fromkeys(("mla", "dsa", "csa", "mamba", "global_attention", "sliding_window"), None),
-    **dict.fromkeys(("attention_chunk_size", "attn_logit_softcapping", "linear_gate"), None),
-    **dict.fromkeys(("softmax_offset", "rotary_interleaved", "parallel_residual"), False),
-    "normalization": "RMSNorm",
-    "num_kv_shared_layers": 0,
-}
-"""What a model with indexers of blocks computes of these."""
+"""What a model may have, each with what is computed beside it of other fields. All that apply hold, so that no order
+says anything; what depends on something else too is in `_not_together`."""
 
 
 NOT_BESIDE: Mapping[str, tuple[str, ...]] = {
@@ -198,18 +186,13 @@ def check(model: ModelShape) -> None:
     refused = [
         name for name, value in values.items() if name not in COMPUTED or value not in KNOWN_VALUES.get(name, (value,))
     ]
-    beside = {
-        **(BESIDE_MLA if model.mla else {}),
-        **(BESIDE_DELTA_NETS if model.gdn else {}),
-        **(BESIDE_SHORT_CONVS if model.short_conv else {}),
-        **(BESIDE_MIXERS if model.mamba else {}),
-        **(BESIDE_CSA if model.csa else {}),
-        **(BESIDE_STREAMS if model.mhc else {}),
-        **(BESIDE_RESIDUALS if model.attn_res_block_size else {}),
-        **(BESIDE_MSA if model.msa else {}),
-        **(BESIDE_LOWRANK if model.mhc and model.mhc.lowrank else {"pre_layernorms": True} if model.msa else {}),
-    }
-    refused += [name for name, value in beside.items() if values.get(name) != value]
+    refused += [
+        name
+        for part, computed in COMPUTED_BESIDE.items()
+        if _has(model, part)
+        for name, value in computed.items()
+        if values.get(name) != value
+    ]
     refused += [
         name for name, others in NOT_BESIDE.items() if _has(model, name) and any(_has(model, each) for each in others)
     ]
@@ -255,7 +238,9 @@ def _not_together(model: ModelShape) -> Mapping[str, object]:
         "multipliers": bool(model.multipliers) != model.parallel_mixers
         or (model.multipliers and not model.gated_linear_unit),
         "activation": (model.xielu and (moe or model.gated_linear_unit))
-        or (model.activation == "situ" and not model.gated_linear_unit),
+        or (model.activation == "situ" and not model.gated_linear_unit)
+        or (gdn and model.activation != "silu" and not model.attn_res_block_size),
+        "pre_layernorms": msa and not model.pre_layernorms and not (mhc and mhc.lowrank),
         "attn_res_block_size": model.attn_res_block_size
         and (any(model.rope_layers or (True,)) or not model.query_latent),
     }
