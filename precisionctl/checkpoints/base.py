@@ -107,6 +107,17 @@ class OfCasts(Protocol):
         ...
 
 
+@runtime_checkable
+class OfFormerCodes(Protocol):
+    """A Reader of values, some of which are changed from codes that are still stored (an adapter merged into its
+    base)."""
+
+    @property
+    def former_codes(self) -> Chunked:
+        """The tensors from before the change, codes among them, by the same names."""
+        ...
+
+
 WITH_REFERENCE = (
     "Give `convert`, `export-inference`, `resume`, `verify` or `inspect` a Hugging Face directory of the same model "
     "with --reference: its config.json and tokenizer are enough. Other commands read what `convert --to "

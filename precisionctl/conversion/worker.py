@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
-from precisionctl.checkpoints.adapter.reader import AdapterReader
+from precisionctl.checkpoints.base import OfFormerCodes
 from precisionctl.checkpoints.chunks import (
     Bytes,
     Chunk,
@@ -84,7 +84,7 @@ class Worker:
         self._plan, self._reader, self._writer = plan, reader, writer
         self._collect_weight_amax, self._carried = collect_weight_amax, carried
         self._buffers = Buffers()
-        before = reader.base if isinstance(reader, AdapterReader) else None
+        before = reader.former_codes if isinstance(reader, OfFormerCodes) else None
         self._is_written = not isinstance(writer, Nowhere)  # else it is looked at, and may be anything
         self._encoder = Encoder(
             writer.specs,

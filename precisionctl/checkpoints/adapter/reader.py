@@ -104,6 +104,10 @@ class AdapterReader:
         return self.base.model
 
     @property
+    def former_codes(self) -> Chunked:
+        return self.base
+
+    @property
     def fp8(self) -> Fp8States | None:
         return self.base.fp8
 
