@@ -26,6 +26,7 @@ from precisionctl.codes.row_factors import RowFactors
 from precisionctl.errors import PrecisionError, at
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism, TensorSpec
+from precisionctl.planning.segments import keeps_tensors
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.scales import Scales
 
@@ -185,9 +186,7 @@ class Plan:
 
     def computes(self, job: Job) -> bool:
         """Whether a job's tensors must be whole in memory, because its row does more than move runs of rows."""
-        if not job.reads or (
-            self.from_layout == self.to_layout and job.row.source.rearrangement == job.row.rearrangement
-        ):
+        if not job.reads or keeps_tensors(job.row, self.from_layout, self.to_layout):
             return False
         passed = ([job.row.source] if self.from_layout == "hf" else []) + ([job.row] if self.to_layout == "hf" else [])
         return any(row.moves_single_rows or not row.is_row_permutation(self.model) for row in passed)

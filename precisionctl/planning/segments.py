@@ -35,10 +35,16 @@ class Segment:
     rows: int
 
 
+def keeps_tensors(row: Row, source: Layout, target: Layout) -> bool:
+    """Whether nothing of a row's tensors changes but their names: neither the layout, nor how Megatron's is made of
+    Hugging Face's."""
+    return source == target and row.source.rearrangement == row.rearrangement
+
+
 def lower(
     row: Row, model: ModelShape, source: Layout, target: Layout, reads: Mapping[str, int], writes: Sequence[str]
 ) -> list[Segment]:
-    """The segments of a job whose row only moves, or whose layout and spelling do not change.
+    """The segments of a job whose row only moves, or keeps its tensors.
 
     `reads` has the number of rows of each tensor that is read; if it is empty, all of `writes` is zeros. Names in
     `writes` beyond the row's own are copies of its first tensor. `model` is the target's; between Megatron checkpoints
@@ -46,7 +52,7 @@ def lower(
     """
     written = [shape[0] if shape else 1 for shape in row.shapes(model, target)]
     copies = writes[len(written) :]
-    if source == target and row.source.rearrangement == row.rearrangement:
+    if keeps_tensors(row, source, target):
         pairs = [
             *zip(reads, writes, written, strict=False),
             *((next(iter(reads)), copy, written[0]) for copy in copies),
