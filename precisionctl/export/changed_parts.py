@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from precisionctl.architectures.param_map import Row
 from precisionctl.architectures.rearrangements import Rearrangement
 from precisionctl.checkpoints.tensor_changes import AsItIs, TensorChange
 from precisionctl.model.model_shape import ModelShape
+from precisionctl.planning.plan import Job
+
+MadeOf: TypeAlias = Callable[[Job, str], tuple[TensorChange, Sequence[str]]]
+"""What a format makes of a tensor that a job writes: how, and the names of what is made."""
 
 
-def with_changes(row: Row, changes: tuple[TensorChange, ...]) -> Row:
+def jobs_in_format(jobs: Iterable[Job], made_of: MadeOf) -> Iterator[Job]:
+    """The jobs with what a format makes of what they write, but for copies of tied tensors, which are not written."""
+    rows = dict[int, Row]()
+    for job in jobs:
+        made = [made_of(job, name) for name in job.writes[: len(job.row.hf)]]  # behind these are the copies
+        if id(job.row) not in rows:  # as all jobs of a row share it
+            rows[id(job.row)] = _with_changes(job.row, tuple(change for change, _ in made))
+        yield replace(job, row=rows[id(job.row)], writes=tuple(name for _, names in made for name in names))
+
+
+def _with_changes(row: Row, changes: tuple[TensorChange, ...]) -> Row:
     """The row with a change of each of its Hugging Face tensors."""
     if all(isinstance(change, AsItIs) for change in changes):
         return row

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from precisionctl.architectures.param_map import Row, filled
+from precisionctl.architectures.param_map import filled
 from precisionctl.checkpoints.gguf.families import FAMILIES
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice
@@ -17,7 +17,7 @@ from precisionctl.codes.ggml_formats import named
 from precisionctl.codes.row_factors import RowFactors
 from precisionctl.dtypes import DType
 from precisionctl.errors import UnmappedTensor
-from precisionctl.export.changed_parts import with_changes
+from precisionctl.export.changed_parts import jobs_in_format
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec, shared_spec
 from precisionctl.planning.plan import Job, Plan
@@ -74,27 +74,26 @@ def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> GgufPlan:
     """
     model, family = plan.model, FAMILIES[plan.model.architecture].of(plan.model)
     kept = _kept(plan, family, kind, codes) if kind in KEPT else {}
-    jobs, targets, changed = list[Job](), list[tuple[str, dict[str, TensorSpec]]](), dict[int, Row]()
-    for job in plan.text.jobs:
-        if job.row.of_prediction and family.without_prediction:
-            continue
-        changes, writes, factors = list[TensorChange](), list[str](), dict[str, RowFactors]()
-        for name in job.writes[: len(job.row.hf)]:  # behind these are copies of tied tensors
-            alone = _alone(name, model)
-            if (found := family.tensors.of_hf(alone, model)) is None:
-                what = f"llama.cpp has no tensor for `{name}`"
-                raise UnmappedTensor(what, do="Nothing is dropped in silence: does llama.cpp compute this part?")
-            row, made = found
-            shapes = row.change.part_shapes(plan.targets[name].shape, model)
-            keeps_codes = all(each in kept for each in made)
-            targets.append((alone, dict(_specs(made, shapes, KEPT[kind] if keeps_codes else kind))))
-            changes.append(row.change)
-            writes += made
-            if isinstance(row.change, Multiplied) and not (products := row.change.factors(model)).are_ones:
-                factors |= dict.fromkeys(made, products)
-        if id(job.row) not in changed:  # as all jobs of a row share it
-            changed[id(job.row)] = with_changes(job.row, tuple(changes))
-        jobs.append(replace(job, row=changed[id(job.row)], writes=tuple(writes), factors=factors))
+    targets, factors = list[tuple[str, dict[str, TensorSpec]]](), dict[str, RowFactors]()
+
+    def made_of(job: Job, name: str) -> tuple[TensorChange, Sequence[str]]:
+        alone = _alone(name, model)
+        if (found := family.tensors.of_hf(alone, model)) is None:
+            what = f"llama.cpp has no tensor for `{name}`"
+            raise UnmappedTensor(what, do="Nothing is dropped in silence: does llama.cpp compute this part?")
+        row, made = found
+        shapes = row.change.part_shapes(plan.targets[name].shape, model)
+        keeps_codes = all(each in kept for each in made)
+        targets.append((alone, dict(_specs(made, shapes, KEPT[kind] if keeps_codes else kind))))
+        if isinstance(row.change, Multiplied) and not (products := row.change.factors(model)).are_ones:
+            factors.update(dict.fromkeys(made, products))
+        return row.change, made
+
+    taken = (job for job in plan.text.jobs if not (job.row.of_prediction and family.without_prediction))
+    jobs = [
+        replace(job, factors={name: factors[name] for name in job.writes if name in factors})
+        for job in jobs_in_format(taken, made_of)
+    ]
     # the converter sorts by names of values; codes come first
     values = {name for name, specs in targets if not specs.keys() <= kept.keys()}
     targets.sort(key=lambda each: (each[0] in values, _in_order(each[0], family)))

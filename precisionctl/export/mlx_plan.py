@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from precisionctl.architectures.param_map import Row
 from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice
 from precisionctl.checkpoints.mlx.mlx_names import in_mlx_names, mlx_shape
 from precisionctl.checkpoints.tensor_changes import (
@@ -20,7 +19,7 @@ from precisionctl.checkpoints.tensor_changes import (
 )
 from precisionctl.codes.mlx_groups import MXFP4, MlxGroups, mlx_groups
 from precisionctl.dtypes import DType
-from precisionctl.export.changed_parts import with_changes
+from precisionctl.export.changed_parts import jobs_in_format
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec, shared_spec
 from precisionctl.planning.plan import Job, Plan
@@ -78,28 +77,24 @@ def in_mlx(plan: Plan, scheme: MlxScheme, dtype: DType, codes: Collection[str]) 
     tensors and layers of prediction are not written. `codes` are tensors of its source that are MXFP4."""
     model, kept = plan.model, set() if scheme in ("bf16", "f16") else set(codes)
     forms = _Forms(model.model_type, None if scheme == "mxfp4" and kept else _SETTINGS.get(scheme), dtype)
-    jobs, targets, changed = list[Job](), dict[str, TensorSpec](), dict[int, Row]()
-    for job in plan.jobs:
-        if job.row.of_prediction:
-            continue
-        changes, writes = list[TensorChange](), list[str]()
+    targets = dict[str, TensorSpec]()
+
+    def made_of(job: Job, name: str) -> tuple[TensorChange, Sequence[str]]:
         keeps = bool(job.reads) and kept.issuperset(job.reads) and job.row.is_row_permutation(model)
-        for name in job.writes[: len(job.row.hf)]:  # behind these are copies of tied tensors
-            tensors = in_mlx_names(name, model.model_type, dense=model.moe is None)
-            change = _CHANGES[tuple(tensor.how for tensor in tensors)]
-            shapes = change.part_shapes(plan.targets[name].shape, model)
-            for tensor, shape in zip(tensors, shapes, strict=True):
-                made = tensor.name if tensor.place is None else f"{tensor.name}[{tensor.place}]"
-                spec = shared_spec(mlx_shape(tensor.name, shape), plan.targets[name].dtype)
-                of_codes = replace(spec, dtype=DType.uint8, packing=MXFP4)
-                targets[made] = of_codes if keeps else forms.spec(tensor.name, spec)
-                writes.append(made)
-            changes.append(change)
-        if id(job.row) not in changed:  # as all jobs of a row share it
-            changed[id(job.row)] = with_changes(job.row, tuple(changes))
-        jobs.append(replace(job, row=changed[id(job.row)], writes=tuple(writes)))
+        tensors = in_mlx_names(name, model.model_type, dense=model.moe is None)
+        change, writes = _CHANGES[tuple(tensor.how for tensor in tensors)], list[str]()
+        shapes = change.part_shapes(plan.targets[name].shape, model)
+        for tensor, shape in zip(tensors, shapes, strict=True):
+            made = tensor.name if tensor.place is None else f"{tensor.name}[{tensor.place}]"
+            spec = shared_spec(mlx_shape(tensor.name, shape), plan.targets[name].dtype)
+            of_codes = replace(spec, dtype=DType.uint8, packing=MXFP4)
+            targets[made] = of_codes if keeps else forms.spec(tensor.name, spec)
+            writes.append(made)
+        return change, writes
+
+    jobs = tuple(jobs_in_format((job for job in plan.jobs if not job.row.of_prediction), made_of))
     quantization = _quantization(targets, MXFP4 if kept else forms.usual, model.model_type)
-    return replace(plan, jobs=tuple(jobs), targets=targets, quantization=quantization)
+    return replace(plan, jobs=jobs, targets=targets, quantization=quantization)
 
 
 @dataclass(frozen=True)
