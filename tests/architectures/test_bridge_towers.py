@@ -188,19 +188,19 @@ def test_gemma_3_comes_back_to_the_last_bit_and_transformers_loads_it(gemma: Run
     assert_computes_the_same(tmp_path / "out", gemma[0])
 
 
-def test_so_does_qwen3_vl_whose_tower_is_megatrons_transformer(qwen: Run, tmp_path: Path) -> None:
+def test_qwen3_vl_whose_tower_is_megatrons_transformer_comes_back(qwen: Run, tmp_path: Path) -> None:
     assert_comes_back(qwen, save(tmp_path / "bridge", stacked(qwen[1])), tmp_path, verify=True)
     assert_computes_the_same(tmp_path / "out", qwen[0])
 
 
-def test_so_does_one_that_megatron_fsdp_saved(qwen: Run, tmp_path: Path) -> None:
+def test_a_wrapper_that_megatron_fsdp_saved_comes_back(qwen: Run, tmp_path: Path) -> None:
     saved = save(tmp_path / "bridge", {f"model.module.{name}": tensor for name, tensor in qwen[1].items()})
     for file in ("metadata.json", "common.pt"):
         (saved / file).unlink()
     assert_comes_back(qwen, saved, tmp_path)
 
 
-def test_so_does_qwen3_vl_of_bridge_0_3_whose_tower_is_hugging_faces(qwen: Run, tmp_path: Path) -> None:
+def test_qwen3_vl_of_bridge_0_3_whose_tower_is_hugging_faces_comes_back(qwen: Run, tmp_path: Path) -> None:
     text = {name: tensor for name, tensor in qwen[1].items() if name.startswith("language_model.")}
     of_towers = {n.replace("model.visual.", "vision_model."): tensor for n, tensor in towers(stored(qwen[0])).items()}
     assert_comes_back(qwen, save(tmp_path / "bridge", text | of_towers), tmp_path)
@@ -212,13 +212,13 @@ ALIKE_QWEN_3 = ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", [kind for kind in (*OTHERS, *ALIKE_QWEN_3) if kind in WRAPPERS])
-def test_so_do_others(kind: str, tmp_path: Path) -> None:
+def test_other_wrappers_come_back_from_bridge(kind: str, tmp_path: Path) -> None:
     made = trained(tmp_path, kind)
     assert_comes_back(made, save(tmp_path / "bridge", made[1]), tmp_path)
 
 
 @pytest.mark.skipif("exaone4_5" not in WRAPPERS, reason="of transformers 5.23")
-def test_so_does_exaone_4_5_with_gated_mlps_and_a_prediction_layer(tmp_path: Path) -> None:
+def test_exaone_4_5_with_gated_mlps_and_a_prediction_layer_comes_back(tmp_path: Path) -> None:
     torch.manual_seed(1)
     shapes = {"q": (128, 128), "k": (64, 128), "v": (64, 128), "gate": (96, 128), "up": (96, 128)}
     parts = {part: torch.randn(shape).bfloat16() for part, shape in shapes.items()}

@@ -103,14 +103,14 @@ def test_a_wrapper_comes_back_from_megatron_to_the_last_bit(kind: str, tmp_path:
     check_there_and_back(kind, tmp_path)
 
 
-def test_so_does_mistral_4_in_the_wrapper_that_it_is_published_in(tmp_path: Path) -> None:
+def test_mistral_4_in_the_wrapper_that_it_is_published_in_comes_back_from_megatron(tmp_path: Path) -> None:
     theirs = tiny_wrappers.save(tmp_path / "alone", "mistral3", **MISTRAL_4)
     assert_text_is_computed(theirs, tmp_path / "alone")
     check_there_and_back("mistral3", tmp_path, **MISTRAL_4)
 
 
 @pytest.mark.parametrize("kind", ["gemma3", *in_soak("mistral3")])
-def test_so_does_one_with_the_names_that_it_has_in_memory(kind: str, tmp_path: Path) -> None:
+def test_a_wrapper_with_the_names_that_it_has_in_memory_comes_back_from_megatron(kind: str, tmp_path: Path) -> None:
     check_there_and_back(kind, tmp_path, in_memory=True)
 
 
@@ -486,7 +486,7 @@ def test_a_flat_config_is_that_of_the_text_model_in_it() -> None:
 
 
 @pytest.mark.skipif("hunyuan_vl" not in WRAPPERS, reason="of transformers 5.24")
-def test_so_is_hunyuans_whose_rotary_base_is_stretched_under_a_word_of_its_own() -> None:
+def test_a_flat_config_of_hunyuans_has_a_rotary_base_that_a_word_of_its_own_stretches() -> None:
     scaling = {"type": "xdrope", "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0}
     flat = {
         "model_type": "hunyuan_vl",

@@ -104,7 +104,7 @@ def test_a_module_is_found_by_the_name_that_it_has_in_memory(tmp_path: Path, fam
 
 
 @pytest.mark.parametrize(("kind", "body"), [("mistral3", "language_model.model"), ("qwen2_vl", "model")])
-def test_so_is_one_of_a_wrappers_text_model_by_either_name(tmp_path: Path, kind: str, body: str) -> None:
+def test_a_module_of_a_wrappers_text_model_is_found_by_either_name(tmp_path: Path, kind: str, body: str) -> None:
     """Files have another name than transformers 5 has in memory, which peft 0.21 writes."""
     tiny_wrappers.save(tmp_path / "base", kind, dtype=torch.bfloat16)
     before, module = load_file(tmp_path / "base" / "model.safetensors"), "layers.0.self_attn.q_proj"
@@ -366,7 +366,7 @@ def test_no_number_becomes_infinite(tmp_path: Path, case: str) -> None:
     assert merged.isinf().nonzero().tolist() == [[0, 0]], "an infinity that is stored stays one"
 
 
-def test_nor_does_one_that_is_saved_whole_nor_a_code_of_the_base(llama: Path, tmp_path: Path) -> None:
+def test_no_tensor_that_is_saved_whole_becomes_infinite_nor_a_code_of_the_base(llama: Path, tmp_path: Path) -> None:
     norm = {"model.norm.weight": torch.full((64,), 3.4e38)}
     with pytest.raises(PrecisionError, match=r"norm.weight` .* infinite or NaN in bfloat16"):
         merge(llama, tmp_path / "out", norm, modules_to_save=["norm"])

@@ -67,7 +67,7 @@ def test_a_product_is_added_and_the_rest_is_the_base(tmp_path: Path, kind: str) 
         assert torch.equal(merged[name], expected), name
 
 
-def test_so_is_that_of_a_base_in_mlxs_codes(tmp_path: Path) -> None:
+def test_an_adapter_of_a_base_in_mlxs_codes_is_merged_into_their_values(tmp_path: Path) -> None:
     values = mlx_directories.make(tmp_path / "base", "affine-4")
     out, into = values[f"{Q}.weight"].shape
     tensors = linear(Q, out, into)
@@ -100,7 +100,7 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path, case: str) -> None:
         open_checkpoint(made, hints=Hints(reference=base(tmp_path / "base")))
 
 
-def test_nor_is_one_for_a_family_that_mlx_lm_may_store_otherwise(tmp_path: Path) -> None:
+def test_an_adapter_for_a_family_that_mlx_lm_may_store_otherwise_is_refused(tmp_path: Path) -> None:
     made = adapter(tmp_path / "adapter", linear(Q, 64, 64))
     with pytest.raises(PrecisionctlError, match=r"for a `falcon_h1`[\s\S]*mlx_lm.fuse"):
         open_checkpoint(made, hints=Hints(reference=base(tmp_path / "base", "falcon-h1")))

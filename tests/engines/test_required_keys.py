@@ -59,7 +59,7 @@ def test_an_export_says_what_the_engine_asks_for_and_transformers_does_not_write
     assert {key: config[key] for key in said} == said and ENGINES[target].lacks(config) == []
 
 
-def test_so_do_codes_that_come_back(tmp_path: Path) -> None:
+def test_codes_that_come_back_say_what_engines_ask_for(tmp_path: Path) -> None:
     pico.save(tmp_path / "source", "deepseek-v3", dtype=torch.bfloat16)
     conversions.carry_out(Request.export(tmp_path / "source", tmp_path / "fp8", "vllm", "dynamic", keep_misfits=True))
     file = tmp_path / "fp8" / "config.json"
@@ -69,7 +69,7 @@ def test_so_do_codes_that_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", [each for each in ("glm4-moe-lite", "muse-spark") if each not in pico.ABSENT])
-def test_so_does_a_config_that_a_table_writes(family: str) -> None:
+def test_a_config_that_a_table_writes_says_what_engines_ask_for(family: str) -> None:
     said = {"num_shared_experts": 0} if family == "muse-spark" else {"first_k_dense_replace": 1}
     layers = {"mlp_layer_types": ["dense", "sparse"], "num_hidden_layers": 2}
     described = AutoConfig.for_model(**pico.settings(family) | layers).to_dict()

@@ -255,7 +255,7 @@ def test_released_keys_say_the_same_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "said", [{}, {"num_hash_layers": None}, {"num_hash_layers": 1}, {"num_hash_layers": 9}], ids=str
 )
-def test_so_many_layers_have_tables_as_transformers_says(said: dict[str, Any]) -> None:
+def test_as_many_layers_have_tables_as_transformers_says(said: dict[str, Any]) -> None:
     small = {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}
     told = {key: value for key, value in config(**small).items() if key not in ("mlp_layer_types", "num_hash_layers")}
     expected = DeepseekV4ForCausalLM.config_class.from_dict(told | said).mlp_layer_types

@@ -146,7 +146,7 @@ def test_tensors_that_contradict_one_another_are_one_error(tmp_path: Path, case:
         ("w13_weight.0.` has values that are infinite", lambda t: t[f"{W13}_scale"].fill_(254)),
     ],
 )
-def test_so_they_are_of_small(tmp_path: Path, words: str, change: Change) -> None:
+def test_scales_of_small_that_are_missing_or_wrong_are_one_error(tmp_path: Path, words: str, change: Change) -> None:
     inkling2_directories.make(tmp_path / "source", "inkling2")
     tensors = load_file(tmp_path / "source" / "model.safetensors")
     change(tensors)

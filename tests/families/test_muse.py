@@ -69,7 +69,7 @@ def test_a_setting_of_glimmer_means_what_it_means_to_transformers(said: dict[str
     ],
     ids=str,
 )
-def test_what_is_not_known_is_refused_by_its_name(error: type[Exception], said: dict[str, Any]) -> None:
+def test_what_is_not_known_of_glimmer_is_refused_by_its_name(error: type[Exception], said: dict[str, Any]) -> None:
     with pytest.raises(error, match=next(iter(said))):
         from_hf_config(pico.config("muse-glimmer", **said))
 
@@ -86,7 +86,7 @@ def test_what_is_not_known_is_refused_by_its_name(error: type[Exception], said: 
     ],
     ids=str,
 )
-def test_so_it_is_of_spark(error: type[Exception], said: dict[str, Any]) -> None:
+def test_what_is_not_known_of_spark_is_refused_by_its_name(error: type[Exception], said: dict[str, Any]) -> None:
     with pytest.raises(error, match=next(iter(said))):
         from_hf_config(pico.config("muse-spark", **said))
 

@@ -113,7 +113,9 @@ def test_weights_with_which_no_step_works_are_looked_at_before_the_rate(
     assert "Are the weights finite?" in refused.value.do and "optimizer.lr" not in refused.value.do
 
 
-def test_so_are_those_of_a_run_that_goes_on_from_a_later_step(place: Path, tmp_path: Path, broken: set[int]) -> None:
+def test_weights_of_a_run_that_goes_on_from_a_later_step_are_looked_at_before_the_rate(
+    place: Path, tmp_path: Path, broken: set[int]
+) -> None:
     run(settings(place / "source", place / "text.txt", tmp_path / "first", train__steps=2))
     broken |= {3, 4, 5, 6}
     hopeless = {"load": "full", "train__max_skipped": 2, "train__save_every": 1}
