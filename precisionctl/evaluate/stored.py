@@ -9,7 +9,7 @@ Everything else is plain BF16, FP16 or FP32.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from precisionctl.checkpoints.base import Reader, packings_of
 from precisionctl.checkpoints.chunks import read_tensor, read_values
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.megatron.logical import EMBEDDING
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.codes.elements import E4M3, Packing
 from precisionctl.codes.encoding import Encoding, by_rows
@@ -58,16 +59,13 @@ from precisionctl.trainer.backends.fp8_gemm import Quantizer, Quantizers
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.saved.run_folder import ended_in_bf16, recipe_of_run
 
-EMBEDDING = "embedding.word_embeddings.weight"
-"""Never FP8 codes, so its dtype is that of all values that are not codes."""
-
 
 def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = False) -> tuple[GPT, str]:
     """The model of a checkpoint, which computes in the precision it is stored in, and that precision in words.
 
     A `plain` model computes with the values, codes decoded, in the dtype of the values that are not codes."""
     plan = make_plan(reader, "megatron").text
-    dtype = plan.targets[EMBEDDING].dtype
+    dtype = plan.targets[EMBEDDING].dtype  # never codes, so that of all values that are none
     in_fp8 = not (plain or ended_in_bf16(reader))
     states = _state_of_next_step(reader) if in_fp8 else None
     precision = _precision(reader, states, plan) if in_fp8 else Precision(fp8=False)
@@ -130,12 +128,30 @@ def _precision(reader: Reader, states: Fp8States | None, plan: Plan) -> Precisio
     return Precision(fp8=True, delayed=states.recipe, keep_bf16=kept)
 
 
+@dataclass(frozen=True)
+class _Decoded:
+    """A module that computes with decoded weights, in words."""
+
+    words: str
+
+
+@dataclass(frozen=True)
+class _WithCodes:
+    """A linear, or one of an expert, that computes with its stored codes: codes of what name, and its quantizers."""
+
+    name: str
+    weight: Quantizer
+    inputs: InputQuantizer
+
+    @property
+    def words(self) -> str:
+        return f"{self.name} codes with {self.inputs.words} input scales"
+
+
 def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
-    """Let linears whose weights are stored as codes compute with these codes. A module has one static input scale, the
-    largest of its weights and experts, as in engines. Linears whose inputs engines leave as they are, indexers,
-    DeepSeek-V4's projection by groups, and what is joined of codes and values compute with decoded weights. Returns the
-    precision in words; None without codes.
-    """
+    """Let linears whose weights are stored as codes compute with these codes, where engines do. A module has one static
+    input scale, the largest of its weights and experts, as in engines. Returns the precision in words; None without
+    codes."""
     device, packed = model.output_weight.device, packings_of(reader)
     stored = [job for job in plan.jobs if not reader.encodings.keys().isdisjoint(job.reads)]
     if not stored:
@@ -145,44 +161,56 @@ def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
     formats = InputFormats(encodings, method) if encodings and method else None
     fixed = dict.fromkeys((job.module for job in stored), 0.0)
     if encodings:
-        modules = {name: job.module for job in stored for name in job.reads if name in encodings.weights}
-        for name, module in modules.items():
-            fixed[module] = max(fixed[module], encodings.input_scale(name) or 0.0)
+        named = {name: job.module for job in stored for name in job.reads if name in encodings.weights}
+        for name, at in named.items():
+            fixed[at] = max(fixed[at], encodings.input_scale(name) or 0.0)
     kinds: dict[str, None] = {}
     for job in stored:
-        weight: Quantizer
-        inputs: InputQuantizer | None
-        packing, linear = packed.get(job.reads[0]), model.get_submodule(job.module)
-        name = packing.name if packing else "FP8"
-        if not isinstance(linear, Linear | GroupedLinear):
-            kinds[f"weights from {name}"] = None
-            continue
-        if not reader.encodings.keys() >= set(job.reads):  # such as a delta net's, whose smallest parts stay BF16
-            kinds[f"weights from {name} (not computed: inputs of linears that are codes in part)"] = None
-            continue
-        made = formats.of(job.reads) if formats else IN_FP8
-        inputs = _packed_inputs(encodings, made, job, packing, device) if encodings and packing else None
-        if inputs is None and (packing or made is None or made.element is None):  # the weight is decoded
-            uncomputed = f" (not computed: inputs of {made.words})" if made and made.element is None else ""
-            kinds[f"weights from {name}{uncomputed}"] = None
-            continue
-        if inputs is not None:
-            by_row = isinstance(inputs, Int8Inputs | Int8TokenInputs) and _by_row(reader, job)
-            weight = (_stored_integers if by_row else _stored_blocks)(reader, job, plan, device)
-        elif _by_row(reader, job):
-            weight = (_stored_weight if _in_e4m3(reader, job) else _stored_blocks)(reader, job, plan, device)
-            assert made, "or the weight is decoded"
-            inputs = _static_inputs(fixed[job.module], device) or TokenInputs(made.bound)
-        else:
-            native = _in_e4m3(reader, job) and not fixed[job.module]
-            squares = _stored_squares(reader, job, plan, device) if native else None
-            weight = squares or _stored_blocks(reader, job, plan, device)
-            groups = replace(GroupInputs.like(reader.encodings[job.reads[0]]), native=squares is not None)
-            inputs = _static_inputs(fixed[job.module], device) or groups
-        # A linear requires a quantizer of its gradient too; no gradient is computed here.
-        _set_quantizers(linear, job, {"input": inputs, "weight": weight, "grad_output": inputs})
-        kinds[f"{name} codes with {inputs.words} input scales"] = None
+        module, packing, fixed_scale = model.get_submodule(job.module), packed.get(job.reads[0]), fixed[job.module]
+        computed = _computed(module, job, packing, fixed_scale, reader, plan, encodings, formats, device)
+        if isinstance(computed, _WithCodes):
+            _set_quantizers(module, job, computed)
+        kinds[computed.words] = None
     return " and ".join(kinds) or None
+
+
+def _computed(
+    module: torch.nn.Module,
+    job: Job,
+    packing: Packing | None,
+    fixed_scale: float,
+    reader: Reader,
+    plan: Plan,
+    encodings: WeightEncodings | None,
+    formats: InputFormats | None,
+    device: torch.device,
+) -> _Decoded | _WithCodes:
+    """How a module whose weight is stored as codes computes. Linears whose inputs engines leave as they are, indexers,
+    DeepSeek-V4's projection by groups, and what is joined of codes and values compute with decoded weights. The scale
+    of inputs is static if it is `fixed_scale`, not 0."""
+    name = packing.name if packing else "FP8"
+    if not isinstance(module, Linear | GroupedLinear):
+        return _Decoded(f"weights from {name}")
+    if not reader.encodings.keys() >= set(job.reads):  # such as a delta net's, whose smallest parts stay BF16
+        return _Decoded(f"weights from {name} (not computed: inputs of linears that are codes in part)")
+    made = formats.of(job.reads) if formats else IN_FP8
+    if encodings and packing:
+        packed_inputs = _packed_inputs(encodings, made, job, packing, device)
+        if packed_inputs is not None:
+            by_row = isinstance(packed_inputs, Int8Inputs | Int8TokenInputs) and _by_row(reader, job)
+            weight = (_stored_integers if by_row else _stored_blocks)(reader, job, plan, device)
+            return _WithCodes(name, weight, packed_inputs)
+    if packing or made is None or made.element is None:
+        uncomputed = f" (not computed: inputs of {made.words})" if made and made.element is None else ""
+        return _Decoded(f"weights from {name}{uncomputed}")
+    static = _static_inputs(fixed_scale, device)
+    if _by_row(reader, job):
+        by_rows_of = _stored_weight if _in_e4m3(reader, job) else _stored_blocks
+        return _WithCodes(name, by_rows_of(reader, job, plan, device), static or TokenInputs(made.bound))
+    native = _in_e4m3(reader, job) and not fixed_scale
+    squares = _stored_squares(reader, job, plan, device) if native else None
+    groups = replace(GroupInputs.like(reader.encodings[job.reads[0]]), native=squares is not None)
+    return _WithCodes(name, squares or _stored_blocks(reader, job, plan, device), static or groups)
 
 
 def _static_inputs(scale_inv: float, device: torch.device) -> StaticInputs | None:
@@ -221,11 +249,14 @@ def _in_e4m3(reader: Reader, job: Job) -> bool:
     return all(reader.specs[name].dtype == CODES for name in job.reads)
 
 
-def _set_quantizers(linear: Linear | GroupedLinear, job: Job, quantizers: Quantizers) -> None:
+def _set_quantizers(linear: torch.nn.Module, job: Job, computed: _WithCodes) -> None:
+    # A linear requires a quantizer of its gradient too; no gradient is computed here.
+    quantizers: Quantizers = {"input": computed.inputs, "weight": computed.weight, "grad_output": computed.inputs}
     if isinstance(linear, GroupedLinear):
         assert job.expert is not None
         linear.quantizers[job.expert] = quantizers
     else:
+        assert isinstance(linear, Linear), "others are decoded"
         linear.quantizers = quantizers
 
 
