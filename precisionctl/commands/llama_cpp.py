@@ -24,6 +24,7 @@ from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice
 from precisionctl.codes.elements import Packing
 from precisionctl.codes.ggml_blocks import BlocksInRows
 from precisionctl.commands.build import Result
+from precisionctl.commands.notes import decoded_note
 from precisionctl.commands.request import LLAMA_CPP, Gguf
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
@@ -139,7 +140,7 @@ def _notes_of_codes(
                 f"decoded, as llama.cpp computes with none there: {listed(decoded)}."
             )
         elif names and each != kind and (family.scaled or not KEPT[each].format.has_global_scale):
-            yield f"The {KEPT[each].name} codes of this model are decoded; --scheme {each} keeps them as they are."
+            yield decoded_note(KEPT[each].name, each)
 
 
 def _inputs_as_they_are(kept: Mapping[str, str], encodings: WeightEncodings) -> dict[str, GgufValue]:

@@ -10,7 +10,7 @@ from precisionctl.checkpoints.mlx.mlx_config import words_of_mlx
 from precisionctl.checkpoints.mlx.mlx_models import check_loaded, computed_otherwise
 from precisionctl.codes.mlx_groups import MlxGroups
 from precisionctl.commands.build import Result
-from precisionctl.commands.notes import rounded_notes
+from precisionctl.commands.notes import decoded_note, rounded_notes
 from precisionctl.commands.request import Mlx
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
@@ -20,8 +20,7 @@ from precisionctl.export.mlx_plan import in_mlx
 from precisionctl.export.model_card import Card, path_in_command
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.mxfp4 import BLOCKS_OF_16
-
-TITLE = "mlx-lm"
+from precisionctl.verify.mlx_rules import TITLE
 
 
 def for_mlx(kind: Mlx, source: Source, destination: Path) -> Result:
@@ -43,7 +42,7 @@ def for_mlx(kind: Mlx, source: Source, destination: Path) -> Result:
         *source_notes(source),
         *_notes(source.plan, plan),
         *rounded_notes(reader, plan),
-        *(_NOTE_OF_CODES if codes and scheme in ("bf16", "f16") else ()),
+        *([decoded_note(BLOCKS_OF_16.name, "mxfp4")] if codes and scheme in ("bf16", "f16") else []),
         f"Run it on a Mac with: {run}",
     ]
     matrices = (name for name, spec in plan.targets.items() if len(spec.shape) > 1 and name.endswith(".weight"))
@@ -59,9 +58,6 @@ def for_mlx(kind: Mlx, source: Source, destination: Path) -> Result:
         codes=scheme.replace("bit", "-bit") if scheme in ("4bit", "8bit") else scheme.upper(),
     )
     return Result(plan, notes, card=card, mlx=words_of_mlx(model, dtype))
-
-
-_NOTE_OF_CODES = ("The MXFP4 codes of this model are decoded; --scheme mxfp4 keeps them as they are.",)
 
 
 def _notes(before: Plan, plan: Plan) -> Iterator[str]:

@@ -25,6 +25,11 @@ from precisionctl.quant_methods.coded_weights import ngram_table
 from precisionctl.sizes import counted, size
 
 
+def decoded_note(codes: str, scheme: str) -> str:
+    """A note that codes of the source become values, where another scheme of the same target keeps them."""
+    return f"The {codes} codes of this model are decoded; --scheme {scheme} keeps them as they are."
+
+
 def tower_notes(plan: Plan) -> Iterator[str]:
     """A note that a wrapper's towers go to a Megatron checkpoint beside its text model, which Megatron alone reads."""
     if (wrapper := plan.model.wrapper) is None:

@@ -33,8 +33,6 @@ LLAMA_CPP = "llama.cpp"
 MLX = "mlx"
 """The target of an export that is a directory of mlx-lm, on a Mac."""
 
-_OF_ENGINES = "--kv-cache, --keep-misfits, --tp, --expert-parallel, --include, --exclude"
-
 StrPath = str | os.PathLike[str]
 """A path, as programs that use the library have it."""
 
@@ -291,9 +289,9 @@ class Request:
             raise RecipeError(f"an export for {TE_TITLE} has no scheme {self.scheme}", do="Leave --scheme out.")
         if self.recipe and self.recipe.scaling != "delayed":
             raise RecipeError(f"{self.recipe.scaling} scaling keeps no state", do="Give a recipe of delayed scaling.")
-        if self._is_for_an_engine:
+        if any(self._of_engines.values()):
             raise RecipeError(
-                f"{_OF_ENGINES} do not apply to {TE_TITLE}",
+                f"{', '.join(self._of_engines)} do not apply to {TE_TITLE}",
                 do="Leave them out; keep_bf16 in a --recipe.",
             )
         return TeState(self.recipe, self.base_model)
@@ -311,15 +309,22 @@ class Request:
         if self.scheme not in (None, *schemes):
             what = f"{target} does not read {self.scheme}"
             raise RecipeError(what, do=f"Choose --scheme {' or '.join(schemes)}; {others}")
-        if self._is_for_an_engine or self.fp8_state or self.recipe:
-            what = f"{_OF_ENGINES}, --fp8-state and --recipe do not apply to {target}"
+        if any(self._of_engines.values()) or self.fp8_state or self.recipe:
+            what = f"{', '.join(self._of_engines)}, --fp8-state and --recipe do not apply to {target}"
             raise RecipeError(what, do="Leave them out.")
 
     @property
-    def _is_for_an_engine(self) -> bool:
-        """Whether an option is given that says how an engine serves the result, or what becomes codes for it."""
-        served = self.kv_cache or self.keep_misfits or self.ranks > 1 or self.expert_parallel
-        return bool(served or self.include or self.exclude)
+    def _of_engines(self) -> Mapping[str, object]:
+        """The options that say how an engine serves the result, or what becomes codes for it, each with whether it is
+        given."""
+        return {
+            "--kv-cache": self.kv_cache,
+            "--keep-misfits": self.keep_misfits,
+            "--tp": self.ranks > 1,
+            "--expert-parallel": self.expert_parallel,
+            "--include": self.include,
+            "--exclude": self.exclude,
+        }
 
     def _codes(self) -> Codes:
         if self.scheme not in (None, *SCHEMES):

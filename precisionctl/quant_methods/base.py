@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import precisionctl.quant_methods
-from precisionctl.codes.elements import E4M3, Element, Packing
+from precisionctl.codes.elements import E2M1, E4M3, Element, Packing
 from precisionctl.codes.encoding import grid_shape
 from precisionctl.codes.group_scales import INT4_GROUP, MXFP4_GROUP, NVFP4_GROUP
 from precisionctl.discover import discover_names
@@ -156,6 +156,10 @@ class CodeFormat:
     def in_words(self) -> str:
         block = _KINDS.get(self.block, f"one per block of {shown(self.block)}")
         return block if self.packing is None else f"{self.name}, {block.replace('per block', 'per whole block')}"
+
+
+MXFP4 = CodeFormat((1, MXFP4_GROUP), Packing("MXFP4", E2M1, DType.uint8), EXPONENTS)
+"""As ModelOpt and Quark store it, but for what becomes of inputs."""
 
 
 @dataclass(frozen=True)

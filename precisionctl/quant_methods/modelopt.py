@@ -15,7 +15,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError, shown
 from precisionctl.quant_methods.base import (
     CHANNEL,
-    EXPONENTS,
+    MXFP4,
     TENSOR,
     Block,
     CacheSpelling,
@@ -87,7 +87,6 @@ _NVFP4 = CodeFormat(
     global_scale="weight_scale_2",
     input="input_scale",
 )
-_MXFP4 = CodeFormat((1, 32), Packing("MXFP4", E2M1, DType.uint8), EXPONENTS)
 
 _READ: Mapping[str, Quantization] = {
     "FP8": in_fp8([TENSOR], True),
@@ -96,8 +95,8 @@ _READ: Mapping[str, Quantization] = {
     "MXFP8": in_fp8([(1, 32)], False),
     "NVFP4": Quantization((_NVFP4,), None),
     "W4A16_NVFP4": Quantization((_NVFP4,), None),
-    "MXFP4": Quantization((replace(_MXFP4, inputs=InputFormat(E2M1)),), None),
-    "W4A8_MXFP4_FP8": Quantization((replace(_MXFP4, inputs=InputFormat(None, "W4A8_MXFP4_FP8")),), None),
+    "MXFP4": Quantization((replace(MXFP4, inputs=InputFormat(E2M1)),), None),
+    "W4A8_MXFP4_FP8": Quantization((replace(MXFP4, inputs=InputFormat(None, "W4A8_MXFP4_FP8")),), None),
 }
 """`quant_algo`; some are spelled in lower case, `fp8_pb_wo` and `mxfp4` (modelopt/torch/export/quant_utils.py)."""
 

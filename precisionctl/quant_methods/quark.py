@@ -9,22 +9,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from precisionctl.codes.elements import E2M1, Packing
-from precisionctl.dtypes import DType
+from precisionctl.codes.elements import E2M1
 from precisionctl.errors import PrecisionError, shown
 from precisionctl.quant_methods.base import (
     CHANNEL,
-    EXPONENTS,
+    MXFP4,
     TENSOR,
-    CodeFormat,
     InputFormat,
     Quantization,
     QuantMethod,
     combined,
     in_fp8,
 )
-
-_MXFP4 = CodeFormat((1, 32), Packing("MXFP4", E2M1, DType.uint8), EXPONENTS)
 
 _NOT_WEIGHTS = ("rotation", "quarot", "svd")
 """Parts of names of algorithms after which codes and scales alone are not the weights: inputs are rotated, or a part of
@@ -84,11 +80,11 @@ _FIXED, _BY_TOKEN = ("fp8_e4m3", "per_tensor", False), ("fp8_e4m3", "per_channel
 def _mxfp4(inputs: Mapping[str, Any]) -> Quantization:
     """MXFP4, with inputs in MXFP4 too, or in BF16."""
     if not inputs:
-        return Quantization((_MXFP4,), None)
+        return Quantization((MXFP4,), None)
     how = tuple(inputs.get(key) for key in ("dtype", "qscheme", "group_size", "scale_format", "is_dynamic"))
     if how != ("fp4", "per_group", 32, "e8m0", True) or inputs.get("scale_calculation_mode", "even") != "even":
         raise _unread(f"inputs of MXFP4 weights are {_in_words(inputs)}")
-    return Quantization((replace(_MXFP4, inputs=InputFormat(E2M1, even=True)),), None)
+    return Quantization((replace(MXFP4, inputs=InputFormat(E2M1, even=True)),), None)
 
 
 def _check_outputs(layer: Mapping[str, Any]) -> None:
