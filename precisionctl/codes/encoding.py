@@ -87,11 +87,11 @@ class Encoding:
         values = torch.empty(len(codes), codes.shape[1] * 8 // self.element.bits) if into is None else into
         work = numerics.scratch_for(codes) if scratch is None else scratch
         if self.element.bits == 4:
-            groups, zeros = self._groups(row, *values.shape)
+            groups, zeros = self._groups(row, len(values))
             nibbles.decode(codes, self.element, groups, values, work, zeros)
             return values
         if self.element.is_integer:
-            integers.decode(codes, *self._groups(row, *values.shape), values)
+            integers.decode(codes, *self._groups(row, len(values)), values)
             return values
         shape, scales = self._scaled(row, *codes.shape)
         numerics.decode_by_scale_inv(codes.reshape(shape), scales, values.view(shape), work)
@@ -107,17 +107,17 @@ class Encoding:
         codes = torch.empty(rows, columns * self.element.bits // 8, dtype=dtype) if into is None else into
         work = numerics.scratch_for(values) if scratch is None else scratch
         if self.element.bits == 4:
-            groups, zeros = self._groups(row, rows, columns)
+            groups, zeros = self._groups(row, rows)
             nibbles.encode(values, self.element, groups, codes, work, zeros)
             return codes
         if self.element.is_integer:
-            integers.encode(values, *self._groups(row, rows, columns), codes, work)
+            integers.encode(values, *self._groups(row, rows), codes, work)
             return codes
         shape, scales = self._scaled(row, *values.shape)
         numerics.encode_by_scale_inv(values.reshape(shape), scales, codes.view(shape), work)
         return codes
 
-    def _groups(self, row: int, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
+    def _groups(self, row: int, rows: int) -> tuple[Tensor, Tensor | None]:
         """Scales and zero points of rows of packed codes, FP32 `[rows, groups]`."""
         zeros = None if self.zeros is None else self._rows_of(self.zeros, row, rows).expand(rows, -1)
         return self._grid(row, rows).expand(rows, -1), zeros

@@ -134,13 +134,10 @@ def delayed_scale(amax: Tensor, previous: Tensor, dtype: torch.dtype, margin: in
     return torch.where(scale.isinf(), _FP32_MAX, scale)
 
 
-def current_scale(
-    amax: Tensor, dtype: torch.dtype, *, power_of_2: bool = False, epsilon: float = 0.0, largest: float = _FP32_MAX
-) -> Tensor:
+def current_scale(amax: Tensor, dtype: torch.dtype, *, power_of_2: bool = False, largest: float = _FP32_MAX) -> Tensor:
     """Scale for a tensor's own amax, FP32; 1 where amax is zero, infinite or NaN (recipe_common.cuh,
-    compute_scale_from_amax). `power_of_2` rounds it down to a power of two; `epsilon` is the smallest amax; `largest`
-    stands in for a scale beyond FP32."""
-    amax = torch.where(amax < epsilon, epsilon, amax)
+    compute_scale_from_amax, with its epsilon of 0). `power_of_2` rounds it down to a power of two; `largest` stands in
+    for a scale beyond FP32."""
     usable = amax.isfinite() & (amax != 0)
     scale = torch.where(usable, quotient(largest_code(dtype), amax), 1.0)
     scale = torch.where(scale.isinf(), largest, scale)

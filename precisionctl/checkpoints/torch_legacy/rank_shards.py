@@ -56,9 +56,9 @@ def cut_for(name: str, sizes: Parallelism) -> int:
 
 
 def assembled(
-    found: ByName, sizes: Parallelism, parallel: Callable[[str, LocatedTensor, int], Parallel]
+    found: ByName, sizes: Parallelism, parallel: Callable[[str, LocatedTensor], Parallel]
 ) -> dict[str, ShardedTensor]:
-    """The logical tensors that the shards in `found` make up, by name. `parallel(name, shard, ranks)` says how a tensor
+    """The logical tensors that the shards in `found` make up, by name. `parallel(name, shard)` says how a tensor
     is cut.
 
     Raises DamagedCheckpoint where shards are missing, or differ in shape or dtype.
@@ -80,7 +80,7 @@ def assembled(
     tensors = {}
     for name, by_rank in found.items():  # how one is cut, others may tell: all are checked by now
         size, first = cut_for(name, sizes), by_rank[0][0]
-        how = parallel(name, first.tensor, size)
+        how = parallel(name, first.tensor)
         shape = list(first.tensor.shape)
         shards = [tuple(by_rank[index]) for index in range(size)]
         if how.kind == "replicated":

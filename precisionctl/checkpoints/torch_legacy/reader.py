@@ -190,7 +190,7 @@ class LegacyReader(MegatronDirectory):
             if self._tied and self.parallelism.pipeline > 1:
                 _join_tied(shards, state_name(kind, OUTPUT), state_name(kind, EMBEDDING))
 
-        def as_its_parameter(name: str, *_: object) -> Parallel:
+        def as_its_parameter(name: str, shard: LocatedTensor) -> Parallel:
             return self.specs[kind_and_parameter(name)[1]].parallel
 
         return assembled(shards, self.parallelism, as_its_parameter)
@@ -209,7 +209,7 @@ class LegacyReader(MegatronDirectory):
             for name, tensor in bucket_tensors(beside, stages[rank.path]) if has_file(beside, self.path) else ():
                 yield Rank(rank.tensor, rank.pipeline, rank.expert, beside, {}), name, tensor
 
-    def _parallel(self, name: str, shard: LocatedTensor, size: int) -> Parallel:
+    def _parallel(self, name: str, shard: LocatedTensor) -> Parallel:
         if name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight")):
             # With Transformer Engine it is whole on every rank, and has as many rows as the latent has channels: those
             # of its norm, or inputs of the up projection. Without, it is cut by rows.
