@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from precisionctl.architectures.rearrangements import (
     Movable,
+    MovesRows,
     OfSingleRows,
     Rearrangement,
-    RowPermutation,
     concatenated,
     cut_into,
     rows_of_groups,
@@ -18,7 +18,7 @@ from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model.model_shape import ModelShape
 
 
-class Grouped(RowPermutation):
+class Grouped(MovesRows):
     """Query, key and value, interleaved per query group: `[q_0 .. q_{r-1}, k, v]`, each of `kv_channels` rows, or a
     value of `v_head_dim`.
 
@@ -67,7 +67,7 @@ class GroupedTurnedBack(Grouped):
         return halves[:, [1, 0]].reshape(rows.shape)
 
 
-class GroupedWithGate(RowPermutation):
+class GroupedWithGate(MovesRows):
     """The same with an output gate that is a tensor of its own in Hugging Face: query, gate, key and value, each of all
     heads (AFMoE)."""
 
@@ -132,7 +132,7 @@ class LatentPairs(OfSingleRows):
 
 
 @dataclass(frozen=True)
-class TurnedFirst(RowPermutation):
+class TurnedFirst(MovesRows):
     """The rows of an indexer that rotary embeddings turn, of each head, or of the one key that all share. They are the
     last in Hugging Face (Hunyuan 4), and the first in Megatron's."""
 

@@ -146,7 +146,7 @@ class Row:
         whole = self.shape(model)
         if layout == "megatron":
             return (whole,)
-        if self.is_row_permutation(model) and whole[0] <= _MOST_ROWS:
+        if self.moves_rows(model) and whole[0] <= _MOST_ROWS:
             moved = self.split(np.empty((whole[0], 1), np.uint8), model)
             return tuple((len(part), *whole[1:]) for part in moved)
         parts = self.split(torch.empty(whole, dtype=torch.uint8, device="meta"), model)  # any size costs nothing
@@ -161,9 +161,9 @@ class Row:
         """The inverse of `merge`."""
         return self.rearrangement.split(whole, self._in_its_layers(model))
 
-    def is_row_permutation(self, model: ModelShape) -> bool:
+    def moves_rows(self, model: ModelShape) -> bool:
         """Whether `merge` and `split` only move rows (dimension 0)."""
-        return self.rearrangement.is_row_permutation(model)
+        return self.rearrangement.moves_rows(model)
 
     @property
     def moves_single_rows(self) -> bool:

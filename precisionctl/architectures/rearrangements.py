@@ -1,9 +1,9 @@
 """How values stand in a Megatron tensor and in the Hugging Face tensors of the same row; each with its inverse.
 
-`merge` makes Megatron's one tensor of Hugging Face's, `split` is its inverse. Where `is_row_permutation` holds, both
-only put rows (dimension 0) into another order, so they work on values and on row numbers alike: `planning/segments.py`
-runs them on row numbers, an array of NumPy's, to turn a row of the table into copies. Those that go by heads
-of attention are in `head_rearrangements.py`.
+`merge` makes Megatron's one tensor of Hugging Face's, `split` is its inverse. Where `moves_rows` holds, both only move
+rows (dimension 0), so they work on values and on row numbers alike: `planning/segments.py` runs them on row numbers, an
+array of NumPy's, to turn a row of the table into copies. Those that go by heads of attention are in
+`head_rearrangements.py`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ Movable = TypeVar("Movable", "Tensor", "NDArray[Any]")
 
 
 class Rearrangement(Protocol):
-    """How the tensors of a row go from Hugging Face to Megatron and back. `is_row_permutation` says whether both ways
-    only put rows into another order, and compute nothing: then they take, and give, arrays of row numbers too.
-    `moves_single_rows` says of such a permutation that it leaves many rows without a neighbour: copied one by one they
-    would be slow, so conversions move them in memory. Rows of scales, and of adapters, move like those of any other."""
+    """How the tensors of a row go from Hugging Face to Megatron and back. `moves_rows` says whether both ways only put
+    rows into another order, or rows of zeros beside them, and compute nothing: then they take, and give, arrays of row
+    numbers too. `moves_single_rows` says of such a one that it leaves many rows without a neighbour: copied one by one
+    they would be slow, so conversions move them in memory. Rows of scales, and of adapters, move like those of any
+    other."""
 
     @property
     def moves_single_rows(self) -> bool: ...
     def merge(self, parts: Sequence[Any], model: ModelShape) -> Any: ...
     def split(self, whole: Any, model: ModelShape) -> tuple[Any, ...]: ...
-    def is_row_permutation(self, model: ModelShape) -> bool: ...
+    def moves_rows(self, model: ModelShape) -> bool: ...
 
 
 def concatenated(parts: Sequence[Movable], axis: int = 0) -> Movable:
@@ -61,22 +62,22 @@ def rows_of_groups(grouped: Movable) -> Movable:
     return grouped.reshape(grouped.shape[0] * grouped.shape[1], *grouped.shape[2:])
 
 
-class RowPermutation:
+class MovesRows:
     """The base of those that only move rows."""
 
     moves_single_rows = False
 
-    def is_row_permutation(self, model: ModelShape) -> bool:
+    def moves_rows(self, model: ModelShape) -> bool:
         return True
 
 
-class OfSingleRows(RowPermutation):
+class OfSingleRows(MovesRows):
     """The base of those that leave many rows without a neighbour."""
 
     moves_single_rows = True
 
 
-class InOrder(RowPermutation):
+class InOrder(MovesRows):
     """Hugging Face's tensors are the whole, one after the other."""
 
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
@@ -86,7 +87,7 @@ class InOrder(RowPermutation):
 class _Computation:
     moves_single_rows = False
 
-    def is_row_permutation(self, model: ModelShape) -> bool:
+    def moves_rows(self, model: ModelShape) -> bool:
         return False
 
 
@@ -100,7 +101,7 @@ class Same(InOrder):
         return (whole,)
 
 
-class Vocabulary(RowPermutation):
+class Vocabulary(MovesRows):
     """A row per token. Megatron pads it with zero rows, which are cut off whatever they hold."""
 
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
@@ -114,7 +115,7 @@ class Vocabulary(RowPermutation):
         return (whole[: model.vocab_size],)
 
 
-class FirstTwoLast(RowPermutation):
+class FirstTwoLast(MovesRows):
     """The first two rows behind all others (OPT's table of positions)."""
 
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
@@ -131,7 +132,7 @@ class Halves(InOrder):
         return tuple(cut_into(whole, [len(whole) // 2] * 2))
 
 
-class DeltaNetByHead(RowPermutation):
+class DeltaNetByHead(MovesRows):
     """The input projection of a gated delta net. Megatron has all queries, then all keys, values, output gates (z),
     beta and alpha. Hugging Face has two tensors that go by key head, each with the value heads that it serves
     (Qwen3-Next): of query, key, values and gates, and of betas and alphas.
@@ -204,8 +205,8 @@ class Joined:
     def moves_single_rows(self) -> bool:
         return self.inner.moves_single_rows
 
-    def is_row_permutation(self, model: ModelShape) -> bool:
-        return self.inner.is_row_permutation(model)
+    def moves_rows(self, model: ModelShape) -> bool:
+        return self.inner.moves_rows(model)
 
 
 @dataclass(frozen=True)
@@ -299,7 +300,7 @@ class Gamma:
     def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
         return (self._shifted(whole, self._less_in_megatron(model)),)
 
-    def is_row_permutation(self, model: ModelShape) -> bool:
+    def moves_rows(self, model: ModelShape) -> bool:
         return not self._less_in_megatron(model)
 
     def _less_in_megatron(self, model: ModelShape) -> int:

@@ -44,8 +44,8 @@ class ChangedParts:
     def moves_single_rows(self) -> bool:
         return self.inner.moves_single_rows or not all(isinstance(change, AsItIs) for change in self.changes)
 
-    def is_row_permutation(self, model: ModelShape) -> bool:
-        return self.inner.is_row_permutation(model) and all(change.moves_rows for change in self.changes)
+    def moves_rows(self, model: ModelShape) -> bool:
+        return self.inner.moves_rows(model) and all(change.moves_rows for change in self.changes)
 
     def merge(self, parts: Sequence[Any], model: ModelShape) -> Any:
         raise NotImplementedError("formats with changes are read by their own Readers")

@@ -259,7 +259,7 @@ def in_scheme(
     if SCHEMES[form.scheme].fixed_inputs:
         inputs = input_amaxes(states, jobs, why_no_state, tabled=not isinstance(plan.model, UntabledModel))
     for job in jobs:
-        if SCHEMES[form.scheme].block != TENSOR and not job.row.is_row_permutation(plan.model):
+        if SCHEMES[form.scheme].block != TENSOR and not job.row.moves_rows(plan.model):
             raise PrecisionError(
                 f"`{job.writes[0]}` is stored as [in, out]: its rows are not the channels that have scales",
                 where=f"architecture {plan.model.architecture}",

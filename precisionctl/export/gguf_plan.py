@@ -111,7 +111,7 @@ def _kept(plan: Plan, family: GgufFamily, kind: GgufType, codes: Collection[str]
         rows = [each for each in found if each is not None]  # in_gguf refuses one that is not there
         keeps = (
             all(each in codes for each in job.reads)
-            and job.row.is_row_permutation(plan.model)
+            and job.row.moves_rows(plan.model)
             and all(row.change.moves_rows and not isinstance(row.change, Multiplied) for row, _ in rows)
             and not any(plan.targets[name].shape[-1] % form.values for name in names)
             and (not form.has_global_scale or alike and all(family.scales(name) for _, made in rows for name in made))

@@ -80,7 +80,7 @@ def in_mlx(plan: Plan, scheme: MlxScheme, dtype: DType, codes: Collection[str]) 
     targets = dict[str, TensorSpec]()
 
     def made_of(job: Job, name: str) -> tuple[TensorChange, Sequence[str]]:
-        keeps = bool(job.reads) and kept.issuperset(job.reads) and job.row.is_row_permutation(model)
+        keeps = bool(job.reads) and kept.issuperset(job.reads) and job.row.moves_rows(model)
         tensors = in_mlx_names(name, model.model_type, dense=model.moe is None)
         change, writes = _CHANGES[tuple(tensor.how for tensor in tensors)], list[str]()
         shapes = change.part_shapes(plan.targets[name].shape, model)

@@ -17,7 +17,7 @@ from precisionctl.quant_methods.coded_weights import ngram_table
 def schemes_of(engine: Engine, model: ModelShape, jobs: Sequence[Job]) -> list[Scheme]:
     """The schemes of eight bits that an engine takes for the weights of these jobs, as far as shapes do not matter."""
     names = [name for job in jobs for name in job.writes]
-    moved = all(job.row.is_row_permutation(model) for job in jobs)
+    moved = all(job.row.moves_rows(model) for job in jobs)
     return [
         scheme
         for scheme, method in engine.spells.items()

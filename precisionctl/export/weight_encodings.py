@@ -76,7 +76,7 @@ def _moved(reader: Reader, encodings: WeightEncodings | None) -> WeightEncodings
     for job in plan.jobs:
         if not any(name in reader.encodings for name in job.reads):
             continue
-        if not all(name in reader.encodings for name in job.reads) or not job.row.is_row_permutation(plan.model):
+        if not all(name in reader.encodings for name in job.reads) or not job.row.moves_rows(plan.model):
             continue  # rows of the result are no rows of codes
         given = [encodings.input_amax(name) for name in job.reads] if encodings else [None]
         for name, encoding in zip(job.writes, _encodings(reader, job, plan), strict=False):

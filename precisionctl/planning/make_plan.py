@@ -273,7 +273,7 @@ def _stored_dtype(
     job: Job, model: ModelShape, specs: Mapping[str, TensorSpec], source: Layout, target: Layout
 ) -> DType:
     """The dtype that holds all that a job reads, FP8 codes taken for BF16; that of a norm as `Row.wide_beside` says."""
-    if job.row.wide_beside and source != target and not job.row.is_row_permutation(model):
+    if job.row.wide_beside and source != target and not job.row.moves_rows(model):
         (own,) = job.reads
         beside = specs[f"{own.rsplit('.', 2)[0]}.{job.row.wide_beside}"].dtype
         return DType.float32 if specs[own].dtype == beside else beside

@@ -106,7 +106,7 @@ def test_split_is_the_inverse_of_merge(model: ModelShape) -> None:
 @given(model=models().filter(lambda model: model.hf_zero_centered_gamma == model.zero_centered_gamma))
 @settings(max_examples=25, deadline=None)
 def test_lowered_segments_move_what_the_row_moves(model: ModelShape) -> None:
-    moving = [row for row in KINDS.values() if row.is_row_permutation(model)]
+    moving = [row for row in KINDS.values() if row.moves_rows(model)]
     assert len(moving) > len(KINDS) / 2
     for row in moving:
         parts = hf_parts(row, model)
@@ -148,7 +148,7 @@ class PaddedInFront:
     def split(self, whole: Any, model: ModelShape) -> tuple[Any, ...]:
         return (whole[2::3],)
 
-    def is_row_permutation(self, model: ModelShape) -> bool:
+    def moves_rows(self, model: ModelShape) -> bool:
         return True
 
 
@@ -161,7 +161,7 @@ def test_row_numbers_move_as_values_do_also_one_by_one(moved: Rearrangement) -> 
     numbers = np.arange(count)[:, None]
     parts = moved.split(numbers, model)
     values = moved.split(torch.from_numpy(numbers), model)
-    assert moved.moves_single_rows and moved.is_row_permutation(model)
+    assert moved.moves_single_rows and moved.moves_rows(model)
     assert [part.tolist() for part in parts] == [part.tolist() for part in values]
     assert sum(part[:-1, 0].tolist() != (part[1:, 0] - 1).tolist() for part in parts)
     assert moved.merge(parts, model).tolist() == moved.merge(values, model).tolist() == numbers.tolist()
@@ -205,7 +205,7 @@ def test_both_spellings_of_a_row_are_one_parameter() -> None:
             assert (first.sizes, first.parallel, first.layers) == (second.sizes, second.parallel, second.layers)
             assert (
                 first.rearrangement == second.rearrangement
-                or (first.is_row_permutation(MODEL) and second.is_row_permutation(MODEL))
+                or (first.moves_rows(MODEL) and second.moves_rows(MODEL))
                 or each.only_read
             )
 

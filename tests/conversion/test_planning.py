@@ -154,4 +154,4 @@ def test_single_rows_are_moved_in_memory_and_yet_have_scales_of_their_own(tmp_pa
         "linear_q_up_proj.weight",
         "linear_kv_down_proj.weight",
     }
-    assert all(row.is_row_permutation(plan.model) for row in computed), "or exports would refuse scales of rows"
+    assert all(row.moves_rows(plan.model) for row in computed), "or exports would refuse scales of rows"

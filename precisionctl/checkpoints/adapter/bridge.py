@@ -116,7 +116,7 @@ class _Factors:
         if shapes != list(row.shapes(model, "hf")):  # before memory of these sizes is allocated
             what = f"the base's {', '.join(hf)} are {shown(shapes)}, and its config.json says other sizes"
             raise ShapeMismatch(what, do="Is the copy of the base whole?")
-        if not row.is_row_permutation(model) or (part and len(hf) != _PARTS[part][1]):
+        if not row.moves_rows(model) or (part and len(hf) != _PARTS[part][1]):
             raise MappingError(
                 f"`{b}` is for a weight that the base stores in another form than rows of it", do=_EXPORT
             )
