@@ -21,7 +21,7 @@ from precisionctl.precision import PRESETS
 from precisionctl.trainer.backends.choose import make_backend
 from precisionctl.trainer.backends.fp8_gemm import NativeBlocks
 from precisionctl.trainer.model.attention.core_attention import CoreAttention
-from precisionctl.trainer.model.positions import PackedSequences, Positions
+from precisionctl.trainer.sequences import PackedSequences, Positions
 
 E4M3 = torch.float8_e4m3fn
 DECODING = (1, 16, 64, 256)

@@ -261,7 +261,7 @@ def tokenize(data: str, out: Path, tokenizer: Path, workers: int | None, json_wa
     from precisionctl.checkpoints.output import Output
     from precisionctl.reports import run as report
     from precisionctl.trainer.data.corpus import make_corpus
-    from precisionctl.trainer.data.formats.find import source_of
+    from precisionctl.trainer.data.find import source_of
 
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     source = source_of(data)

@@ -12,7 +12,7 @@ from precisionctl.trainer.measure.activations import pass_bytes
 from precisionctl.trainer.measure.flops import training_flops
 from precisionctl.trainer.measure.memory import PROCESS_GPU, PROCESS_OF_SEVERAL, Memory
 from precisionctl.trainer.measure.parameters import Parameters
-from precisionctl.trainer.measure.preflight import MOST_RANKS, Preflight, free_memory
+from precisionctl.trainer.preflight import MOST_RANKS, Preflight, free_memory
 
 
 def core_memory(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: int, gpu: bool = True) -> Memory:

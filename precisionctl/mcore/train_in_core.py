@@ -31,9 +31,9 @@ from precisionctl.sizes import counted
 from precisionctl.trainer.data import Blend, OnTokens, Rows
 from precisionctl.trainer.loop import OnStep
 from precisionctl.trainer.measure.metrics import MetricsLog
-from precisionctl.trainer.measure.preflight import checkpoint_bytes, require_disk_space, require_memory
 from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.parallel.world import together
+from precisionctl.trainer.preflight import checkpoint_bytes, require_disk_space, require_memory
 from precisionctl.trainer.resume import Finished, Started, locked, read_data
 from precisionctl.trainer.run_plan import RunPlan, TrainingEngine, plan_run
 from precisionctl.trainer.saved import loading, run_folder

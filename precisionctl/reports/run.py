@@ -15,7 +15,7 @@ from precisionctl.sizes import counted, size
 from precisionctl.trainer.data.corpus import Corpus
 from precisionctl.trainer.data.megatron import BIN, IDX, LEARNED
 from precisionctl.trainer.measure.metrics import StepMetrics
-from precisionctl.trainer.measure.preflight import DiskSpace, would_fit
+from precisionctl.trainer.preflight import DiskSpace, would_fit
 from precisionctl.trainer.resume import Finished, Started
 from precisionctl.trainer.run_plan import DryRun, RunPlan
 from precisionctl.trainer.shadow import Shadow

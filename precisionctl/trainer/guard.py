@@ -16,7 +16,7 @@ from torch import Tensor
 from precisionctl.errors import PrecisionError
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.parallel.shards import ModelShards
-from precisionctl.trainer.saved.rollback import Rollback
+from precisionctl.trainer.rollback import Rollback
 from precisionctl.trainer.shadow import Bf16Passes, Decision, Shadow, compare_gradients
 
 

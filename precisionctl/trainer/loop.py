@@ -15,8 +15,8 @@ from precisionctl.errors import PrecisionError
 from precisionctl.trainer.measure.meter import PendingStepCost
 from precisionctl.trainer.measure.metrics import MetricsLog, StepMetrics
 from precisionctl.trainer.passes import accumulate_gradients, bf16_passes, held_out_loss
+from precisionctl.trainer.rollback import Rollback
 from precisionctl.trainer.run import Run
-from precisionctl.trainer.saved.rollback import Rollback
 from precisionctl.trainer.saved.saving import Saver
 from precisionctl.trainer.shadow import Shadow
 from precisionctl.trainer.stopping import Stop, agreed_stop, stop_signals

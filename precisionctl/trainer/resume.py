@@ -24,22 +24,22 @@ from precisionctl.trainer.data import Blend, OnTokens, Rows
 from precisionctl.trainer.guard import Guard
 from precisionctl.trainer.loop import OnStep, train
 from precisionctl.trainer.measure.metrics import MetricsLog
-from precisionctl.trainer.measure.preflight import (
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.optimizer.adamw import MasterAdamW, RunOptimizer
+from precisionctl.trainer.optimizer.fp8_lm import Fp8LmAdamW
+from precisionctl.trainer.parallel.world import World, together, world
+from precisionctl.trainer.preflight import (
     DiskSpace,
     checkpoint_bytes,
     look_ahead,
     require_disk_space,
     require_memory,
 )
-from precisionctl.trainer.model.gpt import GPT
-from precisionctl.trainer.optimizer.adamw import MasterAdamW, RunOptimizer
-from precisionctl.trainer.optimizer.fp8_lm import Fp8LmAdamW
-from precisionctl.trainer.parallel.world import World, together, world
+from precisionctl.trainer.rollback import Rollback, read_rollback, write_rollback
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.run_plan import RunPlan, check_graph_rows, plan_run
 from precisionctl.trainer.saved import loading, run_folder
 from precisionctl.trainer.saved.loading import Load, StatePart
-from precisionctl.trainer.saved.rollback import Rollback, read_rollback, write_rollback
 from precisionctl.trainer.saved.saving import Saver
 from precisionctl.trainer.settings import Settings, is_guarded, read_recipe, tokenized_rows
 from precisionctl.trainer.start import Fp8Start, StateOrigin, continue_fp8, start_collecting, start_fp8

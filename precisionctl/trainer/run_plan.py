@@ -18,12 +18,12 @@ from precisionctl.tokens.tokenizer import open_tokenizer
 from precisionctl.trainer.backends.choose import BackendName, choose_backend
 from precisionctl.trainer.data import Blend, Rows
 from precisionctl.trainer.data.rows import check_there
-from precisionctl.trainer.measure.preflight import DiskSpace, Preflight, checkpoint_bytes, disk_space, look_ahead
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.parallel import shards, world
 from precisionctl.trainer.parallel.world import together
+from precisionctl.trainer.preflight import DiskSpace, Preflight, checkpoint_bytes, disk_space, look_ahead
 from precisionctl.trainer.saved import loading, run_folder
 from precisionctl.trainer.saved.balance import balance_notes, balance_of
 from precisionctl.trainer.saved.loading import Load, StatePart

@@ -20,7 +20,7 @@ from precisionctl.conversion.journal import open_journal, open_share_journal
 from precisionctl.errors import DamagedCheckpoint, DataError, OutputError
 from precisionctl.export.model_card import write_quality
 from precisionctl.trainer.measure.metrics import FILE as METRICS
-from precisionctl.trainer.saved.rollback import Rollback, read_rollback, write_rollback
+from precisionctl.trainer.rollback import Rollback, read_rollback, write_rollback
 
 TARGET = b"somebody else's\n"
 

@@ -36,11 +36,11 @@ from precisionctl.precision import PRESETS
 from precisionctl.recipe.sections import ParallelSettings
 from precisionctl.trainer.data.batch import Batch
 from precisionctl.trainer.model.gpt import GPT
-from precisionctl.trainer.model.positions import PackedSequences
 from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.parallel.shards import check
 from precisionctl.trainer.passes import backward
 from precisionctl.trainer.saved import saving
+from precisionctl.trainer.sequences import PackedSequences
 
 SIZES: dict[str, Any] = {
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},

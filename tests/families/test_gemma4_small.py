@@ -26,7 +26,7 @@ from precisionctl.errors import MissingTensor
 from precisionctl.param import Parallelism
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.model.gpt import GPT
-from precisionctl.trainer.model.positions import PackedSequences
+from precisionctl.trainer.sequences import PackedSequences
 from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check
 

@@ -25,7 +25,8 @@ from precisionctl.param import Parallelism
 from precisionctl.trainer.model.attention import block_indexer
 from precisionctl.trainer.model.attention.block_indexer import seen
 from precisionctl.trainer.model.attention.core_attention import CoreAttention
-from precisionctl.trainer.model.positions import PackedSequences, Positions, Rope
+from precisionctl.trainer.model.positions import Rope
+from precisionctl.trainer.sequences import PackedSequences, Positions
 from precisionctl.verify.engine_rules import check
 
 FAMILY, WRAPPER = "minimax-m3", "minimax_m3_vl"

@@ -12,7 +12,7 @@ from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.loss import loss
-from precisionctl.trainer.model.positions import PackedSequences
+from precisionctl.trainer.sequences import PackedSequences
 
 
 def test_both_gpts_have_the_same_names_and_no_extra_state() -> None:

@@ -24,7 +24,7 @@ from precisionctl.param import NOT_TRAINED
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.loss import loss
-from precisionctl.trainer.model.positions import PackedSequences
+from precisionctl.trainer.sequences import PackedSequences
 
 VOCABULARY = pico.SIZES["vocab_size"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in pico.FAMILIES} | {

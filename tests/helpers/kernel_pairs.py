@@ -9,7 +9,8 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.model import gpu_kernels
 from precisionctl.trainer.model.loss import loss
 from precisionctl.trainer.model.mlp import activate
-from precisionctl.trainer.model.positions import Positions, rotate
+from precisionctl.trainer.model.positions import rotate
+from precisionctl.trainer.sequences import Positions
 
 HEADS = ((128, 64, 20), (80, 16, 5), (64, 32, 1), (96, 24, 3))
 """A head's size, the pairs of it that turn, and the number of heads."""

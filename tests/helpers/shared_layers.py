@@ -35,12 +35,12 @@ from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.data.batch import Batch
 from precisionctl.trainer.model.gpt import GPT
-from precisionctl.trainer.model.positions import PackedSequences
 from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 from precisionctl.trainer.parallel.shards import UNSHARDED, ModelShards
 from precisionctl.trainer.parallel.world import ALONE, World, _meshes, together
 from precisionctl.trainer.passes import backward
+from precisionctl.trainer.sequences import PackedSequences
 from precisionctl.trainer.shadow import compare_gradients
 
 SIZES = {

@@ -9,7 +9,7 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.common.recipe import Recipe
 
-from precisionctl.trainer.model.positions import Positions
+from precisionctl.trainer.sequences import Positions
 
 
 class _Stage(nn.Module):

@@ -18,8 +18,8 @@ from precisionctl.fp8.state import BACKWARD, FORWARD, IN_USE, ROLES, Fp8State, R
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.base import Mode, Norm, require_alignment
 from precisionctl.trainer.backends.recorder import Recorder
-from precisionctl.trainer.model.positions import PackedSequences
 from precisionctl.trainer.parallel.world import World
+from precisionctl.trainer.sequences import PackedSequences
 
 Group = Literal["scaling_fwd", "scaling_bwd"]
 

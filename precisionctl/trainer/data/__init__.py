@@ -1,11 +1,12 @@
 """Training data: files into samples, samples into tokens on a disk, tokens into rows, rows into batches.
 
-formats/   files -> records       store.py     tokens -> memory-mapped files
-hf_datasets.py  the Hub's, too    rows.py      -> rows, cut or packed
-shapes.py  records -> samples     blend.py     several data sets by weights
-tokenize.py  samples -> tokens    order.py     which rows come when
-megatron.py  .bin and .idx        feed.py      a rank's share of them, as batches
-corpus.py  writes those           batch.py     tokens, labels, padding, sequences
+find.py    a path -> its records  store.py     tokens -> memory-mapped files
+formats/   files -> records       rows.py      -> rows, cut or packed
+hf_datasets.py  the Hub's, too    blend.py     several data sets by weights
+records.py  what records are      order.py     which rows come when
+shapes.py  records -> samples     feed.py      a rank's share of them, as batches
+tokenize.py  samples -> tokens    batch.py     tokens, labels, padding, sequences
+megatron.py  .bin and .idx        corpus.py    writes those
 """
 
 from precisionctl.trainer.data.batch import IGNORED, Batch

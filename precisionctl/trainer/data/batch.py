@@ -16,7 +16,7 @@ from precisionctl.trainer.transfers import to_device
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from precisionctl.trainer.model.positions import PackedSequences
+    from precisionctl.trainer.sequences import PackedSequences
 
 IGNORED = -100
 """The label of a position that is not a target: torch's default `ignore_index`."""
@@ -74,7 +74,7 @@ class Batch:
 def make_batch(rows: Sequence[Sequence[Piece]], padding: int, ranks: int = 1) -> Batch:
     """A batch of rows of pieces, padded at the right with the token `padding` to the longest row, rounded up so that
     each of `ranks` ranks that divide the tokens gets a multiple of MX_BLOCK, as FP8 GEMMs need under any scaling."""
-    from precisionctl.trainer.model.positions import PackedSequences  # takes PyTorch with it
+    from precisionctl.trainer.sequences import PackedSequences  # takes PyTorch with it
 
     filled = max(sum(piece.positions for piece in row) for row in rows)
     multiple = MX_BLOCK * ranks

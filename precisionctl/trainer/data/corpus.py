@@ -23,8 +23,8 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output, disk_problems, lock, open_kept, replace_file, sync
 from precisionctl.errors import DataError, OutputError
 from precisionctl.tokens.tokenizer import Tokenizer, open_tokenizer
-from precisionctl.trainer.data.formats.base import DataSource, Record
 from precisionctl.trainer.data.megatron import BIN, ID_TYPES, IDX, LEARNED, with_suffix, write_index
+from precisionctl.trainer.data.records import DataSource, Record
 from precisionctl.trainer.data.store import cache_key
 from precisionctl.trainer.data.tokenize import tokenize
 from precisionctl.trainer.stopping import stop_signals

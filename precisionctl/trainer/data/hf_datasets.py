@@ -14,7 +14,8 @@ from typing import Any
 
 from precisionctl.checkpoints.hf_directory.hub import unreachable
 from precisionctl.errors import DataError, EnvironmentProblem, PrecisionctlError, require_package
-from precisionctl.trainer.data.formats.base import Record, a_table_row
+from precisionctl.trainer.data.formats.base import a_table_row
+from precisionctl.trainer.data.records import Record
 from precisionctl.trainer.data.shapes import columns_to_read
 from precisionctl.trainer.data.store import known_commit
 from precisionctl.untrusted.safe_files import leads_out

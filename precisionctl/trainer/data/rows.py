@@ -20,7 +20,7 @@ from precisionctl.sizes import counted
 from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import megatron
 from precisionctl.trainer.data.batch import Batch, Piece, make_batch
-from precisionctl.trainer.data.formats.find import check_named, source_of
+from precisionctl.trainer.data.find import check_named, source_of
 from precisionctl.trainer.data.order import Order
 from precisionctl.trainer.data.store import OnTokens, Samples, Tokens, tokenized
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from precisionctl.errors import DataError
 from precisionctl.tokens.samples import Completion, Conversation, Message
-from precisionctl.trainer.data.formats.base import Record
+from precisionctl.trainer.data.records import Record
 
 JsonRow = Mapping[str, Any]
 """The values of a record, by key."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from precisionctl.checkpoints.output import open_kept, replace_file
 from precisionctl.errors import DataError, DiskProblem
 from precisionctl.tokens.tokenizer import Tokenizer
-from precisionctl.trainer.data.formats.base import DataSource
+from precisionctl.trainer.data.records import DataSource
 from precisionctl.trainer.data.tokenize import Tokenized, tokenize
 
 VERSION = 3

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from precisionctl.errors import DataError
 from precisionctl.tokens.samples import Completion, Conversation
 from precisionctl.tokens.tokenizer import TextPiece, Tokenizer
-from precisionctl.trainer.data.formats.base import Record
+from precisionctl.trainer.data.records import Record
 from precisionctl.trainer.data.shapes import Text, sample_of
 
 Made = TypeVar("Made")

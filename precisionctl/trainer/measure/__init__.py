@@ -1,1 +1,1 @@
-"""Measurements of a run: memory and disk before it begins; FLOPs, memory, FP8 health and metrics of each step."""
+"""Measurements of a run: memory before it begins; FLOPs, memory, FP8 health and metrics of each step."""

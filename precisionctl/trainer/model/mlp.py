@@ -18,7 +18,7 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, Norm, add_post_layernorm, column_linear, norm_of, post_norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.kernels import kernels_for
-from precisionctl.trainer.model.layers.residual_gate import ScaledNorm
+from precisionctl.trainer.model.norms import ScaledNorm
 from precisionctl.trainer.model.router_losses import RouterLosses
 from precisionctl.trainer.model.router_scores import SCORES, over_their_sum
 

@@ -17,9 +17,9 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.embedding import plain_linear
-from precisionctl.trainer.model.layers.gated_residual import NormOfStreams
-from precisionctl.trainer.model.positions import Positions
+from precisionctl.trainer.model.norms import NormOfStreams
 from precisionctl.trainer.model.recurrent.recurrence import by_text, convolution, convolved
+from precisionctl.trainer.sequences import Positions
 
 
 class HashedNgrams(nn.Module):

@@ -19,7 +19,7 @@ from precisionctl.errors import NOT_BEGUN, DataError, OutputError, UnknownFormat
 from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import corpus, load_rows, tokenize
 from precisionctl.trainer.data.corpus import Corpus, make_corpus
-from precisionctl.trainer.data.formats.find import source_of
+from precisionctl.trainer.data.find import source_of
 from precisionctl.trainer.data.store import cache_key
 
 TEXTS = [" ".join("abcde"[(i * j) % 5] for j in range(i % 7)) for i in range(40)]

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from precisionctl.errors import DataError
 from precisionctl.trainer.data import load_rows
+from precisionctl.trainer.data.find import files_of, records
 from precisionctl.trainer.data.formats import base, json_list
-from precisionctl.trainer.data.formats.base import Record
-from precisionctl.trainer.data.formats.find import files_of, records
+from precisionctl.trainer.data.records import Record
 from precisionctl.trainer.data.shapes import KEYS, Completion, Conversation, Text, sample_of
 
 

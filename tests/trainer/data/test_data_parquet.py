@@ -11,7 +11,7 @@ from conversations import CONVERSATION, MARKING_TEMPLATE, read, tokenizer
 
 from precisionctl.errors import DataError, EnvironmentProblem
 from precisionctl.trainer.data import load_rows
-from precisionctl.trainer.data.formats.find import records
+from precisionctl.trainer.data.find import records
 
 pyarrow = pytest.importorskip("pyarrow")  # of the extra `dev`, so of CI
 parquet = pytest.importorskip("pyarrow.parquet")

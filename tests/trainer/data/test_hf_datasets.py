@@ -16,7 +16,7 @@ from local_hub import COMMIT, LocalHub
 from precisionctl import errors
 from precisionctl.errors import DataError, EnvironmentProblem
 from precisionctl.trainer.data import Rows, load_rows
-from precisionctl.trainer.data.formats.find import source_of
+from precisionctl.trainer.data.find import source_of
 from precisionctl.trainer.data.hf_datasets import HfDataset
 
 TEXTS: list[dict[str, Any]] = [{"text": " ".join("abcde"[(i * j) % 5] for j in range(1 + i % 7))} for i in range(40)]

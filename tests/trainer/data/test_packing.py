@@ -20,8 +20,8 @@ from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data.batch import Batch, Piece, make_batch
 from precisionctl.trainer.data.rows import pack_texts
 from precisionctl.trainer.model.gpt import GPT
-from precisionctl.trainer.model.positions import PackedSequences
 from precisionctl.trainer.passes import summed_loss
+from precisionctl.trainer.sequences import PackedSequences
 
 SIZES = (34, 47, 40, 35, 45, 36, 39)
 """Of texts; longer than the windows and than the contexts that rope scaling starts from in CASES, which must be the

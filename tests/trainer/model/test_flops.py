@@ -14,10 +14,10 @@ from precisionctl.trainer.measure import flops, linear_weights
 from precisionctl.trainer.measure.flops import bf16_peak, training_flops
 from precisionctl.trainer.model.attention.core_attention import SINK_CHANNELS
 from precisionctl.trainer.model.gpt import GPT
-from precisionctl.trainer.model.positions import PackedSequences
 from precisionctl.trainer.model.recurrent.delta_rule import gated_delta_rule
 from precisionctl.trainer.model.recurrent.selective_scan import selective_scan
 from precisionctl.trainer.model.recurrent.state_space import state_space
+from precisionctl.trainer.sequences import PackedSequences
 
 LENGTH = 16
 

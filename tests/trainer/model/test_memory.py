@@ -25,8 +25,9 @@ from precisionctl.errors import EnvironmentProblem
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import Recipe, load_recipe
 from precisionctl.reports.inspect import describe
+from precisionctl.trainer import preflight
 from precisionctl.trainer.data.batch import Piece, make_batch
-from precisionctl.trainer.measure import activations, memory, preflight
+from precisionctl.trainer.measure import activations, memory
 from precisionctl.trainer.measure.memory import estimate
 from precisionctl.trainer.measure.parameters import Parameters
 from precisionctl.trainer.model import mlp

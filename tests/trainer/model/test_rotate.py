@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from precisionctl.trainer.model.positions import Positions, rotate
+from precisionctl.trainer.model.positions import rotate
+from precisionctl.trainer.sequences import Positions
 
 
 def by_formula(heads: Tensor, positions: Positions) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.backends.emulated import EmulatedBackend
 from precisionctl.trainer.model.attention.core_attention import CoreAttention
-from precisionctl.trainer.model.positions import PackedSequences, Positions
+from precisionctl.trainer.sequences import PackedSequences, Positions
 
 HEADS, GROUPS, LENGTH = 6, 2, 33
 

@@ -18,7 +18,7 @@ from precisionctl.reports import run as report
 from precisionctl.sizes import size
 from precisionctl.trainer import run_plan
 from precisionctl.trainer.measure.metrics import FILE, read_metrics
-from precisionctl.trainer.measure.preflight import checkpoint_bytes
+from precisionctl.trainer.preflight import checkpoint_bytes
 from precisionctl.trainer.run_plan import dry_run
 from precisionctl.trainer.settings import Settings
 

@@ -31,9 +31,9 @@ from precisionctl.mcore.core_memory import core_memory, look_ahead_in_core
 from precisionctl.mcore.train_in_core import CORE
 from precisionctl.recipe import ParallelSettings, load_recipe
 from precisionctl.reports.run import dry_run as lines_of
-from precisionctl.trainer.measure.preflight import require_memory
 from precisionctl.trainer.model.loss import loss_bytes
 from precisionctl.trainer.parallel.world import World
+from precisionctl.trainer.preflight import require_memory
 from precisionctl.trainer.resume import resume
 from precisionctl.trainer.run_plan import dry_run, plan_run
 from precisionctl.trainer.settings import Settings, read_recipe

@@ -18,13 +18,12 @@ from training import contents, losses, run_with_kills, settings
 from precisionctl.errors import PrecisionError
 from precisionctl.precision import PRESETS
 from precisionctl.recipe import Recipe, Train
-from precisionctl.trainer import loop
+from precisionctl.trainer import loop, sequences
 from precisionctl.trainer import resume as trainer
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import batch as batches
 from precisionctl.trainer.data.batch import Batch, Piece, make_batch
 from precisionctl.trainer.measure.metrics import FILE, read_metrics
-from precisionctl.trainer.model import positions
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 from precisionctl.trainer.resume import resume
@@ -86,7 +85,7 @@ class Texts:
 @contextmanager
 def on_meta(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
     monkeypatch.setattr(torch.optim, "AdamW", Unread)
-    for module in (positions, batches):
+    for module in (sequences, batches):
         monkeypatch.setattr(module, "to_device", lambda values, device: values.to(device, non_blocking=True))
     with Copies() as copies:
         monkeypatch.setattr(torch, "tensor", copies.tensor)

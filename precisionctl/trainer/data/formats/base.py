@@ -6,30 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from precisionctl.errors import DataError
+from precisionctl.trainer.data.records import Record
 
 MOST_CHARACTERS = 1 << 30
 """Of a document: a tokenizer takes 600 bytes for each of its tokens, and a megabyte of gzip can be a gigabyte of it."""
-
-
-class Record(NamedTuple):
-    """One row of a file by its keys, and where it is, for errors: `chats.jsonl, line 7`."""
-
-    where: str
-    row: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class DataSource:
-    """Data, wherever it is. `records` reads all of it, lazily; what it yields changes only if `identity`, JSON, does.
-    `nbytes` is its size, 0 where that is not known; `notes` are for the user."""
-
-    records: Callable[[], Iterator[Record]]
-    identity: object
-    nbytes: int = 0
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

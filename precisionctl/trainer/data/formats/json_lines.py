@@ -9,13 +9,13 @@ from precisionctl.errors import DataError
 from precisionctl.trainer.data.formats.base import (
     MOST_CHARACTERS,
     Format,
-    Record,
     a_document,
     a_row,
     begins_with,
     open_text,
     unpacked_name,
 )
+from precisionctl.trainer.data.records import Record
 
 
 def _records(path: Path, _column: str | None) -> Iterator[Record]:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from precisionctl.errors import DataError
-from precisionctl.trainer.data.formats.base import Format, Record, a_row, begins_with, check_document
+from precisionctl.trainer.data.formats.base import Format, a_row, begins_with, check_document
+from precisionctl.trainer.data.records import Record
 
 _PIECE = 1 << 20
 _SPACE = re.compile(r"\s*")

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from precisionctl.errors import DataError, EnvironmentProblem
-from precisionctl.trainer.data.formats.base import Format, Record, a_table_row, begins_with
+from precisionctl.trainer.data.formats.base import Format, a_table_row, begins_with
+from precisionctl.trainer.data.records import Record
 from precisionctl.trainer.data.shapes import columns_to_read
 
 _ROWS_AT_ONCE = 256

@@ -16,7 +16,8 @@ from precisionctl.model.sparse_parts import CSA
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.embedding import plain_linear
-from precisionctl.trainer.model.positions import Positions, sliding_window_mask
+from precisionctl.trainer.model.positions import sliding_window_mask
+from precisionctl.trainer.sequences import Positions
 
 
 def turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from precisionctl.model.sparse_parts import MSA
 from precisionctl.trainer.backends.base import Backend
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention.block_indexer import BlockIndexer, attend_to_blocks
-from precisionctl.trainer.model.positions import Positions, sliding_window_mask
+from precisionctl.trainer.model.positions import sliding_window_mask
+from precisionctl.trainer.sequences import Positions
 
 
 class CoreAttention(nn.Module):

@@ -16,7 +16,8 @@ from precisionctl.model.sparse_parts import DSA
 from precisionctl.trainer.backends.base import Backend, column_linear, norm_of
 from precisionctl.trainer.model.attention.core_attention import CoreAttention
 from precisionctl.trainer.model.attention.self_attention import GateOfHeads, KeysValues, gated_by, scaled
-from precisionctl.trainer.model.positions import Positions, rotate
+from precisionctl.trainer.model.positions import rotate
+from precisionctl.trainer.sequences import Positions
 
 
 class SoftmaxScaling(nn.Module):

@@ -18,7 +18,8 @@ from precisionctl.trainer.backends.base import Backend, Norm, column_linear, nor
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention.core_attention import CoreAttention
 from precisionctl.trainer.model.embedding import plain_linear
-from precisionctl.trainer.model.positions import Positions, rotate
+from precisionctl.trainer.model.positions import rotate
+from precisionctl.trainer.sequences import Positions
 
 
 def gated_by(attended: Tensor, gate: Tensor) -> Tensor:

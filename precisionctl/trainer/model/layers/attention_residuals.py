@@ -18,7 +18,7 @@ from precisionctl.trainer.model.attention.self_attention import KeysValues
 from precisionctl.trainer.model.embedding import plain_linear
 from precisionctl.trainer.model.layers.residual_layer import ResidualLayer
 from precisionctl.trainer.model.mlp import MLP, MoELayer
-from precisionctl.trainer.model.positions import Positions
+from precisionctl.trainer.sequences import Positions
 
 
 class AttentionResidualLayer(ResidualLayer):

@@ -4,30 +4,15 @@
 Shape letters: T tokens, N residual streams, E hidden_size.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precisionctl.model.model_parts import HyperConnections
 from precisionctl.model.model_shape import ModelShape
-from precisionctl.trainer.backends.base import Backend, Norm, norm_of
+from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.embedding import plain_linear
-
-
-class NormOfStreams(nn.Module):
-    """RMSNorm of each of N streams of `size` channels by itself, with weights of their own. In FP32."""
-
-    def __init__(self, streams: int, size: int, norm: Norm, backend: Backend) -> None:
-        super().__init__()
-        self.norm = norm
-        weights = torch.full((streams * size,), norm.initial_weight, dtype=backend.dtype, device=backend.device)
-        self.weight = nn.Parameter(weights)
-
-    def forward(self, streams: Tensor) -> Tensor:
-        """`[T, N, E]` to the same."""
-        normed = F.rms_norm(streams.float(), streams.shape[-1:], eps=self.norm.epsilon)
-        return (normed * self.norm.multiplier(self.weight).view(streams.shape[1:])).to(streams.dtype)
+from precisionctl.trainer.model.norms import NormOfStreams
 
 
 class GatedResidual(nn.Module):

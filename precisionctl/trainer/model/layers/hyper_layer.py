@@ -15,9 +15,9 @@ from precisionctl.trainer.model.layers.hyper_connections import HyperConnection,
 from precisionctl.trainer.model.layers.residual_layer import ResidualLayer
 from precisionctl.trainer.model.mlp import MLP, MoELayer
 from precisionctl.trainer.model.ngram_embedding import NgramLayer
-from precisionctl.trainer.model.positions import Positions
 from precisionctl.trainer.model.recurrent.gated_delta_net import GatedDeltaNetAttention
 from precisionctl.trainer.model.recurrent.kimi_delta_attention import KimiDeltaAttention
+from precisionctl.trainer.sequences import Positions
 
 
 class HyperLayer(ResidualLayer):

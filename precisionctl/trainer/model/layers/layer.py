@@ -11,14 +11,14 @@ from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention.latent_attention import MLASelfAttention
 from precisionctl.trainer.model.attention.self_attention import KeysValues, SelfAttention
 from precisionctl.trainer.model.embedding import plain_linear
-from precisionctl.trainer.model.layers.norm_with_gate import NormWithGate
-from precisionctl.trainer.model.layers.residual_gate import ResidualGate, ScaledNorm
+from precisionctl.trainer.model.layers.residual_gate import ResidualGate
 from precisionctl.trainer.model.layers.residual_layer import ResidualLayer
 from precisionctl.trainer.model.mlp import ACTIVATIONS, MLP, MoELayer
-from precisionctl.trainer.model.positions import Positions
+from precisionctl.trainer.model.norms import NormWithGate, ScaledNorm
 from precisionctl.trainer.model.recurrent.gated_delta_net import GatedDeltaNetAttention
 from precisionctl.trainer.model.recurrent.kimi_delta_attention import KimiDeltaAttention
 from precisionctl.trainer.model.recurrent.short_convolution import ShortConvolution
+from precisionctl.trainer.sequences import Positions
 
 TokenMixer = SelfAttention | MLASelfAttention | GatedDeltaNetAttention | KimiDeltaAttention | ShortConvolution
 """What a layer has for attention, or in its place."""

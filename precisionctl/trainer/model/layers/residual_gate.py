@@ -1,13 +1,12 @@
-"""What Muse Spark has between its blocks and the residual stream: gates, and norms that multiply first.
+"""Gates between blocks and the residual stream (Muse Spark).
 
 Shape letters: T tokens, E hidden_size.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.trainer.backends.base import Backend, Norm
+from precisionctl.trainer.backends.base import Backend
 
 _LEAST = 1e-3
 """The square of the least weight of the residual stream (transformers' MuseSparkResidualGate)."""
@@ -28,17 +27,3 @@ class ResidualGate(nn.Module):
         of_block = torch.sigmoid(opened)
         of_stream = (torch.sigmoid(-opened) * (1 + of_block)).clamp(min=_LEAST).sqrt()
         return (of_stream * hidden + of_block * block).to(hidden.dtype)
-
-
-class ScaledNorm(nn.Module):
-    """An RMSNorm that multiplies by its weight before it normalises."""
-
-    def __init__(self, size: int, norm: Norm, backend: Backend) -> None:
-        super().__init__()
-        self.norm = norm
-        made = torch.full((size,), norm.initial_weight, dtype=backend.dtype, device=backend.device)
-        self.weight = nn.Parameter(made)
-
-    def forward(self, values: Tensor) -> Tensor:
-        scaled = (values.float() * self.norm.multiplier(self.weight)).to(values.dtype)
-        return F.rms_norm(scaled, scaled.shape[-1:], eps=self.norm.epsilon)

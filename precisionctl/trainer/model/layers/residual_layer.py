@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend
 from precisionctl.trainer.model.attention.self_attention import KeysValues
-from precisionctl.trainer.model.positions import LayerKind, Positions, layer_kind
+from precisionctl.trainer.model.positions import LayerKind, layer_kind
+from precisionctl.trainer.sequences import Positions
 
 
 class ResidualLayer(nn.Module):

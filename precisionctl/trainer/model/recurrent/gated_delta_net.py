@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.recurrent_parts import GatedDeltaNet
 from precisionctl.trainer.backends.base import Backend, column_linear, norm_of
-from precisionctl.trainer.model.positions import Positions
 from precisionctl.trainer.model.recurrent.delta_rule import gated_delta_rule
 from precisionctl.trainer.model.recurrent.recurrence import by_text, convolution, convolved
+from precisionctl.trainer.sequences import Positions
 
 
 def in_heads(mixed: Tensor, gdn: GatedDeltaNet) -> tuple[Tensor, ...]:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.recurrent_parts import GatedDeltaNet
 from precisionctl.trainer.backends.base import Backend, norm_of
-from precisionctl.trainer.model.positions import Positions
 from precisionctl.trainer.model.recurrent.delta_rule import gated_delta_rule
 from precisionctl.trainer.model.recurrent.gated_delta_net import in_heads
 from precisionctl.trainer.model.recurrent.recurrence import by_text, convolution, convolved
+from precisionctl.trainer.sequences import Positions
 
 
 def decays(made: Tensor, rates: Tensor, bias: Tensor, bound: float | None) -> Tensor:

@@ -11,10 +11,10 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.recurrent_parts import Mamba
 from precisionctl.trainer.backends.base import Backend, column_linear, norm_of
 from precisionctl.trainer.backends.bf16_products import product
-from precisionctl.trainer.model.positions import Positions
 from precisionctl.trainer.model.recurrent.mamba_mixer import initial_steps
 from precisionctl.trainer.model.recurrent.recurrence import by_text, convolution, convolved
 from precisionctl.trainer.model.recurrent.selective_scan import selective_scan
+from precisionctl.trainer.sequences import Positions
 
 
 class Mamba1Mixer(nn.Module):

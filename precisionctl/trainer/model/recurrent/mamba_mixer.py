@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.recurrent_parts import Mamba
 from precisionctl.trainer.backends.base import Backend, Norm, column_linear, norm_of
-from precisionctl.trainer.model.positions import Positions
 from precisionctl.trainer.model.recurrent.recurrence import by_text, convolution, convolved
 from precisionctl.trainer.model.recurrent.state_space import state_space
+from precisionctl.trainer.sequences import Positions
 
 _STEPS = (0.001, 0.1)
 """Of a new mixer: its heads' steps, where in_proj gives 0, are between these (Megatron-Core's dt_min and dt_max)."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precisionctl.trainer.backends.base import Backend
-from precisionctl.trainer.model.positions import Positions
+from precisionctl.trainer.sequences import Positions
 
 CHUNK = 64
 """Tokens; as many as Megatron-Core's and transformers' delta rules take."""

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.recurrent_parts import ShortConv
 from precisionctl.trainer.backends.base import Backend, column_linear, norm_of
-from precisionctl.trainer.model.positions import Positions
 from precisionctl.trainer.model.recurrent.recurrence import by_text, convolution, convolved
+from precisionctl.trainer.sequences import Positions
 
 
 class ShortConvolution(nn.Module):

@@ -11,8 +11,9 @@ from precisionctl.commands.request import StrPath
 from precisionctl.discover import discover
 from precisionctl.errors import DataError, nearest_path
 from precisionctl.trainer.data import formats
-from precisionctl.trainer.data.formats.base import DataSource, Format, Record, a_document, begins_with, open_text
+from precisionctl.trainer.data.formats.base import Format, a_document, begins_with, open_text
 from precisionctl.trainer.data.hf_datasets import HUB, HfDataset
+from precisionctl.trainer.data.records import DataSource, Record
 from precisionctl.trainer.data.shapes import text_under
 from precisionctl.trainer.data.store import stats_of
 
