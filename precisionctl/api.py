@@ -21,7 +21,7 @@ from precisionctl.checkpoints.hf_directory.hub import HubName
 from precisionctl.checkpoints.open import open_checkpoint as open_reader
 from precisionctl.commands.hinted_path import HintedPath, open_hinted
 from precisionctl.commands.plan_command import plan_command
-from precisionctl.commands.request import Request, StrPath
+from precisionctl.commands.request import Request
 from precisionctl.commands.target_rules import check_directory
 from precisionctl.conversion.command import execute
 from precisionctl.conversion.convert import OnBytes
@@ -34,6 +34,7 @@ from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Layout
+from precisionctl.paths import StrPath
 from precisionctl.planning.plan import Plan
 from precisionctl.readiness.assess import assess
 from precisionctl.readiness.judge import Readiness

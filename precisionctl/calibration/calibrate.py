@@ -21,12 +21,12 @@ from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.codes.statistics import AMAX, Statistics
-from precisionctl.commands.request import StrPath
 from precisionctl.conversion.convert import convert
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.errors import OutputError, PrecisionError, RecipeError
 from precisionctl.fp8.state import CALIBRATED, Fp8State, Fp8States, Role
+from precisionctl.paths import StrPath
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.recipe import Recipe, load_recipe
 from precisionctl.sizes import counted

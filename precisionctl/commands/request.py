@@ -1,6 +1,5 @@
 """Request: everything that a user asks of `convert` or `export-inference`, and what is decided from that alone."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,7 @@ from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism
+from precisionctl.paths import StrPath
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.quant_methods.base import SCHEMES, Scheme
 
@@ -32,9 +32,6 @@ LLAMA_CPP = "llama.cpp"
 
 MLX = "mlx"
 """The target of an export that is a directory of mlx-lm, on a Mac."""
-
-StrPath = str | os.PathLike[str]
-"""A path, as programs that use the library have it."""
 
 PrecisionChoice = Literal["keep", "bf16", "fp32", "fp8"]
 

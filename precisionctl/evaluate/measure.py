@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.commands.request import StrPath
 from precisionctl.errors import DataError
 from precisionctl.evaluate.stored import load
+from precisionctl.paths import StrPath
 from precisionctl.tokens.tokenizer import open_tokenizer
 from precisionctl.trainer.data import IGNORED, Batch, load_rows
 from precisionctl.trainer.model.computes import longest_text

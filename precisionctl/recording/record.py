@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch import nn
 
-from precisionctl.commands.request import StrPath
+from precisionctl.paths import StrPath
 from precisionctl.recording.run_recorder import RunRecorder
 
 if TYPE_CHECKING:

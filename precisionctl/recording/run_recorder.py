@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from precisionctl.checkpoints.output import Output
 from precisionctl.codes import numerics
-from precisionctl.commands.request import StrPath
 from precisionctl.errors import MissingFp8State, RecipeError
 from precisionctl.fp8 import delayed_scaling
 from precisionctl.fp8.extra_state import decode_payload
@@ -27,6 +26,7 @@ from precisionctl.fp8.state import (
     Fp8States,
     Role,
 )
+from precisionctl.paths import StrPath
 from precisionctl.recipe import load_recipe
 from precisionctl.recording.gemm_sites import GemmSite, Normed, find_sites
 from precisionctl.recording.live_weights import digest_of, in_transformers

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from precisionctl.commands.request import StrPath
 from precisionctl.errors import RecipeError
 from precisionctl.model.model_shape import ModelShape
+from precisionctl.paths import StrPath
 from precisionctl.recipe import Data, Recipe, load_recipe
 from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import Blend, OnTokens, Rows, load_data

@@ -15,7 +15,7 @@ import repository
 
 PACKAGE = repository.ROOT / "precisionctl"
 
-ANYONE = {"errors", "torch_when_used", "dtypes", "untrusted", "discover", "sizes"}
+ANYONE = {"errors", "torch_when_used", "dtypes", "untrusted", "discover", "sizes", "paths"}
 """Leaves that every unit may import."""
 
 DOCUMENT = PACKAGE.parent / "docs" / "architecture.md"

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from precisionctl.commands.request import StrPath
 from precisionctl.discover import discover
 from precisionctl.errors import DataError, nearest_path
+from precisionctl.paths import StrPath
 from precisionctl.trainer.data import formats
 from precisionctl.trainer.data.formats.base import Format, a_document, begins_with, open_text
 from precisionctl.trainer.data.hf_datasets import HUB, HfDataset

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from precisionctl.commands.request import StrPath
 from precisionctl.errors import DataError
+from precisionctl.paths import StrPath
 from precisionctl.sizes import counted
 from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import megatron
