@@ -30,8 +30,8 @@ from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
-from precisionctl.export.gguf_plan import FILE_TYPES, KEPT, GgufType, in_gguf
-from precisionctl.export.gguf_tokenizer import tokenizer_metadata
+from precisionctl.export.gguf.gguf_plan import FILE_TYPES, KEPT, GgufType, in_gguf
+from precisionctl.export.gguf.gguf_tokenizer import tokenizer_metadata
 from precisionctl.export.model_card import NAME, Card, path_in_command
 from precisionctl.export.weight_encodings import stored_weight_encodings
 from precisionctl.model.model_parts import config_parts

@@ -12,7 +12,7 @@ from precisionctl.commands.storage import CONTAINERS, DEEPSPEED, Storage
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import engine_named
 from precisionctl.errors import RecipeError
-from precisionctl.export.gguf_plan import GgufType
+from precisionctl.export.gguf.gguf_plan import GgufType
 from precisionctl.export.mlx_plan import MlxScheme
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import ColumnOrder

@@ -24,7 +24,7 @@ from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import Engine, engine_named
 from precisionctl.errors import PrecisionError, RecipeError
-from precisionctl.export.gguf_plan import hf_names
+from precisionctl.export.gguf.gguf_plan import hf_names
 from precisionctl.export.input_scales import state_of_input_scales
 from precisionctl.export.mlx_plan import names_as_codes
 from precisionctl.export.weight_encodings import check_model, method_of, stored_weight_encodings, weight_encodings

@@ -9,7 +9,7 @@ from precisionctl.checkpoints.gguf.head import ArrayLength
 from precisionctl.checkpoints.gguf.reader import GgufReader
 from precisionctl.engines.rules.rule import EngineRule, Finding
 from precisionctl.errors import UnknownArchitecture, UnknownFormat, shown
-from precisionctl.export.gguf_pretokenizers import NAMES
+from precisionctl.export.gguf.gguf_pretokenizers import NAMES
 
 _MODEL = EngineRule("its graph of the family has every setting of the model", "llama.cpp src/models/*.cpp")
 _TOKENIZER = EngineRule(

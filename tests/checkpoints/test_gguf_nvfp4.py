@@ -22,7 +22,7 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import LLAMA_CPP, Request
 from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
-from precisionctl.export.gguf_pretokenizers import QWEN2
+from precisionctl.export.gguf.gguf_pretokenizers import QWEN2
 from precisionctl.verify.compare import compare
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
-from precisionctl.export.gguf_special_tokens import special_tokens
+from precisionctl.export.gguf.gguf_special_tokens import special_tokens
 
 IDS = {"<a>": 1, "<b>": 2, "<c>": 3}
 BYTE_LEVEL = {"type": "ByteLevel"}

@@ -11,9 +11,9 @@ from gguf_tokenizers import SIZE
 from tokenizers import AddedToken
 
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError
-from precisionctl.export import gguf_pretokenizers as known
-from precisionctl.export.gguf_text import text_notes
-from precisionctl.export.gguf_tokenizer import tokenizer_metadata
+from precisionctl.export.gguf import gguf_pretokenizers as known
+from precisionctl.export.gguf.gguf_text import text_notes
+from precisionctl.export.gguf.gguf_tokenizer import tokenizer_metadata
 
 NFC = {"type": "NFC"}
 SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}

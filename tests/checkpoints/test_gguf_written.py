@@ -37,7 +37,7 @@ from precisionctl.commands.request import LLAMA_CPP, Request
 from precisionctl.commands.target_rules import check_directory
 from precisionctl.conversion.command import execute
 from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture, UnknownFormat
-from precisionctl.export.gguf_pretokenizers import QWEN2
+from precisionctl.export.gguf.gguf_pretokenizers import QWEN2
 from precisionctl.param import Parallelism
 from precisionctl.verify.compare import compare
 

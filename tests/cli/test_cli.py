@@ -30,7 +30,7 @@ from precisionctl.checkpoints import open as opening
 from precisionctl.cli import main
 from precisionctl.cli.options import EngineName, Size
 from precisionctl.conversion import estimate, worker
-from precisionctl.export.gguf_plan import FILE_TYPES, GgufType
+from precisionctl.export.gguf.gguf_plan import FILE_TYPES, GgufType
 from precisionctl.export.mlx_plan import MlxScheme
 from precisionctl.quant_methods.base import SCHEMES, Scheme
 

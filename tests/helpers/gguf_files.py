@@ -19,7 +19,7 @@ from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import LLAMA_CPP, Request
 from precisionctl.conversion.command import execute
-from precisionctl.export.gguf_pretokenizers import QWEN2
+from precisionctl.export.gguf.gguf_pretokenizers import QWEN2
 from precisionctl.model.model_shape import ModelShape
 
 F32, F16, Q8_0, BF16 = 0, 1, 8, 30

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import LLAMA_CPP, Request
 from precisionctl.conversion.command import execute
-from precisionctl.export import gguf_pretokenizers as known
+from precisionctl.export.gguf import gguf_pretokenizers as known
 
 SPARSE = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 GLM = ("[gMASK]", "<|user|>", "<|observation|>")

@@ -16,9 +16,9 @@ import numpy as np
 
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, shown
-from precisionctl.export.gguf_pretokenizers import ADD_BOS, MARKS_APART, pretokenizer
-from precisionctl.export.gguf_special_tokens import special_tokens, token_text
-from precisionctl.export.gguf_text import space_before_text, text_notes
+from precisionctl.export.gguf.gguf_pretokenizers import ADD_BOS, MARKS_APART, pretokenizer
+from precisionctl.export.gguf.gguf_special_tokens import special_tokens, token_text
+from precisionctl.export.gguf.gguf_text import space_before_text, text_notes
 from precisionctl.untrusted.safe_json import parse_json
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
