@@ -79,11 +79,11 @@ def make_sparse_in_megatron(source: Path, destination: Path, container: str) -> 
     from precisionctl.commands.plan_command import plan_command
     from precisionctl.commands.request import Request
     from precisionctl.conversion import command
-    from precisionctl.conversion.findings import Findings
+    from precisionctl.conversion.outcome import Outcome
 
-    def lay_out(plan: object, source: object, writer: Any, **_: object) -> Findings:
+    def lay_out(plan: object, source: object, writer: Any, **_: object) -> Outcome:
         writer.lay_out()
-        return Findings()
+        return Outcome()
 
     request = Request(source, destination, "megatron", container=container)
     with mock.patch.multiple(command, convert=lay_out, check_room=lambda command: None):

@@ -32,7 +32,7 @@ from precisionctl.sizes import size
 if TYPE_CHECKING:
     from precisionctl.commands.request import Request
     from precisionctl.conversion.command import PlannedCommand
-    from precisionctl.conversion.findings import Findings
+    from precisionctl.conversion.outcome import Outcome
     from precisionctl.precision import Precision
 
 
@@ -309,8 +309,8 @@ def _to_read(request: "Request", command: "PlannedCommand") -> str:
     return ""
 
 
-def carry_out(request: "Request", how: Writing) -> "tuple[PlannedCommand | None, Findings | None]":
-    """Plan and execute a request. Returns the command (None on all ranks but the first), and the findings (None if the
+def carry_out(request: "Request", how: Writing) -> "tuple[PlannedCommand | None, Outcome | None]":
+    """Plan and execute a request. Returns the command (None on all ranks but the first), and its outcome (None if the
     checkpoint was complete already)."""
     from precisionctl import console
     from precisionctl.commands.plan_command import plan_command

@@ -24,7 +24,6 @@ from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
 from precisionctl.codes.encoding import Encoding
 from precisionctl.conversion.convert import OnBytes, convert, read_back
 from precisionctl.conversion.edges import changed_notes
-from precisionctl.conversion.findings import Findings, nan_notes, zeroed_notes
 from precisionctl.conversion.journal import (
     Fingerprints,
     Journal,
@@ -34,6 +33,7 @@ from precisionctl.conversion.journal import (
     was_finished,
 )
 from precisionctl.conversion.manifest import write_manifest
+from precisionctl.conversion.outcome import Outcome, nan_notes, zeroed_notes
 from precisionctl.conversion.ranks import ALONE, Ranks
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.conversion.worker import TensorSource
@@ -100,7 +100,7 @@ def execute(
     verify: bool = False,
     ranks: Ranks = ALONE,
     on_bytes: OnBytes = lambda count: None,
-) -> Findings | None:
+) -> Outcome | None:
     """Run a planned command. The destination appears only when it is complete. After a failure the same command
     continues where it stopped.
 
@@ -135,7 +135,7 @@ def execute(
             on_bytes=on_bytes,
         )
         for others in ranks.gather("found", {str(ranks.rank): found.as_json()}).values():
-            found |= Findings.from_json(others)
+            found |= Outcome.from_json(others)
         checksums = _read_back(command, workers, ranks, on_bytes) if verify else {}
         _check_source(command)
         if ranks.first:
@@ -161,7 +161,7 @@ def _read_back(command: PlannedCommand, workers: int, ranks: Ranks, on_bytes: On
     """Read back all that was written. Returns checksums by name; raises DamagedCheckpoint for what differs from the
     source."""
     if ranks.first:
-        ranks.publish("written")  # all ranks have written, as their findings are here
+        ranks.publish("written")  # all ranks have written, as their outcomes are here
     ranks.receive("written")  # a rank also reads back what others have written
     checksums = read_back(
         command.plan,
@@ -198,7 +198,7 @@ def _journal(command: PlannedCommand, restart: bool, ranks: Ranks) -> Iterator[J
         yield journal
 
 
-def _finish(command: PlannedCommand, journal: Journal, found: Findings, checksums: Mapping[str, str]) -> list[str]:
+def _finish(command: PlannedCommand, journal: Journal, found: Outcome, checksums: Mapping[str, str]) -> list[str]:
     """Write what is known only after all tensors, and rename the result. Returns notes for the user."""
     plan, writer, encodings, states = command.plan, command.writer, command.encodings, command.states
     notes = [*nan_notes(found.with_nan), *zeroed_notes(found.zeroed)]

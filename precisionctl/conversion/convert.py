@@ -17,8 +17,8 @@ from typing import Protocol, TypeVar
 from precisionctl.checkpoints.chunks import Chunk, Chunked, chunk_files
 from precisionctl.checkpoints.output import forget, sync_all
 from precisionctl.codes.encoding import Encoding
-from precisionctl.conversion.findings import Findings
 from precisionctl.conversion.journal import Journal
+from precisionctl.conversion.outcome import Outcome
 from precisionctl.conversion.ranks import ALONE, Ranks
 from precisionctl.conversion.worker import Checker, TensorSource, Worker
 from precisionctl.planning.plan import Job, Plan
@@ -32,8 +32,8 @@ writes while the workers copy."""
 OnBytes = Callable[[int], None]
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-JobResult = tuple[Job, Findings]
-"""A finished job, and its findings."""
+JobResult = tuple[Job, Outcome]
+"""A finished job, and what it found out."""
 
 
 class Target(Chunked, Protocol):
@@ -55,7 +55,7 @@ def convert(
     workers: int = 1,
     ranks: Ranks = ALONE,
     on_bytes: OnBytes = lambda count: None,
-) -> Findings:
+) -> Outcome:
     """Write this rank's share of a plan's targets, except what its journal says is done. The caller finishes the Writer
     and commits the output.
 
@@ -63,7 +63,7 @@ def convert(
     become codes, by the target's names. More than one worker needs files on both sides. `on_bytes` is called with
     numbers of bytes as they are written, first with that of the bytes written before.
 
-    Returns the findings of all jobs, also of those done before.
+    Returns the outcome of all jobs, also of those done before.
     """
     if journal and journal.done and not _are_whole(_ends(plan, writer)):
         journal.forget()
@@ -78,7 +78,7 @@ def convert(
     on_bytes(sum(plan.job_bytes(job) for job in jobs if job.name in done))
     todo = [job for job in jobs if job.name not in done]
     _log.info("%d of %d jobs are to be done, by %d workers", len(todo), len(jobs), workers)
-    found = Findings()
+    found = Outcome()
     if journal:
         found |= journal.found
     if before := sum(len(job.outputs) for job in jobs if job.name in done):
@@ -233,7 +233,7 @@ class _JournalWriter:
         if self._journal is None or not batch:
             return
         sync_all(chunk_files(self._writer, (name for job, _ in batch for name in job.outputs)))
-        found = Findings()
+        found = Outcome()
         for _, new in batch:
             found |= new
         self._journal.record([job.name for job, _ in batch], found)

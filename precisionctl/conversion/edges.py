@@ -9,7 +9,7 @@ from typing import Literal
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.codes.elements import Element
 from precisionctl.codes.group_scales import MXFP4_GROUP
-from precisionctl.conversion.findings import Findings
+from precisionctl.conversion.outcome import Outcome
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.base import EXPONENTS
@@ -94,18 +94,18 @@ def edge_notes(encodings: WeightEncodings | None, read: Mapping[str, TensorSpec]
 
 
 def changed_notes(
-    findings: Findings, encodings: WeightEncodings, read: Mapping[str, TensorSpec], plan: Plan
+    outcome: Outcome, encodings: WeightEncodings, read: Mapping[str, TensorSpec], plan: Plan
 ) -> Iterator[str]:
     """After a conversion: what became of those weights of a plan's result that were codes before; `read` as in `edges`.
 
     Of a weight with zero points it says "the same codes" only if each value is what its code decodes to, to the last
     bit, as no other code decodes to that. A value that has been BF16 may have been one of two codes."""
-    changed = findings.changed
+    changed = outcome.changed
     again = [name for name in plan.codes if name in encodings.weights]
     each = edges(encodings, read, plan)
     found = {name: edge for name, edge in each.items() if not edge.kind.startswith("same")}
     kept = [name for name in again if name not in found]
-    merged = {name for name, edge in each.items() if edge.kind == "same values"} & findings.rounded - changed.keys()
+    merged = {name for name, edge in each.items() if edge.kind == "same values"} & outcome.rounded - changed.keys()
     if kept:
         same = len(set(kept) - merged - changed.keys())
         yield f"{same} of {len(kept)} weights have the same codes and scales as before."

@@ -13,7 +13,7 @@ from precisionctl.codes.elements import CodesInRows, Element
 from precisionctl.codes.encoding import Encoding, scale_dtype
 from precisionctl.codes.statistics import UNDERFLOW
 from precisionctl.conversion.buffers import Buffers
-from precisionctl.conversion.findings import Findings
+from precisionctl.conversion.outcome import Outcome
 from precisionctl.dtypes import DType
 from precisionctl.errors import BROKEN_WEIGHTS, PrecisionError
 from precisionctl.param import TensorSpec
@@ -76,8 +76,8 @@ class Encoder:
     ) -> None:
         self._specs, self._carried, self._buffers, self._put, self._read = specs, carried, buffers, put, read
         self._before, self._refuses_infinity = before, refuses_infinity
-        self.found = Findings()
-        """What was found out; the Worker puts new Findings here for each job."""
+        self.found = Outcome()
+        """What was found out; the Worker puts a new one here for each job."""
 
     def encode(self, encode: Encode, pieces: Callable[[], Iterable[ValuePiece]]) -> None:
         """Write the codes and scales of the values that `pieces` yields, each time it is called. If each row has its

@@ -1,7 +1,7 @@
 """Journal: the jobs whose data is on the disk, so that the same command continues where it stopped.
 
 The first JSON line identifies the conversion: plan, and the source's sizes and times; in a further rank's journal, the
-identity of the first rank's. Each further line lists jobs whose data is synced, with their findings. An incomplete last
+identity of the first rank's. Each further line lists jobs whose data is synced, with their outcome. An incomplete last
 line, from a crash while writing, is ignored. The file is locked, so two runs of the same conversion never write at the
 same time.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from precisionctl.checkpoints.output import Output, lock, open_kept
-from precisionctl.conversion.findings import Findings
+from precisionctl.conversion.outcome import Outcome
 from precisionctl.errors import DamagedCheckpoint, OutputError
 from precisionctl.sizes import counted, size
 from precisionctl.untrusted.safe_json import parse_json
@@ -40,9 +40,9 @@ class Journal:
 
     file: IO[str]
     done: set[str] = field(default_factory=set)
-    found: Findings = field(default_factory=Findings)
+    found: Outcome = field(default_factory=Outcome)
 
-    def record(self, names: Iterable[str], found: Findings) -> None:
+    def record(self, names: Iterable[str], found: Outcome) -> None:
         """Append finished jobs, and sync the journal."""
         names = sorted(names)
         self.done.update(names)
@@ -52,11 +52,11 @@ class Journal:
     def record_whole(self) -> None:
         """Record that everything is written and only the rename is left, so that a kill right after the rename can be
         recognised (`was_finished`)."""
-        self._append({"done": [], "found": Findings().as_json(), "whole": True})
+        self._append({"done": [], "found": Outcome().as_json(), "whole": True})
 
     def forget(self) -> None:
         """Forget all finished jobs, also on the disk: files have lost bytes of theirs, which come back as zeros."""
-        self.done, self.found = set(), Findings()
+        self.done, self.found = set(), Outcome()
         self.file.seek(0)
         self.file.truncate(len(self.file.readline()))
         os.fsync(self.file.fileno())
@@ -71,7 +71,7 @@ class Journal:
         self.file.truncate(length)
         for line in lines:
             self.done.update(line["done"])
-            self.found |= Findings.from_json(line["found"])
+            self.found |= Outcome.from_json(line["found"])
 
 
 @contextmanager
@@ -256,6 +256,6 @@ def _is_record(line: dict[str, Any]) -> bool:
     match line:
         case {"done": list(done), "found": dict(found)}:
             with suppress(ValueError):
-                Findings.from_json(found)
+                Outcome.from_json(found)
                 return all(isinstance(name, str) for name in done)
     return False

@@ -33,7 +33,7 @@ from precisionctl.codes.elements import CodesInRows, KeptCodes
 from precisionctl.codes.encoding import Encoding
 from precisionctl.conversion.buffers import WIDEST, Buffers
 from precisionctl.conversion.encoder import Encoder, ValuePiece
-from precisionctl.conversion.findings import Findings
+from precisionctl.conversion.outcome import Outcome
 from precisionctl.conversion.unchanged_codes import encodings_if_unchanged
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
@@ -96,7 +96,7 @@ class Worker:
             refuses_infinity=self._is_written,
         )
 
-    def do(self, job: Job) -> Findings:
+    def do(self, job: Job) -> Outcome:
         """Do a job. Returns what was found out.
 
         Raises DamagedCheckpoint for copies of a tensor that differ, for integers out of range and for codes that are
@@ -104,7 +104,7 @@ class Worker:
         PrecisionError for an infinite weight to encode and for a number that would be infinite in the target's dtype,
         and as `read_rows`.
         """
-        self._encoder.found = Findings()
+        self._encoder.found = Outcome()
         for copy in job.copies:
             self._check_equal(job.reads[0], copy)
         if job.row.integers_below:

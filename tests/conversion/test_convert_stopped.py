@@ -30,8 +30,8 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion import convert, journal, worker
 from precisionctl.conversion.command import execute
-from precisionctl.conversion.findings import Findings
 from precisionctl.conversion.journal import open_journal, open_share_journal
+from precisionctl.conversion.outcome import Outcome
 from precisionctl.errors import CheckpointError, DiskProblem, OutputError
 
 KILL = """
@@ -147,7 +147,7 @@ def test_a_journal_that_is_none_is_refused_or_begun_anew(tmp_path: Path, said: b
     output.journal.write_bytes(said)
     try:
         with open_journal(output, "plan", []) as kept:
-            assert not kept.done and kept.found == Findings()
+            assert not kept.done and kept.found == Outcome()
     except OutputError as error:
         assert "another conversion" in str(error)
 
@@ -350,12 +350,12 @@ def test_two_runs_do_not_write_one_output(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_torn_last_line_of_the_journal_is_ignored(tmp_path: Path) -> None:
     output = Output(tmp_path / "out")
     with open_journal(output, "plan", []) as kept:
-        kept.record(["a", "b"], Findings(amax={"a": 1.5}, with_nan={"b"}))
+        kept.record(["a", "b"], Outcome(amax={"a": 1.5}, with_nan={"b"}))
     with open(output.journal, "a") as file:
         file.write('{"done": ["c"], "am')
     with open_journal(output, "plan", []) as kept:
-        assert kept.done == {"a", "b"} and kept.found == Findings(amax={"a": 1.5}, with_nan={"b"})
-        kept.record(["c"], Findings())
+        assert kept.done == {"a", "b"} and kept.found == Outcome(amax={"a": 1.5}, with_nan={"b"})
+        kept.record(["c"], Outcome())
     with open_journal(output, "plan", []) as kept:
         assert kept.done == {"a", "b", "c"}
 
@@ -404,7 +404,7 @@ def test_a_rank_that_outlives_the_first_one_is_not_written_beside(
 def test_whatever_a_crash_leaves_in_the_journal_is_gone_on_from_or_refused(tmp_path: Path) -> None:
     output = Output(tmp_path / "out")
     with open_journal(output, "plan", []) as kept:
-        kept.record(["a"], Findings())
+        kept.record(["a"], Outcome())
     whole = output.journal.read_bytes()
     for junk in (b"\xff\x00\x85", b'{"done": ["\xff"], "found"', b"\x00" * 99 + b"\n", b"\xe2\x80\xa8\x1c\x0b\n"):
         output.journal.write_bytes(whole + junk)
@@ -422,7 +422,7 @@ def test_whatever_a_crash_leaves_in_the_journal_is_gone_on_from_or_refused(tmp_p
         output.share_journal(1).write_bytes(junk)
         with open_share_journal(output, 1) as kept:
             assert kept.done == set()
-            kept.record(["b"], Findings())
+            kept.record(["b"], Outcome())
         with open_share_journal(output, 1) as kept:
             assert kept.done == {"b"}
 

@@ -17,7 +17,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands import source as opening
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
-from precisionctl.conversion.findings import Findings
+from precisionctl.conversion.outcome import Outcome
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import engine_named
 from precisionctl.export import weight_encodings as weight_encodings_module
@@ -102,14 +102,14 @@ def test_a_request_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_findings_come_back_from_json_and_anything_else_is_refused() -> None:
-    found = Findings({"a": 1.5}, {"b": 2}, {"c"}, {"e"}, {"d": 0.25})
-    assert Findings.from_json(json.loads(json.dumps(found.as_json()))) == found
+    found = Outcome({"a": 1.5}, {"b": 2}, {"c"}, {"e"}, {"d": 0.25})
+    assert Outcome.from_json(json.loads(json.dumps(found.as_json()))) == found
     for said in ({}, [], {**found.as_json(), "amax": {"a": "b"}}, {**found.as_json(), "rounded": [1]}):
-        with pytest.raises(ValueError, match="no findings"):
-            Findings.from_json(said)
+        with pytest.raises(ValueError, match="no outcome"):
+            Outcome.from_json(said)
 
 
 def test_findings_of_different_tensors_are_put_together() -> None:
-    found = Findings({"a": 1.0}, {}, {"n"}, set(), {})
-    found |= Findings({"b": 2.0}, {"c": 3}, {"m"}, {"r"}, {"d": 0.5}, ["told"])
-    assert found == Findings({"a": 1.0, "b": 2.0}, {"c": 3}, {"n", "m"}, {"r"}, {"d": 0.5}, ["told"])
+    found = Outcome({"a": 1.0}, {}, {"n"}, set(), {})
+    found |= Outcome({"b": 2.0}, {"c": 3}, {"m"}, {"r"}, {"d": 0.5}, ["told"])
+    assert found == Outcome({"a": 1.0, "b": 2.0}, {"c": 3}, {"n", "m"}, {"r"}, {"d": 0.5}, ["told"])

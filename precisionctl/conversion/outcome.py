@@ -1,4 +1,4 @@
-"""Findings: what jobs find out about tensors while a plan is carried out, and the notes on it."""
+"""Outcome: what jobs find out about tensors while a plan is carried out, and the notes on it."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from precisionctl.errors import BROKEN_WEIGHTS
 
 
 @dataclass
-class Findings:
+class Outcome:
     """What jobs found out, and the `notes` for the user that follow from it.
 
     `amax` is the amax of each FP8 GEMM's weight, by Megatron's name, if the command collects it. `changed` has, for
@@ -26,7 +26,7 @@ class Findings:
     zeroed: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def __ior__(self, other: "Findings") -> "Findings":
+    def __ior__(self, other: "Outcome") -> "Outcome":
         """Add what was found out about other tensors."""
         self.amax |= other.amax
         self.changed |= other.changed
@@ -42,7 +42,7 @@ class Findings:
         return {"amax": self.amax, "changed": self.changed, "zeroed": self.zeroed, **names}
 
     @classmethod
-    def from_json(cls, value: Any) -> "Findings":
+    def from_json(cls, value: Any) -> "Outcome":
         """The inverse of `as_json`. Raises ValueError for anything else."""
         match value:
             case {
@@ -55,7 +55,7 @@ class Findings:
                 numbers, names = [*amax.values(), *changed.values(), *zeroed.values()], [*with_nan, *rounded]
                 if all(isinstance(n, int | float) for n in numbers) and all(isinstance(n, str) for n in names):
                     return cls(amax, changed, set(with_nan), set(rounded), zeroed)
-        raise ValueError("no findings")
+        raise ValueError("no outcome of jobs")
 
 
 def nan_notes(names: Collection[str]) -> Iterator[str]:
