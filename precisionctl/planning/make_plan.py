@@ -238,7 +238,7 @@ def _with_optimizer(
     Raises as `optimizer_jobs`, and ShapeMismatch."""
     to_hf = plan.to_layout == "hf"
     placed = [job for job in jobs if to_hf or not isinstance(job.row, TensorRow)]  # Megatron trains no towers
-    of_parameters = tuple(optimizer_jobs(placed, trained, plan.to_layout, masters=masters))
+    of_parameters = optimizer_jobs(placed, trained, plan.to_layout, masters=masters)
     targets = dict(plan.targets)
     for job in of_parameters:  # tensors as large as their parameters, which may be padded otherwise than stored
         shapes = job.row.source.shapes(stored, plan.from_layout)

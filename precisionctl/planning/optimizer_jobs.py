@@ -1,7 +1,8 @@
 """Jobs for an optimizer: FP32 masters and moments go the way of their parameter, whatever trainer has saved them."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Protocol, runtime_checkable
 
 from precisionctl.architectures.rearrangements import SAME, Gamma
@@ -26,7 +27,7 @@ class OptimizerSource(Protocol):
 DROP = "Drop the optimizer (--drop-optimizer), or save it in a form that is stored by parameter."
 
 
-def optimizer_jobs(jobs: Sequence[Job], source: OptimizerSource, target: Layout, *, masters: bool) -> Iterator[Job]:
+def optimizer_jobs(jobs: Sequence[Job], source: OptimizerSource, target: Layout, *, masters: bool) -> list[Job]:
     """The jobs for the optimizer's tensors of the parameters in `jobs`, with the `masters` or without.
 
     From a source with Hugging Face's names each parameter gets masters and moments: its trainer keeps all, and zeros
@@ -35,62 +36,109 @@ def optimizer_jobs(jobs: Sequence[Job], source: OptimizerSource, target: Layout,
     parameter with moments of some of its tensors, or of others alone. Matrices may have Muon's momentum in their place,
     for Megatron all that its Muon takes.
     """
-    kinds: dict[str, list[str]] = {}  # of each parameter
+    stored: dict[str, list[str]] = {}  # the kinds of state of each parameter
     for name in source.optimizer_specs:
         kind, parameter = kind_and_parameter(name)
-        kinds.setdefault(parameter, []).append(kind)
-    whole, missing, untrained = source.layout == "hf", list[str](), list[str]()
-    has_muon = whole and target == "megatron" and any(MOMENTUM in found for found in kinds.values())
-    for job in jobs:
-        stored = [kinds.pop(name, []) for name in job.reads]
-        if job.name.endswith(NOT_TRAINED) and not any(stored):
-            continue
-        by_muon = any(MOMENTUM in each for each in stored)
-        if has_muon and by_muon != _muon_takes(job):
+        stored.setdefault(parameter, []).append(kind)
+    in_hf = source.layout == "hf"
+    every = [_ParameterState(job, [stored.get(name, []) for name in job.reads], in_hf) for job in jobs]
+    states = [state for state in every if any(state.stored) or not state.job.name.endswith(NOT_TRAINED)]
+
+    if in_hf and target == "megatron" and any(MOMENTUM in kinds for kinds in stored.values()):
+        _check_muon(states)
+    _check_known(stored, jobs)
+    _check_whole(states)
+
+    made = [(kind, _job(state, kind, target)) for state in states for kind in state.kinds]
+    # Masters without a place are left out: the model's own job checks that such a weight is zero
+    return [job for kind, job in made if kind != "param" or (masters and job.writes)]
+
+
+@dataclass(frozen=True)
+class _ParameterState:
+    """An optimizer's state of the parameter of a job: `stored` are the kinds that the source has of each tensor that
+    the job reads; `in_hf` says whether it has Hugging Face's names."""
+
+    job: Job
+    stored: Sequence[Sequence[str]]
+    in_hf: bool
+
+    @property
+    def by_muon(self) -> bool:
+        return any(MOMENTUM in kinds for kinds in self.stored)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds that a result has."""
+        usual = ("param", MOMENTUM) if self.by_muon else KINDS
+        return [*dict.fromkeys(chain(usual if self.in_hf else (), *self.stored))]
+
+    def reads(self, kind: str) -> tuple[str, ...]:
+        """What the state of a kind is made of. Where none is stored, weights are masters, moments zeros."""
+        if any(kind in kinds for kinds in self.stored):
+            return tuple(state_name(kind, name) for name in self.job.reads)
+        return self.job.reads if kind == "param" else ()
+
+    def lacking(self, kind: str) -> list[str]:
+        """What is missing of the state of a kind."""
+        lacking = [name for name, kinds in zip(self.job.reads, self.stored, strict=True) if kind not in kinds]
+        is_own_master = kind == "param" and len(lacking) == len(self.stored)
+        return [] if is_own_master or self._without_gradient else [state_name(kind, name) for name in lacking]
+
+    @property
+    def untrained(self) -> list[str]:
+        """The tensors that a trainer with Hugging Face's names has no state of, though it should."""
+        if not self.in_hf or self._without_gradient:
+            return []
+        return [name for name, kinds in zip(self.job.reads, self.stored, strict=True) if not kinds]
+
+    @property
+    def _without_gradient(self) -> bool:
+        return self.job.row.layers == "indexed" and not any(self.stored)
+
+
+def _check_muon(states: Iterable[_ParameterState]) -> None:
+    """Raise MappingError unless Muon trained what Megatron's takes (megatron/core/optimizer/muon.py)."""
+    for job, by_muon in ((state.job, state.by_muon) for state in states):
+        if by_muon != (len(job.row.sizes) == 2 and job.name not in _NOT_MUONS):
             who, does = ("Muon", "does not take it") if by_muon else ("AdamW", "takes it")
             what = f"`{job.reads[0]}` was trained by {who}, and Megatron's Muon {does}: it takes all matrices but "
             raise MappingError(f"{what}embeddings and output layer", do=DROP_OPTIMIZER)
-        no_gradient = whole and job.row.layers == "indexed" and not any(stored)
-        usual: tuple[str, ...] = ("param", MOMENTUM) if by_muon else KINDS
-        for kind in dict.fromkeys((*(usual if whole else ()), *(kind for each in stored for kind in each))):
-            reads = tuple(state_name(kind, name) for name in job.reads)
-            lacking = [read for read, each in zip(reads, stored, strict=True) if kind not in each]
-            if kind == "param" and lacking == [*reads]:
-                reads = job.reads
-            elif no_gradient:
-                reads = ()
-            elif lacking:
-                missing += lacking
-                untrained += (name for name, each in zip(job.reads, stored, strict=True) if not each)
-                continue
-            row = replace(job.row, gemm=False)
-            if kind != "param" and isinstance(row.rearrangement, Gamma):
-                row = replace(row, rearrangement=SAME)  # moments do not change if 1 is subtracted from a weight
-            own = job.writes[: len(row.hf) if target == "hf" else 1]
-            writes = tuple(state_name(kind, name) for name in own)
-            # Masters without a place are left out: the model's own job checks that such a weight is zero
-            if (writes and masters) or kind != "param":
-                yield Job(state_name(kind, job.name), row, reads, writes)
-    if kinds:
-        parameter, (kind, *_) = next(iter(kinds.items()))
-        what = f"`{state_name(kind, parameter)}`" if kind in KINDS else f"`{parameter}`"
-        raise MappingError(f"{what} is not the state of a parameter of this model", do=DROP)
-    if whole and untrained:
-        them = f"{counted(len(set(untrained)), 'parameter')}, such as `{untrained[0][:90]}`"
-        raise MissingTensor(
-            f"the optimizer has no state of {them}: frozen, or trained by another optimizer than Adam",
-            do="It is carried for all parameters or for none: Megatron looks for the state of each that it trains, and "
-            f"`resume` trains all. {DROP_OPTIMIZER}",
-        )
-    check_names(missing, [], f"Was it another optimizer than Adam? {DROP_OPTIMIZER}")
 
 
 _NOT_MUONS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-def _muon_takes(job: Job) -> bool:
-    """Whether Megatron's Muon takes a parameter (megatron/core/optimizer/muon.py)."""
-    return len(job.row.sizes) == 2 and job.name not in _NOT_MUONS
+def _check_known(stored: Mapping[str, Sequence[str]], jobs: Iterable[Job]) -> None:
+    """Raise MappingError for state of no parameter."""
+    read = {name for job in jobs for name in job.reads}
+    for parameter, (kind, *_) in stored.items():
+        if parameter not in read:
+            what = f"`{state_name(kind, parameter)}`" if kind in KINDS else f"`{parameter}`"
+            raise MappingError(f"{what} is not the state of a parameter of this model", do=DROP)
+
+
+def _check_whole(states: Iterable[_ParameterState]) -> None:
+    """Raise MissingTensor for a parameter without state, or with state of some of its tensors."""
+    untrained = list(dict.fromkeys(name for state in states for name in state.untrained))
+    if untrained:
+        raise MissingTensor(
+            f"the optimizer has no state of {counted(len(untrained), 'parameter')}, such as `{untrained[0][:90]}`: "
+            "frozen, or trained by another optimizer than Adam",
+            do="It is carried for all parameters or for none: Megatron looks for the state of each that it trains, and "
+            f"`resume` trains all. {DROP_OPTIMIZER}",
+        )
+    missing = [name for state in states for kind in state.kinds for name in state.lacking(kind)]
+    check_names(missing, [], f"Was it another optimizer than Adam? {DROP_OPTIMIZER}")
+
+
+def _job(state: _ParameterState, kind: str, target: Layout) -> Job:
+    """The job for a parameter's state of a kind."""
+    job, row = state.job, replace(state.job.row, gemm=False)
+    if kind != "param" and isinstance(row.rearrangement, Gamma):
+        row = replace(row, rearrangement=SAME)  # moments do not change if 1 is subtracted from a weight
+    own = job.writes[: len(row.hf) if target == "hf" else 1]
+    return Job(state_name(kind, job.name), row, state.reads(kind), tuple(state_name(kind, name) for name in own))
 
 
 def reading_masters(jobs: Iterable[Job], source: OptimizerSource) -> list[Job]:
