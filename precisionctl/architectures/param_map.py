@@ -222,6 +222,28 @@ class Either:
         first, second, also = (renamed(each, hf, megatron) for each in (self.first, self.second, self.also))
         return replace(self, first=first, second=second, also=also)
 
+    def chosen(
+        self, stored: Mapping[str, TensorSpec], model: ModelShape, naming: Naming, codes: Collection[str]
+    ) -> tuple[Row, ...]:
+        """The spelling that is written, with the one in `stored` as `as_stored` where that is another. `codes` are as
+        `Architecture.spelled` has them."""
+        second = self.also if _any_stored(self.also, stored, model, self.second) else self.second
+        if naming == self.second_is or (self.only_read and _any_stored(self.second, codes, model)):
+            read = tuple(
+                each
+                for each in (*self.first, *self.also)
+                if (whole := _first_names(each, model)) and all(name in stored for name in whole)
+            )
+            written = self.second
+        elif not _is_stored(self.first, second, stored, model):
+            return self.first
+        elif naming != "as stored" or self.only_read:
+            written, read = self.first, second
+        else:
+            return second
+        by_key = {_key(each): each for each in read}
+        return tuple(replace(row, as_stored=by_key.get(_key(row))) for row in written)
+
 
 @dataclass(frozen=True)
 class Alias:
@@ -272,24 +294,7 @@ class Architecture:
         `as_stored`. `codes` are the names of weights that become codes again."""
         rows: list[Row] = []
         for row in (*self.rows, *self.more_rows(model)):
-            if isinstance(row, Row):
-                rows.append(row)
-                continue
-            second = row.also if _any_stored(row.also, stored, model, row.second) else row.second
-            if naming == row.second_is or (row.only_read and _any_stored(row.second, codes, model)):
-                here = {
-                    _key(each): each
-                    for each in (*row.first, *row.also)
-                    if (whole := _first_names(each, model)) and all(name in stored for name in whole)
-                }
-                rows += (replace(each, as_stored=here.get(_key(each))) for each in row.second)
-            elif not _is_stored(row.first, second, stored, model):
-                rows += row.first
-            elif naming != "as stored" or row.only_read:
-                found = {_key(each): each for each in second}
-                rows += (replace(first, as_stored=found[_key(first)]) for first in row.first)
-            else:
-                rows += second
+            rows += (row,) if isinstance(row, Row) else row.chosen(stored, model, naming, codes)
         return tuple(rows)
 
     def in_memory(self, stored: Mapping[str, TensorSpec], model: ModelShape) -> dict[str, str]:
