@@ -93,9 +93,9 @@ _BESIDE_MISTRAL_LARGE_4 = (
     *("vision_encoder.", "pre_mm_projector_norm.", "patch_merger.", "vision_language_adapter."),
     "mtp_dspark.",  # what drafts tokens, which transformers passes over
 )
+_WITHIN_MODEL = "model.language_model.model.", "model.language_model.lm_head."
 _HYPERCLOVA = WrapperNames(
-    "model.language_model.model.",
-    "model.language_model.lm_head.",
+    *_WITHIN_MODEL,
     text="hyperclovax",
     mark="vision_model.patch_embed.",
     towers_in_memory="model.projector.",
@@ -107,6 +107,9 @@ _NEMOTRON = WrapperNames(
     mtp="mtp.",
     mark="vision_model.radio_model.",
 )
+
+_LFM, _LIKE_LLAVA = {"lfm2_vl": "lfm2", "lfm3_vl": "lfm3"}, {"fast_vlm": "qwen2", "cohere2_vision": "cohere2"}
+_WITHOUT_MARKS = _LFM | _LIKE_LLAVA | {"perception_lm": "llama"}
 
 
 def _sizes(
@@ -129,6 +132,8 @@ _GLM_ASR = _sizes(59264, 2048, 6144, 28, 16, 4, 8192) | {"rms_norm_eps": 1e-5, "
 
 WRAPPERS: Mapping[str, WrapperNames] = {
     "llava": WrapperNames(text="llama"),
+    "vipllava": WrapperNames(text="llama", mark="multi_modal_projector.projector_layernorm."),
+    "video_llava": WrapperNames(text="llama", mark="video_tower."),
     **dict.fromkeys(("llava_next", "llava_next_video"), WrapperNames(text="llama", mark="image_newline")),
     "llava_onevision": WrapperNames(text="qwen2", mark="image_newline"),
     "internvl": WrapperNames(text="qwen2", mark="vision_tower.embeddings.cls_token"),
@@ -141,6 +146,13 @@ WRAPPERS: Mapping[str, WrapperNames] = {
         mark="vision_language_adapter.",
     ),
     "gemma3": WrapperNames(text="gemma3_text", mark="multi_modal_projector.mm_soft_emb_norm."),
+    "shieldgemma2": WrapperNames(
+        *_WITHIN_MODEL,
+        text="gemma3_text",
+        in_memory=("model.model.language_model.", "model.lm_head."),
+        towers_in_memory="model.model.",
+        mark="multi_modal_projector.mm_soft_emb_norm.",
+    ),
     "gemma4": WrapperNames(*IN_MEMORY, text="gemma4_text", mark="vision_tower.patch_embedder.input_proj."),
     "gemma4_unified": WrapperNames(*IN_MEMORY, text="gemma4_unified_text", mark="vision_embedder.patch_dense."),
     "llama4": WrapperNames(text="llama4_text", mark="vision_model.vision_adapter."),
@@ -162,8 +174,6 @@ WRAPPERS: Mapping[str, WrapperNames] = {
         ("glm4v", "glm46v"), WrapperNames(*IN_MEMORY, text="glm4v_text", mark="visual.post_conv_layernorm.")
     ),
     "glm4v_moe": WrapperNames(*IN_MEMORY, text="glm4v_moe_text", mark="visual.post_conv_layernorm."),
-    "lfm2_vl": WrapperNames(*IN_MEMORY, text="lfm2"),
-    "lfm3_vl": WrapperNames(*IN_MEMORY, text="lfm3"),
     **dict.fromkeys(
         ("smolvlm", "idefics3"),
         WrapperNames(*_TEXT_MODEL, text="llama", in_memory=_TEXT_MODEL, mark="connector.modality_projection.proj."),
@@ -174,6 +184,11 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     ),
     "exaone4_5": WrapperNames(*IN_MEMORY, text="exaone4", mark=_GATED_WITH_BIAS),
     "got_ocr2": WrapperNames(text="qwen2", mark="multi_modal_projector.conv_upsampler1."),
+    **{kind: WrapperNames(*IN_MEMORY, text=text) for kind, text in _WITHOUT_MARKS.items()},
+    "aya_vision": WrapperNames(text="cohere2", mark="multi_modal_projector.layernorm."),
+    "paddleocr_vl": WrapperNames(
+        "model.", "lm_head.", text="paddleocr_vl_text", flat=True, mark="visual.vision_model."
+    ),
     "ovis2": WrapperNames(*IN_MEMORY, text="qwen2", mark="visual_embeddings_table."),
     "video_llama_3": WrapperNames(*IN_MEMORY, text="qwen2", mark="projector.readout."),
     "lighton_ocr": WrapperNames(*IN_MEMORY, text="qwen3", mark="vision_projection.patch_merger."),
@@ -277,6 +292,10 @@ TEXT_MODELS: Mapping[str, TextModel] = {
         _NO_WINDOW,
     ),
     "exaone4_5_text": TextModel("exaone4"),
+    "paddleocr_vl_text": TextModel(
+        "llama",
+        _sizes(103424, 1024, 3072, 18, 16, 2, 131072) | {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 5e5},
+    ),
     "granite_docling_text": TextModel(
         "granite",
         _sizes(133800, 1024, 2048, 28, 16, 4, 32768)

@@ -176,12 +176,15 @@ ENGINE = Engine(
             "SGLang 0.5.23 models/muse_spark.py MuseSparkTextForCausalLM",
         ),
     },
-    no_class=dict.fromkeys(
-        ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
-        EngineRule(
-            "it loads what thinks from the whole model alone", "SGLang 0.5.23 models/qwen3_omni_moe.py EntryClass"
+    no_class={
+        **dict.fromkeys(
+            ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+            EngineRule(
+                "it loads what thinks from the whole model alone", "SGLang 0.5.23 models/qwen3_omni_moe.py EntryClass"
+            ),
         ),
-    ),
+        "shieldgemma2": EngineRule("it has no class for this model_type", "SGLang 0.5.23 models/*.py EntryClass"),
+    },
     demands={
         without_scale_of_inputs(fuses=True, class_first=True): EngineRule(
             TAKES_WHAT_MEMORY_HOLDS,

@@ -155,6 +155,7 @@ ENGINE = Engine(
             ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
             EngineRule("it loads what thinks from the whole model alone", "vLLM 0.33 models/registry.py"),
         ),
+        "shieldgemma2": EngineRule("it has no class for this model_type", "vLLM 0.33 models/registry.py"),
     },
     fused=FusedLinears(
         groups=(*FUSED, LATENT),

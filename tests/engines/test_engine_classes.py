@@ -55,7 +55,10 @@ def test_code_of_its_own_is_a_class(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["vllm", "sglang"])
-def test_no_engine_has_a_class_for_what_thinks_in_a_qwen_omni_alone(tmp_path: Path, target: str) -> None:
-    tiny_wrappers.save(tmp_path / "hf", "qwen2_5_omni_thinker", dtype=torch.bfloat16)
+@pytest.mark.parametrize("kind", ["qwen2_5_omni_thinker", "shieldgemma2"])
+def test_no_engine_has_a_class_for_what_thinks_in_a_qwen_omni_alone_or_for_a_classifier(
+    tmp_path: Path, kind: str, target: str
+) -> None:
+    tiny_wrappers.save(tmp_path / "hf", kind, dtype=torch.bfloat16)
     said = export(tmp_path / "hf", tmp_path / "out", target)
-    assert "has no class for a qwen2_5_omni_thinker" in said and "Serve it with" not in said
+    assert f"has no class for a {kind}" in said and "Serve it with" not in said

@@ -43,6 +43,12 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    "shieldgemma2": {
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "gemma4": {
         "model_type": "gemma4_text",
         "pad_token_id": 0,  # which it reads in the place of an image
@@ -180,6 +186,18 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     },
     "llava_onevision": {"model_type": "qwen2"},
     "llava": {"model_type": "llama", "rms_norm_eps": 1e-5},
+    **dict.fromkeys(("vipllava", "video_llava", "perception_lm"), {"model_type": "llama", "rms_norm_eps": 1e-5}),
+    "fast_vlm": {"model_type": "qwen2"},
+    **dict.fromkeys(
+        ("aya_vision", "cohere2_vision"),
+        {
+            "model_type": "cohere2",
+            "logit_scale": 0.5,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "paddleocr_vl": {"model_type": "paddleocr_vl_text", "rope_parameters": MROPE},
     "llava_next": {"model_type": "mistral"},
     "internvl": {"model_type": "qwen3"},
     "lfm2_vl": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
@@ -272,6 +290,10 @@ TIED = {
     "granite_docling",
     "minicpm_ocr",
     "hunyuan_vl",
+    "shieldgemma2",
+    "aya_vision",
+    "cohere2_vision",
+    "paddleocr_vl",
 }
 
 OPTIONAL: dict[str, Any] = {
@@ -289,6 +311,9 @@ OPTIONAL: dict[str, Any] = {
         },
     },
     "minimax_m3_vl": {"projector_hidden_size": 64},
+    "shieldgemma2": {"yes_token_index": 7, "no_token_index": 11},
+    "fast_vlm": {"vision_config": {"model_type": "clip_vision_model"}},  # in place of timm's, which is another program
+    "perception_lm": {"vision_config": {"model_type": "clip_vision_model", "model_args": {"embed_dim": 128}}},
     "muse_spark": {
         "audio_config": {
             **dict.fromkeys(("patch_sizes", "depths"), [2, 2]),

@@ -126,7 +126,7 @@ def _of_root(config: Mapping[str, Any]) -> list[Any]:
     named, classes = config.get("model_type"), config.get("architectures")
     of_class = _table([each for each in classes if isinstance(each, str)] if isinstance(classes, list) else [])
     root = of_class or _table([named] if isinstance(named, str) else [])
-    body = _table(_of_body(config) if of_class else _of_body(config)[:1])
+    body = _table(_of_body(config) if of_class else (each for each in _of_body(config)[:1] if each != named))
     for transform in body:
         transform.scope_prefix, transform.base_model_prefix = "", "model"
     return sorted([*root, *body], key=_converts)
