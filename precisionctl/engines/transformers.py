@@ -211,6 +211,8 @@ ENGINE = Engine(
     no_class=dict.fromkeys(
         (
             *(
+                "bailing_moe",
+                "bailing_moe_v2",
                 "glm5_next_text",
                 "kimi_k2",
                 "kimi_k3",

@@ -44,6 +44,7 @@ NOT_KNOWN = (
     "mistral-large-4",
     "glm-5.3",
     "kimi-k3",
+    "ling-2",
     "muse-spark",
 )
 """The convolutions of some are one parameter in memory, and three tensors in files."""

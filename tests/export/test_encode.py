@@ -78,7 +78,8 @@ def test_what_is_for_vllm_loads_by_hand_as_what_is_for_transformers(tmp_path: Pa
     for target in ("vllm", "transformers"):
         export(tmp_path / "source", tmp_path / target, target=target, keep_misfits=True)
         found = check(open_checkpoint(tmp_path / target), engine_named("transformers"))
-        assert not [finding for finding in found if finding.rule.fatal]
+        no_class = f"a {model.config.model_type}"  # of transformers itself
+        assert not [finding for finding in found if finding.rule.fatal and finding.what != no_class]
         loaded = load_whole(AutoModelForCausalLM, tmp_path / target)
         distances.append(torch.dist(*(logits(each).float() for each in (loaded, model))))
     assert distances[0] < 1.5 * distances[1]

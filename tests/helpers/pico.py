@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import kimi_k3  # noqa: F401, which gives transformers a class of it
+import ling2  # noqa: F401, and of this
 import muse
 import pytest
 import torch
@@ -926,6 +927,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek-v4": _DEEPSEEK_V4,
     "exaone": {"model_type": "exaone"},
+    "ling-2": {
+        "model_type": "bailing_moe_v2",
+        "num_hidden_layers": 3,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.5,
+        "routed_scaling_factor": 2.5,
+    },
     "sarvam-moe": {
         "model_type": "sarvam_moe",
         **_EXPERTS,
@@ -1011,10 +1024,10 @@ ONE_GROUP = {
 }
 """Of families whose mixers' norm had one group before transformers 5.23, whatever config.json said."""
 
-BY_HAND = ("kimi-k3",)
+BY_HAND = ("kimi-k3", "ling-2")
 """Families of which transformers has no class: tests have one, made of public sources."""
 
-ALSO = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+ALSO = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "bailing_moe": "bailing_moe_v2"}
 """Names of families whose class has another one; transformers does not know these."""
 
 

@@ -155,7 +155,7 @@ def prediction(
     attention: tuple[Row, ...],
     routing: tuple[Row | Either, ...] = ROUTING,
     last_norm: str = "shared_head.norm",
-    experts: tuple[Either, ...] = EXPERTS,
+    experts: tuple[Row | Either, ...] = EXPERTS,
 ) -> tuple[Row | Either, ...]:
     """Layers of multi-token prediction, of the same attention."""
     layer = (*attention, *MLP_NORM, *MLP, *MOE_NORM, *routing, *experts)

@@ -134,11 +134,13 @@ FUSED = (
     ),
 )
 
-_NUMBERED = experts(
+NUMBERED = experts(
     "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
     "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
     "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
 )
-EXPERTS = (Either(_NUMBERED, FUSED, second_is="in memory"),)
-FUSED_EXPERTS = (Either(FUSED, _NUMBERED, only_read=True, second_is="for engines"),)
+"""One by one."""
+
+EXPERTS = (Either(NUMBERED, FUSED, second_is="in memory"),)
+FUSED_EXPERTS = (Either(FUSED, NUMBERED, only_read=True, second_is="for engines"),)
 """Where the model's class saves them as it has them in memory, and engines look for codes one by one."""

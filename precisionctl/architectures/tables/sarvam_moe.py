@@ -51,13 +51,16 @@ _JOINED = tuple(
     replace(row, names=row.hf[0].replace("q_proj", "query_key_value"), rearrangement=Joined(QKV)) for row in QKV_LINEAR
 )
 _BESIDE = (*EMBEDDING, *QK_NORMS, *PROJ, *EXPERT_BIAS)
+PUBLISHED_EMBEDDING = renamed(EMBEDDING, _PUBLISHED)
+PUBLISHED_ATTENTION = renamed((*QK_NORMS, *PROJ, *_JOINED), _PUBLISHED)
+PUBLISHED_BIAS = renamed(EXPERT_BIAS, _PUBLISHED)
 
-_WORDS = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+WORDS = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
 _PREDICTION = "num_nextn_predict_layers"
 
 COMMON: tuple[Entry, ...] = (
     TWO_CLASSES,
-    *reworded(experts(shared=1, dense=1), _WORDS, published=True),
+    *reworded(experts(shared=1, dense=1), WORDS, published=True),
     SHARED_EXPERT_SIZE,
     Only("score_function", "sigmoid", "moe.score_function", "sigmoid"),
     Only("moe_router_enable_expert_bias", True, "moe.expert_bias", True),
