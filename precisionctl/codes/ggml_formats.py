@@ -50,7 +50,8 @@ class BlockFormat:
     def values_of(self, rows: NDArray[np.uint8], global_scale: float = 1.0) -> NDArray[np.float32]:
         """FP32 `[rows, columns]` of the bytes of whole blocks, `[rows, bytes]`, contiguous."""
         blocks = rows.reshape(-1).view(self._record)
-        decoded = self.decode(blocks, _FLOATS(global_scale)) if self.has_global_scale else self.decode(blocks)
+        with np.errstate(invalid="ignore"):  # a damaged scale, infinite, times a code of 0
+            decoded = self.decode(blocks, _FLOATS(global_scale)) if self.has_global_scale else self.decode(blocks)
         found: NDArray[np.float32] = decoded.reshape(len(rows), -1)
         return found
 

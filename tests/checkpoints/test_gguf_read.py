@@ -465,6 +465,17 @@ def test_a_head_that_lies_is_one_error_and_nothing_is_made_as_large(tmp_path: Pa
     assert refused.value.do and len(str(refused.value)) < 500 and most < 1 << 20
 
 
+@pytest.mark.parametrize("scale", [float("inf"), float("nan")])
+def test_codes_whose_scale_is_no_number_are_damage_when_they_are_read(tmp_path: Path, scale: float) -> None:
+    metadata, tensors = gguf_files.llama(tmp_path / "llama")
+    (shape, number, data), _ = gguf_files.q8_0(torch.randn(64, 64))
+    tensors["blk.0.attn_q.weight"] = shape, number, struct.pack("<e", scale) + data[2:]
+    (tmp_path / "a.gguf").write_bytes(gguf_files.file(metadata, tensors))
+    reader = open_checkpoint(tmp_path / "a.gguf")
+    with pytest.raises(DamagedCheckpoint, match="q_proj.*infinite or NaN|attn_q.*infinite or NaN"):
+        read_tensor(reader, "model.layers.0.self_attn.q_proj.weight")
+
+
 def test_a_head_cut_anywhere_is_one_error(tmp_path: Path) -> None:
     whole = gguf_files.file({"k": 1, "l": ["a", "b"], "m": [1.0, 2.0], "n": "text"}, ONE)
     for length in range(len(whole) - 8):

@@ -17,6 +17,7 @@ from precisionctl.checkpoints.gguf.global_scales import global_scales, is_scale
 from precisionctl.checkpoints.gguf.head import GgufTensor
 from precisionctl.checkpoints.gguf.tensor_rows import GgufRow
 from precisionctl.checkpoints.tensor_changes import SAME, AsItIs, Multiplied, Shape, TensorChange
+from precisionctl.codes import numerics
 from precisionctl.codes.elements import Cast
 from precisionctl.codes.ggml_blocks import ENCODED, GgmlBlocks, blocks_of
 from precisionctl.codes.row_factors import RoundedProducts, RowFactors
@@ -63,13 +64,17 @@ class GgufPart:
         return [Chunk(whole(self.specs[name]), self.tensor.file, self.tensor.offset)]
 
     def rows(self, row: int, rows: int) -> Tensor:
-        """Rows `[row, row + rows)` as values `[rows, ...]`."""
+        """Rows `[row, row + rows)` as values `[rows, ...]`. Raises DamagedCheckpoint where codes stand for none."""
         if self.tensor.format.dtype:
             return read_rows(self, self.name, row, rows).view(rows, *self.shape[1:])
         made = []
         for first, count in in_pieces(row, rows, prod(self.shape[1:]), PIECE):
             codes = read_rows(self, self.name, first, count).numpy()
-            made.append(torch.from_numpy(self.tensor.format.values_of(codes, self.global_scale)))
+            values = torch.from_numpy(self.tensor.format.values_of(codes, self.global_scale))
+            if numerics.has_nan(values) or numerics.has_infinity(values):
+                what = f"`{self.name}` has values that are infinite or NaN, by its codes and scales"
+                raise DamagedCheckpoint(what, where=self.tensor.file, do="Copy the file again.")
+            made.append(values)
         return (made[0] if len(made) == 1 else torch.cat(made)).view(rows, *self.shape[1:])
 
 
