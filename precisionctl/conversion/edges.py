@@ -119,13 +119,15 @@ def changed_notes(
     if in_new := [name for name in others if name in in_scheme]:
         others = [name for name in others if name not in in_scheme]
         codes = _counted(_OTHERWISE, in_new, changed, encodings)
-        yield f"The scheme changed from {scheme}: all of {counted(len(in_new), 'weight')} are encoded again. {codes}"
+        weights = counted(len(in_new), "weight")
+        yield f"The scheme changed from {scheme}: all of {weights} are encoded again. With their new scales {codes}"
     if others:
         # of new values nobody has the codes from before: what they would be under the old scales is compared
         codes = _counted(_OTHERWISE, others, changed, encodings)
         yield (
             f"{len(others)} have blocks that are encoded again (their values have changed, their rows were split, or "
-            f"other blocks were asked for). {codes}"
+            f"other blocks were asked for). With their new scales {codes} What new values changed is not counted "
+            "here: `verify --fp8` with the codes from before does that."
         )
     for edge in dict.fromkeys(found.values()):
         names = [name for name in found if found[name] == edge]
@@ -134,7 +136,7 @@ def changed_notes(
         yield f"{len(names) - len(rounded)} of {len(names)} weights {edge} are exactly what they were: {what}"
 
 
-_OTHERWISE = "of their codes would be others under the scales from before"
+_OTHERWISE = "codes are others than they would be under the scales from before"
 
 
 def _other_scheme(encodings: WeightEncodings, plan: Plan) -> tuple[str, set[str]]:

@@ -83,6 +83,9 @@ def launch(source: LaunchSource) -> Launch:
     if source.model.moe and sizes.get("tensor_model_parallel_size", 1) > 1:
         options.append(("--sequence-parallel",))  # Megatron requires it for experts under tensor parallelism
     notes = ["--seq-length is the model's longest; a shorter one is fine"]
+    steps = dict(option for option in training if len(option) == 2).get("--train-iters")
+    if steps and int(steps) <= (source.reader.iteration or 0):
+        notes.append(f"the run has reached its {steps} iterations: a larger --train-iters lets it go on")
     if source.tokenizer is None:
         notes.append("no tokenizer lies beside the weights: --tokenizer-type and --tokenizer-model are yours, too")
     if source.recipe:
