@@ -78,7 +78,7 @@ def test_codes_of_heads_that_are_turned_are_known_and_a_reference_describes_what
     assert check_directory(file, LLAMA_CPP, reference=published).passes
 
 
-@pytest.mark.parametrize("family", ["glm4-moe", "qwen3-next", "deepseek-v3", "ling-3"])
+@pytest.mark.parametrize("family", ["glm4-moe", "qwen3-next", "deepseek-v3", "ling-2", "ling-3"])
 def test_prediction_layers_follow_the_decoders_where_llama_cpp_computes_them(tmp_path: Path, family: str) -> None:
     published = source(tmp_path / "hf", family, **gguf_files.WRITTEN[family])
     added = add_mtp(published, torch.bfloat16)
@@ -385,6 +385,9 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused_before_anything_is_wr
         ("glm-moe-dsa", {"rope_parameters": ONES}, "scaled as yarn"),
         ("glm-moe-dsa", {"rope_parameters": LINEAR}, "scaled as linear"),
         ("deepseek-v3.2", {"rope_parameters": LINEAR}, "scaled as linear"),
+        ("ling-2", {"tie_word_embeddings": True}, "with tied_embeddings True"),
+        ("ling-2", {"head_dim": 32}, "whose heads together are not as wide as the hidden states"),
+        ("ling-2", {"head_dim": 16, "num_shared_experts": 2}, "with another number of shared experts than one"),
         ("glm4-moe-lite", {"rope_parameters": LINEAR}, "scaled as linear"),
         ("deepseek-v3.2", {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.8}}, "yarn with mscale 0.8"),
         ("deepseek-v3.2", {"rope_parameters": YARN | {"mscale_all_dim": 1.0}}, "yarn with mscale None"),

@@ -54,6 +54,7 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
         "intermediate_size": None,
     },
     "gemma4": {},
+    "ling-2": {"head_dim": 16, "routed_scaling_factor": 2.5},
     "gemma4-moe": {},
     "gemma4-small": {},
     "minimax-m2": {"scoring_func": "sigmoid"},

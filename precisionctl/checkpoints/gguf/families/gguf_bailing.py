@@ -1,7 +1,7 @@
-"""Ling 3: Kimi delta attention with a bound of decays, in some layers latent attention with a gate for each head, and
-DeepSeek-V3's experts.
+"""Ling 2 and Ling 3. The second has Kimi delta attention with a bound of decays, in some layers latent attention with a
+gate for each head, and DeepSeek-V3's experts.
 
-Sources: llama.cpp's src/models/bailingmoe3.cpp, and conversion/bailingmoe3.py.
+Sources: llama.cpp's src/models/bailingmoe2.cpp and bailingmoe3.cpp, and conversion/bailingmoe.py and bailingmoe3.py.
 """
 
 from dataclasses import replace
@@ -12,6 +12,7 @@ from precisionctl.checkpoints.gguf.expert_keys import (
     EXPERT_SIZE,
     LEADING_DENSE,
     NORMALISED,
+    ONE_SHARED,
     SHARED_EXPERT_SIZE,
     TWO_SCORES,
     WEIGHTS_SCALE,
@@ -23,6 +24,7 @@ from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.kda import BESIDE_KDA, KDA_HEADS, KDA_SIZES, delta_attention, latent_key
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
+    HEAD_SIZE,
     LAYERS_AND_PREDICTION,
     PREDICTION_LAYERS,
     VOCABULARY,
@@ -31,7 +33,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     refused,
     value_of,
 )
-from precisionctl.checkpoints.gguf.rope_keys import UNSCALED_ALONE
+from precisionctl.checkpoints.gguf.rope_keys import TURNED, UNSCALED_ALONE
 from precisionctl.checkpoints.gguf.tensor_rows import (
     CORRECTION,
     EXPERTS,
@@ -65,14 +67,8 @@ _DELTA_ATTENTION = {
     "attention.o_proj": "attn_output",
     "attention.f_proj": "ssm_f_a",
 }
-_ROWS = [
-    *outside_layers()[1:],
-    GgufRow("model.word_embeddings.weight", ("token_embd.weight",)),
-    *in_layers({**NORMS, **{f"attention.{part}_proj": f"attn_{part}" for part in "qkv"}}),
-    *(replace(row, delta_nets=False) for row in in_layers(_LATENT_ATTENTION)),
-    replaced_by("attention.kv_b_proj", ("attn_k_b", "attn_v_b"), LATENT_KEYS_VALUES),
-    *(replace(row, delta_nets=True) for row in in_layers(_DELTA_ATTENTION)),
-    *delta_attention("attention", Both(BOUNDED_DECAY, VECTOR_AS_COLUMN)),
+_OUTSIDE = [*outside_layers()[1:], GgufRow("model.word_embeddings.weight", ("token_embd.weight",))]
+_EXPERTS = [
     *MLP,
     *ROUTER,
     GgufRow("model.layers.{layer}.mlp.gate.expert_bias", CORRECTION),
@@ -81,6 +77,21 @@ _ROWS = [
     *(row for row in PREDICTION if "shared_head" not in row.hf),
     in_layer("final_layernorm.weight", "layer_output_norm.weight"),
 ]
+_ROWS = [
+    *_OUTSIDE,
+    *in_layers({**NORMS, **{f"attention.{part}_proj": f"attn_{part}" for part in "qkv"}}),
+    *(replace(row, delta_nets=False) for row in in_layers(_LATENT_ATTENTION)),
+    replaced_by("attention.kv_b_proj", ("attn_k_b", "attn_v_b"), LATENT_KEYS_VALUES),
+    *(replace(row, delta_nets=True) for row in in_layers(_DELTA_ATTENTION)),
+    *delta_attention("attention", Both(BOUNDED_DECAY, VECTOR_AS_COLUMN)),
+    *_EXPERTS,
+]
+_ATTENTION_2 = {
+    "attention.query_key_value": "attn_qkv",
+    "attention.dense": "attn_output",
+    "attention.query_layernorm": "attn_q_norm",
+    "attention.key_layernorm": "attn_k_norm",
+}
 
 
 _LATENT = latent_key(lambda model: int(value_of(model, "gdn.key_head_dim")))
@@ -116,7 +127,44 @@ def _write_shared_count(model: ModelShape) -> Said:
 _SHARED_COUNT = GgufRule((), _read_shared_count, _write_shared_count)
 """Beside their size, with which llama.cpp computes."""
 
+
+def _write_heads(model: ModelShape) -> Said:
+    if model.num_attention_heads * model.kv_channels != model.hidden_size:
+        raise refused(model, "whose heads together are not as wide as the hidden states")
+    return {}
+
+
+_WHOLE_HEADS = GgufRule((), lambda file: {}, _write_heads)
+"""llama.cpp takes queries for as wide as the hidden states."""
+
+
+def _write_one_shared(model: ModelShape) -> Said:
+    if value_of(model, "moe.shared_ffn_hidden_size") != value_of(model, "moe.ffn_hidden_size"):
+        raise refused(model, "with another number of shared experts than one")
+    return {"expert_shared_count": 1}
+
+
+_ONE_SHARED = replace(ONE_SHARED, write=_write_one_shared)
+"""Of several, llama.cpp multiplies the size of all by their number."""
+
+_LING_2 = GgufFamily(
+    "bailingmoe2",
+    rows=[*_OUTSIDE, *in_layers({**NORMS, **_ATTENTION_2}), *_EXPERTS],
+    keys=(
+        *base_keys(*EXPERT_COUNTS, groups(2), scored_by("sigmoid"), layers=LAYERS_AND_PREDICTION),
+        HEAD_SIZE,
+    ),
+    more=(
+        *(TURNED, LEADING_DENSE, VOCABULARY, EXPERT_SIZE, SHARED_EXPERT_SIZE, WEIGHTS_SCALE, _ONE_SHARED, NORMALISED),
+        *(PREDICTION_LAYERS, _WHOLE_HEADS),
+    ),
+    reads=(),
+    computed={**TWO_SCORES, "moe.expert_bias": True, "qk_layernorm": True, "tied_embeddings": False},
+)
+
 FAMILIES = {
+    "bailing_moe_v2": _LING_2,
+    "bailing_moe": replace(_LING_2, recognises=lambda file: False),
     "bailing_hybrid": GgufFamily(
         "bailingmoe3",
         rows=_ROWS,
@@ -141,6 +189,6 @@ FAMILIES = {
         reads=(),
         computed={**TWO_SCORES, **BESIDE_KDA, "linear_gate": "sigmoid per head"},
         scalings=UNSCALED_ALONE,
-    )
+    ),
 }
 """By the `model_type` of the text model."""
