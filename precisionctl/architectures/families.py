@@ -27,6 +27,8 @@ _VERSION = re.compile(r"[\d._]+")
 _FIRST = ("llama", "mistral", "qwen2", "youtu")
 """Families to take first where the same arguments describe several, as they do a Llama, a Yi and a Mistral without a
 window, or a Youtu and a MiniCPM3 that multiplies nothing."""
+_LAST = "bailing_moe", "bailing_moe_v2"
+"""Behind the families that most checkpoints of the same arguments are of: dots1, GLM-4.5, Solar Open."""
 
 _NO_TABLE = (
     "Without a table of its family a safetensors directory goes to Hugging Face's layout alone: `convert --to hf`, "
@@ -233,7 +235,7 @@ def from_megatron_args(
 def models_of_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Iterator[ModelShape]:
     """The model as one of each family that it fits: a Llama, a Yi, a Mistral without a window are the same."""
     model = read_megatron_args(args, padded_vocab_size, where)
-    for name in (*_FIRST, *sorted(supported().keys() - {*_FIRST})):
+    for name in (*_FIRST, *sorted(supported().keys() - {*_FIRST, *_LAST}), *_LAST):
         if (found := _as_family(model, name)) is not None:
             yield found
 

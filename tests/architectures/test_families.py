@@ -167,6 +167,7 @@ UNTOLD = {
     "solar-open": {"architecture": "glm4_moe"},
     "hy-v3": {"architecture": "dots1"},
     "exaone": {"architecture": "llama"},
+    "ling-2": {"architecture": "glm4_moe"},
     "sarvam-moe": {"architecture": "dots1"},
     "sarvam-mla": {"architecture": "deepseek_v3"},
 }
