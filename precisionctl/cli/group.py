@@ -279,8 +279,14 @@ _OPTIONS = {
     "--dtype": "--precision",
     "--steps": "--set train.steps=N",
     "--lr": "--set optimizer.lr=RATE",
+    "--outtype": "--scheme",
+    "--tensor-model-parallel-size": "--tp",
+    "--tensor-parallel-size": "--tp",
+    "--pipeline-model-parallel-size": "--pp",
+    "--expert-model-parallel-size": "--ep",
+    "--target": "it to `export-inference`",
 }
-"""What stands here for options that other programs have."""
+"""What stands here for options that other programs, or other commands, have."""
 
 _DRY_RUN = "`convert`, `export-inference` and `resume` show it with --dry-run."
 _COMMANDS = {
@@ -299,7 +305,7 @@ def _with_the_nearest(error: click.NoSuchOption, ctx: click.Context) -> click.No
     shown = (param for param in ctx.command.get_params(ctx) if isinstance(param, click.Option) and not param.hidden)
     known = [name for param in shown for name in param.opts]
     other = _OPTIONS.get(error.option_name, "")
-    nearest = f"Give {other}." if other.split(" ")[0] in known else meant(error.option_name, known, _ALIKE)
+    nearest = f"Give {other}." if other.split(" ")[0] in (*known, "it") else meant(error.option_name, known, _ALIKE)
     return click.NoSuchOption(error.option_name, f"No such option '{error.option_name}'. {nearest}".rstrip(), ctx=ctx)
 
 

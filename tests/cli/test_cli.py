@@ -326,6 +326,8 @@ RESUME = ("resume", "{}", "--precision", "fp8", "--data", "{}", "--out", "{}/out
         ([*RESUME, "--lr", "1"], "Give --set optimizer.lr=RATE."),
         ([*RESUME, "--set", "train.global_batch_size=1"], "Did you mean train.batch_size?"),
         (["convert", "{}", "{}/out", "--to", "hf", "--dtype", "bf16"], "Give --precision."),
+        (["convert", "{}", "{}/out", "--to", "megatron", "--tensor-model-parallel-size", "2"], "Give --tp."),
+        (["convert", "{}", "{}/out", "--target", "vllm"], "Give it to `export-inference`."),
         (["convert", "{}", "{}/out", "--to", "gguf"], "Did you mean `export-inference --target llama.cpp`?"),
         (["convert", "{}", "{}/out", "--to", "mlx"], "Did you mean `export-inference --target mlx`?"),
         (["export-inference", "{}", "{}/out", "--target", "trtllm"], "Did you mean tensorrt-llm?"),
