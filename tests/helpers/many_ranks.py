@@ -189,19 +189,11 @@ def by_two(source: str, exact: dict[str, Any], fp8: dict[str, Any]) -> None:
     run(f"{source} fp8 two", 2, source=source, **fp8)
 
 
-def recorded(source: str) -> None:
-    record(f"{source} recorded alone", 1, 6, 2, source=source)
-    record(f"{source} recorded at once", 1, 1, 4, source=source)
-
-
 def make_runs(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
     run("source fp8 alone", 1, **fp8)
     by_two("source", exact, fp8)
     run("four alone", 1, **ONCE)
     run("four in 2", 4, parallel__replicate=2, **ONCE)
-    run("2 of 2-1-4", 2, "2-1-4", kill=3, **fp8)
-    run("1 of 2-1-4", 1, "2-1-4", kill=5, **fp8)
-    run("4 of 2-1-4", 4, "2-1-4", **fp8)
     shared = {**TENSOR, "parallel__expert": 2, "source": "moe"}
     shorter = {**fp8, "train__steps": 2, "train__eval_every": 1, "shadow_every": 1}
     run("moe shorter alone", 1, source="moe", **shorter)
@@ -214,15 +206,16 @@ def make_runs(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
         **shorter | {"train__micro_batch_size": 2},
     )
     run("four sharing", 4, **shared, **STILL)
-    recorded("moe")
+    record("moe recorded at once", 1, 1, 4, source="moe")
     record("moe recorded at once by tensor", 4, 1, 2, **shared)
-    record("moe recorded by two", 2, 3, 2, source="moe")
     run_command("killed in a save", saving_it(die))
-    run_command("signalled", signalled)
 
 
 def make_runs_for_soak(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
     run("moe fp8 alone", 1, source="moe", **fp8)
+    run("2 of 2-1-4", 2, "2-1-4", kill=3, **fp8)
+    run("1 of 2-1-4", 1, "2-1-4", kill=5, **fp8)
+    run("4 of 2-1-4", 4, "2-1-4", **fp8)
     for source in ("source", "moe"):
         run(f"{source} guarded alone", 1, source=source, shadow_every=2, **fp8)
         run(f"{source} guarded two", 2, source=source, shadow_every=2, train__recompute="layer", **fp8)
@@ -241,8 +234,10 @@ def make_runs_for_soak(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
     run("4 of 4-1-2", 4, "4-1-2", kill=3, **TENSOR, **fp8)
     run("1 of 4-1-2", 1, "4-1-2", kill=5, **fp8)
     run("2 of 4-1-2", 2, "4-1-2", parallel__tensor=2, **fp8)
-    recorded("source")
-    record("source recorded by two", 2, 3, 2, source="source")
+    record("source recorded at once", 1, 1, 4)
+    for source in ("source", "moe"):
+        record(f"{source} recorded alone", 1, 6, 2, source=source)
+        record(f"{source} recorded by two", 2, 3, 2, source=source)
     record("recorded, stopped", 2, 3, 2, stop=1, out="recorded twice")
     record("recorded, gone on", 2, 3, 2, out="recorded twice")
     skipping = {"optimizer__clip_norm": 0, "broken": 2, "train__save_every": 3}
@@ -261,6 +256,7 @@ def make_runs_for_soak(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
     run("two, meanwhile, killed", 2, "two, meanwhile and killed", kill=5, train__async_save=True, **exact)
     run("two, meanwhile, gone on", 2, "two, meanwhile and killed", **exact)
     run_command("killed", die)
+    run_command("signalled", signalled)
     run_command("failed", fails)
     run_command("failed in a save", saving_it(fails))
     run_command("out of time", lambda: None, more=["--time-limit=0:00:00"])

@@ -113,6 +113,7 @@ class Both:
 
 LATER = [
     "bin",
+    "torch_dist",
     "values that were codes",
     "torch_dist with payloads",
     "torch",

@@ -78,7 +78,7 @@ def kinds(case: str) -> set[str]:
     return pico.mixers(CASES[case][0]) | places | (set() if case in pico.FAMILIES.keys() | SLOW else {case})
 
 
-@pytest.mark.parametrize("case", pico.representing(kinds, CASES, most=12))
+@pytest.mark.parametrize("case", pico.representing(kinds, CASES, most=6))
 def test_packed_and_unpacked_texts_have_the_same_loss_and_gradients(case: str, tmp_path: Path) -> None:
     family, changes = CASES[case]
     theirs = transformers_model(family, **changes)

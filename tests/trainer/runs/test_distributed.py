@@ -258,6 +258,7 @@ def test_phases_of_two_ranks_go_on_after_a_kill_as_if_it_had_not_been(place: Pat
     assert [row["fp8"] for row in read_metrics(places[1] / FILE)] == [True, False, False, False, True, True]
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_with_another_number_of_ranks(place: Path, told: Told) -> None:
     """Killed with two ranks and with one, ended by four; each pass has the same rows in all of them."""
     assert -signal.SIGKILL in told["2 of 2-1-4"]["codes"] and 0 not in told["2 of 2-1-4"]["codes"]
@@ -279,6 +280,7 @@ def test_a_run_goes_on_with_other_ranks_that_share_layers(place: Path, told: Tol
     assert [row["loss"] for row in made] == pytest.approx([loss for _, loss, _ in alone], rel=2**-9)
 
 
+@pytest.mark.soak
 @with_experts
 def test_two_ranks_calibrate_as_one_process_does_in_twice_as_many_passes(place: Path, told: Told, model: str) -> None:
     """The same micro-batches with the same weights: a row of two ranks is the larger of two rows of one process. Of an
@@ -389,6 +391,7 @@ def test_all_ranks_stop_when_one_is_out_of_time(place: Path, told: Told) -> None
     assert (code, other, said) == (75, 75, "") and (place / "out of time/iter_0000001/metadata.json").is_file()
 
 
+@pytest.mark.soak
 def test_a_signal_to_one_rank_is_for_all(place: Path, told: Told) -> None:
     assert [code for code, _ in told["signalled"]["said"]] == [75, 75]
     assert (place / "signalled/iter_0000003/metadata.json").is_file()
