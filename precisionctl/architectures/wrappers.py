@@ -108,8 +108,14 @@ _NEMOTRON = WrapperNames(
     mark="vision_model.radio_model.",
 )
 
-_LFM, _LIKE_LLAVA = {"lfm2_vl": "lfm2", "lfm3_vl": "lfm3"}, {"fast_vlm": "qwen2", "cohere2_vision": "cohere2"}
-_WITHOUT_MARKS = _LFM | _LIKE_LLAVA | {"perception_lm": "llama"}
+_WITHOUT_MARKS = {
+    "lfm2_vl": "lfm2",
+    "lfm3_vl": "lfm3",
+    "fast_vlm": "qwen2",
+    "cohere2_vision": "cohere2",
+    "perception_lm": "llama",
+}
+"""The text models of wrappers that need no `mark`."""
 
 
 def _sizes(

@@ -110,6 +110,12 @@ class Multiplied(AsItIs):
     factors: Callable[[ModelShape], RowFactors]
 
 
+def factors_of(change: TensorChange, model: ModelShape) -> RowFactors | None:
+    """What a format has the values multiplied by, unless it is 1."""
+    found = change.factors(model) if isinstance(change, Multiplied) else None
+    return None if found is None or found.are_ones else found
+
+
 @dataclass(frozen=True)
 class RotaryNeighbours(_RowMove):
     """The two rows of a rotary pair are neighbours in GGUF, and in the two halves of a head in Hugging Face. `heads` is

@@ -23,6 +23,7 @@ from precisionctl.checkpoints.megatron.directory import by_arguments, contradict
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.codes.ggml_blocks import ENCODED
 from precisionctl.commands.source import Source
 from precisionctl.errors import CheckpointError, PrecisionctlError, shown
 from precisionctl.fp8 import sidecar
@@ -154,7 +155,7 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
         yield f"{weights} {decoded.words}. {back}"
     if isinstance(stored, GgufReader) and stored.coded:
         back = "There is no way back to those codes."
-        if {*stored.coded} <= {"Q8_0", "Q4_0"}:
+        if ENCODED.keys() >= {*stored.coded}:
             schemes = " or ".join(f"--scheme {name.lower()}" for name in stored.coded)
             back = f"`export-inference --target llama.cpp {schemes}` makes such anew."
         yield f"Weights were {stored.words}. {back}"

@@ -22,7 +22,6 @@ from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.model.same_model import differences, in_words
-from precisionctl.planning.make_plan import make_plan
 from precisionctl.processes import in_processes
 from precisionctl.torch_when_used import one_torch_thread, torch
 from precisionctl.verify.code_comparison import CodesComparison, compare_codes
@@ -125,8 +124,8 @@ def compare(
 def _tensors(reader: Reader, other: Reader) -> HfTensors:
     """The tensors of one side; of a wrapper with towers that are not compared those of its text model, as that calls
     them."""
-    plan = make_plan(reader, "hf", naming="as saved")
-    return HfTensors(reader, plan.text_alone if _without_towers(reader, other) else plan)
+    tensors = HfTensors(reader)
+    return HfTensors(reader, tensors.plan.text_alone) if _without_towers(reader, other) else tensors
 
 
 def _without_towers(reader: Reader, other: Reader) -> bool:

@@ -16,7 +16,7 @@ from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.global_scales import global_scales, is_scale
 from precisionctl.checkpoints.gguf.head import GgufTensor
 from precisionctl.checkpoints.gguf.tensor_rows import GgufRow
-from precisionctl.checkpoints.tensor_changes import SAME, AsItIs, Multiplied, Shape, TensorChange
+from precisionctl.checkpoints.tensor_changes import SAME, AsItIs, Shape, TensorChange, factors_of
 from precisionctl.codes import numerics
 from precisionctl.codes.elements import Cast
 from precisionctl.codes.ggml_blocks import ENCODED, GgmlBlocks, blocks_of
@@ -95,9 +95,7 @@ class ChangedTensor:
 
     @cached_property
     def factors(self) -> RowFactors | None:
-        """What the values are stored multiplied by, unless it is 1."""
-        found = self.change.factors(self.model) if isinstance(self.change, Multiplied) else None
-        return None if found is None or found.are_ones else found
+        return factors_of(self.change, self.model)
 
     @cached_property
     def cast(self) -> Cast | None:

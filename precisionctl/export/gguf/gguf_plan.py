@@ -11,7 +11,7 @@ from precisionctl.architectures.param_map import filled
 from precisionctl.checkpoints.gguf.families import FAMILIES
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice
-from precisionctl.checkpoints.tensor_changes import Multiplied, TensorChange
+from precisionctl.checkpoints.tensor_changes import Multiplied, TensorChange, factors_of
 from precisionctl.codes.ggml_blocks import MXFP4, NVFP4, BlocksInRows, GgmlBlocks, blocks_of
 from precisionctl.codes.ggml_formats import named
 from precisionctl.codes.row_factors import RowFactors
@@ -85,7 +85,7 @@ def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> GgufPlan:
         shapes = row.change.part_shapes(plan.targets[name].shape, model)
         keeps_codes = all(each in kept for each in made)
         targets.append((alone, dict(_specs(made, shapes, KEPT[kind] if keeps_codes else kind))))
-        if isinstance(row.change, Multiplied) and not (products := row.change.factors(model)).are_ones:
+        if products := factors_of(row.change, model):
             factors.update(dict.fromkeys(made, products))
         return row.change, made
 
