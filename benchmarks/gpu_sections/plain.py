@@ -99,7 +99,8 @@ class Llama(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.fp8 = fp8
-        angles = torch.arange(shape.length)[:, None] / 10000 ** (torch.arange(0, shape.hidden // shape.heads, 2) / 64)
+        channels = shape.hidden // shape.heads
+        angles = torch.arange(shape.length)[:, None] / 10000 ** (torch.arange(0, channels, 2) / channels)
         angles = torch.cat([angles, angles], -1)
         self.register_buffer("cos", angles.cos().bfloat16())
         self.register_buffer("sin", angles.sin().bfloat16())

@@ -106,7 +106,7 @@ ENGINE = Engine(
         ),
     },
     config_rule=EngineRule(
-        "quantization_config must say of each linear what it is; of ModelOpt's algorithms FP8 and MXFP8 are taken",
+        "quantization_config must say of each linear what it is",
         "SGLang 0.5.23 layers/quantization/fp8.py, modelopt_quant.py, configs/model_config.py, compressed_tensors.py",
     ),
     scales=EngineRule(

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's PyTorch backend: what it asks of an FP8 directory. Read in its source of mid 2026, never run here.
+"""TensorRT-LLM's PyTorch backend: what it asks of a directory of codes. Read in its source of mid 2026, never run here.
 
 Its older checkpoints (`rankN.safetensors`, `trtllm-build`) were removed in July 2026 and are not written.
 """
@@ -45,7 +45,7 @@ ENGINE = Engine(
         ),
     },
     config_rule=EngineRule(
-        "quant_algo must be FP8 or FP8_PER_CHANNEL_PER_TOKEN, and name every module left out",
+        "quantization_config must say of each linear what it is, and name every module that is left out",
         "TensorRT-LLM tensorrt_llm/quantization/modelopt_config.py, models/quant_config_utils.py",
     ),
     scales=EngineRule(

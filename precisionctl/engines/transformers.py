@@ -1,4 +1,4 @@
-"""transformers: what it asks of an FP8 directory. Run in 5.24, on a CPU.
+"""transformers: what it asks of a directory of codes. Run in 5.24, on a CPU.
 
 Of compressed-tensors it computes with inputs that it rounds to FP8 and back, or, told `dequantize=True`, without; of
 `quant_method: fp8` it decodes the weights wherever there is no GPU with FP8. ModelOpt's directories it takes for BF16.

@@ -18,7 +18,6 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.errors import DataError, EnvironmentProblem
 from precisionctl.evaluate.measure import best_device
 from precisionctl.evaluate.stored import load
-from precisionctl.param import GEMM_ALIGNMENT
 from precisionctl.tokens.tokenizer import Tokenizer, open_tokenizer
 from precisionctl.trainer.model.computes import longest_text
 from precisionctl.trainer.model.gpt import GPT
@@ -113,7 +112,7 @@ class StoredModel(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
     def _logits(self, tokens: list[int], count: int) -> Tensor:
         """The logits at the last `count` tokens, FP32 `[count, vocab_size]`."""
         # At the right, where causal attention does not see it. An amax of all rows does, so it is a token of the text.
-        padding = tokens[-1:] * (-len(tokens) % GEMM_ALIGNMENT)
+        padding = tokens[-1:] * (-len(tokens) % self.model.precision.alignment)
         row = torch.tensor([tokens + padding], device=self.model.output_weight.device)
         mask = (torch.arange(row.shape[1], device=row.device) < len(tokens)).unsqueeze(0)
         with torch.no_grad():

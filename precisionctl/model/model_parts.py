@@ -256,7 +256,7 @@ def _around_text(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class HyperConnections:
-    """Several residual streams in the place of one (Xie et al., mHC, 2026); the fields are Megatron's. A block reads a
+    """Several residual streams in the place of one (Xie et al., mHC, 2025); the fields are Megatron's. A block reads a
     weighted sum of the `num_residual_streams`, and is added to each by a weight, a sigmoid times `magnitude`;
     beforehand they are mixed by a matrix, which `mhc_sinkhorn_iterations` make doubly stochastic. All three are made of
     the streams. `epsilon` is added to the weights to read by and to the matrix, and to the sums that it is divided by.

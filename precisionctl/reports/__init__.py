@@ -1,1 +1,1 @@
-"""What inspect, compare and the demo show: the data of tables, pages and plots."""
+"""What commands show: the data of their tables, pages and plots."""

@@ -8,9 +8,10 @@ from statistics import fmean
 from typing import Any
 
 from precisionctl.errors import DataError
-from precisionctl.reports.curves import Curve, read_curves, read_shadows, relative
+from precisionctl.reports.curves import Curve, read_curves, read_shadows
 from precisionctl.reports.table import Table, percent
 from precisionctl.sizes import counted
+from precisionctl.trainer.measure.metrics import relative_gap
 from precisionctl.trainer.saved.run_folder import differing_settings, settings_of
 
 LAST_STEPS = 100
@@ -196,7 +197,7 @@ def find_gap(curve: Curve, first: Curve, averaged: int = LAST_STEPS) -> Gap:
         averaged=len(last),
         loss=curve.losses[steps[-1]],
         now=by_step[steps[-1]],
-        mean=relative(fmean(curve.losses[step] for step in last), fmean(first.losses[step] for step in last)),
+        mean=relative_gap(fmean(curve.losses[step] for step in last), fmean(first.losses[step] for step in last)),
         worst=by_step[worst_step],
         worst_step=worst_step,
     )

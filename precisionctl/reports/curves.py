@@ -1,13 +1,12 @@
 """Loss curves, as runs leave them in `metrics.jsonl`."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from precisionctl.errors import DataError
-from precisionctl.trainer.measure.metrics import FILE, SHADOWS, read_metrics
+from precisionctl.trainer.measure.metrics import FILE, SHADOWS, read_metrics, relative_gap
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,8 @@ class Curve:
 
     def against(self, first: "Curve") -> dict[int, float]:
         """The relative gap to `first` at each step that both runs have."""
-        return {step: relative(self.losses[step], loss) for step, loss in first.losses.items() if step in self.losses}
+        losses = self.losses
+        return {step: relative_gap(losses[step], loss) for step, loss in first.losses.items() if step in losses}
 
 
 def read_shadows(path: Path) -> list[dict[str, Any]]:
@@ -30,13 +30,6 @@ def read_shadows(path: Path) -> list[dict[str, Any]]:
     if any(not isinstance(row.get(key), float) for row in rows for key in ("gap", "grad_cosine", "grad_norm_ratio")):
         raise DataError("a line is not what a guard writes", where=file)
     return rows
-
-
-def relative(loss: float, first: float) -> float:
-    """(loss - first) / first; from a first loss of 0, everything but 0 is infinitely far."""
-    if first == 0:
-        return 0.0 if loss == 0 else math.inf
-    return loss / first - 1
 
 
 def read_curves(paths: Sequence[Path]) -> list[Curve]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from precisionctl.checkpoints.output import replace_file
 from precisionctl.errors import damage
+from precisionctl.trainer.measure.metrics import relative_gap
 
 ROLLBACK_FILE = "rollback.json"
 
@@ -30,7 +31,7 @@ class Rollback:
     @property
     def jump(self) -> float:
         """(loss - before) / before."""
-        return math.inf if self.loss is None else self.loss / self.before - 1
+        return math.inf if self.loss is None else relative_gap(self.loss, self.before)
 
     @property
     def words(self) -> str:

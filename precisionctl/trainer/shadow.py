@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from precisionctl.trainer.measure.metrics import relative_gap
 from precisionctl.trainer.parallel.shards import UNSHARDED, ModelShards
 from precisionctl.trainer.parallel.world import local
 
@@ -56,17 +57,17 @@ class Shadow:
     @property
     def gap(self) -> float:
         """The relative difference of the losses, (FP8 - BF16) / BF16."""
-        return _gap(self.loss, self.loss_bf16)
+        return relative_gap(self.loss, self.loss_bf16)
 
     @property
     def held_out_gap(self) -> float | None:
         """The relative difference of the held-out losses; None without held-out data."""
-        return _gap(*self.held_out) if self.held_out else None
+        return relative_gap(*self.held_out) if self.held_out else None
 
     @property
     def worst(self) -> float:
         """The larger of the two gaps, without sign; NaN if one of them is NaN."""
-        gaps = [abs(self.gap), *([abs(_gap(*self.held_out))] if self.held_out else [])]
+        gaps = [abs(self.gap), *([abs(relative_gap(*self.held_out))] if self.held_out else [])]
         return math.nan if any(map(math.isnan, gaps)) else max(gaps)
 
     def numbers(self) -> dict[str, float]:
@@ -79,7 +80,7 @@ class Shadow:
         }
         if self.held_out:
             fp8, bf16 = self.held_out
-            found |= {"held_out_loss": fp8, "held_out_loss_bf16": bf16, "held_out_gap": _gap(fp8, bf16)}
+            found |= {"held_out_loss": fp8, "held_out_loss_bf16": bf16, "held_out_gap": relative_gap(fp8, bf16)}
         return found
 
     def as_dict(self) -> dict[str, Any]:
@@ -87,10 +88,6 @@ class Shadow:
         modules = {name: [each.cosine, each.norm_ratio] for name, each in self.modules.items()}
         decided = {"decision": self.decision, "beyond": self.beyond}
         return {"step": self.step, "loss": self.loss, **self.numbers(), **decided, "modules": modules}
-
-
-def _gap(fp8: float, bf16: float) -> float:
-    return (fp8 - bf16) / bf16 if bf16 else (0.0 if fp8 == bf16 else math.inf)
 
 
 def compare_gradients(

@@ -51,6 +51,14 @@ def test_what_fills_up_a_text_is_a_token_of_it(harness: Any, tmp_path: Path) -> 
     assert torch.equal(changed[:, 1:], logits[:, 1:])  # word 0 has its own logit
 
 
+@pytest.mark.parametrize("scaling", ["current", "block", "mxfp8"])
+def test_a_text_may_have_any_length_under_each_scaling(harness: Any, tmp_path: Path, scaling: Any) -> None:
+    save(tmp_path)
+    model = GPT(HuggingFaceReader(tmp_path).model, Precision(fp8=True, scaling=scaling), "emulated")
+    adapter = harness.StoredModel(model, None, 64)
+    assert all(adapter._logits(list(range(1, 1 + length)), 1).isfinite().all() for length in (1, 16, 33))
+
+
 def test_a_text_may_be_as_long_as_is_computed_however_it_is_filled_up(harness: Any, tmp_path: Path) -> None:
     save(tmp_path, "glm-moe-dsa", index_topk=20)
     model = GPT(HuggingFaceReader(tmp_path).model, Precision(fp8=False), "emulated")

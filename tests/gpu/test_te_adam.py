@@ -88,7 +88,7 @@ def test_a_moment_of_zeros_is_no_nan() -> None:
         assert all(tensor.isfinite().all() for tensor in state(made).values())
 
 
-def test_six_bytes_for_each_parameter_and_no_second_copy_for_a_gemm() -> None:
+def test_five_bytes_for_each_parameter_beside_its_gradient_and_no_second_copy_for_a_gemm() -> None:
     of = module()
     made = optimizer(of, fused=True)
     for seed in range(2):

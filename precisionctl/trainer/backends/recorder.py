@@ -1,9 +1,9 @@
 """Recorder: records, in BF16 passes, the amaxes that FP8 training would have recorded.
 
-Warm-up passes, `calibrate` and `resume --collect-amax` all use it. While a backend has a recorder, its GEMMs compute in
-BF16 and pass it their tensors, and each pass with gradients fills one row of the histories, like a pass in FP8. TE's
-own `calibrating=True` does not serve: since 2.0 it records nothing in Linear and LayerNormLinear, whose quantizers are
-None outside FP8 (linear.py, _get_quantizers).
+Warm-up passes, `calibrate`, `resume --collect-amax`, the guard and phases in BF16 use it. While a backend has a
+recorder, its GEMMs compute in BF16 and pass it their tensors, and each pass with gradients fills one row of the
+histories, like a pass in FP8. TE's own `calibrating=True` does not serve: since 2.0 it records nothing in Linear and
+LayerNormLinear, whose quantizers are None outside FP8 (linear.py, _get_quantizers).
 
 The roles that a GEMM casts are recorded: input, weight and grad_output. TE uses `output` and `grad_input` only for
 GEMMs with FP8 results, and the roles of attention for attention in FP8; the trainer has neither. Also recorded is what

@@ -8,7 +8,8 @@ from precisionctl.model.recurrent_parts import GatedDeltaNet
 
 
 def weights_used(model: ModelShape) -> int:
-    """The number of weights that a token is multiplied with: all linears', except experts that it is not routed to."""
+    """The number of weights that a token is multiplied with, as Megatron-LM counts them (`flops.py`): neither those of
+    experts that it is not routed to, nor those of routers and of most indexers."""
     layers = sum(projections(model, layer) + mlp_used(model, layer) for layer in range(model.num_layers))
     layers += model.num_layers * per_layer_input(model) + sum(map(partial(norm_gates, model), range(model.num_layers)))
     layers += sum(map(partial(ngram_projections, model), range(model.num_layers)))

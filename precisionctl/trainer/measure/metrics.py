@@ -7,6 +7,7 @@ Reading them takes no PyTorch: `compare` does without.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
 _MAX_BYTES = 1_000_000_000
 FILE = "metrics.jsonl"
 SHADOWS = "shadow.jsonl"
+
+
+def relative_gap(loss: float, first: float) -> float:
+    """(loss - first) / first; from a first loss of 0, everything but 0 is infinitely far."""
+    if first == 0:
+        return 0.0 if loss == 0 else math.inf
+    return (loss - first) / first
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from precisionctl.trainer.sequences import PackedSequences, Positions
 class GPT(nn.Module):
     """Logits of a decoder-only transformer.
 
-    `precision` says which GEMMs run in FP8; the embedding, the output layer, routers and their experts never do.
+    `precision` says which GEMMs run in FP8; the embedding, the output layer and routers never do.
     Parameters and activations have `dtype`. The ranks of `world` shard the parameters, layer by layer as they are made,
     and embedding, output layer and last norm together; sizes are such that tensor and expert ranks can shard them
     (`shards.check`). `balance` is for passes with gradients (`backward` in `passes.py`). Raises PrecisionError for

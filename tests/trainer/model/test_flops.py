@@ -121,7 +121,7 @@ def _indexer(model: ModelShape, lengths: list[int]) -> int:
 
 def _beside_streams(model: ModelShape, lengths: list[int]) -> int:
     """What joins blocks to the residual streams, and what attention to compressed keys takes more: all pairs, and no
-    gradient of an indexer."""
+    gradient of an indexer. The formula for pairs is worked out below."""
     csa, mhc, tokens = model.csa, model.mhc, sum(lengths)
     if mhc is None:
         return 0
@@ -141,11 +141,11 @@ def _beside_streams(model: ModelShape, lengths: list[int]) -> int:
         sizes = (model.query_size, model.kv_channels, model.hidden_size, csa.q_lora_rank)
         read = [torch.rand(len(lengths), LENGTH, size, requires_grad=True) for size in sizes]
         angles = torch.rand(2, len(lengths), LENGTH, model.rotary_size // 2)
+        core = each.self_attention.core_attention
         with FlopCounterMode(display=False) as counter:
-            each.self_attention.core_attention(*read, *angles).sum().backward()
+            core(*read, *angles).sum().backward()
         pairs = sum(flops._compressed_attention(model, csa, layer, length) for length in lengths)
-        weights = 2 * model.hidden_size * linear_weights.compressed_rows(model, layer)
-        weights += linear_weights.indexer(model) if model.has_indexer(layer) else 0
+        weights = sum(weight.numel() for name, weight in core.named_parameters() if ".linear" in name)
         beside += counter.get_total_flops() - 6 * (pairs + tokens * weights)
     return beside
 

@@ -31,6 +31,7 @@ from precisionctl.trainer.measure.metrics import SHADOWS, StepMetrics
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.parallel.world import ALONE
 from precisionctl.trainer.resume import Started, resume
+from precisionctl.trainer.rollback import Rollback
 from precisionctl.trainer.saved.run_folder import Saved, read_saved, sign
 from precisionctl.trainer.settings import Settings, read_recipe, tokenized_rows
 from precisionctl.trainer.shadow import GradientSimilarity, Shadow, compare_gradients
@@ -444,3 +445,8 @@ def test_a_damaged_note_of_going_back_is_one_clear_error(place: Path, tmp_path: 
         (tmp_path / "run/rollback.json").write_text(text)
         with pytest.raises(DamagedCheckpoint, match=r"not what a guard writes.*goes on in FP8"):
             run(made)
+
+
+@pytest.mark.parametrize(("loss", "jump"), [(None, math.inf), (0.0, 0.0), (0.5, math.inf)])
+def test_a_jump_from_a_loss_of_0_is_no_crash(loss: float | None, jump: float) -> None:
+    assert Rollback(step=3, loss=loss, before=0.0, bound=0.1, switched=2).jump == jump

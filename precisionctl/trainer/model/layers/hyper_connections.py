@@ -1,5 +1,5 @@
-"""Several residual streams (Xie et al., mHC, 2026) with the parameter names of Megatron-Core's hyper_connection.py.
-Streams that are not mixed have its parameters but those of the matrix.
+"""Several residual streams (Xie et al., mHC, arXiv 2512.24880) with the parameter names of Megatron-Core's
+hyper_connection.py. Streams that are not mixed have its parameters but those of the matrix.
 
 Shape letters: T tokens, N residual streams, E hidden_size.
 """
