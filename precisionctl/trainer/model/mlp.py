@@ -245,9 +245,9 @@ class Router(nn.Module):
     def _of_scores(self, logits: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """The weights and numbers of a token's experts: those with the largest scores, or those that a table has for
         its id."""
-        softmax = self.moe.score_function == "softmax"
-        of_chosen = softmax and not self.moe.pre_softmax
-        scores = logits if of_chosen and not self.moe.expert_bias else SCORES[self.moe.score_function](logits)
+        softmax_of_chosen = self.moe.score_function == "softmax" and not self.moe.pre_softmax
+        unscored = softmax_of_chosen and not self.moe.expert_bias
+        scores = logits if unscored else SCORES[self.moe.score_function](logits)
         biased = logits if self.moe.expert_bias_on_logits else scores
         wanted = scores if self.expert_bias is None else biased + self.expert_bias
         if self.tid2eid is None:
@@ -255,11 +255,13 @@ class Router(nn.Module):
         else:
             assert ids is not None, "the layer gives them"
             chosen = self.tid2eid[ids]
-        if of_chosen:  # the softmax over the chosen logits: chosen scores over their sum
-            return logits.gather(1, chosen).softmax(-1), chosen
-        weights = scores.gather(1, chosen)
-        apart = softmax or self.moe.probs_on_input or self.moe.pre_softmax
-        return weights if apart else over_their_sum(weights), chosen
+        if softmax_of_chosen:
+            weights = logits.gather(1, chosen).softmax(-1)
+        elif self.moe.pre_softmax or self.moe.probs_on_input:
+            weights = scores.gather(1, chosen)
+        else:
+            weights = over_their_sum(scores.gather(1, chosen))
+        return weights, chosen
 
     def _in_best_groups(self, wanted: Tensor) -> Tensor:
         """Scores `[T, experts]` with those outside the best groups at minus infinity."""
