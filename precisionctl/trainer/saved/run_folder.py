@@ -18,7 +18,7 @@ from precisionctl.checkpoints.megatron.keys import RUN_FILE, TRACKER
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, OutputError, damage
 from precisionctl.fp8 import sidecar
-from precisionctl.recipe import GuardSettings, Recipe, Tracking, recipe_of
+from precisionctl.recipe import GuardSettings, ParallelSettings, Recipe, Tracking, recipe_of
 from precisionctl.trainer.measure.json_numbers import nan_for_null, to_json_numbers
 from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
@@ -29,14 +29,7 @@ from precisionctl.untrusted.safe_pickle import is_count
 _PARTIAL = ".partial"  # the suffix of a directory that Output is building
 _REMOVED = ".removed"
 _KEYS_NOT_IN_IDENTITY = (
-    "parallel.replicate",
-    "parallel.tensor",
-    "parallel.sequence",
-    "parallel.expert",
-    "parallel.gather",
-    "parallel.pipeline",
-    "parallel.virtual",
-    "parallel.context",
+    *(f"parallel.{key.name}" for key in fields(ParallelSettings)),
     "train.recompute",
     "train.memory_check",
     "train.graphs",
@@ -52,9 +45,9 @@ _KEYS_NOT_IN_IDENTITY = (
     *(f"guard.{key.name}" for key in fields(GuardSettings)),
     *(f"tracking.{key.name}" for key in fields(Tracking)),
 )
-"""Recipe keys that are not part of a run's identity, as they change no number of it. Instead of `data.path` and
-`data.blend` the contents of the files are. A guard and the bound on skipped steps change nothing until they act, and
-then the user must be able to change them."""
+"""Recipe keys that are not part of a run's identity, as they change no number of it, or only how sums are rounded.
+Instead of `data.path` and `data.blend` the contents of the files are. A guard and the bound on skipped steps change
+nothing until they act, and then the user must be able to change them."""
 
 
 @dataclass(frozen=True)
