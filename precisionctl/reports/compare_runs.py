@@ -37,8 +37,8 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class GuardLooks:
-    """The comparisons of a run's guard: FP8 against BF16 from the same weights."""
+class ShadowSummary:
+    """All shadows of a run: FP8 against BF16 from the same weights. `looks` is their number."""
 
     run: str
     looks: int
@@ -53,12 +53,12 @@ class GuardLooks:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """The curves of all runs, the gaps of all but the first, and what those with a guard have seen. `settings` are what
+    """The curves of all runs, the gaps of all but the first, and the shadows of those with a guard. `settings` are what
     not all runs were started with alike, by name, with each run's own; a run that does not say has none."""
 
     curves: Sequence[Curve]
     gaps: Sequence[Gap]
-    looks: Sequence[GuardLooks] = ()
+    shadows: Sequence[ShadowSummary] = ()
     settings: Mapping[str, Sequence[object]] = field(default_factory=dict)
     last: int = LAST_STEPS
     """The number of steps that mean gaps are wanted over."""
@@ -85,26 +85,25 @@ class RunComparison:
     def as_json(self, limit: float | None = None) -> dict[str, Any]:
         """Gaps as ratios, not percents. `within` is the verdict of a gate at `limit`; both are null without one."""
         runs = [asdict(gap) for gap in self.gaps]
-        shadows = [asdict(look) for look in self.looks]
         return {
             "against": self.curves[0].name,
             "mean_over_last": self.last,
             "limit": limit,
             "within": None if limit is None else not self.beyond(limit),
             "runs": runs,
-            "shadows": shadows,
+            "shadows": [asdict(each) for each in self.shadows],
             "settings": {name: [*values] for name, values in self.settings.items()},
         }
 
     def tables(self) -> list[Table]:
-        more = [*([self.shadows()] if self.looks else []), *([self.differences()] if self.settings else [])]
+        more = [*([self.shadow_table()] if self.shadows else []), *([self.differences()] if self.settings else [])]
         return [self.table(), *more]
 
     def differences(self) -> Table:
         rows = [(name, *(_in_words(name, values))) for name, values in self.settings.items()]
         return Table("Settings that differ", ("", *(curve.name for curve in self.curves)), rows)
 
-    def shadows(self) -> Table:
+    def shadow_table(self) -> Table:
         rows = [
             (
                 each.run,
@@ -115,7 +114,7 @@ class RunComparison:
                 f"{each.norm_ratio:.4f}",
                 str(each.warnings),
             )
-            for each in self.looks
+            for each in self.shadows
         ]
         gaps = ("gap now", "mean gap", "worst gap", "at step")
         columns = ("run", "looks", *gaps, "gradients' cosine", "norm ratio", "warnings")
@@ -143,9 +142,9 @@ def compare(paths: Sequence[Path], last: int = LAST_STEPS) -> RunComparison:
     """Read the runs at `paths` and set them against the first; mean gaps are over the `last` common steps. Raises
     DataError for a run without metrics."""
     curves = read_curves(paths)
-    looks = [look for path, curve in zip(paths, curves, strict=True) if (look := find_looks(path, curve.name))]
+    shadows = [found for path, curve in zip(paths, curves, strict=True) if (found := find_shadows(path, curve.name))]
     gaps = [find_gap(curve, curves[0], last) for curve in curves[1:]]
-    return RunComparison(curves, gaps, looks, _settings(paths), last)
+    return RunComparison(curves, gaps, shadows, _settings(paths), last)
 
 
 def _settings(paths: Sequence[Path]) -> dict[str, Sequence[object]]:
@@ -164,13 +163,13 @@ def _in_words(name: str, values: Sequence[object]) -> list[str]:
     return ["-" if value is None else str(value) for value in values]
 
 
-def find_looks(path: Path, name: str) -> GuardLooks | None:
+def find_shadows(path: Path, name: str) -> ShadowSummary | None:
     """None for a run without a guard."""
     rows = read_shadows(path)
     if not rows:
         return None
     worst = max(rows, key=lambda row: (math.isnan(row["gap"]), abs(row["gap"])))
-    return GuardLooks(
+    return ShadowSummary(
         run=name,
         looks=len(rows),
         now=rows[-1]["gap"],

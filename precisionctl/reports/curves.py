@@ -23,7 +23,7 @@ class Curve:
 
 
 def read_shadows(path: Path) -> list[dict[str, Any]]:
-    """The looks of a run's guard, in order: lines of `shadow.jsonl` beside its metrics; none where it is not there.
+    """The shadows of a run, in order: lines of `shadow.jsonl` beside its metrics; none where it is not there.
     Raises DataError for one that no run wrote."""
     file = (path if path.is_dir() else path.parent) / SHADOWS
     rows = read_metrics(file) if file.exists() else []

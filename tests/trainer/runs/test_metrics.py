@@ -14,7 +14,7 @@ import pytest
 
 from precisionctl.errors import DataError, EnvironmentProblem
 from precisionctl.recipe import Tracking
-from precisionctl.reports.compare_runs import find_looks
+from precisionctl.reports.compare_runs import find_shadows
 from precisionctl.reports.curves import read_curve, read_shadows
 from precisionctl.trainer.measure.metrics import FILE, SHADOWS, MetricsLog, StepMetrics, read_metrics
 from precisionctl.trainer.measure.tracking import require
@@ -67,11 +67,11 @@ def test_what_is_no_number_is_null_in_the_file_and_nan_to_whoever_reads_it(tmp_p
         assert written[1]["modules"] == {"a": [None, None]}
         row = read_metrics(tmp_path / FILE)[-1]
         assert math.isnan(row["loss"]) and math.isnan(row["grad_norm"]) and row["lr"] == 1e-3
-        (look,) = read_shadows(tmp_path)
-        assert math.isnan(look["gap"]) and look["loss_bf16"] == 1.0
+        (row,) = read_shadows(tmp_path)
+        assert math.isnan(row["gap"]) and row["loss_bf16"] == 1.0
     assert read_curve(tmp_path, "run").losses == {1: 1.0}
-    looks = find_looks(tmp_path, "run")
-    assert looks and math.isnan(looks.worst)
+    shadows = find_shadows(tmp_path, "run")
+    assert shadows and math.isnan(shadows.worst)
 
 
 @pytest.mark.parametrize(
