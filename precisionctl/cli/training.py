@@ -227,7 +227,7 @@ def calibrate(
     from precisionctl.calibration.calibrate import Calibration
     from precisionctl.calibration.calibrate import calibrate as record
     from precisionctl.checkpoints.output import Output
-    from precisionctl.reports import run as report
+    from precisionctl.reports import calibration as report
 
     sizes = {"data.sequence_length": sequence_length, "train.micro_batch_size": batch_size}
     given = tuple(f"{key}={size}" for key, size in sizes.items() if size is not None)
@@ -259,7 +259,7 @@ def tokenize(data: str, out: Path, tokenizer: Path, workers: int | None, json_wa
     """
     from precisionctl import console
     from precisionctl.checkpoints.output import Output
-    from precisionctl.reports import run as report
+    from precisionctl.reports import tokenized as report
     from precisionctl.trainer.data.corpus import make_corpus
     from precisionctl.trainer.data.find import source_of
 

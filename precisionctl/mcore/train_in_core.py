@@ -29,6 +29,7 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import Recipe
 from precisionctl.sizes import counted
 from precisionctl.trainer.data import Blend, OnTokens, Rows
+from precisionctl.trainer.fp8_start import FC2_OF_EXPERTS, unused
 from precisionctl.trainer.loop import OnStep
 from precisionctl.trainer.measure.metrics import MetricsLog
 from precisionctl.trainer.model.router_balance import Balance
@@ -38,7 +39,6 @@ from precisionctl.trainer.resume import Finished, Started, locked, read_data
 from precisionctl.trainer.run_plan import RunPlan, TrainingEngine, plan_run
 from precisionctl.trainer.saved import loading, run_folder
 from precisionctl.trainer.settings import Settings, is_guarded, read_recipe
-from precisionctl.trainer.start import FC2_OF_EXPERTS, unused
 from precisionctl.trainer.stopping import SkippedSteps, agreed_stop, deadline, stop_signals
 
 _OLDEST = (0, 16)

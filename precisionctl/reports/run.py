@@ -1,25 +1,20 @@
 """The lines that a run prints before its first step, at skipped or suspicious steps, and after its last."""
 
-from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from precisionctl.calibration.calibrate import Calibrated
 from precisionctl.checkpoints.megatron.towers import tower_names
 from precisionctl.codes.statistics import NAMES
 from precisionctl.fp8.state import Role
 from precisionctl.reports.table import percent
 from precisionctl.sizes import counted, size
-from precisionctl.trainer.data.corpus import Corpus
-from precisionctl.trainer.data.megatron import BIN, IDX, LEARNED
+from precisionctl.trainer.fp8_start import StateOrigin
 from precisionctl.trainer.measure.metrics import StepMetrics
 from precisionctl.trainer.preflight import DiskSpace, would_fit
 from precisionctl.trainer.resume import Finished, Started
 from precisionctl.trainer.run_plan import DryRun, RunPlan
 from precisionctl.trainer.shadow import Shadow
-from precisionctl.trainer.start import StateOrigin
 
 
 def beginning(started: Started) -> list[str]:
@@ -195,54 +190,3 @@ def ending(finished: Finished) -> list[str]:
         f"Stopped by {why} at step {finished.step}; {finished.checkpoint} holds it.",
         "The same command continues from there.",
     ]
-
-
-def corpus(made: Corpus, out: Path) -> list[str]:
-    """What was tokenized, and what to do with it."""
-    if made.signal:
-        return [f"Stopped by {made.signal}.", "The same command continues from there."]
-    of_them = "" if made.learned is None else f", of which {made.learned:,} are to be learned ({out}{LEARNED})"
-    masked = (
-        []
-        if made.learned is None
-        else ["Megatron's files cannot mark the tokens to learn, so Megatron learns from all tokens."]
-    )
-    documents, tokens = counted(made.documents, "document"), counted(made.tokens, "token")
-    return [
-        f"Wrote {out}{BIN} and {out}{IDX}: {documents}, {tokens}{of_them}.",
-        *made.notes,
-        *masked,
-    ]
-
-
-def calibrated(made: Calibrated) -> list[str]:
-    """What was recorded, by role, and what to do with it."""
-    if made.signal:
-        return [f"Stopped by {made.signal.name}.", "The same command continues from there."]
-    counts = ", ".join(f"{role} {count}" for role, count in _recorded(made).items())
-    passes, rows = counted(made.passes, "pass", "passes"), counted(made.rows, "row")
-    return [
-        f"Wrote {made.out}: {passes} of {rows}; recorded {counts}.",
-        *made.notes,
-        f"Give it to resume, convert or export-inference: --fp8-state {made.out}",
-    ]
-
-
-def calibrated_json(made: Calibrated) -> dict[str, Any]:
-    """What `calibrate --json` prints (docs/json.md)."""
-    return {
-        "out": None if made.signal else str(made.out),
-        "passes": made.passes,
-        "rows": made.rows,
-        "recorded": _recorded(made),
-        "stopped": made.signal.name if made.signal else None,
-        "kept": True if made.signal else None,
-        "notes": [*made.notes],
-    }
-
-
-def _recorded(made: Calibrated) -> Counter[Role]:
-    """The number of modules in which each role was recorded."""
-    return Counter(
-        role for state in made.states.modules.values() for role, part in state.roles.items() if part.recorded
-    )

@@ -21,6 +21,7 @@ from precisionctl.recipe import Data, Recipe
 from precisionctl.tokens.tokenizer import open_tokenizer
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.data import Blend, OnTokens, Rows
+from precisionctl.trainer.fp8_start import Fp8Start, StateOrigin, continue_fp8, start_collecting, start_fp8
 from precisionctl.trainer.guard import Guard
 from precisionctl.trainer.loop import OnStep, train
 from precisionctl.trainer.measure.metrics import MetricsLog
@@ -42,7 +43,6 @@ from precisionctl.trainer.saved import loading, run_folder
 from precisionctl.trainer.saved.loading import Load, StatePart
 from precisionctl.trainer.saved.saving import Saver
 from precisionctl.trainer.settings import Settings, is_guarded, read_recipe, tokenized_rows
-from precisionctl.trainer.start import Fp8Start, StateOrigin, continue_fp8, start_collecting, start_fp8
 from precisionctl.trainer.stopping import SkippedSteps, Stop, deadline
 
 

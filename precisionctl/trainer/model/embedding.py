@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.backends.bf16_products import product
+from precisionctl.trainer.model.linears import plain_linear
 
 
 class Embedding(nn.Module):
@@ -67,13 +68,6 @@ class LeRope(nn.Module):
     def __init__(self, pairs: int, backend: Backend) -> None:
         super().__init__()
         self.alpha = nn.Parameter(torch.zeros(pairs, device=backend.device), requires_grad=False)
-
-
-def plain_linear(inputs: int, outputs: int, backend: Backend) -> nn.Linear:
-    """A linear without bias that every rank has whole, and that never computes in FP8."""
-    made = nn.Linear(inputs, outputs, bias=False, dtype=backend.dtype, device=backend.device)
-    nn.init.normal_(made.weight, std=0.02)
-    return made
 
 
 class WordEmbeddings(nn.Embedding):

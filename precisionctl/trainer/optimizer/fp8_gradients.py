@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.codes.numerics import amax, code_values, current_scale, largest_code
-from precisionctl.trainer.optimizer.scaled import ScaledTensor
+from precisionctl.trainer.optimizer.scaled_tensor import ScaledTensor
 from precisionctl.trainer.parallel.world import World
 
 CODES = torch.float8_e4m3fn

@@ -18,7 +18,7 @@ from precisionctl.param import KINDS, Kind
 from precisionctl.recipe import Optimizer
 from precisionctl.trainer.optimizer.adamw import weight_decay
 from precisionctl.trainer.optimizer.fp8_gradients import Fp8Gradients
-from precisionctl.trainer.optimizer.scaled import ScaledTensor
+from precisionctl.trainer.optimizer.scaled_tensor import ScaledTensor
 from precisionctl.trainer.parallel.world import World
 
 if TYPE_CHECKING:

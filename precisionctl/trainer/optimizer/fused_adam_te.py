@@ -7,7 +7,7 @@ from transformer_engine.pytorch.optimizers import FusedAdam
 from precisionctl.param import Kind
 from precisionctl.recipe import Optimizer
 from precisionctl.trainer.optimizer.adamw import weight_decay
-from precisionctl.trainer.optimizer.scaled import ScaledTensor
+from precisionctl.trainer.optimizer.scaled_tensor import ScaledTensor
 
 
 class FusedMoments:

@@ -15,7 +15,7 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.sparse_parts import CSA
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.backends.bf16_products import product
-from precisionctl.trainer.model.embedding import plain_linear
+from precisionctl.trainer.model.linears import plain_linear
 from precisionctl.trainer.model.positions import sliding_window_mask
 from precisionctl.trainer.sequences import Positions
 

@@ -17,7 +17,7 @@ from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention.core_attention import CoreAttention
 from precisionctl.trainer.model.attention.self_attention import gated_by
-from precisionctl.trainer.model.embedding import plain_linear
+from precisionctl.trainer.model.linears import plain_linear
 from precisionctl.trainer.model.recurrent.delta_rule import gated_delta_rule
 from precisionctl.trainer.model.recurrent.gated_delta_net import in_heads
 from precisionctl.trainer.model.recurrent.kimi_delta_attention import decays

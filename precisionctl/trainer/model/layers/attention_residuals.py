@@ -15,8 +15,8 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.model.attention.kimi_k3_attention import KimiK3DeltaAttention, KimiK3LatentAttention
 from precisionctl.trainer.model.attention.self_attention import KeysValues
-from precisionctl.trainer.model.embedding import plain_linear
 from precisionctl.trainer.model.layers.residual_layer import ResidualLayer
+from precisionctl.trainer.model.linears import plain_linear
 from precisionctl.trainer.model.mlp import MLP, MoELayer
 from precisionctl.trainer.sequences import Positions
 

@@ -9,10 +9,10 @@ from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.model.attention.compressed_attention import CompressedAttention
 from precisionctl.trainer.model.attention.latent_attention import MLASelfAttention
 from precisionctl.trainer.model.attention.self_attention import KeysValues, SelfAttention
-from precisionctl.trainer.model.embedding import plain_linear
 from precisionctl.trainer.model.layers.gated_residual import GatedResidual
 from precisionctl.trainer.model.layers.hyper_connections import HyperConnection, add_head, added
 from precisionctl.trainer.model.layers.residual_layer import ResidualLayer
+from precisionctl.trainer.model.linears import plain_linear
 from precisionctl.trainer.model.mlp import MLP, MoELayer
 from precisionctl.trainer.model.ngram_embedding import NgramLayer
 from precisionctl.trainer.model.recurrent.gated_delta_net import GatedDeltaNetAttention

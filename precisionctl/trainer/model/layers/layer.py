@@ -10,9 +10,9 @@ from precisionctl.trainer.backends.base import Backend, add_post_layernorm, norm
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention.latent_attention import MLASelfAttention
 from precisionctl.trainer.model.attention.self_attention import KeysValues, SelfAttention
-from precisionctl.trainer.model.embedding import plain_linear
 from precisionctl.trainer.model.layers.residual_gate import ResidualGate
 from precisionctl.trainer.model.layers.residual_layer import ResidualLayer
+from precisionctl.trainer.model.linears import plain_linear
 from precisionctl.trainer.model.mlp import ACTIVATIONS, MLP, MoELayer
 from precisionctl.trainer.model.norms import NormWithGate, ScaledNorm
 from precisionctl.trainer.model.recurrent.gated_delta_net import GatedDeltaNetAttention
