@@ -41,7 +41,7 @@ KINDS = {
     "GEMM": r"gemm|nvjet|xmma|cublas|cutlass|splitk|aten::(add)?b?mm\b|scaled_mm",
     "norms": r"norm|ln_(fwd|bwd)",
     "casts and transposes": r"transformer_engine|quantize|cast_|transpose|amax|swizzle",
-    "our kernels": r"^_(turn|swiglu|log_sums|logit_gradients)",
+    "our kernels": r"^_(rotate|swiglu|log_sums|logit_gradients)",
     "copies and elementwise": r"elementwise|reduce|cat|copy|memcpy|memset|fill|index|embedding|triton|aten::",
 }
 """By names of kernels, and the first that fits: attention's may be CUTLASS's, the optimizer takes a norm, and what is

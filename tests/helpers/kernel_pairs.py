@@ -13,7 +13,7 @@ from precisionctl.trainer.model.positions import rotate
 from precisionctl.trainer.sequences import Positions
 
 HEADS = ((128, 64, 20), (80, 16, 5), (64, 32, 1), (96, 24, 3))
-"""A head's size, the pairs of it that turn, and the number of heads."""
+"""A head's size, the pairs of it that are rotated, and the number of heads."""
 
 MODEL = ModelShape("llama", 1, 64, 1500, 1, 1, 64, 100, 100, 100)
 
@@ -22,15 +22,15 @@ Pair = tuple[str, Tensor, Tensor]
 
 def pairs(device: str, dtype: torch.dtype) -> Iterator[Pair]:
     """Outputs and gradients of both, by name, on the CPU."""
-    for size, turning, number in HEADS:
+    for size, rotated, number in HEADS:
         for rows in ((2, 9), (9,)):  # angles of each row's own, and of all
-            angles = torch.rand(*rows, turning) * 6
+            angles = torch.rand(*rows, rotated) * 6
             laid = torch.randn(2, 9, number, 3, size).to(dtype)
             query = laid[:, :, :, 1]  # as it lies between keys and values
             cos, sin = angles.cos()[..., None, :], angles.sin()[..., None, :]
-            kernel = gpu_kernels.turn(laid.to(device)[:, :, :, 1], cos.to(device), sin.to(device))
+            kernel = gpu_kernels.rotate_by(laid.to(device)[:, :, :, 1], cos.to(device), sin.to(device))
             expected = rotate(query, Positions(angles.cos(), angles.sin(), None, None, (2, 9)), interleaved=False)
-            yield f"rope, {turning} pairs of {size}", kernel.cpu(), expected
+            yield f"rope, {rotated} pairs of {size}", kernel.cpu(), expected
     values, gradient = torch.randn(3, 5, 3000).to(dtype), torch.randn(3, 5, 1500).to(dtype)
     on_device, here = values.to(device, copy=True).requires_grad_(), values.requires_grad_()
     kernel, expected = gpu_kernels.SwiGLU.apply(on_device), activate(here, MODEL)

@@ -47,7 +47,7 @@ for name, kernel in vars(gpu_kernels).items():
         kinds = dict.fromkeys(kernel.arg_names, "*fp32") | dict.fromkeys(integers, "i32")
         kinds |= {each: "*bf16" for each in of_bf16 if each in kinds} | {each: "constexpr" for each in constants}
         kinds |= {"targets": "*i64"} if "targets" in kinds else {"out": "*fp32"} if name == "_log_sums" else {}
-        source, fuses = ASTSource(fn=kernel, signature=kinds, constexprs=constants), name != "_turn"
+        source, fuses = ASTSource(fn=kernel, signature=kinds, constexprs=constants), name != "_rotate"
         for capability in (90, 100):
             made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": fuses})
             assert len(made.asm["cubin"]) > 1000

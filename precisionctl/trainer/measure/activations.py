@@ -311,7 +311,7 @@ def _compressed_attention(model: ModelShape, csa: CSA, layer: int, kept: BytesKe
     ratio = compression(model, layer)
     keys = length + (length // ratio if ratio else 0)
     latents = (kept.norm + kept.input) * csa.q_lora_rank + kept.norm * model.kv_channels
-    # Queries as they are, in FP32, and turned; for each pair FP32 and BF16 weights; keys for each head, twice
+    # Queries as they are, in FP32, and rotated; for each pair FP32 and BF16 weights; keys for each head, twice
     core = (2 + 4 + 2) * out + heads * keys * (4 + 2) + 2 * 2 * out * keys / length
     made = (2 + 2 + 4 + 2) * rows if keys > length else 0
     return latents + core + made + 2 * out + kept.input * csa.grouped_size

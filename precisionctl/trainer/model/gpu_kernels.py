@@ -25,7 +25,7 @@ def _launching(*operands: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(operands[0].device) if operands[0].is_cuda else nullcontext()
 
 
-def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_by(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rope over pairs (i, i + P) of `[B, S, heads, D]`; `cos` and `sin` FP32 `[S, 1, P]` or `[B, S, 1, P]`."""
     batch, length, number, size = heads.shape
     heads = heads if heads.stride(-1) == 1 else heads.contiguous()
@@ -34,7 +34,7 @@ def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     pairs = cos.shape[-1]
     at_once = min(_HEADS, triton.next_power_of_2(number))
     with _launching(heads):
-        _turn[batch * length, triton.cdiv(number, at_once)](
+        _rotate[batch * length, triton.cdiv(number, at_once)](
             heads,
             cos,
             sin,
@@ -55,7 +55,7 @@ def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @triton.jit
-def _turn(
+def _rotate(
     heads,
     cos,
     sin,

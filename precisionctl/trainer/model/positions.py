@@ -31,29 +31,29 @@ def rotate(heads: Tensor, positions: Positions, interleaved: bool) -> Tensor:
         size = 2 * positions.cos.shape[-1]
         heads = torch.cat([heads[..., :size:2], heads[..., 1:size:2], heads[..., size:]], -1)
     cos, sin = positions.cos[..., None, :], positions.sin[..., None, :]
-    turned: Tensor = _Turned.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
-    return turned
+    rotated: Tensor = _Rotation.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
+    return rotated
 
 
-class _Turned(torch.autograd.Function):
-    """A gradient is turned back by the same angles: what autograd would make of the forward's operations, to the last
+class _Rotation(torch.autograd.Function):
+    """A gradient is rotated back by the same angles: what autograd would make of the forward's operations, to the last
     bit, by half as many of them."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.angles = cos, sin
-        return _turn(heads, cos, sin)
+        return _rotate_by(heads, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.angles
-        return _turn(gradient, cos, -sin), None, None
+        return _rotate_by(gradient, cos, -sin), None, None
 
 
-def _turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_by(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if kernels := kernels_for(heads):
-        turned: Tensor = kernels.turn(heads, cos, sin)
-        return turned
+        rotated: Tensor = kernels.rotate_by(heads, cos, sin)
+        return rotated
     pairs = cos.shape[-1]
     first, second = heads[..., : 2 * pairs].float().chunk(2, -1)
     made = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(heads.dtype)
@@ -142,14 +142,14 @@ def _llama3(powers: Tensor, factor: float, scaling: RopeScaling) -> _Frequencies
 
 
 def _yarn(powers: Tensor, factor: float, scaling: RopeScaling) -> _Frequencies:
-    """YaRN (arXiv 2309.00071, section 3.2): pairs that turn more than `beta_fast` times in the original context keep
-    their frequency, those that turn less than `beta_slow` times are divided by `factor`, with a ramp between."""
+    """YaRN (arXiv 2309.00071, section 3.2): pairs that rotate more than `beta_fast` times in the original context keep
+    their frequency, those that rotate less than `beta_slow` times are divided by `factor`, with a ramp between."""
     pairs, original = len(powers), scaling["original"]
 
-    def pair_turning(times: float) -> float:
+    def pair_rotating(times: float) -> float:
         return pairs * math.log(original / (times * 2 * math.pi)) / math.log(scaling["base"])
 
-    low, high = pair_turning(scaling.get("beta_fast") or 32), pair_turning(scaling.get("beta_slow") or 1)
+    low, high = pair_rotating(scaling.get("beta_fast") or 32), pair_rotating(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)
@@ -175,11 +175,11 @@ def _longrope(powers: Tensor, factor: float, scaling: RopeScaling) -> _Frequenci
 
 
 def _proportional(powers: Tensor, factor: float, scaling: RopeScaling) -> _Frequencies:
-    """The first pairs of a head turn as they would if all did, and the others stay as they are (Gemma 4)."""
-    turning = int(scaling["partial_rotary_factor"] * len(powers))
-    if turning > len(powers):
-        raise ValueError(f"{turning} of {len(powers)} pairs turn")
-    scaled = (torch.arange(len(powers)) < turning) / powers / factor
+    """The first pairs of a head are rotated as they would be if all were, and the others stay as they are (Gemma 4)."""
+    rotated = int(scaling["partial_rotary_factor"] * len(powers))
+    if rotated > len(powers):
+        raise ValueError(f"{rotated} of {len(powers)} pairs turn")
+    scaled = (torch.arange(len(powers)) < rotated) / powers / factor
     return _Frequencies(scaled, scaled)
 
 

@@ -2,7 +2,7 @@
 branch (deepseek_v4_hybrid_attention.py, csa.py). Scores of all pairs are computed, in plain PyTorch.
 
 Shape letters: B batch, S sequence, T tokens, W windows, E hidden_size, Q q_lora_rank; H heads of D channels, P pairs of
-channels that turn.
+channels that are rotated.
 """
 
 import math
@@ -20,14 +20,14 @@ from precisionctl.trainer.model.positions import sliding_window_mask
 from precisionctl.trainer.sequences import Positions
 
 
-def turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_last(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding, in FP32, of the last 2 P channels of `[..., D]`, in pairs of neighbours, by angles
     `[..., P]`."""
-    turning_channels = 2 * cos.shape[-1]
-    still, turning = torch.split(heads, [heads.shape[-1] - turning_channels, turning_channels], -1)
-    first, second = torch.unflatten(turning.float(), -1, (-1, 2)).unbind(-1)
+    size = 2 * cos.shape[-1]
+    plain, rotary = torch.split(heads, [heads.shape[-1] - size, size], -1)
+    first, second = torch.unflatten(rotary.float(), -1, (-1, 2)).unbind(-1)
     pairs = torch.stack([first * cos - second * sin, second * cos + first * sin], -1)
-    return torch.cat([still, pairs.flatten(-2).to(heads.dtype)], -1)
+    return torch.cat([plain, pairs.flatten(-2).to(heads.dtype)], -1)
 
 
 class Compressor(nn.Module):
@@ -43,7 +43,7 @@ class Compressor(nn.Module):
         self.norm = backend.norm(head, norm_of(model))
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`[B, S, E]` to the keys of whole windows, `[B, W, D]`, turned by the angles of their first tokens; these are
+        """`[B, S, E]` to the keys of whole windows, `[B, W, D]`, rotated by the angles of their first tokens; these are
         `[B, S, P]`."""
         whole = hidden.shape[1] // self.ratio * self.ratio
         values, gates = (
@@ -55,7 +55,7 @@ class Compressor(nn.Module):
             values, gates = _with_window_before(values, 0.0), _with_window_before(gates, -torch.inf)
         weights = gates.softmax(2, dtype=torch.float32).to(values.dtype)
         keys: Tensor = self.norm((values * weights).sum(2))
-        return turned(keys, cos[:, : whole : self.ratio], sin[:, : whole : self.ratio])
+        return rotate_last(keys, cos[:, : whole : self.ratio], sin[:, : whole : self.ratio])
 
 
 def _with_window_before(windows: Tensor, filling: float) -> Tensor:
@@ -83,7 +83,7 @@ class CompressedIndexer(nn.Module):
         `[B, S, E]`, latents `[B, S, Q]`."""
         keys = self.compressor(hidden, cos, sin)
         queries = torch.unflatten(product(F.linear, latent, self.linear_wq_b.weight), -1, (self.heads, self.head))
-        queries = turned(queries, cos[:, :, None], sin[:, :, None])
+        queries = rotate_last(queries, cos[:, :, None], sin[:, :, None])
         scores = torch.matmul(queries.float(), keys.mT.float()[:, None]).relu() * self.head**-0.5  # [B, S, H, W]
         weights = product(F.linear, hidden, self.linear_weights_proj.weight).float() * self.heads**-0.5
         scores = (scores * weights[..., None]).sum(2).masked_fill(~seen, -torch.inf)
@@ -108,11 +108,11 @@ class CompressedCore(nn.Module):
             self.indexer = CompressedIndexer(model, csa, backend) if overlaps else None
 
     def forward(self, query: Tensor, key: Tensor, hidden: Tensor, latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Of texts that are S tokens long: queries `[B, S, H * D]`, keys `[B, S, D]`, both not yet turned, hidden
+        """Of texts that are S tokens long: queries `[B, S, H * D]`, keys `[B, S, D]`, both not yet rotated, hidden
         states `[B, S, E]`, latents `[B, S, Q]` and angles `[B, S, P]`, to what heads give, `[B, S, H * D]`."""
         query = torch.unflatten(query, -1, (-1, self.head))
         query = query * torch.rsqrt(query.float().square().mean(-1, keepdim=True) + self.epsilon).to(query.dtype)
-        query, key = turned(query, cos[:, :, None], sin[:, :, None]), turned(key, cos, sin)
+        query, key = rotate_last(query, cos[:, :, None], sin[:, :, None]), rotate_last(key, cos, sin)
         length = key.shape[1]
         mask = sliding_window_mask(length, self.window, key.device)
         if mask is None:
@@ -126,7 +126,7 @@ class CompressedCore(nn.Module):
         sinks = self.attn_sink.float()[:, None, None].expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1].to(key.dtype)
         given = product(torch.matmul, weights, key[:, None]).transpose(1, 2)
-        return turned(given, cos[:, :, None], -sin[:, :, None]).flatten(2)
+        return rotate_last(given, cos[:, :, None], -sin[:, :, None]).flatten(2)
 
     def _seen(self, hidden: Tensor, latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Which compressed keys each query sees, bool `[B, S, W]` or `[S, W]`: of windows that end before it or with

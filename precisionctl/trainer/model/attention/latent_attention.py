@@ -126,7 +126,7 @@ class MLASelfAttention(nn.Module):
             latent = self.q_layernorm(down)
             query = self.linear_q_up_proj(torch.cat([latent, down], -1) if mla.query_gate else latent)
         channels = [self.own_channels, self.shared_channels, mla.v_head_dim if mla.query_gate else 0]
-        plain, turned, gate = torch.split(query.view(*heads, sum(channels)), channels, -1)
+        plain, unrotated, gate = torch.split(query.view(*heads, sum(channels)), channels, -1)
         if self.linear_kv_down_proj is not None:
             down = self.linear_kv_down_proj(hidden)
             latent, rotary = torch.split(down, [mla.kv_lora_rank, self.shared_channels], -1)
@@ -146,7 +146,7 @@ class MLASelfAttention(nn.Module):
             if self.shared_channels:
                 recorder.kv_cache(self.name, "k", rotary)
         key = torch.cat([key, rotary.expand(*key.shape[:-1], -1)], -1)
-        query = torch.cat([plain, rotate(turned, positions, interleaved=True)], -1)
+        query = torch.cat([plain, rotate(unrotated, positions, interleaved=True)], -1)
         query = scaled(query, positions) if self.softmax_scaling is None else self.softmax_scaling(query, positions)
         attended = self.core_attention(query, key, value, positions)
         if self.linear_gate is not None:

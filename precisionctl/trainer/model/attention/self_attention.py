@@ -139,10 +139,10 @@ class SelfAttention(nn.Module):
         if self.gated:
             of_groups = query.view(*positions.shape, self.groups, 2, -1, self.head)
             query, gate = (part.flatten(2, 3) for part in of_groups.unbind(3))
-        query = scaled(self._placed(query, self.q_layernorm, positions), positions)
+        query = scaled(self._rotated(query, self.q_layernorm, positions), positions)
         if shared is None:
             key = own[0] if self.key_factor == 1 else own[0] * self.key_factor
-            key, value = self._placed(key, self.k_layernorm, positions), own[-1]
+            key, value = self._rotated(key, self.k_layernorm, positions), own[-1]
             if self.v_l2_norm:
                 value = F.rms_norm(value, value.shape[-1:], eps=self.l2_epsilon)
             if self.value_scale != 1:
@@ -172,8 +172,8 @@ class SelfAttention(nn.Module):
         index: tuple[Tensor, ...] = core.indexer(read, positions)
         return index
 
-    def _placed(self, heads: Tensor, norm: nn.Module, positions: Positions) -> Tensor:
-        """Queries or keys `[B, S, heads, D]`, normalised and turned by their positions."""
+    def _rotated(self, heads: Tensor, norm: nn.Module, positions: Positions) -> Tensor:
+        """Queries or keys `[B, S, heads, D]`, normalised and rotated by their positions."""
         if self.norms_after_rope:
             heads = norm(rotate(heads, positions, self.interleaved))
         else:
