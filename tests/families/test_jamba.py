@@ -104,13 +104,13 @@ def test_the_layers_that_are_written_are_those_that_were_read(
     assert from_hf_config(to_hf_config(model, "bfloat16")) == model
 
 
-def _token_by_token(value: Tensor, step: Tensor, rates: Tensor, write: Tensor, read: Tensor) -> Tensor:
+def _token_by_token(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
     """The recurrence as the paper has it (equation 2)."""
-    state, made = torch.zeros(len(value), *rates.shape, dtype=value.dtype), []
-    for token in range(value.shape[1]):
-        added = (step[:, token] * value[:, token])[..., None] * write[:, token, None]
-        state = (step[:, token, :, None] * rates).exp() * state + added
-        made.append((state * read[:, token, None]).sum(-1))
+    state, made = torch.zeros(len(x), *A.shape, dtype=x.dtype), []
+    for token in range(x.shape[1]):
+        added = (dt[:, token] * x[:, token])[..., None] * B[:, token, None]
+        state = (dt[:, token, :, None] * A).exp() * state + added
+        made.append((state * C[:, token, None]).sum(-1))
     return torch.stack(made, 1)
 
 
@@ -118,10 +118,10 @@ def _token_by_token(value: Tensor, step: Tensor, rates: Tensor, write: Tensor, r
 @settings(max_examples=12, deadline=None)
 def test_the_scan_is_the_recurrence_and_so_are_its_gradients(length: int, seed: int) -> None:
     drawn = torch.Generator().manual_seed(seed)
-    value, step = (torch.randn(2, length, 3, generator=drawn, dtype=torch.float64) for _ in range(2))
-    write, read = (torch.randn(2, length, 4, generator=drawn, dtype=torch.float64) for _ in range(2))
-    rates = -4 * torch.rand(3, 4, generator=drawn, dtype=torch.float64)
-    operands = [each.requires_grad_() for each in (value, step.exp().detach(), rates, write, read)]
+    x, dt = (torch.randn(2, length, 3, generator=drawn, dtype=torch.float64) for _ in range(2))
+    B, C = (torch.randn(2, length, 4, generator=drawn, dtype=torch.float64) for _ in range(2))
+    A = -4 * torch.rand(3, 4, generator=drawn, dtype=torch.float64)
+    operands = [each.requires_grad_() for each in (x, dt.exp().detach(), A, B, C)]
     found, expected = selective_scan(*operands), _token_by_token(*operands)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     weights = torch.randn(found.shape, generator=drawn, dtype=torch.float64)

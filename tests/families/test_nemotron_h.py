@@ -186,20 +186,19 @@ def test_what_others_compute_of_a_mixer_is_told(tmp_path: Path, epsilon: float) 
 def inputs(length: int) -> list[Tensor]:
     """Two rows of six heads of 3 channels in two groups, with states of 4: values, logarithms of decays, B and C."""
     torch.manual_seed(length)
-    write, read = torch.randn(2, 2, length, 2, 4, dtype=torch.float64).unbind()
-    return [torch.randn(2, length, 6, 3).double(), -torch.rand(2, length, 6).double(), write, read]
+    B, C = torch.randn(2, 2, length, 2, 4, dtype=torch.float64).unbind()
+    return [torch.randn(2, length, 6, 3).double(), -torch.rand(2, length, 6).double(), B, C]
 
 
-def slowly(value: Tensor, decay: Tensor, write: Tensor, read: Tensor) -> Tensor:
+def slowly(x: Tensor, g: Tensor, B: Tensor, C: Tensor) -> Tensor:
     """Token by token and head by head, as the paper defines it (equation 2)."""
-    out = torch.empty_like(value)
-    for row in range(value.shape[0]):
-        for head in range(value.shape[2]):
-            state, group = value.new_zeros(write.shape[3], value.shape[3]), head // 3
-            for token in range(value.shape[1]):
-                added = torch.outer(write[row, token, group], value[row, token, head])
-                state = decay[row, token, head].exp() * state + added
-                out[row, token, head] = read[row, token, group] @ state
+    out = torch.empty_like(x)
+    for row in range(x.shape[0]):
+        for head in range(x.shape[2]):
+            state, group = x.new_zeros(B.shape[3], x.shape[3]), head // 3
+            for token in range(x.shape[1]):
+                state = g[row, token, head].exp() * state + torch.outer(B[row, token, group], x[row, token, head])
+                out[row, token, head] = C[row, token, group] @ state
     return out
 
 

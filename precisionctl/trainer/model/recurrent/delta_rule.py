@@ -3,8 +3,8 @@
 channels.
 
 Each head has a state `S` `[K, D]`, of zeros at first, which decays by `exp(g)`, one number or one for each channel K,
-and learns by a step of size `b` to give the value `v` for the key `k`: `S' = exp(g) S`, then
-`S = S' + b k (v - S'^T k)^T`. Queries read it: `S^T q`. The steps of a chunk depend on one another by a triangular
+and learns at the rate `beta` to give the value `v` for the key `k`: `S' = exp(g) S`, then
+`S = S' + beta k (v - S'^T k)^T`. Queries read it: `S^T q`. The steps of a chunk depend on one another by a triangular
 system, which is solved at once.
 """
 
@@ -26,45 +26,44 @@ BLOCK = 8
 products of matrices."""
 
 
-def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """Queries and keys `[B, S, H, K]`, values `[B, S, N, D]`, `g` `[B, S, N]` or, for each channel, `[B, S, N, K]`, `b`
-    `[B, S, N]`, N a multiple of H; gives `[B, S, N, D]`, computed in FP32 or wider, in the values' dtype."""
-    by_channel = decay.dim() > beta.dim()
+def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """Queries and keys `[B, S, H, K]`, values `[B, S, N, D]`, `g` `[B, S, N]` or, for each channel, `[B, S, N, K]`,
+    `beta` `[B, S, N]`, N a multiple of H; gives `[B, S, N, D]`, computed in FP32 or wider, in the values' dtype."""
+    by_channel = g.dim() > beta.dim()
     if value.is_cuda and value.dtype == torch.bfloat16 and not by_channel and (kernel := _flash_kernel()):
-        return kernel(query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=True)[0]
-    length, wide = value.shape[1], torch.promote_types(value.dtype, torch.float32)
+        return kernel(query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
+    length, dtype, wide = value.shape[1], value.dtype, torch.promote_types(value.dtype, torch.float32)
     served = value.shape[2] // key.shape[2]
     query, key = (_of_length_1(heads.to(wide)).repeat_interleave(served, 2) for heads in (query, key))
     query = query * key.shape[-1] ** -0.5
-    query, key, new, rates, decays = (
-        in_chunks(each.to(wide))
-        for each in (query, key, value, beta[..., None], decay if by_channel else decay[..., None])
+    query, key, value, beta, g = (
+        in_chunks(each.to(wide)) for each in (query, key, value, beta[..., None], g if by_channel else g[..., None])
     )  # [B, N, chunks, CHUNK, ...]
-    past = decays.cumsum(3)  # the logarithm of what decays from a chunk's beginning to each token
-    system, seen = (_by_channel if by_channel else _by_head)(query, key, past, rates)
-    learned = torch.linalg.solve_triangular(system, rates * new, upper=False, unitriangular=True)
-    read = torch.linalg.solve_triangular(system, rates * past.exp() * key, upper=False, unitriangular=True)
+    past = g.cumsum(3)  # the logarithm of what decays from a chunk's beginning to each token
+    system, seen = (_by_channel if by_channel else _by_head)(query, key, past, beta)
+    learned = torch.linalg.solve_triangular(system, beta * value, upper=False, unitriangular=True)
+    read = torch.linalg.solve_triangular(system, beta * past.exp() * key, upper=False, unitriangular=True)
     from_state, to_state = query * past.exp(), key * (past[..., -1:, :] - past).exp()
     whole = past[..., -1:, :].exp().mT
-    state = new.new_zeros(*new.shape[:2], key.shape[-1], new.shape[-1])
+    state = value.new_zeros(*value.shape[:2], key.shape[-1], value.shape[-1])
     outputs = []
-    for chunk in range(new.shape[2]):
+    for chunk in range(value.shape[2]):
         steps = learned[:, :, chunk] - read[:, :, chunk] @ state
         outputs.append(from_state[:, :, chunk] @ state + seen[:, :, chunk] @ steps)
         state = whole[:, :, chunk] * state + to_state[:, :, chunk].mT @ steps
-    return torch.cat(outputs, 2)[:, :, :length].transpose(1, 2).to(value.dtype)
+    return torch.cat(outputs, 2)[:, :, :length].transpose(1, 2).to(dtype)
 
 
-def _by_head(query: Tensor, key: Tensor, past: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
-    """The products of each token's key, times its learning rate, and of its query with the keys up to its own, which
+def _by_head(query: Tensor, key: Tensor, past: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """The products of each token's key, times its `beta`, and of its query with the keys up to its own, which
     have decayed meanwhile, `[..., CHUNK, CHUNK]`: the triangular system, of which only what is below its diagonal
-    counts, and what queries see of a chunk. Of queries and keys `[..., CHUNK, K]`, learning rates `[..., CHUNK, 1]` and
-    the logarithm of what decays from the chunk's beginning to each token, `[..., CHUNK, 1]`."""
+    counts, and what queries see of a chunk. Of queries and keys `[..., CHUNK, K]`, `beta` `[..., CHUNK, 1]` and the
+    logarithm of what decays from the chunk's beginning to each token, `[..., CHUNK, 1]`."""
     between = decays_between(past)
-    return rates * (key @ key.mT) * between, (query @ key.mT) * between
+    return beta * (key @ key.mT) * between, (query @ key.mT) * between
 
 
-def _by_channel(query: Tensor, key: Tensor, past: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
+def _by_channel(query: Tensor, key: Tensor, past: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """The same of decays of each channel, `[..., CHUNK, K]`. Between a block's tokens these are taken pair by pair;
     earlier keys decay to the block's first token, and from there on: each of the two exponentials is at most 1."""
     each, blocks = torch.stack((key, query), -2), []  # [..., CHUNK, 2, K]
@@ -79,7 +78,7 @@ def _by_channel(query: Tensor, key: Tensor, past: Tensor, rates: Tensor) -> tupl
         earlier = (since.flatten(-3, -2) @ before.mT).view(*since.shape[:-1], first)
         blocks.append(F.pad(torch.cat([earlier, within], -1), (0, CHUNK - first - BLOCK)))
     keys, seen = torch.cat(blocks, -3).unbind(-2)
-    return rates * keys, seen
+    return beta * keys, seen
 
 
 @cache

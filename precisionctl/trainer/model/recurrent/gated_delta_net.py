@@ -28,8 +28,8 @@ def in_heads(mixed: Tensor, gdn: GatedDeltaNet) -> tuple[Tensor, ...]:
 
 class GatedDeltaNetAttention(nn.Module):
     """Queries, keys and values go through a causal convolution, the gated delta rule, a norm of each head that is
-    multiplied by a gate, and out_proj. Rows of in_proj: queries, keys, values, gates, then what makes the rule's
-    learning rates and decays, one for each value head."""
+    multiplied by a gate, and out_proj. Rows of in_proj: queries, keys, values, gates (z), then what makes the rule's
+    `beta` (b) and `g` (a), one for each value head."""
 
     def __init__(self, name: str, model: ModelShape, gdn: GatedDeltaNet, backend: Backend) -> None:
         super().__init__()
@@ -55,9 +55,9 @@ class GatedDeltaNetAttention(nn.Module):
     def _attend(self, projected: Tensor) -> Tensor:
         """What in_proj gives of texts that are S tokens long, `[B, S, parts]`, to `[B, S, N * D]`."""
         channels = sum(self.parts[:3])
-        mixed, gate, beta, alpha = torch.split(projected, [channels, *self.parts[3:]], -1)
+        mixed, z, b, a = torch.split(projected, [channels, *self.parts[3:]], -1)
         query, key, value = in_heads(F.silu(convolved(mixed, self.conv1d)), self.gdn)
-        decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
-        read = gated_delta_rule(query, key, value, decay, self.fastest * beta.sigmoid())
-        gated: Tensor = self.out_norm(read) * self.opening(gate.reshape(read.shape).float())
+        g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
+        read = gated_delta_rule(query, key, value, g, self.fastest * b.sigmoid())
+        gated: Tensor = self.out_norm(read) * self.opening(z.reshape(read.shape).float())
         return gated.to(projected.dtype).flatten(2)

@@ -18,9 +18,9 @@ from precisionctl.trainer.sequences import Positions
 
 
 class Mamba1Mixer(nn.Module):
-    """Values go through a causal convolution, the selective scan and a gate. Rows of in_proj: values (x), gates (z). Of
-    the values behind the convolution x_proj makes, for all channels together, B, C and what dt_proj makes the steps of;
-    each through a norm. Both compute in BF16. Tensor ranks have some of the channels, and add up what x_proj makes."""
+    """`x` goes through a causal convolution, the selective scan and a gate `z`. Rows of in_proj: x, z. Of x behind the
+    convolution x_proj makes, for all channels together, what dt_proj makes `dt` of, `B` and `C`; each through a norm.
+    Both compute in BF16. Tensor ranks have some of the channels, and add up what x_proj makes."""
 
     def __init__(self, name: str, model: ModelShape, mamba: Mamba, dt_rank: int, backend: Backend) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class Mamba1Mixer(nn.Module):
         self.c_layernorm = backend.norm(mamba.state_dim, norm)
         self.dt_proj = nn.Linear(dt_rank, channels, dtype=dtype, device=device)
         self.dt_proj.bias = nn.Parameter(initial_steps(channels, backend))
-        rates = torch.arange(1, mamba.state_dim + 1, device=device).log().to(dtype)
-        self.A_log = nn.Parameter(rates.repeat(channels, 1))
+        A_log = torch.arange(1, mamba.state_dim + 1, device=device).log().to(dtype)
+        self.A_log = nn.Parameter(A_log.repeat(channels, 1))
         self.D = nn.Parameter(torch.ones(channels, dtype=dtype, device=device))
         self.out_proj = backend.linear(f"{name}.out_proj", mamba.inner_size, model.hidden_size, False, "row")
 
@@ -47,14 +47,13 @@ class Mamba1Mixer(nn.Module):
 
     def _mix(self, projected: Tensor) -> Tensor:
         """What in_proj gives of texts that are S tokens long, `[B, S, 2 D]`, to `[B, S, D]`."""
-        value, gate = torch.chunk(projected, 2, -1)
-        value = F.silu(convolved(value, self.conv1d))
-        made = torch.split(self.ranks.reduce(product(F.linear, value, self.x_proj.weight)), self.parts, -1)
+        x, z = torch.chunk(projected, 2, -1)
+        x = F.silu(convolved(x, self.conv1d))
+        made = torch.split(self.ranks.reduce(product(F.linear, x, self.x_proj.weight)), self.parts, -1)
         norms = (self.dt_layernorm, self.b_layernorm, self.c_layernorm)
         normed = torch.cat([norm(each) for norm, each in zip(norms, made, strict=True)], -1)
-        step, write, read = torch.split(self.ranks.copy(normed), self.parts, -1)
-        step = product(F.linear, step, self.dt_proj.weight)
-        step = F.softplus(step.float() + self.dt_proj.bias.float())
-        rates, value = -self.A_log.float().exp(), value.float()
-        read_out = selective_scan(value, step, rates, write, read)
-        return ((read_out + self.D.float() * value) * F.silu(gate.float())).to(projected.dtype)
+        dt, B, C = torch.split(self.ranks.copy(normed), self.parts, -1)
+        dt = F.softplus(product(F.linear, dt, self.dt_proj.weight).float() + self.dt_proj.bias.float())
+        A, x = -self.A_log.float().exp(), x.float()
+        y = selective_scan(x, dt, A, B, C)
+        return ((y + self.D.float() * x) * F.silu(z.float())).to(projected.dtype)

@@ -28,9 +28,9 @@ def initial_steps(heads: int, backend: Backend) -> Tensor:
 
 
 class MambaMixer(nn.Module):
-    """Values and the vectors B and C go through a causal convolution, the state space and a gate, with a norm or
-    without one, and out_proj. Rows of in_proj: gates (z), values (x), B, C, then what makes the step dt of each head:
-    the more of it, the more a token adds to the state, and the more decays. It is not clamped, as in Megatron-Core."""
+    """`x` and the vectors `B` and `C` go through a causal convolution, the state space and a gate `z`, with a norm or
+    without one, and out_proj. Rows of in_proj: z, x, B, C, then what makes the step `dt` of each head: the more of it,
+    the more a token adds to the state, and the more decays. It is not clamped, as in Megatron-Core."""
 
     def __init__(self, name: str, model: ModelShape, mamba: Mamba, backend: Backend) -> None:
         super().__init__()
@@ -59,14 +59,15 @@ class MambaMixer(nn.Module):
         if self.factors:
             each = zip(torch.split(projected, self.parts, -1), self.factors, strict=True)
             projected = torch.cat([part * factor for part, factor in each], -1)
-        gate, mixed, step = torch.split(projected, [self.parts[0], sum(self.parts[1:4]), self.parts[4]], -1)
-        value, write, read = torch.split(F.silu(convolved(mixed, self.conv1d)), self.parts[1:4], -1)
-        write, read = (torch.unflatten(each, -1, (self.groups, -1)) for each in (write, read))
-        value = torch.unflatten(value, -1, (len(self.D), -1)).float()
-        step = F.softplus(step.float() + self.dt_bias.float())
-        made = state_space(value * step[..., None], -self.A_log.float().exp() * step, write, read)
-        made = (made + self.D.float()[:, None] * value).flatten(2)
-        given: Tensor = self.norm(made, gate) if self.norm else (made * F.silu(gate.float())).to(gate.dtype)
+        z, xBC, dt = torch.split(projected, [self.parts[0], sum(self.parts[1:4]), self.parts[4]], -1)
+        x, B, C = torch.split(F.silu(convolved(xBC, self.conv1d)), self.parts[1:4], -1)
+        B, C = (torch.unflatten(each, -1, (self.groups, -1)) for each in (B, C))
+        x = torch.unflatten(x, -1, (len(self.D), -1)).float()
+        dt = F.softplus(dt.float() + self.dt_bias.float())
+        A = -self.A_log.float().exp()
+        y = state_space(x * dt[..., None], A * dt, B, C)
+        y = (y + self.D.float()[:, None] * x).flatten(2)
+        given: Tensor = self.norm(y, z) if self.norm else (y * F.silu(z.float())).to(z.dtype)
         return given
 
 
