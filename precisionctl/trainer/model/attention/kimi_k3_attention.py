@@ -16,11 +16,10 @@ from precisionctl.model.recurrent_parts import GatedDeltaNet
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention.core_attention import CoreAttention
+from precisionctl.trainer.model.attention.latent_attention import keys_and_values, record_latent
 from precisionctl.trainer.model.attention.self_attention import gated_by
 from precisionctl.trainer.model.linears import plain_linear
-from precisionctl.trainer.model.recurrent.delta_rule import gated_delta_rule
-from precisionctl.trainer.model.recurrent.gated_delta_net import in_heads
-from precisionctl.trainer.model.recurrent.kimi_delta_attention import decays
+from precisionctl.trainer.model.recurrent.kimi_delta_attention import kimi_delta_rule
 from precisionctl.trainer.model.recurrent.recurrence import by_text, convolution, convolved
 from precisionctl.trainer.sequences import Positions
 
@@ -62,18 +61,13 @@ class KimiK3DeltaAttention(nn.Module):
         return out
 
     def _attend(self, made: Tensor) -> Tensor:
-        """What the linears make of texts that are S tokens long: queries, keys, values, decays, gates and learning
-        rates, `[B, S, parts]`; gives `[B, S, N * D]`."""
-        gdn = self.gdn
-        parts = (*gdn.conv_parts, gdn.key_size, gdn.value_size, gdn.num_value_heads)
-        *mixed, decay, gate, beta = torch.split(made, [rows // self.ranks.size for rows in parts], -1)
+        """What the linears make of texts that are S tokens long, as of `KimiDeltaAttention`."""
+        parts = (*self.gdn.conv_parts, self.gdn.key_size, self.gdn.value_size, self.gdn.num_value_heads)
+        *mixed, f, gate, b = torch.split(made, [rows // self.ranks.size for rows in parts], -1)
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         mixed = [convolved(part, conv) for part, conv in zip(mixed, convs, strict=True)]
-        query, key, value = in_heads(F.silu(torch.cat(mixed, -1)), gdn)
-        logarithms = decays(decay, self.A_log, self.dt_bias, gdn.kda_lower_bound)
-        read = gated_delta_rule(query, key, value, logarithms, beta.sigmoid())
-        gated: Tensor = self.o_norm(read) * gate.reshape(read.shape).float().sigmoid()
-        return gated.to(made.dtype).flatten(2)
+        read = kimi_delta_rule(torch.cat(mixed, -1), f, b, self.gdn, self.A_log, self.dt_bias)
+        return gated_by(self.o_norm(read), gate.reshape(read.shape)).flatten(2)
 
 
 class KimiK3LatentAttention(nn.Module):
@@ -108,13 +102,10 @@ class KimiK3LatentAttention(nn.Module):
         latent, shared = torch.split(down, [mla.kv_lora_rank, mla.qk_pos_emb_head_dim], -1)
         latent = self.kv_a_layernorm(latent)
         shared = ranks.copy(shared).view(*positions.shape, 1, mla.qk_pos_emb_head_dim)
-        key_value = self.kv_b_proj(latent).view(*heads, mla.qk_head_dim + mla.v_head_dim)
-        own, value = torch.split(key_value, [mla.qk_head_dim, mla.v_head_dim], -1)
-        if recorder := self.backend.recorder:  # as of `MLASelfAttention`
-            recorder.kv_cache(self.name, "k", latent)
-            if mla.qk_pos_emb_head_dim:
-                recorder.kv_cache(self.name, "k", shared)
-        key = torch.cat([own, shared.expand(*own.shape[:-1], -1)], -1)
+        up = self.kv_b_proj(latent)
+        if recorder := self.backend.recorder:
+            record_latent(recorder, self.name, latent, shared)
+        key, value = keys_and_values(up, shared, [mla.qk_head_dim, mla.v_head_dim])
         attended = self.core_attention(query, key, value, positions)
         out: Tensor = self.o_proj(gated_by(attended, self.g_proj(hidden)))
         return out

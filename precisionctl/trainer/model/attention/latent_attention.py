@@ -14,10 +14,26 @@ from precisionctl.model.model_parts import MLA
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.sparse_parts import DSA
 from precisionctl.trainer.backends.base import Backend, column_linear, norm_of
+from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.attention.core_attention import CoreAttention
 from precisionctl.trainer.model.attention.self_attention import GateOfHeads, KeysValues, gated_by, scaled
 from precisionctl.trainer.model.positions import rotate
 from precisionctl.trainer.sequences import Positions
+
+
+def record_latent(recorder: Recorder, name: str, latent: Tensor, shared: Tensor) -> None:
+    """Show what a KV cache holds: neither keys nor values, but what both are made of, the normalised latent and the
+    part of keys that heads share, under one scale (vLLM's concat_and_cache_mla). That is `k`, and there is no `v`."""
+    recorder.kv_cache(name, "k", latent)
+    if shared.shape[-1]:
+        recorder.kv_cache(name, "k", shared)
+
+
+def keys_and_values(up: Tensor, shared: Tensor, channels: list[int]) -> tuple[Tensor, Tensor]:
+    """Keys and values `[B, S, heads, channels]` of what is made of latents, `[T, heads * channels]`, for each head so
+    many channels of a key and of a value, and of the part of keys that heads share, `[B, S, 1, channels]`."""
+    own, value = torch.split(up.view(*shared.shape[:2], -1, sum(channels)), channels, -1)
+    return torch.cat([own, shared.expand(*own.shape[:-1], -1)], -1), value
 
 
 class SoftmaxScaling(nn.Module):
@@ -136,16 +152,11 @@ class MLASelfAttention(nn.Module):
         else:
             assert shared is not None, "the decoder gives it"
             latent, rotary = shared
-        up = self.linear_kv_up_proj(latent).view(*heads, self.own_channels + mla.v_head_dim)
-        key, value = torch.split(up, [self.own_channels, mla.v_head_dim], -1)
+        up = self.linear_kv_up_proj(latent)
         if recorder := self.backend.recorder:
-            # A KV cache holds neither keys nor values, but what both are made of: the normalised latent and the part
-            # with positions, under one scale (vLLM's concat_and_cache_mla). That is `k`, and there is no `v`.
-            cached = self.linear_kv_up_proj.gemm_input(latent).to(latent.dtype) if self.fused_layernorms else latent
-            recorder.kv_cache(self.name, "k", cached)
-            if self.shared_channels:
-                recorder.kv_cache(self.name, "k", rotary)
-        key = torch.cat([key, rotary.expand(*key.shape[:-1], -1)], -1)
+            normed = self.linear_kv_up_proj.gemm_input(latent).to(latent.dtype) if self.fused_layernorms else latent
+            record_latent(recorder, self.name, normed, rotary)
+        key, value = keys_and_values(up, rotary, [self.own_channels, mla.v_head_dim])
         query = torch.cat([plain, rotate(unrotated, positions, interleaved=True)], -1)
         query = scaled(query, positions) if self.softmax_scaling is None else self.softmax_scaling(query, positions)
         attended = self.core_attention(query, key, value, positions)

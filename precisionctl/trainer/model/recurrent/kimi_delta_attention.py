@@ -18,11 +18,16 @@ from precisionctl.trainer.model.recurrent.recurrence import by_text, convolution
 from precisionctl.trainer.sequences import Positions
 
 
-def decays(made: Tensor, rates: Tensor, bias: Tensor, bound: float | None) -> Tensor:
-    """Logarithms of what a state keeps of each channel of a key, FP32 `[B, S, N, K]`, of what linears make for it,
-    `[B, S, N * K]`; above `bound`, if there is one. `rates` are logarithms too, one for each head."""
-    steps, scales = torch.unflatten(made.float() + bias, -1, (len(rates), -1)), rates.float().exp()[:, None]
-    return -scales * F.softplus(steps) if bound is None else bound * (scales * steps).sigmoid()
+def kimi_delta_rule(mixed: Tensor, f: Tensor, b: Tensor, gdn: GatedDeltaNet, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """What heads read, `[B, S, N, D]`, by the gated delta rule, of texts that are S tokens long: of queries, keys and
+    values as convolutions give them, `[B, S, channels]`, what the rule's `g` is made of, `[B, S, N * K]`, and what its
+    `beta` is, `[B, S, N]`. Logarithms of decays, one for each channel of a key, are above `kda_lower_bound`, if there
+    is one. `A_log` is `[N]`, `dt_bias` `[N * K]`."""
+    query, key, value = in_heads(F.silu(mixed), gdn)
+    A, dt = A_log.float().exp()[:, None], torch.unflatten(f.float() + dt_bias, -1, (len(A_log), -1))
+    bound = gdn.kda_lower_bound
+    g = -A * F.softplus(dt) if bound is None else bound * (A * dt).sigmoid()
+    return gated_delta_rule(query, key, value, g, b.sigmoid())
 
 
 class KimiDeltaAttention(nn.Module):
@@ -59,12 +64,10 @@ class KimiDeltaAttention(nn.Module):
         return out
 
     def _attend(self, made: Tensor) -> Tensor:
-        """What the linears make of texts that are S tokens long: queries, keys, values, decays, gates and learning
-        rates, `[B, S, parts]`; gives `[B, S, N * D]`."""
+        """What the linears make of texts that are S tokens long: queries, keys, values, what `g` is made of, gates and
+        what `beta` is, `[B, S, parts]`; gives `[B, S, N * D]`."""
         parts = (self.gdn.conv_size, self.gdn.key_size, self.gdn.value_size, self.gdn.num_value_heads)
-        mixed, decay, gate, beta = torch.split(made, [rows // self.ranks.size for rows in parts], -1)
-        query, key, value = in_heads(F.silu(convolved(mixed, self.conv1d)), self.gdn)
-        logarithms = decays(decay, self.A_log, self.dt_bias, self.gdn.kda_lower_bound)
-        read = gated_delta_rule(query, key, value, logarithms, beta.sigmoid())
+        mixed, f, gate, b = torch.split(made, [rows // self.ranks.size for rows in parts], -1)
+        read = kimi_delta_rule(convolved(mixed, self.conv1d), f, b, self.gdn, self.A_log, self.dt_bias)
         gated: Tensor = self.out_norm(read) * gate.reshape(read.shape).float().sigmoid()
         return gated.to(made.dtype).flatten(2)
