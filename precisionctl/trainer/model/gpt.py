@@ -32,7 +32,7 @@ from precisionctl.trainer.model.layers.hybrid_layer import HybridLayer
 from precisionctl.trainer.model.layers.hyper_connections import add_head, contracted
 from precisionctl.trainer.model.layers.hyper_layer import HyperLayer, HyperMTPLayer
 from precisionctl.trainer.model.layers.layer import Layer
-from precisionctl.trainer.model.layers.residual_layer import ResidualLayer
+from precisionctl.trainer.model.layers.residual_layer import Beside, ResidualLayer
 from precisionctl.trainer.model.mlp import Router
 from precisionctl.trainer.model.positions import LayerKind, Rope, layer_kind, query_scale
 from precisionctl.trainer.model.router_balance import NO_BALANCE, Balance
@@ -268,10 +268,10 @@ class Decoder(nn.Module):
             kept: dict[int, KeysValues | None] = {}
             put_aside: tuple[Tensor, ...] = ()
             for number, (layer, source) in enumerate(zip(self.layers, self.kv_layers, strict=True)):
-                own, before = per_layer[number] if per_layer else None, hidden
-                hidden, kept[number] = layer(hidden, positions, own, put_aside or kept.get(source))
-                if isinstance(layer, AttentionResidualLayer) and layer.begins:
-                    put_aside += (before,)
+                beside = Beside(per_layer[number] if per_layer else None, kept.get(source), put_aside)
+                if layer.puts_aside:
+                    put_aside += (hidden,)
+                hidden, kept[number] = layer(hidden, positions, beside)
         if self.mhc:
             streams = torch.unflatten(hidden, -1, (self.mhc.num_residual_streams, -1))
             if self.hyper_connection_mixer:

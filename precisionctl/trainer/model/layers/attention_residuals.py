@@ -14,20 +14,19 @@ from torch import Tensor
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.model.attention.kimi_k3_attention import KimiK3DeltaAttention, KimiK3LatentAttention
-from precisionctl.trainer.model.attention.self_attention import KeysValues
-from precisionctl.trainer.model.layers.residual_layer import ResidualLayer
+from precisionctl.trainer.model.layers.residual_layer import Beside, ResidualLayer
 from precisionctl.trainer.model.linears import plain_linear
 from precisionctl.trainer.model.mlp import MLP, MoELayer
 from precisionctl.trainer.sequences import Positions
 
 
 class AttentionResidualLayer(ResidualLayer):
-    """A layer of Kimi K3. Where a block of layers `begins`, the stream that it is given is put aside, and what
-    attention gives is the new one. The last layer also makes the mean that the decoder's norm reads."""
+    """A layer of Kimi K3. Where a block of layers begins, the stream that it is given is put aside, and what attention
+    gives is the new one. The last layer also makes the mean that the decoder's norm reads."""
 
     def __init__(self, name: str, model: ModelShape, number: int, backend: Backend, recompute: bool = False) -> None:
         super().__init__(model, number, backend, recompute)
-        self.begins = number % (model.attn_res_block_size or 1) == 0
+        self.puts_aside = number % (model.attn_res_block_size or 1) == 0
         self.norm, size = norm_of(model), model.hidden_size
         self.input_layernorm = backend.norm(size, self.norm)
         self.self_attention: KimiK3DeltaAttention | KimiK3LatentAttention
@@ -48,13 +47,10 @@ class AttentionResidualLayer(ResidualLayer):
             setattr(self, f"{reader}_res_proj", plain_linear(size, 1, backend))
         self.is_last = bool(last)
 
-    def through(
-        self, hidden: Tensor, positions: Positions, per_layer: Tensor | None, shared: KeysValues | None
-    ) -> tuple[Tensor, None]:
-        """`shared` are the streams `[T, E]` that were put aside before this layer."""
-        aside = shared or ()
+    def through(self, hidden: Tensor, positions: Positions, beside: Beside) -> tuple[Tensor, None]:
+        aside = beside.put_aside
         attended = self.self_attention(self.input_layernorm(self._mean("self_attention", (*aside, hidden))), positions)
-        if self.begins:
+        if self.puts_aside:
             aside, hidden = (*aside, hidden), attended
         else:
             hidden = hidden + attended

@@ -7,7 +7,7 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.recurrent_parts import Mamba
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.model.attention.self_attention import KeysValues, SelfAttention
-from precisionctl.trainer.model.layers.residual_layer import ResidualLayer
+from precisionctl.trainer.model.layers.residual_layer import Beside, ResidualLayer
 from precisionctl.trainer.model.mlp import MLP, MoELayer
 from precisionctl.trainer.model.recurrent.mamba_1_mixer import Mamba1Mixer
 from precisionctl.trainer.model.recurrent.mamba_mixer import MambaMixer
@@ -44,9 +44,7 @@ class HybridLayer(ResidualLayer):
             self.pre_mlp_layernorm = backend.norm(model.hidden_size, norm)
             self.mlp = MoELayer(f"{name}.mlp", model, model.moe, backend)
 
-    def through(
-        self, hidden: Tensor, positions: Positions, per_layer: Tensor | None, shared: KeysValues | None
-    ) -> tuple[Tensor, KeysValues | None]:
+    def through(self, hidden: Tensor, positions: Positions, beside: Beside) -> tuple[Tensor, KeysValues | None]:
         if self.block == "P":
             hidden = self.added(hidden, self._beside_attention(self.norm(hidden), positions))
             made = self.mlp(hidden)

@@ -11,7 +11,7 @@ from precisionctl.trainer.model.attention.latent_attention import MLASelfAttenti
 from precisionctl.trainer.model.attention.self_attention import KeysValues, SelfAttention
 from precisionctl.trainer.model.layers.gated_residual import GatedResidual
 from precisionctl.trainer.model.layers.hyper_connections import HyperConnection, add_head, added
-from precisionctl.trainer.model.layers.residual_layer import ResidualLayer
+from precisionctl.trainer.model.layers.residual_layer import Beside, ResidualLayer
 from precisionctl.trainer.model.linears import plain_linear
 from precisionctl.trainer.model.mlp import MLP, MoELayer
 from precisionctl.trainer.model.ngram_embedding import NgramLayer
@@ -66,16 +66,14 @@ class HyperLayer(ResidualLayer):
             fused = norm if model.fused_layernorms else None
             self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_hidden_size, fused)
 
-    def through(
-        self, hidden: Tensor, positions: Positions, per_layer: Tensor | None, shared: KeysValues | None
-    ) -> tuple[Tensor, KeysValues | None]:
+    def through(self, hidden: Tensor, positions: Positions, beside: Beside) -> tuple[Tensor, KeysValues | None]:
         streams = torch.unflatten(hidden, -1, (self.streams, -1))
         if self.ple is not None:
             streams = streams + self.ple(streams, positions)
         read, add, mix = self.self_attention_hyper_connection(streams)
         normed, kept = self.input_layernorm(read), None
         if isinstance(self.self_attention, MLASelfAttention | SelfAttention):
-            attended, kept = self.self_attention(normed, positions, shared)
+            attended, kept = self.self_attention(normed, positions, beside.shared)
         else:
             attended = self.self_attention(normed, positions)
         hidden = added(streams, attended, add, mix)

@@ -11,7 +11,7 @@ from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention.latent_attention import MLASelfAttention
 from precisionctl.trainer.model.attention.self_attention import KeysValues, SelfAttention
 from precisionctl.trainer.model.layers.residual_gate import ResidualGate
-from precisionctl.trainer.model.layers.residual_layer import ResidualLayer
+from precisionctl.trainer.model.layers.residual_layer import Beside, ResidualLayer
 from precisionctl.trainer.model.linears import plain_linear
 from precisionctl.trainer.model.mlp import ACTIVATIONS, MLP, MoELayer
 from precisionctl.trainer.model.norms import NormWithGate, ScaledNorm
@@ -113,22 +113,19 @@ class Layer(ResidualLayer):
         joined: Tensor = gate(hidden, block)
         return joined
 
-    def through(
-        self, hidden: Tensor, positions: Positions, per_layer: Tensor | None, shared: KeysValues | None
-    ) -> tuple[Tensor, KeysValues | None]:
+    def through(self, hidden: Tensor, positions: Positions, beside: Beside) -> tuple[Tensor, KeysValues | None]:
         normed, kept = self.input_layernorm(hidden), None
         if isinstance(self.self_attention, SelfAttention | MLASelfAttention):
-            attended, kept = self.self_attention(normed, positions, shared)
+            attended, kept = self.self_attention(normed, positions, beside.shared)
         else:
             attended = self.self_attention(normed, positions)
         out = self._joined(hidden, attended, self.post_attention_residual_gate)
-        beside = normed if self.parallel_residual else out
-        made = self.mlp(self.pre_mlp_layernorm(beside))
+        made = self.mlp(self.pre_mlp_layernorm(normed if self.parallel_residual else out))
         out = self._joined(out, made, self.post_feedforward_residual_gate)
         if self.per_layer_input_gate is not None:
-            assert per_layer is not None, "`Embedding.per_layer` makes it where there is a gate"
+            assert beside.per_layer is not None, "`Embedding.per_layer` makes it where there is a gate"
             gate = self.activation(product(F.linear, out, self.per_layer_input_gate.weight))
-            added = product(F.linear, gate * per_layer, self.per_layer_projection.weight)
+            added = product(F.linear, gate * beside.per_layer, self.per_layer_projection.weight)
             out = out + self.post_per_layer_input_norm(added)
         out = out if self.layer_scalar is None else out * self.layer_scalar
         return out, kept if self.kv_is_read else None

@@ -1,5 +1,7 @@
 """What all layers of the decoder do: add to the residual stream, and forget activations where they are told to."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -10,9 +12,26 @@ from precisionctl.trainer.model.positions import LayerKind, layer_kind
 from precisionctl.trainer.sequences import Positions
 
 
+class Beside(NamedTuple):
+    """What a layer reads beside the residual stream."""
+
+    per_layer: Tensor | None = None
+    """What is made of the tokens for this layer alone, `[T, P]` (`Embedding.per_layer`)."""
+    shared: KeysValues | None = None
+    """The keys and values of another layer."""
+    put_aside: tuple[Tensor, ...] = ()
+    """The residual stream before each earlier layer that `puts_aside`, `[T, E]`."""
+
+
+NOTHING = Beside()
+
+
 class ResidualLayer(nn.Module):
     """A layer; `through` is what it computes. `recompute` keeps no activation for the backward but the input, and keys
     and values that other layers read."""
+
+    puts_aside = False
+    """Whether later layers also read the stream that it is given."""
 
     def __init__(self, model: ModelShape, number: int, backend: Backend, recompute: bool) -> None:
         super().__init__()
@@ -20,26 +39,17 @@ class ResidualLayer(nn.Module):
         self.kind, self.residual_multiplier = layer_kind(model, number), model.residual_multiplier
 
     def forward(
-        self,
-        hidden: Tensor,
-        positions: dict[LayerKind, Positions],
-        per_layer: Tensor | None = None,
-        shared: KeysValues | None = None,
+        self, hidden: Tensor, positions: dict[LayerKind, Positions], beside: Beside = NOTHING
     ) -> tuple[Tensor, KeysValues | None]:
-        """`[T, E]` to the same, and the keys and values that later layers read, if any do; `per_layer` is what this
-        layer reads beside, `shared` the keys and values of another one. Between regions of tensor ranks, T are those of
-        this rank."""
+        """`[T, E]` to the same, and the keys and values that later layers read, if any do. Between regions of tensor
+        ranks, T are those of this rank."""
         here = positions[self.kind]
         if self.recompute and torch.is_grad_enabled():
-            made: tuple[Tensor, KeysValues | None] = self.backend.recomputed(
-                self.through, hidden, here, per_layer, shared
-            )
+            made: tuple[Tensor, KeysValues | None] = self.backend.recomputed(self.through, hidden, here, beside)
             return made
-        return self.through(hidden, here, per_layer, shared)
+        return self.through(hidden, here, beside)
 
-    def through(
-        self, hidden: Tensor, positions: Positions, per_layer: Tensor | None, shared: KeysValues | None
-    ) -> tuple[Tensor, KeysValues | None]:
+    def through(self, hidden: Tensor, positions: Positions, beside: Beside) -> tuple[Tensor, KeysValues | None]:
         """As `forward`, at the positions of this kind of layer."""
         raise NotImplementedError
 
