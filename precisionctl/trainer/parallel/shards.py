@@ -102,7 +102,8 @@ class ModelShards:
 
     def all_reduce_partial(self, masters: Mapping[str, Tensor]) -> None:
         """All-reduce over the tensor ranks, in place, the gradients of parameters that every rank has whole but whose
-        gradients are partial sums."""
+        gradients are partial sums: those within regions, and with `sequence` those of modules that no list here has,
+        as a rank has its own tokens there."""
         ranks, partial = self.world.tensor, []
         for name, master in masters.items():
             modules = name.split(".")

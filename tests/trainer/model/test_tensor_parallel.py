@@ -4,12 +4,15 @@ import json
 from typing import Any
 
 import numpy as np
+import pico
 import pytest
 import repository
+import torch
 from programs import run_program
-from shared_layers import SHARING, SIZES, source_of
+from shared_layers import EVEN, SHARING, SIZES, source_of
 
 from precisionctl.errors import RecipeError
+from precisionctl.param import REPLICATED
 from precisionctl.recipe import ParallelSettings, load_recipe
 from precisionctl.trainer.data.blend import Blend
 from precisionctl.trainer.data.rows import EqualRows, Rows
@@ -98,6 +101,28 @@ def test_an_update_of_two_passes_exchanges_no_more_than_it_must(
 def test_a_model_that_ranks_cannot_share_is_refused(family: str, sizes: ParallelSettings, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         shards.check(source_of(family).model, sizes)
+
+
+OF_OWN_TOKENS = {
+    *("position_embeddings", "layernorm", "per_layer_model_proj", "per_layer_proj_norm"),
+    *("input_layernorm", "pre_mlp_layernorm", "linear_qkv", "linear_fc1", "in_proj", "norm", "W_down", "W_up"),
+    *("linear_proj", "linear_fc2", "post_layernorm", "post_moe_layernorm", "shared_experts"),
+    *("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
+    *("self_attention_hyper_connection", "mlp_hyper_connection", "mapping_proj"),
+    *("self_attention_res_norm", "self_attention_res_proj", "mlp_res_norm", "mlp_res_proj"),
+    *("output_attn_res_norm", "output_attn_res_proj", "final_layernorm", "final_norm", "decoder"),
+}
+"""Modules outside of regions: their gradients are partial sums if a rank has its own tokens there, with `sequence`."""
+
+
+def test_whose_gradients_are_partial_is_said_of_every_module_that_all_tensor_ranks_have_whole() -> None:
+    """One that no list has is taken for one of OF_OWN_TOKENS: is it?"""
+    said = {*shards._REPLICATED_IN_REGIONS, *shards._OF_LATENTS, *shards._OF_ALL_TOKENS, *OF_OWN_TOKENS}
+    for family in EVEN:
+        for name, shard in shards.ModelShards.of(pico.shape(family), torch.bfloat16, world.ALONE).tensors.items():
+            module = name.split(".")[-2]
+            untrained = module.isdigit() or module == "lerope" or "mtp." in name or ".indexer." in name
+            assert untrained or shard.spec.parallel != REPLICATED or module in said, name
 
 
 @pytest.mark.parametrize(
