@@ -29,7 +29,7 @@ from precisionctl.conversion.convert import convert
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.errors import DataError
-from precisionctl.evaluate import evaluate, load, quantizers, stored
+from precisionctl.evaluate import evaluate, load, quantizers, stored_codes
 from precisionctl.evaluate.cache import round_cached
 from precisionctl.evaluate.quantizers import InputQuantizer, Mxfp4Inputs, Nvfp4Inputs, TokenInputs
 from precisionctl.export.kv_cache import CacheScale
@@ -442,7 +442,7 @@ def test_blocks_are_given_to_pytorchs_own_gemm_as_it_wants_them(tmp_path, family
     source = in_memory.with_state(HuggingFaceReader(tmp_path / "source"))
     reader = in_memory.export(source, tmp_path / "out", "fp8", "block")
     emulated, calls = load(reader)[0], []
-    monkeypatch.setattr(stored, "has_block_gemms", lambda device: True)
+    monkeypatch.setattr(stored_codes, "has_block_gemms", lambda device: True)
     monkeypatch.setattr(F, "scaled_mm", lambda *a, **k: calls.append(a) or product_by_blocks(*a, **k))
     own, words = load(reader)
     assert words == "FP8 codes with dynamic per-128 input scales"
