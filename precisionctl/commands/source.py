@@ -28,7 +28,7 @@ from precisionctl.export.gguf.gguf_plan import hf_names
 from precisionctl.export.input_scales import state_of_input_scales
 from precisionctl.export.mlx_plan import names_as_codes
 from precisionctl.export.weight_encodings import check_model, method_of, stored_weight_encodings, weight_encodings
-from precisionctl.fp8.carry import merged
+from precisionctl.fp8.carry import filled_in
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.choice import choose
 from precisionctl.planning.make_plan import make_plan
@@ -66,7 +66,7 @@ class Source:
     def states(self) -> Fp8States | None:
         """The usable state, with roles that were never recorded filled in from the fixed input scales."""
         current, fixed = self.known.current, self.state_of_fixed_scales
-        return merged(current, fixed) if current and fixed else current or fixed
+        return filled_in(current, fixed) if current and fixed else current or fixed
 
     @property
     def encodings_now(self) -> WeightEncodings | None:

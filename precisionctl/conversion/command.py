@@ -34,7 +34,7 @@ from precisionctl.conversion.journal import (
 )
 from precisionctl.conversion.manifest import write_manifest
 from precisionctl.conversion.outcome import Outcome, nan_notes, zeroed_notes
-from precisionctl.conversion.ranks import ALONE, Ranks
+from precisionctl.conversion.ranks import NO_OTHERS, Ranks
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.conversion.worker import TensorSource
 from precisionctl.errors import DiskProblem, OutputError
@@ -98,7 +98,7 @@ def execute(
     workers: int = 2,
     restart: bool = False,
     verify: bool = False,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = NO_OTHERS,
     on_bytes: OnBytes = lambda count: None,
 ) -> Outcome | None:
     """Run a planned command. The destination appears only when it is complete. After a failure the same command

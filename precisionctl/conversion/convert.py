@@ -19,7 +19,7 @@ from precisionctl.checkpoints.output import forget, sync_all
 from precisionctl.codes.encoding import Encoding
 from precisionctl.conversion.journal import Journal
 from precisionctl.conversion.outcome import Outcome
-from precisionctl.conversion.ranks import ALONE, Ranks
+from precisionctl.conversion.ranks import NO_OTHERS, Ranks
 from precisionctl.conversion.worker import Checker, TensorSource, Worker
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.processes import deal, in_processes
@@ -53,7 +53,7 @@ def convert(
     collect_weight_amax: bool = False,
     carried: Mapping[str, Encoding] = MappingProxyType({}),
     workers: int = 1,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = NO_OTHERS,
     on_bytes: OnBytes = lambda count: None,
 ) -> Outcome:
     """Write this rank's share of a plan's targets, except what its journal says is done. The caller finishes the Writer
@@ -114,7 +114,7 @@ def read_back(
     *,
     carried: Mapping[str, Encoding] = MappingProxyType({}),
     workers: int = 1,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = NO_OTHERS,
     on_bytes: OnBytes = lambda count: None,
 ) -> dict[str, str]:
     """Read this rank's share of the targets back from the disk, and compare it with the source, converted again.

@@ -13,7 +13,7 @@ from pathlib import Path
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.conversion.weights_digest import digest_weights
-from precisionctl.fp8.carry import check_modules, merged, read_state, under_recipe
+from precisionctl.fp8.carry import check_modules, filled_in, read_state, under_recipe
 from precisionctl.fp8.state import DelayedScaling, Fp8States
 from precisionctl.sizes import counted
 
@@ -40,8 +40,8 @@ class KnownState:
 
     @cached_property
     def current(self) -> Fp8States | None:
-        """The usable states merged to one, under the recipe of the first; None if there are none."""
-        return reduce(merged, self.usable) if self.usable else None
+        """The first usable state, filled in from the others; None if there are none."""
+        return reduce(filled_in, self.usable) if self.usable else None
 
     @property
     def why_none(self) -> str:

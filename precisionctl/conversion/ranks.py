@@ -156,17 +156,17 @@ class Ranks:
             raise
 
 
-ALONE = Ranks()
+NO_OTHERS = Ranks()
 
 
 def from_environment() -> Ranks:
     """The ranks that torchrun (RANK, WORLD_SIZE) or a Slurm step (SLURM_PROCID, SLURM_STEP_NUM_TASKS) describe, else
-    ALONE.
+    NO_OTHERS.
 
     Raises EnvironmentProblem if the ranks cannot connect, and as `place_among_ranks`.
     """
     place = place_among_ranks()
-    return _meet(*place) if place else ALONE
+    return _meet(*place) if place else NO_OTHERS
 
 
 def place_among_ranks() -> tuple[int, int] | None:

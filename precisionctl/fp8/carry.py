@@ -99,8 +99,8 @@ def first_recorded(states: Sequence[Fp8State]) -> Fp8State:
     return Fp8State(roles)
 
 
-def merged(first: Fp8States, second: Fp8States) -> Fp8States:
-    """Combine both, under the recipe of the first: what the first never recorded is taken from the second."""
+def filled_in(first: Fp8States, second: Fp8States) -> Fp8States:
+    """The first, under its recipe, with what it never recorded taken from the second."""
     states = [first.modules, under_recipe(first.recipe, second)]
     modules = {
         name: first_recorded([each[name] for each in states if name in each])

@@ -29,7 +29,7 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.conversion.convert import parts_of_ranks
-from precisionctl.conversion.ranks import ALONE, Ranks, _first_host, _port, from_environment
+from precisionctl.conversion.ranks import NO_OTHERS, Ranks, _first_host, _port, from_environment
 from precisionctl.errors import EnvironmentProblem, PrecisionctlError
 from precisionctl.param import Layout, Parallelism
 
@@ -264,7 +264,7 @@ def test_a_launcher_that_sets_no_number_is_told_which(
 def test_empty_variables_of_a_launcher_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.setenv(name, "")
-    assert from_environment() is ALONE
+    assert from_environment() is NO_OTHERS
 
 
 @pytest.mark.soak

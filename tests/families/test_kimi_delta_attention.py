@@ -26,7 +26,7 @@ from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch, UnknownArchitecture
 from precisionctl.model.recurrent_parts import GatedDeltaNet
 from precisionctl.param import Parallelism
-from precisionctl.trainer.model.recurrent.delta_rule import BLOCK, gated_delta_rule
+from precisionctl.trainer.model.recurrent.delta_rule import DECAY_BLOCK, gated_delta_rule
 from precisionctl.trainer.model.recurrent.recurrence import CHUNK
 
 pytestmark = pytest.mark.skipif(BEFORE_5_23, reason="before 5.23 transformers had Kimi Linear alone")
@@ -58,7 +58,7 @@ def slowly(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tenso
     return out
 
 
-@pytest.mark.parametrize("length", [1, BLOCK + 1, CHUNK, 2 * CHUNK + 5])
+@pytest.mark.parametrize("length", [1, DECAY_BLOCK + 1, CHUNK, 2 * CHUNK + 5])
 def test_the_chunked_rule_gives_what_token_by_token_does(length: int) -> None:
     given = inputs(length)
     torch.testing.assert_close(gated_delta_rule(*given), slowly(*given), rtol=0, atol=1e-12)

@@ -20,7 +20,7 @@ from precisionctl.trainer.measure.linear_weights import compressed_rows, compres
 from precisionctl.trainer.measure.parameters import Parameters, tensor_sizes
 from precisionctl.trainer.model.attention.core_attention import SINK_CHANNELS
 from precisionctl.trainer.model.mlp import is_swiglu
-from precisionctl.trainer.model.recurrent.delta_rule import BLOCK
+from precisionctl.trainer.model.recurrent.delta_rule import DECAY_BLOCK
 from precisionctl.trainer.model.recurrent.recurrence import CHUNK
 
 
@@ -235,7 +235,7 @@ def _kimi_delta_attention(gdn: GatedDeltaNet, kept: BytesKept) -> float:
     # All FP32: products of the tokens of a chunk with each other; for each channel of a key what decays between tokens
     # of a block, and keys that have decayed so, twice earlier keys, and what is made of keys and queries; values and
     # steps, and the state of each chunk
-    of_channel = 2 * BLOCK + CHUNK // BLOCK + 17
+    of_channel = 2 * DECAY_BLOCK + CHUNK // DECAY_BLOCK + 17
     rule = 3 * 4 * CHUNK * heads + 4 * of_channel * keys + 3 * 4 * gdn.value_size
     rule += 4 * keys * gdn.value_head_dim // CHUNK
     return made + rule + (kept.norm + 4 + 4 + 2 + kept.input) * gdn.value_size

@@ -9,14 +9,14 @@ from torch import Tensor
 from precisionctl.trainer.model.kernels import kernels_for
 from precisionctl.trainer.parallel.group_ranks import NO_TENSOR_PARALLELISM, TensorRanks
 
-CHUNK, CHUNK_ON_CPU = 1 << 24, 1 << 18
+FP32_LOGITS, FP32_LOGITS_ON_CPU = 1 << 24, 1 << 18
 """Most logits that are in FP32 at a time: on a CPU so many that they stay in a core's cache, twice as fast."""
 
 
 def loss_bytes(logits: int, *, gpu: bool) -> int:
     """Bytes of so many BF16 logits and their gradients; where no kernel computes the loss, also of a chunk of them in
     FP32 with another number that is made of each."""
-    return (2 + 2) * logits + (0 if gpu else (4 + 4) * min(logits, CHUNK_ON_CPU))
+    return (2 + 2) * logits + (0 if gpu else (4 + 4) * min(logits, FP32_LOGITS_ON_CPU))
 
 
 def loss(
@@ -75,5 +75,5 @@ class _SummedLoss(torch.autograd.Function):
 
 
 def _chunks(rows: Tensor) -> Iterator[slice]:
-    size = max(1, (CHUNK_ON_CPU if rows.device.type == "cpu" else CHUNK) // rows.shape[1])
+    size = max(1, (FP32_LOGITS_ON_CPU if rows.device.type == "cpu" else FP32_LOGITS) // rows.shape[1])
     return (slice(start, start + size) for start in range(0, len(rows), size))

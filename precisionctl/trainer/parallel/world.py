@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from precisionctl.conversion.ranks import ALONE as NO_OTHERS
-from precisionctl.conversion.ranks import Ranks, from_environment, number_in
+from precisionctl.conversion.ranks import NO_OTHERS, Ranks, from_environment, number_in
 from precisionctl.errors import EnvironmentProblem, RecipeError
 from precisionctl.recipe import ParallelSettings, Recipe
 from precisionctl.sizes import counted

@@ -23,7 +23,7 @@ def of_all(logits: Tensor, targets: Tensor, mask: Tensor, vocab_size: int) -> Te
 def test_loss_and_gradients_are_those_of_all_logits_at_once(
     dtype: torch.dtype, vocab_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CHUNK_ON_CPU", 64 * 5)  # the last of four chunks has three rows
+    monkeypatch.setattr(module, "FP32_LOGITS_ON_CPU", 64 * 5)  # the last of four chunks has three rows
     torch.manual_seed(0)
     logits, targets = (3 * torch.randn(2, 9, 64)).to(dtype), torch.randint(vocab_size, (2, 9))
     mask = torch.rand(2, 9) > 0.3
@@ -52,7 +52,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_logits_are_never_all_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_ON_CPU", 1000)
+    monkeypatch.setattr(module, "FP32_LOGITS_ON_CPU", 1000)
     logits = torch.randn(4, 32, 100, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(100, (4, 32))
     with Largest() as seen:

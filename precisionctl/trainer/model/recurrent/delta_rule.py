@@ -21,9 +21,9 @@ _EPSILON = 1e-6
 """Added to the squares of a query's or a key's length, which both are divided by."""
 
 
-BLOCK = 8
-"""Tokens of which all pairs are decayed channel by channel, `[BLOCK, BLOCK, K]`: fewer take less memory and more
-products of matrices."""
+DECAY_BLOCK = 8
+"""Tokens of which all pairs are decayed channel by channel, `[DECAY_BLOCK, DECAY_BLOCK, K]`: fewer take less memory and
+more products of matrices."""
 
 
 def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
@@ -67,16 +67,16 @@ def _by_channel(query: Tensor, key: Tensor, past: Tensor, beta: Tensor) -> tuple
     """The same of decays of each channel, `[..., CHUNK, K]`. Between a block's tokens these are taken pair by pair;
     earlier keys decay to the block's first token, and from there on: each of the two exponentials is at most 1."""
     each, blocks = torch.stack((key, query), -2), []  # [..., CHUNK, 2, K]
-    upper = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=past.device).triu(1)[..., None]
-    for first in range(0, CHUNK, BLOCK):
-        block = slice(first, first + BLOCK)
+    upper = torch.ones(DECAY_BLOCK, DECAY_BLOCK, dtype=torch.bool, device=past.device).triu(1)[..., None]
+    for first in range(0, CHUNK, DECAY_BLOCK):
+        block = slice(first, first + DECAY_BLOCK)
         here, pasts, start = each[..., block, :, :], past[..., block, :], past[..., first : first + 1, :]
         pairs = (pasts[..., :, None, :] - pasts[..., None, :, :]).masked_fill(upper, -torch.inf).exp()
-        within = here @ (key[..., None, block, :] * pairs).mT  # [..., BLOCK, 2, BLOCK]
+        within = here @ (key[..., None, block, :] * pairs).mT  # [..., DECAY_BLOCK, 2, DECAY_BLOCK]
         before = key[..., :first, :] * (start - past[..., :first, :]).exp()
         since = here * (pasts - start).exp()[..., None, :]
         earlier = (since.flatten(-3, -2) @ before.mT).view(*since.shape[:-1], first)
-        blocks.append(F.pad(torch.cat([earlier, within], -1), (0, CHUNK - first - BLOCK)))
+        blocks.append(F.pad(torch.cat([earlier, within], -1), (0, CHUNK - first - DECAY_BLOCK)))
     keys, seen = torch.cat(blocks, -3).unbind(-2)
     return beta * keys, seen
 
