@@ -3,19 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
-
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.activations import pass_bytes
-from precisionctl.trainer.measure.flops import training_flops
 from precisionctl.trainer.measure.memory import PROCESS_GPU, PROCESS_OF_SEVERAL, Memory
 from precisionctl.trainer.measure.parameters import Parameters
-from precisionctl.trainer.preflight import MOST_RANKS, Preflight, free_memory
+from precisionctl.trainer.preflight import MOST_RANKS, Change
 
 
-def core_memory(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: int, gpu: bool = True) -> Memory:
+def core_memory(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: int = 1, gpu: bool = True) -> Memory:
     """The memory of each of `ranks` ranks, in bytes, with Megatron's distributed optimizer.
 
     Tensor and pipeline ranks divide all parameters, expert ranks the experts', and those that have the same ones divide
@@ -44,27 +41,15 @@ def _loss_bytes(logits: int) -> int:
     return (2 + 2 + 4) * logits
 
 
-def look_ahead_in_core(model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int) -> Preflight:
-    """As `preflight.look_ahead`; what would fit is looked for among recomputed layers and more pipeline stages."""
-    gpu, free = torch.cuda.is_available(), free_memory()
-    memory = core_memory(model, recipe, backend, ranks=ranks, gpu=gpu)
-    others = tuple(_fitting(model, recipe, backend, ranks, free, gpu)) if memory.total > free else ()
-    rows, length = recipe.train.batch_size, recipe.data.sequence_length
-    flops = training_flops(model, [length] * rows)
-    return Preflight(ranks, memory, free, flops, rows * length, others)
+def core_changes(model: ModelShape, recipe: Recipe, ranks: int) -> Iterator[Iterator[Change]]:
+    """Changes with which Megatron-Core takes less memory: recomputed layers, and more pipeline stages."""
+    yield iter([("train.recompute=layer", replace(recipe, train=replace(recipe.train, recompute="layer")), ranks)])
+    yield _longer_pipelines(model, recipe, ranks)
 
 
-def _fitting(
-    model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int, free: int, gpu: bool
-) -> Iterator[str]:
-    """The smallest change of each kind with which the run fits, in words."""
-    recomputed = replace(recipe, train=replace(recipe.train, recompute="layer"))
-    if core_memory(model, recomputed, backend, ranks=ranks, gpu=gpu).total <= free:
-        yield "train.recompute=layer"
+def _longer_pipelines(model: ModelShape, recipe: Recipe, ranks: int) -> Iterator[Change]:
     sizes, times = recipe.parallel, 2
     while ranks * times <= MOST_RANKS and model.num_layers % (sizes.pipeline * sizes.virtual * times) == 0:
         longer = replace(recipe, parallel=replace(sizes, pipeline=sizes.pipeline * times))
-        if core_memory(model, longer, backend, ranks=ranks * times, gpu=gpu).total <= free:
-            yield f"{ranks * times} ranks with parallel.pipeline={sizes.pipeline * times}"
-            return
+        yield f"{ranks * times} ranks with parallel.pipeline={sizes.pipeline * times}", longer, ranks * times
         times *= 2

@@ -21,7 +21,7 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.mcore import core_checkpoint
 from precisionctl.mcore.core_log import core_log
-from precisionctl.mcore.core_memory import look_ahead_in_core
+from precisionctl.mcore.core_memory import core_changes, core_memory
 from precisionctl.mcore.core_run import CoreRun
 from precisionctl.mcore.core_world import CoreWorld, core_world
 from precisionctl.mcore.stand_ins import stand_ins
@@ -78,7 +78,7 @@ def _check(plan: RunPlan, ranks: int) -> None:
     check_balance(plan.balance)
 
 
-CORE = TrainingEngine(_check, look_ahead_in_core)
+CORE = TrainingEngine(_check, core_memory, core_changes)
 """The engine Megatron-Core. Planning a run for it does not need megatron-core."""
 
 
@@ -198,7 +198,7 @@ def _train(
 ) -> Finished:
     """Go on from the newest iteration in the run's folder, else from the source, to the recipe's last step."""
     recipe = replace(plan.recipe, precision=plan.recipe.precision.of_layers(plan.model.num_layers))
-    ahead = look_ahead_in_core(plan.model, recipe, plan.backend, ranks.count)
+    ahead = CORE.look_ahead(plan.model, recipe, plan.backend, ranks.count)
     memory_notes = require_memory(ahead, recipe, world)
     disk = require_disk_space(checkpoint_bytes(plan.source), recipe.train, plan.out)
     sizes = recipe.parallel

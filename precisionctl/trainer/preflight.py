@@ -3,9 +3,10 @@ would make it fit."""
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -20,7 +21,7 @@ from precisionctl.recipe import Recipe, Train
 from precisionctl.sizes import size
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.flops import training_flops
-from precisionctl.trainer.measure.memory import Memory, estimate
+from precisionctl.trainer.measure.memory import Memory
 from precisionctl.trainer.parallel import shards
 from precisionctl.trainer.parallel.world import World, check
 from precisionctl.trainer.saved import run_folder
@@ -28,6 +29,21 @@ from precisionctl.trainer.saved.saving import with_optimizer
 
 MOST_RANKS, MOST_TENSOR = 1024, 8
 """The most ranks that are suggested: in all, and for tensor parallelism, which should stay within one machine."""
+
+
+Change = tuple[str, Recipe, int]
+"""A change in words, the changed recipe, and the number of ranks."""
+
+ChangesOf = Callable[[ModelShape, Recipe, int], Iterator[Iterator[Change]]]
+"""What an engine can change of a recipe on so many ranks to take less memory: each kind from small to large."""
+
+
+class MemoryOf(Protocol):
+    """The memory that an engine takes on each of `ranks` ranks, as `estimate`."""
+
+    def __call__(
+        self, model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: int = 1, gpu: bool = False
+    ) -> Memory: ...
 
 
 @dataclass(frozen=True)
@@ -48,14 +64,25 @@ class Preflight:
         return self.memory.total <= self.free
 
 
-def look_ahead(model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int) -> Preflight:
-    """Estimate what a run on this many ranks takes, on machines like this one."""
-    gpu = torch.cuda.is_available()
-    memory, free = estimate(model, recipe, backend, ranks=ranks, gpu=gpu), free_memory()
+def look_ahead(
+    model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int, memory: MemoryOf, changes: ChangesOf
+) -> Preflight:
+    """Estimate what a run on this many ranks takes, on machines like this one; with an engine's `memory` and what it
+    can change."""
+
+    def needed(recipe: Recipe, ranks: int) -> Memory:
+        return memory(model, recipe, backend, ranks=ranks, gpu=torch.cuda.is_available())
+
+    own, free = needed(recipe, ranks), free_memory()
+    others = []
+    for kind in changes(model, recipe, ranks) if own.total > free else ():
+        for words, changed, count in kind:
+            if (total := needed(changed, count).total) <= free:
+                others.append(f"{words} ({size(total)})")
+                break
     rows, length = recipe.train.batch_size, recipe.data.sequence_length
-    others = tuple(_fitting(model, recipe, backend, ranks, free, gpu)) if memory.total > free else ()
     flops = training_flops(model, [length] * rows)
-    return Preflight(ranks, memory, free, flops, rows * length, others)
+    return Preflight(ranks, own, free, flops, rows * length, tuple(others))
 
 
 def require_memory(ahead: Preflight, recipe: Recipe, world: World) -> tuple[str, ...]:
@@ -106,17 +133,12 @@ def _container(group: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
         yield most - now + int(stat.get("inactive_file", 0))
 
 
-Change = tuple[str, Recipe, int]
-"""A change in words, the changed recipe, and the number of ranks."""
-
-
-def _fitting(
-    model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int, free: int, gpu: bool
-) -> Iterator[str]:
-    """The smallest change of each kind with which the run fits, in words."""
+def bundled_changes(model: ModelShape, recipe: Recipe, ranks: int) -> Iterator[Iterator[Change]]:
+    """Changes with which the bundled trainer takes less memory, and can divide the model: each kind from small to
+    large."""
     recomputed = replace(recipe, train=replace(recipe.train, recompute="layer"))
     may_recompute = recipe.train.recompute == "none"
-    kinds: list[Iterator[Change]] = []  # of changes that need less memory, each from small to large
+    kinds: list[Iterator[Change]] = []
     if may_recompute:
         kinds.append(iter([("train.recompute=layer", recomputed, ranks)]))
     kinds.append(_smaller_passes("", recipe, ranks))
@@ -129,17 +151,17 @@ def _fitting(
     if may_recompute:
         kinds.append(_more_ranks(" with train.recompute=layer", recomputed, ranks))
     kinds.append(_tensor_parallel(recipe, ranks))
-    for changes in kinds:
-        for words, changed, count in changes:
-            try:
-                check(count, changed)
-                shards.check(model, changed.parallel)
-            except RecipeError:
-                continue
-            needed = estimate(model, changed, backend, ranks=count, gpu=gpu).total
-            if needed <= free:
-                yield f"{words} ({size(needed)})"
-                break
+    for kind in kinds:
+        yield (change for change in kind if _can_be_divided(model, *change[1:]))
+
+
+def _can_be_divided(model: ModelShape, recipe: Recipe, ranks: int) -> bool:
+    try:
+        check(ranks, recipe)
+        shards.check(model, recipe.parallel)
+    except RecipeError:
+        return False
+    return True
 
 
 def _smaller_passes(words: str, recipe: Recipe, ranks: int) -> Iterator[Change]:

@@ -32,13 +32,12 @@ from precisionctl.trainer.parallel.world import World, together, world
 from precisionctl.trainer.preflight import (
     DiskSpace,
     checkpoint_bytes,
-    look_ahead,
     require_disk_space,
     require_memory,
 )
 from precisionctl.trainer.rollback import Rollback, read_rollback, write_rollback
 from precisionctl.trainer.run import Run
-from precisionctl.trainer.run_plan import RunPlan, check_graph_rows, plan_run
+from precisionctl.trainer.run_plan import BUNDLED, RunPlan, check_graph_rows, plan_run
 from precisionctl.trainer.saved import loading, run_folder
 from precisionctl.trainer.saved.loading import Load, StatePart
 from precisionctl.trainer.saved.saving import Saver
@@ -145,7 +144,7 @@ def _prepare(plan: RunPlan, world: World, on_tokens: OnTokens) -> _Setup:
     """Check memory and disk, and read the data. Raises EnvironmentProblem if the run does not fit into memory,
     DiskProblem if its checkpoints do not fit on the disk, and as `tokenized_rows`."""
     recipe, source = plan.recipe, plan.source
-    memory_notes = require_memory(look_ahead(plan.model, recipe, plan.backend, world.count), recipe, world)
+    memory_notes = require_memory(BUNDLED.look_ahead(plan.model, recipe, plan.backend, world.count), recipe, world)
     each = checkpoint_bytes(source)
     require_disk_space(each, recipe.train, plan.out)  # before the data is tokenized, which may take long
 

@@ -18,12 +18,22 @@ from precisionctl.tokens.tokenizer import open_tokenizer
 from precisionctl.trainer.backends.choose import BackendName, choose_backend
 from precisionctl.trainer.data import Blend, Rows
 from precisionctl.trainer.data.rows import check_there
+from precisionctl.trainer.measure.memory import estimate
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.parallel import shards, world
 from precisionctl.trainer.parallel.world import together
-from precisionctl.trainer.preflight import DiskSpace, Preflight, checkpoint_bytes, disk_space, look_ahead
+from precisionctl.trainer.preflight import (
+    ChangesOf,
+    DiskSpace,
+    MemoryOf,
+    Preflight,
+    bundled_changes,
+    checkpoint_bytes,
+    disk_space,
+    look_ahead,
+)
 from precisionctl.trainer.saved import loading, run_folder
 from precisionctl.trainer.saved.balance import balance_notes, balance_of
 from precisionctl.trainer.saved.loading import Load, StatePart
@@ -89,12 +99,17 @@ class TrainingEngine:
     """An engine that trains: the parts of it that planning uses.
 
     `check` raises RecipeError for a plan that does not fit this many ranks, or asks for something that the engine
-    lacks, and UnknownArchitecture for a model that it does not compute. `look_ahead` estimates what a run of the recipe
-    takes on these ranks.
+    lacks, and UnknownArchitecture for a model that it does not compute. `memory` is what a run takes on each rank, and
+    `changes` what it can change to take less.
     """
 
     check: Callable[[RunPlan, int], None]
-    look_ahead: Callable[[ModelShape, Recipe, BackendName, int], Preflight]
+    memory: MemoryOf
+    changes: ChangesOf
+
+    def look_ahead(self, model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int) -> Preflight:
+        """Estimate what a run of the recipe takes on these ranks."""
+        return look_ahead(model, recipe, backend, ranks, self.memory, self.changes)
 
 
 def _check_bundled(plan: RunPlan, ranks: int) -> None:
@@ -105,7 +120,7 @@ def _check_bundled(plan: RunPlan, ranks: int) -> None:
     GPT(model, recipe.precision.of_layers(model.num_layers), device="meta")  # takes no memory, and refuses the rest
 
 
-BUNDLED = TrainingEngine(_check_bundled, look_ahead)
+BUNDLED = TrainingEngine(_check_bundled, estimate, bundled_changes)
 
 
 def plan_run(settings: Settings, recipe: Recipe, ranks: int, engine: TrainingEngine = BUNDLED) -> RunPlan:

@@ -39,6 +39,7 @@ from precisionctl.trainer.optimizer.adamw import MasterAdamW
 from precisionctl.trainer.optimizer.fp8_lm import Fp8LmAdamW
 from precisionctl.trainer.parallel.world import ALONE
 from precisionctl.trainer.passes import backward
+from precisionctl.trainer.run_plan import BUNDLED
 
 LENGTH = 64
 
@@ -258,7 +259,7 @@ LLAMA_8B = ModelShape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 128256, 8192
 def ahead(monkeypatch: pytest.MonkeyPatch, free: float, ranks: int = 1, **keys: Any) -> preflight.Preflight:
     monkeypatch.setattr(preflight, "free_memory", lambda: int(free * 1e9))
     made = recipe("fp8-delayed", **{"data__sequence_length": 8192, "train__batch_size": 64, **keys})
-    return preflight.look_ahead(LLAMA_8B, made, "te", ranks)
+    return BUNDLED.look_ahead(LLAMA_8B, made, "te", ranks)
 
 
 def test_llama_3_8b_needs_16_bytes_for_each_parameter_and_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,16 +21,17 @@ from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.known_state import KnownState
-from precisionctl.conversion.ranks import ALONE
+from precisionctl.conversion.ranks import NO_OTHERS
 from precisionctl.errors import EnvironmentProblem, RecipeError, UnknownArchitecture
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
-from precisionctl.mcore import core_memory as core_memory_module
 from precisionctl.mcore import train_in_core
 from precisionctl.mcore.core_log import core_log
-from precisionctl.mcore.core_memory import core_memory, look_ahead_in_core
+from precisionctl.mcore.core_memory import core_memory
 from precisionctl.mcore.train_in_core import CORE
 from precisionctl.recipe import ParallelSettings, load_recipe
 from precisionctl.reports.run import dry_run as lines_of
+from precisionctl.sizes import size
+from precisionctl.trainer import preflight
 from precisionctl.trainer.model.loss import loss_bytes
 from precisionctl.trainer.parallel.world import World
 from precisionctl.trainer.preflight import require_memory
@@ -203,12 +204,15 @@ def test_a_dry_run_tells_the_memory_in_megatron_core(place: Path) -> None:
 def test_what_does_not_fit_into_memory_is_told_with_the_pipeline_that_would(monkeypatch: pytest.MonkeyPatch) -> None:
     model, recipe = from_hf_config(LLAMA_3_70B), load_recipe("llama-3-70b-cpt")
     recipe = replace(recipe, parallel=ParallelSettings(tensor=8, sequence=True))
-    monkeypatch.setattr(core_memory_module, "free_memory", lambda: 80 * 10**9)
+    monkeypatch.setattr(preflight, "free_memory", lambda: 80 * 10**9)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    ahead = look_ahead_in_core(model, recipe, "te", 8)
-    assert not ahead.fits and ahead.alternatives == ("32 ranks with parallel.pipeline=4",)
-    with pytest.raises(EnvironmentProblem, match="What would fit: 32 ranks with parallel.pipeline=4"):
-        require_memory(ahead, recipe, World(ALONE))
+    ahead = CORE.look_ahead(model, recipe, "te", 8)
+    longer = replace(recipe, parallel=replace(recipe.parallel, pipeline=4))
+    needed = core_memory(model, longer, "te", ranks=32, gpu=False).total
+    assert not ahead.fits and needed <= 80e9
+    assert ahead.alternatives == (f"32 ranks with parallel.pipeline=4 ({size(needed)})",)
+    with pytest.raises(EnvironmentProblem, match="What would fit: 32 ranks with parallel.pipeline=4 "):
+        require_memory(ahead, recipe, World(NO_OTHERS))
 
 
 def test_the_memory_of_a_rank_is_what_the_distributed_optimizer_divides() -> None:
