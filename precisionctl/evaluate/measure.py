@@ -129,7 +129,8 @@ def _require_one_vocabulary(reader: Reader, against: Reader) -> None:
 @torch.no_grad()
 def _sums(model: GPT, reference: GPT | None, batch: Batch) -> Tensor:
     """Sums over a batch's targets, FP64 `[4]`: cross entropy, the reference's cross entropy, KL divergence, and the
-    number of targets for which both give the same token the highest probability."""
+    number of targets for which both give the same token the highest probability; without a reference 0 of the last
+    three."""
     wanted = batch.labels != IGNORED
     labels = batch.labels[wanted]
     models = [model, reference] if reference else [model]
@@ -141,9 +142,10 @@ def _sums(model: GPT, reference: GPT | None, batch: Batch) -> Tensor:
         logs = []  # log probabilities, FP32 [positions, vocab_size], without the vocabulary's padding
         for each, values in zip(models, hidden, strict=True):
             logs.append(F.log_softmax(each.logits(values[here])[:, : each.model.vocab_size].float(), -1))
-        mine, others = logs[0], logs[-1]
-        losses = [F.nll_loss(log, labels[here], reduction="none") for log in (mine, others)]
-        kl = F.kl_div(mine, others, reduction="none", log_target=True).sum(-1)
-        agreed = mine.argmax(-1) == others.argmax(-1)
-        total += torch.stack([each.double().sum() for each in (*losses, kl, agreed)]).cpu()
+        measured = [F.nll_loss(log, labels[here], reduction="none") for log in logs]
+        if reference:
+            mine, others = logs
+            measured.append(F.kl_div(mine, others, reduction="none", log_target=True).sum(-1))
+            measured.append(mine.argmax(-1) == others.argmax(-1))
+        total[: len(measured)] += torch.stack([each.double().sum() for each in measured]).cpu()
     return total
