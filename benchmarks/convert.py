@@ -319,10 +319,11 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def put_into(page: Path, mark: str, made: str) -> None:
-    """Replace what is between two marks of a page."""
+    """Replace what is between two marks of a page. Raises SystemExit where it has none."""
     before, begin, rest = page.read_text().partition(f"<!-- {mark} -->\n")
     _, end, after = rest.partition(f"<!-- /{mark} -->")
-    assert begin and end, f"{page} has no marks `{mark}`"
+    if not begin or not end:
+        raise SystemExit(f"{page} has no place for the tables: <!-- {mark} --> and <!-- /{mark} -->")
     page.write_text(f"{before}{begin}{made}\n{end}{after}")
 
 

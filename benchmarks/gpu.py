@@ -19,7 +19,6 @@ import importlib
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,8 @@ from importlib import metadata
 from pathlib import Path
 from threading import Lock
 from typing import Any
+
+from convert import put_into
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
@@ -174,15 +175,6 @@ def merged(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"machine": machine, "sections": {name: sections[name] for name in BUDGETS if name in sections}}
 
 
-def put_into(document: Path, table: str) -> None:
-    """Between its marks `gpu`. Raises SystemExit where it has none."""
-    text = document.read_text()
-    made, found = re.subn(r"(<!-- gpu -->\n).*?(<!-- /gpu -->)", lambda m: f"{m[1]}{table}\n{m[2]}", text, flags=re.S)
-    if found != 1:
-        raise SystemExit(f"{document} has no place for the tables: <!-- gpu --> and <!-- /gpu -->")
-    document.write_text(made)
-
-
 def main() -> int:
     start = time.time()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -207,7 +199,7 @@ def main() -> int:
 
     if options.table:
         table = tables(json.loads(options.table.read_text()))
-        put_into(options.into, table) if options.into else print(table)
+        put_into(options.into, "gpu", table) if options.into else print(table)
         return 0
     import torch
 

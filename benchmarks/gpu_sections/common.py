@@ -19,6 +19,7 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.recipe import Optimizer, Recipe, Train
 from precisionctl.trainer.backends.choose import BackendName, choose_backend
+from precisionctl.trainer.measure.flops import training_flops
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.loss import loss
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
@@ -83,11 +84,9 @@ class Shape:
         attention = self.hidden * head * (2 * self.heads + 2 * self.groups)
         return attention + 3 * self.hidden * self.ffn
 
-    def flops(self, layers: int) -> float:
-        """Of a step's matrix products, forward and backward: 6 for each weight and token, the output layer's too, and
-        attention as far as it is causal."""
-        weights = layers * self.layer_weights() + self.hidden * self.vocab
-        return self.rows * self.length * 6.0 * (weights + layers * self.length * self.hidden)
+    def flops(self, layers: int) -> int:
+        """Of a step, forward and backward."""
+        return training_flops(self.model(layers), [self.length] * self.rows)
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """`(in, out)` of a layer's GEMMs."""

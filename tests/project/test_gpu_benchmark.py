@@ -119,11 +119,11 @@ def test_calls_are_merged_and_a_section_that_got_further_is_kept() -> None:
 def test_tables_are_put_between_their_marks(tmp_path: Path) -> None:
     document = tmp_path / "benchmarks.md"
     document.write_text("before\n<!-- gpu -->\nold\n<!-- /gpu -->\nafter\n")
-    gpu.put_into(document, "| \\1 new |")
+    convert.put_into(document, "gpu", "| \\1 new |")
     assert document.read_text() == "before\n<!-- gpu -->\n| \\1 new |\n<!-- /gpu -->\nafter\n"
     document.write_text("no place")
     with pytest.raises(SystemExit, match="no place for the tables"):
-        gpu.put_into(document, "new")
+        convert.put_into(document, "gpu", "new")
     assert "<!-- gpu -->" in (gpu.ROOT / "docs" / "benchmarks.md").read_text()
 
 
