@@ -1,4 +1,4 @@
-"""Megatron's command-line flags for FP8 as keys of a recipe, and back, in one table.
+"""Megatron's command-line flags for FP8 as keys of a recipe, and back, in one table; and its parallel sizes.
 
 They are fields of megatron-core's TransformerConfig, from which Megatron-LM makes its arguments
 (megatron/training/argument_utils.py, ArgumentGroupFactory). A flag that is not given keeps the recipe's value. The
@@ -13,6 +13,18 @@ from precisionctl.errors import RecipeError
 
 if TYPE_CHECKING:  # `--help` needs the flags, and importing torch would make it slow
     from precisionctl.precision import Precision
+
+
+PARALLEL_SIZES: Mapping[str, tuple[str, str]] = {
+    "tensor": ("--tp", "tensor_model_parallel_size"),
+    "pipeline": ("--pp", "pipeline_model_parallel_size"),
+    "virtual": ("--vpp", "virtual_pipeline_model_parallel_size"),
+    "first_layers": ("--first-stage-layers", "decoder_first_pipeline_num_layers"),
+    "last_layers": ("--last-stage-layers", "decoder_last_pipeline_num_layers"),
+    "expert": ("--ep", "expert_model_parallel_size"),
+    "expert_tensor": ("--etp", "expert_tensor_parallel_size"),
+}
+"""Fields of a Parallelism: our option for each, and Megatron's argument."""
 
 
 @dataclass(frozen=True)

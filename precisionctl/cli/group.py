@@ -4,7 +4,6 @@ results as JSON on stdout."""
 import errno
 import json
 import logging
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from precisionctl.errors import (
     one_line,
 )
 from precisionctl.signals import name_of
+from precisionctl.trainer.measure.json_numbers import finite
 
 SCHEMA_VERSION = 1
 """Of what `--json` prints (docs/json.md). It grows when a key goes or means something else; keys may be added."""
@@ -348,12 +348,4 @@ def _replace_closed_streams() -> None:
 def print_json(result: Mapping[str, Any]) -> None:
     """Print a command's result as JSON on stdout; infinity and NaN become strings."""
     with on_stdout():
-        click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **_numbers(result)}, indent=2))
-
-
-def _numbers(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _numbers(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_numbers(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **finite(result, str)}, indent=2))

@@ -16,7 +16,7 @@ from click.shell_completion import CompletionItem
 
 from precisionctl.checkpoints.hf_directory.hub import HubName
 from precisionctl.errors import DataError, UnknownFormat, meant, nearest_path
-from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides
+from precisionctl.megatron_flags import FIRST_LAST, FLAGS, PARALLEL_SIZES, as_overrides
 
 TOO_FAR = 3
 """Exit code of `compare` where a run is further from the first than its gate allows."""
@@ -326,26 +326,23 @@ def writing_options(command: Callback) -> Callback:
 def parallelism_options(command: Callback) -> Callback:
     """Add the options of Megatron's parallel sizes. The command gets them in `parallelism`, a `Parallelism`."""
     sizes = {
-        "--tp": ("tensor", 1, "Tensor-parallel size of the result."),
-        "--pp": ("pipeline", 1, "Pipeline-parallel size of the result."),
-        "--vpp": ("virtual", 1, "Virtual stages per pipeline rank."),
-        "--first-stage-layers": ("first_layers", None, "Layers on the first pipeline rank. Default: as on the others."),
-        "--last-stage-layers": (
-            "last_layers",
-            None,
-            "Layers on the last pipeline rank. Default: as on the others, or the rest.",
-        ),
-        "--ep": ("expert", 1, "Expert-parallel size of the result."),
-        "--etp": ("expert_tensor", None, "Tensor-parallel size of the experts. Default: --tp."),
+        "tensor": (1, "Tensor-parallel size of the result."),
+        "pipeline": (1, "Pipeline-parallel size of the result."),
+        "virtual": (1, "Virtual stages per pipeline rank."),
+        "first_layers": (None, "Layers on the first pipeline rank. Default: as on the others."),
+        "last_layers": (None, "Layers on the last pipeline rank. Default: as on the others, or the rest."),
+        "expert": (1, "Expert-parallel size of the result."),
+        "expert_tensor": (None, "Tensor-parallel size of the experts. Default: --tp."),
     }
 
     @wraps(command)
     def with_parallelism(*arguments: Any, **named: Any) -> Any:
         from precisionctl.param import Parallelism
 
-        parallelism = Parallelism(**{field: named.pop(field) for field, _, _ in sizes.values()})
+        parallelism = Parallelism(**{field: named.pop(field) for field in sizes})
         return command(*arguments, parallelism=parallelism, **named)
 
-    for flag, (field, default, text) in reversed(sizes.items()):
+    for field, (default, text) in reversed(sizes.items()):
+        flag, _ = PARALLEL_SIZES[field]
         with_parallelism = click.option(flag, field, type=POSITIVE, default=default, help=text)(with_parallelism)
     return with_parallelism

@@ -22,6 +22,7 @@ from precisionctl.errors import CheckpointError, PrecisionctlError
 from precisionctl.export.encode import along_with, is_slice
 from precisionctl.export.weight_encodings import stored_weight_encodings
 from precisionctl.fp8.state import Fp8States
+from precisionctl.megatron_flags import PARALLEL_SIZES
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import plan_weights, stored_model
@@ -92,18 +93,6 @@ def _mismatch(reader: Reader) -> str | None:
     return None
 
 
-_SIZES = {
-    "tensor": ("tp", "tensor_model_parallel_size"),
-    "pipeline": ("pp", "pipeline_model_parallel_size"),
-    "virtual": ("vpp", "virtual_pipeline_model_parallel_size"),
-    "first_layers": ("first-stage-layers", "decoder_first_pipeline_num_layers"),
-    "last_layers": ("last-stage-layers", "decoder_last_pipeline_num_layers"),
-    "expert": ("ep", "expert_model_parallel_size"),
-    "expert_tensor": ("etp", "expert_tensor_parallel_size"),
-}
-"""Fields of a Parallelism: the option of `convert` for each, and Megatron's argument."""
-
-
 def _run(reader: Reader) -> dict[str, Any] | None:
     """The FP8 precision of the run that wrote the checkpoint: its kind of scaling, the keys of a recipe that are known
     of it, and what says so. None for a run in BF16, or of which nothing is said."""
@@ -116,7 +105,7 @@ def _cut(reader: Reader) -> dict[str, int] | None:
     checkpoints."""
     if not of_megatron(reader):
         return None
-    return {field: size for field, (_, name) in _SIZES.items() if type(size := reader.args.get(name)) is int}
+    return {field: size for field, (_, name) in PARALLEL_SIZES.items() if type(size := reader.args.get(name)) is int}
 
 
 def _tensors(names: Iterable[str]) -> int:
@@ -251,7 +240,7 @@ def _run_words(run: Description) -> str:
 def _cut_words(cut: Mapping[str, int]) -> str:
     """Parallel sizes as options of `convert`, without those that have their default."""
     defaults = {"expert_tensor": cut.get("tensor", 1), "first_layers": None, "last_layers": None}
-    words = [f"--{_SIZES[field][0]} {size}" for field, size in cut.items() if size != defaults.get(field, 1)]
+    words = [f"{PARALLEL_SIZES[field][0]} {size}" for field, size in cut.items() if size != defaults.get(field, 1)]
     return " ".join(words) or ("one rank" if cut else "not said")
 
 

@@ -216,7 +216,7 @@ def rests_on(readiness: Readiness) -> str:
     measured, passes = "Every element of every weight was measured", readiness.passes
     if passes is None:
         return f"{measured}; of activations and gradients nothing is known."
-    recorded = f"{measured}; activations and gradients were recorded in {passes} pass{'es' * (passes != 1)}"
+    recorded = f"{measured}; activations and gradients were recorded in {counted(passes, 'pass', 'passes')}"
     if passes >= PASSES.value:
         return f"{recorded}."
     return f"{recorded}, which is little: a verdict on a run needs {PASSES.shown} or more, over data like the run's."

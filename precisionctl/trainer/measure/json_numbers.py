@@ -2,26 +2,28 @@
 
 import json
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
 def to_json_numbers(value: Any, indent: int | None = None) -> str:
     """JSON in which `null` stands for NaN and infinities."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+    return json.dumps(finite(value, lambda number: None), indent=indent, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def finite(value: Any, instead: Callable[[float], Any]) -> Any:
+    """What JSON is made of, with something `instead` of NaN and infinities."""
+    return _changed(value, lambda one: instead(one) if isinstance(one, float) and not math.isfinite(one) else one)
 
 
 def nan_for_null(value: Any) -> Any:
     """Replace each None in parsed JSON by NaN; for JSON in which `null` stands only for numbers that are not finite."""
-    if isinstance(value, dict):
-        return {key: nan_for_null(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [nan_for_null(each) for each in value]
-    return math.nan if value is None else value
+    return _changed(value, lambda one: math.nan if one is None else one)
+
+
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _changed(each, change) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_changed(each, change) for each in value]
+    return change(value)
