@@ -47,7 +47,7 @@ class TensorChange(Protocol):
         ...
 
 
-class _RowMove:
+class RowMove:
     """The base of those that only move rows."""
 
     moves_rows: ClassVar[bool] = True
@@ -65,14 +65,14 @@ class _RowMove:
 
     def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
         if not all(shape and shape[1:] == shapes[0][1:] for shape in shapes):
-            raise _no_parts(shapes)
+            raise no_parts(shapes)
         whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         if self.part_shapes(whole, model) != tuple(shapes):
-            raise _no_parts(shapes)
+            raise no_parts(shapes)
         return whole
 
 
-class _ValueChange:
+class ValueChange:
     """The base of those that compute; most do so with small tensors, and keep their shape."""
 
     moves_rows: ClassVar[bool] = False
@@ -87,7 +87,7 @@ class _ValueChange:
         return shapes[0]
 
 
-class AsItIs(_RowMove):
+class AsItIs(RowMove):
     """The same tensor."""
 
     def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
@@ -117,11 +117,11 @@ def factors_of(change: TensorChange, model: ModelShape) -> RowFactors | None:
 
 
 @dataclass(frozen=True)
-class RotaryNeighbours(_RowMove):
+class RotaryNeighbours(RowMove):
     """The two rows of a rotary pair are neighbours in GGUF, and in the two halves of a head in Hugging Face. `heads` is
-    the field of ModelShape with their number."""
+    their number, or the field of ModelShape with it."""
 
-    heads: str
+    heads: str | int
 
     def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
         return (self._exchanged(values, (2, -1), model),)
@@ -130,7 +130,7 @@ class RotaryNeighbours(_RowMove):
         return self._exchanged(parts[0], (-1, 2), model)
 
     def _exchanged(self, rows: Movable, order: tuple[int, int], model: ModelShape) -> Movable:
-        heads, rest = getattr(model, self.heads), rows.shape[1:]
+        heads, rest = self.heads if isinstance(self.heads, int) else getattr(model, self.heads), rows.shape[1:]
         if len(rows) % (2 * heads):
             raise DamagedCheckpoint(f"{len(rows)} rows are no {heads} heads of rotary pairs")
         half = len(rows) // heads // 2
@@ -138,7 +138,7 @@ class RotaryNeighbours(_RowMove):
         return rows.reshape(heads, *sizes, *rest).swapaxes(1, 2).reshape(rows.shape)
 
 
-class GateThenUp(_RowMove):
+class GateThenUp(RowMove):
     """Two parts; in Hugging Face one tensor, of all rows of the first, then all of the second."""
 
     def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
@@ -148,7 +148,7 @@ class GateThenUp(_RowMove):
         return concatenated(parts)
 
 
-class GateUpInTurns(_RowMove):
+class GateUpInTurns(RowMove):
     """Two parts; in Hugging Face one tensor, whose rows are of the first and the second in turns (gpt-oss)."""
 
     def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
@@ -159,7 +159,7 @@ class GateUpInTurns(_RowMove):
         return joined.reshape(2 * len(parts[0]), *parts[0].shape[1:])
 
 
-class DeltaNetInGguf(_RowMove):
+class DeltaNetInGguf(RowMove):
     """The input projection of a gated delta net: in GGUF all queries, then all keys, then all values, and a tensor of
     output gates; in Hugging Face one that goes by key head (Qwen3-Next)."""
 
@@ -185,7 +185,7 @@ class DeltaNetInGguf(_RowMove):
 
 
 @dataclass(frozen=True)
-class ValueHeadsInTurns(_RowMove):
+class ValueHeadsInTurns(RowMove):
     """Heads of values of a gated delta net, and what belongs to one: in GGUF the first of each key head, then the
     second of each; in Hugging Face all of a key head, then those of the next (Qwen3.5). With `behind_keys` the rows of
     queries and keys stand before."""
@@ -212,7 +212,7 @@ class ValueHeadsInTurns(_RowMove):
         return concatenated([before, moved])
 
 
-class PlusOne(_ValueChange):
+class PlusOne(ValueChange):
     """A norm's weight, of which the part is 1 more."""
 
     def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
@@ -223,7 +223,7 @@ class PlusOne(_ValueChange):
 
 
 @dataclass(frozen=True)
-class Decay(_ValueChange):
+class Decay(ValueChange):
     """A state's decay: in GGUF the number that multiplies the step, below zero but where a bound is (`sign`), in
     Hugging Face the logarithm of its amount (`A_log`)."""
 
@@ -236,7 +236,7 @@ class Decay(_ValueChange):
         return (self.sign * parts[0].float()).log()
 
 
-class Kernel(_ValueChange):
+class Kernel(ValueChange):
     """The kernel of a convolution by channel: `[channels, width]` in GGUF, `[channels, 1, width]` in Hugging Face."""
 
     def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
@@ -250,11 +250,11 @@ class Kernel(_ValueChange):
 
     def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
         if len(shapes[0]) != 2:
-            raise _no_parts(shapes)
+            raise no_parts(shapes)
         return (shapes[0][0], 1, shapes[0][1])
 
 
-class KernelInFour(_ValueChange):
+class KernelInFour(ValueChange):
     """The same, `[1, channels, 1, width]` in GGUF."""
 
     def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
@@ -268,11 +268,11 @@ class KernelInFour(_ValueChange):
 
     def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
         if len(shapes[0]) != 4 or shapes[0][0] != 1 or shapes[0][2] != 1:
-            raise _no_parts(shapes)
+            raise no_parts(shapes)
         return shapes[0][1:]
 
 
-class LatentKeysValues(_ValueChange):
+class LatentKeysValues(ValueChange):
     """What makes keys and values of the latent: in Hugging Face each head's key rows, then its value rows,
     `[heads * (key + value), latent]`; the parts are keys transposed by head, `[heads, latent, key]`, and values
     `[heads, value, latent]`."""
@@ -298,12 +298,12 @@ class LatentKeysValues(_ValueChange):
         keys, values = shapes
         fit = len(keys) == len(values) == 3 and (keys[0], keys[1]) == (values[0], values[2])
         if not fit or keys[0] != model.num_attention_heads:
-            raise _no_parts(shapes)
+            raise no_parts(shapes)
         return (keys[0] * (keys[2] + values[1]), keys[1])
 
 
 @dataclass(frozen=True)
-class Both(_ValueChange):
+class Both(ValueChange):
     """One change of small tensors, then another one."""
 
     first: TensorChange
@@ -326,7 +326,7 @@ class Both(_ValueChange):
 
 
 @dataclass(frozen=True)
-class OfColumns(_ValueChange):
+class OfColumns(ValueChange):
     """Columns move as a `change` moves rows; rows of hidden states stay."""
 
     change: TensorChange
@@ -343,13 +343,13 @@ class OfColumns(_ValueChange):
 
     def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
         if len(shapes[0]) != 2 or shapes[0][0] != model.hidden_size:
-            raise _no_parts(shapes)
+            raise no_parts(shapes)
         self.change.hf_shape([shapes[0][::-1]], model)
         return shapes[0]
 
 
 @dataclass(frozen=True)
-class OfTransposed(_ValueChange):
+class OfTransposed(ValueChange):
     """A matrix that is `[in, out]` in Hugging Face, and changed as the `[out, in]` that it is in GGUF."""
 
     change: TensorChange
@@ -368,7 +368,7 @@ class OfTransposed(_ValueChange):
         return self.change.hf_shape(shapes, model)[::-1]
 
 
-class VectorAsColumn(_ValueChange):
+class VectorAsColumn(ValueChange):
     """A vector `[heads]`, in GGUF `[heads, 1]`."""
 
     def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
@@ -382,11 +382,11 @@ class VectorAsColumn(_ValueChange):
 
     def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
         if len(shapes[0]) != 2 or shapes[0][1] != 1:
-            raise _no_parts(shapes)
+            raise no_parts(shapes)
         return shapes[0][:1]
 
 
-class GroupedNorm(_ValueChange):
+class GroupedNorm(ValueChange):
     """The norm of a mixer's output, a vector, in GGUF a row for each group of heads."""
 
     def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
@@ -403,11 +403,11 @@ class GroupedNorm(_ValueChange):
     def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
         assert model.mamba
         if len(shapes[0]) != 2 or shapes[0][0] != model.mamba.num_groups:
-            raise _no_parts(shapes)
+            raise no_parts(shapes)
         return (shapes[0][0] * shapes[0][1],)
 
 
-def _no_parts(shapes: Sequence[Shape]) -> DamagedCheckpoint:
+def no_parts(shapes: Sequence[Shape]) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"tensors {', '.join(map(str, shapes))} do not make one")
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,8 @@ class Result:
     when all weights have been read. With `live` the state is stored where a run loads it from, else in the sidecar.
     `run` is what is carried over from the run that made the source. `encodings` is how the weights were encoded,
     to be kept beside values or to make codes with. `lacks` returns the keys that an engine needs and a config.json does
-    not have; they are added. `contents` are those of a GGUF file, if it is one. `mlx` are mlx-lm's words in the
-    config.json of its directory, if it is one. `notes` are for the user.
+    not have; they are added. `gguf` are the contents of its GGUF files, if it is such, and `beside` files in their
+    directory. `mlx` are mlx-lm's words in the config.json of its directory, if it is one. `notes` are for the user.
     """
 
     plan: Plan
@@ -59,7 +59,8 @@ class Result:
     encodings: WeightEncodings | None = None
     card: Card | None = None
     lacks: Callable[[Mapping[str, Any]], Iterable[str]] = lambda config: ()
-    contents: GgufContents | None = None
+    gguf: Sequence[GgufContents] = ()
+    beside: Mapping[str, bytes] = field(default_factory=dict)
     mlx: Mapping[str, Any] | None = None
 
 
@@ -70,7 +71,7 @@ def build(request: Request, source: Source, result: Result) -> PlannedCommand:
     files = [source.encodings.path if source.encodings else None, source.state_file]
     stats = [file.stat() for file in files if file and file.is_file()]
     # by its length all tensors of a GGUF file move: a file of other metadata is not continued
-    metadata = hashlib.sha256(result.contents.metadata_bytes).hexdigest() if result.contents else None
+    metadata = [hashlib.sha256(file.metadata_bytes).hexdigest() for file in result.gguf]
     return PlannedCommand(
         reader=source.reader,
         plan=result.plan,
@@ -120,11 +121,11 @@ def _writer(storage: Storage, source: Source, result: Result, output: Output) ->
     optimizer where one is needed, and CheckpointError for a trainer's state that cannot be read."""
     plan, card, companions = result.plan, result.card, source.reader.companions
     in_shards = not storage.is_state_dict if storage.layout == "hf" else plan.model.wrapper is not None
-    if storage.max_shard_size != MAX_SHARD_SIZE and (result.contents or not in_shards):
+    if storage.max_shard_size != MAX_SHARD_SIZE and (result.gguf or not in_shards):
         what = "--max-shard-size is for Hugging Face's files and for towers, and this result has neither"
         raise RecipeError(what, do="Leave --max-shard-size out.")
-    if result.contents:
-        return GgufWriter(output.partial, plan.targets, result.contents)
+    if result.gguf:
+        return GgufWriter(output.partial, result.gguf, result.beside)
     # of a wrapper its text model's; a wrapper always has a config.json of its own too, and an untabled model that alone
     made = not isinstance(plan.model, UntabledModel)
     config = made_config(plan.model, config_dtype(plan.targets), companions) if made else {}

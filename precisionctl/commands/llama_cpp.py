@@ -1,9 +1,11 @@
-"""The target of `export-inference` that is one file: llama.cpp, and what is built on it (Ollama, LM Studio)."""
+"""The target of `export-inference` that is one file, or two where there are towers: llama.cpp, and what is built on it
+(Ollama, LM Studio)."""
 
 import math
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from precisionctl.checkpoints.base import Companions, Reader, packings_of
 from precisionctl.checkpoints.gguf.families import of_llama_cpp
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.global_scales import scale_tensors
-from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
+from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue, Metadata
 from precisionctl.checkpoints.gguf.rope_keys import BETAS
 from precisionctl.checkpoints.gguf.rotary_tensors import rotary_tensors
 from precisionctl.checkpoints.gguf.writer import GgufContents
@@ -24,14 +26,16 @@ from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice
 from precisionctl.codes.elements import Packing
 from precisionctl.codes.ggml_blocks import BlocksInRows
 from precisionctl.commands.build import Result
+from precisionctl.commands.mmproj import Mmproj, mmproj_of
 from precisionctl.commands.notes import decoded_note
 from precisionctl.commands.request import LLAMA_CPP, Gguf
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.dtypes import DType
-from precisionctl.errors import PrecisionError
+from precisionctl.errors import PrecisionError, UnknownArchitecture
 from precisionctl.export.gguf.gguf_plan import FILE_TYPES, KEPT, GgufType, in_gguf
 from precisionctl.export.gguf.gguf_tokenizer import tokenizer_metadata
+from precisionctl.export.gguf.towers_plan import TowerType
 from precisionctl.export.model_card import NAME, Card, path_in_command
 from precisionctl.export.weight_encodings import stored_weight_encodings
 from precisionctl.model.model_parts import config_parts
@@ -42,14 +46,15 @@ from precisionctl.untrusted.safe_json import parse_json
 
 
 def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
-    """A result that is a GGUF file in the destination, beside a card and licences.
+    """A result that is a GGUF file in the destination, beside a card and licences, and the file of a wrapper's towers.
 
     Raises UnknownArchitecture for a model that llama.cpp does not compute, PrecisionError or CheckpointError for a
     tokenizer that it has not, UnmappedTensor.
     """
     model, reader = source.plan.model, source.reader
     family = of_llama_cpp(model)  # first, as no type and no tokenizer would help
-    type_ = kind.scheme or ("f16" if config_dtype(source.plan.targets) == DType.float16.value else "bf16")
+    of_values: TowerType = "f16" if config_dtype(source.plan.targets) == DType.float16.value else "bf16"
+    type_ = kind.scheme or of_values
     packings = packings_of(reader)
     encodings = stored_weight_encodings(reader) if packings else None
     codes = {kind: _codes_of(form, packings, encodings) for kind, form in KEPT.items()}
@@ -66,28 +71,34 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
     tokenizer, tokenizer_notes = tokenizer_metadata(
         files, config, model.vocab_size, where, family.tokens, sentencepiece=family.sentencepiece
     )
+    sampling, title = dict(_sampling(reader.companions)), (kind.base_model or destination.name).rpartition("/")[2]
+
+    def about(plan: Plan) -> dict[str, GgufValue]:
+        label = {"general.name": title, "general.size_label": _size_label(plan)}
+        return {**sampling, **label, **_base_model(kind.base_model)}
+
     metadata: dict[str, GgufValue] = {
         "general.architecture": family.architecture,
         "general.type": "model",
-        **dict(_sampling(reader.companions)),
-        "general.name": (kind.base_model or destination.name).rpartition("/")[2],
-        "general.size_label": _size_label(plan),
-        **_base_model(kind.base_model),
+        **about(plan),
         **family.metadata(model, FILE_TYPES[type_]),
         "general.quantization_version": np.uint32(2),
         **(_inputs_as_they_are(kept, scaled) if scaled else {}),
         **tokenizer,
     }
     name = f"{destination.name}-{type_.upper()}.gguf"
-    options = _options(model, family)
+    of_towers = type_ if type_ == "bf16" or type_ == "f16" else of_values
+    towers = _towers(source, f"mmproj-{destination.name}-{of_towers.upper()}.gguf", of_towers, about)
+    mmproj = towers if isinstance(towers, Mmproj) else None
+    names, options = [name, *([mmproj.contents.name] if mmproj else [])], _options(model, family)
     notes = [
         *source_notes(source),
-        *_tower_notes(source.plan),
+        *([towers.note] if isinstance(towers, Mmproj) else [towers] if towers else []),
         *_notes_of_the_model(model, family, options),
         *_notes_of_codes(codes, type_, family, set(kept.values())),
         *tokenizer_notes,
         *(_quantize_notes(destination, name) if type_ in ("bf16", "f16") else ()),
-        f"Run it with: {_run(shlex.quote(str(destination)), name, options)}",
+        f"Run it with: {_run(shlex.quote(str(destination)), names, options)}",
     ]
     licences = {file: data for file, data in files.items() if LICENCE.has(file)}
     of_main_type, others = _of_main_type(plan, KEPT.get(type_))
@@ -95,15 +106,18 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
         name=destination.name,
         title=LLAMA_CPP,
         tag="gguf",
-        command=_run(path_in_command(destination.name), name, options),
-        facts={"weights": type_.upper(), "file": name},
+        command=_run(path_in_command(destination.name), names, options),
+        facts={"weights": type_.upper(), "file": name, **({"towers": mmproj.contents.name} if mmproj else {})},
         quantized=of_main_type,
-        kept=others,
+        kept=[*others, *(mmproj.plan.targets if mmproj else ())],
         base_model=kind.base_model,
         codes=type_.upper(),
     )
-    contents = GgufContents(name, metadata, scales | rotary_tensors(model), {**licences, NAME: card.text(reader)})
-    return Result(plan, notes, contents=contents)
+    gguf_files = [GgufContents(name, metadata, plan.targets, scales | rotary_tensors(model))]
+    if mmproj:
+        plan = replace(plan, jobs=plan.jobs + mmproj.plan.jobs, targets={**plan.targets, **mmproj.plan.targets})
+        gguf_files.append(mmproj.contents)
+    return Result(plan, notes, gguf=gguf_files, beside={**licences, NAME: card.text(reader)})
 
 
 _HOW_TO_MAKE = {
@@ -151,9 +165,10 @@ def _inputs_as_they_are(kept: Mapping[str, str], encodings: WeightEncodings) -> 
     return {"general.tensor_extra.name": names, "general.tensor_extra.prec_a4": np.zeros(len(names), np.bool_)}
 
 
-def _run(directory: str, name: str, options: str) -> str:
-    """The command that runs a file in a directory, whose name is written as a shell has it."""
-    return f"llama-cli -m {directory}/{shlex.quote(name)}{options}"
+def _run(directory: str, names: Sequence[str], options: str) -> str:
+    """The command that runs the files of a directory, whose name is written as a shell has it."""
+    file, *towers = (f"{directory}/{shlex.quote(name)}" for name in names)
+    return f"llama-server -m {file} --mmproj {towers[0]}{options}" if towers else f"llama-cli -m {file}{options}"
 
 
 def _options(model: ModelShape, family: GgufFamily) -> str:
@@ -231,13 +246,17 @@ def _of_main_type(plan: Plan, codes: BlocksInRows | None) -> tuple[list[str], li
     return [name for name in stored if stored[name] == main], others
 
 
-def _tower_notes(plan: Plan) -> Iterator[str]:
-    """A note on what llama.cpp has in a file of its own."""
-    if wrapper := plan.model.wrapper:
-        yield (
-            f"The file has the text model of this {wrapper.model_type}. Its towers, "
-            f"{counted(len(plan.towers.targets), 'tensor')}, are not in it: llama.cpp has those in a second one, which "
-            "`convert_hf_to_gguf.py --mmproj` makes."
+def _towers(source: Source, name: str, kind: TowerType, about: Callable[[Plan], Metadata]) -> Mmproj | str | None:
+    """The second file of a wrapper, or a note on why there is none; None for a text model."""
+    if (wrapper := source.plan.model.wrapper) is None:
+        return None
+    try:
+        return mmproj_of(source.plan, source.reader.companions, name, kind, about)
+    except UnknownArchitecture as error:
+        number = counted(len(source.plan.towers.targets), "tensor")
+        return (
+            f"The file has the text model of this {wrapper.model_type}. Its towers, {number}, are not in it: llama.cpp "
+            f"has those in a second one, which is not written, for {error.what}."
         )
 
 

@@ -332,13 +332,16 @@ OPTIONAL: dict[str, Any] = {
 """Towers that a wrapper has only where its config says so, and sizes that are not the text model's."""
 
 
-def make(kind: str, *, dtype: torch.dtype = torch.float32, **text: Any) -> PreTrainedModel:
-    """A wrapper whose biases and norms are random too, so that a mix-up shows."""
+def make(
+    kind: str, *, dtype: torch.dtype = torch.float32, vision: dict[str, Any] | None = None, **text: Any
+) -> PreTrainedModel:
+    """A wrapper whose biases and norms are random too, so that a mix-up shows. `vision` are settings of its tower."""
     torch.manual_seed(0)
     sizes = SMALL | {"vocab_size": TEXT["vocab_size"]}
     config = shrunk(AutoConfig.for_model(kind, **OPTIONAL.get(kind, {})).to_dict(), sizes)
     config["text_config"] = TEXT | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")) | WRAPPERS[kind]
     config["text_config"] |= text
+    config["vision_config"] = config.get("vision_config") or {} if vision is None else config["vision_config"] | vision
     config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = kind in TIED
     whole = AutoConfig.for_model(**{"model_type": kind} | config)
     classes = (AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForMultimodalLM)

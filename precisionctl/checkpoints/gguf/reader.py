@@ -139,7 +139,7 @@ def _files_of(path: Path) -> list[Path]:
     be."""
     is_named = not path.is_dir()
     if not is_named:
-        there = sorted(path.glob("*.gguf"))[:_MOST_FILES]
+        there = [each for each in sorted(path.glob("*.gguf"))[:_MOST_FILES] if not _of_towers(each)]
         firsts = [each for each in there if not (match := _SPLIT.fullmatch(each.name)) or int(match[2]) == 1]
         if len(firsts) != 1:
             what = f"{len(firsts)} models in GGUF: {listed(each.name for each in firsts)}"
@@ -156,6 +156,11 @@ def _files_of(path: Path) -> list[Path]:
             check_link(file, path.parent)
         check_file(file)
     return files
+
+
+def _of_towers(file: Path) -> bool:
+    """Whether a file has a wrapper's towers, by its name, by which llama.cpp finds it too."""
+    return "mmproj" in file.name
 
 
 def _read_heads(files: Sequence[Path]) -> GgufHead:

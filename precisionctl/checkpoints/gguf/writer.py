@@ -1,4 +1,4 @@
-"""Write a GGUF file: everything before the tensors' bytes follows from names, shapes and types."""
+"""Write GGUF files: everything before the tensors' bytes follows from names, shapes and types."""
 
 from __future__ import annotations
 
@@ -32,37 +32,23 @@ _TYPES = {form.dtype or form.name: number for number, form in FORMATS.items()}
 
 @dataclass(frozen=True)
 class GgufContents:
-    """What is in a GGUF file called `name` besides tensors of the source: metadata, and the tensors that are `made`
-    without one, FP32: scales of codes that are kept stand behind these, which the file begins with, and others before
-    all values. `beside` are files in its directory."""
+    """What a GGUF file called `name` holds: metadata, and tensors: `specs` are those of the source, in the order of the
+    file, an expert's as a slice `name[expert]` of the stack that is stored. Others are `made` without it, FP32: scales
+    of codes that are kept stand behind these, which the file begins with, and others before all values."""
 
     name: str
     metadata: Metadata
+    specs: Mapping[str, TensorSpec]
     made: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    beside: Mapping[str, bytes] = field(default_factory=dict)
 
     @cached_property
     def metadata_bytes(self) -> bytes:
         return metadata_bytes(self.metadata)
 
-
-@dataclass(frozen=True)
-class GgufWriter:
-    """A GGUF file being built in `directory`. `specs` are its tensors in the order of the file, an expert's as a slice
-    `name[expert]` of the stack that is stored."""
-
-    directory: Path
-    specs: Mapping[str, TensorSpec]
-    contents: GgufContents
-
-    @property
-    def path(self) -> Path:
-        return self.directory / self.contents.name
-
     @cached_property
-    def _stored(self) -> dict[str, TensorSpec]:
+    def stored(self) -> dict[str, TensorSpec]:
         """The tensors of the file. Raises ShapeMismatch for slices that do not make one tensor."""
-        made = {name: TensorSpec(values.shape, DType.float32) for name, values in self.contents.made.items()}
+        made = {name: TensorSpec(values.shape, DType.float32) for name, values in self.made.items()}
         stored, found = stacked(self.specs, stack_and_slice), dict[str, TensorSpec]()
         for name in [name for name, spec in stored.items() if isinstance(spec.packing, KeptCodes)]:
             found[name] = stored[name]
@@ -70,37 +56,52 @@ class GgufWriter:
         return found | made | stored
 
     @cached_property
-    def _head(self) -> tuple[bytes, dict[str, int]]:
+    def head(self) -> tuple[bytes, dict[str, int]]:
         """The bytes before all tensors, and each tensor's offset behind them."""
         offsets, at, infos = dict[str, int](), 0, bytearray()
-        for name, spec in self._stored.items():
+        for name, spec in self.stored.items():
             dims = reversed(spec.shape)
             infos += string_bytes(name) + struct.pack(f"<I{len(spec.shape)}Q", len(spec.shape), *dims)
             infos += struct.pack("<IQ", _TYPES[spec.packing.name if spec.packing else spec.dtype], at)
             offsets[name] = at
             at += aligned(spec.nbytes)
-        counts = struct.pack("<IQQ", VERSIONS[-1], len(offsets), len(self.contents.metadata))
-        head = MAGIC + counts + self.contents.metadata_bytes + infos
+        counts = struct.pack("<IQQ", VERSIONS[-1], len(offsets), len(self.metadata))
+        head = MAGIC + counts + self.metadata_bytes + infos
         return head.ljust(aligned(len(head)), b"\0"), offsets
+
+
+@dataclass(frozen=True)
+class GgufWriter:
+    """GGUF files being built in `directory`, whose tensors have different names, and the files `beside` them."""
+
+    directory: Path
+    files: Sequence[GgufContents]
+    beside: Mapping[str, bytes] = field(default_factory=dict)
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return {name: spec for file in self.files for name, spec in file.specs.items()}
 
     @cached_property
     def _places(self) -> dict[str, Chunk]:
-        head, offsets = self._head
         places = {}
-        for name, spec in self.specs.items():
-            stack, number = stack_and_slice(name)
-            at = len(head) + offsets[stack] + (number or 0) * spec.nbytes
-            places[name] = Chunk(whole(spec), self.path, at)
+        for file in self.files:
+            head, offsets = file.head
+            for name, spec in file.specs.items():
+                stack, number = stack_and_slice(name)
+                at = len(head) + offsets[stack] + (number or 0) * spec.nbytes
+                places[name] = Chunk(whole(spec), self.directory / file.name, at)
         return places
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return [self._places[name]]
 
     def lay_out(self) -> None:
-        head, offsets = self._head
-        made = [(len(head) + offsets[name], values.tobytes()) for name, values in self.contents.made.items()]
-        length = len(head) + sum(aligned(spec.nbytes) for spec in self._stored.values())
-        lay_out_file(self.path, [(0, head), *made], length)
+        for file in self.files:
+            head, offsets = file.head
+            made = [(len(head) + offsets[name], values.tobytes()) for name, values in file.made.items()]
+            length = len(head) + sum(aligned(spec.nbytes) for spec in file.stored.values())
+            lay_out_file(self.directory / file.name, [(0, head), *made], length)
 
     def finish(self, fp8: Fp8States | None) -> None:
-        write_companions(self.directory, Companions(self.contents.beside))
+        write_companions(self.directory, Companions(self.beside))

@@ -1,0 +1,178 @@
+"""A wrapper's tower as llama.cpp has it in a second file, `mmproj`: names, what becomes of values, and metadata.
+
+llama.cpp has one graph for each kind of projector, which takes some settings from the file and others for granted. A
+tower with other settings, or with other tensors, gets no file: UnknownArchitecture says why.
+
+Sources: llama.cpp's tools/mtmd (clip.cpp, models/*.cpp), conversion/*.py (MmprojModel) and
+gguf-py/gguf/tensor_mapping.py, of llama-cpp-python 0.3.36; transformers 5.24 for what a tower computes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
+from precisionctl.checkpoints.tensor_changes import SAME, Shape, TensorChange
+from precisionctl.dtypes import DType
+from precisionctl.errors import UnknownArchitecture, shown
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.param import TensorSpec
+
+_MOST = 1 << 20
+"""No size of a tower is larger."""
+
+
+@dataclass(frozen=True)
+class TowerRow:
+    """The tensors that llama.cpp has for one of a tower of this `shape`, what becomes of its values, and the `dtype`
+    that it has whatever others have. A bias may be missing where it is `optional`."""
+
+    gguf: tuple[str, ...]
+    shape: Shape
+    change: TensorChange = SAME
+    dtype: DType | None = None
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A tower in `mmproj`.
+
+    `rows` go by the names of published files, with `{layer}` for the numbers of its `layers`; `spellings` are
+    beginnings of other names, each with what those have in its place. `metadata` are the keys behind
+    `general.file_type`. `unread` are beginnings of names of tensors that neither llama.cpp nor transformers computes
+    the text model's input with.
+    """
+
+    layers: int
+    rows: Mapping[str, TowerRow]
+    metadata: Mapping[str, GgufValue]
+    spellings: Mapping[str, str] = field(default_factory=lambda: {"model.": ""})
+    unread: tuple[str, ...] = ()
+
+    def tensors(self, specs: Mapping[str, TensorSpec]) -> dict[str, tuple[TowerRow, tuple[str, ...]]]:
+        """The row of each of these Hugging Face tensors, and its names in GGUF, without those that are `unread`.
+
+        Raises UnknownArchitecture where they are not all those of the tower, in the shapes that config.json says."""
+        found = dict[str, tuple[TowerRow, tuple[str, ...]]]()
+        here = set[tuple[str, int]]()
+        for name, spec in specs.items():
+            published = self.published(name)
+            if published.startswith(self.unread):
+                continue
+            template, layer = _template(published, self.rows)
+            row = self.rows.get(template)
+            if row is None or not layer < self.layers:
+                raise no_tower(f"llama.cpp has no tensor for `{name}`")
+            if spec.shape != row.shape:
+                raise no_tower(f"`{name}` is {list(spec.shape)}, and {list(row.shape)} by config.json")
+            here.add((template, layer))
+            found[name] = row, tuple(each.replace("{layer}", str(layer)) for each in row.gguf)
+        for template in (template for template, row in self.rows.items() if not row.optional):
+            for layer in range(self.layers if "{layer}" in template else 1):
+                if (template, layer) not in here:
+                    raise no_tower(f"its tower has no `{template.replace('{layer}', str(layer))}`")
+        return found
+
+    def published(self, name: str) -> str:
+        """What published files call a tensor."""
+        for other, before in self.spellings.items():
+            if name.startswith(other):
+                name = before + name.removeprefix(other)
+        return name
+
+
+_LAYER = re.compile(r"(?<=\.)(0|[1-9]\d{0,5})(?=\.)")
+
+
+def _template(name: str, rows: Mapping[str, TowerRow]) -> tuple[str, int]:
+    """The name of a row, and the number of the layer, 0 where it is in none."""
+    match = None if name in rows else _LAYER.search(name)
+    return (_LAYER.sub("{layer}", name, 1), int(match[1])) if match else (name, 0)
+
+
+def no_tower(what: str) -> UnknownArchitecture:
+    """The error about a tower of which llama.cpp would compute something else."""
+    return UnknownArchitecture(what, do="Serve it with an engine that computes it: see --target.")
+
+
+@dataclass(frozen=True)
+class TowerSettings:
+    """What is said of a wrapper's tower: its text `model`, the whole `config`.json, the part of the `tower` with its
+    class's defaults, and what becomes of images before it (`processor`)."""
+
+    model: ModelShape
+    config: Mapping[str, Any]
+    tower: Mapping[str, Any]
+    processor: Mapping[str, Any]
+
+    def size(self, key: str) -> int:
+        """A number of the tower's, above 0. Raises UnknownArchitecture for anything else."""
+        value = self.tower.get(key)
+        value = value[0] if isinstance(value, list) and value and all(each == value[0] for each in value) else value
+        if type(value) is not int or not 0 < value <= _MOST:
+            raise no_tower(f"its config.json has {shown(value)} as `{key}` of the tower, where a size is expected")
+        return value
+
+    def check(self, of: Mapping[str, Any] | None = None, **computed: Any) -> None:
+        """Raise UnknownArchitecture for a setting of the tower (or `of` another part) that is not as `computed`."""
+        for key, value in computed.items():
+            found = (self.tower if of is None else of).get(key)
+            if found != value:
+                raise no_tower(f"llama.cpp computes its tower with {key} {shown(value)}, not with {shown(found)}")
+
+    def theta(self) -> float | None:
+        """The base of the tower's rotary embeddings, if config.json says one."""
+        rope = self.tower.get("rope_parameters")
+        theta = rope.get("rope_theta") if isinstance(rope, Mapping) else self.tower.get("rope_theta")
+        return theta if isinstance(theta, int | float) else None
+
+    def epsilon(self, value: Any) -> np.float32:
+        if not isinstance(value, float) or not 0 < value < 1:
+            raise no_tower(f"its config.json has {shown(value)} as the epsilon of norms")
+        return np.float32(value)
+
+    def common(
+        self, *, layers: int, width: int, mlp: int, heads: int, image_size: int, patch_size: int
+    ) -> dict[str, GgufValue]:
+        """The keys that every tower of images has."""
+        sizes = {
+            "projection_dim": self.model.hidden_size,
+            "image_size": image_size,
+            "patch_size": patch_size,
+            "embedding_length": width,
+            "feed_forward_length": mlp,
+            "block_count": layers,
+            "attention.head_count": heads,
+        }
+        return {
+            "clip.has_vision_encoder": True,
+            **{f"clip.vision.{key}": np.uint32(size) for key, size in sizes.items()},
+            "clip.vision.image_mean": self._three("image_mean"),
+            "clip.vision.image_std": self._three("image_std"),
+        }
+
+    def _three(self, key: str) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        values = self.processor.get(key)
+        if not isinstance(values, list) or len(values) != 3 or not all(isinstance(v, int | float) for v in values):
+            what = f"no preprocessor_config.json or processor_config.json has three numbers as `{key}`"
+            raise no_tower(f"{what}, with which llama.cpp prepares images")
+        return np.array([min(max(value, -1e9), 1e9) for value in values], np.float32)
+
+
+def linear(hf: str, gguf: str, rows: int, columns: int, **settings: Any) -> dict[str, TowerRow]:
+    """The rows of a linear with a bias."""
+    return {
+        f"{hf}.weight": TowerRow((f"{gguf}.weight",), (rows, columns), **settings),
+        f"{hf}.bias": TowerRow((f"{gguf}.bias",), (rows,), **settings),
+    }
+
+
+def norm(hf: str, gguf: str, size: int, ends: Iterable[str] = ("weight", "bias")) -> dict[str, TowerRow]:
+    """The rows of a norm."""
+    return {f"{hf}.{end}": TowerRow((f"{gguf}.{end}",), (size,)) for end in ends}

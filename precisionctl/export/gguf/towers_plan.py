@@ -1,0 +1,51 @@
+"""A plan of a wrapper's towers as one of llama.cpp's second file, `mmproj`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from precisionctl.checkpoints.gguf.towers.tower import Tower, TowerRow
+from precisionctl.checkpoints.tensor_changes import TensorChange
+from precisionctl.dtypes import DType
+from precisionctl.export.changed_parts import jobs_in_format
+from precisionctl.param import TensorSpec, shared_spec
+from precisionctl.planning.plan import Job, Plan
+
+TowerType = Literal["bf16", "f16"]
+"""The type of a tower's matrices."""
+
+_STORED = {"bf16": DType.bfloat16, "f16": DType.float16}
+_OF_PIXELS = (".patch_embd.weight", ".patch_merger.weight")
+
+
+def towers_in_gguf(plan: Plan, tower: Tower, kind: TowerType) -> Plan:
+    """The plan of `mmproj`, of a `plan` of values in Hugging Face's layout, in the order in which a file of Hugging
+    Face's tensors has these. Raises UnknownArchitecture where they are not those of the tower."""
+    towers = plan.towers
+    tensors = tower.tensors(towers.targets)
+    targets = dict[str, TensorSpec]()
+    for name in sorted(tensors):
+        row, made = tensors[name]
+        shapes = row.change.part_shapes(towers.targets[name].shape, plan.model)
+        for each, shape in zip(made, shapes, strict=True):
+            targets[each] = shared_spec(shape, _stored_as(each, shape, row, kind))
+
+    def made_of(job: Job, name: str) -> tuple[TensorChange, Sequence[str]]:
+        row, made = tensors[name]
+        return row.change, made
+
+    jobs = (job for job in towers.jobs if job.writes[0] in tensors)
+    return replace(towers, jobs=tuple(jobs_in_format(jobs, made_of)), targets=targets)
+
+
+def _stored_as(name: str, shape: tuple[int, ...], row: TowerRow, kind: TowerType) -> DType:
+    """FP32 for what llama.cpp's converter has in it: vectors, norms, positions, and kernels beside BF16."""
+    if len(shape) < 2 or name.endswith("_norm.weight"):
+        return DType.float32
+    if row.dtype:
+        return row.dtype
+    if any(each in name for each in _OF_PIXELS):
+        return DType.float16 if kind == "f16" else DType.float32
+    return _STORED[kind] if name.endswith(".weight") and name != "v.position_embd.weight" else DType.float32
