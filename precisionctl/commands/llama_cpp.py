@@ -93,7 +93,8 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
     names, options = [name, *([mmproj.contents.name] if mmproj else [])], _options(model, family)
     notes = [
         *source_notes(source),
-        *([towers.note] if isinstance(towers, Mmproj) else [towers] if towers else []),
+        *(mmproj.notes if mmproj else ()),
+        *([towers] if isinstance(towers, str) else ()),
         *_notes_of_the_model(model, family, options),
         *_notes_of_codes(codes, type_, family, set(kept.values())),
         *tokenizer_notes,
@@ -251,7 +252,7 @@ def _towers(source: Source, name: str, kind: TowerType, about: Callable[[Plan], 
     if (wrapper := source.plan.model.wrapper) is None:
         return None
     try:
-        return mmproj_of(source.plan, source.reader.companions, name, kind, about)
+        return mmproj_of(source.plan, source.reader, name, kind, about)
     except UnknownArchitecture as error:
         number = counted(len(source.plan.towers.targets), "tensor")
         return (

@@ -1,55 +1,77 @@
 """The second file of an export for llama.cpp: the towers of a wrapper, by which it computes with images."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from precisionctl.checkpoints.base import Companions
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.chunks import read_values
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue, Metadata
 from precisionctl.checkpoints.gguf.towers import tower_of
 from precisionctl.checkpoints.gguf.writer import GgufContents
+from precisionctl.dtypes import DType
 from precisionctl.export.gguf.gguf_plan import FILE_TYPES
 from precisionctl.export.gguf.towers_plan import TowerType, towers_in_gguf
+from precisionctl.param import shared_spec
 from precisionctl.planning.plan import Plan
 from precisionctl.sizes import counted, listed
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
 class Mmproj:
-    """A second file, and the plan of its tensors. `left_out` are towers' tensors that nothing is computed with."""
+    """A second file, and the plan of its tensors. `left_out` are towers' tensors that nothing is computed with, and
+    `otherwise` is what llama.cpp computes otherwise of such towers, if it does."""
 
     contents: GgufContents
     plan: Plan
     left_out: tuple[str, ...]
+    otherwise: str
 
     @property
-    def note(self) -> str:
-        """What is in it."""
+    def notes(self) -> Iterator[str]:
+        """What is in it, and what llama.cpp makes of it."""
         said = f"The towers, {counted(len(self.plan.jobs), 'tensor')}, are in {self.contents.name}."
-        if not self.left_out:
-            return said
-        return f"{said} Not written are {listed(self.left_out)}: no token is computed with them."
+        if self.left_out:
+            said = f"{said} Not written are {listed(self.left_out)}: no token is computed with them."
+        yield said
+        if self.otherwise:
+            yield f"With images llama.cpp computes otherwise than transformers: {self.otherwise}."
 
 
-def mmproj_of(
-    plan: Plan, companions: Companions, name: str, kind: TowerType, about: Callable[[Plan], Metadata]
-) -> Mmproj:
-    """The file of a wrapper's towers that belongs to a text model's, called `name`. `about` says the general
-    metadata of a plan, and `plan` is one of values in Hugging Face's layout.
+def mmproj_of(plan: Plan, reader: Reader, name: str, kind: TowerType, about: Callable[[Plan], Metadata]) -> Mmproj:
+    """The file of a wrapper's towers, called `name`. `about` says the general metadata of a plan, and `plan` is one of
+    values in Hugging Face's layout.
 
     Raises UnknownArchitecture for towers that llama.cpp has not, or of which it would compute something else.
     """
-    tower = tower_of(plan.model, companions)
+    tower = tower_of(plan.model, reader.companions)
     towers = towers_in_gguf(plan, tower, kind)
+    made = {tower.token[0]: _embedding(plan, reader, tower.token[1])} if tower.token else {}
+    stored = {each: shared_spec(values.shape, DType.float32) for each, values in made.items()} | {**towers.targets}
     metadata: dict[str, GgufValue] = {
         "general.architecture": "clip",
         "general.type": "mmproj",
-        **about(towers),
+        **about(replace(towers, targets=stored)),
         "general.file_type": np.uint32(FILE_TYPES[kind]),
         **tower.metadata,
         "general.quantization_version": np.uint32(2),
     }
     written = {job.reads for job in towers.jobs}
     left_out = tuple(job.writes[0] for job in plan.towers.jobs if job.reads not in written)
-    return Mmproj(GgufContents(name, metadata, towers.targets), towers, left_out)
+    return Mmproj(GgufContents(name, metadata, towers.targets, made), towers, left_out, tower.otherwise)
+
+
+def _embedding(plan: Plan, reader: Reader, token: int) -> NDArray[Any]:
+    """The text model's embedding of a token, FP32 `[hidden size]`."""
+    assert plan.model.wrapper is not None
+    name = plan.model.wrapper.name_of("model.embed_tokens.weight")
+    (read,) = next(job.reads for job in plan.text.jobs if name in job.writes)
+    values: NDArray[Any] = read_values(reader, reader.encodings, read, token, 1).float().numpy()[0]
+    return values

@@ -4,7 +4,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from precisionctl.checkpoints.base import Companions
-from precisionctl.checkpoints.gguf.towers import tower_qwen
+from precisionctl.checkpoints.gguf.towers import (
+    tower_gemma3,
+    tower_internvl,
+    tower_llama4,
+    tower_pixtral,
+    tower_qwen,
+)
 from precisionctl.checkpoints.gguf.towers.tower import Tower, TowerSettings, no_tower
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.untrusted.safe_json import parse_json
@@ -13,10 +19,21 @@ MADE_BY: Mapping[str, Callable[[TowerSettings], Tower]] = {
     "qwen2_vl": tower_qwen.qwen2_vl,
     "qwen2_5_vl": tower_qwen.qwen2_5_vl,
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), tower_qwen.qwen3_vl),
+    "gemma3": tower_gemma3.gemma3,
+    "llava": tower_pixtral.pixtral,
+    "mistral3": tower_pixtral.mistral3,
+    "internvl": tower_internvl.internvl,
+    "llama4": tower_llama4.llama4,
 }
 """By the `model_type` of the wrapper."""
 
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {**tower_qwen.DEFAULTS}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    **tower_qwen.DEFAULTS,
+    **tower_pixtral.DEFAULTS,
+    "gemma3": tower_gemma3.DEFAULTS,
+    "internvl": tower_internvl.DEFAULTS,
+    "llama4": tower_llama4.DEFAULTS,
+}
 _WITHIN = ("media_proc_cfg", "image_processor")
 """Parts of the files about images that may have what others have at their top."""
 
@@ -37,7 +54,8 @@ def tower_of(model: ModelShape, companions: Companions) -> Tower:
         said = _parsed(companions, name)
         for part in (said, *(said[key] for key in _WITHIN if isinstance(said.get(key), Mapping))):
             processor |= part
-    return MADE_BY[kind](TowerSettings(model, config, {**_DEFAULTS[kind], **tower}, processor))
+    settings = {**_DEFAULTS[kind], **tower}
+    return MADE_BY[kind](TowerSettings(model, config, settings, processor, companions.files.get("tokenizer.json")))
 
 
 def _parsed(companions: Companions, name: str) -> Mapping[str, Any]:

@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
+from precisionctl.checkpoints.hf_directory.config_json import is_token
 from precisionctl.checkpoints.tensor_changes import SAME, Shape, TensorChange
 from precisionctl.dtypes import DType
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec
+from precisionctl.untrusted.safe_json import parse_json
 
 _MOST = 1 << 20
 """No size of a tower is larger."""
@@ -46,7 +48,8 @@ class Tower:
     `rows` go by the names of published files, with `{layer}` for the numbers of its `layers`; `spellings` are
     beginnings of other names, each with what those have in its place. `metadata` are the keys behind
     `general.file_type`. `unread` are beginnings of names of tensors that neither llama.cpp nor transformers computes
-    the text model's input with.
+    the text model's input with. `token` is one of the text model whose embedding is a tensor of the file too, behind
+    the tensor's name. `otherwise` is what llama.cpp computes otherwise of all such towers, in whatever file.
     """
 
     layers: int
@@ -54,6 +57,8 @@ class Tower:
     metadata: Mapping[str, GgufValue]
     spellings: Mapping[str, str] = field(default_factory=lambda: {"model.": ""})
     unread: tuple[str, ...] = ()
+    token: tuple[str, int] | None = None
+    otherwise: str = ""
 
     def tensors(self, specs: Mapping[str, TensorSpec]) -> dict[str, tuple[TowerRow, tuple[str, ...]]]:
         """The row of each of these Hugging Face tensors, and its names in GGUF, without those that are `unread`.
@@ -104,12 +109,13 @@ def no_tower(what: str) -> UnknownArchitecture:
 @dataclass(frozen=True)
 class TowerSettings:
     """What is said of a wrapper's tower: its text `model`, the whole `config`.json, the part of the `tower` with its
-    class's defaults, and what becomes of images before it (`processor`)."""
+    class's defaults, what becomes of images before it (`processor`), and the bytes of tokenizer.json."""
 
     model: ModelShape
     config: Mapping[str, Any]
     tower: Mapping[str, Any]
     processor: Mapping[str, Any]
+    tokenizer: bytes | None
 
     def size(self, key: str) -> int:
         """A number of the tower's, above 0. Raises UnknownArchitecture for anything else."""
@@ -131,6 +137,13 @@ class TowerSettings:
         rope = self.tower.get("rope_parameters")
         theta = rope.get("rope_theta") if isinstance(rope, Mapping) else self.tower.get("rope_theta")
         return theta if isinstance(theta, int | float) else None
+
+    def token(self, text: str) -> int | None:
+        """The id of a special token."""
+        said = parse_json(self.tokenizer, "tokenizer.json").get("added_tokens") if self.tokenizer else None
+        added = [each for each in (said if isinstance(said, list) else []) if isinstance(each, Mapping)]
+        found = next((each.get("id") for each in added if each.get("content") == text), None)
+        return found if is_token(found, self.model) else None
 
     def epsilon(self, value: Any) -> np.float32:
         if not isinstance(value, float) or not 0 < value < 1:
