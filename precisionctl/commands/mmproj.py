@@ -12,6 +12,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import read_values
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue, Metadata
 from precisionctl.checkpoints.gguf.towers import tower_of
+from precisionctl.checkpoints.gguf.towers.mmproj_file import OF_TOWERS
 from precisionctl.checkpoints.gguf.writer import GgufContents
 from precisionctl.dtypes import DType
 from precisionctl.export.gguf.gguf_plan import FILE_TYPES
@@ -56,7 +57,7 @@ def mmproj_of(plan: Plan, reader: Reader, name: str, kind: TowerType, about: Cal
     made = {tower.token[0]: _embedding(plan, reader, tower.token[1])} if tower.token else {}
     stored = {each: shared_spec(values.shape, DType.float32) for each, values in made.items()} | {**towers.targets}
     metadata: dict[str, GgufValue] = {
-        "general.architecture": "clip",
+        "general.architecture": OF_TOWERS,
         "general.type": "mmproj",
         **about(replace(towers, targets=stored)),
         "general.file_type": np.uint32(FILE_TYPES[kind]),

@@ -1,5 +1,6 @@
 """What a checkpoint is: container, layout, architecture, sizes, precision, and the health of its FP8 state."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -9,7 +10,9 @@ from typing import Any
 from precisionctl.architectures.read_off import why_not_gemms
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.dcp.dcp_model import DcpModelReader
+from precisionctl.checkpoints.gguf.head import read_head
 from precisionctl.checkpoints.gguf.reader import GgufReader
+from precisionctl.checkpoints.gguf.towers.mmproj_file import PROJECTORS
 from precisionctl.checkpoints.hf_directory.fused_experts import stored_name
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
@@ -30,7 +33,7 @@ from precisionctl.quant_methods.base import CHANNEL
 from precisionctl.reports.model_sizes import size_rows
 from precisionctl.reports.recorded_state import describe_fp8, fp8_rows, role_table
 from precisionctl.reports.table import Table
-from precisionctl.sizes import counted, size
+from precisionctl.sizes import counted, listed, size
 from precisionctl.trainer.saved.run_precision import precision_of_run
 
 Description = Mapping[str, Any]
@@ -68,6 +71,7 @@ def describe(reader: Reader) -> Description:
         "files": len(reader.files),
         "bytes_by_dtype": dict(nbytes.most_common()),
         "parts": _parts(reader) if model and model.wrapper else None,
+        "mmproj": _mmproj(reader) if isinstance(reader, GgufReader) and reader.mmproj else None,
         "cut": _cut(reader),
         "precision": f"{stored} with delayed-scaling state" if reader.fp8 else stored,
         "run": _run(reader),
@@ -124,6 +128,20 @@ def _parts(reader: Reader) -> dict[str, dict[str, int]]:
             "bytes": sum(reader.specs[name].nbytes for name in names),
         }
         for part, names in parts.items()
+    }
+
+
+def _mmproj(reader: GgufReader) -> dict[str, Any]:
+    """The file of towers beside a GGUF file: its name, llama.cpp's word for its projectors, and its size."""
+    assert reader.mmproj is not None
+    head = read_head(reader.mmproj)
+    kinds = [head.metadata[key] for key in PROJECTORS if isinstance(head.metadata.get(key), str)]
+    return {
+        "file": reader.mmproj.name,
+        "projectors": kinds,
+        "tensors": len(head.tensors),
+        "parameters": sum(math.prod(tensor.shape) for tensor in head.tensors.values()),
+        "bytes": sum(tensor.nbytes for tensor in head.tensors.values()),
     }
 
 
@@ -207,6 +225,7 @@ def summary(description: Description) -> Table:
         *([] if description["iteration"] is None else [("iteration", str(description["iteration"]))]),
         ("parameters", f"{description['parameters']:,} in {tensors}, {files}"),
         *_part_rows(description),
+        *_mmproj_rows(description),
         *(size_rows(description["model"]) if description["model"] else ()),
         *([("split for", _cut_words(cut))] if (cut := description["cut"]) is not None else []),
         ("stored as", ", ".join(f"{dtype} {size(count)}" for dtype, count in description["bytes_by_dtype"].items())),
@@ -231,6 +250,15 @@ def _part_rows(description: Description) -> list[tuple[str, str]]:
         (titles[part], f"{each['parameters']:,} in {counted(each['tensors'], 'tensor')}, {size(each['bytes'])}")
         for part, each in parts.items()
     ]
+
+
+def _mmproj_rows(description: Description) -> list[tuple[str, str]]:
+    """The file of towers beside the model's."""
+    if not (said := description["mmproj"]):
+        return []
+    kinds = f" ({listed(said['projectors'])})" if said["projectors"] else ""
+    tensors = f"{said['parameters']:,} in {counted(said['tensors'], 'tensor')}, {size(said['bytes'])}"
+    return [("towers", f"{tensors}, in {said['file']}{kinds}")]
 
 
 def _run_words(run: Description) -> str:

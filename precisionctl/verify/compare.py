@@ -30,6 +30,7 @@ from precisionctl.verify.encodings import compare_encodings
 from precisionctl.verify.fixed_scales import FixedScales, compare_fixed_scales
 from precisionctl.verify.hf_tensors import HfTensors, StoredRows
 from precisionctl.verify.losses import Losses, difference
+from precisionctl.verify.mmproj_towers import TowersOfBoth, towers_of_both
 from precisionctl.verify.not_compared import NotCompared, of_keys
 from precisionctl.verify.optimizers import Tensors, both_optimizers
 
@@ -108,16 +109,22 @@ def compare(
         left.add_copy(name, of)
         right.add_copy(name, of)
     optimizers, not_both = both_optimizers(a, b)
-    of_a: list[Tensors] = [left, *(mine for mine, _ in optimizers)]
+    towers = towers_of_both(a, b)
+    of_a: list[Tensors] = [left, *(mine for mine, _ in optimizers), *([towers.a] if towers else [])]
     with progress(sum(mine.nbytes(name) for mine in of_a for name in mine.specs)) as on_bytes:
         tensors = [*_compare_tensors(left, right, on_bytes, workers), *_compare_extras(left, right)]
         for mine, others in optimizers:
             found = _compare_tensors(mine, others, on_bytes, workers)  # no command rounds an optimizer
             tensors += [replace(each, status="differs") if each.status == "rounded" else each for each in found]
+        if towers:
+            tensors += _compare_tensors(towers.a, towers.b, on_bytes, workers)
+            side: Status = "only in A" if towers.file == "A" else "only in B"
+            tensors += [TensorComparison(name, side, dtype) for name, dtype in towers.others.items()]
     settings, of_settings = _compare_settings(left, right, state)
     states, of_states = _compare_states(a.fp8, b.fp8, one_sided=fp8)
     codes = tuple(compare_codes(left, right, workers)) if fp8 else ()
-    left_out = (*of_settings, *_left_out(left, right), *not_both, *of_states)
+    left_out = (*of_settings, *_left_out(left, right, towers), *not_both, *of_states)
+    settings = [*settings, *(towers.settings if towers else ())]
     return Comparison(tuple(tensors), tuple(settings), states, codes, left_out)
 
 
@@ -192,14 +199,15 @@ def _compare_extras(a: HfTensors, b: HfTensors) -> Iterator[TensorComparison]:
             yield TensorComparison(name, "only in B", b.stored_dtype(name))
 
 
-def _left_out(a: HfTensors, b: HfTensors) -> Iterator[NotCompared]:
-    """What these two checkpoints have of the things that are never compared."""
+def _left_out(a: HfTensors, b: HfTensors, towers: TowersOfBoth | None) -> Iterator[NotCompared]:
+    """What these two checkpoints have of the things that are never compared, and of the towers of one that were
+    not."""
     readers = {"A": a.reader, "B": b.reader}
     derived = [name for side in (a, b) for name in side.plan.derived]
     yield from of_keys("derived", derived[:1])
     others = {"A": b.reader, "B": a.reader}
     alone = (name for name, reader in readers.items() if _without_towers(reader, others[name]))
-    yield from of_keys("towers", (f"of {name}" for name in alone))
+    yield from of_keys("towers", (f"of {name}" for name in alone) if towers is None else towers.unread)
     padded = {
         name: reader.model.padded_vocab_size - reader.model.vocab_size
         for name, reader in readers.items()

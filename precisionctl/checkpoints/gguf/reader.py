@@ -21,6 +21,7 @@ from precisionctl.checkpoints.gguf.head import GgufHead, read_head
 from precisionctl.checkpoints.gguf.metadata import TOKEN_IDS, Described
 from precisionctl.checkpoints.gguf.rotary_tensors import ROTARY_TENSORS
 from precisionctl.checkpoints.gguf.tensors import hf_tensors
+from precisionctl.checkpoints.gguf.towers.mmproj_file import OF_TOWERS, is_mmproj
 from precisionctl.checkpoints.hf_directory.companions import needed_hints, read_companions, to_json
 from precisionctl.checkpoints.hf_directory.config_json import GENERATION, is_token
 from precisionctl.checkpoints.hf_directory.huggingface_files import file_format_of
@@ -51,9 +52,9 @@ class GgufReader:
     """A model in GGUF as a Reader. Opening it reads the heads of its files.
 
     With a reference, or a config.json in its directory, that says the model, and must not contradict the metadata;
-    without one the metadata say it. `coded` are the formats of its tensors whose values are codes. Raises UnknownFormat
-    for a directory with several models, NotUnderstood and DamagedCheckpoint as `read_head`, and UnknownArchitecture for
-    a model of a family that is not read of GGUF.
+    without one the metadata say it. `coded` are the formats of its tensors whose values are codes, and `mmproj` is the
+    file of a wrapper's towers in its directory. Raises UnknownFormat for a directory with several models, NotUnderstood
+    and DamagedCheckpoint as `read_head`, and UnknownArchitecture for a model of a family that is not read of GGUF.
     """
 
     layout: Layout = "hf"
@@ -65,6 +66,7 @@ class GgufReader:
     def __init__(self, path: Path, hints: Hints = NO_HINTS) -> None:
         self.path = path
         self.files: Sequence[Path] = _files_of(path)
+        self.mmproj = _mmproj_in(path)
         head = _read_heads(self.files)
         self.metadata = head.metadata
         own = read_companions(path) if path.is_dir() else Companions(directory=path.parent)
@@ -112,6 +114,9 @@ class GgufReader:
         """The model, and the table of its tensors."""
         architecture = head.metadata.get("general.architecture")
         found = [each for each, family in FAMILIES.items() if architecture in family.architectures]
+        if architecture == OF_TOWERS:
+            what, do = "towers, and no text model", "Give the directory, or the text model's file that is beside it."
+            raise UnknownArchitecture(what, where=self.path, do=do)
         if not found:
             known = ", ".join(sorted({each for family in FAMILIES.values() for each in family.architectures}))
             what = f"a model of llama.cpp's architecture {shown(architecture)}, which is not read"
@@ -139,10 +144,11 @@ def _files_of(path: Path) -> list[Path]:
     be."""
     is_named = not path.is_dir()
     if not is_named:
-        there = [each for each in sorted(path.glob("*.gguf"))[:_MOST_FILES] if not _of_towers(each)]
+        there = [each for each in sorted(path.glob("*.gguf"))[:_MOST_FILES] if not is_mmproj(each)]
         firsts = [each for each in there if not (match := _SPLIT.fullmatch(each.name)) or int(match[2]) == 1]
         if len(firsts) != 1:
-            what = f"{len(firsts)} models in GGUF: {listed(each.name for each in firsts)}"
+            models = f": {listed(each.name for each in firsts)}" if firsts else ", and towers alone"
+            what = f"{len(firsts)} models in GGUF{models}"
             raise UnknownFormat(what, where=path, do="Give the file of the one that is meant, or its first file.")
         path = firsts[0]
     match = _SPLIT.fullmatch(path.name)
@@ -158,9 +164,14 @@ def _files_of(path: Path) -> list[Path]:
     return files
 
 
-def _of_towers(file: Path) -> bool:
-    """Whether a file has a wrapper's towers, by its name, by which llama.cpp finds it too."""
-    return "mmproj" in file.name
+def _mmproj_in(path: Path) -> Path | None:
+    """The file of a wrapper's towers in a directory, if there is one alone."""
+    found = [each for each in path.glob("*.gguf") if is_mmproj(each)] if path.is_dir() else []
+    if len(found) != 1:
+        return None
+    check_link(found[0], path)
+    check_file(found[0])
+    return found[0]
 
 
 def _read_heads(files: Sequence[Path]) -> GgufHead:

@@ -1,0 +1,75 @@
+"""Read a file of towers, `mmproj`, by the names that a wrapper has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from precisionctl.checkpoints.chunks import Chunk
+from precisionctl.checkpoints.gguf.head import GgufHead, read_head
+from precisionctl.checkpoints.gguf.tensors import ChangedTensor, GgufPart
+from precisionctl.checkpoints.gguf.towers.tower import Tower
+from precisionctl.codes.elements import Cast
+from precisionctl.codes.encoding import Encoding
+from precisionctl.errors import at, shown
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.param import TensorSpec
+
+OF_TOWERS = "clip"
+"""`general.architecture` of such a file."""
+PROJECTORS = ("clip.projector_type", "clip.vision.projector_type", "clip.audio.projector_type")
+"""The keys that say which graph llama.cpp computes."""
+
+
+def is_mmproj(file: Path) -> bool:
+    """Whether a GGUF file has towers, by its name, by which llama.cpp finds it too."""
+    return "mmproj" in file.name
+
+
+class MmprojFile:
+    """The towers of a file by the names of `specs`, which are the wrapper's, and as values in those shapes. Raises
+    UnknownArchitecture where `specs` are not those of the `tower`, and as `read_head`."""
+
+    encodings: Mapping[str, Encoding] = {}
+
+    def __init__(self, path: Path, tower: Tower, specs: Mapping[str, TensorSpec], model: ModelShape) -> None:
+        self._head: GgufHead = read_head(path)
+        self._tower, tensors = tower, self._head.tensors
+        rows = {name: row for name, row in tower.tensors(specs).items() if all(each in tensors for each in row[1])}
+        self._made = {
+            name: ChangedTensor([GgufPart(each, tensors[each]) for each in names], row.change, model)
+            for name, (row, names) in rows.items()
+        }
+        with at(path):
+            self.specs: Mapping[str, TensorSpec] = {name: made.spec for name, made in self._made.items()}
+        read = {each for _, names in rows.values() for each in names} | ({tower.token[0]} if tower.token else set())
+        self.others = {name: each.format.name for name, each in tensors.items() if name not in read}
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return self._made[name].chunks()
+
+    def cast(self, name: str) -> Cast | None:
+        return self._made[name].cast
+
+    @cached_property
+    def otherwise(self) -> list[tuple[str, str, str]]:
+        """The keys of which the file says something else than the tower is: what the file says, and what that is."""
+        found = self._head.metadata
+        asked = {key: _plain(value) for key, value in self._tower.metadata.items()}
+        clip = (key for key in found if key.startswith("clip."))
+        return [
+            (key, shown(found.get(key)), shown(asked.get(key)))
+            for key in dict.fromkeys((*asked, *clip))
+            if found.get(key) != asked.get(key)
+        ]
+
+
+def _plain(value: Any) -> Any:
+    """A value as the head of a file is read."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return value.item() if isinstance(value, np.generic) else value
