@@ -10,6 +10,7 @@ from typing import Any
 
 import gguf_files
 import gguf_tokenizers
+import gguf_towers
 import mxfp4_directories
 import numpy as np
 import pico
@@ -290,7 +291,7 @@ calls, write = 0, worker.write_rows
 def counted(*arguments):
     global calls
     calls += 1
-    if calls == 12:
+    if calls == int(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)
     write(*arguments)
 worker.write_rows = counted
@@ -299,13 +300,21 @@ command.execute(plan_command(Request.export(sys.argv[1], sys.argv[2], "llama.cpp
 
 
 @pytest.mark.soak
-def test_a_kill_leaves_nothing_that_looks_complete_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    published = source(tmp_path / "hf")
-    expected = export(published, tmp_path / "whole" / "out", "q8_0")
-    command = [sys.executable, "-c", KILLED, published, tmp_path / "out"]
+@pytest.mark.parametrize(("towers", "at"), [(False, 12), (True, 50)])
+def test_a_kill_leaves_nothing_that_looks_complete_and_the_same_command_goes_on(
+    tmp_path: Path, towers: bool, at: int
+) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "qwen2_vl") if towers else source(tmp_path / "hf")
+    export(published, tmp_path / "whole" / "out", "q8_0")
+    command = [sys.executable, "-c", KILLED, published, tmp_path / "out", str(at)]
     killed = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
     assert killed.returncode == -signal.SIGKILL and not (tmp_path / "out").exists()
-    assert export(published, tmp_path / "out", "q8_0").read_bytes() == expected.read_bytes()
+    export(published, tmp_path / "out", "q8_0")
+    whole, continued = (
+        {file.name: file.read_bytes() for file in folder.glob("*.gguf")}
+        for folder in (tmp_path / "whole" / "out", tmp_path / "out")
+    )
+    assert whole == continued and len(whole) == 1 + towers
 
 
 def test_every_published_model_of_a_family_that_is_written_is_one_that_llama_cpp_computes() -> None:

@@ -318,7 +318,7 @@ def source(folder: Path, family: str = "llama-3", **changes: Any) -> Path:
 def export(made_of: Path, out: Path, scheme: Any = None, workers: int = 1, **options: Any) -> Path:
     command = plan_command(Request.export(made_of, out, LLAMA_CPP, scheme, **options))
     execute(command, workers=workers, verify=True)
-    (file,) = out.glob("*.gguf")
+    (file,) = (file for file in out.glob("*.gguf") if "mmproj" not in file.name)
     return file
 
 

@@ -1,0 +1,254 @@
+"""The file of a wrapper's towers that is written for llama.cpp: its tensors and metadata, what is refused, and how it
+is compared."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf_towers
+import pytest
+import repository
+import tiny_wrappers
+import torch
+from gguf_files import stored_tensors
+from safetensors.torch import save_file
+from torch import Tensor
+
+from precisionctl.architectures.families import from_hf_config
+from precisionctl.checkpoints.base import Companions
+from precisionctl.checkpoints.gguf.head import read_head
+from precisionctl.checkpoints.gguf.towers import tower_of
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import LLAMA_CPP, Request
+from precisionctl.conversion.command import execute
+from precisionctl.errors import UnknownArchitecture, UnknownFormat
+from precisionctl.reports.inspect import describe, summary
+from precisionctl.verify.compare import Comparison, compare
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def export(published: Path, out: Path, scheme: str | None = None, **how: Any) -> list[str]:
+    """Export a directory; returns the notes."""
+    command = plan_command(Request.export(published, out, LLAMA_CPP, scheme))
+    execute(command, **how)
+    return list(command.notes)
+
+
+def values(file: Path) -> dict[str, Tensor]:
+    """The tensors of a GGUF file, as they are stored."""
+    found = {}
+    for name, (tensor, data) in stored_tensors(file).items():
+        found[name] = torch.frombuffer(bytearray(data), dtype=DTYPES[tensor.format.name]).view(tensor.shape)
+    return found
+
+
+def compared(published: Path, out: Path) -> Comparison:
+    return compare(open_checkpoint(published), open_checkpoint(out))
+
+
+def change(published: Path, name: str, by: Any) -> None:
+    tensors = tiny_wrappers.stored(published)
+    tensors = by(tensors, name) or tensors
+    save_file(tensors, published / "model.safetensors", {"format": "pt"})
+
+
+def one_more(tensors: dict[str, Tensor], name: str) -> None:
+    tensors[name].view(-1)[0] += 1
+
+
+def configure(published: Path, file: str = "config.json", **changes: Any) -> None:
+    said = json.loads((published / file).read_text())
+    tower = {key.removeprefix("vision."): value for key, value in changes.items() if key.startswith("vision.")}
+    said |= {key: value for key, value in changes.items() if not key.startswith("vision.")}
+    if tower:
+        said["vision_config"] |= tower
+    (published / file).write_text(json.dumps(said))
+
+
+@pytest.mark.parametrize("kind", gguf_towers.TOWERS)
+def test_towers_are_in_a_second_file_which_is_equal_to_the_wrappers(tmp_path: Path, kind: str) -> None:
+    published = gguf_towers.save(tmp_path / "hf", kind)
+    notes = export(published, tmp_path / "out", verify=True)
+    assert {file.name for file in (tmp_path / "out").glob("*.gguf")} == {"out-BF16.gguf", "mmproj-out-BF16.gguf"}
+    assert any(note.startswith("The towers, ") and "mmproj-out-BF16.gguf" in note for note in notes)
+    assert ("--mmproj" in notes[-1]) and ("llama.cpp computes otherwise" in str(notes)) == (
+        kind in ("internvl", "llama4")
+    )
+    found = compared(published, tmp_path / "out")
+    towers = {*tiny_wrappers.towers(tiny_wrappers.stored(published))}
+    unread = {name for each in found.not_compared if each.topic == "towers" for name in each.what.split(", ")}
+    # experts of Qwen3-VL have other names in the two text models
+    equal = {tensor.name for tensor in found.tensors if tensor.equal}
+    assert not found.settings and (found.equal or kind == "qwen3_vl_moe") and towers == unread | (equal & towers)
+    assert bool(unread) == (kind == "gemma3") and all(".head." in name for name in unread)
+
+
+def test_queries_keys_values_and_two_frames_are_tensors_of_their_own_in_qwen2_vl(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "qwen2_vl")
+    export(published, tmp_path / "out")
+    stored, made = tiny_wrappers.stored(published), values(tmp_path / "out" / "mmproj-out-BF16.gguf")
+    for number, part in enumerate("qkv"):
+        rows = slice(64 * number, 64 * (number + 1))
+        for end, dtype in (("weight", torch.bfloat16), ("bias", torch.float32)):
+            whole, found = stored[f"visual.blocks.1.attn.qkv.{end}"], made[f"v.blk.1.attn_{part}.{end}"]
+            assert found.dtype == dtype and torch.equal(found, whole[rows].to(dtype))
+    for frame, end in enumerate(("weight", "weight.1")):
+        kernel = stored["visual.patch_embed.proj.weight"][:, :, frame].float()
+        assert torch.equal(made[f"v.patch_embd.{end}"], kernel)
+
+
+def test_rotary_pairs_of_pixtral_are_neighbours_and_a_token_ends_a_row(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "mistral3")
+    export(published, tmp_path / "out")
+    stored, made = tiny_wrappers.stored(published), values(tmp_path / "out" / "mmproj-out-BF16.gguf")
+    query, found = stored["vision_tower.transformer.layers.0.attention.q_proj.weight"], made["v.blk.0.attn_q.weight"]
+    for head, pair in ((0, 0), (1, 3), (3, 15)):
+        row = 32 * head
+        assert torch.equal(found[row + 2 * pair : row + 2 * pair + 2], query[[row + pair, row + pair + 16]])
+    tokens = json.loads((published / "tokenizer.json").read_text())["added_tokens"]
+    token = next(each["id"] for each in tokens if each["content"] == "[IMG_BREAK]")
+    embedding = stored["language_model.model.embed_tokens.weight"][token]
+    assert torch.equal(made["v.token_embd.img_break"], embedding.float())
+
+
+def test_layers_whose_features_go_to_the_text_model_have_the_numbers_of_layers(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "qwen3_vl")
+    export(published, tmp_path / "out")
+    file = tmp_path / "out" / "mmproj-out-BF16.gguf"
+    stored, made = tiny_wrappers.stored(published), values(file)
+    for number, layer in enumerate([2, 0, 1]):
+        name = f"model.visual.deepstack_merger_list.{number}.linear_fc2.weight"
+        assert torch.equal(made[f"v.deepstack.{layer}.fc2.weight"], stored[name])
+    assert read_head(file).metadata["clip.vision.is_deepstack_layers"] == [True, True, True, False]
+
+
+def test_gemma_3s_norm_is_one_more_and_its_projection_in_fp16(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "gemma3")
+    export(published, tmp_path / "out", "q8_0")
+    file = tmp_path / "out" / "mmproj-out-BF16.gguf"
+    stored, made = tiny_wrappers.stored(published), values(file)
+    norm = stored["multi_modal_projector.mm_soft_emb_norm.weight"].float() + 1
+    assert torch.equal(made["mm.soft_emb_norm.weight"], norm)
+    projection = stored["multi_modal_projector.mm_input_projection_weight"].half()
+    assert made["mm.input_projection.weight"].dtype == torch.float16
+    assert torch.equal(made["mm.input_projection.weight"], projection)
+    assert read_head(file).metadata["clip.vision.projector.scale_factor"] == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "why"),
+    [
+        ("qwen2_vl", {"vision.hidden_act": "gelu"}, "hidden_act quick_gelu, not with gelu"),
+        ("qwen2_vl", {"vision.spatial_merge_size": 4}, "spatial_merge_size 2, not with 4"),
+        ("qwen2_vl", {"vision.depth": 4}, "no `visual.blocks.3"),
+        ("qwen2_vl", {"vision.depth": 2}, "no tensor for `visual.blocks.2"),
+        ("qwen2_vl", {"vision.embed_dim": 128}, "by config.json"),
+        ("qwen2_vl", {"vision.embed_dim": True}, "`embed_dim`"),
+        ("qwen2_vl", {"vision.rope_parameters": {"rope_theta": 5e5}}, "a base of 10000"),
+        ("qwen2_5_vl", {"vision.fullatt_block_indexes": [1, 2]}, "fullatt_block_indexes are [1, 2]"),
+        ("qwen2_5_vl", {"vision.fullatt_block_indexes": [1]}, "fullatt_block_indexes are [1]"),
+        ("qwen2_5_vl", {"vision.window_size": 56}, "window_size 112, not with 56"),
+        ("qwen3_vl", {"vision.num_position_embeddings": 15}, "no square"),
+        ("qwen3_vl", {"vision.deepstack_visual_indexes": [0, 1, 4]}, "deepstack_visual_indexes"),
+        ("gemma3", {"mm_tokens_per_image": 9}, "no 9 tokens"),
+        ("gemma3", {"vision.layer_norm_eps": "small"}, "epsilon"),
+        ("llava", {"vision_feature_layer": -2}, "vision_feature_layer -1, not with -2"),
+        ("mistral3", {"projector_hidden_act": "relu"}, "projector_hidden_act gelu, not with relu"),
+        ("internvl", {"vision.norm_type": "rms_norm"}, "norm_type layer_norm, not with rms_norm"),
+        ("llama4", {"vision.pixel_shuffle_ratio": 0.3}, "pixel_shuffle_ratio of 0.3"),
+        ("gemma3", {"vision_config": None}, "no `vision_config`"),
+    ],
+)
+def test_a_tower_of_which_llama_cpp_would_compute_something_else_is_not_written_and_the_note_says_why(
+    tmp_path: Path, kind: str, changes: dict[str, Any], why: str
+) -> None:
+    published = gguf_towers.save(tmp_path / "hf", kind)
+    configure(published, **changes)
+    command = plan_command(Request.export(published, tmp_path / "out", LLAMA_CPP))
+    (note,) = (note for note in command.notes if "are not in it" in note)
+    assert why in note.replace("'", "").replace('"', ""), note
+    assert not any("mmproj" in file.name for file in command.writer.files)  # type: ignore[attr-defined]
+
+
+def test_towers_without_a_tensor_or_with_another_are_not_written(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "qwen2_vl")
+    name = "visual.blocks.1.norm2.bias"
+    change(published, name, lambda tensors, name: {n: t for n, t in tensors.items() if n != name})
+    assert any(f"no `{name}`" in note for note in export(published, tmp_path / "without"))
+    more = {name: torch.ones(64, dtype=torch.bfloat16), "visual.blocks.1.norm3.weight": torch.ones(64)}
+    change(published, name, lambda tensors, name: tensors | more)
+    assert any("no tensor for `visual.blocks.1.norm3.weight`" in note for note in export(published, tmp_path / "more"))
+
+
+@pytest.mark.parametrize("key", ["image_mean", "image_std"])
+def test_without_what_images_are_prepared_with_there_is_no_second_file(tmp_path: Path, key: str) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "gemma3")
+    configure(published, "preprocessor_config.json", **{key: None})
+    assert any(f"three numbers as `{key}`" in note for note in export(published, tmp_path / "out"))
+    said = {"image_processor": {key: [0.5, 0.5, 0.5]}}
+    (published / "processor_config.json").write_text(json.dumps(said))
+    export(published, tmp_path / "with")
+    metadata = read_head(tmp_path / "with" / "mmproj-with-BF16.gguf").metadata
+    assert metadata[f"clip.vision.{key}"] == [0.5, 0.5, 0.5]
+
+
+def test_the_second_file_is_the_same_by_several_workers_and_from_megatron(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "qwen3_vl")
+    export(published, tmp_path / "a" / "out", workers=1)
+    export(published, tmp_path / "b" / "out", workers=3)
+    execute(plan_command(Request(published, tmp_path / "megatron", "megatron")))
+    export(tmp_path / "megatron", tmp_path / "c" / "out")
+    files = [(tmp_path / each / "out" / "mmproj-out-BF16.gguf").read_bytes() for each in "abc"]
+    assert files[0] == files[1] == files[2]
+
+
+def test_llama_cpp_computes_the_towers_of_releases_but_for_that_of_llava() -> None:
+    lines = (repository.GOLDEN / "published_wrappers.jsonl").read_text().splitlines()
+    published = {line["config"]["model_type"]: line["config"] for line in map(json.loads, lines)}
+    files = {
+        "preprocessor_config.json": {"image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+        "tokenizer.json": {"added_tokens": [{"content": "[IMG_BREAK]", "id": 12}]},
+    }
+    sides = {"mistral3": 1540, "gemma3": 896, "qwen2_5_vl": 560, "qwen3_vl_moe": 768, "llama4": 336}
+    for kind, side in sides.items():
+        said = files | {"config.json": published[kind]}
+        beside = Companions({file: json.dumps(each).encode() for file, each in said.items()})
+        tower = tower_of(from_hf_config(published[kind]), beside)
+        assert tower.layers == tower.metadata["clip.vision.block_count"]
+        assert tower.metadata["clip.vision.image_size"] == side
+    beside = Companions({"config.json": json.dumps(published["llava"]).encode()})
+    with pytest.raises(UnknownArchitecture, match="no tower of a `llava` but Pixtral's"):
+        tower_of(from_hf_config(published["llava"]), beside)
+
+
+def test_a_value_or_a_setting_of_towers_that_differs_is_named(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "gemma3")
+    export(published, tmp_path / "out")
+    name = "vision_tower.vision_model.encoder.layers.1.mlp.fc1.weight"
+    change(published, name, one_more)
+    configure(published, **{"vision.layer_norm_eps": 1e-5})
+    for found in (compared(published, tmp_path / "out"), compared(tmp_path / "out", published)):
+        assert [(each.name, each.differing) for each in found.tensors if not each.equal] == [(name, 1)]
+        assert len(found.settings) == 1 and "layer_norm_epsilon" in found.settings[0]
+
+
+def test_towers_are_not_compared_without_their_file(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "gemma3")
+    export(published, tmp_path / "out")
+    (tmp_path / "out" / "mmproj-out-BF16.gguf").unlink()
+    found = compared(published, tmp_path / "out")
+    assert found.equal and [each.what for each in found.not_compared if each.topic == "towers"] == ["of A"]
+
+
+def test_inspect_says_what_is_in_both_files_and_that_towers_alone_are_no_model(tmp_path: Path) -> None:
+    export(gguf_towers.save(tmp_path / "hf", "qwen3_vl"), tmp_path / "out")
+    described = describe(open_checkpoint(tmp_path / "out"))
+    assert described["files"] == 1 and described["mmproj"]["projectors"] == ["qwen3vl_merger"]
+    assert any("mmproj-out-BF16.gguf" in words for _, words in summary(described).rows)
+    with pytest.raises(UnknownArchitecture, match="towers, and no text model"):
+        open_checkpoint(tmp_path / "out" / "mmproj-out-BF16.gguf")
+    (tmp_path / "out" / "out-BF16.gguf").unlink()
+    with pytest.raises(UnknownFormat, match="0 models in GGUF, and towers alone"):
+        open_checkpoint(tmp_path / "out")
