@@ -102,7 +102,7 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
         f"Run it with: {_run(shlex.quote(str(destination)), names, options)}",
     ]
     licences = {file: data for file, data in files.items() if LICENCE.has(file)}
-    of_main_type, others = _of_main_type(plan, KEPT.get(type_))
+    of_main_type, others = _of_main_type(plan, mmproj.plan if mmproj else None, KEPT.get(type_))
     card = Card(
         name=destination.name,
         title=LLAMA_CPP,
@@ -110,7 +110,7 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
         command=_run(path_in_command(destination.name), names, options),
         facts={"weights": type_.upper(), "file": name, **({"towers": mmproj.contents.name} if mmproj else {})},
         quantized=of_main_type,
-        kept=[*others, *(mmproj.plan.targets if mmproj else ())],
+        kept=others,
         base_model=kind.base_model,
         codes=type_.upper(),
     )
@@ -237,14 +237,15 @@ def _size_label(plan: Plan) -> str:
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
-def _of_main_type(plan: Plan, codes: BlocksInRows | None) -> tuple[list[str], list[str]]:
-    """The tensors that are such codes, or have the type of the largest one, and other matrices."""
-    stored = {
-        name: spec.stored_dtype if spec.packing is None else spec.packing.name for name, spec in plan.targets.items()
-    }
-    main = codes.name if codes else stored[max(stored, key=lambda name: plan.targets[name].nbytes)]
-    others = [name for name, spec in plan.targets.items() if len(spec.shape) > 1 and stored[name] != main]
-    return [name for name in stored if stored[name] == main], others
+def _of_main_type(text: Plan, towers: Plan | None, codes: BlocksInRows | None) -> tuple[list[str], list[str]]:
+    """The tensors that are such codes, or have the type of the text model's largest one, and other matrices, those of
+    all layers of a tower as one."""
+    targets = {**text.targets, **(towers.targets if towers else {})}
+    stored = {name: spec.stored_dtype if spec.packing is None else spec.packing.name for name, spec in targets.items()}
+    main = codes.name if codes else stored[max(text.targets, key=lambda name: text.targets[name].nbytes)]
+    others = [name for name, spec in targets.items() if len(spec.shape) > 1 and stored[name] != main]
+    once = dict.fromkeys(re.sub(r"(?<=^v\.blk\.)\d+", "*", name) for name in others)
+    return [name for name in stored if stored[name] == main], list(once)
 
 
 def _towers(source: Source, name: str, kind: TowerType, about: Callable[[Plan], Metadata]) -> Mmproj | str | None:

@@ -152,6 +152,7 @@ def test_gemma_3s_norm_is_one_more_and_its_projection_in_fp16(tmp_path: Path) ->
         ("qwen2_5_vl", {"vision.window_size": 56}, "window_size 112, not with 56"),
         ("qwen3_vl", {"vision.num_position_embeddings": 15}, "no square"),
         ("qwen3_vl", {"vision.deepstack_visual_indexes": [0, 1, 4]}, "deepstack_visual_indexes"),
+        ("qwen3_vl", {"vision.deepstack_visual_indexes": [0, [1], 2]}, "deepstack_visual_indexes"),
         ("gemma3", {"mm_tokens_per_image": 9}, "no 9 tokens"),
         ("gemma3", {"vision.layer_norm_eps": "small"}, "epsilon"),
         ("llava", {"vision_feature_layer": -2}, "vision_feature_layer -1, not with -2"),

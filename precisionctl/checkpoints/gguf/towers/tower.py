@@ -26,7 +26,7 @@ from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_json import parse_json
 
 _MOST = 1 << 20
-"""No size of a tower is larger."""
+"""No number of a tower is larger."""
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,11 @@ class TowerSettings:
 
     def _three(self, key: str) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         values = self.processor.get(key)
-        if not isinstance(values, list) or len(values) != 3 or not all(isinstance(v, int | float) for v in values):
+        numbers = values if isinstance(values, list) and len(values) == 3 else []
+        if not numbers or not all(isinstance(each, int | float) and abs(each) < _MOST for each in numbers):
             what = f"no preprocessor_config.json or processor_config.json has three numbers as `{key}`"
             raise no_tower(f"{what}, with which llama.cpp prepares images")
-        return np.array([min(max(value, -1e9), 1e9) for value in values], np.float32)
+        return np.array(numbers, np.float32)
 
 
 def linear(hf: str, gguf: str, rows: int, columns: int, **settings: Any) -> dict[str, TowerRow]:

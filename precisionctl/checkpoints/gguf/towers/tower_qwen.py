@@ -72,7 +72,8 @@ def qwen3_vl(settings: TowerSettings) -> Tower:
     if side * side != positions:
         raise no_tower(f"its {positions} position embeddings are no square")
     deep = settings.tower.get("deepstack_visual_indexes") or []
-    if not isinstance(deep, list) or len({*deep}) < len(deep) or not {*deep} <= {*range(depth)}:
+    known = isinstance(deep, list) and all(type(layer) is int and 0 <= layer < depth for layer in deep)
+    if not known or len({*deep}) < len(deep):
         raise no_tower(f"deepstack_visual_indexes are {shown(deep)} of {depth} layers")
     merged, text = 4 * width, settings.model.hidden_size
     rows = (
