@@ -10,9 +10,8 @@ from typing import Any
 from precisionctl.architectures.read_off import why_not_gemms
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.dcp.dcp_model import DcpModelReader
-from precisionctl.checkpoints.gguf.head import read_head
 from precisionctl.checkpoints.gguf.reader import GgufReader
-from precisionctl.checkpoints.gguf.towers.mmproj_file import PROJECTORS
+from precisionctl.checkpoints.gguf.towers.mmproj_file import PROJECTORS, read_mmproj
 from precisionctl.checkpoints.hf_directory.fused_experts import stored_name
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
@@ -134,7 +133,7 @@ def _parts(reader: Reader) -> dict[str, dict[str, int]]:
 def _mmproj(reader: GgufReader) -> dict[str, Any]:
     """The file of towers beside a GGUF file: its name, llama.cpp's word for its projectors, and its size."""
     assert reader.mmproj is not None
-    head = read_head(reader.mmproj)
+    head = read_mmproj(reader.mmproj)
     kinds = [head.metadata[key] for key in PROJECTORS if isinstance(head.metadata.get(key), str)]
     return {
         "file": reader.mmproj.name,

@@ -22,7 +22,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import LLAMA_CPP, Request
 from precisionctl.conversion.command import execute
-from precisionctl.errors import UnknownArchitecture, UnknownFormat
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnknownFormat
 from precisionctl.reports.inspect import describe, summary
 from precisionctl.verify.compare import Comparison, compare
 
@@ -241,6 +241,18 @@ def test_towers_are_not_compared_without_their_file(tmp_path: Path) -> None:
     (tmp_path / "out" / "mmproj-out-BF16.gguf").unlink()
     found = compared(published, tmp_path / "out")
     assert found.equal and [each.what for each in found.not_compared if each.topic == "towers"] == ["of A"]
+
+
+def test_a_damaged_file_of_towers_is_one_error_of_what_reads_it(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "qwen2_vl")
+    export(published, tmp_path / "out")
+    file = tmp_path / "out" / "mmproj-out-BF16.gguf"
+    file.write_bytes(file.read_bytes()[:-1000])
+    for read in (lambda: compared(published, tmp_path / "out"), lambda: describe(open_checkpoint(tmp_path / "out"))):
+        with pytest.raises(DamagedCheckpoint, match="where its head describes") as error:
+            read()
+        assert error.value.where == str(file)
+    execute(plan_command(Request(tmp_path / "out", tmp_path / "text", "hf")))  # the text model is whole
 
 
 def test_inspect_says_what_is_in_both_files_and_that_towers_alone_are_no_model(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def save(folder: Path, kind: str, **tower: Any) -> Path:
     for name, tensor in tensors.items():
         if not tensor.any():
             tensors[name] = torch.randn(tensor.shape, generator=made).to(tensor.dtype)
-    if kind == "gemma3":
+    if kind == "gemma3" and not any("vision_model." in name for name in tensors):
         tensors = {name.replace("vision_tower.", "vision_tower.vision_model."): t for name, t in tensors.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     gguf_tokenizers.byte_level(QWEN2, also=["[IMG_BREAK]"]).save_pretrained(folder)

@@ -167,11 +167,7 @@ def _files_of(path: Path) -> list[Path]:
 def _mmproj_in(path: Path) -> Path | None:
     """The file of a wrapper's towers in a directory, if there is one alone."""
     found = [each for each in path.glob("*.gguf") if is_mmproj(each)] if path.is_dir() else []
-    if len(found) != 1:
-        return None
-    check_link(found[0], path)
-    check_file(found[0])
-    return found[0]
+    return found[0] if len(found) == 1 else None
 
 
 def _read_heads(files: Sequence[Path]) -> GgufHead:

@@ -18,6 +18,7 @@ from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import at, shown
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec
+from precisionctl.untrusted.safe_files import check_file, check_link
 
 OF_TOWERS = "clip"
 """`general.architecture` of such a file."""
@@ -30,14 +31,21 @@ def is_mmproj(file: Path) -> bool:
     return "mmproj" in file.name
 
 
+def read_mmproj(path: Path) -> GgufHead:
+    """The head of a file of towers. Raises as `read_head`, and DamagedCheckpoint for a link out of its directory."""
+    check_link(path, path.parent)
+    check_file(path)
+    return read_head(path)
+
+
 class MmprojFile:
     """The towers of a file by the names of `specs`, which are the wrapper's, and as values in those shapes. Raises
-    UnknownArchitecture where `specs` are not those of the `tower`, and as `read_head`."""
+    UnknownArchitecture where `specs` are not those of the `tower`, and as `read_mmproj`."""
 
     encodings: Mapping[str, Encoding] = {}
 
     def __init__(self, path: Path, tower: Tower, specs: Mapping[str, TensorSpec], model: ModelShape) -> None:
-        self._head: GgufHead = read_head(path)
+        self._head = read_mmproj(path)
         self._tower, tensors = tower, self._head.tensors
         rows = {name: row for name, row in tower.tensors(specs).items() if all(each in tensors for each in row[1])}
         self._made = {
