@@ -57,16 +57,6 @@ def resume(
     with together() as ranks, core_log() as log_goes_to, stand_ins():
         recipe = read_recipe(settings)
         plan = plan_run(settings, recipe, ranks.count, CORE)
-        if recipe.precision.fp8 and plan.backend != "te":
-            raise EnvironmentProblem(
-                "FP8 in Megatron-Core is Transformer Engine's, and this machine does not run it",
-                do="Give --precision bf16, or leave --engine out: the bundled trainer emulates FP8.",
-            )
-        if recipe.parallel.context > 1 and plan.backend != "te":
-            raise EnvironmentProblem(
-                "context parallelism in Megatron-Core is Transformer Engine's, and this machine does not run it",
-                do="Leave parallel.context out.",
-            )
         with core_world(ranks, recipe) as world, locked(plan.out, world):
             log_goes_to(plan.out if world.first else None)
             return _train(plan, ranks, world, on_start, on_step, on_tokens, until)
@@ -76,6 +66,16 @@ def _check(plan: RunPlan, ranks: int) -> None:
     check(plan.settings, plan.recipe, ranks)
     check_model(plan.model, plan.recipe)
     check_balance(plan.balance)
+    if plan.recipe.precision.fp8 and plan.backend != "te":
+        raise EnvironmentProblem(
+            "FP8 in Megatron-Core is Transformer Engine's, and this machine does not run it",
+            do="Give --precision bf16, or leave --engine out: the bundled trainer emulates FP8.",
+        )
+    if plan.recipe.parallel.context > 1 and plan.backend != "te":
+        raise EnvironmentProblem(
+            "context parallelism in Megatron-Core is Transformer Engine's, and this machine does not run it",
+            do="Leave parallel.context out.",
+        )
 
 
 CORE = TrainingEngine(_check, core_memory, core_changes)

@@ -99,7 +99,8 @@ class TrainingEngine:
     """An engine that trains: the parts of it that planning uses.
 
     `check` raises RecipeError for a plan that does not fit this many ranks, or asks for something that the engine
-    lacks, and UnknownArchitecture for a model that it does not compute. `memory` is what a run takes on each rank, and
+    lacks, EnvironmentProblem for what this machine does not run, and UnknownArchitecture for a model that it does not
+    compute. `memory` is what a run takes on each rank, and
     `changes` what it can change to take less.
     """
 
@@ -217,7 +218,8 @@ class DryRun:
 def dry_run(settings: Settings, engine: TrainingEngine = BUNDLED) -> DryRun:
     """What `resume` would do, without doing any of it: nothing is written, no data and no weights are read.
 
-    Raises what `resume` raises before its first step, except for errors that depend on the contents of data or tensors.
+    Raises what `resume` raises before its first step, except for errors that depend on the contents of data or tensors,
+    or on a package that is not installed. Memory and disk that do not suffice are part of what is returned.
     """
     with together() as ranks:
         plan = plan_run(settings, read_recipe(settings), ranks.count, engine)

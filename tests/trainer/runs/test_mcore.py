@@ -183,6 +183,16 @@ def test_the_bundled_trainer_points_to_megatron_core_for_pipelines(place: Path) 
         resume(settings(place / "source", place / "text.txt", place / "no", parallel__pipeline=2), print, print)
 
 
+@pytest.mark.parametrize("changes", [{"precision": "fp8"}, {"parallel__context": 2}], ids=str)
+def test_what_needs_transformer_engine_is_refused_without_it_before_anything_is_read(
+    place: Path, changes: dict[str, Any]
+) -> None:
+    plain, asked = in_core(place), in_core(place, **changes)
+    plan = replace(plan_run(plain, read_recipe(plain), 2), settings=asked, recipe=read_recipe(asked))
+    with pytest.raises(EnvironmentProblem, match="is Transformer Engine's, and this machine does not run it"):
+        CORE.check(plan, 2)
+
+
 def test_without_megatron_core_the_error_says_what_to_install(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_in_core, "version", lambda name: "0.15.3")
     with pytest.raises(EnvironmentProblem, match=r"0.16 or newer, and 0.15.3 is.*precisionctl\[megatron\]"):
@@ -276,7 +286,7 @@ def test_warnings_before_a_run_has_a_folder_are_shown_if_it_ends_in_an_unforesee
 def test_what_the_fp8_state_of_a_source_lacks_for_megatron_core_is_said(place: Path) -> None:
     """It has no warm-up; and it multiplies by routers' weights before experts' linear_fc2."""
     asked = in_core(place, precision="fp8")
-    planned = plan_run(asked, read_recipe(asked), 1, CORE)
+    planned = plan_run(asked, read_recipe(asked), 1)  # as on a machine with Transformer Engine
     _, notes = train_in_core._carried_state(planned, None)
     assert "no FP8 state: activations and gradients start at scale 1" in notes[0]
     experts, recorded = replace(planned.mapping, model=from_hf_config(QWEN_3_30B)), Fp8State.fresh(1024)
