@@ -18,6 +18,7 @@ from precisionctl.checkpoints.gguf.global_scales import scale_tensors
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue, Metadata
 from precisionctl.checkpoints.gguf.rope_keys import BETAS
 from precisionctl.checkpoints.gguf.rotary_tensors import rotary_tensors
+from precisionctl.checkpoints.gguf.towers.mmproj_file import is_mmproj
 from precisionctl.checkpoints.gguf.writer import GgufContents
 from precisionctl.checkpoints.hf_directory.companions import LICENCE
 from precisionctl.checkpoints.hf_directory.config_json import config_dtype, made_config
@@ -32,7 +33,7 @@ from precisionctl.commands.request import LLAMA_CPP, Gguf
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.dtypes import DType
-from precisionctl.errors import PrecisionError, UnknownArchitecture
+from precisionctl.errors import PrecisionError, UnknownArchitecture, shown
 from precisionctl.export.gguf.gguf_plan import FILE_TYPES, KEPT, GgufType, in_gguf
 from precisionctl.export.gguf.gguf_tokenizer import tokenizer_metadata
 from precisionctl.export.gguf.towers_plan import TowerType
@@ -52,6 +53,9 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
     tokenizer that it has not, UnmappedTensor.
     """
     model, reader = source.plan.model, source.reader
+    if is_mmproj(destination):
+        what = f"llama.cpp takes {shown(destination.name)} for towers, as mmproj is in the name"
+        raise PrecisionError(what, do="Choose another name for the result.")
     family = of_llama_cpp(model)  # first, as no type and no tokenizer would help
     of_values: TowerType = "f16" if config_dtype(source.plan.targets) == DType.float16.value else "bf16"
     type_ = kind.scheme or of_values

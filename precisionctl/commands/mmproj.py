@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.chunks import read_values
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue, Metadata
 from precisionctl.checkpoints.gguf.towers import tower_of
 from precisionctl.checkpoints.gguf.towers.mmproj_file import OF_TOWERS
 from precisionctl.checkpoints.gguf.writer import GgufContents
 from precisionctl.dtypes import DType
 from precisionctl.export.gguf.gguf_plan import FILE_TYPES
-from precisionctl.export.gguf.towers_plan import TowerType, towers_in_gguf
+from precisionctl.export.gguf.towers_plan import TowerType, token_embedding, towers_in_gguf
 from precisionctl.param import shared_spec
 from precisionctl.planning.plan import Plan
 from precisionctl.sizes import counted, listed
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,7 @@ class Mmproj:
     @property
     def notes(self) -> Iterator[str]:
         """What is in it, and what llama.cpp makes of it."""
-        said = f"The towers, {counted(len(self.plan.jobs), 'tensor')}, are in {self.contents.name}."
+        said = f"The towers, {counted(len(self.plan.jobs), 'tensor')} of the source, are in {self.contents.name}."
         if self.left_out:
             said = f"{said} Not written are {listed(self.left_out)}: no token is computed with them."
         yield said
@@ -54,7 +49,7 @@ def mmproj_of(plan: Plan, reader: Reader, name: str, kind: TowerType, about: Cal
     """
     tower = tower_of(plan.model, reader.companions)
     towers = towers_in_gguf(plan, tower, kind)
-    made = {tower.token[0]: _embedding(plan, reader, tower.token[1])} if tower.token else {}
+    made = {tower.token[0]: token_embedding(plan, reader, tower.token[1]).numpy()} if tower.token else {}
     stored = {each: shared_spec(values.shape, DType.float32) for each, values in made.items()} | {**towers.targets}
     metadata: dict[str, GgufValue] = {
         "general.architecture": OF_TOWERS,
@@ -67,12 +62,3 @@ def mmproj_of(plan: Plan, reader: Reader, name: str, kind: TowerType, about: Cal
     written = {job.reads for job in towers.jobs}
     left_out = tuple(job.writes[0] for job in plan.towers.jobs if job.reads not in written)
     return Mmproj(GgufContents(name, metadata, towers.targets, made), towers, left_out, tower.otherwise)
-
-
-def _embedding(plan: Plan, reader: Reader, token: int) -> NDArray[Any]:
-    """The text model's embedding of a token, FP32 `[hidden size]`."""
-    assert plan.model.wrapper is not None
-    name = plan.model.wrapper.name_of("model.embed_tokens.weight")
-    (read,) = next(job.reads for job in plan.text.jobs if name in job.writes)
-    values: NDArray[Any] = read_values(reader, reader.encodings, read, token, 1).float().numpy()[0]
-    return values

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def describe(reader: Reader) -> Description:
         "files": len(reader.files),
         "bytes_by_dtype": dict(nbytes.most_common()),
         "parts": _parts(reader) if model and model.wrapper else None,
-        "mmproj": _mmproj(reader) if isinstance(reader, GgufReader) and reader.mmproj else None,
+        "mmproj": [_mmproj(file) for file in reader.mmproj] if isinstance(reader, GgufReader) else [],
         "cut": _cut(reader),
         "precision": f"{stored} with delayed-scaling state" if reader.fp8 else stored,
         "run": _run(reader),
@@ -130,13 +130,12 @@ def _parts(reader: Reader) -> dict[str, dict[str, int]]:
     }
 
 
-def _mmproj(reader: GgufReader) -> dict[str, Any]:
-    """The file of towers beside a GGUF file: its name, llama.cpp's word for its projectors, and its size."""
-    assert reader.mmproj is not None
-    head = read_mmproj(reader.mmproj)
+def _mmproj(file: Path) -> dict[str, Any]:
+    """A file of towers beside a GGUF file: its name, llama.cpp's word for its projectors, and its size."""
+    head = read_mmproj(file)
     kinds = [head.metadata[key] for key in PROJECTORS if isinstance(head.metadata.get(key), str)]
     return {
-        "file": reader.mmproj.name,
+        "file": file.name,
         "projectors": kinds,
         "tensors": len(head.tensors),
         "parameters": sum(math.prod(tensor.shape) for tensor in head.tensors.values()),
@@ -251,13 +250,12 @@ def _part_rows(description: Description) -> list[tuple[str, str]]:
     ]
 
 
-def _mmproj_rows(description: Description) -> list[tuple[str, str]]:
-    """The file of towers beside the model's."""
-    if not (said := description["mmproj"]):
-        return []
-    kinds = f" ({listed(said['projectors'])})" if said["projectors"] else ""
-    tensors = f"{said['parameters']:,} in {counted(said['tensors'], 'tensor')}, {size(said['bytes'])}"
-    return [("towers", f"{tensors}, in {said['file']}{kinds}")]
+def _mmproj_rows(description: Description) -> Iterator[tuple[str, str]]:
+    """The files of towers beside the model's."""
+    for said in description["mmproj"]:
+        kinds = f" ({listed(said['projectors'])})" if said["projectors"] else ""
+        tensors = f"{said['parameters']:,} in {counted(said['tensors'], 'tensor')}, {size(said['bytes'])}"
+        yield "towers", f"{tensors}, in {said['file']}{kinds}"
 
 
 def _run_words(run: Description) -> str:

@@ -30,7 +30,7 @@ from precisionctl.verify.encodings import compare_encodings
 from precisionctl.verify.fixed_scales import FixedScales, compare_fixed_scales
 from precisionctl.verify.hf_tensors import HfTensors, StoredRows
 from precisionctl.verify.losses import Losses, difference
-from precisionctl.verify.mmproj_towers import TowersOfBoth, towers_of_both
+from precisionctl.verify.mmproj_towers import TowersOfBoth, mmproj_of, towers_of_both
 from precisionctl.verify.not_compared import NotCompared, of_keys
 from precisionctl.verify.optimizers import Tensors, both_optimizers
 
@@ -206,7 +206,7 @@ def _left_out(a: HfTensors, b: HfTensors, towers: TowersOfBoth | None) -> Iterat
     derived = [name for side in (a, b) for name in side.plan.derived]
     yield from of_keys("derived", derived[:1])
     others = {"A": b.reader, "B": a.reader}
-    alone = (name for name, reader in readers.items() if _without_towers(reader, others[name]))
+    alone = (name for name, reader in readers.items() if mmproj_of(reader) or _without_towers(reader, others[name]))
     yield from of_keys("towers", (f"of {name}" for name in alone) if towers is None else towers.unread)
     padded = {
         name: reader.model.padded_vocab_size - reader.model.vocab_size

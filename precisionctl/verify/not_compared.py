@@ -22,8 +22,8 @@ LIST: Mapping[str, str] = {
     "expert codes": "DeepSeek-V4's key of config.json for what its experts are stored as; the tensors say that",
     "one encoding": "how weights were coded before they became values, where only one side knows",
     "derived": "buffers that a model computes by itself: rotary frequencies, causal masks",
-    "towers": "towers of a wrapper beside a GGUF file, where no `mmproj` in its folder has them as llama.cpp does, and "
-    "what of them no token is computed with",
+    "towers": "towers of a wrapper beside a GGUF file, where no `mmproj` in its folder has them as llama.cpp does; "
+    "those of two GGUF files; what of them no token is computed with, and further files of them",
     "padding": "rows that pad the vocabulary in Megatron",
     "fixed scales": "fixed scales of inputs and caches, where nothing on the other side says what they should be; "
     "--fp8-state gives the file that does",

@@ -22,7 +22,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import LLAMA_CPP, Request
 from precisionctl.conversion.command import execute
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnknownFormat
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, UnknownArchitecture, UnknownFormat
 from precisionctl.reports.inspect import describe, summary
 from precisionctl.verify.compare import Comparison, compare
 
@@ -156,6 +156,11 @@ def test_gemma_3s_norm_is_one_more_and_its_projection_in_fp16(tmp_path: Path) ->
         ("gemma3", {"mm_tokens_per_image": 9}, "no 9 tokens"),
         ("gemma3", {"vision.layer_norm_eps": "small"}, "epsilon"),
         ("llava", {"vision_feature_layer": -2}, "vision_feature_layer -1, not with -2"),
+        ("mistral3", {"vision.rope_parameters": {"rope_type": "default"}, "vision.rope_theta": 5e5}, "a base of 10000"),
+        ("mistral3", {"vision.rope_scaling": {"rope_theta": 5e5}}, "a base of 10000"),
+        ("llama4", {"vision.rope_parameters": {"rope_type": "linear", "factor": 4}}, "scales no rotary embeddings"),
+        ("internvl", {"vision.attention_bias": True}, "no `vision_tower.encoder.layer.0.attention.q_proj.bias`"),
+        ("qwen2_vl", {"vision.depth": 1 << 20}, "`depth`"),
         ("mistral3", {"projector_hidden_act": "relu"}, "projector_hidden_act gelu, not with relu"),
         ("internvl", {"vision.norm_type": "rms_norm"}, "norm_type layer_norm, not with rms_norm"),
         ("llama4", {"vision.pixel_shuffle_ratio": 0.3}, "pixel_shuffle_ratio of 0.3"),
@@ -173,6 +178,21 @@ def test_a_tower_of_which_llama_cpp_would_compute_something_else_is_not_written_
     assert not any("mmproj" in file.name for file in command.writer.files)  # type: ignore[attr-defined]
 
 
+def test_a_llava_that_says_no_layer_of_features_has_its_class_s_last_but_one(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "llava")
+    said = json.loads((published / "config.json").read_text())
+    del said["vision_feature_layer"]
+    (published / "config.json").write_text(json.dumps(said))
+    assert any("vision_feature_layer -1, not with -2" in note for note in export(published, tmp_path / "out"))
+
+
+@pytest.mark.parametrize("name", ["mmproj", "my-mmproj-8B"])
+def test_a_text_model_is_not_called_as_towers_are(tmp_path: Path, name: str) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "gemma3")
+    with pytest.raises(PrecisionError, match="mmproj is in the name"):
+        export(published, tmp_path / name)
+
+
 def test_towers_without_a_tensor_or_with_another_are_not_written(tmp_path: Path) -> None:
     published = gguf_towers.save(tmp_path / "hf", "qwen2_vl")
     name = "visual.blocks.1.norm2.bias"
@@ -181,6 +201,13 @@ def test_towers_without_a_tensor_or_with_another_are_not_written(tmp_path: Path)
     more = {name: torch.ones(64, dtype=torch.bfloat16), "visual.blocks.1.norm3.weight": torch.ones(64)}
     change(published, name, lambda tensors, name: tensors | more)
     assert any("no tensor for `visual.blocks.1.norm3.weight`" in note for note in export(published, tmp_path / "more"))
+
+
+@pytest.mark.parametrize("key", ["do_rescale", "do_normalize"])
+def test_towers_of_images_that_are_not_scaled_are_not_written(tmp_path: Path, key: str) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "gemma3")
+    configure(published, "preprocessor_config.json", **{key: False})
+    assert any(f"prepares images with {key}" in note for note in export(published, tmp_path / "out"))
 
 
 @pytest.mark.parametrize("key", ["image_mean", "image_std"])
@@ -235,6 +262,39 @@ def test_a_value_or_a_setting_of_towers_that_differs_is_named(tmp_path: Path) ->
         assert len(found.settings) == 1 and "layer_norm_epsilon" in found.settings[0]
 
 
+def test_an_embedding_beside_towers_that_is_another_one_is_named(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "mistral3")
+    export(published, tmp_path / "out")
+    file = tmp_path / "out" / "mmproj-out-BF16.gguf"
+    embedding, data = stored_tensors(file)["v.token_embd.img_break"]
+    assert compared(published, tmp_path / "out").equal
+    with file.open("r+b") as stored:
+        stored.seek(embedding.offset + len(data) - 4)
+        stored.write(b"\0\0\x80\x3f")
+    for found in (compared(published, tmp_path / "out"), compared(tmp_path / "out", published)):
+        (said,) = found.settings
+        assert "v.token_embd.img_break of" in said and "is not the embedding of token" in said
+
+
+def test_towers_of_two_files_are_said_not_to_be_compared(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "gemma3")
+    export(published, tmp_path / "out")
+    export(published, tmp_path / "again")
+    found = compared(tmp_path / "out", tmp_path / "again")
+    assert [each.what for each in found.not_compared if each.topic == "towers"] == ["of A, of B"]
+
+
+def test_of_several_files_of_towers_the_first_is_compared_and_the_others_are_named(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "gemma3")
+    export(published, tmp_path / "out")
+    (tmp_path / "out" / "mmproj-out-F16.gguf").write_bytes((tmp_path / "out" / "mmproj-out-BF16.gguf").read_bytes())
+    found = compared(published, tmp_path / "out")
+    assert "mmproj-out-F16.gguf" in [each.what for each in found.not_compared if each.topic == "towers"][0]
+    change(published, "vision_tower.vision_model.encoder.layers.1.mlp.fc1.weight", one_more)
+    assert not compared(published, tmp_path / "out").equal
+    assert len(describe(open_checkpoint(tmp_path / "out"))["mmproj"]) == 2
+
+
 def test_towers_are_not_compared_without_their_file(tmp_path: Path) -> None:
     published = gguf_towers.save(tmp_path / "hf", "gemma3")
     export(published, tmp_path / "out")
@@ -258,7 +318,7 @@ def test_a_damaged_file_of_towers_is_one_error_of_what_reads_it(tmp_path: Path) 
 def test_inspect_says_what_is_in_both_files_and_that_towers_alone_are_no_model(tmp_path: Path) -> None:
     export(gguf_towers.save(tmp_path / "hf", "qwen3_vl"), tmp_path / "out")
     described = describe(open_checkpoint(tmp_path / "out"))
-    assert described["files"] == 1 and described["mmproj"]["projectors"] == ["qwen3vl_merger"]
+    assert described["files"] == 1 and described["mmproj"][0]["projectors"] == ["qwen3vl_merger"]
     assert any("mmproj-out-BF16.gguf" in words for _, words in summary(described).rows)
     with pytest.raises(UnknownArchitecture, match="towers, and no text model"):
         open_checkpoint(tmp_path / "out" / "mmproj-out-BF16.gguf")

@@ -52,9 +52,10 @@ class GgufReader:
     """A model in GGUF as a Reader. Opening it reads the heads of its files.
 
     With a reference, or a config.json in its directory, that says the model, and must not contradict the metadata;
-    without one the metadata say it. `coded` are the formats of its tensors whose values are codes, and `mmproj` is the
-    file of a wrapper's towers in its directory. Raises UnknownFormat for a directory with several models, NotUnderstood
-    and DamagedCheckpoint as `read_head`, and UnknownArchitecture for a model of a family that is not read of GGUF.
+    without one the metadata say it. `coded` are the formats of its tensors whose values are codes, and `mmproj` are
+    the files of a wrapper's towers in its directory. Raises UnknownFormat for a directory with several models,
+    NotUnderstood and DamagedCheckpoint as `read_head`, and UnknownArchitecture for a model of a family that is not read
+    of GGUF.
     """
 
     layout: Layout = "hf"
@@ -164,10 +165,9 @@ def _files_of(path: Path) -> list[Path]:
     return files
 
 
-def _mmproj_in(path: Path) -> Path | None:
-    """The file of a wrapper's towers in a directory, if there is one alone."""
-    found = [each for each in path.glob("*.gguf") if is_mmproj(each)] if path.is_dir() else []
-    return found[0] if len(found) == 1 else None
+def _mmproj_in(path: Path) -> Sequence[Path]:
+    """The files of a wrapper's towers in a directory: one, or the same in several types."""
+    return sorted(each for each in path.glob("*.gguf") if is_mmproj(each))[:_MOST_FILES] if path.is_dir() else []
 
 
 def _read_heads(files: Sequence[Path]) -> GgufHead:

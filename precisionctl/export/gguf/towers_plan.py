@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.chunks import read_values
 from precisionctl.checkpoints.gguf.towers.tower import Tower, TowerRow
 from precisionctl.checkpoints.tensor_changes import TensorChange
 from precisionctl.dtypes import DType
 from precisionctl.export.changed_parts import jobs_in_format
 from precisionctl.param import TensorSpec, shared_spec
 from precisionctl.planning.plan import Job, Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TowerType = Literal["bf16", "f16"]
 """The type of a tower's matrices."""
@@ -38,6 +43,14 @@ def towers_in_gguf(plan: Plan, tower: Tower, kind: TowerType) -> Plan:
 
     jobs = (job for job in towers.jobs if job.writes[0] in tensors)
     return replace(towers, jobs=tuple(jobs_in_format(jobs, made_of)), targets=targets)
+
+
+def token_embedding(plan: Plan, reader: Reader, token: int) -> Tensor:
+    """A wrapper's embedding of a token, FP32 `[hidden size]`, read through a plan in Hugging Face's layout."""
+    assert plan.model.wrapper is not None, "only a wrapper has towers"
+    name = plan.model.wrapper.name_of("model.embed_tokens.weight")
+    (read,) = next(job.reads for job in plan.text.jobs if name in job.writes)
+    return read_values(reader, reader.encodings, read, token, 1).float()[0]
 
 
 def _stored_as(name: str, shape: tuple[int, ...], row: TowerRow, kind: TowerType) -> DType:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from precisionctl.errors import at, shown
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import check_file, check_link
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OF_TOWERS = "clip"
 """`general.architecture` of such a file."""
@@ -62,6 +65,12 @@ class MmprojFile:
 
     def cast(self, name: str) -> Cast | None:
         return self._made[name].cast
+
+    def vector(self, name: str, size: int) -> Tensor | None:
+        """The values of a tensor by its name in the file, FP32 `[size]`; None where it is not there, or of another
+        shape."""
+        there = self._head.tensors.get(name)
+        return GgufPart(name, there).rows(0, size).float() if there and there.shape == (size,) else None
 
     @cached_property
     def otherwise(self) -> list[tuple[str, str, str]]:

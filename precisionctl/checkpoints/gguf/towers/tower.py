@@ -27,18 +27,20 @@ from precisionctl.untrusted.safe_json import parse_json
 
 _MOST = 1 << 20
 """No number of a tower is larger."""
+_MOST_LAYERS, _OF_LAYERS = 1 << 12, ("depth", "num_hidden_layers")
+_BASE = 10000
+"""Of a tower's rotary embeddings."""
 
 
 @dataclass(frozen=True)
 class TowerRow:
     """The tensors that llama.cpp has for one of a tower of this `shape`, what becomes of its values, and the `dtype`
-    that it has whatever others have. A bias may be missing where it is `optional`."""
+    that it has whatever others have."""
 
     gguf: tuple[str, ...]
     shape: Shape
     change: TensorChange = SAME
     dtype: DType | None = None
-    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Tower:
                 raise no_tower(f"`{name}` is {list(spec.shape)}, and {list(row.shape)} by config.json")
             here.add((template, layer))
             found[name] = row, tuple(each.replace("{layer}", str(layer)) for each in row.gguf)
-        for template in (template for template, row in self.rows.items() if not row.optional):
+        for template in self.rows:
             for layer in range(self.layers if "{layer}" in template else 1):
                 if (template, layer) not in here:
                     raise no_tower(f"its tower has no `{template.replace('{layer}', str(layer))}`")
@@ -121,7 +123,7 @@ class TowerSettings:
         """A number of the tower's, above 0. Raises UnknownArchitecture for anything else."""
         value = self.tower.get(key)
         value = value[0] if isinstance(value, list) and value and all(each == value[0] for each in value) else value
-        if type(value) is not int or not 0 < value <= _MOST:
+        if type(value) is not int or not 0 < value <= (_MOST_LAYERS if key in _OF_LAYERS else _MOST):
             raise no_tower(f"its config.json has {shown(value)} as `{key}` of the tower, where a size is expected")
         return value
 
@@ -132,11 +134,25 @@ class TowerSettings:
             if found != value:
                 raise no_tower(f"llama.cpp computes its tower with {key} {shown(value)}, not with {shown(found)}")
 
-    def theta(self) -> float | None:
-        """The base of the tower's rotary embeddings, if config.json says one."""
-        rope = self.tower.get("rope_parameters")
-        theta = rope.get("rope_theta") if isinstance(rope, Mapping) else self.tower.get("rope_theta")
-        return theta if isinstance(theta, int | float) else None
+    def check_rotary(self) -> None:
+        """Raise UnknownArchitecture for rotary embeddings of another base, or scaled ones, wherever config.json says
+        it."""
+        for key in ("rope_parameters", "rope_scaling"):
+            said = self.tower.get(key)
+            if said is not None and not isinstance(said, Mapping):
+                raise no_tower(f"its config.json has {shown(said)} as `{key}`")
+            kind = (said or {}).get("rope_type", (said or {}).get("type", "default"))
+            if kind not in ("default", "mrope"):
+                raise no_tower(
+                    f"llama.cpp scales no rotary embeddings of its tower, and config.json says {shown(kind)}"
+                )
+            self._check_base(said or {})
+        self._check_base(self.tower)
+
+    def _check_base(self, said: Mapping[str, Any]) -> None:
+        if said.get("rope_theta") not in (None, _BASE):
+            what = f"llama.cpp turns heads of its tower with a base of {_BASE}, not of {shown(said['rope_theta'])}"
+            raise no_tower(what)
 
     def token(self, text: str) -> int | None:
         """The id of a special token."""
@@ -154,6 +170,7 @@ class TowerSettings:
         self, *, layers: int, width: int, mlp: int, heads: int, image_size: int, patch_size: int
     ) -> dict[str, GgufValue]:
         """The keys that every tower of images has."""
+        self.check_pixels()
         sizes = {
             "projection_dim": self.model.hidden_size,
             "image_size": image_size,
@@ -169,6 +186,14 @@ class TowerSettings:
             "clip.vision.image_mean": self._three("image_mean"),
             "clip.vision.image_std": self._three("image_std"),
         }
+
+    def check_pixels(self) -> None:
+        """Raise UnknownArchitecture for images that go into the tower as they are, where llama.cpp scales all."""
+        for key in ("do_rescale", "do_normalize"):
+            if self.processor.get(key) not in (None, True):
+                raise no_tower(
+                    f"llama.cpp prepares images with {key}, and its processor's is {shown(self.processor[key])}"
+                )
 
     def _three(self, key: str) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         values = self.processor.get(key)

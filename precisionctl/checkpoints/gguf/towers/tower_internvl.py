@@ -40,7 +40,7 @@ def internvl(settings: TowerSettings) -> Tower:
     merge, side, text = int(1 / ratio), image // patch, settings.model.hidden_size
     merged = width * merge * merge
     rows = (
-        block("vision_tower.encoder.layer", _LAYER, width, mlp, optional=True)
+        block("vision_tower.encoder.layer", _LAYER, width, mlp, qkv_bias=settings.tower["attention_bias"] is not False)
         | patches(f"{_EMBEDDINGS}.patch_embeddings.projection", width, patch)
         | norm("multi_modal_projector.layer_norm", "mm.model.mlp.0", merged)
         | linear("multi_modal_projector.linear_1", "mm.model.mlp.1", text, merged)
@@ -87,6 +87,7 @@ DEFAULTS: Mapping[str, Any] = {
     "hidden_act": "gelu",
     "layer_norm_eps": 1e-6,
     "norm_type": "layer_norm",
+    "attention_bias": False,
     "use_qk_norm": False,
     "use_mask_token": False,
     "use_mean_pooling": True,

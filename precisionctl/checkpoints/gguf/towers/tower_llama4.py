@@ -36,8 +36,7 @@ def llama4(settings: TowerSettings) -> Tower:
     ratio, side, text = settings.tower["pixel_shuffle_ratio"], image // patch, settings.model.hidden_size
     if ratio not in (1.0, 0.5, 0.25) or width % (4 * heads):
         raise no_tower(f"its tower has {heads} heads in {width}, and a pixel_shuffle_ratio of {shown(ratio)}")
-    if settings.theta() not in (None, 10000):
-        raise no_tower(f"llama.cpp turns heads of its tower with a base of 10000, not of {settings.theta()}")
+    settings.check_rotary()
     merge = int(1 / ratio)
 
     def weight(name: str, *shape: int) -> TowerRow:

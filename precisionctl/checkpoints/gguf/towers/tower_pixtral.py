@@ -35,6 +35,7 @@ def pixtral(settings: TowerSettings) -> Tower:
     if settings.tower.get("model_type") != "pixtral":
         raise no_tower("llama.cpp's converter knows no tower of a `llava` but Pixtral's")
     settings.check(settings.config, vision_feature_select_strategy="full")
+    settings.check({"vision_feature_layer": -2} | {**settings.config}, vision_feature_layer=-1)
     return _tower(settings, {}, {}, with_bias=settings.config.get("multimodal_projector_bias", True) is not False)
 
 
@@ -49,6 +50,7 @@ def mistral3(settings: TowerSettings) -> Tower:
     rows = norm("multi_modal_projector.norm", "mm.input_norm", width, ["weight"]) | {
         "multi_modal_projector.patch_merger.merging_layer.weight": merger
     }
+    settings.check({"vision_feature_layer": -1} | {**settings.config}, vision_feature_layer=-1)
     said = {"clip.vision.spatial_merge_size": np.uint32(merge)}
     return _tower(settings, rows, said, with_bias=settings.config.get("multimodal_projector_bias", False) is not False)
 
@@ -59,9 +61,8 @@ def _tower(
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
     width, mlp, layers, heads, image, patch = (settings.size(key) for key in keys)
     settings.check(num_channels=3)
-    settings.check({"projector_hidden_act": "gelu", "vision_feature_layer": -1} | {**settings.config}, **_PROJECTED)
-    if settings.theta() not in (None, 10000):
-        raise no_tower(f"llama.cpp turns heads of its tower with a base of 10000, not of {settings.theta()}")
+    settings.check({"projector_hidden_act": "gelu"} | {**settings.config}, projector_hidden_act="gelu")
+    settings.check_rotary()
     activation = settings.tower.get("hidden_act")
     size = settings.tower.get("head_dim", width // heads)
     if activation not in ("silu", "gelu") or width % (4 * heads) or size != width // heads:
@@ -89,7 +90,6 @@ def _tower(
     return Tower(layers, rows, metadata, token=("v.token_embd.img_break", token))
 
 
-_PROJECTED = {"projector_hidden_act": "gelu", "vision_feature_layer": -1}
 _OF_CLASS: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 4096,

@@ -102,7 +102,7 @@ def qwen3_vl(settings: TowerSettings) -> Tower:
         "clip.use_gelu": True,
         "clip.vision.spatial_merge_size": np.uint32(2),
         **_epsilon(),
-        "clip.vision.is_deepstack_layers": np.array([layer in deep for layer in range(depth)], np.bool_),
+        "clip.vision.is_deepstack_layers": np.isin(np.arange(depth), deep),
     }
     return Tower(depth, rows, metadata)
 
@@ -110,8 +110,7 @@ def qwen3_vl(settings: TowerSettings) -> Tower:
 def _common(settings: TowerSettings, width: int, mlp: int, image_size: int) -> dict[str, GgufValue]:
     """The keys of all towers of images, of a tower whose heads turn as llama.cpp turns them."""
     settings.check(spatial_merge_size=2, temporal_patch_size=2, in_channels=3)
-    if settings.theta() not in (None, 10000):
-        raise no_tower(f"llama.cpp turns heads of its tower with a base of 10000, not of {settings.theta()}")
+    settings.check_rotary()
     heads = settings.size("num_heads")
     if width % (4 * heads):
         raise no_tower(f"{heads} heads of a tower of {width} cannot be turned in four parts")

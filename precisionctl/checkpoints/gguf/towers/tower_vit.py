@@ -14,10 +14,10 @@ def block(
     *,
     pairs: TensorChange = SAME,
     with_bias: bool = True,
-    optional: bool = False,
+    qkv_bias: bool = True,
 ) -> dict[str, TowerRow]:
     """The rows of a layer. `names` are the modules, by llama.cpp's names; `pairs` is what becomes of queries and keys.
-    Without `with_bias` nothing has a bias; those of queries, keys and values may be `optional`."""
+    Without `with_bias` nothing has a bias; queries, keys and values have none without `qkv_bias`."""
     ends = ("weight", "bias") if with_bias else ("weight",)
     shapes = {"ffn_gate": (mlp, width), "ffn_up": (mlp, width), "ffn_down": (width, mlp)}
     rows = dict[str, TowerRow]()
@@ -28,11 +28,8 @@ def block(
             continue
         change = pairs if gguf in ("attn_q", "attn_k") else SAME
         made = linear(name, there, *shapes.get(gguf, (width, width)), change=change)
-        if optional and gguf in ("attn_q", "attn_k", "attn_v"):
-            made |= linear(name, there, width, width, change=change, optional=True) | {
-                f"{name}.weight": made[f"{name}.weight"]
-            }
-        rows |= {each: row for each, row in made.items() if each.endswith(ends)}
+        has_bias = qkv_bias or gguf not in ("attn_q", "attn_k", "attn_v")
+        rows |= {each: row for each, row in made.items() if each.endswith(ends if has_bias else "weight")}
     return rows
 
 
