@@ -38,7 +38,7 @@ class Mmproj:
             said = f"{said} Not written are {listed(self.left_out)}: no token is computed with them."
         yield said
         if self.otherwise:
-            yield f"With images llama.cpp computes otherwise than transformers: {self.otherwise}."
+            yield f"With them llama.cpp computes otherwise than transformers: {self.otherwise}."
 
 
 def mmproj_of(plan: Plan, reader: Reader, name: str, kind: TowerType, about: Callable[[Plan], Metadata]) -> Mmproj:

@@ -61,7 +61,8 @@ def one_more(tensors: dict[str, Tensor], name: str) -> None:
 def configure(published: Path, file: str = "config.json", **changes: Any) -> None:
     said = json.loads((published / file).read_text())
     tower = {key.removeprefix("vision."): value for key, value in changes.items() if key.startswith("vision.")}
-    said |= {key: value for key, value in changes.items() if not key.startswith("vision.")}
+    whole = {key: value for key, value in changes.items() if not key.startswith("vision.")}
+    said |= {key: said[key] | value if isinstance(value, dict) else value for key, value in whole.items()}
     if tower:
         said["vision_config"] |= tower
     (published / file).write_text(json.dumps(said))
@@ -74,7 +75,7 @@ def test_towers_are_in_a_second_file_which_is_equal_to_the_wrappers(tmp_path: Pa
     assert {file.name for file in (tmp_path / "out").glob("*.gguf")} == {"out-BF16.gguf", "mmproj-out-BF16.gguf"}
     assert any(note.startswith("The towers, ") and "mmproj-out-BF16.gguf" in note for note in notes)
     assert ("--mmproj" in notes[-1]) and ("llama.cpp computes otherwise" in str(notes)) == (
-        kind in ("internvl", "llama4")
+        kind in ("internvl", "llama4", "gemma4")
     )
     found = compared(published, tmp_path / "out")
     towers = {*tiny_wrappers.towers(tiny_wrappers.stored(published))}
@@ -137,6 +138,32 @@ def test_gemma_3s_norm_is_one_more_and_its_projection_in_fp16(tmp_path: Path) ->
     assert read_head(file).metadata["clip.vision.projector.scale_factor"] == 2
 
 
+def test_gemma_4s_factors_of_sound_are_softplus_and_colours_come_first(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "gemma4")
+    export(published, tmp_path / "out")
+    file = tmp_path / "out" / "mmproj-out-BF16.gguf"
+    stored, made = tiny_wrappers.stored(published), values(file)
+    factors = stored["model.audio_tower.layers.1.self_attn.per_dim_scale"].double()
+    assert torch.allclose(made["a.blk.1.per_dim_scale.weight"].double(), (1 + factors.exp()).log(), atol=1e-6)
+    kernel, linear = made["v.patch_embd.weight"], stored["model.vision_tower.patch_embedder.input_proj.weight"]
+    assert kernel.shape == (128, 3, 14, 14)
+    for colour, row, column in ((0, 0, 1), (2, 5, 13)):
+        assert torch.equal(kernel[:, colour, row, column], linear[:, 3 * (14 * row + column) + colour].float())
+    bound = stored["model.vision_tower.encoder.layers.2.mlp.up_proj.output_max"]
+    assert torch.equal(made["v.blk.2.ffn_up.output_max"], bound.reshape(1).float())
+    metadata = read_head(file).metadata
+    assert metadata["clip.vision.block_count"] == 3 and metadata["clip.audio.block_count"] == 2
+
+
+def test_gemma_4_without_sound_has_a_tower_of_images_alone(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "gemma4")
+    configure(published, audio_config=None)
+    change(published, "audio", lambda tensors, name: {n: t for n, t in tensors.items() if name not in n})
+    assert "llama.cpp computes otherwise" not in str(export(published, tmp_path / "out"))
+    file = tmp_path / "out" / "mmproj-out-BF16.gguf"
+    assert not any("audio" in key for key in read_head(file).metadata) and {n[0] for n in values(file)} == {"v", "m"}
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "why"),
     [
@@ -155,6 +182,14 @@ def test_gemma_3s_norm_is_one_more_and_its_projection_in_fp16(tmp_path: Path) ->
         ("qwen3_vl", {"vision.deepstack_visual_indexes": [0, [1], 2]}, "deepstack_visual_indexes"),
         ("gemma3", {"mm_tokens_per_image": 9}, "no 9 tokens"),
         ("gemma3", {"vision.layer_norm_eps": "small"}, "epsilon"),
+        ("gemma4", {"vision.hidden_activation": "silu"}, "hidden_activation gelu_pytorch_tanh, not with silu"),
+        ("gemma4", {"vision.num_key_value_heads": 2}, "num_key_value_heads 4, not with 2"),
+        ("gemma4", {"vision.rope_parameters": {"rope_theta": 1e4}}, "a base of 100,"),
+        ("gemma4", {"vision.num_hidden_layers": 2}, "no tensor for `model.vision_tower.encoder.layers.2."),
+        ("gemma4", {"audio_config": {"num_hidden_layers": 3}}, "has no `audio_tower.layers.2."),
+        ("gemma4", {"audio_config": {"attention_chunk_size": 24}}, "attention_chunk_size 12, not with 24"),
+        ("gemma4", {"text_config": {"use_bidirectional_attention": None}}, "use_bidirectional_attention vision, not"),
+        ("gemma4", {"audio_config": [1]}, "`audio_config` of its config.json is no object"),
         ("llava", {"vision_feature_layer": -2}, "vision_feature_layer -1, not with -2"),
         ("mistral3", {"vision.rope_parameters": {"rope_type": "default"}, "vision.rope_theta": 5e5}, "a base of 10000"),
         ("mistral3", {"vision.rope_scaling": {"rope_theta": 5e5}}, "a base of 10000"),
@@ -208,6 +243,16 @@ def test_towers_of_images_that_are_not_scaled_are_not_written(tmp_path: Path, ke
     published = gguf_towers.save(tmp_path / "hf", "gemma3")
     configure(published, "preprocessor_config.json", **{key: False})
     assert any(f"prepares images with {key}" in note for note in export(published, tmp_path / "out"))
+
+
+def test_what_gemma_4_is_given_is_as_llama_cpp_makes_it(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "gemma4")
+    configure(published, "preprocessor_config.json", image_mean=[0.5, 0.5, 0.5])
+    assert any("image_mean [0, 0, 0]" in note for note in export(published, tmp_path / "a"))
+    configure(published, "preprocessor_config.json", do_normalize=True)
+    assert any("--mmproj" in note for note in export(published, tmp_path / "b"))
+    (published / "processor_config.json").write_text(json.dumps({"feature_extractor": {"frame_length_ms": 32.0}}))
+    assert any("frame_length_ms 20, not with 32" in note for note in export(published, tmp_path / "c"))
 
 
 @pytest.mark.parametrize("key", ["image_mean", "image_std"])

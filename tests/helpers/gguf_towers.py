@@ -39,6 +39,12 @@ TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         _VIT,
         {"mm_tokens_per_image": 4},
     ),
+    "gemma4": (
+        {"use_bidirectional_attention": "vision"},
+        {"num_key_value_heads": 4, "head_dim": 32, "position_embedding_size": 64, "standardize": True}
+        | {"num_hidden_layers": 3, "use_clipped_linears": True},
+        {},
+    ),
     "llava": (
         {},
         _PIXTRAL
@@ -58,7 +64,8 @@ TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 def save(folder: Path, kind: str, **tower: Any) -> Path:
-    """Save one in BF16, as the converter reads it: of InternVL by the names in memory. No tensor is all zeros."""
+    """Save one in BF16, as the converter reads it: of InternVL by the names in memory. No tensor is all zeros, and no
+    bound infinite."""
     text, vision, config = TOWERS[kind]
     in_memory = kind == "internvl"
     vision = vision | tower
@@ -69,12 +76,14 @@ def save(folder: Path, kind: str, **tower: Any) -> Path:
     (folder / "config.json").write_text(json.dumps(said))
     made, tensors = torch.Generator().manual_seed(0), tiny_wrappers.stored(folder)
     for name, tensor in tensors.items():
-        if not tensor.any():
+        if not tensor.any() or not tensor.isfinite().all():
             tensors[name] = torch.randn(tensor.shape, generator=made).to(tensor.dtype)
     if kind == "gemma3" and not any("vision_model." in name for name in tensors):
         tensors = {name.replace("vision_tower.", "vision_tower.vision_model."): t for name, t in tensors.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     gguf_tokenizers.byte_level(QWEN2, also=["[IMG_BREAK]"]).save_pretrained(folder)
     processor = {"image_mean": [0.48, 0.45, 0.41], "image_std": [0.27, 0.26, 0.28], "image_seq_length": 4}
+    if kind == "gemma4":
+        processor |= {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder

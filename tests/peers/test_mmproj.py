@@ -16,6 +16,8 @@ from precisionctl.conversion.command import execute
 OTHERWISE = {
     # the converter writes the epsilon of the text model, which is another
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), {"clip.vision.attention.layer_norm_epsilon"}),
+    # it passes over the activation, and llama.cpp computes another one
+    "gemma4": {"clip.use_gelu"},
     # without the token that ends a row, llama.cpp does not load a file
     **dict.fromkeys(("llava", "mistral3"), {"v.token_embd.img_break"}),
     # it takes the norm before an MLP for one behind attention

@@ -6,6 +6,7 @@ from typing import Any
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.gguf.towers import (
     tower_gemma3,
+    tower_gemma4,
     tower_internvl,
     tower_llama4,
     tower_pixtral,
@@ -20,6 +21,7 @@ MADE_BY: Mapping[str, Callable[[TowerSettings], Tower]] = {
     "qwen2_5_vl": tower_qwen.qwen2_5_vl,
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), tower_qwen.qwen3_vl),
     "gemma3": tower_gemma3.gemma3,
+    "gemma4": tower_gemma4.gemma4,
     "llava": tower_pixtral.pixtral,
     "mistral3": tower_pixtral.mistral3,
     "internvl": tower_internvl.internvl,
@@ -31,6 +33,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     **tower_qwen.DEFAULTS,
     **tower_pixtral.DEFAULTS,
     "gemma3": tower_gemma3.DEFAULTS,
+    "gemma4": tower_gemma4.DEFAULTS,
     "internvl": tower_internvl.DEFAULTS,
     "llama4": tower_llama4.DEFAULTS,
 }

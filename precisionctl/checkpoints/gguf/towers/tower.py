@@ -47,8 +47,9 @@ class TowerRow:
 class Tower:
     """A tower in `mmproj`.
 
-    `rows` go by the names of published files, with `{layer}` for the numbers of its `layers`; `spellings` are
-    beginnings of other names, each with what those have in its place. `metadata` are the keys behind
+    `rows` go by the names of published files, with `{layer}` for the numbers of its `layers`, or of so many as
+    `layers_of` says of the beginning of their names; `spellings` are beginnings of other names, each with what those
+    have in its place. `metadata` are the keys behind
     `general.file_type`. `unread` are beginnings of names of tensors that neither llama.cpp nor transformers computes
     the text model's input with. `token` is one of the text model whose embedding is a tensor of the file too, behind
     the tensor's name. `otherwise` is what llama.cpp computes otherwise of all such towers, in whatever file.
@@ -61,6 +62,7 @@ class Tower:
     unread: tuple[str, ...] = ()
     token: tuple[str, int] | None = None
     otherwise: str = ""
+    layers_of: Mapping[str, int] = field(default_factory=dict)
 
     def tensors(self, specs: Mapping[str, TensorSpec]) -> dict[str, tuple[TowerRow, tuple[str, ...]]]:
         """The row of each of these Hugging Face tensors, and its names in GGUF, without those that are `unread`.
@@ -74,17 +76,23 @@ class Tower:
                 continue
             template, layer = _template(published, self.rows)
             row = self.rows.get(template)
-            if row is None or not layer < self.layers:
+            if row is None or not layer < self._layers(template):
                 raise no_tower(f"llama.cpp has no tensor for `{name}`")
             if spec.shape != row.shape:
                 raise no_tower(f"`{name}` is {list(spec.shape)}, and {list(row.shape)} by config.json")
             here.add((template, layer))
             found[name] = row, tuple(each.replace("{layer}", str(layer)) for each in row.gguf)
         for template in self.rows:
-            for layer in range(self.layers if "{layer}" in template else 1):
+            for layer in range(self._layers(template)):
                 if (template, layer) not in here:
                     raise no_tower(f"its tower has no `{template.replace('{layer}', str(layer))}`")
         return found
+
+    def _layers(self, template: str) -> int:
+        """The number of layers that have a row."""
+        if "{layer}" not in template:
+            return 1
+        return next((count for begin, count in self.layers_of.items() if template.startswith(begin)), self.layers)
 
     def published(self, name: str) -> str:
         """What published files call a tensor."""

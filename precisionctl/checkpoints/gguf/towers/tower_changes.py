@@ -3,6 +3,7 @@ inverse. No size is asked of the text model."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -48,5 +49,59 @@ class KernelOfFrames(ValueChange):
         return (*first[:2], 2, *first[2:])
 
 
+class KernelOfPatches(ValueChange):
+    """A linear of square patches, `[channels, height * width * 3]`, in llama.cpp the kernel of a convolution,
+    `[channels, 3, height, width]`."""
+
+    def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        (shape,) = self.part_shapes(tuple(values.shape), model)
+        return (values.reshape(shape[0], *shape[2:], 3).permute(0, 3, 1, 2),)
+
+    def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        return parts[0].permute(0, 2, 3, 1).flatten(1)
+
+    def part_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+        side = math.isqrt(shape[1] // 3)
+        return ((shape[0], 3, side, side),)
+
+    def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
+        if len(shapes[0]) != 4 or shapes[0][1] != 3 or shapes[0][2] != shapes[0][3]:
+            raise no_parts(shapes)
+        return shapes[0][0], 3 * shapes[0][2] * shapes[0][3]
+
+
+class Number(ValueChange):
+    """One number, `[]`, in llama.cpp `[1]`."""
+
+    def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return (values.reshape(1),)
+
+    def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        return parts[0]  # which rows are taken of
+
+    def part_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+        return ((1,),)
+
+    def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
+        if shapes[0] != (1,):
+            raise no_parts(shapes)
+        return ()
+
+
+class Softplus(ValueChange):
+    """Factors that are computed by softplus, which llama.cpp's are the result of."""
+
+    def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return (torch.nn.functional.softplus(values.float()),)
+
+    def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        # the inverse in FP64: of what lies near 0 the logarithm of a difference has few digits
+        wide = parts[0].double()
+        return (wide + torch.log(-torch.expm1(-wide))).float()
+
+
 THREE_EQUAL = QueriesKeysValues()
 FRAMES = KernelOfFrames()
+COLOURS_LAST = KernelOfPatches()
+NUMBER = Number()
+SOFTPLUS = Softplus()
