@@ -62,7 +62,7 @@ def configure(published: Path, file: str = "config.json", **changes: Any) -> Non
     said = json.loads((published / file).read_text())
     tower = {key.removeprefix("vision."): value for key, value in changes.items() if key.startswith("vision.")}
     whole = {key: value for key, value in changes.items() if not key.startswith("vision.")}
-    said |= {key: said[key] | value if isinstance(value, dict) else value for key, value in whole.items()}
+    said |= {key: said.get(key, {}) | value if isinstance(value, dict) else value for key, value in whole.items()}
     if tower:
         said["vision_config"] |= tower
     (published / file).write_text(json.dumps(said))
@@ -138,6 +138,34 @@ def test_gemma_3s_norm_is_one_more_and_its_projection_in_fp16(tmp_path: Path) ->
     assert read_head(file).metadata["clip.vision.projector.scale_factor"] == 2
 
 
+def test_rotary_pairs_of_kimi_that_go_by_column_come_first_in_a_head(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "kimi_k25")
+    export(published, tmp_path / "out")
+    stored, made = tiny_wrappers.stored(published), values(tmp_path / "out" / "mmproj-out-BF16.gguf")
+    for end in ("weight", "bias"):
+        whole, found = stored[f"vision_tower.encoder.blocks.2.wqkv.{end}"], made[f"v.blk.2.attn_qkv.{end}"]
+        for head, pair, axis in ((0, 0, 1), (3, 7, 0), (4, 5, 1)):  # heads of keys are behind the 4 of queries
+            here, there = 32 * head + 4 * pair + 2 * axis, 32 * head + 16 * axis + 2 * pair
+            assert torch.equal(found[there : there + 2], whole[here : here + 2].to(found.dtype))
+        assert torch.equal(found[256:], whole[256:].to(found.dtype))
+
+
+def test_settings_of_kimi_have_the_names_of_the_release_too(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "kimi_k25")
+    export(published, tmp_path / "a" / "out")
+    said = json.loads((published / "config.json").read_text())
+    tower, names = (
+        said["vision_config"],
+        ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    )
+    tower |= {f"vt_{name}": tower.pop(name) for name in names}
+    tower |= {f"init_pos_emb_{side}": tower.pop(f"pos_emb_{side}") for side in ("height", "width", "time")}
+    (published / "config.json").write_text(json.dumps(said))
+    export(published, tmp_path / "b" / "out")
+    files = [(tmp_path / each / "out" / "mmproj-out-BF16.gguf").read_bytes() for each in "ab"]
+    assert files[0] == files[1]
+
+
 def test_gemma_4s_factors_of_sound_are_softplus_and_colours_come_first(tmp_path: Path) -> None:
     published = gguf_towers.save(tmp_path / "hf", "gemma4")
     export(published, tmp_path / "out")
@@ -190,6 +218,10 @@ def test_gemma_4_without_sound_has_a_tower_of_images_alone(tmp_path: Path) -> No
         ("gemma4", {"audio_config": {"attention_chunk_size": 24}}, "attention_chunk_size 12, not with 24"),
         ("gemma4", {"text_config": {"use_bidirectional_attention": None}}, "use_bidirectional_attention vision, not"),
         ("gemma4", {"audio_config": [1]}, "`audio_config` of its config.json is no object"),
+        ("kimi_k25", {"vision.merge_kernel_size": [4, 4]}, "merge_kernel_size [2, 2], not with [4, 4]"),
+        ("kimi_k25", {"vision.projector_hidden_act": "relu"}, "projector_hidden_act gelu, not with relu"),
+        ("kimi_k25", {"projection_layer_norm_eps": 1e-6}, "projection_layer_norm_eps 1e-05"),
+        ("kimi_k25", {"vision.num_attention_heads": 5}, "5 heads of a tower of 128"),
         ("llava", {"vision_feature_layer": -2}, "vision_feature_layer -1, not with -2"),
         ("mistral3", {"vision.rope_parameters": {"rope_type": "default"}, "vision.rope_theta": 5e5}, "a base of 10000"),
         ("mistral3", {"vision.rope_scaling": {"rope_theta": 5e5}}, "a base of 10000"),
@@ -243,6 +275,18 @@ def test_towers_of_images_that_are_not_scaled_are_not_written(tmp_path: Path, ke
     published = gguf_towers.save(tmp_path / "hf", "gemma3")
     configure(published, "preprocessor_config.json", **{key: False})
     assert any(f"prepares images with {key}" in note for note in export(published, tmp_path / "out"))
+
+
+def test_the_largest_image_of_kimi_is_in_the_file(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "kimi_k25")
+    configure(published, "preprocessor_config.json", media_proc_cfg={"in_patch_limit": 4096})
+    export(published, tmp_path / "out")
+    metadata = read_head(tmp_path / "out" / "mmproj-out-BF16.gguf").metadata
+    assert metadata["clip.vision.image_max_pixels"] == 4096 * 14 * 14
+    configure(published, "preprocessor_config.json", media_proc_cfg={"in_patch_limit": "many"})
+    assert any(
+        "in_patch_limit of its preprocessor_config.json is" in note for note in export(published, tmp_path / "b")
+    )
 
 
 def test_what_gemma_4_is_given_is_as_llama_cpp_makes_it(tmp_path: Path) -> None:

@@ -45,6 +45,12 @@ TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         | {"num_hidden_layers": 3, "use_clipped_linears": True},
         {},
     ),
+    "kimi_k25": (
+        {},
+        {"num_hidden_layers": 3, "pos_emb_height": 4, "pos_emb_width": 4}
+        | {"init_pos_emb_height": 4, "init_pos_emb_width": 4},
+        {"architectures": ["KimiK25ForConditionalGeneration"]},
+    ),
     "llava": (
         {},
         _PIXTRAL

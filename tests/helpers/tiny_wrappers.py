@@ -310,6 +310,7 @@ OPTIONAL: dict[str, Any] = {
             "num_res_blocks": 1,
         },
     },
+    "kimi_k25": {"projection_hidden_size": 128},
     "minimax_m3_vl": {"projector_hidden_size": 64},
     "shieldgemma2": {"yes_token_index": 7, "no_token_index": 11},
     "fast_vlm": {"vision_config": {"model_type": "clip_vision_model"}},  # in place of timm's, which is another program

@@ -8,6 +8,7 @@ from precisionctl.checkpoints.gguf.towers import (
     tower_gemma3,
     tower_gemma4,
     tower_internvl,
+    tower_kimi,
     tower_llama4,
     tower_pixtral,
     tower_qwen,
@@ -26,6 +27,7 @@ MADE_BY: Mapping[str, Callable[[TowerSettings], Tower]] = {
     "mistral3": tower_pixtral.mistral3,
     "internvl": tower_internvl.internvl,
     "llama4": tower_llama4.llama4,
+    "kimi_k25": tower_kimi.kimi_k25,
 }
 """By the `model_type` of the wrapper."""
 
@@ -36,6 +38,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma4": tower_gemma4.DEFAULTS,
     "internvl": tower_internvl.DEFAULTS,
     "llama4": tower_llama4.DEFAULTS,
+    "kimi_k25": tower_kimi.DEFAULTS,
 }
 _WITHIN = ("media_proc_cfg", "image_processor")
 """Parts of the files about images that may have what others have at their top."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from precisionctl.architectures.rearrangements import Movable, concatenated, cut_into
@@ -28,6 +29,30 @@ class QueriesKeysValues(RowMove):
 
     def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         return concatenated(parts)
+
+
+@dataclass(frozen=True)
+class AxesApart(RowMove):
+    """Queries, keys and values in one tensor, of so many `heads`. Rotary pairs of queries and keys go by column and by
+    row of an image in turns; in llama.cpp a head has all that go by column, then all others."""
+
+    heads: int
+
+    def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        return (self._exchanged(values, (-1, 2)),)
+
+    def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        return self._exchanged(parts[0], (2, -1))
+
+    def _exchanged(self, rows: Movable, order: tuple[int, int]) -> Movable:
+        if len(rows) % (12 * self.heads):
+            raise DamagedCheckpoint(f"{len(rows)} rows are no queries, keys and values of {self.heads} heads")
+        third = len(rows) // 3
+        pairs = third // self.heads // 4
+        sizes = [pairs if size < 0 else size for size in order]
+        turned, values = cut_into(rows, [2 * third, third])
+        moved = turned.reshape(2 * self.heads, *sizes, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(turned.shape)
+        return concatenated([moved, values])
 
 
 class KernelOfFrames(ValueChange):
