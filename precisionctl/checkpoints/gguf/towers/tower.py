@@ -27,9 +27,9 @@ from precisionctl.untrusted.safe_json import parse_json
 
 _MOST = 1 << 20
 """No number of a tower is larger."""
+_SCALED = ("linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+"""Kinds of rotary embeddings whose angles are not those of the base (transformers' modeling_rope_utils.py)."""
 _MOST_LAYERS, _OF_LAYERS = 1 << 12, ("depth", "num_hidden_layers")
-_BASE = 10000
-"""Of a tower's rotary embeddings."""
 
 
 @dataclass(frozen=True)
@@ -142,25 +142,22 @@ class TowerSettings:
             if found != value:
                 raise no_tower(f"llama.cpp computes its tower with {key} {shown(value)}, not with {shown(found)}")
 
-    def check_rotary(self) -> None:
+    def check_rotary(self, base: int = 10000) -> None:
         """Raise UnknownArchitecture for rotary embeddings of another base, or scaled ones, wherever config.json says
         it."""
+        parts = [self.tower]
         for key in ("rope_parameters", "rope_scaling"):
-            said = self.tower.get(key)
-            if said is not None and not isinstance(said, Mapping):
+            said = self.tower.get(key) or {}
+            if not isinstance(said, Mapping):
                 raise no_tower(f"its config.json has {shown(said)} as `{key}`")
-            kind = (said or {}).get("rope_type", (said or {}).get("type", "default"))
-            if kind not in ("default", "mrope"):
-                raise no_tower(
-                    f"llama.cpp scales no rotary embeddings of its tower, and config.json says {shown(kind)}"
-                )
-            self._check_base(said or {})
-        self._check_base(self.tower)
-
-    def _check_base(self, said: Mapping[str, Any]) -> None:
-        if said.get("rope_theta") not in (None, _BASE):
-            what = f"llama.cpp turns heads of its tower with a base of {_BASE}, not of {shown(said['rope_theta'])}"
-            raise no_tower(what)
+            kind = said.get("rope_type", said.get("type", "default"))
+            if kind in _SCALED:
+                what = f"llama.cpp scales no rotary embeddings of its tower, and config.json says {shown(kind)}"
+                raise no_tower(what)
+            parts.append(said)
+        for said in parts:
+            if (found := said.get("rope_theta")) not in (None, base):
+                raise no_tower(f"llama.cpp turns heads of its tower with a base of {base}, not of {shown(found)}")
 
     def token(self, text: str) -> int | None:
         """The id of a special token."""
@@ -178,7 +175,9 @@ class TowerSettings:
         self, *, layers: int, width: int, mlp: int, heads: int, image_size: int, patch_size: int
     ) -> dict[str, GgufValue]:
         """The keys that every tower of images has."""
-        self.check_pixels()
+        self.check({"do_rescale": True} | {**self.processor}, do_rescale=True)
+        if self.processor.get("do_normalize") is False:  # by the file's mean and deviation llama.cpp always does
+            self.check(self.processor, image_mean=[0, 0, 0], image_std=[1, 1, 1])
         sizes = {
             "projection_dim": self.model.hidden_size,
             "image_size": image_size,
@@ -194,14 +193,6 @@ class TowerSettings:
             "clip.vision.image_mean": self._three("image_mean"),
             "clip.vision.image_std": self._three("image_std"),
         }
-
-    def check_pixels(self) -> None:
-        """Raise UnknownArchitecture for images that go into the tower as they are, where llama.cpp scales all."""
-        for key in ("do_rescale", "do_normalize"):
-            if self.processor.get(key) not in (None, True):
-                raise no_tower(
-                    f"llama.cpp prepares images with {key}, and its processor's is {shown(self.processor[key])}"
-                )
 
     def _three(self, key: str) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         values = self.processor.get(key)

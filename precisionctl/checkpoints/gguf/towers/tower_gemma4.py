@@ -58,12 +58,10 @@ def _of_images(settings: TowerSettings) -> tuple[dict[str, TowerRow], dict[str, 
     settings.check(text if isinstance(text, Mapping) else {}, use_bidirectional_attention=both_ways)
     if heads * head != width or head % 4:
         raise no_tower(f"its tower has {heads} heads of {head} in {width}")
-    if settings.theta() not in (None, 100):
-        raise no_tower(f"llama.cpp turns heads of its tower with a base of 100, not of {settings.theta()}")
+    settings.check_rotary(100)
     sizes = {"layers": layers, "width": width, "mlp": mlp, "heads": heads}
-    metadata = settings.common(**sizes, image_size=_IMAGE_SIZE, patch_size=patch)
-    if not settings.processor.get("do_normalize"):
-        settings.check(settings.processor, image_mean=[0, 0, 0], image_std=[1, 1, 1])
+    not_normalised = replace(settings, processor={"do_normalize": False, **settings.processor})
+    metadata = not_normalised.common(**sizes, image_size=_IMAGE_SIZE, patch_size=patch)
     block, blk, clipped = "vision_tower.encoder.layers.{layer}", "v.blk.{layer}", _clipped(settings)
     positions = settings.size("position_embedding_size")
     rows = {

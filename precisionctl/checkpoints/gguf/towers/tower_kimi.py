@@ -30,8 +30,7 @@ def kimi_k25(settings: TowerSettings) -> Tower:
     height, across, time = (settings.size(f"pos_emb_{key}") for key in ("height", "width", "time"))
     if width % (4 * heads):
         raise no_tower(f"{heads} heads of a tower of {width} cannot be turned in four parts")
-    if settings.theta() not in (None, 10000):
-        raise no_tower(f"llama.cpp turns heads of its tower with a base of 10000, not of {settings.theta()}")
+    settings.check_rotary()
     most = settings.processor.get("in_patch_limit", 16384)
     if type(most) is not int or not _FEWEST_PATCHES <= most <= 1 << 20 or most * patch * patch >= 1 << 32:
         raise no_tower(f"in_patch_limit of its preprocessor_config.json is {shown(most)}")
