@@ -281,7 +281,7 @@ WRAPPED: dict[str, dict[str, Any]] = {
 }
 """Wrappers whose text model llama.cpp has a family of its own for, with what releases say."""
 SPARSE = {"mlp_only_layers": [], "decoder_sparse_step": 1}
-WRITTEN: dict[str, dict[str, Any]] = {
+_WRITTEN: dict[str, dict[str, Any]] = {
     "llama-3": {},
     "mistral": {},
     "mixtral": {},
@@ -306,6 +306,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "qwen3-next": SPARSE | {"linear_value_head_dim": 16},
     **AS_RELEASED,
 }
+WRITTEN = {family: changes for family, changes in _WRITTEN.items() if family not in pico.ABSENT}
 """Families that are written, each with the changes by which llama.cpp computes the model of `pico`."""
 
 

@@ -9,6 +9,7 @@ import gguf_tokenizers
 import tiny_wrappers
 import torch
 from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING
 
 from precisionctl.export.gguf.gguf_pretokenizers import QWEN2
 
@@ -19,7 +20,7 @@ _VIT = {"num_hidden_layers": 3, "image_size": 56}
 _PIXTRAL = _VIT | {"head_dim": 32, "hidden_act": "silu"}
 _LAST_LAYER = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
 
-TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+_TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": (
         _WIDE | {"rope_parameters": _PAIRS, "rms_norm_eps": 1e-6},
         {"depth": 3, "embed_dim": 64, "hidden_size": 512},
@@ -66,6 +67,7 @@ TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
+TOWERS = {kind: changes for kind, changes in _TOWERS.items() if kind in CONFIG_MAPPING}
 """By `model_type`: changes of the text model, of the tower, and of the top of config.json."""
 
 
