@@ -45,7 +45,7 @@ def qwen2_5_vl(settings: TowerSettings) -> Tower:
     every = whole[0] + 1 if isinstance(whole, list) and whole and type(whole[0]) is int else 0
     if every < 1 or whole != [*range(every - 1, depth, every)]:
         what = f"fullatt_block_indexes are {shown(whole)} of {depth} layers"
-        raise no_tower(f"{what}; in llama.cpp every so-manieth layer attends to all of an image")
+        raise no_tower(f"{what}; in llama.cpp every n-th layer attends to all of an image")
     rows = (
         _split_attention(width)
         | linear(f"{_BLOCK}.mlp.gate_proj", f"{_BLK}.ffn_gate", mlp, width)
