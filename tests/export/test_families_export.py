@@ -38,12 +38,27 @@ _OF_SOME = {
     "rotary_dim": 32,
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 16,
+    "ffn_dim": 384,
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 128),  # a mixer's in_proj is five, one of heads' steps
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size"), 32),  # of 4 groups
+    "mamba_d_ssm": 512,
 }
 _LATENT = {"q_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "kv_lora_rank": 128, "v_head_dim": 64}
+_OF_FAMILIES = {
+    **dict.fromkeys(("bloom", "mpt"), {"hidden_size": 384}),  # of 6 heads
+    "mamba2": {"num_heads": 128, "head_dim": 4, "state_size": 32},
+    "gpt-bigcode": {"n_head": 2, "num_attention_heads": 2},  # whose one key-value head is a block
+    "falcon": {"num_attention_heads": 2},
+    "deepseek-v4": {"q_lora_rank": 128, "o_lora_rank": 128, "head_dim": 128, "index_head_dim": 128},
+}
 
 
 def sizes(family: str) -> dict[str, Any]:
     """Whole blocks."""
+    return _sizes(family) | _OF_FAMILIES.get(family, {})
+
+
+def _sizes(family: str) -> dict[str, Any]:
     said, model = pico.FAMILIES[family], pico.shape(family)
     if model.mla:
         mixer = (
