@@ -80,7 +80,7 @@ def _of_transformers(model: nn.Module, precision: Precision) -> Sites:
         if not job.row.gemm:
             continue
         names = [read.rpartition(".")[0] for read in job.reads]
-        if job.module.endswith(".self_attention.linear_proj") and not plan.model.mla:
+        if job.module.endswith(".self_attention.linear_proj") and not (plan.model.mla or plan.model.csa):
             module = model.get_submodule(names[0].rpartition(".")[0])
             attention[module] = job.module.replace("linear_proj", "core_attention")
         if precision.in_fp8(job.module):
@@ -128,7 +128,8 @@ def _of_megatron(model: nn.Module, precision: Precision) -> Sites:
         of_experts = f"{prefix}.mlp.experts.linear_fc1"
         if hasattr(modules.get(f"{path}.mlp.experts"), "weight1") and precision.in_fp8(of_experts):  # GroupedMLP
             raise _no_linears(f"{prefix}.mlp.experts")
-        latent = f"{path}.self_attention.linear_kv_up_proj" in modules
+        kinds = ("linear_kv_up_proj", "linear_kv_proj")  # of latents, and of DeepSeek-V4's shared keys
+        latent = any(f"{path}.self_attention.{kind}" in modules for kind in kinds)
         for inner, module in modules[path].named_modules():
             if inner == "self_attention.core_attention" and not latent:
                 attention[module] = f"{prefix}.{inner}"
