@@ -252,7 +252,7 @@ def make_runs_for_soak(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
     run("phases", 2, **phases)
     run("phases, killed", 2, "phases killed", kill=3, **phases)
     run("phases, gone on", 2, "phases killed", **phases)
-    run("two, meanwhile", 2, train__async_save=True, train__save_every=2, **exact)
+    run("two, meanwhile", 2, train__async_save=True, **exact)
     run("two, meanwhile, killed", 2, "two, meanwhile and killed", kill=5, train__async_save=True, **exact)
     run("two, meanwhile, gone on", 2, "two, meanwhile and killed", **exact)
     run_command("killed", die)
@@ -269,6 +269,7 @@ def all_runs(*, soak: bool) -> None:
     make_source(FOLDER / "source")
     make_source(FOLDER / "moe", **MOE)
     exact = {
+        "train__save_every": 2,
         "optimizer__clip_norm": 0,
         "data__held_out": held_out,
         "collect_amax": True,
