@@ -12,7 +12,9 @@ from typing import Any, NoReturn
 import hypothesis
 import pytest
 
-# `make soak` draws a hundred new ones
+# `make soak` draws a hundred new ones, beside other processes on the same cores: time says nothing there either
+hypothesis.settings.register_profile("soak", deadline=None)
+hypothesis.settings.load_profile("soak")
 hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("ci"), max_examples=50)
 
 gc.disable()  # until all is imported and collected: that stays, and going through it took a quarter of the time
