@@ -44,6 +44,10 @@ def means_the_same(said: dict[str, Any], kind: type[PretrainedConfig]) -> bool:
     return True
 
 
+NOT_WHOLE = {"deepseek-v2", "deepseek-v2-groups", "dots1", "kimi-k3", "lfm2-moe", "minimax-m3", "qwen4"}
+"""Families whose class by itself makes no model: it has null for some size or for the kinds of layers, and MiniMax M3's
+two words for how many channels turn contradict each other."""
+
 BRIEFLY = pico.first_of_each(keys)[:30]
 LATER = [family for family in pico.FAMILIES if family not in BRIEFLY]
 
@@ -64,6 +68,10 @@ def test_a_missing_key_means_what_its_class_takes(family: str, own_sizes: bool, 
     kind = type(small)
     said = (kind() if own_sizes else small).to_dict()
     may_lack = keys(family) & said.keys() - PASSED_OVER
+    if own_sizes and family in NOT_WHOLE:
+        with pytest.raises(PrecisionctlError):
+            from_hf_config(said)
+        return
     if not at_once:
         assert any([means_the_same(rest, kind) for rest in without_each(said, may_lack)])
         return
