@@ -34,6 +34,8 @@ def compare_encodings(a: HfTensors, b: HfTensors, left: WeightEncodings | None, 
         lines, left_out = [*lines, *more], [*left_out, *also]
     elif files[0] is not files[1]:
         left_out.append(NotCompared("one quantization", f"{QUANT_CONFIG}, which only one side has"))
+    if _names_method(a) != _names_method(b):
+        left_out.append(NotCompared("known method", "quant_method"))
     if not any(in_codes) and left is not None and right is not None:
         lines += _grid_differences(left, right)
     return lines, left_out
@@ -41,12 +43,20 @@ def compare_encodings(a: HfTensors, b: HfTensors, left: WeightEncodings | None, 
 
 def _quantization(side: HfTensors, encodings: WeightEncodings | None) -> Mapping[str, Any] | None:
     """The `quantization_config` of a checkpoint, or of the codes that its weights were."""
-    if encodings is not None:
-        return encodings.quantization
+    return _stored_quantization(side) if encodings is None else encodings.quantization
+
+
+def _stored_quantization(side: HfTensors) -> Mapping[str, Any] | None:
     data = side.reader.companions.files.get("config.json")
     config = parse_json(data, "config.json") if data is not None else {}
     found = said_quantization(config)
     return found if isinstance(found, Mapping) else None
+
+
+def _names_method(side: HfTensors) -> bool:
+    """Whether a `quantization_config` says its `quant_method`; true where there is none to say it. Readers fill it in
+    (huggingface.py)."""
+    return "quant_method" in (_stored_quantization(side) or {"quant_method": None})
 
 
 def _grid_differences(left: WeightEncodings, right: WeightEncodings) -> Iterator[str]:

@@ -16,6 +16,7 @@ LIST: Mapping[str, str] = {
     "one config": "config.json, beyond the model's shape, where only one side has one",
     "quantizer": "keys of `quantization_config` that say who wrote it and how scales were found; those of "
     "compressed-tensors that are null on one side and not there on the other",
+    "known method": "the `quant_method` of ModelOpt where only one side says it; `quant_algo` says it too",
     "ignored modules": "how `quantization_config` lists the modules that are not codes, where that says the same of "
     "all that are; `--target` says what an engine makes of it",
     "one quantization": "`quantization_config`, where only one side has one, or codes, or the `quant_method` differs",
