@@ -32,6 +32,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family 
     "deepseek-v4": ("deepseek-v4", {"index_n_heads": 16}),
     # before transformers 5.23 its norm had one group, whatever config.json said
     **{name: (name, pico.ONE_GROUP[name]) for name in pico.ONE_GROUP if BEFORE_5_23},
+    "granite-hybrid-dense": (  # whose first layer reads all tokens nearly alike with its own multiplier
+        "granite-hybrid-dense",
+        {"attention_multiplier": 0.5} | (pico.ONE_GROUP["granite-hybrid-dense"] if BEFORE_5_23 else {}),
+    ),
     "llama stretched": ("llama-2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
     "llama to be stretched": (
         "llama-2",

@@ -42,7 +42,8 @@ def batches() -> tuple[Batch, Batch]:
 
 
 def judged_by(theirs: PreTrainedModel) -> tuple[float, float]:
-    """The loss summed over the targets of each text alone, and the norm of its gradient."""
+    """The loss summed over the targets of each text alone, and the norm of its gradient, but for that of LeRoPE's
+    logarithms, which stay as they are here."""
     total = 0.0
     for piece in texts():
         assert piece.learned is not None
@@ -52,7 +53,8 @@ def judged_by(theirs: PreTrainedModel) -> tuple[float, float]:
         loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
         loss.backward()
         total += float(loss.detach())
-    return total, norm_of(each.grad for each in theirs.parameters() if each.grad is not None)
+    learned = (each.grad for name, each in theirs.named_parameters() if not name.endswith(".rotary_emb.alpha"))
+    return total, norm_of(gradient for gradient in learned if gradient is not None)
 
 
 def norm_of(gradients: Iterable[Tensor]) -> float:
