@@ -86,7 +86,8 @@ BALANCE = Balance(seq_aux_loss=0.3, global_aux_loss=0.3, z_loss=0.02)
 _SETTINGS = {
     "deepseek-v4": {"initializer_range": 0.12},  # gradients of its streams would be too small to tell from rounding
     # nor is a matrix to leave streams that are copies as such, whose gradient would be rounding alone
-    "glm-5.3": {"initializer_range": 0.12, "rms_norm_eps": 1e-2, "hc_eps": 0.3, "hc_mult": 4},
+    # (with 0.12 that of an `alpha_pre` cancels: 7e-7, where others have 1e-4)
+    "glm-5.3": {"initializer_range": 0.2, "rms_norm_eps": 1e-2, "hc_eps": 0.3, "hc_mult": 4},
     # and of the weights to read them by in layer 0, where they are copies, a norm leaves what its epsilon makes of them
     "hy4": {"initializer_range": 0.12, "rms_norm_eps": 1e-2},
     "ling-3": {"rms_norm_eps": 1e-3},  # what a query reads may be next to nothing, with rounding that a norm magnifies
