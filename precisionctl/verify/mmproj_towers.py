@@ -1,5 +1,7 @@
 """The towers of a wrapper beside those of llama.cpp's second file, `mmproj`, in the folder of a GGUF file."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
