@@ -92,13 +92,11 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
     }
     name = f"{destination.name}-{type_.upper()}.gguf"
     of_towers = type_ if type_ == "bf16" or type_ == "f16" else of_values
-    towers = _towers(source, f"mmproj-{destination.name}-{of_towers.upper()}.gguf", of_towers, about)
-    mmproj = towers if isinstance(towers, Mmproj) else None
+    mmproj, tower_notes = _towers(source, f"mmproj-{destination.name}-{of_towers.upper()}.gguf", of_towers, about)
     names, options = [name, *([mmproj.contents.name] if mmproj else [])], _options(model, family)
     notes = [
         *source_notes(source),
-        *(mmproj.notes if mmproj else ()),
-        *([towers] if isinstance(towers, str) else ()),
+        *tower_notes,
         *_notes_of_the_model(model, family, options),
         *_notes_of_codes(codes, type_, family, set(kept.values())),
         *tokenizer_notes,
@@ -252,18 +250,22 @@ def _of_main_type(text: Plan, towers: Plan | None, codes: BlocksInRows | None) -
     return [name for name in stored if stored[name] == main], list(once)
 
 
-def _towers(source: Source, name: str, kind: TowerType, about: Callable[[Plan], Metadata]) -> Mmproj | str | None:
-    """The second file of a wrapper, or a note on why there is none; None for a text model."""
+def _towers(
+    source: Source, name: str, kind: TowerType, about: Callable[[Plan], Metadata]
+) -> tuple[Mmproj | None, list[str]]:
+    """The second file of a wrapper, if there is one, and notes on it, or on why there is none."""
     if (wrapper := source.plan.model.wrapper) is None:
-        return None
+        return None, []
     try:
-        return mmproj_of(source.plan, source.reader, name, kind, about)
+        mmproj = mmproj_of(source.plan, source.reader, name, kind, about)
     except UnknownArchitecture as error:
         number = counted(len(source.plan.towers.targets), "tensor")
-        return (
+        why = (
             f"The file has the text model of this {wrapper.model_type}. Its towers, {number}, are not in it: llama.cpp "
             f"has those in a second one, which is not written, for {error.what}."
         )
+        return None, [why]
+    return mmproj, list(mmproj.notes)
 
 
 def _notes_of_the_model(model: ModelShape, family: GgufFamily, options: str) -> Iterator[str]:
