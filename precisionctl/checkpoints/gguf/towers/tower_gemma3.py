@@ -39,7 +39,7 @@ def gemma3(settings: TowerSettings) -> Tower:
     text = settings.model.hidden_size
     rows = (
         block("vision_tower.encoder.layers", _LAYER, width, mlp)
-        | patches("vision_tower.embeddings.patch_embedding", width, patch)
+        | patches("vision_tower.embeddings.patch_embedding", width, patch, dtype=DType.float32)
         | norm("vision_tower.post_layernorm", "v.post_ln", width)
         | {
             "vision_tower.embeddings.position_embedding.weight": TowerRow(
@@ -53,8 +53,6 @@ def gemma3(settings: TowerSettings) -> Tower:
             ),
         }
     )
-    kernel = rows["vision_tower.embeddings.patch_embedding.weight"]
-    rows["vision_tower.embeddings.patch_embedding.weight"] = TowerRow(kernel.gguf, kernel.shape, dtype=DType.float32)
     sizes = {"layers": layers, "width": width, "mlp": mlp, "heads": heads}
     metadata = settings.common(**sizes, image_size=image, patch_size=patch) | {
         "clip.projector_type": "gemma3",

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from precisionctl.checkpoints.gguf.towers.tower import TowerRow, linear, norm
 from precisionctl.checkpoints.tensor_changes import SAME, TensorChange
+from precisionctl.dtypes import DType
 
 
 def block(
@@ -33,7 +34,9 @@ def block(
     return rows
 
 
-def patches(hf: str, width: int, patch: int, *, with_bias: bool = True) -> dict[str, TowerRow]:
-    """The kernel that makes a token of each patch."""
-    kernel = {f"{hf}.weight": TowerRow(("v.patch_embd.weight",), (width, 3, patch, patch))}
+def patches(
+    hf: str, width: int, patch: int, *, with_bias: bool = True, dtype: DType | None = None
+) -> dict[str, TowerRow]:
+    """The kernel that makes a token of each patch, in a `dtype` whatever others have if one is given."""
+    kernel = {f"{hf}.weight": TowerRow(("v.patch_embd.weight",), (width, 3, patch, patch), dtype=dtype)}
     return kernel | ({f"{hf}.bias": TowerRow(("v.patch_embd.bias",), (width,))} if with_bias else {})
