@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from precisionctl.model.model_parts import text_part
 from precisionctl.param import GEMM_ALIGNMENT, TensorSpec, divides_heads
 from precisionctl.quant_methods.base import SQUARE, Block
+from precisionctl.sizes import listed
 
 LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
 """Fused in DeepSeek's attention. The second has 576 rows, not a multiple of 128; all engines but transformers serve it.
@@ -205,6 +206,8 @@ class ServingLayout:
             return None
         else:
             misfit = f"whose outputs are not a multiple of {high}"
+            if len(parts) > 1:  # the sum that `shape` shows may be one
+                misfit = f"whose outputs, in parts of {listed(map(str, parts))}, are not multiples of {high}"
         shape = [columns, sum(parts)] if cut.transposed else [sum(parts), columns]
         return f"shape {shape}{f' on each of {self.ranks} GPUs' if split else ''}, {misfit}"
 

@@ -204,6 +204,14 @@ def test_what_expert_parallelism_does_not_help_is_refused_without_a_word_of_it()
     assert "shape [192, 256]," in whole.what
 
 
+def test_a_joined_linear_is_refused_by_its_parts():
+    joined = TensorSpec((384, 256), CODES)
+    refused = ENGINES["vllm"].shapes.check_shape(
+        f"{LAYER}.mlp.gate_up_proj.weight", joined, SQUARE, ServingLayout(()), "fp8"
+    )
+    assert refused and refused.what == "shape [384, 256], whose outputs, in parts of 192, 192, are not multiples of 128"
+
+
 def test_a_part_of_a_gpu_that_no_fp8_gemm_takes_is_refused_in_any_scheme():
     vllm, served = ENGINES["vllm"], ServingLayout((HeadCounts(4, 4),), 2)
     finding = vllm.shapes.check_shape(

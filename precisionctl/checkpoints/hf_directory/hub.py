@@ -79,7 +79,9 @@ class HubName:
         if found and not folder.exists():
             return HubName(found["repo"], found["revision"], weights)
         raise UnknownFormat(
-            "no such file or directory" if folder == Path() or not folder.exists() else f"no such path in {folder}",
+            "no such file or directory"
+            if folder == Path() or not folder.exists()
+            else f"no such path in {folder.resolve()}",
             where=text,
             do=nearest_path(path) or "Give a path that exists, or a name on the Hub, as ORG/NAME or ORG/NAME@REVISION.",
         )
