@@ -44,6 +44,14 @@ _OF_NUMBERS = (
     "language model that it was trained from."
 )
 
+BARE: Mapping[str, str] = {"embed_tokens.weight": "model.", "embed_in.weight": "gpt_neox."}
+"""The embedding of a bare model, and what a language model has before all its names."""
+
+_OF_BARE = (
+    "`convert --to hf` and `export-inference` take it without a table, by its own names (docs/any_model.md). For all "
+    "else, save it with AutoModelForCausalLM if its embeddings are tied; the output layer would be random otherwise."
+)
+
 
 @cache
 def supported() -> dict[str, Architecture]:
@@ -81,6 +89,9 @@ def read_model(config: Config, where: object = "config.json", stored: Collection
         if stored and (head := _class_for_numbers(config)):
             what = f"a model with a head for rewards or classes ({head:.60}), which gives numbers and no tokens"
             raise UnknownArchitecture(what, where=where, do=_OF_NUMBERS)
+        if prefix := next((prefix for name, prefix in BARE.items() if name in stored), None):
+            what = f"a bare model, as AutoModel saves it: its names lack `{prefix}`, and it has no output layer"
+            raise UnknownArchitecture(what, where=where, do=_OF_BARE)
         return model
     except UnknownArchitecture as why:
         said = text_part(config)

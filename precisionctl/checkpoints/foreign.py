@@ -120,9 +120,6 @@ def _indexed_data(path: Path) -> str | None:
     return shlex.quote(str(path.with_suffix(""))) if there else None
 
 
-_WRAPPERS = ("base_model.model.", "_orig_mod.", "module.", "_fsdp_wrapped_module.")
-
-
 def _first(names: Iterable[str], found: Callable[[str], object]) -> str | None:
     return next((name[:90] for name in names if found(name)), None)
 
@@ -133,12 +130,6 @@ def _of_a_family(reader: Reader) -> bool:
     if reader.layout != "hf" or not says_its_model(reader):
         return False
     return not isinstance(reader.model, UntabledModel) and reader.model.wrapper is None
-
-
-def _common_wrapper(reader: Reader) -> str | None:
-    if reader.layout != "hf" or not reader.specs:
-        return None
-    return next((prefix for prefix in _WRAPPERS if all(name.startswith(prefix) for name in reader.specs)), None)
 
 
 def _saved_by_numpy(reader: Reader) -> str | None:
@@ -193,25 +184,6 @@ TENSORS = (
         "In the run, save it as PEFT's: `AutoBridge.save_hf_adapter(model, ADAPTER, peft_config=peft)`; then "
         "`precisionctl convert ADAPTER OUT --to hf --reference BASE`.",
         lambda reader: _first(reader.specs, lambda name: ".adapter.linear_" in name),
-    ),
-    Foreign(
-        "weights that were saved with a wrapper around the model, so that all names have a prefix",
-        "all names begin with `_orig_mod.`, `module.`, `base_model.model.` or `_fsdp_wrapped_module.`",
-        "Save the model inside the wrapper (`model._orig_mod`, `model.module`), or remove the prefix from the names "
-        "(docs/foreign.md).",
-        _common_wrapper,
-    ),
-    Foreign(
-        "the bare model, as AutoModel saves it: its names lack `model.`, and it has no output layer",
-        "`embed_tokens.weight` without `model.` before it",
-        "Save it with AutoModelForCausalLM. From here that can be done only if embeddings are tied, else the output "
-        "layer would be random: `python -c 'import sys; from transformers import AutoModelForCausalLM as M; "
-        "M.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])' {path} OUT`.",
-        lambda reader: (
-            _first(reader.specs, ("embed_tokens.weight", "embed_in.weight").__contains__)
-            if _of_a_family(reader)
-            else None
-        ),
     ),
 )
 """Formats that a Reader opens, and that are recognised by the names of their tensors."""

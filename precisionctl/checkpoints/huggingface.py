@@ -33,6 +33,7 @@ from precisionctl.checkpoints.hf_directory.huggingface_files import (
     file_format_of,
     stored_places,
 )
+from precisionctl.checkpoints.hf_directory.wrapped_names import names_inside
 from precisionctl.checkpoints.mlx import mlx_names
 from precisionctl.checkpoints.other_trainers import numbered_optimizer
 from precisionctl.checkpoints.other_trainers.numbered_optimizer import NumberedOptimizer
@@ -73,6 +74,7 @@ class HuggingFaceReader:
     among `specs`; they are in `encodings`, and in `stored`, which is every tensor in the files.
     Nor are those of a KV cache, which belong to no weight. Codes that are `decoded` as they are read (GPTQ,
     bitsandbytes and others) are values here; `idle_biases` of zeros that their tools have added are not among `specs`.
+    Names are without the words of wrappers that a program had the model in (`names_inside`).
     """
 
     layout: Layout = "hf"
@@ -101,7 +103,8 @@ class HuggingFaceReader:
                 where=path,
                 do="Let transformers 5 with torchao 0.15 or newer save it again, in safetensors.",
             )
-        places = unpacked(stored_places(path, self._file_format))
+        places = stored_places(path, self._file_format)
+        places = unpacked({name: places[stored] for name, stored in names_inside(places, path).items()})
         places, of_mlx = mlx_names.in_published_names(places, self.config, where)
         self.config |= {"quantization_config": of_mlx} if of_mlx else {}
         stored = {name: tensor.spec for name, (_, tensor) in places.items()}

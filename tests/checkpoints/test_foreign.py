@@ -14,7 +14,6 @@ import torch
 import torch.distributed.checkpoint
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemWriter
-from transformers import AutoModel, AutoModelForCausalLM
 
 from precisionctl.checkpoints.foreign import TENSORS, UNREAD
 from precisionctl.checkpoints.open import open_checkpoint
@@ -62,13 +61,6 @@ def renamed(change: Callable[[str], str], **more: torch.Tensor) -> Callable[[Pat
         pico.save(directory, "llama-2")
         tensors = load_file(directory / "model.safetensors")
         save_file({change(name): tensor for name, tensor in tensors.items()} | more, directory / "model.safetensors")
-
-    return make
-
-
-def of_class(auto: Any) -> Callable[[Path], object]:
-    def make(directory: Path) -> None:
-        auto.from_config(pico.make("llama-2").config).save_pretrained(directory)
 
     return make
 
@@ -134,8 +126,6 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "head for rewards or values",
         "pretrained_model",
     ),
-    "a bare model": (of_class(AutoModel), "bare model", "AutoModelForCausalLM"),
-    "a compiled model": (renamed(lambda name: f"_orig_mod.{name}"), "with a wrapper", "model._orig_mod"),
     "a folder of a run": (
         files("checkpoint-500/x", "checkpoint-1000/x", "runs/x"),
         "a folder with checkpoints in it",
@@ -231,10 +221,3 @@ def test_every_one_is_tried_here() -> None:
         "the unfinished result of a command",  # test_convert_stopped.py
     ]
     assert [one.what for one in (*TENSORS, *UNREAD) if not any(re.search(t, one.what) for t in tried)] == []
-
-
-def test_a_bare_model_with_tied_embeddings_is_mended_as_the_message_says(tmp_path: Path) -> None:
-    config = pico.make("llama-tied").config
-    AutoModel.from_config(config).save_pretrained(tmp_path / "bare")
-    AutoModelForCausalLM.from_pretrained(tmp_path / "bare").save_pretrained(tmp_path / "out")
-    assert open_checkpoint(tmp_path / "out").model.tied_embeddings

@@ -1,0 +1,57 @@
+"""Models as AutoModel saves them, such as Qwen3-Embedding: a family's layers, without `model.` and without an output
+layer."""
+
+import json
+from pathlib import Path
+
+import conversions
+import pico
+import pytest
+import torch
+from any_models import export
+from transformers import AutoModel, AutoModelForCausalLM
+
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.errors import UnknownArchitecture
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """As Qwen3-Embedding is published: its config.json names the class of the language model."""
+    config = pico.make("qwen3").config
+    AutoModel.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "bare")
+    said = json.loads((tmp_path / "bare" / "config.json").read_text())
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(said | {"architectures": ["Qwen3ForCausalLM"]}))
+    return tmp_path / "bare"
+
+
+def test_transformers_has_the_weights_of_an_export_that_we_decode(tmp_path: Path, bare: Path) -> None:
+    export(bare, tmp_path / "fp8", "dynamic", "vllm", exclude=("layers.1.mlp.down_proj",))
+    conversions.run(tmp_path / "fp8", tmp_path / "back", "hf", "bf16")
+    coded, decoded = (
+        AutoModel.from_pretrained(tmp_path / name, dtype=torch.float32).state_dict()  # in BF16 it rounds scales, too
+        for name in ("fp8", "back")
+    )
+    scales = {name: coded.pop(f"{name}_scale") for name in decoded if f"{name}_scale" in coded}
+    coded |= {name: (coded[name].float() * scale).bfloat16().float() for name, scale in scales.items()}
+    assert len(scales) == 13 and coded.keys() == decoded.keys()
+    assert all(torch.equal(coded[name], values) for name, values in decoded.items())
+
+
+def test_what_stays_values_is_listed_by_the_names_that_engines_give_it(tmp_path: Path, bare: Path) -> None:
+    export(bare, tmp_path / "fp8", "dynamic", "vllm", exclude=("layers.1.mlp.down_proj",))
+    listed = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]["ignore"]
+    of_engines = {name for name, _ in AutoModelForCausalLM.from_config(pico.make("qwen3").config).named_modules()}
+    assert {"layers.1.mlp.down_proj", "model.layers.1.mlp.down_proj"} <= set(listed)
+    assert "model.layers.1.mlp.down_proj" in of_engines
+
+
+def test_what_needs_a_table_is_refused_with_what_is_missing(tmp_path: Path, bare: Path) -> None:
+    with pytest.raises(UnknownArchitecture, match=r"lack `model\.`.*AutoModelForCausalLM if its embeddings are tied"):
+        conversions.run(bare, tmp_path / "out", "megatron")
+
+
+def test_tied_embeddings_are_mended_as_the_message_says(tmp_path: Path) -> None:
+    AutoModel.from_config(pico.make("llama-tied").config).save_pretrained(tmp_path / "bare")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "bare").save_pretrained(tmp_path / "out")
+    assert open_checkpoint(tmp_path / "out").model.tied_embeddings

@@ -1,0 +1,65 @@
+"""A model saved inside another program's module is read by the names that it has itself."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import conversions
+import pico
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE
+from transformers import AutoModelForCausalLM
+
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.errors import DamagedCheckpoint
+
+
+def with_layers_checkpointed(model: torch.nn.Module) -> torch.nn.Module:
+    layers = model.model.layers  # type: ignore[union-attr]
+    for at, layer in enumerate(layers):  # type: ignore[arg-type]
+        layers[at] = checkpoint_wrapper(layer)  # type: ignore[operator,index]
+    return model
+
+
+def compiled_in_ddp(model: torch.nn.Module) -> torch.nn.Module:
+    """With the names of OptimizedModule, whose import takes seconds, and of DDP, which asks for a process group."""
+    return torch.nn.ModuleDict({"module": torch.nn.ModuleDict({"_orig_mod": model})})
+
+
+WRAPPERS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
+    "layers": with_layers_checkpointed,
+    "whole": compiled_in_ddp,
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_transformers_loads_what_is_made_of_a_wrapped_model(tmp_path: Path, wrapper: str) -> None:
+    pico.save(tmp_path / "source", "llama-3")
+    path = tmp_path / "source" / "model.safetensors"
+    before = load_file(path)
+    model = WRAPPERS[wrapper](AutoModelForCausalLM.from_pretrained(tmp_path / "source"))
+    state = dict(model.named_parameters())  # state_dict() leaves out the words of some
+    assert not state.keys() & {"model.layers.0.mlp.up_proj.weight"}  # or it would hold of any reader
+    save_file({name: values.detach().clone() for name, values in state.items()}, path, metadata={"format": "pt"})
+    conversions.run(tmp_path / "source", tmp_path / "out", "hf")
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(after[name], values) for name, values in before.items())
+
+
+@pytest.mark.parametrize("around", ["base_model.model.", f"module.{FSDP_WRAPPED_MODULE}.", "module.module."])
+def test_a_word_around_the_whole_is_none_of_the_model(tmp_path: Path, around: str) -> None:
+    pico.save(tmp_path, "llama-3")
+    names = set(open_checkpoint(tmp_path).specs)
+    path = tmp_path / "model.safetensors"
+    save_file({around + name: values for name, values in load_file(path).items()}, path)
+    assert set(open_checkpoint(tmp_path).specs) == names
+
+
+def test_two_tensors_with_one_name_inside_are_damage(tmp_path: Path) -> None:
+    pico.save(tmp_path, "llama-3")
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {"model._orig_mod.norm.weight": torch.ones(64)}, path)
+    with pytest.raises(DamagedCheckpoint, match=r"model\._orig_mod\.norm\.weight.*model\.norm\.weight"):
+        open_checkpoint(tmp_path)
