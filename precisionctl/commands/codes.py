@@ -18,6 +18,7 @@ from precisionctl.commands.notes import (
     input_scale_notes,
     known_state_notes,
     rounded_notes,
+    uncoded_tower_notes,
     unreached_notes,
 )
 from precisionctl.commands.request import Codes, EngineExport, numerics
@@ -85,6 +86,7 @@ class _EngineCodes:
             *cache_notes,
             *source_notes(source),
             *in_bf16_notes(source.reader, source.plan, precision, scheme, policy.refused),
+            *uncoded_tower_notes(plan),
             *rounded_notes(source.reader, plan),
             self._how_to_serve(),
         ]

@@ -223,6 +223,12 @@ def four_bit_notes(
         )
 
 
+def uncoded_tower_notes(plan: Plan) -> Iterator[str]:
+    """The note on a wrapper's towers, of an encoded plan in which they stay values."""
+    if plan.model.wrapper and not (towers := plan.towers).codes:
+        yield f"The towers stay values: {counted(len(towers.targets), 'tensor')}, {size(towers.nbytes)}."
+
+
 def in_bf16_notes(
     reader: Reader, plan: Plan, precision: Precision, scheme: Scheme, refused: Mapping[str, str]
 ) -> Iterator[str]:

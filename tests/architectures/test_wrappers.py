@@ -289,6 +289,16 @@ def test_codes_of_text_and_towers_are_values_in_megatron_and_the_same_codes_agai
     }
 
 
+def test_an_export_says_that_towers_stay_values_unless_some_are_asked_for(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "mistral3", dtype=torch.bfloat16)
+    towers = [tensor for name, tensor in stored(tmp_path / "hf").items() if not name.startswith("language_model.")]
+    notes = export(tmp_path / "hf", tmp_path / "text").notes
+    total = sum(tensor.nbytes for tensor in towers) / 1e6
+    assert f"The towers stay values: {len(towers)} tensors, {total:.1f} MB." in notes
+    asked = export(tmp_path / "hf", tmp_path / "both", include=("vision_tower.*",)).notes
+    assert not any("towers stay" in note for note in asked)
+
+
 def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
