@@ -98,12 +98,13 @@ class BlockScales:
         self.fits[here] &= misfit == 0
 
     def changed(self, values: Tensor, codes: Tensor, row: int, made: Encoding) -> int:
-        """How many of the codes `made` differ from those under the carried scales. Between two formats of which one is
-        not FP8, codes cannot be compared: then, how many values the new codes do not represent exactly."""
+        """How many of the `codes` of rows from `row` on differ from those under the carried scales. Between two formats
+        of which one is not FP8, codes cannot be compared: then, how many values the codes do not represent exactly, as
+        `made`, the encoding of these rows alone, decodes them."""
         before = self.carried
         assert before is not None
         if not self._as_carried and not (before.element.is_fp8 and self.element.is_fp8):
-            return int((made.decode_rows(codes, row).to(values.dtype) != values).sum())
+            return int((made.decode_rows(codes, 0).to(values.dtype) != values).sum())
         return self.element.differing(before.encode_rows(values, row), codes)
 
     @property
