@@ -20,12 +20,13 @@ from torch import Tensor
 from precisionctl.architectures.towers_in_bridge import TENSORS_OF_TOWERS
 from precisionctl.checkpoints.base import Companions, Hints
 from precisionctl.checkpoints.chunks import Box, read_tensor, write_rows
-from precisionctl.checkpoints.megatron.logical import flat_boxes, logical_tensors
+from precisionctl.checkpoints.megatron.logical import logical_tensors
 from precisionctl.checkpoints.torch_dist.masters import differing_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.checkpoints.torch_files.dcp_metadata import DcpPiece, DcpTensor
+from precisionctl.checkpoints.torch_files.dcp_tensors import flat_boxes
 from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint

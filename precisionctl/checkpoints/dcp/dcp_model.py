@@ -19,7 +19,6 @@ from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.dcp import torchtitan
 from precisionctl.checkpoints.dcp.dcp_optimizer import split_off, with_names
 from precisionctl.checkpoints.hf_directory.fused_experts import stacks
-from precisionctl.checkpoints.megatron.logical import LogicalTensor, check_whole, chunks_of, slices
 from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, says_its_model
 from precisionctl.checkpoints.other_trainers.trainer_run import (
     ParameterGroup,
@@ -30,6 +29,7 @@ from precisionctl.checkpoints.other_trainers.trainer_run import (
     with_parameters,
 )
 from precisionctl.checkpoints.torch_files import dcp_metadata
+from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensor, LogicalTensors, check_whole, slices
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError
 from precisionctl.param import MOMENTUM, STATE, TensorSpec, state_name
 
@@ -98,7 +98,7 @@ class DcpModelReader(TrainerDirectory):
             dcp_metadata.check_apart(((n, piece.span) for n, one in each.tensors.items() for piece in one.pieces), path)
         prefixes = {kind: state_name(kind, "") if kind else "" for kind in tensors}
         stored = {prefixes[kind] + name: one for kind, found in tensors.items() for name, one in found.items()}
-        self._stored = DcpTensors(stored)
+        self._stored = LogicalTensors(stored)
         self.of_torchtitan = torchtitan.EMBEDDING in tensors[""]
         self._places: dict[str, str | torchtitan.Heads] = {name: name for name in stored}
         if self.of_torchtitan and says_its_model(self) and self.model.architecture == "llama":
@@ -170,31 +170,13 @@ class DcpModelReader(TrainerDirectory):
 
     @property
     def files(self) -> Sequence[Path]:
-        return self._stored.files
+        return sorted(self._stored.files)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         place = self._places[name]
         if isinstance(place, str):
             return self._stored.chunks(place)
         return [Chunk(whole(self._spec(place)), place)]
-
-
-class DcpTensors:
-    """Tensors in pieces, by name."""
-
-    def __init__(self, tensors: Mapping[str, LogicalTensor]) -> None:
-        self._tensors = tensors
-        self.specs = {name: one.spec for name, one in tensors.items()}
-        self._chunks: dict[str, tuple[Chunk, ...]] = {}
-
-    def chunks(self, name: str) -> Sequence[Chunk]:
-        if name not in self._chunks:
-            self._chunks[name] = chunks_of(name, self._tensors[name])
-        return self._chunks[name]
-
-    @property
-    def files(self) -> Sequence[Path]:
-        return sorted({part.piece.span.path for tensor in self._tensors.values() for part in tensor.parts})
 
 
 def _wrapper(names: Iterable[str]) -> str:

@@ -6,14 +6,20 @@ A tensor that no rule here knows keeps its key, so that a plan can refuse it: no
 import itertools
 import math
 import re
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from precisionctl.checkpoints.chunks import Box, Chunk
+from precisionctl.checkpoints.chunks import Box
 from precisionctl.checkpoints.megatron.keys import leading, unstack
-from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
+from precisionctl.checkpoints.torch_files import dcp_metadata
+from precisionctl.checkpoints.torch_files.dcp_tensors import (
+    LogicalTensor,
+    TensorPart,
+    check_whole,
+    flat_boxes,
+    slices,
+)
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import (
     CONV_PARTS,
@@ -38,23 +44,6 @@ _PLAIN_MASTER = state_name("fp32_param", "")
 _MOST_SLICES = 1 << 22
 """A bound on the tensors that a few bytes of `.metadata` can ask for. DeepSeek-V3 with its optimizer, 8 parts of each
 of 58 x 256 experts' linears, has 10^6."""
-
-
-@dataclass(frozen=True)
-class TensorPart:
-    """A box of a logical tensor, and where its elements are: from element `start` of a stored piece on."""
-
-    box: Box
-    piece: dcp_metadata.DcpPiece
-    start: int
-
-
-@dataclass(frozen=True)
-class LogicalTensor:
-    """A logical tensor and the parts that make it up."""
-
-    spec: TensorSpec
-    parts: tuple[TensorPart, ...]
 
 
 def logical_tensors(stored: Mapping[str, dcp_metadata.DcpTensor], where: Path) -> dict[str, LogicalTensor]:
@@ -93,26 +82,6 @@ def with_plain_masters(stored: Mapping[str, dcp_metadata.DcpTensor]) -> dict[str
     that either of Megatron's optimizers finds its own."""
     masters = (key for key in stored if key.startswith(MASTER))
     return {**stored, **{_PLAIN_MASTER + key.removeprefix(MASTER): stored[key] for key in masters}}
-
-
-def check_whole(name: str, tensor: LogicalTensor, where: Path) -> None:
-    """Raise DamagedCheckpoint where the pieces of a tensor do not cover it exactly once."""
-    boxes, spec = [part.box for part in tensor.parts], tensor.spec
-    if _overlap(boxes) or sum(box.rows * box.columns for box in boxes) != spec.rows * spec.columns:
-        raise DamagedCheckpoint(f"the pieces of {name} do not make one tensor {list(spec.shape)}", where=where)
-
-
-def chunks_of(name: str, tensor: LogicalTensor) -> tuple[Chunk, ...]:
-    """Where the parts of a tensor are in their files. Raises DamagedCheckpoint where these say something else."""
-    spec, chunks = tensor.spec, []
-    for part in tensor.parts:
-        piece = part.piece
-        located = torch_zip.one_tensor(piece.span)
-        if (located.dtype, located.shape) != (spec.dtype, piece.sizes):
-            found, wanted = f"{located.dtype} {list(located.shape)}", f"{spec.dtype} {list(piece.sizes)}"
-            raise DamagedCheckpoint(f"{name}: a piece is {found}, not {wanted}", where=piece.span)
-        chunks.append(Chunk(part.box, piece.span.path, located.offset + part.start * spec.dtype.itemsize))
-    return tuple(chunks)
 
 
 def model_prefix(keys: Mapping[str, object]) -> str:
@@ -220,42 +189,6 @@ def _of_flat_shards(
         found[tuple(places[:depth])] += [TensorPart(box, piece, start) for box, start in boxes]
     spec = TensorSpec(sizes, stored.dtype)
     return [(unstack(key, at) if depth else key, LogicalTensor(spec, tuple(parts))) for at, parts in found.items()]
-
-
-def flat_boxes(boxes: Sequence[Box], begin: int, end: int) -> Iterator[tuple[Box, int]]:
-    """Elements `[begin, end)` of consecutive boxes, as boxes, each with its distance from `begin` in elements.
-
-    Each box gives at most three: the end of a row, whole rows, the beginning of a row.
-    """
-    base = 0
-    for box in boxes:
-        size = box.rows * box.columns
-        at, last = max(begin - base, 0), min(end - base, size)
-        for cut in box.run(at, max(last - at, 0)):
-            yield cut, base + at - begin
-            at += cut.elements
-        base += size
-
-
-def slices(stored: dcp_metadata.DcpTensor, depth: int, where: Path) -> Iterator[tuple[tuple[int, ...], LogicalTensor]]:
-    """The tensors that the first `depth` dimensions of a stored one count, each with its place in them. Raises
-    DamagedCheckpoint for pieces that are cut in more than the first two of their own dimensions."""
-    counts, spec = stored.shape[:depth], TensorSpec(stored.shape[depth:], stored.dtype)
-    found: dict[tuple[int, ...], list[TensorPart]] = {at: [] for at in itertools.product(*map(range, counts))}
-    for piece in stored.pieces:
-        # Offsets and sizes per dimension, as a box of rows and columns: only the first two dimensions may be cut
-        offsets, sizes = piece.offsets[depth:], piece.sizes[depth:]
-        if sizes[2:] != spec.shape[2:]:
-            raise DamagedCheckpoint(f"a piece {sizes} at {offsets} of a tensor {spec.shape}", where=where)
-        inner = math.prod(spec.shape[2:])
-        row, rows = (offsets[0], sizes[0]) if spec.shape else (0, 1)
-        column, columns = (offsets[1] * inner, sizes[1] * inner) if len(spec.shape) > 1 else (0, 1)
-        box = Box(row, rows, column, columns)
-        ranges = zip(piece.offsets[:depth], piece.sizes[:depth], strict=True)
-        for index, at in enumerate(itertools.product(*(range(start, start + size) for start, size in ranges))):
-            found[at].append(TensorPart(box, piece, index * box.rows * box.columns))
-    for at, parts in found.items():
-        yield at, LogicalTensor(spec, tuple(parts))
 
 
 def _by_parameter(found: Mapping[str, LogicalTensor]) -> dict[str, LogicalTensor]:
@@ -371,26 +304,3 @@ def _fuses_norms(layer: str, names: Mapping[str, object]) -> bool:
     before_mlp = any(f"{layer}{norm}weight" in names for norm in ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."))
     read_twice = any(f"{layer}self_attention.{module}.weight" in names for module in ("linear_gate", "beta_proj"))
     return before_mlp and not read_twice
-
-
-def _overlap(boxes: Sequence[Box]) -> bool:
-    """Whether two boxes share an element.
-
-    A sweep over the rows: `open_` has the column ranges of the boxes at the current row, which do not overlap, so a
-    box that begins there can only overlap its neighbours.
-    """
-    events = []
-    for box in boxes:
-        if box.rows and box.columns:
-            events += [(box.row, True, box.column, box.columns), (box.row + box.rows, False, box.column, box.columns)]
-    open_: list[tuple[int, int]] = []
-    for _, begins, column, columns in sorted(events):  # at the same row, ends come before beginnings
-        at = bisect_left(open_, (column, columns))
-        if not begins:
-            del open_[at]
-            continue
-        before, after = open_[at - 1 : at], open_[at : at + 1]
-        if (before and sum(before[0]) > column) or (after and after[0][0] < column + columns):
-            return True
-        open_.insert(at, (column, columns))
-    return False

@@ -88,7 +88,7 @@ class NemoSharded(_Nemo, TorchDistReader):
     def chunks(self, name: str) -> Sequence[Chunk]:
         if not self._in_zarr:
             return super().chunks(name)
-        tensor = self._tensors[name]
+        tensor = self._stored.tensors[name]
         itemsize, spans = tensor.spec.dtype.itemsize, [(part, part.piece.span) for part in tensor.parts]
         return [Chunk(part.box, span.path, span.offset + part.start * itemsize) for part, span in spans]
 

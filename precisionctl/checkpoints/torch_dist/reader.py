@@ -8,7 +8,6 @@ written last. `torch_dist/writer.py` is the inverse.
 import argparse
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,6 @@ from precisionctl.checkpoints.megatron.keys import (
     object_name,
 )
 from precisionctl.checkpoints.megatron.logical import (
-    LogicalTensor,
-    chunks_of,
     is_beside_towers,
     logical_tensors,
     model_prefix,
@@ -46,6 +43,7 @@ from precisionctl.checkpoints.megatron.provider import described_args, described
 from precisionctl.checkpoints.megatron.towers import with_towers
 from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack_buckets
 from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
+from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensor, LogicalTensors
 from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.param import NOT_TRAINED, TensorSpec, kind_and_parameter
@@ -108,11 +106,10 @@ class TorchDistReader(MegatronDirectory):
             self.path, self._optimizer_beside = _find(path, iteration, self.complete)
             index = _read_indices(self.path, self._optimizer_beside)
         self._index = index
-        self._chunks: dict[str, tuple[Chunk, ...]] = {}
         self._empty: bytes | None = None
         self._prefix = model_prefix(self._index.tensors)
-        self._tensors = self._with_buckets(logical_tensors(self._index.tensors, self.path))
-        specs = {name: tensor.spec for name, tensor in self._tensors.items()}
+        self._stored = LogicalTensors(self._with_buckets(logical_tensors(self._index.tensors, self.path)))
+        specs = self._stored.specs
         trained = self._trained_towers
         text = {name: spec for name, spec in specs.items() if not of_optimizer(name) and name not in trained}
         self.specs = with_towers(text, self.towers, self.path)
@@ -125,7 +122,7 @@ class TorchDistReader(MegatronDirectory):
         """Bridge's towers, of a wrapper that it trained."""
         if not is_beside_towers(self._prefix):
             return beside
-        config, tower = config_of(self.companions), next(filter(is_tower, self._tensors), "")
+        config, tower = config_of(self.companions), next(filter(is_tower, self._stored.specs), "")
         if not is_wrapper(config):
             if not tower:
                 return beside
@@ -135,8 +132,7 @@ class TorchDistReader(MegatronDirectory):
                 where=self.path,
                 do=WITH_REFERENCE,
             )
-        stored = _ByStoredName({name: one.spec for name, one in self._tensors.items()}, self._stored_chunks)
-        towers = BridgeTowers(stored, config, beside, self.path)
+        towers = BridgeTowers(self._stored, config, beside, self.path)
         if towers.own:
             towers.check(described_towers(self.path))
             return towers
@@ -168,16 +164,10 @@ class TorchDistReader(MegatronDirectory):
     @property
     def files(self) -> Sequence[Path]:
         """The files that hold tensors."""
-        text = {part.piece.span.path for tensor in self._tensors.values() for part in tensor.parts}
-        return sorted(text | chunk_files(self.towers, self.towers.specs))
+        return sorted(self._stored.files | chunk_files(self.towers, self.towers.specs))
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        return self.towers.chunks(name) if name in self.towers.specs else self._stored_chunks(name)
-
-    def _stored_chunks(self, name: str) -> Sequence[Chunk]:
-        if name not in self._chunks:
-            self._chunks[name] = chunks_of(name, self._tensors[name])
-        return self._chunks[name]
+        return (self.towers if name in self.towers.specs else self._stored).chunks(name)
 
     @cached_property
     def common(self) -> Mapping[str, Any]:
@@ -303,14 +293,6 @@ def _read_indices(directory: Path, optimizer: Path | None) -> dcp_metadata.Index
     if twice := index.tensors.keys() & of_run.tensors.keys():
         raise DamagedCheckpoint(f"`{min(twice)}` is there twice", where=optimizer)
     return dcp_metadata.Index({**index.tensors, **of_run.tensors}, {**of_run.objects, **index.objects})
-
-
-@dataclass(frozen=True)
-class _ByStoredName:
-    """The tensors of a checkpoint by the names that they are stored under."""
-
-    specs: Mapping[str, TensorSpec]
-    chunks: Callable[[str], Sequence[Chunk]]
 
 
 def _only(value: Any, key: str, where: torch_zip.Span) -> Any:

@@ -1,0 +1,127 @@
+"""Tensors that a PyTorch distributed checkpoint (DCP) holds in pieces, and boxes of these that make a tensor of one's
+own: where its parts are in the files.
+"""
+
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from precisionctl.checkpoints.chunks import Box, Chunk
+from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
+from precisionctl.errors import DamagedCheckpoint
+from precisionctl.param import TensorSpec
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """A box of a logical tensor, and where its elements are: from element `start` of a stored piece on."""
+
+    box: Box
+    piece: dcp_metadata.DcpPiece
+    start: int
+
+
+@dataclass(frozen=True)
+class LogicalTensor:
+    """A logical tensor and the parts that make it up."""
+
+    spec: TensorSpec
+    parts: tuple[TensorPart, ...]
+
+
+class LogicalTensors:
+    """Logical tensors by name, as a source."""
+
+    def __init__(self, tensors: Mapping[str, LogicalTensor]) -> None:
+        self.tensors = tensors
+        self.specs: Mapping[str, TensorSpec] = {name: tensor.spec for name, tensor in tensors.items()}
+        self._chunks: dict[str, tuple[Chunk, ...]] = {}
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        """Where the parts of a tensor are in their files. Raises DamagedCheckpoint where these say something else."""
+        if name not in self._chunks:
+            self._chunks[name] = tuple(self._located(name))
+        return self._chunks[name]
+
+    def _located(self, name: str) -> Iterator[Chunk]:
+        spec = self.specs[name]
+        for part in self.tensors[name].parts:
+            piece = part.piece
+            located = torch_zip.one_tensor(piece.span)
+            if (located.dtype, located.shape) != (spec.dtype, piece.sizes):
+                found, wanted = f"{located.dtype} {list(located.shape)}", f"{spec.dtype} {list(piece.sizes)}"
+                raise DamagedCheckpoint(f"{name}: a piece is {found}, not {wanted}", where=piece.span)
+            yield Chunk(part.box, piece.span.path, located.offset + part.start * spec.dtype.itemsize)
+
+    @property
+    def files(self) -> set[Path]:
+        return {part.piece.span.path for tensor in self.tensors.values() for part in tensor.parts}
+
+
+def slices(stored: dcp_metadata.DcpTensor, depth: int, where: Path) -> Iterator[tuple[tuple[int, ...], LogicalTensor]]:
+    """The tensors that the first `depth` dimensions of a stored one count, each with its place in them. Raises
+    DamagedCheckpoint for pieces that are cut in more than the first two of their own dimensions."""
+    counts, spec = stored.shape[:depth], TensorSpec(stored.shape[depth:], stored.dtype)
+    found: dict[tuple[int, ...], list[TensorPart]] = {at: [] for at in itertools.product(*map(range, counts))}
+    for piece in stored.pieces:
+        # Offsets and sizes per dimension, as a box of rows and columns: only the first two dimensions may be cut
+        offsets, sizes = piece.offsets[depth:], piece.sizes[depth:]
+        if sizes[2:] != spec.shape[2:]:
+            raise DamagedCheckpoint(f"a piece {sizes} at {offsets} of a tensor {spec.shape}", where=where)
+        inner = math.prod(spec.shape[2:])
+        row, rows = (offsets[0], sizes[0]) if spec.shape else (0, 1)
+        column, columns = (offsets[1] * inner, sizes[1] * inner) if len(spec.shape) > 1 else (0, 1)
+        box = Box(row, rows, column, columns)
+        ranges = zip(piece.offsets[:depth], piece.sizes[:depth], strict=True)
+        for index, at in enumerate(itertools.product(*(range(start, start + size) for start, size in ranges))):
+            found[at].append(TensorPart(box, piece, index * box.rows * box.columns))
+    for at, parts in found.items():
+        yield at, LogicalTensor(spec, tuple(parts))
+
+
+def flat_boxes(boxes: Sequence[Box], begin: int, end: int) -> Iterator[tuple[Box, int]]:
+    """Elements `[begin, end)` of consecutive boxes, as boxes, each with its distance from `begin` in elements.
+
+    Each box gives at most three: the end of a row, whole rows, the beginning of a row.
+    """
+    base = 0
+    for box in boxes:
+        size = box.rows * box.columns
+        at, last = max(begin - base, 0), min(end - base, size)
+        for cut in box.run(at, max(last - at, 0)):
+            yield cut, base + at - begin
+            at += cut.elements
+        base += size
+
+
+def check_whole(name: str, tensor: LogicalTensor, where: Path) -> None:
+    """Raise DamagedCheckpoint where the pieces of a tensor do not cover it exactly once."""
+    boxes, spec = [part.box for part in tensor.parts], tensor.spec
+    if _overlap(boxes) or sum(box.rows * box.columns for box in boxes) != spec.rows * spec.columns:
+        raise DamagedCheckpoint(f"the pieces of {name} do not make one tensor {list(spec.shape)}", where=where)
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Whether two boxes share an element.
+
+    A sweep over the rows: `open_` has the column ranges of the boxes at the current row, which do not overlap, so a
+    box that begins there can only overlap its neighbours.
+    """
+    events = []
+    for box in boxes:
+        if box.rows and box.columns:
+            events += [(box.row, True, box.column, box.columns), (box.row + box.rows, False, box.column, box.columns)]
+    open_: list[tuple[int, int]] = []
+    for _, begins, column, columns in sorted(events):  # at the same row, ends come before beginnings
+        at = bisect_left(open_, (column, columns))
+        if not begins:
+            del open_[at]
+            continue
+        before, after = open_[at - 1 : at], open_[at : at + 1]
+        if (before and sum(before[0]) > column) or (after and after[0][0] < column + columns):
+            return True
+        open_.insert(at, (column, columns))
+    return False
