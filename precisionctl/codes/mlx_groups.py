@@ -6,8 +6,9 @@ mlx/backend/cpu/quantized.cpp, quantize; of exponents kernels/fp_quantized.h).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import gcd
+from functools import partial
 from typing import TYPE_CHECKING
 
 from precisionctl.codes import nibbles, numerics
@@ -140,7 +141,7 @@ def _element(mode: str, bits: int) -> Element:
 def affine_values(codes: Tensor, bits: int, scales: Tensor, biases: Tensor) -> Tensor:
     """`code * scale + bias`, each step rounded to the dtype of the scales: `[rows, groups, values of a group]`. `codes`
     are bytes `[rows, bytes]`."""
-    groups = unpacked(codes, bits).view(*scales.shape, -1).to(scales.dtype)
+    groups = nibbles.unpack_bits(codes, bits).view(*scales.shape, -1).to(scales.dtype)
     return groups.mul_(scales.unsqueeze(-1)).add_(biases.unsqueeze(-1))
 
 
@@ -158,31 +159,12 @@ def float_values(codes: Tensor, bits: int, scales: Tensor) -> Tensor:
     return values
 
 
-def unpacked(packed: Tensor, bits: int) -> Tensor:
-    """Codes, uint8 `[rows, bytes * 8 / bits]`, of bytes `[rows, bytes]`."""
-    if bits == 8:
-        return packed
-    if bits == 4:
-        return nibbles.unpack(packed)
-    size, count = bits // gcd(bits, 8), 8 // gcd(bits, 8)  # so many bytes have so many whole codes
-    runs = packed.view(len(packed), -1, size).to(torch.int32 if size < 4 else torch.int64)
-    words = runs[..., 0]
-    for place in range(1, size):
-        words = words | runs[..., place] << 8 * place
-    codes = torch.empty(*words.shape, count, dtype=torch.uint8)
-    for place in range(count):
-        codes[..., place] = words >> bits * place & (1 << bits) - 1
-    return codes
-
-
-def _as_mxfp4(groups: Tensor) -> tuple[Tensor, ...]:
-    exponents = _exponents(groups, E2M1)
-    return _nearest_e2m1(groups / torch.pow(2.0, exponents).to(groups.dtype)), _exponent_bytes(exponents)
-
-
-def _as_mxfp8(groups: Tensor) -> tuple[Tensor, ...]:
-    exponents = _exponents(groups, E4M3)
-    return _nearest_e4m3(groups / torch.pow(2.0, exponents).to(groups.dtype)), _exponent_bytes(exponents)
+def _as_mx(groups: Tensor, element: Element, nearest: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+    """The scale is the least power of two with which the largest magnitude is not beyond the element's largest number;
+    1 for zeros."""
+    scales = _of_largest(groups, element)
+    exponents = torch.where(scales == 0, 0, scales.float().log2().ceil())
+    return nearest(groups / torch.pow(2.0, exponents).to(groups.dtype)), (exponents + 127).to(torch.uint8)
 
 
 def _as_nvfp4(groups: Tensor) -> tuple[Tensor, ...]:
@@ -191,23 +173,10 @@ def _as_nvfp4(groups: Tensor) -> tuple[Tensor, ...]:
     return _nearest_e2m1(torch.where(by == 0, 0, groups / by)), scales
 
 
-_AS_FLOATS = {"mxfp4": _as_mxfp4, "mxfp8": _as_mxfp8, "nvfp4": _as_nvfp4}
-
-
 def _of_largest(groups: Tensor, element: Element) -> Tensor:
     """The scale by which a group's largest magnitude is the element's largest number, in the dtype of the values."""
     largest = groups.abs().amax(-1, keepdim=True)
     return largest / torch.full_like(largest, element.largest)
-
-
-def _exponents(groups: Tensor, element: Element) -> Tensor:
-    """The power of two that is nearest to that scale, by logarithms in the dtype of the values. Of zeros 0."""
-    scales = _of_largest(groups, element)
-    return torch.where(scales == 0, 0, scales.float().log2().ceil())
-
-
-def _exponent_bytes(exponents: Tensor) -> Tensor:
-    return (exponents + 127).to(torch.uint8)
 
 
 def _nearest_e4m3(values: Tensor) -> Tensor:
@@ -223,3 +192,9 @@ def _nearest_e2m1(values: Tensor) -> Tensor:
 
 _BETWEEN_E2M1 = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """What is halfway between two numbers of E2M1 that follow one another."""
+
+_AS_FLOATS: Mapping[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "mxfp4": partial(_as_mx, element=E2M1, nearest=_nearest_e2m1),
+    "mxfp8": partial(_as_mx, element=E4M3, nearest=_nearest_e4m3),
+    "nvfp4": _as_nvfp4,
+}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from math import gcd
 from typing import TYPE_CHECKING
 
 from precisionctl.codes.elements import E2M1, INT4, Element
@@ -155,6 +156,24 @@ def pack(codes: Tensor) -> Tensor:
 def unpack(packed: Tensor) -> Tensor:
     """Codes `[..., 2 * n]`, uint8, of bytes `[..., n]`."""
     return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+
+
+def unpack_bits(packed: Tensor, bits: int) -> Tensor:
+    """Codes of 1 to 8 bits, uint8 `[rows, bytes * 8 / bits]`, of bytes `[rows, bytes]`: the first in the lowest bits,
+    and several bytes with their first one lowest."""
+    if bits == 8:
+        return packed
+    if bits == 4:
+        return unpack(packed)
+    size, count = bits // gcd(bits, 8), 8 // gcd(bits, 8)  # so many bytes have so many whole codes
+    runs = packed.view(len(packed), -1, size).to(torch.int32 if size < 4 else torch.int64)
+    words = runs[..., 0]
+    for place in range(1, size):
+        words = words | runs[..., place] << 8 * place
+    codes = torch.empty(*words.shape, count, dtype=torch.uint8)
+    for place in range(count):
+        codes[..., place] = words >> bits * place & (1 << bits) - 1
+    return codes.flatten(1)
 
 
 def laid_out(words: Tensor) -> Tensor:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 def unpacked(words: Tensor, rows: int, bits: int) -> Tensor:
     """FP32 `[rows, columns]`, of int32 `[ceil(rows * bits / 32), columns]`."""
     stored = nibbles.laid_out(words.t()).view(torch.uint8)
-    by_column = nibbles.unpack(stored) if bits == 4 else stored
-    return by_column[:, :rows].t().float() - (1 << bits - 1)
+    return nibbles.unpack_bits(stored, bits)[:, :rows].t().float() - (1 << bits - 1)
 
 
 def packed(zeros: Tensor, bits: int) -> Tensor:

@@ -185,7 +185,7 @@ class TransposedCodes(DecodedWeights):
         words = self._columns(module, "qzeros", columns, module.in_word)
         if self._words.awq:
             return _in_awq_order(words)
-        zeros = _apart(words.view(torch.uint8), module.bits)[:, : columns.stop - columns.start].int()
+        zeros = nibbles.unpack_bits(words.view(torch.uint8), module.bits)[:, : columns.stop - columns.start].int()
         if self._words.one_less and bool((zeros == (1 << module.bits) - 1).any()):
             what = f"{module.tensor('qzeros')} holds {(1 << module.bits) - 1}, for which readers take 0 or one more"
             raise PrecisionError(
@@ -247,15 +247,8 @@ def _decoded(module: _Module, slab: _Slab, here: slice) -> Tensor:
         values = torch.empty(len(codes), module.inputs)
         nibbles.decode(codes, INT4, scales, values, torch.empty(nibbles.SCRATCH), zeros - 8)
         return values
-    groups = _apart(codes, module.bits)[:, : module.inputs].float().view(*scales.shape, -1)
+    groups = nibbles.unpack_bits(codes, module.bits)[:, : module.inputs].float().view(*scales.shape, -1)
     return groups.sub_(zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1)).view(len(codes), -1)
-
-
-def _apart(packed: Tensor, bits: int) -> Tensor:
-    """Codes, uint8 `[rows, bytes * 8 / bits]`, of bytes `[rows, bytes]`."""
-    if bits == 2:
-        return torch.stack([packed >> place & 3 for place in (0, 2, 4, 6)], -1).flatten(-2)
-    return nibbles.unpack(packed) if bits == 4 else packed
 
 
 def _in_awq_order(words: Tensor) -> Tensor:
