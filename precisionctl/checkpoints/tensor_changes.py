@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
-from precisionctl.architectures.rearrangements import Movable, concatenated, cut_into, rows_of_groups
+from precisionctl.architectures.rearrangements import Movable, concatenated, cut_into
 from precisionctl.codes.row_factors import RowFactors
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model.model_shape import ModelShape
@@ -159,59 +159,6 @@ class GateUpInTurns(RowMove):
         return joined.reshape(2 * len(parts[0]), *parts[0].shape[1:])
 
 
-class DeltaNetInGguf(RowMove):
-    """The input projection of a gated delta net: in GGUF all queries, then all keys, then all values, and a tensor of
-    output gates; in Hugging Face one that goes by key head (Qwen3-Next)."""
-
-    def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        heads, sizes = self._by_head(model)
-        if len(values) != heads * sum(sizes):
-            raise DamagedCheckpoint(f"{len(values)} rows are no {heads} heads of {sum(sizes)}")
-        by_head = values.reshape(heads, sum(sizes), *values.shape[1:])
-        query, key, value, gate = map(rows_of_groups, cut_into(by_head, sizes, 1))
-        return concatenated([query, key, value]), gate
-
-    def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        heads, sizes = self._by_head(model)
-        kinds = cut_into(concatenated(parts), [heads * size for size in sizes])
-        by_head = [kind.reshape(heads, -1, *kind.shape[1:]) for kind in kinds]
-        return rows_of_groups(concatenated(by_head, 1))
-
-    def _by_head(self, model: ModelShape) -> tuple[int, list[int]]:
-        """The number of key heads, and for each the rows of queries, keys, values and gates."""
-        assert model.gdn
-        heads = model.gdn.num_key_heads
-        return heads, [size // heads for size in model.gdn.in_proj_parts[:4]]
-
-
-@dataclass(frozen=True)
-class ValueHeadsInTurns(RowMove):
-    """Heads of values of a gated delta net, and what belongs to one: in GGUF the first of each key head, then the
-    second of each; in Hugging Face all of a key head, then those of the next (Qwen3.5). With `behind_keys` the rows of
-    queries and keys stand before."""
-
-    behind_keys: bool = False
-
-    def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        assert model.gdn
-        heads = model.gdn.num_key_heads
-        return (self._exchanged(values, (heads, model.gdn.num_value_heads // heads), model),)
-
-    def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        assert model.gdn
-        heads = model.gdn.num_key_heads
-        return self._exchanged(parts[0], (model.gdn.num_value_heads // heads, heads), model)
-
-    def _exchanged(self, rows: Movable, order: tuple[int, int], model: ModelShape) -> Movable:
-        assert model.gdn
-        keys = 2 * model.gdn.key_size if self.behind_keys else 0
-        if len(rows) <= keys or (len(rows) - keys) % model.gdn.num_value_heads:
-            raise DamagedCheckpoint(f"{len(rows) - keys} rows are no {model.gdn.num_value_heads} heads of values")
-        before, values = cut_into(rows, [keys, len(rows) - keys])
-        moved = values.reshape(*order, -1, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
-        return concatenated([before, moved])
-
-
 class PlusOne(ValueChange):
     """A norm's weight, of which the part is 1 more."""
 
@@ -254,22 +201,27 @@ class Kernel(ValueChange):
         return (shapes[0][0], 1, shapes[0][1])
 
 
-class KernelInFour(ValueChange):
-    """The same, `[1, channels, 1, width]` in GGUF."""
+@dataclass(frozen=True)
+class OneDimensionMore(ValueChange):
+    """The same values; in GGUF dimension `at` of `dimensions` is one of size 1, which Hugging Face's tensor lacks."""
+
+    at: int
+    dimensions: int
 
     def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
-        return (values.unsqueeze(0),)
+        return (values.unsqueeze(self.at),)
 
     def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
-        return parts[0].squeeze(0)
+        return parts[0].squeeze(self.at)
 
     def part_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
-        return ((1, *shape),)
+        return ((*shape[: self.at], 1, *shape[self.at :]),)
 
     def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
-        if len(shapes[0]) != 4 or shapes[0][0] != 1 or shapes[0][2] != 1:
+        shape = shapes[0]
+        if len(shape) != self.dimensions or shape[self.at] != 1:
             raise no_parts(shapes)
-        return shapes[0][1:]
+        return (*shape[: self.at], *shape[self.at + 1 :])
 
 
 class LatentKeysValues(ValueChange):
@@ -368,24 +320,6 @@ class OfTransposed(ValueChange):
         return self.change.hf_shape(shapes, model)[::-1]
 
 
-class VectorAsColumn(ValueChange):
-    """A vector `[heads]`, in GGUF `[heads, 1]`."""
-
-    def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
-        return (values.unsqueeze(1),)
-
-    def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
-        return parts[0].squeeze(1)
-
-    def part_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
-        return ((*shape, 1),)
-
-    def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
-        if len(shapes[0]) != 2 or shapes[0][1] != 1:
-            raise no_parts(shapes)
-        return shapes[0][:1]
-
-
 class GroupedNorm(ValueChange):
     """The norm of a mixer's output, a vector, in GGUF a row for each group of heads."""
 
@@ -416,14 +350,12 @@ QUERY_PAIRS = RotaryNeighbours("num_attention_heads")
 KEY_PAIRS = RotaryNeighbours("num_query_groups")
 GATE_THEN_UP = GateThenUp()
 GATE_UP_IN_TURNS = GateUpInTurns()
-DELTA_NET = DeltaNetInGguf()
 PLUS_ONE = PlusOne()
 DECAY, BOUNDED_DECAY = Decay(), Decay(sign=1)
 KERNEL = Kernel()
-KERNEL_IN_FOUR = KernelInFour()
+KERNEL_IN_FOUR = OneDimensionMore(at=0, dimensions=4)
+"""The same kernel with both dimensions of size 1, `[1, channels, 1, width]`."""
 LATENT_KEYS_VALUES = LatentKeysValues()
-VALUE_HEADS = ValueHeadsInTurns()
-DELTA_NET_INPUT = ValueHeadsInTurns(behind_keys=True)
-DELTA_NET_OUTPUT = OfColumns(VALUE_HEADS)
-VECTOR_AS_COLUMN = VectorAsColumn()
+VECTOR_AS_COLUMN = OneDimensionMore(at=1, dimensions=2)
+"""A vector `[heads]`, in GGUF `[heads, 1]`."""
 GROUPED_NORM = GroupedNorm()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
+from precisionctl.checkpoints.gguf.delta_net import DELTA_NET, DELTA_NET_INPUT, DELTA_NET_OUTPUT, VALUE_HEADS
 from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS, SHARED_EXPERT_SIZE
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.images import Images
@@ -41,16 +42,7 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
     outside_layers,
     replaced_by,
 )
-from precisionctl.checkpoints.tensor_changes import (
-    DECAY,
-    DELTA_NET,
-    DELTA_NET_INPUT,
-    DELTA_NET_OUTPUT,
-    KERNEL,
-    PLUS_ONE,
-    VALUE_HEADS,
-    Both,
-)
+from precisionctl.checkpoints.tensor_changes import DECAY, KERNEL, PLUS_ONE, Both
 from precisionctl.model.model_shape import ModelShape
 
 _SPARSE = [*ROUTER, *EXPERTS, *SHARED_EXPERT, *SHARED_EXPERT_GATE]
