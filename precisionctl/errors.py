@@ -173,7 +173,8 @@ class EnvironmentProblem(PrecisionctlError):
 
 
 class SystemProblem(PrecisionctlError):
-    """The operating system refused to read or write something. Only the command line makes one, of an OSError."""
+    """The operating system refused to read or write something. The command line makes one of an OSError, and
+    `on_stdout`."""
 
 
 class UnexpectedError(PrecisionctlError):

@@ -117,13 +117,11 @@ class HuggingFaceReader:
             places[name] = file, replace(tensor, spec=weight.spec)
         self.stored = StoredTensors(places)
         self._scales: Mapping[str, Scales] = {name: weight.scales for name, weight in coded.items()}
-        hidden = {name for scales in self._scales.values() for name in scales.names}
-        hidden |= cache_scales(self.config, self.stored.specs).keys()
-        if self.decoded:
-            hidden |= self.decoded.read
+        self._scale_names = {name for scales in self._scales.values() for name in scales.names}
+        self._scale_names |= cache_scales(self.config, self.stored.specs).keys()
+        hidden = self._scale_names | (self.decoded.read if self.decoded else set())
         self.specs = {name: spec for name, spec in self.stored.specs.items() if name not in hidden}
-        if self.decoded:
-            self.specs |= self.decoded.specs
+        self.specs |= self.decoded.specs if self.decoded else {}
         self.model: ModelShape = read_model(self.config, where, self.specs)
         if self.decoded and self.model.architecture == "gpt2":
             what = f"codes of {self.decoded.method} for GPT-2, whose linears are transposed themselves, are not read"
@@ -147,9 +145,7 @@ class HuggingFaceReader:
         """How the weights are encoded, or once were; None if they never were."""
         if not self._scales:
             return encodings_file.find(self.path)
-        names = {name for scales in self._scales.values() for name in scales.names}
-        names |= cache_scales(self.config, self.stored.specs).keys()
-        stored = StoredTensors({name: self.stored.places[name] for name in sorted(names)})
+        stored = StoredTensors({name: self.stored.places[name] for name in sorted(self._scale_names)})
         weights = {name: self.specs[name] for name in self._scales}
         beside = self.path / QUANT_CONFIG
         files = {QUANT_CONFIG: _read_text(beside)} if has_file(beside, self.path) else {}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from precisionctl.checkpoints.chunks import Chunked, read_rows
 from precisionctl.codes import numerics, zero_points
 from precisionctl.codes.blocks import BlockScales, share, share_global
-from precisionctl.codes.elements import CodesInRows, Element
+from precisionctl.codes.elements import CodesInRows
 from precisionctl.codes.encoding import Encoding, scale_dtype
 from precisionctl.codes.statistics import UNDERFLOW
 from precisionctl.conversion.buffers import Buffers
@@ -134,7 +134,9 @@ class Encoder:
         for name, found in seen.items():
             _check_finite(name, found.amax)
             if found.has_nan:
-                _check_can_be_nan(name, found.element)
+                if not found.element.is_fp8:
+                    what = f"`{name}` holds a NaN, for which {found.element.name} has no code"
+                    raise PrecisionError(what, do=BROKEN_WEIGHTS)
                 self.found.with_nan.add(name)
         sharing = [*seen.values()]
         for name, source in encode.alongside.items():  # weights of other jobs with the same scale
@@ -238,19 +240,7 @@ class Encoder:
             self._put(name, 0, torch.tensor([[value]]).to(self._specs[name].dtype.torch))
 
 
-def _check_can_be_nan(name: str, element: Element) -> None:
-    """Raises PrecisionError for NaN where no code stands for it."""
-    if not element.is_fp8:
-        raise PrecisionError(
-            f"`{name}` holds a NaN, for which {element.name} has no code",
-            do=BROKEN_WEIGHTS,
-        )
-
-
 def _check_finite(name: str, amax: Tensor) -> None:
     """Raise PrecisionError for an infinite amax, as no scale brings an infinite weight to a number."""
     if bool(numerics.amax(amax).isinf()):
-        raise PrecisionError(
-            f"`{name}` holds an infinite weight, which no scale can hold",
-            do=BROKEN_WEIGHTS,
-        )
+        raise PrecisionError(f"`{name}` holds an infinite weight, which no scale can hold", do=BROKEN_WEIGHTS)

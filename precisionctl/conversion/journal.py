@@ -228,7 +228,7 @@ def _locked(output: Output, path: Path) -> Iterator[tuple[IO[str], str]]:
         lock(file, OutputError(what, where=path, do=do), PATIENCE)
         if os.fstat(file.fileno()).st_size > _MAX_BYTES:
             what = f"larger than {size(_MAX_BYTES)}, as no journal is"
-            raise OutputError(what, where=output.journal, do="Remove it, or choose another destination.")
+            raise OutputError(what, where=path, do="Remove it, or choose another destination.")
         file.seek(0)
         yield file, file.read()
 

@@ -117,8 +117,8 @@ def carry_state(
     the weights where it was not recorded, or where it is stale (STALE).
 
     `weight_amax` is the largest magnitude of each FP8 GEMM's weight, by module: FP32 `[]` or `[experts]`. Without
-    `recipe` the state keeps its own. Roles that nothing is known of start as TE starts them, until calibration. Raises
-    MappingError for state of modules that the model does not have.
+    `recipe` the state keeps its own. Roles that nothing is known of start as TE starts them, until calibration; state
+    of a module without a weight there is kept. Raises MappingError for state of another number of experts.
     """
     shapes = {name: tuple(amax.shape) for name, amax in weight_amax.items()}
     new = recipe or (checkpoint_state.recipe if checkpoint_state else DelayedScaling())

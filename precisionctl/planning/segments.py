@@ -6,6 +6,7 @@ result is a segment: a number of rows to copy from one place to another.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -120,7 +121,7 @@ def _coalesce(numbers: RowNumbers, write: str, reads: Sequence[str], starts: Seq
     segments = []
     for begin, end in zip(edges[:-1], edges[1:], strict=True):
         first = int(numbers[begin])
-        part = sum(start <= first for start in starts) - 1
+        part = bisect_right(starts, first) - 1
         read, read_row = (reads[part], first - starts[part]) if first else (None, 0)
         segments.append(Segment(read, read_row, write, begin, end - begin))
     return segments

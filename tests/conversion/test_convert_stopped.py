@@ -427,6 +427,16 @@ def test_whatever_a_crash_leaves_in_the_journal_is_gone_on_from_or_refused(tmp_p
             assert kept.done == {"b"}
 
 
+def test_a_journal_of_a_share_that_is_too_large_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "_MAX_BYTES", 1000)
+    output = Output(tmp_path / "out")
+    with open_journal(output, "plan", [], ranks=2):
+        output.share_journal(1).write_bytes(bytes(1001))
+        with pytest.raises(OutputError) as refused, open_share_journal(output, 1):
+            pass
+    assert refused.value.where == str(output.share_journal(1))
+
+
 def test_a_file_system_without_locks_is_told_from_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -152,7 +152,8 @@ class BitsAndBytesCodes(DecodedWeights):
     def _absmax(self, name: str, state: _State, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """The absmaxes of blocks, FP32, and the two numbers of each byte of codes, `[256, 2]`."""
         if self._numbers is None or self._numbers[0] != name:
-            self._numbers = name, self._pairs(name, state), self._nested_table(name, state)
+            table = read_tensor(self._stored, f"{name}.nested_quant_map") if state.nested_block else None
+            self._numbers = name, self._pairs(name, state), table
         _, pairs, table = self._numbers
         absmax = read_rows(self._stored, f"{name}.absmax", first, stop - first).view(-1)
         if table is not None:
@@ -171,9 +172,6 @@ class BitsAndBytesCodes(DecodedWeights):
             what = f"{name}.quant_map is not {state.table.upper()}'s, by which bitsandbytes decodes it all the same"
             raise self._unread(what)
         return torch.stack([table.repeat_interleave(16), table.repeat(16)], 1)
-
-    def _nested_table(self, name: str, state: _State) -> Tensor | None:
-        return read_tensor(self._stored, f"{name}.nested_quant_map") if state.nested_block else None
 
     def _state(self, name: str, table: str) -> _State:
         """What a `quant_state` says, checked."""

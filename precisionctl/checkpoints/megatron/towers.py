@@ -28,9 +28,9 @@ def stored_towers(directory: Path) -> StoredTensors:
     """The towers that are kept in an iteration's directory. Raises DamagedCheckpoint as `stored_places`."""
     companions = directory / COMPANIONS
     check_link(companions, directory)
-    places = stored_places(companions, FORMAT) if any(companions.glob(f"{FORMAT.stem}*{FORMAT.suffix}")) else {}
-    there, read = {*companions.glob(f"{FORMAT.stem}*{FORMAT.suffix}")}, {file for file, _ in places.values()}
-    if others := sorted(there - read):
+    there = {*companions.glob(f"{FORMAT.stem}*{FORMAT.suffix}")}
+    places = stored_places(companions, FORMAT) if there else {}
+    if others := sorted(there - {file for file, _ in places.values()}):
         raise DamagedCheckpoint(f"{others[0].name} is no part of the towers", where=companions, do="Is the copy whole?")
     if coded := next((name for name, (_, stored) in places.items() if stored.spec.is_codes), None):
         raise DamagedCheckpoint(f"the tower `{coded}` is codes, without scales", where=companions)
