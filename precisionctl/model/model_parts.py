@@ -349,7 +349,7 @@ class NgramEmbedding:
     def head_rows(self, layer: int) -> tuple[int, ...]:
         """Rows that each head has in a layer's table."""
         before = sum(self.layers[:layer]) * self.heads
-        return _primes(self.vocab_size_base, before + self.heads)[before:]
+        return _primes(self.vocab_size_base, self.heads * sum(self.layers))[before : before + self.heads]
 
     def table_rows(self, layer: int) -> int:
         """Rows of a layer's table."""

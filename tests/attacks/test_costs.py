@@ -19,6 +19,7 @@ from pickle_bombs import MODULUS
 from safetensors.torch import save_file
 
 from precisionctl.architectures.families import from_hf_config
+from precisionctl.architectures.megatron.megatron_args import to_megatron_args
 from precisionctl.checkpoints.adapter.lora_config import AdaptedModules, read_lora_config
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.megatron.provider import parse_yaml
@@ -82,6 +83,16 @@ def test_a_pattern_of_more_layers_than_there_may_be() -> None:
     config |= {"hybrid_override_pattern": "ME" * 5000}
     with pytest.raises(DamagedCheckpoint, match="hybrid_override_pattern is"):
         from_hf_config(config, "here")
+
+
+def test_indexers_in_layers_of_no_order() -> None:
+    """Megatron has two numbers for which layers have one."""
+    kinds = ["full", "shared", "full", "full", *["shared", "full"] * 200]
+    config = pico.config("glm-moe-dsa") | {"num_hidden_layers": len(kinds), "indexer_types": kinds}
+    config["mlp_layer_types"] = ["sparse"] * len(kinds)
+    with soon():
+        args = to_megatron_args(from_hf_config(config, "here"))
+    assert (args["dsa_indexer_topk_freq"], args["dsa_indexer_skip_topk_offset"]) == (1, 1)
 
 
 def test_names_of_megabytes_are_not_compared_with_those_that_are_known(

@@ -1,6 +1,5 @@
 """Megatron's arguments that describe the indexers of DeepSeek's sparse attention, both ways."""
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,11 +26,7 @@ def dsa_args(model: ModelShape) -> dict[str, Any]:
     that layers have delta nets, so beside those there are none."""
     if model.dsa is None or model.gdn:
         return {}
-    numbers = range(1, model.num_layers + 1)
-    every, after = next(
-        (pair for pair in itertools.product(numbers, numbers) if _indexed(model.num_layers, *pair) == model.dsa.layers),
-        (1, 1),
-    )
+    every, after = _every_and_after(model.dsa.layers)
     return {
         "experimental_attention_variant": DSA_NAME,
         **{argument: getattr(model.dsa, field) for argument, field in _DSA.items()},
@@ -62,6 +57,15 @@ def indexer_norm_epsilon(args: Mapping[str, Any]) -> float | None:
         return None
     said = args.get("dsa_indexer_k_norm_epsilon")
     return norm_epsilon(args, "") if said is None else real(said, "dsa_indexer_k_norm_epsilon")
+
+
+def _every_and_after(layers: tuple[bool, ...]) -> tuple[int, int]:
+    """The inverse of `_indexed`; of layers that are not every so many, those of all."""
+    if False not in layers:
+        return 1, 1
+    after = layers.index(False)
+    every = (*layers, True).index(True, after) - after + 1
+    return (every, after) if _indexed(len(layers), every, after) == layers else (1, 1)
 
 
 def _indexed(num_layers: int, every: int, after: int) -> tuple[bool, ...]:
