@@ -48,10 +48,10 @@ class Condition:
 
 ALWAYS = Condition()
 
-Naming = Literal["as stored", "as saved", "in memory", "for engines"]
+Naming = Literal["as stored", "as saved", "text alone", "in memory", "for engines"]
 """Which of a family's spellings (`Either`) a Hugging Face result has: that of its source, the one that the model's
-class saves, the one that this class has in memory (trainers save it), or the one in which engines with classes of their
-own look for codes."""
+class saves (of a wrapper also the one that the class of its text model alone saves), the one that this class has in
+memory (trainers save it), or the one in which engines with classes of their own look for codes."""
 
 
 def when(switch: str) -> Condition:
@@ -209,18 +209,24 @@ class Either:
     """Two spellings of the same rows in Hugging Face, told apart by names, or by shapes where the names are the same.
     The stored one is read. Written is the second under the Naming `second_is`, the stored one under `as stored`, else
     the first. With `only_read` the first is written under `as stored` too, but the second where weights become codes
-    under its names again (gpt-oss). `also` is a third spelling, read and written like a stored second."""
+    under its names again (gpt-oss). `also` is a third spelling, read and written like a stored second. `alone` is
+    written under `text alone`, if that is none of these."""
 
     first: tuple[Row, ...]
     second: tuple[Row, ...]
     also: tuple[Row, ...] = ()
+    alone: tuple[Row, ...] = ()
     only_read: bool = False
     second_is: Naming | None = None
 
     def renamed(self, hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> Either:
         """Both with parts of their names replaced, as a row's."""
-        first, second, also = (renamed(each, hf, megatron) for each in (self.first, self.second, self.also))
-        return replace(self, first=first, second=second, also=also)
+        return self.changed(lambda rows: renamed(rows, hf, megatron))
+
+    def changed(self, change: Callable[[tuple[Row, ...]], tuple[Row, ...]]) -> Either:
+        """All spellings with their rows changed."""
+        first, second, also, alone = map(change, (self.first, self.second, self.also, self.alone))
+        return replace(self, first=first, second=second, also=also, alone=alone)
 
     def chosen(
         self, stored: Mapping[str, TensorSpec], model: ModelShape, naming: Naming, codes: Collection[str]
@@ -235,6 +241,8 @@ class Either:
                 if (whole := _first_names(each, model)) and all(name in stored for name in whole)
             )
             written = self.second
+        elif naming == "text alone" and self.alone:
+            written, read = self.alone, second if _is_stored(self.first, second, stored, model) else self.first
         elif not _is_stored(self.first, second, stored, model):
             return self.first
         elif naming != "as stored" or self.only_read:

@@ -120,13 +120,12 @@ def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:
         return replace(row, names=names, values=values)
 
     def renamed_either(either: Either) -> tuple[Row | Either, ...]:
-        first, second, also = (tuple(map(renamed, each)) for each in (either.first, either.second, either.also))
-        also = tuple(row.renamed(kind.third) for row in also)
-        if first == second:  # `backbone.` and `model.`, which differ in the text model alone
-            return first
+        here = either.changed(lambda rows: tuple(map(renamed, rows)))
+        if here.first == here.second:  # `backbone.` and `model.`, which differ in the text model alone
+            return here.first
         if kind.second and wrapper.body == kind.body:  # as published
-            return (Either(second, first, second_is="in memory"),)
-        return (replace(either, first=first, second=second, also=also),)
+            return (Either(here.second, here.first, second_is="in memory"),)
+        return (replace(here, also=tuple(row.renamed(kind.third) for row in here.also)),)
 
     def all_renamed(some: Iterable[Row | Either]) -> tuple[Row | Either, ...]:
         made = ((renamed(row),) if isinstance(row, Row) else renamed_either(row) for row in some)

@@ -16,7 +16,7 @@ from typing import Any
 from precisionctl.architectures.config_keys import Config, is_on
 from precisionctl.architectures.param_map import Either
 from precisionctl.architectures.rearrangements import Transposed
-from precisionctl.architectures.shared.moe_rows import FUSED
+from precisionctl.architectures.shared.moe_rows import FUSED, NUMBERED
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import Wrapper, config_parts, text_part
 
@@ -64,10 +64,13 @@ class WrapperNames:
 
 
 EXPERTS_AS_IN_OUT = Either(
-    tuple(replace(row, rearrangement=Transposed(row.rearrangement)) for row in FUSED), FUSED, second_is="in memory"
+    tuple(replace(row, rearrangement=Transposed(row.rearrangement)) for row in FUSED),
+    FUSED,
+    alone=NUMBERED,
+    second_is="in memory",
 )
 """Experts in one tensor, which published files and engines have as `[experts, in, out]`, and transformers 5, which
-reads both, as it has them in memory."""
+reads both, as it has them in memory. The text model alone has them one by one."""
 
 _TEXT_MODEL = "model.text_model.", "lm_head."
 _GATED_WITH_BIAS = "visual.blocks.0.mlp.gate_proj.bias"

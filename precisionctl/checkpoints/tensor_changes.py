@@ -138,6 +138,26 @@ class RotaryNeighbours(RowMove):
         return rows.reshape(heads, *sizes, *rest).swapaxes(1, 2).reshape(rows.shape)
 
 
+class RotaryHalves(RowMove):
+    """The other way round: pairs are neighbours in Hugging Face, and in GGUF in the two halves of what turns of a head,
+    before what does not turn."""
+
+    def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        return (self._exchanged(values, (-1, 2), model),)
+
+    def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        return self._exchanged(parts[0], (2, -1), model)
+
+    def _exchanged(self, rows: Movable, order: tuple[int, int], model: ModelShape) -> Movable:
+        size, turned, rest = model.kv_channels, model.rotary_size, rows.shape[1:]
+        if len(rows) % size:
+            raise DamagedCheckpoint(f"{len(rows)} rows are no heads of {size}")
+        turning, others = cut_into(rows.reshape(-1, size, *rest), [turned, size - turned], 1)
+        sizes = tuple(turned // 2 if each < 0 else each for each in order)
+        moved = turning.reshape(-1, *sizes, *rest).swapaxes(1, 2).reshape(turning.shape)
+        return concatenated([moved, others], 1).reshape(rows.shape)
+
+
 class GateThenUp(RowMove):
     """Two parts; in Hugging Face one tensor, of all rows of the first, then all of the second."""
 
@@ -300,26 +320,6 @@ class OfColumns(ValueChange):
         return shapes[0]
 
 
-@dataclass(frozen=True)
-class OfTransposed(ValueChange):
-    """A matrix that is `[in, out]` in Hugging Face, and changed as the `[out, in]` that it is in GGUF."""
-
-    change: TensorChange
-
-    def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
-        return self.change.to_parts(values.t(), model)
-
-    def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
-        whole: Tensor = self.change.to_hf(parts, model)
-        return whole.t()
-
-    def part_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
-        return self.change.part_shapes(shape[::-1], model)
-
-    def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
-        return self.change.hf_shape(shapes, model)[::-1]
-
-
 class GroupedNorm(ValueChange):
     """The norm of a mixer's output, a vector, in GGUF a row for each group of heads."""
 
@@ -348,6 +348,7 @@ def no_parts(shapes: Sequence[Shape]) -> DamagedCheckpoint:
 SAME = AsItIs()
 QUERY_PAIRS = RotaryNeighbours("num_attention_heads")
 KEY_PAIRS = RotaryNeighbours("num_query_groups")
+ROTARY_HALVES = RotaryHalves()
 GATE_THEN_UP = GateThenUp()
 GATE_UP_IN_TURNS = GateUpInTurns()
 PLUS_ONE = PlusOne()

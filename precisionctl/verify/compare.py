@@ -22,6 +22,8 @@ from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.model.same_model import differences, in_words
+from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.plan import Plan
 from precisionctl.processes import in_processes
 from precisionctl.torch_when_used import one_torch_thread, torch
 from precisionctl.verify.code_comparison import CodesComparison, compare_codes
@@ -104,12 +106,13 @@ def compare(
     of processes; what is found does not depend on it. `progress` is opened for A's stored bytes. Raises MappingError
     where one of them does not fit its own architecture; OutputError if a worker was killed.
     """
-    left, right = _tensors(a, b), _tensors(b, a)
+    plans = _plan(a, b), _plan(b, a)
+    left, right = (_tensors(*each) for each in ((a, b, plans[0]), (b, a, plans[1])))
     for name, of in {**left.copies, **right.copies}.items():
         left.add_copy(name, of)
         right.add_copy(name, of)
     optimizers, not_both = both_optimizers(a, b)
-    towers = towers_of_both(a, b)
+    towers = towers_of_both(a, b, plans)
     of_a: list[Tensors] = [left, *(mine for mine, _ in optimizers), *([towers.a] if towers else [])]
     with progress(sum(mine.nbytes(name) for mine in of_a for name in mine.specs)) as on_bytes:
         tensors = [*_compare_tensors(left, right, on_bytes, workers), *_compare_extras(left, right)]
@@ -128,11 +131,15 @@ def compare(
     return Comparison(tuple(tensors), tuple(settings), states, codes, left_out)
 
 
-def _tensors(reader: Reader, other: Reader) -> HfTensors:
+def _plan(reader: Reader, other: Reader) -> Plan:
+    """The plan of all tensors of one side."""
+    return make_plan(reader, "hf", naming="text alone" if _without_towers(reader, other) else "as saved")
+
+
+def _tensors(reader: Reader, other: Reader, plan: Plan) -> HfTensors:
     """The tensors of one side; of a wrapper with towers that are not compared those of its text model, as that calls
     them."""
-    tensors = HfTensors(reader)
-    return HfTensors(reader, tensors.plan.text_alone) if _without_towers(reader, other) else tensors
+    return HfTensors(reader, plan.text_alone if _without_towers(reader, other) else plan)
 
 
 def _without_towers(reader: Reader, other: Reader) -> bool:

@@ -1,5 +1,5 @@
 """A GGUF file held against what llama.cpp asks of one, beyond what reading it here has checked: that it computes such a
-model, and that there is a tokenizer of the model's size."""
+model, that there is a tokenizer of the model's size, and that the towers beside it are its own."""
 
 from collections.abc import Iterator
 
@@ -10,6 +10,7 @@ from precisionctl.checkpoints.gguf.reader import GgufReader
 from precisionctl.engines.rules.rule import EngineRule, Finding
 from precisionctl.errors import UnknownArchitecture, UnknownFormat, shown
 from precisionctl.export.gguf.gguf_pretokenizers import NAMES
+from precisionctl.verify.mmproj_rules import check_mmproj
 
 _MODEL = EngineRule("its graph of the family has every setting of the model", "llama.cpp src/models/*.cpp")
 _TOKENIZER = EngineRule(
@@ -23,11 +24,13 @@ _SPLIT = EngineRule(
 
 
 def check_llama_cpp(reader: Reader) -> list[Finding]:
-    """The rules that a file breaks. Raises UnknownFormat for what is no GGUF file."""
+    """The rules that a file, and the files of towers beside it in a directory, break. Raises UnknownFormat for what is
+    no GGUF file, and as `read_mmproj`."""
     if not isinstance(reader, GgufReader):
         do = "`export-inference --target llama.cpp` makes one of this."
         raise UnknownFormat(f"{reader.container}, and no GGUF file", where=reader.path or "", do=do)
-    return [*_model(reader), *_tokenizer(reader)]
+    towers = (finding for path in reader.mmproj for finding in check_mmproj(reader, path))
+    return [*_model(reader), *_tokenizer(reader), *towers]
 
 
 def _model(reader: GgufReader) -> Iterator[Finding]:

@@ -39,13 +39,13 @@ def mmproj_of(reader: Reader) -> Sequence[Path]:
     return reader.mmproj if isinstance(reader, GgufReader) else ()
 
 
-def towers_of_both(a: Reader, b: Reader) -> TowersOfBoth | None:
-    """The towers of a wrapper, and of the file beside a GGUF file. None where there are not both, or the wrapper's are
-    not as llama.cpp has them. Raises as `MmprojFile`, but for that."""
-    mine, others = (a, b) if mmproj_of(b) else (b, a)
+def towers_of_both(a: Reader, b: Reader, plans: tuple[Plan, Plan]) -> TowersOfBoth | None:
+    """The towers of a wrapper, and of the file beside a GGUF file. `plans` are of all tensors of both, in Hugging
+    Face's layout. None where there are not both, or the wrapper's are not as llama.cpp has them. Raises as
+    `MmprojFile`, but for that."""
+    mine, others, whole = (a, b, plans[0]) if mmproj_of(b) else (b, a, plans[1])
     if not (files := mmproj_of(others)) or mine.model.wrapper is None:
         return None
-    whole = HfTensors(mine).plan
     plan = whole.towers
     try:
         tower = tower_of(mine.model, mine.companions)

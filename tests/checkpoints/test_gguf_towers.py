@@ -21,6 +21,7 @@ from precisionctl.checkpoints.gguf.towers import tower_of
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import LLAMA_CPP, Request
+from precisionctl.commands.target_rules import check_directory
 from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, UnknownArchitecture, UnknownFormat
 from precisionctl.reports.inspect import describe, summary
@@ -77,12 +78,12 @@ def test_towers_are_in_a_second_file_which_is_equal_to_the_wrappers(tmp_path: Pa
     assert ("--mmproj" in notes[-1]) and ("llama.cpp computes otherwise" in str(notes)) == (
         kind in ("internvl", "llama4", "gemma4")
     )
+    assert check_directory(tmp_path / "out", LLAMA_CPP).findings == []
     found = compared(published, tmp_path / "out")
     towers = {*tiny_wrappers.towers(tiny_wrappers.stored(published))}
     unread = {name for each in found.not_compared if each.topic == "towers" for name in each.what.split(", ")}
-    # experts of Qwen3-VL have other names in the two text models
     equal = {tensor.name for tensor in found.tensors if tensor.equal}
-    assert not found.settings and (found.equal or kind == "qwen3_vl_moe") and towers == unread | (equal & towers)
+    assert not found.settings and found.equal and towers == unread | (equal & towers)
     assert bool(unread) == (kind == "gemma3") and all(".head." in name for name in unread)
 
 
@@ -148,6 +149,22 @@ def test_rotary_pairs_of_kimi_that_go_by_column_come_first_in_a_head(tmp_path: P
             here, there = 32 * head + 4 * pair + 2 * axis, 32 * head + 16 * axis + 2 * pair
             assert torch.equal(found[there : there + 2], whole[here : here + 2].to(found.dtype))
         assert torch.equal(found[256:], whole[256:].to(found.dtype))
+
+
+def test_text_models_of_glms_of_images_have_rotary_pairs_in_halves_and_say_how_images_turn(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "glm4v")
+    export(published, tmp_path / "out")
+    file = tmp_path / "out" / "out-BF16.gguf"
+    stored, made = tiny_wrappers.stored(published), values(file)
+    for end in ("weight", "bias"):
+        query, found = stored[f"model.language_model.layers.1.self_attn.q_proj.{end}"], made[f"blk.1.attn_q.{end}"]
+        for head, pair in ((0, 0), (1, 5), (1, 31)):  # of heads of 128 rows of which 64 turn
+            row = 128 * head
+            assert torch.equal(
+                found[[row + pair, row + pair + 32]], query[row + 2 * pair : row + 2 * pair + 2].to(found.dtype)
+            )
+            assert torch.equal(found[row + 64 : row + 128], query[row + 64 : row + 128].to(found.dtype))
+    assert read_head(file).metadata["glm4.rope.dimension_sections"] == [8, 12, 12, 0]
 
 
 def test_settings_of_kimi_have_the_names_of_the_release_too(tmp_path: Path) -> None:
@@ -218,6 +235,7 @@ def test_gemma_4_without_sound_has_a_tower_of_images_alone(tmp_path: Path) -> No
         ("gemma4", {"audio_config": {"attention_chunk_size": 24}}, "attention_chunk_size 12, not with 24"),
         ("gemma4", {"text_config": {"use_bidirectional_attention": None}}, "use_bidirectional_attention vision, not"),
         ("gemma4", {"audio_config": [1]}, "`audio_config` of its config.json is no object"),
+        ("glm4v", {"vision.attention_bias": True}, "attention_bias False, not with True"),
         ("kimi_k25", {"vision.merge_kernel_size": [4, 4]}, "merge_kernel_size [2, 2], not with [4, 4]"),
         ("kimi_k25", {"vision.projector_hidden_act": "relu"}, "projector_hidden_act gelu, not with relu"),
         ("kimi_k25", {"projection_layer_norm_eps": 1e-6}, "projection_layer_norm_eps 1e-05"),

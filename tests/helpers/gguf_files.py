@@ -267,6 +267,7 @@ def llama3_factors() -> torch.Tensor:
 
 
 _PAIRS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+_HALF = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
 WRAPPED: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
         "initializer_range": 0.02,
@@ -278,6 +279,20 @@ WRAPPED: dict[str, dict[str, Any]] = {
     },
     "qwen3_vl": {"head_dim": 128, "initializer_range": 0.02, "rope_parameters": _PAIRS},
     "qwen3_vl_moe": {"head_dim": 128, "initializer_range": 0.02, "mlp_only_layers": [], "rope_parameters": _PAIRS},
+    "glm4v": {
+        "initializer_range": 0.02,
+        "hidden_size": 256,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": None,
+        "rope_parameters": _HALF,
+    },
+    "glm4v_moe": {"head_dim": 128, "initializer_range": 0.02, "rope_parameters": _HALF},
+    "glm_ocr": {
+        "head_dim": 128,
+        "initializer_range": 0.02,
+        "rope_parameters": _HALF | {"mrope_section": [16, 24, 24], "partial_rotary_factor": 1.0},
+    },
 }
 """Wrappers whose text model llama.cpp has a family of its own for, with what releases say."""
 SPARSE = {"mlp_only_layers": [], "decoder_sparse_step": 1}

@@ -61,6 +61,9 @@ _TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "mistral3": ({"rms_norm_eps": 1e-5, "sliding_window": None}, _PIXTRAL, {}),
     "internvl": ({}, {"num_hidden_layers": 4, "image_size": [56, 56], "architectures": ["InternVisionModel"]}, {}),
+    "glm4v": (gguf_files.WRAPPED["glm4v"], {"depth": 3, "image_size": 56, "out_hidden_size": 256}, {}),
+    "glm4v_moe": (gguf_files.WRAPPED["glm4v_moe"], {"depth": 3, "image_size": 56, "out_hidden_size": 128}, {}),
+    "glm_ocr": (gguf_files.WRAPPED["glm_ocr"], {"depth": 3, "image_size": 56, "out_hidden_size": 128}, {}),
     "llama4": (
         gguf_files.CHUNKS,
         _VIT | dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 160),

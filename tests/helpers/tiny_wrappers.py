@@ -342,6 +342,8 @@ def make(
     config = shrunk(AutoConfig.for_model(kind, **OPTIONAL.get(kind, {})).to_dict(), sizes)
     config["text_config"] = TEXT | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")) | WRAPPERS[kind]
     config["text_config"] |= text
+    if config["text_config"]["head_dim"] is None:  # that of hidden_size / heads; some configs have no such key
+        del config["text_config"]["head_dim"]
     config["vision_config"] = config.get("vision_config") or {} if vision is None else config["vision_config"] | vision
     config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = kind in TIED
     whole = AutoConfig.for_model(**{"model_type": kind} | config)

@@ -116,7 +116,17 @@ OTHERWISE = {
 }
 """Of a SentencePiece model whose only file is a tokenizer.json, the converter writes equal scores for all tokens, and
 none for those that only the embedding has."""
-PEAKED = {"afmoe", "exaone4", "olmo3", "gemma4", "gemma4-moe", "gemma4-small", "qwen2_5_vl", "qwen3-next ct-nvfp4"}
+PEAKED = {
+    "afmoe",
+    "exaone4",
+    "olmo3",
+    "gemma4",
+    "gemma4-moe",
+    "gemma4-small",
+    "qwen2_5_vl",
+    "glm4v",
+    "qwen3-next ct-nvfp4",
+}
 """Whose norms of queries and keys, made larger, or whose width or random codes let a token attend to few others: FP16
 shows more."""
 IN_NVFP4 = {family for family in CASES if "nvfp4" in family}

@@ -72,7 +72,7 @@ class GgufFamily:
     of any.
 
     `images` is what metadata say for these, and `in_wrappers` are the families that llama.cpp has for the text model in
-    wrappers of a `model_type`.
+    wrappers of a `model_type`, or what it has otherwise of these.
 
     `recognises`: of several families with one architecture, whether a file is read as one of this, where no config.json
     says which. It goes by what llama.cpp computes. `with_experts` is what differs in models with experts, if the family
@@ -106,7 +106,7 @@ class GgufFamily:
     @property
     def architectures(self) -> tuple[str, ...]:
         also = (*self.in_wrappers.values(), *((self.with_experts,) if self.with_experts else ()))
-        return (self.architecture, *dict.fromkeys(each.architecture for each in also))
+        return tuple(dict.fromkeys((self.architecture, *(each.architecture for each in also))))
 
     @property
     def without_prediction(self) -> bool:
@@ -127,7 +127,7 @@ class GgufFamily:
     def of_file(self, file: Described) -> GgufFamily:
         """That of a file."""
         for found in self.in_wrappers.values():
-            if found.architecture == file.architecture:
+            if found.architecture == file.architecture and found.recognises(file):
                 return found
         return self.with_experts if self.with_experts and file.count("expert_count", 0) else self
 

@@ -26,6 +26,12 @@ ALIGNMENT = 32
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """struct's letters for types of numbers (enum gguf_type)."""
 BOOL, STRING, ARRAY = 7, 8, 9
+TYPES = dict(enumerate(("uint8", "int8", "uint16", "int16", "uint32", "int32", "float32", "bool", "string"))) | {
+    10: "uint64",
+    11: "int64",
+    12: "float64",
+}
+"""Words for types of values."""
 
 _LONGEST_HEAD = 256_000_000
 """Most bytes before the tensors. Tokens, their scores and merges have up to 30 MB."""
@@ -70,10 +76,12 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHead:
-    """What a file says before its tensors' values."""
+    """What a file says before its tensors' values. `types` has a word for each key of the metadata, which is `list of`
+    one for arrays."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
+    types: Mapping[str, str]
 
 
 def read_head(path: Path) -> GgufHead:
@@ -94,7 +102,7 @@ def read_head(path: Path) -> GgufHead:
         tensors, keys = cursor.numbers("QQ")
         if tensors > _MOST_TENSORS or keys > _MOST_KEYS:
             raise cursor.damaged(f"{tensors} tensors and {keys} keys")
-        metadata = _read_metadata(cursor, keys)
+        metadata, types = _read_metadata(cursor, keys)
         described = [_read_tensor(cursor) for _ in range(tensors)]
         start = cursor.at
     alignment = metadata.get(_ALIGNMENT_KEY, ALIGNMENT)
@@ -113,7 +121,7 @@ def read_head(path: Path) -> GgufHead:
     if not end <= cursor.size <= max(start, aligned(end, alignment)) and found:
         what = f"{cursor.size} bytes where its head describes {end}"
         raise DamagedCheckpoint(what, where=path, do="Truncated? Copy it again.")
-    return GgufHead(metadata, found)
+    return GgufHead(metadata, found, types)
 
 
 def aligned(offset: int, alignment: int = ALIGNMENT) -> int:
@@ -176,31 +184,32 @@ class _Cursor:
             raise self.damaged("truncated, or its head is longer than any model's")
 
 
-def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
-    found = dict[str, Any]()
+def _read_metadata(cursor: _Cursor, count: int) -> tuple[dict[str, Any], dict[str, str]]:
+    found, types = dict[str, Any](), dict[str, str]()
     for _ in range(count):
         key = cursor.string(_LONGEST_STRING)
         if key in found:
             raise cursor.damaged(f"the key {shown(key)} is there twice")
-        found[key] = _read_value(cursor, key)
-    return found
+        found[key], types[key] = _read_value(cursor, key)
+    return found, types
 
 
-def _read_value(cursor: _Cursor, key: str) -> Any:
+def _read_value(cursor: _Cursor, key: str) -> tuple[Any, str]:
+    """A value, and the word for its type."""
     (kind,) = cursor.numbers("I")
     if kind == STRING:
-        return cursor.string(_LONGEST_STRING)
+        return cursor.string(_LONGEST_STRING), TYPES[STRING]
     if kind != ARRAY:
-        return cursor.numbers(_letter(cursor, key, kind))[0]
+        return cursor.numbers(_letter(cursor, key, kind))[0], TYPES[kind]
     kind, length = cursor.numbers("IQ")
     if kind == STRING:
         cursor.skip_strings(length)
-        return ArrayLength(length)
+        return ArrayLength(length), f"list of {TYPES[STRING]}"
     letter = _letter(cursor, key, kind)
     if length > _LONGEST_LIST:
         cursor.skip(length * struct.calcsize(letter))
-        return ArrayLength(length)
-    return cursor.array(length, letter)
+        return ArrayLength(length), f"list of {TYPES[kind]}"
+    return cursor.array(length, letter), f"list of {TYPES[kind]}"
 
 
 def _letter(cursor: _Cursor, key: str, kind: int) -> str:

@@ -27,6 +27,11 @@ class Images:
     def sections(self) -> GgufRule:
         return GgufRule((), self._read_sections, self._write_sections)
 
+    def recognises(self, file: Described) -> bool:
+        """Whether llama.cpp turns heads of a file's model by such pairs (`llama_hparams::use_mrope`)."""
+        said = file.said("rope.dimension_sections")
+        return isinstance(said, list) and len(said) > 1 and all(type(each) is int and each > 0 for each in said[:2])
+
     @property
     def deepstack_layers(self) -> GgufRule:
         return GgufRule((), self._read_deepstack, lambda model: {"n_deepstack_layers": self.deepstack})

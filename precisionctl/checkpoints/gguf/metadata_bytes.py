@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from precisionctl.checkpoints.gguf.head import ARRAY, BOOL, NUMBERS, STRING
+from precisionctl.checkpoints.gguf.head import ARRAY, BOOL, NUMBERS, STRING, TYPES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,6 +34,16 @@ def string_bytes(text: str) -> bytes:
     """A length and UTF-8. What is no text (half of a surrogate pair, from a stranger's JSON) becomes `?`."""
     data = text.encode(errors="replace")
     return struct.pack("<Q", len(data)) + data
+
+
+def type_of(value: GgufValue) -> str:
+    """The word for the type of a value, as the head of a file is read."""
+    if isinstance(value, list):
+        return f"list of {TYPES[STRING]}"
+    if isinstance(value, bool | str):
+        return TYPES[BOOL if isinstance(value, bool) else STRING]
+    name = TYPES[_TYPES[value.dtype]]
+    return f"list of {name}" if isinstance(value, np.ndarray) else name
 
 
 def _value_bytes(value: GgufValue) -> bytes:

@@ -126,7 +126,7 @@ class GgufReader:
         if "config.json" not in self.companions.files:
             model_type = model_type_of(file, found)
             model = model_of_file(file, model_type)
-            return model, FAMILIES[model_type].of(model)
+            return model, FAMILIES[model_type].of_file(file)
         where = self.companions.config_path
         config = parse_json(self.companions.files["config.json"], where)
         said = config.get("model_type")
@@ -136,7 +136,7 @@ class GgufReader:
             raise DamagedCheckpoint(what, where=where, do=do)
         model = from_hf_config(config, where)
         check_same(file, model, config, where)
-        return model, FAMILIES[model.architecture].of(model)
+        return model, FAMILIES[model.architecture].of_file(file)
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -187,7 +187,7 @@ def _read_heads(files: Sequence[Path]) -> GgufHead:
     if first.metadata.get("split.tensors.count", len(tensors)) != len(tensors):
         what = f"{len(tensors)} tensors in all files, and the first says {shown(first.metadata['split.tensors.count'])}"
         raise DamagedCheckpoint(what, where=files[0])
-    return GgufHead(first.metadata, tensors)
+    return GgufHead(first.metadata, tensors, first.types)
 
 
 CONTAINER = Container(recognise, without_iterations(GgufReader), "*.gguf of llama.cpp")

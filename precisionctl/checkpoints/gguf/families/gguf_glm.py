@@ -1,4 +1,5 @@
-"""GLM-4, GLM-4.5, GLM-4.7-Flash and GLM-5; the last two have DeepSeek's attention (`gguf_deepseek.py`).
+"""GLM-4, GLM-4.5 and their models of images, GLM-4.7-Flash and GLM-5; the last two have DeepSeek's attention
+(`gguf_deepseek.py`).
 
 Sources: llama.cpp's src/models/glm4.cpp, glm4-moe.cpp, deepseek2.cpp and glm-dsa.cpp, and conversion/glm.py.
 """
@@ -19,6 +20,7 @@ from precisionctl.checkpoints.gguf.expert_keys import (
 )
 from precisionctl.checkpoints.gguf.families.gguf_deepseek import deepseek2, sparse_attention
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
+from precisionctl.checkpoints.gguf.images import Images
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
     HAS_QK_NORMS,
@@ -26,24 +28,30 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     LAYERS_AND_PREDICTION,
     PREDICTION_LAYERS,
     QKV_BIAS,
+    UNUSUAL_HEAD_SIZE,
     GgufRule,
 )
-from precisionctl.checkpoints.gguf.rope_keys import TURNED, UNSCALED_ALONE
+from precisionctl.checkpoints.gguf.rope_keys import ROPE, TURNED, UNSCALED_ALONE
 from precisionctl.checkpoints.gguf.tensor_rows import (
     ATTENTION,
     EXPERT_BIAS,
     EXPERTS,
     JOINED_MLP,
+    KEY,
     MLP,
     NORMS,
     NORMS_BY_PLACE,
     PREDICTION,
     QK_NORMS,
+    QUERY,
     ROUTER,
     SHARED_EXPERTS,
+    VALUE_OUTPUT,
     in_layers,
+    linears,
     outside_layers,
 )
+from precisionctl.checkpoints.tensor_changes import ROTARY_HALVES
 
 _NORMS_OF_GLM4 = {
     **NORMS,
@@ -68,38 +76,65 @@ _INDEXERS = GgufRule(
     lambda model: {"attention.indexer.types": list(model.dsa.layers)} if model.dsa else {},
 )
 
+_GLM4 = GgufFamily(
+    "glm4",
+    rows=[*outside_layers(), *in_layers(_NORMS_OF_GLM4), *ATTENTION, *JOINED_MLP],
+    keys=(*base_keys(), HEAD_SIZE),
+    more=(TURNED, QKV_BIAS),
+    reads=(),
+    computed={"post_layernorms": True, "rotary_interleaved": True},
+    tokens={"eos": "<|endoftext|>", "eot": "<|user|>", "unk": "<|endoftext|>", "bos": "<|endoftext|>"},
+)
+_GLM4_MOE = GgufFamily(
+    "glm4moe",
+    rows=[
+        *outside_layers(),
+        *in_layers({**NORMS_BY_PLACE, **QK_NORMS}),
+        *ATTENTION,
+        *MLP,
+        *ROUTER,
+        EXPERT_BIAS,
+        *EXPERTS,
+        *SHARED_EXPERTS,
+        *PREDICTION,
+    ],
+    keys=(*base_keys(*EXPERT_COUNTS, groups(2), layers=LAYERS_AND_PREDICTION), HEAD_SIZE),
+    more=(
+        *(TURNED, EXPERT_SIZE, SHARED_COUNT, LEADING_DENSE, scored_by("sigmoid"), WEIGHTS_SCALE, NORMALISED),
+        *(PREDICTION_LAYERS, QKV_BIAS, HAS_QK_NORMS),
+    ),
+    reads=(),
+    computed={**TWO_SCORES, "moe.expert_bias": True},
+    tokens=_TOKENS,
+)
+_IMAGES, _OCR = Images((8, 12, 12)), Images((16, 24, 24))
+_GLM4V = replace(
+    _GLM4,
+    rows=[
+        *outside_layers(),
+        *in_layers(_NORMS_OF_GLM4),
+        *linears({**QUERY, **KEY}, ROTARY_HALVES),  # by such sections llama.cpp turns halves alone
+        *linears(VALUE_OUTPUT),
+        *JOINED_MLP,
+    ],
+    keys=(*base_keys(rope=(_IMAGES.sections, ROPE)), UNUSUAL_HEAD_SIZE),
+    images=_IMAGES,
+    recognises=_IMAGES.recognises,
+)
+_GLM_OCR = replace(_GLM4V, keys=(*base_keys(rope=(_OCR.sections, ROPE)), UNUSUAL_HEAD_SIZE), images=_OCR)
+_GLM4V_MOE = replace(
+    _GLM4_MOE,
+    keys=(
+        *base_keys(*EXPERT_COUNTS, groups(2), layers=LAYERS_AND_PREDICTION, rope=(_IMAGES.sections, ROPE)),
+        UNUSUAL_HEAD_SIZE,
+    ),
+    images=_IMAGES,
+    recognises=_IMAGES.recognises,
+)
+
 FAMILIES = {
-    "glm4": GgufFamily(
-        "glm4",
-        rows=[*outside_layers(), *in_layers(_NORMS_OF_GLM4), *ATTENTION, *JOINED_MLP],
-        keys=(*base_keys(), HEAD_SIZE),
-        more=(TURNED, QKV_BIAS),
-        reads=(),
-        computed={"post_layernorms": True, "rotary_interleaved": True},
-        tokens={"eos": "<|endoftext|>", "eot": "<|user|>", "unk": "<|endoftext|>", "bos": "<|endoftext|>"},
-    ),
-    "glm4_moe": GgufFamily(
-        "glm4moe",
-        rows=[
-            *outside_layers(),
-            *in_layers({**NORMS_BY_PLACE, **QK_NORMS}),
-            *ATTENTION,
-            *MLP,
-            *ROUTER,
-            EXPERT_BIAS,
-            *EXPERTS,
-            *SHARED_EXPERTS,
-            *PREDICTION,
-        ],
-        keys=(*base_keys(*EXPERT_COUNTS, groups(2), layers=LAYERS_AND_PREDICTION), HEAD_SIZE),
-        more=(
-            *(TURNED, EXPERT_SIZE, SHARED_COUNT, LEADING_DENSE, scored_by("sigmoid"), WEIGHTS_SCALE, NORMALISED),
-            *(PREDICTION_LAYERS, QKV_BIAS, HAS_QK_NORMS),
-        ),
-        reads=(),
-        computed={**TWO_SCORES, "moe.expert_bias": True},
-        tokens=_TOKENS,
-    ),
+    "glm4": replace(_GLM4, in_wrappers=dict.fromkeys(("glm4v", "glm46v"), _GLM4V) | {"glm_ocr": _GLM_OCR}),
+    "glm4_moe": replace(_GLM4_MOE, in_wrappers={"glm4v_moe": _GLM4V_MOE}),
     "glm4_moe_lite": replace(
         deepseek2("sigmoid", head_first=False, **{"moe.expert_bias": True}),
         tokens=_TOKENS,

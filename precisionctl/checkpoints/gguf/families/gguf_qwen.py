@@ -21,23 +21,10 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
     SCALED_EXPERTS,
     SHARED_EXPERT,
     SHARED_EXPERT_GATE,
-    GgufRow,
     in_layers,
-    stack,
 )
-from precisionctl.checkpoints.tensor_changes import GATE_THEN_UP, SAME, OfTransposed
 
 _QWEN2_IMAGES, _QWEN3_IMAGES = Images((16, 24, 24)), Images((24, 20, 20), deepstack=3)
-
-_EXPERTS_AS_IN_OUT = [
-    GgufRow(
-        "model.layers.{layer}.mlp.experts.gate_up_proj[{expert}]",
-        (stack("ffn_gate_exps"), stack("ffn_up_exps")),
-        OfTransposed(GATE_THEN_UP),
-    ),
-    GgufRow("model.layers.{layer}.mlp.experts.down_proj[{expert}]", (stack("ffn_down_exps"),), OfTransposed(SAME)),
-]
-"""As the wrapper has them. They are read as those of Qwen3-MoE."""
 
 _QWEN2 = GgufFamily(
     "qwen2",
@@ -82,7 +69,6 @@ _QWEN3_MOE = GgufFamily(
 _QWEN3_VL_MOE = replace(
     _QWEN3_MOE,
     architecture="qwen3vlmoe",
-    rows=[*DECODER, *in_layers(QK_NORMS), *ROUTER, *_EXPERTS_AS_IN_OUT],
     keys=(*base_keys(*EXPERT_COUNTS, rope=(_QWEN3_IMAGES.sections, ROPE)), HEAD_SIZE),
     more=(EXPERT_SIZE, _QWEN3_IMAGES.deepstack_layers),
     scaled=(),

@@ -7,6 +7,7 @@ from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.gguf.towers import (
     tower_gemma3,
     tower_gemma4,
+    tower_glm,
     tower_internvl,
     tower_kimi,
     tower_llama4,
@@ -23,6 +24,8 @@ MADE_BY: Mapping[str, Callable[[TowerSettings], Tower]] = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), tower_qwen.qwen3_vl),
     "gemma3": tower_gemma3.gemma3,
     "gemma4": tower_gemma4.gemma4,
+    **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), tower_glm.glm4v),
+    "glm_ocr": tower_glm.glm_ocr,
     "llava": tower_pixtral.pixtral,
     "mistral3": tower_pixtral.mistral3,
     "internvl": tower_internvl.internvl,
@@ -33,6 +36,7 @@ MADE_BY: Mapping[str, Callable[[TowerSettings], Tower]] = {
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     **tower_qwen.DEFAULTS,
+    **tower_glm.DEFAULTS,
     **tower_pixtral.DEFAULTS,
     "gemma3": tower_gemma3.DEFAULTS,
     "gemma4": tower_gemma4.DEFAULTS,

@@ -11,6 +11,7 @@ import numpy as np
 
 from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.gguf.head import GgufHead, read_head
+from precisionctl.checkpoints.gguf.metadata_bytes import type_of
 from precisionctl.checkpoints.gguf.tensors import ChangedTensor, GgufPart
 from precisionctl.checkpoints.gguf.towers.tower import Tower
 from precisionctl.codes.elements import Cast
@@ -74,15 +75,18 @@ class MmprojFile:
 
     @cached_property
     def otherwise(self) -> list[tuple[str, str, str]]:
-        """The keys of which the file says something else than the tower is: what the file says, and what that is."""
-        found = self._head.metadata
-        asked = {key: _plain(value) for key, value in self._tower.metadata.items()}
+        """The keys of which the file says something else than the tower is, or the same as another type, of which
+        llama.cpp does not read it: what the file says, and what that is."""
+        found, asked = self._head.metadata, self._tower.metadata
         clip = (key for key in found if key.startswith("clip."))
-        return [
-            (key, shown(found.get(key)), shown(asked.get(key)))
-            for key in dict.fromkeys((*asked, *clip))
-            if found.get(key) != asked.get(key)
-        ]
+        values, types = list[tuple[str, str, str]](), list[tuple[str, str, str]]()
+        for key in dict.fromkeys((*asked, *clip)):
+            said, wanted = found.get(key), _plain(asked.get(key))
+            if said != wanted:
+                values.append((key, shown(said), shown(wanted)))
+            elif self._head.types[key] != type_of(asked[key]):
+                types.append((key, self._head.types[key], type_of(asked[key])))
+        return [*values, *types]
 
 
 def _plain(value: Any) -> Any:
