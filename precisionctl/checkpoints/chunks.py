@@ -187,6 +187,17 @@ def _read_box(source: Chunked, name: str, box: Box, into: Bytes) -> None:
             torch.from_numpy(window).view(dtype.torch).copy_(_held(chunk, part))
 
 
+@dataclass(frozen=True)
+class Transposed:
+    """The transpose of a stored matrix, as rows that are computed."""
+
+    stored: Chunked
+    name: str
+
+    def rows(self, row: int, rows: int) -> Tensor:
+        return read_box(self.stored, self.name, Box(0, self.stored.specs[self.name].rows, row, rows)).t().contiguous()
+
+
 def in_pieces(row: int, rows: int, width: int, room: int) -> Iterator[tuple[int, int]]:
     """Cut rows `[row, row + rows)` of `width` each into runs of at most `room`, but of at least one row: the first row
     of each run and its number of rows. `width` and `room` are both in elements, or both in bytes."""

@@ -5,18 +5,15 @@
 `[out]` are the lengths that rows have then. Source: mlx-lm 0.32 (tuner/lora.py, tuner/dora.py, tuner/utils.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from precisionctl.checkpoints.adapter.lora_config import FILE, LARGEST_ALPHA, Alphas, LoraConfig
 from precisionctl.checkpoints.adapter.reader import MLX_FILE, PREFIX, AdapterReader, open_base
 from precisionctl.checkpoints.adapter.tied import is_embedding
 from precisionctl.checkpoints.base import Container, Hints, Reader, without_iterations
-from precisionctl.checkpoints.chunks import Chunk, Chunked, read_tensor, whole
+from precisionctl.checkpoints.chunks import Chunk, Chunked, Transposed, whole
 from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
 from precisionctl.checkpoints.hf_directory.huggingface_files import SAFETENSORS
 from precisionctl.checkpoints.mlx.mlx_names import RENAMED
@@ -24,9 +21,6 @@ from precisionctl.errors import DamagedCheckpoint, MappingError, UnknownFormat, 
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import check_file, check_link, read_file
 from precisionctl.untrusted.safe_json import parse_json
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
 """What mlx-lm calls the tensors of a linear's adapter, and what PEFT does."""
@@ -107,22 +101,11 @@ class _MlxFactors:
             turned = TensorSpec(spec.shape[::-1], spec.dtype)
             self.specs[called] = turned
             self._chunks[called] = (
-                stored.chunks(name) if part == "m" else [Chunk(whole(turned), _Transpose(stored, name))]
+                stored.chunks(name) if part == "m" else [Chunk(whole(turned), Transposed(stored, name))]
             )
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self._chunks[name]
-
-
-@dataclass(frozen=True)
-class _Transpose:
-    """The transpose of a stored matrix."""
-
-    stored: Chunked
-    name: str
-
-    def rows(self, row: int, rows: int) -> Tensor:
-        return read_tensor(self.stored, self.name).t()[row : row + rows]
 
 
 CONTAINER = Container(recognise, without_iterations(_open), f"{MLX_FILE} beside {FILE}, of mlx-lm")

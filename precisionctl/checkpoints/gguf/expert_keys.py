@@ -5,7 +5,16 @@ from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import GgufEntry, GgufKey, GgufRule, Said, number, refused, value_of
+from precisionctl.checkpoints.gguf.metadata_keys import (
+    GgufEntry,
+    GgufKey,
+    GgufRule,
+    Said,
+    always,
+    number,
+    refused,
+    value_of,
+)
 from precisionctl.model.model_shape import ModelShape
 
 EXPERT_COUNTS: tuple[GgufEntry, ...] = (
@@ -36,12 +45,7 @@ SHARED_COUNT = GgufRule(("moe.shared_ffn_hidden_size",), _read_shared, _write_sh
 """So many, each as large as a routed one."""
 
 
-def _read_one_shared(file: Described) -> Fields:
-    file.expect("expert_shared_count", 1)
-    return {}
-
-
-ONE_SHARED = GgufRule((), _read_one_shared, lambda model: {"expert_shared_count": 1})
+ONE_SHARED = always("expert_shared_count", 1)
 
 
 def _read_dense(file: Described) -> Fields:

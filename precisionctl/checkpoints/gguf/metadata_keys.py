@@ -90,6 +90,16 @@ def write_only(write: Callable[[ModelShape], Said]) -> GgufRule:
     return GgufRule((), lambda file: {}, write)
 
 
+def always(key: str, value: int) -> GgufRule:
+    """A key that all models of a family have the same value of. Reading another one raises UnknownArchitecture."""
+
+    def read(file: Described) -> Fields:
+        file.expect(key, value)
+        return {}
+
+    return GgufRule((), read, lambda model: {key: value})
+
+
 def read_each(entries: Iterable[GgufEntry], file: Described) -> dict[str, Any]:
     """What several entries read."""
     return {field: value for entry in entries for field, value in entry.read(file).items()}

@@ -13,7 +13,7 @@ import numpy as np
 from precisionctl.architectures.config_keys import Config
 from precisionctl.architectures.towers_in_bridge import ONCE, TENSORS_OF_TOWERS, BridgeRow, Order, in_bridge
 from precisionctl.architectures.wrappers import TOWERS
-from precisionctl.checkpoints.chunks import Box, Chunk, Chunked, read_box, whole
+from precisionctl.checkpoints.chunks import Box, Chunk, Chunked, Transposed, whole
 from precisionctl.errors import DamagedCheckpoint, RecipeError, shown
 from precisionctl.param import TensorSpec
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class BridgeTowers:
 
     def _located(self, moved: _TowerTensor, spec: TensorSpec) -> Iterator[Chunk]:
         if moved.row.transposed:
-            yield Chunk(whole(spec), _Transposed(self._stored, moved.stored))
+            yield Chunk(whole(spec), Transposed(self._stored, moved.stored))
             return
         stored = self._stored.chunks(moved.stored)
         if moved.row.order is None:
@@ -120,17 +119,6 @@ class BridgeTowers:
                     skipped = (begin - box.row) * box.columns * spec.dtype.itemsize
                     part = Box(row + begin - first, end - begin, box.column, box.columns)
                     yield Chunk(part, chunk.place, chunk.offset + skipped)
-
-
-@dataclass(frozen=True)
-class _Transposed:
-    """The rows of a stored matrix's transpose."""
-
-    stored: Chunked
-    name: str
-
-    def rows(self, row: int, rows: int) -> Tensor:
-        return read_box(self.stored, self.name, Box(0, self.stored.specs[self.name].rows, row, rows)).T.contiguous()
 
 
 def _check_sizes(config: Config, described: Config, where: Path) -> None:

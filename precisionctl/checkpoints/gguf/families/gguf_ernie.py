@@ -7,7 +7,7 @@ from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, LEADING_DENSE, SHARED_COUNT
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import HEAD_SIZE, UNUSUAL_HEAD_SIZE, GgufRule, Said
+from precisionctl.checkpoints.gguf.metadata_keys import HEAD_SIZE, UNUSUAL_HEAD_SIZE, GgufRule, Said, always
 from precisionctl.checkpoints.gguf.tensor_rows import (
     CORRECTION,
     DECODER,
@@ -32,14 +32,9 @@ def _write_shared(model: ModelShape) -> Said:
     return {"expert_shared_count": shared // model.moe.ffn_hidden_size, **size}
 
 
-def _read_step(file: Described) -> Fields:
-    file.expect("interleave_moe_layer_step", 1)
-    return {}
-
-
 _SHARED = GgufRule(SHARED_COUNT.fields, _read_shared, _write_shared)
 """The size is theirs together; the converter makes it of other numbers, which come to the same in the releases."""
-_STEP = GgufRule((), _read_step, lambda model: {"interleave_moe_layer_step": 1})
+_STEP = always("interleave_moe_layer_step", 1)
 
 FAMILIES = {
     "ernie4_5": GgufFamily(

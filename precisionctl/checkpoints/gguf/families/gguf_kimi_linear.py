@@ -3,7 +3,6 @@
 Sources: llama.cpp's src/models/kimi-linear.cpp, and conversion/kimi_linear.py.
 """
 
-from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.expert_keys import (
     EXPERT_COUNTS,
     EXPERT_SIZE,
@@ -15,8 +14,7 @@ from precisionctl.checkpoints.gguf.expert_keys import (
 from precisionctl.checkpoints.gguf.families.gguf_deepseek import LATENT_HEADS, LATENT_RANK, LATENT_TURNED
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.kda import BESIDE_KDA, KDA_HEADS, KDA_SIZES, delta_attention, latent_key
-from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import VOCABULARY, GgufRule
+from precisionctl.checkpoints.gguf.metadata_keys import VOCABULARY, always
 from precisionctl.checkpoints.gguf.tensor_rows import (
     ATTENTION,
     EXPERTS_OF_MIXTRAL,
@@ -43,16 +41,7 @@ _ROWS = [
     in_layer("block_sparse_moe.gate.e_score_correction_bias", "exp_probs_b.bias"),
     *in_layers({f"block_sparse_moe.shared_experts.{hf}": f"{gguf}_shexp" for hf, gguf in GATED.items()}),
 ]
-
-
-def _read_groups(file: Described) -> Fields:
-    file.expect("expert_group_used_count", 1)
-    return {}
-
-
-_ONE_GROUP = GgufRule((), _read_groups, lambda model: {"expert_group_used_count": 1})
-
-
+_ONE_GROUP = always("expert_group_used_count", 1)
 _LATENT = latent_key(lambda model: model.hidden_size // model.num_attention_heads)
 
 FAMILIES = {

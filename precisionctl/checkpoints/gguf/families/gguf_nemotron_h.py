@@ -24,6 +24,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     VOCABULARY,
     GgufRule,
     Said,
+    always,
     one_of,
     read_some_heads,
     refused,
@@ -121,11 +122,6 @@ _NO_POSITIONS = GgufRule((), _read_no_positions, lambda model: {"rope.scaling.fi
 """Of attention."""
 
 
-def _read_normalised(file: Described) -> Fields:
-    file.expect("expert_weights_norm", True)
-    return {}
-
-
 def _read_groups(file: Described) -> Fields:
     number, best = file.count("expert_group_count", 1), file.count("expert_group_used_count", 1)
     return {"moe.num_groups": number, "moe.group_topk": best}
@@ -137,7 +133,7 @@ def _write_shared_size(model: ModelShape) -> Said:
     return SHARED_EXPERT_SIZE.write(model)
 
 
-_NORMALISED = GgufRule((), _read_normalised, lambda model: {"expert_weights_norm": True})
+_NORMALISED = always("expert_weights_norm", True)
 _GROUPS = replace(groups(2), read=_read_groups)
 """Which config.json says also where they are one."""
 _SHARED_SIZE = GgufRule(SHARED_EXPERT_SIZE.fields, SHARED_EXPERT_SIZE.read, _write_shared_size)
