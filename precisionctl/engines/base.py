@@ -273,7 +273,8 @@ class Engine:
 def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The text model's part of a config.json, with what MissingKeys have of a wrapper's."""
     of_the_whole = ("model_type", "quantization_config", OLDER_KEY)
-    return {**{key: config.get(key) for key in of_the_whole}, **served_config(config)}
+    text = {**{key: config.get(key) for key in of_the_whole}, **served_config(config)}
+    return text | {"model_type": str(text["model_type"])}  # which may be no word in a stranger's
 
 
 def engines() -> dict[str, Engine]:

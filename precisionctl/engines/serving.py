@@ -151,7 +151,7 @@ class ServingLayout:
         found: tuple[HeadCounts, ...] = ()
         if type(heads) is int and type(groups) is int and min(heads, groups) > 0:
             found = (HeadCounts(heads, groups),)
-        return cls(found, ranks, config.get("model_type"), expert_parallel)
+        return cls(found, ranks, str(config.get("model_type")), expert_parallel)
 
     @property
     def uneven(self) -> str | None:

@@ -778,3 +778,19 @@ def test_keys_that_an_engine_requires_are_looked_for_in_a_wrappers_text_config(n
     whole = {"model_type": wrapper, "text_config": dict.fromkeys(alone, 1) | DEEPSEEK_BY_TRANSFORMERS}
     assert engine.lacks(whole) == []
     assert alone or name == "transformers"
+
+
+@pytest.mark.parametrize("name", sorted(engines()))
+def test_a_list_in_the_place_of_a_text_models_type_is_as_a_type_that_no_engine_knows(name: str) -> None:
+    codes = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    linear = "model.layers.0.mlp.up_proj"
+    specs = {
+        f"{linear}.weight": TensorSpec((128, 128), CODES),
+        f"{linear}.weight_scale_inv": TensorSpec((1, 1), DType.float32),
+    }
+
+    def findings(said: object) -> list[str]:
+        config = {"model_type": "strange", "text_config": {"model_type": said}, "quantization_config": codes}
+        return [*map(str, engine_named(name).check(config, specs, lambda scale: torch.ones(1, 1)))]
+
+    assert findings(["llama"]) == findings("a_word")
