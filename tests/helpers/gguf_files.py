@@ -102,6 +102,21 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
         "num_shared_expert": [1, 1],
     },
     "afmoe": {"route_norm": True, "score_func": "sigmoid"},
+    "arcee": {},
+    "jamba": {},
+    "cohere2-moe": {},
+    "hy-v3": {},
+    "exaone": {},
+    "dots1": {
+        "scoring_func": "sigmoid",
+        "num_key_value_heads": 4,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * 3,
+        **dict.fromkeys(("n_group", "topk_group"), 1),
+    },
+    "granite-moe-shared": {},
+    "stablelm": {},
+    "phi": {"intermediate_size": 256, "num_key_value_heads": 4},
     "mimo-v2-flash": {
         "scoring_func": "sigmoid",
         "rope_parameters": {

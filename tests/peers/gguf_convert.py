@@ -40,6 +40,8 @@ def as_published(settings: dict[str, Any]) -> dict[str, Any]:
             "num_experts_per_tok": settings["num_experts_per_token"],
             "score_function": "sigmoid",
         }
+    if settings["model_type"] == "exaone":
+        return settings | {"architectures": ["ExaoneForCausalLM"], "activation_function": "silu"}
     if settings["model_type"] == "bailing_moe_v2":
         return settings | {"norm_topk_prob": True, "score_function": "sigmoid"}
     if settings["model_type"] != "mimo_v2_flash":

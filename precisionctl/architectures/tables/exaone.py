@@ -19,7 +19,7 @@ from precisionctl.architectures.shared.llama_rows import (
 )
 
 _BODY = (*EMBEDDING, *ATTENTION_NORM, *ATTENTION, *MLP_NORM, *MLP, *FINAL_NORM)
-_PUBLISHED = {
+PUBLISHED = {
     "model.embed_tokens.": "transformer.wte.",
     "model.layers.": "transformer.h.",
     "model.norm.": "transformer.ln_f.",
@@ -31,6 +31,7 @@ _PUBLISHED = {
     ".up_proj.": ".c_fc_1.",
     ".down_proj.": ".c_proj.",
 }
+"""Parts of names of published files, by those that transformers has in memory."""
 _WORDS = {
     "num_hidden_layers": "num_layers",
     "hidden_act": "activation_function",
@@ -39,7 +40,7 @@ _WORDS = {
 
 ARCHITECTURE = Architecture(
     model_types={"exaone": "ExaoneForCausalLM"},
-    rows=(Either(renamed(_BODY, _PUBLISHED), _BODY, second_is="in memory"), *OUTPUT),
+    rows=(Either(renamed(_BODY, PUBLISHED), _BODY, second_is="in memory"), *OUTPUT),
     config=(
         *reworded((*SIZES, SILU, Key("norm_epsilon", "rms_norm_eps", 1e-5)), _WORDS, published=True),
         TWO_CLASSES,

@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 
 from precisionctl.checkpoints.gguf.families import (
     gguf_afmoe,
+    gguf_arcee,
     gguf_bailing,
     gguf_cohere,
     gguf_deepseek,
+    gguf_dots,
     gguf_ernie,
     gguf_exaone,
     gguf_falcon_h1,
@@ -22,7 +24,9 @@ from precisionctl.checkpoints.gguf.families import (
     gguf_gpt_oss,
     gguf_granite,
     gguf_hunyuan,
+    gguf_jamba,
     gguf_kimi_linear,
+    gguf_layer_norms,
     gguf_lfm2,
     gguf_llama,
     gguf_mimo,
@@ -66,6 +70,10 @@ FAMILIES: Mapping[str, GgufFamily] = {
     **gguf_seed_oss.FAMILIES,
     **gguf_starcoder.FAMILIES,
     **gguf_afmoe.FAMILIES,
+    **gguf_arcee.FAMILIES,
+    **gguf_jamba.FAMILIES,
+    **gguf_dots.FAMILIES,
+    **gguf_layer_norms.FAMILIES,
 }
 """By the `model_type` of a config.json. Several may have one `general.architecture`."""
 

@@ -1,25 +1,50 @@
-"""Command R, R+, R7B and A.
+"""Command R, R+, R7B and A, and those with experts (Command A+, North Mini).
 
-Sources: llama.cpp's src/models/command-r.cpp and cohere2.cpp, and conversion/command_r.py.
+Sources: llama.cpp's src/models/command-r.cpp, cohere2.cpp and cohere2moe.cpp, and conversion/command_r.py.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from precisionctl.architectures.config_keys import Fields
+from precisionctl.checkpoints.gguf.expert_keys import (
+    EXPERT_COUNTS,
+    EXPERT_SIZE,
+    LEADING_DENSE,
+    NORMALISED,
+    SHARED_COUNT,
+    is_scored_by,
+    scored_by,
+)
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
+from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
     HEAD_SIZE,
     LAYER_NORM_EPSILON,
     UNUSUAL_HEAD_SIZE,
     VOCABULARY,
     WINDOW,
+    WINDOWS,
+    GgufRule,
+    Said,
     every,
     hidden_by_heads,
     number,
+    value_of,
     write_only,
 )
 from precisionctl.checkpoints.gguf.rope_keys import TURNED, UNSCALED_ALONE
-from precisionctl.checkpoints.gguf.tensor_rows import ATTENTION, MLP, SCALED, in_layers, outside_layers
+from precisionctl.checkpoints.gguf.tensor_rows import (
+    ATTENTION,
+    EXPERTS,
+    MLP,
+    ROUTER,
+    SCALED,
+    SHARED_EXPERTS,
+    in_layers,
+    outside_layers,
+)
+from precisionctl.model.model_shape import ModelShape
 
 _ROWS = [*outside_layers(), *in_layers({"input_layernorm": "attn_norm"}), *ATTENTION, *MLP]
 _LOGIT_SCALE = number("logit_multiplier", "logit_scale")
@@ -31,6 +56,57 @@ _COMPUTED: Mapping[str, Any] = {
     "norm_bias": False,
     **dict.fromkeys(("tied_embeddings", "parallel_residual", "shared_layernorm", "rotary_interleaved"), True),
 }
+
+# with experts
+
+
+def _read_norm(file: Described) -> Fields:
+    """Root-mean-square norms where their epsilon is said, and not 0."""
+    said = file.number("attention.layer_norm_epsilon", None)
+    if epsilon := file.number("attention.layer_norm_rms_epsilon", 0.0):
+        return {"normalization": "RMSNorm", "norm_epsilon": epsilon}
+    return {"normalization": "LayerNorm", "norm_epsilon": said}
+
+
+def _write_norm(model: ModelShape) -> Said:
+    kind = "layer_norm" if model.layer_norms else "layer_norm_rms"
+    return {f"attention.{kind}_epsilon": float(model.norm_epsilon)}
+
+
+def _read_scores(file: Described) -> Fields:
+    return {"moe.score_function": "softmax" if is_scored_by("softmax", file) else "sigmoid"}
+
+
+def _write_scores(model: ModelShape) -> Said:
+    return scored_by(value_of(model, "moe.score_function")).write(model)
+
+
+def _read_shared(file: Described) -> Fields:
+    each, size = file.count("expert_feed_forward_length"), file.count("expert_shared_count", 0)
+    return {"moe.shared_ffn_hidden_size": file.count("expert_shared_feed_forward_length", each * size) or None}
+
+
+def _write_shared(model: ModelShape) -> Said:
+    shared = value_of(model, "moe.shared_ffn_hidden_size")
+    return {**SHARED_COUNT.write(model), "expert_shared_feed_forward_length": shared} if shared else {}
+
+
+def _in_window_or_dense(fields: Fields) -> tuple[bool, ...] | None:
+    """Layers with rotary embeddings."""
+    layers = fields["num_layers"]
+    windows, experts = (fields[name] or (True,) * layers for name in ("window_layers", "moe.layer_freq"))
+    turned = tuple(window or not sparse for window, sparse in zip(windows, experts, strict=True))
+    return None if all(turned) else turned
+
+
+_NORM = GgufRule(("normalization", "norm_epsilon"), _read_norm, _write_norm)
+_SCORES = GgufRule(("moe.score_function",), _read_scores, _write_scores)
+_SHARED = GgufRule(SHARED_COUNT.fields, _read_shared, _write_shared)
+_NORMALISED = GgufRule(
+    NORMALISED.fields,
+    NORMALISED.read,
+    lambda model: {"expert_weights_norm": not value_of(model, "moe.pre_softmax")},
+)
 
 FAMILIES = {
     "cohere": GgufFamily(
@@ -50,6 +126,23 @@ FAMILIES = {
         computed={**_COMPUTED, "rope_layers": every(4), "window_layers": every(4)},
         scalings=UNSCALED_ALONE,
         scaled=SCALED,
+    ),
+    "cohere2_moe": GgufFamily(
+        "cohere2moe",
+        rows=[*_ROWS, *ROUTER, *EXPERTS, *SHARED_EXPERTS],
+        keys=(*base_keys(*EXPERT_COUNTS, _SCORES, epsilon=_NORM), HEAD_SIZE),
+        more=(
+            *(_LOGIT_SCALE, WINDOW, WINDOWS, VOCABULARY, EXPERT_SIZE, LEADING_DENSE, _NORMALISED, _SHARED),
+            *(TURNED, _UNSCALED),
+        ),
+        reads=(),
+        computed={
+            "norm_bias": False,
+            **dict.fromkeys(("parallel_residual", "shared_layernorm", "rotary_interleaved"), True),
+            "rope_layers": _in_window_or_dense,
+            "moe.shared_average": lambda fields: bool(fields["moe.shared_ffn_hidden_size"]),
+        },
+        scalings=UNSCALED_ALONE,
     ),
 }
 """By the `model_type` of the text model."""

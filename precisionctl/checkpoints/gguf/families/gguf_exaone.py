@@ -1,12 +1,16 @@
-"""EXAONE 4.
+"""EXAONE 3.0, 3.5 and 4.
 
-Sources: llama.cpp's src/models/exaone4.cpp, and conversion/exaone.py.
+Sources: llama.cpp's src/models/exaone.cpp and exaone4.cpp, and conversion/exaone.py.
 """
 
+from dataclasses import replace
+
 from precisionctl.architectures.config_keys import Fields
+from precisionctl.architectures.tables.exaone import PUBLISHED
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
+    HEAD_SIZE,
     UNUSUAL_HEAD_SIZE,
     VOCABULARY,
     WINDOW,
@@ -17,8 +21,17 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     hidden_by_heads,
     refused,
 )
-from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3
-from precisionctl.checkpoints.gguf.tensor_rows import ATTENTION, MLP, NORMS_BEHIND, QK_NORMS, in_layers, outside_layers
+from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3, TURNED
+from precisionctl.checkpoints.gguf.tensor_rows import (
+    ATTENTION,
+    DECODER,
+    MLP,
+    NORMS_BEHIND,
+    QK_NORMS,
+    GgufRow,
+    in_layers,
+    outside_layers,
+)
 from precisionctl.model.model_shape import ModelShape
 
 _LAYERS_WITH_WINDOWS = 64
@@ -47,7 +60,23 @@ def _write_window(model: ModelShape) -> Said:
 _WINDOW = GgufRule(("sliding_window", "window_layers", "rope_layers"), _read_window, _write_window)
 """By the number of layers: in the model of 32B, three in four have a window, and the others no rotary embeddings."""
 
+
+def _published(row: GgufRow) -> GgufRow:
+    name = row.hf
+    for alone, here in PUBLISHED.items():
+        name = name.replace(alone, here)
+    return replace(row, hf=name)
+
+
 FAMILIES = {
+    "exaone": GgufFamily(
+        "exaone",
+        rows=[_published(row) for row in (*DECODER, *MLP)],
+        keys=(*base_keys(), HEAD_SIZE),
+        more=(TURNED,),
+        reads=(),
+        scalings=AND_LLAMA3,
+    ),
     "exaone4": GgufFamily(
         "exaone4",
         rows=[*outside_layers(), *in_layers({**NORMS_BEHIND, **QK_NORMS}), *ATTENTION, *MLP],

@@ -148,6 +148,16 @@ _SHARED_SIZE = GgufRule(
     lambda model: {"expert_shared_feed_forward_length": (model.moe and model.moe.shared_ffn_hidden_size) or 0},
 )
 
+
+def _has_shared(file: Described) -> bool:
+    return bool(file.count("expert_shared_feed_forward_length", 0))
+
+
+def _write_some_shared(model: ModelShape) -> Said:
+    said = _SHARED_SIZE.write(model)
+    return said if any(said.values()) else {}
+
+
 _HYBRID_ROWS = [*DECODER_IN_PAIRS, *mixer("mamba")]
 _DENSE = GgufFamily(
     "granitehybrid",
@@ -181,6 +191,17 @@ FAMILIES = {
         reads=(_SWITCH,),
         computed={**IN_ALL_LAYERS, **AS_LARGE_AS_MLP},
         scalings=AND_LLAMA3,
+        recognises=lambda file: not _has_shared(file),
+    ),
+    "granitemoeshared": GgufFamily(
+        "granitemoe",
+        rows=[*DECODER_IN_PAIRS, *_EXPERTS, *_joined("_shexp")],
+        keys=(*base_keys(*EXPERT_COUNTS), UNUSUAL_HEAD_SIZE),
+        more=(*_MULTIPLIERS, replace(_SHARED_SIZE, write=_write_some_shared), ATTENTION_BIAS),
+        reads=(_SWITCH,),
+        computed={**IN_ALL_LAYERS, **AS_LARGE_AS_MLP},
+        scalings=AND_LLAMA3,
+        recognises=_has_shared,
     ),
     "granitemoehybrid": replace(_DENSE, with_experts=_SPARSE),
 }
