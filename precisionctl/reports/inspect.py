@@ -45,12 +45,10 @@ def describe(reader: Reader) -> Description:
 
     `model`, as its tensors show it, is None if nothing describes the model of a trainer's checkpoint; `mismatch` says
     why its tensors are not that model's, and is None if they are."""
-    specs, model = reader.specs.values(), reader.model if says_its_model(reader) else None
+    specs, nbytes = reader.specs.values(), _bytes_stored(reader)
+    model = reader.model if says_its_model(reader) else None
     if model and not isinstance(model, UntabledModel):
         model = stored_model(reader)
-    nbytes: Counter[str] = Counter()
-    for spec in specs:
-        nbytes[spec.stored_dtype] += spec.nbytes
     # What the values are stored in, and what FP8 state is beside them, in a few words
     codes = sorted({reader.specs[name].stored_dtype for name in reader.encodings})
     stored = f"{' and '.join(codes)} codes" if codes else nbytes.most_common(1)[0][0]
@@ -81,6 +79,19 @@ def describe(reader: Reader) -> Description:
         "optimizer": _optimizer(reader),
         "fp8": describe_fp8(reader.fp8, reader) if reader.fp8 else None,
     }
+
+
+def _bytes_stored(reader: Reader) -> Counter[str]:
+    """The bytes of the tensors in the files, by what they are stored as: a dtype, or GGUF's name of a format."""
+    found: Counter[str] = Counter()
+    if isinstance(reader, GgufReader):
+        for tensor in reader.stored:
+            found[str(tensor.format.dtype or tensor.format.name)] += tensor.nbytes
+        return found
+    specs = reader.stored.specs if isinstance(reader, HuggingFaceReader) and reader.decoded else reader.specs
+    for spec in specs.values():
+        found[spec.stored_dtype] += spec.nbytes
+    return found
 
 
 def describe_state(states: Fp8States, path: Path) -> Description:

@@ -177,7 +177,7 @@ class Tokenizer:
         nbytes, named = sum(map(len, self._files.values())), ", ".join(self._files)
         do = (
             "Copy its files (tokenizer.json, tokenizer_config.json, ...) from the model that it belongs to, to where "
-            "config.json is; in a Megatron checkpoint that is precisionctl/hf. For `resume` a --reference will do."
+            "config.json is; in a Megatron checkpoint that is precisionctl/hf. `resume` also takes a --reference."
         )
         if not self.is_there:
             raise DataError("the checkpoint has no tokenizer", where=self._path or named, do=do)

@@ -13,8 +13,8 @@ from precisionctl.planning.served_model import served
 from precisionctl.quant_methods.coded_weights import AS_VALUES, quant_method_of, recognise
 
 NO_CODES = EngineRule(
-    "values need no quantization, and engines take them as they are: of the rules only those of config.json were "
-    "checked. `precisionctl export-inference` makes FP8 or four bits of them",
+    "an export has codes, which `precisionctl export-inference` makes, in FP8 or four bits. Engines take values as "
+    "they are: of the rules only those of config.json were checked",
     "precisionctl verify",
     fatal=False,
 )

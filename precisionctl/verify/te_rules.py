@@ -1,11 +1,11 @@
 """A directory held against what `te.load_te` and Transformer Engine's modules ask of an export for them."""
 
+from __future__ import annotations
+
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
-
-import torch
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import in_pieces, read_rows
@@ -17,6 +17,7 @@ from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.param import GEMM_ALIGNMENT
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
+from precisionctl.torch_when_used import torch
 
 TITLE = "Transformer Engine"
 PIECE = 1 << 22

@@ -44,6 +44,7 @@ from precisionctl.errors import (
     UnknownFormat,
     UnmappedTensor,
 )
+from precisionctl.reports.inspect import describe
 from precisionctl.verify.compare import compare
 
 GOLDEN = repository.GOLDEN / "ggml_blocks.safetensors"
@@ -163,6 +164,10 @@ def test_a_conversion_needs_no_reference_and_exports_are_those_of_the_values(tmp
             tensor = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(shape)
             tensors[name] = gguf_files.q8_0(tensor)[0]
     (tmp_path / "llama.gguf").write_bytes(gguf_files.file(metadata, tensors))
+    said = describe(open_checkpoint(tmp_path / "llama.gguf"))
+    of_model = [data for name, (_, _, data) in tensors.items() if name != "rope_freqs.weight"]
+    assert sum(said["bytes_by_dtype"].values()) == sum(map(len, of_model))
+    assert "Q8_0" in said["bytes_by_dtype"] and said["precision"] == "Q8_0 codes of GGUF, read as float32"
     command = conversions.run(tmp_path / "llama.gguf", tmp_path / "hf", "hf", verify=True)
     (note,) = (note for note in command.notes if "Weights were Q8_0 codes of GGUF, read as float32" in note)
     assert "--target llama.cpp --scheme q8_0` makes such anew" in note

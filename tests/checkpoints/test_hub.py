@@ -83,6 +83,13 @@ def test_what_a_checkpoint_is_read_from_comes_and_nothing_else(hub: LocalHub) ->
     assert api.download("org/model") == found == api.download("org/model@v1.0") and not hub.fetched
 
 
+def test_without_a_home_the_client_needs_to_be_told_where_its_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a user id that no user has, in a container: os.path.expanduser leaves `~` as it is."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "~/.cache/huggingface/hub")
+    with pytest.raises(EnvironmentProblem, match="Set HF_HOME"):
+        HubName("org/model", None).download()
+
+
 def test_a_branch_that_moves_between_list_and_download_is_listed_again(
     hub: LocalHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,7 @@ def test_headers_alone_say_what_the_whole_says(tmp_path: Path) -> None:
     mlx_directories.make(tmp_path, "affine-4", **MOE)
     whole = describe(open_checkpoint(tmp_path))
     file = tmp_path / "model.safetensors"
+    assert sum(whole["bytes_by_dtype"].values()) == sum(tensor.nbytes for tensor in load_file(file).values())
     (tmp_path / LENGTHS).write_text(json.dumps({file.name: file.stat().st_size}))
     os.truncate(file, min(tensor.offset for tensor in read_header(file).values()))
     assert describe(open_checkpoint(tmp_path)) == whole

@@ -52,10 +52,10 @@ class GgufReader:
     """A model in GGUF as a Reader. Opening it reads the heads of its files.
 
     With a reference, or a config.json in its directory, that says the model, and must not contradict the metadata;
-    without one the metadata say it. `coded` are the formats of its tensors whose values are codes, and `mmproj` are
-    the files of a wrapper's towers in its directory. Raises UnknownFormat for a directory with several models,
-    NotUnderstood and DamagedCheckpoint as `read_head`, and UnknownArchitecture for a model of a family that is not read
-    of GGUF.
+    without one the metadata say it. `stored` are the tensors in its files, `coded` the formats of those whose values
+    are codes, and `mmproj` the files of a wrapper's towers in its directory. Raises UnknownFormat for a directory with
+    several models, NotUnderstood and DamagedCheckpoint as `read_head`, and UnknownArchitecture for a model of a family
+    that is not read of GGUF.
     """
 
     layout: Layout = "hf"
@@ -81,7 +81,8 @@ class GgufReader:
         weights = {name: tensor for name, tensor in head.tensors.items() if name not in ROTARY_TENSORS}
         self._made = hf_tensors(weights, family, self.model, path)
         self.specs: Mapping[str, TensorSpec] = {name: made.spec for name, made in self._made.items()}
-        self.coded = sorted({tensor.format.name for tensor in weights.values() if not tensor.format.dtype})
+        self.stored = tuple(weights.values())
+        self.coded = sorted({tensor.format.name for tensor in self.stored if not tensor.format.dtype})
 
     @property
     def words(self) -> str:

@@ -102,13 +102,16 @@ class HubName:
         client's assets. Reading a value there raises CheckpointError.
 
         Raises CheckpointError for a repository that is not there, not to be had, or no checkpoint; RecipeError for a
-        name of which several processes may get several commits; EnvironmentProblem if the Hub cannot be reached,
-        DiskProblem for a full disk.
+        name of which several processes may get several commits; EnvironmentProblem if the Hub cannot be reached, and
+        for a user without a home; DiskProblem for a full disk.
         """
-        from huggingface_hub import errors, snapshot_download
+        from huggingface_hub import constants, errors, snapshot_download
         from huggingface_hub.errors import HFValidationError
 
         HTTPError = errors.HTTPError  # type: ignore[attr-defined]  # its HTTP library's, whichever that is
+        if constants.HF_HUB_CACHE.startswith("~"):
+            what = "the client's cache is in the home directory, and this user has none"
+            raise EnvironmentProblem(what, where=self, do="Set HF_HOME to a directory that can be written to.")
         try:
             try:
                 return self._ask(headers, progress, several, on_size)

@@ -90,7 +90,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check_place(out: Path, checkpoint: Path) -> None:
-    """Raise OutputError if a run's folder contains the checkpoint that it starts from, or is a file."""
+    """Raise OutputError if a run's folder is a file, contains the checkpoint that it starts from, or is in it."""
     if out.exists() and not out.is_dir():
         raise OutputError("--out must be a folder, and this is a file", where=out, do="Choose another --out.")
     if out.resolve() in (checkpoint.resolve(), *checkpoint.resolve().parents):
@@ -99,6 +99,9 @@ def check_place(out: Path, checkpoint: Path) -> None:
             where=out,
             do="Choose another --out. To go on with a run, give the checkpoint that it was started from.",
         )
+    if checkpoint.resolve() in out.resolve().parents:
+        what = "--out is in the checkpoint, and a source is never written to"
+        raise OutputError(what, where=out, do="Choose another --out.")
 
 
 def newest(out: Path) -> TorchDistReader | None:

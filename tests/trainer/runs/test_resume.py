@@ -402,6 +402,8 @@ def test_a_source_is_never_written_to(fp8_run: Path, place: Path) -> None:
     for source in (fp8_run, fp8_run / "iter_0000006"):
         with pytest.raises(OutputError, match="a source is never written to"):
             run(settings(source, place / "text.txt", fp8_run))
+    with pytest.raises(OutputError, match="a source is never written to"):
+        run(settings(place / "source", place / "text.txt", place / "source" / "run"))
 
 
 @pytest.mark.parametrize("key", ["precision__delayed__fp8_dpa", "precision__delayed__fp8_mha"])
