@@ -48,10 +48,14 @@ class Condition:
 
 ALWAYS = Condition()
 
-Naming = Literal["as stored", "as saved", "text alone", "in memory", "for engines"]
+Naming = Literal["as stored", "as saved", "text alone", "in memory", "in torchtitan", "for engines"]
 """Which of a family's spellings (`Either`) a Hugging Face result has: that of its source, the one that the model's
 class saves (of a wrapper also the one that the class of its text model alone saves), the one that this class has in
-memory (trainers save it), or the one in which engines with classes of their own look for codes."""
+memory (trainers save it), the one that torchtitan's names are made of, or the one in which engines with classes of
+their own look for codes."""
+
+OF_TRAINERS: Collection[Naming] = ("in memory", "in torchtitan")
+"""Of results that trainers go on from."""
 
 
 def when(switch: str) -> Condition:

@@ -112,7 +112,7 @@ def open_source(request: Request) -> Source:
         parallelism=storage.parallelism,
         optimizer=trained is not None,
         naming=_naming(request, reader, engine),
-        codes=_named_as_codes(kind, reader, encodings),
+        codes=_named_as_codes(request, reader, encodings),
     )
     if storage.container == TORCHTITAN:
         plan = with_torchtitan_names(plan)
@@ -158,12 +158,13 @@ def _encodings(request: Request, reader: Reader) -> WeightEncodings | None:
     return encodings
 
 
-def _named_as_codes(kind: ResultKind, reader: Reader, encodings: WeightEncodings | None) -> Collection[str]:
+def _named_as_codes(request: Request, reader: Reader, encodings: WeightEncodings | None) -> Collection[str]:
     """The weights that are to have the names that they have as codes, where values have others: gpt-oss's experts are
-    `[in, out]` as values and `[out, in]` as codes, as in GGUF, whose table has those names, and in MLX."""
+    `[in, out]` as values and `[out, in]` as codes, as in GGUF, whose table has those names, in MLX and torchtitan."""
+    kind = request.kind
     if isinstance(kind, Gguf):
         return hf_names(reader.model)
-    if isinstance(kind, Mlx):
+    if isinstance(kind, Mlx) or request.storage.container == TORCHTITAN:
         return names_as_codes(reader.model)
     return encodings.weights if encodings and not isinstance(kind, Values) else ()
 
@@ -188,7 +189,7 @@ def _naming(request: Request, reader: Reader, engine: Engine | None) -> Naming:
     """Whose names the result has. A Hugging Face directory's stay. Another trainer's checkpoint has the names in memory
     of the model's class, and the result those that the class saves; llama.cpp has text models alone."""
     if request.storage.is_state_dict:
-        return "in memory"
+        return "in torchtitan" if request.storage.container == TORCHTITAN else "in memory"
     if engine and not engine.loads_own_classes:
         return "for engines"
     if isinstance(request.kind, Gguf):

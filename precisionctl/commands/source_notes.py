@@ -136,6 +136,11 @@ def unread_notes(reader: Reader) -> Iterator[str]:
         )
     if isinstance(reader, DcpModelReader) and reader.left:
         yield f"Not carried over from the run: {counted(len(reader.left), 'tensor')} of its optimizer and other state."
+    if isinstance(reader, DcpModelReader) and reader.unplaced:
+        yield (
+            f"`{reader.unplaced[0]}` and its like, by which torchtitan balanced experts, stay behind, as in its own "
+            f"adapter: a {reader.model.model_type} chooses experts by their scores alone, so it may choose others."
+        )
     if of_trainer(reader) and reader.unread:
         yield f"These parts of the optimizer are not read, and stay behind: {reader.unread}."
     if isinstance(reader, HuggingFaceReader) and (step := step_directory(reader.path)):

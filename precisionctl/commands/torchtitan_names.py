@@ -1,42 +1,57 @@
-"""A plan whose result has torchtitan's names: what its Llama saves, with rows in its order."""
+"""A plan whose result has torchtitan's names: what its models save, with rows in its order."""
 
 from dataclasses import replace
 
 from precisionctl.architectures.head_rearrangements import QKV, RotaryPairs
 from precisionctl.architectures.rearrangements import SAME
-from precisionctl.checkpoints.dcp.torchtitan import fused_name, torchtitan_name
+from precisionctl.checkpoints.dcp.torchtitan_families import FAMILIES, Family
 from precisionctl.errors import MappingError
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import STATE, TensorSpec, kind_and_parameter, state_name
 from precisionctl.planning.plan import Job, Plan
 
 
 def with_torchtitan_names(plan: Plan) -> Plan:
-    """The plan of a Llama's state dict, under torchtitan's names. Queries and keys have rotary pairs in neighbouring
-    rows. Moments of attention are of one tensor, as all of torchtitan's own configs have it (`fuse_qkv`).
+    """The plan of a state dict, under torchtitan's names. Where its queries and keys have rotary pairs in neighbouring
+    rows, so have these. Moments of attention are of one tensor, as all of torchtitan's own configs have it
+    (`fuse_qkv`). Copies that it has no name for are left out.
 
-    Raises MappingError for any other model, and for a Llama with biases.
+    Raises MappingError for a family that torchtitan does not have, and for a tensor that its family has not.
     """
-    if plan.model.architecture != "llama":
-        what = f"torchtitan's names are known of its Llama alone, and this is a {plan.model.architecture}"
+    family, model = FAMILIES.get(plan.model.architecture), plan.model
+    if family is None or not family.current or model.wrapper:
+        known = ", ".join(name for name, each in FAMILIES.items() if each.current)
+        what = f"torchtitan's names are known of {known}, and this is a {model.model_type}"
         raise MappingError(what, do="Write --to hf, which torchtitan loads with --checkpoint.initial_load_in_hf.")
     jobs, targets = list[Job](), dict[str, TensorSpec]()
     for job in plan.jobs:
-        row, writes = job.row, tuple(_torchtitan_name(name) for name in job.writes)
-        has_pairs = row.rearrangement == QKV
-        if has_pairs and job.name.startswith(STATE):
-            fused = tuple(dict.fromkeys(fused_name(name) for name in writes))
-            row, writes = replace(row, names=row.hf[:1], rearrangement=SAME), fused
-        shapes = row.shapes(plan.model, "hf") * 2  # a tied tensor is there twice
-        if has_pairs:  # which changes no shape
-            row = replace(row, rearrangement=RotaryPairs(row.rearrangement), as_stored=job.row.source)
-        jobs.append(replace(job, row=row, writes=writes))
-        count = len(writes)
-        for new, old, shape in zip(writes, job.writes[:count], shapes[:count], strict=True):
-            targets[new] = replace(plan.targets[old], shape=shape)
+        row, count = job.row, len(job.row.hf)
+        names = {name: _torchtitan_name(name, family, model) for name in job.writes}
+        for name in job.writes[:count]:
+            if names[name] is None:
+                do = "Write --to dcp, or --to hf."
+                raise MappingError(f"torchtitan's {model.architecture} has no `{name}`", do=do)
+        specs = {new: plan.targets[name] for name, new in names.items() if new is not None}
+        if row.rearrangement == QKV:
+            if job.name.startswith(STATE):
+                first = next(iter(specs))
+                row = replace(row, names=row.hf[:1], rearrangement=SAME)
+                specs = {_fused(first): replace(specs[first], shape=row.shapes(model, "hf")[0])}
+            turned = RotaryPairs(row.rearrangement) if family.pairs else row.rearrangement  # which changes no shape
+            row = replace(row, rearrangement=turned, as_stored=job.row.source)
+        jobs.append(replace(job, row=row, writes=tuple(specs)))
+        targets |= specs
     return replace(plan, jobs=tuple(jobs), targets=targets)
 
 
-def _torchtitan_name(name: str) -> str:
+def _torchtitan_name(name: str, family: Family, model: ModelShape) -> str | None:
     """torchtitan's name of a weight, or of a weight's optimizer state."""
     kind, parameter = kind_and_parameter(name)
-    return state_name(kind, torchtitan_name(parameter)) if kind else torchtitan_name(name)
+    found = family.titan_name(parameter if kind else name, model)
+    return state_name(kind, found) if kind and found else found
+
+
+def _fused(name: str) -> str:
+    """The name that moments of queries, keys or values have together."""
+    inside, _, kind = name.rpartition(".")
+    return f"{inside[:-1]}qkv.{kind}"

@@ -65,7 +65,7 @@ _KEPT_DTYPE = re.compile(r".+\.(?:e_score_correction_bias|expert_bias)")
 
 def names_as_codes(model: ModelShape) -> set[str]:
     """The weights that are to have the names that they have as codes: gpt-oss's experts are `[in, out]` as values and
-    `[out, in]` as codes, and in MLX."""
+    `[out, in]` as codes, in MLX and torchtitan."""
     if model.architecture != "gpt_oss":
         return set()
     matrices = ("gate_up_proj", "down_proj")

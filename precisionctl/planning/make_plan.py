@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from precisionctl.architectures.families import table_of
-from precisionctl.architectures.param_map import Alias, Naming, Place, Row, filled, names
+from precisionctl.architectures.param_map import OF_TRAINERS, Alias, Naming, Place, Row, filled, names
 from precisionctl.architectures.read_off import TensorRow
 from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.dtypes import DType
@@ -54,8 +54,8 @@ def make_plan(
     FP32, or as it is stored if both sides are Megatron's.
 
     `naming` chooses names of the target, where there is a choice, and `codes` are weights that are to have the names
-    that they had as codes. What is named as in memory is what trainers save: it also has copies of tied tensors, and
-    FP32 masters as weights if there are any.
+    that they had as codes. What is named as trainers have it (`OF_TRAINERS`) also has copies of tied tensors, and FP32
+    masters as weights if there are any.
 
     Raises UnknownArchitecture, UnmappedTensor, MissingTensor, ShapeMismatch, MappingError or PrecisionError.
     """
@@ -82,7 +82,7 @@ def make_plan(
         _check_consumed(jobs, derived, source)
         trained = source if optimizer and isinstance(source, OptimizerSource) else None
         specs = {**source.specs, **(trained.optimizer_specs if trained else {})}
-        if trained and naming == "in memory":
+        if trained and naming in OF_TRAINERS:
             by_row = {row: reading_masters(row_jobs, trained) for row, row_jobs in by_row.items()}
         targets: dict[str, TensorSpec] = {}
         for row, row_jobs in by_row.items():
@@ -95,7 +95,9 @@ def make_plan(
                 targets |= _targets(job, shapes, model, specs, source.layout, target, dtype)
         written = tuple(job for row_jobs in by_row.values() for job in row_jobs)
         plan = Plan(model, source.layout, target, written, targets, derived, parallelism)
-        return _with_optimizer(plan, jobs, trained, specs, stored, masters=naming != "in memory") if trained else plan
+        if trained is None:
+            return plan
+        return _with_optimizer(plan, jobs, trained, specs, stored, masters=naming not in OF_TRAINERS)
 
 
 def plan_weights(source: PlanSource) -> Plan:
@@ -155,7 +157,7 @@ def _row_jobs(
         reads = names(row.source, source.layout, place) if here else ()
         writes = names(row, target, place) if there else ()
         stored = _copies(copies, model) if source.layout == "hf" else ()
-        kept = _copies((one for one in copies if one.written or naming == "in memory"), model) if target == "hf" else ()
+        kept = _copies((one for one in copies if one.written or naming in OF_TRAINERS), model) if target == "hf" else ()
         stored = tuple(name for name in stored if name in source.specs)
         if stored and reads[0] not in source.specs:  # savers that leave out copies may leave out the original
             reads, stored = (stored[0], *reads[1:]), stored[1:]

@@ -1,7 +1,7 @@
 """Read a model in PyTorch's own checkpoint (DCP) with Hugging Face's names.
 
 Trainers without names of their own save it: accelerate's FSDP 1 and 2, `dcp.save` of a state dict, megatron-fsdp.
-torchtitan's Llama is read, too. AdamW's state is read if it is stored by parameter name. `.metadata` says where the
+torchtitan's names are read, too. AdamW's state is read if it is stored by parameter name. `.metadata` says where the
 pieces are. A config.json, beside the checkpoint or in the reference, says which model it is.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import Chunk, whole
-from precisionctl.checkpoints.dcp import torchtitan
+from precisionctl.checkpoints.dcp import torchtitan, torchtitan_families
 from precisionctl.checkpoints.dcp.dcp_optimizer import split_off, with_names
 from precisionctl.checkpoints.hf_directory.fused_experts import stacks
 from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, says_its_model
@@ -69,7 +69,8 @@ class DcpModelReader(TrainerDirectory):
     (`index_of_optimizer`). Opening it reads `.metadata` alone. A weight in FP32 is its own master.
 
     Raises DamagedCheckpoint where pieces and files contradict each other, UnsafePickle, and CheckpointError where no
-    config.json says which model it is, or weights are FP8 codes. `of_torchtitan` says that names are torchtitan's.
+    config.json says which model it is, or weights are FP8 codes. `of_torchtitan` says that names are torchtitan's, and
+    `unplaced` are buffers of its that the model has no place for.
     """
 
     container = "dcp"
@@ -99,13 +100,17 @@ class DcpModelReader(TrainerDirectory):
         prefixes = {kind: state_name(kind, "") if kind else "" for kind in tensors}
         stored = {prefixes[kind] + name: one for kind, found in tensors.items() for name, one in found.items()}
         self._stored = LogicalTensors(stored)
-        self.of_torchtitan = torchtitan.EMBEDDING in tensors[""]
+        self.of_torchtitan = torchtitan_families.EMBEDDING in tensors[""]
+        self.unplaced: Sequence[str] = ()
         self._places: dict[str, str | torchtitan.Heads] = {name: name for name in stored}
-        if self.of_torchtitan and says_its_model(self) and self.model.architecture == "llama":
+        described = self.of_torchtitan and says_its_model(self)
+        family = torchtitan_families.FAMILIES.get(self.model.architecture) if described else None
+        if family:
+            self.unplaced = [name for name in tensors[""] if family.hf_name(name, self.model) is None]
             self._places = {}
             for kind, found in tensors.items():
                 names = {name: prefixes[kind] + name for name in found}
-                renamed = torchtitan.by_hf_names(self._stored, names, self.model, path)
+                renamed = torchtitan.by_hf_names(self._stored, names, family, self.model, path)
                 self._places |= {prefixes[kind] + name: place for name, place in renamed.items()}
         specs = {name: self._spec(place) for name, place in self._places.items()}
         self.specs: Mapping[str, TensorSpec] = {n: spec for n, spec in specs.items() if not n.startswith(STATE)}

@@ -10,6 +10,7 @@ from typing import Any
 
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Chunk
+from precisionctl.checkpoints.dcp.torchtitan_families import BIAS, GATE
 from precisionctl.checkpoints.hf_directory.config_json import config_of_values, write_beside
 from precisionctl.checkpoints.hf_directory.fused_experts import stored_name
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun
@@ -17,7 +18,7 @@ from precisionctl.checkpoints.torch_dist.placement import Placement
 from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip, torch_zip_writer
 from precisionctl.dtypes import DType
 from precisionctl.fp8.state import Fp8States
-from precisionctl.param import ONE_RANK, TensorSpec, kind_and_parameter, state_name
+from precisionctl.param import ONE_RANK, STATE, TensorSpec, kind_and_parameter, state_name
 
 PIECE_BYTES = 256 << 20
 """Most bytes in a piece: a rank that loads a shard reads whole pieces."""
@@ -94,9 +95,8 @@ class DcpWriter:
                 if shape is None:
                     objects[key] = span
                 else:
-                    tensors[key] = dcp_metadata.DcpTensor(
-                        shape, DType.float32, (dcp_metadata.DcpPiece(shape, shape, span),)
-                    )
+                    piece = dcp_metadata.DcpPiece((0,) * len(shape), shape, span)
+                    tensors[key] = dcp_metadata.DcpTensor(shape, DType.float32, (piece,))
                 offset += file.write(record)
         config = config_of_values(self._companions, self._config, self.specs)
         write_beside(self.directory, self._companions, config, fp8)
@@ -131,7 +131,16 @@ class DcpWriter:
 class TorchtitanWriter(DcpWriter):
     """As DcpWriter, but as torchtitan's checkpoint manager writes it: weights at the top, the optimizer flat, with
     settings for each parameter, and AdamW's count as the progress of schedule and training. `specs` have torchtitan's
-    names."""
+    names. The bias by which it balances experts begins at zero where `specs` have none."""
+
+    def _small_entries(self) -> Iterator[tuple[tuple[str | int, ...], bytes, tuple[int, ...] | None]]:
+        yield from super()._small_entries()
+        for name, spec in self.specs.items():
+            bias = name.removesuffix(GATE) + BIAS
+            if name.endswith(GATE) and not name.startswith(STATE) and bias not in self.specs:
+                shape = spec.shape[:1]
+                zeros = torch_zip_writer.SmallTensor(DType.float32, shape, bytes(shape[0] * DType.float32.itemsize))
+                yield self._path_of_weight(bias), torch_zip_writer.dump(zeros), shape
 
     def _path_of_weight(self, name: str) -> tuple[str, ...]:
         return (name,)
