@@ -12,6 +12,7 @@ from typing import Any
 
 from precisionctl.architectures.read_off import HEAD_OF_NUMBERS
 from precisionctl.checkpoints.base import WITH_REFERENCE, Reader
+from precisionctl.checkpoints.dcp.torchtitan_families import EMBEDDINGS
 from precisionctl.checkpoints.hf_directory.safetensors_file import read_described
 from precisionctl.checkpoints.other_trainers.trainer_directory import says_its_model
 from precisionctl.checkpoints.output import GOES_ON, UNFINISHED, is_unfinished
@@ -144,12 +145,12 @@ def _is_dcp(reader: Reader) -> bool:
 
 TENSORS = (
     Foreign(
-        "a checkpoint of torchtitan, of another model than Llama",
+        "a checkpoint of torchtitan, of a model whose names are not known (docs/trainers.md has those that are)",
         f"`{dcp_metadata.FILE}`, and a tensor `tok_embeddings.weight`",
         "In a clone of torchtitan: `python scripts/checkpoint_conversion/convert_to_hf.py {path} OUT --hf_assets_path "
-        f"HF_DIR --model_name qwen3 --model_flavor 8B`, with your model's name; {_THEN}.",
+        f"HF_DIR --model_name qwen3_5 --model_flavor 4B`, with your model's name; {_THEN}.",
         lambda reader: (
-            _first(reader.specs, "tok_embeddings.weight".__eq__) if _is_dcp(reader) and says_its_model(reader) else None
+            _first(reader.specs, EMBEDDINGS.__contains__) if _is_dcp(reader) and says_its_model(reader) else None
         ),
     ),
     Foreign(

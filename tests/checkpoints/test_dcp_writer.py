@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import conversions
 import pico
@@ -24,7 +23,7 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.worker import Worker
 from precisionctl.dtypes import DType
-from precisionctl.errors import MappingError, RecipeError
+from precisionctl.errors import RecipeError
 from precisionctl.param import MOMENTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -182,18 +181,6 @@ def test_rotary_pairs_are_moved_there_and_back() -> None:
     assert torch.equal(query, in_pairs(plain[0], shape.kv_channels)) and torch.equal(value, plain[2])
     assert torch.equal(key, in_pairs(plain[1], shape.kv_channels))
     assert torch.equal(pairs.merge((query, key, value), shape), whole)
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "said"),
-    [("qwen3", {}, "its Llama alone.*qwen3"), ("llama-3", {"attention_bias": True}, "no `model.layers")],
-)
-def test_torchtitan_is_refused_a_model_that_its_llama_is_not(
-    tmp_path: Path, family: str, changes: dict[str, Any], said: str
-) -> None:
-    pico.save(tmp_path / "hf", family, **changes)
-    with pytest.raises(MappingError, match=said):
-        plan_command(Request(tmp_path / "hf", tmp_path / "out", "hf", container="torchtitan"))
 
 
 def test_an_fp8_directory_becomes_values_and_no_codes_are_written(tmp_path: Path) -> None:

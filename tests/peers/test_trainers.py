@@ -18,6 +18,7 @@ import transformers
 from core_models import of_stages
 from forked import free_port
 from repository import HELPERS, ROOT
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -112,30 +113,99 @@ def test_hf_trainer_goes_on_from_what_came_through_megatron(accelerated: tuple[P
     assert len(whole) == 8 and resumed == whole
 
 
-@pytest.mark.parametrize(("ranks", "fused"), [(1, True), (2, True), (2, False)])
-def test_torchtitans_weights_and_moments_are_its_own_adapters_and_it_goes_on_from_ours_to_the_last_bit(
-    tmp_path: Path, ranks: int, fused: bool
-) -> None:
+def torchtitan() -> Path:
     versions = (f"torch=={torch.__version__.partition('+')[0]}", f"transformers=={transformers.__version__}")
     also = "torchdata datasets einops tyro tensorboard spmd_types==0.2.3 torch_checkpointing".split()
-    python = environments.python_with(
+    return environments.python_with(
         "torchtitan", (*environments.OUR_VERSIONS, *versions, *also), ("--no-deps", "torchtitan==0.3.0")
     )
-    run_ranks(python, ranks, "torchtitan_save.py", tmp_path, FUSED=str(int(fused)))
+
+
+_LATENT = {
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 32},
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+    },
+    "deepseek-v3": {**_LATENT, "model_type": "deepseek_v3", "q_lora_rank": 24, "num_nextn_predict_layers": 1},
+    "deepseek-v3-q-proj": {
+        **_LATENT,
+        "model_type": "deepseek_v3",
+        "q_lora_rank": None,
+        "num_nextn_predict_layers": 0,
+    },
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 128,
+    },
+}
+"""Of the models of torchtitan_save.py."""
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "fused"),
+    [
+        *(("llama", ranks, fused) for ranks, fused in ((1, True), (2, True), (2, False))),
+        *((model, 1, True) for model in _CONFIGS if model != "llama"),
+        *((model, 2, True) for model in ("qwen3-moe", "gpt-oss")),
+    ],
+)
+def test_torchtitans_weights_and_moments_are_its_own_adapters_and_it_goes_on_from_ours_to_the_last_bit(
+    tmp_path: Path, model: str, ranks: int, fused: bool
+) -> None:
+    """Of gpt-oss's experts the adapter has none: they are compared by what torchtitan goes on to, and by logits."""
+    run_ranks(torchtitan(), ranks, "torchtitan_save.py", tmp_path, model, FUSED=str(int(fused)))
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
     rope = {"rope_type": "default", "rope_theta": 10000.0}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, rope_parameters=rope)
-    config.save_pretrained(tmp_path / "config")
+    settings = {"model_type": model} | sizes | {"rope_parameters": rope} | _CONFIGS[model]
+    transformers.AutoConfig.for_model(**settings).save_pretrained(tmp_path / "config")
     made, reference = tmp_path / "checkpoint" / "step-2", tmp_path / "config"
     conversions.run(made, tmp_path / "megatron", "megatron", "bf16", reference=reference, verify=True)
-    conversions.run(tmp_path / "megatron", tmp_path / "back", "hf", container="dcp")
+    conversions.run(made, tmp_path / "hf", "hf", reference=reference)
     live = torch.load(tmp_path / "live.pt")
-    expected = as_state_dict(live["param"], exp_avg=live["exp_avg"], exp_avg_sq=live["exp_avg_sq"])
-    assert_same(read_by_torch(tmp_path / "back", expected), expected)
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    alone = {name: tensor for name, tensor in live["param"].items() if "_blocks" not in name}
+    assert [name for name, tensor in alone.items() if not torch.equal(weights[name], tensor)] == []
+    if ranks == 1:
+        ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+        with torch.no_grad():
+            logits = ours(torch.arange(16).view(1, 16) * 5).logits
+        assert torch.allclose(logits, live["logits"].float(), atol=0.02)  # torchtitan's experts compute in BF16
     if fused:  # as all of its own configs are
         conversions.run(tmp_path / "megatron", tmp_path / "on" / "checkpoint" / "step-2", "hf", container="torchtitan")
-        run_ranks(python, ranks, "torchtitan_save.py", tmp_path / "on", "on", FUSED="1")
+        run_ranks(torchtitan(), ranks, "torchtitan_save.py", tmp_path / "on", model, "on", FUSED="1")
         assert_same({"": torch.load(tmp_path / "on" / "resumed.pt")}, {"": torch.load(tmp_path / "after.pt")})
+    if model in ("llama", "qwen3"):  # others have experts in one tensor in memory
+        conversions.run(tmp_path / "megatron", tmp_path / "back", "hf", container="dcp")
+        expected = as_state_dict(live["param"], exp_avg=live["exp_avg"], exp_avg_sq=live["exp_avg_sq"])
+        assert_same(read_by_torch(tmp_path / "back", expected), expected)
 
 
 def verl() -> Path:

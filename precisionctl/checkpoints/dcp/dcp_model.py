@@ -100,7 +100,7 @@ class DcpModelReader(TrainerDirectory):
         prefixes = {kind: state_name(kind, "") if kind else "" for kind in tensors}
         stored = {prefixes[kind] + name: one for kind, found in tensors.items() for name, one in found.items()}
         self._stored = LogicalTensors(stored)
-        self.of_torchtitan = torchtitan_families.EMBEDDING in tensors[""]
+        self.of_torchtitan = any(name in tensors[""] for name in torchtitan_families.EMBEDDINGS)
         self.unplaced: Sequence[str] = ()
         self._places: dict[str, str | torchtitan.Heads] = {name: name for name in stored}
         described = self.of_torchtitan and says_its_model(self)

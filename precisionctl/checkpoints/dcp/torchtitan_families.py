@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from precisionctl.model.model_shape import ModelShape
 
-EMBEDDING = "tok_embeddings.weight"
+EMBEDDINGS = ("tok_embeddings.weight", "tok_embeddings.embedding.weight")
+"""A tensor that shows names to be torchtitan's; the second is Muse Glimmer's, which are not read."""
 
 GATE, BIAS = "moe.router.gate.weight", "moe.expert_bias_E"
 """The weight of a router, and the bias by which torchtitan balances its experts, in their layer."""
