@@ -12,8 +12,8 @@ from typing import Any
 
 from precisionctl.architectures.read_off import HEAD_OF_NUMBERS
 from precisionctl.checkpoints.base import WITH_REFERENCE, Reader
-from precisionctl.checkpoints.dcp.torchtitan_families import EMBEDDINGS
 from precisionctl.checkpoints.hf_directory.safetensors_file import read_described
+from precisionctl.checkpoints.other_trainers.torchtitan_families import EMBEDDINGS
 from precisionctl.checkpoints.other_trainers.trainer_directory import says_its_model
 from precisionctl.checkpoints.output import GOES_ON, UNFINISHED, is_unfinished
 from precisionctl.checkpoints.torch_files import dcp_metadata

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from precisionctl.architectures.head_rearrangements import QKV, RotaryPairs
 from precisionctl.architectures.rearrangements import SAME
-from precisionctl.checkpoints.dcp.torchtitan_families import FAMILIES, Family
+from precisionctl.checkpoints.other_trainers.torchtitan_families import FAMILIES, Family
 from precisionctl.errors import MappingError
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import STATE, TensorSpec, kind_and_parameter, state_name

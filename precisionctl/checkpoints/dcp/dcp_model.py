@@ -16,9 +16,10 @@ from pathlib import Path
 from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import Chunk, whole
-from precisionctl.checkpoints.dcp import torchtitan, torchtitan_families
+from precisionctl.checkpoints.dcp import torchtitan
 from precisionctl.checkpoints.dcp.dcp_optimizer import split_off, with_names
 from precisionctl.checkpoints.hf_directory.fused_experts import stacks
+from precisionctl.checkpoints.other_trainers import torchtitan_families
 from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, says_its_model
 from precisionctl.checkpoints.other_trainers.trainer_run import (
     ParameterGroup,

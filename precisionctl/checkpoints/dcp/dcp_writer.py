@@ -10,9 +10,9 @@ from typing import Any
 
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Chunk
-from precisionctl.checkpoints.dcp.torchtitan_families import BIAS, GATE
 from precisionctl.checkpoints.hf_directory.config_json import config_of_values, write_beside
 from precisionctl.checkpoints.hf_directory.fused_experts import stored_name
+from precisionctl.checkpoints.other_trainers.torchtitan_families import BIAS, GATE
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun
 from precisionctl.checkpoints.torch_dist.placement import Placement
 from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip, torch_zip_writer

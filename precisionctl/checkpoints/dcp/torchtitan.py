@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.chunks import Chunked, read_rows
-from precisionctl.checkpoints.dcp.torchtitan_families import Family
+from precisionctl.checkpoints.other_trainers.torchtitan_families import Family
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.torch_when_used import torch
