@@ -138,8 +138,8 @@ def unread_notes(reader: Reader) -> Iterator[str]:
         yield f"Not carried over from the run: {counted(len(reader.left), 'tensor')} of its optimizer and other state."
     if isinstance(reader, DcpModelReader) and reader.unplaced:
         yield (
-            f"`{reader.unplaced[0]}` and its like, by which torchtitan balanced experts, stay behind, as in its own "
-            f"adapter: a {reader.model.model_type} chooses experts by their scores alone, so it may choose others."
+            f"`{reader.unplaced[0]}` and its like, by which torchtitan balanced experts, stay behind: a "
+            f"{reader.model.model_type} chooses experts by their scores alone, and so perhaps others."
         )
     if of_trainer(reader) and reader.unread:
         yield f"These parts of the optimizer are not read, and stay behind: {reader.unread}."
