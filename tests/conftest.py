@@ -117,6 +117,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     from programs import fork_server
 
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # what is in cycles is small here, and looking for it took a tenth of the time
     gc.enable()
     if not session.config.getoption("collectonly") and session.items:
         fork_server()
