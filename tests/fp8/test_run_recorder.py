@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training import make_source, make_text
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from precisionctl import api
@@ -379,6 +379,8 @@ def test_a_model_that_torch_has_wrapped_or_sharded_is_recorded_as_itself(
 
 def test_transformers_trainer_records_by_a_callback(llama: Place, tmp_path: Path) -> None:
     judge("accelerate", "transformers' Trainer asks for it")
+    from transformers import Trainer, TrainingArguments  # for which each process that collects would import `datasets`
+
     rows = [{"input_ids": row, "labels": row} for batch, _ in llama.batches for row in batch.tokens]
     arguments = TrainingArguments(
         str(tmp_path / "run"),

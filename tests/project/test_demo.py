@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.demo import report, story
+from precisionctl.demo import story
 from precisionctl.demo.story import CommandRun, DemoResults
 from precisionctl.errors import DestinationExists, PrecisionctlError
 from precisionctl.tokens.tokenizer import Tokenizer
@@ -86,6 +86,8 @@ def write_runs(folder: Path, **losses: list[float]) -> Path:
 
 
 def verdicts(told: DemoResults, folder: Path) -> list[str]:
+    from precisionctl.demo import report  # for which each process that collects would import matplotlib
+
     return [row[3] for row in report.table(told, folder).rows]
 
 
@@ -117,6 +119,8 @@ def test_a_seeded_start_as_bad_as_a_cold_one_is_said_to_be(tmp_path: Path) -> No
 
 
 def test_the_page_is_whole_in_itself_and_names_every_command(tmp_path: Path) -> None:
+    from precisionctl.demo import report
+
     folder = write_runs(tmp_path)
     report.write(told(), folder, report.table(told(), folder))
     page = (folder / report.PAGE).read_text()

@@ -14,9 +14,6 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.engines.base import engine_named
 from precisionctl.verify.engine_rules import check
 
-compressors = judge("compressed_tensors.compressors")
-quantization = judge("compressed_tensors.quantization")
-
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 PARTS = {
     "groups": ({"strategy": "group", "group_size": 16}, (1, 16)),
@@ -28,6 +25,7 @@ PARTS = {
 
 def written(directory: Path, arguments: dict, part: tuple[int, int]) -> None:
     """A Llama whose linears compressed-tensors has made FP8 codes of; of scales, BF16."""
+    compressors, quantization = map(judge, ("compressed_tensors.compressors", "compressed_tensors.quantization"))
     model = pico.make("llama-3", dtype=torch.bfloat16)
     group = {"targets": ["Linear"], "weights": FP8 | arguments}
     config = quantization.QuantizationConfig(
