@@ -1,10 +1,12 @@
 """What a step's metrics say that it took: tokens counted by hand, and FP8 state set so that casts go wrong."""
 
+import copy
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,30 +45,40 @@ def test_padding_is_no_token_and_texts_of_a_row_are_counted_apart() -> None:
     assert make_batch([[text[0], text[1]], [text[2]]], 0).lengths == [5, 7, 3]
 
 
+TOKENS = torch.arange(32).view(2, 16)
+
+
+def one_pass(model: GPT) -> None:
+    model(TOKENS).float().logsumexp(-1).mean().backward()
+
+
+@cache
+def warmed_up(family: str, history: int) -> tuple[GPT, dict[str, Fp8State]]:
+    """A model and the state that three passes leave."""
+    torch.manual_seed(0)
+    model = GPT(shape(family), Precision(fp8=True, delayed=DelayedScaling(amax_history_len=history)))
+    for _ in range(3):
+        one_pass(model)
+    states = {name: state for name, linear in fp8_linears(model).items() if (state := linear.fp8_state())}
+    assert states.keys() == fp8_linears(model).keys()
+    return model, copy.deepcopy(states)
+
+
 def health(family: str, role: Role, module: str, coded: float, history: int = 4) -> list[float]:
     """What is seen of a pass in which `role` of `module` has its amax at `coded`, in the units of codes, and all else
     has room for what that changes. The state comes from passes over the same tokens."""
-    torch.manual_seed(0)
-    recipe = DelayedScaling(amax_history_len=history)
-    model = GPT(shape(family), Precision(fp8=True, delayed=recipe))
-    tokens = torch.arange(32).view(2, 16)
-
-    def one_pass() -> None:
-        model(tokens).float().logsumexp(-1).mean().backward()
-
-    for _ in range(3):
-        one_pass()
+    model, states = warmed_up(family, history)
     for name, linear in fp8_linears(model).items():
-        state = linear.fp8_state()
-        assert state is not None
-        roles = {each: RoleState(part.scale / 4, part.amax_history) for each, part in state.roles.items()}
+        kept = copy.deepcopy(states[name].roles)
+        roles = {each: RoleState(part.scale / 4, part.amax_history) for each, part in kept.items()}
         if name == module:
-            exact = state.roles[role]
-            roles[role] = RoleState(coded / torch.finfo(recipe.dtype(role)).max * exact.scale, exact.amax_history)
+            exact = kept[role]
+            largest = torch.finfo(DelayedScaling().dtype(role)).max
+            roles[role] = RoleState(coded / largest * exact.scale, exact.amax_history)
         linear.set_fp8_state(Fp8State(roles))
     seen = Fp8Health(model)
     with seen.watch():
-        one_pass()
+        one_pass(model)
     assert seen.fractions is not None
     return seen.fractions.tolist()
 

@@ -125,14 +125,14 @@ def test_weights_of_a_run_that_goes_on_from_a_later_step_are_looked_at_before_th
     assert "Are the weights finite?" in refused.value.do
 
 
-@pytest.mark.parametrize("skips", [[], {"total": 1}, {"total": "1", "running": 0}, {"total": 1, "x": 0}], ids=str)
-def test_a_damaged_count_is_one_clear_error(place: Path, tmp_path: Path, skips: Any) -> None:
+def test_a_damaged_count_is_one_clear_error(place: Path, tmp_path: Path) -> None:
     made = settings(place / "source", place / "text.txt", tmp_path / "run", train__steps=1)
     _, finished, _ = run(made)
     note = finished.checkpoint / "precisionctl/run.json"
-    note.write_text(json.dumps(json.loads(note.read_text()) | {"skips": skips}))
-    if skips == {"total": 1}:  # what is not said is 0
-        run(made)
-        return
-    with pytest.raises(DamagedCheckpoint, match="its skipped steps"):
-        run(made)
+    written = json.loads(note.read_text())
+    for skips in ([], {"total": "1", "running": 0}, {"total": 1, "x": 0}):
+        note.write_text(json.dumps(written | {"skips": skips}))
+        with pytest.raises(DamagedCheckpoint, match="its skipped steps"):
+            run(made)
+    note.write_text(json.dumps(written | {"skips": {"total": 1}}))  # what is not said is 0
+    run(made)
