@@ -9,6 +9,7 @@ import pico
 import pytest
 import torch
 import verl_files
+from soaking import in_soak
 from torch import Tensor
 from trained_models import moments, trained
 
@@ -56,13 +57,12 @@ def assert_is(path: Path, live: dict[str, Tensor]) -> VerlReader:
 @pytest.mark.parametrize(
     ("family", "ranks", "replicas", "flat"),
     [
-        ("llama-3", 1, 1, False),
         ("llama-tied", 3, 1, False),
         ("llama-3", 2, 2, False),
         ("qwen3-moe", 2, 1, False),
-        ("llama-3", 3, 1, True),
         ("llama-tied", 3, 1, True),
         ("llama-3", 2, 2, True),
+        *in_soak(("llama-3", 1, 1, False), ("llama-3", 3, 1, True)),  # as the others, but for ties and replicas
     ],
 )
 def test_masters_and_moments_are_what_the_ranks_of_one_replica_have_together(

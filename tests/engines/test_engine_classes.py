@@ -9,6 +9,7 @@ import pytest
 import tiny_wrappers
 import torch
 from engine_exports import ENGINES
+from soaking import in_soak
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto as auto
 
@@ -54,8 +55,15 @@ def test_code_of_its_own_is_a_class(tmp_path: Path) -> None:
     assert "kimi_k3_text" not in told.output
 
 
-@pytest.mark.parametrize("target", ["vllm", "sglang"])
-@pytest.mark.parametrize("kind", ["qwen2_5_omni_thinker", "shieldgemma2"])
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    # each wrapper and each engine once: the note is one
+    [
+        ("qwen2_5_omni_thinker", "vllm"),
+        ("shieldgemma2", "sglang"),
+        *in_soak(("qwen2_5_omni_thinker", "sglang"), ("shieldgemma2", "vllm")),
+    ],
+)
 def test_no_engine_has_a_class_for_what_thinks_in_a_qwen_omni_alone_or_for_a_classifier(
     tmp_path: Path, kind: str, target: str
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from gpt_models import assert_texts_are_apart
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
@@ -143,9 +144,23 @@ def published(folder: Path, family: str, wide: tuple[str, ...] = ()) -> dict[str
     return tensors
 
 
-@pytest.mark.parametrize("wide", [(), ("A_log", "linear_attn.norm.weight")], ids=["bf16", "fp32 in part"])
-@pytest.mark.parametrize("container", ["torch_dist", "torch"])
-@pytest.mark.parametrize("family", ["qwen3-next", "qwen3-5"])
+WIDE = ("A_log", "linear_attn.norm.weight")
+"""Tensors that are stored in FP32."""
+
+
+@pytest.mark.parametrize(
+    ("family", "container", "wide"),
+    # each family is here with either container and either dtype, as is each container; in soak all three are combined
+    [
+        ("qwen3-next", "torch_dist", WIDE),
+        ("qwen3-next", "torch", ()),
+        ("qwen3-5", "torch_dist", ()),
+        ("qwen3-5", "torch", WIDE),
+        *in_soak(("qwen3-next", "torch_dist", ()), ("qwen3-next", "torch", WIDE)),
+        *in_soak(("qwen3-5", "torch_dist", WIDE), ("qwen3-5", "torch", ())),
+    ],
+    ids=str,
+)
 def test_a_published_checkpoint_comes_back_from_any_division(
     tmp_path: Path, family: str, container: str, wide: tuple[str, ...]
 ) -> None:

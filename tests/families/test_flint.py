@@ -71,7 +71,8 @@ def test_sinks_have_two_names_and_stay_fp32_with_routers(tmp_path: Path) -> None
     assert_same_tensors(tmp_path / "m", tmp_path / "m2")
 
 
-@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+# all kinds of rows in the other container: test_megatron_legacy.py
+@pytest.mark.parametrize("container", ["torch_dist", *in_soak("torch")])
 def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, container: str) -> None:
     pico.save(tmp_path / "hf", "flint", dtype=torch.bfloat16)
     assert_there_and_back(tmp_path / "hf", container=container, parallelism=Parallelism(2, 2))

@@ -206,7 +206,8 @@ def with_prediction_layer(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
 
 
-@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+# prediction layers of the other container: test_hybrid_prediction.py
+@pytest.mark.parametrize("container", ["torch_dist", *in_soak("torch")])
 def test_a_prediction_layer_has_one_stream_and_comes_back_from_any_division(tmp_path: Path, container: str) -> None:
     with_prediction_layer(tmp_path / "hf")
     assert_there_and_back(tmp_path / "hf", container=container, parallelism=Parallelism(2, 3, expert=2))

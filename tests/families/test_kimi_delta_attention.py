@@ -11,6 +11,7 @@ from gpt_models import assert_texts_are_apart
 from in_memory import to_hf, to_megatron
 from installed import BEFORE_5_23
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
@@ -98,8 +99,11 @@ def published(folder: Path, family: str) -> dict[str, Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("container", ["torch_dist", "torch"])
-@pytest.mark.parametrize("family", ["kimi-linear", "ling-3"])
+@pytest.mark.parametrize(
+    ("family", "container"),
+    # a family's rows and a container's files have nothing to do with each other: each is here once
+    [("kimi-linear", "torch_dist"), ("ling-3", "torch"), *in_soak(("kimi-linear", "torch"), ("ling-3", "torch_dist"))],
+)
 def test_a_published_checkpoint_comes_back_from_any_division(tmp_path: Path, family: str, container: str) -> None:
     stored = published(tmp_path / "hf", family)
     sizes = Parallelism(2, 2, expert=2)

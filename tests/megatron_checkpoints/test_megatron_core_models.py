@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from core_models import MODELS, of_experts, of_stages, peer
+from programs import word_for_soak
+from soaking import few
 from torch import Tensor
 
 from precisionctl.checkpoints.chunks import read_tensor, write_rows
@@ -24,6 +26,8 @@ from precisionctl.param import COLUMNS, GATED_ROWS, REPLICATED, ROWS, Parallel, 
 
 SHAPE = ModelShape("llama", 4, 64, 96, 8, 4, 16, 256, 256, 128)
 WAYS = ("plain", "fully_reshardable", "dp_reshardable")
+BRIEFLY = ("plain", "dp_reshardable")
+"""Of tensors and stages: experts' ranks, and runs that go on, have the third way too."""
 ROWS_OF = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias", "up_proj.weight")
 
 
@@ -63,35 +67,38 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 EXPERTS = ("experts", "shared experts after a dense layer", "as DeepSeek")
+EXPERTS_BRIEFLY = ("experts", "as DeepSeek", "singleton")
+"""DeepSeek's have shared experts after a dense layer, too."""
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Saved by two expert-parallel ranks, written by us for other sizes, and loaded by two ranks again."""
     top = tmp_path_factory.mktemp("experts")
-    saves = [{"directory": name, "args": MODELS[name]} for name in EXPERTS]
+    names = EXPERTS if word_for_soak(request) else [name for name in EXPERTS if name in EXPERTS_BRIEFLY]
+    saves = [{"directory": name, "args": MODELS[name]} for name in names]
     saves += [{"directory": "singleton", "args": MODELS["experts"], "singleton": True}]
     saves += [{"directory": way, "args": MODELS["experts"], "optimizer": way} for way in WAYS]
     for job in saves:
         job |= {"do": "save", "directory": str(top / job["directory"]), "dtype": "bfloat16"}
     peer(top, saves, expert_parallel=2)
-    for name in (*EXPERTS, "singleton"):
+    for name in (*names, "singleton"):
         rewrite(top / name, top / f"our {name}", Parallelism(tensor=2, pipeline=2, expert=4, expert_tensor=1))
     loads = [
         {"do": "load", "directory": str(top / f"our {name}"), "out": str(top / f"our {name}"), "te_names": True}
-        for name in (*EXPERTS, "singleton")
+        for name in (*names, "singleton")
     ]
     peer(top, loads, expert_parallel=2)
     return top
 
 
-@pytest.mark.parametrize("name", [*EXPERTS, "singleton"])
+@pytest.mark.parametrize("name", few([*EXPERTS, "singleton"], *EXPERTS_BRIEFLY))
 def test_we_read_every_tensor_that_expert_parallel_ranks_saved_bit_for_bit(experts, name):
     reader = TorchDistReader(experts / name)
     assert same({tensor: read_tensor(reader, tensor) for tensor in reader.specs}, of_experts(f"{experts / name}", 2))
 
 
-@pytest.mark.parametrize("name", [*EXPERTS, "singleton"])
+@pytest.mark.parametrize("name", few([*EXPERTS, "singleton"], *EXPERTS_BRIEFLY))
 def test_expert_parallel_ranks_load_what_we_wrote_for_other_sizes(experts, name):
     """Strictly: a missing `_extra_state` of any linear would fail it."""
     saved = of_experts(f"{experts / name}", 2)
@@ -111,18 +118,19 @@ def test_each_way_to_store_the_optimizer_of_experts_holds_the_same(experts):
 
 
 @pytest.fixture(scope="module")
-def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def grid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tied embeddings at TP 2 x PP 2 with each optimizer; written by us for one rank, and loaded at TP 2 x PP 2."""
     top = tmp_path_factory.mktemp("grid")
-    for way in WAYS:
+    ways = WAYS if word_for_soak(request) else BRIEFLY
+    for way in ways:
         (top / way).mkdir()
     saves = [
         {"do": "save", "directory": str(top / way), "args": MODELS["tied"], "dtype": "bfloat16", "optimizer": way}
-        for way in WAYS
+        for way in ways
     ]
     peer(top, saves, tensor_parallel=2, pipeline_parallel=2)
     loads = []
-    for way in WAYS:
+    for way in ways:
         run = carry_run(TorchDistReader(top / way), Parallelism(1))
         rewrite(top / way, top / f"our {way}", Parallelism(1), run)
         kind = "plain" if way == "plain" else "fully_reshardable"
@@ -142,7 +150,7 @@ def test_an_optimizer_cut_by_tensors_and_stages_is_read_by_parameter(grid, way):
     assert differing_masters(reader) == []
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", few(WAYS, *BRIEFLY))
 def test_megatron_core_goes_on_with_the_weights_and_the_optimizer_that_we_wrote(grid, way):
     def held(kind: str, where: str) -> dict[str, Tensor]:
         return {f"{kind}.{name}": tensor for name, tensor in of_stages(f"{grid}/{where}{kind}", 2, 2).items()}

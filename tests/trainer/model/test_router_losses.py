@@ -338,7 +338,7 @@ def count(
     loads[name].append(out[1][real].flatten().bincount(minlength=router.moe.num_experts))
 
 
-@pytest.mark.parametrize("factor", [1.25, -1.0, None])
+@pytest.mark.parametrize("factor", [1.25, -1.0, *in_soak(None)])  # which other tests' checkpoints have
 def test_tokens_that_megatron_drops_and_nothing_here_does_are_told_of(factor: float | None, tmp_path: Path) -> None:
     """megatron/core/transformer/moe/router.py, TopKRouter.routing: a capacity factor counts outside of training too;
     transformer_config.py: below 0 it is none."""
