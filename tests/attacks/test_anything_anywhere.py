@@ -68,17 +68,17 @@ def replaced(value: Any, at: Place, new: Any) -> Any:
     return changed
 
 
-@pytest.fixture(params=[0, *in_soak(1, 2)])
+@pytest.fixture(params=[0, *in_soak(*range(1, 6))])
 def check(request: pytest.FixtureRequest) -> Check:
-    """Reads what is written with any place replaced by one of three thirds of these kinds, which are dealt out to the
-    places in turn."""
+    """Reads what is written with any place replaced by a sixth of these kinds, of which there are six or more. They are
+    dealt out to the places in turn: each place and each kind has its turn, and in soak each place has every kind."""
 
     def in_all_places(value: Any, kinds: list[Any], write: Callable[[Any], object], read: Callable[[], object]) -> None:
         write(value)
         read()
         refused = 0
         for number, at in enumerate(places(value)):
-            for new in kinds[(number + request.param) % 3 :: 3]:
+            for new in kinds[(number + request.param) % 6 :: 6]:
                 write(replaced(value, at, new))
                 try:
                     read()
@@ -116,7 +116,7 @@ def test_a_config_of_nemo(check: Check, tmp_path: Path) -> None:
         assert isinstance(reader, LegacyReader)
         read_megatron_args(reader.args, 16, "here")
 
-    check(nemo_files.FIELDS, [None, 10**18, "x", [[1]]], write, read)
+    check(nemo_files.FIELDS, [None, True, 10**18, "x", [[1]], {"a": 1}], write, read)
 
 
 def test_an_adapters_config(check: Check, tmp_path: Path) -> None:
