@@ -446,7 +446,7 @@ def test_micro_batches_add_up_to_their_batch_however_its_targets_are_spread(plac
 
 def test_a_run_learns(place: Path, tmp_path: Path) -> None:
     _, _, made = run(
-        settings(place / "source", place / "text.txt", tmp_path / "run", "fp8", train__steps=40, train__save_every=40)
+        settings(place / "source", place / "text.txt", tmp_path / "run", "fp8", train__steps=16, train__save_every=16)
     )
     assert sum(made[-5:]) / 5 < 0.8 * made[0]
 
