@@ -72,8 +72,8 @@ class Encoding:
 
     def of_rows(self, row: int, rows: int) -> Encoding:
         """The encoding of rows `[row, row + rows)` alone, with scales of their own and no global one."""
-        zeros = None if self.zeros is None else self._rows_of(self.zeros, row, rows).expand(rows, -1)
-        return Encoding(self.element, self._grid(row, rows).expand(rows, -1), (1, self.block[1]), zeros=zeros)
+        scales, zeros = self._groups(row, rows)
+        return Encoding(self.element, scales, (1, self.block[1]), zeros=zeros)
 
     def scales(self, row: int, rows: int, columns: int) -> Tensor:
         """FP32 scale_inv of each element of rows `[row, row + rows)`: `[rows, columns]`, or `[rows, 1]` or `[1, 1]`
@@ -118,7 +118,7 @@ class Encoding:
         return codes
 
     def _groups(self, row: int, rows: int) -> tuple[Tensor, Tensor | None]:
-        """Scales and zero points of rows of packed codes, FP32 `[rows, groups]`."""
+        """Scales and zero points of rows, FP32 `[rows, groups]`."""
         zeros = None if self.zeros is None else self._rows_of(self.zeros, row, rows).expand(rows, -1)
         return self._grid(row, rows).expand(rows, -1), zeros
 
