@@ -10,8 +10,8 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.sizes import counted
 
 Local = Callable[[Config, int, object], list[bool]]
-"""From a config.json, the number of layers and the place for errors: whether each layer has the window where no list
-says so. Raises DamagedCheckpoint for keys that say no number."""
+"""From a config.json, the number of layers and the place for errors: whether each layer has the window, or is of
+another kind, where no list says so. Raises DamagedCheckpoint for keys that say no number."""
 
 
 def sliding_window(
@@ -52,10 +52,16 @@ def sliding_window(
     return Rule(keys, read, write)
 
 
-def layers_in_window(config: Config, where: object, local: Local) -> list[bool]:
-    """Whether each layer has the window: as `layer_types` lists them, else as the family has them."""
-    listed = listed_layers(config, _WINDOWS, where)
+def layers_of(kinds: Mapping[str, bool], config: Config, where: object, local: Local) -> list[bool]:
+    """What the kinds of layers mean: as `layer_types` lists them, else as the family has them. Raises as
+    `listed_layers`."""
+    listed = listed_layers(config, kinds, where)
     return local(config, layers(config, where), where) if listed is None else listed
+
+
+def layers_in_window(config: Config, where: object, local: Local) -> list[bool]:
+    """Whether each layer has the window."""
+    return layers_of(_WINDOWS, config, where, local)
 
 
 def layers_with_window(config: Config, where: object, local: Local, absent: int) -> list[bool]:
@@ -65,6 +71,15 @@ def layers_with_window(config: Config, where: object, local: Local, absent: int)
     if any(in_window) and config.get("sliding_window", absent) is None:
         raise DamagedCheckpoint("layer_types lists layers with a window, and there is no sliding_window", where=where)
     return in_window
+
+
+def window_fields(config: Config, where: object, windows: Sequence[bool], absent: int) -> Fields:
+    """The fields of layers of which these have a window, of `absent` tokens where no key says how many; none where no
+    layer has one."""
+    if not any(windows):
+        return {}
+    window = size({"sliding_window": absent} | dict(config), "sliding_window", where)
+    return {"sliding_window": window, "window_layers": None if all(windows) else tuple(windows)}
 
 
 def by_kind(windows: Sequence[bool], in_window: Fields, without: Fields) -> Fields:

@@ -49,11 +49,13 @@ def leading_dense(key: str, default: int = 0) -> Rule:
     return Rule((key,), read, write)
 
 
-def shared_experts(key: str, default: int | None = None) -> Rule:
-    """How many shared experts there are, each as large as a routed one; `default` where the key is absent."""
+def shared_experts(key: str, default: int | None = None, inner: int | None = None) -> Rule:
+    """How many shared experts there are, each as large as a routed one; `default` where the key is absent, and `inner`
+    where the size of one is."""
 
     def read(config: Config, where: object) -> Fields:
-        number = count({key: default} | dict(config), key, where)
+        config = {key: default, "moe_intermediate_size": inner} | dict(config)
+        number = count(config, key, where)
         return {"moe.shared_ffn_hidden_size": number * size(config, "moe_intermediate_size", where)} if number else {}
 
     def write(model: ModelShape) -> Config:

@@ -11,11 +11,10 @@ from precisionctl.architectures.config_keys import (
     Fields,
     Key,
     Rule,
-    layers,
     one_or_none,
     tied,
 )
-from precisionctl.architectures.config_layers import all_but_every, listed_layers
+from precisionctl.architectures.config_layers import all_but_every, layers_of
 from precisionctl.architectures.rope import rope
 from precisionctl.model.model_shape import ModelShape
 
@@ -30,8 +29,7 @@ def delta_net_layers(kinds: Mapping[str, bool]) -> Rule:
     """Which layers have a delta net, by these kinds."""
 
     def read(config: Config, where: object) -> Fields:
-        listed = listed_layers(config, kinds, where)
-        return {"gdn.layers": tuple(_UNLISTED(config, layers(config, where), where) if listed is None else listed)}
+        return {"gdn.layers": tuple(layers_of(kinds, config, where, _UNLISTED))}
 
     return Rule(("layer_types", _INTERVAL), read, write_layers)
 

@@ -1,12 +1,13 @@
-"""config.json's keys that Kimi Linear and Ling 3 have in common."""
+"""config.json's keys that families with Kimi delta attention have in common."""
 
 from collections.abc import Mapping
 
-from precisionctl.architectures.config_keys import Config, Entry, Key, Only, Reworded, reworded
+from precisionctl.architectures.config_keys import Config, Entry, Fields, Key, Only, Reworded, reworded, size
 from precisionctl.architectures.config_layers import numbered_layers
 from precisionctl.architectures.shared.deepseek_keys import SIGMOID, groups, latent_attention, shared_experts
-from precisionctl.errors import DamagedCheckpoint
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.recurrent_parts import GatedDeltaNet
 
 _WORDS: Mapping[str, str] = {
     "max_position_embeddings": "model_max_length",
@@ -14,7 +15,7 @@ _WORDS: Mapping[str, str] = {
     "n_group": "num_expert_group",
     "num_experts_per_tok": "num_experts_per_token",
 }
-"""DeepSeek's, and the ones that both families' classes save."""
+"""DeepSeek's, and the ones that the classes of Kimi Linear and Ling 3 save."""
 
 
 def common(published: bool, number: int, group_counts: tuple[int, int], scaling: float) -> tuple[Entry, ...]:
@@ -36,12 +37,51 @@ def common(published: bool, number: int, group_counts: tuple[int, int], scaling:
 
 
 LISTS = ("kda_layers", "full_attn_layers")
-"""Of `linear_attn_config`: the numbers of layers with delta attention, and of those without, counting from 1."""
+"""Of `linear_attn_config`: the numbers of layers with delta attention, and of those without."""
+
+BESIDE = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+"""Of `linear_attn_config`: sizes, with transformers' words for them beside it."""
+
+
+def checked(said: object, family: str, where: object, *more: str) -> Config:
+    """A `linear_attn_config` of sizes, LISTS and these keys. Raises DamagedCheckpoint for what is no object, and
+    UnknownArchitecture for other keys."""
+    if not isinstance(said, Mapping):
+        raise DamagedCheckpoint(f"linear_attn_config is {shown(said)}, not an object", where=where)
+    for key in said:
+        if key not in (*BESIDE, *LISTS, *more):
+            what = f"no {family} known here has linear_attn_config.{key}={shown(said[key])}"
+            raise UnknownArchitecture(what, where=where)
+    return said
+
+
+def read_sizes(said: Config, where: object, config: Config, absent: Mapping[str, int]) -> Fields:
+    """What a `linear_attn_config` says of the sizes of delta attention, or `config` in transformers' words; else they
+    are as `absent` has them."""
+    head, number, taps = (
+        size({inner: config.get(beside, absent.get(inner))} | dict(said), inner, where)
+        for inner, beside in BESIDE.items()
+    )
+    return {
+        **dict.fromkeys(("gdn.key_head_dim", "gdn.value_head_dim", "gdn.kda_lora_rank"), head),
+        **dict.fromkeys(("gdn.num_key_heads", "gdn.num_value_heads"), number),
+        "gdn.conv_kernel_dim": taps,
+        "gdn.kda": True,
+    }
+
+
+def write_sizes(gdn: GatedDeltaNet) -> Config:
+    """The inverse, of `linear_attn_config`."""
+    return dict(zip(BESIDE, (gdn.key_head_dim, gdn.num_key_heads, gdn.conv_kernel_dim), strict=True))
 
 
 def shared_out(said: Config, number: int, where: object) -> list[bool]:
-    """Whether each of so many layers has delta attention, as the LISTS say. Raises DamagedCheckpoint unless each layer
-    is in one of them."""
+    """Whether each of so many layers has delta attention, as the LISTS say, which count from 1. Raises
+    DamagedCheckpoint unless each layer is in one of them."""
     of_kda, full = (numbered_layers(said[key], key, where) for key in LISTS)
     if of_kda & full or of_kda | full != {*range(1, number + 1)}:
         what = f"kda_layers and full_attn_layers do not share out layers 1 to {number}"
@@ -49,8 +89,8 @@ def shared_out(said: Config, number: int, where: object) -> list[bool]:
     return [layer + 1 in of_kda for layer in range(number)]
 
 
-def layer_lists(model: ModelShape) -> Config:
-    """The inverse."""
-    numbers = range(1, model.num_layers + 1)
-    kinds = ([layer for layer in numbers if model.has_delta_net(layer - 1) is kind] for kind in (True, False))
+def layer_lists(model: ModelShape, first: int = 1) -> Config:
+    """The LISTS of a model, counting from `first`."""
+    numbers = range(first, first + model.num_layers)
+    kinds = ([layer for layer in numbers if model.has_delta_net(layer - first) is kind] for kind in (True, False))
     return dict(zip(LISTS, kinds, strict=True))

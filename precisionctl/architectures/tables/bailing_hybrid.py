@@ -10,8 +10,8 @@ prediction is behind the decoder's, and transformers neither reads nor writes it
 
 from typing import Any
 
-from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule, is_on, layers, size
-from precisionctl.architectures.config_layers import all_but_every, listed_layers
+from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule, is_on, size
+from precisionctl.architectures.config_layers import all_but_every, layers_of
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
 from precisionctl.architectures.rope import KEYS, rope
 from precisionctl.architectures.shared.deepseek_keys import SHARED_EXPERT_SIZE, experts_by_list
@@ -64,16 +64,14 @@ _UNLISTED = all_but_every(6, "layer_group_size")
 
 
 def _read_kda(config: Config, where: object) -> Fields:
-    listed = listed_layers(config, KINDS, where)
-    if listed is None:
-        listed = _UNLISTED(config, layers(config, where), where)
+    with_delta_net = layers_of(KINDS, config, where, _UNLISTED)
     said = {"head_dim": 128, "short_conv_kernel_size": 4} | dict(config)
     heads, head, taps = (size({first: said.get(then)} | dict(config), first, where) for first, then in _SAVED.items())
     bounded, bound = is_on(config, "kda_safe_gate", where, absent=True), config.get("kda_lower_bound", -5.0)
     if bounded and bound is None:
         raise DamagedCheckpoint("kda_lower_bound is None, not a negative number", where=where)
     return {
-        "gdn.layers": tuple(listed),
+        "gdn.layers": tuple(with_delta_net),
         **dict.fromkeys(("gdn.num_key_heads", "gdn.num_value_heads"), heads),
         **dict.fromkeys(("gdn.key_head_dim", "gdn.value_head_dim"), head),
         "gdn.conv_kernel_dim": taps,

@@ -8,14 +8,19 @@ Traps: layers of prediction are behind those that `num_hidden_layers` counts. Wh
 Published files call it `bailing_moe`, which Ling 1 is called, too: its class tells them apart.
 """
 
-from precisionctl.architectures.config_keys import SILU, SIZES, Config, Fields, Key, Only, Rule, heads, reworded, tied
+from precisionctl.architectures.config_keys import SILU, SIZES, Config, Fields, Key, Only, Rule, heads, tied
 from precisionctl.architectures.param_map import Alias, Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.deepseek_keys import SHARED_EXPERT_SIZE, experts, groups
+from precisionctl.architectures.shared.deepseek_keys import groups
 from precisionctl.architectures.shared.deepseek_rows import prediction
 from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, FINAL_NORM, MLP, MLP_NORM, OUTPUT
 from precisionctl.architectures.shared.moe_rows import MOE_NORM, NUMBERED, ROUTER, SHARED_EXPERTS
-from precisionctl.architectures.tables.sarvam_moe import PUBLISHED_ATTENTION, PUBLISHED_BIAS, PUBLISHED_EMBEDDING, WORDS
+from precisionctl.architectures.tables.sarvam_moe import (
+    PUBLISHED_ATTENTION,
+    PUBLISHED_BIAS,
+    PUBLISHED_EMBEDDING,
+    ROUTING_KEYS,
+)
 from precisionctl.errors import UnknownArchitecture, shown
 
 _CLASS = "BailingMoeV2ForCausalLM"
@@ -58,11 +63,7 @@ ARCHITECTURE = Architecture(
         Key("qkv_bias", "use_qkv_bias", False),
         Only("use_bias", False),
         Key("qk_layernorm", "use_qk_norm", True),
-        *reworded(experts(shared=1, dense=1), WORDS, published=True),
-        SHARED_EXPERT_SIZE,
-        Only("score_function", "sigmoid", "moe.score_function", "sigmoid"),
-        Only("moe_router_enable_expert_bias", True, "moe.expert_bias", True),
-        Only("norm_topk_prob", True),
+        *ROUTING_KEYS,
         groups(8, 4),
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
         Key("norm_epsilon", "rms_norm_eps", 1e-6),

@@ -15,7 +15,6 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
-    count,
     heads,
     layers,
     size,
@@ -24,6 +23,7 @@ from precisionctl.architectures.config_keys import (
 from precisionctl.architectures.param_map import Architecture, Either, Row, renamed
 from precisionctl.architectures.rearrangements import SQUEEZED
 from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.deepseek_keys import shared_experts
 from precisionctl.architectures.shared.deepseek_rows import decoder
 from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, ROUTER, SHARED_EXPERTS
@@ -52,17 +52,6 @@ def _write_layers(model: ModelShape) -> Config:
     return {"moe_layer_start_index": those[0], "moe_layer_end_index": those[-1], "moe_layer_interval": step}
 
 
-def _read_shared(config: Config, where: object) -> Fields:
-    said = {"moe_num_shared_experts": 2, "moe_intermediate_size": 1536} | dict(config)
-    number = count(said, "moe_num_shared_experts", where)
-    return {"moe.shared_ffn_hidden_size": number * size(said, "moe_intermediate_size", where)} if number else {}
-
-
-def _write_shared(model: ModelShape) -> Config:
-    shared = model.moe.shared_ffn_hidden_size if model.moe else None
-    return {"moe_num_shared_experts": shared // model.moe.ffn_hidden_size if model.moe and shared else 0}
-
-
 ARCHITECTURE = Architecture(
     model_types={"ernie4_5_moe": "Ernie4_5_MoeForCausalLM"},
     rows=decoder((*ATTENTION_NORM, *ATTENTION), routing=(*ROUTER, _BIAS, *SHARED_EXPERTS)),
@@ -74,7 +63,7 @@ ARCHITECTURE = Architecture(
         Key("moe.num_experts", "moe_num_experts", 64, synonym="num_experts"),
         Key("moe.topk", "moe_k", 6, synonym="num_experts_per_tok"),
         Key("moe.ffn_hidden_size", "moe_intermediate_size", 1536),
-        Rule(("moe_num_shared_experts",), _read_shared, _write_shared),
+        shared_experts("moe_num_shared_experts", 2, inner=1536),
         Rule(("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"), _read_layers, _write_layers),
         Only("moe_norm_min", 1e-12),
         Always("moe.expert_bias", True),

@@ -33,7 +33,7 @@ from precisionctl.architectures.config_keys import (
     size,
     tied,
 )
-from precisionctl.architectures.config_layers import all_but_every, layer_types, layers_in_window
+from precisionctl.architectures.config_layers import all_but_every, layer_types, layers_in_window, window_fields
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, only_with, renamed, when
 from precisionctl.architectures.rearrangements import GAMMA, SAME, VOCABULARY
 from precisionctl.architectures.rope import rope_by_kind
@@ -54,7 +54,7 @@ from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import ROWS
 
-_ABSENT = {"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512}
+_ABSENT = {"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512}
 """What its class takes for keys that are not there."""
 
 _ROPE = {
@@ -205,10 +205,7 @@ def _write_experts(model: ModelShape) -> Config:
 
 
 def _read_windows(config: Config, where: object) -> Fields:
-    windows = _windows(config, where)
-    if not any(windows):
-        return {}
-    return {"sliding_window": size({**_ABSENT, **config}, "sliding_window", where), "window_layers": tuple(windows)}
+    return window_fields(config, where, _windows(config, where), 512)
 
 
 def _write_windows(model: ModelShape) -> Config:

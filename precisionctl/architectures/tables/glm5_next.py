@@ -9,11 +9,10 @@ has one. Engines compute all of attention in BF16. Published is the wrapper alon
 transformers has no class.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule, is_on, layers, size
-from precisionctl.architectures.config_layers import all_but_every, listed_layers
+from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule, is_on, layers
+from precisionctl.architectures.config_layers import all_but_every, layers_of
 from precisionctl.architectures.param_map import Architecture, as_values, renamed
 from precisionctl.architectures.shared.deepseek_keys import (
     INDEXER,
@@ -31,6 +30,7 @@ from precisionctl.architectures.shared.deepseek_rows import (
     prediction,
 )
 from precisionctl.architectures.shared.hyper_connection_rows import hyper_connection
+from precisionctl.architectures.shared.kda_keys import BESIDE, LISTS, checked, layer_lists, read_sizes, write_sizes
 from precisionctl.architectures.shared.kda_rows import either, in_memory, kda
 from precisionctl.architectures.shared.llama_rows import MLP, MLP_NORM, SEPARATE_NORM, model_rows
 from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM
@@ -53,14 +53,9 @@ _KINDS = {
 }
 """Of layers: has one delta attention? The first word for the others is that of published files."""
 
-_SIZES = {
-    "gdn.key_head_dim": ("head_dim", "linear_head_dim", 128),
-    "gdn.num_key_heads": ("num_heads", "linear_num_heads", 64),
-    "gdn.conv_kernel_dim": ("short_conv_kernel_size", "linear_conv_kernel_dim", 4),
-}
-"""Of delta attention: the published word, transformers', and what its class takes where none is said."""
+_ABSENT = {"head_dim": 128, "num_heads": 64, "short_conv_kernel_size": 4}
+"""What its class takes for sizes of delta attention that are not there."""
 _BOUND, _BESIDE_BOUND = "gate_lower_bound", "linear_lower_bound"
-_LISTS = ("kda_layers", "full_attn_layers")
 _UNLISTED = all_but_every(4)
 _DENSE = "first_k_dense_replace"
 _LISTED = experts_by_list(dense=3, key=_DENSE, reads_key=False)
@@ -70,38 +65,19 @@ def _read_kda(config: Config, where: object) -> Fields:
     """Raises UnknownArchitecture for layers that engines, which go by published lists, have otherwise than
     transformers."""
     found = config.get("linear_attn_config")
-    said = {} if found is None else found
-    if not isinstance(said, Mapping):
-        raise DamagedCheckpoint(f"linear_attn_config is {shown(said)}, not an object", where=where)
-    for key in said.keys() - {_BOUND, "safe_gate", *_LISTS, *(inner for inner, _, _ in _SIZES.values())}:
-        raise UnknownArchitecture(
-            f"no glm5_next known here has linear_attn_config.{key}={shown(said[key])}", where=where
-        )
-    sizes = {
-        field: size({inner: config.get(beside, absent)} | dict(said), inner, where)
-        for field, (inner, beside, absent) in _SIZES.items()
-    }
+    said = checked({} if found is None else found, "glm5_next", where, _BOUND, "safe_gate")
+    sizes = read_sizes(said, where, config, _ABSENT)
     bound = said.get(_BOUND, config.get(_BESIDE_BOUND, -5.0))
     if bound is None and found is not None and is_on(said, "safe_gate", where, absent=True):
         bound = -5.0
-    listed = listed_layers(config, _KINDS, where)
-    of_kda = _UNLISTED(config, layers(config, where), where) if listed is None else listed
-    for key, kind in zip(_LISTS, (True, False), strict=True):
+    of_kda = layers_of(_KINDS, config, where, _UNLISTED)
+    for key, kind in zip(LISTS, (True, False), strict=True):
         numbers = [layer for layer, each in enumerate(of_kda) if each is kind]
         if said.get(key, numbers) != numbers:
             what = f"linear_attn_config.{key} is {shown(said[key])}, and layer_types has {shown(numbers)}"
             raise UnknownArchitecture(what, where=where, do="transformers goes by layer_types, engines by the former.")
-    rank, heads = sizes["gdn.key_head_dim"], sizes["gdn.num_key_heads"]
-    return {
-        **sizes,
-        "gdn.layers": tuple(of_kda),
-        "gdn.kda": True,
-        "gdn.kda_lora_rank": rank,
-        "gdn.kda_lower_bound": bound,
-        "gdn.value_head_dim": rank,
-        "gdn.num_value_heads": heads,
-        **_read_indexers(config, of_kda, where),
-    }
+    indexers = _read_indexers(config, of_kda, where)
+    return {**sizes, "gdn.layers": tuple(of_kda), "gdn.kda_lower_bound": bound, **indexers}
 
 
 def _read_groups(config: Config, where: object) -> Fields:
@@ -136,17 +112,14 @@ def _read_indexers(config: Config, of_kda: list[bool], where: object) -> Fields:
 def _write_kda(model: ModelShape) -> Config:
     if model.gdn is None:
         return {}
-    kinds, numbers = list(_KINDS), range(model.num_layers)
-    sizes = (model.gdn.key_head_dim, model.gdn.num_key_heads, model.gdn.conv_kernel_dim)
-    bound = model.gdn.kda_lower_bound
-    layer_lists = ([layer for layer in numbers if model.has_delta_net(layer) is kind] for kind in (True, False))
+    kinds, bound = list(_KINDS), model.gdn.kda_lower_bound
     return {
-        "layer_types": [kinds[not model.has_delta_net(layer)] for layer in numbers],
+        "layer_types": [kinds[not has] for has in model.gdn.layers],
         "linear_attn_config": {
-            **{inner: value for (inner, _, _), value in zip(_SIZES.values(), sizes, strict=True)},
+            **write_sizes(model.gdn),
             _BOUND: bound,
             **({"safe_gate": False} if bound is None else {}),
-            **dict(zip(_LISTS, layer_lists, strict=True)),
+            **layer_lists(model, first=0),
         },
         **INDEXERS.write(model),
     }
@@ -181,8 +154,7 @@ ARCHITECTURE = Architecture(
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
         Key("activation_clamp", "swiglu_limit", 10.0),
         Rule(
-            ("layer_types", "linear_attn_config", _BESIDE_BOUND, *(beside for _, beside, _ in _SIZES.values()))
-            + INDEXERS.keys,
+            ("layer_types", "linear_attn_config", _BESIDE_BOUND, *BESIDE.values(), *INDEXERS.keys),
             _read_kda,
             _write_kda,
         ),

@@ -10,16 +10,16 @@ bounds are constants of Bridge.
 from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.architectures.config_keys import SILU, Config, Entry, Fields, Key, Only, Reworded, Rule, layers, size
+from precisionctl.architectures.config_keys import SILU, Config, Entry, Fields, Key, Only, Reworded, Rule, layers
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rearrangements import GAMMA, SAME, Padded, Rearrangement
 from precisionctl.architectures.row_layers import Layers
 from precisionctl.architectures.shared.deepseek_keys import experts_by_list, groups, latent_attention, shared_experts
 from precisionctl.architectures.shared.deepseek_rows import ROUTING
-from precisionctl.architectures.shared.kda_keys import LISTS, layer_lists, shared_out
+from precisionctl.architectures.shared.kda_keys import LISTS, checked, layer_lists, read_sizes, shared_out, write_sizes
 from precisionctl.architectures.shared.llama_rows import MLP, SEPARATE_NORM, model_rows
 from precisionctl.architectures.tables.kimi_linear import EXPERTS
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import COLUMNS, REPLICATED, ROWS, Parallel
 
@@ -144,44 +144,28 @@ def _read_said(config: Config, where: object) -> Fields:
     return {"activation": "situ", "linear_gate": "sigmoid per element", "moe.latent_norm": True}
 
 
-_SIZES = {
-    "gdn.key_head_dim": "head_dim",
-    "gdn.num_key_heads": "num_heads",
-    "gdn.conv_kernel_dim": "short_conv_kernel_size",
-}
 _BOUND, _FULL_GATE = "gate_lower_bound", "use_full_rank_gate"
 
 
 def _read_kda(config: Config, where: object) -> Fields:
-    said = config.get("linear_attn_config")
-    if not isinstance(said, Mapping):
-        raise DamagedCheckpoint(f"linear_attn_config is {shown(said)}, not an object", where=where)
-    known = (*_SIZES.values(), _BOUND, _FULL_GATE, *LISTS)
-    strange = [key for key in said if key not in known]
-    strange += [key for key in (_BOUND, *LISTS) if said.get(key) is None]
+    said = checked(config.get("linear_attn_config"), "kimi_k3", where, _BOUND, _FULL_GATE)
+    strange = [key for key in (_BOUND, *LISTS) if said.get(key) is None]
     strange += [_FULL_GATE] if said.get(_FULL_GATE) is not True else []
     for key in strange:
         what = f"no kimi_k3 known here has linear_attn_config.{key}={shown(said.get(key))}"
         raise UnknownArchitecture(what, where=where)
-    sizes = {field: size(said, key, where) for field, key in _SIZES.items()}
-    heads, channels = sizes["gdn.num_key_heads"], sizes["gdn.key_head_dim"]
     return {
-        **sizes,
+        **read_sizes(said, where, {}, {}),
         "gdn.layers": tuple(shared_out(said, layers(config, where), where)),
-        "gdn.kda": True,
-        "gdn.kda_lora_rank": channels,
         "gdn.kda_full_gate": True,
         "gdn.kda_lower_bound": said[_BOUND],
-        "gdn.value_head_dim": channels,
-        "gdn.num_value_heads": heads,
     }
 
 
 def _write_kda(model: ModelShape) -> Config:
     if model.gdn is None:
         return {}
-    sizes = (model.gdn.key_head_dim, model.gdn.num_key_heads, model.gdn.conv_kernel_dim)
-    said = {**dict(zip(_SIZES.values(), sizes, strict=True)), _BOUND: model.gdn.kda_lower_bound, _FULL_GATE: True}
+    said = {**write_sizes(model.gdn), _BOUND: model.gdn.kda_lower_bound, _FULL_GATE: True}
     return {"linear_attn_config": {**said, **layer_lists(model)}}
 
 

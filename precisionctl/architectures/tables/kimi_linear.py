@@ -6,20 +6,26 @@ of which transformers saves the same name; and have A_log in four dimensions. co
 rotary embeddings that nothing turns by.
 """
 
-from collections.abc import Mapping
-
-from precisionctl.architectures.config_keys import Config, Fields, Key, Only, Rule, layers, size
+from precisionctl.architectures.config_keys import Config, Fields, Key, Only, Rule, layers
 from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
 from precisionctl.architectures.rearrangements import Squeezed
 from precisionctl.architectures.shared.deepseek_keys import experts_by_list
 from precisionctl.architectures.shared.deepseek_rows import LATENT_ATTENTION, ROUTING
 from precisionctl.architectures.shared.delta_net_keys import KINDS
-from precisionctl.architectures.shared.kda_keys import LISTS, common, layer_lists, shared_out
+from precisionctl.architectures.shared.kda_keys import (
+    BESIDE,
+    LISTS,
+    checked,
+    common,
+    layer_lists,
+    read_sizes,
+    shared_out,
+    write_sizes,
+)
 from precisionctl.architectures.shared.kda_rows import either, in_memory, kda
 from precisionctl.architectures.shared.llama_rows import MLP, MLP_NORM, SEPARATE_NORM, model_rows
 from precisionctl.architectures.shared.moe_rows import FUSED, MOE_NORM, experts
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
 _KDA = kda(low_rank=True, a_log=Squeezed((1, 1, -1, 1)))
@@ -27,27 +33,14 @@ _SPARSE = {".mlp.": ".block_sparse_moe."}
 _BESIDE = tuple(row for row in ROUTING if isinstance(row, Row))
 EXPERTS = experts(*(f"model.layers.{{layer}}.block_sparse_moe.experts.{{expert}}.w{n}.weight" for n in (1, 3, 2)))
 
-_SIZES = {  # field, in linear_attn_config, beside it, and what the class takes for it
-    "gdn.key_head_dim": ("head_dim", "linear_head_dim", 128),
-    "gdn.num_key_heads": ("num_heads", "linear_num_heads", 32),
-    "gdn.conv_kernel_dim": ("short_conv_kernel_size", "linear_conv_kernel_dim", 4),
-}
+_ABSENT = {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4}
+"""What its class takes for sizes that are not there."""
 
 
 def _read_kda(config: Config, where: object) -> Fields:
-    said = config.get("linear_attn_config", {})
-    if not isinstance(said, Mapping):
-        raise DamagedCheckpoint(f"linear_attn_config is {shown(said)}, not an object", where=where)
-    for key in said.keys() - {*LISTS, *(inner for inner, _, _ in _SIZES.values())}:
-        what = f"no kimi_linear known here has linear_attn_config.{key}={shown(said[key])}"
-        raise UnknownArchitecture(what, where=where)
-    sizes = {
-        field: size({inner: config.get(beside, absent)} | dict(said), inner, where)
-        for field, (inner, beside, absent) in _SIZES.items()
-    }
-    rank, heads = sizes["gdn.key_head_dim"], sizes["gdn.num_key_heads"]
-    same = {"gdn.kda": True, "gdn.kda_lora_rank": rank, "gdn.value_head_dim": rank, "gdn.num_value_heads": heads}
-    return {**sizes, **same, "gdn.layers": tuple(_read_layers(config, said, where))}
+    said = checked(config.get("linear_attn_config", {}), "kimi_linear", where)
+    sizes = read_sizes(said, where, config, _ABSENT)
+    return {**sizes, "gdn.layers": tuple(_read_layers(config, said, where))}
 
 
 def _read_layers(config: Config, said: Config, where: object) -> list[bool]:
@@ -60,15 +53,7 @@ def _read_layers(config: Config, said: Config, where: object) -> list[bool]:
 
 
 def _write_kda(model: ModelShape) -> Config:
-    if model.gdn is None:
-        return {}
-    sizes = (model.gdn.key_head_dim, model.gdn.num_key_heads, model.gdn.conv_kernel_dim)
-    return {
-        "linear_attn_config": {
-            **{inner: value for (inner, _, _), value in zip(_SIZES.values(), sizes, strict=True)},
-            **layer_lists(model),
-        }
-    }
+    return {"linear_attn_config": {**write_sizes(model.gdn), **layer_lists(model)}} if model.gdn else {}
 
 
 ARCHITECTURE = Architecture(
@@ -84,9 +69,7 @@ ARCHITECTURE = Architecture(
     ),
     config=(
         *common(published=True, number=256, group_counts=(1, 1), scaling=2.446),
-        Rule(
-            ("layer_types", "linear_attn_config", *(beside for _, beside, _ in _SIZES.values())), _read_kda, _write_kda
-        ),
+        Rule(("layer_types", "linear_attn_config", *BESIDE.values()), _read_kda, _write_kda),
         Rule((), lambda config, where: {"rope_layers": (False,) * layers(config, where)}),
         experts_by_list(dense=1, key="first_k_dense_replace"),
         Only("mla_use_nope", True),

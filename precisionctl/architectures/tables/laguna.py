@@ -20,7 +20,14 @@ from precisionctl.architectures.config_keys import (
     size,
     tied,
 )
-from precisionctl.architectures.config_layers import by_kind, layer_types, layers_in_window, nowhere, numbered_layers
+from precisionctl.architectures.config_layers import (
+    by_kind,
+    layer_types,
+    layers_in_window,
+    nowhere,
+    numbered_layers,
+    window_fields,
+)
 from precisionctl.architectures.param_map import Architecture, Either, only_in, renamed
 from precisionctl.architectures.rope import KEYS, rope_of_kinds, write_rope_of_kinds
 from precisionctl.architectures.shared.deepseek_keys import experts_by_list
@@ -40,7 +47,7 @@ from precisionctl.model.model_fields import LinearGate
 from precisionctl.model.model_parts import check_size
 from precisionctl.model.model_shape import ModelShape
 
-_ABSENT = {"num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 512}
+_ABSENT = {"num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128}
 """What its class takes for keys that are not there."""
 
 _ROPE = {
@@ -70,8 +77,7 @@ def _read_attention(config: Config, where: object) -> Fields:
         "kv_channels": size(said, "head_dim", where),
         **by_kind(windows, {"num_attention_heads": in_window}, {"num_attention_heads": without}),
         **rope_of_kinds(config, where, windows, _ROPE, 1.0),
-        "sliding_window": size(said, "sliding_window", where) if any(windows) else None,
-        "window_layers": tuple(windows) if any(windows) and not all(windows) else None,
+        **window_fields(config, where, windows, 512),
     }
 
 

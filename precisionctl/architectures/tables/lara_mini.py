@@ -17,10 +17,9 @@ from precisionctl.architectures.config_keys import (
     Rule,
     heads,
     layers,
-    size,
     tied,
 )
-from precisionctl.architectures.config_layers import listed_layers
+from precisionctl.architectures.config_layers import listed_layers, window_fields
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rearrangements import BY_KIND, SAME
 from precisionctl.architectures.rope import rope
@@ -48,14 +47,8 @@ def _read_layers(config: Config, where: object) -> Fields:
     unlisted = [_PATTERN[layer % len(_PATTERN)] for layer in range(number)]
     said = {"layer_types": unlisted} | {key: value for key, value in config.items() if value is not None}
     nets, windows = (listed_layers(said, kinds, where) or [] for kinds in (_DELTA_NETS, _WINDOWS))
-    everywhere = all(windows)
-    window = size({"sliding_window": 512, **config}, "sliding_window", where) if any(windows) else None
-    return {
-        "gdn.layers": tuple(nets),
-        "sliding_window": window,
-        "window_layers": tuple(windows) if any(windows) and not everywhere else None,
-        "rope_layers": None if everywhere else tuple(windows),
-    }
+    rope_layers = None if all(windows) else tuple(windows)
+    return {"gdn.layers": tuple(nets), **window_fields(config, where, windows, 512), "rope_layers": rope_layers}
 
 
 def _write_layers(model: ModelShape) -> Config:

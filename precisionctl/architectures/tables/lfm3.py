@@ -19,10 +19,9 @@ from precisionctl.architectures.config_keys import (
     heads,
     is_on,
     layers,
-    size,
     tied,
 )
-from precisionctl.architectures.config_layers import listed_layers
+from precisionctl.architectures.config_layers import listed_layers, window_fields
 from precisionctl.architectures.param_map import Architecture, Either, only_in, only_with, renamed
 from precisionctl.architectures.rope import KEYS, rope_of_kinds, write_rope_of_kinds
 from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
@@ -81,8 +80,7 @@ def _read_layers(config: Config, where: object) -> Fields:
     attention = [in_window for in_window, other in zip(windows, convolutions, strict=True) if not other]
     return {
         "short_conv.layers": tuple(convolutions),
-        "sliding_window": size({"sliding_window": 256, **config}, "sliding_window", where) if any(windows) else None,
-        "window_layers": tuple(windows) if any(windows) and not all(windows) else None,
+        **window_fields(config, where, windows, 256),
         **(rope_of_kinds(config, where, attention, _ROPE, 1.0, partial=False) if attention else {}),
     }
 

@@ -18,10 +18,9 @@ from precisionctl.architectures.config_keys import (
     Rule,
     heads,
     layers,
-    size,
     tied,
 )
-from precisionctl.architectures.config_layers import layer_types, layers_with_window
+from precisionctl.architectures.config_layers import layer_types, layers_with_window, window_fields
 from precisionctl.architectures.param_map import Architecture, Row
 from precisionctl.architectures.rope import KEYS, rope
 from precisionctl.architectures.shared.gemma_rows import AFTER_ATTENTION
@@ -41,13 +40,7 @@ def _all_but_every_fourth(config: Config, layers: int, where: object) -> list[bo
 
 
 def _read_windows(config: Config, where: object) -> Fields:
-    windows = layers_with_window(config, where, _all_but_every_fourth, 2048)
-    if not any(windows):
-        return {}
-    return {
-        "sliding_window": size({"sliding_window": 2048} | dict(config), "sliding_window", where),
-        "window_layers": None if all(windows) else tuple(windows),
-    }
+    return window_fields(config, where, layers_with_window(config, where, _all_but_every_fourth, 2048), 2048)
 
 
 def _write_windows(model: ModelShape) -> Config:

@@ -55,16 +55,20 @@ PUBLISHED_EMBEDDING = renamed(EMBEDDING, _PUBLISHED)
 PUBLISHED_ATTENTION = renamed((*QK_NORMS, *PROJ, *_JOINED), _PUBLISHED)
 PUBLISHED_BIAS = renamed(EXPERT_BIAS, _PUBLISHED)
 
-WORDS = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
-_PREDICTION = "num_nextn_predict_layers"
-
-COMMON: tuple[Entry, ...] = (
-    TWO_CLASSES,
-    *reworded(experts(shared=1, dense=1), WORDS, published=True),
+_WORDS = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+ROUTING_KEYS: tuple[Entry, ...] = (
+    *reworded(experts(shared=1, dense=1), _WORDS, published=True),
     SHARED_EXPERT_SIZE,
     Only("score_function", "sigmoid", "moe.score_function", "sigmoid"),
     Only("moe_router_enable_expert_bias", True, "moe.expert_bias", True),
     Only("norm_topk_prob", True),
+)
+"""Keys of experts, which Ling 2.0 has, too."""
+_PREDICTION = "num_nextn_predict_layers"
+
+COMMON: tuple[Entry, ...] = (
+    TWO_CLASSES,
+    *ROUTING_KEYS,
     groups(1, 1),
     Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
     Reworded(Only(_PREDICTION, 0), {_PREDICTION: "num_mtp_layers"}, published=False),
