@@ -23,7 +23,7 @@ from precisionctl.engines.rules.demands import (
     named,
     stored_as_one,
     unsaid_activations,
-    unsaid_blocks,
+    unsaid_size,
 )
 from precisionctl.engines.rules.fused_rules import FusedLinears
 from precisionctl.engines.rules.ignore_lists import BY_END_OR_REGEX, BY_PART_OR_GLOB, BY_PATH
@@ -201,7 +201,7 @@ ENGINE = Engine(
         unsaid_activations("fp8", "mxfp8"): EngineRule(
             "activation_scheme must be given", "SGLang 0.5.23 layers/quantization/fp8.py Fp8Config.from_config"
         ),
-        unsaid_blocks: EngineRule(
+        unsaid_size(per_tensor=False): EngineRule(
             "without weight_block_size it takes the scales for one of each tensor",
             "SGLang 0.5.23 layers/quantization/fp8.py Fp8Config.from_config",
         ),

@@ -21,7 +21,7 @@ from precisionctl.engines.rules.demands import (
     taken_for_weights,
     unnamed_tables,
     unsaid_exponents,
-    unsaid_tensors,
+    unsaid_size,
     without_dimension,
 )
 from precisionctl.engines.rules.fused_rules import FusedLinears
@@ -242,7 +242,7 @@ ENGINE = Engine(
             "where there is a list, even an empty one, it also quantizes a head that is not in it",
             "transformers 5.24 quantizers/base.py get_modules_to_not_convert, integrations/finegrained_fp8.py",
         ),
-        unsaid_tensors: EngineRule(
+        unsaid_size(per_tensor=True): EngineRule(
             "without weight_block_size it expects blocks of 128",
             "transformers 5.24 utils/quantization_config.py FineGrainedFP8Config",
         ),

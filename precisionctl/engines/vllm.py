@@ -20,7 +20,7 @@ from precisionctl.engines.rules.demands import (
     named,
     stored_as_one,
     unsaid_activations,
-    unsaid_blocks,
+    unsaid_size,
 )
 from precisionctl.engines.rules.fused_rules import FusedLinears
 from precisionctl.engines.rules.ignore_lists import BY_NAME, BY_NAME_OR_REGEX, BY_PART_OR_GLOB
@@ -225,7 +225,7 @@ ENGINE = Engine(
         unsaid_activations("fp8"): EngineRule(
             "activation_scheme must be given", "vLLM 0.33 quantization/fp8.py Fp8Config.from_config"
         ),
-        unsaid_blocks: EngineRule(
+        unsaid_size(per_tensor=False): EngineRule(
             "without weight_block_size it takes the scales for one of each tensor",
             "vLLM 0.33 quantization/fp8.py Fp8Config.from_config",
         ),

@@ -56,6 +56,7 @@ def _stages(plan: Plan) -> Table:
     for number, count in enumerate(sizes.layers_of_stages(plan.model.num_layers)):
         first = sum(map(len, layers))
         layers[number % sizes.pipeline] += range(first, first + count)
+    rank_of = {layer: rank for rank, theirs in enumerate(layers) for layer in theirs}
     held = [0] * sizes.pipeline
     for name, spec in plan.text.targets.items():
         if name.startswith(STATE):
@@ -64,7 +65,7 @@ def _stages(plan: Plan) -> Table:
         cut = 1 if spec.parallel.kind == "replicated" else of_expert and sizes.expert_tensor or sizes.tensor
         share = spec.nbytes // cut // (sizes.expert if of_expert else 1)
         if layer := layer_of(name):
-            held[next(rank for rank, theirs in enumerate(layers) if layer[0] in theirs)] += share
+            held[rank_of[layer[0]]] += share
         elif "embedding." not in name:
             held[last] += share
         else:

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from precisionctl.checkpoints.base import Reader
@@ -23,9 +24,11 @@ NO_CODES = EngineRule(
 
 @runtime_checkable
 class CheckableDirectory(Protocol):
-    """A Reader that shows all that an engine sees: config.json, hf_quant_config.json if there is one, and every tensor
-    as it is stored, scales too."""
+    """A Reader of a Hugging Face directory, which shows all that an engine sees: config.json, hf_quant_config.json if
+    there is one, and every tensor as it is stored, scales too."""
 
+    @property
+    def path(self) -> Path: ...
     @property
     def config(self) -> Mapping[str, Any]: ...
     @property

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import in_pieces, read_rows
@@ -18,6 +16,7 @@ from precisionctl.param import GEMM_ALIGNMENT
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.torch_when_used import torch
+from precisionctl.verify.engine_rules import CheckableDirectory
 
 TITLE = "Transformer Engine"
 PIECE = 1 << 22
@@ -48,20 +47,10 @@ _FITTING = EngineRule(
 )
 
 
-@runtime_checkable
-class TeDirectory(Protocol):
-    """The part of a Hugging Face Reader that other Readers do not have."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-
-
 def check_te(reader: Reader) -> list[Finding]:
     """Every rule that a Hugging Face directory breaks. Raises UnknownFormat for anything else, and what planning raises
     where its tensors are not the model's."""
-    if not isinstance(reader, TeDirectory):
+    if not isinstance(reader, CheckableDirectory):
         raise UnknownFormat(
             f"{TITLE} reads Hugging Face directories, and this is {reader.container}",
             where=reader.path,

@@ -29,16 +29,18 @@ def unsaid_activations(*methods: str) -> Demand:
     return broken
 
 
-def unsaid_blocks(directory: QuantizedDirectory) -> Breaches:
-    """Block scales without a `weight_block_size` in the config."""
-    if _unsized(directory) and (name := _first(directory, per_tensor=False)):
-        yield CONFIG, f"no weight_block_size, and {name} has blocks"
+def unsaid_size(*, per_tensor: bool) -> Demand:
+    """Block scales without a `weight_block_size` in the config, or a scale `per_tensor` without, which would have to be
+    null."""
 
+    def broken(directory: QuantizedDirectory) -> Breaches:
+        if directory.method == "fp8" and "weight_block_size" not in directory.quantization:
+            for name, scales in directory.scales.items():
+                if (scales.block == sized(TENSOR, directory.specs[name])) == per_tensor:
+                    yield CONFIG, f"no weight_block_size, and {name} has {'one scale' if per_tensor else 'blocks'}"
+                    return
 
-def unsaid_tensors(directory: QuantizedDirectory) -> Breaches:
-    """A scale per tensor without a `weight_block_size` in the config, which would have to be null."""
-    if _unsized(directory) and (name := _first(directory, per_tensor=True)):
-        yield CONFIG, f"no weight_block_size, and {name} has one scale"
+    return broken
 
 
 def heads_beside(ignored: IgnoreList, *methods: str) -> Demand:
@@ -103,18 +105,6 @@ def lost_by_renaming(directory: QuantizedDirectory) -> Breaches:
         linear = bias.replace(".down_proj_bias", ".0.down_proj")
         if directory.method == "compressed-tensors" and not ignored(linear):
             yield bias.removesuffix("_bias"), f"no expression ignores `{linear}`"
-
-
-def _unsized(directory: QuantizedDirectory) -> bool:
-    return directory.method == "fp8" and "weight_block_size" not in directory.quantization
-
-
-def _first(directory: QuantizedDirectory, *, per_tensor: bool) -> str | None:
-    """The first weight that has one scale, or that has blocks."""
-    for name, scales in directory.scales.items():
-        if (scales.block == sized(TENSOR, directory.specs[name])) == per_tensor:
-            return name
-    return None
 
 
 def named(weight: str, activation: str) -> Demand:

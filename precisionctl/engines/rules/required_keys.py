@@ -24,14 +24,18 @@ def quantization_config_under_this_name(config: Mapping[str, Any]) -> Iterator[s
         yield "quantization_config"
 
 
-def of_models(model_types: tuple[str, ...], *keys: str) -> MissingKeys:
-    """These keys, in a config of these models."""
+def published_by(keys: Mapping[object, tuple[str, ...]]) -> MissingKeys:
+    """Those of the config's model."""
 
     def lacks(config: Mapping[str, Any]) -> Iterator[str]:
-        if config.get("model_type") in model_types:
-            yield from (key for key in keys if config.get(key) is None)
+        yield from (key for key in keys.get(config.get("model_type"), ()) if config.get(key) is None)
 
     return lacks
+
+
+def of_models(model_types: tuple[str, ...], *keys: str) -> MissingKeys:
+    """These keys, in a config of these models."""
+    return published_by(dict.fromkeys(model_types, keys))
 
 
 def of_minimax_m3(config: Mapping[str, Any]) -> Iterator[str]:
@@ -116,15 +120,6 @@ IN_SGLANG: Mapping[object, tuple[str, ...]] = {
 }
 """Published keys that transformers' class does not write and the engine's model asks for, or takes for another's where
 they are missing, by `model_type`."""
-
-
-def published_by(keys: Mapping[object, tuple[str, ...]]) -> MissingKeys:
-    """Those of the config's model."""
-
-    def lacks(config: Mapping[str, Any]) -> Iterator[str]:
-        yield from (key for key in keys.get(config.get("model_type"), ()) if config.get(key) is None)
-
-    return lacks
 
 
 def of_shared_indexers(config: Mapping[str, Any]) -> Iterator[str]:
