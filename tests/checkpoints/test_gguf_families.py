@@ -4,16 +4,22 @@ from pathlib import Path
 from typing import Any
 
 import gguf_files
+import gguf_tokenizers
+import gguf_towers
 import pico
 import pytest
+import tiny_wrappers
+import torch
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import Hints
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.gguf.families import of_llama_cpp
 from precisionctl.checkpoints.gguf.head import read_head
 from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import UnknownArchitecture
+from precisionctl.export.gguf.gguf_pretokenizers import QWEN2
 
 
 @pytest.mark.parametrize("family", ["stablelm", "phi"])
@@ -24,6 +30,34 @@ def test_the_base_of_rotary_embeddings_is_said_where_llama_cpp_would_take_anothe
     other = gguf_files.metadata(from_hf_config(pico.config(family, **changes | {"rope_parameters": parameters})))
     key = next(iter(other.keys() - usual.keys()))
     assert key.endswith(".rope.freq_base") and other[key] == 1e6
+
+
+def test_text_models_of_glms_of_images_have_rotary_pairs_in_halves_and_say_how_images_turn(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "glm4v")
+    file = gguf_files.export(published, tmp_path / "out")
+    stored, made = tiny_wrappers.stored(published), gguf_files.stored_tensors(file)
+    for end, dtype in (("weight", torch.bfloat16), ("bias", torch.float32)):
+        query = stored[f"model.language_model.layers.1.self_attn.q_proj.{end}"].to(dtype)
+        found = torch.frombuffer(bytearray(made[f"blk.1.attn_q.{end}"][1]), dtype=dtype).view(query.shape)
+        for head, pair in ((0, 0), (1, 5), (1, 31)):  # of heads of 128 rows of which 64 turn
+            row = 128 * head
+            assert torch.equal(found[[row + pair, row + pair + 32]], query[row + 2 * pair : row + 2 * pair + 2])
+            assert torch.equal(found[row + 64 : row + 128], query[row + 64 : row + 128])
+    assert read_head(file).metadata["glm4.rope.dimension_sections"] == [8, 12, 12, 0]
+    for name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
+        read = read_tensor(open_checkpoint(file), f"model.layers.0.{name}")
+        assert torch.equal(read, stored[f"model.language_model.layers.0.{name}"])
+
+
+def test_experts_that_a_trainer_saved_as_in_memory_make_the_same_file(tmp_path: Path) -> None:
+    changes, files = gguf_files.WRAPPED["qwen3_vl_moe"], []
+    for kind in ("published", "memory"):
+        folder = tmp_path / kind
+        in_memory, sizes = kind == "memory", {"vocab_size": gguf_tokenizers.SIZE, "dtype": torch.bfloat16}
+        tiny_wrappers.save(folder, "qwen3_vl_moe", in_memory=in_memory, **sizes, **changes)
+        gguf_tokenizers.byte_level(QWEN2).save_pretrained(folder)
+        files.append(gguf_files.export(folder, tmp_path / f"of-{kind}" / "out"))
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_a_jamba_without_experts_says_that_there_is_one(tmp_path: Path) -> None:
@@ -50,6 +84,7 @@ def test_a_granite_with_a_shared_expert_is_read_as_one(tmp_path: Path, shared: i
         ("cohere2-moe", {"sliding_window": None}, "rope_layers"),
         ("cohere2-moe", {"prefix_dense_sliding_window_pattern": 2, "first_k_dense_replace": 2}, "rope_layers"),
         ("arcee", {"mlp_bias": True}, "mlp_bias"),
+        ("exaone-moe", {"sliding_window": None}, "without a window"),
         ("jamba", {"mamba_expand": 4}, "256 channels"),
         ("phi", {"hidden_act": "gelu"}, "activation"),
         ("stablelm", {"tie_word_embeddings": True}, "tied_embeddings"),

@@ -151,22 +151,6 @@ def test_rotary_pairs_of_kimi_that_go_by_column_come_first_in_a_head(tmp_path: P
         assert torch.equal(found[256:], whole[256:].to(found.dtype))
 
 
-def test_text_models_of_glms_of_images_have_rotary_pairs_in_halves_and_say_how_images_turn(tmp_path: Path) -> None:
-    published = gguf_towers.save(tmp_path / "hf", "glm4v")
-    export(published, tmp_path / "out")
-    file = tmp_path / "out" / "out-BF16.gguf"
-    stored, made = tiny_wrappers.stored(published), values(file)
-    for end in ("weight", "bias"):
-        query, found = stored[f"model.language_model.layers.1.self_attn.q_proj.{end}"], made[f"blk.1.attn_q.{end}"]
-        for head, pair in ((0, 0), (1, 5), (1, 31)):  # of heads of 128 rows of which 64 turn
-            row = 128 * head
-            assert torch.equal(
-                found[[row + pair, row + pair + 32]], query[row + 2 * pair : row + 2 * pair + 2].to(found.dtype)
-            )
-            assert torch.equal(found[row + 64 : row + 128], query[row + 64 : row + 128].to(found.dtype))
-    assert read_head(file).metadata["glm4.rope.dimension_sections"] == [8, 12, 12, 0]
-
-
 def test_settings_of_kimi_have_the_names_of_the_release_too(tmp_path: Path) -> None:
     published = gguf_towers.save(tmp_path / "hf", "kimi_k25")
     export(published, tmp_path / "a" / "out")

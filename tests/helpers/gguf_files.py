@@ -103,6 +103,7 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
     },
     "afmoe": {"route_norm": True, "score_func": "sigmoid"},
     "arcee": {},
+    "exaone-moe": {"first_k_dense_replace": 1, "scoring_func": "sigmoid"},
     "jamba": {},
     "cohere2-moe": {},
     "hy-v3": {},

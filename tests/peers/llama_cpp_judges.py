@@ -26,7 +26,8 @@ def convert(directory: Path, file: Path, kind: str, pre: str) -> None:
     given: dict[str, Any] = {"model_arch": known.model_arch, "get_vocab_base_pre": lambda self, tokenizer: pre}
     given["no_mtp"] = not settings.get("num_nextn_predict_layers")
     own = {"Phi3MiniModel"}  # Phi-4's tokenizer, which it knows by the name of a class
-    own |= {"DeepseekV32Model", "HunYuanMoEModel"}  # which ask for a setting, and for the code, of the release
+    # which ask for a setting, for the code, and for a kind of tokenizer, of the release
+    own |= {"DeepseekV32Model", "HunYuanMoEModel", "JambaModel"}
     if known.__name__ in own:
         given["set_vocab"] = known._set_vocab_gpt2
     if pre.startswith("sentencepiece"):

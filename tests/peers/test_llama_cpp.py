@@ -119,6 +119,7 @@ none for those that only the embedding has."""
 PEAKED = {
     "afmoe",
     "exaone4",
+    "exaone-moe",
     "olmo3",
     "gemma4",
     "gemma4-moe",

@@ -1,15 +1,27 @@
-"""EXAONE 3.0, 3.5 and 4.
+"""EXAONE 3.0, 3.5 and 4, and K-EXAONE.
 
-Sources: llama.cpp's src/models/exaone.cpp and exaone4.cpp, and conversion/exaone.py.
+Sources: llama.cpp's src/models/exaone.cpp, exaone4.cpp and exaone-moe.cpp, and conversion/exaone.py.
 """
 
 from dataclasses import replace
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.architectures.tables.exaone import PUBLISHED
+from precisionctl.checkpoints.gguf.expert_keys import (
+    EXPERT_COUNTS,
+    EXPERT_SIZE,
+    LEADING_DENSE,
+    NORMALISED,
+    SHARED_COUNT,
+    TWO_SCORES,
+    WEIGHTS_SCALE,
+    groups,
+    scored_by,
+)
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
+    DECODER_LAYERS,
     HEAD_SIZE,
     UNUSUAL_HEAD_SIZE,
     VOCABULARY,
@@ -20,14 +32,19 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     every,
     hidden_by_heads,
     refused,
+    write_only,
 )
-from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3, TURNED
+from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3, TURNED, UNSCALED_ALONE
 from precisionctl.checkpoints.gguf.tensor_rows import (
     ATTENTION,
+    CORRECTION,
     DECODER,
+    EXPERTS,
     MLP,
     NORMS_BEHIND,
     QK_NORMS,
+    ROUTER,
+    SHARED_EXPERTS,
     GgufRow,
     in_layers,
     outside_layers,
@@ -57,8 +74,27 @@ def _write_window(model: ModelShape) -> Said:
     return {**WINDOW.write(model), **WINDOWS.write(model)}
 
 
+def _write_a_window(model: ModelShape) -> Said:
+    if model.sliding_window is None:
+        raise refused(model, "without a window")
+    return WINDOW.write(model)
+
+
+def _read_shared_size(file: Described) -> Fields:
+    file.said("expert_shared_feed_forward_length")
+    return {}
+
+
 _WINDOW = GgufRule(("sliding_window", "window_layers", "rope_layers"), _read_window, _write_window)
 """By the number of layers: in the model of 32B, three in four have a window, and the others no rotary embeddings."""
+
+_A_WINDOW = GgufRule(WINDOW.fields, WINDOW.read, _write_a_window)
+_SHARED_SIZE = GgufRule(
+    (),
+    _read_shared_size,
+    lambda model: {"expert_shared_feed_forward_length": model.moe and model.moe.shared_ffn_hidden_size or 0},
+)
+"""What SHARED_COUNT reads too."""
 
 
 def _published(row: GgufRow) -> GgufRow:
@@ -88,6 +124,31 @@ FAMILIES = {
             **dict.fromkeys(("post_layernorms", "qk_layernorm"), True),
         },
         scalings=AND_LLAMA3,
+    ),
+    "exaone_moe": GgufFamily(
+        "exaone-moe",
+        rows=[
+            *DECODER,
+            *in_layers(QK_NORMS),
+            *MLP,
+            *ROUTER,
+            GgufRow("model.layers.{layer}.mlp.e_score_correction_bias", CORRECTION),
+            *EXPERTS,
+            *SHARED_EXPERTS,
+        ],
+        keys=(*base_keys(*EXPERT_COUNTS, groups(2), scored_by("sigmoid"), layers=DECODER_LAYERS), HEAD_SIZE),
+        more=(
+            *(VOCABULARY, _A_WINDOW, WINDOWS, EXPERT_SIZE, SHARED_COUNT, _SHARED_SIZE, WEIGHTS_SCALE, NORMALISED),
+            *(LEADING_DENSE, write_only(lambda model: {"nextn_predict_layers": 0, "rope.scaling.type": "none"})),
+        ),
+        computed={
+            **TWO_SCORES,
+            "qk_layernorm": True,
+            "moe.expert_bias": True,
+            "rope_layers": lambda fields: fields["window_layers"],
+        },
+        ignored=("mtp_num_layers", "mtp_dense"),
+        scalings=UNSCALED_ALONE,
     ),
 }
 """By the `model_type` of the text model."""
