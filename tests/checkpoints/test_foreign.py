@@ -116,6 +116,14 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "accelerate's FSDP in one file": (files("pytorch_model_fsdp.bin"), "in one file", r"pytorch_model\.bin"),
     "an optimizer in DCP": (dcp(lambda name: f"optimizer.state.{name}.exp_avg"), "without its model", "_fsdp_0"),
     "torchtitan": (dcp(as_torchtitan, config={"model_type": "mamba"}), "torchtitan", "convert_to_hf.py .*here OUT"),
+    "torchtitan's Muse Glimmer": (
+        dcp(
+            lambda name: as_torchtitan(name).replace("tok_embeddings.", "tok_embeddings.embedding."),
+            config={"model_type": "mamba"},
+        ),
+        "torchtitan",
+        "convert_to_hf.py",
+    ),
     "a step of verl": (files("actor/model_world_size_1_rank_0.pt"), "a folder with a model", "here/actor"),
     "PaddlePaddle": (as_paddle, "linears are transposed", "save_to_hf=True"),
     "NeMo 1": (files("model.nemo"), "NeMo 1", r"here/model\.nemo"),
