@@ -188,7 +188,7 @@ def _read_box(source: Chunked, name: str, box: Box, into: Bytes) -> None:
 
 
 @dataclass(frozen=True)
-class Transposed:
+class TransposedRows:
     """The transpose of a stored matrix, as rows that are computed."""
 
     stored: Chunked

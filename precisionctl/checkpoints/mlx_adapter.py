@@ -13,7 +13,7 @@ from precisionctl.checkpoints.adapter.lora_config import FILE, LARGEST_ALPHA, Al
 from precisionctl.checkpoints.adapter.reader import MLX_FILE, PREFIX, AdapterReader, open_base
 from precisionctl.checkpoints.adapter.tied import is_embedding
 from precisionctl.checkpoints.base import Container, Hints, Reader, without_iterations
-from precisionctl.checkpoints.chunks import Chunk, Chunked, Transposed, whole
+from precisionctl.checkpoints.chunks import Chunk, Chunked, TransposedRows, whole
 from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
 from precisionctl.checkpoints.hf_directory.huggingface_files import SAFETENSORS
 from precisionctl.checkpoints.mlx.mlx_names import RENAMED
@@ -101,7 +101,7 @@ class _MlxFactors:
             turned = TensorSpec(spec.shape[::-1], spec.dtype)
             self.specs[called] = turned
             self._chunks[called] = (
-                stored.chunks(name) if part == "m" else [Chunk(whole(turned), Transposed(stored, name))]
+                stored.chunks(name) if part == "m" else [Chunk(whole(turned), TransposedRows(stored, name))]
             )
 
     def chunks(self, name: str) -> Sequence[Chunk]:

@@ -274,12 +274,12 @@ def test_a_path_that_is_there_wins_and_one_in_a_folder_that_is_there_is_no_name(
     assert HubName.read("org/model@v1.0") == HubName("org/model", "v1.0")
     assert HubName.read("org/model@refs/pr/3") == HubName("org/model", "refs/pr/3")
     (tmp_path / "org").mkdir()
-    with pytest.raises(UnknownFormat, match="no such path in org"):
+    with pytest.raises(UnknownFormat, match=f"no such path in {tmp_path / 'org'}"):
         HubName.read("org/model")
     (tmp_path / "org" / "model").mkdir()
     assert HubName.read("org/model") is None and api.download("org/model") == Path("org/model")
     for text in ("./no/model", "/no/model", "~/model", "a/b/c", "org/x@", "org/@main", "@"):
-        with pytest.raises(UnknownFormat, match="no such (file or directory|path in org)") as refused:
+        with pytest.raises(UnknownFormat, match="no such (file or directory|path in .+/org)") as refused:
             HubName.read(text)
         assert "ORG/NAME@REVISION" in refused.value.do
 

@@ -21,6 +21,7 @@ from precisionctl.checkpoints.torch_dist.masters import differing_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_files import torch_zip, torch_zip_writer
+from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensors
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import COLUMNS, GATED_ROWS, REPLICATED, ROWS, Parallel, Parallelism
 
@@ -164,6 +165,7 @@ def test_parameters_in_another_order_would_not_pass(grid, monkeypatch):
     """The proof can fail: with two moved masters it names both parameters."""
     reader = TorchDistReader(grid / "dp_reshardable")
     one, other = (f"optimizer.state.param.decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in (0, 3))
-    tensors = reader._tensors
-    monkeypatch.setattr(reader, "_tensors", tensors | {one: tensors[other], other: tensors[one]})
+    tensors = reader._stored.tensors
+    swapped = LogicalTensors({**tensors, one: tensors[other], other: tensors[one]})
+    monkeypatch.setattr(reader, "_stored", swapped)
     assert sorted(differing_masters(reader)) == [name.removeprefix("optimizer.state.param.") for name in (one, other)]

@@ -13,7 +13,7 @@ import numpy as np
 from precisionctl.architectures.config_keys import Config
 from precisionctl.architectures.towers_in_bridge import ONCE, TENSORS_OF_TOWERS, BridgeRow, Order, in_bridge
 from precisionctl.architectures.wrappers import TOWERS
-from precisionctl.checkpoints.chunks import Box, Chunk, Chunked, Transposed, whole
+from precisionctl.checkpoints.chunks import Box, Chunk, Chunked, TransposedRows, whole
 from precisionctl.errors import DamagedCheckpoint, RecipeError, shown
 from precisionctl.param import TensorSpec
 
@@ -104,7 +104,7 @@ class BridgeTowers:
 
     def _located(self, moved: _TowerTensor, spec: TensorSpec) -> Iterator[Chunk]:
         if moved.row.transposed:
-            yield Chunk(whole(spec), Transposed(self._stored, moved.stored))
+            yield Chunk(whole(spec), TransposedRows(self._stored, moved.stored))
             return
         stored = self._stored.chunks(moved.stored)
         if moved.row.order is None:
