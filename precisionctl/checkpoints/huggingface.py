@@ -74,7 +74,8 @@ class HuggingFaceReader:
     among `specs`; they are in `encodings`, and in `stored`, which is every tensor in the files.
     Nor are those of a KV cache, which belong to no weight. Codes that are `decoded` as they are read (GPTQ,
     bitsandbytes and others) are values here; `idle_biases` of zeros that their tools have added are not among `specs`.
-    Names are without the words of wrappers that a program had the model in (`names_inside`).
+    Names are without the words of wrappers that a program had the model in (`names_inside`); `wrapped` is the first
+    tensor that is stored with one, None if there is none.
     """
 
     layout: Layout = "hf"
@@ -104,7 +105,9 @@ class HuggingFaceReader:
                 do="Let transformers 5 with torchao 0.15 or newer save it again, in safetensors.",
             )
         places = stored_places(path, self._file_format)
-        places = unpacked({name: places[stored] for name, stored in names_inside(places, path).items()})
+        inside = names_inside(places, path)
+        self.wrapped = next((stored for name, stored in inside.items() if stored != name), None)
+        places = unpacked({name: places[stored] for name, stored in inside.items()})
         places, of_mlx = mlx_names.in_published_names(places, self.config, where)
         self.config |= {"quantization_config": of_mlx} if of_mlx else {}
         stored = {name: tensor.spec for name, (_, tensor) in places.items()}

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands.hinted_path import HintedPath, open_hinted
 from precisionctl.commands.request import LLAMA_CPP, MLX, TE, check_expert_parallel
 from precisionctl.engines.base import engine_named
-from precisionctl.engines.rules.rule import Finding
+from precisionctl.engines.rules.rule import EngineRule, Finding
 from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.verify import llama_cpp_rules, mlx_rules, te_rules
 from precisionctl.verify.engine_rules import NO_CODES, check
@@ -44,11 +45,25 @@ def check_directory(
     if target not in _NO_ENGINES:
         engine = engine_named(target, *_NO_ENGINES)
         check_expert_parallel(expert_parallel, ranks)
-        return TargetCheck(engine.title, check(reader, engine, ranks, expert_parallel=expert_parallel))
+        found = check(reader, engine, ranks, expert_parallel=expert_parallel)
+        return TargetCheck(engine.title, [*_wrapped(reader), *found])
     title, check_alone = _NO_ENGINES[target]
     if ranks > 1 or expert_parallel:
         raise RecipeError(f"--tp and --expert-parallel do not apply to {title}", do="Leave them out.")
-    return TargetCheck(title, check_alone(reader))
+    return TargetCheck(title, [*_wrapped(reader), *check_alone(reader)])
+
+
+_OWN_NAMES = EngineRule(
+    "tensors have the names that the model's class gives them, without those of modules around it: `convert --to hf` "
+    "leaves them out",
+    "vLLM 0.33 model_executor/models/utils.py AutoWeightsLoader; transformers 5.24 modeling_utils.py from_pretrained",
+)
+
+
+def _wrapped(reader: Reader) -> list[Finding]:
+    """What is read here by the names inside of a wrapper's, and found by no target."""
+    name = reader.wrapped if isinstance(reader, HuggingFaceReader) else None
+    return [Finding(name, "named as in a module of torch.compile, FSDP, DDP or PEFT", _OWN_NAMES)] if name else []
 
 
 _NO_ENGINES: Mapping[str, tuple[str, Callable[[Reader], Sequence[Finding]]]] = {

@@ -7,12 +7,14 @@ import conversions
 import pico
 import pytest
 import torch
+from any_models import export
 from safetensors.torch import load_file, save_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE
 from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.target_rules import check_directory
 from precisionctl.errors import DamagedCheckpoint
 
 
@@ -55,6 +57,17 @@ def test_a_word_around_the_whole_is_none_of_the_model(tmp_path: Path, around: st
     path = tmp_path / "model.safetensors"
     save_file({around + name: values for name, values in load_file(path).items()}, path)
     assert set(open_checkpoint(tmp_path).specs) == names
+
+
+@pytest.mark.parametrize(("target", "scheme"), [("vllm", "dynamic"), ("mlx", "4bit")])
+def test_an_export_with_such_names_is_found_by_no_engine(tmp_path: Path, target: str, scheme: str) -> None:
+    pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16)
+    export(tmp_path / "hf", tmp_path / "out", scheme, target)
+    before = check_directory(tmp_path / "out", target).findings  # mlx-lm asks for a tokenizer
+    path = tmp_path / "out" / "model.safetensors"
+    save_file({f"_orig_mod.{name}": values for name, values in load_file(path).items()}, path)
+    found, *others = check_directory(tmp_path / "out", target).findings
+    assert others == before and found.where.startswith("_orig_mod.") and found.rule.fatal
 
 
 def test_two_tensors_with_one_name_inside_are_damage(tmp_path: Path) -> None:
