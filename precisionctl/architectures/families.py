@@ -44,9 +44,6 @@ _OF_NUMBERS = (
     "language model that it was trained from."
 )
 
-BARE: Mapping[str, str] = {"embed_tokens.weight": "model.", "embed_in.weight": "gpt_neox."}
-"""The embedding of a bare model, and what a language model has before all its names."""
-
 _OF_BARE = (
     "`convert --to hf` and `export-inference` take it without a table, by its own names (docs/any_model.md). For all "
     "else, save it with AutoModelForCausalLM if its embeddings are tied; the output layer would be random otherwise."
@@ -89,9 +86,10 @@ def read_model(config: Config, where: object = "config.json", stored: Collection
         if stored and (head := _class_for_numbers(config)):
             what = f"a model with a head for rewards or classes ({head:.60}), which gives numbers and no tokens"
             raise UnknownArchitecture(what, where=where, do=_OF_NUMBERS)
-        if prefix := next((prefix for name, prefix in BARE.items() if name in stored), None):
-            what = f"a bare model, as AutoModel saves it: its names lack `{prefix}`, and it has no output layer"
-            raise UnknownArchitecture(what, where=where, do=_OF_BARE)
+        if within := _lacking(model, stored):
+            what = f"a bare model, as AutoModel saves it: its names lack `{within}`"
+            why = UnknownArchitecture(what, where=where, do=_OF_BARE)
+            return UntabledModel(model.architecture, config, why, within)
         return model
     except UnknownArchitecture as why:
         said = text_part(config)
@@ -101,6 +99,15 @@ def read_model(config: Config, where: object = "config.json", stored: Collection
             do = f"Its text model is a {kind}, which has a table: docs/foreign.md saves it alone."
             why = UnknownArchitecture(why.what, where=where, do=f"{do} {why.do}")
         return UntabledModel(str(config["model_type"]), config, why)
+
+
+def _lacking(model: ModelShape, stored: Collection[str]) -> str:
+    """What a language model has before the names that a bare model has, such as `model.`; empty if it is none."""
+    embeddings = architecture_of(model.architecture).embeddings
+    if not stored or any(name in stored for name in embeddings):
+        return ""
+    parts = (name.partition(".") for name in sorted(embeddings))
+    return next((f"{within}." for within, _, name in parts if name in stored), "")
 
 
 def _class_for_numbers(config: Config) -> str | None:

@@ -309,6 +309,15 @@ class Architecture:
             rows += (row,) if isinstance(row, Row) else row.chosen(stored, model, naming, codes)
         return tuple(rows)
 
+    @property
+    def embeddings(self) -> set[str]:
+        """What the embedding of tokens may be called in Hugging Face, in every spelling."""
+        spellings = (
+            (each,) if isinstance(each, Row) else (*each.first, *each.second, *each.also) for each in self.rows
+        )
+        rows = (row for spelling in spellings for row in spelling)
+        return {name for row in rows if row.megatron == "embedding.word_embeddings.weight" for name in row.hf}
+
     def in_memory(self, stored: Mapping[str, TensorSpec], model: ModelShape) -> dict[str, str]:
         """The names that the model's class has in memory for these `stored` tensors, where they differ. Tensors that
         are joined or transposed there are left out."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from precisionctl.checkpoints.hf_directory.huggingface_files import (
     WeightFileFormat,
     WeightFiles,
     file_format_of,
-    stored_places,
+    places_in,
+    read_stored,
 )
 from precisionctl.checkpoints.hf_directory.wrapped_names import names_inside
 from precisionctl.checkpoints.mlx import mlx_names
@@ -104,10 +106,11 @@ class HuggingFaceReader:
                 where=path,
                 do="Let transformers 5 with torchao 0.15 or newer save it again, in safetensors.",
             )
-        places = stored_places(path, self._file_format)
-        inside = names_inside(places, path)
-        self.wrapped = next((stored for name, stored in inside.items() if stored != name), None)
-        places = unpacked({name: places[stored] for name, stored in inside.items()})
+        files = read_stored(path, self._file_format)
+        inside = names_inside(chain(*files.values()), path)
+        self.wrapped = next((stored for stored, name in inside.items() if stored != name), None)
+        renamed = {file: {inside[name]: each for name, each in tensors.items()} for file, tensors in files.items()}
+        places = unpacked(places_in(renamed))
         places, of_mlx = mlx_names.in_published_names(places, self.config, where)
         self.config |= {"quantization_config": of_mlx} if of_mlx else {}
         stored = {name: tensor.spec for name, (_, tensor) in places.items()}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from precisionctl.architectures.families import BARE, table_of
+from precisionctl.architectures.families import table_of
 from precisionctl.codes.numerics import Numbers, rounded_up
 from precisionctl.engines.serving import fused, in_step
 from precisionctl.errors import PrecisionError
@@ -106,9 +106,8 @@ def with_names_in_memory(modules: Sequence[str], plan: Plan, codes: Set[str]) ->
         for name in modules:
             inner = name.removeprefix("language_model.").removeprefix("model.")
             found |= dict.fromkeys((f"model.language_model.{inner}", f"model.{name.removeprefix('model.')}", inner))
-    for embedding, prefix in BARE.items():
-        if embedding in plan.targets:  # engines load a bare model as a language model without an output layer
-            found |= dict.fromkeys(f"{prefix}{name}" for name in modules if name != _HEAD)
+    if isinstance(plan.model, UntabledModel) and plan.model.within:
+        found |= dict.fromkeys(f"{plan.model.within}{name}" for name in modules if name != _HEAD)
     return list(found)
 
 

@@ -11,10 +11,13 @@ from precisionctl.model.model_shape import ModelShape
 class UntabledModel(ModelShape):
     """A model that no table here describes: of what it computes, nothing is known but its `architecture` and its
     config.json. Any other field of a ModelShape raises `why`, an UnknownArchitecture that says how to get a table. So
-    code that needs a table is refused where it first uses it."""
+    code that needs a table is refused where it first uses it. `within` is what the names of a bare model lack, such as
+    `model.`, as which engines load it; empty for any other."""
 
-    def __init__(self, architecture: str, config: Mapping[str, Any], why: UnknownArchitecture) -> None:
-        vars(self).update(architecture=architecture, config=config, why=why, wrapper=None)
+    def __init__(
+        self, architecture: str, config: Mapping[str, Any], why: UnknownArchitecture, within: str = ""
+    ) -> None:
+        vars(self).update(architecture=architecture, config=config, why=why, within=within, wrapper=None)
 
     def __getattribute__(self, name: str) -> Any:
         if name in _UNKNOWN:

@@ -9,10 +9,11 @@ import pico
 import pytest
 import torch
 from any_models import export
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import UnknownArchitecture
+from precisionctl.errors import UnknownArchitecture, UnmappedTensor
 
 
 @pytest.fixture
@@ -49,6 +50,25 @@ def test_what_stays_values_is_listed_by_the_names_that_engines_give_it(tmp_path:
 def test_what_needs_a_table_is_refused_with_what_is_missing(tmp_path: Path, bare: Path) -> None:
     with pytest.raises(UnknownArchitecture, match=r"lack `model\.`.*AutoModelForCausalLM if its embeddings are tied"):
         conversions.run(bare, tmp_path / "out", "megatron")
+
+
+@pytest.mark.parametrize("family", ["falcon", "gpt-neox", "mamba2"])
+def test_a_class_may_call_what_is_within_otherwise(tmp_path: Path, family: str) -> None:
+    model = AutoModel.from_config(pico.make(family).config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "bare")
+    conversions.run(tmp_path / "bare", tmp_path / "out", "hf", "fp32")
+    found = AutoModel.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(found[name], values.float()) for name, values in model.state_dict().items())
+    within = open_checkpoint(tmp_path / "bare").model.within  # type: ignore[attr-defined]
+    assert within == f"{model.base_model_prefix}."
+
+
+def test_a_stray_embedding_makes_no_bare_model_of_a_whole_one(tmp_path: Path) -> None:
+    pico.save(tmp_path, "qwen3", dtype=torch.bfloat16)
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {"embed_tokens.weight": torch.ones(4, 4)}, path)
+    with pytest.raises(UnmappedTensor, match=r"embed_tokens\.weight"):
+        conversions.run(tmp_path, tmp_path / "out", "hf")
 
 
 def test_tied_embeddings_are_mended_as_the_message_says(tmp_path: Path) -> None:

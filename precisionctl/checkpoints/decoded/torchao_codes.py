@@ -19,6 +19,7 @@ from precisionctl.checkpoints.chunks import Box, in_pieces, read_box, read_rows
 from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
 from precisionctl.checkpoints.hf_directory.fused_experts import stored_name
 from precisionctl.checkpoints.hf_directory.safetensors_file import read_described
+from precisionctl.checkpoints.hf_directory.wrapped_names import names_inside
 from precisionctl.codes import nibbles
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, damage, shown
@@ -136,7 +137,9 @@ class TorchaoCodes(DecodedWeights):
                 if found.setdefault(name, said) != said:
                     raise DamagedCheckpoint(f"two files say different things of {shown(name)}", where=file)
         parsed = {name: parse_json(said.encode(), self._where) for name, said in found.items()}
-        return {name: said for name, said in parsed.items() if said.get("_type") not in (None, "Tensor")}
+        coded = {name: said for name, said in parsed.items() if said.get("_type") not in (None, "Tensor")}
+        inside = names_inside(coded, self._where)
+        return {inside[name]: said for name, said in coded.items()}
 
     def _coded(self, name: str, said: Mapping[str, Any]) -> dict[str, _FlatTensor]:
         """The weight of this name, or its slices if it is of experts. Raises PrecisionError for a class, or tensors of

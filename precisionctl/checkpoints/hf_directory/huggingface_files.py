@@ -142,10 +142,16 @@ def _check_all_shards(files: Sequence[Path], directory: Path) -> None:
 
 
 def stored_places(directory: Path, file_format: WeightFileFormat) -> dict[str, tuple[Path, StoredTensor]]:
-    """The logical tensors of a directory, by name, with the file that each is in. Raises as `read_stored` and `sliced`,
-    and DamagedCheckpoint for a name that two files have."""
+    """The logical tensors of a directory, by name, with the file that each is in. Raises as `read_stored` and
+    `places_in`."""
+    return places_in(read_stored(directory, file_format))
+
+
+def places_in(files: Mapping[Path, Mapping[str, StoredTensor]]) -> dict[str, tuple[Path, StoredTensor]]:
+    """The logical tensors of files, by name, with the file that each is in. Raises as `sliced`, and DamagedCheckpoint
+    for a name that two files have."""
     found: dict[str, tuple[Path, StoredTensor]] = {}
-    for file, tensors in read_stored(directory, file_format).items():
+    for file, tensors in files.items():
         for name, stored in sliced(tensors, file).items():
             if name in found:
                 raise DamagedCheckpoint(

@@ -17,13 +17,13 @@ _AROUND = re.compile(r"(?:module\.|base_model\.model\.)*")
 
 
 def names_inside(names: Iterable[str], where: object) -> dict[str, str]:
-    """The names of tensors without those words, and what each is stored as. Raises DamagedCheckpoint where two tensors
-    have one name then."""
+    """Stored names, and the same without those words. Raises DamagedCheckpoint where two tensors have one name then."""
     inside = {name: _ANYWHERE.sub("", name) for name in names}
     around = _AROUND.match(commonprefix(list(inside.values())))
     length = around.end() if around else 0
+    inside = {stored: name[length:] for stored, name in inside.items()}
     found: dict[str, str] = {}
     for stored, name in inside.items():
-        if (other := found.setdefault(name[length:], stored)) != stored:
+        if (other := found.setdefault(name, stored)) != stored:
             raise DamagedCheckpoint(f"`{other}` and `{stored}` are one tensor, but for a wrapper's name", where=where)
-    return found
+    return inside
