@@ -20,6 +20,7 @@ from precisionctl.param import Parallelism
 pytestmark = pytest.mark.skipif("axk2" in pico.ABSENT, reason="this transformers has no A.X K2")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "said",
     [
@@ -95,6 +96,7 @@ def test_exports_leave_gates_of_norms_and_indexers_in_bf16(tmp_path: Path) -> No
     assert {name.split(".")[-2] for name in codes} >= {"q_a_proj", "q_b_proj", "kv_b_proj", "o_proj", "down_proj"}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("container", ["torch_dist", "torch"])
 @pytest.mark.parametrize("family", ["axk1", "axk2"])
 def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, family: str, container: str) -> None:

@@ -21,6 +21,7 @@ from precisionctl.param import Parallelism
 _OLD = pico.ONE_GROUP["bamba"] if BEFORE_5_23 else {}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "said",
     [
@@ -96,6 +97,7 @@ def test_a_pattern_of_which_no_layers_can_be_made_is_no_bamba(pattern: str, is_o
             from_megatron_args(args, 256, "args", "bamba")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("container", ["torch_dist", "torch"])
 def test_it_comes_back_from_ranks_and_from_stages_that_end_within_its_layers(tmp_path: Path, container: str) -> None:
     pico.save(tmp_path / "hf", "bamba", dtype=torch.bfloat16)

@@ -19,6 +19,7 @@ from precisionctl.param import Parallelism
 from precisionctl.trainer.model.attention.core_attention import alibi_slopes, with_slopes
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "said",
     [
@@ -77,6 +78,7 @@ def test_a_file_of_the_body_has_the_names_without_a_prefix(tmp_path: Path) -> No
     assert_same_tensors(tmp_path / "m", tmp_path / "m2")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("container", ["torch_dist", "torch"])
 def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, container: str) -> None:
     pico.save(tmp_path / "hf", "bloom", dtype=torch.bfloat16)

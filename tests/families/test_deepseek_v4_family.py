@@ -84,7 +84,7 @@ def test_published_files_go_to_megatron_and_come_back_as_they_were(tmp_path: Pat
     assert same(tmp_path / "source", tmp_path / "megatron")
 
 
-@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+@pytest.mark.parametrize("container", ["torch_dist", *in_soak("torch")])
 def test_the_layer_within_a_prediction_layer_has_the_name_that_megatron_stores(container: Any, tmp_path: Path) -> None:
     """It is `mtp_model_layer` in memory, and stored as `transformer_layer` (transformer/multi_token_prediction.py,
     sharded_state_dict)."""
@@ -167,6 +167,7 @@ def test_logits_are_transformers(length: int, tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.std()))
 
 
+@pytest.mark.soak
 def test_gradients_are_transformers(tmp_path: Path) -> None:
     """Of every parameter but the indexer's, which has none in either."""
     theirs, ours = both(tmp_path)

@@ -40,6 +40,7 @@ def test_published_words_say_what_transformers_own_say() -> None:
         from_hf_config(told | {"num_layers": 3})
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "said", [{"rope_parameters": LLAMA_3_1}, {"tie_word_embeddings": True}, {"mlp_bias": True}], ids=str
 )
@@ -59,6 +60,7 @@ def test_names_in_memory_are_read_too_and_published_ones_written(tmp_path: Path)
     assert_same_tensors(tmp_path / "m", tmp_path / "m2")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_engines_get_their_class_and_its_words(tmp_path: Path, engine: Any) -> None:
     """And one scale for what they fuse, under EXAONE's names."""

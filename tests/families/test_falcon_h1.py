@@ -33,10 +33,12 @@ def test_megatron_has_the_names_of_megatron_bridge(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.soak
 def test_texts_that_share_a_row_do_not_see_one_another(tmp_path: Path) -> None:
     assert_texts_are_apart("falcon-h1", tmp_path)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("container", ["torch_dist", "torch"])
 @pytest.mark.parametrize("family", ["falcon-h1", "falcon-h1-norm"])
 def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, family: str, container: str) -> None:

@@ -19,6 +19,7 @@ from precisionctl.param import Parallelism
 pytestmark = pytest.mark.skipif("flint" in pico.ABSENT, reason="this transformers has no Flint")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "said",
     [
@@ -72,6 +73,7 @@ def test_sinks_have_two_names_and_stay_fp32_with_routers(tmp_path: Path) -> None
 
 
 # all kinds of rows in the other container: test_megatron_legacy.py
+@pytest.mark.soak
 @pytest.mark.parametrize("container", ["torch_dist", *in_soak("torch")])
 def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, container: str) -> None:
     pico.save(tmp_path / "hf", "flint", dtype=torch.bfloat16)

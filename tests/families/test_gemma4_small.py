@@ -63,7 +63,7 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize(
     ("container", "sizes"),
-    [("torch_dist", Parallelism(tensor=2)), ("torch", Parallelism(tensor=2, pipeline=3))],
+    [*in_soak(("torch_dist", Parallelism(tensor=2))), ("torch", Parallelism(tensor=2, pipeline=3))],
     ids=str,
 )
 def test_what_published_files_have_and_nothing_reads_comes_back(

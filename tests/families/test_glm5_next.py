@@ -63,9 +63,9 @@ def of_delta_attention(**said: Any) -> dict[str, Any]:
     [
         _PUBLISHED,
         {"layer_types": None},
-        {"layer_types": [_SPARSE] * 4, "indexer_types": None},
-        {"layer_types": ["full_attention", _LINEAR, _LINEAR, _LINEAR], "indexer_types": None},
         *in_soak(
+            {"layer_types": [_SPARSE] * 4, "indexer_types": None},
+            {"layer_types": ["full_attention", _LINEAR, _LINEAR, _LINEAR], "indexer_types": None},
             {"mlp_layer_types": None},
             {"mlp_layer_types": None, "first_k_dense_replace": 3},
             {"first_k_dense_replace": 1},
@@ -149,6 +149,7 @@ def test_config_json_is_written_in_published_words() -> None:
     assert written["first_k_dense_replace"] == 1
 
 
+@pytest.mark.soak
 def test_gradients_are_transformers(tmp_path: Path) -> None:
     """With streams that are not copies of each other after Sinkhorn's iterations, by a large epsilon: else gradients of
     the first matrix are rounding alone."""
@@ -163,6 +164,7 @@ def test_gradients_are_transformers(tmp_path: Path) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=atol, msg=lambda said, name=name: f"{name}: {said}")
 
 
+@pytest.mark.soak
 def test_texts_that_share_a_row_do_not_see_each_other(tmp_path: Path) -> None:
     assert_texts_are_apart(FAMILY, tmp_path)
 
@@ -214,7 +216,7 @@ def with_prediction_layer(directory: Path) -> None:
 
 
 @published
-@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+@pytest.mark.parametrize("container", ["torch_dist", *in_soak("torch")])
 def test_a_prediction_layer_has_one_stream_and_comes_back_from_any_division(tmp_path: Path, container: str) -> None:
     with_prediction_layer(tmp_path / "hf")
     assert_there_and_back(tmp_path / "hf", container=container, parallelism=Parallelism(2, 2, expert=2))

@@ -49,8 +49,8 @@ pytestmark = pytest.mark.skipif("hy4" in pico.ABSENT, reason="this transformers 
         {"mlp_layer_types": None},
         {"mlp_layer_types": ["sparse", "dense", "sparse"]},
         {"indexer_types": None, "layer_types": None},
-        {"layer_types": ["deepseek_sparse_attention"] * 3},
         *in_soak(
+            {"layer_types": ["deepseek_sparse_attention"] * 3},
             {"hc_mult": 3, "hc_magnitude": 0.7},
             {"hc_mult": 1, "hc_eps": 0.05},
             {"swiglu_limit": 0.05, "n_shared_experts": 2},
@@ -116,6 +116,7 @@ def test_transformers_takes_halves_of_channels_where_published_weights_have_neig
         torch.testing.assert_close(theirs(tokens).logits, expected, rtol=0, atol=1e-5 * float(expected.std()))
 
 
+@pytest.mark.soak
 def test_gradients_are_transformers(tmp_path: Path) -> None:
     theirs = pico.make("hy4", initializer_range=0.12)
     ours = as_gpt(converted(theirs, tmp_path))
@@ -218,7 +219,7 @@ def test_a_prediction_layer_has_one_stream_and_comes_back_from_any_division(tmp_
     assert {name for name, _ in ours.named_parameters() if name.startswith("mtp.")} == layer
 
 
-@pytest.mark.parametrize("target", ["vllm", "sglang"])
+@pytest.mark.parametrize("target", ["vllm", *in_soak("sglang")])
 def test_an_export_says_what_engines_look_for_and_leaves_gates_sinks_and_streams(tmp_path: Path, target: str) -> None:
     pico.save(tmp_path / "hf", "hy4", dtype=torch.bfloat16, **pico.fp8_sizes("hy4"))
     asked = Request.export(tmp_path / "hf", tmp_path / "out", target, "dynamic", keep_misfits=True)
@@ -237,7 +238,7 @@ _IN_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "q_lora_rank": 128, 
 )
 
 
-@pytest.mark.parametrize("scheme", ["dynamic", "block", *in_soak("w4a16", "mxfp8", "nvfp4a16", "mxfp4")])
+@pytest.mark.parametrize("scheme", ["dynamic", *in_soak("block", "w4a16", "mxfp8", "nvfp4a16", "mxfp4")])
 def test_what_transformers_cannot_multiply_with_inputs_in_bf16_is_refused(
     tmp_path: Path, scheme: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +263,7 @@ def test_what_transformers_cannot_multiply_with_inputs_in_bf16_is_refused(
         plan_command(again)
 
 
+@pytest.mark.soak
 def test_no_other_model_of_transformers_keeps_scales_in_fp32() -> None:
     """By its sources, without importing them. A word is looked for anywhere in a name."""
     folder = Path(transformers.__file__).parent / "models"

@@ -12,6 +12,7 @@ import torch
 from conversions import assert_same_tensors, change_args, run
 from in_memory import to_hf, to_megatron
 from safetensors.torch import load_file, save_file
+from soaking import first, in_soak
 from torch import Tensor
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
@@ -62,7 +63,7 @@ def predicting() -> ModelShape:
     return from_hf_config(pico.config("nemotron-h") | {"num_nextn_predict_layers": 1})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first(1, FAMILIES))
 def test_it_has_megatrons_names_and_comes_back(tmp_path: Path, family: str) -> None:
     stored = published(tmp_path, family)
     reader = HuggingFaceReader(tmp_path)
@@ -86,7 +87,7 @@ def test_it_has_megatrons_names_and_comes_back(tmp_path: Path, family: str) -> N
         assert [name for name in stored if not torch.equal(back[name], stored[name])] == []
 
 
-@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+@pytest.mark.parametrize("container", ["torch_dist", *in_soak("torch")])
 def test_it_comes_back_from_the_last_of_several_ranks(tmp_path: Path, container: str) -> None:
     published(tmp_path / "hf")
     ranks = Parallelism(tensor=2, pipeline=2, expert=2)

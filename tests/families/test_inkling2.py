@@ -13,6 +13,7 @@ import transformers
 from conversions import run
 from installed import need_loader
 from safetensors.torch import load_file, save_file
+from soaking import first, in_soak
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
@@ -39,7 +40,7 @@ def rounded(values: np.ndarray) -> Tensor:
     return torch.from_numpy(values).bfloat16()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first(1, KINDS))
 def test_values_are_those_of_tables_that_are_written_out(tmp_path: Path, kind: str) -> None:
     values = inkling2_directories.make(tmp_path / "source", kind)
     run(tmp_path / "source", tmp_path / "bf16", "hf", "keep", workers=2, verify=True)
@@ -210,7 +211,7 @@ def in_memory(values: dict[str, np.ndarray]) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_soak(torch.float32)])
 def test_transformers_makes_the_same_values_of_mini(tmp_path: Path, dtype: torch.dtype) -> None:
     """As it loads it in BF16 it rounds an amax in FP32, too; so there they are BF16 here."""
     source = tmp_path / "source"
@@ -249,7 +250,7 @@ def test_transformers_keeps_the_codes_of_small_on_a_gpu_and_elsewhere_takes_them
         assert torch.equal(elsewhere[name].float(), codes)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first(1, KINDS))
 def test_transformers_loads_an_export_of_it(tmp_path: Path, kind: str) -> None:
     """Its linears that are stored without `.weight` (`sconv.weight_proj`) are on the list of what is not quantized."""
     model = tiny(tmp_path / "source", kind)

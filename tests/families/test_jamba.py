@@ -28,6 +28,7 @@ from precisionctl.trainer.model.recurrent.selective_scan import selective_scan
 from precisionctl.trainer.parallel import shards
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "said",
     [
@@ -129,11 +130,12 @@ def test_the_scan_is_the_recurrence_and_so_are_its_gradients(length: int, seed: 
         torch.testing.assert_close(mine, its, rtol=1e-8, atol=1e-11)
 
 
+@pytest.mark.soak
 def test_texts_that_share_a_row_are_what_they_are_alone(tmp_path: Path) -> None:
     assert_texts_are_apart("jamba", tmp_path)
 
 
-@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+@pytest.mark.parametrize("container", ["torch_dist", *in_soak("torch")])
 def test_it_comes_back_from_ranks_and_from_stages_that_end_within_its_layers(tmp_path: Path, container: str) -> None:
     pico.save(tmp_path / "hf", "jamba", dtype=torch.bfloat16)
     ranks = Parallelism(tensor=2, pipeline=2)  # three blocks to each stage

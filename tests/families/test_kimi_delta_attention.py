@@ -76,7 +76,7 @@ def test_gradients_of_the_rule_are_those_of_small_differences() -> None:
     assert torch.autograd.gradcheck(gated_delta_rule, given, fast_mode=True)
 
 
-@pytest.mark.parametrize("family", ["kimi-linear", "ling-3"])
+@pytest.mark.parametrize("family", ["kimi-linear", *in_soak("ling-3")])
 def test_texts_that_share_a_row_neither_see_nor_remember_one_another(tmp_path: Path, family: str) -> None:
     assert_texts_are_apart(family, tmp_path)
 
@@ -155,7 +155,7 @@ def respelled(folder: Path, spelling: str, family: str) -> None:
 
 
 @pytest.mark.parametrize("spelling", ["saved", "in memory"])
-@pytest.mark.parametrize("family", ["kimi-linear", "ling-3"])
+@pytest.mark.parametrize("family", ["kimi-linear", *in_soak("ling-3")])
 def test_other_spellings_are_the_same_model_and_stay(tmp_path: Path, family: str, spelling: str) -> None:
     pico.save(tmp_path / "published", family, dtype=torch.bfloat16)
     respelled(tmp_path / "other", spelling, family)
@@ -297,7 +297,7 @@ LING = {
 }
 
 
-@pytest.mark.parametrize("config", [KIMI, LING], ids=["Kimi-Linear-48B-A3B", "Ling-3.0-Flash"])
+@pytest.mark.parametrize("config", [KIMI, *in_soak(LING)], ids=["Kimi-Linear-48B-A3B", "Ling-3.0-Flash"])
 def test_a_published_config_describes_what_transformers_makes_of_it(config: dict[str, Any]) -> None:
     """Every parameter of its class, at its size, has a row; and what is written is what was read."""
     known = {key: value for key, value in config.items() if key not in ("model_type", "q_lora_rank", "rope_scaling")}

@@ -391,9 +391,9 @@ def test_towers_of_kimi_k2_5_are_not_those_of_kimi_k3(tmp_path: Path) -> None:
     [
         {"attn_res_block_size": 1},
         {"attn_res_block_size": 3},
-        {"attn_res_block_size": 9},
-        {"first_k_dense_replace": 4},
         *in_soak(
+            {"attn_res_block_size": 9},
+            {"first_k_dense_replace": 4},
             {"num_expert_group": 1, "topk_group": 1},
             {"routed_scaling_factor": 2.5},
             linear(gate_lower_bound=-1.0, kda_layers=[2, 3], full_attn_layers=[1, 4]),
@@ -422,6 +422,7 @@ def test_the_release_computes_what_its_values_do(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.std()))
 
 
+@pytest.mark.soak
 def test_gradients_are_those_of_its_public_sources(tmp_path: Path) -> None:
     """Of vectors that weigh streams too, but for the first layer's, which has one stream to read, and so none."""
     theirs = pico.make(FAMILY, initializer_range=0.12)
@@ -435,6 +436,7 @@ def test_gradients_are_those_of_its_public_sources(tmp_path: Path) -> None:
         assert bool(expected.any()) != name.startswith("decoder.layers.0.self_attention_res_"), name
 
 
+@pytest.mark.soak
 def test_texts_that_share_a_row_do_not_see_each_other(tmp_path: Path) -> None:
     assert_texts_are_apart(FAMILY, tmp_path)
 
@@ -585,12 +587,14 @@ def test_what_is_written_for_megatron_has_bridges_names_and_description(tmp_path
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kimi_kda_layers": None}, "kimi_kda_layers is None, not a list of layers"),
         ({"kimi_kda_layers": ["1"]}, "not a list of layers"),
         ({"kimi_kda_layers": [0, 1, 2]}, r"kimi_kda_layers is \[0, 1, 2\], of 4 layers"),
-        ({"kimi_linear_num_heads": None}, "num_value_heads|num_key_heads is None"),
-        ({"kimi_kda_gate_lower_bound": 1.0}, "not a negative number"),
-        ({"kimi_attn_res_block_size": -2}, "attn_res_block_size is -2, not a size"),
+        *in_soak(
+            ({"kimi_kda_layers": None}, "kimi_kda_layers is None, not a list of layers"),
+            ({"kimi_linear_num_heads": None}, "num_value_heads|num_key_heads is None"),
+            ({"kimi_kda_gate_lower_bound": 1.0}, "not a negative number"),
+            ({"kimi_attn_res_block_size": -2}, "attn_res_block_size is -2, not a size"),
+        ),
         ({"moe_latent_size": None}, "lacks latents of attention or experts"),
     ],
     ids=str,
@@ -615,7 +619,7 @@ def test_the_released_codes_keep_every_rule_and_come_back_so(tmp_path: Path) -> 
             assert check(open_checkpoint(tmp_path / directory), engine_named(target)) == [], target
 
 
-@pytest.mark.parametrize("target", ["vllm", "sglang"])
+@pytest.mark.parametrize("target", ["vllm", *in_soak("sglang")])
 def test_an_export_has_codes_of_mlps_and_experts_alone(tmp_path: Path, target: str) -> None:
     publish(tmp_path / "hf", codes=False)
     asked = Request.export(tmp_path / "hf", tmp_path / "out", target, "dynamic", keep_misfits=True)

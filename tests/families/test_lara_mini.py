@@ -24,6 +24,7 @@ from precisionctl.verify.engine_rules import check
 pytestmark = pytest.mark.skipif("lara-mini" in pico.ABSENT, reason="this transformers has no Lara")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "said",
     [
@@ -77,7 +78,7 @@ def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path) -> None:
 WHOLE = {"hidden_size": 128, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "head_dim": 64}
 
 
-@pytest.mark.parametrize("scheme", ["dynamic", "w4a16"])
+@pytest.mark.parametrize("scheme", ["dynamic", *in_soak("w4a16")])
 def test_transformers_loads_what_is_exported_for_it(tmp_path: Path, scheme: Any) -> None:
     """With experts as one tensor, and the projection that it divides, as values."""
     source = pico.make_and_save(tmp_path / "hf", "lara-mini", dtype=torch.bfloat16, **WHOLE)

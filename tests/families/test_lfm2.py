@@ -90,6 +90,7 @@ def test_texts_that_share_a_row_do_not_see_one_another(tmp_path: Path) -> None:
     assert_texts_are_apart("lfm2", tmp_path)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("container", ["torch_dist", "torch"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, family: str, container: str) -> None:

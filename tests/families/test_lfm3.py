@@ -24,6 +24,7 @@ PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_
 WHOLE = {"rope_type": "default", "rope_theta": 1e3}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "said",
     [
@@ -102,12 +103,14 @@ def test_the_gate_is_read_by_either_name_and_written_as_published(tmp_path: Path
         assert [each for each in stored if not torch.equal(stored[each], back[each])] == []
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("container", ["torch_dist", "torch"])
 def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, container: str) -> None:
     pico.save(tmp_path / "hf", "lfm3", dtype=torch.bfloat16)
     assert_there_and_back(tmp_path / "hf", container=container, parallelism=Parallelism(2, 5))
 
 
+@pytest.mark.soak
 def test_texts_that_share_a_row_do_not_see_one_another(tmp_path: Path) -> None:
     assert_texts_are_apart("lfm3", tmp_path)
 

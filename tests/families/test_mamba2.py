@@ -20,6 +20,7 @@ from precisionctl.param import Parallelism
 _OLD = pico.ONE_GROUP["mamba2"] if BEFORE_5_23 else {}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "said",
     [
@@ -64,10 +65,12 @@ def test_heads_that_no_layer_has_are_no_difference() -> None:
     assert {each.architecture for each in models_of_megatron_args(args, 256, "args")} == {"mamba2", "nemotron_h"}
 
 
+@pytest.mark.soak
 def test_texts_that_share_a_row_are_what_they_are_alone(tmp_path: Path) -> None:
     assert_texts_are_apart("mamba2", tmp_path)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("container", ["torch_dist", "torch"])
 def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, container: str) -> None:
     pico.save(tmp_path / "hf", "mamba2", dtype=torch.bfloat16)

@@ -12,6 +12,7 @@ from any_models import export, load_whole, logits
 from conversions import run
 from gpt_models import VOCABULARY, as_gpt, backward, clear_tokens, converted, transformers_model
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 from tiny_wrappers import stored
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -33,7 +34,7 @@ FAMILY, WRAPPER = "minimax-m3", "minimax_m3_vl"
 
 
 @pytest.mark.parametrize("local", [0, 1, 2])
-@pytest.mark.parametrize(("length", "block", "blocks"), [(21, 4, 2), (40, 8, 3), (7, 3, 2), (33, 16, 2)])
+@pytest.mark.parametrize(("length", "block", "blocks"), [(21, 4, 2), (7, 3, 2), *in_soak((40, 8, 3), (33, 16, 2))])
 def test_a_query_sees_the_blocks_that_transformers_chooses(
     length: int, block: int, blocks: int, local: int, tmp_path: Path
 ) -> None:
@@ -245,7 +246,7 @@ def test_mxfp8_becomes_values_in_megatron_and_the_same_codes_again(tmp_path: Pat
         assert torch.equal(tensor.view(torch.uint8), again[name].view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("scheme", ["block", "dynamic"])
+@pytest.mark.parametrize("scheme", ["block", *in_soak("dynamic")])
 def test_transformers_computes_with_an_export_what_it_does_with_its_values(scheme: str, tmp_path: Path) -> None:
     published(tmp_path / "hf")
     export(tmp_path / "hf", tmp_path / "fp8", scheme, "transformers", keep_misfits=True)
@@ -259,7 +260,7 @@ def test_transformers_computes_with_an_export_what_it_does_with_its_values(schem
     assert torch.cosine_similarity(logits(values).flatten(), logits(coded).flatten(), dim=0) > 0.95
 
 
-@pytest.mark.parametrize("target", ["vllm", "sglang"])
+@pytest.mark.parametrize("target", ["vllm", *in_soak("sglang")])
 def test_engines_get_experts_one_by_one_under_the_published_names(target: str, tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", FAMILY, dtype=torch.bfloat16, hidden_size=128, head_dim=32, rotary_dim=16)
     export(tmp_path / "hf", tmp_path / "fp8", "dynamic", target)

@@ -17,6 +17,7 @@ from precisionctl.param import Parallelism
 from precisionctl.trainer.model.attention.core_attention import alibi_slopes
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "said",
     [
@@ -77,6 +78,7 @@ def test_texts_that_share_a_row_are_what_they_are_alone(tmp_path: Path) -> None:
     assert_texts_are_apart("mpt", tmp_path)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("container", ["torch_dist", "torch"])
 def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, container: str) -> None:
     pico.save(tmp_path / "hf", "mpt", dtype=torch.bfloat16)

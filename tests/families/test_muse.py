@@ -36,6 +36,7 @@ pytestmark = pytest.mark.skipif(
 PLAIN = {"rope_type": "default", "rope_theta": 500.0}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "said",
     [
@@ -91,6 +92,7 @@ def test_what_is_not_known_of_spark_is_refused_by_its_name(error: type[Exception
         from_hf_config(pico.config("muse-spark", **said))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "said",
     [
@@ -124,11 +126,13 @@ def test_the_factor_of_queries_is_written_as_it_was_read(factor: float) -> None:
     assert to_hf_config(model, "bfloat16")["qk_scale_factor"] == factor
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("family", ["muse-glimmer", "muse-spark"])
 def test_texts_that_share_a_row_do_not_see_each_other(family: str, tmp_path: Path) -> None:
     assert_texts_are_apart(family, tmp_path)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("container", ["torch_dist", "torch"])
 @pytest.mark.parametrize("family", ["muse-glimmer", "muse-spark"])
 def test_a_checkpoint_comes_back_from_any_division(family: str, container: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from precisionctl.param import Parallelism
 pytestmark = pytest.mark.skipif("nanochat" in pico.ABSENT, reason="this transformers has no nanochat")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "said",
     [
@@ -49,6 +50,7 @@ def test_heads_without_halves_are_refused(tmp_path: Path) -> None:
         run(tmp_path / "hf", tmp_path / "m", "megatron")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("container", ["torch_dist", "torch"])
 def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, container: str) -> None:
     pico.save(tmp_path / "hf", "nanochat", dtype=torch.bfloat16)

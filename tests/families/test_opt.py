@@ -17,6 +17,7 @@ from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.param import Parallelism
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("family", "said"),
     [
@@ -81,6 +82,7 @@ def test_a_file_of_opts_body_has_the_names_without_a_prefix(tmp_path: Path) -> N
     assert_same_tensors(tmp_path / "m", tmp_path / "m2")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("family", ["opt", "gpt-neo"])
 @pytest.mark.parametrize("container", ["torch_dist", "torch"])
 def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, family: str, container: str) -> None:

@@ -85,6 +85,7 @@ def test_verify_takes_both_words_for_the_same(family: str, tmp_path: Path) -> No
     assert any("scaling_factor" in line for line in found.settings)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("family", "said"),
     [
@@ -131,6 +132,7 @@ def test_names_in_memory_are_read_too_and_published_ones_written(tmp_path: Path)
     assert_same_tensors(tmp_path / "m", tmp_path / "m2")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("family", ["sarvam-moe", "sarvam-mla"])
 def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, family: str) -> None:
     pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
@@ -140,7 +142,7 @@ def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, family: str) 
 WHOLE = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
 
 
-@pytest.mark.parametrize("family", ["sarvam-moe", "sarvam-mla"])
+@pytest.mark.parametrize("family", ["sarvam-moe", *in_soak("sarvam-mla")])
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_engines_get_their_class_and_its_words(tmp_path: Path, engine: Any, family: str) -> None:
     config = pico.make(family).config
