@@ -342,6 +342,7 @@ def test_what_bf16_passes_record_is_what_fp8_training_records(place: Path, tmp_p
         assert sorted(ratios[role])[len(ratios[role]) // 2] < bound / 4, role
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("algorithm", ["max", *in_soak("most_recent")])
 def test_a_run_that_starts_from_calibration_is_one_that_warms_up_on_the_same_batches(
     place: Path, tmp_path: Path, algorithm: str
@@ -417,6 +418,7 @@ def test_a_file_of_another_model_is_refused_by_its_name(place: Path, calibrated:
         run(settings(tmp_path / "smaller", place / "text.txt", tmp_path / "run", "fp8", fp8_state=calibrated.out))
 
 
+@pytest.mark.soak
 def test_another_file_makes_another_run(place: Path, calibrated: Calibrated, tmp_path: Path) -> None:
     made = settings(place / "source", place / "text.txt", tmp_path / "run", "fp8", fp8_state=calibrated.out)
     resume(made, lambda started: None, lambda step: os.kill(os.getpid(), signal.SIGTERM) if step.step == 1 else None)

@@ -29,8 +29,14 @@ def fp32(low, high):
 amaxes = st.one_of(st.sampled_from(EDGES), fp32(0.0, 2.0**127), fp32(0.0, 1.0), fp32(100.0, 1000.0))
 
 
-@pytest.mark.parametrize("history", [1, 1024, *in_soak(2, 3, 16)])
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize(
+    ("history", "algorithm"),
+    [
+        *((1, "most_recent"), (1024, "max")),
+        *in_soak((1, "max"), (1024, "most_recent")),
+        *in_soak(*((history, algorithm) for history in (2, 3, 16) for algorithm in ("max", "most_recent"))),
+    ],
+)
 @settings(max_examples=60, deadline=None)
 @given(steps=st.lists(amaxes, min_size=1, max_size=40), margin=st.integers(-3, 9), e5m2=st.booleans())
 def test_every_step_of_a_random_sequence_is_the_fused_kernels_to_the_bit(history, algorithm, steps, margin, e5m2):
@@ -258,7 +264,7 @@ def run_steps(recipe, amaxes):
 
 
 @pytest.mark.parametrize(
-    "new", first(2, CHANGES), ids=lambda recipe: f"{recipe.amax_history_len}-{recipe.amax_compute_algo}"
+    "new", first(1, CHANGES), ids=lambda recipe: f"{recipe.amax_history_len}-{recipe.amax_compute_algo}"
 )
 @settings(max_examples=30, deadline=None)
 @given(steps=st.lists(fp32(2.0**-20, 2.0**20), min_size=6, max_size=20))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpt_models import CASES, VOCABULARY, as_gpt, converted, transformers_model
+from soaking import in_soak
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -145,7 +146,7 @@ class DenseMask(nn.Module):
         return torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(spread, 1)).flatten(1)
 
 
-@pytest.mark.parametrize("family", ["llama-3", "mistral", "gemma3", "deepseek-v3", "llama4"])
+@pytest.mark.parametrize("family", ["llama-3", "gemma3", *in_soak("mistral", "deepseek-v3", "llama4")])
 def test_a_kernel_of_a_backend_is_given_what_texts_one_by_one_are(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,7 +144,7 @@ def test_codes_and_scales_of_both_copies_are_those_of_te_s_kernels(
     check(spread(*shape, seed=shape[0], dtype=dtype), RECIPES[recipe], role)
 
 
-@pytest.mark.parametrize("recipe", first(3, RECIPES))
+@pytest.mark.parametrize("recipe", first(1, RECIPES))
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.floats(width=32) | st.sampled_from([0.0, math.inf, math.nan, 3e38, 1e-38, 1e-45]), min_size=1),

@@ -306,6 +306,7 @@ def test_either_optimizer_goes_on_from_what_the_other_left_also_when_converted(
     assert (OPTIMIZER in moved.objects, OPTIMIZER in kept.objects) == (second == "fp8-lm", first == "fp8-lm")
 
 
+@pytest.mark.soak
 def test_a_save_while_the_run_goes_on_is_that_of_one_that_waits(place: Path, tmp_path: Path) -> None:
     """Decoded tensors are there only while they are copied, and the next one may be in their place."""
     made = train_on(place / "source", place, tmp_path / "later", "fp8-lm", 4)

@@ -184,6 +184,7 @@ def with_outliers(source: Path, out: Path) -> Path:
     return out
 
 
+@pytest.mark.soak
 def test_outliers_are_caught_at_the_first_look_and_the_run_goes_on_as_one_in_bf16(place: Path, tmp_path: Path) -> None:
     still = {"optimizer__lr": 1e-12}  # the weights stay, so that each step's loss may be set against BF16's
     source, text = with_outliers(place / "trained", tmp_path / "source"), place / "text.txt"

@@ -141,7 +141,7 @@ def expected_rates(megatron: Path, steps: range) -> list[float]:
     return [told[step - 4] for step in steps]
 
 
-@pytest.mark.parametrize("way", few(WAYS, "plain", "dp_reshardable"))
+@pytest.mark.parametrize("way", few(WAYS, "plain"))
 def test_a_run_goes_on_with_megatron_s_optimizer_at_its_rate_and_says_so(
     megatron: Path, tmp_path: Path, way: str
 ) -> None:
@@ -161,6 +161,7 @@ def test_a_run_goes_on_with_megatron_s_optimizer_at_its_rate_and_says_so(
     assert (started.step, losses) == (8, [])
 
 
+@pytest.mark.soak
 def test_a_branch_of_a_run_that_goes_on_with_megatron_s_schedule_does_so_too(megatron: Path, tmp_path: Path) -> None:
     _, made = from_megatron(megatron, tmp_path / "run")
     _, _, whole = run(made)
@@ -267,6 +268,7 @@ def test_an_optimizer_of_other_parameters_is_a_table_both_ways(megatron: Path, t
         source.rename(megatron / "plain/iter_0000005")
 
 
+@pytest.mark.soak
 def test_what_no_optimizer_trains_needs_no_state_in_one(megatron: Path, tmp_path: Path) -> None:
     """Megatron's optimizer has nothing of the router's bias, which a rule changes, and nor has ours."""
     sizes = {"q_lora_rank": 32, "qk_rope_head_dim": 16}

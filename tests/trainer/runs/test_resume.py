@@ -444,6 +444,7 @@ def test_micro_batches_add_up_to_their_batch_however_its_targets_are_spread(plac
         assert row["grad_norm"] == pytest.approx(made[0]["grad_norm"], rel=1e-2)  # BF16 gradients
 
 
+@pytest.mark.soak
 def test_a_run_learns(place: Path, tmp_path: Path) -> None:
     _, _, made = run(
         settings(place / "source", place / "text.txt", tmp_path / "run", "fp8", train__steps=16, train__save_every=16)
@@ -451,6 +452,7 @@ def test_a_run_learns(place: Path, tmp_path: Path) -> None:
     assert sum(made[-5:]) / 5 < 0.8 * made[0]
 
 
+@pytest.mark.soak
 def test_a_blend_of_text_and_packed_conversations_stopped_between_updates_goes_on_as_it_would_have(
     place: Path, tmp_path: Path
 ) -> None:

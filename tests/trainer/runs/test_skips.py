@@ -113,6 +113,7 @@ def test_weights_with_which_no_step_works_are_looked_at_before_the_rate(
     assert "Are the weights finite?" in refused.value.do and "optimizer.lr" not in refused.value.do
 
 
+@pytest.mark.soak
 def test_weights_of_a_run_that_goes_on_from_a_later_step_are_looked_at_before_the_rate(
     place: Path, tmp_path: Path, broken: set[int]
 ) -> None:

@@ -77,7 +77,7 @@ def test_the_state_of_delayed_scaling_is_carried_beside_such_a_run_and_is_of_oth
     assert "carried" not in started.fp8 and started.fp8["warm-up"]["input"] == 8
 
 
-@pytest.mark.parametrize("scaling", STATELESS)
+@pytest.mark.parametrize("scaling", few(STATELESS, "block"))
 def test_a_run_is_evaluated_under_its_own_recipe(place: Path, tmp_path: Path, scaling: str) -> None:
     """The loss that training measured on held-out text is the one that `eval` finds in the checkpoint; that of the
     values, in BF16, is another."""
@@ -131,7 +131,7 @@ def test_the_first_and_last_layers_stay_in_bf16() -> None:
         Precision(fp8=True, num_layers_at_end_in_bf16=-1)
 
 
-@pytest.mark.parametrize("end", [0, 1])
+@pytest.mark.parametrize("end", [1, *in_soak(0)])
 def test_a_run_keeps_its_first_or_last_layer_in_bf16(place: Path, tmp_path: Path, end: int) -> None:
     made = settings(
         place / "source",
