@@ -14,7 +14,7 @@ import torch
 from any_models import assert_as_tabled, check_there_and_back, export, same, stored, untabled
 from conversions import carry_out, run, tree
 from safetensors.torch import save_file
-from soaking import few
+from soaking import few, in_soak
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from precisionctl.architectures.families import read_model
@@ -76,7 +76,7 @@ def test_a_family_has_the_same_bytes_by_its_own_table(
     assert_as_tabled(tmp_path, "dynamic", monkeypatch)
 
 
-@pytest.mark.parametrize("spelling", ["compressed-tensor", "modelopt-tensor"])
+@pytest.mark.parametrize("spelling", ["compressed-tensor", *in_soak("modelopt-tensor")])
 def test_what_is_static_has_the_same_scales_by_its_own_table(
     tmp_path: Path, spelling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,7 +451,7 @@ def test_experts_in_one_tensor_that_transformers_takes_apart_do_not_go_to_it_as_
     any_models.load_whole(type(model), tmp_path / "whole")
 
 
-@pytest.mark.parametrize("kind", ["kimi_linear", "kimi_k25", "electra", "whisper"])
+@pytest.mark.parametrize("kind", ["kimi_k25", "electra", *in_soak("kimi_linear", "whisper")])
 def test_what_stays_values_is_listed_under_the_names_that_transformers_gives_it(tmp_path: Path, kind: str) -> None:
     """A linear within a layer, a tower whose q, k and v are one tensor, and heads that are tied and stored nowhere."""
     model = any_models.save(tmp_path / "source", kind)

@@ -146,6 +146,7 @@ def test_an_adapters_config(check: Check, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.soak
 def test_the_config_of_an_adapter_by_bridge(check: Check, tmp_path: Path) -> None:
     golden = Path(__file__).parents[1] / "golden" / "bridge_lora"
     shutil.copytree(golden / "adapter", tmp_path / "adapter")
@@ -162,7 +163,8 @@ def test_the_config_of_an_adapter_by_bridge(check: Check, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("made", "spelling"),
     [
-        *((make, spelling) for spelling in ("fp8-block", "compressed-block", "modelopt-tensor")),
+        *((make, spelling) for spelling in ("fp8-block", "modelopt-tensor")),
+        *in_soak((make, "compressed-block")),
         (transposed_directories.make, "auto-round"),
         (bitsandbytes_directories.make, "nf4"),
         (torchao_directories.make, "float8-row"),
@@ -188,6 +190,7 @@ def test_a_quantization_config(
 UP = "model.layers.0.mlp.up_proj.weight"
 
 
+@pytest.mark.soak
 def test_a_quant_state_of_bitsandbytes(check: Check, tmp_path: Path) -> None:
     bitsandbytes_directories.make(tmp_path, "nf4-nested")
     file, name = tmp_path / "model.safetensors", f"{UP}.quant_state.bitsandbytes__nf4"
@@ -202,7 +205,7 @@ def test_a_quant_state_of_bitsandbytes(check: Check, tmp_path: Path) -> None:
     check(json.loads(bytes(tensors[name].tolist())), IN_JSON, write, read)
 
 
-@pytest.mark.parametrize("spelling", ["float8-row", "int4-group"])
+@pytest.mark.parametrize("spelling", ["float8-row", *in_soak("int4-group")])
 def test_what_torchao_says_of_a_tensor(check: Check, tmp_path: Path, spelling: str) -> None:
     torchao_directories.make(tmp_path, spelling)
     file = tmp_path / "model.safetensors"
@@ -262,6 +265,7 @@ def test_a_runs_common_data(check: Check, tmp_path: Path) -> None:
     check(saved, IN_PICKLES, lambda v: torch.save(v, common), lambda: plan_of(tmp_path / "dist"))
 
 
+@pytest.mark.soak
 def test_what_a_rank_saved(check: Check, tmp_path: Path) -> None:
     args = {**ARGS, "num_layers": 1, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     shapes = {**SHAPES, "self_attention.linear_qkv.weight": (24, 8), "mlp.linear_fc1.weight": (32, 8)}
@@ -353,6 +357,7 @@ def test_a_universal_checkpoint_of_deepspeed(check: Check, tmp_path: Path) -> No
         torch.save(saved, path)
 
 
+@pytest.mark.soak
 def test_the_optimizer_of_hf_trainer(check: Check, tmp_path: Path) -> None:
     model = pico.make_and_save(tmp_path, "llama-3", num_hidden_layers=1)
     optimizer = trained_models.adamw(model)

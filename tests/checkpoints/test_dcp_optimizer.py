@@ -66,6 +66,7 @@ def test_masters_and_moments_go_where_weights_of_their_names_go(tmp_path: Path, 
         assert torch.equal(rounded[name], master.bfloat16())
 
 
+@pytest.mark.soak
 def test_a_plan_with_megatrons_optimizer_imports_no_torch(tmp_path: Path) -> None:
     model, optimizer = trained("llama-3")
     made = save(tmp_path / "dcp", states(model, optimizer))
@@ -100,7 +101,7 @@ def test_megatron_is_told_of_the_updates_and_of_adamw_as_it_was_set(tmp_path: Pa
     assert any("schedule of learning rates" in note for note in told.notes)
 
 
-@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("flat", [True, *in_soak(False)])
 def test_of_several_groups_the_settings_of_most_weights_go_along_and_others_are_named(
     tmp_path: Path, flat: bool
 ) -> None:
@@ -132,7 +133,7 @@ def test_of_several_groups_the_settings_of_most_weights_go_along_and_others_are_
     assert matrices.endswith(" and 1 more matrix do not decay")
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, *in_soak(torch.int8)])
 def test_moments_that_are_no_floating_point_are_refused_and_can_be_dropped(tmp_path: Path, dtype: torch.dtype) -> None:
     model, optimizer = trained("llama-3")
     whole = states(model, optimizer)
@@ -157,7 +158,7 @@ def test_without_its_optimizer_a_checkpoint_is_weights_alone(tmp_path: Path) -> 
     assert isinstance(reader, TorchDistReader) and not reader.optimizer_specs and reader.iteration is None
 
 
-@pytest.mark.parametrize("nested", [{"app": None}, {"app": "optim"}, {"state": "optimizer"}])
+@pytest.mark.parametrize("nested", [{"state": "optimizer"}, *in_soak({"app": None}, {"app": "optim"})])
 def test_a_state_dict_one_level_deeper_is_the_same(tmp_path: Path, nested: dict[str, Any]) -> None:
     model, optimizer = trained("llama-3")
     reference = config_of(model, tmp_path / "config")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conversions import carry_out, run
 from safetensors.torch import load_file, save_file
-from soaking import first
+from soaking import first, in_soak
 from training import make_text, settings
 from training import run as train
 
@@ -38,7 +38,7 @@ from precisionctl.reports.inspect import describe, tables
 # The digest
 
 
-@pytest.mark.parametrize("family", pico.representing(pico.mixers))
+@pytest.mark.parametrize("family", pico.representing(pico.mixers, most=3))
 def test_the_digest_of_the_same_weights_is_the_same_in_every_layout_and_dtype(family: str, tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", family)
     reader = HuggingFaceReader(tmp_path / "hf")
@@ -51,7 +51,7 @@ def test_the_digest_of_the_same_weights_is_the_same_in_every_layout_and_dtype(fa
     assert digest_weights(replace(megatron, tensors=rounded)) == digest
 
 
-@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+@pytest.mark.parametrize("container", ["torch_dist", *in_soak("torch")])
 def test_the_digest_of_the_same_weights_is_the_same_cut_for_any_ranks(container: str, tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", "qwen3-moe", dtype=torch.bfloat16)
     digest = digest_weights(open_checkpoint(tmp_path / "hf"))
@@ -231,7 +231,7 @@ def test_a_file_of_other_weights_is_used_with_a_warning_and_keeps_its_mark(tmp_p
 
 
 @pytest.mark.parametrize("to", ["hf", "megatron"])
-@pytest.mark.parametrize("precision", ["keep", "bf16"])
+@pytest.mark.parametrize("precision", ["keep", *in_soak("bf16")])
 def test_convert_carries_state_of_other_weights_with_its_mark(edited: Path, to: str, precision: str) -> None:
     before = sidecar.read(edited / sidecar.RELATIVE)
     out = edited.parent / "out"
@@ -457,6 +457,7 @@ def test_bf16_steps_leave_state_that_nothing_uses_and_fp8_warms_up_again(place: 
     assert any("was recorded with other weights: nothing starts from it" in note for note in started.notes)
 
 
+@pytest.mark.soak
 def test_an_edited_checkpoint_starts_an_fp8_run_with_warm_up_passes(place: Path, tmp_path: Path) -> None:
     text = make_text(tmp_path / "text.txt")
     train(settings(place / "source", text, tmp_path / "fp8", "fp8", train__steps=2))

@@ -12,6 +12,7 @@ import torch
 from command_line import say
 from conversions import run
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 
 from precisionctl.codes import numerics
 from precisionctl.errors import BROKEN_WEIGHTS, DamagedCheckpoint, PrecisionError
@@ -50,7 +51,7 @@ def test_a_nan_weight_is_told_by_name(tmp_path: Path, name: str) -> None:
     assert f"what is computed with them is NaN. {BROKEN_WEIGHTS}" in said
 
 
-@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, *in_soak(-torch.inf)])
 def test_readiness_names_the_broken_tensors_and_advises_no_precision(tmp_path: Path, value: float) -> None:
     """`GATE` is fused with another in Megatron, which is sound."""
     source = make_source(tmp_path / "source", value, dtype=torch.bfloat16)

@@ -94,7 +94,7 @@ def test_fp8_to_fp8_is_the_same_directory(tmp_path: Path) -> None:
     assert same(stored(tmp_path / "again"), stored(tmp_path / "fp8"))
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "qwen3-moe", "gpt2", *in_soak("mixtral", "phi3")])
+@pytest.mark.parametrize("family", ["deepseek-v3", *in_soak("qwen3-moe", "gpt2", "mixtral", "phi3")])
 def test_other_families_come_back_too(tmp_path: Path, family: str) -> None:
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64} if family == "deepseek-v3" else {}
     fp8_directories.make(tmp_path / "fp8", "fp8-block", family, **sizes)
@@ -103,6 +103,7 @@ def test_other_families_come_back_too(tmp_path: Path, family: str) -> None:
     assert same(stored(tmp_path / "back"), stored(tmp_path / "fp8"))
 
 
+@pytest.mark.soak
 def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
     fp8_directories.make(tmp_path / "fp8", "compressed-block", **fp8_directories.RAGGED)
     for workers in (1, 2):
@@ -132,7 +133,7 @@ def test_pieces_of_fewer_rows_than_a_block_make_the_same_codes(
 
 
 @pytest.mark.parametrize(
-    "spelling", ["fp8-block", "fp8-ue8m0", "compressed-channel", "modelopt-tensor", "compressed-mxfp8"]
+    "spelling", ["fp8-block", "modelopt-tensor", *in_soak("fp8-ue8m0", "compressed-channel", "compressed-mxfp8")]
 )
 def test_a_block_that_was_trained_gets_a_new_scale_and_the_others_keep_theirs(tmp_path: Path, spelling: str) -> None:
     made = fp8_directories.make(tmp_path / "fp8", spelling, **fp8_directories.RAGGED)[UP]
@@ -210,7 +211,7 @@ def test_encodings_are_dropped_with_their_fixed_scales(tmp_path: Path) -> None:
     assert encodings_file.find(tmp_path / "hf") is None and sidecar.find(tmp_path / "hf") is None
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["fp8", *in_soak("bf16")])
 def test_dropping_the_fp8_state_keeps_the_encodings(tmp_path: Path, precision: PrecisionChoice) -> None:
     fp8_directories.make(tmp_path / "fp8", "modelopt-tensor")
     run(tmp_path / "fp8", tmp_path / "out", "megatron", precision=precision, drop_fp8_state=True)
@@ -239,7 +240,7 @@ def test_calibrated_input_scales_become_state_that_waits_in_the_sidecar(tmp_path
     assert live.modules["decoder.layers.1.self_attention.linear_qkv"].roles["weight"].recorded
 
 
-@pytest.mark.parametrize("family", ["llama-3", "mixtral"])
+@pytest.mark.parametrize("family", ["mixtral", *in_soak("llama-3")])
 def test_input_scales_come_back_from_histories_of_one_row(tmp_path: Path, family: str) -> None:
     """Megatron's default: the amax is in the scale alone, two roundings away. Parts of a group keep their scales."""
     fp8_directories.make(tmp_path / "fp8", "fp8-tensor-vllm", family)
@@ -413,6 +414,7 @@ def trainable(tmp_path: Path) -> Path:
     return tmp_path / "fp8"
 
 
+@pytest.mark.soak
 def test_training_on_from_codes_is_training_on_from_what_they_decode_to(trainable: Path, tmp_path: Path) -> None:
     """In FP32, which masters are: the same losses to the last bit. And the run's checkpoints go back to blocks, trained
     ones with new scales."""

@@ -8,6 +8,7 @@ import pico
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.codes.encoding import Encoding
@@ -37,7 +38,7 @@ def change(directory: Path, name: str, values: torch.Tensor | None) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("spelling", ["fp8-block", "fp8-ue8m0", "compressed-channel", "compressed-tensor"])
+@pytest.mark.parametrize("spelling", ["fp8-block", "compressed-channel", *in_soak("fp8-ue8m0", "compressed-tensor")])
 def test_codes_that_are_wanted_are_copied_and_not_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: str
 ) -> None:
@@ -96,7 +97,7 @@ def test_an_infinite_weight_is_refused_by_its_name(tmp_path: Path, scheme: str) 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("by_way_of", ["nothing", "megatron"])
+@pytest.mark.parametrize("by_way_of", ["megatron", *in_soak("nothing")])
 def test_a_file_of_state_counts_more_than_fixed_scales_of_codes(tmp_path: Path, by_way_of: str) -> None:
     """Also where those have become state that waits in a sidecar."""
     fp8_directories.make(tmp_path / "fp8", "modelopt-tensor", **WHOLE)

@@ -329,6 +329,7 @@ def test_where_one_part_of_experts_cannot_be_codes_none_is(tmp_path: Path) -> No
     assert check(open_checkpoint(tmp_path / "out"), engine_named("vllm")) == []
 
 
+@pytest.mark.soak
 def test_ragged_latent_attention_is_for_every_engine_but_transformers(tmp_path: Path) -> None:
     """DeepSeek's own 576 rows: 512 and 64."""
     sizes = SIZES["deepseek-v3"] | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 1}

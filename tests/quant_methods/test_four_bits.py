@@ -11,7 +11,7 @@ import torch
 import training
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from soaking import few
+from soaking import few, in_soak
 from torch import Tensor
 
 from precisionctl.checkpoints.hf_directory import encodings_file
@@ -28,7 +28,6 @@ from precisionctl.verify.compare import compare
 from precisionctl.verify.hf_tensors import HfTensors
 
 SPELLINGS = [*four_bit_directories.SPELLINGS]
-EACH = pytest.mark.parametrize("spelling", SPELLINGS)
 UP, GATE = "model.layers.0.mlp.up_proj.", "model.layers.0.mlp.gate_proj."
 QUERY = "model.layers.0.self_attn.q_proj."
 
@@ -95,7 +94,9 @@ def differing(a: Path, b: Path) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-@pytest.mark.parametrize("spelling", ["ct-nvfp4", "ct-mxfp4", "ct-int4-32", "ct-int4-zero-points", "modelopt-nvfp4"])
+@pytest.mark.parametrize(
+    "spelling", ["ct-nvfp4", "ct-int4-zero-points", *in_soak("ct-mxfp4", "ct-int4-32", "modelopt-nvfp4")]
+)
 def test_a_group_that_was_trained_gets_a_new_scale_and_the_others_keep_their_codes(
     tmp_path: Path, spelling: str
 ) -> None:
@@ -131,7 +132,7 @@ def with_large_row(tensor: Tensor) -> Tensor:
     return tensor
 
 
-@pytest.mark.parametrize("spelling", ["ct-nvfp4", "modelopt-nvfp4"])
+@pytest.mark.parametrize("spelling", ["ct-nvfp4", *in_soak("modelopt-nvfp4")])
 def test_a_fused_group_that_outgrows_its_global_scale_gets_one_in_common(tmp_path: Path, spelling: str) -> None:
     """Gate and up share a global scale in the source, q and k do not; one value of up and of q is very large now. Gate
     gets the new one too, and k keeps its own, with its codes."""
@@ -153,7 +154,7 @@ def test_a_fused_group_that_outgrows_its_global_scale_gets_one_in_common(tmp_pat
     assert bool((stored(tmp_path / "again")[f"{UP}weight"][3] == 1000).all())
 
 
-@EACH
+@pytest.mark.parametrize("spelling", few(SPELLINGS, *SPELLINGS[::3]))
 def test_one_bit_that_was_flipped_anywhere_is_found(tmp_path: Path, spelling: str) -> None:
     """The highest bit of the last byte of codes, of scales, of global scales, of zero points and of an input's scale:
     each is a difference, of that weight or that scale alone."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from soaking import few
+from soaking import few, in_soak
 from torch import Tensor
 
 from precisionctl.checkpoints.chunks import Chunked, read_rows, read_tensor
@@ -127,7 +127,7 @@ def test_a_conversion_gives_the_decoded_values_rounded_once_to_bf16(tmp_path: Pa
     assert compare(open_checkpoint(tmp_path / "hf"), open_checkpoint(tmp_path / "megatron")).equal
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "mixtral", "gpt2", "phi3"])
+@pytest.mark.parametrize("family", ["deepseek-v3", *in_soak("mixtral", "gpt2", "phi3")])
 def test_other_families_decode_too(tmp_path: Path, family: str) -> None:
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64} if family == "deepseek-v3" else {}
     made = fp8_directories.make(tmp_path / "fp8", "fp8-block", family, **sizes)

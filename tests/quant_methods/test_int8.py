@@ -13,6 +13,7 @@ from conversions import carry_out
 from conversions import run as convert
 from int8_directories import SPELLINGS, WITH_ZERO_POINTS
 from safetensors.torch import load_file, save_file
+from soaking import few, in_soak
 from torch import Tensor
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -31,7 +32,6 @@ from precisionctl.verify.code_comparison import compare_codes
 from precisionctl.verify.compare import compare
 from precisionctl.verify.hf_tensors import HfTensors
 
-EACH = pytest.mark.parametrize("spelling", SPELLINGS)
 UP, QUERY = "model.layers.0.mlp.up_proj.", "model.layers.0.self_attn.q_proj."
 
 
@@ -51,7 +51,7 @@ def assert_same(a: Path, b: Path) -> None:
         assert torch.equal(bits(tensor), bits(right[name])), name
 
 
-@EACH
+@pytest.mark.parametrize("spelling", few(SPELLINGS, "w8a8", "w8a8-zero-points", "w8a8-static-zero-points", "w8a16-64"))
 def test_codes_decode_to_what_compressed_tensors_decompresses_and_come_back_from_megatron(
     tmp_path: Path, spelling: str
 ) -> None:
@@ -154,7 +154,7 @@ def test_weights_with_zero_points_that_were_trained_in_bf16_are_not_said_to_have
     assert all(torch.equal(values[0][name], values[1][name]) for name in weights)
 
 
-@pytest.mark.parametrize("spelling", ["w8a8", "w8a8-fp32-scales", "w8a8-static", "w8a16", "w8a16-64"])
+@pytest.mark.parametrize("spelling", ["w8a8", "w8a16-64", *in_soak("w8a8-fp32-scales", "w8a8-static", "w8a16")])
 def test_what_was_trained_gets_a_scale_by_compressed_tensors_rule_and_the_rest_keeps_its_codes(
     tmp_path: Path, spelling: str
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from click.testing import CliRunner
 from conversions import run
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
@@ -19,7 +20,7 @@ from precisionctl.verify.hf_tensors import HfTensors
 
 UP = "model.layers.0.mlp.up_proj.weight"
 SPELLINGS = pytest.mark.parametrize(
-    "spelling", ["fp8-block", "compressed-tensor", "modelopt-channel", "modelopt-mxfp8"]
+    "spelling", ["fp8-block", "modelopt-mxfp8", *in_soak("compressed-tensor", "modelopt-channel")]
 )
 
 
@@ -93,7 +94,7 @@ def test_codes_beyond_bf16_are_not_the_same_after_it(tmp_path: Path) -> None:
     assert found[UP].changed > 0
 
 
-@pytest.mark.parametrize("broken", [math.inf, math.nan])
+@pytest.mark.parametrize("broken", [math.nan, *in_soak(math.inf)])
 def test_codes_against_no_number_have_no_sqnr(tmp_path: Path, broken: float) -> None:
     fp8_directories.make(tmp_path / "fp8", "fp8-tensor-dynamic")
     run(tmp_path / "fp8", tmp_path / "bf16", "hf")

@@ -17,7 +17,7 @@ from checkpoint_mutations import cache_scales
 from click.testing import CliRunner
 from conversions import run
 from safetensors.torch import load_file, save_file
-from soaking import in_soak
+from soaking import few, first, in_soak
 
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.hf_directory.encodings_file import QUANT_CONFIG
@@ -104,11 +104,11 @@ def test_fixed_scales_and_the_histories_that_they_came_from_are_the_same(source:
     assert compared(source, static).equal and compared(static, source).equal
 
 
-@pytest.mark.parametrize("case", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("case", few(CHANGES, "k and v swapped", "inputs swapped", "an input's lowest bit"))
 def test_fixed_scales_are_held_against_the_histories_that_they_came_from(
-    source: Path, static: Path, tmp_path: Path, case: tuple[Callable[[Tensors], object], str]
+    source: Path, static: Path, tmp_path: Path, case: str
 ) -> None:
-    change, named = case
+    change, named = CHANGES[case]
     other = changed(static, tmp_path / "other", change)
     for found in (compared(source, other), compared(other, source), compared(static, other)):
         assert not found.equal and any(named in line for line in found.settings), found.settings
@@ -238,7 +238,7 @@ def test_how_values_were_coded_is_compared_and_how_codes_are_only_where_they_dec
 SCALES = {"a million times too large": 1e6, "a million times too small": 1e-6, "a thousand times too small": 1e-3}
 
 
-@pytest.mark.parametrize("factor", SCALES.values(), ids=SCALES)
+@pytest.mark.parametrize("factor", first(2, SCALES.values()), ids=SCALES)
 @pytest.mark.parametrize("scheme", ["block", *in_soak("static", "dynamic", "mxfp8")])
 def test_codes_that_do_not_stand_for_the_values_are_lost_though_they_are_their_encoding(
     source: Path, tmp_path: Path, scheme: str, factor: float
