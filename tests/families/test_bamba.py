@@ -97,8 +97,7 @@ def test_a_pattern_of_which_no_layers_can_be_made_is_no_bamba(pattern: str, is_o
             from_megatron_args(args, 256, "args", "bamba")
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+@pytest.mark.parametrize("container", ["torch", *in_soak("torch_dist")])
 def test_it_comes_back_from_ranks_and_from_stages_that_end_within_its_layers(tmp_path: Path, container: str) -> None:
     pico.save(tmp_path / "hf", "bamba", dtype=torch.bfloat16)
     ranks = Parallelism(tensor=2, pipeline=2)  # three blocks to each stage

@@ -10,6 +10,7 @@ import torch
 from conversions import assert_same_tensors, run
 from gpt_models import assert_computes_as_transformers, assert_texts_are_apart
 from installed import BEFORE_5_23
+from soaking import in_soak
 
 from precisionctl.architectures.families import from_hf_config, models_of_megatron_args
 from precisionctl.architectures.megatron.megatron_args import to_megatron_args
@@ -70,8 +71,7 @@ def test_texts_that_share_a_row_are_what_they_are_alone(tmp_path: Path) -> None:
     assert_texts_are_apart("mamba2", tmp_path)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+@pytest.mark.parametrize("container", ["torch", *in_soak("torch_dist")])
 def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, container: str) -> None:
     pico.save(tmp_path / "hf", "mamba2", dtype=torch.bfloat16)
     run(tmp_path / "hf", tmp_path / "m", "megatron", parallelism=Parallelism(2, 2), container=container)

@@ -78,8 +78,7 @@ def test_texts_that_share_a_row_are_what_they_are_alone(tmp_path: Path) -> None:
     assert_texts_are_apart("mpt", tmp_path)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+@pytest.mark.parametrize("container", ["torch", *in_soak("torch_dist")])
 def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, container: str) -> None:
     pico.save(tmp_path / "hf", "mpt", dtype=torch.bfloat16)
     assert_there_and_back(tmp_path / "hf", container=container, parallelism=Parallelism(2, 2))

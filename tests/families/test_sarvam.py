@@ -132,8 +132,7 @@ def test_names_in_memory_are_read_too_and_published_ones_written(tmp_path: Path)
     assert_same_tensors(tmp_path / "m", tmp_path / "m2")
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("family", ["sarvam-moe", "sarvam-mla"])
+@pytest.mark.parametrize("family", ["sarvam-mla", *in_soak("sarvam-moe")])
 def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, family: str) -> None:
     pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
     assert_there_and_back(tmp_path / "hf", parallelism=Parallelism(2, 1, expert=2))

@@ -126,6 +126,7 @@ def test_experts_become_the_very_blocks_again_that_they_were(tmp_path: Path, way
     assert (scales[0] != scales[1]).nonzero().tolist() == [[3, 63, 2]]
 
 
+@pytest.mark.soak
 def test_source_and_result_are_the_same_and_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
     make(tmp_path / "source")
     for workers in (1, 3):
