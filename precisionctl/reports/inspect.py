@@ -82,7 +82,8 @@ def describe(reader: Reader) -> Description:
 
 
 def _bytes_stored(reader: Reader) -> Counter[str]:
-    """The bytes of the tensors in the files, by what they are stored as: a dtype, or GGUF's name of a format."""
+    """Bytes by what tensors are stored as: a dtype, or the name that a format has in GGUF. Of codes that are decoded as
+    they are read it is what the files hold; of others, scales are left out."""
     found: Counter[str] = Counter()
     if isinstance(reader, GgufReader):
         for tensor in reader.stored:
