@@ -8,8 +8,10 @@ import conversions
 import pico
 import pytest
 import torch
+import torch.distributed.checkpoint
 from any_models import export
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemWriter
 from transformers import AutoModel, AutoModelForCausalLM
 
 from precisionctl.checkpoints.open import open_checkpoint
@@ -69,6 +71,21 @@ def test_a_stray_embedding_makes_no_bare_model_of_a_whole_one(tmp_path: Path) ->
     save_file(load_file(path) | {"embed_tokens.weight": torch.ones(4, 4)}, path)
     with pytest.raises(UnmappedTensor, match=r"embed_tokens\.weight"):
         conversions.run(tmp_path, tmp_path / "out", "hf")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_names_of_a_bare_model_in_dcp_are_its_own(tmp_path: Path, bare: Path) -> None:
+    """They begin with `model.` as those of a whole model with tied embeddings do: PyTorch's index says that here it is
+    the key of a dict around them."""
+    state = AutoModel.from_pretrained(bare).state_dict()
+    writer = FileSystemWriter(tmp_path / "theirs")
+    torch.distributed.checkpoint.save({"model": state}, storage_writer=writer, no_dist=True)
+    (tmp_path / "theirs" / "config.json").write_bytes((bare / "config.json").read_bytes())
+    conversions.run(bare, tmp_path / "ours", "hf", container="dcp")
+    for name in ("ours", "theirs"):
+        assert set(open_checkpoint(tmp_path / name).specs) == state.keys()
+        conversions.run(tmp_path / name, tmp_path / f"{name}-back", "hf")
+        conversions.assert_same_tensors(bare, tmp_path / f"{name}-back")
 
 
 def test_tied_embeddings_are_mended_as_the_message_says(tmp_path: Path) -> None:

@@ -88,14 +88,17 @@ class DcpModelReader(TrainerDirectory):
         weights, self._optimizer = split_off(index)
         if index_of_optimizer:
             self._optimizer = split_off(index_of_optimizer)[1]
-        prefix = _wrapper(weights)
+        above = {index.keys_above.get(name) for name in weights}
+        prefix = _wrapper(weights, *above)
         in_model = {name.removeprefix(prefix): one for name, one in weights.items()}
         numbered = self._optimizer.numbered and says_its_model(self)
         behind = table_of(self.model_with(in_model)).behind if numbered else {}
         self._optimizer = with_names(self._optimizer, index_of_optimizer or index, in_model, behind, path)
         self.left, self.unread = self._optimizer.others, self._optimizer.unread
-        tensors = {"": self._logical(weights)}
-        tensors |= {kind: self._logical(moments) for kind, moments in self._optimizer.moments.items()}
+        tensors = {"": self._logical(in_model)}
+        for kind, moments in self._optimizer.moments.items():
+            prefix = _wrapper(moments)
+            tensors[kind] = self._logical({name.removeprefix(prefix): one for name, one in moments.items()})
         for each in filter(None, (index, index_of_optimizer)):
             dcp_metadata.check_apart(((n, piece.span) for n, one in each.tensors.items() for piece in one.pieces), path)
         prefixes = {kind: state_name(kind, "") if kind else "" for kind in tensors}
@@ -120,10 +123,8 @@ class DcpModelReader(TrainerDirectory):
             what = f"`{codes[0]}` is {self.specs[codes[0]].dtype}: FP8 codes in a DCP, which nothing says the scales of"
             raise CheckpointError(what, where=path, do="Save the weights in BF16.")
 
-    def _logical(self, named: Mapping[str, dcp_metadata.DcpTensor]) -> dict[str, LogicalTensor]:
-        """The tensors by name, without what wrappers put before it, one for each expert of a stack."""
-        prefix = _wrapper(named)
-        stored = {name.removeprefix(prefix): one for name, one in named.items()}
+    def _logical(self, stored: Mapping[str, dcp_metadata.DcpTensor]) -> dict[str, LogicalTensor]:
+        """The tensors by name, one for each expert of a stack."""
         fused = stacks({name: TensorSpec(one.shape, one.dtype) for name, one in stored.items()}, self.path)
         found: dict[str, LogicalTensor] = {}
         for name, one in stored.items():
@@ -185,12 +186,14 @@ class DcpModelReader(TrainerDirectory):
         return [Chunk(whole(self._spec(place)), place)]
 
 
-def _wrapper(names: Iterable[str]) -> str:
+def _wrapper(names: Iterable[str], *above: str | None) -> str:
     """The prefix of all names that is not the model's: of wrappers such as DDP, or the key under which a program saves
-    its model."""
+    its model. That is known if a single one is `above` them, and else told by what follows."""
     names = list(names)
     common, end = commonprefix(names), 0
-    if (word := _APPLICATION.match(common)) and word[0] not in _INSIDE_MODEL:
+    if len(above) == 1 and above[0] is not None:
+        end = len(above[0]) + 1
+    elif (word := _APPLICATION.match(common)) and word[0] not in _INSIDE_MODEL:
         end = len(word[0]) if any(name.startswith(_INSIDE_MODEL, len(word[0])) for name in names) else 0
     while wrapper := next((one for one in _WRAPPERS if common.startswith(one, end)), None):
         start = end + len(wrapper)

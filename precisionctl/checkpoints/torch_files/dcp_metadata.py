@@ -8,7 +8,7 @@ import itertools
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,12 @@ class DcpTensor:
 
 @dataclass(frozen=True)
 class Index:
-    """What a directory holds, by key: tensors in pieces, and archives of pickled objects."""
+    """What a directory holds, by key: tensors in pieces, and archives of pickled objects. `keys_above` says of what was
+    saved in a dict of dicts under which of the outer one's keys it was, with which its own begins."""
 
     tensors: Mapping[str, DcpTensor]
     objects: Mapping[str, Span]
+    keys_above: Mapping[str, str] = field(default_factory=dict)
 
 
 class _Plain:
@@ -166,7 +168,17 @@ def parse_index(data: bytes, whole: Callable[[str], Span], path: Path) -> Index:
                 if not sum(math.prod(piece.sizes) for piece in tensor.pieces) == math.prod(tensor.shape) > 0:
                     raise ValueError(f"{key} has pieces of another size than itself")
         check_apart(objects.items(), path)
-        return Index(tensors, objects)
+        return Index(tensors, objects, _keys_above(getattr(root, "planner_data", None)))
+
+
+def _keys_above(paths: object) -> dict[str, str]:
+    """The outer keys that PyTorch's planner (`flatten_state_dict`) tells of, of entries two dicts deep."""
+    found = {}
+    for key, path in paths.items() if isinstance(paths, dict) else ():
+        match path:
+            case (str(above), str(name)) if key == f"{above}.{name}":
+                found[key] = above
+    return found
 
 
 def check_apart(spans: Iterable[tuple[str, Span]], where: Path) -> None:
