@@ -45,8 +45,9 @@ _OF_NUMBERS = (
 )
 
 _OF_BARE = (
-    "`convert --to hf` and `export-inference` take it without a table, by its own names (docs/any_model.md). For all "
-    "else, save it with AutoModelForCausalLM if its embeddings are tied; the output layer would be random otherwise."
+    "`convert --to hf`, and `export-inference` for one GPU of vLLM, SGLang, TensorRT-LLM or transformers, take it "
+    "without a table, by its own names (docs/any_model.md). For all else, save it with AutoModelForCausalLM if its "
+    "embeddings are tied; the output layer would be random otherwise."
 )
 
 

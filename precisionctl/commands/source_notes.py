@@ -47,6 +47,8 @@ def source_notes(source: Source) -> Iterator[str]:
     """Notes on what the source is, and on what the result will not have of it, for any kind of result."""
     reader, plan = source.reader, source.plan
     yield from family_notes(reader, plan.model, plan.to_layout, named=source.hinted.architecture is not None)
+    if isinstance(reader, HuggingFaceReader) and reader.wrapped:
+        yield f"Names are without those of modules around the model or its layers, as `{reader.wrapped}` has one."
     if plan.to_layout == "hf":
         yield from vocabulary_notes(reader)
     if source.hinted.trust_reference:

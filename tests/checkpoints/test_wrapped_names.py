@@ -45,7 +45,8 @@ def test_transformers_loads_what_is_made_of_a_wrapped_model(tmp_path: Path, wrap
     state = dict(model.named_parameters())  # state_dict() leaves out the words of some
     assert not state.keys() & {"model.layers.0.mlp.up_proj.weight"}  # or it would hold of any reader
     save_file({name: values.detach().clone() for name, values in state.items()}, path, metadata={"format": "pt"})
-    conversions.run(tmp_path / "source", tmp_path / "out", "hf")
+    notes = conversions.run(tmp_path / "source", tmp_path / "out", "hf").notes
+    assert any("Names are without those of modules around the model" in note for note in notes)
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(after[name], values) for name, values in before.items())
 
