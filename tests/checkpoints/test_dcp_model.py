@@ -38,7 +38,10 @@ def assert_is(tensors: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> Non
 @pytest.mark.parametrize(
     ("family", "prefix"),
     [
-        *(("llama-3", prefix) for prefix in ("", "model.", "model.module.", "_orig_mod.", "model._orig_mod.")),
+        *(
+            ("llama-3", prefix)
+            for prefix in ("", "model.", "model.module.", "_orig_mod.", "model._orig_mod.", "model.module._orig_mod.")
+        ),
         *(("gpt2", prefix) for prefix in ("", "model.")),
     ],
 )
@@ -51,6 +54,14 @@ def test_names_are_those_of_the_model_whatever_wraps_it(tmp_path: Path, prefix: 
     assert_is(
         load_file(tmp_path / "out" / "model.safetensors"), load_file(tmp_path / "by-transformers/model.safetensors")
     )
+
+
+def test_words_of_wrappers_are_left_out_of_layers_too(tmp_path: Path) -> None:
+    model, word = pico.make("llama-3"), "_checkpoint_wrapped_module._orig_mod."
+    state = {re.sub(r"(layers\.\d\.)", rf"\1{word}", name): tensor for name, tensor in model.state_dict().items()}
+    made = save(tmp_path / "dcp", {"model": state})
+    conversions.run(made, tmp_path / "out", "hf", reference=config_of(model, tmp_path / "config"))
+    assert_is(load_file(tmp_path / "out" / "model.safetensors"), model.state_dict())
 
 
 def test_two_ranks_of_fsdp_with_their_optimizer(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.dcp import torchtitan
 from precisionctl.checkpoints.dcp.dcp_optimizer import split_off, with_names
 from precisionctl.checkpoints.hf_directory.fused_experts import stacks
+from precisionctl.checkpoints.hf_directory.wrapped_names import names_inside
 from precisionctl.checkpoints.other_trainers import torchtitan_families
 from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, says_its_model
 from precisionctl.checkpoints.other_trainers.trainer_run import (
@@ -40,7 +41,7 @@ ACCELERATE = "pytorch_model_fsdp_0"
 ACCELERATE_OPTIMIZER = "optimizer_0"
 """Where it has the optimizer."""
 
-_WRAPPERS = ("model.", "module.", "_orig_mod.", "_fsdp_wrapped_module.")
+_WRAPPERS = ("model.", "module.")
 _INSIDE_MODEL = (
     "model.",
     "lm_head.",
@@ -49,7 +50,6 @@ _INSIDE_MODEL = (
     "backbone.",
     "tok_embeddings.",
     "module.",
-    "_orig_mod.",
 )
 """The beginnings of names inside a model. If one of them follows `model.`, or the key of a program's own dict, that is
 a wrapper's and not the model's own."""
@@ -89,16 +89,14 @@ class DcpModelReader(TrainerDirectory):
         if index_of_optimizer:
             self._optimizer = split_off(index_of_optimizer)[1]
         above = {index.keys_above.get(name) for name in weights}
-        prefix = _wrapper(weights, *above)
-        in_model = {name.removeprefix(prefix): one for name, one in weights.items()}
+        in_model = _in_model(weights, path, above.pop() if len(above) == 1 else None)
         numbered = self._optimizer.numbered and says_its_model(self)
         behind = table_of(self.model_with(in_model)).behind if numbered else {}
         self._optimizer = with_names(self._optimizer, index_of_optimizer or index, in_model, behind, path)
         self.left, self.unread = self._optimizer.others, self._optimizer.unread
         tensors = {"": self._logical(in_model)}
         for kind, moments in self._optimizer.moments.items():
-            prefix = _wrapper(moments)
-            tensors[kind] = self._logical({name.removeprefix(prefix): one for name, one in moments.items()})
+            tensors[kind] = self._logical(_in_model(moments, path))
         for each in filter(None, (index, index_of_optimizer)):
             dcp_metadata.check_apart(((n, piece.span) for n, one in each.tensors.items() for piece in one.pieces), path)
         prefixes = {kind: state_name(kind, "") if kind else "" for kind in tensors}
@@ -186,14 +184,23 @@ class DcpModelReader(TrainerDirectory):
         return [Chunk(whole(self._spec(place)), place)]
 
 
-def _wrapper(names: Iterable[str], *above: str | None) -> str:
+def _in_model(
+    named: Mapping[str, dcp_metadata.DcpTensor], where: Path, above: str | None = None
+) -> dict[str, dcp_metadata.DcpTensor]:
+    """Tensors by the names that they have in the model: without the key of a dict that is known to be `above` them, and
+    without those of wrappers. Raises DamagedCheckpoint as `names_inside`."""
+    known = "" if above is None else f"{above}."
+    inside = names_inside((name.removeprefix(known) for name in named), where)
+    prefix = _wrapper(inside.values(), key_is_known=bool(known))
+    return {inside[name.removeprefix(known)].removeprefix(prefix): one for name, one in named.items()}
+
+
+def _wrapper(names: Iterable[str], *, key_is_known: bool = False) -> str:
     """The prefix of all names that is not the model's: of wrappers such as DDP, or the key under which a program saves
-    its model. That is known if a single one is `above` them, and else told by what follows."""
+    its model, unless that is known."""
     names = list(names)
     common, end = commonprefix(names), 0
-    if len(above) == 1 and above[0] is not None:
-        end = len(above[0]) + 1
-    elif (word := _APPLICATION.match(common)) and word[0] not in _INSIDE_MODEL:
+    if not key_is_known and (word := _APPLICATION.match(common)) and word[0] not in _INSIDE_MODEL:
         end = len(word[0]) if any(name.startswith(_INSIDE_MODEL, len(word[0])) for name in names) else 0
     while wrapper := next((one for one in _WRAPPERS if common.startswith(one, end)), None):
         start = end + len(wrapper)
