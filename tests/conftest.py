@@ -50,18 +50,6 @@ def one_worker() -> None:
     execute.__kwdefaults__["workers"] = 1
 
 
-@pytest.fixture(scope="module", autouse=True)
-def weights_are_of_several_pieces(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where tests encode, weights are as much larger than a buffer as those of real models are."""
-    from precisionctl.conversion import buffers
-
-    before = buffers.BUFFER
-    if request.path.parent.name in ("conversion", "export", "quant_methods", "verify"):
-        buffers.BUFFER = 1 << 12
-    yield
-    buffers.BUFFER = before
-
-
 @pytest.fixture(scope="session", autouse=True)
 def disks_are_not_waited_for() -> Iterator[None]:
     """What is synced is safe when the power fails, which no test can see; waiting for that takes a twentieth of the

@@ -12,10 +12,17 @@ from torch import Tensor
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.request import Request
+from precisionctl.conversion import buffers
 from precisionctl.verify.compare import compare
 
 ELEMENTS = 98_304
 """Of the seven linears."""
+
+
+@pytest.fixture(autouse=True)
+def several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are converted in pieces, as those of real models are: each of these is larger than the buffer."""
+    monkeypatch.setattr(buffers, "BUFFER", 1 << 13)
 
 
 def exported(source: Path, out: Path, scheme: str, target: str = "vllm") -> list[str]:
