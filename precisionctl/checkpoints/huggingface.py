@@ -109,8 +109,9 @@ class HuggingFaceReader:
         files = read_stored(path, self._file_format)
         inside = names_inside(chain(*files.values()), path)
         self.wrapped = next((stored for stored, name in inside.items() if stored != name), None)
-        renamed = {file: {inside[name]: each for name, each in tensors.items()} for file, tensors in files.items()}
-        places = unpacked(places_in(renamed))
+        if self.wrapped:
+            files = {file: {inside[name]: each for name, each in tensors.items()} for file, tensors in files.items()}
+        places = unpacked(places_in(files))
         places, of_mlx = mlx_names.in_published_names(places, self.config, where)
         self.config |= {"quantization_config": of_mlx} if of_mlx else {}
         stored = {name: tensor.spec for name, (_, tensor) in places.items()}

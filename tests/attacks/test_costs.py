@@ -57,6 +57,13 @@ def test_pieces_at_places_of_one_hash(tmp_path: Path) -> None:
         dcp_metadata.read_index(tmp_path)
 
 
+def test_one_long_path_for_many_keys() -> None:
+    """As a pickle gives it to each with two bytes."""
+    path, keys = ("x" * (4 << 20), "y" * (4 << 20)), list(map(str, range(10_000)))
+    with soon():
+        assert dcp_metadata._keys_above(keys, dict.fromkeys(keys, path)) == {}
+
+
 def test_objects_on_the_same_bytes(tmp_path: Path) -> None:
     """Each would be loaded."""
     objects = {f"optimizer.param_groups.{n}.params": Span(tmp_path / "x.distcp", n, 900) for n in range(2)}

@@ -189,10 +189,11 @@ def _in_model(
 ) -> dict[str, dcp_metadata.DcpTensor]:
     """Tensors by the names that they have in the model: without the key of a dict that is known to be `above` them, and
     without those of wrappers. Raises DamagedCheckpoint as `names_inside`."""
-    known = "" if above is None else f"{above}."
-    inside = names_inside((name.removeprefix(known) for name in named), where)
-    prefix = _wrapper(inside.values(), key_is_known=bool(known))
-    return {inside[name.removeprefix(known)].removeprefix(prefix): one for name, one in named.items()}
+    if above is not None:
+        named = {name.removeprefix(f"{above}."): one for name, one in named.items()}
+    inside = names_inside(named, where)
+    prefix = _wrapper(inside.values(), key_is_known=above is not None)
+    return {inside[name].removeprefix(prefix): one for name, one in named.items()}
 
 
 def _wrapper(names: Iterable[str], *, key_is_known: bool = False) -> str:

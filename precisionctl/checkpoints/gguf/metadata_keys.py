@@ -90,7 +90,7 @@ def write_only(write: Callable[[ModelShape], Said]) -> GgufRule:
     return GgufRule((), lambda file: {}, write)
 
 
-def always(key: str, value: int) -> GgufRule:
+def always(key: str, value: int | bool) -> GgufRule:
     """A key that all models of a family have the same value of. Reading another one raises UnknownArchitecture."""
 
     def read(file: Described) -> Fields:

@@ -168,15 +168,18 @@ def parse_index(data: bytes, whole: Callable[[str], Span], path: Path) -> Index:
                 if not sum(math.prod(piece.sizes) for piece in tensor.pieces) == math.prod(tensor.shape) > 0:
                     raise ValueError(f"{key} has pieces of another size than itself")
         check_apart(objects.items(), path)
-        return Index(tensors, objects, _keys_above(getattr(root, "planner_data", None)))
+        return Index(tensors, objects, _keys_above(tensors, getattr(root, "planner_data", None)))
 
 
-def _keys_above(paths: object) -> dict[str, str]:
-    """The outer keys that PyTorch's planner (`flatten_state_dict`) tells of, of entries two dicts deep."""
-    found = {}
-    for key, path in paths.items() if isinstance(paths, dict) else ():
-        match path:
-            case (str(above), str(name)) if key == f"{above}.{name}":
+def _keys_above(keys: Iterable[str], paths: object) -> dict[str, str]:
+    """The outer keys that PyTorch's planner (`flatten_state_dict`) tells of, of entries two dicts deep. Lengths are
+    compared first: two bytes are enough to give a long text to another key, too."""
+    found: dict[str, str] = {}
+    if not isinstance(paths, dict):
+        return found
+    for key in keys:
+        match paths.get(key):
+            case (str(above), str(name)) if len(key) == len(above) + 1 + len(name) and key == f"{above}.{name}":
                 found[key] = above
     return found
 

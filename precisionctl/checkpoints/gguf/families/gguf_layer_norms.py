@@ -3,9 +3,7 @@
 Sources: llama.cpp's src/models/stablelm.cpp and phi2.cpp, and conversion/stablelm.py and phi.py.
 """
 
-from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.family import GgufFamily
-from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
     CONTEXT,
     HEADS,
@@ -16,6 +14,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     WIDTH,
     GgufRule,
     Said,
+    always,
     hidden_by_heads,
 )
 from precisionctl.checkpoints.gguf.rope_keys import ROPE, TURNED
@@ -43,12 +42,7 @@ def _write_rope(model: ModelShape) -> Said:
 _ROPE = GgufRule(ROPE.fields, ROPE.read, _write_rope)
 
 
-def _read_one_after_the_other(file: Described) -> Fields:
-    file.expect("use_parallel_residual", False)
-    return {}
-
-
-_ONE_AFTER_THE_OTHER = GgufRule((), _read_one_after_the_other, lambda model: {"use_parallel_residual": False})
+_ONE_AFTER_THE_OTHER = always("use_parallel_residual", False)
 
 FAMILIES = {
     "stablelm": GgufFamily(
