@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -118,12 +118,25 @@ class OfFormerCodes(Protocol):
         ...
 
 
+@runtime_checkable
+class OfNotes(Protocol):
+    """A Reader that gives something otherwise than it is stored, or does not give all that is stored."""
+
+    def notes(self) -> Iterator[str]:
+        """That, in sentences for the user."""
+        ...
+
+
 WITH_REFERENCE = (
     "Give `convert`, `export-inference`, `resume`, `verify` or `inspect` a Hugging Face directory of the same model "
     "with --reference: its config.json and tokenizer are enough. Other commands read what `convert --to "
     "megatron` makes with it."
 )
 """Advice for a checkpoint that does not say its model. It names the commands that have the option."""
+
+
+NO_WAY_BACK = "There is no way back to those codes."
+"""The end of a note on codes that are decoded as they are read."""
 
 
 @dataclass(frozen=True)

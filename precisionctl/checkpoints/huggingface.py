@@ -1,21 +1,26 @@
 """Hugging Face directories: files of weights beside config.json and a tokenizer, whose parts are in `hf_directory/`."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from precisionctl.architectures.families import read_model, table_of
 from precisionctl.architectures.param_map import names
-from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
+from precisionctl.checkpoints.base import (
+    NO_HINTS,
+    NO_WAY_BACK,
+    Companions,
+    Container,
+    Hints,
+    without_iterations,
+)
 from precisionctl.checkpoints.chunks import Chunk, read_tensor
-from precisionctl.checkpoints.decoded import inkling2_loop_codes
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.methods import decoded_weights
-from precisionctl.checkpoints.decoded.transposed_codes import FILES_BESIDE
+from precisionctl.checkpoints.decoded.mlx_codes import MlxCodes
 from precisionctl.checkpoints.hf_directory import encodings_file
 from precisionctl.checkpoints.hf_directory.companions import needed_hints, read_companions
 from precisionctl.checkpoints.hf_directory.config_json import config_of_values, write_beside
@@ -25,34 +30,32 @@ from precisionctl.checkpoints.hf_directory.encodings_file import (
     WeightEncodings,
     stored_encodings,
 )
-from precisionctl.checkpoints.hf_directory.fused_experts import stored_name, unpacked
+from precisionctl.checkpoints.hf_directory.fused_experts import stored_name
 from precisionctl.checkpoints.hf_directory.huggingface_files import (
     MAX_SHARD_SIZE,
     SAFETENSORS,
     WeightFileFormat,
     WeightFiles,
     file_format_of,
-    places_in,
-    read_stored,
 )
-from precisionctl.checkpoints.hf_directory.wrapped_names import names_inside
-from precisionctl.checkpoints.mlx import mlx_names
 from precisionctl.checkpoints.other_trainers import numbered_optimizer
 from precisionctl.checkpoints.other_trainers.numbered_optimizer import NumberedOptimizer
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun, trainer_step
+from precisionctl.checkpoints.published_tensors import read_json, read_published
 from precisionctl.codes.elements import FP8, Cast
 from precisionctl.codes.encoding import Encoding
 from precisionctl.dtypes import DType
-from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, damage, shown
+from precisionctl.errors import CheckpointError, PrecisionError, damage, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model.model_parts import text_part
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import STATE, Layout, TensorSpec
 from precisionctl.quant_methods.base import FLOATS
-from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights, quant_method_of
+from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights
 from precisionctl.quant_methods.fp8 import expert_dtype
 from precisionctl.quant_methods.scales import Scales
+from precisionctl.sizes import counted
 from precisionctl.untrusted.safe_files import has_file, read_file, whole_length
 from precisionctl.untrusted.safe_json import parse_json
 
@@ -90,34 +93,11 @@ class HuggingFaceReader:
         self.own_companions = read_companions(path)
         self.companions = needed_hints(hints, self.own_companions).companions or self.own_companions
         where = self.companions.config_path
-        self.config = _with_quantization(parse_json(self.companions.files["config.json"], where), path)
-        # Where config.json names another file to transformers, that and engines would read two models
-        chosen = self.config.get("transformers_weights")
-        if chosen not in (None, self._file_format.single, self._file_format.index):
-            raise DamagedCheckpoint(
-                f"with `transformers_weights`, transformers reads {shown(chosen)}, "
-                f"and engines read {self._file_format.single}",
-                where=where,
-                do="Keep the file that is the model, under the usual name, and remove the key.",
-            )
-        if self._file_format is not SAFETENSORS and quant_method_of(self.config) == "torchao":
-            raise PrecisionError(
-                "tensors of torchao in pickles, which are not read",
-                where=path,
-                do="Let transformers 5 with torchao 0.15 or newer save it again, in safetensors.",
-            )
-        files = read_stored(path, self._file_format)
-        inside = names_inside(chain(*files.values()), path)
-        self.wrapped = next((stored for stored, name in inside.items() if stored != name), None)
-        if self.wrapped:
-            files = {file: {inside[name]: each for name, each in tensors.items()} for file, tensors in files.items()}
-        places = unpacked(places_in(files))
-        places, of_mlx = mlx_names.in_published_names(places, self.config, where)
-        self.config |= {"quantization_config": of_mlx} if of_mlx else {}
-        stored = {name: tensor.spec for name, (_, tensor) in places.items()}
-        if beside := _unsaid_codes(self.config, path, stored):
-            self.config |= {"quantization_config": beside}
+        config = parse_json(self.companions.files["config.json"], where)
+        published = read_published(path, self._file_format, config, where)
+        self.config, self.wrapped, places = published.config, published.wrapped, dict(published.places)
         self.decoded = decoded_weights(self.config, StoredTensors(places), where)
+        stored = {name: tensor.spec for name, (_, tensor) in places.items()}
         coded = {} if self.decoded else coded_weights(self.config, stored, where)
         for name, weight in coded.items():  # packed codes, under the name that the weight has
             file, tensor = places.pop(weight.codes)
@@ -139,6 +119,20 @@ class HuggingFaceReader:
         if self.config.get("quantization_config"):
             _check_packed(self.specs, self._scales, path)
 
+    def notes(self) -> Iterator[str]:
+        if self.wrapped:
+            yield f"Names are without those of modules around the model or its layers, as `{self.wrapped}` has one."
+        if not self._scales and (lone := cache_scales(self.config, self.stored.specs)):  # those of codes travel
+            yield f"{counted(len(lone), 'scale')} of a KV cache, beside weights that are no codes, stay behind."
+        if self.decoded and self.decoded.specs:
+            weights = counted(len(self.decoded.specs), "weight was", "weights were")
+            of_mlx = isinstance(self.decoded, MlxCodes)  # of which the same may be made again
+            back = "`export-inference --target mlx` makes such anew." if of_mlx else NO_WAY_BACK
+            yield f"{weights} {self.decoded.words}. {back}"
+        if self.idle_biases:
+            biases = counted(len(self.idle_biases), "bias of zeros", "biases of zeros")
+            yield f"{biases}, which the model does not have, stay behind: e.g. {shown(self.idle_biases[0])}."
+
     @property
     def container(self) -> str:
         return self._file_format.name
@@ -158,16 +152,11 @@ class HuggingFaceReader:
         files = {QUANT_CONFIG: _read_text(beside)} if has_file(beside, self.path) else {}
         return WeightEncodings(weights, self._scales, stored, self.config["quantization_config"], files, self.path)
 
-    @property
-    def lone_cache_scales(self) -> Collection[str]:
-        """Scales of a KV cache beside weights that are no codes, along with which they would be carried."""
-        return () if self._scales else cache_scales(self.config, self.stored.specs).keys()
-
     @cached_property
     def hf_quant_config(self) -> dict[str, Any] | None:
         """The content of hf_quant_config.json, if there is one."""
         path = self.path / QUANT_CONFIG
-        return _load_json(path) if has_file(path, self.path) else None
+        return read_json(path) if has_file(path, self.path) else None
 
     def cast(self, name: str) -> Cast | None:
         return self.decoded.cast(name) if self.decoded and name in self.decoded.specs else None
@@ -282,37 +271,6 @@ CONTAINER = Container(
 )
 
 
-def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """config.json, with the `quantization_config` that it has anywhere, or that older ModelOpts wrote in a file of its
-    own. Some of them did not write `quant_method`, which is known by `quant_algo` then."""
-    beside = path / QUANT_CONFIG
-    found = encodings_file.said_quantization(config)
-    if not found and has_file(beside, path):
-        found = _load_json(beside).get("quantization")
-        if not isinstance(found, dict):
-            raise DamagedCheckpoint("no `quantization`", where=beside)
-        found = {"quant_method": "modelopt"} | found
-    if isinstance(found, dict) and "quant_method" not in found and "quant_algo" in found:
-        found = {"quant_method": "modelopt"} | found
-    return config | {"quantization_config": found} if found else config
-
-
-def _unsaid_codes(config: Mapping[str, Any], path: Path, stored: Mapping[str, TensorSpec]) -> dict[str, Any] | None:
-    """The quantization config of codes that config.json does not describe: that of Inkling 2 Mini's experts, and what
-    AutoGPTQ or AutoAWQ wrote into a file of its own. None if there is none. Raises DamagedCheckpoint for two files."""
-    if inkling2_loop_codes.are_there(config, stored):
-        return {"quant_method": inkling2_loop_codes.METHOD}
-    if config.get("quantization_config"):
-        return None
-    there = [name for name in FILES_BESIDE if has_file(path / name, path)]
-    if not there or not any(name.endswith(".qweight") for name in stored):
-        return None
-    if len(there) > 1:
-        what = f"{' and '.join(there)} both say how weights are coded, and config.json does not"
-        raise DamagedCheckpoint(what, where=path, do="Keep the one of the tool that made them.")
-    return {"quant_method": FILES_BESIDE[there[0]]} | _load_json(path / there[0])
-
-
 def _read_text(path: Path) -> bytes:
     """A file that travels along as text."""
     data = read_file(path, path.parent)
@@ -358,11 +316,3 @@ def _check_packed(specs: Mapping[str, TensorSpec], scaled: Collection[str], path
                 where=path,
                 do="Let the tool that made them decode them, or start from the release in BF16.",
             )
-
-
-def _load_json(path: Path) -> dict[str, Any]:
-    try:
-        data = read_file(path, path.parent)
-    except OSError as error:
-        raise DamagedCheckpoint(f"not readable: {error.strerror}", where=path) from error
-    return parse_json(data, path)

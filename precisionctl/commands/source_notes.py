@@ -7,23 +7,16 @@ from precisionctl.architectures.families import models_of_megatron_args, table_o
 from precisionctl.architectures.megatron.expert_args import CAPACITY
 from precisionctl.architectures.megatron.indexer_args import INDEXER_NORM_EPSILON, indexer_norm_epsilon
 from precisionctl.architectures.megatron.megatron_args import otherwise_in_megatron
-from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.checkpoints.adapter.reader import AdapterReader
-from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.dcp.dcp_model import DcpModelReader
-from precisionctl.checkpoints.decoded.mlx_codes import MlxCodes
+from precisionctl.checkpoints.base import OfNotes, Reader
 from precisionctl.checkpoints.deepspeed.reader import step_directory
-from precisionctl.checkpoints.gguf.reader import GgufReader
 from precisionctl.checkpoints.hf_directory.companions import is_tokenizer
 from precisionctl.checkpoints.hf_directory.config_json import GENERATION
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.checkpoints.megatron.bridge_towers import BridgeTowers
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.directory import by_arguments, contradictions
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
-from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.codes.ggml_blocks import ENCODED
 from precisionctl.commands.source import Source
 from precisionctl.errors import CheckpointError, PrecisionctlError, shown
 from precisionctl.fp8 import sidecar
@@ -47,15 +40,13 @@ def source_notes(source: Source) -> Iterator[str]:
     """Notes on what the source is, and on what the result will not have of it, for any kind of result."""
     reader, plan = source.reader, source.plan
     yield from family_notes(reader, plan.model, plan.to_layout, named=source.hinted.architecture is not None)
-    if isinstance(reader, HuggingFaceReader) and reader.wrapped:
-        yield f"Names are without those of modules around the model or its layers, as `{reader.wrapped}` has one."
     if plan.to_layout == "hf":
         yield from vocabulary_notes(reader)
     if source.hinted.trust_reference:
         yield from _overruled_notes(reader)
     yield from _padding_notes(reader, plan)
-    yield from left_behind_notes(reader, carried=source.trained is not None)
-    yield from adapter_notes(reader)
+    yield from reading_notes(reader)
+    yield from _trained_notes(reader, carried=source.trained is not None)
     yield from _companion_notes(reader, source.hinted.reference)
     if plan.to_layout == "hf":
         yield from _missing_notes(reader)
@@ -128,47 +119,25 @@ def _in_words(setting: object) -> str:
     return in_words(setting)
 
 
-def unread_notes(reader: Reader) -> Iterator[str]:
-    """Notes on what nothing here reads of the run that saved the source, or does as it did."""
+def reading_notes(reader: Reader) -> Iterator[str]:
+    """Notes on what is read otherwise than the source has it, and on what nothing here reads or does of its run."""
+    if isinstance(reader, OfNotes):
+        yield from reader.notes()
+    if of_trainer(reader) and reader.unread:
+        yield f"These parts of the optimizer are not read, and stay behind: {reader.unread}."
+    if isinstance(reader, HuggingFaceReader) and (step := step_directory(reader.path)):
+        yield f"FP32 masters and the optimizer of DeepSpeed stay behind: give {step.name} inside to take them along."
     factor = reader.args.get(CAPACITY) if of_megatron(reader) and reader.model.moe else None
     if isinstance(factor, int | float) and factor >= 0:  # below, it is as if it were not said
         yield (
             f"By its {CAPACITY}={shown(factor)} Megatron-Core leaves out tokens of experts that too many chose, in "
             "evaluation too; transformers and `resume` leave none out."
         )
-    if isinstance(reader, DcpModelReader) and reader.left:
-        yield f"Not carried over from the run: {counted(len(reader.left), 'tensor')} of its optimizer and other state."
-    if isinstance(reader, DcpModelReader) and reader.unplaced:
-        yield (
-            f"`{reader.unplaced[0]}` and its like, by which torchtitan balanced experts, stay behind: a "
-            f"{reader.model.model_type} chooses experts by their scores alone, and so perhaps others."
-        )
-    if of_trainer(reader) and reader.unread:
-        yield f"These parts of the optimizer are not read, and stay behind: {reader.unread}."
-    if isinstance(reader, HuggingFaceReader) and (step := step_directory(reader.path)):
-        yield f"FP32 masters and the optimizer of DeepSpeed stay behind: give {step.name} inside to take them along."
 
 
-def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]:
-    """Notes on what the result will not have of the source. `carried` says that the optimizer is converted, too."""
-    yield from unread_notes(reader)
-    if isinstance(reader, HuggingFaceReader) and (lone := reader.lone_cache_scales):
-        yield f"{counted(len(lone), 'scale')} of a KV cache, beside weights that are no codes, stay behind."
-    stored = reader.base if isinstance(reader, AdapterReader) else reader
-    if isinstance(stored, HuggingFaceReader) and (decoded := stored.decoded) and decoded.specs:
-        weights = counted(len(decoded.specs), "weight was", "weights were")
-        of_mlx = isinstance(decoded, MlxCodes)  # of which the same may be made again
-        back = "`export-inference --target mlx` makes such anew." if of_mlx else "There is no way back to those codes."
-        yield f"{weights} {decoded.words}. {back}"
-    if isinstance(stored, GgufReader) and stored.coded:
-        back = "There is no way back to those codes."
-        if ENCODED.keys() >= {*stored.coded}:
-            schemes = " or ".join(f"--scheme {name.lower()}" for name in stored.coded)
-            back = f"`export-inference --target llama.cpp {schemes}` makes such anew."
-        yield f"Weights were {stored.words}. {back}"
-    if isinstance(stored, HuggingFaceReader) and (idle := stored.idle_biases):
-        biases = counted(len(idle), "bias of zeros", "biases of zeros")
-        yield f"{biases}, which the model does not have, stay behind: e.g. {shown(idle[0])}."
+def _trained_notes(reader: Reader, *, carried: bool) -> Iterator[str]:
+    """Notes on what the result will not have of the run's optimizer, which is converted, too, if it is `carried`, and
+    of older FP8 state."""
     if carried and of_trainer(reader):
         yield f"Not carried over from the run: {', '.join(reader.trainer_run.left)}."
     if not carried and (of_megatron(reader) or of_trainer(reader)):
@@ -182,35 +151,10 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
                 yield f"The optimizer stays behind: {what}. The result is weights only."
     if not of_megatron(reader):
         return
-    if isinstance(reader, TorchDistReader) and reader.unread_optimizer:
-        yield "The optimizer stays behind: it is stored by rank, in a form that newer Megatrons do not write."
-    if isinstance(reader, TorchDistReader) and (states := reader.towers_optimizer):
-        yield f"What trained the towers stays behind: {counted(len(states), 'tensor')} of the optimizer."
-    if isinstance(reader, TorchDistReader) and (payloads := reader.towers_payloads):
-        yield f"FP8 state of the towers stays behind: {counted(payloads, 'module')}."
     older = sidecar.find(reader.path)
     if older and reader.fp8 and (names := older.modules.keys() - reader.fp8.modules.keys()):
         of = f"{counted(len(names), 'module')}, e.g. {min(names)}"
         yield f"Older FP8 state of {of}, which the run did not record, stays behind."
-
-
-def adapter_notes(reader: Reader) -> Iterator[str]:
-    """Notes on what an adapter does to its base."""
-    if isinstance(reader, AdapterReader):
-        tensors = counted(len(reader.base.specs), "tensor")
-        changed, replaced = len(reader.changes), len(reader.replaced)
-        yield (
-            f"Of the base's {tensors} the adapter changes {changed} and replaces {replaced}; the others are the base's."
-        )
-        if reader.named_base:
-            yield f"The adapter names {shown(reader.named_base)} as its base; nothing here proves that this is it."
-        if others := reader.others:
-            are = counted(len(others), "adapter in a folder below it is", "adapters in folders below it are")
-            yield f"{are} not merged: {', '.join(map(shown, others[:5]))}{', ...' if others[5:] else ''}."
-            yield (
-                "To merge several, begin with `convert BASE BASE32 --to hf --precision fp32`, and give each result as "
-                "--reference of the next."
-            )
 
 
 def decoded_base_notes(reader: Reader) -> Iterator[str]:
@@ -228,12 +172,6 @@ def _companion_notes(reader: Reader, reference: Path | None) -> Iterator[str]:
     if taken := [name for name in reader.companions.files if name not in reader.own_companions.files]:
         yield f"The source has none of these, so they are the reference's, {reference}: {', '.join(taken)}."
     yield from reader.companions.notes
-    if isinstance(reader, TorchDistReader) and isinstance(reader.towers, BridgeTowers) and reader.towers.lacking:
-        lacking = reader.towers.lacking
-        yield (
-            f"The run had no module for {counted(len(lacking), 'tensor')} of the reference's towers: they are the "
-            f"reference's, e.g. {lacking[0].removeprefix(TOWERS)}."
-        )
     if code := reader.companions.code:
         yield (
             f"The model's own code is copied as it is: {', '.join(code)}. Nothing here has run it; whoever "

@@ -18,7 +18,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.other_trainers.numbered_optimizer import NumberedOptimizer, parameter_order
 from precisionctl.checkpoints.other_trainers.trainer_run import ParameterGroup, adam_settings, lost_settings
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.commands.source_notes import left_behind_notes
+from precisionctl.commands.source_notes import reading_notes
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.param import NOT_TRAINED, TensorSpec
@@ -209,7 +209,7 @@ def test_an_optimizer_of_unknown_order_or_another_model_is_refused_and_can_be_dr
 def test_an_optimizer_that_has_made_no_update_is_said_to_stay_behind(tmp_path: Path) -> None:
     model = pico.make_and_save(tmp_path / "checkpoint-0", "llama-3")
     torch.save(torch.optim.AdamW(groups(model)).state_dict(), tmp_path / "checkpoint-0" / "optimizer.pt")
-    notes = [*left_behind_notes(open_checkpoint(tmp_path / "checkpoint-0"))]
+    notes = [*reading_notes(open_checkpoint(tmp_path / "checkpoint-0"))]
     assert any("stay behind: optimizer.pt, which has groups of parameters and no state" in note for note in notes)
 
 

@@ -17,7 +17,7 @@ from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.verl import VerlReader
-from precisionctl.commands.source_notes import left_behind_notes
+from precisionctl.commands.source_notes import reading_notes
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 
 MOMENTS = verl_files.MOMENTS
@@ -108,7 +108,7 @@ def test_an_optimizer_that_cannot_be_told_by_parameter_stays_behind_with_a_word(
 ) -> None:
     path, _ = actor(tmp_path, "llama-3", 1, flat=True)
     rewrite(path / "optim_world_size_1_rank_0.pt", change)
-    (note,) = (note for note in left_behind_notes(open_checkpoint(path)) if "not read" in note)
+    (note,) = (note for note in reading_notes(open_checkpoint(path)) if "not read" in note)
     assert why in note
     conversions.run(path, tmp_path / "out", "hf")
 

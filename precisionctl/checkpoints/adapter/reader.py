@@ -7,7 +7,7 @@ Tensors have the names of the base. The adapter adds a low-rank product to a mat
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import permutations
@@ -20,7 +20,7 @@ from precisionctl.checkpoints.adapter.expert_stacks import JOINED, stack_of
 from precisionctl.checkpoints.adapter.lora_config import FILE, LoraConfig, read_lora_config
 from precisionctl.checkpoints.adapter.low_rank import Factors, LowRank, Merged
 from precisionctl.checkpoints.adapter.tied import check_known, check_same_change, check_touched, tied_embeddings
-from precisionctl.checkpoints.base import Companions, Container, Hints, Reader, without_iterations
+from precisionctl.checkpoints.base import Companions, Container, Hints, OfNotes, Reader, without_iterations
 from precisionctl.checkpoints.chunks import Chunk, Chunked, whole
 from precisionctl.checkpoints.hf_directory.companions import (
     CHAT_TEMPLATE,
@@ -34,7 +34,7 @@ from precisionctl.checkpoints.hf_directory.huggingface_files import BIN, SAFETEN
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.encoding import Encoding
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint, MappingError, ShapeMismatch, UnknownFormat, at
+from precisionctl.errors import DamagedCheckpoint, MappingError, ShapeMismatch, UnknownFormat, at, shown
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.untabled_model import UntabledModel
@@ -82,13 +82,26 @@ class AdapterReader:
         check_touched(base.model, base.specs, {*self.changes, *self.replaced})
         self.specs: Mapping[str, TensorSpec] = {name: self._spec(name) for name in (*base.specs, *self.replaced)}
 
-    @property
-    def named_base(self) -> str | None:
-        """The model that the adapter says it is for."""
-        return self._config.base
+    def notes(self) -> Iterator[str]:
+        if isinstance(self.base, OfNotes):
+            yield from self.base.notes()
+        tensors = counted(len(self.base.specs), "tensor")
+        yield (
+            f"Of the base's {tensors} the adapter changes {len(self.changes)} and replaces {len(self.replaced)}; the "
+            "others are the base's."
+        )
+        if named := self._config.base:
+            yield f"The adapter names {shown(named)} as its base; nothing here proves that this is it."
+        if others := self._others:
+            are = counted(len(others), "adapter in a folder below it is", "adapters in folders below it are")
+            yield f"{are} not merged: {', '.join(map(shown, others[:5]))}{', ...' if others[5:] else ''}."
+            yield (
+                "To merge several, begin with `convert BASE BASE32 --to hf --precision fp32`, and give each result as "
+                "--reference of the next."
+            )
 
     @property
-    def others(self) -> Sequence[str]:
+    def _others(self) -> Sequence[str]:
         """Folders of further adapters beside this one, where peft saves all but the one called `default`. Those of a
         Trainer's checkpoints have the same adapter, earlier."""
         folders = [each for each in self.path.iterdir() if each.is_dir() and not each.is_symlink()]

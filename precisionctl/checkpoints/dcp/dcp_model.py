@@ -6,7 +6,7 @@ pieces are. A config.json, beside the checkpoint or in the reference, says which
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -34,6 +34,7 @@ from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensor, LogicalTensors, check_whole, slices
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError
 from precisionctl.param import MOMENTUM, STATE, TensorSpec, state_name
+from precisionctl.sizes import counted
 
 ACCELERATE = "pytorch_model_fsdp_0"
 """Where accelerate has the model, in the directory of a step."""
@@ -70,8 +71,7 @@ class DcpModelReader(TrainerDirectory):
     (`index_of_optimizer`). Opening it reads `.metadata` alone. A weight in FP32 is its own master.
 
     Raises DamagedCheckpoint where pieces and files contradict each other, UnsafePickle, and CheckpointError where no
-    config.json says which model it is, or weights are FP8 codes. `of_torchtitan` says that names are torchtitan's, and
-    `unplaced` are buffers of its that the model has no place for.
+    config.json says which model it is, or weights are FP8 codes. `of_torchtitan` says that names are torchtitan's.
     """
 
     container = "dcp"
@@ -103,12 +103,12 @@ class DcpModelReader(TrainerDirectory):
         stored = {prefixes[kind] + name: one for kind, found in tensors.items() for name, one in found.items()}
         self._stored = LogicalTensors(stored)
         self.of_torchtitan = any(name in tensors[""] for name in torchtitan_families.EMBEDDINGS)
-        self.unplaced: Sequence[str] = ()
+        self._unplaced: Sequence[str] = ()  # buffers of torchtitan's that the model has no place for
         self._places: dict[str, str | torchtitan.Heads] = {name: name for name in stored}
         described = self.of_torchtitan and says_its_model(self)
         family = torchtitan_families.FAMILIES.get(self.model.architecture) if described else None
         if family:
-            self.unplaced = [name for name in tensors[""] if family.hf_name(name, self.model) is None]
+            self._unplaced = [name for name in tensors[""] if family.hf_name(name, self.model) is None]
             self._places = {}
             for kind, found in tensors.items():
                 names = {name: prefixes[kind] + name for name in found}
@@ -120,6 +120,16 @@ class DcpModelReader(TrainerDirectory):
         if codes := [name for name, spec in self.specs.items() if spec.is_codes]:
             what = f"`{codes[0]}` is {self.specs[codes[0]].dtype}: FP8 codes in a DCP, which nothing says the scales of"
             raise CheckpointError(what, where=path, do="Save the weights in BF16.")
+
+    def notes(self) -> Iterator[str]:
+        if self.left:
+            left = counted(len(self.left), "tensor")
+            yield f"Not carried over from the run: {left} of its optimizer and other state."
+        if self._unplaced:
+            yield (
+                f"`{self._unplaced[0]}` and its like, by which torchtitan balanced experts, stay behind: a "
+                f"{self.model.model_type} chooses experts by their scores alone, and so perhaps others."
+            )
 
     def _logical(self, stored: Mapping[str, dcp_metadata.DcpTensor]) -> dict[str, LogicalTensor]:
         """The tensors by name, one for each expert of a stack."""

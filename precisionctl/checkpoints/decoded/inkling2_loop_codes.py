@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ from precisionctl.codes import nibbles, numerics
 from precisionctl.codes.elements import E2M1
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
 
@@ -38,10 +37,10 @@ METHOD = "inkling2_loop"
 _SCALE = re.compile(r"(.+\.experts\.w(?:13|2)_weight)_scale\[\d+\]")
 
 
-def are_there(config: Mapping[str, Any], stored: Mapping[str, TensorSpec]) -> bool:
+def are_there(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether a directory has such experts. As in transformers, its model and its tensors say so, whatever method
     config.json names."""
-    return config.get("model_type") in (METHOD, f"{METHOD}_text") and any(map(_SCALE.fullmatch, stored))
+    return config.get("model_type") in (METHOD, f"{METHOD}_text") and any(map(_SCALE.fullmatch, names))
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,19 @@ file's own: it is the reference's. The tokens that begin and end a text are, whe
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from precisionctl.architectures.families import from_hf_config
-from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
+from precisionctl.checkpoints.base import (
+    NO_HINTS,
+    NO_WAY_BACK,
+    Companions,
+    Container,
+    Hints,
+    without_iterations,
+)
 from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.gguf.described_model import check_same, model_of_file
 from precisionctl.checkpoints.gguf.families import FAMILIES, model_type_of
@@ -27,6 +34,7 @@ from precisionctl.checkpoints.hf_directory.config_json import GENERATION, is_tok
 from precisionctl.checkpoints.hf_directory.huggingface_files import file_format_of
 from precisionctl.codes.elements import Cast
 from precisionctl.codes.encoding import Encoding
+from precisionctl.codes.ggml_blocks import ENCODED
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnknownFormat, shown
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model.model_shape import ModelShape
@@ -76,8 +84,6 @@ class GgufReader:
         self.model, family = self._described(head)
         if "config.json" not in self.companions.files:
             self.own_companions = self.companions = self._with_tokens(self.own_companions)
-        elif (ended := self._ended_otherwise()) is not None:
-            self.companions = replace(self.companions, notes=(*self.companions.notes, ended))
         weights = {name: tensor for name, tensor in head.tensors.items() if name not in ROTARY_TENSORS}
         self._made = hf_tensors(weights, family, self.model, path)
         self.specs: Mapping[str, TensorSpec] = {name: made.spec for name, made in self._made.items()}
@@ -88,6 +94,15 @@ class GgufReader:
     def words(self) -> str:
         """Which codes are stored, and what they are read as, in words; empty where there are none."""
         return f"{' and '.join(self.coded)} codes of GGUF, read as float32" if self.coded else ""
+
+    def notes(self) -> Iterator[str]:
+        if self.coded:
+            back = NO_WAY_BACK
+            if ENCODED.keys() >= {*self.coded}:
+                schemes = " or ".join(f"--scheme {name.lower()}" for name in self.coded)
+                back = f"`export-inference --target llama.cpp {schemes}` makes such anew."
+            yield f"Weights were {self.words}. {back}"
+        yield from self._ended_otherwise()
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self._made[name].chunks()
@@ -101,16 +116,16 @@ class GgufReader:
         tokens = {key: token for key, token in said.items() if is_token(token, self.model)}
         return replace(own, files={GENERATION: to_json(tokens), **own.files}) if tokens else own
 
-    def _ended_otherwise(self) -> str | None:
-        """That none of the tokens with which a text ends by config.json and its like is the file's. A chat model's file
-        has another than its base, and is of the same model."""
+    def _ended_otherwise(self) -> Iterator[str]:
+        """A note that none of the tokens with which a text ends by config.json and its like is the file's. A chat
+        model's file has another than its base, and is of the same model."""
         files, token = self.companions.files, self.metadata.get("tokenizer.ggml.eos_token_id")
         configs = (parse_json(files[name], name) for name in ("config.json", GENERATION) if name in files)
         named = [end for each in configs if (end := each.get("eos_token_id")) is not None]
         if token is None or not named or any(token == end or isinstance(end, list) and token in end for end in named):
-            return None
+            return
         said = f"with {shown(named[-1])} by {self.companions.directory}, which is kept"
-        return f"A text ends with token {shown(token)} by the file, and {said}."
+        yield f"A text ends with token {shown(token)} by the file, and {said}."
 
     def _described(self, head: GgufHead) -> tuple[ModelShape, GgufFamily]:
         """The model, and the table of its tensors."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.architectures.towers_in_bridge import is_tower
-from precisionctl.architectures.wrappers import is_wrapper
+from precisionctl.architectures.wrappers import TOWERS, is_wrapper
 from precisionctl.checkpoints.adapter import bridge
 from precisionctl.checkpoints.base import NO_HINTS, WITH_REFERENCE, Container, Hints, Reader
 from precisionctl.checkpoints.chunks import Chunk, Chunked, chunk_files
@@ -47,6 +47,7 @@ from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensor, Logi
 from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.param import NOT_TRAINED, TensorSpec, kind_and_parameter
+from precisionctl.sizes import counted
 from precisionctl.untrusted.safe_files import check_link, has_file, leads_out, read_file
 from precisionctl.untrusted.safe_json import parse_json
 
@@ -116,7 +117,7 @@ class TorchDistReader(MegatronDirectory):
         # Runs of this project once kept copies of what nothing trains, for which no other format has a place
         states = {name: spec for name, spec in specs.items() if of_optimizer(name) and not name.endswith(NOT_TRAINED)}
         self._of_optimizer = {name: one for name, one in states.items() if kind_and_parameter(name)[1] not in trained}
-        self.towers_optimizer: Collection[str] = states.keys() - self._of_optimizer.keys()
+        self._towers_optimizer = states.keys() - self._of_optimizer.keys()
 
     def _with_own(self, beside: Chunked) -> Chunked:
         """Bridge's towers, of a wrapper that it trained."""
@@ -140,6 +141,21 @@ class TorchDistReader(MegatronDirectory):
             what = f"`{tower}` is not known as part of a `{config['model_type']}`, of which config.json is"
             raise UnknownArchitecture(what, where=self.path, do="Is config.json this model's?")
         return beside
+
+    def notes(self) -> Iterator[str]:
+        # An optimizer that is not read is a pickled object for each rank (`dp_zero_gather_scatter`)
+        if not self._of_optimizer and any(key.split("/")[0].endswith(".param_state") for key in self.objects):
+            yield "The optimizer stays behind: it is stored by rank, in a form that newer Megatrons do not write."
+        if self._towers_optimizer:
+            tensors = counted(len(self._towers_optimizer), "tensor")
+            yield f"What trained the towers stays behind: {tensors} of the optimizer."
+        if payloads := sum(1 for _ in self._payloads(of_towers=True)):
+            yield f"FP8 state of the towers stays behind: {counted(payloads, 'module')}."
+        if isinstance(self.towers, BridgeTowers) and (lacking := self.towers.lacking):
+            yield (
+                f"The run had no module for {counted(len(lacking), 'tensor')} of the reference's towers: they are the "
+                f"reference's, e.g. {lacking[0].removeprefix(TOWERS)}."
+            )
 
     @property
     def optimizer_specs(self) -> Mapping[str, TensorSpec]:
@@ -206,11 +222,6 @@ class TorchDistReader(MegatronDirectory):
         span = self._index.objects[key]
         return _only(torch_zip.load(span.read(), span), key, span)
 
-    @property
-    def unread_optimizer(self) -> bool:
-        """Whether there is an optimizer that is not read: a pickled object for each rank (`dp_zero_gather_scatter`)."""
-        return not self._of_optimizer and any(key.split("/")[0].endswith(".param_state") for key in self.objects)
-
     def checked_object(self, key: str) -> torch_zip.Span:
         """Where an object's bytes are, to be copied; it has been loaded once by the allow-list. Raises as
         `read_object`."""
@@ -236,11 +247,6 @@ class TorchDistReader(MegatronDirectory):
     def payloads(self) -> Iterator[SavedPayload]:
         """Each `_extra_state` of the text model's that is not empty."""
         return self._payloads(of_towers=False)
-
-    @property
-    def towers_payloads(self) -> int:
-        """How many `_extra_state` of Bridge's towers are not empty."""
-        return sum(1 for _ in self._payloads(of_towers=True))
 
     @property
     def _trained_towers(self) -> Collection[str]:

@@ -24,7 +24,7 @@ from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader, TrainerRun, of_trainer
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.commands.source_notes import adapter_notes, unread_notes
+from precisionctl.commands.source_notes import reading_notes
 from precisionctl.conversion.convert import convert
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, MappingError, RecipeError, UnsafePickle, damage
@@ -172,8 +172,7 @@ def _others_run(source: Reader, skipped: Collection[StatePart]) -> TrainerRun | 
 
 def loading_notes(recipe: Recipe, source: Reader, skipped: Collection[StatePart]) -> Iterator[str]:
     """Notes for the user: what was taken from another program's checkpoint, and what is left behind."""
-    yield from unread_notes(source)
-    yield from adapter_notes(source)
+    yield from reading_notes(source)
     if not (of_megatron(source) or _has_trainers_optimizer(source)):
         return
     theirs = _others_run(source, skipped)
