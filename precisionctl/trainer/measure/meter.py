@@ -1,6 +1,8 @@
 """Measure each update of a run: FLOPs, memory and FP8 health, the latter from the state of delayed scaling."""
 
 import math
+import resource
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,8 +101,10 @@ class Meter:
 
 
 def host_bytes() -> int:
-    """The peak of this process's resident memory in bytes. (`ru_maxrss` would be the parent's where that had more when
-    it began this process.)"""
+    """The peak of this process's resident memory in bytes. (Linux's `ru_maxrss`, in KiB, would be the parent's where
+    that had more when it began this process.)"""
+    if sys.platform == "darwin":  # in bytes there
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
 
