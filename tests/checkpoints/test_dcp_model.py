@@ -1,7 +1,9 @@
 """Models in PyTorch's own checkpoints, under Hugging Face's names or torchtitan's, are read as the live ones are."""
 
 import json
+import pathlib
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -62,6 +64,19 @@ def test_words_of_wrappers_are_left_out_of_layers_too(tmp_path: Path) -> None:
     made = save(tmp_path / "dcp", {"model": state})
     conversions.run(made, tmp_path / "out", "hf", reference=config_of(model, tmp_path / "config"))
     assert_is(load_file(tmp_path / "out" / "model.safetensors"), model.state_dict())
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_the_path_in_the_index_has_the_name_that_the_python_of_the_run_gave_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    """Python 3.13 has its paths in a module of their own."""
+    monkeypatch.setitem(sys.modules, module, pathlib)
+    monkeypatch.setattr(type(tmp_path), "__module__", module)
+    made = save(tmp_path / "dcp", pico.make("llama-3").state_dict())
+    index = (made / ".metadata").read_bytes()
+    assert module.encode() in index and b"PosixPath" in index
+    assert read_index(made).tensors
 
 
 def test_two_ranks_of_fsdp_with_their_optimizer(tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ _PLAIN = {
     _FILESYSTEM: ("_StorageInfo",),
     _PLANNER: ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
     "pathlib": ("PosixPath",),  # the path of the directory that was written
+    "pathlib._local": ("PosixPath",),  # the same, as Python 3.13 calls it
 }
 _ALLOWED = _Allowed(
     {
