@@ -1,5 +1,6 @@
 """Read files from strangers: they must be files, in the directory where they seem to be, and not too large."""
 
+import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -75,9 +76,11 @@ def leads_out(path: Path, directory: Path) -> bool:
     """Whether a path is, or goes through, a symbolic link out of a directory. Links of the hub's cache do not count:
     there `models--*/snapshots/<revision>/**/<file>` links to `models--*/blobs/<hash>`."""
     try:
-        here, there = directory.resolve(), path.resolve()
-    except RuntimeError:  # of Python before 3.13; later ones give the path as it is, and opening it fails
-        raise DamagedCheckpoint("a symbolic link that leads to itself", where=path) from None
+        path.stat()
+    except OSError as error:  # what is not there may be the directory's all the same
+        if error.errno == errno.ELOOP:
+            raise DamagedCheckpoint("a symbolic link that leads to itself", where=path) from None
+    here, there = directory.resolve(), path.resolve()
     blobs = [parent.parent / "blobs" for parent in here.parents if parent.name == "snapshots"]
     return not there.is_relative_to(here) and there.parent not in blobs
 

@@ -13,6 +13,7 @@ import torch
 from conversations import CONVERSATION, MARKING_TEMPLATE, read, tokenizer, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from installed import judge
 
 from precisionctl.errors import DataError
 from precisionctl.recipe import Data, Share, Train
@@ -20,10 +21,6 @@ from precisionctl.trainer.data import Blend, Feed, Order, Rows, load_data, load_
 from precisionctl.trainer.data.order import LONGEST_PERIOD, BlendedOrder, one_period, turns_of
 from precisionctl.trainer.data.rows import pack_texts
 from precisionctl.trainer.parallel.world import ALONE
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own, of what megatron-core imports from it
-    from megatron.core.datasets.helpers import build_blending_indices
 
 WEIGHTS = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 
@@ -60,10 +57,19 @@ def test_a_period_has_each_data_set_as_often_as_its_weight_says_and_evenly_sprea
 
 
 @settings(deadline=None)
-@given(WEIGHTS.filter(lambda weights: len(weights) > 1), st.integers(1, 500))
-def test_after_any_number_of_rows_a_blend_is_within_a_row_or_two_of_megatrons(weights: list[int], rows: int) -> None:
+@pytest.fixture(scope="module")
+def helpers() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of what megatron-core imports from it
+        return judge("megatron.core.datasets.helpers_cpp", "there are no wheels of megatron-core for every Python")
+
+
+@given(weights=WEIGHTS.filter(lambda weights: len(weights) > 1), rows=st.integers(1, 500))
+def test_after_any_number_of_rows_a_blend_is_within_a_row_or_two_of_megatrons(
+    helpers: Any, weights: list[int], rows: int
+) -> None:
     theirs, places = np.zeros(rows, np.int16), np.zeros(rows, np.int64)
-    build_blending_indices(theirs, places, np.asarray(weights) / sum(weights), len(weights), rows, False)
+    helpers.build_blending_indices(theirs, places, np.asarray(weights) / sum(weights), len(weights), rows, False)
     order = BlendedOrder([1000] * len(weights), weights, seed=0)
     ours = np.asarray(order.take(0, rows)) // 1000
     for part, weight in enumerate(weights):
