@@ -203,18 +203,10 @@ UNREAD = (
         _has("*.nemo"),
     ),
     Foreign(
-        "a Llama in Meta's own files",
-        "`consolidated.*.pth`",
-        "Take the Hugging Face files of the same release (config.json and model*.safetensors), or convert these with "
-        "the script in transformers' repository: `python src/transformers/models/llama/convert_llama_weights_to_hf.py "
-        "--input_dir {path} --model_size 8B --output_dir OUT`.",
-        _has("consolidated.*.pth"),
-    ),
-    Foreign(
-        "a model in Mistral's own files",
-        "`consolidated*.safetensors` beside `params.json`, without config.json",
-        "Take the Hugging Face files of the same release: config.json and model*.safetensors.",
-        lambda path: _has("consolidated*.safetensors")(path) if (path / "params.json").is_file() else None,
+        "weights in Mistral's own files or Meta's, without their params.json",
+        "`consolidated*.safetensors` or `consolidated.*.pth`",
+        "Copy params.json of the same release beside them.",
+        _has("consolidated*.safetensors", "consolidated.*.pth"),
     ),
     Foreign(
         "all weights of an accelerate run in one file",

@@ -38,6 +38,7 @@ from precisionctl.checkpoints.hf_directory.huggingface_files import (
     WeightFiles,
     file_format_of,
 )
+from precisionctl.checkpoints.mlx.mlx_names import Places
 from precisionctl.checkpoints.other_trainers import numbered_optimizer
 from precisionctl.checkpoints.other_trainers.numbered_optimizer import NumberedOptimizer
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun, trainer_step
@@ -71,33 +72,26 @@ def has_weight_files(path: Path) -> bool:
     return not (path / "adapter_config.json").exists() and file_format_of(path) is not None
 
 
-class HuggingFaceReader:
-    """A Hugging Face directory as a Reader. Raises DamagedCheckpoint where files contradict one another.
+class HuggingFaceTensors:
+    """Tensors under the names of published Hugging Face directories, and the config.json that says their model: what is
+    common to Readers of both. A subclass sets `path`, the companions, `container` and `config`, and then has
+    `_describe` find out the rest.
 
     Experts that are stored as one tensor are slices here, `name[expert]`, and in MXFP4 matrices of codes. Packed codes
     have the weight's name and shape, whatever the tensor of their words is called. Scale tensors of codes are not
     among `specs`; they are in `encodings`, and in `stored`, which is every tensor in the files.
     Nor are those of a KV cache, which belong to no weight. Codes that are `decoded` as they are read (GPTQ,
     bitsandbytes and others) are values here; `idle_biases` of zeros that their tools have added are not among `specs`.
-    Names are without the words of wrappers that a program had the model in (`names_inside`); `wrapped` is the first
-    tensor that is stored with one, None if there is none.
     """
 
     layout: Layout = "hf"
+    path: Path
+    config: dict[str, Any]
 
-    def __init__(self, path: Path, hints: Hints = NO_HINTS) -> None:
-        """Companions are those of a reference where they are needed (`needed_hints`); config.json is its own if it has
-        one."""
-        self.path = path
-        self._file_format = file_format_of(path) or SAFETENSORS
-        self.own_companions = read_companions(path)
-        self.companions = needed_hints(hints, self.own_companions).companions or self.own_companions
-        where = self.companions.config_path
-        config = parse_json(self.companions.files["config.json"], where)
-        published = read_published(path, self._file_format, config, where)
-        self.config, self.wrapped, places = published.config, published.wrapped, dict(published.places)
-        self.decoded = decoded_weights(self.config, StoredTensors(places), where)
+    def _describe(self, places: Places, where: object) -> None:
+        """What these tensors are by the config, which is at `where`."""
         stored = {name: tensor.spec for name, (_, tensor) in places.items()}
+        self.decoded = decoded_weights(self.config, StoredTensors(places), where)
         coded = {} if self.decoded else coded_weights(self.config, stored, where)
         for name, weight in coded.items():  # packed codes, under the name that the weight has
             file, tensor = places.pop(weight.codes)
@@ -112,16 +106,14 @@ class HuggingFaceReader:
         self.model: ModelShape = read_model(self.config, where, self.specs)
         if self.decoded and self.model.architecture == "gpt2":
             what = f"codes of {self.decoded.method} for GPT-2, whose linears are transposed themselves, are not read"
-            raise PrecisionError(what, where=path, do="Let the tool that made them decode them.")
+            raise PrecisionError(what, where=self.path, do="Let the tool that made them decode them.")
         self.idle_biases = _idle_biases(self, self.decoded) if self.decoded else []
         for name in self.idle_biases:
             del self.specs[name]
         if self.config.get("quantization_config"):
-            _check_packed(self.specs, self._scales, path)
+            _check_packed(self.specs, self._scales, self.path)
 
     def notes(self) -> Iterator[str]:
-        if self.wrapped:
-            yield f"Names are without those of modules around the model or its layers, as `{self.wrapped}` has one."
         if not self._scales and (lone := cache_scales(self.config, self.stored.specs)):  # those of codes travel
             yield f"{counted(len(lone), 'scale')} of a KV cache, beside weights that are no codes, stay behind."
         if self.decoded and self.decoded.specs:
@@ -132,10 +124,6 @@ class HuggingFaceReader:
         if self.idle_biases:
             biases = counted(len(self.idle_biases), "bias of zeros", "biases of zeros")
             yield f"{biases}, which the model does not have, stay behind: e.g. {shown(self.idle_biases[0])}."
-
-    @property
-    def container(self) -> str:
-        return self._file_format.name
 
     @cached_property
     def encodings(self) -> Mapping[str, Encoding]:
@@ -152,14 +140,49 @@ class HuggingFaceReader:
         files = {QUANT_CONFIG: _read_text(beside)} if has_file(beside, self.path) else {}
         return WeightEncodings(weights, self._scales, stored, self.config["quantization_config"], files, self.path)
 
+    def cast(self, name: str) -> Cast | None:
+        return self.decoded.cast(name) if self.decoded and name in self.decoded.specs else None
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        if self.decoded and name in self.decoded.specs:
+            return self.decoded.chunks(name)
+        return self.stored.chunks(name)
+
+
+class HuggingFaceReader(HuggingFaceTensors):
+    """A Hugging Face directory as a Reader. Raises DamagedCheckpoint where files contradict one another.
+
+    Names are without the words of wrappers that a program had the model in (`names_inside`); `wrapped` is the first
+    tensor that is stored with one, None if there is none.
+    """
+
+    def __init__(self, path: Path, hints: Hints = NO_HINTS) -> None:
+        """Companions are those of a reference where they are needed (`needed_hints`); config.json is its own if it has
+        one."""
+        self.path = path
+        self._file_format = file_format_of(path) or SAFETENSORS
+        self.own_companions = read_companions(path)
+        self.companions = needed_hints(hints, self.own_companions).companions or self.own_companions
+        where = self.companions.config_path
+        config = parse_json(self.companions.files["config.json"], where)
+        published = read_published(path, self._file_format, config, where)
+        self.config, self.wrapped = published.config, published.wrapped
+        self._describe(published.places, where)
+
+    def notes(self) -> Iterator[str]:
+        if self.wrapped:
+            yield f"Names are without those of modules around the model or its layers, as `{self.wrapped}` has one."
+        yield from super().notes()
+
+    @property
+    def container(self) -> str:
+        return self._file_format.name
+
     @cached_property
     def hf_quant_config(self) -> dict[str, Any] | None:
         """The content of hf_quant_config.json, if there is one."""
         path = self.path / QUANT_CONFIG
         return read_json(path) if has_file(path, self.path) else None
-
-    def cast(self, name: str) -> Cast | None:
-        return self.decoded.cast(name) if self.decoded and name in self.decoded.specs else None
 
     @cached_property
     def live_fp8(self) -> Fp8States | None:
@@ -214,9 +237,7 @@ class HuggingFaceReader:
     def chunks(self, name: str) -> Sequence[Chunk]:
         if self._optimizer and name.startswith(STATE):
             return self._optimizer.chunks(name)
-        if self.decoded and name in self.decoded.specs:
-            return self.decoded.chunks(name)
-        return self.stored.chunks(name)
+        return super().chunks(name)
 
 
 @dataclass(frozen=True)
@@ -279,7 +300,7 @@ def _read_text(path: Path) -> bytes:
     return data
 
 
-def _idle_biases(reader: HuggingFaceReader, decoded: DecodedWeights) -> list[str]:
+def _idle_biases(reader: HuggingFaceTensors, decoded: DecodedWeights) -> list[str]:
     """Biases beside codes that the model does not have, all zeros: AutoGPTQ and AutoRound have written one for each
     linear (AutoGPTQ's issue 555, in TheBloke's directories), and vLLM passes over them."""
     specs, model = reader.specs, reader.model

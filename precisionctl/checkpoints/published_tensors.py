@@ -17,9 +17,8 @@ from precisionctl.checkpoints.hf_directory.huggingface_files import (
     places_in,
     read_stored,
 )
-from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor
 from precisionctl.checkpoints.hf_directory.wrapped_names import names_inside
-from precisionctl.checkpoints.mlx import mlx_names
+from precisionctl.checkpoints.mlx.mlx_names import Places, in_published_names
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.quant_methods.coded_weights import quant_method_of
 from precisionctl.untrusted.safe_files import has_file, read_file
@@ -32,7 +31,7 @@ class PublishedTensors:
     how they are coded. `wrapped` is the first that is stored with a word of a module around the model, None if there
     is none."""
 
-    places: Mapping[str, tuple[Path, StoredTensor]]
+    places: Places
     config: dict[str, Any]
     wrapped: str | None
 
@@ -62,7 +61,7 @@ def read_published(path: Path, file_format: WeightFileFormat, config: dict[str, 
     wrapped = next((stored for stored, name in inside.items() if stored != name), None)
     if wrapped:
         files = {file: {inside[name]: each for name, each in tensors.items()} for file, tensors in files.items()}
-    places, of_mlx = mlx_names.in_published_names(unpacked(places_in(files)), config, where)
+    places, of_mlx = in_published_names(unpacked(places_in(files)), config, where)
     config |= {"quantization_config": of_mlx} if of_mlx else {}
     if unsaid := _unsaid_codes(config, path, places):
         config |= {"quantization_config": unsaid}

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceTensors
 from precisionctl.checkpoints.megatron.logical import EMBEDDING
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.codes.statistics import NAMES
@@ -62,7 +62,7 @@ def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = Fa
 def _round_cache(model: GPT, reader: Reader, plan: Plan) -> str:
     """If a directory has scales of an FP8 KV cache, round keys and values as that cache does. Returns the words to add
     to the precision, or nothing."""
-    if not isinstance(reader, HuggingFaceReader):
+    if not isinstance(reader, HuggingFaceTensors):
         return ""
     quantization = reader.config.get("quantization_config") or {}
     exported = quantization.get("export")  # Quark's

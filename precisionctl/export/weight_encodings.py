@@ -15,7 +15,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.hf_directory import encodings_file
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
-from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.huggingface import HuggingFaceTensors
 from precisionctl.codes.encoding import Encoding, by_rows, of_rows
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
@@ -57,7 +57,7 @@ def method_of(encodings: WeightEncodings | None) -> QuantMethod | None:
 
 def stored_weight_encodings(reader: Reader) -> WeightEncodings | None:
     """The encodings in a checkpoint's own files, by the names there; no scales are moved."""
-    if isinstance(reader, HuggingFaceReader):
+    if isinstance(reader, HuggingFaceTensors):
         return reader.weight_encodings
     return encodings_file.find(reader.path) if reader.path and not reader.encodings else None
 

@@ -13,7 +13,7 @@ from precisionctl.checkpoints.dcp.dcp_model import DcpModelReader
 from precisionctl.checkpoints.gguf.reader import GgufReader
 from precisionctl.checkpoints.gguf.towers.mmproj_file import PROJECTORS, read_mmproj
 from precisionctl.checkpoints.hf_directory.fused_experts import stored_name
-from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.huggingface import HuggingFaceTensors
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.towers import tower_names
 from precisionctl.checkpoints.other_trainers.trainer_directory import says_its_model
@@ -52,7 +52,7 @@ def describe(reader: Reader) -> Description:
     # What the values are stored in, and what FP8 state is beside them, in a few words
     codes = sorted({reader.specs[name].stored_dtype for name in reader.encodings})
     stored = f"{' and '.join(codes)} codes" if codes else nbytes.most_common(1)[0][0]
-    if isinstance(reader, HuggingFaceReader) and reader.decoded and reader.decoded.specs:
+    if isinstance(reader, HuggingFaceTensors) and reader.decoded and reader.decoded.specs:
         stored = reader.decoded.words
     if isinstance(reader, GgufReader):
         stored = reader.words or stored
@@ -89,7 +89,7 @@ def _bytes_stored(reader: Reader) -> Counter[str]:
         for tensor in reader.stored:
             found[str(tensor.format.dtype or tensor.format.name)] += tensor.nbytes
         return found
-    specs = reader.stored.specs if isinstance(reader, HuggingFaceReader) and reader.decoded else reader.specs
+    specs = reader.stored.specs if isinstance(reader, HuggingFaceTensors) and reader.decoded else reader.specs
     for spec in specs.values():
         found[spec.stored_dtype] += spec.nbytes
     return found

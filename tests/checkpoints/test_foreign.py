@@ -127,8 +127,8 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "a step of verl": (files("actor/model_world_size_1_rank_0.pt"), "a folder with a model", "here/actor"),
     "PaddlePaddle": (as_paddle, "linears are transposed", "save_to_hf=True"),
     "NeMo 1": (files("model.nemo"), "NeMo 1", r"here/model\.nemo"),
-    "Meta's files": (files("consolidated.00.pth", "params.json"), "Meta's own", "convert_llama_weights_to_hf"),
-    "Mistral's files": (files("consolidated.safetensors", "params.json"), "Mistral's own", "same release"),
+    "Meta's files": (files("consolidated.00.pth"), "Mistral's own files or Meta's", r"Copy params\.json"),
+    "Mistral's files": (files("consolidated.safetensors"), "Mistral's own files or Meta's", r"Copy params\.json"),
     "a value head": (
         renamed(str, **{"v_head.summary.weight": torch.ones(1, 64)}),
         "head for rewards or values",

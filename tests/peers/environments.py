@@ -62,6 +62,14 @@ def llama_cpp() -> tuple[Path, Path]:
     return python, folder / "vendor" / "llama.cpp"
 
 
+def native() -> Path:
+    """The Python of an environment with mistral-inference and Meta's llama-models, without the kernels and GPUs that
+    these ask for."""
+    packages = ("mistral-inference==1.6.0", "llama-models==0.3.0", "fairscale==0.4.13")
+    needed = ("torch", "numpy", "safetensors", "simple-parsing==0.1.9", "setuptools")
+    return python_with("native", (*OUR_VERSIONS, *needed), ("--no-deps", "--no-build-isolation", *packages))
+
+
 def quark() -> Path:
     """The Python of an environment with AMD's Quark, which names neither torch nor transformers as requirements."""
     version = torch.__version__.partition("+")[0]

@@ -30,6 +30,7 @@ from precisionctl.checkpoints.other_trainers.trainer_run import (
     trainer_step,
     with_parameters,
 )
+from precisionctl.checkpoints.rotary_heads import Heads
 from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensor, LogicalTensors, check_whole, slices
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError
@@ -104,7 +105,7 @@ class DcpModelReader(TrainerDirectory):
         self._stored = LogicalTensors(stored)
         self.of_torchtitan = any(name in tensors[""] for name in torchtitan_families.EMBEDDINGS)
         self._unplaced: Sequence[str] = ()  # buffers of torchtitan's that the model has no place for
-        self._places: dict[str, str | torchtitan.Heads] = {name: name for name in stored}
+        self._places: dict[str, str | Heads] = {name: name for name in stored}
         described = self.of_torchtitan and says_its_model(self)
         family = torchtitan_families.FAMILIES.get(self.model.architecture) if described else None
         if family:
@@ -159,7 +160,7 @@ class DcpModelReader(TrainerDirectory):
             raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
         return self._moments
 
-    def _spec(self, place: str | torchtitan.Heads) -> TensorSpec:
+    def _spec(self, place: str | Heads) -> TensorSpec:
         if isinstance(place, str):
             return self._stored.specs[place]
         return TensorSpec(place.shape, self._stored.specs[place.name].dtype)

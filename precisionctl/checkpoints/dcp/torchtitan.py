@@ -6,50 +6,18 @@ moments in one tensor: for each group of queries its heads, then a key, then a v
 hook splits them when they are saved (models/common/attention.py).
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from precisionctl.checkpoints.chunks import Chunked, read_rows
+from precisionctl.checkpoints.chunks import Chunked
 from precisionctl.checkpoints.other_trainers.torchtitan_families import Family
+from precisionctl.checkpoints.rotary_heads import Heads
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model.model_shape import ModelShape
-from precisionctl.torch_when_used import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _FUSED = re.compile(r"layers\.(\d+)\.attention\.qkv_linear\.wqkv\.(weight|bias)")
 _TURNED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Rows of queries, keys or values: those of each head follow each other in the stored tensor `name`, from row
-    `starts[head]` on. With `pairs` the rows of a head are rotary pairs."""
-
-    stored: Chunked
-    name: str
-    starts: Sequence[int]
-    size: int
-    pairs: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.starts) * self.size, *self.stored.specs[self.name].shape[1:])
-
-    def rows(self, row: int, rows: int) -> Tensor:
-        """Rows `[row, row + rows)` as `[rows, columns]`, as Hugging Face has them."""
-        size, first = self.size, row // self.size
-        starts = self.starts[first : -(-(row + rows) // size)]
-        heads = torch.stack([read_rows(self.stored, self.name, start, size) for start in starts])
-        if self.pairs:
-            heads = heads.view(len(starts), size // 2, 2, -1).transpose(1, 2)
-        return heads.reshape(len(starts) * size, -1)[row - first * size :][:rows]
 
 
 def by_hf_names(

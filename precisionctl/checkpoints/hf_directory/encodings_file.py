@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.checkpoints.chunks import Chunk, Chunked, read_tensor, whole
+from precisionctl.checkpoints.chunks import Chunk, Chunked, read_tensor
 from precisionctl.checkpoints.hf_directory.safetensors_file import (
     DTYPES,
     NAMES,
@@ -188,7 +188,7 @@ class StoredTensors:
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         file, stored = self.places[name]
-        return [Chunk(whole(stored.spec), file, stored.offset)]
+        return stored.chunks(file)
 
 
 def write(directory: Path, encodings: WeightEncodings) -> None:

@@ -7,12 +7,13 @@ parsed here. What the library's reader refuses is refused here, too: overlaps, h
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, NotUnderstood, at, shown
 from precisionctl.param import TensorSpec, shared_spec
@@ -57,6 +58,10 @@ class StoredTensor:
 
     spec: TensorSpec
     offset: int
+
+    def chunks(self, file: Path) -> Sequence[Chunk]:
+        """Where its elements are, in this file."""
+        return [Chunk(whole(self.spec), file, self.offset)]
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

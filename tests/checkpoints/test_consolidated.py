@@ -1,0 +1,415 @@
+"""Mistral's own files and Meta's. tests/peers has mistral-inference and llama-models themselves."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import command_line
+import conversions
+import pytest
+import torch
+from consolidated_files import DENSE, EXPERTS, LATENT, META, VISION, logits, save_meta, save_mistral, tensors
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from precisionctl.architectures.families import from_hf_config
+from precisionctl.checkpoints.consolidated.mistral_params import mistral_config
+from precisionctl.checkpoints.consolidated.params import ParamsJson
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.errors import CheckpointError, MappingError, PrecisionctlError, PrecisionError
+
+INNER = 224
+"""What llama/model.py makes of META's sizes: two thirds of 256, 1.3 times, rounded up to 32."""
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": DENSE,
+    "tied": DENSE | {"tied_embeddings": True},
+    "a window": DENSE | {"sliding_window": "6"},
+    "a window in every other layer": DENSE | {"_sliding_window": [None, 6]},
+    "experts": EXPERTS,
+    "llama": META,
+    "llama in two parts": META,
+    "llama 2 in two parts": {key: value for key, value in META.items() if key not in ("rope_theta", "n_kv_heads")},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_computes_what_the_model_does_in_its_own_code(tmp_path: Path, kind: str) -> None:
+    params, source = KINDS[kind], tmp_path / "source"
+    if "llama" in kind:
+        parts = 2 if "parts" in kind else 1
+        made = save_meta(source, params, INNER, parts, embedding_by_columns="2 in" in kind)
+        saying(vocab_size=-1)(source)
+    else:
+        made = save_mistral(source, params)
+    conversions.run(source, tmp_path / "hf", "hf", verify=True)
+    if kind == "llama in two parts":
+        conversions.run(source, tmp_path / "megatron", "megatron")
+        conversions.run(tmp_path / "megatron", tmp_path / "back", "hf")
+        conversions.assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+    if kind == "a window in every other layer" and "ministral" not in CONFIG_MAPPING:
+        return
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32, attn_implementation="eager")
+    ids = torch.arange(20) * 7 % 128
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids[None]).logits[0], logits(params, made, ids), atol=1e-4, rtol=1e-4)
+
+
+def turned(rows: Tensor, heads: int) -> Tensor:
+    """As transformers' converters permute queries and keys (models/mistral3/convert_mistral3_weights_to_hf.py)."""
+    return rows.view(heads, rows.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(rows.shape)
+
+
+def test_a_wrapper_around_latent_attention_has_published_names(tmp_path: Path) -> None:
+    """By the renamings of transformers' models/mistral4/convert_mistral4_weight_to_hf.py."""
+    made = save_mistral(tmp_path / "source", LATENT | {"vision_encoder": VISION})
+    conversions.run(tmp_path / "source", tmp_path / "hf", "hf")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    text, layer = "language_model.model.", "language_model.model.layers.1."
+    tower = "vision_encoder.transformer.layers.0.attention."
+    expected = {
+        "language_model.lm_head.weight": made["output.weight"],
+        f"{text}embed_tokens.weight": made["tok_embeddings.weight"],
+        f"{text}layers.0.mlp.up_proj.weight": made["layers.0.feed_forward.w3.weight"],
+        f"{layer}self_attn.q_b_proj.weight": made["layers.1.attention.wq_b.weight"],
+        f"{layer}self_attn.kv_a_proj_with_mqa.weight": made["layers.1.attention.wkv_a_with_mqa.weight"],
+        f"{layer}self_attn.kv_a_layernorm.weight": made["layers.1.attention.kv_a_norm.weight"],
+        f"{layer}mlp.gate.weight": made["layers.1.gate.weight"],
+        f"{layer}mlp.shared_experts.down_proj.weight": made["layers.1.shared_experts.w2.weight"],
+        f"{layer}mlp.experts.gate_up_proj": torch.stack(
+            [torch.cat([made[f"layers.1.experts.{each}.w{part}.weight"] for part in (1, 3)]) for each in range(4)]
+        ),
+        "vision_tower.transformer.layers.0.attention.q_proj.weight": turned(made[f"{tower}wq.weight"], 2),
+        "vision_tower.transformer.layers.0.attention.v_proj.weight": made[f"{tower}wv.weight"],
+        "multi_modal_projector.norm.weight": made["pre_mm_projector_norm.weight"],
+        "multi_modal_projector.linear_2.weight": made["vision_language_adapter.w_out.weight"],
+    }
+    assert {name for name in expected if not torch.equal(found[name], expected[name])} == set()
+    assert len(found) == len(made) - 3 * 4 + 2
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["model_type"], config["text_config"]["model_type"]) == ("mistral3", "mistral4")
+
+
+def in_fp8(made: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Linears of layers as Mistral's FP8."""
+    found = dict[str, Tensor]()
+    for name, value in made.items():
+        module = name.removesuffix("weight")
+        if value.dim() == 2 and name.startswith("layers") and not module.endswith("gate."):
+            scale = value.float().abs().max() / 448
+            found[name] = (value.float() / scale).to(torch.float8_e4m3fn)
+            found |= {f"{module}qscale_weight": scale, f"{module}qscale_act": torch.tensor(0.25)}
+        else:
+            found[name] = value
+    return found | {"layers.0.attention.kv_fake_quantizer.qscale_act": torch.tensor(1.0)}
+
+
+FP8 = {"quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}}
+
+
+@pytest.mark.parametrize("params", [DENSE, LATENT], ids=["dense", "latent"])
+def test_codes_come_in_published_order_with_their_scales(tmp_path: Path, params: dict[str, Any]) -> None:
+    made = save_mistral(tmp_path / "source", params | FP8, in_fp8(tensors(params)))
+    done = conversions.run(tmp_path / "source", tmp_path / "values", "hf")
+    assert any("kv_fake_quantizer" in note for note in done.notes)
+    conversions.run(tmp_path / "source", tmp_path / "codes", "hf", "fp8")
+    values, codes = (load_file(tmp_path / each / "model.safetensors") for each in ("values", "codes"))
+    name, own, heads = "model.layers.1.self_attn.q_proj", "layers.1.attention.wq", params["n_heads"]
+    if params is LATENT:
+        name, own, heads = "model.layers.1.self_attn.q_b_proj", "layers.1.attention.wq_b", 0
+    stored = made[f"{own}.weight"].view(torch.uint8)
+    assert torch.equal(codes[f"{name}.weight"].view(torch.uint8), turned(stored, heads) if heads else stored)
+    assert codes[f"{name}.weight_scale_inv"] == made[f"{own}.qscale_weight"]
+    assert codes[f"{name}.activation_scale"] == 0.25
+    decoded = (made[f"{own}.weight"].float() * made[f"{own}.qscale_weight"]).bfloat16()
+    assert torch.equal(values[f"{name}.weight"], turned(decoded, heads) if heads else decoded)
+    said = json.loads((tmp_path / "codes" / "config.json").read_text())["quantization_config"]
+    assert (said["quant_method"], said["activation_scheme"], said["weight_block_size"]) == ("fp8", "static", None)
+    gates = ["model.layers.1.mlp.gate"] if params is LATENT else []
+    assert said["modules_to_not_convert"] == ["lm_head", "model.embed_tokens", *gates]
+    command_line.say("export-inference", tmp_path / "source", tmp_path / "served", "--target", "vllm")
+    served = load_file(tmp_path / "served" / "model.safetensors")
+    assert torch.equal(served[f"{name}.weight"].view(torch.uint8), codes[f"{name}.weight"].view(torch.uint8))
+
+
+def compressed(strategy: str, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": strategy, **more}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    ignored = {"ignore": ["re:vision_encoder.*"], "format": "float-quantized"}
+    return {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"one": group}, **ignored}}
+
+
+def by_channel(made: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = dict(made)
+    for name in [name for name, value in made.items() if value.dim() == 2 and name.startswith("layers")]:
+        scale = made[name].float().abs().amax(1, keepdim=True) / 448
+        found |= {name: (made[name].float() / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+    return found
+
+
+def test_scales_of_rows_move_with_them(tmp_path: Path) -> None:
+    made = save_mistral(tmp_path / "source", DENSE | compressed("channel"), by_channel(tensors(DENSE)))
+    conversions.run(tmp_path / "source", tmp_path / "codes", "hf", "fp8")
+    found = load_file(tmp_path / "codes" / "model.safetensors")
+    name, own = "model.layers.0.self_attn.k_proj.weight", "layers.0.attention.wk.weight"
+    assert torch.equal(found[name].view(torch.uint8), turned(made[own].view(torch.uint8), 2))
+    assert torch.equal(found[f"{name}_scale"], turned(made[f"{own}_scale"], 2))
+    said = json.loads((tmp_path / "codes" / "config.json").read_text())["quantization_config"]
+    assert said["ignore"] == ["lm_head", "model.embed_tokens"]
+
+
+def test_scales_of_blocks_in_which_are_parts_of_heads_are_refused(tmp_path: Path) -> None:
+    made = dict(tensors(DENSE))
+    for name in [name for name, value in made.items() if value.dim() == 2 and name.startswith("layers")]:
+        made |= {name: made[name].to(torch.float8_e4m3fn)}
+        made[f"{name}_scale"] = torch.ones(-(-made[name].shape[0] // 32), -(-made[name].shape[1] // 32))
+    save_mistral(tmp_path / "source", DENSE | compressed("block", block_structure=[32, 32]), made)
+    with pytest.raises(PrecisionError, match=r"[kq]_proj.*scales of 32 rows.*parts of heads of 24"):
+        open_checkpoint(tmp_path / "source")
+
+
+YARN = {"factor": 16.0, "original_max_position_embeddings": 16384, "beta": 32.0, "alpha": 1.0}
+BASE = {"dim": 4096, "n_layers": 32, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32, "n_kv_heads": 8}
+BASE |= {"norm_eps": 1e-5, "vocab_size": 32000, "rope_theta": 1000000.0, "max_position_embeddings": 262144}
+MINISTRAL_3 = BASE | {
+    "tied_embeddings": True,
+    "yarn": YARN | {"apply_scale": False},
+    "llama_4_scaling": {"original_max_position_embeddings": 16384, "beta": 0.1},
+}
+ROPE = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384}
+ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (
+            MINISTRAL_3,
+            {
+                "model_type": "ministral3",
+                "num_key_value_heads": 8,
+                "intermediate_size": 14336,
+                "tie_word_embeddings": True,
+                "rope_parameters": ROPE | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+            },
+        ),
+        (
+            BASE | {"yarn": YARN | {"apply_scale": True}, "kv_lora_rank": None},  # as Devstral 2 has it
+            {
+                "model_type": "ministral3",
+                "tie_word_embeddings": False,
+                "rope_parameters": ROPE | {"mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.0},
+            },
+        ),
+        (
+            BASE | {"sliding_window": [None, 32768, 32768, 32768]},
+            {
+                "model_type": "ministral",
+                "sliding_window": 32768,
+                "layer_types": ["full_attention", *["sliding_attention"] * 3] * 8,
+            },
+        ),
+        (BASE, {"model_type": "mistral", "sliding_window": None, "max_position_embeddings": 262144}),
+    ],
+    ids=["Ministral 3", "Devstral 2", "Ministral 8B", "Mistral"],
+)
+def test_a_config_says_what_transformers_own_converter_makes_it_say(
+    params: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    """transformers, tests/integrations/mistral/; of windows vLLM, transformers_utils/configs/mistral.py."""
+    made = mistral_config(ParamsJson(params, "params.json")).config
+    assert {key: made.get(key) for key in expected} == expected
+    from_hf_config(made)
+
+
+def test_yarn_without_magnitude_magnifies_no_scores_of_latent_attention() -> None:
+    """As vLLM computes Mistral Large 3 since its pull request 57563."""
+    rope = mistral_config(ParamsJson(LATENT, "params.json")).config["rope_parameters"]
+    assert rope["attention_factor"] == 1.0 and not rope.keys() & {"mscale", "mscale_all_dim"}
+
+
+def reference(directory: Path, source: Path, **changes: Any) -> Path:
+    """The Hugging Face directory of a model, without weights."""
+    conversions.run(source, directory, "hf")
+    (directory / "model.safetensors").unlink()
+    (directory / "tokenizer.json").write_text("{}")
+    config = json.loads((directory / "config.json").read_text()) | changes
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_a_reference_gives_the_tokenizer_and_the_numbers_that_params_lack(tmp_path: Path) -> None:
+    save_mistral(tmp_path / "whole", DENSE)
+    given = reference(tmp_path / "hf", tmp_path / "whole", max_position_embeddings=77, eos_token_id=5)
+    save_mistral(tmp_path / "source", {key: value for key, value in DENSE.items() if key != "rope_theta"})
+    with pytest.raises(CheckpointError, match=r"no `rope_theta`.*--reference"):
+        open_checkpoint(tmp_path / "source")
+    conversions.run(tmp_path / "source", tmp_path / "made", "hf", reference=given)
+    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    assert (config["rope_theta"], config["max_position_embeddings"], config["eos_token_id"]) == (1000000.0, 77, 5)
+    assert {"tokenizer.json", "tekken.json"} <= {each.name for each in (tmp_path / "made").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("params", "changes", "what"),
+    [
+        (DENSE, {"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06, and by params.json 1e-05"),
+        (DENSE, {"vocab_size": 127}, "vocab_size is 127, and by params.json 128"),
+        (LATENT, {"routed_scaling_factor": 2.0}, "routed_scaling_factor is 2.0"),
+    ],
+)
+def test_a_reference_of_another_model_is_refused(
+    tmp_path: Path, params: dict[str, Any], changes: dict[str, Any], what: str
+) -> None:
+    save_mistral(tmp_path / "source", params)
+    given = reference(tmp_path / "hf", tmp_path / "source", **changes)
+    with pytest.raises(PrecisionctlError, match=re.escape(what)):
+        conversions.run(tmp_path / "source", tmp_path / "made", "hf", reference=given)
+
+
+def test_a_published_config_of_latent_attention_is_of_the_same_model(tmp_path: Path) -> None:
+    """It says by `mscale_all_dim`, as transformers' converter does, what params.json says by `apply_scale`."""
+    save_mistral(tmp_path / "source", LATENT)
+    rope = mistral_config(ParamsJson(LATENT, "")).config["rope_parameters"] | {"mscale": 1.0, "mscale_all_dim": 1.0}
+    del rope["attention_factor"]
+    given = reference(tmp_path / "hf", tmp_path / "source", rope_parameters=rope)
+    conversions.run(tmp_path / "source", tmp_path / "made", "hf", reference=given)
+
+
+def test_of_scaled_rotary_embeddings_a_small_llama_needs_the_factor(tmp_path: Path) -> None:
+    small = META | {"dim": 2048, "n_layers": 16, "use_scaled_rope": True}
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "params.json").write_text(json.dumps(small))
+    torch.save({"tok_embeddings.weight": torch.zeros(128, 2048)}, tmp_path / "source" / "consolidated.00.pth")
+    with pytest.raises(CheckpointError, match=r"use_scaled_rope without a factor.*--reference"):
+        open_checkpoint(tmp_path / "source")
+
+
+def test_a_directory_with_published_files_is_read_by_these(tmp_path: Path) -> None:
+    save_mistral(tmp_path / "source", DENSE)
+    conversions.run(tmp_path / "source", tmp_path / "hf", "hf")
+    for name in ("params.json", "consolidated.safetensors"):
+        (tmp_path / "hf" / name).write_bytes(b"damaged")
+    assert open_checkpoint(tmp_path / "hf").container == "safetensors"
+
+
+def without(name: str) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        file = directory / "consolidated.safetensors"
+        save_file({key: value for key, value in load_file(file).items() if key != name}, file)
+
+    return change
+
+
+def with_tensor(name: str, *shape: int) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        file = directory / "consolidated.safetensors"
+        save_file(load_file(file) | {name: torch.zeros(shape, dtype=torch.bfloat16)}, file)
+
+    return change
+
+
+def saying(**params: Any) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        said = json.loads((directory / "params.json").read_text())
+        (directory / "params.json").write_text(json.dumps(said | params))
+
+    return change
+
+
+ODD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "an unknown key": (saying(use_magic=3), "use_magic is 3, which is not known"),
+    "an unknown key of YaRN": (saying(yarn=YARN | {"apply_scale": True, "gamma": 1}), r"yarn\.gamma is 1"),
+    "no magnitude of YaRN": (saying(yarn=YARN), r"no `yarn\.apply_scale`"),
+    "a scale that is no switch": (saying(yarn=YARN | {"apply_scale": "no"}), "apply_scale is 'no'"),
+    "sound": (saying(multimodal={"whisper_model_args": {}}), "multimodal is"),
+    "another projector": (saying(vision_encoder=VISION | {"mm_projector_id": ""}), "mm_projector_id is ''"),
+    "other codes": (saying(quantization={"qformat_weight": "int8"}), "codes of .*int8"),
+    "two kinds of codes": (saying(**FP8, quantization_config={}), "`quantization` and `quantization_config`"),
+    "codes of modules by name": (
+        saying(quantization={"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": ["re:.*"]}}}),
+        "for some modules by name",
+    ),
+    "no size": (saying(dim=None), "no `dim`"),
+    "a size that is text": (saying(dim="64"), "'64'"),
+    "a huge size": (saying(n_layers=10**30), "1000"),
+    "infinite": (saying(rope_theta=float("inf")), "rope_theta is inf"),
+    "no number": (saying(norm_eps=float("nan")), "nan"),
+    "another number of heads": (saying(n_kv_heads=1), r"wk\.weight` has 48 rows, and 1 heads of 24"),
+    "heads of one row": (saying(head_dim=3), "heads of 3 rows"),
+    "a broken pattern": (saying(sliding_window=[None, 4, 5]), "no pattern"),
+    "another size of the MLP": (saying(hidden_dim=64), r"(gate|up|down)_proj"),
+    "another vocabulary": (saying(vocab_size=100), "embed_tokens"),
+    "no norm": (without("norm.weight"), r"model\.norm\.weight"),
+    "a strange tensor": (
+        with_tensor("layers.0.attention.wz.weight", 2, 2),
+        r"wz\.weight` is no tensor of such a model",
+    ),
+    "a tensor of no layer": (with_tensor("layers.2.ffn_norm.weight", 64), r"layers\.2\."),
+    "a vector for queries": (with_tensor("layers.0.attention.wq.weight", 96), r"q_proj|wq"),
+    "no JSON": (lambda directory: (directory / "params.json").write_text("{"), "JSON"),
+    "a part of several": (
+        lambda directory: (directory / "consolidated.safetensors").rename(
+            directory / "consolidated-00001-of-00002.safetensors"
+        ),
+        "1 of 2 files",
+    ),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_what_is_odd_is_one_clear_error(tmp_path: Path, odd: str) -> None:
+    change, what = ODD[odd]
+    save_mistral(tmp_path / "source", DENSE)
+    change(tmp_path / "source")
+    with pytest.raises((CheckpointError, MappingError, PrecisionError)) as refused:
+        conversions.run(tmp_path / "source", tmp_path / "hf", "hf")
+    assert re.search(what, str(refused.value)), str(refused.value)
+    assert not (tmp_path / "hf").exists()
+
+
+def rank_1(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    def changed(directory: Path) -> None:
+        file = directory / "consolidated.01.pth"
+        state = torch.load(file)
+        change(state)
+        torch.save(state, file)
+
+    return changed
+
+
+ODD_PARTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a missing part": (lambda directory: (directory / "consolidated.00.pth").unlink(), r"00\.pth is missing"),
+    "too few parts": (lambda directory: (directory / "consolidated.01.pth").unlink(), "rows|shape"),
+    "a part that lacks a tensor": (rank_1(lambda state: state.pop("norm.weight")), "`norm.weight` is in one of"),
+    "parts of unequal shapes": (
+        rank_1(lambda state: state.update({"output.weight": torch.zeros(1, 64)})),
+        r"`output.weight` is \[64, 64\] bfloat16 in consolidated\.00\.pth, and something else in consolidated\.01",
+    ),
+    "another norm": (rank_1(lambda state: state["norm.weight"].add_(1)), "`norm.weight` is not the same"),
+    "images": (saying(vision_chunk_size=448), "vision_chunk_size is 448"),
+    "another multiple": (saying(multiple_of=10**40), "multiple_of"),
+    "a huge factor": (saying(ffn_dim_multiplier=1e29), "ffn_dim_multiplier"),
+}
+
+
+@pytest.mark.parametrize("odd", ODD_PARTS)
+def test_parts_that_do_not_fit_are_one_clear_error(tmp_path: Path, odd: str) -> None:
+    change, what = ODD_PARTS[odd]
+    save_meta(tmp_path / "source", META, INNER, 2)
+    change(tmp_path / "source")
+    with pytest.raises((CheckpointError, MappingError)) as refused:
+        conversions.run(tmp_path / "source", tmp_path / "hf", "hf")
+    assert re.search(what, str(refused.value)), str(refused.value)
+
+
+def test_buffers_of_the_first_llamas_stay_behind_and_are_named(tmp_path: Path) -> None:
+    save_meta(tmp_path / "source", META, INNER)
+    state = torch.load(tmp_path / "source" / "consolidated.00.pth") | {"rope.freqs": torch.ones(8)}
+    torch.save(state, tmp_path / "source" / "consolidated.00.pth")
+    done = conversions.run(tmp_path / "source", tmp_path / "hf", "hf")
+    assert any("rope.freqs" in note for note in done.notes)
