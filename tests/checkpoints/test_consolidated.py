@@ -19,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.consolidated.mistral_params import mistral_config
 from precisionctl.checkpoints.consolidated.params import ParamsJson
+from precisionctl.checkpoints.consolidated.reader import recognise
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import CheckpointError, MappingError, PrecisionctlError, PrecisionError
 
@@ -295,6 +296,13 @@ def test_a_directory_with_published_files_is_read_by_these(tmp_path: Path) -> No
     for name in ("params.json", "consolidated.safetensors"):
         (tmp_path / "hf" / name).write_bytes(b"damaged")
     assert open_checkpoint(tmp_path / "hf").container == "safetensors"
+
+
+def test_mistral_large_4_has_mistrals_names_in_hugging_faces_form(tmp_path: Path) -> None:
+    save_mistral(tmp_path / "source", DENSE)
+    assert recognise(tmp_path / "source")
+    (tmp_path / "source" / "config.json").write_text('{"model_type": "mistral_large4"}')
+    assert not recognise(tmp_path / "source")
 
 
 def without(name: str) -> Callable[[Path], None]:

@@ -209,8 +209,8 @@ def test_a_file_of_fp8_state_is_named_with_the_option_that_reads_it(tmp_path: Pa
 
 
 def test_commands_take_a_path_with_spaces(tmp_path: Path) -> None:
-    files("consolidated.00.pth")(tmp_path / "my run")
-    with pytest.raises(UnknownFormat, match=r"--input_dir '\S*/my run'"):
+    files("model.nemo")(tmp_path / "my run")
+    with pytest.raises(UnknownFormat, match=r"Give '\S*/my run'/model\.nemo"):
         open_checkpoint(tmp_path / "my run")
 
 

@@ -6,13 +6,14 @@ and by rows since (VocabParallelEmbedding), which the shapes tell.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from precisionctl.checkpoints.chunks import Box, Chunk
 from precisionctl.checkpoints.hf_directory.huggingface_files import read_bin
 from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor
+from precisionctl.checkpoints.mlx.mlx_names import Places
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import check_link
@@ -44,7 +45,7 @@ def shard_files(path: Path) -> list[Path]:
     return files
 
 
-def read_shards(files: Sequence[Path], hidden_size: int) -> dict[str, tuple[Path, StoredTensor]]:
+def read_shards(files: Sequence[Path], hidden_size: int) -> Places:
     """The whole tensors by name. `hidden_size` tells how the embedding is cut. Raises DamagedCheckpoint for files that
     are no parts of one model, and as `read_bin`."""
     shards = [read_bin(file) for file in files]
@@ -92,10 +93,3 @@ def _check_equal(name: str, files: Sequence[Path], parts: Sequence[StoredTensor]
     if other := [file.name for file, copy in zip(files, copies, strict=True) if copy != copies[0]]:
         what = f"`{name}` is not the same in {files[0].name} and {other[0]}"
         raise DamagedCheckpoint(what, where=files[0].parent, do=_AGAIN)
-
-
-def embedding_of(tensors: Mapping[str, tuple[Path, StoredTensor]], where: Path) -> TensorSpec:
-    """The whole embedding. Raises DamagedCheckpoint where there is none."""
-    if EMBEDDING not in tensors:
-        raise DamagedCheckpoint(f"no `{EMBEDDING}`", where=where, do="Is every file there?")
-    return tensors[EMBEDDING][1].spec

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.architectures.config_keys import layers
+from precisionctl.checkpoints.base import WITH_REFERENCE
 from precisionctl.checkpoints.consolidated.params import MadeConfig, ParamsJson
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 
@@ -56,10 +57,10 @@ def mistral_config(said: ParamsJson) -> MadeConfig:
     text["tie_word_embeddings"] = said.take("tied_embeddings", False)
     longest = said.take("max_seq_len", None)
     positions = said.take("max_position_embeddings", longest)
-    notes = []
+    notes = list[str]()
     if positions is None:
         positions = said.known.max_position_embeddings if said.known else _POSITIONS
-        notes += [f"params.json does not say how long a text may be: {positions} is written."] if not said.known else []
+        notes.append(f"params.json does not say how long a text may be: {positions} is written, as in transformers.")
     text["max_position_embeddings"] = positions
     latent = {key: said.take(key, None) for key in _LATENT}
     kind = _kind(said, text, {key: value for key, value in latent.items() if value is not None})
@@ -68,7 +69,8 @@ def mistral_config(said: ParamsJson) -> MadeConfig:
     quantization = _quantization(said)
     said.check_read()
     config = _around(vision, text) if vision else text
-    return MadeConfig(config | ({"quantization_config": quantization} if quantization else {}), tuple(notes))
+    config |= {"quantization_config": quantization} if quantization else {}
+    return MadeConfig(config, {theirs: own for own, theirs in _SIZES.items()}, tuple(notes))
 
 
 def _kind(said: ParamsJson, text: dict[str, Any], latent: dict[str, Any]) -> tuple[str, str]:
@@ -101,8 +103,9 @@ def _kind(said: ParamsJson, text: dict[str, Any], latent: dict[str, Any]) -> tup
 
 def _rope(said: ParamsJson, *, latent: bool) -> dict[str, Any]:
     """The keys of rotary embeddings. Classes that are older than transformers 5 have one for the base alone."""
-    known = said.known.rotary_base if said.known else None
-    theta = said.take("rope_theta") if known is None else said.take("rope_theta", known)
+    theta = said.take("rope_theta", said.known.rotary_base if said.known else None)
+    if theta is None:
+        raise DamagedCheckpoint("no `rope_theta`", where=said.where, do=WITH_REFERENCE)
     yarn, growing = said.section("yarn"), said.section("llama_4_scaling")
     if yarn is None:
         if growing:
@@ -171,7 +174,7 @@ def _quantization(said: ParamsJson) -> dict[str, Any] | None:
     """The `quantization_config` of its codes: Mistral's own FP8, or compressed-tensors', under either key."""
     own, theirs = said.take("quantization", None), said.take("quantization_config", None)
     if own is not None and theirs is not None:
-        what = "`quantization` and `quantization_config`"
+        what = "`quantization` and `quantization_config` both say how weights are coded"
         raise DamagedCheckpoint(what, where=said.where, do="Keep the one that is meant.")
     found = own if theirs is None else theirs
     if found is None:

@@ -5,17 +5,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from precisionctl.architectures.config_keys import NEEDED
-from precisionctl.checkpoints.base import WITH_REFERENCE
+from precisionctl.architectures.families import from_hf_config
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
 class MadeConfig:
-    """A config.json that was made of a params.json, and notes on what that does not say."""
+    """A config.json that was made of a params.json, and notes on what that does not say. `words` has the key of
+    params.json by that of config.json."""
 
     config: dict[str, Any]
+    words: Mapping[str, str]
     notes: tuple[str, ...] = ()
+
+    def model(self, where: object) -> ModelShape:
+        """The model that it describes. Raises as `from_hf_config`, in the words of params.json, which is at `where`."""
+        try:
+            return from_hf_config(self.config, where)
+        except DamagedCheckpoint as error:
+            key, _, rest = error.what.partition(" ")
+            what = f"{self.words.get(key, key)} {rest}"
+            raise DamagedCheckpoint(what, where=where, do="Is params.json this model's?") from None
 
 
 class ParamsJson:
@@ -33,7 +44,7 @@ class ParamsJson:
         """The value of a key, or `absent`."""
         value = self._left.pop(key, absent)
         if value is NEEDED:
-            raise DamagedCheckpoint(f"no `{self._within}{key}`", where=self.where, do=WITH_REFERENCE)
+            raise DamagedCheckpoint(f"no `{self._within}{key}`", where=self.where, do="Is the file whole?")
         return value
 
     def only(self, key: str, value: object) -> None:

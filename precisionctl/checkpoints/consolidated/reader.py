@@ -7,6 +7,7 @@ parts as the model ran on GPUs. A tokenizer in their form travels as it is; a re
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from precisionctl.architectures.families import from_hf_config, key_in
 from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
 from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.consolidated.llama_params import llama_config
-from precisionctl.checkpoints.consolidated.meta_shards import embedding_of, read_shards, shard_files
+from precisionctl.checkpoints.consolidated.meta_shards import read_shards, shard_files
 from precisionctl.checkpoints.consolidated.mistral_params import as_transformers_magnifies, mistral_config
 from precisionctl.checkpoints.consolidated.params import MadeConfig, ParamsJson
 from precisionctl.checkpoints.consolidated.published_names import LEFT, PublishedNames, RotaryHeads
@@ -43,8 +44,10 @@ _TOKENIZERS = ("tekken.json", "tokenizer.model")
 
 
 def recognise(path: Path) -> bool:
-    """A directory with a params.json and consolidated files, and without weights in Hugging Face's form beside them."""
-    if not (path / PARAMS).is_file():
+    """A directory with a params.json and consolidated files, and without weights in Hugging Face's form beside them.
+    Mistral Large 4 is none: Hugging Face's form of it has Mistral's names."""
+    config = path / "config.json"
+    if not (path / PARAMS).is_file() or (config.is_file() and b'"mistral_large4' in read_file(config, path)):
         return False
     form = file_format_of(path)
     if form is None:
@@ -85,20 +88,14 @@ class ConsolidatedReader(HuggingFaceTensors):
         known = from_hf_config(reference, given.config_path) if given and reference else None
         said = ParamsJson(params, where, known)
         of_meta = "hidden_dim" not in said
-        if shards := shard_files(path):
-            tensors = read_shards(shards, size(params, "dim", where))
-        else:
-            files = read_stored(path, _FILES)
-            tensors = {name: (file, each) for file, found in files.items() for name, each in found.items()}
-        self.files: Sequence[Path] = shards or sorted({file for file, _ in tensors.values()})
-        if of_meta:
-            made = llama_config(said, embedding_of(tensors, path), has_head="output.weight" in tensors)
-        else:
-            made = mistral_config(said)
-        model = from_hf_config(made.config, where)
+        read = cache(lambda: _tensors(path, params, where))
+        made = llama_config(said, read) if of_meta else mistral_config(said)
+        model = made.model(where)
         if given and known:
             _check_same(known, model, made.config, given.config_path)
         names = PublishedNames(model, made.config.get("vision_config"), where)
+        tensors = read()
+        self.files: Sequence[Path] = sorted({file for file, _ in tensors.values()} | {*shard_files(path)})
         left = sorted(name for name in tensors if LEFT.fullmatch(name))
         places = _published({name: each for name, each in tensors.items() if name not in left}, names, where)
         made = replace(made, config=_with_ignored(made.config, places, where))
@@ -111,6 +108,14 @@ class ConsolidatedReader(HuggingFaceTensors):
             if isinstance(tensor, TurnedTensor) and high < tensor.spec.rows and high > 1 and high % tensor.heads.size:
                 what = f"`{name}` has scales of {high} rows, in which are parts of heads of {tensor.heads.size}"
                 raise PrecisionError(what, where=path, do="Start from the release in BF16.")
+
+
+def _tensors(path: Path, params: Mapping[str, Any], where: Path) -> Places:
+    """The tensors in the files of a directory, whole, by their own names."""
+    if shards := shard_files(path):
+        return read_shards(shards, size(params, "dim", where))
+    files = read_stored(path, _FILES)
+    return {name: (file, each) for file, found in files.items() for name, each in found.items()}
 
 
 def _config_of(companions: Companions) -> dict[str, Any]:
