@@ -10,21 +10,37 @@ import command_line
 import conversions
 import pytest
 import torch
-from consolidated_files import DENSE, EXPERTS, LATENT, META, VISION, logits, save_meta, save_mistral, tensors
-from safetensors.torch import load_file, save_file
+from consolidated_files import (
+    DENSE,
+    EXPERTS,
+    FP8,
+    LATENT,
+    LLAMAS_MLP,
+    META,
+    VISION,
+    YARN,
+    logits,
+    save_meta,
+    save_mistral,
+    saying,
+    tensors,
+)
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from precisionctl.architectures.families import from_hf_config
+from precisionctl.checkpoints.consolidated.llama_params import llama_config
 from precisionctl.checkpoints.consolidated.mistral_params import mistral_config
 from precisionctl.checkpoints.consolidated.params import ParamsJson
 from precisionctl.checkpoints.consolidated.reader import recognise
+from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor
+from precisionctl.checkpoints.mlx.mlx_names import Places
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import CheckpointError, MappingError, PrecisionctlError, PrecisionError
-
-INNER = 224
-"""What llama/model.py makes of META's sizes: two thirds of 256, 1.3 times, rounded up to 32."""
+from precisionctl.dtypes import DType
+from precisionctl.errors import CheckpointError, PrecisionctlError, PrecisionError
+from precisionctl.param import TensorSpec
 
 KINDS: dict[str, dict[str, Any]] = {
     "dense": DENSE,
@@ -43,7 +59,7 @@ def test_transformers_computes_what_the_model_does_in_its_own_code(tmp_path: Pat
     params, source = KINDS[kind], tmp_path / "source"
     if "llama" in kind:
         parts = 2 if "parts" in kind else 1
-        made = save_meta(source, params, INNER, parts, embedding_by_columns="2 in" in kind)
+        made = save_meta(source, params, LLAMAS_MLP, parts, embedding_by_columns="2 in" in kind)
         saying(vocab_size=-1)(source)
     else:
         made = save_mistral(source, params)
@@ -109,9 +125,6 @@ def in_fp8(made: dict[str, Tensor]) -> dict[str, Tensor]:
     return found | {"layers.0.attention.kv_fake_quantizer.qscale_act": torch.tensor(1.0)}
 
 
-FP8 = {"quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}}
-
-
 @pytest.mark.parametrize("params", [DENSE, LATENT], ids=["dense", "latent"])
 def test_codes_come_in_published_order_with_their_scales(tmp_path: Path, params: dict[str, Any]) -> None:
     made = save_mistral(tmp_path / "source", params | FP8, in_fp8(tensors(params)))
@@ -134,7 +147,8 @@ def test_codes_come_in_published_order_with_their_scales(tmp_path: Path, params:
     assert said["modules_to_not_convert"] == ["lm_head", "model.embed_tokens", *gates]
     command_line.say("export-inference", tmp_path / "source", tmp_path / "served", "--target", "vllm")
     served = load_file(tmp_path / "served" / "model.safetensors")
-    assert torch.equal(served[f"{name}.weight"].view(torch.uint8), codes[f"{name}.weight"].view(torch.uint8))
+    name = "model.layers.1.self_attn.o_proj.weight"  # of queries, keys and values engines take one scale together
+    assert torch.equal(served[name].view(torch.uint8), made["layers.1.attention.wo.weight"].view(torch.uint8))
 
 
 def compressed(strategy: str, **more: Any) -> dict[str, Any]:
@@ -173,7 +187,6 @@ def test_scales_of_blocks_in_which_are_parts_of_heads_are_refused(tmp_path: Path
         open_checkpoint(tmp_path / "source")
 
 
-YARN = {"factor": 16.0, "original_max_position_embeddings": 16384, "beta": 32.0, "alpha": 1.0}
 BASE = {"dim": 4096, "n_layers": 32, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32, "n_kv_heads": 8}
 BASE |= {"norm_eps": 1e-5, "vocab_size": 32000, "rope_theta": 1000000.0, "max_position_embeddings": 262144}
 MINISTRAL_3 = BASE | {
@@ -281,6 +294,54 @@ def test_a_published_config_of_latent_attention_is_of_the_same_model(tmp_path: P
     conversions.run(tmp_path / "source", tmp_path / "made", "hf", reference=given)
 
 
+PUBLISHED = {
+    "Llama 2 7B": ({"dim": 4096, "n_layers": 32, "n_heads": 32, "multiple_of": 256}, 11008, 4096),
+    "Llama 2 70B": (
+        {"dim": 8192, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8, "multiple_of": 4096, "ffn_dim_multiplier": 1.3},
+        28672,
+        4096,
+    ),
+    "Llama 3 8B": (
+        {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "multiple_of": 1024, "ffn_dim_multiplier": 1.3}
+        | {"rope_theta": 500000.0, "vocab_size": 128256},
+        14336,
+        8192,
+    ),
+    "Llama 3.1 405B": (
+        {"dim": 16384, "n_layers": 126, "n_heads": 128, "n_kv_heads": 8, "multiple_of": 4096}
+        | {"ffn_dim_multiplier": 1.2, "rope_theta": 500000.0, "use_scaled_rope": True, "vocab_size": 128256},
+        53248,
+        131072,
+    ),
+}
+"""params.json, and `intermediate_size` and `max_position_embeddings` of the config.json that was published with it."""
+
+
+def of_embedding(dim: int) -> Callable[[], Places]:
+    return lambda: {"tok_embeddings.weight": (Path(), StoredTensor(TensorSpec((32000, dim), DType.bfloat16), 0))}
+
+
+@pytest.mark.parametrize("release", PUBLISHED)
+def test_a_llama_has_its_published_sizes(release: str) -> None:
+    params, inner, positions = PUBLISHED[release]
+    made = llama_config(ParamsJson(params | {"norm_eps": 1e-5}, "params.json"), of_embedding(params["dim"]))
+    model = from_hf_config(made.config)
+    assert (model.ffn_hidden_size, model.max_position_embeddings) == (inner, positions)
+    assert model.vocab_size == params.get("vocab_size", 32000)
+    assert model.num_query_groups == params.get("n_kv_heads", params["n_heads"])
+    assert (model.rope_scaling or {}).get("factor") == (8.0 if "3.1" in release else None)
+
+
+def test_a_reference_knows_the_factor_of_scaled_rotary_embeddings() -> None:
+    small = {"dim": 2048, "n_layers": 16, "n_heads": 32, "n_kv_heads": 8, "norm_eps": 1e-5, "use_scaled_rope": True}
+    small |= {"multiple_of": 256, "ffn_dim_multiplier": 1.5, "rope_theta": 500000.0}
+    at_8 = llama_config(ParamsJson(small | {"n_layers": 17}, ""), of_embedding(2048)).config
+    scaling = at_8["rope_scaling"] | {"factor": 32.0}
+    known = from_hf_config(at_8 | {"num_hidden_layers": 16, "rope_scaling": scaling})
+    made = llama_config(ParamsJson(small, "", known), of_embedding(2048)).config
+    assert made["rope_scaling"]["factor"] == 32.0 and made["intermediate_size"] == 8192
+
+
 def test_of_scaled_rotary_embeddings_a_small_llama_needs_the_factor(tmp_path: Path) -> None:
     small = META | {"dim": 2048, "n_layers": 16, "use_scaled_rope": True}
     (tmp_path / "source").mkdir()
@@ -305,118 +366,8 @@ def test_mistral_large_4_has_mistrals_names_in_hugging_faces_form(tmp_path: Path
     assert not recognise(tmp_path / "source")
 
 
-def without(name: str) -> Callable[[Path], None]:
-    def change(directory: Path) -> None:
-        file = directory / "consolidated.safetensors"
-        save_file({key: value for key, value in load_file(file).items() if key != name}, file)
-
-    return change
-
-
-def with_tensor(name: str, *shape: int) -> Callable[[Path], None]:
-    def change(directory: Path) -> None:
-        file = directory / "consolidated.safetensors"
-        save_file(load_file(file) | {name: torch.zeros(shape, dtype=torch.bfloat16)}, file)
-
-    return change
-
-
-def saying(**params: Any) -> Callable[[Path], None]:
-    def change(directory: Path) -> None:
-        said = json.loads((directory / "params.json").read_text())
-        (directory / "params.json").write_text(json.dumps(said | params))
-
-    return change
-
-
-ODD: dict[str, tuple[Callable[[Path], object], str]] = {
-    "an unknown key": (saying(use_magic=3), "use_magic is 3, which is not known"),
-    "an unknown key of YaRN": (saying(yarn=YARN | {"apply_scale": True, "gamma": 1}), r"yarn\.gamma is 1"),
-    "no magnitude of YaRN": (saying(yarn=YARN), r"no `yarn\.apply_scale`"),
-    "a scale that is no switch": (saying(yarn=YARN | {"apply_scale": "no"}), "apply_scale is 'no'"),
-    "sound": (saying(multimodal={"whisper_model_args": {}}), "multimodal is"),
-    "another projector": (saying(vision_encoder=VISION | {"mm_projector_id": ""}), "mm_projector_id is ''"),
-    "other codes": (saying(quantization={"qformat_weight": "int8"}), "codes of .*int8"),
-    "two kinds of codes": (saying(**FP8, quantization_config={}), "`quantization` and `quantization_config`"),
-    "codes of modules by name": (
-        saying(quantization={"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": ["re:.*"]}}}),
-        "for some modules by name",
-    ),
-    "no size": (saying(dim=None), "no `dim`"),
-    "a size that is text": (saying(dim="64"), "'64'"),
-    "a huge size": (saying(n_layers=10**30), "1000"),
-    "infinite": (saying(rope_theta=float("inf")), "rope_theta is inf"),
-    "no number": (saying(norm_eps=float("nan")), "nan"),
-    "another number of heads": (saying(n_kv_heads=1), r"wk\.weight` has 48 rows, and 1 heads of 24"),
-    "heads of one row": (saying(head_dim=3), "heads of 3 rows"),
-    "a broken pattern": (saying(sliding_window=[None, 4, 5]), "no pattern"),
-    "another size of the MLP": (saying(hidden_dim=64), r"(gate|up|down)_proj"),
-    "another vocabulary": (saying(vocab_size=100), "embed_tokens"),
-    "no norm": (without("norm.weight"), r"model\.norm\.weight"),
-    "a strange tensor": (
-        with_tensor("layers.0.attention.wz.weight", 2, 2),
-        r"wz\.weight` is no tensor of such a model",
-    ),
-    "a tensor of no layer": (with_tensor("layers.2.ffn_norm.weight", 64), r"layers\.2\."),
-    "a vector for queries": (with_tensor("layers.0.attention.wq.weight", 96), r"q_proj|wq"),
-    "no JSON": (lambda directory: (directory / "params.json").write_text("{"), "JSON"),
-    "a part of several": (
-        lambda directory: (directory / "consolidated.safetensors").rename(
-            directory / "consolidated-00001-of-00002.safetensors"
-        ),
-        "1 of 2 files",
-    ),
-}
-
-
-@pytest.mark.parametrize("odd", ODD)
-def test_what_is_odd_is_one_clear_error(tmp_path: Path, odd: str) -> None:
-    change, what = ODD[odd]
-    save_mistral(tmp_path / "source", DENSE)
-    change(tmp_path / "source")
-    with pytest.raises((CheckpointError, MappingError, PrecisionError)) as refused:
-        conversions.run(tmp_path / "source", tmp_path / "hf", "hf")
-    assert re.search(what, str(refused.value)), str(refused.value)
-    assert not (tmp_path / "hf").exists()
-
-
-def rank_1(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
-    def changed(directory: Path) -> None:
-        file = directory / "consolidated.01.pth"
-        state = torch.load(file)
-        change(state)
-        torch.save(state, file)
-
-    return changed
-
-
-ODD_PARTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a missing part": (lambda directory: (directory / "consolidated.00.pth").unlink(), r"00\.pth is missing"),
-    "too few parts": (lambda directory: (directory / "consolidated.01.pth").unlink(), "rows|shape"),
-    "a part that lacks a tensor": (rank_1(lambda state: state.pop("norm.weight")), "`norm.weight` is in one of"),
-    "parts of unequal shapes": (
-        rank_1(lambda state: state.update({"output.weight": torch.zeros(1, 64)})),
-        r"`output.weight` is \[64, 64\] bfloat16 in consolidated\.00\.pth, and something else in consolidated\.01",
-    ),
-    "another norm": (rank_1(lambda state: state["norm.weight"].add_(1)), "`norm.weight` is not the same"),
-    "images": (saying(vision_chunk_size=448), "vision_chunk_size is 448"),
-    "another multiple": (saying(multiple_of=10**40), "multiple_of"),
-    "a huge factor": (saying(ffn_dim_multiplier=1e29), "ffn_dim_multiplier"),
-}
-
-
-@pytest.mark.parametrize("odd", ODD_PARTS)
-def test_parts_that_do_not_fit_are_one_clear_error(tmp_path: Path, odd: str) -> None:
-    change, what = ODD_PARTS[odd]
-    save_meta(tmp_path / "source", META, INNER, 2)
-    change(tmp_path / "source")
-    with pytest.raises((CheckpointError, MappingError)) as refused:
-        conversions.run(tmp_path / "source", tmp_path / "hf", "hf")
-    assert re.search(what, str(refused.value)), str(refused.value)
-
-
 def test_buffers_of_the_first_llamas_stay_behind_and_are_named(tmp_path: Path) -> None:
-    save_meta(tmp_path / "source", META, INNER)
+    save_meta(tmp_path / "source", META, LLAMAS_MLP)
     state = torch.load(tmp_path / "source" / "consolidated.00.pth") | {"rope.freqs": torch.ones(8)}
     torch.save(state, tmp_path / "source" / "consolidated.00.pth")
     done = conversions.run(tmp_path / "source", tmp_path / "hf", "hf")

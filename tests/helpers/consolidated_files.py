@@ -2,6 +2,7 @@
 mistral-inference 1.6 (transformer_layers.py, rope.py, moe.py) and meta-llama/llama (llama/model.py)."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,12 @@ def parts_of(name: str, tensor: Tensor, count: int, *, embedding_by_columns: boo
     return tuple(part.clone() for part in tensor.chunk(count, 1 if beside else 0))
 
 
+FP8 = {"quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}}
+YARN = {"factor": 16.0, "original_max_position_embeddings": 16384, "beta": 32.0, "alpha": 1.0}
+LLAMAS_MLP = 224
+"""What llama/model.py makes of META's sizes: two thirds of 256, 1.3 times, rounded up to 32."""
+
+
 def save_meta(
     directory: Path, params: dict[str, Any], inner: int, count: int = 1, *, embedding_by_columns: bool = False
 ) -> dict[str, Tensor]:
@@ -171,6 +178,16 @@ def save_meta(
         torch.save({name: part[rank] for name, part in parts.items()}, directory / f"consolidated.{rank:02}.pth")
     (directory / "params.json").write_text(json.dumps(params))
     return found
+
+
+def saying(**params: Any) -> Callable[[Path], None]:
+    """Change what params.json says."""
+
+    def change(directory: Path) -> None:
+        said = json.loads((directory / "params.json").read_text())
+        (directory / "params.json").write_text(json.dumps(said | params))
+
+    return change
 
 
 def logits(params: dict[str, Any], made: dict[str, Tensor], ids: Tensor) -> Tensor:
