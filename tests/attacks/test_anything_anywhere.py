@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import bitsandbytes_directories
+import consolidated_files
 import deepspeed_files
 import nemo_files
 import pico
@@ -103,6 +104,20 @@ def test_a_config(check: Check, tmp_path: Path, family: str) -> None:
     kept = {key: value for key, value in config.items() if value is not None}
     file = tmp_path / "config.json"
     check(kept, IN_JSON, lambda v: file.write_text(json.dumps(v)), lambda: plan_of(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["mistral", "llama", *in_soak("codes")])
+def test_a_params_json(check: Check, tmp_path: Path, kind: str) -> None:
+    made, file = tmp_path / "made", tmp_path / "made" / "params.json"
+    params = consolidated_files.META | {"use_scaled_rope": True}
+    if kind == "llama":
+        consolidated_files.save_meta(made, params, consolidated_files.LLAMAS_MLP, 2)
+    else:
+        params = consolidated_files.LATENT | {"vision_encoder": consolidated_files.VISION}
+        if kind == "codes":
+            params = consolidated_files.DENSE | {"sliding_window": [None, 6]} | consolidated_files.FP8
+        consolidated_files.save_mistral(made, params)
+    check(params, IN_JSON, lambda v: file.write_text(json.dumps(v)), lambda: plan_of(made))
 
 
 def test_a_config_of_nemo(check: Check, tmp_path: Path) -> None:

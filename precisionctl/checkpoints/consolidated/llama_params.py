@@ -25,7 +25,7 @@ _SIZES = {
     "n_heads": "num_attention_heads",
     "norm_eps": "rms_norm_eps",
 }
-_LLAMA_3_2 = {(2048, 16), (3072, 28)}
+_LLAMA_3_2 = (2048, 16), (3072, 28)
 """Sizes and layers of those with another factor."""
 
 _OF_BASE = {500000.0: ("Llama 3", 8192), 1000000.0: ("Code Llama", 16384)}
