@@ -66,7 +66,7 @@ def native() -> Path:
     """The Python of an environment with mistral-inference and Meta's llama-models, without the kernels and GPUs that
     these ask for."""
     packages = ("mistral-inference==1.6.0", "llama-models==0.3.0", "fairscale==0.4.13")
-    needed = ("torch", "numpy", "safetensors", "simple-parsing==0.1.9", "setuptools")
+    needed = ("torch", "numpy", "safetensors", "simple-parsing==0.1.9", "pyyaml", "setuptools", "wheel")
     return python_with("native", (*OUR_VERSIONS, *needed), ("--no-deps", "--no-build-isolation", *packages))
 
 
