@@ -12,6 +12,7 @@ from precisionctl.architectures.rearrangements import (
     Rearrangement,
     concatenated,
     cut_into,
+    pairs_exchanged,
     rows_of_groups,
 )
 from precisionctl.errors import DamagedCheckpoint
@@ -93,18 +94,18 @@ class RotaryPairs(OfSingleRows):
 
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         whole: Movable = self.inner.merge(parts, model)
-        return self._turned(whole, (model.kv_channels // 2, 2), model)
+        return self._exchanged(whole, as_neighbours=False, model=model)
 
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        return self.inner.split(self._turned(whole, (2, model.kv_channels // 2), model), model)
+        return self.inner.split(self._exchanged(whole, as_neighbours=True, model=model), model)
 
-    def _turned(self, whole: Movable, order: tuple[int, int], model: ModelShape) -> Movable:
-        """Megatron's tensor: each head's rows of queries and keys, seen as `order`, with the two dimensions
-        exchanged."""
-        heads = whole.reshape(model.num_query_groups, -1, *order, *whole.shape[1:])
-        turned = heads[:, :-1].swapaxes(2, 3)  # the last is of values
-        parts = [part.reshape(len(heads), -1, *whole.shape[1:]) for part in (turned, heads[:, -1:])]
-        return rows_of_groups(concatenated(parts, 1))
+    def _exchanged(self, whole: Movable, *, as_neighbours: bool, model: ModelShape) -> Movable:
+        """Megatron's tensor, with the pairs of queries and keys of each group."""
+        groups = whole.reshape(model.num_query_groups, -1, *whole.shape[1:])
+        turning, values = cut_into(groups, [groups.shape[1] - model.kv_channels, model.kv_channels], 1)
+        heads = turning.reshape(-1, model.kv_channels, *whole.shape[1:])
+        moved = pairs_exchanged(heads, as_neighbours=as_neighbours).reshape(turning.shape)
+        return rows_of_groups(concatenated([moved, values], 1))
 
 
 @dataclass(frozen=True)
@@ -116,19 +117,17 @@ class LatentPairs(OfSingleRows):
     by_head: bool
 
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        return self._turned(parts[0], (2, -1), model)
+        return self._exchanged(parts[0], as_neighbours=True, model=model)
 
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        return (self._turned(whole, (-1, 2), model),)
+        return (self._exchanged(whole, as_neighbours=False, model=model),)
 
-    def _turned(self, rows: Movable, order: tuple[int, int], model: ModelShape) -> Movable:
-        """Each head's last rows, seen as `order`, with the two dimensions exchanged."""
+    def _exchanged(self, rows: Movable, *, as_neighbours: bool, model: ModelShape) -> Movable:
         assert model.mla
         heads = rows.reshape(model.num_attention_heads if self.by_head else 1, -1, *rows.shape[1:])
         turned = model.mla.qk_pos_emb_head_dim
         plain, pairs = cut_into(heads, [heads.shape[1] - turned, turned], 1)
-        pairs = pairs.reshape(len(heads), *order, *rows.shape[1:]).swapaxes(1, 2).reshape(pairs.shape)
-        return rows_of_groups(concatenated([plain, pairs], 1))
+        return rows_of_groups(concatenated([plain, pairs_exchanged(pairs, as_neighbours=as_neighbours)], 1))
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,14 @@ def rows_of_groups(grouped: Movable) -> Movable:
     return grouped.reshape(grouped.shape[0] * grouped.shape[1], *grouped.shape[2:])
 
 
+def pairs_exchanged(heads: Movable, *, as_neighbours: bool) -> Movable:
+    """Rotary pairs of heads, `[heads, rows, ...]`: the two rows of each, which are in the two halves of a head, become
+    neighbours, or the other way round."""
+    half = heads.shape[1] // 2
+    order = (2, half) if as_neighbours else (half, 2)
+    return heads.reshape(len(heads), *order, *heads.shape[2:]).swapaxes(1, 2).reshape(heads.shape)
+
+
 class MovesRows:
     """The base of those that only move rows."""
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
-from precisionctl.architectures.rearrangements import Movable, concatenated, cut_into
+from precisionctl.architectures.head_rearrangements import QKV
+from precisionctl.architectures.rearrangements import Movable, concatenated, cut_into, pairs_exchanged, rows_of_groups
 from precisionctl.codes.row_factors import RowFactors
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model.model_shape import ModelShape
@@ -124,18 +125,17 @@ class RotaryNeighbours(RowMove):
     heads: str | int
 
     def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        return (self._exchanged(values, (2, -1), model),)
+        return (self._exchanged(values, as_neighbours=True, model=model),)
 
     def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        return self._exchanged(parts[0], (-1, 2), model)
+        return self._exchanged(parts[0], as_neighbours=False, model=model)
 
-    def _exchanged(self, rows: Movable, order: tuple[int, int], model: ModelShape) -> Movable:
-        heads, rest = self.heads if isinstance(self.heads, int) else getattr(model, self.heads), rows.shape[1:]
+    def _exchanged(self, rows: Movable, *, as_neighbours: bool, model: ModelShape) -> Movable:
+        heads = self.heads if isinstance(self.heads, int) else getattr(model, self.heads)
         if len(rows) % (2 * heads):
             raise DamagedCheckpoint(f"{len(rows)} rows are no {heads} heads of rotary pairs")
-        half = len(rows) // heads // 2
-        sizes = tuple(half if size < 0 else size for size in order)
-        return rows.reshape(heads, *sizes, *rest).swapaxes(1, 2).reshape(rows.shape)
+        by_head = rows.reshape(heads, len(rows) // heads, *rows.shape[1:])
+        return rows_of_groups(pairs_exchanged(by_head, as_neighbours=as_neighbours))
 
 
 class RotaryHalves(RowMove):
@@ -143,19 +143,32 @@ class RotaryHalves(RowMove):
     before what does not turn."""
 
     def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        return (self._exchanged(values, (-1, 2), model),)
+        return (self._exchanged(values, as_neighbours=False, model=model),)
 
     def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        return self._exchanged(parts[0], (2, -1), model)
+        return self._exchanged(parts[0], as_neighbours=True, model=model)
 
-    def _exchanged(self, rows: Movable, order: tuple[int, int], model: ModelShape) -> Movable:
-        size, turned, rest = model.kv_channels, model.rotary_size, rows.shape[1:]
+    def _exchanged(self, rows: Movable, *, as_neighbours: bool, model: ModelShape) -> Movable:
+        size, turned = model.kv_channels, model.rotary_size
         if len(rows) % size:
             raise DamagedCheckpoint(f"{len(rows)} rows are no heads of {size}")
-        turning, others = cut_into(rows.reshape(-1, size, *rest), [turned, size - turned], 1)
-        sizes = tuple(turned // 2 if each < 0 else each for each in order)
-        moved = turning.reshape(-1, *sizes, *rest).swapaxes(1, 2).reshape(turning.shape)
-        return concatenated([moved, others], 1).reshape(rows.shape)
+        by_head = rows.reshape(len(rows) // size, size, *rows.shape[1:])
+        turning, others = cut_into(by_head, [turned, size - turned], 1)
+        return rows_of_groups(concatenated([pairs_exchanged(turning, as_neighbours=as_neighbours), others], 1))
+
+
+class QKVOfGroups(RowMove):
+    """Queries, keys and values in one tensor: in GGUF all queries, then all keys, then all values; in Hugging Face
+    those of a group of queries, then those of the next (Falcon, GPT-NeoX, BLOOM)."""
+
+    def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        if len(values) != model.qkv_size:
+            raise DamagedCheckpoint(f"{len(values)} rows are no {model.qkv_size} of queries, keys and values")
+        return (concatenated(QKV.split(values, model)),)
+
+    def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        keys = model.num_query_groups * model.kv_channels
+        return QKV.merge(cut_into(parts[0], [len(parts[0]) - 2 * keys, keys, keys]), model)
 
 
 class GateThenUp(RowMove):
@@ -201,6 +214,24 @@ class Decay(ValueChange):
 
     def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
         return (self.sign * parts[0].float()).log()
+
+
+class Transposed(ValueChange):
+    """A matrix that is `[in, out]` in Hugging Face (GPT-2)."""
+
+    def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return (values.t(),)
+
+    def to_hf(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        return parts[0].t()
+
+    def part_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]:
+        return (shape[::-1],)
+
+    def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
+        if len(shapes[0]) != 2:
+            raise no_parts(shapes)
+        return shapes[0][::-1]
 
 
 class Kernel(ValueChange):
@@ -349,6 +380,8 @@ SAME = AsItIs()
 QUERY_PAIRS = RotaryNeighbours("num_attention_heads")
 KEY_PAIRS = RotaryNeighbours("num_query_groups")
 ROTARY_HALVES = RotaryHalves()
+QKV_OF_GROUPS = QKVOfGroups()
+TRANSPOSED = Transposed()
 GATE_THEN_UP = GateThenUp()
 GATE_UP_IN_TURNS = GateUpInTurns()
 PLUS_ONE = PlusOne()

@@ -275,6 +275,8 @@ def _notes_of_the_model(model: ModelShape, family: GgufFamily, options: str) -> 
             f"llama.cpp has no window of attention for `{model.architecture}`: beyond {model.sliding_window} tokens it "
             "computes otherwise than transformers."
         )
+    if model.activation == "gelu" and "activation" in family.ignored:
+        yield "llama.cpp approximates GELU by tanh, where transformers computes it exactly: logits differ a little."
     if model.mtp_num_layers and family.without_prediction:
         yield (
             f"The file has no layers of multi-token prediction, which are not written of `{model.architecture}`: "

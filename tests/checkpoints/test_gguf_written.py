@@ -343,7 +343,7 @@ LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 @pytest.mark.parametrize(
     ("family", "changes", "what"),
     [
-        ("jais2", {}, "`jais2` is not among the models"),
+        ("opt", {}, "`opt` is not among the models"),
         ("qwen3-moe", gguf_files.SPARSE | {"norm_topk_prob": False}, "moe.pre_softmax"),
         ("gemma2", {"query_pre_attn_scalar": 100}, "query_pre_attn_scalar 100"),
         (

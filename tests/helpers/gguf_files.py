@@ -125,6 +125,28 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.334},
         },
     },
+    "nemotron": {},
+    "jais2": {},
+    "glm": {},
+    "olmo": {},
+    "internlm3": {},
+    "iquestcoder": {},
+    "solar-open": {},
+    "gpt2": {},
+    "gpt-bigcode": {"n_inner": 256},
+    "gpt-neox": {},
+    "falcon": {"ffn_hidden_size": 256, "max_position_embeddings": 2048},
+    "falcon-40b": {"ffn_hidden_size": 256, "max_position_embeddings": 2048, "bias": False},
+    "bloom": {},
+    "mpt": {},
+    "mellum": OLMO3 | {"mlp_layer_types": ["sparse"] * 3},
+    "youtu": {"initializer_range": 0.02},
+    "mistral4": {
+        "rope_parameters": _MINISTRAL3_ROPE
+        | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "rope_theta": 10000.0}
+    },
+    "granite-swa": {"layer_rope_theta": [10000.0, 10000.0, 0, 10000.0, 0, 10000.0]},
+    "granite-moe-swa": {},
 }
 """Families, with what their releases say that small models of tests do not: of others llama.cpp computes something
 else, or its converter knows none."""
@@ -134,6 +156,7 @@ def as_read(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A model's tensors under the names that they have when they are read of GGUF: experts that transformers saves
     `[in, out]` are `[out, in]`, as where engines look for codes: of gpt-oss, and of Llama 4 one by one."""
     made = dict[str, torch.Tensor]()
+    turned = any("_proj_bias[" in name for name in tensors)  # gpt-oss alone has such
     for name, values in tensors.items():
         one_by_one = re.fullmatch(r"(.+feed_forward\.experts\.)(gate_up|down)_proj\[(\d+)\]", name)
         if one_by_one:
@@ -141,7 +164,7 @@ def as_read(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             parts = values.t().chunk(2) if kind == "gate_up" else [values.t()]
             names = ["gate", "up"] if kind == "gate_up" else ["down"]
             made |= {f"{module}{expert}.{each}_proj.weight": part for each, part in zip(names, parts, strict=True)}
-        elif re.fullmatch(r".+\.mlp\.experts\.\w+_proj\[\d+\]", name):
+        elif turned and re.fullmatch(r".+\.mlp\.experts\.\w+_proj\[\d+\]", name):
             made[name.replace("_proj[", "_proj_blocks[")] = values.t()
         else:
             made[name] = values

@@ -42,6 +42,23 @@ def as_published(settings: dict[str, Any]) -> dict[str, Any]:
         }
     if settings["model_type"] == "exaone":
         return settings | {"architectures": ["ExaoneForCausalLM"], "activation_function": "silu"}
+    if settings["model_type"] == "solar_open":
+        dense = {"intermediate_size": settings["moe_intermediate_size"], "first_k_dense_replace": 0}
+        return settings | dense | {"partial_rotary_factor": 1.0}
+    if settings["model_type"] in ("granite_swa", "granitemoe_swa"):  # it passes over the bases of layers
+        return settings | {"no_rope_layers": [int(base != 0) for base in settings["layer_rope_theta"]]}
+    if settings["model_type"] == "mistral4":
+        return settings | {"architectures": ["Mistral3ForConditionalGeneration"]}
+    if settings["model_type"] == "gpt2":
+        return settings | {"n_ctx": settings["n_positions"]}
+    if settings["model_type"] == "gpt_neox":
+        return settings | {"rotary_pct": settings["rope_parameters"]["partial_rotary_factor"]}
+    if settings["model_type"] == "falcon" and not settings["new_decoder_architecture"]:
+        return {key: value for key, value in settings.items() if key != "num_kv_heads"}
+    if settings["model_type"] == "bloom":
+        return settings | {"seq_length": 2048}
+    if settings["model_type"] == "mpt":
+        return settings | {"architectures": ["MPTForCausalLM"]}
     if settings["model_type"] == "bailing_moe_v2":
         return settings | {"norm_topk_prob": True, "score_function": "sigmoid"}
     if settings["model_type"] != "mimo_v2_flash":
@@ -60,9 +77,9 @@ def as_published(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def converter(settings: dict[str, Any]) -> Any:
-    """The class that converts such a model; Ministral 3's is within another one."""
+    """The class that converts such a model; those of Ministral 3 and Mistral 4 are within another one."""
     found = get_model_class(get_model_architecture(settings, ModelType.TEXT))
-    return getattr(found, "Ministral3Model", found)
+    return getattr(found, "Mistral4Model" if settings["model_type"] == "mistral4" else "Ministral3Model", found)
 
 
 def convert(directory: Path, file: Path, values: str) -> None:

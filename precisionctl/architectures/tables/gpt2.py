@@ -37,7 +37,7 @@ from precisionctl.architectures.shared.llama_rows import (
 )
 from precisionctl.model.model_shape import ModelShape
 
-_NAMES = {
+NAMES = {
     "model.embed_tokens": "transformer.wte",
     "model.layers.": "transformer.h.",
     ".input_layernorm.": ".ln_1.",
@@ -59,7 +59,7 @@ def body(qkv: tuple[Row, ...], *positions: Row) -> tuple[Row, ...]:
     return (*EMBEDDING, *positions, *block, *FINAL_LAYER_NORM)
 
 
-OF_LINEARS = renamed(body(JOINED_QKV, _POSITIONS), _NAMES)
+OF_LINEARS = renamed(body(JOINED_QKV, _POSITIONS), NAMES)
 """The rows of models whose matrices are `[out, in]`, and `c_attn` as Megatron has it."""
 
 

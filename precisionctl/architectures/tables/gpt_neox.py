@@ -23,6 +23,17 @@ from precisionctl.architectures.shared.llama_rows import JOINED_QKV, OUTPUT
 from precisionctl.architectures.tables.gpt2 import body
 from precisionctl.model.model_shape import ModelShape
 
+NAMES = {
+    "model.embed_tokens": "gpt_neox.embed_in",
+    "model.layers.": "gpt_neox.layers.",
+    ".self_attn.o_proj.": ".attention.dense.",
+    ".self_attn.": ".attention.",
+    ".up_proj.": ".dense_h_to_4h.",
+    ".down_proj.": ".dense_4h_to_h.",
+    "model.norm.": "gpt_neox.final_layer_norm.",
+    "lm_head": "embed_out",
+}
+
 
 def _read_rope(config: Config, where: object) -> Fields:
     """transformers 4 has `rotary_emb_base` and `rotary_pct`."""
@@ -45,17 +56,9 @@ ARCHITECTURE = Architecture(
     rows=(
         *renamed(
             body(JOINED_QKV),
-            {
-                "model.embed_tokens": "gpt_neox.embed_in",
-                "model.layers.": "gpt_neox.layers.",
-                ".self_attn.o_proj.": ".attention.dense.",
-                ".self_attn.": ".attention.",
-                ".up_proj.": ".dense_h_to_4h.",
-                ".down_proj.": ".dense_4h_to_h.",
-                "model.norm.": "gpt_neox.final_layer_norm.",
-            },
+            NAMES,
         ),
-        Either(renamed(OUTPUT, {"lm_head": "embed_out"}), OUTPUT, second_is="in memory"),
+        Either(renamed(OUTPUT, NAMES), OUTPUT, second_is="in memory"),
     ),
     config=(
         *SIZES,

@@ -27,16 +27,19 @@ from precisionctl.architectures.tables.gpt2 import sizes
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import real
 
-_NAMES = {
+NAMES = {
     "model.embed_tokens.": "transformer.wte.",
     "model.layers.": "transformer.blocks.",
     "model.norm.": "transformer.norm_f.",
     ".input_layernorm.": ".norm_1.",
     ".post_attention_layernorm.": ".norm_2.",
+    ".self_attn.query_key_value.": ".attn.Wqkv.",
     ".self_attn.o_proj.": ".attn.out_proj.",
     ".mlp.": ".ffn.",
 }
-_JOINED_QKV = replace(QKV_LINEAR[0], names="model.layers.{layer}.attn.Wqkv.weight", rearrangement=Joined(QKV))
+_JOINED_QKV = replace(
+    QKV_LINEAR[0], names="model.layers.{layer}.self_attn.query_key_value.weight", rearrangement=Joined(QKV)
+)
 
 _SIZES = sizes("n_layers", "d_model", "n_heads", inner=None)
 _ABSENT = {"n_layers": 24, "d_model": 2048, "n_heads": 16}
@@ -71,7 +74,7 @@ ARCHITECTURE = Architecture(
             *(*EMBEDDING, *ATTENTION_NORM, _JOINED_QKV, *PROJ, *MLP_NORM, *UNGATED_MLP),
             *(*FINAL_NORM, *ZERO_NORM_BIASES, *OUTPUT),
         ),
-        _NAMES,
+        NAMES,
     ),
     config=(
         Reworded(

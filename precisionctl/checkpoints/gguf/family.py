@@ -42,10 +42,10 @@ def base_keys(
     mlp: Sequence[GgufEntry] = (MLP_SIZE,),
     heads: GgufEntry = HEADS,
     rope: Sequence[GgufEntry] = (ROPE,),
-    epsilon: GgufEntry = EPSILON,
+    epsilon: GgufEntry | None = EPSILON,
 ) -> tuple[GgufEntry, ...]:
     """What the converter writes of every model (TextModel.set_gguf_parameters), but for the size of a head."""
-    return (layers, CONTEXT, WIDTH, *mlp, heads, *rope, epsilon, *experts)
+    return (layers, CONTEXT, WIDTH, *mlp, heads, *rope, *((epsilon,) if epsilon else ()), *experts)
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ class GgufFamily:
 
     `keys` are written before `general.file_type`, `more` behind it. `reads` are not written: llama.cpp takes them for
     what they are without a key. `computed` are the values of other fields, or how these follow from fields, where they
-    are not ModelShape's defaults. `ignored` are fields that llama.cpp does not look at, although it makes a difference.
-    `folded` are factors that weights are multiplied by, which are 1 where no config.json says them.
+    are not ModelShape's defaults. `ignored` are fields that llama.cpp does not look at, although it makes a difference,
+    each with what it is taken for where no config.json says it. `folded` are factors that weights are multiplied by,
+    which are 1 where no config.json says them.
     `scalings` are the kinds of scaled rotary embeddings that it computes, each with what config.json says of it, and
     `of_scaling` what llama.cpp takes beside it, as the published models have it, and no key says; `reads_betas`: it
     computes with the betas of YaRN that a file says.
@@ -85,7 +86,7 @@ class GgufFamily:
     more: tuple[GgufEntry, ...] = ()
     reads: tuple[GgufEntry, ...] = (TURNED,)
     computed: Mapping[str, Any] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
+    ignored: Fields = field(default_factory=dict)
     folded: Fields = field(default_factory=dict)
     scalings: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SCALINGS)
     of_scaling: Callable[[Fields], Fields] = lambda scaling: {}
@@ -134,14 +135,14 @@ class GgufFamily:
     def read(self, file: Described) -> dict[str, Any]:
         """The fields that a file says. Raises DamagedCheckpoint for keys that are not there or contradict one another,
         UnknownArchitecture for a setting that is not read."""
-        said = read_each((*_OF_ALL, *self.keys, *self.more, *self.reads), file)
+        said = {"rope_scaling": None, **read_each((*_OF_ALL, *self.keys, *self.more, *self.reads), file)}
         file.check_all_asked()
         return said
 
     def completed(self, said: Fields) -> dict[str, Any]:
         """The fields with those that llama.cpp computes whatever a file says."""
         found = dict(said)
-        for name, value in {**self.computed, **self.folded}.items():
+        for name, value in {**self.computed, **self.folded, **self.ignored}.items():
             found.setdefault(name, value(found) if callable(value) else value)
         if scaling := found["rope_scaling"]:
             found["rope_scaling"] = {**self.of_scaling(scaling), **scaling}

@@ -90,7 +90,7 @@ def write_only(write: Callable[[ModelShape], Said]) -> GgufRule:
     return GgufRule((), lambda file: {}, write)
 
 
-def always(key: str, value: int | bool) -> GgufRule:
+def always(key: str, value: float | bool) -> GgufRule:
     """A key that all models of a family have the same value of. Reading another one raises UnknownArchitecture."""
 
     def read(file: Described) -> Fields:
@@ -142,12 +142,14 @@ PREDICTION_LAYERS = GgufRule(
     lambda model: {"nextn_predict_layers": model.mtp_num_layers} if model.mtp_num_layers else {},
 )
 """What LAYERS_AND_PREDICTION reads too."""
+NO_PREDICTION: Fields = {"mtp_num_layers": 0}
 
 CONTEXT = GgufKey("max_position_embeddings", "context_length")
 WIDTH = GgufKey("hidden_size", "embedding_length")
 MLP_SIZE = GgufKey("ffn_hidden_size", "feed_forward_length")
 EPSILON = number("norm_epsilon", "attention.layer_norm_rms_epsilon")
 LAYER_NORM_EPSILON = number("norm_epsilon", "attention.layer_norm_epsilon")
+QKV_CLAMP = number("clip_qkv", "attention.clamp_kqv", None)
 
 
 def _read_vocabulary(file: Described) -> Fields:
@@ -196,6 +198,9 @@ HEADS = GgufRule(
         "attention.head_count_kv": model.num_query_groups,
     },
 )
+
+EQUAL_HEADS = GgufRule(HEADS.fields, _read_heads, lambda model: {"attention.head_count": model.num_attention_heads})
+"""Of families that have as many keys as queries."""
 
 
 def head_size(file: Described) -> int:
@@ -256,7 +261,7 @@ def _write_windows(model: ModelShape) -> Said:
 
 WINDOW = GgufKey("sliding_window", "attention.sliding_window")
 WINDOWS = GgufRule(("window_layers",), _read_windows, _write_windows)
-WINDOW_FIELDS = ("sliding_window", "window_layers")
+NO_WINDOW: Fields = {"sliding_window": None, "window_layers": None}
 
 
 # Layers of several kinds

@@ -17,6 +17,7 @@ ORIGINAL = "original_max_position_embeddings"
 OF_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)
 BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 """How often a frequency turns in the original context between which YaRN blends; what is usual."""
+_USUAL_BASE = 10000.0
 _OF_YARN = {"attention_factor": "attn_factor", **{name: name for name in BETAS}}
 """What config.json says of YaRN, and the ends of keys."""
 
@@ -70,7 +71,7 @@ def _read_scaling(file: Described) -> dict[str, Any] | None:
 
 
 def _read_rope(file: Described) -> Fields:
-    base = file.number("rope.freq_base", 10000.0)
+    base = file.number("rope.freq_base", _USUAL_BASE)
     local = file.number("rope.freq_base_swa", base)
     return {
         "rotary_base": base,
@@ -91,8 +92,27 @@ def _write_rope(model: ModelShape) -> Said:
     return {**found, "rope.freq_base": float(model.rotary_base)}
 
 
+def _write_unusual_base(model: ModelShape) -> Said:
+    said = _write_rope(model)
+    return {key: value for key, value in said.items() if (key, value) != ("rope.freq_base", _USUAL_BASE)}
+
+
 ROPE = GgufRule(("rotary_base", "rope_scaling"), _read_rope, _write_rope)
-LOCAL_BASE = number("rotary_base_local", "rope.freq_base_swa", 10000.0)
+UNUSUAL_BASE = GgufRule(ROPE.fields, _read_rope, _write_unusual_base)
+"""Of families whose files by the converter have no base: the one that llama.cpp takes then is not written."""
+LOCAL_BASE = number("rotary_base_local", "rope.freq_base_swa", _USUAL_BASE)
+
+
+def _read_same_base(file: Described) -> Fields:
+    file.expect("rope.freq_base_swa", file.said("rope.freq_base"))
+    return {"rotary_base_local": _read_rope(file)["rotary_base"]}
+
+
+SAME_BASE = GgufRule(LOCAL_BASE.fields, _read_same_base, LOCAL_BASE.write)
+"""Of families in which llama.cpp reads the base of layers with a window, and turns all with the one base (OLMo 3,
+Mellum 2)."""
+AS_ELSEWHERE: Fields = {"rotary_base_local": lambda fields: fields["rotary_base"]}
+"""What it computes there."""
 TURNED = GgufRule(
     ("rotary_percent",),
     lambda file: {"rotary_percent": file.count("rope.dimension_count", head_size(file)) / head_size(file)},

@@ -9,8 +9,8 @@ Sources: llama.cpp's converter (conversion/*.py, gguf-py/gguf/tensor_mapping.py)
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from precisionctl.checkpoints.tensor_changes import KEY_PAIRS, QUERY_PAIRS, SAME, TensorChange
@@ -19,19 +19,17 @@ from precisionctl.model.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class GgufRow:
-    """A Hugging Face tensor, the tensors that GGUF has for it, and what becomes of its values. `delta_nets`: of layers
-    that have one alone, or of those that have none, where another row has a name for the others."""
+    """A Hugging Face tensor, the tensors that GGUF has for it, and what becomes of its values. `only`: in which models,
+    and in which of their layers, where another row has one of the names in others."""
 
     hf: str
     gguf: tuple[str, ...]
     change: TensorChange = SAME
-    delta_nets: bool | None = None
+    only: Callable[[ModelShape, int], bool] | None = None
 
     def is_in(self, model: ModelShape, numbers: Sequence[int]) -> bool:
         """Whether the layer that the first of these numbers names has the row."""
-        if self.delta_nets is None:
-            return True
-        return (numbers[0] < model.num_layers and model.has_delta_net(numbers[0])) is self.delta_nets
+        return self.only is None or self.only(model, numbers[0])
 
 
 @dataclass(frozen=True)
@@ -128,6 +126,26 @@ def stack(name: str, end: str = "weight") -> str:
     return f"blk.{{layer}}.{name}.{end}[{{expert}}]"
 
 
+def in_delta_nets(model: ModelShape, layer: int) -> bool:
+    """Whether the layer has a delta net in the place of attention."""
+    return layer < model.num_layers and model.has_delta_net(layer)
+
+
+def outside_delta_nets(model: ModelShape, layer: int) -> bool:
+    return not in_delta_nets(model, layer)
+
+
+def renamed(rows: Iterable[GgufRow], names: Mapping[str, str]) -> list[GgufRow]:
+    """The same rows under other names in Hugging Face, of which these are parts."""
+    found = []
+    for row in rows:
+        name = row.hf
+        for old, new in names.items():
+            name = name.replace(old, new)
+        found.append(replace(row, hf=name))
+    return found
+
+
 def in_prediction(rows: Iterable[GgufRow]) -> list[GgufRow]:
     """The same rows in layers of multi-token prediction that have numbers and names of their own."""
     return [
@@ -148,6 +166,8 @@ def outside_layers(final_norm: TensorChange = SAME) -> list[GgufRow]:
         GgufRow("lm_head.weight", ("output.weight",)),
     ]
 
+
+FINAL_NORM_BIAS = GgufRow("model.norm.bias", ("output_norm.bias",))
 
 SCALED = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "output")
 SCALED_EXPERTS, SCALED_SHARED_EXPERT = (
@@ -176,6 +196,7 @@ SHARED_EXPERT_GATE = in_layers({"mlp.shared_expert_gate": "ffn_gate_inp_shexp"})
 SHARED_EXPERTS = in_layers({f"mlp.shared_experts.{hf}": f"{gguf}_shexp" for hf, gguf in GATED.items()})
 CORRECTION = ("blk.{layer}.exp_probs_b.bias",)
 EXPERT_BIAS = GgufRow("model.layers.{layer}.mlp.gate.e_score_correction_bias", CORRECTION)
+UNGATED_MLP = linears({"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"})
 EXPERTS_OF_MIXTRAL = [
     *in_layers({"block_sparse_moe.gate": "ffn_gate_inp"}),
     *experts("block_sparse_moe.experts", {"w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"}),

@@ -21,6 +21,7 @@ from precisionctl.checkpoints.gguf.families import (
     gguf_gemma,
     gguf_gemma4,
     gguf_glm,
+    gguf_gpt,
     gguf_gpt_oss,
     gguf_granite,
     gguf_hunyuan,
@@ -29,8 +30,10 @@ from precisionctl.checkpoints.gguf.families import (
     gguf_layer_norms,
     gguf_lfm2,
     gguf_llama,
+    gguf_mellum,
     gguf_mimo,
     gguf_minimax,
+    gguf_nemotron,
     gguf_nemotron_h,
     gguf_olmo,
     gguf_phi,
@@ -63,6 +66,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
     **gguf_falcon_h1.FAMILIES,
     **gguf_minimax.FAMILIES,
     **gguf_mimo.FAMILIES,
+    **gguf_mellum.FAMILIES,
     **gguf_cohere.FAMILIES,
     **gguf_exaone.FAMILIES,
     **gguf_ernie.FAMILIES,
@@ -74,6 +78,8 @@ FAMILIES: Mapping[str, GgufFamily] = {
     **gguf_jamba.FAMILIES,
     **gguf_dots.FAMILIES,
     **gguf_layer_norms.FAMILIES,
+    **gguf_gpt.FAMILIES,
+    **gguf_nemotron.FAMILIES,
 }
 """By the `model_type` of a config.json. Several may have one `general.architecture`."""
 

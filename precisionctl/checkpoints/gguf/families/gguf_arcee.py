@@ -6,12 +6,12 @@ Sources: llama.cpp's src/models/arcee.cpp, and conversion/llama.py.
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata_keys import HEAD_SIZE, VOCABULARY
 from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3, TURNED
-from precisionctl.checkpoints.gguf.tensor_rows import DECODER_IN_PAIRS, in_layers
+from precisionctl.checkpoints.gguf.tensor_rows import DECODER_IN_PAIRS, UNGATED_MLP
 
 FAMILIES = {
     "arcee": GgufFamily(
         "arcee",
-        rows=[*DECODER_IN_PAIRS, *in_layers({"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"})],
+        rows=[*DECODER_IN_PAIRS, *UNGATED_MLP],
         keys=(*base_keys(), HEAD_SIZE),
         more=(VOCABULARY, TURNED),
         reads=(),

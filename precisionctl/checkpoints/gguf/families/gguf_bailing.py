@@ -43,8 +43,10 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
     ROUTER,
     SHARED_EXPERTS,
     GgufRow,
+    in_delta_nets,
     in_layer,
     in_layers,
+    outside_delta_nets,
     outside_layers,
     replaced_by,
 )
@@ -80,9 +82,9 @@ _EXPERTS = [
 _ROWS = [
     *_OUTSIDE,
     *in_layers({**NORMS, **{f"attention.{part}_proj": f"attn_{part}" for part in "qkv"}}),
-    *(replace(row, delta_nets=False) for row in in_layers(_LATENT_ATTENTION)),
+    *(replace(row, only=outside_delta_nets) for row in in_layers(_LATENT_ATTENTION)),
     replaced_by("attention.kv_b_proj", ("attn_k_b", "attn_v_b"), LATENT_KEYS_VALUES),
-    *(replace(row, delta_nets=True) for row in in_layers(_DELTA_ATTENTION)),
+    *(replace(row, only=in_delta_nets) for row in in_layers(_DELTA_ATTENTION)),
     *delta_attention("attention", Both(BOUNDED_DECAY, VECTOR_AS_COLUMN)),
     *_EXPERTS,
 ]

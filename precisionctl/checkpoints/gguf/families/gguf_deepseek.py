@@ -24,7 +24,9 @@ from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
     DECODER_LAYERS,
+    LAYERS,
     LAYERS_AND_PREDICTION,
+    NO_PREDICTION,
     PREDICTION_LAYERS,
     VOCABULARY,
     GgufEntry,
@@ -33,8 +35,9 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     Said,
     refused,
     value_of,
+    write_only,
 )
-from precisionctl.checkpoints.gguf.rope_keys import LOG_MULTIPLIER, OF_LATENT, mscales
+from precisionctl.checkpoints.gguf.rope_keys import LOG_MULTIPLIER, OF_LATENT, ORIGINAL, mscales
 from precisionctl.checkpoints.gguf.tensor_rows import (
     EXPERT_BIAS,
     EXPERTS,
@@ -43,10 +46,12 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
     PREDICTION,
     ROUTER,
     SHARED_EXPERTS,
+    GgufRow,
     in_layers,
     linears,
     outside_layers,
     replaced_by,
+    stack,
 )
 from precisionctl.checkpoints.tensor_changes import LATENT_KEYS_VALUES
 from precisionctl.model.model_shape import ModelShape
@@ -156,7 +161,7 @@ _HEADS = GgufRule(
 
 def _latent_attention(
     architecture: str,
-    function: str,
+    function: str | None,
     *behind: GgufEntry,
     group_scores: int = 2,
     layers: GgufEntry = DECODER_LAYERS,
@@ -164,14 +169,15 @@ def _latent_attention(
     head_first: bool = True,
     **computed: Any,
 ) -> GgufFamily:
-    """Latent attention and experts, whose scores `function` makes; `head_first`: the converter writes _LATENT so."""
+    """Latent attention and experts, whose scores `function` makes, if a file says it;
+    `head_first`: the converter writes _LATENT so."""
     return GgufFamily(
         architecture,
         rows=_ROWS,
         keys=base_keys(
             *EXPERT_COUNTS,
             groups(group_scores),
-            scored_by(function),
+            *((scored_by(function),) if function else ()),
             *((_LATENT,) if head_first else ()),
             layers=layers,
             heads=_HEADS,
@@ -198,10 +204,24 @@ def _latent_attention(
     )
 
 
+def _read_without_experts(file: Described) -> Fields:
+    file.expect("leading_dense_block_count", file.decoder_layers())
+    file.expect("expert_feed_forward_length", file.count("feed_forward_length"))
+    file.expect("expert_shared_count", 0)
+    return {}
+
+
+_WITHOUT_EXPERTS = GgufRule(
+    (),
+    _read_without_experts,
+    lambda model: {"expert_feed_forward_length": model.ffn_hidden_size, "expert_shared_count": 0},
+)
+
+
 def deepseek2(function: str, **how: Any) -> GgufFamily:
     """One of llama.cpp's `deepseek2`."""
     found = _latent_attention("deepseek2", function, **how)
-    return replace(found, ignored=("mtp_num_layers",), of_scaling=mscales(any_number=True))
+    return replace(found, ignored=NO_PREDICTION, of_scaling=mscales(any_number=True))
 
 
 # Sparse attention, which indexers choose the keys for
@@ -228,6 +248,10 @@ def sparse_attention(architecture: str, *indexers: GgufEntry, interleaved: bool,
     return replace(found, rows=_ROWS_WITH_INDEXERS)
 
 
+def _has_experts(file: Described) -> bool:
+    return bool(file.count("expert_count", 0))
+
+
 def _is_v3(file: Described) -> bool:
     """By how experts are scored: by a softmax if a file says nothing, but of GLM-4.7-Flash (deepseek2.cpp)."""
     of_glm = file.rows("token_embd.weight") == 154880 and file.decoder_layers() in (47, 48)
@@ -235,14 +259,57 @@ def _is_v3(file: Described) -> bool:
     return is_scored_by("sigmoid", file) or (silent and of_glm)
 
 
+_ALL_DENSE = write_only(lambda model: {"leading_dense_block_count": model.num_layers})
+_FUSED_EXPERTS = [
+    GgufRow(f"model.layers.{{layer}}.mlp.experts.{hf}[{{expert}}]", (stack(gguf),))
+    for hf, gguf in {"gate_up_proj": "ffn_gate_up_exps", "down_proj": "ffn_down_exps"}.items()
+]
+
+
+def _write_query_length(model: ModelShape) -> Said:
+    return {"attention.temperature_length": (model.rope_scaling or {})[ORIGINAL]} if model.query_scaling_beta else {}
+
+
+def _read_query_length(file: Described) -> Fields:
+    if file.number("attention.temperature_scale", 0.0):
+        file.expect("attention.temperature_length", file.count("rope.scaling.original_context_length"))
+    return {}
+
+
+_QUERY_SCALING = (
+    GgufRule(
+        ("query_scaling_beta",),
+        lambda file: {"query_scaling_beta": file.number("attention.temperature_scale", 0.0) or None},
+        lambda model: {"attention.temperature_scale": model.query_scaling_beta} if model.query_scaling_beta else {},
+    ),
+    GgufRule((), _read_query_length, _write_query_length),
+)
+"""Which llama.cpp reads, and its converter leaves out."""
+
 _V3 = deepseek2("sigmoid", **{"moe.expert_bias": True})
 
 FAMILIES: Mapping[str, GgufFamily] = {
     "deepseek_v2": replace(
-        deepseek2("softmax", group_scores=1, **{"moe.pre_softmax": True}), recognises=lambda file: not _is_v3(file)
+        deepseek2("softmax", group_scores=1, **{"moe.pre_softmax": True}),
+        recognises=lambda file: _has_experts(file) and not _is_v3(file),
     ),
-    "deepseek_v3": replace(_V3, recognises=_is_v3),
+    "deepseek_v3": replace(_V3, recognises=lambda file: _has_experts(file) and _is_v3(file)),
     "kimi_k2": replace(_V3, recognises=lambda file: False),
+    "youtu": replace(
+        _V3,
+        keys=base_keys(_LATENT, heads=_HEADS),
+        more=(
+            *(_ALL_DENSE, VOCABULARY, _QUERY_RANK, LATENT_RANK, LATENT_HEADS, _WITHOUT_EXPERTS, LATENT_TURNED),
+            LOG_MULTIPLIER,
+        ),
+        computed={"kv_channels": lambda fields: fields["mla.v_head_dim"]},
+        ignored={},
+        recognises=lambda file: not _has_experts(file),
+    ),
+    "mistral4": replace(
+        _latent_attention("mistral4", None, *_QUERY_SCALING, layers=LAYERS),
+        rows=[row for row in (*_ROWS, *_FUSED_EXPERTS) if row not in (EXPERT_BIAS, *EXPERTS, *PREDICTION)],
+    ),
     "deepseek_v32": sparse_attention(
         "deepseek32", interleaved=False, **{"dsa.layers": lambda fields: (True,) * fields["num_layers"]}
     ),

@@ -3,8 +3,6 @@
 Sources: llama.cpp's src/models/exaone.cpp, exaone4.cpp and exaone-moe.cpp, and conversion/exaone.py.
 """
 
-from dataclasses import replace
-
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.architectures.tables.exaone import PUBLISHED
 from precisionctl.checkpoints.gguf.expert_keys import (
@@ -23,6 +21,7 @@ from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
     DECODER_LAYERS,
     HEAD_SIZE,
+    NO_PREDICTION,
     UNUSUAL_HEAD_SIZE,
     VOCABULARY,
     WINDOW,
@@ -48,6 +47,7 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
     GgufRow,
     in_layers,
     outside_layers,
+    renamed,
 )
 from precisionctl.model.model_shape import ModelShape
 
@@ -97,17 +97,10 @@ _SHARED_SIZE = GgufRule(
 """What SHARED_COUNT reads too."""
 
 
-def _published(row: GgufRow) -> GgufRow:
-    name = row.hf
-    for alone, here in PUBLISHED.items():
-        name = name.replace(alone, here)
-    return replace(row, hf=name)
-
-
 FAMILIES = {
     "exaone": GgufFamily(
         "exaone",
-        rows=[_published(row) for row in (*DECODER, *MLP)],
+        rows=renamed([*DECODER, *MLP], PUBLISHED),
         keys=(*base_keys(), HEAD_SIZE),
         more=(TURNED,),
         reads=(),
@@ -147,7 +140,7 @@ FAMILIES = {
             "moe.expert_bias": True,
             "rope_layers": lambda fields: fields["window_layers"],
         },
-        ignored=("mtp_num_layers", "mtp_dense"),
+        ignored={**NO_PREDICTION, "mtp_dense": False},
         scalings=UNSCALED_ALONE,
     ),
 }

@@ -1,7 +1,8 @@
-"""GLM-4, GLM-4.5 and their models of images, GLM-4.7-Flash and GLM-5; the last two have DeepSeek's attention
-(`gguf_deepseek.py`).
+"""GLM-4, GLM-4.5 and their models of images, Solar Open, GLM-4.7-Flash and GLM-5; the last two have DeepSeek's
+attention (`gguf_deepseek.py`).
 
-Sources: llama.cpp's src/models/glm4.cpp, glm4-moe.cpp, deepseek2.cpp and glm-dsa.cpp, and conversion/glm.py.
+Sources: llama.cpp's src/models/chatglm.cpp, glm4.cpp, glm4-moe.cpp, deepseek2.cpp and glm-dsa.cpp, and
+conversion/glm.py and chatglm.py.
 """
 
 from dataclasses import replace
@@ -23,12 +24,18 @@ from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.images import Images
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
+    CONTEXT,
+    EPSILON,
     HAS_QK_NORMS,
     HEAD_SIZE,
+    HEADS,
+    LAYERS,
     LAYERS_AND_PREDICTION,
+    MLP_SIZE,
     PREDICTION_LAYERS,
     QKV_BIAS,
     UNUSUAL_HEAD_SIZE,
+    WIDTH,
     GgufRule,
 )
 from precisionctl.checkpoints.gguf.rope_keys import ROPE, TURNED, UNSCALED_ALONE
@@ -60,6 +67,8 @@ _NORMS_OF_GLM4 = {
 }
 _TOKENS = {"bos": "[gMASK]", "eot": "<|user|>", "unk": "<|endoftext|>", "eom": "<|observation|>"}
 
+_TOKENS_OF_SOLAR = {"eos": "<|endoftext|>", "eot": "<|endoftext|>", "unk": "<unk>", "bos": "<|startoftext|>"}
+
 
 def _read_indexers(file: Described) -> Fields:
     """Of GLM-5 each layer has one; GLM-5.2, known by its context, began without a list of those that have."""
@@ -84,6 +93,15 @@ _GLM4 = GgufFamily(
     reads=(),
     computed={"post_layernorms": True, "rotary_interleaved": True},
     tokens={"eos": "<|endoftext|>", "eot": "<|user|>", "unk": "<|endoftext|>", "bos": "<|endoftext|>"},
+)
+_GLM = replace(
+    _GLM4,
+    architecture="chatglm",
+    rows=[*outside_layers(), *in_layers(NORMS), *ATTENTION, *JOINED_MLP],
+    keys=(CONTEXT, WIDTH, MLP_SIZE, LAYERS, HEADS, EPSILON, UNUSUAL_HEAD_SIZE),
+    more=(TURNED, ROPE, QKV_BIAS),
+    computed={"rotary_interleaved": True},
+    tokens={"eos": "<|endoftext|>", "eot": "<|user|>", "unk": "<|endoftext|>"},
 )
 _GLM4_MOE = GgufFamily(
     "glm4moe",
@@ -133,7 +151,9 @@ _GLM4V_MOE = replace(
 )
 
 FAMILIES = {
+    "glm": _GLM,
     "glm4": replace(_GLM4, in_wrappers=dict.fromkeys(("glm4v", "glm46v"), _GLM4V) | {"glm_ocr": _GLM_OCR}),
+    "solar_open": replace(_GLM4_MOE, tokens=_TOKENS_OF_SOLAR, recognises=lambda file: False),
     "glm4_moe": replace(_GLM4_MOE, in_wrappers={"glm4v_moe": _GLM4V_MOE}),
     "glm4_moe_lite": replace(
         deepseek2("sigmoid", head_first=False, **{"moe.expert_bias": True}),

@@ -16,6 +16,8 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     MLP_BIAS,
     UNUSUAL_HEAD_SIZE,
     VOCABULARY,
+    WINDOW,
+    WINDOWS,
     GgufRule,
     Said,
     head_size,
@@ -26,7 +28,15 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
 )
 from precisionctl.checkpoints.gguf.mixers import MIXER, mixer
 from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3, ROPE, TURNED
-from precisionctl.checkpoints.gguf.tensor_rows import DECODER_IN_PAIRS, MLP, GgufRow, in_layers, replaced_by, stack
+from precisionctl.checkpoints.gguf.tensor_rows import (
+    DECODER_IN_PAIRS,
+    MLP,
+    GgufRow,
+    in_layer,
+    in_layers,
+    replaced_by,
+    stack,
+)
 from precisionctl.checkpoints.tensor_changes import GATE_THEN_UP
 from precisionctl.model.model_parts import real
 from precisionctl.model.model_shape import ModelShape
@@ -174,6 +184,37 @@ _SPARSE = replace(
     computed={**AS_LARGE_AS_MLP, "moe.layer_freq": lambda fields: (False, True) * (fields["num_layers"] // 2)},
 )
 
+# With windows
+
+_SINKS = in_layer("self_attn.sinks", "attn_sinks.weight")
+_PATTERN = "attention.rope_pattern"
+
+
+def _read_rope_layers(file: Described) -> Fields:
+    turned = file.flags(_PATTERN)
+    return {"rope_layers": None if not turned or all(turned) else tuple(turned)}
+
+
+_WINDOWS_AND_ROPE = (
+    WINDOW,
+    WINDOWS,
+    GgufRule(
+        ("rope_layers",),
+        _read_rope_layers,
+        lambda model: {_PATTERN: list(model.rope_layers)} if model.rope_layers else {},
+    ),
+)
+_WINDOWED = GgufFamily(
+    "granite_swa",
+    rows=[*DECODER_IN_PAIRS, _SINKS, *MLP],
+    keys=(*base_keys(), UNUSUAL_HEAD_SIZE),
+    more=(*_MULTIPLIERS, *_WINDOWS_AND_ROPE, ATTENTION_BIAS, MLP_BIAS),
+    reads=(),
+    computed={"softmax_offset": True},
+    scalings=AND_LLAMA3,
+    recognises=lambda file: not file.count("expert_count", 0),
+)
+
 FAMILIES = {
     "granite": GgufFamily(
         "granite",
@@ -202,6 +243,24 @@ FAMILIES = {
         computed={**IN_ALL_LAYERS, **AS_LARGE_AS_MLP},
         scalings=AND_LLAMA3,
         recognises=_has_shared,
+    ),
+    "granite_swa": _WINDOWED,
+    "granitemoe_swa": replace(
+        _WINDOWED,
+        rows=[
+            *DECODER_IN_PAIRS,
+            _SINKS,
+            *in_layers({"block_sparse_moe.router": "ffn_gate_inp", "shared_mlp.input_linear": "ffn_up_shexp"}),
+            *in_layers({"shared_mlp.output_linear": "ffn_down_shexp"}),
+            GgufRow(
+                "model.layers.{layer}.block_sparse_moe.experts.gate_up_proj[{expert}]", (stack("ffn_gate_up_exps"),)
+            ),
+            GgufRow("model.layers.{layer}.block_sparse_moe.experts.down_proj[{expert}]", (stack("ffn_down_exps"),)),
+        ],
+        keys=(*base_keys(*EXPERT_COUNTS), UNUSUAL_HEAD_SIZE),
+        more=(*_MULTIPLIERS, *_WINDOWS_AND_ROPE, replace(_SHARED_SIZE, write=_write_some_shared), ATTENTION_BIAS),
+        computed={**_WINDOWED.computed, **IN_ALL_LAYERS, **AS_LARGE_AS_MLP},
+        recognises=lambda file: bool(file.count("expert_count", 0)),
     ),
     "granitemoehybrid": replace(_DENSE, with_experts=_SPARSE),
 }

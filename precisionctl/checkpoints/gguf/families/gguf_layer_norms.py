@@ -12,14 +12,13 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     MLP_SIZE,
     QKV_BIAS,
     WIDTH,
-    GgufRule,
-    Said,
     always,
     hidden_by_heads,
 )
-from precisionctl.checkpoints.gguf.rope_keys import ROPE, TURNED
+from precisionctl.checkpoints.gguf.rope_keys import TURNED, UNUSUAL_BASE
 from precisionctl.checkpoints.gguf.tensor_rows import (
     ATTENTION,
+    FINAL_NORM_BIAS,
     KEY,
     MLP,
     NORMS,
@@ -28,19 +27,6 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
     linears,
     outside_layers,
 )
-from precisionctl.model.model_shape import ModelShape
-
-_USUAL_BASE = 10000.0
-
-
-def _write_rope(model: ModelShape) -> Said:
-    """The base where it is not the usual one, as of stable-code-3b, whose file by the converter has none."""
-    said = ROPE.write(model)
-    return {key: value for key, value in said.items() if (key, value) != ("rope.freq_base", _USUAL_BASE)}
-
-
-_ROPE = GgufRule(ROPE.fields, ROPE.read, _write_rope)
-
 
 _ONE_AFTER_THE_OTHER = always("use_parallel_residual", False)
 
@@ -49,14 +35,14 @@ FAMILIES = {
         "stablelm",
         rows=[
             *outside_layers(),
-            GgufRow("model.norm.bias", ("output_norm.bias",)),
+            FINAL_NORM_BIAS,
             *linears(NORMS),
             *ATTENTION,
             *MLP,
         ],
         keys=(
             *(CONTEXT, WIDTH, LAYERS, MLP_SIZE, TURNED, HEADS, _ONE_AFTER_THE_OTHER, LAYER_NORM_EPSILON),
-            _ROPE,
+            UNUSUAL_BASE,
         ),
         more=(QKV_BIAS,),
         reads=(),
@@ -74,7 +60,7 @@ FAMILIES = {
             *linears({"input_layernorm": "attn_norm", **QUERY, **KEY, "self_attn.v_proj": "attn_v"}),
             *linears({"self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}),
         ],
-        keys=(CONTEXT, WIDTH, MLP_SIZE, LAYERS, HEADS, LAYER_NORM_EPSILON, TURNED, _ROPE),
+        keys=(CONTEXT, WIDTH, MLP_SIZE, LAYERS, HEADS, LAYER_NORM_EPSILON, TURNED, UNUSUAL_BASE),
         reads=(),
         computed={
             "kv_channels": hidden_by_heads,

@@ -21,6 +21,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     HEAD_SIZE,
     HEADS_KV,
     LAYER_NORM_EPSILON,
+    NO_PREDICTION,
     VOCABULARY,
     GgufRule,
     Said,
@@ -154,7 +155,7 @@ _DENSE = GgufFamily(
         "gated_linear_unit": False,
         "rope_layers": lambda fields: (False,) * fields["num_layers"],
     },
-    ignored=("mtp_num_layers",),
+    ignored=NO_PREDICTION,
     scaled=(*SCALED, *SCALED_EXPERTS, *SCALED_SHARED_EXPERT, "ssm_in", "ssm_out"),
 )
 _SPARSE = replace(

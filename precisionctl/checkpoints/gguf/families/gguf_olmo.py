@@ -1,26 +1,27 @@
-"""OLMo 2, OLMo 3 and OLMoE.
+"""OLMo, OLMo 2, OLMo 3 and OLMoE.
 
-Sources: llama.cpp's src/models/olmo2.cpp and olmoe.cpp, and conversion/olmo.py.
+Sources: llama.cpp's src/models/olmo.cpp, olmo2.cpp and olmoe.cpp, and conversion/olmo.py.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.expert_keys import AS_LARGE_AS_MLP, EXPERT_COUNTS, IN_ALL_LAYERS
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
     ATTENTION_BIAS,
+    LAYER_NORM_EPSILON,
+    QKV_CLAMP,
     UNUSUAL_HEAD_SIZE,
     WINDOW,
     WINDOWS,
-    GgufRule,
     hidden_by_heads,
 )
-from precisionctl.checkpoints.gguf.rope_keys import LOCAL_BASE, ROPE, TURNED
+from precisionctl.checkpoints.gguf.rope_keys import AS_ELSEWHERE, ROPE, SAME_BASE, TURNED, UNSCALED_ALONE
 from precisionctl.checkpoints.gguf.tensor_rows import (
     ATTENTION,
+    ATTENTION_IN_PAIRS,
     DECODER,
     EXPERTS,
     MLP,
@@ -42,20 +43,26 @@ _COMPUTED: Mapping[str, Any] = {
 }
 
 
-def _read_local_base(file: Described) -> Fields:
-    file.expect("rope.freq_base_swa", file.said("rope.freq_base"))
-    return {"rotary_base_local": ROPE.read(file)["rotary_base"]}
-
-
-_LOCAL_BASE = GgufRule(LOCAL_BASE.fields, _read_local_base, LOCAL_BASE.write)
-"""llama.cpp reads it and turns all layers with the one base."""
-
-
 def _has_window(file: Described) -> bool:
     return bool(file.count("attention.sliding_window", 0))
 
 
 FAMILIES = {
+    "olmo": GgufFamily(
+        "olmo",
+        rows=[*outside_layers(), *ATTENTION_IN_PAIRS, *MLP],
+        keys=base_keys(epsilon=None),
+        more=(LAYER_NORM_EPSILON, QKV_CLAMP),
+        reads=(TURNED,),
+        computed={
+            "kv_channels": hidden_by_heads,
+            "normalization": "LayerNorm",
+            "norm_weight": False,
+            "norm_bias": False,
+            "zero_centered_gamma": True,
+        },
+        scalings=UNSCALED_ALONE,
+    ),
     "olmo2": GgufFamily(
         "olmo2",
         rows=_ROWS,
@@ -67,10 +74,10 @@ FAMILIES = {
     "olmo3": GgufFamily(
         "olmo2",
         rows=_ROWS,
-        keys=(*base_keys(rope=(ROPE, _LOCAL_BASE)), UNUSUAL_HEAD_SIZE),
+        keys=(*base_keys(rope=(ROPE, SAME_BASE)), UNUSUAL_HEAD_SIZE),
         more=(WINDOW, WINDOWS),
         reads=(TURNED, ATTENTION_BIAS),
-        computed={**_COMPUTED, "rotary_base_local": lambda fields: fields["rotary_base"]},
+        computed={**_COMPUTED, **AS_ELSEWHERE},
         recognises=_has_window,
     ),
     "olmoe": GgufFamily(

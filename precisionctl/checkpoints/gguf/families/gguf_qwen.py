@@ -9,7 +9,7 @@ from dataclasses import replace
 from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS, SHARED_EXPERT_SIZE
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.images import Images
-from precisionctl.checkpoints.gguf.metadata_keys import ATTENTION_BIAS, HEAD_SIZE, UNUSUAL_HEAD_SIZE, WINDOW_FIELDS
+from precisionctl.checkpoints.gguf.metadata_keys import ATTENTION_BIAS, HEAD_SIZE, NO_WINDOW, UNUSUAL_HEAD_SIZE
 from precisionctl.checkpoints.gguf.rope_keys import ROPE, TURNED
 from precisionctl.checkpoints.gguf.tensor_rows import (
     DECODER,
@@ -31,7 +31,7 @@ _QWEN2 = GgufFamily(
     rows=[*DECODER, *MLP],
     keys=(*base_keys(), UNUSUAL_HEAD_SIZE),
     computed={"qkv_bias": True},
-    ignored=WINDOW_FIELDS,
+    ignored=NO_WINDOW,
 )
 _QWEN2_VL = replace(
     _QWEN2,
@@ -45,7 +45,7 @@ _QWEN3 = GgufFamily(
     keys=(*base_keys(), HEAD_SIZE),
     reads=(TURNED, ATTENTION_BIAS),
     computed={"qk_layernorm": True},
-    ignored=WINDOW_FIELDS,
+    ignored=NO_WINDOW,
     scaled=SCALED,
 )
 _QWEN3_VL = replace(
@@ -63,7 +63,7 @@ _QWEN3_MOE = GgufFamily(
     more=(EXPERT_SIZE,),
     reads=(TURNED, ATTENTION_BIAS),
     computed={**IN_ALL_LAYERS, "qk_layernorm": True},
-    ignored=WINDOW_FIELDS,
+    ignored=NO_WINDOW,
     scaled=(*SCALED, *SCALED_EXPERTS),
 )
 _QWEN3_VL_MOE = replace(
@@ -87,7 +87,7 @@ FAMILIES = {
             **dict.fromkeys(("qkv_bias", "moe.pre_softmax", "moe.shared_expert_gate"), True),
             "tied_embeddings": False,
         },
-        ignored=WINDOW_FIELDS,
+        ignored=NO_WINDOW,
     ),
     "qwen3": replace(_QWEN3, in_wrappers={"qwen3_vl": _QWEN3_VL}),
     "qwen3_moe": replace(_QWEN3_MOE, in_wrappers={"qwen3_vl_moe": _QWEN3_VL_MOE}),

@@ -6,18 +6,18 @@ Sources: llama.cpp's src/models/starcoder2.cpp, and conversion/starcoder.py.
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata_keys import (
     LAYER_NORM_EPSILON,
+    NO_WINDOW,
     UNUSUAL_HEAD_SIZE,
-    WINDOW_FIELDS,
     hidden_by_heads,
 )
-from precisionctl.checkpoints.gguf.tensor_rows import ATTENTION, NORMS, GgufRow, linears, outside_layers
+from precisionctl.checkpoints.gguf.tensor_rows import ATTENTION, FINAL_NORM_BIAS, NORMS, linears, outside_layers
 
 FAMILIES = {
     "starcoder2": GgufFamily(
         "starcoder2",
         rows=[
             *outside_layers(),
-            GgufRow("model.norm.bias", ("output_norm.bias",)),
+            FINAL_NORM_BIAS,
             *linears({**NORMS, "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}),
             *ATTENTION,
         ],
@@ -29,7 +29,7 @@ FAMILIES = {
             "gated_linear_unit": False,
             **dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias"), True),
         },
-        ignored=WINDOW_FIELDS,
+        ignored=NO_WINDOW,
     ),
 }
 """By the `model_type` of the text model."""
