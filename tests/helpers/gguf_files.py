@@ -147,6 +147,15 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
     },
     "granite-swa": {"layer_rope_theta": [10000.0, 10000.0, 0, 10000.0, 0, 10000.0]},
     "granite-moe-swa": {},
+    "minicpm3": {
+        "scale_emb": 12,
+        "dim_model_base": 256,
+        "rope_parameters": pico.LONG_ROPE
+        | {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+        | {"original_max_position_embeddings": 128},
+    },
+    "laguna": {},
+    "laguna-per-element": {},
 }
 """Families, with what their releases say that small models of tests do not: of others llama.cpp computes something
 else, or its converter knows none."""

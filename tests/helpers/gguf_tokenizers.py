@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers.pre_tokenizers import PreTokenizer
 from transformers import PreTrainedTokenizerFast
 
 TEXT = (
@@ -24,20 +25,34 @@ SIZE = 340
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
+def split(expression: str) -> PreTokenizer:
+    return pre_tokenizers.Split(Regex(expression), behavior="isolated")
+
+
+OF_FALCON = (
+    pre_tokenizers.Punctuation("contiguous"),
+    pre_tokenizers.ByteLevel(False),
+    pre_tokenizers.Digits(False),
+    split("[0-9][0-9][0-9]"),
+)
+
+
 def byte_level(
-    *expressions: str, ignore_merges: bool = False, begins: bool = False, also: Sequence[str] = ()
+    *expressions: str | PreTokenizer, ignore_merges: bool = False, begins: bool = False, also: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """Byte-level BPE that splits by these regular expressions; with a token before each text if it `begins`, and `also`
-    with these special tokens."""
+    """Byte-level BPE that splits by these regular expressions, or steps; with a token before each text if it
+    `begins`, and `also` with these special tokens."""
     made = Tokenizer(models.BPE(ignore_merges=ignore_merges))
-    splits = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in expressions]
-    made.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    steps: list[Any] = [split(each) if isinstance(each, str) else each for each in expressions]
+    if not any(isinstance(each, pre_tokenizers.ByteLevel) for each in steps):
+        steps.append(pre_tokenizers.ByteLevel(False, use_regex=False))
+    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     made.train_from_iterator(_CORPUS, trainers.BpeTrainer(vocab_size=SIZE - 10, initial_alphabet=alphabet))
     made.add_special_tokens([AddedToken(text, special=True) for text in ("<|begin|>", "<|endoftext|>", *also)])
     made.add_tokens([AddedToken("<tool>", normalized=False)])
-    steps: list[Any] = [processors.ByteLevel(trim_offsets=False)]
+    steps = [processors.ByteLevel(trim_offsets=False)]
     if begins:
         begin = ("<|begin|>", made.token_to_id("<|begin|>"))
         pair = "<|begin|> $A <|begin|> $B"

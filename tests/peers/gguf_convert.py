@@ -47,6 +47,10 @@ def as_published(settings: dict[str, Any]) -> dict[str, Any]:
         return settings | dense | {"partial_rotary_factor": 1.0}
     if settings["model_type"] in ("granite_swa", "granitemoe_swa"):  # it passes over the bases of layers
         return settings | {"no_rope_layers": [int(base != 0) for base in settings["layer_rope_theta"]]}
+    if settings["model_type"] == "laguna" and "sliding_attention" not in settings["layer_types"]:
+        return settings | {"sliding_window": None}
+    if settings["model_type"] == "minicpm3":
+        return settings | {"architectures": ["MiniCPM3ForCausalLM"]}
     if settings["model_type"] == "mistral4":
         return settings | {"architectures": ["Mistral3ForConditionalGeneration"]}
     if settings["model_type"] == "gpt2":

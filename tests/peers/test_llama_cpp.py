@@ -37,11 +37,19 @@ DEVSTRAL = pico.YARN_ROPE | {"beta_fast": 4.0, "beta_slow": 1.0}
 GEMMA = {"query_pre_attn_scalar": 32}
 _TOKENIZERS = {
     **dict.fromkeys(("gemma4", "gemma4-moe", "gemma4-small"), "sentencepiece of gemma4"),
-    **dict.fromkeys(("ernie4-5", "ernie4-5-moe", "nemotron"), "sentencepiece"),
+    **dict.fromkeys(("ernie4-5", "ernie4-5-moe", "nemotron", "minicpm3"), "sentencepiece"),
     **dict.fromkeys(("llama4", "lfm2", "lfm2-moe"), "llama-bpe"),
     **dict.fromkeys(("deepseek-v3.2", "glm-moe-dsa"), "deepseek-v3"),
     **dict.fromkeys(("cohere", "cohere2", "starcoder2"), "smollm"),
     "seed-oss": "seed-coder",
+    "ling-2": "bailingmoe",
+    "exaone-moe": "exaone-moe",
+    "jais2": "jais-2",
+    "cohere2-moe": "tiny_aya",
+    "arcee": "minicpm5",
+    "bloom": "bloom",
+    "olmo": "deepseek-coder",
+    "falcon": "falcon",
     "kimi-linear": "kimi-k2",
 }
 CASES: dict[str, tuple[dict[str, Any], str]] = {
@@ -105,6 +113,14 @@ BYTE_LEVEL = {
     "smaug-bpe": ((known.LLAMA3,), False, False),
     "deepseek-v3": (known.DEEPSEEK3, False, False),
     "seed-coder": ((known.SEED,), False, False),
+    "bailingmoe": ((known.BAILING,), False, False),
+    "exaone-moe": ((known.EXAONE_MOE,), False, False),
+    "jais-2": ((known.JAIS2,), False, False),
+    "tiny_aya": (known.TINY_AYA, False, False),
+    "minicpm5": (known.MINICPM5, True, False),
+    "bloom": ((known.BLOOM,), False, False),
+    "deepseek-coder": (known.DEEPSEEK_CODER, False, False),
+    "falcon": (gguf_tokenizers.OF_FALCON, False, False),
 }
 SIZES = {
     **dict.fromkeys(("nemotron-h", "granite-hybrid", "granite-hybrid-dense"), 344),

@@ -39,8 +39,26 @@ DEEPSEEK3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 SEED = _CONTRACTIONS + _WORD + r"|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+"""No other match is left to what it takes for possessive (`?+`, `++`), and llama.cpp for greedy."""
+EXAONE_MOE = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_LONG_SPACES = "".join(rf"|\s{{{number}}}(?!\S)" for number in (512, 256, 128, 64, 32, 16, 8, 4))
+JAIS2 = LLAMA3.removesuffix(r"|\s+(?!\S)|\s+") + _LONG_SPACES + r"|\s{1,2}(?!\S)|\s{1}"
+TINY_AYA = (r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O)
+MINICPM5 = (r"\p{N}{1,3}", LLAMA3.replace("{1,3}", "+"))
+BLOOM = " ?[^(\\s|[.,!?…。，、।۔،])]+"
 DIGITS = r"\p{N}"
 """What `Digits` splits by, one by one."""
+RUNS_OF_DIGITS = r"\p{N}+"
+"""What it splits by otherwise."""
+PUNCTUATION = r"[\p{P}\$\+<=>\^~\|`]+"
+"""What `Punctuation` splits by, if neighbouring marks stay together."""
+DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", DIGITS)
+FALCON = (PUNCTUATION, GPT2, RUNS_OF_DIGITS, "[0-9][0-9][0-9]")
+"""llama.cpp leaves a space beside digits that are no three; a vocabulary of this has no token of both."""
 
 _BY_NAME: Mapping[tuple[tuple[str, ...], bool], str] = {
     ((GPT2,), False): "gpt-2",
@@ -54,6 +72,14 @@ _BY_NAME: Mapping[tuple[tuple[str, ...], bool], str] = {
     (DEEPSEEK3, False): "deepseek-v3",
     ((DIGITS, GPT2), False): "smollm",
     ((SEED,), False): "seed-coder",
+    ((BAILING,), False): "bailingmoe",
+    ((EXAONE_MOE,), False): "exaone-moe",
+    ((JAIS2,), False): "jais-2",
+    (TINY_AYA, False): "tiny_aya",
+    (MINICPM5, True): "minicpm5",
+    ((BLOOM,), False): "bloom",
+    (DEEPSEEK_CODER, False): "deepseek-coder",
+    (FALCON, False): "falcon",
 }
 """By the expressions, one after the other, and by whether a word that is a token is not merged (`ignore_merges`)."""
 
@@ -94,9 +120,11 @@ def _expressions(step: Mapping[str, Any]) -> Iterator[str]:
             for each in steps:
                 yield from _expressions(each) if isinstance(each, Mapping) else (shown(each),)
         case {"type": "Split", "pattern": {"Regex": str(regex)}, "behavior": "Isolated", "invert": False}:
-            yield regex
-        case {"type": "Digits", "individual_digits": True}:
-            yield DIGITS
+            yield regex.replace("\r", r"\r").replace("\n", r"\n")  # which mean the same
+        case {"type": "Digits", "individual_digits": bool(each)}:
+            yield DIGITS if each else RUNS_OF_DIGITS
+        case {"type": "Punctuation", "behavior": "Contiguous"}:
+            yield PUNCTUATION
         case {"type": "ByteLevel", "add_prefix_space": False}:
             if step.get("use_regex", True):
                 yield GPT2
