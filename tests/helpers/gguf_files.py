@@ -148,12 +148,15 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
     "granite-swa": {"layer_rope_theta": [10000.0, 10000.0, 0, 10000.0, 0, 10000.0]},
     "granite-moe-swa": {},
     "minicpm3": {
+        "initializer_range": 0.02,
         "scale_emb": 12,
         "dim_model_base": 256,
         "rope_parameters": pico.LONG_ROPE
         | {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
-        | {"original_max_position_embeddings": 128},
+        | {"original_max_position_embeddings": 512},
+        "max_position_embeddings": 512,
     },
+    "mamba2": {},
     "laguna": {},
     "laguna-per-element": {},
 }

@@ -49,6 +49,8 @@ def as_published(settings: dict[str, Any]) -> dict[str, Any]:
         return settings | {"no_rope_layers": [int(base != 0) for base in settings["layer_rope_theta"]]}
     if settings["model_type"] == "laguna" and "sliding_attention" not in settings["layer_types"]:
         return settings | {"sliding_window": None}
+    if settings["model_type"] == "mamba2":
+        return {key: value for key, value in settings.items() if key != "intermediate_size"}
     if settings["model_type"] == "minicpm3":
         return settings | {"architectures": ["MiniCPM3ForCausalLM"]}
     if settings["model_type"] == "mistral4":

@@ -123,10 +123,11 @@ BYTE_LEVEL = {
     "falcon": (gguf_tokenizers.OF_FALCON, False, False),
 }
 SIZES = {
+    "mamba2": 336,
     **dict.fromkeys(("nemotron-h", "granite-hybrid", "granite-hybrid-dense"), 344),
     **dict.fromkeys(("gemma4", "gemma4-moe", "gemma4-small"), SIZE - 10),
 }
-"""Of vocabularies: of those beside mixers the converter makes a multiple of 8, and cuts Gemma 4's to its tokens."""
+"""Of vocabularies: the converter makes those beside mixers a multiple of 8, or 16, and cuts Gemma 4's to its tokens."""
 OTHERWISE = {
     "sentencepiece": {"tokenizer.ggml.scores", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"},
     "sentencepiece of gemma": {"tokenizer.ggml.scores", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"},
@@ -145,7 +146,8 @@ SAID_OTHERWISE = {
 }
 """Metadata of single families."""
 PEAKED = {
-    "mpt",
+    "mpt",  # whose GELU llama.cpp approximates
+    "mamba2",  # all of whose layers have states
     "afmoe",
     "exaone4",
     "exaone-moe",

@@ -149,6 +149,8 @@ def _write_one_shared(model: ModelShape) -> Said:
 _ONE_SHARED = replace(ONE_SHARED, write=_write_one_shared)
 """Of several, llama.cpp multiplies the size of all by their number."""
 
+_PREDICTION = replace(PREDICTION_LAYERS, write=lambda model: {"nextn_predict_layers": model.mtp_num_layers})
+
 _LING_2 = GgufFamily(
     "bailingmoe2",
     rows=[*_OUTSIDE, *in_layers({**NORMS, **_ATTENTION_2}), *_EXPERTS],
@@ -158,7 +160,7 @@ _LING_2 = GgufFamily(
     ),
     more=(
         *(TURNED, LEADING_DENSE, VOCABULARY, EXPERT_SIZE, SHARED_EXPERT_SIZE, WEIGHTS_SCALE, _ONE_SHARED, NORMALISED),
-        *(PREDICTION_LAYERS, _WHOLE_HEADS),
+        *(_PREDICTION, _WHOLE_HEADS),
     ),
     reads=(),
     computed={**TWO_SCORES, "moe.expert_bias": True, "qk_layernorm": True, "tied_embeddings": False},

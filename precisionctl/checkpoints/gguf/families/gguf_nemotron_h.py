@@ -40,14 +40,14 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
     GgufRow,
     experts,
     in_layers,
+    renamed,
 )
 from precisionctl.checkpoints.tensor_changes import KEY_PAIRS, QUERY_PAIRS
 from precisionctl.model.model_shape import ModelShape
 
 _UNGATED = {"up_proj": "ffn_up", "down_proj": "ffn_down"}
-_ROWS = [
-    replace(row, hf=row.hf.replace("model.", "backbone.", 1))
-    for row in (
+_ROWS = renamed(
+    [
         GgufRow("model.embeddings.weight", ("token_embd.weight",)),
         GgufRow("model.norm_f.weight", ("output_norm.weight",)),
         GgufRow("lm_head.weight", ("output.weight",)),
@@ -68,8 +68,9 @@ _ROWS = [
         ),
         *experts("mixer.experts", {hf: f"{gguf}_exps" for hf, gguf in _UNGATED.items()}),
         GgufRow("model.layers.{layer}.mixer.gate.e_score_correction_bias", CORRECTION),
-    )
-]
+    ],
+    {"model.": "backbone."},
+)
 
 
 def _read_pattern(file: Described) -> Fields:
