@@ -1,5 +1,6 @@
 """What metadata say of single families, and what is refused of them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pico
 import pytest
 import tiny_wrappers
 import torch
+from safetensors.torch import load_file
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import Hints
@@ -18,6 +20,8 @@ from precisionctl.checkpoints.gguf.families import of_llama_cpp
 from precisionctl.checkpoints.gguf.head import read_head
 from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import LLAMA_CPP, Request
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.export.gguf.gguf_pretokenizers import QWEN2
 
@@ -47,6 +51,41 @@ def test_text_models_of_glms_of_images_have_rotary_pairs_in_halves_and_say_how_i
     for name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
         read = read_tensor(open_checkpoint(file), f"model.layers.0.{name}")
         assert torch.equal(read, stored[f"model.language_model.layers.0.{name}"])
+
+
+def queries_then_keys_then_values(rows: torch.Tensor) -> torch.Tensor:
+    """Of two groups, of two heads of 16 queries each, the rows of one kind after those of another."""
+    heads = [rows[start : start + 16] for start in range(0, len(rows), 16)]
+    return torch.cat([heads[each] for each in (0, 1, 4, 5, 2, 6, 3, 7)])
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "change"),
+    [
+        ("falcon-40b", "transformer.h.1.self_attention.query_key_value.weight", queries_then_keys_then_values),
+        ("gpt2", "transformer.h.1.attn.c_attn.weight", torch.t),
+    ],
+)
+def test_queries_keys_and_values_in_one_tensor_stand_in_llama_cpps_order(
+    tmp_path: Path, family: str, name: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    published = gguf_files.source(tmp_path / "hf", family, **gguf_files.WRITTEN[family])
+    file = gguf_files.export(published, tmp_path / "out")
+    stored = load_file(published / "model.safetensors")
+    expected = change(stored[name])
+    made = gguf_files.stored_tensors(file)["blk.1.attn_qkv.weight"][1]
+    assert torch.equal(torch.frombuffer(bytearray(made), dtype=torch.bfloat16).view(expected.shape), expected)
+    reader = open_checkpoint(file)
+    assert reader.specs.keys() == stored.keys()
+    for each, values in stored.items():
+        assert torch.equal(read_tensor(reader, each).bfloat16(), values), each
+
+
+def test_a_note_says_where_llama_cpp_approximates_gelu(tmp_path: Path) -> None:
+    for family, noted in (("gpt-neox", True), ("gpt2", False)):
+        published = gguf_files.source(tmp_path / family, family)
+        notes = plan_command(Request.export(published, tmp_path / "out", LLAMA_CPP)).notes
+        assert any("GELU" in note for note in notes) is noted
 
 
 def test_experts_that_a_trainer_saved_as_in_memory_make_the_same_file(tmp_path: Path) -> None:
@@ -89,6 +128,15 @@ def test_a_granite_with_a_shared_expert_is_read_as_one(tmp_path: Path, shared: i
         ("phi", {"hidden_act": "gelu"}, "activation"),
         ("stablelm", {"tie_word_embeddings": True}, "tied_embeddings"),
         ("dots1", {"num_key_value_heads": 2}, "num_query_groups"),
+        ("falcon-40b", {"bias": True}, "proj_bias|qkv_bias"),
+        ("nemotron", {"tie_word_embeddings": True}, "tied_embeddings"),
+        ("mellum", {"mlp_layer_types": ["dense", "sparse", "sparse"]}, "moe.layer_freq"),
+        ("mellum", {"rope_parameters": pico.FAMILIES["mellum"]["rope_parameters"]}, "rotary_base_local"),
+        ("granite-swa", {"layer_rope_theta": [5e5, 1e4, 1e4, 1e4, 5e5, 1e4]}, "rotary_base_local"),
+        ("minicpm3", {"scale_emb": 10}, "embedding_multiplier"),
+        ("minicpm3", {"q_lora_rank": None}, "in one step"),
+        ("minicpm3", {"max_position_embeddings": 1024}, "same context"),
+        ("youtu", {"q_lora_rank": None}, "in one step"),
     ],
 )
 def test_what_llama_cpp_computes_otherwise_is_refused(family: str, changes: dict[str, Any], why: str) -> None:

@@ -55,6 +55,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4-moe": {},
     **AS_RELEASED,
     "hunyuan": {"max_position_embeddings": 1 << 15},  # with a base that is stretched
+    "glm": {"rms_norm_eps": 1e-5, "max_position_embeddings": 64},  # which the converter writes of all
+    "mistral4": {
+        "rope_parameters": AS_RELEASED["mistral4"]["rope_parameters"]
+        | {"llama_4_scaling_beta": 0.0}  # which it does not
+    },
 }
 UNSAID = {
     "mistral": {"sliding_window"},
@@ -63,6 +68,7 @@ UNSAID = {
     "gemma3": {"query_pre_attn_scalar"},
     "gpt-oss": {"activation_clamp"},
     "deepseek-v3": {"rope_scaling"},
+    **dict.fromkeys(("gpt-neox", "falcon", "falcon-40b"), {"activation"}),
     "hunyuan": {"rotary_base"},  # in more digits than FP32 has
     "falcon-h1": {"embedding_multiplier", "logit_multiplier"}  # which are in the weights, as those of layers
     | {f"multipliers.{each}" for each in ("attention_in", "attention_out", "key", "ssm_in", "ssm_out", "ssm", "mlp")},
