@@ -16,7 +16,7 @@ from precisionctl.checkpoints.gguf.families import of_llama_cpp
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.global_scales import scale_tensors
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue, Metadata
-from precisionctl.checkpoints.gguf.rope_keys import BETAS
+from precisionctl.checkpoints.gguf.rope_keys import BETAS, BEYOND_CONTEXT
 from precisionctl.checkpoints.gguf.rotary_tensors import rotary_tensors
 from precisionctl.checkpoints.gguf.towers.mmproj_file import is_mmproj
 from precisionctl.checkpoints.gguf.writer import GgufContents
@@ -273,6 +273,11 @@ def _notes_of_the_model(model: ModelShape, family: GgufFamily, options: str) -> 
     if model.sliding_window and "sliding_window" in family.ignored:
         yield (
             f"llama.cpp has no window of attention for `{model.architecture}`: beyond {model.sliding_window} tokens it "
+            "computes otherwise than transformers."
+        )
+    if (kind := (model.rope_scaling or {}).get("rope_type")) in BEYOND_CONTEXT:
+        yield (
+            f"llama.cpp scales no rotary embeddings as `{kind}` says: beyond {model.max_position_embeddings} tokens it "
             "computes otherwise than transformers."
         )
     if model.activation == "gelu" and "activation" in family.ignored:

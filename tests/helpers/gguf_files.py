@@ -129,7 +129,7 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
     "jais2": {},
     "glm": {},
     "olmo": {},
-    "internlm3": {},
+    "internlm3": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 6.0}},
     "iquestcoder": {},
     "solar-open": {},
     "gpt2": {},

@@ -69,6 +69,7 @@ UNSAID = {
     "gpt-oss": {"activation_clamp"},
     "deepseek-v3": {"rope_scaling"},
     **dict.fromkeys(("gpt-neox", "falcon", "falcon-40b"), {"activation"}),
+    "internlm3": {"rope_scaling", "max_position_embeddings"},
     "hunyuan": {"rotary_base"},  # in more digits than FP32 has
     "falcon-h1": {"embedding_multiplier", "logit_multiplier"}  # which are in the weights, as those of layers
     | {f"multipliers.{each}" for each in ("attention_in", "attention_out", "key", "ssm_in", "ssm_out", "ssm", "mlp")},

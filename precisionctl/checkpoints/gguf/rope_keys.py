@@ -25,6 +25,8 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {"default": (), "linear": ("factor",),
 """The kinds of scaled rotary embeddings that llama.cpp computes, with what config.json says of each: of a family that
 has no others below."""
 AND_LLAMA3 = {**SCALINGS, "llama3": OF_LLAMA3}
+BEYOND_CONTEXT: Mapping[str, tuple[str, ...]] = {"dynamic": ("factor",)}
+"""What scales nothing within the context (InternLM3), and no file says."""
 UNSCALED_ALONE = {"default": ()}
 OF_LATENT = {kind: SCALINGS[kind] for kind in ("default", "yarn")}
 """Of families whose heads have one key, the latent: llama.cpp scales their scores as YaRN does, whatever the kind

@@ -19,7 +19,7 @@ from precisionctl.checkpoints.chunks import read_bytes
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.head import GgufTensor
 from precisionctl.checkpoints.gguf.metadata import Described, shortest
-from precisionctl.checkpoints.gguf.rope_keys import OF_LLAMA3
+from precisionctl.checkpoints.gguf.rope_keys import BEYOND_CONTEXT, OF_LLAMA3
 from precisionctl.checkpoints.gguf.tensors import GgufPart
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
@@ -83,7 +83,11 @@ def scaling_with_tensors(
     lists = {
         key: [shortest(each) for each in factors[name].tolist()] for name, key in _FACTORS.items() if name in factors
     }
-    return {**(scaling or {}), "rope_type": "longrope", **lists} if lists else scaling
+    if lists:
+        return {**(scaling or {}), "rope_type": "longrope", **lists}
+    of_reference = reference and reference.rope_scaling or {}
+    unsaid = scaling is None and of_reference.get("rope_type") in family.scalings.keys() & BEYOND_CONTEXT.keys()
+    return dict(of_reference) if unsaid else scaling
 
 
 def _factors(name: str, tensor: GgufTensor, where: object) -> NDArray[np.float32]:

@@ -1,11 +1,10 @@
-"""Llama and those whose graph is Llama's: Mistral, Mixtral, SmolLM3, Ministral 3; and Llama 4.
+"""Llama and those whose graph is Llama's: Mistral, InternLM3, IQuest-Coder, Mixtral, SmolLM3, Ministral 3; and Llama 4.
 
 Sources: llama.cpp's src/models/llama.cpp, smollm3.cpp, mistral3.cpp and llama4.cpp, and conversion/llama.py,
 mistral3.py and llama4.py.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.expert_keys import AS_LARGE_AS_MLP, EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS
@@ -23,7 +22,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     every,
     refused,
 )
-from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3, TURNED, WHOLE_MULTIPLIER, mscales
+from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3, BEYOND_CONTEXT, TURNED, WHOLE_MULTIPLIER, mscales
 from precisionctl.checkpoints.gguf.tensor_rows import (
     DECODER,
     DECODER_IN_PAIRS,
@@ -37,16 +36,19 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
 )
 from precisionctl.model.model_shape import ModelShape
 
-_LLAMA: Mapping[str, Any] = {
-    "architecture": "llama",
-    "rows": [*DECODER_IN_PAIRS, *MLP],
-    "keys": (*base_keys(), HEAD_SIZE),
-    "more": (VOCABULARY, TURNED, ATTENTION_BIAS, MLP_BIAS),
-    "reads": (),
-    "ignored": NO_WINDOW,
-    "scalings": AND_LLAMA3,
-    "scaled": SCALED,
-}
+_LLAMA = GgufFamily(
+    "llama",
+    rows=[*DECODER_IN_PAIRS, *MLP],
+    keys=(*base_keys(), HEAD_SIZE),
+    more=(VOCABULARY, TURNED, ATTENTION_BIAS, MLP_BIAS),
+    reads=(),
+    ignored=NO_WINDOW,
+    scalings=AND_LLAMA3,
+    scaled=SCALED,
+    recognises=lambda file: not file.count("expert_count", 0),
+)
+_AS_LLAMA = replace(_LLAMA, recognises=lambda file: False)
+"""Those whose files say that they are Llamas, and are read as such."""
 
 # Ministral 3
 
@@ -84,10 +86,10 @@ def _blends_none(scaling: Fields) -> Fields:
 
 
 FAMILIES = {
-    "llama": GgufFamily(**_LLAMA, recognises=lambda file: not file.count("expert_count", 0)),
-    "mistral": GgufFamily(**_LLAMA, recognises=lambda file: False),
-    "internlm3": GgufFamily(**_LLAMA, recognises=lambda file: False),
-    "iquestcoder": GgufFamily(**_LLAMA, recognises=lambda file: False),
+    "llama": _LLAMA,
+    "mistral": _AS_LLAMA,
+    "iquestcoder": _AS_LLAMA,
+    "internlm3": replace(_AS_LLAMA, scalings={**AND_LLAMA3, **BEYOND_CONTEXT}),
     "mixtral": GgufFamily(
         "llama",
         rows=[*DECODER_IN_PAIRS, *EXPERTS_OF_MIXTRAL],
