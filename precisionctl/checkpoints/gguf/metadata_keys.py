@@ -205,8 +205,10 @@ EQUAL_HEADS = GgufRule(HEADS.fields, _read_heads, lambda model: {"attention.head
 
 def head_size(file: Described) -> int:
     """Channels of a head."""
-    said = file.count("attention.key_length", None, least=1)
-    return int(said or file.count("embedding_length") // file.count("attention.head_count", least=1))
+    usual = None
+    if file.said("attention.key_length") is None:
+        usual = file.count("embedding_length") // file.count("attention.head_count", least=1)
+    return int(file.count("attention.key_length", usual, least=1))
 
 
 def _read_head_size(file: Described) -> Fields:
