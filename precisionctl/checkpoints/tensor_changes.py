@@ -216,7 +216,7 @@ class Decay(ValueChange):
         return (self.sign * parts[0].float()).log()
 
 
-class Transposed(ValueChange):
+class TransposedMatrix(ValueChange):
     """A matrix that is `[in, out]` in Hugging Face (GPT-2)."""
 
     def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
@@ -381,7 +381,7 @@ QUERY_PAIRS = RotaryNeighbours("num_attention_heads")
 KEY_PAIRS = RotaryNeighbours("num_query_groups")
 ROTARY_HALVES = RotaryHalves()
 QKV_OF_GROUPS = QKVOfGroups()
-TRANSPOSED = Transposed()
+TRANSPOSED = TransposedMatrix()
 GATE_THEN_UP = GateThenUp()
 GATE_UP_IN_TURNS = GateUpInTurns()
 PLUS_ONE = PlusOne()

@@ -79,7 +79,7 @@ FAMILIES = {
             "mla.v_head_dim": hidden_by_heads,
             "embedding_multiplier": 12,
             "rounded_embedding_multiplier": True,
-            "residual_multiplier": lambda fields: 1.4 / fields["num_layers"] ** 0.5,
+            "residual_multiplier": lambda fields: 1.4 / max(fields["num_layers"], 1) ** 0.5,
             "logits_scaling": lambda fields: fields["hidden_size"] / 256,
         },
         scalings={"default": (), "longrope": (ORIGINAL, "factor", "short_factor", "long_factor")},
