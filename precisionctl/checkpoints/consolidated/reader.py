@@ -5,7 +5,7 @@ Mistral's are `consolidated*.safetensors` (at first `consolidated.00.pth`), Meta
 parts as the model ran on GPUs. A tokenizer in their form travels as it is; a reference has one of Hugging Face's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -100,7 +100,8 @@ class ConsolidatedReader(HuggingFaceTensors):
         places = _published({name: each for name, each in tensors.items() if name not in left}, names, where)
         made = replace(made, config=_with_ignored(made.config, places, where))
         self.own_companions = own if given else _with_config(own, made)
-        self.companions = _companions(self.own_companions, given, made, left)
+        self.companions = _beside(self.own_companions, given) if given else self.own_companions
+        self._made, self._left = None if given else made, left
         self.config = _config_of(self.companions) | {"quantization_config": made.config.get("quantization_config")}
         self._describe(places, where)
         for name, scales in self._scales.items():
@@ -108,6 +109,22 @@ class ConsolidatedReader(HuggingFaceTensors):
             if isinstance(tensor, TurnedTensor) and high < tensor.spec.rows and high > 1 and high % tensor.heads.size:
                 what = f"`{name}` has scales of {high} rows, in which are parts of heads of {tensor.heads.size}"
                 raise PrecisionError(what, where=path, do="Start from the release in BF16.")
+
+    def notes(self) -> Iterator[str]:
+        if self._made:
+            yield f"config.json is made of {PARAMS}."
+            yield from self._made.notes
+        files = self.companions.files
+        tokenizers = [name for name in files if name in _TOKENIZERS]
+        if tokenizers and not any(name in files for name in ("tokenizer.json", "tokenizer_config.json")):
+            yield (
+                f"{listed(tokenizers)} is copied as it is, and no tokenizer in Hugging Face's form is made of it: "
+                "--reference HF_DIR takes that from a Hugging Face directory."
+            )
+        if self._left:
+            tensors = counted(len(self._left), "tensor")
+            yield f"Left behind, as no part of the model: {tensors}, e.g. {self._left[0]}."
+        yield from super().notes()
 
 
 def _tensors(path: Path, params: Mapping[str, Any], where: Path) -> Places:
@@ -126,23 +143,9 @@ def _with_config(own: Companions, made: MadeConfig) -> Companions:
     return replace(own, files={**own.files, "config.json": to_json(made.config)})
 
 
-def _companions(own: Companions, given: Companions | None, made: MadeConfig, left: Sequence[str]) -> Companions:
-    """The reference's files with the checkpoint's own beside them, or those alone; with notes on what was made, and
-    what stays behind."""
-    notes = [*own.notes]
-    files = {**own.files, **given.files} if given else own.files
-    if not given:
-        notes += [f"config.json is made of {PARAMS}.", *made.notes]
-    tokenizers = [name for name in own.files if name in _TOKENIZERS]
-    if tokenizers and not any(name in files for name in ("tokenizer.json", "tokenizer_config.json")):
-        notes.append(
-            f"{listed(tokenizers)} is copied as it is, and no tokenizer in Hugging Face's form is made of it: "
-            "--reference HF_DIR takes that from a Hugging Face directory."
-        )
-    if left:
-        notes.append(f"Left behind, as no part of the model: {counted(len(left), 'tensor')}, e.g. {left[0]}.")
-    code = given.code if given else own.code
-    return Companions(files, code, tuple(notes), given.directory if given else own.directory)
+def _beside(own: Companions, given: Companions) -> Companions:
+    """The reference's files, with the checkpoint's own beside them."""
+    return replace(given, files={**own.files, **given.files}, notes=own.notes)
 
 
 def _check_same(known: ModelShape, model: ModelShape, config: Mapping[str, Any], where: object) -> None:
