@@ -1,0 +1,174 @@
+"""Read a model that MaxText saved with Orbax: weights, and AdamW's moments.
+
+A state is `params.params.<parameter>`, optax's `opt_state` and `step` (`save_checkpoint` in MaxText's
+common/checkpointing.py). States of NNX alone have the parameters at the top or in `base`, numbers of layers apart, and
+each array in a `value`; its generators of random numbers are beside them (`extract_nnx_weights` in
+checkpoint_conversion/utils/utils.py).
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+from precisionctl.checkpoints.base import Container, Hints
+from precisionctl.checkpoints.chunks import Chunk, whole
+from precisionctl.checkpoints.orbax.decoded_chunks import DecodedChunks
+from precisionctl.checkpoints.orbax.hf_rows import HfRows, hf_rows
+from precisionctl.checkpoints.orbax.step_directory import item_directory, item_in, read_tree, steps_in
+from precisionctl.checkpoints.orbax.zarr_array import ZarrArray
+from precisionctl.checkpoints.other_trainers.maxtext_families import (
+    FAMILIES,
+    placed,
+)
+from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, says_its_model
+from precisionctl.checkpoints.other_trainers.trainer_run import NO_COUNT, TrainerRun, adam_run
+from precisionctl.errors import (
+    DROP_OPTIMIZER,
+    CheckpointError,
+    DamagedCheckpoint,
+    UnknownArchitecture,
+    UnmappedTensor,
+    shown,
+)
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.param import MOMENTS, STATE, TensorSpec, state_name
+from precisionctl.sizes import counted
+
+_MOMENT = re.compile(r"opt_state\.(?:inner_state\.)?0\.(mu|nu)\.(?:params\.)?(.+)")
+"""optax's AdamW, perhaps inside MaxText's `skip_step_on_spikes`. Its `adam_pax` has `mu` and `nu` without a number, and
+has already divided them by what AdamW divides them by in each update."""
+_COUNT = re.compile(r"opt_state\.(?:inner_state\.)?0\.count")
+_KINDS = dict(zip(("mu", "nu"), MOMENTS, strict=True))
+AUX = "nnx_aux."
+"""What MaxText keeps beside parameters: generators of random numbers, and variables of its own."""
+_SETTINGS = ("AdamW's settings, which are in MaxText's configuration",)
+_PARAMETERS = re.compile(r"params\.(?:params\.)?|base\.")
+_GENERATORS = re.compile(r"(?:.+\.)?(?:\w+_)?rngs(?:\..+)?")
+
+
+class OrbaxReader(TrainerDirectory):
+    """MaxText's state in a directory of Orbax. Opening it reads the index and the arrays' descriptions.
+
+    Raises DamagedCheckpoint as `read_tree`, UnknownArchitecture for a family whose names in MaxText are not known, and
+    UnmappedTensor for a parameter that none of its names is. `left` are the arrays that are neither weights nor AdamW's
+    moments, and `padding` the rows of a padded vocabulary that are left out.
+    """
+
+    container = "orbax"
+
+    def __init__(self, path: Path, iteration: int | None, hints: Hints) -> None:
+        item = item_directory(path, iteration)
+        super().__init__(path, hints, "a checkpoint of Orbax", item, item.parent, item.parent.parent)
+        self._item, tree = item, read_tree(item)
+        self.files: Sequence[Path] = sorted(tree.files)
+        self._arrays, self.left, parts = tree.arrays, list[str](), dict[str, dict[str, ZarrArray]]()
+        for name, array in tree.arrays.items():
+            if match := _MOMENT.fullmatch(name):
+                parts.setdefault(_KINDS[match[1]], {})[match[2]] = array
+            elif name.startswith(("opt_state.", AUX)) or name == "step" or _GENERATORS.fullmatch(name):
+                self.left.append(name)
+            else:
+                parts.setdefault("", {})[_parameter(name)] = array
+        self._decoded = DecodedChunks(tree.arrays.values())
+        self._places: dict[str, HfRows] = {}
+        for kind, arrays in parts.items():
+            for name, place in self._placed(kind, arrays):
+                full = state_name(kind, name) if kind else name
+                if full in self._places:
+                    what = f"`{place.array.name}` and `{self._places[full].array.name}` are both `{name}`"
+                    raise DamagedCheckpoint(what, where=item, do="Save one model, under one set of names.")
+                self._places[full] = place
+        specs = {name: TensorSpec(place.shape, place.array.dtype) for name, place in self._places.items()}
+        self.specs: Mapping[str, TensorSpec] = {n: spec for n, spec in specs.items() if not n.startswith(STATE)}
+        self.optimizer_specs: Mapping[str, TensorSpec] = {n: s for n, s in specs.items() if n.startswith(STATE)}
+        padded = (place for place in self._places.values() if place.most is not None)
+        self.padding = max((place.array.shape[place.outputs[0]] - place.shape[0] for place in padded), default=0)
+        if codes := [name for name, spec in self.specs.items() if spec.is_codes]:
+            what = f"`{codes[0]}` is {self.specs[codes[0]].dtype}: FP8 codes, which nothing says the scales of"
+            raise CheckpointError(what, where=path, do="Save the weights in BF16.")
+
+    def notes(self) -> Iterator[str]:
+        if self.left:
+            yield f"Not carried over from the run: {counted(len(self.left), 'array')} of its optimizer and other state."
+        if self.padding:
+            yield f"{counted(self.padding, 'row')} with which MaxText pads the vocabulary are left out."
+
+    def _placed(self, kind: str, arrays: Mapping[str, ZarrArray]) -> Iterator[tuple[str, HfRows]]:
+        """Hugging Face's tensors, by name: weights or moments of a `kind`. Those that nothing says the model of are as
+        they are stored."""
+        if not says_its_model(self):
+            for name, array in arrays.items():
+                dimensions = tuple(range(len(array.shape)))
+                yield name, HfRows(self._decoded, array, dimensions[:1], dimensions[1:])
+            return
+        model = self._sizes
+        family = FAMILIES.get(model.architecture) if model.wrapper is None else None
+        if family is None:
+            known = ", ".join(FAMILIES)
+            what = f"a {model.model_type}, whose parameters' names in MaxText are not known here"
+            raise UnknownArchitecture(what, where=self._item, do=f"Known: {known}.")
+        for name, array in arrays.items():
+            place = placed(name, family, model)
+            if place is None:
+                what = f"`{array.name}` is no parameter that MaxText has of a {model.model_type}"
+                raise UnmappedTensor(what, where=self._item, do="Is the reference this model's?")
+            yield from hf_rows(self._decoded, array, place, family, model, kind)
+
+    @cached_property
+    def _sizes(self) -> ModelShape:
+        """The model as config.json describes it, whatever tensors there are."""
+        return self.model_with(())
+
+    @property
+    def unread(self) -> str:
+        """In words, the optimizer state that is not AdamW's, such as that of MaxText's `adam_pax` or `muon`."""
+        others = [name for name in self.left if name.startswith("opt_state.") and re.search(r"\.(mu|nu)\.", name)]
+        return f"{shown(min(others))} and its like, which are not optax's AdamW" if others else ""
+
+    @cached_property
+    def trainer_run(self) -> TrainerRun:
+        """AdamW's count. Raises CheckpointError where nothing says it."""
+        count = next((name for name in self.left if _COUNT.fullmatch(name)), None)
+        if count is None:
+            raise CheckpointError(NO_COUNT, where=self.path, do=DROP_OPTIMIZER)
+        aux = (f"what is in {AUX}",) if any(name.startswith(AUX) for name in self.left) else ()
+        return adam_run(self._number(count), (), self.path, *_SETTINGS, *aux)
+
+    @cached_property
+    def iteration(self) -> int | None:
+        """The step that the state has, else that of the directory; None for weights alone."""
+        if "step" in self.left:
+            return self._number("step")
+        steps = [one.name for one in (self._item, self._item.parent) if one.name.isdecimal()]
+        return int(steps[0]) if steps else None
+
+    def _number(self, name: str) -> int:
+        array = self._arrays[name]
+        if math.prod(array.shape) != 1 or array.dtype.is_floating_point:
+            raise DamagedCheckpoint(f"`{name}` is {list(array.shape)} of {array.dtype}, and no count", where=self._item)
+        return int(self._decoded.read(array, [range(1)] * len(array.shape)).item())
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        place = self._places[name]
+        return [Chunk(whole(TensorSpec(place.shape, place.array.dtype)), place)]
+
+
+def _parameter(name: str) -> str:
+    """A parameter's name inside the model, as MaxText's converter has it: numbers of layers belong to the word before
+    them, and the `value` of a variable of NNX is none."""
+    inside = _PARAMETERS.sub("", name, count=1) if _PARAMETERS.match(name) else name
+    return re.sub(r"(?<=[^.])\.(\d+)(?=\.)", r"_\1", inside).removesuffix(".value")
+
+
+def recognise(path: Path) -> bool:
+    """Whether `path` has a state of Orbax's, or steps with one."""
+    return path.is_dir() and (item_in(path) is not None or bool(steps_in(path)))
+
+
+CONTAINER = Container(
+    recognise,
+    OrbaxReader,
+    "_METADATA or manifest.ocdbt of Orbax (MaxText), there, in `items`, or in a step's directory",
+)

@@ -1,0 +1,78 @@
+"""What is compressed with Zstandard, decompressed a piece at a time (extra `orbax`)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from precisionctl.checkpoints.torch_files.torch_zip import Span
+from precisionctl.errors import DamagedCheckpoint, require_package
+
+if TYPE_CHECKING:
+    from typing import IO
+
+Value: TypeAlias = Span | bytes
+"""A value of a key-value store: where it is, or itself if it is small."""
+
+_PIECE = 1 << 20
+
+
+def pieces(value: Value, compressed: bool, where: object) -> Iterator[bytes]:
+    """Yield what a value holds, at most 1 MiB at a time: a few bytes of Zstandard may be any number of zeros.
+
+    Raises DamagedCheckpoint for what is no Zstandard, and EnvironmentProblem where nothing decompresses it.
+    """
+    if isinstance(value, bytes):
+        yield from _pieces(io.BytesIO(value), compressed, where)
+        return
+    with open(value.path, "rb") as file:
+        file.seek(value.offset)
+        yield from _pieces(_Part(file, value.length), compressed, where)
+
+
+def read_at_most(value: Value, compressed: bool, most: int, where: object) -> bytes:
+    """All that a value holds. Raises as `pieces`, and DamagedCheckpoint for more than `most` bytes."""
+    found = bytearray()
+    for piece in pieces(value, compressed, where):
+        found += piece
+        if len(found) > most:
+            raise DamagedCheckpoint(f"more than {most} bytes, as nothing of its kind has", where=where)
+    return bytes(found)
+
+
+class _Part:
+    """The next `left` bytes of a file, as a file to read."""
+
+    def __init__(self, file: IO[bytes], left: int) -> None:
+        self._file, self._left = file, left
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(min(size, self._left))
+        self._left -= len(data)
+        return data
+
+
+def _pieces(file: io.BytesIO | _Part, compressed: bool, where: object) -> Iterator[bytes]:
+    if not compressed:
+        while piece := file.read(_PIECE):
+            yield piece
+        return
+    require_package("zstandard", "orbax", "reading what is compressed with Zstandard")
+    import zstandard
+
+    reader = zstandard.ZstdDecompressor().stream_reader(file)  # windows of more than 128 MiB are refused
+    try:
+        while piece := reader.read(_PIECE):
+            yield piece
+    except zstandard.ZstdError as error:
+        raise DamagedCheckpoint(f"not what Zstandard writes: {error}", where=where, do="Is the copy whole?") from error
+
+
+def span_in(path: Path, offset: int, length: int, size: int) -> Span:
+    """Bytes `[offset, offset + length)` of a file of `size` bytes. Raises DamagedCheckpoint for others than it has."""
+    if offset + length > size:
+        what = f"a file of {size} bytes, of which those up to {offset + length} are needed"
+        raise DamagedCheckpoint(what, where=path, do="Is the copy whole?")
+    return Span(path, offset, length)
