@@ -70,6 +70,11 @@ def native() -> Path:
     return python_with("native", (*OUR_VERSIONS, *needed), ("--no-deps", "--no-build-isolation", *packages))
 
 
+def orbax() -> Path:
+    """The Python of an environment with Orbax and JAX for CPUs."""
+    return python_with("orbax", ("orbax-checkpoint==0.12.8", "jax==0.10.2"))
+
+
 def quark() -> Path:
     """The Python of an environment with AMD's Quark, which names neither torch nor transformers as requirements."""
     version = torch.__version__.partition("+")[0]

@@ -42,7 +42,7 @@ class DecodedChunks:
             number += math.prod(array.grid)
             offset += math.prod(array.grid) * _pitch(array)
         with _on_disk():
-            self._file, name = tempfile.mkstemp(prefix="precisionctl-")
+            self._file, name = tempfile.mkstemp(prefix="precisionctl-", dir=_directory())
             os.unlink(name)
         weakref.finalize(self, os.close, self._file)
         self._state = mmap.mmap(-1, number or 1)  # shared with processes that are forked
@@ -123,6 +123,11 @@ def _write(file: int, data: bytes, at: int) -> None:
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def _directory() -> str:
+    """TMPDIR, else the directory for temporary files that may be large: `/tmp` may be memory."""
+    return os.environ.get("TMPDIR") or ("/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir())
+
+
 @contextmanager
 def _on_disk() -> Iterator[None]:
     try:
@@ -130,4 +135,4 @@ def _on_disk() -> Iterator[None]:
     except OSError as error:
         room = "no room for decompressed weights" if error.errno in _FULL else f"no temporary file: {error.strerror}"
         do = "Set TMPDIR to a directory on a disk with room for the whole model as it is stored, decompressed."
-        raise DiskProblem(room, where=tempfile.gettempdir(), do=do) from error
+        raise DiskProblem(room, where=_directory(), do=do) from error

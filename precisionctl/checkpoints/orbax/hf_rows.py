@@ -16,7 +16,7 @@ import numpy as np
 
 from precisionctl.checkpoints.orbax.decoded_chunks import DecodedChunks
 from precisionctl.checkpoints.orbax.zarr_array import ZarrArray
-from precisionctl.checkpoints.other_trainers.maxtext_families import EMBEDDING, HEAD, MaxTextFamily, Placed
+from precisionctl.checkpoints.other_trainers.maxtext_families import EMBEDDING, HEAD, MaxTextFamily, ParameterPlace
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model.model_shape import ModelShape
 
@@ -67,7 +67,7 @@ class HfRows:
 
 
 def hf_rows(
-    decoded: DecodedChunks, array: ZarrArray, place: Placed, family: MaxTextFamily, model: ModelShape, kind: str
+    decoded: DecodedChunks, array: ZarrArray, place: ParameterPlace, family: MaxTextFamily, model: ModelShape, kind: str
 ) -> Iterator[tuple[str, HfRows]]:
     """Hugging Face's tensors, by name, that are in an array: weights, or moments of a `kind`. Raises DamagedCheckpoint
     for an array whose dimensions are not a parameter's of this model."""

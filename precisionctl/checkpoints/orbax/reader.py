@@ -12,16 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
+from precisionctl.architectures.families import from_hf_config
+from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.checkpoints.base import Container, Hints
-from precisionctl.checkpoints.chunks import Chunk, whole
+from precisionctl.checkpoints.chunks import Chunk, Chunked, whole
 from precisionctl.checkpoints.orbax.decoded_chunks import DecodedChunks
 from precisionctl.checkpoints.orbax.hf_rows import HfRows, hf_rows
 from precisionctl.checkpoints.orbax.step_directory import item_directory, item_in, read_tree, steps_in
 from precisionctl.checkpoints.orbax.zarr_array import ZarrArray
-from precisionctl.checkpoints.other_trainers.maxtext_families import (
-    FAMILIES,
-    placed,
-)
+from precisionctl.checkpoints.other_trainers.maxtext_families import FAMILIES, placed
 from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, says_its_model
 from precisionctl.checkpoints.other_trainers.trainer_run import NO_COUNT, TrainerRun, adam_run
 from precisionctl.errors import (
@@ -35,6 +34,7 @@ from precisionctl.errors import (
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import MOMENTS, STATE, TensorSpec, state_name
 from precisionctl.sizes import counted
+from precisionctl.untrusted.safe_json import parse_json
 
 _MOMENT = re.compile(r"opt_state\.(?:inner_state\.)?0\.(mu|nu)\.(?:params\.)?(.+)")
 """optax's AdamW, perhaps inside MaxText's `skip_step_on_spikes`. Its `adam_pax` has `mu` and `nu` without a number, and
@@ -43,7 +43,8 @@ _COUNT = re.compile(r"opt_state\.(?:inner_state\.)?0\.count")
 _KINDS = dict(zip(("mu", "nu"), MOMENTS, strict=True))
 AUX = "nnx_aux."
 """What MaxText keeps beside parameters: generators of random numbers, and variables of its own."""
-_SETTINGS = ("AdamW's settings, which are in MaxText's configuration",)
+_SETTINGS = "AdamW's settings, which are in MaxText's configuration"
+_SCALED = "that MaxText updates queries or embeddings as it has them, multiplied by another factor"
 _PARAMETERS = re.compile(r"params\.(?:params\.)?|base\.")
 _GENERATORS = re.compile(r"(?:.+\.)?(?:\w+_)?rngs(?:\..+)?")
 
@@ -65,7 +66,7 @@ class OrbaxReader(TrainerDirectory):
         self.files: Sequence[Path] = sorted(tree.files)
         self._arrays, self.left, parts = tree.arrays, list[str](), dict[str, dict[str, ZarrArray]]()
         for name, array in tree.arrays.items():
-            if match := _MOMENT.fullmatch(name):
+            if (match := _MOMENT.fullmatch(name)) and array.dtype.is_floating_point and array.dtype.itemsize > 1:
                 parts.setdefault(_KINDS[match[1]], {})[match[2]] = array
             elif name.startswith(("opt_state.", AUX)) or name == "step" or _GENERATORS.fullmatch(name):
                 self.left.append(name)
@@ -81,7 +82,15 @@ class OrbaxReader(TrainerDirectory):
                     raise DamagedCheckpoint(what, where=item, do="Save one model, under one set of names.")
                 self._places[full] = place
         specs = {name: TensorSpec(place.shape, place.array.dtype) for name, place in self._places.items()}
-        self.specs: Mapping[str, TensorSpec] = {n: spec for n, spec in specs.items() if not n.startswith(STATE)}
+        weights = {name: spec for name, spec in specs.items() if not name.startswith(STATE)}
+        self._towers: Chunked | None = None
+        if says_its_model(self) and self._sizes.wrapper is not None:
+            if hints.towers is None:
+                what = f"MaxText's state has the text model alone of a {self._sizes.model_type}"
+                raise CheckpointError(what, where=path, do="Give --reference a directory with weights: towers are its.")
+            self._towers = hints.towers
+            weights |= {name.removeprefix(TOWERS): spec for name, spec in hints.towers.specs.items()}
+        self.specs: Mapping[str, TensorSpec] = weights
         self.optimizer_specs: Mapping[str, TensorSpec] = {n: s for n, s in specs.items() if n.startswith(STATE)}
         padded = (place for place in self._places.values() if place.most is not None)
         self.padding = max((place.array.shape[place.outputs[0]] - place.shape[0] for place in padded), default=0)
@@ -100,26 +109,28 @@ class OrbaxReader(TrainerDirectory):
         they are stored."""
         if not says_its_model(self):
             for name, array in arrays.items():
+                if name.startswith(STATE):
+                    raise DamagedCheckpoint(f"`{name}` is named as the state of an optimizer", where=self._item)
                 dimensions = tuple(range(len(array.shape)))
                 yield name, HfRows(self._decoded, array, dimensions[:1], dimensions[1:])
             return
         model = self._sizes
-        family = FAMILIES.get(model.architecture) if model.wrapper is None else None
-        if family is None:
-            known = ", ".join(FAMILIES)
+        if (family := FAMILIES.get(model.architecture)) is None:
             what = f"a {model.model_type}, whose parameters' names in MaxText are not known here"
-            raise UnknownArchitecture(what, where=self._item, do=f"Known: {known}.")
+            raise UnknownArchitecture(what, where=self._item, do=f"Known: {', '.join(FAMILIES)}.")
         for name, array in arrays.items():
             place = placed(name, family, model)
             if place is None:
                 what = f"`{array.name}` is no parameter that MaxText has of a {model.model_type}"
                 raise UnmappedTensor(what, where=self._item, do="Is the reference this model's?")
-            yield from hf_rows(self._decoded, array, place, family, model, kind)
+            for hf, rows in hf_rows(self._decoded, array, place, family, model, kind):
+                yield model.wrapper.name_of(hf) if model.wrapper else hf, rows
 
     @cached_property
     def _sizes(self) -> ModelShape:
-        """The model as config.json describes it, whatever tensors there are."""
-        return self.model_with(())
+        """The model as config.json describes it, whatever tensors there are. Raises UnknownArchitecture."""
+        path = self.companions.config_path
+        return from_hf_config(parse_json(self.companions.files["config.json"], path), path)
 
     @property
     def unread(self) -> str:
@@ -133,8 +144,12 @@ class OrbaxReader(TrainerDirectory):
         count = next((name for name in self.left if _COUNT.fullmatch(name)), None)
         if count is None:
             raise CheckpointError(NO_COUNT, where=self.path, do=DROP_OPTIMIZER)
-        aux = (f"what is in {AUX}",) if any(name.startswith(AUX) for name in self.left) else ()
-        return adam_run(self._number(count), (), self.path, *_SETTINGS, *aux)
+        left = [_SETTINGS]
+        if any(place.times * place.over != 1.0 for name, place in self._places.items() if name in self.specs):
+            left.append(_SCALED)
+        if any(name.startswith(AUX) for name in self.left):
+            left.append(f"what is in {AUX.rstrip('.')}")
+        return adam_run(self._number(count), (), self.path, *left)
 
     @cached_property
     def iteration(self) -> int | None:
@@ -151,6 +166,8 @@ class OrbaxReader(TrainerDirectory):
         return int(self._decoded.read(array, [range(1)] * len(array.shape)).item())
 
     def chunks(self, name: str) -> Sequence[Chunk]:
+        if self._towers is not None and name not in self._places:
+            return self._towers.chunks(TOWERS + name)
         place = self._places[name]
         return [Chunk(whole(TensorSpec(place.shape, place.array.dtype)), place)]
 

@@ -29,7 +29,7 @@ def pieces(value: Value, compressed: bool, where: object) -> Iterator[bytes]:
         return
     with open(value.path, "rb") as file:
         file.seek(value.offset)
-        yield from _pieces(_Part(file, value.length), compressed, where)
+        yield from _pieces(_PartOfFile(file, value.length), compressed, where)
 
 
 def read_at_most(value: Value, compressed: bool, most: int, where: object) -> bytes:
@@ -42,7 +42,7 @@ def read_at_most(value: Value, compressed: bool, most: int, where: object) -> by
     return bytes(found)
 
 
-class _Part:
+class _PartOfFile:
     """The next `left` bytes of a file, as a file to read."""
 
     def __init__(self, file: IO[bytes], left: int) -> None:
@@ -54,7 +54,7 @@ class _Part:
         return data
 
 
-def _pieces(file: io.BytesIO | _Part, compressed: bool, where: object) -> Iterator[bytes]:
+def _pieces(file: io.BytesIO | _PartOfFile, compressed: bool, where: object) -> Iterator[bytes]:
     if not compressed:
         while piece := file.read(_PIECE):
             yield piece

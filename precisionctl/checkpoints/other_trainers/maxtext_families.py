@@ -143,7 +143,7 @@ _IN_LAYERS = re.compile(
 
 
 @dataclass(frozen=True)
-class Placed:
+class ParameterPlace:
     """Where Hugging Face has a parameter: as `hf`, with the number of the layer in it, and of the expert. `layers` are
     those that the parameter is a stack of, in the stack's order; None where it is no stack."""
 
@@ -159,10 +159,10 @@ class Placed:
                 yield self.hf.format(layer=layer, expert=expert), at, expert
 
 
-def placed(name: str, family: MaxTextFamily, model: ModelShape) -> Placed | None:
+def placed(name: str, family: MaxTextFamily, model: ModelShape) -> ParameterPlace | None:
     """Where Hugging Face has a parameter of a model; None for one that MaxText's converter does not know."""
     if hf := _ENDS.get(name):
-        return Placed(hf, name, None)
+        return ParameterPlace(hf, name, None)
     if (match := _IN_LAYERS.fullmatch(name)) is None:
         return None
     inside, first, apart = match["inside"], int(match["place"] or 0), family.block
@@ -181,14 +181,14 @@ def placed(name: str, family: MaxTextFamily, model: ModelShape) -> Placed | None
     if match["layer"] is None and match["left"] is None:
         stack = layers[first:in_blocks:apart]
         as_written = (match["place"] is not None) == (family.block > 1)
-        return Placed("model.layers.{layer}." + hf, inside, stack) if stack and as_written else None
+        return ParameterPlace("model.layers.{layer}." + hf, inside, stack) if stack and as_written else None
     if match["left"] is not None:
         number = in_blocks + int(match["left"])
     else:
         number = first + int(match["layer"]) * (apart if family.twins else 1)
     if number >= len(layers) or match["place"] is not None:
         return None
-    return Placed(f"model.layers.{layers[number]}.{hf}", inside, None)
+    return ParameterPlace(f"model.layers.{layers[number]}.{hf}", inside, None)
 
 
 _TWINS = {"local": 0, "global": 1}
