@@ -7,12 +7,16 @@ from pathlib import Path
 import fp8_directories
 import pico
 import pytest
+import repository
 import torch
 from command_line import run
 
 from precisionctl import reports
 
-EXTRAS = ("transformers", "tokenizers", "jinja2", "matplotlib", "pyarrow", "tensorboard", "wandb", "lm_eval")
+EXTRAS = (
+    *("transformers", "tokenizers", "jinja2", "matplotlib", "pyarrow", "zstandard"),
+    *("tensorboard", "wandb", "lm_eval"),
+)
 
 CONVERTING = f"""
 import sys
@@ -52,6 +56,11 @@ def test_converting_exporting_and_verifying_need_no_extra(tmp_path: Path) -> Non
         ),
         ("matplotlib", ("compare", "a", "b", "--png", "curves.png"), "a picture of curves needs matplotlib"),
         ("transformers", ("demo",), "the demo needs transformers"),
+        (
+            "zstandard",
+            ("inspect", str(repository.GOLDEN / "maxtext" / "orbax")),
+            "reading what is compressed with Zstandard needs zstandard",
+        ),
     ],
 )
 def test_what_is_missing_is_named_with_the_extra_that_brings_it(
@@ -69,5 +78,5 @@ def test_what_is_missing_is_named_with_the_extra_that_brings_it(
     monkeypatch.delattr(reports, "plot", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     failed = run(*line)
-    extra = "plots" if package == "matplotlib" else "train"
+    extra = {"matplotlib": "plots", "zstandard": "orbax"}.get(package, "train")
     assert failed.exit_code == 1 and words in failed.stderr and f"pip install 'precisionctl[{extra}]'" in failed.stderr

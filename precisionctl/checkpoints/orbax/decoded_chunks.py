@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _UNKNOWN, _IN_FILE, _ZEROS = 0, 1, 2
+_MOST_CHUNKS, _MOST_BYTES = 1 << 26, 1 << 60
+"""Of all arrays: no model has so many, and no file."""
 
 
 class DecodedChunks:
     """The chunks of some arrays, decompressed when they are first read. Raises DiskProblem where no temporary file can
-    be made."""
+    be made, and DamagedCheckpoint for more than any model has."""
 
     def __init__(self, arrays: Iterable[ZarrArray]) -> None:
         self._first: dict[str, tuple[int, int]] = {}  # the number of an array's first chunk, and where that begins
@@ -41,6 +43,8 @@ class DecodedChunks:
             self._first[array.name] = number, offset
             number += math.prod(array.grid)
             offset += math.prod(array.grid) * _pitch(array)
+        if number > _MOST_CHUNKS or offset > _MOST_BYTES:
+            raise DamagedCheckpoint(f"arrays of {number} chunks and {offset} bytes", do="Is the copy whole?")
         with _on_disk():
             self._file, name = tempfile.mkstemp(prefix="precisionctl-", dir=_directory())
             os.unlink(name)
@@ -125,7 +129,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def _directory() -> str:
     """TMPDIR, else the directory for temporary files that may be large: `/tmp` may be memory."""
-    return os.environ.get("TMPDIR") or ("/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir())
+    return os.environ.get("TMPDIR") or ("/var/tmp" if os.access("/var/tmp", os.W_OK) else "/tmp")
 
 
 @contextmanager

@@ -39,7 +39,8 @@ from precisionctl.untrusted.safe_json import parse_json
 _MOMENT = re.compile(r"opt_state\.(?:inner_state\.)?0\.(mu|nu)\.(?:params\.)?(.+)")
 """optax's AdamW, perhaps inside MaxText's `skip_step_on_spikes`. Its `adam_pax` has `mu` and `nu` without a number, and
 has already divided them by what AdamW divides them by in each update."""
-_COUNT = re.compile(r"opt_state\.(?:inner_state\.)?0\.count")
+_COUNT = re.compile(r"opt_state\.(?:inner_state\.)?(\d+)\.count")
+"""Of AdamW, which is the first in optax's chain, and of its schedule."""
 _KINDS = dict(zip(("mu", "nu"), MOMENTS, strict=True))
 AUX = "nnx_aux."
 """What MaxText keeps beside parameters: generators of random numbers, and variables of its own."""
@@ -68,7 +69,9 @@ class OrbaxReader(TrainerDirectory):
         for name, array in tree.arrays.items():
             if (match := _MOMENT.fullmatch(name)) and array.dtype.is_floating_point and array.dtype.itemsize > 1:
                 parts.setdefault(_KINDS[match[1]], {})[match[2]] = array
-            elif name.startswith(("opt_state.", AUX)) or name == "step" or _GENERATORS.fullmatch(name):
+            elif name == "step" or _COUNT.fullmatch(name):
+                continue
+            elif name.startswith(("opt_state.", AUX)) or _GENERATORS.fullmatch(name):
                 self.left.append(name)
             else:
                 parts.setdefault("", {})[_parameter(name)] = array
@@ -141,7 +144,8 @@ class OrbaxReader(TrainerDirectory):
     @cached_property
     def trainer_run(self) -> TrainerRun:
         """AdamW's count. Raises CheckpointError where nothing says it."""
-        count = next((name for name in self.left if _COUNT.fullmatch(name)), None)
+        counts = (name for name in self._arrays if (match := _COUNT.fullmatch(name)) and match[1] == "0")
+        count = next(counts, None)
         if count is None:
             raise CheckpointError(NO_COUNT, where=self.path, do=DROP_OPTIMIZER)
         left = [_SETTINGS]
@@ -154,7 +158,7 @@ class OrbaxReader(TrainerDirectory):
     @cached_property
     def iteration(self) -> int | None:
         """The step that the state has, else that of the directory; None for weights alone."""
-        if "step" in self.left:
+        if "step" in self._arrays:
             return self._number("step")
         steps = [one.name for one in (self._item, self._item.parent) if one.name.isdecimal()]
         return int(steps[0]) if steps else None

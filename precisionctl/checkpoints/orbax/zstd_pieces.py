@@ -5,13 +5,10 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.errors import DamagedCheckpoint, require_package
-
-if TYPE_CHECKING:
-    from typing import IO
 
 Value: TypeAlias = Span | bytes
 """A value of a key-value store: where it is, or itself if it is small."""
@@ -27,9 +24,9 @@ def pieces(value: Value, compressed: bool, where: object) -> Iterator[bytes]:
     if isinstance(value, bytes):
         yield from _pieces(io.BytesIO(value), compressed, where)
         return
-    with open(value.path, "rb") as file:
+    with open(value.path, "rb", buffering=0) as file:
         file.seek(value.offset)
-        yield from _pieces(_PartOfFile(file, value.length), compressed, where)
+        yield from _pieces(io.BufferedReader(_PartOfFile(file, value.length), _PIECE), compressed, where)
 
 
 def read_at_most(value: Value, compressed: bool, most: int, where: object) -> bytes:
@@ -42,19 +39,22 @@ def read_at_most(value: Value, compressed: bool, most: int, where: object) -> by
     return bytes(found)
 
 
-class _PartOfFile:
+class _PartOfFile(io.RawIOBase):
     """The next `left` bytes of a file, as a file to read."""
 
-    def __init__(self, file: IO[bytes], left: int) -> None:
+    def __init__(self, file: io.FileIO, left: int) -> None:
         self._file, self._left = file, left
 
-    def read(self, size: int) -> bytes:
-        data = self._file.read(min(size, self._left))
-        self._left -= len(data)
-        return data
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        done = self._file.readinto(memoryview(buffer)[: self._left]) or 0
+        self._left -= done
+        return done
 
 
-def _pieces(file: io.BytesIO | _PartOfFile, compressed: bool, where: object) -> Iterator[bytes]:
+def _pieces(file: BinaryIO, compressed: bool, where: object) -> Iterator[bytes]:
     if not compressed:
         while piece := file.read(_PIECE):
             yield piece
