@@ -9,6 +9,7 @@ import functools
 import io
 import pickle
 import struct
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any, ClassVar, NamedTuple
 
@@ -260,7 +261,9 @@ class _MemoPickler(pickle._Pickler):
         self.write(pickle.NEWOBJ if value.new else pickle.REDUCE)  # type: ignore[attr-defined]
         self.memoize(value)  # type: ignore[attr-defined]
         if value.items:
-            self._batch_setitems(value.items.items())  # type: ignore[attr-defined]
+            # Python 3.14 also asks whose items they are, for errors
+            items = (value.items.items(), value) if sys.version_info >= (3, 14) else (value.items.items(),)
+            self._batch_setitems(*items)  # type: ignore[attr-defined]
         if value.fields is not None:
             self.save(value.fields)  # type: ignore[attr-defined]
             self.write(pickle.BUILD)  # type: ignore[attr-defined]
