@@ -89,15 +89,14 @@ def test_a_pickle_as_long_as_a_hole_is_not_read(tmp_path: Path) -> None:
     with zipfile.ZipFile(around, "w") as file:
         file.writestr("x/data.pkl", b"")
     data = bytearray(around.getvalue())
-    hole = (1 << 32) - 16
     entry, end = data.rindex(b"PK\1\2"), data.rindex(b"PK\5\6")
-    data[entry + 20 : entry + 28] = hole.to_bytes(4, "little") * 2
-    data[end + 16 : end + 20] = 0xFFFFFFF0.to_bytes(4, "little")
-    head = bytes(data[:entry])
+    behind = (1 << 32) - 16
+    data[entry + 20 : entry + 28] = (behind - entry).to_bytes(4, "little") * 2
+    data[end + 16 : end + 20] = behind.to_bytes(4, "little")
     with open(path, "wb") as out:
-        out.write(head)
-        out.truncate(0xFFFFFFF0)
-        out.seek(0xFFFFFFF0)
+        out.write(data[:entry])
+        out.truncate(behind)
+        out.seek(behind)
         out.write(data[entry:])
     with pytest.raises(DamagedCheckpoint, match="of more than"):
         torch_zip.skeleton(path)

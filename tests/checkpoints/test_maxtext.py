@@ -226,6 +226,19 @@ def test_what_stays_behind_is_said(tmp_path: Path) -> None:
         assert words in notes
 
 
+def test_which_order_of_rotary_pairs_was_taken_is_said(tmp_path: Path) -> None:
+    """Nothing in a state tells Llama 3 from Llama 3.1, of which MaxText has another one."""
+    orbax_files.write(tmp_path / "step", whole(stored("llama-3")))
+    plain = {"rope_type": "default", "rope_theta": 5e5}
+    scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaled |= {"rope_theta": 5e5, "original_max_position_embeddings": 8192}
+    for settings, order in ((plain, "in the halves of a head"), (scaled, "beside each other")):
+        given = tmp_path / order
+        pico.save(given, "llama-3", **SIZES, **HEADS, rope_parameters=settings)
+        (note,) = (note for note in opened(tmp_path / "step", given).notes() if "rotary pair" in note)
+        assert order in note
+
+
 def test_without_a_reference_it_shows_what_is_stored(tmp_path: Path) -> None:
     orbax_files.write(tmp_path / "step", whole(stored("qwen2"), **STEP))
     said = describe(opened(tmp_path / "step", None))

@@ -106,6 +106,13 @@ class OrbaxReader(TrainerDirectory):
             yield f"Not carried over from the run: {counted(len(self.left), 'array')} of its optimizer and other state."
         if self.padding:
             yield f"{counted(self.padding, 'row')} with which MaxText pads the vocabulary are left out."
+        if says_its_model(self) and (family := FAMILIES.get(self.model.architecture)) and family.pairs_by:
+            beside = any(place.pairs for place in self._places.values())
+            yield (
+                "Nothing in the checkpoint says how the numbers of a rotary pair lie in its queries and keys: "
+                f"{'beside each other' if beside else 'in the halves of a head'}, as MaxText has them with the rotary "
+                "scaling that config.json says."
+            )
 
     def _placed(self, kind: str, arrays: Mapping[str, ZarrArray]) -> Iterator[tuple[str, HfRows]]:
         """Hugging Face's tensors, by name: weights or moments of a `kind`. Those that nothing says the model of are as
