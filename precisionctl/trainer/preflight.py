@@ -116,7 +116,7 @@ def free_memory() -> int:
     except OSError:  # elsewhere all memory
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ranks_here = max(1, number_in(os.environ, "LOCAL_WORLD_SIZE", 1))
-    return min(available, *_container()) // ranks_here
+    return min((available, *_container())) // ranks_here
 
 
 def _container(group: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
