@@ -74,6 +74,11 @@ def _has(*patterns: str) -> Callable[[Path], str | None]:
     return find
 
 
+def _without_params(path: Path) -> str | None:
+    there = path.is_dir() and (path / "params.json").exists()
+    return None if there else _has("consolidated*.safetensors", "consolidated.*.pth")(path)
+
+
 _STEP = re.compile(r"(?:checkpoint|step|global_step|epoch|iter)[-_]?(\d{1,15})")
 
 
@@ -206,7 +211,7 @@ UNREAD = (
         "weights in Mistral's own files or Meta's, without their params.json",
         "`consolidated*.safetensors` or `consolidated.*.pth`",
         "Copy params.json of the same release beside them.",
-        _has("consolidated*.safetensors", "consolidated.*.pth"),
+        _without_params,
     ),
     Foreign(
         "all weights of an accelerate run in one file",

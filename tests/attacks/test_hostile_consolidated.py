@@ -45,6 +45,7 @@ ODD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no size": (saying(dim=None), "no `dim`"),
     "a size that is text": (saying(dim="64"), "'64'"),
+    "a pattern of no layers": (saying(sliding_window=[None, 4], n_layers=[2]), r"n_layers is \[2\].*params\.json"),
     "a huge size": (saying(n_layers=10**30), "1000"),
     "infinite": (saying(rope_theta=float("inf")), "rope_theta is inf"),
     "no number": (saying(norm_eps=float("nan")), "nan"),
@@ -61,6 +62,14 @@ ODD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a tensor of no layer": (with_tensor("layers.2.ffn_norm.weight", 64), r"layers\.2\."),
     "a vector for queries": (with_tensor("layers.0.attention.wq.weight", 96), r"q_proj|wq"),
     "no JSON": (lambda directory: (directory / "params.json").write_text("{"), "JSON"),
+    "a tensor in two files": (
+        lambda directory: [
+            save_file({"norm.weight": torch.ones(64)}, directory / f"consolidated-0000{each}-of-00002.safetensors")
+            for each in (1, 2)
+            if (directory / "consolidated.safetensors").unlink(missing_ok=True) is None
+        ],
+        r"`norm\.weight` is in .* too",
+    ),
     "a part of several": (
         lambda directory: (directory / "consolidated.safetensors").rename(
             directory / "consolidated-00001-of-00002.safetensors"

@@ -366,9 +366,44 @@ def test_mistral_large_4_has_mistrals_names_in_hugging_faces_form(tmp_path: Path
     assert not recognise(tmp_path / "source")
 
 
-def test_buffers_of_the_first_llamas_stay_behind_and_are_named(tmp_path: Path) -> None:
-    save_meta(tmp_path / "source", META, LLAMAS_MLP)
-    state = torch.load(tmp_path / "source" / "consolidated.00.pth") | {"rope.freqs": torch.ones(8)}
-    torch.save(state, tmp_path / "source" / "consolidated.00.pth")
+@pytest.mark.parametrize("buffer", ["rope.freqs", "layers.0.attention.inner_attention.rope.freqs"])
+def test_buffers_of_the_first_llamas_stay_behind_and_are_named(tmp_path: Path, buffer: str) -> None:
+    """They are whole in each part. Llama 1 has them in attention."""
+    save_meta(tmp_path / "source", META, LLAMAS_MLP, 2)
+    for file in (tmp_path / "source").glob("*.pth"):
+        torch.save(torch.load(file) | {buffer: torch.ones(8)}, file)
     done = conversions.run(tmp_path / "source", tmp_path / "hf", "hf")
-    assert any("rope.freqs" in note for note in done.notes)
+    assert any(buffer in note for note in done.notes)
+
+
+def test_a_tied_llama_may_have_a_copy_of_its_embedding(tmp_path: Path) -> None:
+    """As Llama 3.2 1B and 3B; config.json says that they are tied."""
+    save_meta(tmp_path / "source", META, LLAMAS_MLP)
+    file = tmp_path / "source" / "consolidated.00.pth"
+    state = torch.load(file)
+    torch.save(state | {"output.weight": state["tok_embeddings.weight"].clone()}, file)
+    conversions.run(tmp_path / "source", tmp_path / "untied", "hf")
+    config = json.loads((tmp_path / "untied" / "config.json").read_text())
+    (tmp_path / "reference").mkdir()
+    (tmp_path / "reference" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    conversions.run(tmp_path / "source", tmp_path / "tied", "hf", reference=tmp_path / "reference")
+    assert json.loads((tmp_path / "tied" / "config.json").read_text())["tie_word_embeddings"] is True
+    torch.save(state, file)
+    with pytest.raises(PrecisionctlError, match="tie_word_embeddings"):
+        conversions.run(tmp_path / "source", tmp_path / "other", "hf", reference=tmp_path / "reference")
+
+
+def test_of_files_of_both_kinds_those_in_safetensors_are_read(tmp_path: Path) -> None:
+    save_mistral(tmp_path / "source", DENSE)
+    conversions.run(tmp_path / "source", tmp_path / "alone", "hf")
+    torch.save({"norm.weight": torch.zeros(64)}, tmp_path / "source" / "consolidated.00.pth")
+    conversions.run(tmp_path / "source", tmp_path / "both", "hf")
+    one, other = ((tmp_path / each / "model.safetensors").read_bytes() for each in ("alone", "both"))
+    assert one == other
+
+
+def test_params_beside_other_files_are_not_asked_for(tmp_path: Path) -> None:
+    save_mistral(tmp_path / "source", DENSE)
+    (tmp_path / "source" / "model.safetensors").write_bytes((tmp_path / "source/consolidated.safetensors").read_bytes())
+    with pytest.raises(PrecisionctlError, match="weights without a config"):
+        open_checkpoint(tmp_path / "source")

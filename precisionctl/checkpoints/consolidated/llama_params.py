@@ -14,7 +14,7 @@ from precisionctl.architectures.config_keys import is_on, size
 from precisionctl.architectures.rope import LLAMA3
 from precisionctl.checkpoints.base import WITH_REFERENCE
 from precisionctl.checkpoints.consolidated.meta_shards import EMBEDDING
-from precisionctl.checkpoints.consolidated.params import MadeConfig, ParamsJson
+from precisionctl.checkpoints.consolidated.params import MadeConfig, ParamsJson, in_its_words
 from precisionctl.checkpoints.mlx.mlx_names import Places
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model.model_parts import LARGEST, real
@@ -25,6 +25,7 @@ _SIZES = {
     "n_heads": "num_attention_heads",
     "norm_eps": "rms_norm_eps",
 }
+_WORDS = {theirs: own for own, theirs in _SIZES.items()} | {"num_key_value_heads": "n_kv_heads"}
 _LLAMA_3_2 = (2048, 16), (3072, 28)
 """Sizes and layers of those with another factor."""
 
@@ -44,7 +45,9 @@ def llama_config(said: ParamsJson, read: Callable[[], Places]) -> MadeConfig:
     config |= {theirs: said.take(own) for own, theirs in _SIZES.items()}
     config["num_key_value_heads"] = said.take("n_kv_heads", config["num_attention_heads"])
     vocabulary = said.take("vocab_size", -1)
-    config["intermediate_size"] = _intermediate_size(said, size(config, "hidden_size", said.where))
+    with in_its_words(_WORDS, said.where):
+        hidden_size = size(config, "hidden_size", said.where)
+    config["intermediate_size"] = _intermediate_size(said, hidden_size)
     theta, notes = real(said.take("rope_theta", 10000.0), "rope_theta", said.where), list[str]()
     scaled = is_on({"use_scaled_rope": said.take("use_scaled_rope", False)}, "use_scaled_rope", said.where)
     config["rope_theta"] = theta
@@ -58,12 +61,12 @@ def llama_config(said: ParamsJson, read: Callable[[], Places]) -> MadeConfig:
     if EMBEDDING not in tensors:
         raise DamagedCheckpoint(f"no `{EMBEDDING}`", where=said.where, do="Is every file there?")
     config["vocab_size"] = tensors[EMBEDDING][1].spec.rows if vocabulary == -1 else vocabulary
-    config["tie_word_embeddings"] = "output.weight" not in tensors
+    # Llama 3.2 1B and 3B are tied, and have a copy: a reference says so
+    config["tie_word_embeddings"] = said.known.tied_embeddings if said.known else "output.weight" not in tensors
     if config["vocab_size"] == _VOCABULARY_OF_3:
         config |= {"bos_token_id": _BEGIN, "eos_token_id": _END}
         notes.append(f"A text ends with token {_END}, as of a base model; a chat model's may end with 128009 too.")
-    words = _SIZES | {"n_kv_heads": "num_key_value_heads"}
-    return MadeConfig(config, {theirs: own for own, theirs in words.items()}, tuple(notes))
+    return MadeConfig(config, _WORDS, tuple(notes))
 
 
 def _intermediate_size(said: ParamsJson, dim: int) -> int:

@@ -21,7 +21,7 @@ from precisionctl.untrusted.safe_files import check_link
 FILE = re.compile(r"consolidated\.(\d{2,3})\.pth")
 EMBEDDING = "tok_embeddings.weight"
 _SIDE_BY_SIDE = re.compile(r"layers\.\d+\.(?:attention\.wo|feed_forward\.w2)\.weight")
-_IN_EVERY_FILE = re.compile(r"(?:layers\.\d+\.(?:attention|ffn)_norm|norm)\.weight|rope\.freqs")
+_IN_EVERY_FILE = re.compile(r"(?:layers\.\d+\.(?:attention|ffn)_norm|norm)\.weight|(?:.+\.)?rope\.freqs")
 _AGAIN = "Copy the files of the release again."
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from precisionctl.architectures.config_keys import layers
 from precisionctl.checkpoints.base import WITH_REFERENCE
-from precisionctl.checkpoints.consolidated.params import MadeConfig, ParamsJson
+from precisionctl.checkpoints.consolidated.params import MadeConfig, ParamsJson, in_its_words
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 
 _SIZES = {
@@ -28,6 +28,7 @@ _SIZES = {
     "norm_eps": "rms_norm_eps",
     "vocab_size": "vocab_size",
 }
+_WORDS = {theirs: own for own, theirs in _SIZES.items()}
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 _EXPERTS = {
     "num_experts": "n_routed_experts",
@@ -70,7 +71,7 @@ def mistral_config(said: ParamsJson) -> MadeConfig:
     said.check_read()
     config = _around(vision, text) if vision else text
     config |= {"quantization_config": quantization} if quantization else {}
-    return MadeConfig(config, {theirs: own for own, theirs in _SIZES.items()}, tuple(notes))
+    return MadeConfig(config, _WORDS, tuple(notes))
 
 
 def _kind(said: ParamsJson, text: dict[str, Any], latent: dict[str, Any]) -> tuple[str, str]:
@@ -151,7 +152,7 @@ def _add_window(said: ParamsJson, text: dict[str, Any]) -> None:
     """The window that every layer has, or that a pattern of layers has, which repeats. mistral-inference reads either
     key: under the one with an underscore vLLM does not see it."""
     windows = [each for key in ("sliding_window", "_sliding_window") if (each := said.take(key, None)) is not None]
-    if len(windows) > 1:
+    if len(windows) > 1 and windows[0] != windows[1]:
         raise DamagedCheckpoint(
             "sliding_window and _sliding_window", where=said.where, do="Keep the one that is meant."
         )
@@ -159,7 +160,9 @@ def _add_window(said: ParamsJson, text: dict[str, Any]) -> None:
     if isinstance(window, str) and window.isascii() and window.isdigit() and len(window) < 16:  # some say "4096"
         window = int(window)
     if isinstance(window, list):
-        number, pattern = layers(text, said.where), [each is not None for each in window]
+        with in_its_words(_WORDS, said.where):
+            number = layers(text, said.where)
+        pattern = [each is not None for each in window]
         sizes = [each for each in window if each is not None]
         if not pattern or number % len(pattern) or any(each != sizes[0] for each in sizes):
             what = f"sliding_window is {shown(window)}, no pattern with one window for {number} layers"

@@ -1,6 +1,7 @@
 """params.json: what it says, key by key. A key that nothing reads is an error, as it may be of another model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,20 @@ class MadeConfig:
 
     def model(self, where: object) -> ModelShape:
         """The model that it describes. Raises as `from_hf_config`, in the words of params.json, which is at `where`."""
-        try:
+        with in_its_words(self.words, where):
             return from_hf_config(self.config, where)
-        except DamagedCheckpoint as error:
-            key, _, rest = error.what.partition(" ")
-            what = f"{self.words.get(key, key)} {rest}"
-            raise DamagedCheckpoint(what, where=where, do="Is params.json this model's?") from None
+
+
+@contextmanager
+def in_its_words(words: Mapping[str, str], where: object) -> Iterator[None]:
+    """Raise a DamagedCheckpoint of a key of config.json as one of a params.json at `where`, whose `words` are by those
+    keys."""
+    try:
+        yield
+    except DamagedCheckpoint as error:
+        key, _, rest = error.what.partition(" ")
+        what = f"{words.get(key, key)} {rest}"
+        raise DamagedCheckpoint(what, where=where, do="Is params.json this model's?") from None
 
 
 class ParamsJson:

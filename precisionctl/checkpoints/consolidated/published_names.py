@@ -65,7 +65,9 @@ _SCALES = {"qscale_weight": "weight_scale_inv", "qscale_act": "activation_scale"
 _NUMBER = re.compile(r"(?<=\.)(?:0|[1-9]\d{0,8})(?=\.)")
 _TURNED = re.compile(r"(vision_encoder\.transformer\.)?layers\.\d+\.attention\.w([qk])")
 
-LEFT = re.compile(r"rope\.freqs|layers\.\d+\.attention\.(?:q|k|v|kv)_fake_quantizer\.qscale_act")
+LEFT = re.compile(
+    r"(?:layers\.\d+\.attention\.inner_attention\.)?rope\.freqs|layers\.\d+\.attention\.(?:q|k|v|kv)_fake_quantizer\.qscale_act"
+)
 """Buffers that make no part of a model: the frequencies of the first Llamas, which follow from `rope_theta`, and scales
 of a KV cache."""
 

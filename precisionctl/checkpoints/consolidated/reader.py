@@ -16,13 +16,13 @@ from precisionctl.architectures.families import from_hf_config, key_in
 from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
 from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.consolidated.llama_params import llama_config
-from precisionctl.checkpoints.consolidated.meta_shards import read_shards, shard_files
+from precisionctl.checkpoints.consolidated.meta_shards import FILE, read_shards, shard_files
 from precisionctl.checkpoints.consolidated.mistral_params import as_transformers_magnifies, mistral_config
 from precisionctl.checkpoints.consolidated.params import MadeConfig, ParamsJson
 from precisionctl.checkpoints.consolidated.published_names import LEFT, PublishedNames, RotaryHeads
 from precisionctl.checkpoints.hf_directory.companions import read_companions, to_json
 from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
-from precisionctl.checkpoints.hf_directory.huggingface_files import SAFETENSORS, file_format_of, read_stored
+from precisionctl.checkpoints.hf_directory.huggingface_files import SAFETENSORS, file_format_of, places_in, read_stored
 from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor
 from precisionctl.checkpoints.huggingface import HuggingFaceTensors
 from precisionctl.checkpoints.mlx.mlx_names import Places
@@ -51,7 +51,7 @@ def recognise(path: Path) -> bool:
         return False
     form = file_format_of(path)
     if form is None:
-        return any(path.glob("consolidated.*.pth"))
+        return any(FILE.fullmatch(each.name) for each in path.glob("consolidated.*.pth"))
     files = [each.name for each in path.glob("*.safetensors")]
     return form is SAFETENSORS and bool(files) and all(name.startswith(_FILES.stem) for name in files)
 
@@ -95,7 +95,8 @@ class ConsolidatedReader(HuggingFaceTensors):
             _check_same(known, model, made.config, given.config_path)
         names = PublishedNames(model, made.config.get("vision_config"), where)
         tensors = read()
-        self.files: Sequence[Path] = sorted({file for file, _ in tensors.values()} | {*shard_files(path)})
+        shards = [] if file_format_of(path) else shard_files(path)
+        self.files: Sequence[Path] = sorted({file for file, _ in tensors.values()} | {*shards})
         left = sorted(name for name in tensors if LEFT.fullmatch(name))
         places = _published({name: each for name, each in tensors.items() if name not in left}, names, where)
         made = replace(made, config=_with_ignored(made.config, places, where))
@@ -128,11 +129,11 @@ class ConsolidatedReader(HuggingFaceTensors):
 
 
 def _tensors(path: Path, params: Mapping[str, Any], where: Path) -> Places:
-    """The tensors in the files of a directory, whole, by their own names."""
-    if shards := shard_files(path):
-        return read_shards(shards, size(params, "dim", where))
-    files = read_stored(path, _FILES)
-    return {name: (file, each) for file, found in files.items() for name, each in found.items()}
+    """The tensors in the files of a directory, whole, by their own names. Where both kinds of files are there, those in
+    safetensors are read, as vLLM does."""
+    if file_format_of(path) is None:
+        return read_shards(shard_files(path), size(params, "dim", where))
+    return places_in(read_stored(path, _FILES))
 
 
 def _config_of(companions: Companions) -> dict[str, Any]:
