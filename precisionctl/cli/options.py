@@ -252,7 +252,7 @@ exclude_option = click.option(
     help="Do not encode linears whose names match, e.g. '*.shared_experts.*'.",
 )
 iteration_option = click.option(
-    "--iteration", type=int, help="Iteration to read from a Megatron directory. Default: the newest."
+    "--iteration", type=int, help="Iteration (step) to read of several in a directory. Default: the newest."
 )
 
 

@@ -267,7 +267,7 @@ WRONG: dict[str, tuple[str, State, type[PrecisionctlError], str]] = {
         "llama-3",
         {KERNEL: stored("llama-3")[KERNEL].reshape(8, 2, 8, 1)},
         DamagedCheckpoint,
-        "heads of 4 are turned in pairs",
+        "has 2 such heads",
     ),
     "a layer too many": (
         "llama-3",
@@ -298,3 +298,20 @@ def test_what_it_is_not_has_one_error_that_names_it(tmp_path: Path, wrong: str) 
     with pytest.raises(error, match=words):
         conversions.run(tmp_path / "step", tmp_path / "out", "hf", reference=given)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["params.token_embedder.embedding", "base.token_embedder.embedding.value"])
+def test_two_arrays_of_one_parameter_are_refused(tmp_path: Path, name: str) -> None:
+    orbax_files.write(tmp_path / "step", whole(stored("llama-3"), **{name: torch.ones(16, 8)}))
+    with pytest.raises(DamagedCheckpoint, match="are both `token_embedder.embedding`"):
+        opened(tmp_path / "step", reference(tmp_path, "llama-3"))
+
+
+def test_counts_that_are_none_are_refused(tmp_path: Path) -> None:
+    state = with_adam(stored("qwen2"))
+    orbax_files.write(tmp_path / "negative", state | {"step": torch.tensor(-5, dtype=torch.int32)})
+    with pytest.raises(DamagedCheckpoint, match="-5 as a number"):
+        _ = opened(tmp_path / "negative", reference(tmp_path, "qwen2")).iteration
+    orbax_files.write(tmp_path / "two", state | {"opt_state.inner_state.0.count": STEP["step"]})
+    with pytest.raises(PrecisionctlError, match="are both counts of updates"):
+        _ = opened(tmp_path / "two", tmp_path / "reference").trainer_run

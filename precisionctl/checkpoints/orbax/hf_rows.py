@@ -86,6 +86,10 @@ def hf_rows(
         what = f"`{array.name}` is {list(shape)}, and not a parameter with {' and '.join(kinds) or 'more dimensions'}"
         do = "Is the reference this model's? Stacks of layers are read with MaxText's default, param_scan_axis 1."
         raise DamagedCheckpoint(what, do=do)
+    heads = model.num_query_groups if inside.split(".")[1] in _OF_GROUPS else model.num_attention_heads
+    if any(len(many) == 2 and shape[many[0]] != heads for many in (inputs, outputs)):
+        what = f"`{array.name}` is {list(shape)}, and the model has {heads} such heads"
+        raise DamagedCheckpoint(what, do="Is the reference this model's?")
     settings: dict[str, Any] = _arithmetic(inside, family, model, kind)
     if inside in (EMBEDDING, HEAD) and 0 < shape[outputs[0]] - model.vocab_size < _MOST_PADDING:
         settings["most"] = model.vocab_size
@@ -100,6 +104,7 @@ def hf_rows(
 
 
 _QUERY, _KEY = "self_attention.query.kernel", "self_attention.key.kernel"
+_OF_GROUPS = ("key", "value")
 _MOST_PADDING = 256
 """Rows that MaxText pads a vocabulary with are fewer (`_validate_or_update_architecture` in its to_huggingface.py)."""
 

@@ -22,18 +22,19 @@ from precisionctl.checkpoints.orbax.step_directory import item_directory, item_i
 from precisionctl.checkpoints.orbax.zarr_array import ZarrArray
 from precisionctl.checkpoints.other_trainers.maxtext_families import FAMILIES, placed
 from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, says_its_model
-from precisionctl.checkpoints.other_trainers.trainer_run import NO_COUNT, TrainerRun, adam_run
+from precisionctl.checkpoints.other_trainers.trainer_run import NO_COUNT, TrainerRun, adam_run, number
 from precisionctl.errors import (
     DROP_OPTIMIZER,
     CheckpointError,
     DamagedCheckpoint,
     UnknownArchitecture,
     UnmappedTensor,
+    at,
     shown,
 )
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import MOMENTS, STATE, TensorSpec, state_name
-from precisionctl.sizes import counted
+from precisionctl.sizes import counted, listed
 from precisionctl.untrusted.safe_json import parse_json
 
 _MOMENT = re.compile(r"opt_state\.(?:inner_state\.)?0\.(mu|nu)\.(?:params\.)?(.+)")
@@ -65,25 +66,15 @@ class OrbaxReader(TrainerDirectory):
         super().__init__(path, hints, "a checkpoint of Orbax", item, item.parent, item.parent.parent)
         self._item, tree = item, read_tree(item)
         self.files: Sequence[Path] = sorted(tree.files)
-        self._arrays, self.left, parts = tree.arrays, list[str](), dict[str, dict[str, ZarrArray]]()
-        for name, array in tree.arrays.items():
-            if (match := _MOMENT.fullmatch(name)) and array.dtype.is_floating_point and array.dtype.itemsize > 1:
-                parts.setdefault(_KINDS[match[1]], {})[match[2]] = array
-            elif name == "step" or _COUNT.fullmatch(name):
-                continue
-            elif name.startswith(("opt_state.", AUX)) or _GENERATORS.fullmatch(name):
-                self.left.append(name)
-            else:
-                parts.setdefault("", {})[_parameter(name)] = array
+        self._arrays, self.left = tree.arrays, list[str]()
         self._decoded = DecodedChunks(tree.arrays.values())
         self._places: dict[str, HfRows] = {}
-        for kind, arrays in parts.items():
-            for name, place in self._placed(kind, arrays):
-                full = state_name(kind, name) if kind else name
-                if full in self._places:
-                    what = f"`{place.array.name}` and `{self._places[full].array.name}` are both `{name}`"
-                    raise DamagedCheckpoint(what, where=item, do="Save one model, under one set of names.")
-                self._places[full] = place
+        with at(item):
+            for kind, arrays in self._by_kind().items():
+                for name, place in self._placed(kind, arrays):
+                    full = state_name(kind, name) if kind else name
+                    if (other := self._places.setdefault(full, place)) is not place:
+                        raise _twice(other.array, place.array, name)
         specs = {name: TensorSpec(place.shape, place.array.dtype) for name, place in self._places.items()}
         weights = {name: spec for name, spec in specs.items() if not name.startswith(STATE)}
         self._towers: Chunked | None = None
@@ -100,6 +91,23 @@ class OrbaxReader(TrainerDirectory):
         if codes := [name for name, spec in self.specs.items() if spec.is_codes]:
             what = f"`{codes[0]}` is {self.specs[codes[0]].dtype}: FP8 codes, which nothing says the scales of"
             raise CheckpointError(what, where=path, do="Save the weights in BF16.")
+
+    def _by_kind(self) -> dict[str, dict[str, ZarrArray]]:
+        """The arrays of parameters, and of each kind of moments, by the parameter's name. Others go to `left`."""
+        found: dict[str, dict[str, ZarrArray]] = {}
+        for name, array in self._arrays.items():
+            if (match := _MOMENT.fullmatch(name)) and array.dtype.is_floating_point and array.dtype.itemsize > 1:
+                kind, parameter = _KINDS[match[1]], match[2]
+            elif name == "step" or _COUNT.fullmatch(name):
+                continue
+            elif name.startswith(("opt_state.", AUX)) or _GENERATORS.fullmatch(name):
+                self.left.append(name)
+                continue
+            else:
+                kind, parameter = "", _parameter(name)
+            if (other := found.setdefault(kind, {}).setdefault(parameter, array)) is not array:
+                raise _twice(other, array, parameter)
+        return found
 
     def notes(self) -> Iterator[str]:
         if self.left:
@@ -151,16 +159,16 @@ class OrbaxReader(TrainerDirectory):
     @cached_property
     def trainer_run(self) -> TrainerRun:
         """AdamW's count. Raises CheckpointError where nothing says it."""
-        counts = (name for name in self._arrays if (match := _COUNT.fullmatch(name)) and match[1] == "0")
-        count = next(counts, None)
-        if count is None:
-            raise CheckpointError(NO_COUNT, where=self.path, do=DROP_OPTIMIZER)
+        counts = [name for name in self._arrays if (match := _COUNT.fullmatch(name)) and match[1] == "0"]
+        if len(counts) != 1:
+            what = f"{listed(counts)} are both counts of updates" if counts else NO_COUNT
+            raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
         left = [_SETTINGS]
         if any(place.times * place.over != 1.0 for name, place in self._places.items() if name in self.specs):
             left.append(_SCALED)
         if any(name.startswith(AUX) for name in self.left):
             left.append(f"what is in {AUX.rstrip('.')}")
-        return adam_run(self._number(count), (), self.path, *left)
+        return adam_run(self._number(counts[0]), (), self.path, *left)
 
     @cached_property
     def iteration(self) -> int | None:
@@ -174,13 +182,18 @@ class OrbaxReader(TrainerDirectory):
         array = self._arrays[name]
         if math.prod(array.shape) != 1 or array.dtype.is_floating_point:
             raise DamagedCheckpoint(f"`{name}` is {list(array.shape)} of {array.dtype}, and no count", where=self._item)
-        return int(self._decoded.read(array, [range(1)] * len(array.shape)).item())
+        return number(self._decoded.read(array, [range(1)] * len(array.shape)).item(), self._item)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         if self._towers is not None and name not in self._places:
             return self._towers.chunks(TOWERS + name)
         place = self._places[name]
         return [Chunk(whole(TensorSpec(place.shape, place.array.dtype)), place)]
+
+
+def _twice(one: ZarrArray, other: ZarrArray, name: str) -> DamagedCheckpoint:
+    what = f"`{one.name}` and `{other.name}` are both `{name}`"
+    return DamagedCheckpoint(what, do="Save one model, under one set of names.")
 
 
 def _parameter(name: str) -> str:
