@@ -2,6 +2,7 @@
 
 import json
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,10 @@ def soon() -> Iterator[None]:
     assert time.process_time() - began < 5
 
 
-def store(item: Path, root: bytes, *, height: int = 0, **beside: bytes) -> Path:
+def store(item: Path, root: bytes, *, height: int = 0, zstd: bool = False, **beside: bytes) -> Path:
     """A store whose root is this body, in `d/root`."""
     (item / "d").mkdir(parents=True)
-    made = node(NODE, root)
+    made = node(NODE, root, zstd)
     for name, data in {"root": made, **beside}.items():
         (item / "d" / name).write_bytes(data)
     (item / "manifest.ocdbt").write_bytes(manifest((0, len(made)), "d/root", height=height))
@@ -60,6 +61,7 @@ BOMB += numbers(*(60_000 for _ in range(29_999)), 60_000, *(0 for _ in range(29_
 
 ROOTS: dict[str, tuple[bytes, int, str]] = {
     "a path above": (leaf({b"a": (0, 1)}, "../../secret"), 0, "a file '../../secret'"),
+    "a path in other words": (leaf({b"a": (0, 1)}, "d/.//root"), 0, "a file 'd/.//root'"),
     "an absolute path": (leaf({b"a": (0, 1)}, "/etc/passwd"), 0, "a file '/etc/passwd'"),
     "a link that leads out": (leaf({b"a": (0, 1)}, "d/link"), 0, "leads out"),
     "no such file": (leaf({b"a": (0, 1)}, "d/none"), 0, "missing"),
@@ -71,7 +73,9 @@ ROOTS: dict[str, tuple[bytes, int, str]] = {
     "keys that go back": (leaf({b"b": b"", b"a": b""}), 0, "do not follow each other"),
     "a key that is no text": (leaf({b"\xff": b""}), 0, "no text"),
     "no entries": (bytes((0,)) + table() + number(0), 0, "no entries"),
-    "more entries than bytes": (bytes((0,)) + table() + number(1 << 60), 0, "entries"),
+    "more keys than any model": (bytes((0,)) + table() + number(1 << 60), 0, "keys and data files"),
+    "more data files than any model": (bytes((0,)) + number(1 << 60), 0, "keys and data files"),
+    "more keys than bytes": (bytes((0,)) + table() + number(1 << 9), 0, "ends inside a number"),
     "a number without end": (bytes((0,)) + b"\x80" * 12, 0, "more than 64 bits"),
     "names of many bytes": (BOMB, 0, "names of more than"),
     "a name longer than the one before": (
@@ -117,6 +121,16 @@ def grid(*shape: int) -> dict[str, Any]:
     return {"name": "regular", "configuration": {"chunk_shape": list(shape)}}
 
 
+def shards(*chunk: int) -> list[Any]:
+    inside = {"chunk_shape": list(chunk), "codecs": [{"name": "bytes"}]}
+    return [
+        {
+            "name": "sharding_indexed",
+            "configuration": inside | {"index_codecs": [{"name": "bytes"}, {"name": "crc32c"}]},
+        }
+    ]
+
+
 ARRAYS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a chunk that is missing": (lambda item: (item / "a/c/1/1").unlink(), "a part of `a` is missing"),
     "a chunk too short": (lambda item: (item / "a/c/1/1").write_bytes(b"123"), "another size"),
@@ -131,6 +145,12 @@ ARRAYS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a size of zero": (described(shape=[0, 4]), "an array"),
     "a dimension more": (described(shape=[3, 4, 5]), "an array"),
     "chunks without number": (described(shape=[1 << 40, 4]), "chunks"),
+    "chunks larger than it": (described(chunk_grid=grid(2, 5)), r"larger than the array \(3, 4\)"),
+    "a size that no disk has": (described(shape=[1 << 50, 4], chunk_grid=grid(1 << 49, 2)), "as no model has"),
+    "a shard of many chunks": (
+        described(shape=[1 << 20, 4], chunk_grid=grid(1 << 20, 4), codecs=shards(1, 1)),
+        "4194304 chunks in a shard",
+    ),
     "chunks of another shape": (described(chunk_grid=grid(1, 1)), "a part of `a` is missing|another size"),
 }
 
@@ -177,6 +197,59 @@ def test_what_is_compressed_is_no_larger_than_it_says(tmp_path: Path, stored: st
     chunk.write_bytes(data[stored])
     with pytest.raises(DamagedCheckpoint, match="another size|not what Zstandard writes"):
         read_all(tmp_path)
+
+
+def test_chunks_are_little_larger_than_their_array(tmp_path: Path) -> None:
+    orbax_files.write(tmp_path, {"a": torch.ones([3] * 8)}, sharded=False)  # in chunks of [2] * 8: 10 times its bytes
+    with pytest.raises(DamagedCheckpoint, match="as no model has"):
+        read_all(tmp_path)
+
+
+@pytest.mark.parametrize("named", ["keys", "data files"])
+def test_a_node_of_zeros_is_not_made_objects_of(tmp_path: Path, named: str) -> None:
+    pytest.importorskip("zstandard")
+    before = bytes((0,)) + (number(0) if named == "keys" else b"") + number(1 << 23)
+    item = store(tmp_path / "item", before + bytes(31 << 20), zstd=True)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedCheckpoint, match="keys and data files"):
+            read_keys(item)
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_nodes_are_bounded_together(tmp_path: Path) -> None:
+    children, data = dict[bytes, tuple[int, int]](), b""
+    for i in range(1 << 12):
+        made = node(NODE, leaf({b"%04d" % i: b""}))
+        children[b"%04d" % i] = len(data), len(made)
+        data += made
+    item = store(tmp_path / "many", above(children, "d/below"), height=1, below=data)
+    with pytest.raises(DamagedCheckpoint, match="more than 4096 nodes"):
+        read_keys(item)
+    with open(item / "manifest.ocdbt", "r+b") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(DamagedCheckpoint, match="or 16777216 bytes of them"):
+        read_keys(item)
+
+
+def test_a_long_beginning_of_many_keys_counts_for_each(tmp_path: Path) -> None:
+    long = b"a" * 60_000
+    below = node(NODE, leaf({b"%04d" % i: b"" for i in range(2000)}))
+    children = {long: (0, len(below))}
+    root = above(children, "d/below").replace(bytes(1) + long, number(len(long)) + long)
+    item = store(tmp_path / "item", root, height=1, below=below)
+    with pytest.raises(DamagedCheckpoint, match="names of more than"):
+        read_keys(item)
+
+
+def test_one_description_is_not_read_for_many_arrays(tmp_path: Path) -> None:
+    item = store(tmp_path / "item", leaf({b"%04d/zarr.json" % i: (0, 1 << 20) for i in range(40)}, "d/values"))
+    about = json.dumps({"node_type": "group"}).encode()
+    (item / "d" / "values").write_bytes(about + b" " * ((1 << 20) - len(about)))
+    with pytest.raises(DamagedCheckpoint, match="more than 33554432 of all arrays"):
+        read_tree(item)
 
 
 def test_a_node_is_no_larger_than_any(tmp_path: Path) -> None:

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _UNKNOWN, _IN_FILE, _ZEROS = 0, 1, 2
-_MOST_CHUNKS, _MOST_BYTES = 1 << 26, 1 << 60
-"""Of all arrays: no model has so many, and no file."""
+_MOST_CHUNKS, _MOST_BYTES, _MOST_PADDED = 1 << 26, 1 << 46, 8
+"""Of all arrays: a model of 10^12 parameters in FP32 with its moments has 12 TB. Chunks at an array's ends are as large
+as the others: Orbax cuts arrays where nothing is left over, and however three dimensions are cut, chunks have less than
+8 times the array's bytes."""
 
 
 class DecodedChunks:
@@ -41,14 +43,15 @@ class DecodedChunks:
         number, offset = 0, 0
         for array in arrays:
             self._first[array.name] = number, offset
-            number += math.prod(array.grid)
-            offset += math.prod(array.grid) * _pitch(array)
-        if number > _MOST_CHUNKS or offset > _MOST_BYTES:
-            raise DamagedCheckpoint(f"arrays of {number} chunks and {offset} bytes", do="Is the copy whole?")
+            count, size = math.prod(array.grid), math.prod(array.shape) * array.dtype.itemsize
+            number, offset = number + count, offset + count * _pitch(array)
+            if number > _MOST_CHUNKS or offset > _MOST_BYTES or count * array.chunk_bytes > _MOST_PADDED * size:
+                what = f"arrays of {number} chunks and {offset} bytes up to `{array.name}` of {size}, as no model has"
+                raise DamagedCheckpoint(what, do="Is the copy whole?")
         with _on_disk():
-            self._file, name = tempfile.mkstemp(prefix="precisionctl-", dir=_directory())
-            os.unlink(name)
-        weakref.finalize(self, os.close, self._file)
+            file = tempfile.TemporaryFile(dir=_directory(), buffering=0)
+        weakref.finalize(self, file.close)
+        self._file = file.fileno()
         self._state = mmap.mmap(-1, number or 1)  # shared with processes that are forked
 
     def read(self, array: ZarrArray, box: Sequence[range]) -> Tensor:

@@ -8,7 +8,7 @@ TensorStore's repository ("Storage format" in tensorstore/kvstore/ocdbt/index.rs
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from precisionctl.checkpoints.orbax.crc32c import crc32c
 from precisionctl.checkpoints.orbax.zstd_pieces import Value, read_at_most, span_in
@@ -19,11 +19,13 @@ from precisionctl.untrusted.safe_files import has_file
 MANIFEST = "manifest.ocdbt"
 _NUMBERED = re.compile(r"manifest\.[0-9a-f]{16}")
 _OF_MANIFEST, _OF_NODE = 0x0CDB3A2A, 0x0CDB20DE
-_LARGEST_NODE = 64 << 20
-"""Bytes of a node or a manifest. TensorStore makes nodes of up to 8 MB (`max_decoded_node_bytes`)."""
-_MOST_BYTES, MOST_KEYS = 1 << 29, 1 << 21
-"""Of all nodes together, and of the names in them: a model of 60 layers, each tensor and its moments in 512 pieces, has
-10^6 keys of 60 bytes."""
+_LARGEST_NODE = 32 << 20
+"""Bytes of a node or a manifest, decompressed. Orbax lets TensorStore put all keys into one, up to 100 MB
+(`max_decoded_node_bytes`), of which MOST_KEYS need 25 bytes each and an array's description 1 kB."""
+_MOST_NODES, _MOST_STORED, _MOST_BYTES, MOST_KEYS = 1 << 12, 16 << 20, 64 << 20, 1 << 18
+"""Of all nodes together: how many, their bytes as they are stored, those of what they hold and of its whole names, and
+the keys, nodes below and data files that they name. 512 arrays in 512 pieces each have so many keys, of 60 bytes. A
+checksum takes a second for 10 MB."""
 
 
 def read_keys(directory: Path) -> dict[str, Value]:
@@ -38,28 +40,29 @@ def read_keys(directory: Path) -> dict[str, Value]:
 class _Bytes:
     """The body of a node, read from its beginning to its end."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
+    def __init__(self, data: bytes | bytearray) -> None:
+        self._data, self._at = memoryview(data), 0
 
     def take(self, length: int) -> bytes:
         if length > len(self._data) - self._at:
             raise ValueError(f"it ends {length - (len(self._data) - self._at)} bytes too early")
         self._at += length
-        return self._data[self._at - length : self._at]
+        return bytes(self._data[self._at - length : self._at])
 
     def number(self) -> int:
         """An unsigned number in LEB128: seven bits of each byte, the lowest first."""
         value = 0
         for shift in range(0, 64, 7):
-            byte = self.take(1)[0]
+            if self._at >= len(self._data):
+                raise ValueError("it ends inside a number")
+            byte = self._data[self._at]
+            self._at += 1
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 return value
         raise ValueError("a number of more than 64 bits")
 
     def numbers(self, count: int) -> list[int]:
-        if count > len(self._data) - self._at:  # each has one byte or more
-            raise ValueError(f"{count} entries")
         return [self.number() for _ in range(count)]
 
     def end(self) -> None:
@@ -78,17 +81,16 @@ class _DataFile:
 class _Store:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._sizes: dict[str, int] = {}
+        self._files_seen: dict[str, tuple[Path, int]] = {}
         self._seen: set[Span] = set()
-        self._left = _MOST_BYTES
+        self._left_stored, self._left, self._left_names = _MOST_STORED, _MOST_BYTES, MOST_KEYS
 
     def keys(self) -> Iterator[tuple[str, Value]]:
         root = self._root()
-        count, last = 0, b""
+        last = b""
         for key, value in self._entries(*root) if root else ():
-            count += 1
-            if key <= last or count > MOST_KEYS:
-                what = f"keys that do not follow each other, at {shown(key)}, or more than {MOST_KEYS}"
+            if key <= last:
+                what = f"keys that do not follow each other, at {shown(key)}"
                 raise DamagedCheckpoint(what, where=self._directory, do="Is the copy whole?")
             last = key
             with damage("a key that is no text", self._directory):
@@ -109,7 +111,7 @@ class _Store:
             if kind:
                 raise ValueError(f"it is of kind {kind}")
             files = self._files(body, "")
-            count = body.number()
+            count = self._count(body)
             generations = body.numbers(count)
             if not generations or generations != sorted(set(generations)):
                 raise ValueError(f"generations {shown(generations)}")
@@ -138,9 +140,12 @@ class _Store:
         with damage("not a node of OCDBT", span):
             if span in self._seen:
                 raise ValueError("two references to it")
-            if not 18 <= span.length <= _LARGEST_NODE:
+            if span.length < 18:
                 raise ValueError(f"{span.length} bytes")
             self._seen.add(span)
+            self._left_stored -= span.length
+            if self._left_stored < 0 or len(self._seen) > _MOST_NODES:
+                raise ValueError(f"more than {_MOST_NODES} nodes or {_MOST_STORED} bytes of them, as no model has")
             data = span.read()
             header = _Bytes(data[4:-4])
             if int.from_bytes(data[:4], "big") != magic or int.from_bytes(header.take(8), "little") != len(data):
@@ -156,37 +161,48 @@ class _Store:
 
     def _files(self, body: _Bytes, above: str) -> list[_DataFile]:
         """The table of a node's data files. `above` is the base of the node's own path."""
-        count = body.number()
+        count = self._count(body)
         lengths, bases = _lengths(body, count), body.numbers(count)
         found: list[_DataFile] = []
-        for name, base in zip(self._names(body, *lengths), bases, strict=True):
+        for name, base in zip(self._names(body, len(above), *lengths), bases, strict=True):
             path = above + name.decode()
-            pure = PurePosixPath(path)
-            if pure.is_absolute() or ".." in pure.parts or "\0" in path or base > len(name):
+            odd = path and not {"", ".", ".."}.isdisjoint(path.split("/"))  # a table may have a file without a name
+            if odd or "\0" in path or base > len(name):
                 raise ValueError(f"a file {shown(path)}")
             found.append(_DataFile(path, above + name[:base].decode()))
         return found
 
-    def _names(self, body: _Bytes, common: list[int], rests: list[int]) -> list[bytes]:
-        """The names of such lengths: a few bytes may stand for long ones, so all of them count."""
+    def _count(self, body: _Bytes) -> int:
+        """How many names follow, of which one takes a few bits, compressed, and many objects here."""
+        count = body.number()
+        self._left_names -= count
+        if self._left_names < 0:
+            what = f"more than {MOST_KEYS} keys and data files, which is more than any model needs"
+            do = "Is the copy whole? MaxText saves fewer keys with scan_layers, and from fewer devices."
+            raise DamagedCheckpoint(what, where=self._directory, do=do)
+        return count
+
+    def _names(self, body: _Bytes, before: int, common: list[int], rests: list[int]) -> list[bytes]:
+        """The names of such lengths, each behind `before` other bytes: a few may stand for long ones, so all count."""
         name, found = b"", list[bytes]()
         for shared, rest in zip(common, rests, strict=True):
             if shared > len(name):
                 raise ValueError(f"a name that has {shared} bytes of one of {len(name)}")
             name = name[:shared] + body.take(rest)
-            self._left -= len(name)
+            self._left -= before + len(name)
             if self._left < 0:
                 raise ValueError(f"names of more than {_MOST_BYTES} bytes")
             found.append(name)
         return found
 
     def _span(self, path: str, offset: int, length: int) -> Span:
-        place = self._directory / path
-        if path not in self._sizes:
+        if path not in self._files_seen:
+            place = self._directory / path
             if not has_file(place, self._directory):
                 raise DamagedCheckpoint("a file is missing", where=place, do="Is the copy whole?")
-            self._sizes[path] = place.stat().st_size
-        return span_in(place, offset, length, self._sizes[path])
+            self._files_seen[path] = place, place.stat().st_size
+        place, size = self._files_seen[path]
+        return span_in(place, offset, length, size)
 
     def _entries(self, span: Span, base: str, height: int, prefix: bytes) -> Iterator[tuple[bytes, Value]]:
         """Yield the keys below a node, in order. Each node is read once, and is one lower than that above it."""
@@ -195,18 +211,18 @@ class _Store:
             if (found := body.take(1)[0]) != height:
                 raise ValueError(f"it is of height {found}, not {height}")
             files = self._files(body, base)
-            count = body.number()
+            count = self._count(body)
             if not count:
                 raise ValueError("it has no entries")
             lengths = _lengths(body, count)
             if height:
                 common = body.numbers(count)
-                names = self._names(body, *lengths)
+                names = self._names(body, len(prefix), *lengths)
                 places, offsets, sizes = (body.numbers(count) for _ in range(3))
                 for _ in range(3):
                     body.numbers(count)  # statistics
             else:
-                names = self._names(body, *lengths)
+                names = self._names(body, len(prefix), *lengths)
                 sizes, kinds = body.numbers(count), body.numbers(count)
                 outside = sum(kind == 1 for kind in kinds)
                 places, offsets = body.numbers(outside), body.numbers(outside)

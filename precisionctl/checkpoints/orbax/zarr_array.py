@@ -23,8 +23,9 @@ from precisionctl.untrusted.safe_json import parse_json
 from precisionctl.untrusted.safe_pickle import sizes
 
 ABOUT_2, ABOUT_3 = "/.zarray", "/zarr.json"
-_LARGEST_ABOUT = 1 << 20
-_MOST_CHUNKS = 1 << 24
+_LARGEST_ABOUT, _MOST_ABOUT = 1 << 20, 32 << 20
+"""Bytes of an array's description, and of all: Orbax's have 1 kB, and many keys may say the same bytes."""
+_MOST_CHUNKS, _MOST_IN_SHARD = 1 << 24, 1 << 18
 _ABSENT = (1 << 64) - 1
 """The offset and the length in a shard's index of a chunk that is not there."""
 _DTYPES_2 = {
@@ -43,7 +44,8 @@ _DTYPES_2 = {
 class ZarrArray:
     """An array of `shape` in a `grid` of chunks of the shape `chunk`, which are in shards of the shape `shard` if it is
     `sharded`. A key is `prefix` and the place in the grid. `filled` says that a chunk may be missing, and is zeros
-    then. Raises ValueError for shapes that contradict each other."""
+    then. Raises ValueError for shapes that contradict each other, and chunks or shards that are larger than the array:
+    TensorStore and Orbax make none."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,6 +66,10 @@ class ZarrArray:
             raise ValueError(f"an array {shown(self.shape)} in chunks {shown(chunk)}, in shards {shown(shard)}")
         if any(whole % part for whole, part in zip(shard, chunk, strict=True)):
             raise ValueError(f"chunks {shown(chunk)} in shards {shown(shard)}")
+        if any(part > size for size, part in zip(self.shape, shard, strict=True)):
+            raise ValueError(f"chunks {shown(shard)}, larger than the array {shown(self.shape)}")
+        if (count := math.prod(shard) // math.prod(chunk)) > _MOST_IN_SHARD:
+            raise ValueError(f"{count} chunks in a shard")
         if math.prod(self.grid) > _MOST_CHUNKS:
             raise ValueError(f"{math.prod(self.grid)} chunks")
 
@@ -130,11 +136,14 @@ def arrays_of(values: Mapping[str, Value], *, filled: bool) -> dict[str, ZarrArr
     """The arrays among the keys of a store, by name. `filled` says that chunks of nothing but the fill value were left
     out. Raises DamagedCheckpoint for a description that is none, and CheckpointError for what is not read."""
     found: dict[str, ZarrArray] = {}
+    left = _MOST_ABOUT
     for key, value in values.items():
         if key.endswith((ABOUT_2, ABOUT_3)):
             name, _, file = key.rpartition("/")
-            if _length(value) > _LARGEST_ABOUT:
-                raise DamagedCheckpoint(f"an array's description of {_length(value)} bytes", where=key)
+            left -= _length(value)
+            if _length(value) > _LARGEST_ABOUT or left < 0:
+                what = f"an array's description of {_length(value)} bytes, or more than {_MOST_ABOUT} of all arrays"
+                raise DamagedCheckpoint(what, where=key, do="Is the copy whole?")
             about = parse_json(value if isinstance(value, bytes) else value.read(), key)
             if about.get("node_type", "array") != "array":
                 continue

@@ -29,14 +29,14 @@ def pieces(value: Value, compressed: bool, where: object) -> Iterator[bytes]:
         yield from _pieces(io.BufferedReader(_PartOfFile(file, value.length), _PIECE), compressed, where)
 
 
-def read_at_most(value: Value, compressed: bool, most: int, where: object) -> bytes:
+def read_at_most(value: Value, compressed: bool, most: int, where: object) -> bytearray:
     """All that a value holds. Raises as `pieces`, and DamagedCheckpoint for more than `most` bytes."""
     found = bytearray()
     for piece in pieces(value, compressed, where):
         found += piece
         if len(found) > most:
             raise DamagedCheckpoint(f"more than {most} bytes, as nothing of its kind has", where=where)
-    return bytes(found)
+    return found
 
 
 class _PartOfFile(io.RawIOBase):
