@@ -25,7 +25,13 @@ from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.orbax.crc32c import crc32c
 from precisionctl.checkpoints.orbax.reader import OrbaxReader
-from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, UnmappedTensor
+from precisionctl.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    PrecisionctlError,
+    UnknownArchitecture,
+    UnmappedTensor,
+)
 from precisionctl.param import state_name
 from precisionctl.reports.inspect import describe
 
@@ -315,3 +321,14 @@ def test_counts_that_are_none_are_refused(tmp_path: Path) -> None:
     orbax_files.write(tmp_path / "two", state | {"opt_state.inner_state.0.count": STEP["step"]})
     with pytest.raises(PrecisionctlError, match="are both counts of updates"):
         _ = opened(tmp_path / "two", tmp_path / "reference").trainer_run
+
+
+def test_of_several_steps_one_may_be_chosen(tmp_path: Path) -> None:
+    for step in ("7", "9"):
+        orbax_files.write(tmp_path / "steps" / step / "items", whole(stored("qwen2")))
+    hints = Hints(companions=read_companions(reference(tmp_path, "qwen2")))
+    assert [open_checkpoint(tmp_path / "steps", step, hints).iteration for step in (None, 7)] == [9, 7]
+    with pytest.raises(CheckpointError, match="step 8 is not there.*7, 9"):
+        open_checkpoint(tmp_path / "steps", 8, hints)
+    with pytest.raises(CheckpointError, match="no iterations to choose from"):
+        open_checkpoint(tmp_path / "steps" / "7", 7, hints)

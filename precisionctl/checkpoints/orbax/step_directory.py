@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from precisionctl.checkpoints.base import no_iterations
 from precisionctl.checkpoints.orbax import ocdbt
 from precisionctl.checkpoints.orbax.zarr_array import ZarrArray, arrays_of
 from precisionctl.checkpoints.orbax.zstd_pieces import Value
@@ -45,10 +46,12 @@ def item_directory(path: Path, iteration: int | None) -> Path:
     item = item_in(path)
     if item is None or iteration is not None:
         steps = steps_in(path)
-        wanted = max(steps, default=None) if iteration is None else iteration
+        if not steps:
+            raise no_iterations(path)
+        wanted = max(steps) if iteration is None else iteration
         if wanted not in steps:
-            do = f"Steps that are there: {', '.join(map(str, sorted(steps)[-10:]))}." if steps else ""
-            raise CheckpointError(f"step {wanted} is not there", where=path, do=do or "Leave --iteration out.")
+            do = f"Steps that are there: {', '.join(map(str, sorted(steps)[-10:]))}."
+            raise CheckpointError(f"step {wanted} is not there", where=path, do=do)
         item = steps[wanted]
     check_link(item, path)
     return item
