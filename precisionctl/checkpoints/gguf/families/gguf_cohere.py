@@ -94,8 +94,9 @@ def _write_shared(model: ModelShape) -> Said:
 def _in_window_or_dense(fields: Fields) -> tuple[bool, ...] | None:
     """Layers with rotary embeddings."""
     layers = fields["num_layers"]
-    windows, experts = (fields[name] or (True,) * layers for name in ("window_layers", "moe.layer_freq"))
-    turned = tuple(window or not sparse for window, sparse in zip(windows, experts, strict=True))
+    windows, experts = (fields.get(name) or (True,) * layers for name in ("window_layers", "moe.layer_freq"))
+    pairs = zip(windows, experts, strict=False)  # ModelShape counts them
+    turned = tuple(window or not sparse for window, sparse in pairs)
     return None if all(turned) else turned
 
 

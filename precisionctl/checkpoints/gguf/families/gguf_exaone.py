@@ -138,7 +138,7 @@ FAMILIES = {
             **TWO_SCORES,
             "qk_layernorm": True,
             "moe.expert_bias": True,
-            "rope_layers": lambda fields: fields["window_layers"],
+            "rope_layers": lambda fields: fields.get("window_layers"),
         },
         ignored={**NO_PREDICTION, "mtp_dense": False},
         scalings=UNSCALED_ALONE,
