@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from precisionctl.checkpoints.orbax.zarr_array import ZarrArray
 from precisionctl.checkpoints.orbax.zstd_pieces import pieces
 from precisionctl.errors import DamagedCheckpoint, DiskProblem
@@ -74,9 +76,7 @@ class DecodedChunks:
 
     def _chunk(self, array: ZarrArray, at: tuple[int, ...]) -> Tensor | None:
         """A chunk, mapped from the file; None where it is zeros."""
-        within = 0
-        for i, count in zip(at, array.grid, strict=True):
-            within = within * count + i
+        within = int(np.ravel_multi_index(at, array.grid)) if at else 0
         number, offset = self._first[array.name]
         number, offset = number + within, offset + within * _pitch(array)
         if self._state[number] == _UNKNOWN:

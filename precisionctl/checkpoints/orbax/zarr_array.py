@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from precisionctl.checkpoints.orbax.crc32c import crc32c
 from precisionctl.checkpoints.orbax.zstd_pieces import Value
 from precisionctl.checkpoints.torch_files.torch_zip import Span
@@ -112,9 +114,7 @@ class ZarrArray:
                 if int.from_bytes(stored[-4:], "little") != crc32c(stored[:-4]):
                     raise ValueError("the checksum of its index is another")
                 self._indexes[key] = stored
-            number = 0
-            for i, count in zip(at, counts, strict=True):
-                number = number * count + i % count
+            number = int(np.ravel_multi_index([i % count for i, count in zip(at, counts, strict=True)], counts))
             entry = self._indexes[key][16 * number : 16 * number + 16]
             offset, length = int.from_bytes(entry[:8], "little"), int.from_bytes(entry[8:], "little")
             return None if offset == length == _ABSENT else _part(value, offset, length)
