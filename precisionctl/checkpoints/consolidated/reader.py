@@ -88,14 +88,15 @@ class ConsolidatedReader(HuggingFaceTensors):
         known = from_hf_config(reference, given.config_path) if given and reference else None
         said = ParamsJson(params, where, known)
         of_meta = "hidden_dim" not in said
-        read = cache(lambda: _tensors(path, params, where))
+        # Where files of both kinds are there, those in safetensors are read, as vLLM does
+        shards = [] if file_format_of(path) else shard_files(path)
+        read = cache(lambda: _tensors(path, shards, params, where))
         made = llama_config(said, read) if of_meta else mistral_config(said)
         model = made.model(where)
         if given and known:
             _check_same(known, model, made.config, given.config_path)
         names = PublishedNames(model, made.config.get("vision_config"), where)
         tensors = read()
-        shards = [] if file_format_of(path) else shard_files(path)
         self.files: Sequence[Path] = sorted({file for file, _ in tensors.values()} | {*shards})
         left = sorted(name for name in tensors if LEFT.fullmatch(name))
         places = _published({name: each for name, each in tensors.items() if name not in left}, names, where)
@@ -128,12 +129,9 @@ class ConsolidatedReader(HuggingFaceTensors):
         yield from super().notes()
 
 
-def _tensors(path: Path, params: Mapping[str, Any], where: Path) -> Places:
-    """The tensors in the files of a directory, whole, by their own names. Where both kinds of files are there, those in
-    safetensors are read, as vLLM does."""
-    if file_format_of(path) is None:
-        return read_shards(shard_files(path), size(params, "dim", where))
-    return places_in(read_stored(path, _FILES))
+def _tensors(path: Path, shards: Sequence[Path], params: Mapping[str, Any], where: Path) -> Places:
+    """The tensors in these shards, or in the directory's safetensors if there are none, whole, by their own names."""
+    return read_shards(shards, size(params, "dim", where)) if shards else places_in(read_stored(path, _FILES))
 
 
 def _config_of(companions: Companions) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from precisionctl.checkpoints.chunks import Chunked
 from precisionctl.checkpoints.other_trainers.torchtitan_families import Family
+from precisionctl.checkpoints.other_trainers.trainer_directory import both_are
 from precisionctl.checkpoints.rotary_heads import Heads
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model.model_shape import ModelShape
@@ -48,8 +49,7 @@ def by_hf_names(
             made[hf] = name
         for new in made:
             if (first := seen.setdefault(new, titan)) != titan:
-                what = f"`{first}` and `{titan}` are both `{new}`"
-                raise DamagedCheckpoint(what, where=where, do="Save one model, under one set of names.")
+                raise both_are(first, titan, new, where)
         found |= made
     return found
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from precisionctl.checkpoints.orbax.crc32c import crc32c
-from precisionctl.checkpoints.orbax.zstd_pieces import Value, read_at_most, span_in
+from precisionctl.checkpoints.orbax.zstd_pieces import Value, read_at_most
 from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.untrusted.safe_files import has_file
@@ -196,13 +196,17 @@ class _Store:
         return found
 
     def _span(self, path: str, offset: int, length: int) -> Span:
+        """Bytes `[offset, offset + length)` of a data file. Raises DamagedCheckpoint for others than it has."""
         if path not in self._files_seen:
             place = self._directory / path
             if not has_file(place, self._directory):
                 raise DamagedCheckpoint("a file is missing", where=place, do="Is the copy whole?")
             self._files_seen[path] = place, place.stat().st_size
         place, size = self._files_seen[path]
-        return span_in(place, offset, length, size)
+        if offset + length > size:
+            what = f"a file of {size} bytes, of which those up to {offset + length} are needed"
+            raise DamagedCheckpoint(what, where=place, do="Is the copy whole?")
+        return Span(place, offset, length)
 
     def _entries(self, span: Span, base: str, height: int, prefix: bytes) -> Iterator[tuple[bytes, Value]]:
         """Yield the keys below a node, in order. Each node is read once, and is one lower than that above it."""

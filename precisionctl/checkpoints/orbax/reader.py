@@ -21,7 +21,7 @@ from precisionctl.checkpoints.orbax.hf_rows import HfRows, hf_rows
 from precisionctl.checkpoints.orbax.step_directory import item_directory, item_in, read_tree, steps_in
 from precisionctl.checkpoints.orbax.zarr_array import ZarrArray
 from precisionctl.checkpoints.other_trainers.maxtext_families import FAMILIES, placed
-from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, says_its_model
+from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, both_are, says_its_model
 from precisionctl.checkpoints.other_trainers.trainer_run import NO_COUNT, TrainerRun, adam_run, number
 from precisionctl.errors import (
     DROP_OPTIMIZER,
@@ -74,7 +74,7 @@ class OrbaxReader(TrainerDirectory):
                 for name, place in self._placed(kind, arrays):
                     full = state_name(kind, name) if kind else name
                     if (other := self._places.setdefault(full, place)) is not place:
-                        raise _twice(other.array, place.array, name)
+                        raise both_are(other.array.name, place.array.name, name, item)
         specs = {name: TensorSpec(place.shape, place.array.dtype) for name, place in self._places.items()}
         weights = {name: spec for name, spec in specs.items() if not name.startswith(STATE)}
         self._towers: Chunked | None = None
@@ -106,7 +106,7 @@ class OrbaxReader(TrainerDirectory):
             else:
                 kind, parameter = "", _parameter(name)
             if (other := found.setdefault(kind, {}).setdefault(parameter, array)) is not array:
-                raise _twice(other, array, parameter)
+                raise both_are(other.name, name, parameter, self._item)
         return found
 
     def notes(self) -> Iterator[str]:
@@ -189,11 +189,6 @@ class OrbaxReader(TrainerDirectory):
             return self._towers.chunks(TOWERS + name)
         place = self._places[name]
         return [Chunk(whole(TensorSpec(place.shape, place.array.dtype)), place)]
-
-
-def _twice(one: ZarrArray, other: ZarrArray, name: str) -> DamagedCheckpoint:
-    what = f"`{one.name}` and `{other.name}` are both `{name}`"
-    return DamagedCheckpoint(what, do="Save one model, under one set of names.")
 
 
 def _parameter(name: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from precisionctl.checkpoints.torch_files.torch_zip import Span
@@ -68,11 +67,3 @@ def _pieces(file: BinaryIO, compressed: bool, where: object) -> Iterator[bytes]:
             yield piece
     except zstandard.ZstdError as error:
         raise DamagedCheckpoint(f"not what Zstandard writes: {error}", where=where, do="Is the copy whole?") from error
-
-
-def span_in(path: Path, offset: int, length: int, size: int) -> Span:
-    """Bytes `[offset, offset + length)` of a file of `size` bytes. Raises DamagedCheckpoint for others than it has."""
-    if offset + length > size:
-        what = f"a file of {size} bytes, of which those up to {offset + length} are needed"
-        raise DamagedCheckpoint(what, where=path, do="Is the copy whole?")
-    return Span(path, offset, length)

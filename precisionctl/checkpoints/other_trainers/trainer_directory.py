@@ -10,7 +10,7 @@ from precisionctl.architectures.families import read_model
 from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints, Reader
 from precisionctl.checkpoints.hf_directory.companions import needed_hints, read_companions
 from precisionctl.codes.encoding import Encoding
-from precisionctl.errors import CheckpointError
+from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model.model_shape import ModelShape
@@ -70,3 +70,9 @@ def says_its_model(reader: Reader | TrainerDirectory) -> bool:
     """Whether something describes the model of a checkpoint. If not, tensors keep the names under which they are
     stored."""
     return not isinstance(reader, TrainerDirectory) or "config.json" in reader.companions.files
+
+
+def both_are(one: str, other: str, name: str, where: Path) -> DamagedCheckpoint:
+    """The error for two stored tensors that are the same one of the model, of which either could be meant."""
+    what = f"`{one}` and `{other}` are both `{name}`"
+    return DamagedCheckpoint(what, where=where, do="Save one model, under one set of names.")
