@@ -6,6 +6,7 @@ mlx/backend/cpu/quantized.cpp, quantize; of exponents kernels/fp_quantized.h).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -76,16 +77,16 @@ class MlxGroups(CodesInRows):
         return sum(dtype.itemsize * count for dtype, count in self.parts(columns).values())
 
     def encode(self, values: Tensor) -> Tensor:
-        numbers = values.to(self.values.torch)
-        groups = numbers.view(len(values), -1, self.group)
-        made = _AS_FLOATS[self.mode](groups) if self.mode in _AS_FLOATS else self._as_integers(groups)
+        dtype = self.values.torch
+        groups = values.to(dtype).float().view(len(values), -1, self.group)  # PyTorch computes faster in FP32
+        made = _AS_FLOATS[self.mode](groups, dtype) if self.mode in _AS_FLOATS else self._as_integers(groups)
         return torch.cat([part.reshape(len(values), -1).view(torch.uint8) for part in made], 1)
 
     def _as_integers(self, groups: Tensor) -> tuple[Tensor, ...]:
         """FP32 throughout. The end of a group's range that is farther from zero is a whole number of steps from it, so
         that zero has a code, and the scale is negative where that end is the upper one."""
-        numbers, most = groups.float(), float((1 << self.bits) - 1)
-        low, high = numbers.aminmax(dim=-1, keepdim=True)
+        dtype, most = self.values.torch, float((1 << self.bits) - 1)
+        low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
         from_low = low.abs() > high.abs()
         edge = torch.where(from_low, low, high)
         scale = ((high - low) / torch.full_like(high, most)).clamp(min=_SMALLEST_STEP)
@@ -93,9 +94,9 @@ class MlxGroups(CodesInRows):
         steps = (edge / scale).round()
         scale = torch.where(steps == 0, scale, edge / steps)
         bias = torch.where(steps == 0, 0.0, edge)
-        codes = ((numbers - bias) / scale).round().clamp(0, most).to(torch.uint8)
+        codes = (groups - bias).div_(scale).round_().clamp_(0, most).to(torch.uint8)
         packed = nibbles.pack(codes) if self.bits == 4 else codes
-        return packed, scale.to(groups.dtype), bias.to(groups.dtype)
+        return packed, scale.to(dtype), bias.to(dtype)
 
     def rounded(self, values: Tensor) -> Tensor:
         stored = self.encode(values)
@@ -159,41 +160,46 @@ def float_values(codes: Tensor, bits: int, scales: Tensor) -> Tensor:
     return values
 
 
-def _as_mx(groups: Tensor, element: Element, nearest: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+def _as_mx(
+    groups: Tensor, dtype: torch.dtype, element: Element, nearest: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, ...]:
     """The scale is the least power of two with which the largest magnitude is not beyond the element's largest number;
     1 for zeros."""
-    scales = _of_largest(groups, element)
-    exponents = torch.where(scales == 0, 0, scales.float().log2().ceil())
-    return nearest(groups / torch.pow(2.0, exponents).to(groups.dtype)), (exponents + 127).to(torch.uint8)
+    scales = _of_largest(groups, dtype, element)
+    exponents = torch.where(scales == 0, 0, scales.log2().ceil())
+    return nearest(_quotients(groups, torch.pow(2.0, exponents), dtype)), (exponents + 127).to(torch.uint8)
 
 
-def _as_nvfp4(groups: Tensor) -> tuple[Tensor, ...]:
-    scales = _nearest_e4m3(_of_largest(groups, E2M1))
-    by = scales.float().to(groups.dtype)
-    return _nearest_e2m1(torch.where(by == 0, 0, groups / by)), scales
+def _as_nvfp4(groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    scales = _nearest_e4m3(_of_largest(groups, dtype, E2M1))
+    by = scales.float()
+    return _nearest_e2m1(_quotients(groups, torch.where(by == 0, math.inf, by), dtype)), scales
 
 
-def _of_largest(groups: Tensor, element: Element) -> Tensor:
-    """The scale by which a group's largest magnitude is the element's largest number, in the dtype of the values."""
-    largest = groups.abs().amax(-1, keepdim=True)
-    return largest / torch.full_like(largest, element.largest)
+def _of_largest(groups: Tensor, dtype: torch.dtype, element: Element) -> Tensor:
+    """The scale by which a group's largest magnitude is the element's largest number."""
+    bits = groups.abs().view(torch.int32)  # which compare as their floats do, three times as fast
+    largest = bits.amax(-1, keepdim=True).view(torch.float32)
+    return _quotients(largest, torch.full_like(largest, element.largest), dtype)
+
+
+def _quotients(values: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+    """What division in the dtype of the values gives, FP32: MLX divides in it."""
+    return (values / by.to(dtype)).to(dtype).float()
 
 
 def _nearest_e4m3(values: Tensor) -> Tensor:
-    return values.float().clamp(-E4M3.largest, E4M3.largest).to(torch.float8_e4m3fn)
+    return values.clamp(-E4M3.largest, E4M3.largest).to(torch.float8_e4m3fn)
 
 
 def _nearest_e2m1(values: Tensor) -> Tensor:
     """Bytes of two codes each. Of two numbers that are as near, the smaller one; zero has no sign."""
-    magnitudes = values.float().abs()
-    codes = torch.bucketize(magnitudes, torch.tensor(_BETWEEN_E2M1)).to(torch.uint8)
-    return nibbles.pack(codes | ((values < 0) & (codes > 0)).to(torch.uint8) << 3)
+    codes = nibbles.to_e2m1_or_less(values.abs())
+    signs = (codes > 0).logical_and_(values < 0)
+    return nibbles.pack(signs.view(torch.uint8).bitwise_left_shift_(3).bitwise_or_(codes))
 
 
-_BETWEEN_E2M1 = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""What is halfway between two numbers of E2M1 that follow one another."""
-
-_AS_FLOATS: Mapping[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+_AS_FLOATS: Mapping[str, Callable[[Tensor, torch.dtype], tuple[Tensor, ...]]] = {
     "mxfp4": partial(_as_mx, element=E2M1, nearest=_nearest_e2m1),
     "mxfp8": partial(_as_mx, element=E4M3, nearest=_nearest_e4m3),
     "nvfp4": _as_nvfp4,

@@ -136,6 +136,17 @@ def _to_e2m1(values: Tensor, powers: Tensor) -> Tensor:
     return counts.add_(powers.view(torch.int32).bitwise_right_shift_(22)).to(torch.uint8).bitwise_and_(7)
 
 
+def to_e2m1_or_less(magnitudes: Tensor) -> Tensor:
+    """E2M1 codes, uint8, of FP32 magnitudes, which are overwritten; of two numbers that are as near, the smaller one.
+
+    Steps of E2M1 are half a power of two, 1 to 4, so `magnitude / power * 2` counts them, exactly; codes are counted
+    as in `_to_e2m1`.
+    """
+    powers = (magnitudes.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(1, 4)
+    steps = magnitudes.clamp_(max=6).div_(powers).mul_(2).sub_(0.5).ceil_().to(torch.int32)
+    return steps.add_(powers.view(torch.int32).bitwise_right_shift_(22)).add_(2).to(torch.uint8).bitwise_and_(7)
+
+
 def _signs(values: Tensor) -> Tensor:
     """The sign bits of floating-point values as E2M1 codes have them: uint8, 8 for a minus."""
     bits = values.view(INTEGERS[values.dtype.itemsize].torch)

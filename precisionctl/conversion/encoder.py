@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from precisionctl.checkpoints.chunks import Chunked, read_rows
+from precisionctl.checkpoints.chunks import Chunked, in_pieces, read_rows
 from precisionctl.codes import numerics, zero_points
 from precisionctl.codes.blocks import BlockScales, share, share_global
 from precisionctl.codes.elements import CodesInRows
@@ -211,7 +211,10 @@ class Encoder:
             what = f"`{name}` holds {largest:.3g}, beyond {packing.largest:.3g}, the largest number in {packing.name}"
             in_bf16 = largest <= torch.finfo(torch.bfloat16).max
             raise PrecisionError(what, do=_IN_BF16 if in_bf16 else BROKEN_WEIGHTS)
-        return packing.encode(values)
+        made = self._buffers.to_write(DType.uint8, len(values), packing.row_bytes(values.shape[1]))
+        for row, rows in in_pieces(0, *values.shape, numerics.PIECE):
+            made[row : row + rows] = packing.encode(values[row : row + rows])
+        return made
 
     def put_encoding(self, weight: str, scales: Scales, encoding: Encoding) -> None:
         """Write all that a weight's encoding consists of."""

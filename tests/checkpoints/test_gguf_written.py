@@ -245,7 +245,8 @@ def test_norms_and_routers_are_fp32_and_rows_that_are_no_blocks_fp16(tmp_path: P
 def test_q8_0_is_an_fp16_scale_and_32_bytes() -> None:
     values = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).double()
     values[0, :32], values[1, :32] = 0.0, torch.arange(32) * 63.5 / 31  # a block of zeros; halves
-    values[1, 0] = -127.0
+    values[1, 0] = values[2, 0] = -127.0
+    values[2, 1:5] = torch.tensor([1.0, -1.0, 3.0, -3.0]).double() * (0.5 - 2.0**-25)  # below halves
     blocks = blocks_of(named("Q8_0")).encode(values.float()).numpy().reshape(12, 34)
     for block, row in zip(blocks, values.view(12, 32).numpy(), strict=True):
         scale = np.float32(abs(row).max()) / np.float32(127)
@@ -255,7 +256,8 @@ def test_q8_0_is_an_fp16_scale_and_32_bytes() -> None:
 
 
 def test_q4_0_makes_minus_8_of_the_largest_magnitude() -> None:
-    values = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+    values = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
+    values[3, 7], values[3, 9], values[4, 7], values[4, 9] = 5.0, -5.0, -5.0, 5.0  # of two such, the first
     for block, row in zip(blocks_of(named("Q4_0")).encode(values).numpy(), values.tolist(), strict=True):
         scale = np.float32(max(row, key=abs)) / np.float32(-8)
         assert block[:2].view(np.float16)[0] == np.float16(scale)

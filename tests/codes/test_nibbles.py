@@ -101,6 +101,12 @@ def test_every_bf16_value_and_every_neighbour_of_a_tie_has_the_code_of_the_defin
     assert nibbles.unpack(encoded(torch.tensor([values]), element, torch.ones(1, 1))).tolist() == [expected]
 
 
+def test_of_two_numbers_that_are_as_near_mlx_takes_the_smaller() -> None:
+    magnitudes = [*EVERY_BF16.float().tolist(), 0.0, *near([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, 7])]
+    expected = [min(range(8), key=lambda code: (abs(min(each, 6) - MAGNITUDES[code]), code)) for each in magnitudes]
+    assert nibbles.to_e2m1_or_less(torch.tensor(magnitudes)).tolist() == expected
+
+
 def test_every_code_under_every_scale_of_nvfp4_is_the_definition_and_comes_back_from_bf16() -> None:
     """`number * f32(scale * global)`, or with a divisor. FP64 holds the product of scale and global, and its quotient
     rounded twice is the one rounded once. BF16 must hold what the codes are: scales from 2^-131 on."""
