@@ -113,6 +113,16 @@ class Parallelism:
     first_layers: int | None = None
     last_layers: int | None = None
 
+    @property
+    def ranks(self) -> int:
+        """The number of GPUs of such a run. Attention is divided over `tensor` of the ranks of a pipeline stage, and
+        experts over `expert` times `tensor_of(experts)` of the same ones (megatron/core/parallel_state.py)."""
+        return self.pipeline * math.lcm(self.tensor, self.expert * self.tensor_of(experts=True))
+
+    def tensor_of(self, *, experts: bool) -> int:
+        """The tensor-parallel size of experts, or of everything else."""
+        return (experts and self.expert_tensor) or self.tensor
+
     def layers_of_ranks(self, layers: int) -> list[int]:
         """The number of a model's layers on each pipeline rank, for sizes from `planning.checks.with_stages`."""
         ends = (self.first_layers, self.last_layers)

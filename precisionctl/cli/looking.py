@@ -196,10 +196,13 @@ def evaluate(
 ) -> None:
     """Measure the perplexity of CHECKPOINT in the precision that it is stored in, or run lm-eval's tasks."""
     of_data = against or is_given("sequence_length")
-    if (data is None) == (tasks is None) or (tasks and of_data) or (limit and not tasks):
+    if (data is None) == (tasks is None) or (tasks is not None and of_data) or (limit and tasks is None):
         raise click.UsageError(
             "eval needs either --data (--against and --sequence-length are for it) or --tasks (--limit is for it)."
         )
+    names = [] if tasks is None else [name.strip() for name in tasks.split(",")]
+    if not all(names):
+        raise click.UsageError("--tasks has a name that is empty.")
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.export.model_card import NAME as CARD
@@ -209,10 +212,10 @@ def evaluate(
     if card:
         around_quality(checkpoint)  # what cannot be written is found before hours of measuring
     reader, reference = open_checkpoint(checkpoint, iteration), open_checkpoint(against) if against else None
-    if tasks:
+    if names:
         from precisionctl.evaluate.harness import run_tasks
 
-        result = run_tasks(reader, tasks.split(","), limit=limit)
+        result = run_tasks(reader, names, limit=limit)
         lines = report.task_lines(result)
     else:
         from precisionctl.evaluate import evaluate as measure

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from decimal import Decimal
 from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
@@ -190,10 +191,11 @@ class Size(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)B?", str(value))
-        if not found:
+        found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([kMGT]?)B?", str(value))
+        size = int(Decimal(found[1]) * 1000 ** " kMGT".index(found[2] or " ")) if found else 0
+        if not size:
             self.fail(f"{value!r} is not a size such as 5GB", param, ctx)
-        return int(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))
+        return size
 
 
 class Duration(click.ParamType[timedelta]):

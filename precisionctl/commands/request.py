@@ -136,6 +136,11 @@ def numerics(recipe: Precision | None, model: ModelShape) -> Precision:
     return precision.of_layers(model.num_layers) if precision.counts_layers else precision
 
 
+def given_options(options: Mapping[str, object]) -> str:
+    """Those of some options that are given, in words."""
+    return ", ".join(option for option, given in options.items() if given)
+
+
 def check_expert_parallel(expert_parallel: bool, ranks: int) -> None:
     """Raise RecipeError if experts are to be dealt out to a single GPU."""
     if expert_parallel and ranks == 1:
@@ -286,11 +291,9 @@ class Request:
             raise RecipeError(f"an export for {TE_TITLE} has no scheme {self.scheme}", do="Leave --scheme out.")
         if self.recipe and self.recipe.scaling != "delayed":
             raise RecipeError(f"{self.recipe.scaling} scaling keeps no state", do="Give a recipe of delayed scaling.")
-        if any(self._of_engines.values()):
-            raise RecipeError(
-                f"{', '.join(self._of_engines)} do not apply to {TE_TITLE}",
-                do="Leave them out; keep_bf16 in a --recipe.",
-            )
+        if given := given_options(self._of_engines):
+            do = "Leave it out, or choose modules with keep_bf16 in a --recipe."
+            raise RecipeError(f"{given} cannot be given for {TE_TITLE}", do=do)
         return TeState(self.recipe, self.base_model)
 
     def _gguf(self) -> Gguf:
@@ -306,9 +309,8 @@ class Request:
         if self.scheme not in (None, *schemes):
             what = f"{target} does not read {self.scheme}"
             raise RecipeError(what, do=f"Choose --scheme {' or '.join(schemes)}; {others}")
-        if any(self._of_engines.values()) or self.fp8_state or self.recipe:
-            what = f"{', '.join(self._of_engines)}, --fp8-state and --recipe do not apply to {target}"
-            raise RecipeError(what, do="Leave them out.")
+        if given := given_options({**self._of_engines, "--fp8-state": self.fp8_state, "--recipe": self.recipe}):
+            raise RecipeError(f"{given} cannot be given for {target}", do="Leave it out.")
 
     @property
     def _of_engines(self) -> Mapping[str, object]:

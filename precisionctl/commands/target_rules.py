@@ -7,7 +7,7 @@ from pathlib import Path
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands.hinted_path import HintedPath, open_hinted
-from precisionctl.commands.request import LLAMA_CPP, MLX, TE, check_expert_parallel
+from precisionctl.commands.request import LLAMA_CPP, MLX, TE, check_expert_parallel, given_options
 from precisionctl.engines.base import engine_named
 from precisionctl.engines.rules.rule import EngineRule, Finding
 from precisionctl.errors import PrecisionError, RecipeError
@@ -48,8 +48,8 @@ def check_directory(
         found = check(reader, engine, ranks, expert_parallel=expert_parallel)
         return TargetCheck(engine.title, [*_wrapped(reader), *found])
     title, check_alone = _NO_ENGINES[target]
-    if ranks > 1 or expert_parallel:
-        raise RecipeError(f"--tp and --expert-parallel do not apply to {title}", do="Leave them out.")
+    if given := given_options({"--tp": ranks > 1, "--expert-parallel": expert_parallel}):
+        raise RecipeError(f"{given} cannot be given for {title}", do="Leave it out.")
     return TargetCheck(title, [*_wrapped(reader), *check_alone(reader)])
 
 

@@ -63,10 +63,7 @@ def _boxes(plan: Plan) -> int:
     if plan.to_layout != "megatron":
         return 0
     sizes = plan.parallelism
-    of_experts = sizes.expert_tensor or sizes.tensor
-    cuts = Counter(
-        (spec, sizes.tensor if expert_of(name) is None else of_experts) for name, spec in plan.targets.items()
-    )
+    cuts = Counter((spec, sizes.tensor_of(experts=expert_of(name) is not None)) for name, spec in plan.targets.items())
     return sum(count * sum(map(len, shard_boxes(spec, size))) for (spec, size), count in cuts.items())
 
 

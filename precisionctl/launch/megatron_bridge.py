@@ -1,10 +1,10 @@
 """Megatron-Bridge: lines for a recipe, on its ConfigContainer `cfg` (training/config.py, mixed_precision.py)."""
 
 from precisionctl.checkpoints.megatron.arguments import recipe_words
+from precisionctl.checkpoints.megatron.provider import RENAMED
 from precisionctl.launch.base import Launch, LaunchSource, left_to_provider
-from precisionctl.megatron_flags import stateless_words
+from precisionctl.megatron_flags import PARALLEL_SIZES, stateless_words
 
-_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 _MIXED = "megatron.bridge.training.mixed_precision"
 
 
@@ -24,7 +24,8 @@ def launch(source: LaunchSource) -> Launch:
         "cfg.checkpoint.load_rng = False",
         *(["cfg.checkpoint.dist_ckpt_strictness = 'log_all'"] if source.lacks_extra_state else []),
     ]
-    lines += [f"cfg.model.{name} = {size}" for name, size in source.sizes(_SIZES).items()]
+    sizes = source.sizes(argument for _, argument in PARALLEL_SIZES.values())
+    lines += [f"cfg.model.{RENAMED.get(name, name)} = {size}" for name, size in sizes.items()]
     if source.reader.model.mtp_num_layers and not source.model.mtp_num_layers:
         lines.append("cfg.model.mtp_num_layers = None")  # a provider made from config.json would build them
     lines += [f"cfg.model.seq_length = {source.model.max_position_embeddings}"]

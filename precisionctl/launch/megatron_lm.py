@@ -1,6 +1,5 @@
 """Megatron-LM: flags of `pretrain_gpt.py`, under the names that versions from 0.14 on have in common (arguments.py)."""
 
-import math
 import shlex
 from collections.abc import Mapping, Set
 from typing import Any
@@ -15,9 +14,10 @@ from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.launch.base import Launch, LaunchSource, left_to_provider
-from precisionctl.megatron_flags import stateless_words
+from precisionctl.megatron_flags import PARALLEL_SIZES, stateless_words
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import differences
+from precisionctl.param import Parallelism
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.optimizer.megatron_schedule import DECAY_STYLES, WSD_STYLES
 
@@ -56,19 +56,13 @@ _YOURS = ("--micro-batch-size", "--global-batch-size", "--train-iters", "--lr", 
 _DROPPING = "moe_token_drop_policy"
 _BALANCE_KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
-_SIZES = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
-    *("expert_tensor_parallel_size", "num_layers_per_virtual_pipeline_stage"),
-    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-)
-
 
 def launch(source: LaunchSource) -> Launch:
     """The flags of `pretrain_gpt.py`. Raises CheckpointError for a checkpoint that is not Megatron's, and
     UnknownArchitecture for a model that flags cannot describe."""
     source.require_megatron("Megatron-LM", "Write one: `precisionctl convert CKPT NEW --to megatron`.")
-    sizes = source.sizes(_SIZES)
-    ranks = math.prod(sizes.get(f"{group}_model_parallel_size", 1) for group in ("tensor", "pipeline", "expert"))
+    sizes = source.sizes(argument for _, argument in PARALLEL_SIZES.values())
+    parallel = Parallelism(**{field: sizes[name] for field, (_, name) in PARALLEL_SIZES.items() if name in sizes})
     options = [*_model_options(source.model), *_loading_options(source)]
     if source.tokenizer:
         options += [("--tokenizer-type", "HuggingFaceTokenizer"), ("--tokenizer-model", str(source.tokenizer))]
@@ -79,8 +73,11 @@ def launch(source: LaunchSource) -> Launch:
         dtypes = {"main_grads": "bf16", "main_params": "fp16", "exp_avg": "fp8", "exp_avg_sq": "fp16"}
         options += [("--use-distributed-optimizer",), ("--use-precision-aware-optimizer",)]
         options += [(_flag(f"{name}_dtype"), dtype) for name, dtype in dtypes.items()]
+    if sizes.pop("virtual_pipeline_model_parallel_size", 1) > 1:  # which has no flag of its own
+        by_layers = source.sizes(["num_layers_per_virtual_pipeline_stage"])  # where all stages have as many
+        sizes |= by_layers or {"num_virtual_stages_per_pipeline_rank": parallel.virtual}
     options += [(_flag(name), str(size)) for name, size in sizes.items()]
-    if source.model.moe and sizes.get("tensor_model_parallel_size", 1) > 1:
+    if source.model.moe and parallel.tensor > 1:
         options.append(("--sequence-parallel",))  # Megatron requires it for experts under tensor parallelism
     notes = ["--seq-length is the model's longest; a shorter one is fine"]
     steps = dict(option for option in training if len(option) == 2).get("--train-iters")
@@ -107,7 +104,7 @@ def launch(source: LaunchSource) -> Launch:
         notes.append("no _extra_state is in it; --dist-ckpt-strictness lets Megatron load it and name what is missing")
     return Launch(
         "megatron-lm",
-        ("torchrun", "--nproc-per-node", str(ranks), "pretrain_gpt.py"),
+        ("torchrun", "--nproc-per-node", str(parallel.ranks), "pretrain_gpt.py"),
         tuple(options),
         source.environment,
         yours=_still_yours({option[0] for option in training}),

@@ -98,7 +98,7 @@ def check_shapes(stored: Mapping[str, TensorSpec], shapes: Iterable[tuple[int, .
 def check_division(row: Row, model: ModelShape, parallelism: Parallelism) -> None:
     """Raise ShapeMismatch if the tensors of a row cannot be divided over the tensor-parallel ranks."""
     shape, parallel = row.shape(model), row.cut(model)
-    ranks = (row.of_experts and parallelism.expert_tensor) or parallelism.tensor
+    ranks = parallelism.tensor_of(experts=row.of_experts)
     if parallel.kind == "replicated":
         return
     sizes = [shape[1]] if parallel.kind == "columns" else parallel.rows_of_parts(shape[0])

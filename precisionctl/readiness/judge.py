@@ -84,11 +84,14 @@ class Verdict:
 
     @property
     def ready(self) -> bool:
-        """Whether everything is known and finite, and no state has to be calibrated first."""
-        return not self.broken and not self.recalibrate and not self.unjudged
+        """Whether there is anything to be FP8, everything is known and finite, and no state has to be calibrated
+        first."""
+        return bool(self.modules) and not self.broken and not self.recalibrate and not self.unjudged
 
     @property
     def words(self) -> str:
+        if not self.modules:
+            return "nothing to judge: no module would be in FP8"
         if self.broken:
             return f"not ready: NaN or infinity in {counted(self.broken, 'module')}, which no precision mends"
         in_bf16 = f"with {self.kept} of {self.modules} modules in BF16" if self.kept else "all modules in FP8"

@@ -62,7 +62,7 @@ def _stages(plan: Plan) -> Table:
         if name.startswith(STATE):
             continue
         of_expert = expert_of(name) is not None
-        cut = 1 if spec.parallel.kind == "replicated" else of_expert and sizes.expert_tensor or sizes.tensor
+        cut = 1 if spec.parallel.kind == "replicated" else sizes.tensor_of(experts=of_expert)
         share = spec.nbytes // cut // (sizes.expert if of_expert else 1)
         if layer := layer_of(name):
             held[rank_of[layer[0]]] += share

@@ -48,13 +48,15 @@ def write_page(path: Path, description: Description, readiness: Readiness) -> No
 def whole_page(description: Description, readiness: Readiness) -> str:
     """The page as HTML. `description` is the result of `reports.inspect.describe`."""
     model, run = description["model"], to_measure(readiness, str(description["path"]))
+    sizes = (
+        ""
+        if "no_table" in model
+        else f", {counted(model['num_layers'], 'layer')} of hidden size {model['hidden_size']}"
+    )
     when = "" if description["iteration"] is None else f" at iteration {description['iteration']}"
     limits = [(name.replace("_", " "), limit.shown, limit.source) for name, limit in ALL.items()]
     parts = [
-        paragraph(
-            f"{description['architecture']}, {counted(model['num_layers'], 'layer')} of "
-            f"hidden size {model['hidden_size']}{when}."
-        ),
+        paragraph(f"{description['architecture']}{sizes}{when}."),
         _cards(readiness),
         paragraph(rests_on(readiness)),
         *(_folded(f"For a recipe: {names} scaling", text) for names, text in keep_bf16(readiness)),

@@ -213,8 +213,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[PrecisionctlE
     "dense layers": ("qwen2-moe", {}, {}, UnknownArchitecture, "with layers without experts"),
     "gates of channels": ("laguna-per-element", {}, {}, UnknownArchitecture, "gates of single channels"),
     "another target's scheme": ("llama-3", {}, {"scheme": "w4a16"}, RecipeError, "mlx does not read w4a16"),
-    "several GPUs": ("llama-3", {}, {"ranks": 2}, RecipeError, "--tp.* do not apply to mlx"),
-    "modules that are chosen": ("llama-3", {}, {"include": ("*",)}, RecipeError, "--include.* do not apply to mlx"),
+    "several GPUs": ("llama-3", {}, {"ranks": 2}, RecipeError, "--tp.* cannot be given for mlx"),
+    "modules that are chosen": ("llama-3", {}, {"include": ("*",)}, RecipeError, "--include.* cannot be given for mlx"),
     "no whole groups": (
         "llama-3",
         {"hidden_size": 32, "intermediate_size": 48},
@@ -293,7 +293,7 @@ def test_a_known_family_without_a_table_is_refused_for_the_setting(changes: dict
 @pytest.mark.parametrize("option", ["include", "exclude"])
 @pytest.mark.parametrize("target", [MLX, LLAMA_CPP, TE])
 def test_a_choice_of_codes_is_for_engines(target: str, option: str) -> None:
-    with pytest.raises(RecipeError, match=f"--{option}.* do not apply to {TE_TITLE if target == TE else target}"):
+    with pytest.raises(RecipeError, match=f"--{option}.* cannot be given for {TE_TITLE if target == TE else target}"):
         Request.export("in", "out", target, **{option: ("*",)})
 
 

@@ -728,6 +728,8 @@ def test_verify_wants_a_second_checkpoint_or_an_engine(arguments):
     [
         (["verify", ".", "--target", "vllm", "--fp8"], "--fp8"),
         (["eval", ".", "--tasks", "x", "--sequence-length", "1024"], "--sequence-length"),
+        (["eval", ".", "--tasks", ""], "--tasks has a name that is empty"),
+        (["eval", ".", "--tasks", "x,"], "--tasks has a name that is empty"),
         (["inspect", ".", "--workers", "2"], "--workers"),
     ],
 )

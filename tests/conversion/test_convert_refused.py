@@ -55,7 +55,7 @@ CONTRADICTORY: dict[str, dict[str, Any]] = {
     },
     "is not what": {"to": "megatron", "precision": "fp8", "target": "vllm"},
     "are for an engine": {"to": "hf", "precision": "fp8", "scheme": "block"},
-    "do not apply to PyTorch": {"to": "hf", "precision": "fp8", "target": "te", "kv_cache": "fp8"},
+    "cannot be given for PyTorch": {"to": "hf", "precision": "fp8", "target": "te", "kv_cache": "fp8"},
     "is not written as torch_dist": {"to": "hf", "container": "torch_dist"},
     "choose what becomes codes": {"to": "hf", "precision": "bf16", "exclude": ("*",)},
     "has no scheme dynamic": {"to": "hf", "precision": "fp8", "target": "te", "scheme": "dynamic"},

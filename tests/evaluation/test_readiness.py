@@ -380,6 +380,8 @@ def test_patterns_match_what_they_stand_for_and_nothing_else(chosen):
 def test_a_kind_in_every_layer_and_all_of_a_layer_become_patterns():
     assert shortened({m for m in MODULES if m.endswith("fc2")}, MODULES) == ("decoder.layers.*.mlp.linear_fc2",)
     assert shortened({MODULES[0], MODULES[1]}, MODULES) == ("decoder.layers.0.*",)
+    stacks = [f"model.layers.{layer}.experts.down_proj[{expert}]" for layer in (0, 1) for expert in (0, 1)]
+    assert shortened({*stacks}, stacks) == tuple(stacks)  # a bracket means something else in a pattern
     assert split_name("mtp.layers.0.transformer_layer.mlp.linear_fc1") == (
         "mtp.layers",
         0,

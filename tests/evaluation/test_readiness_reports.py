@@ -135,6 +135,17 @@ def test_the_page_asks_for_nothing_and_escapes_names(tmp_path):
     assert page.open == []
 
 
+def test_the_page_of_a_model_without_a_table_or_without_modules_says_so(tmp_path):
+    pico.save(tmp_path)
+    words = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(words | {"model_type": "new", "architectures": ["NewForCausalLM"]})
+    )
+    text = whole_page(describe(open_checkpoint(tmp_path)), judge([], {}, None))
+    assert "<p>new.</p>" in text and "hidden size" not in text
+    assert text.count("nothing to judge: no module would be in FP8") == len(judge([], {}, None).verdicts)
+
+
 def test_the_page_has_a_map_of_each_measure_with_a_cell_for_each_role(tmp_path):
     text = page_of(tmp_path, with_everything())
     page = Page(text)

@@ -224,8 +224,8 @@ def test_an_expert_without_tokens_casts_as_the_largest_of_the_others(tmp_path: P
     ("settings", "why"),
     [
         ({"scheme": "dynamic"}, "has no scheme dynamic"),
-        ({"kv_cache": "fp8"}, "do not apply"),
-        ({"ranks": 2}, "do not apply"),
+        ({"kv_cache": "fp8"}, "cannot be given"),
+        ({"ranks": 2}, "cannot be given"),
     ],
 )
 def test_options_for_engines_are_refused(source: Path, tmp_path: Path, settings: dict[str, object], why: str) -> None:

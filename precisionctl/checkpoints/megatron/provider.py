@@ -49,7 +49,7 @@ _SAME = (
     *("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
     *("yarn_mscale", "yarn_mscale_all_dim", "yarn_correction_range_round_to_int"),
 )
-_RENAMED = {  # argument: field
+RENAMED = {
     "num_experts": "num_moe_experts",
     "use_rope_scaling": "rope_scaling",
     "rope_scaling_factor": "rope_scaling_factor",
@@ -57,6 +57,7 @@ _RENAMED = {  # argument: field
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
 }
+"""Arguments of Megatron-LM that TransformerConfig, and so a provider, has under another name."""
 _OF_GPT = ("transformer_layer_spec", "rope_scaling", "rope_scaling_factor", "mtp_num_layers")
 """Fields that the provider of hybrid models does not have, or only since 0.4: those are written where they say more."""
 _HYBRID_MTP = ("mtp_num_layers", "mtp_hybrid_override_pattern", "mtp_use_repeated_layer")
@@ -109,7 +110,7 @@ def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
     latent = bool(args.get("multi_latent_attention"))
     same = {name: args[name] for name in _SAME if name in args}
     fields: dict[str, Any] = {name: [*value] if isinstance(value, tuple) else value for name, value in same.items()}
-    fields |= {field: args[name] for name, field in _RENAMED.items() if name in args}
+    fields |= {field: args[name] for name, field in RENAMED.items() if name in args}
     fields["seq_length"] = args["max_position_embeddings"]  # the rows of its table of learned positions
     if args.get("linear_attention_freq") and (variant := args.get(_VARIANT)):
         fields |= {_VARIANT: variant, "transformer_layer_spec": _call(_DELTA_NET_BLOCK)}
@@ -249,7 +250,7 @@ def from_provider(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron-LM's arguments from a provider's fields: the inverse of `to_provider`."""
     fields = {**fields, **_in_megatrons_words(fields)}
     args = {name: fields[name] for name in (*_SAME, *_ONLY_READ) if name in fields}
-    args |= {argument: fields[name] for argument, name in _RENAMED.items() if name in fields}
+    args |= {argument: fields[name] for argument, name in RENAMED.items() if name in fields}
     if _provider(fields).startswith("Gemma2"):  # by its own attention, not by a field
         args["window_attn_skip_freq"] = 2
     if all(fields.get(name) == value for name, value in _LLAMA3.items()):

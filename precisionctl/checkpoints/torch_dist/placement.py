@@ -141,7 +141,7 @@ def _boxes(
 ) -> Iterable[_Box]:
     layers = max((layer[0] + 1 for name in specs if (layer := layer_of(name))), default=1)
     experts = count_experts(specs) or 1
-    of_experts = parallelism.expert_tensor or parallelism.tensor
+    of_experts = parallelism.tensor_of(experts=True)
     width = max(parallelism.tensor, parallelism.expert * of_experts)
     for name, spec in specs.items():
         key, at = keys[name]

@@ -8,7 +8,6 @@ decide.
 from __future__ import annotations
 
 import argparse
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -68,9 +67,8 @@ def places(sizes: Parallelism) -> list[tuple[int, int, int]]:
     Expert layers have their own order of ranks, `expert_tensor` fastest (megatron/core/parallel_state.py,
     RankGenerator). If `expert_tensor` differs from `tensor`, not every pair of tensor and expert rank exists.
     """
-    of_experts = sizes.expert_tensor or sizes.tensor
-    period = math.lcm(sizes.tensor, of_experts * sizes.expert)
-    pairs = sorted({(rank % sizes.tensor, rank // of_experts % sizes.expert) for rank in range(period)})
+    of_experts, ranks = sizes.tensor_of(experts=True), range(sizes.ranks // sizes.pipeline)
+    pairs = sorted({(rank % sizes.tensor, rank // of_experts % sizes.expert) for rank in ranks})
     return [(tensor, stage, expert) for tensor, expert in pairs for stage in range(sizes.pipeline)]
 
 
@@ -85,7 +83,7 @@ def read_ranks(path: Path) -> tuple[Parallelism, list[Rank]]:
     first = min(found)
     content = _content(path / first / FILE)
     sizes = _sizes(arguments(content), found, path)
-    if math.lcm(sizes.tensor, (sizes.expert_tensor or sizes.tensor) * sizes.expert) * sizes.pipeline > _MOST_RANKS:
+    if sizes.ranks > _MOST_RANKS:
         raise DamagedCheckpoint(f"its arguments ask for more ranks than there are: {sizes}", where=path / first)
     expected = {rank_directory(*place, sizes): place for place in places(sizes)}
     missing = sorted(expected.keys() - found.keys())

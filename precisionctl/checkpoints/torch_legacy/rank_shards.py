@@ -52,7 +52,7 @@ def gathered(
 
 def cut_for(name: str, sizes: Parallelism) -> int:
     """The number of tensor-parallel ranks that a tensor is distributed over: experts can have their own."""
-    return sizes.tensor if expert_of(name) is None else sizes.expert_tensor or sizes.tensor
+    return sizes.tensor_of(experts=expert_of(name) is not None)
 
 
 def assembled(

@@ -63,6 +63,8 @@ def test_a_smoothed_curve_is_the_mean_of_the_last_hundredth_of_its_steps():
     values = {step: float(step) for step in range(1, 301)}
     smooth = smoothed(values)
     assert (smooth[1], smooth[2], smooth[3], smooth[300]) == (1.0, 1.5, 2.0, 299.0)
+    many = smoothed({step: float(step) for step in range(1, 100_001)})
+    assert 2000 <= len(many) <= 4000 and many[99_951] == 99_951 - 999 / 2
 
 
 def test_curves_that_are_the_same_are_both_seen():
@@ -73,14 +75,14 @@ def test_curves_that_are_the_same_are_both_seen():
 
 def test_settings_that_differ_are_shown_beside_the_curves(tmp_path):
     started = {"data": "1f", "source": "2e", "optimizer.lr": 1e-5, "train.seed": 1}
-    for name, changes in {"a": {}, "b": {"optimizer.lr": 2e-5, "data": "77"}, "c": None}.items():
+    for name, changes in {"a": {}, "b": {"optimizer.lr": 2e-5, "data": ["77"]}, "c": None}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
         if changes is not None:
             (tmp_path / name / "iter_0000001").mkdir()
             sign(tmp_path / name / "iter_0000001", Saved(1, 1, started | changes))
     shown = compare([tmp_path / name for name in "abc"])
-    assert shown.settings == {"data": ["1f", "77", None], "optimizer.lr": [1e-5, 2e-5, None]}
+    assert shown.settings == {"data": ["1f", ["77"], None], "optimizer.lr": [1e-5, 2e-5, None]}
     assert shown.tables()[-1].rows == [("data", "A", "B", "-"), ("optimizer.lr", "1e-05", "2e-05", "-")]
 
 

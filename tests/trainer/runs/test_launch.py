@@ -160,6 +160,33 @@ def test_sizes_container_and_experts_follow_the_checkpoint(tmp_path: Path) -> No
     assert found.command == ("torchrun", "--nproc-per-node", "8", "pretrain_gpt.py")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [((1, 1, 2, 2), "4"), ((2, 1, 2, 1), "2"), ((2, 1, 2, None), "4"), ((4, 2, 2, 1), "8"), ((1, 1, 1, None), "1")],
+)
+def test_experts_share_the_ranks_of_attention(tmp_path: Path, sizes: tuple[Any, ...], ranks: str) -> None:
+    """By megatron-core: the number of ranks is a multiple of TP * PP and of ETP * EP * PP, where ETP is TP if it is not
+    given (initialize_model_parallel, parallel_state.py)."""
+    cut = Parallelism(tensor=sizes[0], pipeline=sizes[1], expert=sizes[2], expert_tensor=sizes[3])
+    assert launch(converted(tmp_path, "mixtral", parallelism=cut), "megatron-lm").command[2] == ranks
+
+
+def test_virtual_stages_are_said_by_layers_or_by_number(tmp_path: Path) -> None:
+    save(tmp_path / "source", "llama-2", num_hidden_layers=6)
+    for name, cut, by_layers, by_number in (
+        ("even", Parallelism(pipeline=3, virtual=2), 1, None),
+        ("uneven", Parallelism(pipeline=2, virtual=2, last_layers=2), None, 2),
+    ):
+        request = Request(tmp_path / "source", tmp_path / name, "megatron", parallelism=cut)
+        execute(plan_command(request))
+        read = parse("core_v0.16.1", flags_of(launch(tmp_path / name, "megatron-lm")))
+        found = read.num_layers_per_virtual_pipeline_stage, read.num_virtual_stages_per_pipeline_rank
+        assert found == (by_layers, by_number), name
+        given = set_by(launch(tmp_path / name, "megatron-bridge").config)
+        assert given["cfg.model.virtual_pipeline_model_parallel_size"] == 2
+        assert given.get("cfg.model.num_layers_in_last_pipeline_stage") == cut.last_layers
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A source with a tokenizer, its FP8 state, and both in Megatron's layout and back."""
