@@ -212,7 +212,7 @@ class Encoder:
             in_bf16 = largest <= torch.finfo(torch.bfloat16).max
             raise PrecisionError(what, do=_IN_BF16 if in_bf16 else BROKEN_WEIGHTS)
         made = self._buffers.to_write(DType.uint8, len(values), packing.row_bytes(values.shape[1]))
-        for row, rows in in_pieces(0, *values.shape, numerics.PIECE):
+        for row, rows in in_pieces(0, len(values), values.shape[1], numerics.PIECE):
             made[row : row + rows] = packing.encode(values[row : row + rows])
         return made
 
