@@ -125,10 +125,10 @@ class EngineName(click.ParamType[str]):
     name = "engine"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from precisionctl.commands.request import LLAMA_CPP, MLX, TE
+        from precisionctl.commands.request import OTHER_TARGETS
         from precisionctl.engines.base import engines
 
-        return _beginning(incomplete, [*engines(), TE, LLAMA_CPP, MLX])
+        return _beginning(incomplete, [*engines(), *OTHER_TARGETS])
 
     def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str | None:
         help = param.help if isinstance(param, click.Option) else None

@@ -29,7 +29,7 @@ from precisionctl.codes.ggml_blocks import BlocksInRows
 from precisionctl.commands.build import Result
 from precisionctl.commands.mmproj import Mmproj, mmproj_of
 from precisionctl.commands.notes import decoded_note
-from precisionctl.commands.request import LLAMA_CPP, Gguf
+from precisionctl.commands.request import LLAMA_CPP, OTHER_TARGETS, Gguf
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.dtypes import DType
@@ -107,7 +107,7 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
     of_main_type, others = _of_main_type(plan, mmproj.plan if mmproj else None, KEPT.get(type_))
     card = Card(
         name=destination.name,
-        title=LLAMA_CPP,
+        title=OTHER_TARGETS[LLAMA_CPP],
         tag="gguf",
         command=_run(path_in_command(destination.name), names, options),
         facts={"weights": type_.upper(), "file": name, **({"towers": mmproj.contents.name} if mmproj else {})},

@@ -11,7 +11,7 @@ from precisionctl.checkpoints.mlx.mlx_models import check_loaded, computed_other
 from precisionctl.codes.mlx_groups import MlxGroups
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import decoded_note, rounded_notes
-from precisionctl.commands.request import Mlx
+from precisionctl.commands.request import MLX, OTHER_TARGETS, Mlx
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.dtypes import DType
@@ -20,7 +20,6 @@ from precisionctl.export.mlx_plan import in_mlx
 from precisionctl.export.model_card import Card, path_in_command
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.mxfp4 import BLOCKS_OF_16
-from precisionctl.verify.mlx_rules import TITLE
 
 
 def for_mlx(kind: Mlx, source: Source, destination: Path) -> Result:
@@ -48,7 +47,7 @@ def for_mlx(kind: Mlx, source: Source, destination: Path) -> Result:
     matrices = (name for name, spec in plan.targets.items() if len(spec.shape) > 1 and name.endswith(".weight"))
     card = Card(
         name=destination.name,
-        title=TITLE,
+        title=OTHER_TARGETS[MLX],
         tag="mlx",
         command=f"mlx_lm.generate --model {path_in_command(destination.name)} --prompt hello",
         facts={"weights": scheme},

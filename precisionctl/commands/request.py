@@ -22,16 +22,10 @@ from precisionctl.paths import StrPath
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.quant_methods.base import SCHEMES, Scheme
 
-TE = "te"
-"""The target of an export that is not an engine: Transformer Engine, in PyTorch."""
-
-TE_TITLE = "PyTorch with Transformer Engine"
-
-LLAMA_CPP = "llama.cpp"
-"""The target of an export that is one file, and no directory of codes with rules of an engine."""
-
-MLX = "mlx"
-"""The target of an export that is a directory of mlx-lm, on a Mac."""
+TE, LLAMA_CPP, MLX = "te", "llama.cpp", "mlx"
+OTHER_TARGETS: Mapping[str, str] = {TE: "PyTorch with Transformer Engine", LLAMA_CPP: "llama.cpp", MLX: "mlx-lm"}
+"""The targets of an export that are no engine, which reads a directory of codes: what each is called in words. For TE
+it is values with FP8 state, for llama.cpp a file, for mlx-lm a directory with codes of its own."""
 
 PrecisionChoice = Literal["keep", "bf16", "fp32", "fp8"]
 
@@ -153,7 +147,7 @@ class Request:
     Face's layout in FP8 for a `target`. Raises RecipeError for options that contradict each other.
 
     `to` is `hf` or `megatron`, `container` one of CONTAINERS (None for the first), `precision` that of `convert
-    --precision`. `target` is an engine's name in engines/, TE, LLAMA_CPP or MLX.
+    --precision`. `target` is an engine's name in engines/, or one of OTHER_TARGETS.
 
     Without a `recipe` FP8 state keeps its own, or gets TE's defaults; for a target the recipe says which modules stay
     in BF16. `fp8_state` is a file of recorded state. `drop_fp8_state` leaves FP8 state behind; `drop_encodings` leaves
@@ -288,12 +282,13 @@ class Request:
 
     def _te_state(self) -> TeState:
         if self.scheme not in (None, "static"):
-            raise RecipeError(f"an export for {TE_TITLE} has no scheme {self.scheme}", do="Leave --scheme out.")
+            what = f"an export for {OTHER_TARGETS[TE]} has no scheme {self.scheme}"
+            raise RecipeError(what, do="Leave --scheme out.")
         if self.recipe and self.recipe.scaling != "delayed":
             raise RecipeError(f"{self.recipe.scaling} scaling keeps no state", do="Give a recipe of delayed scaling.")
         if given := given_options(self._of_engines):
             do = "Leave it out, or choose modules with keep_bf16 in a --recipe."
-            raise RecipeError(f"{given} cannot be given for {TE_TITLE}", do=do)
+            raise RecipeError(f"{given} cannot be given for {OTHER_TARGETS[TE]}", do=do)
         return TeState(self.recipe, self.base_model)
 
     def _gguf(self) -> Gguf:
@@ -307,10 +302,10 @@ class Request:
 
     def _check_export_without_engine(self, target: str, schemes: tuple[str, ...], others: str) -> None:
         if self.scheme not in (None, *schemes):
-            what = f"{target} does not read {self.scheme}"
+            what = f"{OTHER_TARGETS[target]} does not read {self.scheme}"
             raise RecipeError(what, do=f"Choose --scheme {' or '.join(schemes)}; {others}")
         if given := given_options({**self._of_engines, "--fp8-state": self.fp8_state, "--recipe": self.recipe}):
-            raise RecipeError(f"{given} cannot be given for {target}", do="Leave it out.")
+            raise RecipeError(f"{given} cannot be given for {OTHER_TARGETS[target]}", do="Leave it out.")
 
     @property
     def _of_engines(self) -> Mapping[str, object]:
@@ -328,7 +323,7 @@ class Request:
     def _codes(self) -> Codes:
         if self.scheme not in (None, *SCHEMES):
             if self.target is not None:
-                engine_named(self.target, TE, LLAMA_CPP, MLX)  # whose scheme it is matters of an engine alone
+                engine_named(self.target, *OTHER_TARGETS)  # whose scheme it is matters of an engine alone
             target = LLAMA_CPP if self.scheme in get_args(GgufType) else MLX
             raise RecipeError(f"--scheme {self.scheme} is for {target}", do=f"Choose {' or '.join(SCHEMES)}.")
         export = None

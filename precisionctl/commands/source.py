@@ -15,7 +15,7 @@ from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_meg
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader, of_trainer
 from precisionctl.commands.hinted_path import HintedPath, open_hinted
-from precisionctl.commands.request import LLAMA_CPP, MLX, TE, Codes, Gguf, Mlx, Request, ResultKind, TeState, Values
+from precisionctl.commands.request import OTHER_TARGETS, Codes, Gguf, Mlx, Request, ResultKind, TeState, Values
 from precisionctl.commands.storage import TORCHTITAN
 from precisionctl.commands.torchtitan_names import with_torchtitan_names
 from precisionctl.conversion.journal import Fingerprints, fingerprints
@@ -104,7 +104,7 @@ def open_source(request: Request) -> Source:
     engine = None
     if isinstance(kind, Codes) and (kind.chosen or not were_codes):
         target = kind.export.target if kind.export else "vllm"  # transformers reads what vLLM does
-        engine = engine_named(target, TE, LLAMA_CPP, MLX)
+        engine = engine_named(target, *OTHER_TARGETS)
     plan = make_plan(
         reader,
         storage.layout,

@@ -7,7 +7,7 @@ from pathlib import Path
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands.hinted_path import HintedPath, open_hinted
-from precisionctl.commands.request import LLAMA_CPP, MLX, TE, check_expert_parallel, given_options
+from precisionctl.commands.request import LLAMA_CPP, MLX, OTHER_TARGETS, TE, check_expert_parallel, given_options
 from precisionctl.engines.base import engine_named
 from precisionctl.engines.rules.rule import EngineRule, Finding
 from precisionctl.errors import PrecisionError, RecipeError
@@ -31,7 +31,7 @@ class TargetCheck:
 def check_directory(
     path: Path, target: str, ranks: int = 1, *, expert_parallel: bool = False, reference: Path | None = None
 ) -> TargetCheck:
-    """The rules of `target`, an engine's name, TE, LLAMA_CPP or MLX, that a directory or a file breaks, served on
+    """The rules of `target`, an engine's name or one of OTHER_TARGETS, that a directory or a file breaks, served on
     `ranks` GPUs, with experts whole if `expert_parallel`. A `reference` describes a file that does not do so itself.
 
     Raises RecipeError for an unknown target, for these three on several GPUs, for experts on one GPU, and for codes
@@ -42,15 +42,15 @@ def check_directory(
         reader = open_hinted(HintedPath(path, reference=reference))
     except PrecisionError as error:
         raise RecipeError(f"{error.what}, so nothing was checked", where=error.where, do=error.do) from error
-    if target not in _NO_ENGINES:
-        engine = engine_named(target, *_NO_ENGINES)
+    if target not in OTHER_TARGETS:
+        engine = engine_named(target, *OTHER_TARGETS)
         check_expert_parallel(expert_parallel, ranks)
         found = check(reader, engine, ranks, expert_parallel=expert_parallel)
         return TargetCheck(engine.title, [*_wrapped(reader), *found])
-    title, check_alone = _NO_ENGINES[target]
+    title = OTHER_TARGETS[target]
     if given := given_options({"--tp": ranks > 1, "--expert-parallel": expert_parallel}):
         raise RecipeError(f"{given} cannot be given for {title}", do="Leave it out.")
-    return TargetCheck(title, [*_wrapped(reader), *check_alone(reader)])
+    return TargetCheck(title, [*_wrapped(reader), *_CHECKS[target](reader)])
 
 
 _OWN_NAMES = EngineRule(
@@ -66,9 +66,9 @@ def _wrapped(reader: Reader) -> list[Finding]:
     return [Finding(name, "named as in a module of torch.compile, FSDP, DDP or PEFT", _OWN_NAMES)] if name else []
 
 
-_NO_ENGINES: Mapping[str, tuple[str, Callable[[Reader], Sequence[Finding]]]] = {
-    TE: (te_rules.TITLE, te_rules.check_te),
-    LLAMA_CPP: (LLAMA_CPP, llama_cpp_rules.check_llama_cpp),
-    MLX: (mlx_rules.TITLE, mlx_rules.check_mlx),
+_CHECKS: Mapping[str, Callable[[Reader], Sequence[Finding]]] = {
+    TE: te_rules.check_te,
+    LLAMA_CPP: llama_cpp_rules.check_llama_cpp,
+    MLX: mlx_rules.check_mlx,
 }
-"""The targets that read no directory of codes, each with its name in words and what it asks."""
+"""What the targets that are no engine ask."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import input_scale_notes, rounded_notes
-from precisionctl.commands.request import TE_TITLE, TeState, numerics
+from precisionctl.commands.request import OTHER_TARGETS, TE, TeState, numerics
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.errors import MissingFp8State, PrecisionError, Unrecordable
@@ -104,4 +104,4 @@ def _card(name: str, source: Source, states: Fp8States, base_model: str | None) 
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2]
     kept = [name.removesuffix(".weight") for name in matrices if name not in in_state]
     command = f"from precisionctl.te import load_te\n\nmodel = load_te({json.dumps(path_in_command(name))})"
-    return Card(name, TE_TITLE, "transformer-engine", command, facts, in_state, kept, base_model)
+    return Card(name, OTHER_TARGETS[TE], "transformer-engine", command, facts, in_state, kept, base_model)

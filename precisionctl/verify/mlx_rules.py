@@ -9,8 +9,6 @@ from precisionctl.checkpoints.mlx.mlx_names import saved_by_mlx
 from precisionctl.engines.rules.rule import EngineRule, Finding
 from precisionctl.errors import UnknownArchitecture, UnknownFormat
 
-TITLE = "mlx-lm"
-
 _MODEL = EngineRule("its class of the family has all that the model has", "mlx-lm models/*.py")
 _TOKENIZER = EngineRule("there is a tokenizer, which `mlx_lm.load` opens", "mlx-lm tokenizer_utils.py load")
 

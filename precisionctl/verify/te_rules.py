@@ -18,7 +18,6 @@ from precisionctl.planning.plan import Job, Plan
 from precisionctl.torch_when_used import torch
 from precisionctl.verify.engine_rules import CheckableDirectory
 
-TITLE = "Transformer Engine"
 PIECE = 1 << 22
 """Elements of a weight to read at a time."""
 
@@ -52,7 +51,7 @@ def check_te(reader: Reader) -> list[Finding]:
     where its tensors are not the model's."""
     if not isinstance(reader, CheckableDirectory):
         raise UnknownFormat(
-            f"{TITLE} reads Hugging Face directories, and this is {reader.container}",
+            f"Transformer Engine reads Hugging Face directories, and this is {reader.container}",
             where=reader.path,
             do=f"Make one: precisionctl export-inference {shlex.quote(str(reader.path))} DST --target te",
         )

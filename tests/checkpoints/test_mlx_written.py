@@ -22,7 +22,7 @@ from precisionctl.checkpoints.mlx.mlx_models import check_loaded, computed_other
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.mlx_groups import mlx_groups
 from precisionctl.commands.plan_command import plan_command
-from precisionctl.commands.request import LLAMA_CPP, MLX, TE, TE_TITLE, Request
+from precisionctl.commands.request import LLAMA_CPP, MLX, OTHER_TARGETS, TE, Request
 from precisionctl.commands.target_rules import check_directory
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionctlError, PrecisionError, RecipeError, UnknownArchitecture, UnknownFormat
@@ -212,9 +212,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[PrecisionctlE
     ),
     "dense layers": ("qwen2-moe", {}, {}, UnknownArchitecture, "with layers without experts"),
     "gates of channels": ("laguna-per-element", {}, {}, UnknownArchitecture, "gates of single channels"),
-    "another target's scheme": ("llama-3", {}, {"scheme": "w4a16"}, RecipeError, "mlx does not read w4a16"),
-    "several GPUs": ("llama-3", {}, {"ranks": 2}, RecipeError, "--tp.* cannot be given for mlx"),
-    "modules that are chosen": ("llama-3", {}, {"include": ("*",)}, RecipeError, "--include.* cannot be given for mlx"),
+    "another target's scheme": ("llama-3", {}, {"scheme": "w4a16"}, RecipeError, "mlx-lm does not read w4a16"),
+    "several GPUs": ("llama-3", {}, {"ranks": 2}, RecipeError, "--tp.* cannot be given for mlx-lm"),
+    "modules that are chosen": (
+        "llama-3",
+        {},
+        {"include": ("*",)},
+        RecipeError,
+        "--include.* cannot be given for mlx-lm",
+    ),
     "no whole groups": (
         "llama-3",
         {"hidden_size": 32, "intermediate_size": 48},
@@ -293,7 +299,7 @@ def test_a_known_family_without_a_table_is_refused_for_the_setting(changes: dict
 @pytest.mark.parametrize("option", ["include", "exclude"])
 @pytest.mark.parametrize("target", [MLX, LLAMA_CPP, TE])
 def test_a_choice_of_codes_is_for_engines(target: str, option: str) -> None:
-    with pytest.raises(RecipeError, match=f"--{option}.* cannot be given for {TE_TITLE if target == TE else target}"):
+    with pytest.raises(RecipeError, match=f"--{option}.* cannot be given for {OTHER_TARGETS[target]}"):
         Request.export("in", "out", target, **{option: ("*",)})
 
 

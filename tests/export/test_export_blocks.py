@@ -291,7 +291,7 @@ def test_whole_experts_are_for_an_engine_on_several_gpus(spread: Path) -> None:
     for words, error in {
         "--target vllm --expert-parallel": "Give their number as --tp",
         "--fp8 --expert-parallel": "are for --target",
-        "--target te --expert-parallel": "cannot be given for Transformer Engine",
+        "--target te --expert-parallel": "cannot be given for PyTorch with Transformer Engine",
     }.items():
         refused = run("verify", spread, *words.split())
         assert refused.exit_code == 2 and error in refused.stderr, refused.stderr
