@@ -114,6 +114,50 @@ def test_what_the_lies_are_about_is_read_when_it_is_sound(tmp_path: Path) -> Non
     }
 
 
+def piece_at(said: str) -> bytes:
+    return file_of({"__metadata__": {"format": "pt", "DCP_SHARDING_INFO": said}, "a": SOUND})
+
+
+OFFSETS_THAT_LIE = {
+    "no JSON": "x",
+    "half a letter": '{"a": {"saved_offsets": [0, 0], "\ud800": 0}}',
+    "a list": "[]",
+    "nothing": "{}",
+    "another tensor's": '{"b": {"saved_offsets": [0, 0]}}',
+    "another tensor's too": '{"a": {"saved_offsets": [0, 0]}, "b": {"saved_offsets": [0]}}',
+    "twice": '{"a": {"saved_offsets": [0, 0]}, "a": {"saved_offsets": [2, 0]}}',
+    "no offsets": '{"a": {}}',
+    "a number": '{"a": 0}',
+    "a word": '{"a": {"saved_offsets": "00"}}',
+    "one dimension": '{"a": {"saved_offsets": [0]}}',
+    "three dimensions": '{"a": {"saved_offsets": [0, 0, 0]}}',
+    "a hundred thousand dimensions": f'{{"a": {{"saved_offsets": {[0] * 100_000}}}}}',
+    "before the beginning": '{"a": {"saved_offsets": [-2, 0]}}',
+    "a fraction": '{"a": {"saved_offsets": [0.0, 0]}}',
+    "no number": '{"a": {"saved_offsets": [NaN, 0]}}',
+    "true": '{"a": {"saved_offsets": [false, 0]}}',
+    "2**64": '{"a": {"saved_offsets": [18446744073709551616, 0]}}',
+    "a million digits": f'{{"a": {{"saved_offsets": [{"9" * 1_000_000}, 0]}}}}',
+    "a hundred thousand brackets": '{"a":' + "[" * 100_000,
+    "ten million of them": '{"a":[' + "[]," * 10_000_000 + "0]}",
+    "a piece": '{"a": {"saved_offsets": [2, 0]}}',
+}
+
+
+@pytest.mark.parametrize("name", OFFSETS_THAT_LIE)
+def test_a_piece_is_no_tensor_and_what_says_so_is_no_easier_to_lie_in(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(file := piece_at(OFFSETS_THAT_LIE[name]))
+    tracemalloc.start()
+    with pytest.raises(DamagedCheckpoint, match="a piece, at" if name == "a piece" else "DCP_SHARDING_INFO|makes no"):
+        read_header(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < (10 << 20) + 30 * len(file)
+    path.write_bytes(piece_at('{"a": {"saved_offsets": [0, 0]}}'))
+    assert read_header(path).keys() == {"a"}
+
+
 @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2"])
 def test_a_dtype_of_the_format_that_is_not_read_is_no_damage(tmp_path: Path, dtype: str) -> None:
     path = tmp_path / "model.safetensors"

@@ -190,7 +190,7 @@ class HubName:
         import tempfile
         from concurrent.futures import ThreadPoolExecutor
 
-        from precisionctl.checkpoints.hf_directory.safetensors_file import read_header  # takes NumPy with it
+        from precisionctl.checkpoints.hf_directory.safetensors_file import read_described  # takes NumPy with it
 
         target = self._headers_at(snapshot.name)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="partial-", ignore_cleanup_errors=True) as folder:
@@ -213,7 +213,7 @@ class HubName:
             (made / LENGTHS).write_text(json.dumps(lengths))
             for name in weights:
                 try:
-                    read_header(made / name)  # a bad answer must not stay
+                    read_described(made / name)  # a bad answer must not stay
                 except DamagedCheckpoint as error:
                     raise DamagedCheckpoint(error.what, where=f"{self}, {name}", do=_CUT_OFF) from error
             try:

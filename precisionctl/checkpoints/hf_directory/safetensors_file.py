@@ -15,9 +15,10 @@ from typing import Any
 
 from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint, NotUnderstood, at, shown
+from precisionctl.errors import DamagedCheckpoint, NotUnderstood, at, damage, shown
 from precisionctl.param import TensorSpec, shared_spec
 from precisionctl.untrusted.safe_files import check_fetched, whole_length
+from precisionctl.untrusted.safe_json import parse_json
 from precisionctl.untrusted.safe_pickle import sizes
 
 DTYPES: Mapping[str, DType] = {
@@ -50,6 +51,10 @@ _MOST_VALUES = 8_000_000
 _LARGEST_NUMBER = 1 << 63
 LONGEST_NAME = 4096
 """Letters of a tensor's name, which patterns are matched with. Models' have up to 200."""
+OFFSETS = "DCP_SHARDING_INFO"
+"""What the metadata of a file have that PyTorch's distributed checkpoints wrote (torch 2.13,
+distributed/checkpoint/_hf_utils.py): JSON with the `saved_offsets` of each tensor, which may be a piece of a larger one
+of its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +70,32 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a file, by name. Raises as `read_described`. No tensor data is read."""
-    return read_described(path)[0]
+    """Every tensor of a file, by name. Raises as `read_described`, and DamagedCheckpoint for a piece of a tensor. No
+    tensor data is read."""
+    tensors, metadata = read_described(path)
+    for name, place in saved_offsets(tensors, metadata, path).items():
+        if any(place):
+            what = f"`{name}` is a piece, at {list(place)}, of a tensor that other files have the rest of"
+            do = "Give the directory with the files of all ranks, as they were saved, and no index beside them."
+            raise DamagedCheckpoint(what, where=path, do=do)
+    return tensors
+
+
+def saved_offsets(
+    tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str], path: Path
+) -> dict[str, tuple[int, ...]]:
+    """Where the metadata of a file say that each of its tensors is in the whole one of its name; empty where they say
+    nothing. Raises DamagedCheckpoint for what PyTorch does not write."""
+    if OFFSETS not in metadata:
+        return {}
+    said = parse_json(metadata[OFFSETS].encode(), f"{path}, {OFFSETS}")
+    with damage(f"{OFFSETS} is not what PyTorch writes", path):
+        found = {name: sizes(one["saved_offsets"]) for name, one in said.items()}
+        if found.keys() != tensors.keys():
+            raise ValueError(f"it is of other tensors, such as `{min(found.keys() ^ tensors.keys())}`")
+        if odd := [name for name, place in found.items() if len(place) != len(tensors[name].spec.shape)]:
+            raise ValueError(f"`{odd[0]}` {list(tensors[odd[0]].spec.shape)} is at {list(found[odd[0]])}")
+    return found
 
 
 def header_has(path: Path, text: bytes) -> bool:
