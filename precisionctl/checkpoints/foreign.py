@@ -79,7 +79,7 @@ def _without_params(path: Path) -> str | None:
     return None if there else _has("consolidated*.safetensors", "consolidated.*.pth")(path)
 
 
-_STEP = re.compile(r"(?:checkpoint|step|global_step|epoch|iter)[-_]?(\d{1,15})")
+_STEP = re.compile(r"(?:epoch_\d{1,15}_)?(?:checkpoint|step|global_step|epoch|iter)[-_]?(\d{1,15})")
 
 
 def _newest_step(path: Path) -> str | None:
@@ -227,7 +227,7 @@ UNREAD = (
     ),
     Foreign(
         "a folder with checkpoints in it",
-        "directories such as `checkpoint-500`, `step-100` or `global_step_10`",
+        "directories such as `checkpoint-500`, `step-100`, `global_step_10` or `epoch_0_step_10`",
         "Give one of them, the newest for instance: {path}/{found}.",
         _newest_step,
     ),

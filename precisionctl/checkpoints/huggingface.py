@@ -21,7 +21,7 @@ from precisionctl.checkpoints.chunks import Chunk, read_tensor
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.methods import decoded_weights
 from precisionctl.checkpoints.decoded.mlx_codes import MlxCodes
-from precisionctl.checkpoints.hf_directory import encodings_file
+from precisionctl.checkpoints.hf_directory import encodings_file, safetensors_pieces
 from precisionctl.checkpoints.hf_directory.companions import needed_hints, read_companions
 from precisionctl.checkpoints.hf_directory.config_json import config_of_values, write_beside
 from precisionctl.checkpoints.hf_directory.encodings_file import (
@@ -68,8 +68,10 @@ def recognise(path: Path) -> bool:
 
 
 def has_weight_files(path: Path) -> bool:
-    """Whether a directory has files of weights, which are no adapter's."""
-    return not (path / "adapter_config.json").exists() and file_format_of(path) is not None
+    """Whether a directory has files of weights, which are no adapter's, and hold tensors as a whole."""
+    if (path / "adapter_config.json").exists() or file_format_of(path) is None:
+        return False
+    return not safetensors_pieces.has_pieces(path)
 
 
 class HuggingFaceTensors:

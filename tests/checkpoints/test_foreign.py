@@ -139,6 +139,11 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "a folder with checkpoints in it",
         "here/checkpoint-1000",
     ),
+    "a folder of NeMo Automodel": (
+        files("LATEST/x", "epoch_0_step_900/x", "epoch_1_step_1000/x"),
+        "a folder with checkpoints in it",
+        "here/epoch_1_step_1000",
+    ),
     "a cache": (hub_entry("0a", "0a", "ff"), "Hub's cache", ".*here/snapshots/0a"),
     "a cache without refs": (hub_entry(None, "0a", "ff"), "Hub's cache", ".*snapshots/ff"),
     "a cache whose refs lead elsewhere": (hub_entry("../..", "0a"), "Hub's cache", ".*snapshots/0a"),

@@ -2,7 +2,11 @@
 
 Trainers without names of their own save it: accelerate's FSDP 1 and 2, `dcp.save` of a state dict, megatron-fsdp.
 torchtitan's names are read, too. AdamW's state is read if it is stored by parameter name. `.metadata` says where the
-pieces are. A config.json, beside the checkpoint or in the reference, says which model it is.
+pieces are, or files of safetensors do. A config.json, beside the checkpoint or in the reference, says which model it
+is.
+
+NeMo Automodel (0.5, read at 36044ad) has a model's pieces in safetensors in `model/` of a step, with config.json and
+the tokenizer in `model/.hf_metadata`, and its optimizer in `optim/`, under the names that parameters have in memory.
 """
 
 import re
@@ -18,6 +22,7 @@ from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.dcp import torchtitan
 from precisionctl.checkpoints.dcp.dcp_optimizer import split_off, with_names
+from precisionctl.checkpoints.hf_directory import safetensors_pieces
 from precisionctl.checkpoints.hf_directory.fused_experts import stacks
 from precisionctl.checkpoints.hf_directory.wrapped_names import names_inside
 from precisionctl.checkpoints.other_trainers import torchtitan_families
@@ -33,15 +38,31 @@ from precisionctl.checkpoints.other_trainers.trainer_run import (
 from precisionctl.checkpoints.rotary_heads import Heads
 from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensor, LogicalTensors, check_whole, slices
-from precisionctl.errors import DROP_OPTIMIZER, CheckpointError
+from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint, shown
+from precisionctl.model.model_parts import config_parts
+from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import MOMENTUM, STATE, TensorSpec, state_name
 from precisionctl.sizes import counted
+from precisionctl.untrusted.safe_json import parse_json
+from precisionctl.untrusted.safe_pickle import is_count
 
 ACCELERATE = "pytorch_model_fsdp_0"
 """Where accelerate has the model, in the directory of a step."""
 
 ACCELERATE_OPTIMIZER = "optimizer_0"
 """Where it has the optimizer."""
+
+_AUTOMODEL = "model"
+"""Where NeMo Automodel has the model, in the directory of a step."""
+
+_AUTOMODEL_OPTIMIZER = "optim"
+"""Where it has the optimizer."""
+
+_AUTOMODEL_COMPANIONS = ".hf_metadata"
+"""Where it has config.json and the tokenizer, in the directory of the model."""
+
+_AUTOMODEL_UNFINISHED = ".incomplete"
+"""What is in the directory of a step while it is saved, and after a save that was stopped."""
 
 _WRAPPERS = ("model.", "module.")
 _INSIDE_MODEL = (
@@ -62,17 +83,36 @@ _OF_MUON = (
 )
 
 
-def directory_of(path: Path) -> Path | None:
-    """The directory with `.metadata`: a path itself, or what accelerate has in it. None where there is none."""
-    return next((each for each in (path, path / ACCELERATE) if (each / dcp_metadata.FILE).is_file()), None)
+def is_dcp(directory: Path) -> bool:
+    """Whether a directory has pieces of tensors, and what says where they belong."""
+    return (directory / dcp_metadata.FILE).is_file() or safetensors_pieces.has_pieces(directory)
+
+
+def read_dcp(directory: Path) -> dcp_metadata.Index:
+    """What a directory of pieces holds. Raises as `read_index` and `read_pieces`."""
+    in_archives = (directory / dcp_metadata.FILE).is_file()
+    return dcp_metadata.read_index(directory) if in_archives else safetensors_pieces.read_pieces(directory)
+
+
+def directories_of(path: Path) -> tuple[Path, Path | None] | None:
+    """The directory of a model in pieces, and that of its optimizer if it is apart: a path itself, or what accelerate
+    and Automodel have in it. None where there is none."""
+    if is_dcp(path):
+        return path, None
+    if is_dcp(path / ACCELERATE):
+        apart = path / ACCELERATE_OPTIMIZER
+        return path / ACCELERATE, apart if (apart / dcp_metadata.FILE).is_file() else None
+    apart = path / _AUTOMODEL_OPTIMIZER
+    return (path / _AUTOMODEL, apart) if (apart / dcp_metadata.FILE).is_file() and is_dcp(path / _AUTOMODEL) else None
 
 
 class DcpModelReader(TrainerDirectory):
     """A model's weights in a DCP directory, and AdamW's moments, in the same one or in accelerate's beside it
     (`index_of_optimizer`). Opening it reads `.metadata` alone. A weight in FP32 is its own master.
 
-    Raises DamagedCheckpoint where pieces and files contradict each other, UnsafePickle, and CheckpointError where no
-    config.json says which model it is, or weights are FP8 codes. `of_torchtitan` says that names are torchtitan's.
+    Raises DamagedCheckpoint where pieces and files contradict each other, for a save that was stopped, and if pieces in
+    safetensors cannot be all of their tensors; UnsafePickle; and CheckpointError where no config.json says which model
+    it is, or weights are FP8 codes. `of_torchtitan` says that names are torchtitan's.
     """
 
     container = "dcp"
@@ -85,7 +125,11 @@ class DcpModelReader(TrainerDirectory):
         hints: Hints,
         index_of_optimizer: dcp_metadata.Index | None = None,
     ) -> None:
-        super().__init__(path, hints, "a PyTorch checkpoint (DCP)", directory)
+        beside = directory / _AUTOMODEL_COMPANIONS
+        super().__init__(path, hints, "a PyTorch checkpoint (DCP)", directory, beside)
+        if directory.name == _AUTOMODEL and (directory.parent / _AUTOMODEL_UNFINISHED).exists():
+            what = f"a save of NeMo Automodel that goes on, or was stopped ({_AUTOMODEL_UNFINISHED})"
+            raise DamagedCheckpoint(what, where=directory.parent, do="Give an earlier step.")
         weights, self._optimizer = split_off(index)
         if index_of_optimizer:
             self._optimizer = split_off(index_of_optimizer)[1]
@@ -121,6 +165,23 @@ class DcpModelReader(TrainerDirectory):
         if codes := [name for name, spec in self.specs.items() if spec.is_codes]:
             what = f"`{codes[0]}` is {self.specs[codes[0]].dtype}: FP8 codes in a DCP, which nothing says the scales of"
             raise CheckpointError(what, where=path, do="Save the weights in BF16.")
+        if not (directory / dcp_metadata.FILE).is_file() and says_its_model(self):
+            self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Raise DamagedCheckpoint if nothing says that the files of all ranks are there. Pieces in safetensors do not
+        say how large a tensor is: of rows, those of the last ranks would not be missed. For most models, the table of
+        its family tells what is missing; for others, the matrix of embeddings."""
+        if not isinstance(self.model, UntabledModel):
+            return
+        config = parse_json(self.companions.files["config.json"], self.companions.config_path)
+        rows, columns = (config_parts(config)[-1].get(key) for key in ("vocab_size", "hidden_size"))
+        matrices = [spec for spec in self.specs.values() if len(spec.shape) == 2]
+        if is_count(rows) and any(spec.rows >= rows and spec.columns == columns for spec in matrices):
+            return
+        what = f"no matrix has the {shown(rows)} rows and {shown(columns)} columns of embeddings that config.json says"
+        do = "Copy the files of all ranks. If they are there, let PyTorch join them: consolidate_safetensors_files."
+        raise DamagedCheckpoint(what, where=self.path, do=do)
 
     def notes(self) -> Iterator[str]:
         if self.left:

@@ -16,7 +16,7 @@ from typing import Any
 
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, no_iterations
 from precisionctl.checkpoints.chunks import Chunk
-from precisionctl.checkpoints.dcp.dcp_model import ACCELERATE, ACCELERATE_OPTIMIZER, DcpModelReader, directory_of
+from precisionctl.checkpoints.dcp.dcp_model import ACCELERATE, DcpModelReader, directories_of, read_dcp
 from precisionctl.checkpoints.megatron.keys import MARKER
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, MASTER
 from precisionctl.checkpoints.other_trainers.trainer_run import count_of_updates, different_counts
@@ -95,9 +95,12 @@ def _kind(parameter: str) -> str:
 
 
 def recognise(path: Path) -> bool:
-    """Whether `path` is such a directory, or one of its entries is an iteration, or accelerate's model."""
-    inside = (path, path / ACCELERATE, *path.glob("iter_*"))
-    return path.is_dir() and any(_is_complete(directory) for directory in inside)
+    """Whether `path` is such a directory, or one of its entries is an iteration, or the model of a step."""
+    if not path.is_dir():
+        return False
+    found = directories_of(path)
+    of_model = found is not None and not (found[0] / MARKER).exists()
+    return of_model or any(_is_complete(directory) for directory in path.glob("iter_*"))
 
 
 def open_reader(
@@ -105,15 +108,14 @@ def open_reader(
 ) -> FsdpDtensorReader | DcpModelReader:
     """Open an iteration of Megatron's, or the newest of a directory; or a model with Hugging Face's names. Raises as
     their Readers do."""
-    directory = directory_of(path)
-    if directory is not None:
+    if found := directories_of(path):
+        directory, apart = found
         check_link(directory, path)
-        index = dcp_metadata.read_index(directory)
+        index = read_dcp(directory)
         if not any(key.endswith(EMBEDDING) for key in index.tensors):
             if iteration is not None:
                 raise no_iterations(path)
-            apart = directory.parent / ACCELERATE_OPTIMIZER
-            if directory == path or not _is_complete(apart):
+            if not apart:
                 return DcpModelReader(path, directory, index, hints)
             check_link(apart, path)
             return DcpModelReader(path, directory, index, hints, dcp_metadata.read_index(apart))
@@ -124,5 +126,5 @@ CONTAINER = Container(
     recognise,
     open_reader,
     f"{dcp_metadata.FILE} of a PyTorch checkpoint (DCP) with names of Hugging Face or Megatron-FSDP, there, in "
-    f"{ACCELERATE} or in an iteration's directory",
+    f"{ACCELERATE} or in an iteration's directory; or its pieces in safetensors, there or in a step of NeMo Automodel",
 )

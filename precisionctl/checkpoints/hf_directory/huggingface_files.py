@@ -111,16 +111,21 @@ def file_format_of(directory: Path) -> WeightFileFormat | None:
     return SAFETENSORS if any(directory.glob("*.safetensors")) else None
 
 
+def unindexed(directory: Path, file_format: WeightFileFormat) -> list[Path]:
+    """The files of weights of a directory without an index, as transformers reads them: one, of which others
+    (consolidated.safetensors) hold copies."""
+    single = directory / file_format.single
+    return [single] if single.is_file() else sorted(directory.glob(f"*{file_format.suffix}"))
+
+
 def read_stored(directory: Path, file_format: WeightFileFormat) -> dict[Path, dict[str, StoredTensor]]:
     """The tensors of each file, as stored. Raises DamagedCheckpoint where index and files contradict each other."""
     weight_map = _weight_map(directory, file_format)
-    single = directory / file_format.single
-    # Without an index transformers reads one file; others (consolidated.safetensors) hold copies
-    unindexed = [single] if single.is_file() else sorted(directory.glob(f"*{file_format.suffix}"))
+    files = sorted(set(weight_map.values())) or unindexed(directory, file_format)
     if not weight_map:
-        _check_all_shards(unindexed, directory)
+        _check_all_shards(files, directory)
     found: dict[Path, dict[str, StoredTensor]] = {}
-    for file in sorted(set(weight_map.values())) or unindexed:
+    for file in files:
         check_link(file, directory)
         if not file.is_file():
             raise DamagedCheckpoint("not a file", where=file, do="Download it again.")

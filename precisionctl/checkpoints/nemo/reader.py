@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.base import NO_HINTS, WITH_REFERENCE, Container, Hints, without_iterations
-from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import MARKER
 from precisionctl.checkpoints.nemo import config, zarr
@@ -81,16 +80,9 @@ class NemoSharded(_Nemo, TorchDistReader):
 
     def __init__(self, path: Path, files: Files, hints: Hints) -> None:
         self._config = _read_config(path, files)
-        index, self._in_zarr = _read_index(path, files)
+        index = _read_index(path, files)
         _check_text(index.tensors, self._config, path)
         super().__init__(path, hints=hints, index=index)
-
-    def chunks(self, name: str) -> Sequence[Chunk]:
-        if not self._in_zarr:
-            return super().chunks(name)
-        tensor = self._stored.tensors[name]
-        itemsize, spans = tensor.spec.dtype.itemsize, [(part, part.piece.span) for part in tensor.parts]
-        return [Chunk(part.box, span.path, span.offset + part.start * itemsize) for part, span in spans]
 
 
 class NemoRanks(_Nemo, LegacyReader):
@@ -124,8 +116,8 @@ def _check_text(names: Iterable[str], fields: Mapping[str, Any], path: Path) -> 
         raise UnknownFormat(f"a model of NeMo without word embeddings (target: {target})", where=path, do=do)
 
 
-def _read_index(path: Path, files: Files) -> tuple[dcp_metadata.Index, bool]:
-    """What `model_weights` holds, and whether in zarr."""
+def _read_index(path: Path, files: Files) -> dcp_metadata.Index:
+    """What `model_weights` holds."""
 
     def whole(name: str) -> Span:
         if (found := files.get(f"{_SHARDED}/{name}")) is None:
@@ -135,10 +127,10 @@ def _read_index(path: Path, files: Files) -> tuple[dcp_metadata.Index, bool]:
     marker = files[f"{_SHARDED}/{MARKER}"]
     backend = parse_json(read_text(marker), marker).get("sharded_backend")
     if backend == "zarr":
-        return dcp_metadata.Index(zarr.tensors_of(files, _SHARDED), {}), True
+        return dcp_metadata.Index(zarr.tensors_of(files, _SHARDED), {})
     if backend == "torch_dist":
         metadata = whole(dcp_metadata.FILE)
-        return dcp_metadata.parse_index(metadata.read(), whole, metadata.path), False
+        return dcp_metadata.parse_index(metadata.read(), whole, metadata.path)
     raise UnknownFormat(f"weights of NeMo in {shown(backend)}", where=path, do="Known: torch_dist, zarr.")
 
 

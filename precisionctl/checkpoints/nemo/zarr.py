@@ -32,7 +32,7 @@ _OF_NO_TENSOR = re.compile(r"metadata\.json|common\.pt|(?:.*/)?\.z(?:group|attrs
 
 
 def tensors_of(files: Files, folder: str) -> dict[str, DcpTensor]:
-    """The tensors in a folder by key. Unlike DCP's, the spans of their pieces are elements, in no archive.
+    """The tensors in a folder by key.
 
     Raises DamagedCheckpoint for other arrays than megatron-core writes, for pieces that are missing or of another size,
     and for files that belong to no tensor: they may be what a wrong `.zarray` leaves out.
@@ -71,4 +71,4 @@ def _pieces(files: Files, key: str, grid: list[int], size: tuple[int, ...], leng
         if span.length != length:
             what = f"{name} is missing, or has not the {length} bytes of a piece"
             raise DamagedCheckpoint(what, where=span.path, do="Is the copy whole?")
-        yield DcpPiece(tuple(index * part for index, part in zip(at, size, strict=True)), size, span)
+        yield DcpPiece(tuple(index * part for index, part in zip(at, size, strict=True)), size, span, bare=True)

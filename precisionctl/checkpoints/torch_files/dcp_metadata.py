@@ -27,11 +27,13 @@ _MAX_BYTES = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class DcpPiece:
-    """A piece of a tensor: its offset and size in each dimension, and the bytes of the archive that holds it."""
+    """A piece of a tensor: its offset and size in each dimension, and the bytes of the archive that holds it; those of
+    its elements, row by row, if it is `bare`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     span: Span
+    bare: bool = False
 
 
 @dataclass(frozen=True)

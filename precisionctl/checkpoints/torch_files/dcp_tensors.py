@@ -49,12 +49,14 @@ class LogicalTensors:
     def _located(self, name: str) -> Iterator[Chunk]:
         spec = self.specs[name]
         for part in self.tensors[name].parts:
-            piece = part.piece
-            located = torch_zip.one_tensor(piece.span)
-            if (located.dtype, located.shape) != (spec.dtype, piece.sizes):
-                found, wanted = f"{located.dtype} {list(located.shape)}", f"{spec.dtype} {list(piece.sizes)}"
-                raise DamagedCheckpoint(f"{name}: a piece is {found}, not {wanted}", where=piece.span)
-            yield Chunk(part.box, piece.span.path, located.offset + part.start * spec.dtype.itemsize)
+            piece, begin = part.piece, part.piece.span.offset
+            if not piece.bare:
+                located = torch_zip.one_tensor(piece.span)
+                if (located.dtype, located.shape) != (spec.dtype, piece.sizes):
+                    found, wanted = f"{located.dtype} {list(located.shape)}", f"{spec.dtype} {list(piece.sizes)}"
+                    raise DamagedCheckpoint(f"{name}: a piece is {found}, not {wanted}", where=piece.span)
+                begin = located.offset
+            yield Chunk(part.box, piece.span.path, begin + part.start * spec.dtype.itemsize)
 
     @property
     def files(self) -> set[Path]:
