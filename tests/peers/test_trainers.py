@@ -27,6 +27,7 @@ from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer, trainer_run_of
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.errors import MappingError
 from precisionctl.param import KINDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -271,3 +272,48 @@ def test_what_verl_saves_of_megatron_is_what_its_ranks_held(
     both = WithOptimizer(reader)
     assert [name for name, tensor in held.items() if not torch.equal(read_tensor(both, name), tensor)] == []
     assert both.specs.keys() == held.keys() and trainer_run_of(reader).updates == 1
+
+
+def automodel() -> Path:
+    """Its checkpointer asks for few of its requirements."""
+    also = "torch transformers safetensors numpy pyyaml".split()
+    return environments.python_with(
+        "automodel", (*environments.OUR_VERSIONS, *also), ("--no-deps", "nemo-automodel==0.7.0")
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_automodel_saves_is_what_the_run_held_and_comes_through_megatron(tmp_path: Path, ranks: int) -> None:
+    run_ranks(automodel(), ranks, "automodel_save.py", tmp_path, "dense")
+    live = load_file(tmp_path / "live.safetensors")
+    moments = {name: live.pop(name) for name in list(live) if name.startswith("exp_avg")}
+    conversions.run(tmp_path / "LATEST", tmp_path / "megatron", "megatron", "bf16", verify=True)
+    conversions.run(tmp_path / "megatron", tmp_path / "back", "hf", container="dcp")
+    kinds = {
+        kind: {name.removeprefix(f"{kind}."): one for name, one in moments.items() if name.startswith(f"{kind}.")}
+        for kind in ("exp_avg", "exp_avg_sq")
+    }
+    expected = as_state_dict(live, **kinds)
+    assert_same(read_by_torch(tmp_path / "back", expected), expected)
+    assert_same({"": conversions.tensors(tmp_path / "epoch_0_step_2" / "model" / "consolidated")}, {"": live})
+
+
+def test_automodels_experts_over_ranks_are_those_that_its_adapter_names(tmp_path: Path) -> None:
+    """Its optimizer has them under other names, and is refused."""
+    run_ranks(automodel(), 4, "automodel_save.py", tmp_path, "experts")
+    live, step = load_file(tmp_path / "live.safetensors"), tmp_path / "epoch_0_step_2"
+    assert_same({"": conversions.tensors(step)}, {"": live})
+    assert_same({"": conversions.tensors(step / "model" / "consolidated")}, {"": live})
+    with pytest.raises(MappingError, match="experts.gate_and_up_projs.*--drop-optimizer"):
+        conversions.run(step, tmp_path / "megatron", "megatron")
+    conversions.run(step, tmp_path / "megatron", "megatron", drop_optimizer=True)
+    conversions.run(tmp_path / "megatron", tmp_path / "hf", "hf")
+    assert_same({"": load_file(tmp_path / "hf" / "model.safetensors")}, {"": live})
+
+
+def test_automodels_adapter_is_merged_as_it_computes(tmp_path: Path) -> None:
+    run_ranks(automodel(), 2, "automodel_save.py", tmp_path, "lora")
+    conversions.run(tmp_path / "epoch_0_step_2" / "model", tmp_path / "hf", "hf", reference=tmp_path / "base")
+    merged, live = load_file(tmp_path / "hf" / "model.safetensors"), load_file(tmp_path / "live.safetensors")
+    assert merged.keys() == live.keys()
+    assert max(float((merged[name] - one).abs().max()) for name, one in live.items()) < 1e-6
