@@ -1,6 +1,7 @@
 """AdamW's state in PyTorch's own checkpoints goes where its parameters go, and runs go on from it."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +17,21 @@ from soaking import first, in_soak
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from trained_models import MOMENTS, config_of, moments, save, states, train, trained
+from trainer_directories import automodel, pytorch
 
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.other_trainers.trainer_run import ParameterGroup, muon_settings
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.errors import CheckpointError, DamagedCheckpoint, MappingError, MissingTensor, ShapeMismatch
+from precisionctl.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    MappingError,
+    MissingTensor,
+    PrecisionctlError,
+    ShapeMismatch,
+)
 from precisionctl.param import STATE, Parallelism
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer.data.rows import EqualRows, Rows
@@ -188,6 +197,32 @@ def test_accelerates_optimizer_beside_its_model_at_the_step_that_the_trainer_nam
     (step / "trainer_state.json").write_text(json.dumps({"global_step": "7"}))
     with pytest.raises(CheckpointError, match="names no step"):
         conversions.run(step, tmp_path / "other", "megatron")
+
+
+def test_automodels_moments_of_experts_are_those_of_their_linears(tmp_path: Path) -> None:
+    model, optimizer = trained("qwen3-moe")
+    conversions.run(pytorch(tmp_path / "dcp", model, optimizer), tmp_path / "expected", "megatron")
+    step = automodel(tmp_path / "epoch_0_step_2", model, optimizer)
+    conversions.run(step, tmp_path / "out", "megatron", verify=True)
+    expected, found = (optimizer_in(tmp_path / name) for name in ("expected", "out"))
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+def test_moments_of_experts_that_no_weight_or_two_have_are_refused(tmp_path: Path) -> None:
+    model, optimizer = trained("qwen3-moe")
+    step = automodel(tmp_path / "epoch_0_step_2", model, optimizer)
+    experts = "optim.state.model.layers.1.mlp.experts"
+    down = open_checkpoint(step).specs["model.layers.1.mlp.experts.0.down_proj.weight"].shape
+    for name, shape, message in (
+        ("down_projs", (2, 3, 5), r"down_projs\[0\]` is not the state of a parameter"),
+        ("0.down_proj.weight", down, r"`model\S+down_projs\[0\]` and `model\S+0.down_proj.weight` are both"),
+    ):
+        shutil.rmtree(step / "optim")
+        fitting = {f"{experts}.down_projs.{kind}": torch.ones(1, *down[::-1]) for kind in MOMENTS}
+        save(step / "optim", fitting | {f"{experts}.{name}.{kind}": torch.ones(shape) for kind in MOMENTS})
+        with pytest.raises(PrecisionctlError, match=message):
+            conversions.run(step, tmp_path / "other", "megatron")
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 `dense` is transformers' Llama on FSDP 2 after two updates, `experts` Automodel's Qwen3-MoE with its adapter to Hugging
 Face's names, experts over two ranks and each of them over two, and `lora` the Llama with Automodel's LoRA.
-OUT/epoch_0_step_N is what is saved, and OUT/live.safetensors what the run held, whole, merged and by Hugging Face's
-names; of `dense` also `exp_avg.*` and `exp_avg_sq.*`. Automodel makes rotary embeddings on a GPU, which nothing here
+OUT/epoch_0_step_2 is what is saved, and OUT/live.safetensors what the run held, whole, merged and by Hugging Face's
+names, with moments as `exp_avg.*` and `exp_avg_sq.*`. Automodel makes rotary embeddings on a GPU, which nothing here
 needs.
 """
 
@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+KINDS = ("exp_avg", "exp_avg_sq")
 OUT, KIND = Path(sys.argv[1]), sys.argv[2]
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}  # rows are uneven
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -52,6 +53,10 @@ def whole(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: getattr(one, "full_tensor", lambda one=one: one)().detach().clone() for name, one in tensors.items()}
 
 
+def moments(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str) -> dict[str, Tensor]:
+    return whole({name: optimizer.state[one][kind] for name, one in model.named_parameters()})
+
+
 def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS))
 
@@ -61,8 +66,8 @@ def dense() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Tensor], dict[s
     on_ranks(model)
     optimizer = update(model)
     live = whole(model.state_dict())
-    for kind in ("exp_avg", "exp_avg_sq"):
-        live |= whole({f"{kind}.{name}": optimizer.state[one][kind] for name, one in model.named_parameters()})
+    for kind in KINDS:
+        live |= {f"{kind}.{name}": one for name, one in moments(model, optimizer, kind).items()}
     return model, optimizer, live, {}
 
 
@@ -105,8 +110,11 @@ def experts() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Tensor], dict
     on_ranks(model, ignored_params=apart)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+        parameter.grad = 10 * parameter.detach()  # of which a tenth is the first moment
     optimizer.step()
+    for kind in KINDS:
+        named = model.state_dict_adapter.to_hf(moments(model, optimizer, kind))
+        live |= {f"{kind}.{name}": one for name, one in named.items()}
     return model, optimizer, live, {"mesh": mesh}
 
 

@@ -18,7 +18,7 @@ import transformers
 from core_models import of_stages
 from forked import free_port
 from repository import HELPERS, ROOT
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -27,7 +27,6 @@ from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer, trainer_run_of
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.errors import MappingError
 from precisionctl.param import KINDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -282,33 +281,30 @@ def automodel() -> Path:
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_automodel_saves_is_what_the_run_held_and_comes_through_megatron(tmp_path: Path, ranks: int) -> None:
-    run_ranks(automodel(), ranks, "automodel_save.py", tmp_path, "dense")
-    live = load_file(tmp_path / "live.safetensors")
-    moments = {name: live.pop(name) for name in list(live) if name.startswith("exp_avg")}
+@pytest.mark.parametrize(("kind", "ranks"), [*(("dense", ranks) for ranks in (1, 2, 3)), ("experts", 4)])
+def test_what_automodel_saves_is_what_the_run_held_and_comes_through_megatron(
+    tmp_path: Path, kind: str, ranks: int
+) -> None:
+    """Experts are over two ranks, and each over two: their weights and moments are those that its adapter names. In
+    Megatron moments are where weights of their values would be."""
+    run_ranks(automodel(), ranks, "automodel_save.py", tmp_path, kind)
+    whole = tmp_path / "epoch_0_step_2" / "model" / "consolidated"
+    held = load_file(tmp_path / "live.safetensors")
+    states = {one: {n.removeprefix(f"{one}."): t for n, t in held.items() if n.startswith(f"{one}.")} for one in KINDS}
+    live = {name: tensor for name, tensor in held.items() if not name.startswith("exp_avg")}
+    assert conversions.tensors(tmp_path / "LATEST").keys() == conversions.tensors(whole).keys() == live.keys()
+    assert_same({"": conversions.tensors(whole)}, {"": live})
     conversions.run(tmp_path / "LATEST", tmp_path / "megatron", "megatron", "bf16", verify=True)
-    conversions.run(tmp_path / "megatron", tmp_path / "back", "hf", container="dcp")
-    kinds = {
-        kind: {name.removeprefix(f"{kind}."): one for name, one in moments.items() if name.startswith(f"{kind}.")}
-        for kind in ("exp_avg", "exp_avg_sq")
-    }
-    expected = as_state_dict(live, **kinds)
-    assert_same(read_by_torch(tmp_path / "back", expected), expected)
-    assert_same({"": conversions.tensors(tmp_path / "epoch_0_step_2" / "model" / "consolidated")}, {"": live})
-
-
-def test_automodels_experts_over_ranks_are_those_that_its_adapter_names(tmp_path: Path) -> None:
-    """Its optimizer has them under other names, and is refused."""
-    run_ranks(automodel(), 4, "automodel_save.py", tmp_path, "experts")
-    live, step = load_file(tmp_path / "live.safetensors"), tmp_path / "epoch_0_step_2"
-    assert_same({"": conversions.tensors(step)}, {"": live})
-    assert_same({"": conversions.tensors(step / "model" / "consolidated")}, {"": live})
-    with pytest.raises(MappingError, match="experts.gate_and_up_projs.*--drop-optimizer"):
-        conversions.run(step, tmp_path / "megatron", "megatron")
-    conversions.run(step, tmp_path / "megatron", "megatron", drop_optimizer=True)
-    conversions.run(tmp_path / "megatron", tmp_path / "hf", "hf")
-    assert_same({"": load_file(tmp_path / "hf" / "model.safetensors")}, {"": live})
+    reader = open_checkpoint(tmp_path / "megatron")
+    assert isinstance(reader, TorchDistReader)
+    for one, tensors in {**states, "param": live}.items():
+        made = shutil.copytree(whole, tmp_path / one)
+        save_file(tensors, made / "model-00001-of-00001.safetensors")
+        conversions.run(made, tmp_path / f"{one}-megatron", "megatron")
+        expected = conversions.tensors(tmp_path / f"{one}-megatron")
+        found = {name: read_tensor(WithOptimizer(reader), f"optimizer.state.{one}.{name}") for name in expected}
+        assert found.keys() == reader.specs.keys()
+        assert_same({"": found}, {"": expected})
 
 
 def test_automodels_adapter_is_merged_as_it_computes(tmp_path: Path) -> None:

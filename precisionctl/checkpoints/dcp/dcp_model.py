@@ -5,8 +5,8 @@ torchtitan's names are read, too. AdamW's state is read if it is stored by param
 pieces are, or files of safetensors do. A config.json, beside the checkpoint or in the reference, says which model it
 is.
 
-NeMo Automodel (0.5, read at 36044ad) has a model's pieces in safetensors in `model/` of a step, with config.json and
-the tokenizer in `model/.hf_metadata`, and its optimizer in `optim/`, under the names that parameters have in memory.
+NeMo Automodel (0.7) has a model's pieces in safetensors in `model/` of a step, with config.json and
+the tokenizer in `model/.hf_metadata`, and its optimizer in `optim/`.
 """
 
 import re
@@ -20,7 +20,8 @@ from pathlib import Path
 from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import Chunk, whole
-from precisionctl.checkpoints.dcp import torchtitan
+from precisionctl.checkpoints.dcp import automodel, torchtitan
+from precisionctl.checkpoints.dcp.automodel import LinearsColumns
 from precisionctl.checkpoints.dcp.dcp_optimizer import split_off, with_names
 from precisionctl.checkpoints.hf_directory import safetensors_pieces
 from precisionctl.checkpoints.hf_directory.fused_experts import stacks
@@ -149,7 +150,10 @@ class DcpModelReader(TrainerDirectory):
         self._stored = LogicalTensors(stored)
         self.of_torchtitan = any(name in tensors[""] for name in torchtitan_families.EMBEDDINGS)
         self._unplaced: Sequence[str] = ()  # buffers of torchtitan's that the model has no place for
-        self._places: dict[str, str | Heads] = {name: name for name in stored}
+        self._places: dict[str, str | Heads | LinearsColumns] = {name: name for name in tensors[""]}
+        for kind in self._optimizer.moments:
+            placed = automodel.by_hf_names(self._stored, prefixes[kind], tensors[kind], self._stored.specs, path)
+            self._places |= {prefixes[kind] + name: place for name, place in placed.items()}
         described = self.of_torchtitan and says_its_model(self)
         family = torchtitan_families.FAMILIES.get(self.model.architecture) if described else None
         if family:
@@ -221,7 +225,7 @@ class DcpModelReader(TrainerDirectory):
             raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
         return self._moments
 
-    def _spec(self, place: str | Heads) -> TensorSpec:
+    def _spec(self, place: str | Heads | LinearsColumns) -> TensorSpec:
         if isinstance(place, str):
             return self._stored.specs[place]
         return TensorSpec(place.shape, self._stored.specs[place.name].dtype)

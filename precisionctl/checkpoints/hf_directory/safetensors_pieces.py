@@ -3,7 +3,7 @@
 
 Each rank has files `shard-00001-model-00001-of-00002.safetensors` of its own, with pieces of tensors under the tensors'
 names, and in their metadata where each piece begins. There is no `.metadata`: a tensor is as large as its pieces reach.
-So what ranks have that hold the last rows of all tensors would not be missed here; a model's sizes tell.
+So nothing here would miss the files of the last ranks; the sizes of the model do.
 """
 
 import math

@@ -14,7 +14,7 @@ import torch
 import trained_models
 import training
 from soaking import in_soak
-from trainer_directories import deepspeed, hf_trainer, pytorch, verl
+from trainer_directories import automodel, deepspeed, hf_trainer, pytorch, verl
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import CheckpointError, MissingTensor
@@ -37,7 +37,7 @@ ROWS = Rows(np.zeros(2, np.int32), None, EqualRows(1, 1), padding=0, largest=0, 
     [
         ("qwen3-moe", hf_trainer),
         ("gemma4-moe", deepspeed),
-        *in_soak(("llama-3", pytorch), ("qwen2", verl)),
+        *in_soak(("llama-3", pytorch), ("qwen2", verl), ("qwen3-moe", automodel)),
         *in_soak(("llama-3", deepspeed), ("gemma4", hf_trainer)),
         *in_soak(("gemma4", pytorch), ("gemma4", deepspeed), ("gemma4-moe", pytorch)),
     ],
