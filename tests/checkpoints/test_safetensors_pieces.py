@@ -119,6 +119,13 @@ def test_no_index_and_no_adapter_makes_a_piece_a_tensor(tmp_path: Path, saved: C
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     with pytest.raises(DamagedCheckpoint, match=r"is a piece, at \[64, 0\], of a tensor that other files have"):
         open_checkpoint(tmp_path)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    shutil.copyfile(piece, adapter / "adapter_model.safetensors")
+    pico.save(tmp_path / "base", "llama-3", vocab_size=253)
+    with pytest.raises(DamagedCheckpoint, match=r"is a piece, at \[64, 0\]"):
+        conversions.run(adapter, tmp_path / "out", "hf", reference=tmp_path / "base")
 
 
 def test_whole_tensors_of_that_writer_are_an_ordinary_directory(tmp_path: Path) -> None:
@@ -186,6 +193,15 @@ def test_a_save_of_automodel_that_was_stopped_is_not_read(tmp_path: Path, saved:
     for path in (step, step / "model"):
         with pytest.raises(DamagedCheckpoint, match="a save of NeMo Automodel that goes on, or was stopped"):
             open_checkpoint(path)
+
+
+def test_automodels_config_is_not_taken_from_elsewhere(tmp_path: Path, saved: Callable[[int], Path]) -> None:
+    step = shutil.copytree(saved(4) / "epoch_0_step_2", tmp_path / "epoch_0_step_2")
+    (step / "model" / ".hf_metadata").rename(tmp_path / "elsewhere")
+    (step / "model" / ".hf_metadata").symlink_to(tmp_path / "elsewhere")
+    for path in (step, step / "model"):
+        with pytest.raises(DamagedCheckpoint, match="a symbolic link leads out of the directory"):
+            open_checkpoint(path).model  # noqa: B018
 
 
 def save_pieces(path: Path, tensors: dict[str, Tensor], places: dict[str, list[int]]) -> None:
