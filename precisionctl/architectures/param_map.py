@@ -80,7 +80,7 @@ class Row:
     - `keeps_dtype`: whether values keep their stored dtype, whatever the target's is
     - `integers_below`: a field of ModelShape, if they are integers from 0 to below it, which keep their dtype too
     - `wide_beside`: for a norm that is 1 more in Hugging Face than in Megatron, and would lose bits in BF16: it is FP32
-      in Megatron, and on the way back gets the dtype of the parameter of this name beside it
+      in Megatron, whatever is stored, and on the way back gets the dtype of the parameter of this name beside it
     - `as_stored`: the same row under the source's names, if other names are written
     """
 

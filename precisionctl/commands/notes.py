@@ -172,13 +172,13 @@ _SHORT = {
 
 def rounded_notes(reader: Reader, plan: Plan) -> Iterator[str]:
     """Notes on values that are rounded to 16 bits though nobody asked for that, here or by who loads the result."""
-    rounded: list[str] = []
-    again: list[str] = []
-    for job in plan.jobs:
-        if stored := {reader.specs[read].dtype for read in job.reads} & {DType.float32, DType.float16}:
-            dtypes = {name: plan.targets[name].dtype for name in job.writes}
-            names = [name for name in job.writes if dtypes[name] in _SHORT and stored - {dtypes[name]}]
-            (again if job.row.wide_beside and reader.layout == "megatron" else rounded).extend(names)
+    rounded = [
+        name
+        for job in plan.jobs
+        if not _was_widened(job, reader)
+        for name in job.writes
+        if _is_rounded(job, name, reader, plan)
+    ]
     if rounded:
         yield (
             f"{counted(len(rounded), 'tensor that stays values is', 'tensors that stay values are')} "
@@ -190,11 +190,30 @@ def rounded_notes(reader: Reader, plan: Plan) -> Iterator[str]:
             f"{counted(len(half), 'matrix that stays values is', 'matrices that stay values are')} FP16, as in the "
             "source; config.json says bfloat16, to which engines round as they load, unless told `--dtype float16`."
         )
-    if again:
+    yield from narrowed_notes(reader, plan)
+
+
+def narrowed_notes(reader: Reader, plan: Plan) -> Iterator[str]:
+    """A note on norms that only Megatron needs in FP32 (`Row.wide_beside`), and that are of 16 bits in the result."""
+    jobs = [job for job in plan.jobs if _was_widened(job, reader)]
+    narrowed = [name for job in jobs for name in job.writes if _is_rounded(job, name, reader, plan)]
+    if narrowed:
         yield (
-            f"{counted(len(again), 'norm is', 'norms are')} FP32 in Megatron so that no bit of BF16 is lost there, and "
-            f"BF16 again in the result: exact, unless they were trained. The first is {again[0]}."
+            f"{counted(len(narrowed), 'norm is', 'norms are')} FP32 in Megatron so that no bit is lost there, and of "
+            "16 bits in the result, as the parameters beside them: exact, unless they were trained, or FP32 before "
+            f"Megatron had them. The first is {narrowed[0]}."
         )
+
+
+def _was_widened(job: Job, reader: Reader) -> bool:
+    return bool(job.row.wide_beside) and reader.layout == "megatron"
+
+
+def _is_rounded(job: Job, name: str, reader: Reader, plan: Plan) -> bool:
+    """Whether a tensor that a job writes has 16 bits of other values, which had more or others."""
+    read = {reader.specs[each].dtype for each in job.reads if each in reader.specs}
+    written = plan.targets[name].dtype
+    return written in _SHORT and bool(read & {DType.float32, DType.float16} - {written})
 
 
 def known_state_notes(known: KnownState, *, carried: bool) -> Iterator[str]:

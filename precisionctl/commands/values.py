@@ -12,6 +12,7 @@ from precisionctl.commands.notes import (
     code_notes,
     decoded_notes,
     known_state_notes,
+    narrowed_notes,
     payload_notes,
     stage_notes,
     state_notes,
@@ -82,6 +83,7 @@ def _notes(storage: Storage, source: Source, run: CarriedRun) -> Iterator[str]:
     plan, reader = source.plan, source.reader
     yield from source_notes(source)
     yield from decoded_base_notes(reader)
+    yield from narrowed_notes(reader, plan)
     if storage.layout == "megatron":
         yield from tower_notes(plan)
         yield from stage_notes(plan.parallelism, plan.model.num_layers)

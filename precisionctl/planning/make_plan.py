@@ -17,7 +17,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import MissingTensor, at
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.untabled_model import UntabledModel
-from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec, shared_spec
+from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec, shared_spec, state_name
 from precisionctl.planning import checks
 from precisionctl.planning.optimizer_jobs import OptimizerSource, optimizer_jobs, reading_masters
 from precisionctl.planning.plan import Job, Plan
@@ -82,8 +82,9 @@ def make_plan(
         _check_consumed(jobs, derived, source)
         trained = source if optimizer and isinstance(source, OptimizerSource) else None
         specs = {**source.specs, **(trained.optimizer_specs if trained else {})}
-        if trained and naming in OF_TRAINERS:
-            by_row = {row: reading_masters(row_jobs, trained) for row, row_jobs in by_row.items()}
+        masters = trained.optimizer_specs if trained and naming in OF_TRAINERS else {}
+        if masters:
+            by_row = {row: reading_masters(row_jobs, masters) for row, row_jobs in by_row.items()}
         targets: dict[str, TensorSpec] = {}
         for row, row_jobs in by_row.items():
             if not row_jobs:
@@ -92,7 +93,10 @@ def make_plan(
             checks.check_division(row, model, parallelism)
             shapes = row.shapes(model, target)
             for job in row_jobs:
-                targets |= _targets(job, shapes, model, specs, source.layout, target, dtype)
+                made = None if row.keeps_dtype or row.integers_below else dtype
+                if made is None and row.wide_beside and source.layout != target and not row.moves_rows(model):
+                    made = DType.float32 if target == "megatron" else _narrowed(job, specs, masters)
+                targets |= _targets(job, shapes, model, target, made or _stored_dtype(job, specs))
         written = tuple(job for row_jobs in by_row.values() for job in row_jobs)
         plan = Plan(model, source.layout, target, written, targets, derived, parallelism)
         if trained is None:
@@ -253,32 +257,25 @@ def _with_optimizer(
 
 
 def _targets(
-    job: Job,
-    shapes: tuple[tuple[int, ...], ...],
-    model: ModelShape,
-    specs: Mapping[str, TensorSpec],
-    source: Layout,
-    target: Layout,
-    dtype: DType | None,
+    job: Job, shapes: tuple[tuple[int, ...], ...], model: ModelShape, target: Layout, dtype: DType
 ) -> dict[str, TensorSpec]:
-    made = None if job.row.keeps_dtype or job.row.integers_below else dtype
-    if made is None:
-        made = _stored_dtype(job, model, specs, source, target)
     parallel = job.row.cut(model) if target == "megatron" else REPLICATED
     return {
-        name: shared_spec(shapes[number] if number < len(shapes) else shapes[0], made, parallel)
+        name: shared_spec(shapes[number] if number < len(shapes) else shapes[0], dtype, parallel)
         for number, name in enumerate(job.writes)
     }
 
 
-def _stored_dtype(
-    job: Job, model: ModelShape, specs: Mapping[str, TensorSpec], source: Layout, target: Layout
-) -> DType:
-    """The dtype that holds all that a job reads, FP8 codes taken for BF16; that of a norm as `Row.wide_beside` says."""
-    if job.row.wide_beside and source != target and not job.row.moves_rows(model):
-        (own,) = job.reads
-        beside = specs[f"{own.rsplit('.', 2)[0]}.{job.row.wide_beside}"].dtype
-        return DType.float32 if specs[own].dtype == beside else beside
+def _stored_dtype(job: Job, specs: Mapping[str, TensorSpec]) -> DType:
+    """The dtype that holds all that a job reads, FP8 codes taken for BF16."""
     stored = (specs[name] for name in job.reads)
     dtypes = [DType.bfloat16 if spec.is_codes else spec.dtype for spec in stored]
     return reduce(DType.promoted, dtypes) if dtypes else DType.bfloat16
+
+
+def _narrowed(job: Job, specs: Mapping[str, TensorSpec], masters: Mapping[str, TensorSpec]) -> DType:
+    """The dtype in Hugging Face of a norm of Megatron's that is `Row.wide_beside` another parameter: that one's, as it
+    is read itself or by its master; FP32 where both have the same, as 1 more than a number of 16 bits needs it."""
+    beside = f"{job.name.rsplit('.', 2)[0]}.{job.row.wide_beside}"
+    other = (masters.get(state_name("param", beside)) or specs[beside]).dtype
+    return DType.float32 if specs[job.reads[0]].dtype == other else other

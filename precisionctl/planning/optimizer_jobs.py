@@ -141,11 +141,12 @@ def _job(state: _ParameterState, kind: str, target: Layout) -> Job:
     return Job(state_name(kind, job.name), row, state.reads(kind), tuple(state_name(kind, name) for name in own))
 
 
-def reading_masters(jobs: Iterable[Job], source: OptimizerSource) -> list[Job]:
-    """The jobs of a model whose weights are to be its FP32 masters, where there are any; copies are of weights."""
-    found, read = source.optimizer_specs, []
+def reading_masters(jobs: Iterable[Job], state: Mapping[str, TensorSpec]) -> list[Job]:
+    """The jobs of a model whose weights are to be its FP32 masters, where an optimizer's `state` has any; copies are of
+    weights."""
+    read = []
     for job in jobs:
         masters = tuple(state_name("param", name) for name in job.reads)
-        has_all = bool(masters) and all(name in found for name in masters)
+        has_all = bool(masters) and all(name in state for name in masters)
         read.append(replace(job, reads=masters, copies=()) if has_all else job)
     return read

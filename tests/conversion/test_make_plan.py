@@ -1,0 +1,70 @@
+"""What is planned for a source of names, shapes and dtypes alone: no file is needed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pico
+import pytest
+
+from precisionctl.architectures.families import table_of
+from precisionctl.architectures.param_map import Naming, names
+from precisionctl.dtypes import DType
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.param import Layout, TensorSpec, state_name
+from precisionctl.planning.make_plan import make_plan
+
+
+@dataclass(frozen=True)
+class Source:
+    """The part of a Reader that planning needs, of an optimizer too."""
+
+    model: ModelShape
+    specs: Mapping[str, TensorSpec]
+    layout: Layout = "hf"
+    optimizer_specs: Mapping[str, TensorSpec] = field(default_factory=dict)
+    path: Path | None = None
+
+
+def stored(model: ModelShape, layout: Layout, naming: Naming = "as stored", **dtypes: DType) -> dict[str, TensorSpec]:
+    """The tensors of a model in BF16, or in the one of `dtypes` that is for the end of a name (`_` for `.`)."""
+    return {
+        name: TensorSpec(shape, next((d for end, d in dtypes.items() if ends(name, end)), DType.bfloat16))
+        for row in table_of(model).spelled({}, model, naming)
+        if row.present.in_layout(layout, model)
+        for place in row.places(model)
+        for name, shape in zip(names(row, layout, place), row.shapes(model, layout), strict=True)
+    }
+
+
+def ends(name: str, end: str) -> bool:
+    return name.replace(".", "_").endswith(end)
+
+
+HF_NORM, MEGATRON_NORM = "linear_attn_norm_weight", "self_attention_out_norm_weight"
+
+
+@pytest.mark.parametrize("norm", [DType.float32, DType.bfloat16, DType.float16])
+@pytest.mark.parametrize("beside", [DType.float32, DType.bfloat16, DType.float16])
+def test_megatron_has_a_norm_less_one_in_fp32_whatever_is_beside_it(norm: DType, beside: DType) -> None:
+    model = pico.shape("qwen3-next")
+    source = Source(model, stored(model, "hf", **{HF_NORM: norm, "A_log": beside}))
+    targets = make_plan(source, "megatron").targets
+    assert {targets[name].dtype for name in targets if ends(name, MEGATRON_NORM)} == {DType.float32}
+
+
+@pytest.mark.parametrize("norm", [DType.bfloat16, DType.float32])
+@pytest.mark.parametrize("beside", [DType.bfloat16, DType.float32])
+def test_masters_are_planned_where_16_bits_alone_have_one(norm: DType, beside: DType) -> None:
+    """As Megatron's plain optimizer keeps them, where FP32 is its own master. All that trainers go on from is FP32."""
+    model = pico.shape("qwen3-next")
+    specs = stored(model, "megatron", **{MEGATRON_NORM: norm, "A_log": beside, "dt_bias": beside})
+    state = {
+        state_name(kind, name): TensorSpec(spec.shape, DType.float32)
+        for name, spec in specs.items()
+        for kind in ("param", "exp_avg", "exp_avg_sq")
+        if kind != "param" or spec.dtype != DType.float32
+    }
+    plan = make_plan(Source(model, specs, "megatron", state), "hf", optimizer=True, naming="in memory")
+    weights = {name for job in plan.jobs if not job.name.startswith("optimizer.") for name in job.writes}
+    assert {plan.targets[name].dtype for name in weights} == {DType.float32}
