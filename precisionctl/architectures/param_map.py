@@ -237,24 +237,22 @@ class Either:
     ) -> tuple[Row, ...]:
         """The spelling that is written, with the one in `stored` as `as_stored` where that is another. `codes` are as
         `Architecture.spelled` has them."""
-        second = self.also if _any_stored(self.also, stored, model, self.second) else self.second
+        read = self._stored(stored, model)
         if naming == self.second_is or (self.only_read and _any_stored(self.second, codes, model)):
-            read = tuple(
-                each
-                for each in (*self.first, *self.also)
-                if (whole := _first_names(each, model)) and all(name in stored for name in whole)
-            )
             written = self.second
         elif naming == "text alone" and self.alone:
-            written, read = self.alone, second if _is_stored(self.first, second, stored, model) else self.first
-        elif not _is_stored(self.first, second, stored, model):
-            return self.first
-        elif naming != "as stored" or self.only_read:
-            written, read = self.first, second
+            written = self.alone
         else:
-            return second
+            written = read if naming == "as stored" and not self.only_read else self.first
+        if written is read:
+            return written
         by_key = {_key(each): each for each in read}
         return tuple(replace(row, as_stored=by_key.get(_key(row))) for row in written)
+
+    def _stored(self, stored: Mapping[str, TensorSpec], model: ModelShape) -> tuple[Row, ...]:
+        """The spelling that is stored; the first where none is."""
+        other = self.also if _any_stored(self.also, stored, model, self.second) else self.second
+        return other if _is_stored(self.first, other, stored, model) else self.first
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,15 @@
 """What is planned for a source of names, shapes and dtypes alone: no file is needed."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pico
 import pytest
 
-from precisionctl.architectures.families import table_of
+from precisionctl.architectures.families import from_hf_config, table_of
 from precisionctl.architectures.param_map import Naming, names
+from precisionctl.architectures.wrapped_architecture import in_directory
 from precisionctl.dtypes import DType
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec, state_name
@@ -28,13 +29,13 @@ class Source:
 
 def stored(model: ModelShape, layout: Layout, naming: Naming = "as stored", **dtypes: DType) -> dict[str, TensorSpec]:
     """The tensors of a model in BF16, or in the one of `dtypes` that is for the end of a name (`_` for `.`)."""
-    return {
-        name: TensorSpec(shape, next((d for end, d in dtypes.items() if ends(name, end)), DType.bfloat16))
-        for row in table_of(model).spelled({}, model, naming)
-        if row.present.in_layout(layout, model)
-        for place in row.places(model)
-        for name, shape in zip(names(row, layout, place), row.shapes(model, layout), strict=True)
-    }
+    found = {}
+    for row in table_of(model).spelled({}, model, naming):
+        usual = DType.int64 if row.integers_below else DType.bfloat16
+        for place in row.places(model) if row.present.in_layout(layout, model) else ():
+            for name, shape in zip(names(row, layout, place), row.shapes(model, layout), strict=True):
+                found[name] = TensorSpec(shape, next((d for end, d in dtypes.items() if ends(name, end)), usual))
+    return found
 
 
 def ends(name: str, end: str) -> bool:
@@ -68,3 +69,32 @@ def test_masters_are_planned_where_16_bits_alone_have_one(norm: DType, beside: D
     plan = make_plan(Source(model, specs, "megatron", state), "hf", optimizer=True, naming="in memory")
     weights = {name for job in plan.jobs if not job.name.startswith("optimizer.") for name in job.writes}
     assert {plan.targets[name].dtype for name in weights} == {DType.float32}
+
+
+TEXT = ("model.language_model.embed_tokens.weight", "lm_head.weight")
+TOWER = {"model.visual.merger.norm.bias": TensorSpec((8,), DType.bfloat16)}
+
+
+def wrapped() -> ModelShape:
+    """Qwen3-VL-MoE, whose experts have the same names as published, and in memory transposed."""
+    text = pico.settings("qwen3-moe") | {"model_type": "qwen3_vl_moe_text", "num_experts": 4}
+    config = {"model_type": "qwen3_vl_moe", "text_config": text}
+    return in_directory(from_hf_config(config), config, [*TEXT, *TOWER])
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "olmo-hybrid", "qwen3-moe", "deepseek-v4"])
+def test_a_spelling_is_found_whichever_is_written(family: str) -> None:
+    """Spellings that differ in shapes alone, in names alone, and in both."""
+    model, tower = (wrapped(), TOWER) if family == "qwen3_vl_moe" else (pico.shape(family), {})
+    if model.gdn:
+        model = replace(model, gdn=replace(model.gdn, value_head_dim=2 * model.gdn.key_head_dim))
+    namings: tuple[Naming, ...] = ("as stored", "in memory")
+    spellings = {naming: stored(model, "hf", naming) | tower for naming in namings}
+    assert len({tuple(each.items()) for each in spellings.values()}) == 2
+    for here, specs in spellings.items():
+        for there in namings:
+            plan = make_plan(Source(model, specs), "hf", naming=there)
+            written = spellings[here if there == "as stored" and family != "olmo-hybrid" else there]
+            assert {name: spec.shape for name, spec in plan.targets.items()} == {
+                name: spec.shape for name, spec in written.items()
+            }
