@@ -36,6 +36,9 @@ NOT_TRAINED = (
 table of experts; the factor of a layer of Gemma 4; those of angles in LeRoPE; parameters that nothing reads; numbers
 that hash n-grams; xIELU's two settings."""
 
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+"""Megatron's names of the embedding and of the output layer."""
+
 GEMM_ALIGNMENT = 16
 """Both dimensions of every operand of an FP8 GEMM must be multiples of it (cuBLASLt's leading dimensions; TE checks it
 in transformer_engine/pytorch/utils.py, assert_dim_for_fp8_exec; inference engines' CUTLASS kernels need it, too)."""

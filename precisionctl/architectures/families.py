@@ -21,6 +21,7 @@ from precisionctl.model.model_parts import text_part
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import TENSORS, differences
 from precisionctl.model.untabled_model import UntabledModel
+from precisionctl.param import EMBEDDING
 
 _VERSION = re.compile(r"[\d._]+")
 
@@ -83,7 +84,7 @@ def read_model(config: Config, where: object = "config.json", stored: Collection
     try:
         model = from_hf_config(config, where)
         if model.wrapper:
-            return in_directory(model, config, stored)
+            return in_directory(architecture_of(model.architecture), model, config, stored)
         if stored and (head := _class_for_numbers(config)):
             what = f"a model with a head for rewards or classes ({head:.60}), which gives numbers and no tokens"
             raise UnknownArchitecture(what, where=where, do=_OF_NUMBERS)
@@ -104,10 +105,10 @@ def read_model(config: Config, where: object = "config.json", stored: Collection
 
 def _lacking(model: ModelShape, stored: Collection[str]) -> str:
     """What a language model has before the names that a bare model has, such as `model.`; empty if it is none."""
-    embeddings = architecture_of(model.architecture).embeddings
+    embeddings = architecture_of(model.architecture).names_of(EMBEDDING)
     if not stored or any(name in stored for name in embeddings):
         return ""
-    parts = (name.partition(".") for name in sorted(embeddings))
+    parts = (name.partition(".") for name in embeddings)
     return next((f"{within}." for within, _, name in parts if name in stored), "")
 
 
@@ -177,11 +178,11 @@ def key_in(config: Config, field: str) -> str:
 def _in_wrapper(config: Config, where: object) -> ModelShape:
     """The text model of a wrapper. Raises UnknownArchitecture for one without a table, or whose family has other names
     than wrappers change."""
-    wrapper, text = wrapper_of(config), text_config(config, where)
+    text = text_config(config, where)
     CAUSAL.read(config, where)
     family = supported().get(text["model_type"])
-    if family is None or not can_be_wrapped(family, wrapper):
-        what = f"no table for a `{wrapper.model_type}` around a `{text['model_type']:.60}`"
+    if family is None or not can_be_wrapped(family, wrapper := wrapper_of(config, family)):
+        what = f"no table for a `{config['model_type']}` around a `{text['model_type']:.60}`"
         raise UnknownArchitecture(what, where=where, do=_NO_TABLE)
     model = from_hf_config(text, where)
     return dataclasses.replace(model, wrapper=wrapper, tied_embeddings=may_be_tied(config, where))

@@ -308,13 +308,15 @@ class Architecture:
         return tuple(rows)
 
     @property
-    def embeddings(self) -> set[str]:
-        """What the embedding of tokens may be called in Hugging Face, in every spelling."""
-        spellings = (
-            (each,) if isinstance(each, Row) else (*each.first, *each.second, *each.also) for each in self.rows
-        )
-        rows = (row for spelling in spellings for row in spelling)
-        return {name for row in rows if row.megatron == "embedding.word_embeddings.weight" for name in row.hf}
+    def all_rows(self) -> Iterator[Row]:
+        """`rows` in every spelling, the published one first."""
+        for each in self.rows:
+            yield from (each,) if isinstance(each, Row) else (*each.first, *each.second, *each.also, *each.alone)
+
+    def names_of(self, megatron: str) -> tuple[str, ...]:
+        """What the parts of a Megatron parameter may be called in Hugging Face, by spelling, the published names
+        first."""
+        return tuple(dict.fromkeys(name for row in self.all_rows if row.megatron == megatron for name in row.hf))
 
     def in_memory(self, stored: Mapping[str, TensorSpec], model: ModelShape) -> dict[str, str]:
         """The names that the model's class has in memory for these `stored` tensors, where they differ. Tensors that

@@ -12,27 +12,27 @@ from precisionctl.architectures.wrappers import TOWERS, WRAPPERS
 from precisionctl.errors import MappingError, UnknownArchitecture
 from precisionctl.model.model_parts import Wrapper
 from precisionctl.model.model_shape import ModelShape
-from precisionctl.param import TensorSpec
+from precisionctl.param import EMBEDDING, OUTPUT, TensorSpec
 
 
 def can_be_wrapped(family: Architecture, wrapper: Wrapper) -> bool:
     """Whether a family's tensors all have names that the wrapper changes, or has, too."""
-    rows = [row for each in family.rows for row in ((each,) if isinstance(each, Row) else (*each.first, *each.second))]
-    return all(name.startswith(tuple(wrapper.names)) for row in rows for name in row.hf)
+    return all(name.startswith(tuple(wrapper.names)) for row in family.all_rows for name in row.hf)
 
 
-def in_directory(model: ModelShape, config: Config, stored: Collection[str]) -> ModelShape:
-    """The text model by the names that a Hugging Face directory has for it. Raises UnknownArchitecture where they are
-    not those of a text model and towers."""
+def in_directory(family: Architecture, model: ModelShape, config: Config, stored: Collection[str]) -> ModelShape:
+    """The text model, of this family, by the names that a Hugging Face directory has for it. Raises UnknownArchitecture
+    where they are not those of a text model and towers."""
     assert model.wrapper is not None, "a text model alone has its names from its family"
     in_memory = WRAPPERS[model.wrapper.model_type].in_memory
     for body, head in dict.fromkeys(((model.wrapper.body, model.wrapper.head), in_memory)):
         wrapper = replace(model.wrapper, body=body, head=head)
         towers = [name for name in stored if not wrapper.is_text(name)]
-        has_text = any(wrapper.name_of(name) in stored for name in _EMBEDDINGS)
+        has_text = any(wrapper.name_of(name) in stored for name in family.names_of(EMBEDDING))
         if has_text and towers and _by_towers(model.wrapper, towers) == wrapper:
             _check_marks(model.wrapper.model_type, towers)
-            tied = config.get("tie_word_embeddings") is True or wrapper.name_of(_HEAD) not in stored
+            has_head = any(wrapper.name_of(name) in stored for name in family.names_of(OUTPUT))
+            tied = config.get("tie_word_embeddings") is True or not has_head
             return replace(model, wrapper=wrapper, tied_embeddings=model.tied_embeddings and tied)
     raise UnknownArchitecture(f"its tensors do not have the names of a `{model.wrapper.model_type}`")
 
@@ -47,10 +47,6 @@ def beside_towers(model: ModelShape, config: Config, towers: Collection[str], *,
         what = f"it has {'an' if has_head else 'no'} output layer, and tie_word_embeddings says otherwise"
         raise UnknownArchitecture(what, do="Is config.json this model's? If so, correct tie_word_embeddings in it.")
     return replace(model, wrapper=_by_towers(model.wrapper, towers), tied_embeddings=not has_head)
-
-
-_EMBEDDINGS = tuple(f"model.{name}.weight" for name in ("embed_tokens", "embeddings", "tok_embeddings"))
-_HEAD = "lm_head.weight"
 
 
 def _check_marks(model_type: str, towers: Collection[str]) -> None:

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from precisionctl.architectures.config_keys import Config, is_on
-from precisionctl.architectures.param_map import Either
+from precisionctl.architectures.param_map import Architecture, Either
 from precisionctl.architectures.rearrangements import Transposed
 from precisionctl.architectures.shared.moe_rows import FUSED, NUMBERED
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import Wrapper, config_parts, text_part
+from precisionctl.param import EMBEDDING
 
 TOWERS = "towers."
 """What Megatron's names of towers begin with here, before the Hugging Face name. No parameter of Megatron's does."""
@@ -396,10 +397,11 @@ def text_config(config: Config, where: object) -> dict[str, Any]:
     return found
 
 
-def wrapper_of(config: Config) -> Wrapper:
-    """The wrapper that a config.json describes, with the names of published files."""
+def wrapper_of(config: Config, family: Architecture) -> Wrapper:
+    """The wrapper that a config.json describes around a text model of this family; with names of published files."""
     kind = WRAPPERS[config["model_type"]]
-    return Wrapper(config["model_type"], kind.body, kind.head, kind.mtp, kind.apart)
+    body_alone = family.names_of(EMBEDDING)[0].partition(".")[0] + "."
+    return Wrapper(config["model_type"], kind.body, kind.head, kind.mtp, kind.apart, body_alone)
 
 
 def may_be_tied(config: Config, where: object) -> bool:

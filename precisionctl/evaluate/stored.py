@@ -14,7 +14,6 @@ import torch
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceTensors
-from precisionctl.checkpoints.megatron.logical import EMBEDDING
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.codes.statistics import NAMES
 from precisionctl.conversion.convert import convert
@@ -26,6 +25,7 @@ from precisionctl.evaluate.stored_codes import use_stored_codes
 from precisionctl.export.kv_cache import stored_scales
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
+from precisionctl.param import EMBEDDING
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.precision import Precision

@@ -202,13 +202,15 @@ class GlobalAttention:
 class Wrapper:
     """A model of images or sound around a text model: its `model_type`, and what its Hugging Face names have in place
     of the text model's `model.` (or `backbone.`), `lm_head.` and, where its prediction layers have such names, `mtp.`.
-    All its other tensors are towers, and those whose names begin with one of what is `apart`."""
+    All its other tensors are towers, and those whose names begin with one of what is `apart`. `body_alone` is what
+    published files of the text model alone have in the place of `body`."""
 
     model_type: str
     body: str
     head: str
     mtp: str | None = None
     apart: tuple[str, ...] = ()
+    body_alone: str = "model."
 
     @property
     def names(self) -> dict[str, str]:
@@ -228,11 +230,10 @@ class Wrapper:
         return name
 
     def name_alone(self, name: str) -> str:
-        """What the text model alone calls what has this name in the wrapper."""
-        for alone, here in self.names.items():
-            if name.startswith(here):
-                return alone + name.removeprefix(here)
-        return name
+        """What the text model alone calls in published files what has this name in the wrapper."""
+        alone = {here: alone for alone, here in self.names.items()} | {self.body: self.body_alone}
+        here = max(filter(name.startswith, alone), key=len, default=None)  # that of a body may be empty
+        return name if here is None else alone[here] + name.removeprefix(here)
 
 
 def text_part(config: Mapping[str, Any]) -> Any:

@@ -7,7 +7,17 @@ from typing import Protocol, runtime_checkable
 
 from precisionctl.architectures.rearrangements import SAME, Gamma
 from precisionctl.errors import DROP_OPTIMIZER, MappingError, MissingTensor
-from precisionctl.param import KINDS, MOMENTUM, NOT_TRAINED, Layout, TensorSpec, kind_and_parameter, state_name
+from precisionctl.param import (
+    EMBEDDING,
+    KINDS,
+    MOMENTUM,
+    NOT_TRAINED,
+    OUTPUT,
+    Layout,
+    TensorSpec,
+    kind_and_parameter,
+    state_name,
+)
 from precisionctl.planning.checks import check_names
 from precisionctl.planning.plan import Job
 from precisionctl.sizes import counted
@@ -106,7 +116,7 @@ def _check_muon(states: Iterable[_ParameterState]) -> None:
             raise MappingError(f"{what}embeddings and output layer", do=DROP_OPTIMIZER)
 
 
-_NOT_MUONS = ("embedding.word_embeddings.weight", "output_layer.weight")
+_NOT_MUONS = (EMBEDDING, OUTPUT)
 
 
 def _check_known(stored: Mapping[str, Sequence[str]], jobs: Iterable[Job]) -> None:

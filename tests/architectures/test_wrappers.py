@@ -22,8 +22,9 @@ from training import make_text, run_with_kills, settings
 from transformers import AutoConfig, AutoModelForImageTextToText, ShieldGemma2ForImageClassification
 
 from precisionctl.architectures.families import architecture_of, from_hf_config, read_model, table_of, to_hf_config
+from precisionctl.architectures.param_map import Either
 from precisionctl.architectures.wrapped_architecture import wrapped
-from precisionctl.architectures.wrappers import TEXT_MODELS
+from precisionctl.architectures.wrappers import TEXT_MODELS, wrapper_of
 from precisionctl.architectures.wrappers import WRAPPERS as KNOWN
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
@@ -588,6 +589,20 @@ def test_of_a_family_all_but_names_is_the_wrappers_too() -> None:
         kept = {f.name for f in fields(family)} - {"rows", "more_rows", "config", "aliases", "derived"}
         table = wrapped(family, wrapper)
         assert "behind" in kept and all(getattr(table, name) == getattr(family, name) for name in kept)
+
+
+def test_names_of_a_text_model_come_back_from_every_wrapper() -> None:
+    """Those of published files of the text model alone: what GGUF has names for, and `verify` compares with it."""
+    for kind, known in KNOWN.items():
+        text = WRAPPERS.get(kind, {}).get("model_type") or known.text or "qwen3_5_text"
+        family = architecture_of(TEXT_MODELS[text].family if text in TEXT_MODELS else text)
+        wrapper = wrapper_of({"model_type": kind}, family)
+        in_memory = replace(wrapper, body=known.in_memory[0], head=known.in_memory[1])
+        for each in family.rows:
+            for row in each.first if isinstance(each, Either) else (each,):
+                for name in row.hf:
+                    assert name == wrapper.name_alone(wrapper.name_of(name)) != "", (kind, name)
+                    assert name == in_memory.name_alone(in_memory.name_of(name)), (kind, name)
 
 
 @pytest.mark.parametrize("kind", [["llama"], {}, None, 7])

@@ -7,10 +7,11 @@ from pathlib import Path
 import pico
 import pytest
 
-from precisionctl.architectures.families import from_hf_config, table_of
+from precisionctl.architectures.families import architecture_of, from_hf_config, table_of
 from precisionctl.architectures.param_map import Naming, names
 from precisionctl.architectures.wrapped_architecture import in_directory
 from precisionctl.dtypes import DType
+from precisionctl.export.gguf.gguf_plan import in_gguf
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec, state_name
 from precisionctl.planning.make_plan import make_plan
@@ -71,21 +72,29 @@ def test_masters_are_planned_where_16_bits_alone_have_one(norm: DType, beside: D
     assert {plan.targets[name].dtype for name in weights} == {DType.float32}
 
 
-TEXT = ("model.language_model.embed_tokens.weight", "lm_head.weight")
 TOWER = {"model.visual.merger.norm.bias": TensorSpec((8,), DType.bfloat16)}
 
 
-def wrapped() -> ModelShape:
-    """Qwen3-VL-MoE, whose experts have the same names as published, and in memory transposed."""
+def qwen3_vl_moe() -> ModelShape:
+    """Whose experts have the same names as published, and in memory transposed."""
     text = pico.settings("qwen3-moe") | {"model_type": "qwen3_vl_moe_text", "num_experts": 4}
     config = {"model_type": "qwen3_vl_moe", "text_config": text}
-    return in_directory(from_hf_config(config), config, [*TEXT, *TOWER])
+    names = ["model.language_model.embed_tokens.weight", "lm_head.weight", *TOWER]
+    return in_directory(architecture_of("qwen3_moe"), from_hf_config(config), config, names)
+
+
+def test_a_nemotron_within_a_wrapper_is_in_gguf() -> None:
+    """Its body is `backbone.` in published files of the text model alone, whose names GGUF's tables have."""
+    model = from_hf_config({"model_type": "NemotronH_Nano_VL_V2", "llm_config": pico.settings("nemotron-h")})
+    tower = {"vision_model.radio_model.x": TensorSpec((8,), DType.bfloat16)}
+    plan = make_plan(Source(model, stored(model, "hf") | tower), "hf")
+    assert {"token_embd.weight", "output_norm.weight"} <= in_gguf(plan, "bf16", ()).plan.targets.keys()
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", "olmo-hybrid", "qwen3-moe", "deepseek-v4"])
 def test_a_spelling_is_found_whichever_is_written(family: str) -> None:
     """Spellings that differ in shapes alone, in names alone, and in both."""
-    model, tower = (wrapped(), TOWER) if family == "qwen3_vl_moe" else (pico.shape(family), {})
+    model, tower = (qwen3_vl_moe(), TOWER) if family == "qwen3_vl_moe" else (pico.shape(family), {})
     if model.gdn:
         model = replace(model, gdn=replace(model.gdn, value_head_dim=2 * model.gdn.key_head_dim))
     namings: tuple[Naming, ...] = ("as stored", "in memory")

@@ -18,13 +18,13 @@ from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, no_iterati
 from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.dcp.dcp_model import ACCELERATE, DcpModelReader, directories_of, read_dcp
 from precisionctl.checkpoints.megatron.keys import MARKER
-from precisionctl.checkpoints.megatron.logical import EMBEDDING, MASTER
+from precisionctl.checkpoints.megatron.logical import MASTER
 from precisionctl.checkpoints.other_trainers.trainer_run import count_of_updates, different_counts
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
 from precisionctl.dtypes import DType
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError
-from precisionctl.param import TensorSpec, state_name
+from precisionctl.param import EMBEDDING, TensorSpec, state_name
 from precisionctl.untrusted.safe_files import check_link
 
 

@@ -21,7 +21,6 @@ from precisionctl.checkpoints.chunks import Chunked
 from precisionctl.checkpoints.hf_directory.companions import is_tokenizer, needed_hints, read_companions
 from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, as_states, decode_payloads
 from precisionctl.checkpoints.megatron.keys import BRIDGE_TOKENIZER, COMPANIONS, VERL, VERL_COMPANIONS
-from precisionctl.checkpoints.megatron.logical import EMBEDDING, OUTPUT
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.checkpoints.megatron.towers import stored_towers
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, shown
@@ -29,7 +28,7 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import differences
-from precisionctl.param import Layout, TensorSpec
+from precisionctl.param import EMBEDDING, OUTPUT, Layout, TensorSpec
 from precisionctl.untrusted.safe_files import check_link
 from precisionctl.untrusted.safe_json import parse_json
 

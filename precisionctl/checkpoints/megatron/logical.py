@@ -23,6 +23,7 @@ from precisionctl.checkpoints.torch_files.dcp_tensors import (
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import (
     CONV_PARTS,
+    EMBEDDING,
     IN_PROJ_PARTS,
     KDA_PARTS,
     MIXER_CONV_PARTS,
@@ -32,8 +33,6 @@ from precisionctl.param import (
     state_name,
 )
 
-EMBEDDING = "embedding.word_embeddings.weight"
-OUTPUT = "output_layer.weight"
 OPTIMIZER = "optimizer."
 """Prefix of everything of an optimizer."""
 MASTER = state_name("param", "")

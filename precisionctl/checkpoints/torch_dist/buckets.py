@@ -15,12 +15,11 @@ from dataclasses import dataclass
 
 from precisionctl.checkpoints.chunks import Box
 from precisionctl.checkpoints.megatron.keys import expert_of, layer_of
-from precisionctl.checkpoints.megatron.logical import EMBEDDING, OUTPUT
 from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
 from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensor, TensorPart, flat_boxes
 from precisionctl.dtypes import DType
-from precisionctl.param import KINDS, NOT_TRAINED, TensorSpec, kind_and_parameter, state_name
+from precisionctl.param import EMBEDDING, KINDS, NOT_TRAINED, OUTPUT, TensorSpec, kind_and_parameter, state_name
 
 _KEY = re.compile(
     r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,6})\.gbuf_idx_(\d{1,3})"

@@ -20,7 +20,7 @@ from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
 from precisionctl.checkpoints.chunks import Box, Chunk, chunk_files, shard_boxes
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, count_experts, find_iteration, iteration_of
-from precisionctl.checkpoints.megatron.logical import EMBEDDING, OUTPUT, is_indexed
+from precisionctl.checkpoints.megatron.logical import is_indexed
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, payload_bytes
 from precisionctl.checkpoints.megatron.towers import with_towers
 from precisionctl.checkpoints.torch_files.te_tensors import LocatedFp8Weight
@@ -54,7 +54,9 @@ from precisionctl.checkpoints.torch_legacy.rank_shards import (
 from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, damage, shown
 from precisionctl.param import (
+    EMBEDDING,
     GATED_ROWS,
+    OUTPUT,
     REPLICATED,
     ROWS,
     TWICE_GATED_ROWS,

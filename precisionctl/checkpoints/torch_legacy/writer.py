@@ -21,7 +21,7 @@ from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun
 from precisionctl.checkpoints.megatron.fp8_state_writer import demanded, grouped_payloads, origin_entry, write_sidecar
 from precisionctl.checkpoints.megatron.keys import COMPANIONS, OURS, count_experts, expert_of, layer_of, without_expert
-from precisionctl.checkpoints.megatron.logical import EMBEDDING, OPTIMIZER, OUTPUT
+from precisionctl.checkpoints.megatron.logical import OPTIMIZER
 from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
 from precisionctl.checkpoints.torch_files import torch_zip_writer
 from precisionctl.checkpoints.torch_files.torch_zip_writer import Archive, Blank
@@ -33,7 +33,7 @@ from precisionctl.errors import MappingError, ShapeMismatch
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model.model_shape import ModelShape
-from precisionctl.param import MOMENTS, ONE_RANK, Parallelism, TensorSpec, kind_and_parameter
+from precisionctl.param import EMBEDDING, MOMENTS, ONE_RANK, OUTPUT, Parallelism, TensorSpec, kind_and_parameter
 
 _MODULES = Modules(fused=True, grouped=True)
 
