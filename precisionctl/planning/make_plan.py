@@ -155,7 +155,7 @@ def _row_jobs(
         raise MissingTensor(
             f"{row.count(model)} of `{row.megatron}`, but only {len(source.specs)} tensors", do="Is a shard missing?"
         )
-    copies = [alias for alias in aliases if alias.of in row.source.hf and getattr(model, alias.switch)]
+    copies = _aliases_of(row.source.hf, [alias for alias in aliases if getattr(model, alias.switch)])
     jobs = []
     for place in row.places(model):
         reads = names(row.source, source.layout, place) if here else ()
@@ -167,6 +167,13 @@ def _row_jobs(
             reads, stored = (stored[0], *reads[1:]), stored[1:]
         jobs.append(Job(names(row, "megatron", place)[0], row, reads, (*writes, *kept), stored))
     return jobs
+
+
+def _aliases_of(names: Collection[str], aliases: Sequence[Alias]) -> list[Alias]:
+    """The aliases of these tensors, and of what is an alias itself: a prediction layer's output layer is a copy of the
+    model's, which may be one of the embedding."""
+    found = [alias for alias in aliases if alias.of in names]
+    return [*found, *_aliases_of({alias.hf for alias in found}, aliases)] if found else []
 
 
 def _copies(aliases: Iterable[Alias], model: ModelShape) -> tuple[str, ...]:

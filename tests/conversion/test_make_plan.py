@@ -107,3 +107,15 @@ def test_a_spelling_is_found_whichever_is_written(family: str) -> None:
             assert {name: spec.shape for name, spec in plan.targets.items()} == {
                 name: spec.shape for name, spec in written.items()
             }
+
+
+@pytest.mark.parametrize("stores_head", [True, False])
+def test_a_copy_of_a_tied_output_layer_is_one_of_the_embedding(stores_head: bool) -> None:
+    """In a layer of prediction, as DeepSeek's and GLM-4.5's have them."""
+    model = replace(pico.shape("glm4-moe"), mtp_num_layers=1, tied_embeddings=True)
+    embedding, copy = "model.embed_tokens.weight", f"model.layers.{model.num_layers}.shared_head.head.weight"
+    specs = stored(model, "hf")
+    specs |= dict.fromkeys([copy, *(["lm_head.weight"] if stores_head else [])], specs[embedding])
+    (job,) = (job for job in make_plan(Source(model, specs), "megatron").jobs if embedding in job.reads)
+    assert set(job.copies) == {copy, *(["lm_head.weight"] if stores_head else [])}
+    assert copy in make_plan(Source(model, specs), "hf").targets
