@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from in_memory import InMemory
-from pico import make, shape
+from pico import config, make, shape
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
-from precisionctl.architectures.megatron.megatron_args import to_megatron_args
+from precisionctl.architectures.megatron.megatron_args import otherwise_in_megatron, to_megatron_args
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.megatron.directory import model_of
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
@@ -265,3 +265,15 @@ def test_weights_of_norms_that_have_none_are_zeros_to_which_one_is_added(tmp_pat
     assert model_of(tmp_path, args, config, specs).architecture == "olmo"
     with pytest.raises(DamagedCheckpoint, match="layernorm_zero_centered_gamma is off.*--apply-layernorm-1p"):
         model_of(tmp_path, off, config, specs)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear", "llama3"])
+def test_what_nothing_turns_by_is_no_argument(kind: str) -> None:
+    """Cohere2 without a window has rotary embeddings nowhere, whatever its config.json says of their scaling."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    model = from_hf_config(config("cohere2", sliding_window=None, rope_parameters=rope))
+    args = to_megatron_args(model)
+    assert args["position_embedding_type"] == "none"
+    assert not args.get("use_rope_scaling") and not args.get("rotary_seq_len_interpolation_factor")
+    assert otherwise_in_megatron(model) == otherwise_in_megatron(dataclasses.replace(model, rope_scaling=None))

@@ -101,7 +101,6 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         "layernorm_epsilon": model.norm_epsilon,
         "apply_layernorm_1p": model.zero_centered_gamma,  # until megatron-core 0.15
         "layernorm_zero_centered_gamma": model.zero_centered_gamma,
-        "position_embedding_type": "none" if _rope_nowhere(model) or model.alibi else model.position_embedding,
         "max_position_embeddings": model.position_rows,
         "seq_length": model.max_position_embeddings,
         "group_query_attention": model.num_query_groups != model.num_attention_heads,
@@ -155,7 +154,9 @@ def _activation_args(model: ModelShape) -> dict[str, Any]:
 
 
 def _rope_args(model: ModelShape) -> dict[str, Any]:
-    rope = model.rope_scaling or {}
+    """How positions are embedded. Where nothing turns, no scaling is said: Megatron's `yarn` is a kind of positions."""
+    nowhere = _rope_nowhere(model) or model.alibi
+    rope = {} if nowhere else model.rope_scaling or {}
     if rope.get("rope_type") == "yarn" and model.mla is None:
         yarn = {f"yarn_{argument}": value for argument, value in _yarn_args(rope).items()}
         rounded = rope.get("truncate", True)
@@ -164,6 +165,7 @@ def _rope_args(model: ModelShape) -> dict[str, Any]:
     # rotary_pos_embedding.py, _apply_scaling: only the factor is an argument
     llama3 = kind == "llama3" and all(rope.get(key) == value for key, value in LLAMA3.items())
     return {
+        "position_embedding_type": "none" if nowhere else model.position_embedding,
         "use_rope_scaling": llama3,
         "rope_scaling_factor": float(rope["factor"]) if llama3 else 8.0,
         "rotary_seq_len_interpolation_factor": rope["factor"] if kind == "linear" else None,
