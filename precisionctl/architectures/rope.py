@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from precisionctl.architectures.config_keys import Config, Fields, Rule
+from precisionctl.architectures.config_keys import Config, Fields, Rule, size
 from precisionctl.architectures.config_layers import by_kind
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import real
@@ -88,6 +88,29 @@ def rope(
         return config
 
     return Rule(KEYS, read, write)
+
+
+def rope_with_dim(base: float, head_dim: int, *, heeds_dim: bool) -> Rule:
+    """The same of a family whose released files, and engines, have `rotary_dim`: how many channels of a head turn.
+    `head_dim` is the class's default. `heeds_dim` says whether transformers takes it where no `partial_rotary_factor`
+    is. Raises DamagedCheckpoint where the two differ."""
+    of_share = rope(base, partial=True)
+
+    def read(config: Config, where: object) -> Fields:
+        channels, said = size({"head_dim": head_dim, **config}, "head_dim", where), config.get("rotary_dim")
+        if said is not None and heeds_dim:
+            config = {"partial_rotary_factor": size(config, "rotary_dim", where) / channels, **config}
+        fields = of_share.read(config, where)
+        turning = int(channels * fields["rotary_percent"])
+        if said not in (None, turning):
+            what = f"rotary_dim is {shown(said)}, and in transformers {turning} channels turn"
+            raise DamagedCheckpoint(what, where=where, do="Say it by partial_rotary_factor, too.")
+        return fields
+
+    def write(model: ModelShape) -> Config:
+        return {**of_share.write(model), "rotary_dim": model.rotary_size}
+
+    return Rule((*KEYS, "rotary_dim"), read, write)
 
 
 def rope_by_kind(base: float, local_base: float, absent: Mapping[str, Mapping[str, Any]] | None = None) -> Rule:

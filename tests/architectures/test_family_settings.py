@@ -326,3 +326,24 @@ def test_a_value_of_a_wrong_type_is_no_absent_one(family: str) -> None:
                 with suppress(DamagedCheckpoint, UnknownArchitecture):
                     assert from_hf_config(told | {key: value}) == model, (key, value)
     assert refused, "the class takes every value"
+
+
+@pytest.mark.parametrize("head_dim", [{}, {"head_dim": 32}])
+def test_minimax_m2s_channels_that_turn_are_those_that_transformers_turns(head_dim: dict[str, int]) -> None:
+    """Released files say them by `rotary_dim`, and some leave the size of a head to the class."""
+    said = {key: value for key, value in config("minimax-m2").items() if key not in ("head_dim", "rope_parameters")}
+    said |= {"rotary_dim": 16, **head_dim}
+    theirs = AutoConfig.for_model(**said)
+    assert theirs.rope_parameters["partial_rotary_factor"] == 16 / theirs.head_dim
+    model = from_hf_config(said)
+    assert (model.kv_channels, model.rotary_size) == (theirs.head_dim, 16)
+
+
+@pytest.mark.parametrize("where", ["beside", "within"])
+def test_a_rotary_dim_of_another_share_is_refused(where: str) -> None:
+    """transformers takes the share, and engines the number of channels."""
+    share = {"partial_rotary_factor": 1.0}
+    said = config("minimax-m2", rotary_dim=8, rope_parameters=None, rope_theta=5e6)
+    said |= share if where == "beside" else {"rope_parameters": {"rope_theta": 5e6, "rope_type": "default", **share}}
+    with pytest.raises(DamagedCheckpoint, match="rotary_dim is 8, and in transformers 16 channels turn"):
+        from_hf_config(said)

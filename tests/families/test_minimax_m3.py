@@ -143,7 +143,7 @@ def test_what_is_published_is_what_transformers_takes_it_for() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"rotary_dim": 16}, "rotary_dim is 16, and transformers, which passes over it, turns 8"),
+        ({"rotary_dim": 16}, "rotary_dim is 16, and in transformers 8 channels turn"),
         ({"moe_layer_freq": [1, 1, 1], "mlp_layer_types": ["dense", "sparse", "sparse"]}, "say different layers"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types and sparse_attention_freq say different layers"),
         ({"index_topk_blocks": 16}, "index_topk_blocks and sparse_topk_blocks differ"),

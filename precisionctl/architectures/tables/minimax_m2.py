@@ -8,17 +8,13 @@ from precisionctl.architectures.config_keys import (
     SILU,
     SIZES,
     Always,
-    Config,
-    Fields,
     Key,
     Only,
-    Rule,
     heads,
-    size,
     tied,
 )
 from precisionctl.architectures.param_map import Architecture, Either, renamed
-from precisionctl.architectures.rope import rope
+from precisionctl.architectures.rope import rope_with_dim
 from precisionctl.architectures.shared.llama_rows import (
     ATTENTION_NORM,
     PROJ,
@@ -32,22 +28,11 @@ from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, MOE_NORM
 from precisionctl.architectures.tables.mixtral import EXPERTS as MIXTRAL_EXPERTS
 from precisionctl.architectures.tables.mixtral import EXPERTS_EVERYWHERE
 from precisionctl.architectures.tables.olmo2 import NORM_OVER_HEADS
-from precisionctl.model.model_shape import ModelShape
+
+_HEAD_DIM = 128
+"""What its class takes where none is said."""
 
 _BIAS = "mlp.gate.e_score_correction_bias"
-_ROPE = rope(5000000.0, partial=True)
-
-
-def _read_rope(config: Config, where: object) -> Fields:
-    if config.get("rotary_dim") is None:
-        return _ROPE.read(config, where)
-    share = size(config, "rotary_dim", where) / size(config, "head_dim", where)
-    return _ROPE.read({"partial_rotary_factor": share} | dict(config), where)
-
-
-def _write_rope(model: ModelShape) -> Config:
-    return {**_ROPE.write(model), "rotary_dim": model.rotary_size}
-
 
 ARCHITECTURE = Architecture(
     model_types={"minimax_m2": "MiniMaxM2ForCausalLM"},
@@ -65,7 +50,7 @@ ARCHITECTURE = Architecture(
     ),
     config=(
         *SIZES,
-        heads(num_key_value_heads=8, head_dim=128),
+        heads(num_key_value_heads=8, head_dim=_HEAD_DIM),
         SILU,
         *NORM_OVER_HEADS,
         Only("use_qk_norm", True),
@@ -79,7 +64,7 @@ ARCHITECTURE = Architecture(
         Always("moe.score_function", "sigmoid"),
         Always("moe.expert_bias", True),
         Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        Rule((*_ROPE.keys, "rotary_dim"), _read_rope, _write_rope),
+        rope_with_dim(5000000.0, _HEAD_DIM, heeds_dim=True),
         tied(False),
     ),
     aliases=(TIED,),

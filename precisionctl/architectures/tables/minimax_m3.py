@@ -29,7 +29,7 @@ from precisionctl.architectures.config_keys import (
 from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
 from precisionctl.architectures.rearrangements import GAMMA, SAME
-from precisionctl.architectures.rope import rope
+from precisionctl.architectures.rope import rope_with_dim
 from precisionctl.architectures.shared.llama_rows import (
     ATTENTION_NORM,
     DOWN,
@@ -194,18 +194,6 @@ def _write_indexer(model: ModelShape) -> Config:
     }
 
 
-_ROPE = rope(5000000.0, partial=True)
-
-
-def _read_rope(config: Config, where: object) -> Fields:
-    fields = _ROPE.read(config, where)
-    turning = int(size({**_ABSENT, **config}, "head_dim", where) * fields["rotary_percent"])
-    if config.get("rotary_dim", turning) != turning:
-        what = f"rotary_dim is {shown(config['rotary_dim'])}, and transformers, which passes over it, turns {turning}"
-        raise DamagedCheckpoint(what, where=where, do="Say it by partial_rotary_factor, too.")
-    return fields
-
-
 ARCHITECTURE = Architecture(
     model_types={"minimax_m3_vl_text": "MiniMaxM3VLForCausalLM"},
     rows=_ROWS,
@@ -238,11 +226,7 @@ ARCHITECTURE = Architecture(
         Only("use_index_cache", False),  # vLLM's indexers that serve the layers after them
         Rule(("sparse_attention_config", "layer_types", *_SIZES), _read_indexer, _write_indexer),
         Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        Rule(
-            (*_ROPE.keys, "rotary_dim"),
-            _read_rope,
-            lambda model: {**_ROPE.write(model), "rotary_dim": model.rotary_size},
-        ),
+        rope_with_dim(5000000.0, _ABSENT["head_dim"], heeds_dim=False),
         tied(False),
     ),
     aliases=(TIED,),
