@@ -139,15 +139,20 @@ def _opened(path: StrPath, iteration: int | None, reference: StrPath | None) -> 
     return open_hinted(HintedPath(Path(path), iteration, reference=Path(reference) if reference else None))
 
 
-def check_target(path: StrPath, target: str, ranks: int = 1, *, expert_parallel: bool = False) -> list[Finding]:
+def check_target(
+    path: StrPath, target: str, ranks: int = 1, *, expert_parallel: bool = False, reference: StrPath | None = None
+) -> list[Finding]:
     """The findings where an export breaks a rule of an engine, of `te`, `llama.cpp` or `mlx`; empty if every rule is
     kept.
 
     If a finding's `rule.fatal` is true, the engine refuses the directory or computes wrong results. The engine runs on
-    `ranks` GPUs; with `expert_parallel` each gets whole experts. Raises RecipeError for an unknown target, for others
-    than engines on several GPUs, for `expert_parallel` on one, and for codes that are not read or have no rules;
-    UnknownFormat for anything but what the target reads: a Hugging Face directory, or for llama.cpp a GGUF file."""
-    return [*check_directory(Path(path), target, ranks, expert_parallel=expert_parallel).findings]
+    `ranks` GPUs; with `expert_parallel` each gets whole experts. `reference` is as in a Request. Raises RecipeError for
+    an unknown target, for others than engines on several GPUs, for `expert_parallel` on one, for codes that are not
+    read or have no rules, and for a reference that contradicts the directory; UnknownFormat for anything but what the
+    target reads: a Hugging Face directory, or for llama.cpp a GGUF file."""
+    same_model = Path(reference) if reference else None
+    found = check_directory(Path(path), target, ranks, expert_parallel=expert_parallel, reference=same_model)
+    return [*found.findings]
 
 
 def inspect(path: StrPath, iteration: int | None = None, *, reference: StrPath | None = None) -> Mapping[str, Any]:

@@ -65,7 +65,7 @@ def verify(
     """Compare checkpoint A with B, tensor by tensor, whatever their formats; or check A against an engine's rules.
 
     FP8 codes equal BF16 values if they are exactly the encoding of these values with the stored scale. `verify A --fp8`
-    checks whether A's FP8 weights keep their codes when converted to BF16 and back. The exit code is 1 if A and B
+    checks whether A's weights keep their codes when converted to BF16 and back. The exit code is 1 if A and B
     differ, if the engine would refuse or misread A, or if no weight of A is stored as codes; 2 if A's codes are not
     read here, or there are no rules of the engine for them.
     """
@@ -121,19 +121,20 @@ def compare_checkpoints(
 
 
 def check_codes(path: Path, workers: int, json_wanted: bool) -> bool:
-    """Print for each FP8 weight whether decoding to BF16 and encoding again gives the same codes. Returns whether all
-    do. Raises PrecisionError for a checkpoint without FP8 weights."""
+    """Print for each weight that is codes whether decoding to BF16 and encoding again gives the same ones. Returns
+    whether all do. Raises PrecisionError for a checkpoint without such weights."""
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.errors import PrecisionError
     from precisionctl.reports import verify as report
-    from precisionctl.verify.code_comparison import compare_codes
-    from precisionctl.verify.hf_tensors import HfTensors
+    from precisionctl.verify.code_comparison import compare_with_bf16
 
-    weights = compare_codes(HfTensors(open_checkpoint(path)), None, workers)
+    weights = compare_with_bf16(open_checkpoint(path), workers)
     if not weights:
         raise PrecisionError(
-            "no weight is stored as FP8 codes", where=path, do="Give a second checkpoint to compare it with."
+            "no weight is read as codes with their scales",
+            where=path,
+            do="Give a second checkpoint to compare it with.",
         )
     same = all(weight.idempotent for weight in weights)
     if json_wanted:

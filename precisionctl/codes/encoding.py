@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from precisionctl.codes import integers, nibbles, numerics
@@ -175,15 +175,23 @@ def _regrouped(grid: Tensor, here: int, there: int, count: int) -> Tensor:
 
 
 def joined(parts: Sequence[Encoding], columns: int) -> Encoding:
-    """The encoding of rows that are stored below each other, from those of its parts (`Encoding.of_rows`)."""
+    """The encoding of rows that are stored below each other, from those of its parts (`Encoding.of_rows`), which are
+    codes of one element. Where some of them alone have zero points, those of the others are 0."""
     if len(parts) == 1:
         return parts[0]
-    if len({part.block for part in parts}) == 1:
-        zeros = [part.zeros for part in parts if part.zeros is not None]
-        grid = torch.cat([part.scale_inv for part in parts])
-        return replace(parts[0], scale_inv=grid, zeros=torch.cat(zeros) if zeros else None)
-    grids = [part.scales(0, len(part.scale_inv), columns).expand(-1, columns) for part in parts]
-    return Encoding(parts[0].element, torch.cat(grids), (1, 1))
+    wide = parts[0].block[1] if len({part.block for part in parts}) == 1 else 1
+    zeros = None
+    if any(part.zeros is not None for part in parts):
+        zeros = [torch.zeros_like(part.scale_inv) if part.zeros is None else part.zeros for part in parts]
+
+    def below_each_other(grids: Sequence[Tensor]) -> Tensor:
+        if wide > 1:
+            return torch.cat([*grids])
+        cells = (grid.repeat_interleave(part.block[1], 1)[:, :columns] for grid, part in zip(grids, parts, strict=True))
+        return torch.cat([*cells])
+
+    grid = below_each_other([part.scale_inv for part in parts])
+    return Encoding(parts[0].element, grid, (1, wide), zeros=None if zeros is None else below_each_other(zeros))
 
 
 def by_rows(encoding: Encoding, rows: int) -> Tensor:

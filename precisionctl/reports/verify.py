@@ -29,22 +29,27 @@ def tables(comparison: Comparison) -> list[Table]:
     columns = ("status", "count", "lowest SQNR, dB", "largest error", "values that differ")
     found = [Table("Tensors", columns, rows)]
     if settings := comparison.settings:
-        title = "Settings that differ" + (f", the first {SHOWN} of {len(settings)}" if len(settings) > SHOWN else "")
-        found.insert(0, Table(title, ("",), [(line,) for line in settings[:SHOWN]]))
+        found.insert(0, _first("Settings that differ", ("",), [(line,) for line in settings]))
     different = [tensor for tensor in comparison.tensors if not tensor.equal]
     if different:
         found.append(_worst(different, FEW if settings else SHOWN))
     if comparison.codes:
         found.append(codes(comparison.codes))
     if told := [(t.name, t.remark) for t in comparison.tensors if t.remark]:
-        found.append(Table("What codes have lost", ("tensor", ""), told[:SHOWN]))
+        found.append(_first("What codes have lost", ("tensor", ""), told))
     if comparison.fp8 is not None:
-        lines = comparison.fp8[:SHOWN] or ["equal to the last bit"]
-        found.append(Table("FP8 state", ("",), [(line,) for line in lines]))
+        lines = comparison.fp8 or ["equal to the last bit"]
+        found.append(_first("FP8 state", ("",), [(line,) for line in lines]))
     if comparison.not_compared:
         rows = [(each.topic, each.what, each.why) for each in comparison.not_compared]
         found.append(Table("Not compared", ("", "here", "what that is"), rows))
     return found
+
+
+def _first(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
+    """A table of the first SHOWN rows, which says of how many."""
+    cut = f", the first {SHOWN} of {len(rows):,}" if len(rows) > SHOWN else ""
+    return Table(title + cut, columns, rows[:SHOWN])
 
 
 def verdict(comparison: Comparison) -> str:
@@ -54,16 +59,17 @@ def verdict(comparison: Comparison) -> str:
     if comparison.equal:
         statuses = Counter(tensor.status for tensor in comparison.tensors)
         words = [f"{n} of them by their codes"] if (n := statuses["encoded"]) else []
-        words += [f"{n} rounded to BF16"] if (n := statuses["rounded"]) else []
+        words += [f"{n} rounded"] if (n := statuses["rounded"]) else []
         return f"The same: {', '.join(['all ' + counted(count, 'tensor'), *words])}."
     of_all = f"{different:,} of {counted(count, 'tensor')}"
-    found = {of_all: different, counted(settings, "setting"): settings, "FP8 state": states}
+    of_state = f"{counted(states, 'difference')} of FP8 state"
+    found = {of_all: different, counted(settings, "setting"): settings, of_state: states}
     return f"Not the same: {', '.join(what for what, number in found.items() if number)}."
 
 
 def codes(weights: Sequence[CodesComparison]) -> Table:
-    """FP8 weights: those with the most codes changed, and all together."""
-    worst = sorted(weights, key=lambda weight: (weight.idempotent, -weight.changed / weight.codes))[:SHOWN]
+    """Weights that are codes: those with the most codes changed, and all together."""
+    worst = sorted(weights, key=lambda weight: (weight.idempotent, -_share(weight)))[:SHOWN]
     rows = [_weight(weight) for weight in worst]
     if len(weights) > 1:
         together = CodesComparison(
@@ -76,13 +82,18 @@ def codes(weights: Sequence[CodesComparison]) -> Table:
         )
         rows.append(_weight(together))
     columns = ("weight", "codes", "changed", "scale ratio", "SQNR, dB", "the same after BF16")
-    return Table("FP8 weights", columns, rows)
+    return Table("Weights that are codes", columns, rows)
+
+
+def _share(weight: CodesComparison) -> float:
+    """The share of a weight's codes that changed."""
+    return weight.changed / max(1, weight.codes)
 
 
 def _weight(weight: CodesComparison) -> tuple[str, ...]:
     low, high = weight.scale_ratio
     ratio = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
-    share = f"{weight.changed:,} ({weight.changed / weight.codes:.2%})" if weight.changed else "0"
+    share = f"{weight.changed:,} ({_share(weight):.2%})" if weight.changed else "0"
     sqnr, idempotent = _number(weight.sqnr_db, ".1f"), "yes" if weight.idempotent else "no"
     return (weight.name, f"{weight.codes:,}", share, ratio, sqnr, idempotent)
 
@@ -96,7 +107,8 @@ def _together(status: str, tensors: Sequence[TensorComparison]) -> tuple[str, ..
 
 
 def _worst(different: Sequence[TensorComparison], most: int) -> Table:
-    worst = sorted(different, key=lambda tensor: -1.0 if tensor.sqnr_db is None else tensor.sqnr_db)[:most]
+    """Those that cannot be subtracted come first: they are on one side only, or of two shapes."""
+    worst = sorted(different, key=lambda tensor: (tensor.sqnr_db is not None, tensor.sqnr_db or 0.0))[:most]
     rows = []
     for t in worst:
         status = f"{t.status} {t.shapes}" if t.shapes else t.status

@@ -1,17 +1,24 @@
-"""codes: what has become of FP8 codes, weight by weight, between two checkpoints; or of one on its way through BF16."""
+"""codes: what has become of codes of all kinds that are read with their scales, weight by weight, between two
+checkpoints; or of those of one on their way through BF16.
+
+Codes that are decoded as they are read (GGUF's, MLX's, GPTQ's, bitsandbytes') have no scales here. Weights that one
+checkpoint has under other rows or columns than it stores codes of are compared as values alone (`codes_as_values`).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.codes.encoding import Encoding
-from precisionctl.codes.statistics import decibels
-from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.processes import in_processes
-from precisionctl.torch_when_used import one_torch_thread
+from precisionctl.torch_when_used import one_torch_thread, torch
+from precisionctl.verify.differences import Differences
 from precisionctl.verify.hf_tensors import HfTensors, StoredRows
 
 if TYPE_CHECKING:
@@ -22,11 +29,13 @@ if TYPE_CHECKING:
 class CodesComparison:
     """A weight that is codes in A, in B or in both.
 
-    `changed` is the number of its `codes` that differ between A and B. A side that has values is encoded for this:
-    under the scales that it had when it was codes, if they are known, else under the other side's.
+    `changed` is the number of its `codes` that differ between A and B; all of them do if they are of two elements. A
+    side that has values is encoded for this: under the scales that it had when it was codes, if they are known, else
+    under the other side's.
 
-    `scale_ratio` is the smallest and the largest ratio of B's scale_inv to A's, over all elements. SQNR in dB is that
-    of B's values against A's. `idempotent`: decoding to BF16 and encoding again gives the same codes, on each side.
+    `scale_ratio` is the smallest and the largest ratio of B's scale_inv to A's, over all elements: 1 where both are the
+    same, zeros too, and infinite where A's alone is 0. SQNR in dB is that of B's values against A's, as for tensors.
+    `idempotent`: decoding to BF16 and encoding again gives the same codes, on each side.
     """
 
     name: str
@@ -37,18 +46,42 @@ class CodesComparison:
     idempotent: bool
 
 
-def compare_codes(a: HfTensors, b: HfTensors | None, workers: int = 1) -> list[CodesComparison]:
-    """Compare the codes of every weight that both checkpoints have and at least one stores as codes, in so many
-    processes. Without B, A is compared with itself after a way through BF16."""
-    left, right = _Coded(a), None if b is None else _Coded(b)
-    sizes = {
-        name: a.nbytes(name)
+def compare_codes(
+    a: HfTensors,
+    b: HfTensors,
+    before: tuple[WeightEncodings | None, WeightEncodings | None],
+    workers: int = 1,
+) -> list[CodesComparison]:
+    """Compare the codes of every weight that both checkpoints have in one shape and at least one reads as codes, in so
+    many processes. `before` is how the weights of each were coded that are values now, where that is known."""
+    left, right = (_Coded(side, encodings) for side, encodings in zip((a, b), before, strict=True))
+    names = (
+        name
         for name, spec in a.specs.items()
-        if (b is None or name in b.specs and b.specs[name].shape == spec.shape)
-        and (a.is_codes(name) or b is not None and b.is_codes(name))
-    }
-    results = in_processes(lambda name: _compare(name, left, right), [*sizes], [*sizes.values()], workers)
-    with one_torch_thread(), closing(results):
+        if name in b.specs and b.specs[name].shape == spec.shape and (a.is_codes(name) or b.is_codes(name))
+    )
+    return _in_processes(a, names, lambda name: _compare(name, left, right), workers)
+
+
+def compare_with_bf16(reader: Reader, workers: int = 1) -> list[CodesComparison]:
+    """Compare the codes of every weight of a checkpoint, by its own name there, with themselves after a way through
+    BF16."""
+    tensors = HfTensors.as_stored(reader, reader.model, reader.encodings)
+    here = _Coded(tensors, None)
+    return _in_processes(tensors, tensors.specs, lambda name: _compare(name, here, None), workers)
+
+
+def codes_as_values(a: HfTensors, b: HfTensors) -> list[str]:
+    """The weights of both of which one stores codes that are not read as such."""
+    both = (name for name in a.specs if name in b.specs)
+    return [name for name in both if a.has_codes_as_values(name) or b.has_codes_as_values(name)]
+
+
+def _in_processes(
+    a: HfTensors, names: Iterable[str], compare: Callable[[str], CodesComparison], workers: int
+) -> list[CodesComparison]:
+    sizes = {name: a.nbytes(name) for name in names}
+    with one_torch_thread(), closing(in_processes(compare, [*sizes], [*sizes.values()], workers)) as results:
         found = dict(results)
     return [found[name] for name in sizes]
 
@@ -56,9 +89,8 @@ def compare_codes(a: HfTensors, b: HfTensors | None, workers: int = 1) -> list[C
 class _Coded:
     """A checkpoint's tensors, and how those that are values now were coded before."""
 
-    def __init__(self, tensors: HfTensors) -> None:
+    def __init__(self, tensors: HfTensors, encodings: WeightEncodings | None) -> None:
         self.tensors = tensors
-        encodings = None if tensors.reader.encodings else weight_encodings(tensors.reader)
         self._before = encodings.by_name if encodings else {}
 
     def read(self, name: str, row: int, rows: int) -> tuple[StoredRows, Encoding | None]:
@@ -72,26 +104,32 @@ class _Coded:
 
 def _compare(name: str, a: _Coded, b: _Coded | None) -> CodesComparison:
     spec = a.tensors.specs[name]
-    changed, low, high, idempotent = 0, math.inf, 0.0, True
-    signal = noise = 0.0
+    changed, ratios, idempotent, found = 0, list[float](), True, Differences()
     for row, rows in a.tensors.pieces(name):
         left, how_left = a.read(name, row, rows)
         right, how_right = b.read(name, row, rows) if b else (StoredRows.of(left.values.bfloat16()), None)
         one, other = how_left or how_right, how_right or how_left
         assert one is not None and other is not None, "one of them is codes"
         before, after = _codes(left, one), _codes(right, other)
-        changed += one.element.differing(before, after) if before.shape == after.shape else spec.columns * rows
-        scales = [each.scales(0, rows, spec.columns) for each in (one, other)]
-        ratio = scales[1] / scales[0]
-        low, high = min(low, float(ratio.min())), max(high, float(ratio.max()))
-        for each in (left, right):
-            idempotent &= each.encoding is None or each.encodes(each.values.bfloat16())
-        values = left.values.double()
-        signal += float(values.square().sum())
-        noise += float((values - right.values.double()).square().sum())
-    sqnr = decibels(signal, noise)
-    return CodesComparison(name, spec.rows * spec.columns, changed, (low, high), sqnr, idempotent)
+        changed += one.element.differing(before, after) if one.element == other.element else spec.columns * rows
+        ratios += _ratios(*(each.scales(0, rows, spec.columns) for each in (one, other)))
+        idempotent &= all(_survive(each, each.encoding) for each in (left, right) if each.encoding is not None)
+        found.see(left, right)
+    span = (min(ratios), max(ratios)) if ratios else (1.0, 1.0)  # there may be no rows
+    return CodesComparison(name, spec.rows * spec.columns, changed, span, found.sqnr_db, idempotent)
 
 
 def _codes(rows: StoredRows, how: Encoding) -> Tensor:
     return rows.stored if rows.encoding is not None else how.encode_rows(rows.stored, 0)
+
+
+def _survive(codes: StoredRows, how: Encoding) -> bool:
+    """Whether codes are the same after a way through BF16."""
+    again = how.encode_rows(codes.values.bfloat16(), 0)
+    return torch.equal(again.view(torch.uint8), codes.stored.view(torch.uint8))
+
+
+def _ratios(a: Tensor, b: Tensor) -> Iterator[float]:
+    """The smallest and the largest ratio of B's scales to A's."""
+    ratio = torch.where(a == b, 1.0, b / a).nan_to_num(math.inf, math.inf, -math.inf)
+    yield from (float(ratio.min()), float(ratio.max()))

@@ -7,17 +7,14 @@ memory does not grow with the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import BytesProgress
-from precisionctl.codes import numerics
-from precisionctl.codes.statistics import decibels
+from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.state import Fp8State, Fp8States
@@ -26,14 +23,15 @@ from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.processes import in_processes
 from precisionctl.torch_when_used import one_torch_thread, torch
-from precisionctl.verify.code_comparison import CodesComparison, compare_codes
+from precisionctl.verify.code_comparison import CodesComparison, codes_as_values, compare_codes
 from precisionctl.verify.configs import Found, compare_configs
+from precisionctl.verify.differences import Differences, comparable, differing
 from precisionctl.verify.encodings import compare_encodings
 from precisionctl.verify.fixed_scales import FixedScales, compare_fixed_scales
 from precisionctl.verify.hf_tensors import HfTensors, StoredRows
-from precisionctl.verify.losses import Losses, difference
+from precisionctl.verify.losses import Losses
 from precisionctl.verify.mmproj_towers import TowersOfBoth, mmproj_of, towers_of_both
-from precisionctl.verify.not_compared import NotCompared, of_keys
+from precisionctl.verify.not_compared import NotCompared, of_keys, of_weights
 from precisionctl.verify.optimizers import Tensors, both_optimizers
 
 if TYPE_CHECKING:
@@ -108,6 +106,7 @@ def compare(
     """
     plans = _plan(a, b), _plan(b, a)
     left, right = (_tensors(*each) for each in ((a, b, plans[0]), (b, a, plans[1])))
+    encodings = weight_encodings(a), weight_encodings(b)
     for name, of in {**left.copies, **right.copies}.items():
         left.add_copy(name, of)
         right.add_copy(name, of)
@@ -123,10 +122,18 @@ def compare(
             tensors += _compare_tensors(towers.a, towers.b, on_bytes, workers)
             side: Status = "only in A" if towers.file == "A" else "only in B"
             tensors += [TensorComparison(name, side, dtype) for name, dtype in towers.others.items()]
-    settings, of_settings = _compare_settings(left, right, state)
+    fixed = (
+        FixedScales(reader, side.plan, coded, state or reader.fp8)
+        for reader, side, coded in zip((a, b), (left, right), encodings, strict=True)
+    )
+    settings, of_settings = _compare_settings(a, b, encodings, fixed)
     states, of_states = _compare_states(a.fp8, b.fp8, one_sided=fp8)
-    codes = tuple(compare_codes(left, right, workers)) if fp8 else ()
-    left_out = (*of_settings, *_left_out(left, right, towers), *not_both, *of_states)
+    before = (None if a.encodings else encodings[0], None if b.encodings else encodings[1])
+    codes = tuple(compare_codes(left, right, before, workers)) if fp8 else ()
+    derived = [name for plan in plans for name in plan.derived]
+    left_out = (*of_settings, *_left_out(a, b, towers, derived), *not_both, *of_states)
+    if fp8:
+        left_out += tuple(of_weights("codes", codes_as_values(left, right)))
     settings = [*settings, *(towers.settings if towers else ())]
     return Comparison(tuple(tensors), tuple(settings), states, codes, left_out)
 
@@ -147,23 +154,22 @@ def _without_towers(reader: Reader, other: Reader) -> bool:
     return reader.model.wrapper is not None and other.container == "gguf"
 
 
-def _compare_settings(a: HfTensors, b: HfTensors, state: Fp8States | None) -> Found:
-    """Compare config.json, models, encodings and fixed scales, these with `state` in place of what was recorded."""
-    models = a.reader.model, b.reader.model
-    encodings = weight_encodings(a.reader), weight_encodings(b.reader)
-    sides = (
-        FixedScales(side.reader, side.plan, coded, state or side.reader.fp8)
-        for side, coded in zip((a, b), encodings, strict=True)
-    )
-    lines, left_out = compare_configs(a.reader, b.reader)
+def _compare_settings(
+    a: Reader,
+    b: Reader,
+    encodings: tuple[WeightEncodings | None, WeightEncodings | None],
+    fixed: Iterable[FixedScales],
+) -> Found:
+    """Compare config.json, models, encodings and the fixed scales of both."""
+    lines, left_out = compare_configs(a, b)
     of_models = [
         f"{field} is {in_words(mine)} in A, {in_words(others)} in B"
-        for field, (mine, others) in differences(*models).items()
+        for field, (mine, others) in differences(a.model, b.model).items()
     ]
-    if of_models and models[0].model_type != models[1].model_type:  # the reason; two families may also compute alike
-        lines = [f"the family is {models[0].model_type} in A, {models[1].model_type} in B", *lines]
+    if of_models and a.model.model_type != b.model.model_type:  # the reason; two families may also compute alike
+        lines = [f"the family is {a.model.model_type} in A, {b.model.model_type} in B", *lines]
     lines = [*lines, *of_models]
-    for more, also_left_out in (compare_encodings(a, b, *encodings), compare_fixed_scales(*sides)):
+    for more, also_left_out in (compare_encodings(a, b, *encodings), compare_fixed_scales(*fixed)):
         lines, left_out = [*lines, *more], [*left_out, *also_left_out]
     return lines, left_out
 
@@ -206,13 +212,12 @@ def _compare_extras(a: HfTensors, b: HfTensors) -> Iterator[TensorComparison]:
             yield TensorComparison(name, "only in B", b.stored_dtype(name))
 
 
-def _left_out(a: HfTensors, b: HfTensors, towers: TowersOfBoth | None) -> Iterator[NotCompared]:
+def _left_out(a: Reader, b: Reader, towers: TowersOfBoth | None, derived: Sequence[str]) -> Iterator[NotCompared]:
     """What these two checkpoints have of the things that are never compared, and of the towers of one that were
     not."""
-    readers = {"A": a.reader, "B": b.reader}
-    derived = [name for side in (a, b) for name in side.plan.derived]
+    readers = {"A": a, "B": b}
     yield from of_keys("derived", derived[:1])
-    others = {"A": b.reader, "B": a.reader}
+    others = {"A": b, "B": a}
     alone = (name for name, reader in readers.items() if mmproj_of(reader) or _without_towers(reader, others[name]))
     yield from of_keys("towers", (f"of {name}" for name in alone) if towers is None else towers.unread)
     padded = {
@@ -248,11 +253,19 @@ def _compare_values(name: str, a: Tensors, b: Tensors, dtypes: str) -> TensorCom
     worst: Status = next((status for status in _WORST_FIRST if status in verdicts), "exact")  # there may be no rows
     if worst == "exact":
         return TensorComparison(name, worst, dtypes, math.inf, 0.0, 0)
+    found = Differences()
     if worst in ("differs", "rounded"):
-        return TensorComparison(name, worst, dtypes, *_error(_pieces(name, a, b)))
+        for left, right in _pieces(name, a, b):
+            found.see(left, right)
+        return _measured(name, worst, dtypes, found)
     assert isinstance(a, HfTensors) and isinstance(b, HfTensors), "nothing else has codes"
-    losses, error = _losses(name, a, b)
-    return TensorComparison(name, "lost" if losses.why else worst, dtypes, *error, remark=losses.why or losses.remark)
+    losses = _losses(name, a, b, found)
+    return _measured(name, "lost" if losses.why else worst, dtypes, found, losses.why or losses.remark)
+
+
+def _measured(name: str, status: Status, dtypes: str, found: Differences, remark: str = "") -> TensorComparison:
+    error = found.sqnr_db, found.largest_error, found.differing
+    return TensorComparison(name, status, dtypes, *error, remark=remark)
 
 
 _WORST_FIRST: tuple[Status, ...] = ("differs", "encoded", "rounded", "exact")
@@ -264,35 +277,28 @@ def _pieces(name: str, a: Tensors, b: Tensors) -> Iterator[tuple[StoredRows, Sto
         yield a.read(name, row, rows), b.read(name, row, rows)
 
 
-def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float, float, int]]:
-    """The losses of the side that is codes against the other side's values, and the error of B's values as `_error`
-    returns it."""
+def _losses(name: str, a: HfTensors, b: HfTensors, found: Differences) -> Losses:
+    """The losses of the side that is codes against the other side's values; `found` sees the pieces too."""
     coded = a if a.cast(name) or (a.is_codes(name) and not b.cast(name)) else b
     spec = a.specs[name]
-    losses, row, signal = Losses(spec.rows, spec.columns, coded.block(name), coded.is_packed(name)), 0, 0.0
-    differing = 0
+    losses, row = Losses(spec.rows, spec.columns, coded.block(name), coded.is_packed(name)), 0
     for left, right in _pieces(name, a, b):
+        found.see(left, right)
         codes, values = (left, right) if coded is a else (right, left)
-        decoded = codes.values
-        differing += _differing(decoded, values.values)
-        losses.see(row, codes.stored, values.values, decoded)
-        signal += float(decoded.double().square().sum()) if coded is a else 0.0
+        losses.see(row, codes.stored, values.values, codes.values)
         row += len(values.data)
-    sqnr = decibels(signal if coded is a else losses.total.power, losses.total.error)
-    return losses, (sqnr, losses.largest_error, differing)
+    return losses
 
 
 def _verdict(a: StoredRows, b: StoredRows) -> Status:
     if a.same_bytes(b):
         return "exact"
-    are_values = not (a.is_codes or b.is_codes)
-    if are_values and a.dtype == b.dtype:
-        return "exact" if _only_nans_differ(a.stored, b.stored) else "differs"
-    left, right = a.values, b.values
-    if torch.equal(left.view(torch.int32), right.view(torch.int32)) or _differing(left, right) == 0:
+    if differing(*comparable(a, b)) == 0:
         return "exact"
+    are_values = not (a.is_codes or b.is_codes)
     if are_values and (_is_rounding(a.stored, b.stored) or _is_rounding(b.stored, a.stored)):
         return "rounded"
+    left, right = a.values, b.values
     one_is_codes = a.is_codes != b.is_codes or (a.cast is None) != (b.cast is None)  # of the other's, which may be FP8
     made = [side for side, values in ((a, right), (b, left)) if one_is_codes and side.encodes(values)]
     if not made:
@@ -301,22 +307,14 @@ def _verdict(a: StoredRows, b: StoredRows) -> Status:
 
 
 def _is_rounding(stored: Tensor, of: Tensor) -> bool:
-    """Whether `stored`, in BF16, is exactly `of` rounded, and no value became infinite by rounding."""
+    """Whether `stored`, in BF16, or beside FP64 in FP32, is exactly `of` rounded, and no value became infinite by
+    rounding."""
     return (
-        stored.dtype == torch.bfloat16
+        (stored.dtype == torch.bfloat16 or (stored.dtype, of.dtype) == (torch.float32, torch.float64))
         and of.is_floating_point()
         and torch.equal(stored.isfinite(), of.isfinite())
-        and _differing(stored.float(), of.bfloat16().float()) == 0
+        and differing(stored.float(), of.to(stored.dtype).float()) == 0
     )
-
-
-def _only_nans_differ(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one dtype are equal bit for bit, except where both are NaN."""
-    if not a.is_floating_point():
-        return False
-    differs = (_bits(a) != _bits(b)).view(-1, a.element_size()).any(1)
-    nan = a.reshape(-1).float().isnan() & b.reshape(-1).float().isnan()
-    return bool((nan | ~differs).all())
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
@@ -325,29 +323,6 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _error(pieces: Iterable[tuple[StoredRows, StoredRows]]) -> tuple[float, float, int]:
-    """SQNR in dB, `10 log10(sum a^2 / sum (a - b)^2)`, summed in FP64, the largest absolute error (by `difference`),
-    and how many values differ."""
-    signal = noise = largest = 0.0
-    differing = 0
-    for a, b in pieces:
-        differing += _differing(a.values, b.values)
-        left, right = a.values.double(), b.values.double()
-        error = difference(left, right)
-        signal += float(left.square().sum())
-        noise += float(error.square().sum())
-        largest = max(largest, float(error.abs().max()))
-    return decibels(signal, noise), largest, differing
-
-
-def _differing(a: Tensor, b: Tensor) -> int:
-    """The number of FP32 values that differ: +0 and -0 differ, two NaNs do not."""
-    other = a.view(torch.int32).numpy() != b.view(torch.int32).numpy()
-    if numerics.has_nan(a) and numerics.has_nan(b):
-        other &= ~(a.isnan() & b.isnan()).numpy()
-    return int(np.count_nonzero(other))
 
 
 def _state_differences(a: Fp8States, b: Fp8States) -> Iterator[str]:

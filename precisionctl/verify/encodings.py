@@ -4,19 +4,20 @@ codes."""
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import in_pieces
 from precisionctl.checkpoints.hf_directory.encodings_file import QUANT_CONFIG, WeightEncodings, said_quantization
 from precisionctl.untrusted.safe_json import parse_json
 from precisionctl.verify.configs import Found, compare_quantization
-from precisionctl.verify.hf_tensors import PIECE, HfTensors
+from precisionctl.verify.hf_tensors import PIECE
 from precisionctl.verify.not_compared import NotCompared
 
 
-def compare_encodings(a: HfTensors, b: HfTensors, left: WeightEncodings | None, right: WeightEncodings | None) -> Found:
+def compare_encodings(a: Reader, b: Reader, left: WeightEncodings | None, right: WeightEncodings | None) -> Found:
     """Compare `quantization_config` and, if the weights of both sides are values now, the scales that they had as
     codes. (If both are codes, scales show in the values that codes decode to. If one side is codes, the scales may
     differ.)"""
-    in_codes = [bool(side.reader.encodings) for side in (a, b)]
+    in_codes = [bool(side.encodings) for side in (a, b)]
     if not any(in_codes) and (left is None) != (right is None):
         return [], [NotCompared("one encoding", f"only {'B' if left is None else 'A'} knows")]
     here, there = _quantization(a, left), _quantization(b, right)
@@ -41,19 +42,19 @@ def compare_encodings(a: HfTensors, b: HfTensors, left: WeightEncodings | None, 
     return lines, left_out
 
 
-def _quantization(side: HfTensors, encodings: WeightEncodings | None) -> Mapping[str, Any] | None:
+def _quantization(side: Reader, encodings: WeightEncodings | None) -> Mapping[str, Any] | None:
     """The `quantization_config` of a checkpoint, or of the codes that its weights were."""
     return _stored_quantization(side) if encodings is None else encodings.quantization
 
 
-def _stored_quantization(side: HfTensors) -> Mapping[str, Any] | None:
-    data = side.reader.companions.files.get("config.json")
+def _stored_quantization(side: Reader) -> Mapping[str, Any] | None:
+    data = side.companions.files.get("config.json")
     config = parse_json(data, "config.json") if data is not None else {}
     found = said_quantization(config)
     return found if isinstance(found, Mapping) else None
 
 
-def _names_method(side: HfTensors) -> bool:
+def _names_method(side: Reader) -> bool:
     """Whether a `quantization_config` says its `quant_method`; true where there is none to say it. Readers fill it in
     (huggingface.py)."""
     return "quant_method" in (_stored_quantization(side) or {"quant_method": None})

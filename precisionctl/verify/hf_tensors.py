@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from math import gcd
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from precisionctl.checkpoints.base import OfCasts, Reader
-from precisionctl.checkpoints.chunks import Bytes, bytes_of, in_pieces, read_bytes, read_tensor, read_values
-from precisionctl.codes.elements import Cast
+from precisionctl.architectures.read_off import rows as rows_of
+from precisionctl.checkpoints.base import OfCasts
+from precisionctl.checkpoints.chunks import Bytes, Chunked, bytes_of, in_pieces, read_bytes, read_tensor, read_values
+from precisionctl.codes.elements import Cast, Element
 from precisionctl.codes.encoding import Encoding, joined
 from precisionctl.dtypes import DType
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec
-from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.segments import Segment, lower
 from precisionctl.torch_when_used import torch
@@ -76,17 +78,24 @@ class StoredRows:
         return torch.equal(self.encoding.decode_rows(codes, 0), self.values)  # ggml has no negative zero
 
 
+class MaybeCodes(Chunked, Protocol):
+    """The part of a Reader that has the tensors, codes among them."""
+
+    @property
+    def encodings(self) -> Mapping[str, Encoding]: ...
+
+
 class HfTensors:
-    """A checkpoint's tensors under Hugging Face's names, whatever its layout; through `plan`, if given.
+    """A checkpoint's tensors under the names that `plan` gives them, which are Hugging Face's, whatever its layout.
 
     `copies` are tensors that the checkpoint stores although they are copies of others (the `lm_head` of a tied model):
     the name of the copy, and the name of the original. They are among `specs`.
     """
 
-    def __init__(self, reader: Reader, plan: Plan | None = None) -> None:
-        plan = make_plan(reader, "hf", naming="as saved") if plan is None else plan
+    def __init__(self, reader: MaybeCodes, plan: Plan) -> None:
         self.reader, self.plan = reader, plan
         self._kept: tuple[str, Tensor] | None = None
+        self._mixed: dict[str, bool] = {}
         self.specs: dict[str, TensorSpec] = dict(plan.targets)
         self._segments: dict[str, list[Segment]] = {name: [] for name in plan.targets}
         self._computed: dict[str, tuple[Job, int]] = {}
@@ -103,6 +112,13 @@ class HfTensors:
             spec = reader.specs[copy]
             self.specs[copy] = spec
             self._segments[copy] = [Segment(copy, 0, copy, 0, spec.rows)]
+
+    @classmethod
+    def as_stored(cls, reader: MaybeCodes, model: ModelShape, names: Iterable[str]) -> HfTensors:
+        """Tensors by the names and in the shapes that the checkpoint itself has for them."""
+        specs = {name: reader.specs[name] for name in names}
+        jobs = (Job(row.hf[0], row, row.hf, row.hf) for row in rows_of(specs))
+        return cls(reader, Plan(model, "hf", "hf", tuple(jobs), specs))
 
     def add_copy(self, name: str, of: str) -> None:
         """Take a tensor that this checkpoint does not store for what it would be a copy of, if it has that."""
@@ -122,16 +138,20 @@ class HfTensors:
         return self.reader.specs[name].stored_dtype
 
     def block(self, name: str) -> tuple[int, int]:
-        """How many rows and columns of a tensor of codes, or of ggml's or MLX's, share a scale."""
+        """How many rows and columns of a tensor of codes, or of ggml's or MLX's, share a scale: of those that are read
+        in several pieces, as many as always do."""
         if cast := self.cast(name):
             spec = self.specs[name]
             return (1, cast.share_a_scale) if cast.share_a_scale else (spec.rows, spec.columns)
-        reads = [segment.read for segment in self._segments[name] if segment.read is not None]
-        high, wide = self.reader.encodings[reads[0]].block
+        high, wide = 0, 0
+        for segment in self._segments[name]:
+            if segment.read is not None:
+                block = self.reader.encodings[segment.read].block
+                high, wide = gcd(high, block[0], segment.read_row, segment.write_row), gcd(wide, block[1])
         return high, wide
 
     def is_packed(self, name: str) -> bool:
-        """Whether a tensor of codes is of other codes than FP8."""
+        """Whether the codes are not FP8."""
         packed = any(segment.read and self.reader.specs[segment.read].packing for segment in self._segments[name])
         return packed or self.cast(name) is not None
 
@@ -150,17 +170,39 @@ class HfTensors:
 
     def is_codes(self, name: str) -> bool:
         """Whether the rows of a tensor are read as codes, with their scales."""
-        reads = (segment.read for segment in self._segments.get(name, ()))
-        return name not in self._computed and any(read in self.reader.encodings for read in reads)
+        return self._has_codes(name) and not self._is_of_values(name)
+
+    def has_codes_as_values(self, name: str) -> bool:
+        """Whether codes are among what a tensor is made of, though it is read as values."""
+        return self._has_codes(name) and self._is_of_values(name)
+
+    def _has_codes(self, name: str) -> bool:
+        return any(read in self.reader.encodings for read in self._reads(name))
+
+    def _is_of_values(self, name: str) -> bool:
+        """Whether a tensor has no bytes of its own: it is computed, or its rows are stored in several dtypes or number
+        formats."""
+        if name not in self._mixed:
+            self._mixed[name] = name in self._computed or len(set(self._kinds(name))) > 1
+        return self._mixed[name]
+
+    def _kinds(self, name: str) -> Iterator[tuple[DType, Element | None]]:
+        """What each part of a tensor's rows is stored as, with the element where they are codes."""
+        for segment in self._segments[name]:
+            spec = self.specs[name] if segment.read is None else self.reader.specs[segment.read]
+            yield spec.dtype, spec.element if segment.read in self.reader.encodings else None
+
+    def _reads(self, name: str) -> Sequence[str]:
+        """The names of what a tensor is made of in the checkpoint."""
+        if name in self._computed:
+            return self._computed[name][0].reads
+        return [segment.read for segment in self._segments.get(name, ()) if segment.read is not None]
 
     def dtype(self, name: str) -> str:
-        """The dtype that a tensor is stored in; `specs` has the dtype after decoding."""
-        if name in self._computed:
-            return self.stored_dtype(self._computed[name][0].reads[0])
+        """What a tensor is stored in; `specs` has the dtype after decoding."""
         if cast := self.cast(name):
             return cast.in_words
-        reads = (segment.read for segment in self._segments[name] if segment.read is not None)
-        return next((self.stored_dtype(read) for read in reads), "zeros")
+        return " and ".join(dict.fromkeys(map(self.stored_dtype, self._reads(name)))) or "zeros"
 
     def nbytes(self, name: str) -> int:
         """How many bytes of a tensor the checkpoint stores; 0 where it has none."""
@@ -175,8 +217,8 @@ class HfTensors:
         """The first row of each piece of a tensor, and how many rows it has, to be read one after the other. A piece
         has a multiple of the rows that are to be read `together`."""
         spec = self.specs[name]
-        for first, count in in_pieces(0, spec.rows // together, spec.columns * together, PIECE):
-            yield first * together, count * together
+        for first, count in in_pieces(0, -(-spec.rows // together), spec.columns * together, PIECE):
+            yield first * together, min(count * together, spec.rows - first * together)
 
     def read(self, name: str, row: int, rows: int) -> StoredRows:
         """Rows `[row, row + rows)` of a tensor."""
@@ -184,6 +226,8 @@ class HfTensors:
             values = self._compute(name).reshape(self.specs[name].rows, self.specs[name].columns)
             return StoredRows.of(values[row : row + rows])
         parts = [part for segment in self._segments[name] if (part := self._part(segment, row, rows)) is not None]
+        if self._is_of_values(name):
+            return StoredRows.of(torch.cat([part.stored if part.encoding is None else part.values for part in parts]))
         encodings = [part.encoding for part in parts if part.encoding is not None]
         encoding = joined(encodings, self.specs[name].columns) if encodings else None
         data = parts[0].data if len(parts) == 1 else np.concatenate([part.data for part in parts])

@@ -17,6 +17,7 @@ import numpy as np
 from precisionctl.codes import numerics
 from precisionctl.codes.statistics import Loss
 from precisionctl.torch_when_used import torch
+from precisionctl.verify.differences import difference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,15 +117,6 @@ class Losses:
     def _shares(self) -> str:
         zero, beyond = self.total.underflow, self.total.saturation
         return f"{zero:.1%} of values became zero, {beyond:.1%} were beyond the largest code"
-
-
-def difference(a: Tensor, b: Tensor) -> Tensor:
-    """`a - b`, without NaN: 0 where both are NaN or the same infinity, infinite where only one is NaN."""
-    error = a - b
-    if numerics.has_nan(error):
-        same = (a == b) | (a.isnan() & b.isnan())
-        error.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf).masked_fill_(same, 0.0)
-    return error
 
 
 def _became_zero(values: Tensor, decoded: Tensor) -> int:

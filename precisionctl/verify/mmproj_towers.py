@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
 
-from precisionctl.architectures.read_off import rows
-from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.gguf.reader import GgufReader
 from precisionctl.checkpoints.gguf.towers import tower_of
 from precisionctl.checkpoints.gguf.towers.mmproj_file import MmprojFile
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.export.gguf.towers_plan import token_embedding
-from precisionctl.planning.plan import Job, Plan
+from precisionctl.planning.plan import Plan
 from precisionctl.torch_when_used import torch
 from precisionctl.verify.hf_tensors import HfTensors
 
@@ -56,9 +53,7 @@ def towers_of_both(a: Reader, b: Reader, plans: tuple[Plan, Plan]) -> TowersOfBo
     unread = (name for name in plan.targets if name not in computed)
     jobs = tuple(job for job in plan.jobs if job.writes[0] in computed)
     plan = replace(plan, jobs=jobs, targets={name: plan.targets[name] for name in computed})
-    read = tuple(Job(TOWERS + row.hf[0], row, row.hf, row.hf) for row in rows(file.specs))
-    # of a Reader, these use tensors alone
-    of_file = HfTensors(cast(Reader, file), Plan(mine.model, "hf", "hf", read, file.specs))
+    of_file = HfTensors.as_stored(file, mine.model, file.specs)
     sides = (HfTensors(mine, plan), of_file) if mine is a else (of_file, HfTensors(mine, plan))
     name = "B" if mine is a else "A"
     lines = [

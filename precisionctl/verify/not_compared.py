@@ -1,8 +1,10 @@
 """What `verify A B` does not compare, and why: the only list of it. A report prints the lines that apply to its two
 checkpoints, and docs/compare.md shows all of them. Everything else that is stored is compared."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from precisionctl.sizes import counted
 
 LIST: Mapping[str, str] = {
     "who wrote": "keys of config.json that say who wrote it",
@@ -22,6 +24,8 @@ LIST: Mapping[str, str] = {
     "one quantization": "`quantization_config`, where only one side has one, or codes, or the `quant_method` differs",
     "expert codes": "DeepSeek-V4's key of config.json for what its experts are stored as; the tensors say that",
     "one encoding": "how weights were coded before they became values, where only one side knows",
+    "codes": "with --fp8: codes of weights that are stored transposed or joined otherwise, or in several formats: the "
+    "values that they decode to are compared",
     "derived": "buffers that a model computes by itself: rotary frequencies, causal masks",
     "towers": "towers of a wrapper beside a GGUF file, where no `mmproj` in its folder has them as llama.cpp does; "
     "those of two GGUF files; what of them no token is computed with, and further files of them",
@@ -82,3 +86,8 @@ def of_keys(topic: str, keys: Iterable[str]) -> list[NotCompared]:
     """One line for keys that differ and are left out; none where there are no such keys."""
     named = ", ".join(dict.fromkeys(keys))
     return [NotCompared(topic, named)] if named else []
+
+
+def of_weights(topic: str, names: Sequence[str]) -> list[NotCompared]:
+    """One line for weights that are left out, by their number and the first; none where there are none."""
+    return [NotCompared(topic, f"{counted(len(names), 'weight')}, such as {names[0]}")] if names else []

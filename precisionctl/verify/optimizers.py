@@ -1,13 +1,13 @@
 """Optimizers of two checkpoints, to be compared parameter by parameter: under Megatron's names where both have them,
 else under Hugging Face's."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.chunks import in_pieces, read_bytes
+from precisionctl.checkpoints.chunks import Chunk, in_pieces, read_bytes
+from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import CheckpointError, MappingError
 from precisionctl.param import STATE, TensorSpec, kind_and_parameter
 from precisionctl.planning.make_plan import make_plan
@@ -21,7 +21,7 @@ class OptimizerTensors:
     DamagedCheckpoint where they are not of the model's parameters."""
 
     def __init__(self, reader: Reader) -> None:
-        self._stored = _Stored(reader, _optimizer_specs(reader))
+        self._stored = _WithOptimizer(reader, _optimizer_specs(reader))
         self.specs = dict(self._stored.specs)
         model = reader.model
         rows = table_of(model).spelled({}, model)
@@ -48,14 +48,18 @@ class OptimizerTensors:
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """A reader of which also an optimizer's tensors are read."""
+class _WithOptimizer:
+    """The tensors of a Reader of which also an optimizer's are read."""
 
     reader: Reader
     specs: Mapping[str, TensorSpec]
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.reader, name)
+    @property
+    def encodings(self) -> Mapping[str, Encoding]:
+        return self.reader.encodings
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return self.reader.chunks(name)
 
 
 def _optimizer_specs(reader: Reader) -> Mapping[str, TensorSpec]:
@@ -67,7 +71,7 @@ def _by_hf_names(reader: Reader) -> HfTensors:
     plan = make_plan(reader, "hf", naming="as saved", optimizer=True)
     jobs = tuple(job for job in plan.jobs if job.name.startswith(STATE))
     targets = {name: plan.targets[name] for job in jobs for name in job.writes}
-    stored: Any = _Stored(reader, {**reader.specs, **_optimizer_specs(reader)})
+    stored = _WithOptimizer(reader, {**reader.specs, **_optimizer_specs(reader)})
     return HfTensors(stored, replace(plan, jobs=jobs, targets=targets))
 
 

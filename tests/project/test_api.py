@@ -63,6 +63,9 @@ def test_what_is_there_is_not_replaced_and_what_makes_no_sense_is_refused(tmp_pa
             api.Request(tmp_path / "a", tmp_path / "c", to, precision)  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="no engine"):
         api.check_target(tmp_path / "b", "vlm")
+    assert api.check_target(tmp_path / "b", "vllm", reference=str(tmp_path / "a"))  # as without: it holds no codes
+    with pytest.raises(CheckpointError):
+        api.check_target(tmp_path / "b", "vllm", reference=tmp_path / "nothing")
     with pytest.raises(RecipeError, match="which says which model"):
         api.open_checkpoint(tmp_path / "a", architecture="llama")
     with pytest.raises(CheckpointError):

@@ -23,9 +23,7 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.delayed_scaling import recorded_amax
 from precisionctl.param import Parallelism
 from precisionctl.reports.inspect import describe
-from precisionctl.verify.code_comparison import compare_codes
 from precisionctl.verify.compare import compare
-from precisionctl.verify.hf_tensors import HfTensors
 
 SPELLINGS = [*four_bit_directories.SPELLINGS]
 UP, GATE = "model.layers.0.mlp.up_proj.", "model.layers.0.mlp.gate_proj."
@@ -69,7 +67,7 @@ def test_codes_are_what_a_slow_reader_makes_of_them_and_come_back_from_megatron_
         assert torch.equal(bits(decoded[name]), bits(expected.bfloat16())), name
     source, bf16 = open_checkpoint(tmp_path / "source"), open_checkpoint(tmp_path / "bf16")
     assert compare(source, bf16).equal
-    codes = list(compare_codes(HfTensors(source), HfTensors(bf16)))
+    codes = compare(source, bf16, fp8=True).codes
     assert len(codes) == 7 and not any(code.changed for code in codes) and all(code.idempotent for code in codes)
     run(tmp_path / "source", tmp_path / "megatron", "megatron", parallelism=Parallelism(2))
     notes = run(tmp_path / "megatron", tmp_path / "back", "hf", precision="fp8")

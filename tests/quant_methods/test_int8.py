@@ -28,9 +28,8 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.delayed_scaling import recorded_amax
 from precisionctl.param import Parallelism
 from precisionctl.reports.inspect import describe
-from precisionctl.verify.code_comparison import compare_codes
+from precisionctl.verify.code_comparison import compare_with_bf16
 from precisionctl.verify.compare import compare
-from precisionctl.verify.hf_tensors import HfTensors
 
 UP, QUERY = "model.layers.0.mlp.up_proj.", "model.layers.0.self_attn.q_proj."
 
@@ -68,7 +67,7 @@ def test_codes_decode_to_what_compressed_tensors_decompresses_and_come_back_from
         assert torch.equal(bits(decoded[name]), bits(exact)), name
     source, bf16 = open_checkpoint(tmp_path / "source"), open_checkpoint(tmp_path / "bf16")
     assert compare(source, bf16).equal
-    codes = list(compare_codes(HfTensors(source), HfTensors(bf16)))
+    codes = compare(source, bf16, fp8=True).codes
     assert len(codes) == 7 and not any(code.changed for code in codes) and all(code.idempotent for code in codes)
     convert(tmp_path / "source", tmp_path / "megatron", "megatron", parallelism=Parallelism(2))
     notes = convert(tmp_path / "megatron", tmp_path / "back", "hf", precision="fp8", verify=True).notes
@@ -105,8 +104,7 @@ def test_weights_with_zero_points_come_back_from_fp32_and_are_refused_in_bf16(tm
     with pytest.raises(PrecisionError, match="do not survive BF16") as refused:
         convert(tmp_path / "source", tmp_path / "bf16", "megatron")
     assert "--precision fp32" in refused.value.do
-    source = HfTensors(open_checkpoint(tmp_path / "source"))
-    assert not all(code.idempotent for code in compare_codes(source, None))
+    assert not all(code.idempotent for code in compare_with_bf16(open_checkpoint(tmp_path / "source")))
     with pytest.raises(PrecisionError, match="do not survive BF16"):
         convert(tmp_path / "fp32", tmp_path / "bf16", "hf", "bf16")
     convert(tmp_path / "source", tmp_path / "bf16", "hf", drop_encodings=True)

@@ -15,8 +15,8 @@ from soaking import in_soak
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
 from precisionctl.verify import hf_tensors
-from precisionctl.verify.code_comparison import CodesComparison, compare_codes
-from precisionctl.verify.hf_tensors import HfTensors
+from precisionctl.verify.code_comparison import CodesComparison, compare_with_bf16
+from precisionctl.verify.compare import compare
 
 UP = "model.layers.0.mlp.up_proj.weight"
 SPELLINGS = pytest.mark.parametrize(
@@ -25,8 +25,9 @@ SPELLINGS = pytest.mark.parametrize(
 
 
 def compared(a: Path, b: Path | None) -> dict[str, CodesComparison]:
-    sides = HfTensors(open_checkpoint(a)), HfTensors(open_checkpoint(b)) if b else None
-    return {weight.name: weight for weight in compare_codes(*sides)}
+    left = open_checkpoint(a)
+    found = compare_with_bf16(left) if b is None else compare(left, open_checkpoint(b), fp8=True).codes
+    return {weight.name: weight for weight in found}
 
 
 @SPELLINGS
@@ -92,6 +93,27 @@ def test_codes_beyond_bf16_are_not_the_same_after_it(tmp_path: Path) -> None:
     found = compared(tmp_path / "fp8", None)
     assert [name for name, weight in found.items() if not weight.idempotent] == [UP]
     assert found[UP].changed > 0
+
+
+def test_no_number_against_itself_is_the_same_in_every_table_and_ratios_have_one_order(tmp_path: Path) -> None:
+    """A code of NaN, and channels whose scales are 0 on both sides, and on one alone."""
+    scales = {"one": (0.0, 0.0, 0.5), "other": (0.0, 0.5, 0.5)}
+    for name, first in scales.items():
+        fp8_directories.make(tmp_path / name, "modelopt-channel")
+        stored = load_file(tmp_path / name / "model.safetensors")
+        stored[UP].view(torch.uint8)[9, 3] = 0x7F
+        stored[f"{UP}_scale"][:3] = torch.tensor(first)
+        save_file(stored, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    one, other = (open_checkpoint(tmp_path / name) for name in scales)
+    found = compare(one, one, fp8=True)
+    (tensor,) = [each for each in found.tensors if each.name == UP]
+    (weight,) = [each for each in found.codes if each.name == UP]
+    assert (tensor.status, tensor.sqnr_db) == ("exact", math.inf)
+    assert (weight.changed, weight.sqnr_db, weight.scale_ratio) == (0, math.inf, (1.0, 1.0))
+    assert not weight.idempotent  # under a scale of 0 every code is 0 after it
+    for a, b, ratio in ((one, other, (1.0, math.inf)), (other, one, (0.0, 1.0))):
+        (weight,) = [each for each in compare(a, b, fp8=True).codes if each.name == UP]
+        assert weight.scale_ratio == ratio
 
 
 @pytest.mark.parametrize("broken", [math.nan, *in_soak(math.inf)])

@@ -27,9 +27,8 @@ from precisionctl.errors import MissingTensor, UnknownFormat
 from precisionctl.fp8.state import Fp8State, RoleState
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.reports.verify import tables, verdict
-from precisionctl.verify import compare as comparing
-from precisionctl.verify import engine_rules, hf_tensors
-from precisionctl.verify.compare import compare
+from precisionctl.verify import differences, engine_rules, hf_tensors
+from precisionctl.verify.compare import Comparison, TensorComparison, compare
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -88,7 +87,7 @@ def test_values_are_compared_in_one_thread_of_pytorch_which_has_its_own_again_af
     found, before = set(), torch.get_num_threads()
     values = in_memory.to_megatron(source)
     values.tensors["embedding.word_embeddings.weight"][3, 5] += 1
-    monkeypatch.setattr(comparing, "difference", lambda a, b: found.add(torch.get_num_threads()) or a - b)
+    monkeypatch.setattr(differences, "difference", lambda a, b: found.add(torch.get_num_threads()) or a - b)
     torch.set_num_threads(3)
     try:
         assert not compare(source, values).equal
@@ -343,6 +342,31 @@ def test_of_two_families_the_settings_come_first_and_few_tensors_after_them(sour
     assert first.title == "Settings that differ" and "architectures" in first.rows[1][0]
     assert first.rows[0] == ("the family is llama in A, gpt2 in B",)
     assert len(worst.rows) == 5 and worst.title == f"{len(found.tensors)} tensors differ, the worst 5"
+
+
+def test_a_tensor_on_one_side_only_is_listed_before_those_that_have_nothing_in_common(source):
+    other = source_in_memory(source)
+    for name, values in other.tensors.items():
+        other.tensors[name] = -2 * values  # -9.5 dB
+    names = [f"t{number}" for number in range(3)]
+    found = compare(source, other)
+    missing = tuple(TensorComparison(name, "only in A", "bfloat16") for name in names)
+    worst = tables(replace(found, tensors=(*found.tensors, *missing)))[1]
+    assert [row[0] for row in worst.rows[:3]] == names and len(worst.rows) == 20 < len(found.tensors)
+
+
+def test_what_is_cut_off_is_counted(source):
+    lines = tuple(f"line {number}" for number in range(500))
+    tensors = tuple(TensorComparison(f"t{number}", "encoded", "x", 15.0, 1.0, 1, remark="y") for number in range(30))
+    found = Comparison(tensors, lines[:25], lines)
+    titles = {table.title: len(table.rows) for table in tables(found)}
+    assert titles == {
+        "Settings that differ, the first 20 of 25": 20,
+        "Tensors": 1,
+        "What codes have lost, the first 20 of 30": 20,
+        "FP8 state, the first 20 of 500": 20,
+    }
+    assert verdict(found) == "Not the same: 25 settings, 500 differences of FP8 state."
 
 
 def test_shapes_that_differ_are_shown(source, tmp_path):

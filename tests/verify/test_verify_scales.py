@@ -33,7 +33,6 @@ from precisionctl.fp8.state import Fp8State, Fp8States, RoleState
 from precisionctl.reports.verify import tables
 from precisionctl.verify.compare import Comparison, compare
 from precisionctl.verify.encodings import compare_encodings
-from precisionctl.verify.hf_tensors import HfTensors
 from precisionctl.verify.losses import LOWEST_DB, Losses
 
 Tensors = dict[str, torch.Tensor]
@@ -201,8 +200,8 @@ def test_one_scale_of_a_cache_is_not_one_for_each_head(static: Path, tmp_path: P
 def test_how_values_were_coded_is_compared_and_how_codes_are_only_where_they_decode_otherwise(tmp_path: Path) -> None:
     made = fp8_directories.make(tmp_path / "codes", "modelopt-channel", num_hidden_layers=1)
     run(tmp_path / "codes", tmp_path / "values", "hf", "bf16")
-    values = HfTensors(open_checkpoint(tmp_path / "values"))
-    had = weight_encodings(values.reader)
+    values = open_checkpoint(tmp_path / "values")
+    had = weight_encodings(values)
     assert had is not None
 
     def against(**changes: Any) -> list[str]:
@@ -218,7 +217,7 @@ def test_how_values_were_coded_is_compared_and_how_codes_are_only_where_they_dec
     stored = {each: read_tensor(had.stored, each) for each in had.stored.specs}
     stored[f"{DOWN}.weight_scale"] = stored[f"{DOWN}.weight_scale"].clone()
     stored[f"{DOWN}.weight_scale"][-1] *= 2
-    other = in_memory.InMemory(values.reader.model, "hf", stored)
+    other = in_memory.InMemory(values.model, "hf", stored)
     assert against(stored=other) == [f"{name}: it was coded with other scales in A than in B"]
     spec = replace(had.weights[name], dtype=DType.float8_e5m2)
     assert against(weights={**had.weights, name: spec}) == [f"{name}: it was coded with other scales in A than in B"]
