@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import BytesProgress
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
+from precisionctl.codes.statistics import decibels
 from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.state import Fp8State, Fp8States
@@ -253,19 +254,14 @@ def _compare_values(name: str, a: Tensors, b: Tensors, dtypes: str) -> TensorCom
     worst: Status = next((status for status in _WORST_FIRST if status in verdicts), "exact")  # there may be no rows
     if worst == "exact":
         return TensorComparison(name, worst, dtypes, math.inf, 0.0, 0)
-    found = Differences()
     if worst in ("differs", "rounded"):
+        found = Differences()
         for left, right in _pieces(name, a, b):
             found.see(left, right)
-        return _measured(name, worst, dtypes, found)
+        return TensorComparison(name, worst, dtypes, found.sqnr_db, found.largest_error, found.differing)
     assert isinstance(a, HfTensors) and isinstance(b, HfTensors), "nothing else has codes"
-    losses = _losses(name, a, b, found)
-    return _measured(name, "lost" if losses.why else worst, dtypes, found, losses.why or losses.remark)
-
-
-def _measured(name: str, status: Status, dtypes: str, found: Differences, remark: str = "") -> TensorComparison:
-    error = found.sqnr_db, found.largest_error, found.differing
-    return TensorComparison(name, status, dtypes, *error, remark=remark)
+    losses, error = _losses(name, a, b)
+    return TensorComparison(name, "lost" if losses.why else worst, dtypes, *error, remark=losses.why or losses.remark)
 
 
 _WORST_FIRST: tuple[Status, ...] = ("differs", "encoded", "rounded", "exact")
@@ -277,17 +273,22 @@ def _pieces(name: str, a: Tensors, b: Tensors) -> Iterator[tuple[StoredRows, Sto
         yield a.read(name, row, rows), b.read(name, row, rows)
 
 
-def _losses(name: str, a: HfTensors, b: HfTensors, found: Differences) -> Losses:
-    """The losses of the side that is codes against the other side's values; `found` sees the pieces too."""
+def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float, float, int]]:
+    """The losses of the side that is codes against the other side's values; and SQNR, largest error and number of
+    values that differ, as `Differences` has them."""
     coded = a if a.cast(name) or (a.is_codes(name) and not b.cast(name)) else b
     spec = a.specs[name]
-    losses, row = Losses(spec.rows, spec.columns, coded.block(name), coded.is_packed(name)), 0
+    losses, row, signal = Losses(spec.rows, spec.columns, coded.block(name), coded.is_packed(name)), 0, 0.0
+    count = 0
     for left, right in _pieces(name, a, b):
-        found.see(left, right)
         codes, values = (left, right) if coded is a else (right, left)
-        losses.see(row, codes.stored, values.values, codes.values)
+        decoded = codes.values
+        count += differing(*comparable(left, right))
+        losses.see(row, codes.stored, values.values, decoded)
+        signal += float(decoded.double().square().sum()) if coded is a else 0.0
         row += len(values.data)
-    return losses
+    sqnr = decibels(signal if coded is a else losses.total.power, losses.total.error)
+    return losses, (sqnr, losses.largest_error, count)
 
 
 def _verdict(a: StoredRows, b: StoredRows) -> Status:

@@ -31,11 +31,12 @@ class Differences:
         """The same rows of both."""
         left, right = comparable(a, b)
         self.differing += differing(left, right)
-        left, right = left.double(), right.double()
-        error = difference(left, right)
-        self.signal += float(left.square().sum())
-        self.noise += float(error.square().sum())
-        self.largest_error = max(self.largest_error, float(error.abs().max()))
+        signal = left.double().view(-1)
+        error = difference(signal, right.double().view(-1))
+        least, most = map(float, error.aminmax())
+        self.signal += float(signal.dot(signal))  # no further copies
+        self.noise += float(error.dot(error))
+        self.largest_error = max(self.largest_error, -least, most)
 
     @property
     def sqnr_db(self) -> float:
