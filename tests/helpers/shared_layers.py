@@ -118,7 +118,8 @@ def passed(
     model = GPT(source.model, PRESETS["bf16"], backend, full, world=world, recompute=recompute, balance=BALANCE)
     optimizer = MasterAdamW(model, Optimizer(clip_norm=0), model.shards)
     plan = make_plan(source, "megatron")
-    convert(plan, source, LiveModel(plan.model, optimizer.masters, shards=model.shards.tensors))
+    tensors = {**optimizer.parameters, **optimizer.masters}
+    convert(plan, source, LiveModel(plan.model, tensors, shards=model.shards.tensors))
     total = world.sum_over_data_ranks(backward(model, batch_of(rows, packed=family == "llama-3"), ROWS * (LENGTH - 3)))
     optimizer.collect()
     optimizer.reduce(world)

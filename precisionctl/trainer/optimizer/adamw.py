@@ -50,7 +50,7 @@ class RunOptimizer(Protocol):
         ...
 
     def publish(self) -> None:
-        """Set the model's parameters to the rounding of the master weights."""
+        """Set the model's parameters to the rounding of the master weights; those without stay as they are."""
 
     def collect(self) -> None:
         """Add the gradients of a backward pass to those of the update."""
@@ -89,6 +89,11 @@ def weight_decay(parameter: Tensor, settings: Optimizer) -> float:
     return settings.weight_decay if _is_decayed(parameter) else 0.0
 
 
+def with_state(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """The parameters that an optimizer has state of, by name: all but tables of integers, which FP32 does not hold."""
+    return {name: parameter for name, parameter in parameters.items() if parameter.is_floating_point()}
+
+
 class MasterAdamW:
     """AdamW with FP32 state. `masters`, `exp_avg` and `exp_avg_sq` are FP32 tensors by parameter name, of the
     parameters' shapes. A parameter that is FP32, as all that FSDP2 shards are, is its own master weight. State is
@@ -98,7 +103,8 @@ class MasterAdamW:
         self.parameters = dict(module.named_parameters())
         self._clip_norm, self._shards = settings.clip_norm or math.inf, shards
         self.masters = {
-            name: p if p.dtype == torch.float32 else p.detach().to(torch.float32) for name, p in self.parameters.items()
+            name: p if p.dtype == torch.float32 else p.detach().to(torch.float32)
+            for name, p in with_state(self.parameters).items()
         }
         self.exp_avg = {name: torch.zeros_like(master) for name, master in self.masters.items()}
         self.exp_avg_sq = {name: torch.zeros_like(master) for name, master in self.masters.items()}
@@ -145,17 +151,17 @@ class MasterAdamW:
         yield self.tensors[kind]
 
     def publish(self) -> None:
-        rounded = {name: p for name, p in self.parameters.items() if p is not self.masters[name]}
+        rounded = {name: master for name, master in self.masters.items() if master is not self.parameters[name]}
         if rounded:
             with torch.no_grad():
-                torch._foreach_copy_([*rounded.values()], [self.masters[name] for name in rounded])
+                torch._foreach_copy_([self.parameters[name] for name in rounded], [*rounded.values()])
 
     def collect(self) -> None:
         """Add the model's gradients to the masters', in FP32. In an update's first pass each BF16 gradient is freed
         before the next is converted, so that at most one is in memory twice."""
         sums, new = [], []
-        for name, parameter in self.parameters.items():
-            master = self.masters[name]
+        for name, master in self.masters.items():
+            parameter = self.parameters[name]
             if parameter.grad is None or parameter is master:  # an FP32 parameter's is summed by autograd
                 continue
             if master.grad is None:

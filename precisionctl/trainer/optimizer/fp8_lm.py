@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from precisionctl.checkpoints.module import LazyTensors
 from precisionctl.param import KINDS, Kind
 from precisionctl.recipe import Optimizer
-from precisionctl.trainer.optimizer.adamw import weight_decay
+from precisionctl.trainer.optimizer.adamw import weight_decay, with_state
 from precisionctl.trainer.optimizer.fp8_gradients import Fp8Gradients
 from precisionctl.trainer.optimizer.scaled_tensor import ScaledTensor
 from precisionctl.trainer.parallel.world import World
@@ -83,7 +83,7 @@ class Fp8LmAdamW:
         self._clip_norm = settings.clip_norm or math.inf
         self._gradients = Fp8Gradients({name: p for name, p in self.parameters.items() if p.requires_grad})
         self._moments: dict[str, Moments | FusedMoments] = {}
-        for name, parameter in self.parameters.items():
+        for name, parameter in with_state(self.parameters).items():
             # For an FP32 parameter FusedAdam would allocate a master weight that it does not use
             by_te = fused and parameter.requires_grad and parameter.dtype != torch.float32
             self._moments[name] = _fused_moments(parameter, settings) if by_te else Moments(parameter, settings)
@@ -122,9 +122,10 @@ class Fp8LmAdamW:
     def publish(self) -> None:
         """Make the model's parameters the rounding of the masters."""
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
+            for name, moments in self._moments.items():
+                parameter = self.parameters[name]
                 if parameter.dtype != torch.float32:
-                    parameter.copy_(self._moments[name].kinds["param"].read())
+                    parameter.copy_(moments.kinds["param"].read())
 
     def collect(self) -> None:
         """Nothing to do: autograd sums the gradients of an update's passes in BF16, which takes less memory, and loses

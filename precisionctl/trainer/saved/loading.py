@@ -191,10 +191,12 @@ def loading_notes(recipe: Recipe, source: Reader, skipped: Collection[StatePart]
 
 
 def load_weights(source: Reader, run: Run) -> None:
-    """Load the master weights, converted to FP32 from any dtype, and set the model's weights to their rounding."""
+    """Load the master weights, converted to FP32 from any dtype, and set the model's weights to their rounding. Tables
+    of integers have no masters and are loaded into the model."""
     plan = make_plan(source, "megatron", dtype=DType.float32).text
     with run.optimizer.loading("param") as masters:
-        convert(plan, source, LiveModel(run.model.model, masters, shards=run.model.shards.tensors))
+        tensors = {**run.optimizer.parameters, **masters}
+        convert(plan, source, LiveModel(run.model.model, tensors, shards=run.model.shards.tensors))
     run.optimizer.publish()
 
 

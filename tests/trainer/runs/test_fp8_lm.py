@@ -349,6 +349,20 @@ def test_what_is_frozen_and_fp32_stays_as_it_is() -> None:
     assert optimizer.tensors["param"]["bias"].tolist() == module.bias.tolist()
 
 
+@pytest.mark.parametrize("optimizer", [MasterAdamW, Fp8LmAdamW])
+def test_integers_are_no_optimizer_s(optimizer: type[MasterAdamW | Fp8LmAdamW]) -> None:
+    """Neither in FP16 under a scale nor in FP32 is this one there."""
+    module = nn.Linear(3, 3).bfloat16()
+    table = module.table = nn.Parameter(torch.tensor([2**55 + 1]), requires_grad=False)
+    made = optimizer(module, SETTINGS)
+    module(torch.ones(3).bfloat16()).sum().backward()
+    made.collect()
+    made.reduce(ALONE)
+    made.step(0.1)
+    assert table.tolist() == [2**55 + 1]
+    assert all(list(tensors) == ["weight", "bias"] for tensors in made.tensors.values())
+
+
 def test_a_rate_that_fp16_masters_round_away_is_told_before_the_run() -> None:
     """Between 2^-6 and 2^-5 FP16 keeps steps of 2^-16, whose half a smaller update does not reach; the scale is one."""
     module = nn.Linear(10, 10, bias=False).bfloat16()
