@@ -76,19 +76,34 @@ def test_modules_have_settings_of_their_own_or_are_no_codes(tmp_path: Path) -> N
 CASES = sorted(name.removesuffix(".decoded") for name in load_file(GOLDEN) if name.endswith(".decoded"))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_mlx_has_coded_is_what_it_makes_of_it(case: str) -> None:
+def golden(case: str, *beside: str) -> mlx_codes.MlxCodes:
+    """The golden codes of a case, and tensors of others beside them."""
     mode, *sizes = case.split("-")
     said = {"mode": mode if mode in mlx_codes.MODES else "nvfp4", "bits": 8 if mode == "mxfp8" else 4}
     said |= {"group_size": 16 if said["mode"] == "nvfp4" else 32}
     said |= {"bits": int(sizes[0]), "group_size": int(sizes[1])} if sizes else {}
-    stored = {name: (GOLDEN, tensor) for name, tensor in read_header(GOLDEN).items() if name.startswith(f"{case}.")}
+    names = [name for name in read_header(GOLDEN) if name.startswith(f"{case}.")]
+    stored = {name: (GOLDEN, read_header(GOLDEN)[name]) for name in (*names, *beside)}
     config = {"model_type": "llama", "quantization": said}
     places, quantization = mlx_names.in_published_names(stored, config, GOLDEN)
-    codes = mlx_codes.MlxCodes(StoredTensors(places), quantization, GOLDEN)
+    return mlx_codes.MlxCodes(StoredTensors(places), quantization, GOLDEN)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_mlx_has_coded_is_what_it_makes_of_it(case: str) -> None:
+    codes = golden(case)
     found = torch.stack([read_tensor(codes, name) for name in codes.specs])
     expected = load_file(GOLDEN)[f"{case}.decoded"].bfloat16()
     assert torch.equal(found, expected if expected.dim() == 3 else expected[None])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("affine-4", "affine-8", "mxfp", "nvfp4"))])
+def test_values_are_coded_anew_in_the_dtype_of_their_own_scales_whatever_is_beside_them(case: str) -> None:
+    beside = "affine-4-64-float16.decoded" if case.startswith("affine") else f"{case}.decoded"
+    cast = golden(case, beside).cast(f"{case}.weight")
+    stored = load_file(GOLDEN)
+    assert cast
+    assert torch.equal(cast.rounded(stored["values"]), stored[f"{case}.decoded"].bfloat16().float())
 
 
 def test_there_is_a_golden_weight_of_each_mode_number_of_bits_group_and_dtype() -> None:

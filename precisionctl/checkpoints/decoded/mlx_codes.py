@@ -36,6 +36,7 @@ from precisionctl.codes.mlx_groups import (
 )
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
 
@@ -73,6 +74,7 @@ class MlxCodes(DecodedWeights):
 
     def _find(self, quantization: Mapping[str, Any]) -> None:
         specs = self._stored.specs
+        self._uncoded = _dtype_of_values(specs)
         modules = [name.removesuffix(".scales") for name in specs if name.endswith(".scales")]
         self._usual = self._format("`quantization`", quantization, own=False) if modules else None
         self._formats = {f"{module}.weight": self._format_of(module, quantization) for module in modules}
@@ -131,8 +133,7 @@ class MlxCodes(DecodedWeights):
         form = self._formats.get(name)
         if form is None or _beside(name, "global_scale") in self.read:
             return None
-        floats = {spec.dtype for spec in self._stored.specs.values()}
-        values = DType.float16 if DType.float16 in floats else DType.bfloat16
+        values = self._stored.specs[_beside(name, "scales")].dtype if form.affine else self._uncoded
         return mlx_groups(form.mode, form.bits, form.group, values)
 
     def _of_part(self, part: WeightPart, row: int, rows: int) -> Tensor:
@@ -222,6 +223,13 @@ class MlxCodes(DecodedWeights):
             what = f"{there}, which are no {form.words} in groups of {form.group}, as config.json says"
             raise DamagedCheckpoint(what, where=self._where)
         return shape
+
+
+def _dtype_of_values(specs: Mapping[str, TensorSpec]) -> DType:
+    """The dtype of which floats were made, whose scales do not say it: that of the tensors which are no codes. Some of
+    these are FP32 in models of 16 bits."""
+    found = {spec.dtype for spec in specs.values()}
+    return next((dtype for dtype in (DType.float16, DType.bfloat16, DType.float32) if dtype in found), DType.bfloat16)
 
 
 def _beside(weight: str, kind: str) -> str:
