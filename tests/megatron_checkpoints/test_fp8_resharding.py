@@ -315,6 +315,21 @@ def test_a_rank_s_payload_is_of_its_own_experts(tmp_path):
     assert seen["scale_fwd"].tolist() == as_te_stacks(held, "gemm")["scale_fwd"].tolist()
 
 
+def test_ranks_with_states_that_are_no_two_of_one_linear_are_damage():
+    linear = "decoder.layers.0.mlp.linear_fc2._extra_state"
+    recipes = [DelayedScaling(amax_history_len=length) for length in (2, 3)]
+    lengths = [
+        SavedPayload(linear, encode_payload(Fp8State.fresh(each.amax_history_len), each), "here") for each in recipes
+    ]
+    groups = [
+        SavedPayload(f"{LINEAR}._extra_state", pickled(payload_of(as_te_stacks(state, "gemm"), (2, 20), count)), "here", 0)
+        for count, state in ((2, of_experts(2)), (3, of_experts(3)))
+    ]
+    for saved, match in ((lengths, "is not the other modules'"), (groups, "of other GEMMs than another rank's")):
+        with pytest.raises(DamagedCheckpoint, match=match):
+            decode_payloads(saved, Path("here"))
+
+
 def test_two_recipes_in_one_checkpoint_are_damage_and_one_of_attention_is_kept():
     linear = {f"decoder.layers.{n}.mlp.linear_fc2": Fp8State.fresh(n + 2) for n in (0, 1)}
     saved = [

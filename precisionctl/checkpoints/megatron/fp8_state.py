@@ -126,31 +126,37 @@ class _Decoding:
             raise NotUnderstood("FP8 state of three GEMMs", where=where)
         if attention and self._found.recipe not in (None, payload.recipe):
             raise NotUnderstood("FP8 state of attention under a recipe of its own", where=where)
-        if one.expert_rank is not None:
+        if one.expert_rank is None:
+            state = payload.state(where)
+        else:
             order = self._order(one.module, payload, payload.directions, payload.gemms)
             state = payload.group(order, where)
-            self._merge(one.module, self._by_rank.setdefault(one.module, {}), one.expert_rank, state)
-        elif one.expert is None:
-            self._merge(one.module, self._found.modules, one.module, payload.state(where))
-        elif payload.cut or self._experts.ranks:
-            payload.state(where)
-            kept = payload if payload.cut is None or payload.cut.expert == 0 else replace(payload, cut=None)
-            self._cut.setdefault(one.module, {})[one.expert] = kept
-        else:
-            state = payload.state(where)
-            self._merge(one.module, self._by_expert.setdefault(one.module, {}), one.expert, state)
         if self._found.recipe not in (None, payload.recipe):
             what = f"its FP8 recipe {payload.recipe} is not the other modules' {self._found.recipe}"
             raise DamagedCheckpoint(what, where=where)
         self._found.recipe = payload.recipe
         if payload.assumed:
             self._assumed.add(one.module)
+        if one.expert_rank is not None:
+            self._merge(one.module, self._by_rank.setdefault(one.module, {}), one.expert_rank, state, where)
+        elif one.expert is None:
+            self._merge(one.module, self._found.modules, one.module, state, where)
+        elif payload.cut or self._experts.ranks:
+            kept = payload if payload.cut is None or payload.cut.expert == 0 else replace(payload, cut=None)
+            self._cut.setdefault(one.module, {})[one.expert] = kept
+        else:
+            self._merge(one.module, self._by_expert.setdefault(one.module, {}), one.expert, state, where)
 
-    def _merge(self, module: str, states: dict[StateKey, Fp8State], key: StateKey, state: Fp8State) -> None:
+    def _merge(
+        self, module: str, states: dict[StateKey, Fp8State], key: StateKey, state: Fp8State, where: str
+    ) -> None:
         """Store a state, merged with that of another rank if there is one and it differs."""
         known = states.get(key)
         if known is not None:
-            equal = known.roles.keys() == state.roles.keys() and all(
+            sizes, others = ({role: part.scale.shape for role, part in each.roles.items()} for each in (known, state))
+            if sizes != others:
+                raise DamagedCheckpoint("its FP8 state is of other GEMMs than another rank's", where=where)
+            equal = all(
                 torch.equal(part.scale, state.roles[role].scale)
                 and torch.equal(part.amax_history, state.roles[role].amax_history)
                 for role, part in known.roles.items()
