@@ -27,7 +27,7 @@ from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.gguf import tensors as gguf_tensors
-from precisionctl.checkpoints.gguf.described_model import model_of_file
+from precisionctl.checkpoints.gguf.described_model import check_same, model_of_file
 from precisionctl.checkpoints.gguf.families import FAMILIES, model_type_of
 from precisionctl.checkpoints.gguf.head import GgufTensor, read_head
 from precisionctl.checkpoints.gguf.metadata import Described
@@ -231,6 +231,25 @@ def test_factors_of_rotary_embeddings_that_no_settings_are_known_for_are_refused
     (tmp_path / "llama.gguf").write_bytes(gguf_files.file(metadata, tensors))
     with pytest.raises(CheckpointError, match="other factors than Llama 3's.*--reference"):
         open_checkpoint(tmp_path / "llama.gguf")
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "error", "match"),
+    [
+        ("phi", "rope_freqs", DamagedCheckpoint, "no rotary embeddings of llama.cpp's phi2 are scaled by it"),
+        ("minicpm3", "rope_freqs", DamagedCheckpoint, "no rotary embeddings of llama.cpp's minicpm3"),
+        ("qwen3", "rope_factors_long", DamagedCheckpoint, "no rotary embeddings of llama.cpp's qwen3"),
+        ("gemma4", "rope_freqs", CheckpointError, "other factors than Gemma 4's"),  # none of which is 1
+    ],
+)
+def test_factors_that_a_family_is_not_scaled_by_are_one_error(
+    tmp_path: Path, family: str, name: str, error: type[PrecisionctlError], match: str
+) -> None:
+    (tmp_path / "factors").write_bytes(torch.full((8,), 2.0).numpy().tobytes())
+    file, factors = described(family), GgufTensor((8,), FORMATS[0], tmp_path / "factors", 0)
+    tensors = {**file.tensors, f"{name}.weight": factors}
+    with pytest.raises(error, match=match):
+        model_of_file(replace(file, tensors=tensors), pico.shape(family).architecture)
 
 
 def split(directory: Path, **changes: Any) -> None:
@@ -531,6 +550,21 @@ def described(family: str, **changes: Any) -> Described:
     }
     tensors = {"token_embd.weight": GgufTensor((model.vocab_size, 64), FORMATS[0], Path("a.gguf"), 0)}
     return Described(said, tensors, FAMILIES[model.architecture].of(model).architecture, "a.gguf")
+
+
+@pytest.mark.parametrize(
+    ("family", "reference"),
+    [
+        *[("gemma4", "gemma4-moe"), ("gemma4-moe", "gemma4")],
+        *[("granite-hybrid", "granite-hybrid-dense"), ("granite-hybrid-dense", "granite-hybrid")],
+    ],
+)
+def test_a_file_with_experts_and_a_reference_without_or_the_reverse_are_two_models(family: str, reference: str) -> None:
+    layers = {key: pico.config(family)[key] for key in ("num_hidden_layers", "layer_types")}
+    config = pico.config(reference, **{**gguf_files.WRITTEN[reference], **layers})
+    file, model = described(family), from_hf_config(config)
+    with pytest.raises(DamagedCheckpoint, match="is of another model: .*moe is (None, and in the file )?used"):
+        check_same(file, model, config, "config.json")
 
 
 def scaled(kind: str, factor: float = 4.0, **more: Any) -> dict[str, Any]:

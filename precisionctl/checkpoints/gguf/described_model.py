@@ -57,8 +57,12 @@ def check_same(file: Described, model: ModelShape, config: Mapping[str, Any], wh
     said = family.read(file)
     said["rope_scaling"] = scaling_with_tensors(said, file, family, model)
     own = fields_of(model)
+    here, there = ({name.partition(".")[0] for name in names if "." in name} for names in (own, said))
+    beside = {name: value for name, value in own.items() if not name.startswith("moe.") or "moe" in there}
+    parts = {name: value for name, value in family.completed(said).items() if name.partition(".")[0] in there - here}
+    placed = {name: _placed(own.get(name), value) for name, value in said.items()}
     try:
-        other = model_of_fields({**own, **{name: _placed(own.get(name), value) for name, value in said.items()}})
+        other = model_of_fields({**beside, **parts, **placed})
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(
             f"config.json is of another model: with the file's, {error.what}", where=where

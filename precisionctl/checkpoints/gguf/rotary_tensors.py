@@ -7,7 +7,7 @@ Source: llama.cpp's converter (generate_extra_tensors of conversion/llama.py, ll
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _FREQUENCIES = "rope_freqs.weight"
 _FACTORS = {"rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}
 ROTARY_TENSORS = {_FREQUENCIES, *_FACTORS}
+_SAID_BY: Mapping[str, Set[str]] = {_FREQUENCIES: {"llama3", "proportional"}, **dict.fromkeys(_FACTORS, {"longrope"})}
+"""The kinds of scaled rotary embeddings that each says."""
 
 _MOST_FACTORS = 1 << 12
 _STILL = 1e30
@@ -69,12 +71,15 @@ def scaling_with_tensors(
 ) -> dict[str, Any] | None:
     """The scaling that fields say, with what tensors say of it.
 
-    Raises DamagedCheckpoint for tensors that are no factors, CheckpointError for factors of which it is not known which
-    settings they are.
+    Raises DamagedCheckpoint for tensors that are no factors, or whose scaling the family does not have, CheckpointError
+    for factors of which it is not known which settings they are.
     """
-    factors = {
-        name: _factors(name, file.tensors[name], file.where) for name in sorted(ROTARY_TENSORS & file.tensors.keys())
-    }
+    factors = {}
+    for name in sorted(ROTARY_TENSORS & file.tensors.keys()):
+        if not _SAID_BY[name] & family.scalings.keys():
+            what = f"`{name}` is there, and no rotary embeddings of llama.cpp's {file.architecture} are scaled by it"
+            raise DamagedCheckpoint(what, where=file.where, do="Is the file of such a model?")
+        factors[name] = _factors(name, file.tensors[name], file.where)
     scaling = said["rope_scaling"]
     if _FREQUENCIES in factors and "proportional" in family.scalings:
         scaling = _proportional(factors[_FREQUENCIES], file.where)
@@ -99,7 +104,7 @@ def _factors(name: str, tensor: GgufTensor, where: object) -> NDArray[np.float32
 
 def _proportional(factors: NDArray[np.float32], where: object) -> dict[str, Any]:
     turned = int((factors == 1).sum())
-    if not ((factors[:turned] == 1) & (factors[turned:] == np.float32(_STILL)).all()).all():
+    if not ((factors[:turned] == 1).all() and (factors[turned:] == np.float32(_STILL)).all()):
         raise CheckpointError(f"`{_FREQUENCIES}` are other factors than Gemma 4's", where=where, do=WITH_REFERENCE)
     return {"rope_type": "proportional", "partial_rotary_factor": turned / len(factors)}
 
