@@ -388,6 +388,16 @@ REFUSED: dict[str, tuple[Changed, type[PrecisionctlError], str]] = {
         DamagedCheckpoint,
         "attn_norm.weight` is a vector in codes",
     ),
+    "a tensor without rows": (
+        put("blk.0.attn_norm.weight", ((0,), gguf_files.F32, b"")),
+        DamagedCheckpoint,
+        "attn_norm.weight` has no rows",
+    ),
+    "a tensor named as an expert": (
+        put("blk.0.ffn_gate_exps.weight[0]", ZEROS),
+        DamagedCheckpoint,
+        r"`blk.0.ffn_gate_exps.weight\[0\]` is named as a slice of another tensor",
+    ),
     "factors of integers": (put("rope_freqs.weight", ((2, 32), 0, bytes(256))), DamagedCheckpoint, "no factors"),
     "a format that is not read": (
         put("blk.0.ffn_up.weight", ((96, 64), 41, bytes(96 * 18))),

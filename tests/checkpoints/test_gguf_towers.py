@@ -5,12 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import gguf_towers
 import pytest
 import repository
 import tiny_wrappers
 import torch
-from gguf_files import stored_tensors
 from safetensors.torch import save_file
 from soaking import few, in_soak
 from torch import Tensor
@@ -20,6 +20,7 @@ from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.gguf.head import read_head
 from precisionctl.checkpoints.gguf.towers import tower_of
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.codes.ggml_formats import FORMATS
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import LLAMA_CPP, Request
 from precisionctl.commands.target_rules import check_directory
@@ -41,7 +42,7 @@ def export(published: Path, out: Path, scheme: str | None = None, **how: Any) ->
 def values(file: Path) -> dict[str, Tensor]:
     """The tensors of a GGUF file, as they are stored."""
     found = {}
-    for name, (tensor, data) in stored_tensors(file).items():
+    for name, (tensor, data) in gguf_files.stored_tensors(file).items():
         found[name] = torch.frombuffer(bytearray(data), dtype=DTYPES[tensor.format.name]).view(tensor.shape)
     return found
 
@@ -368,7 +369,7 @@ def test_an_embedding_beside_towers_that_is_another_one_is_named(tmp_path: Path)
     published = gguf_towers.save(tmp_path / "hf", "mistral3")
     export(published, tmp_path / "out")
     file = tmp_path / "out" / "mmproj-out-BF16.gguf"
-    embedding, data = stored_tensors(file)["v.token_embd.img_break"]
+    embedding, data = gguf_files.stored_tensors(file)["v.token_embd.img_break"]
     assert compared(published, tmp_path / "out").equal
     with file.open("r+b") as stored:
         stored.seek(embedding.offset + len(data) - 4)
@@ -415,6 +416,20 @@ def test_a_damaged_file_of_towers_is_one_error_of_what_reads_it(tmp_path: Path) 
             read()
         assert error.value.where == str(file)
     execute(plan_command(Request(tmp_path / "out", tmp_path / "text", "hf")))  # the text model is whole
+
+
+def test_a_vector_of_towers_in_codes_is_one_error(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "qwen2_vl")
+    export(published, tmp_path / "out")
+    file, numbers = tmp_path / "out" / "mmproj-out-BF16.gguf", {form: number for number, form in FORMATS.items()}
+    tensors = {
+        name: (each.shape, numbers[each.format], data) for name, (each, data) in gguf_files.stored_tensors(file).items()
+    }
+    (size,), _, _ = tensors["v.blk.0.ln1.weight"]
+    tensors["v.blk.0.ln1.weight"] = ((size,), gguf_files.Q8_0, bytes(size // 32 * 34))
+    file.write_bytes(gguf_files.file(read_head(file).metadata, tensors))
+    with pytest.raises(DamagedCheckpoint, match="v.blk.0.ln1.weight` is a vector in codes"):
+        compared(published, tmp_path / "out")
 
 
 def test_inspect_says_what_is_in_both_files_and_that_towers_alone_are_no_model(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.decoded import mlx_codes
+from precisionctl.checkpoints.decoded.mlx_parts import weights_in_parts
 from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
 from precisionctl.checkpoints.hf_directory.safetensors_file import read_header
 from precisionctl.checkpoints.mlx import mlx_names
@@ -341,6 +342,8 @@ UNFIT: dict[str, tuple[Changed, str]] = {
         ),
         "kv_b_proj.weight is in parts that do not fit",
     ),
+    "keys alone": (put(f"{OUT}.weight", None), "kv_b_proj.weight is in parts that do not fit"),
+    "values alone": (put(f"{Q}.weight", None), "kv_b_proj.weight is in parts that do not fit"),
     "integers": (
         put(f"{Q}.weight", torch.ones(4, 16, 16).int()),
         "kv_b_proj.weight/0a-turned.weight is int32, no part of a weight",
@@ -360,6 +363,13 @@ def test_parts_that_make_no_weight_are_refused(tmp_path: Path, case: str) -> Non
     change(tmp_path, changed)
     with pytest.raises(DamagedCheckpoint, match=match):
         open_checkpoint(tmp_path)
+
+
+def test_parts_of_other_ranks_make_no_weight() -> None:
+    for shapes in [((4,), ()), ((4, 8), (8,)), ((), ()), ((2, 4, 8), (2, 4, 8))]:
+        parts = {f"a.weight/{place}-joined.weight": shape for place, shape in enumerate(shapes)}
+        with pytest.raises(DamagedCheckpoint, match="a.weight is in parts that do not fit"):
+            weights_in_parts(parts, "here")
 
 
 def test_a_stack_beside_one_of_its_experts_is_refused(tmp_path: Path) -> None:

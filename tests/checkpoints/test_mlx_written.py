@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from precisionctl.architectures.families import from_hf_config, read_model
-from precisionctl.checkpoints.mlx.mlx_config import each_without_window
+from precisionctl.checkpoints.mlx.mlx_config import each_without_window, words_of_mlx
 from precisionctl.checkpoints.mlx.mlx_models import check_loaded, computed_otherwise
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.mlx_groups import mlx_groups
@@ -278,6 +278,12 @@ def test_what_mlx_lm_computes_otherwise_is_said(family: str, said: str) -> None:
 )
 def test_a_pattern_of_windows_is_the_number_that_mlx_lm_reads_or_none(windows: str, each: int | None) -> None:
     assert each_without_window([layer == "W" for layer in windows]) == each
+
+
+@pytest.mark.parametrize("dense", [0, 1, 3])
+def test_layers_before_those_with_experts_are_counted_also_where_no_layer_has_them(dense: int) -> None:
+    model = from_hf_config(pico.config("deepseek-v3", first_k_dense_replace=dense))
+    assert words_of_mlx(model, DType.bfloat16)["first_k_dense_replace"] == dense
 
 
 @pytest.mark.parametrize("case", soaking.few(REFUSED, "dense layers", "another target's scheme", "no whole groups"))

@@ -321,10 +321,8 @@ def test_ranks_with_states_that_are_no_two_of_one_linear_are_damage():
     lengths = [
         SavedPayload(linear, encode_payload(Fp8State.fresh(each.amax_history_len), each), "here") for each in recipes
     ]
-    groups = [
-        SavedPayload(f"{LINEAR}._extra_state", pickled(payload_of(as_te_stacks(state, "gemm"), (2, 20), count)), "here", 0)
-        for count, state in ((2, of_experts(2)), (3, of_experts(3)))
-    ]
+    stacks = [pickled(payload_of(as_te_stacks(of_experts(count), "gemm"), (2, 20), count)) for count in (2, 3)]
+    groups = [SavedPayload(f"{LINEAR}._extra_state", data, "here", 0) for data in stacks]
     for saved, match in ((lengths, "is not the other modules'"), (groups, "of other GEMMs than another rank's")):
         with pytest.raises(DamagedCheckpoint, match=match):
             decode_payloads(saved, Path("here"))

@@ -14,6 +14,8 @@ PART = re.compile(r"(.+)/(\d{1,9})([ab]?)-(joined|turned|alternating|plus_one)\.
 - `turned`: the same, of the part's transpose
 - `alternating`: every second row, or whatever the number of parts is
 - `plus_one`: the only one, a norm of which one is to be taken away
+
+A place has one part, or two: `a`, and behind it `b`.
 """
 
 _MOST_TURNED = 1 << 24
@@ -47,9 +49,10 @@ def weights_in_parts(shapes: Mapping[str, tuple[int, ...]], where: object) -> di
         made[weight] = parts = [at[place] for place in sorted(at)]
         letters = sorted({letter for _, letter in at})
         complete = sorted(at) == [(place, letter) for place in range(len(at) // len(letters)) for letter in letters]
-        one = parts[0].of_weight
+        complete = complete and letters in ([""], ["a", "b"])
+        ranks = {len(part.shape) for part in parts}
         sizes = {part.of_weight if part.how == "alternating" else part.of_weight[1:] for part in parts}
-        fits = complete and len(sizes) == 1 and 0 < len(one) <= 2 and not any(0 in part.shape for part in parts)
+        fits = complete and len(sizes) == 1 and ranks in ({1}, {2}) and not any(0 in part.shape for part in parts)
         if not fits or any(part.how == "turned" and prod(part.shape) > _MOST_TURNED for part in parts):
             shown_parts = ", ".join(f"{part.name} {shown(part.shape)}" for part in parts[:4])
             raise DamagedCheckpoint(f"{weight} is in parts that do not fit: {shown_parts}", where=where)

@@ -38,11 +38,18 @@ _MOST_SLICES = 1 << 19
 
 @dataclass(frozen=True)
 class GgufPart:
-    """A tensor of a file, or a slice of a stack, as bytes of its rows. `global_scale` is that of NVFP4."""
+    """A tensor of a file, or a slice of a stack, as bytes of its rows. `global_scale` is that of NVFP4. Raises
+    DamagedCheckpoint for a tensor without rows, and for a vector in codes, of which ggml has none."""
 
     name: str
     tensor: GgufTensor
     global_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        in_codes = len(self.shape) == 1 and not self.tensor.format.dtype
+        if in_codes or not self.shape[0]:
+            what = f"`{self.name}` " + ("is a vector in codes" if in_codes else "has no rows")
+            raise DamagedCheckpoint(what, where=self.tensor.file)
 
     @property
     def shape(self) -> Shape:
@@ -232,13 +239,13 @@ def _slices(
     for name, tensor in tensors.items():
         if is_scale(name, tensors) and family.tensors.of_gguf(name, model) is None:
             continue
+        if "[" in name:
+            raise DamagedCheckpoint(f"`{name}` is named as a slice of another tensor", where=where)
         stacked = family.tensors.of_gguf(f"{name}[0]", model) is not None
         slices = tensor.shape[0] if stacked and len(tensor.shape) > 1 else 1
         count += slices
         if not slices or count > _MOST_SLICES:
             raise DamagedCheckpoint(f"`{name}` is a stack of {slices}", where=where)
-        if len(tensor.shape) == 1 and not tensor.format.dtype:
-            raise DamagedCheckpoint(f"`{name}` is a vector in codes", where=where)
         if not stacked or len(tensor.shape) == 1:
             yield GgufPart(name, tensor, *global_scales(name, tensors, 1, where))
             continue

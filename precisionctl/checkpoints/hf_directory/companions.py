@@ -165,7 +165,7 @@ def read_companions(directory: Path) -> Companions:
     travelling, left, folders = list[Path](), list[str](), list[str]()
     for name, path in there.items():
         kind, is_folder = kind_of(name), path.is_dir()
-        if kind and kind.fate == "travels" and (path.suffix or not is_folder):  # not folders such as `tokenizer/`
+        if kind and kind.fate == "travels" and not is_folder:  # such as `tokenizer/`
             travelling.append(path)
         elif is_folder and not name.startswith("."):
             folders.append(f"{name}/")

@@ -147,9 +147,7 @@ class _Decoding:
         else:
             self._merge(one.module, self._by_expert.setdefault(one.module, {}), one.expert, state, where)
 
-    def _merge(
-        self, module: str, states: dict[StateKey, Fp8State], key: StateKey, state: Fp8State, where: str
-    ) -> None:
+    def _merge(self, module: str, states: dict[StateKey, Fp8State], key: StateKey, state: Fp8State, where: str) -> None:
         """Store a state, merged with that of another rank if there is one and it differs."""
         known = states.get(key)
         if known is not None:

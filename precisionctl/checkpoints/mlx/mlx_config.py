@@ -30,7 +30,7 @@ def words_of_mlx(model: ModelShape, dtype: DType) -> dict[str, Any]:
     if model.model_type == "nemotron_h":
         found["mamba_proj_bias"] = False  # of which transformers takes no notice
     if model.moe and model.model_type in DENSE_FIRST:
-        found["first_k_dense_replace"] = model.moe.layer_freq.index(True)
+        found["first_k_dense_replace"] = model.moe.layer_freq.count(False)
     if model.model_type == "granitemoehybrid" and not model.moe:  # transformers has that of experts that are not there
         found["intermediate_size"] = model.ffn_hidden_size
     if model.model_type == "lfm2":  # whose other two keys for it would be made smaller again

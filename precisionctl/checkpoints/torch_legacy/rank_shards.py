@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from precisionctl.checkpoints.chunks import Box, Chunk, read_rows
+import numpy as np
+
+from precisionctl.checkpoints.chunks import Box, Chunk, read_bytes
 from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor
 from precisionctl.checkpoints.torch_legacy.rank_directories import Rank
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import Parallel, Parallelism, TensorSpec
-from precisionctl.torch_when_used import torch
 
 SMALL = 1 << 20
 """Replicas of tensors of up to this many bytes are compared, all of them."""
@@ -108,7 +109,7 @@ def check_replicas(name: str, tensor: ShardedTensor) -> None:
 
 @dataclass(frozen=True)
 class _Both:
-    """Two shards as a source of two tensors of bytes, for `read_rows`."""
+    """Two shards as a source of two tensors of bytes, for `read_bytes`."""
 
     specs: Mapping[str, TensorSpec]
     found: Mapping[str, Chunk]
@@ -123,6 +124,6 @@ def _equal(a: Shard, b: Shard) -> bool:
     places = {str(i): Chunk(Box(0, rows, 0, 1), shard.rank.path, shard.tensor.offset) for i, shard in enumerate((a, b))}
     both = _Both(dict.fromkeys(places, TensorSpec((rows,), DType.uint8)), places)
     return all(
-        torch.equal(*(read_rows(both, each, start, min(SMALL, rows - start)) for each in places))
+        np.array_equal(*(read_bytes(both, each, start, min(SMALL, rows - start)) for each in places))
         for start in range(0, rows, SMALL)
     )

@@ -15,6 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from precisionctl.architectures.megatron.recurrent_args import read_delta_net, read_mamba
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
 from precisionctl.checkpoints.chunks import Box, Chunk, chunk_files, shard_boxes
@@ -66,7 +68,6 @@ from precisionctl.param import (
     kind_and_parameter,
     state_name,
 )
-from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file
 
 _GROUPED = (".mlp.experts.linear_fc1._extra_state", ".mlp.experts.linear_fc2._extra_state")
@@ -276,7 +277,7 @@ class LegacyReader(MegatronDirectory):
             what = f"{box.rows} rows of QKV for {heads} heads of {channels} channels"
             raise DamagedCheckpoint(what, where=shard.rank.path)
         shape = (3, heads, channels) if version == 0 else (heads, channels, 3)
-        rows = torch.arange(box.rows).view(shape).permute((1, 0, 2) if version == 0 else (0, 2, 1)).flatten().tolist()
+        rows = np.arange(box.rows).reshape(shape).transpose((1, 0, 2) if version == 0 else (0, 2, 1)).ravel().tolist()
         run = channels if version == 0 else 1
         pitch = box.columns * shard.tensor.dtype.itemsize
         for row in range(0, box.rows, run):
