@@ -99,6 +99,7 @@ def test_what_only_reads_plans_or_moves_bytes_imports_no_torch(tmp_path):
         ["convert", f"{hf}-4", f"{hf}-5", "--to", "hf", "--container", "bin"],
         ["verify", hf, megatron],
         ["verify", f"{hf}-1", f"{hf}-2"],
+        ["verify", hf, f"{hf}-3"],
         ["verify", hf, "--target", "vllm"],
         *(["launch-args", megatron, "--framework", name] for name in ("megatron-lm", "megatron-bridge")),
         *(["launch-args", hf, "--framework", name] for name in ("nemo", "accelerate")),
