@@ -169,6 +169,9 @@ class HuggingFaceReader(HuggingFaceTensors):
         config = parse_json(self.companions.files["config.json"], where)
         published = read_published(path, self._file_format, config, where)
         self.config, self.wrapped = published.config, published.wrapped
+        if self.config.get("model_type") != config.get("model_type"):  # a wrapper's, of which this is the text model
+            files = {name: content for name, content in self.companions.files.items() if name != "config.json"}
+            self.companions = replace(self.companions, files=files)
         self._describe(published.places, where)
 
     def notes(self) -> Iterator[str]:

@@ -28,8 +28,8 @@ from precisionctl.untrusted.safe_json import parse_json
 @dataclass(frozen=True)
 class PublishedTensors:
     """Each tensor by its published name, with the file that it is in, and a `config` whose `quantization_config` says
-    how they are coded. `wrapped` is the first that is stored with a word of a module around the model, None if there
-    is none."""
+    how they are coded; that of the text model where mlx-lm left nothing else of a wrapper. `wrapped` is the first that
+    is stored with a word of a module around the model, None if there is none."""
 
     places: Places
     config: dict[str, Any]
@@ -61,8 +61,7 @@ def read_published(path: Path, file_format: WeightFileFormat, config: dict[str, 
     wrapped = next((stored for stored, name in inside.items() if stored != name), None)
     if wrapped:
         files = {file: {inside[name]: each for name, each in tensors.items()} for file, tensors in files.items()}
-    places, of_mlx = in_published_names(unpacked(places_in(files)), config, where)
-    config |= {"quantization_config": of_mlx} if of_mlx else {}
+    places, config = in_published_names(unpacked(places_in(files)), config, where)
     if unsaid := _unsaid_codes(config, path, places):
         config |= {"quantization_config": unsaid}
     return PublishedTensors(places, config, wrapped)

@@ -20,6 +20,7 @@ from precisionctl.export.mlx_plan import in_mlx
 from precisionctl.export.model_card import Card, path_in_command
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.mxfp4 import BLOCKS_OF_16
+from precisionctl.sizes import counted
 
 
 def for_mlx(kind: Mlx, source: Source, destination: Path) -> Result:
@@ -39,7 +40,7 @@ def for_mlx(kind: Mlx, source: Source, destination: Path) -> Result:
     run = f"mlx_lm.generate --model {shlex.quote(str(destination))} --prompt hello"
     notes = [
         *source_notes(source),
-        *_notes(source.plan, plan),
+        *_notes(source.plan),
         *rounded_notes(reader, plan),
         *([decoded_note(BLOCKS_OF_16.name, "mxfp4")] if codes and scheme in ("bf16", "f16") else []),
         f"Run it on a Mac with: {run}",
@@ -59,8 +60,11 @@ def for_mlx(kind: Mlx, source: Source, destination: Path) -> Result:
     return Result(plan, notes, card=card, mlx=words_of_mlx(model, dtype))
 
 
-def _notes(before: Plan, plan: Plan) -> Iterator[str]:
+def _notes(plan: Plan) -> Iterator[str]:
+    if wrapper := plan.model.wrapper:
+        number = counted(len(plan.towers.targets), "tensor")
+        yield f"mlx-lm has the text model of this {wrapper.model_type}. Its towers, {number}, are not written."
     if others := "; ".join(computed_otherwise(plan.model)):
         yield f"mlx-lm computes a little otherwise than transformers, with every directory of this model: {others}."
-    if any(job.row.of_prediction for job in before.jobs):
+    if any(job.row.of_prediction for job in plan.jobs):
         yield "mlx-lm has no layers of multi-token prediction: those of this model are not written."

@@ -187,12 +187,12 @@ def _trained(request: Request, reader: Reader) -> MegatronReader | TrainedReader
 
 def _naming(request: Request, reader: Reader, engine: Engine | None) -> Naming:
     """Whose names the result has. A Hugging Face directory's stay. Another trainer's checkpoint has the names in memory
-    of the model's class, and the result those that the class saves; llama.cpp has text models alone."""
+    of the model's class, and the result those that the class saves; llama.cpp and mlx-lm have text models alone."""
     if request.storage.is_state_dict:
         return "in torchtitan" if request.storage.container == TORCHTITAN else "in memory"
     if engine and not engine.loads_own_classes:
         return "for engines"
-    if isinstance(request.kind, Gguf):
+    if isinstance(request.kind, Gguf | Mlx):
         return "text alone"
     if not isinstance(request.kind, Values) or (of_trainer(reader) and not isinstance(reader, HuggingFaceReader)):
         return "as saved"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice
-from precisionctl.checkpoints.mlx.mlx_names import in_mlx_names, mlx_shape
+from precisionctl.checkpoints.mlx.mlx_names import WITHIN, in_mlx_names, is_within, mlx_shape
 from precisionctl.checkpoints.tensor_changes import (
     GATE_THEN_UP,
     GATE_UP_IN_TURNS,
@@ -50,58 +50,75 @@ _CHANGES: Mapping[tuple[str, ...], TensorChange] = {
 _LIKE_DEEPSEEK = "deepseek_v[23]2?|dots1|exaone_moe|glm4_moe|glm4_moe_lite|glm_moe_dsa|kimi_k2|solar_open"
 _VALUES = re.compile(rf"(?:{_LIKE_DEEPSEEK}) .+\.mlp\.gate|nemotron_h .+\.mixer\.gate|\w+ .+\.(?:[qkv]_)?conv(?:1d)?")
 _EIGHT_BITS = re.compile(
-    r"(?:qwen3_moe|qwen3_next|mellum) .+\.mlp\.gate|qwen3_next .+\.shared_expert_gate|gpt_oss .+\.router|"
+    r"(?:qwen3_moe|qwen3_next|qwen3_5_moe_text|mellum) .+\.mlp\.gate|gemma4_text .+\.router\.proj|"
+    r"(?:qwen3_next|qwen3_5_moe_text) .+\.shared_expert_gate|gpt_oss .+\.router|"
     r"granitemoe\w* .+\.router\.layer|granite(?:moe)? (?:.+\.self_attn\.o_proj|.+mlp\.down_proj|lm_head)|"
     r"afmoe .+\.router\.gate|jamba .+\.router|laguna .+\.gate\.proj|lfm2_moe .+\.feed_forward\.gate|"
-    r"minimax_m2 .+\.block_sparse_moe\.gate"
+    r"minimax_m(?:2|3_vl_text) .+\.block_sparse_moe\.gate"
 )
 """Modules that mlx-lm does not quantize, and those that it quantizes to 8-bit integers in groups of 64 whatever is
-asked for, by `model_type` and name (models/*.py: what is no Linear, Embedding, SwitchLinear or MultiLinear;
+asked for, by family and name (models/*.py: what is no Linear, Embedding, SwitchLinear or MultiLinear;
 quant_predicate)."""
 
-_KEPT_DTYPE = re.compile(r".+\.(?:e_score_correction_bias|expert_bias)")
+_KEPT_DTYPE = re.compile(r"\w+ .+\.(?:e_score_correction_bias|expert_bias)|qwen3_5\w* .+\.A_log")
 """Tensors whose dtype is not changed (models/*.py, cast_predicate)."""
+
+
+_AS_CODES: Mapping[str, Sequence[str]] = {
+    "gemma4_text": ("experts.0.up_proj.weight",),
+    "gpt_oss": ("mlp.experts.gate_up_proj_blocks[0]", "mlp.experts.down_proj_blocks[0]"),
+    "llama4_text": ("feed_forward.experts.0.up_proj.weight",),
+    "mistral4": ("mlp.experts.0.up_proj.weight",),
+}
 
 
 def names_as_codes(model: ModelShape) -> set[str]:
     """The weights that are to have the names that they have as codes: gpt-oss's experts are `[in, out]` as values and
-    `[out, in]` as codes, in MLX and torchtitan."""
-    if model.architecture != "gpt_oss":
-        return set()
-    matrices = ("gate_up_proj", "down_proj")
-    return {f"model.layers.{at}.mlp.experts.{name}_blocks[0]" for at in range(model.num_layers) for name in matrices}
+    `[out, in]` as codes, in MLX and torchtitan; others' are one tensor as values, and a matrix each as codes."""
+    names = {
+        f"model.layers.{at}.{name}" for at in range(model.num_layers) for name in _AS_CODES.get(model.architecture, ())
+    }
+    return {model.wrapper.name_of(name) for name in names} if model.wrapper else names
+
+
+def mlx_has(job: Job) -> bool:
+    """Whether mlx-lm has what a job of a text model writes: no class of it has layers of multi-token prediction, or
+    keeps tensors that no token is computed with."""
+    return not (job.row.of_prediction or job.row.unused)
 
 
 def in_mlx(plan: Plan, scheme: MlxScheme, dtype: DType, codes: Collection[str]) -> Plan:
     """What `mlx_lm.convert` makes of a plan of values in Hugging Face's layout, with values in `dtype`. Copies of tied
-    tensors and layers of prediction are not written. `codes` are tensors of its source that are MXFP4."""
-    model, kept = plan.model, set() if scheme in ("bf16", "f16") else set(codes)
-    forms = _Forms(model.model_type, None if scheme == "mxfp4" and kept else _SETTINGS.get(scheme), dtype)
+    tensors, a wrapper's towers and what `mlx_has` not are not written. `codes` are tensors of its source that are
+    MXFP4."""
+    model, plan, kept = plan.model, plan.text_alone, set() if scheme in ("bf16", "f16") else set(codes)
+    within = WITHIN if is_within(model) else ""
+    forms = _Forms(model.architecture, None if scheme == "mxfp4" and kept else _SETTINGS.get(scheme), dtype)
     targets = dict[str, TensorSpec]()
 
     def made_of(job: Job, name: str) -> tuple[TensorChange, Sequence[str]]:
         keeps = bool(job.reads) and kept.issuperset(job.reads) and job.row.moves_rows(model)
-        tensors = in_mlx_names(name, model.model_type, dense=model.moe is None)
+        tensors = in_mlx_names(name, model.architecture, dense=model.moe is None)
         change, writes = _CHANGES[tuple(tensor.how for tensor in tensors)], list[str]()
         shapes = change.part_shapes(plan.targets[name].shape, model)
         for tensor, shape in zip(tensors, shapes, strict=True):
-            made = tensor.name if tensor.place is None else f"{tensor.name}[{tensor.place}]"
+            made = f"{within}{tensor.name}" if tensor.place is None else f"{within}{tensor.name}[{tensor.place}]"
             spec = shared_spec(mlx_shape(tensor.name, shape), plan.targets[name].dtype)
             of_codes = replace(spec, dtype=DType.uint8, packing=MXFP4)
             targets[made] = of_codes if keeps else forms.spec(tensor.name, spec)
             writes.append(made)
         return change, writes
 
-    jobs = tuple(jobs_in_format((job for job in plan.jobs if not job.row.of_prediction), made_of))
-    quantization = _quantization(targets, MXFP4 if kept else forms.usual, model.model_type)
+    jobs = tuple(jobs_in_format(filter(mlx_has, plan.jobs), made_of))
+    quantization = _quantization(targets, MXFP4 if kept else forms.usual, model.architecture)
     return replace(plan, jobs=jobs, targets=targets, quantization=quantization)
 
 
 @dataclass(frozen=True)
 class _Forms:
-    """How tensors of a model are stored: values in `dtype`, and modules that mlx-lm quantizes in the `setting`."""
+    """How tensors of a family are stored: values in `dtype`, and modules that mlx-lm quantizes in the `setting`."""
 
-    model_type: str
+    family: str
     setting: tuple[str, int, int] | None
     dtype: DType
 
@@ -114,11 +131,11 @@ class _Forms:
         packing = self._packing(name.removesuffix(".weight"), spec.shape) if name.endswith(".weight") else None
         if packing is not None:
             return shared_spec(spec.shape, DType.uint8, packing=packing)
-        changes = spec.dtype.is_floating_point and not _KEPT_DTYPE.fullmatch(name)
+        changes = spec.dtype.is_floating_point and not _KEPT_DTYPE.fullmatch(f"{self.family} {name}")
         return shared_spec(spec.shape, self.dtype) if changes else spec
 
     def _packing(self, module: str, shape: tuple[int, ...]) -> MlxGroups | None:
-        named = f"{self.model_type} {module}"
+        named = f"{self.family} {module}"
         if self.usual is None or len(shape) < 2 or shape[-1] % self.usual.group or _VALUES.fullmatch(named):
             return None
         if not _EIGHT_BITS.fullmatch(named):
@@ -127,7 +144,7 @@ class _Forms:
         return None if shape[-1] % of_eight.group else of_eight
 
 
-def _quantization(targets: Mapping[str, TensorSpec], usual: MlxGroups | None, model_type: str) -> dict[str, Any]:
+def _quantization(targets: Mapping[str, TensorSpec], usual: MlxGroups | None, family: str) -> dict[str, Any]:
     """`quantization` of config.json: what most modules have, and what others do, by their names."""
     if usual is None:
         return {}
@@ -135,7 +152,7 @@ def _quantization(targets: Mapping[str, TensorSpec], usual: MlxGroups | None, mo
     others = dict[str, Any]()
     for name, packing in packings.items():
         module = name.removesuffix(".weight")
-        if isinstance(packing, MlxGroups) and _EIGHT_BITS.fullmatch(f"{model_type} {module}"):
+        if isinstance(packing, MlxGroups) and _EIGHT_BITS.fullmatch(f"{family} {module}"):
             others[module] = {"group_size": packing.group, "bits": packing.bits}  # as their predicates say it
         elif isinstance(packing, MlxGroups) and _said(packing) != _said(usual):
             others[module] = _said(packing)

@@ -12,11 +12,14 @@ from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from precisionctl.architectures.param_map import Naming
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import BytesProgress
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
+from precisionctl.checkpoints.mlx.mlx_names import saved_by_mlx
 from precisionctl.codes.statistics import decibels
 from precisionctl.dtypes import DType
+from precisionctl.export.mlx_plan import mlx_has, names_as_codes
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.model.same_model import differences, in_words
@@ -140,8 +143,16 @@ def compare(
 
 
 def _plan(reader: Reader, other: Reader) -> Plan:
-    """The plan of all tensors of one side."""
-    return make_plan(reader, "hf", naming="text alone" if _without_towers(reader, other) else "as saved")
+    """The plan of all tensors of one side. Where one is mlx-lm's, matrices are as they are when they become codes, and
+    the other has what mlx-lm has."""
+    of_mlx, others_of_mlx = (saved_by_mlx(side.files) for side in (reader, other))
+    naming: Naming = "text alone" if _without_towers(reader, other) else "as saved"
+    codes = names_as_codes(reader.model) if of_mlx or others_of_mlx else ()
+    plan = make_plan(reader, "hf", naming=naming, codes=codes)
+    if not others_of_mlx:
+        return plan
+    jobs = tuple(filter(mlx_has, plan.jobs))
+    return replace(plan, jobs=jobs, targets={name: plan.targets[name] for job in jobs for name in job.writes})
 
 
 def _tensors(reader: Reader, other: Reader, plan: Plan) -> HfTensors:
@@ -151,8 +162,8 @@ def _tensors(reader: Reader, other: Reader, plan: Plan) -> HfTensors:
 
 
 def _without_towers(reader: Reader, other: Reader) -> bool:
-    """Whether a side has towers that are not compared, as the other one's container has no place for any."""
-    return reader.model.wrapper is not None and other.container == "gguf"
+    """Whether a side has towers that are not compared, as the other one has no place for any."""
+    return reader.model.wrapper is not None and (other.container == "gguf" or saved_by_mlx(other.files))
 
 
 def _compare_settings(
@@ -221,6 +232,9 @@ def _left_out(a: Reader, b: Reader, towers: TowersOfBoth | None, derived: Sequen
     others = {"A": b, "B": a}
     alone = (name for name, reader in readers.items() if mmproj_of(reader) or _without_towers(reader, others[name]))
     yield from of_keys("towers", (f"of {name}" for name in alone) if towers is None else towers.unread)
+    models = {name: reader.model for name, reader in readers.items()}
+    ahead = (name for name, model in models.items() if model.mtp_num_layers or model.stores_unused)
+    yield from of_keys("prediction", (f"of {name}" for name in ahead if saved_by_mlx(others[name].files)))
     padded = {
         name: reader.model.padded_vocab_size - reader.model.vocab_size
         for name, reader in readers.items()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.hf_directory.companions import without_tokenizer
+from precisionctl.checkpoints.hf_directory.companions import is_tokenizer
 from precisionctl.checkpoints.mlx.mlx_models import check_loaded
 from precisionctl.checkpoints.mlx.mlx_names import saved_by_mlx
 from precisionctl.engines.rules.rule import EngineRule, Finding
@@ -26,5 +26,5 @@ def _findings(reader: Reader) -> Iterator[Finding]:
         check_loaded(reader.model)
     except UnknownArchitecture as error:
         yield Finding("model_type", error.what, _MODEL)
-    if without_tokenizer(reader.companions):
+    if not any(map(is_tokenizer, reader.companions.files)):
         yield Finding("tokenizer", "none is there", _TOKENIZER)

@@ -27,8 +27,11 @@ LIST: Mapping[str, str] = {
     "codes": "with --fp8: codes of weights that are stored transposed or joined otherwise, or in several formats: the "
     "values that they decode to are compared",
     "derived": "buffers that a model computes by itself: rotary frequencies, causal masks",
-    "towers": "towers of a wrapper beside a GGUF file, where no `mmproj` in its folder has them as llama.cpp does; "
+    "towers": "towers of a wrapper beside mlx-lm's text model, or a GGUF file where no `mmproj` in its folder has them "
+    "as llama.cpp does; "
     "those of two GGUF files; what of them no token is computed with, and further files of them",
+    "prediction": "layers of multi-token prediction, and tensors that no token is computed with, where the other side "
+    "is mlx-lm's, which has neither",
     "padding": "rows that pad the vocabulary in Megatron",
     "fixed scales": "fixed scales of inputs and caches, where nothing on the other side says what they should be; "
     "--fp8-state gives the file that does",

@@ -86,8 +86,8 @@ def golden(case: str, *beside: str) -> mlx_codes.MlxCodes:
     names = [name for name in read_header(GOLDEN) if name.startswith(f"{case}.")]
     stored = {name: (GOLDEN, read_header(GOLDEN)[name]) for name in (*names, *beside)}
     config = {"model_type": "llama", "quantization": said}
-    places, quantization = mlx_names.in_published_names(stored, config, GOLDEN)
-    return mlx_codes.MlxCodes(StoredTensors(places), quantization, GOLDEN)
+    places, published = mlx_names.in_published_names(stored, config, GOLDEN)
+    return mlx_codes.MlxCodes(StoredTensors(places), published["quantization_config"], GOLDEN)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,19 @@ import conversions
 import mlx_directories
 import mxfp4_directories
 import pico
+import prediction_layer
 import pytest
 import repository
 import soaking
+import tiny_wrappers
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from precisionctl.architectures.families import from_hf_config, read_model
-from precisionctl.checkpoints.mlx.mlx_config import each_without_window, words_of_mlx
+from precisionctl.checkpoints.mlx.mlx_config import each_without, words_of_mlx
 from precisionctl.checkpoints.mlx.mlx_models import check_loaded, computed_otherwise
+from precisionctl.checkpoints.mlx.mlx_names import WRAPPED
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.mlx_groups import mlx_groups
 from precisionctl.commands.plan_command import plan_command
@@ -232,6 +236,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[PrecisionctlE
 
 
 YARN, WITHOUT_WINDOWS = pico.YARN_ROPE, ["full_attention"] * pico.settings("gpt-oss")["num_hidden_layers"]
+CHUNKS = [*["chunked_attention"] * 3, "full_attention"]
 NOT_IN_ITS_CLASS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3-moe", {"rope_parameters": YARN}, "rotary embeddings scaled as 'yarn'"),
     ("deepseek-v2", {"rope_parameters": {**YARN, "rope_type": "linear"}}, "rotary embeddings scaled as 'linear'"),
@@ -250,6 +255,12 @@ NOT_IN_ITS_CLASS: list[tuple[str, dict[str, Any], str]] = [
         {"layer_types": WITHOUT_WINDOWS},
         "windows in no layer",
     ),
+    ("qwen3-5", {"layer_types": ["full_attention", *["linear_attention"] * 3]}, "delta nets in these layers"),
+    ("ministral3", {"rope_parameters": YARN}, "queries that are not scaled"),
+    ("llama4", {"moe_layers": [0, 3]}, "experts in these layers"),
+    ("llama4", {"num_experts_per_tok": 2}, "several experts for each token"),
+    ("llama4", {"no_rope_layers": [1, 0, 1, 0], "layer_types": CHUNKS}, "rotary embeddings in these layers"),
+    ("llama4", {"layer_types": ["chunked_attention"] * 4}, "chunks of attention in these layers"),
 ]
 """Settings with which mlx-lm 0.32.2 loads nothing, or computes something else from the first tokens on."""
 
@@ -277,7 +288,7 @@ def test_what_mlx_lm_computes_otherwise_is_said(family: str, said: str) -> None:
     ("windows", "each"), [("WFWFW", 2), ("WWWFW", 4), ("WW", 3), ("FW", None), ("FF", None), ("WFF", None)]
 )
 def test_a_pattern_of_windows_is_the_number_that_mlx_lm_reads_or_none(windows: str, each: int | None) -> None:
-    assert each_without_window([layer == "W" for layer in windows]) == each
+    assert each_without([layer == "W" for layer in windows]) == each
 
 
 @pytest.mark.parametrize("dense", [0, 1, 3])
@@ -356,3 +367,102 @@ def test_numbers_of_which_mlx_makes_no_codes_are_refused(tmp_path: Path, number:
     with pytest.raises(PrecisionError, match=message):
         export(tmp_path / "hf", tmp_path / "out", "4bit")
     assert not (tmp_path / "out").exists()
+
+
+def text_alone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of a wrapper's text model, by its own names."""
+    names = {name: re.sub(r"^(model\.language_model|language_model\.model)\.", "model.", name) for name in tensors}
+    names |= {name: "lm_head.weight" for name in tensors if name.endswith("lm_head.weight")}
+    towers = tiny_wrappers.towers(tensors)
+    return {names[name]: tensor for name, tensor in tensors.items() if name not in towers}
+
+
+FOUR_LAYERS = {"num_hidden_layers": 4}
+WRAPPERS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), FOUR_LAYERS),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "gemma4", "gemma4_unified"), {}),
+    **dict.fromkeys(("mistral3", "llava", "llama4", "kimi_k25"), {}),
+}
+
+
+def test_the_page_names_the_wrappers_that_are_written() -> None:
+    page = (repository.DOCS / "mlx.md").read_text()
+    said = page.partition("Of wrappers, these:")[2].partition("\n\n")[0]
+    assert re.findall(r"`(\w+)`", said.partition(". ")[0]) == sorted(WRAPPED)
+    assert WRAPPERS.keys() == WRAPPED.keys()
+
+
+@pytest.mark.parametrize("kind", soaking.few(WRAPPERS, "qwen3_5", "qwen3_vl_moe"))
+def test_the_text_model_of_a_wrapper_is_written_as_mlx_lm_has_it_and_is_read_alone(tmp_path: Path, kind: str) -> None:
+    tiny_wrappers.save(tmp_path / "hf", kind, dtype=torch.bfloat16, **WRAPPERS[kind])
+    expected, said = text_alone(tiny_wrappers.stored(tmp_path / "hf")), config_of(tmp_path / "hf")["text_config"]
+    mlx_directories.rename(expected, said)
+    notes = plan_command(Request.export(tmp_path / "hf", tmp_path / "mlx", MLX)).notes
+    assert any(re.search(r"Its towers, \d+ tensors, are not written", note) for note in notes)
+    found = export(tmp_path / "hf", tmp_path / "mlx")
+    assert found.keys() == {f"language_model.{name}" for name in expected}
+    for name, tensor in expected.items():
+        assert torch.equal(found[f"language_model.{name}"], tensor.bfloat16()), name
+    config = config_of(tmp_path / "mlx")
+    assert config["model_type"] == kind and "vision_config" not in config
+    readers = [open_checkpoint(tmp_path / name) for name in ("hf", "mlx")]
+    assert compare(*readers).equal
+    conversions.run(tmp_path / "mlx", tmp_path / "back", "hf")
+    assert from_hf_config(config_of(tmp_path / "back")) == replace(readers[0].model, wrapper=None, mtp_num_layers=0)
+
+
+def test_a_text_model_that_mlx_lm_has_in_a_wrapper_alone_gets_a_wrapper_s_config(tmp_path: Path) -> None:
+    """Its layer of prediction is left out, and what says how it turns is in one object, also without a config.json."""
+    pico.save(tmp_path / "hf", "qwen3-5", dtype=torch.bfloat16, mtp_num_hidden_layers=1)
+    prediction_layer.add_mtp(tmp_path / "hf", torch.bfloat16)
+    found = export(tmp_path / "hf", tmp_path / "mlx")
+    assert all(name.startswith("language_model.") and "mtp" not in name for name in found)
+    config = config_of(tmp_path / "mlx")
+    assert (config["model_type"], config["text_config"]["model_type"]) == ("qwen3_5", "qwen3_5_text")
+    found_equal = compare(*map(open_checkpoint, (tmp_path / "hf", tmp_path / "mlx")))
+    assert found_equal.equal and "prediction" in {each.topic for each in found_equal.not_compared}
+    conversions.run(tmp_path / "mlx", tmp_path / "back", "hf")
+    export(tmp_path / "back", tmp_path / "again")
+    texts = [config_of(tmp_path / name)["text_config"] for name in ("mlx", "again")]
+    bases = [text["rope_parameters"]["rope_theta"] for text in texts]
+    assert bases == [pico.config("qwen3-5")["rope_parameters"]["rope_theta"]] * 2
+    assert texts[1]["full_attention_interval"] == texts[0]["full_attention_interval"] == 4
+
+
+def test_keys_and_values_that_no_token_reads_are_left_out(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "gemma4-small", dtype=torch.bfloat16)
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors, kinds = load_file(file), ("k_proj", "v_proj", "k_norm")
+    unused = {
+        f"model.layers.{reads}.self_attn.{kind}.weight": tensors[f"model.layers.{has}.self_attn.{kind}.weight"].clone()
+        for has, reads in ((0, 3), (1, 4), (2, 5))
+        for kind in kinds
+    }
+    save_file(tensors | unused, file, {"format": "pt"})
+    assert export(tmp_path / "hf", tmp_path / "mlx").keys() == tensors.keys()
+    assert compare(*map(open_checkpoint, (tmp_path / "hf", tmp_path / "mlx"))).equal
+
+
+def test_verify_knows_codes_of_experts_that_are_stored_turned_and_joined(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "gpt-oss", dtype=torch.bfloat16, **WIDE)
+    export(tmp_path / "hf", tmp_path / "mlx", "4bit")
+    found = compare(*map(open_checkpoint, (tmp_path / "hf", tmp_path / "mlx")))
+    coded = {each.name for each in found.tensors if each.status == "encoded"}
+    assert found.equal and {"gate_up_proj", "down_proj"} == {
+        matrix for name in coded for matrix in ("gate_up_proj", "down_proj") if f".experts.{matrix}" in name
+    }
+
+
+def test_towers_that_mlx_vlm_keeps_are_refused_by_name(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "qwen3_vl", dtype=torch.bfloat16)
+    export(tmp_path / "hf", tmp_path / "mlx")
+    file = tmp_path / "mlx" / "model.safetensors"
+    save_file(load_file(file) | {"vision_tower.patch_embed.proj.weight": torch.ones(2, 2)}, file, {"format": "mlx"})
+    with pytest.raises(PrecisionError, match="vision_tower.patch_embed.proj.weight.*mlx-vlm"):
+        open_checkpoint(tmp_path / "mlx")
+
+
+def test_a_wrapper_around_another_text_model_than_its_class_of_mlx_lm_has_is_refused() -> None:
+    config = {"model_type": "llava", "text_config": pico.config("qwen3"), "vision_config": {}}
+    with pytest.raises(UnknownArchitecture, match="no llava around a 'qwen3'"):
+        check_loaded(from_hf_config(config))

@@ -111,6 +111,8 @@ def rename(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
         before, at, after = name.partition(".experts.")
         if at and family == "gpt_oss":
             rename_gpt_oss(tensors, name)
+        elif at and after in ("gate_up_proj", "down_proj"):
+            rename_joined(tensors, name, family)
         elif at:
             _, matrix, kind = after.split(".")
             matrix = FC[matrix] if before.endswith("mixer") else matrix
@@ -128,9 +130,22 @@ def rename(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
         elif name.endswith("output_linear.weight"):
             path = name.replace("shared_mlp.output_linear", "mlp.down_proj")
             tensors[path.replace("output_linear", "switch_mlp.down_proj")] = tensors.pop(name)
-        elif family == "qwen3_next" and PLUS_ONE.fullmatch(name):
+        elif family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text") and PLUS_ONE.fullmatch(name):
             tensors[name] = tensors[name] + 1
     tensors.update({name: torch.stack(parts) for name, parts in stacks.items()})
+
+
+STACKS_OF_JOINED = {"gemma4_text": "experts.switch_glu", "llama4_text": "experts"}
+
+
+def rename_joined(tensors: dict[str, Tensor], name: str, family: str) -> None:
+    """Experts that published files have in one tensor: of Llama 4 and Qwen3-VL `[experts, in, out]`."""
+    tensor, (before, _, matrix) = tensors.pop(name), name.rpartition(".experts.")
+    tensor = tensor.mT if family in ("llama4_text", "qwen3_vl_moe_text") else tensor
+    path = f"{before}.{STACKS_OF_JOINED.get(family, 'switch_mlp')}"
+    names = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else (matrix,)
+    parts = zip(names, tensor.chunk(len(names), 1), strict=True)
+    tensors |= {f"{path}.{part}.weight": each.contiguous() for part, each in parts}
 
 
 def rename_gpt_oss(tensors: dict[str, Tensor], name: str) -> None:

@@ -359,7 +359,10 @@ def make(
 
 def save(directory: Path, kind: str, *, in_memory: bool = False, **settings: Any) -> PreTrainedModel:
     """Save one as it is published, or with the names that it has in memory; with a tokenizer."""
-    model = make(kind, **settings)
+    return save_made(directory, kind, make(kind, **settings), in_memory=in_memory)
+
+
+def save_made(directory: Path, kind: str, model: PreTrainedModel, *, in_memory: bool = False) -> PreTrainedModel:
     model.save_pretrained(directory)
     if in_memory:
         tensors = {name: tensor for name, tensor in model.state_dict().items()}

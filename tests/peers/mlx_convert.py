@@ -1,5 +1,6 @@
 """Converts a model as `mlx_lm.convert` does, without a tokenizer, and loads another directory. Arguments: the source,
-the result, a directory of ours, a file for both's logits, and as JSON keywords of `quantize_model`; null for values."""
+the result, a directory of ours, a file for both's logits, and as JSON the tokens and keywords of `quantize_model`; null
+for values."""
 
 import json
 import sys
@@ -10,7 +11,7 @@ from mlx.utils import tree_map_with_path
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
 
-def main(source: Path, result: Path, ours: Path, logits: Path, how: dict[str, object] | None) -> None:
+def main(source: Path, result: Path, ours: Path, logits: Path, said: list[int], how: dict[str, object] | None) -> None:
     model, config = load_model(source)
     casts = getattr(model, "cast_predicate", lambda name: True)
 
@@ -22,7 +23,7 @@ def main(source: Path, result: Path, ours: Path, logits: Path, how: dict[str, ob
         model, config = quantize_model(model, config, how.pop("group_size", None), how.pop("bits", None), **how)
     save_model(result, model)
     save_config(config, result / "config.json")
-    tokens, found = mx.array([[3, 17, 42, 99, 5, 7, 11, 200]]), {}
+    tokens, found = mx.array([said]), {}
     for name, directory in (("mlx", result), ("ours", ours)):
         loaded, _ = load_model(directory)
         wide = tree_map_with_path(
@@ -35,4 +36,4 @@ def main(source: Path, result: Path, ours: Path, logits: Path, how: dict[str, ob
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:5]), json.loads(sys.argv[5]))
+    main(*map(Path, sys.argv[1:5]), *map(json.loads, sys.argv[5:7]))

@@ -13,6 +13,7 @@ import environments
 import mlx_directories
 import pico
 import pytest
+import tiny_wrappers
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -66,6 +67,7 @@ def test_what_mlx_lm_saves_decodes_to_what_mlx_makes_of_it(tmp_path: Path, famil
             assert torch.equal(found, values.bfloat16().view(found.shape)), (way, name)
 
 
+TOKENS = [3, 17, 42, 99, 5, 7, 11, 200]
 SCHEMES: dict[str, dict[str, Any] | None] = {
     "bf16": None,
     "4bit": {"bits": 4, "group_size": 64},
@@ -77,32 +79,67 @@ WRITTEN = FAMILIES | {"deepseek-v3": FAMILIES["deepseek-v3"] | {"qk_nope_head_di
 
 @pytest.mark.parametrize("family", WRITTEN)
 def test_what_is_written_for_mlx_is_what_mlx_lm_converts(tmp_path: Path, family: str) -> None:
-    """The source's config.json is that of the result, without what it says of codes, as mlx-lm asks for its keys."""
     pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, **WRITTEN[family])
-    shutil.copytree(tmp_path / "hf", tmp_path / "for-mlx")
+    check_written(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    of_transformers = model(torch.tensor([TOKENS])).logits
+    assert torch.allclose(load_file(tmp_path / "bf16.safetensors")["ours"], of_transformers, rtol=1e-3, atol=1e-4)
+
+
+FOUR_LAYERS = {"num_hidden_layers": 4}
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "qwen3_5": FOUR_LAYERS,
+    "qwen3_5_moe": FOUR_LAYERS | {"moe_intermediate_size": 64},
+    "qwen3_vl_moe": {"moe_intermediate_size": 64},
+    "gemma4": {},
+    "llama4": {},
+    "mistral3": {},
+    "mistral3 of mistral4": tiny_wrappers.MISTRAL_4,
+    "kimi_k25": {},
+}
+
+
+@pytest.mark.parametrize("case", WRAPPERS)
+def test_the_text_model_of_a_wrapper_is_what_mlx_lm_converts(tmp_path: Path, case: str) -> None:
+    """With norms that are no longer than BF16 plus one. mlx-lm reads experts of Qwen3.5 in one tensor alone."""
+    kind, tokens = case.partition(" ")[0], [token % 79 for token in TOKENS]
+    model = tiny_wrappers.make(kind, dtype=torch.bfloat16, **WRAPPERS[case])
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if "norm" in name:
+                tensor.copy_((tensor * 64).round() / 64)
+    tiny_wrappers.save_made(tmp_path / "hf", kind, model, in_memory=kind == "qwen3_5_moe")
+    check_written(tmp_path, tokens)
+    text = model.float().model.language_model
+    of_transformers = model.lm_head(text(torch.tensor([tokens])).last_hidden_state)
+    found = load_file(tmp_path / "bf16.safetensors")["ours"]
+    assert torch.allclose(found, of_transformers, rtol=1e-3, atol=1e-4)
+
+
+def check_written(folder: Path, tokens: list[int] = TOKENS) -> None:
+    """Hold what is written of `hf` in a folder, in each scheme, against mlx-lm's conversion. The source's config.json
+    is that of the result, without what it says of codes, as mlx-lm asks for its keys."""
+    shutil.copytree(folder / "hf", folder / "for-mlx")
     for scheme, how in SCHEMES.items():
-        ours = tmp_path / f"ours-{scheme}"
-        conversions.carry_out(Request.export(tmp_path / "hf", ours, MLX, scheme))
+        ours = folder / f"ours-{scheme}"
+        conversions.carry_out(Request.export(folder / "hf", ours, MLX, scheme))
         if how is None:
-            shutil.copy(ours / "config.json", tmp_path / "for-mlx")
+            shutil.copy(ours / "config.json", folder / "for-mlx")
         program = Path(__file__).parent / "mlx_convert.py"
-        paths = (tmp_path / name for name in ("for-mlx", f"mlx-{scheme}"))
-        logits = tmp_path / f"{scheme}.safetensors"
-        command = [environments.mlx(), program, *paths, ours, logits, json.dumps(how)]
+        paths = (folder / name for name in ("for-mlx", f"mlx-{scheme}"))
+        logits = folder / f"{scheme}.safetensors"
+        command = [environments.mlx(), program, *paths, ours, logits, json.dumps(tokens), json.dumps(how)]
         done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-        expected, found = (load_file(tmp_path / f"{whose}-{scheme}" / "model.safetensors") for whose in ("mlx", "ours"))
+        expected, found = (load_file(folder / f"{whose}-{scheme}" / "model.safetensors") for whose in ("mlx", "ours"))
         assert found.keys() == expected.keys(), scheme
         for name, tensor in expected.items():
             assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, (scheme, name)
             assert torch.equal(found[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), name
-        said = [json.loads((tmp_path / f"{whose}-{scheme}" / "config.json").read_text()) for whose in ("mlx", "ours")]
+        said = [json.loads((folder / f"{whose}-{scheme}" / "config.json").read_text()) for whose in ("mlx", "ours")]
         assert said[0].get("quantization") == said[1].get("quantization")
         assert said[0].get("quantization_config") == said[1].get("quantization_config")
         assert torch.equal(*load_file(logits).values())
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
-    of_transformers = model(torch.tensor([[3, 17, 42, 99, 5, 7, 11, 200]])).logits
-    assert torch.allclose(load_file(tmp_path / "bf16.safetensors")["ours"], of_transformers, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])

@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from precisionctl.checkpoints.mlx.mlx_names import ALONE_IN_WRAPPER
 from precisionctl.dtypes import DType
+from precisionctl.model.model_parts import text_part
 from precisionctl.model.model_shape import ModelShape
 
 _PARTIAL, _SCALING = "partial_rotary_factor", "rope_scaling"
@@ -12,28 +14,37 @@ _ASKED_FOR: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("glm4", "qwen3_next", "solar_open", "stablelm"), {_PARTIAL: 1.0}),
     "exaone4": {_SCALING: None},
     "glm4_moe": {_PARTIAL: 1.0, _SCALING: None},
+    "llama4_text": {_SCALING: None},
 }
 """Keys that mlx-lm's ModelArgs have no defaults for, and what they are where nothing else is said, by `model_type`."""
 
 
 def words_of_mlx(model: ModelShape, dtype: DType) -> dict[str, Any]:
-    """The keys of config.json that say something else to mlx-lm, or that transformers does not read."""
-    found: dict[str, Any] = {"dtype": dtype.value, "torch_dtype": dtype.value}
+    """The keys of a text model's config.json that say something else to mlx-lm, or that transformers does not read."""
+    name, found = model.architecture, dict[str, Any](dtype=dtype.value, torch_dtype=dtype.value)
     windows = [model.in_window(layer) for layer in range(model.num_layers)]
-    if model.model_type == "exaone4":
+    if model.wrapper:  # of whose text model each class believes another part of config.json
+        found["tie_word_embeddings"] = model.tied_embeddings
+    if name == "exaone4":
         pattern = "".join("L" if window else "G" for window in windows)
         found["sliding_window_pattern"] = pattern if any(windows) else None
-    if model.model_type in WINDOWS_BUT_EACH:
-        found["sliding_window_pattern"] = each_without_window(windows)
-    if model.model_type == "minimax_m2":
+    if name in WINDOWS_BUT_EACH:
+        found["sliding_window_pattern"] = each_without(windows)
+    if name in DELTA_NETS_BUT_EACH and model.gdn:
+        found["full_attention_interval"] = each_without(model.gdn.layers)
+    if name == "gemma4_text":
+        found["final_logit_softcapping"] = model.final_logit_softcapping
+    if name == "llama4_text":
+        found |= {"attention_bias": model.qkv_bias, "interleave_moe_layer_step": each_with_experts(model)}
+    if name == "minimax_m2":
         found["rotary_dim"] = int(model.kv_channels * model.rotary_percent)
-    if model.model_type == "nemotron_h":
+    if name == "nemotron_h":
         found["mamba_proj_bias"] = False  # of which transformers takes no notice
-    if model.moe and model.model_type in DENSE_FIRST:
+    if model.moe and name in DENSE_FIRST:
         found["first_k_dense_replace"] = model.moe.layer_freq.count(False)
-    if model.model_type == "granitemoehybrid" and not model.moe:  # transformers has that of experts that are not there
+    if name == "granitemoehybrid" and not model.moe:  # transformers has that of experts that are not there
         found["intermediate_size"] = model.ffn_hidden_size
-    if model.model_type == "lfm2":  # whose other two keys for it would be made smaller again
+    if name == "lfm2":  # whose other two keys for it would be made smaller again
         found |= {"block_ff_dim": model.ffn_hidden_size, "block_auto_adjust_ff_dim": False}
     return found
 
@@ -49,15 +60,50 @@ WINDOWS_BUT_EACH = ("cohere2", "gemma3_text")
 """Families of which each layer of a certain number has no window, and all between these have it."""
 
 
-def each_without_window(windows: Sequence[bool]) -> int | None:
+DELTA_NETS_BUT_EACH = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+"""The same, of delta nets."""
+
+
+def each_without(layers: Sequence[bool]) -> int | None:
     """Of how many layers each last one has no window, and all others have it; None where there is no such number."""
-    several = range(2, len(windows) + 2)
-    fits = (each for each in several if all((at % each != 0) is has for at, has in enumerate(windows, 1)))
+    several = range(2, len(layers) + 2)
+    fits = (each for each in several if all((at % each != 0) is has for at, has in enumerate(layers, 1)))
     return next(fits, None)
 
 
+def each_with_experts(model: ModelShape) -> int | None:
+    """Of how many layers each last one has experts, and no other; None where there is no such number."""
+    if model.moe and all(model.moe.layer_freq):
+        return 1
+    return each_without([not model.has_experts(layer) for layer in range(model.num_layers)])
+
+
+_ROPE_IN_ONE_OBJECT = ("ministral3", "qwen3_5_moe_text", "qwen3_5_text")
+"""Families whose class looks for all of rotary embeddings in `rope_parameters`, and takes defaults without."""
+
+
 def as_mlx_reads(config: Mapping[str, Any], published: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json, with the keys that it lacks of the `published` one of the model, and with `words_of_mlx`."""
+    """A config.json, with the keys that it lacks of the `published` one of the text model, and with `words_of_mlx`.
+    What a wrapper's says of towers of images goes: by it programs take a directory for one with towers."""
+    text = text_part(config)
+    if config.get("model_type") in ALONE_IN_WRAPPER:
+        made = _of_text(config, published, words)
+        tokens = {key: value for key, value in made.items() if key.endswith("_token_id")}
+        return {"model_type": ALONE_IN_WRAPPER[made["model_type"]], **tokens, "text_config": made}
+    if not isinstance(text, Mapping):
+        return _of_text(config, published, words)
+    made = _of_text(text, {key: value for key, value in published.items() if key != "architectures"}, words)
+    around = {key: value for key, value in config.items() if key != "vision_config"} | {"text_config": made}
+    if config["model_type"] in _OWN_VOCABULARY:
+        around["vocab_size"] = made["vocab_size"]
+    return around
+
+
+_OWN_VOCABULARY = ("gemma3", "gemma4", "gemma4_unified")
+"""Wrappers whose own `vocab_size` mlx-lm's class takes, or a default."""
+
+
+def _of_text(config: Mapping[str, Any], published: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
     model_type, said = config.get("model_type"), config.get("rope_parameters")
     rope = said if isinstance(said, Mapping) else {}
     asked_for = _ASKED_FOR.get(str(model_type), {})
@@ -70,6 +116,9 @@ def as_mlx_reads(config: Mapping[str, Any], published: Mapping[str, Any], words:
     if by_kind_of_layer and published.get(_SCALING) and "rope_parameters" not in published:
         del found["rope_parameters"]  # of OLMo 3: a second word for the same
     scaling = found.get(_SCALING)
+    if model_type in _ROPE_IN_ONE_OBJECT and not rope:
+        apart = {key: found[key] for key in ("rope_theta", _PARTIAL) if key in found}
+        found["rope_parameters"] = {"rope_type": "default", **(scaling or {}), **apart}
     if isinstance(scaling, Mapping) and "rope_type" in scaling:
         found[_SCALING] = {"type": scaling["rope_type"], **scaling}  # the older word, which alone Phi-3 knows
     return found

@@ -5,8 +5,14 @@ from math import isclose
 from typing import Any
 
 from precisionctl.architectures.rope import yarn_mscale
-from precisionctl.checkpoints.mlx.mlx_config import DENSE_FIRST, WINDOWS_BUT_EACH, each_without_window
-from precisionctl.checkpoints.mlx.mlx_names import RENAMED
+from precisionctl.checkpoints.mlx.mlx_config import (
+    DELTA_NETS_BUT_EACH,
+    DENSE_FIRST,
+    WINDOWS_BUT_EACH,
+    each_with_experts,
+    each_without,
+)
+from precisionctl.checkpoints.mlx.mlx_names import RENAMED, WRAPPED
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.untabled_model import UntabledModel
@@ -16,9 +22,11 @@ def check_loaded(model: ModelShape) -> None:
     """Raise UnknownArchitecture for a model that mlx-lm does not load as it is, or was not seen to. That of a known
     family without a table is the one that says which setting no table here has."""
     name = model.model_type
-    if isinstance(model, UntabledModel) and name in RENAMED:
+    if isinstance(model, UntabledModel) and (name in RENAMED or name in WRAPPED):
         raise model.why
-    if model.wrapper or name not in RENAMED:
+    if model.wrapper and name in WRAPPED and model.architecture not in WRAPPED[name]:
+        what = f"mlx-lm has no {name} around a {shown(model.architecture)}"
+    elif name not in (WRAPPED if model.wrapper else RENAMED):
         what = f"what mlx-lm stores of a {shown(name)} is not known here"
     elif why := _why_not_loaded(model):
         what = f"mlx-lm has no {name} with {why}, as this model has"
@@ -32,7 +40,7 @@ def check_loaded(model: ModelShape) -> None:
 _ALWAYS_TIED = ("cohere", "cohere2", "gemma", "gemma2", "lfm2", "lfm2_moe")
 _NEVER_TIED = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss"),
-    *("helium", "kimi_k2", "nemotron_h", "phi", "phimoe", "qwen2_moe", "solar_open", "stablelm"),
+    *("helium", "kimi_k2", "llama4_text", "nemotron_h", "phi", "phimoe", "qwen2_moe", "solar_open", "stablelm"),
 )
 _WITHOUT_BIASES = ("apertus", "dots1", "gemma", "gemma2", "gemma3_text", "laguna", "qwen3", "qwen3_moe")
 _HEADS_MAKE_WIDTH = ("cohere2", "exaone", "helium", "internlm3", "mixtral")
@@ -58,8 +66,10 @@ _SCALINGS = {
 
 def _why_not_loaded(model: ModelShape) -> str | None:
     """What mlx-lm's class of the family does not have, in words (models/*.py, run with each setting)."""
-    name, moe, with_experts = model.model_type, model.moe, model.moe.layer_freq if model.moe else ()
+    name, moe, with_experts = model.architecture, model.moe, model.moe.layer_freq if model.moe else ()
     windows = [model.in_window(layer) for layer in range(model.num_layers)]
+    turning = [model.has_rope(layer) for layer in range(model.num_layers)]
+    all_but_fourth = [number % 4 != 0 for number in range(1, model.num_layers + 1)]
     scaling = model.rope_scaling or {}
     kind = scaling.get("rope_type")
     divided = model.logits_scaling != 1
@@ -89,7 +99,15 @@ def _why_not_loaded(model: ModelShape) -> str | None:
         "a window, and no layer that has it": name in ("exaone4", "exaone_moe")
         and not any(windows)
         and model.rope_layers is not None,
-        "windows in these layers": name in WINDOWS_BUT_EACH and each_without_window(windows) is None,
+        "windows in these layers": name in WINDOWS_BUT_EACH and each_without(windows) is None,
+        "delta nets in these layers": name in DELTA_NETS_BUT_EACH
+        and model.gdn is not None
+        and each_without(model.gdn.layers) is None,
+        "experts in these layers": name == "llama4_text" and each_with_experts(model) is None,
+        "several experts for each token": name == "llama4_text" and moe is not None and moe.topk > 1,
+        "rotary embeddings in these layers": name == "llama4_text" and turning != all_but_fourth,
+        "chunks of attention in these layers": name == "llama4_text" and windows != all_but_fourth,
+        "queries that are not scaled": name in ("ministral3", "mistral4") and model.query_scaling_beta is None,
         "rotary embeddings scaled without an alpha": name == "hunyuan_v1_dense"
         and bool(scaling)
         and "alpha" not in scaling,
@@ -105,7 +123,7 @@ def _usual_attention_factor(scaling: Mapping[str, Any]) -> bool:
 
 def computed_otherwise(model: ModelShape) -> Iterator[str]:
     """What mlx-lm 0.32 computes otherwise than transformers, whoever made the directory, in words."""
-    name, scaling = model.model_type, model.rope_scaling or {}
+    name, scaling = model.architecture, model.rope_scaling or {}
     window = model.sliding_window if any(map(model.in_window, range(model.num_layers))) else None
     if window and window < model.max_position_embeddings and name in _WITHOUT_WINDOWS:
         yield f"attention has no window, so texts of more than {window} tokens are computed as if there were none"

@@ -14,11 +14,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from precisionctl.architectures.families import from_hf_config, to_hf_config
+from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints.decoded.mlx_codes import METHOD
 from precisionctl.checkpoints.decoded.mlx_parts import PART
 from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor, header_has, read_described
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.coded_weights import MLX_KEY
 
@@ -53,7 +56,8 @@ def _renamings(*of: tuple[str, ...]) -> tuple[_Renaming, ...]:
     return tuple(_Renaming(mlx, published, tuple(fields)) for mlx, published, *fields in of)
 
 
-_LAYER, _MLP, _EXPERTS, _ATTENTION = r".+\.layers\.\d+", r".+\.mlp", r".+\.mlp\.experts", r".+\.self_attn"
+_LAYER, _MLP, _ATTENTION = r".+\.layers\.\d+", r".+\.mlp", r".+\.self_attn"
+_EXPERTS = r".+\.(?:mlp|feed_forward)\.experts"
 _BLOCK, _FEED_FORWARD, _ANY = r".+\.block_sparse_moe", r".+\.feed_forward", r".+"
 
 _STACKS = _renamings(
@@ -65,6 +69,7 @@ _STACKS = _renamings(
     ("{0}.switch_mlp.fc2.{1}", "{0}.experts.{n}.down_proj.{1}", r".+\.mixer", _ANY),
 )
 _EXPERTS_THEMSELVES = _renamings(("{0}.{1}", "{0}.{n}.{1}", _EXPERTS, r"(?:gate|up|down)_proj\..+"))
+_OF_GEMMA4 = _renamings(("{0}.switch_glu.{1}", "{0}.{n}.{1}", r".+\.experts", r"(?:gate|up|down)_proj\..+"))
 _LATENT = _renamings(
     ("{0}.embed_q.{1}", "{0}.kv_b_proj.weight/{n}a-turned.{1}", _ATTENTION, _ANY),
     ("{0}.unembed_out.{1}", "{0}.kv_b_proj.weight/{n}b-joined.{1}", _ATTENTION, _ANY),
@@ -115,17 +120,48 @@ RENAMED: Mapping[str, tuple[_Renaming, ...]] = {
         "qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2".split(),
         (),
     ),
-    **dict.fromkeys("afmoe dots1".split(), _EXPERTS_THEMSELVES),
-    **dict.fromkeys("deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_k2".split(), _LATENT),
+    **dict.fromkeys("afmoe dots1 llama4_text".split(), _EXPERTS_THEMSELVES),
+    **dict.fromkeys("deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_k2 mistral4".split(), _LATENT),
+    "gemma4_text": _OF_GEMMA4,
     "exaone_moe": _OF_EXAONE_MOE,
     "gpt_oss": _OF_GPT_OSS,
     "granitemoe": _OF_GRANITE,
     "granitemoehybrid": (*_OF_GRANITE, *_OF_DENSE_GRANITE),
     "laguna": _OF_LAGUNA,
     "lfm2_moe": _OF_LFM2_MOE,
-    "qwen3_next": _NORMS_PLUS_ONE,
+    **dict.fromkeys("qwen3_5_moe_text qwen3_5_text qwen3_next".split(), _NORMS_PLUS_ONE),
 }
-"""The `model_type`s of which it is known what mlx-lm changes, and what that is beside `_STACKS` and shapes."""
+"""The families of which it is known what mlx-lm changes, and what that is beside `_STACKS` and shapes."""
+
+WRAPPED: Mapping[str, tuple[str, ...]] = {
+    "gemma3": ("gemma3_text",),
+    **dict.fromkeys(("gemma4", "gemma4_unified"), ("gemma4_text",)),
+    "kimi_k25": ("deepseek_v3", "kimi_k2"),
+    "llama4": ("llama4_text",),
+    "llava": ("llama", "mistral"),
+    "mistral3": ("ministral3", "mistral", "mistral4"),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ("qwen2",)),
+    "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
+    "qwen3_vl": ("qwen3",),
+    "qwen3_vl_moe": ("qwen3_moe",),
+}
+"""The wrappers whose text models mlx-lm computes, without towers, and the families of these that its class has."""
+
+ALONE_IN_WRAPPER = {
+    "llama4_text": "llama4",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+    "qwen3_5_text": "qwen3_5",
+}
+"""The text models that mlx-lm has as a wrapper's alone, and which one's: also without towers, they are such to it."""
+
+WITHIN = "language_model."
+"""What stands before the names of a text model that is a wrapper's."""
+
+
+def is_within(model: ModelShape) -> bool:
+    """Whether mlx-lm has the model as the text model of a wrapper."""
+    return model.wrapper is not None or model.architecture in ALONE_IN_WRAPPER
 
 
 @dataclass(frozen=True)
@@ -173,21 +209,24 @@ _CONVOLUTION = re.compile(r".+\.(?:[qkv]_conv1d|conv1d|conv)\.weight")
 _NUMBER = re.compile(r".+\.act_fn\.alpha_[pn]")
 
 
-def in_published_names(places: Places, config: Mapping[str, Any], where: object) -> tuple[Places, dict[str, Any]]:
-    """The tensors of a directory by their published names, and as a `quantization_config` what config.json says of
-    those that are codes. Both are as they were, and empty, where MLX did not make it.
+def in_published_names(places: Places, config: dict[str, Any], where: Path) -> tuple[Places, dict[str, Any]]:
+    """The tensors of a directory by their published names, and its config.json, with a `quantization_config` that says
+    what `quantization` does of those that are codes. Of a wrapper they are those of its text model alone. Both are as
+    they were where MLX did not make it.
 
     Raises PrecisionError for a family whose tensors mlx-lm changes in other ways, or whose were not looked at: it adds
-    one to norms of some. DamagedCheckpoint for codes without `quantization`.
+    one to norms of some; and for towers. DamagedCheckpoint for codes without `quantization`.
     """
     coded = next((name for name, (_, tensor) in places.items() if _is_coded(name, tensor, places)), None)
     if not (coded or saved_by_mlx(file for file, _ in places.values())):
-        return places, {}
-    family, said = config.get("model_type"), config.get(MLX_KEY)
-    settings = said if isinstance(said, Mapping) else None
+        return places, config
+    said = config.get(MLX_KEY)
+    settings = said if isinstance(said, dict) else None
     if coded and settings is None:
         what = f"`{coded}` is codes of MLX, and `{MLX_KEY}` does not say which: {shown(said)}"
         raise DamagedCheckpoint(what, where=where, do="Copy config.json again.")
+    places, settings, config = _of_text_model(places, settings, config, where)
+    family = config.get("model_type")
     if not isinstance(family, str) or family not in RENAMED:
         raise PrecisionError(
             f"{'codes' if coded else 'values'} of MLX of a {shown(family)}, of which mlx-lm stores other tensors than "
@@ -208,8 +247,28 @@ def in_published_names(places: Places, config: Mapping[str, Any], where: object)
                 raise DamagedCheckpoint(f"`{each}` is there, and is a part of a stack of experts too", where=file)
             found[each] = file, placed
     if not coded and not any(map(PART.fullmatch, found)):
-        return found, {}
-    return found, _of_modules(settings or {}, names) | {"quant_method": METHOD}
+        return found, config
+    return found, config | {"quantization_config": _of_modules(settings or {}, names) | {"quant_method": METHOD}}
+
+
+def _of_text_model(
+    places: Places, settings: dict[str, Any] | None, config: dict[str, Any], where: Path
+) -> tuple[Places, dict[str, Any] | None, dict[str, Any]]:
+    """Tensors, `quantization` and config.json of the text model that mlx-lm has of a wrapper, as it would be alone; of
+    anything else as they are."""
+    if not is_wrapper(config) or config["model_type"] not in WRAPPED:
+        return places, settings, config
+    if other := next((name for name in places if not name.startswith(WITHIN)), None):
+        raise PrecisionError(
+            f"`{shown(other)}` is no tensor of the text model: mlx-vlm changes towers, in ways that are not known here",
+            where=where,
+            do="Start from the release in BF16.",
+        )
+    alone = {name.removeprefix(WITHIN): place for name, place in places.items()}
+    said = settings and {name.removeprefix(WITHIN): its for name, its in settings.items()}
+    model = from_hf_config(config, where)
+    tied = model.tied_embeddings and "lm_head.weight" not in alone
+    return alone, said, to_hf_config(replace(model, wrapper=None, tied_embeddings=tied), DType.bfloat16.value)
 
 
 def _is_coded(name: str, tensor: StoredTensor, places: Places) -> bool:
