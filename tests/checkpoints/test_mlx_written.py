@@ -19,8 +19,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from precisionctl.architectures.families import from_hf_config, read_model
-from precisionctl.checkpoints.mlx.mlx_config import each_without, words_of_mlx
+from precisionctl.architectures.families import from_hf_config, read_model, to_hf_config
+from precisionctl.checkpoints.mlx.mlx_config import as_mlx_reads, each_without, words_of_mlx
 from precisionctl.checkpoints.mlx.mlx_models import check_loaded, computed_otherwise
 from precisionctl.checkpoints.mlx.mlx_names import WRAPPED
 from precisionctl.checkpoints.open import open_checkpoint
@@ -183,6 +183,29 @@ def test_a_config_has_the_words_that_mlx_lm_reads(tmp_path: Path) -> None:
     config = config_of(tmp_path / "mlx")
     assert (config["rope_theta"], config["rope_scaling"]["type"]) == (500000.0, "llama3")
     assert config["tie_word_embeddings"] is False and config["torch_dtype"] == "bfloat16"
+
+
+FRACTION, IN_ONE_OBJECT = "partial_rotary_factor", "rope_parameters"
+
+
+@pytest.mark.parametrize("family", ["glm4", "glm4-moe", "phi", "qwen3-next", "stablelm", "qwen3-5", "ministral3"])
+def test_a_config_that_is_made_says_how_heads_turn_as_the_source_s_would(family: str) -> None:
+    """Of GGUF, of Megatron without a config.json: mlx-lm's class has other defaults than transformers', or none."""
+    source = pico.config(family)
+    model, rope = from_hf_config(source), source["rope_parameters"]
+    made = to_hf_config(model, "bfloat16")
+    config = as_mlx_reads(made, made, words_of_mlx(model, DType.bfloat16))
+    said = config.get("text_config", config)
+    turning = said[IN_ONE_OBJECT] if family in ("qwen3-5", "ministral3") else said
+    assert turning["rope_theta"] == rope["rope_theta"]
+    assert turning.get(FRACTION, rope.get(FRACTION)) == rope.get(FRACTION)
+    assert (FRACTION in turning) == (FRACTION in rope) or family == "qwen3-5"  # whose default is the same
+
+
+def test_no_rotary_embeddings_are_said_in_mlx_lm_s_word_for_none() -> None:
+    source = pico.config("granite-hybrid")
+    assert source["position_embedding_type"] is None
+    assert words_of_mlx(from_hf_config(source), DType.bfloat16)["position_embedding_type"] == "nope"
 
 
 UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}

@@ -110,8 +110,8 @@ def test_the_text_model_of_a_wrapper_is_what_mlx_lm_converts(tmp_path: Path, cas
                 tensor.copy_((tensor * 64).round() / 64)
     tiny_wrappers.save_made(tmp_path / "hf", kind, model, in_memory=kind == "qwen3_5_moe")
     check_written(tmp_path, tokens)
-    text = model.float().model.language_model
-    of_transformers = model.lm_head(text(torch.tensor([tokens])).last_hidden_state)
+    made = getattr(model.float(), "model", model).language_model(torch.tensor([tokens]))
+    of_transformers = made.logits if hasattr(made, "logits") else model.lm_head(made.last_hidden_state)
     found = load_file(tmp_path / "bf16.safetensors")["ours"]
     assert torch.allclose(found, of_transformers, rtol=1e-3, atol=1e-4)
 

@@ -9,14 +9,22 @@ from precisionctl.model.model_parts import text_part
 from precisionctl.model.model_shape import ModelShape
 
 _PARTIAL, _SCALING = "partial_rotary_factor", "rope_scaling"
+_UNBIASED, _ANY_STEP = {"attention_bias": False}, {"time_step_limit": [0.0, 1e308]}
 _ASKED_FOR: Mapping[str, Mapping[str, Any]] = {
-    "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
-    **dict.fromkeys(("glm4", "qwen3_next", "solar_open", "stablelm"), {_PARTIAL: 1.0}),
-    "exaone4": {_SCALING: None},
-    "glm4_moe": {_PARTIAL: 1.0, _SCALING: None},
-    "llama4_text": {_SCALING: None},
+    "apertus": {**_UNBIASED, "mlp_bias": False, "post_norm": False, "qk_norm": True},
+    **dict.fromkeys(("granite", "granitemoe", "olmo_hybrid"), _UNBIASED),
+    **dict.fromkeys(("exaone4", "glm4_moe"), {_SCALING: None}),
+    "granitemoehybrid": _ANY_STEP,
+    "llama4_text": {**_UNBIASED, _SCALING: None},
+    "mamba2": {**_ANY_STEP, "intermediate_size": 0, "time_step_rank": "auto"},
+    "nemotron_h": {"n_shared_experts": 1},
+    "solar_open": {"intermediate_size": 0},
 }
-"""Keys that mlx-lm's ModelArgs have no defaults for, and what they are where nothing else is said, by `model_type`."""
+"""Keys that mlx-lm's ModelArgs have no defaults for, or others than transformers, and what they are where nothing else
+is said, by `model_type`."""
+
+_TURNING_A_PART = ("glm4", "glm4_moe", "phi", "qwen3_next", "solar_open", "stablelm")
+"""Families of which the same is so of how much of a head rotary embeddings turn."""
 
 
 def words_of_mlx(model: ModelShape, dtype: DType) -> dict[str, Any]:
@@ -25,6 +33,8 @@ def words_of_mlx(model: ModelShape, dtype: DType) -> dict[str, Any]:
     windows = [model.in_window(layer) for layer in range(model.num_layers)]
     if model.wrapper:  # of whose text model each class believes another part of config.json
         found["tie_word_embeddings"] = model.tied_embeddings
+    if name in _TURNING_A_PART:
+        found[_PARTIAL] = model.rotary_percent
     if name == "exaone4":
         pattern = "".join("L" if window else "G" for window in windows)
         found["sliding_window_pattern"] = pattern if any(windows) else None
@@ -35,15 +45,20 @@ def words_of_mlx(model: ModelShape, dtype: DType) -> dict[str, Any]:
     if name == "gemma4_text":
         found["final_logit_softcapping"] = model.final_logit_softcapping
     if name == "llama4_text":
-        found |= {"attention_bias": model.qkv_bias, "interleave_moe_layer_step": each_with_experts(model)}
+        found["interleave_moe_layer_step"] = each_with_experts(model)
     if name == "minimax_m2":
         found["rotary_dim"] = int(model.kv_channels * model.rotary_percent)
     if name == "nemotron_h":
         found["mamba_proj_bias"] = False  # of which transformers takes no notice
     if model.moe and name in DENSE_FIRST:
         found["first_k_dense_replace"] = model.moe.layer_freq.count(False)
+    if name == "granitemoehybrid":  # null means rotary embeddings to mlx-lm, and none to transformers
+        turns = any(map(model.has_rope, range(model.num_layers)))
+        found["position_embedding_type"] = "rope" if turns else "nope"
     if name == "granitemoehybrid" and not model.moe:  # transformers has that of experts that are not there
         found["intermediate_size"] = model.ffn_hidden_size
+    if name == "jamba" and model.moe and (places := places_of_experts(model)):
+        found |= dict(zip(("expert_layer_period", "expert_layer_offset"), places, strict=True))
     if name == "lfm2":  # whose other two keys for it would be made smaller again
         found |= {"block_ff_dim": model.ffn_hidden_size, "block_auto_adjust_ff_dim": False}
     return found
@@ -68,6 +83,19 @@ def each_without(layers: Sequence[bool]) -> int | None:
     """Of how many layers each last one has no window, and all others have it; None where there is no such number."""
     several = range(2, len(layers) + 2)
     fits = (each for each in several if all((at % each != 0) is has for at, has in enumerate(layers, 1)))
+    return next(fits, None)
+
+
+def places_of_experts(model: ModelShape) -> tuple[int, int] | None:
+    """Period and offset of a Jamba's layers with experts. transformers subtracts the offset from a layer's number, and
+    mlx-lm adds it; None where no two numbers mean the same to both."""
+    has = [model.has_experts(layer) for layer in range(1, model.num_layers, 2)]  # a layer is two of Megatron's
+    pairs = ((period, offset) for period in range(1, len(has) + 1) for offset in range(period))
+    fits = (
+        (period, offset)
+        for period, offset in pairs
+        if all(((at - offset) % period == 0) is ((at + offset) % period == 0) is each for at, each in enumerate(has))
+    )
     return next(fits, None)
 
 

@@ -11,6 +11,7 @@ from precisionctl.checkpoints.mlx.mlx_config import (
     WINDOWS_BUT_EACH,
     each_with_experts,
     each_without,
+    places_of_experts,
 )
 from precisionctl.checkpoints.mlx.mlx_names import RENAMED, WRAPPED
 from precisionctl.errors import UnknownArchitecture, shown
@@ -103,7 +104,8 @@ def _why_not_loaded(model: ModelShape) -> str | None:
         "delta nets in these layers": name in DELTA_NETS_BUT_EACH
         and model.gdn is not None
         and each_without(model.gdn.layers) is None,
-        "experts in these layers": name == "llama4_text" and each_with_experts(model) is None,
+        "experts in these layers": (name == "llama4_text" and each_with_experts(model) is None)
+        or (name == "jamba" and moe is not None and places_of_experts(model) is None),
         "several experts for each token": name == "llama4_text" and moe is not None and moe.topk > 1,
         "rotary embeddings in these layers": name == "llama4_text" and turning != all_but_fourth,
         "chunks of attention in these layers": name == "llama4_text" and windows != all_but_fourth,
