@@ -232,9 +232,9 @@ def _left_out(a: Reader, b: Reader, towers: TowersOfBoth | None, derived: Sequen
     others = {"A": b, "B": a}
     alone = (name for name, reader in readers.items() if mmproj_of(reader) or _without_towers(reader, others[name]))
     yield from of_keys("towers", (f"of {name}" for name in alone) if towers is None else towers.unread)
-    models = {name: reader.model for name, reader in readers.items()}
+    models = {name: reader.model for name, reader in readers.items() if saved_by_mlx(others[name].files)}
     ahead = (name for name, model in models.items() if model.mtp_num_layers or model.stores_unused)
-    yield from of_keys("prediction", (f"of {name}" for name in ahead if saved_by_mlx(others[name].files)))
+    yield from of_keys("prediction", (f"of {name}" for name in ahead))
     padded = {
         name: reader.model.padded_vocab_size - reader.model.vocab_size
         for name, reader in readers.items()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from precisionctl.checkpoints.chunks import Box, Chunk, read_bytes
+from precisionctl.checkpoints.chunks import Box, Chunk, in_pieces, read_bytes
 from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor
 from precisionctl.checkpoints.torch_legacy.rank_directories import Rank
@@ -124,6 +124,6 @@ def _equal(a: Shard, b: Shard) -> bool:
     places = {str(i): Chunk(Box(0, rows, 0, 1), shard.rank.path, shard.tensor.offset) for i, shard in enumerate((a, b))}
     both = _Both(dict.fromkeys(places, TensorSpec((rows,), DType.uint8)), places)
     return all(
-        np.array_equal(*(read_bytes(both, each, start, min(SMALL, rows - start)) for each in places))
-        for start in range(0, rows, SMALL)
+        np.array_equal(read_bytes(both, "0", start, count), read_bytes(both, "1", start, count))
+        for start, count in in_pieces(0, rows, 1, SMALL)
     )
