@@ -19,14 +19,15 @@ from soaking import few
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
-from trained_models import config_of
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from trained_models import config_of, trained
 
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.dcp.dcp_model import DcpModelReader
 from precisionctl.checkpoints.hf_directory.safetensors_pieces import read_pieces
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import DamagedCheckpoint, MissingTensor, ShapeMismatch, UnknownFormat
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, MissingTensor, ShapeMismatch, UnknownFormat
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*distributed.*:UserWarning")
 
@@ -138,6 +139,18 @@ def test_whole_tensors_of_that_writer_are_an_ordinary_directory(tmp_path: Path) 
     reader = open_checkpoint(tmp_path)
     assert reader.container == "safetensors" and len(reader.files) == 2
     assert_same({name: read_tensor(reader, name) for name in reader.specs}, model.state_dict())
+
+
+def test_an_optimizer_among_the_pieces_is_refused_and_can_be_dropped(tmp_path: Path) -> None:
+    model, optimizer = trained("llama-3")
+    flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    tensors = {f"optimizer.{key}": value for key, value in flat.items() if isinstance(value, Tensor)}
+    writer = HuggingFaceStorageWriter(str(tmp_path / "pieces"), save_distributed=True)
+    dcp.save(model.state_dict() | tensors, storage_writer=writer, no_dist=True)
+    config_of(model, tmp_path / "pieces")
+    with pytest.raises(CheckpointError, match="an optimizer in safetensors, which is not read.*--drop-optimizer"):
+        conversions.run(tmp_path / "pieces", tmp_path / "out", "megatron")
+    conversions.run(tmp_path / "pieces", tmp_path / "out", "megatron", drop_optimizer=True)
 
 
 def test_experts_in_one_tensor_are_cut_by_experts_and_by_rows(tmp_path: Path) -> None:

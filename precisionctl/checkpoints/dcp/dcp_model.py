@@ -109,7 +109,8 @@ def directories_of(path: Path) -> tuple[Path, Path | None] | None:
 
 class DcpModelReader(TrainerDirectory):
     """A model's weights in a DCP directory, and AdamW's moments, in the same one or in accelerate's beside it
-    (`index_of_optimizer`). Opening it reads `.metadata` alone. A weight in FP32 is its own master.
+    (`index_of_optimizer`). Opening it reads `.metadata` alone, or headers of safetensors. A weight in FP32 is its own
+    master.
 
     Raises DamagedCheckpoint where pieces and files contradict each other, for a save that was stopped, and if pieces in
     safetensors cannot be all of their tensors; UnsafePickle; and CheckpointError where no config.json says which model

@@ -64,10 +64,13 @@ class DcpOptimizer:
 
     def updates(self, where: Path) -> int:
         """AdamW's count of updates. Raises CheckpointError if there is none, or if it differs between parameters
-        (Megatron has one count for all), and DamagedCheckpoint if it is no count."""
+        (Megatron has one count for all), or is in safetensors, where no trainer has it; and DamagedCheckpoint if it is
+        no count."""
         counts = dict[int, str]()
         for name, tensor in self.steps.items():
             span = tensor.pieces[0].span
+            if tensor.pieces[0].bare:
+                raise CheckpointError("an optimizer in safetensors, which is not read", where=where, do=DROP_OPTIMIZER)
             step = torch_zip.skeleton_at(span) if len(tensor.pieces) == 1 else None
             counts.setdefault(count_of_updates(step, f"`{name}`", span.path), name)
         if not counts:
