@@ -347,3 +347,15 @@ def test_a_rotary_dim_of_another_share_is_refused(where: str) -> None:
     said |= share if where == "beside" else {"rope_parameters": {"rope_theta": 5e6, "rope_type": "default", **share}}
     with pytest.raises(DamagedCheckpoint, match="rotary_dim is 8, and in transformers 16 channels turn"):
         from_hf_config(said)
+
+
+@pytest.mark.parametrize("family", ["hy-v3", "glm4-moe-lite"])
+@pytest.mark.parametrize("said", [0, 2, 3, True, "1"])
+def test_dense_layers_that_transformers_does_not_heed_are_refused(family: str, said: object) -> None:
+    """Its class takes one layer where no list is, and vLLM the number."""
+    told = config(family) | {"mlp_layer_types": None}
+    model = from_hf_config(told | {"first_k_dense_replace": 1})
+    assert model.moe and model.moe.layer_freq == (False, True, True)
+    assert from_hf_config(told) == model
+    with pytest.raises(DamagedCheckpoint, match="first_k_dense_replace"):
+        from_hf_config(told | {"first_k_dense_replace": said})

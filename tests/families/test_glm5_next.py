@@ -118,7 +118,7 @@ def test_a_setting_means_what_it_means_to_transformers(said: dict[str, Any], tmp
         ),
         *(
             (
-                UnknownArchitecture,
+                DamagedCheckpoint,
                 f"first_k_dense_replace is {said}",
                 {"first_k_dense_replace": said, "mlp_layer_types": of},
             )

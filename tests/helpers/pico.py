@@ -467,7 +467,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "glm4-moe-lite": {
         "model_type": "glm4_moe_lite",
-        **_DEEPSEEK,
+        **{name: size for name, size in _DEEPSEEK.items() if name != "first_k_dense_replace"},
         "q_lora_rank": 24,
         "rms_norm_eps": 1e-6,  # that of latents' norms, whatever config.json says
         "mlp_layer_types": ["dense", "sparse", "dense"],

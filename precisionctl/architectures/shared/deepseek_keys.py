@@ -1,5 +1,7 @@
 """Keys of config.json that DeepSeek-V2 and V3 have in common."""
 
+from typing import Any
+
 from precisionctl.architectures.config_keys import (
     SILU,
     SIZES,
@@ -103,16 +105,22 @@ _MLPS = {"dense": False, "sparse": True}
 
 def experts_by_list(dense: int, key: str = "", *, reads_key: bool = True) -> Rule:
     """Which layers have experts, as `mlp_layer_types` lists them; without it, all but the first ones: as many as `key`
-    says, else `dense`. Engines go by `key`, which is written where it says the same; classes that pass over it
-    (`reads_key=False`) take `dense`."""
+    says, else `dense`. Engines go by `key`, which is written where it says the same. Classes that pass over it
+    (`reads_key=False`) take `dense`: raises DamagedCheckpoint where it says other layers."""
 
     def read(config: Config, where: object) -> Fields:
-        listed = listed_layers(config, _MLPS, where, "mlp_layer_types")
-        if listed is None:
-            first = config.get(key, dense) if reads_key else dense
+        def behind(first: Any) -> tuple[bool, ...]:
             check_count(first, key, LARGEST)
-            return {"moe.layer_freq": tuple(layer >= first for layer in range(layers(config, where)))}
-        return {"moe.layer_freq": tuple(listed)}
+            return tuple(layer >= first for layer in range(layers(config, where)))
+
+        listed, said = listed_layers(config, _MLPS, where, "mlp_layer_types"), config.get(key)
+        unlisted = config.get(key, dense) if reads_key else dense
+        freq = behind(unlisted) if listed is None else tuple(listed)
+        if not reads_key and said is not None and behind(said) != freq:
+            what = f"{key} is {shown(said)}, and transformers, which passes over it, takes other layers for dense ones"
+            do = "Say in mlp_layer_types which layers are `dense` and `sparse`, and by the number the same."
+            raise DamagedCheckpoint(what, where=where, do=do)
+        return {"moe.layer_freq": freq}
 
     def write(model: ModelShape) -> Config:
         numbers = range(model.num_layers)

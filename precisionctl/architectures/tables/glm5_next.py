@@ -57,8 +57,6 @@ _ABSENT = {"head_dim": 128, "num_heads": 64, "short_conv_kernel_size": 4}
 """What its class takes for sizes of delta attention that are not there."""
 _BOUND, _BESIDE_BOUND = "gate_lower_bound", "linear_lower_bound"
 _UNLISTED = all_but_every(4)
-_DENSE = "first_k_dense_replace"
-_LISTED = experts_by_list(dense=3, key=_DENSE, reads_key=False)
 
 
 def _read_kda(config: Config, where: object) -> Fields:
@@ -86,17 +84,6 @@ def _read_groups(config: Config, where: object) -> Fields:
         what = f"num_key_value_heads is {shown(said)}, of {shown(heads)} heads of latent attention"
         raise DamagedCheckpoint(what, where=where, do="transformers refuses that, too.")
     return {}
-
-
-def _read_experts(config: Config, where: object) -> Fields:
-    """Raises UnknownArchitecture where `first_k_dense_replace`, by which SGLang goes, says other layers than
-    transformers, which passes over it, has."""
-    fields, said = _LISTED.read(config, where), config.get(_DENSE)
-    freq = fields["moe.layer_freq"]
-    if said is not None and (said != freq.count(False) or True in freq[: freq.count(False)]):
-        what = f"{_DENSE} is {shown(said)}, and in transformers other layers have dense MLPs"
-        raise UnknownArchitecture(what, where=where, do="Say them by mlp_layer_types alone.")
-    return fields
 
 
 def _read_indexers(config: Config, of_kda: list[bool], where: object) -> Fields:
@@ -147,7 +134,7 @@ ARCHITECTURE = Architecture(
             lambda model: {"indexer_rope_interleave": True},
         ),
         *experts_of_a_layer(shared=1),
-        Rule(_LISTED.keys, _read_experts, _LISTED.write),
+        experts_by_list(dense=3, key="first_k_dense_replace", reads_key=False),
         *SIGMOID,
         Only("norm_topk_prob", True),
         groups(1, 1),

@@ -9,7 +9,6 @@ from precisionctl.architectures.config_keys import (
     SILU,
     SIZES,
     Config,
-    Fields,
     Key,
     Only,
     Rule,
@@ -23,7 +22,6 @@ from precisionctl.architectures.shared.deepseek_keys import experts_by_list, sha
 from precisionctl.architectures.shared.deepseek_rows import decoder, prediction
 from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, ROUTER, SHARED_EXPERTS
-from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model.model_shape import ModelShape
 
 _ATTENTION = (*ATTENTION_NORM, *ATTENTION)
@@ -36,17 +34,7 @@ _PUBLISHED = {
 _IN_MEMORY = {"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"}
 _EITHER = (Either(renamed(_ROUTING, _PUBLISHED), renamed(_ROUTING, _IN_MEMORY), second_is="in memory"),)
 
-_LAYERS = experts_by_list(dense=1, key="first_k_dense_replace", reads_key=False)
 _SIZE = Synonyms({"expert_hidden_dim": "moe_intermediate_size"})
-
-
-def _read_layers(config: Config, where: object) -> Fields:
-    fields = _LAYERS.read(config, where)
-    freq, said = fields["moe.layer_freq"], config.get("first_k_dense_replace")
-    if said is not None and (type(said) is not int or freq != tuple(layer >= said for layer in range(len(freq)))):
-        what = f"first_k_dense_replace is {shown(said)}, and transformers takes other layers for dense ones"
-        raise DamagedCheckpoint(what, where=where, do="Say in mlp_layer_types which layers are `dense` and `sparse`.")
-    return fields
 
 
 def _write_size(model: ModelShape) -> Config:
@@ -68,7 +56,7 @@ ARCHITECTURE = Architecture(
         Key("moe.ffn_hidden_size", "moe_intermediate_size"),
         Rule(_SIZE.keys, _SIZE.read, _write_size),
         shared_experts("num_shared_experts", 1),
-        Rule(_LAYERS.keys, _read_layers, _LAYERS.write),
+        experts_by_list(dense=1, key="first_k_dense_replace", reads_key=False),
         Only("moe_router_use_sigmoid", True, "moe.score_function", "sigmoid"),
         Only("moe_router_enable_expert_bias", True, "moe.expert_bias", True),
         Only("route_norm", True),
