@@ -25,7 +25,7 @@ from precisionctl.torch_when_used import torch
 Place = Mapping[str, int]
 """The numbers for a row's placeholders."""
 
-_MOST_ROWS = 1 << 24
+MOST_ROWS = 1 << 24
 """More than any model's tensor has. A config from a stranger may say more, and NumPy would take the memory."""
 
 
@@ -150,7 +150,7 @@ class Row:
         whole = self.shape(model)
         if layout == "megatron":
             return (whole,)
-        if self.moves_rows(model) and whole[0] <= _MOST_ROWS:
+        if self.moves_rows(model) and whole[0] <= MOST_ROWS:
             moved = self.split(np.empty((whole[0], 1), np.uint8), model)
             return tuple((len(part), *whole[1:]) for part in moved)
         parts = self.split(torch.empty(whole, dtype=torch.uint8, device="meta"), model)  # any size costs nothing

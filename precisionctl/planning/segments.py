@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from precisionctl.architectures.param_map import Row
-from precisionctl.architectures.rearrangements import InOrder
+from precisionctl.architectures.param_map import MOST_ROWS, Row
+from precisionctl.architectures.rearrangements import InOrder, Vocabulary
+from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Layout
 
@@ -49,17 +50,21 @@ def lower(
 
     `reads` has the number of rows of each tensor that is read; if it is empty, all of `writes` is zeros. Names in
     `writes` beyond the row's own are copies of its first tensor. `model` is the target's; between Megatron checkpoints
-    its vocabulary may be padded to another number of rows.
+    its vocabulary may be padded to another number of rows. Raises DamagedCheckpoint for more rows to number than any
+    model's tensor has.
     """
     written = [shape[0] if shape else 1 for shape in row.shapes(model, target)]
     copies = writes[len(written) :]
-    if keeps_tensors(row, source, target):
+    merged, made = row.source.rearrangement, row.rearrangement
+    if keeps_tensors(row, source, target) or (
+        reads and isinstance(merged, Vocabulary) and isinstance(made, Vocabulary)
+    ):
         pairs = [
             *zip(reads, writes, written, strict=False),
             *((next(iter(reads)), copy, written[0]) for copy in copies),
         ]
         segments = []
-        for read, write, rows in pairs:  # cut off, or padded with zeros, if the padding of the vocabulary differs
+        for read, write, rows in pairs:  # cut off, or padded with zeros, as the vocabulary is padded
             kept = min(reads[read], rows)
             segments.append(Segment(read, 0, write, 0, kept))
             if kept < rows:
@@ -67,13 +72,16 @@ def lower(
         return segments
     if not reads:
         return [Segment(None, 0, write, 0, rows) for write, rows in zip(writes, written, strict=True)]
-    if isinstance(row.source.rearrangement, InOrder) and isinstance(row.rearrangement, InOrder):
+    if isinstance(merged, InOrder) and isinstance(made, InOrder):
         # not by numbers: a table of n-grams has hundreds of millions of rows
         whole_or_parts = dict(zip(writes, written, strict=False))
         return [
             *_in_order(reads, whole_or_parts),
             *(each for copy in copies for each in _in_order(reads, {copy: written[0]})),
         ]
+    if sum(reads.values()) > MOST_ROWS:
+        what = f"{sum(reads.values())} rows of `{next(iter(reads))}` and what goes with it"
+        raise DamagedCheckpoint(what, do="No known model has as many. Is config.json this model's?")
     numbers, starts = _number(reads.values())
     whole = numbers[0] if source == "megatron" else row.source.merge(numbers, model)
     outputs = (whole,) if target == "megatron" else row.split(whole, model)

@@ -1,5 +1,6 @@
 """Every kind of row that a family has: `split` is the inverse of `merge`, and lowering moves what the row moves."""
 
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,11 +16,12 @@ from precisionctl.architectures.families import architecture_of, supported
 from precisionctl.architectures.head_rearrangements import KEY_PAIRS, QKV, RotaryPairs
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rearrangements import Alternating, Joined, Padded, Rearrangement
-from precisionctl.errors import UnknownArchitecture
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.model.model_parts import MLA, HyperConnections, MoE, NgramEmbedding
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.recurrent_parts import GatedDeltaNet, Mamba, ShortConv
 from precisionctl.model.sparse_parts import CSA, DSA, MSA
+from precisionctl.param import Layout
 from precisionctl.planning.segments import lower
 
 
@@ -188,6 +190,30 @@ def test_padded_rows_are_cut_off_whatever_they_hold() -> None:
     row = next(row for row in all_rows(architecture_of("llama")) if "word_embeddings" in row.megatron)
     (values,) = row.split(torch.arange(10.0).view(5, 2), model)
     assert values.tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("to_megatron", [True, False])
+def test_rows_of_a_vocabulary_are_not_numbered(to_megatron: bool) -> None:
+    """Its size is a stranger's, and its rows stay in order."""
+    model = replace(MODEL, vocab_size=(1 << 22) - 3, padded_vocab_size=1 << 22)
+    row = next(row for row in all_rows(architecture_of("llama")) if "word_embeddings" in row.megatron)
+    layouts: tuple[Layout, Layout] = ("hf", "megatron") if to_megatron else ("megatron", "hf")
+    (read,), (written,) = (row.shapes(model, layout) for layout in layouts)
+    tracemalloc.start()
+    segments = lower(row, model, *layouts, {"a": read[0]}, ["b", "c"])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 * model.vocab_size  # shapes are those of one byte for each row
+    rows = {name: sum(each.rows for each in segments if each.write == name) for name in "bc"}
+    assert rows == dict.fromkeys("bc", written[0])
+
+
+def test_more_rows_than_a_tensor_has_are_not_numbered() -> None:
+    model = replace(MODEL, num_attention_heads=1 << 22, num_query_groups=1 << 22)
+    row = next(row for row in all_rows(architecture_of("llama")) if row.rearrangement is QKV)
+    parts = {name: shape[0] for name, shape in zip("qkv", row.shapes(model, "hf"), strict=True)}
+    with pytest.raises(DamagedCheckpoint, match=r"rows of `q`.*No known model has as many"):
+        lower(row, model, "hf", "megatron", parts, ["whole"])
 
 
 def test_an_unknown_family_is_refused_with_what_adding_one_takes() -> None:
