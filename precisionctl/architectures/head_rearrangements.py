@@ -10,12 +10,12 @@ from precisionctl.architectures.rearrangements import (
     MovesRows,
     OfSingleRows,
     Rearrangement,
+    check_pairs,
     concatenated,
     cut_into,
     pairs_exchanged,
     rows_of_groups,
 )
-from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model.model_shape import ModelShape
 
 
@@ -61,9 +61,7 @@ class GroupedTurnedBack(Grouped):
         return self._swapped(query, model), self._swapped(key, model), value
 
     def _swapped(self, rows: Movable, model: ModelShape) -> Movable:
-        if model.kv_channels % 2:
-            what = f"kv_channels is {model.kv_channels}, of which no pairs are made"
-            raise DamagedCheckpoint(what, do="Is config.json this model's?")
+        check_pairs(model.kv_channels)
         halves = rows.reshape(-1, 2, model.kv_channels // 2, *rows.shape[1:])
         return halves[:, [1, 0]].reshape(rows.shape)
 
@@ -102,7 +100,7 @@ class RotaryPairs(OfSingleRows):
     def _exchanged(self, whole: Movable, *, as_neighbours: bool, model: ModelShape) -> Movable:
         """Megatron's tensor, with the pairs of queries and keys of each group."""
         groups = whole.reshape(model.num_query_groups, -1, *whole.shape[1:])
-        turning, values = cut_into(groups, [groups.shape[1] - model.kv_channels, model.kv_channels], 1)
+        turning, values = cut_into(groups, [groups.shape[1] - model.value_channels, model.value_channels], 1)
         heads = turning.reshape(-1, model.kv_channels, *whole.shape[1:])
         moved = pairs_exchanged(heads, as_neighbours=as_neighbours).reshape(turning.shape)
         return rows_of_groups(concatenated([moved, values], 1))

@@ -62,9 +62,17 @@ def rows_of_groups(grouped: Movable) -> Movable:
     return grouped.reshape(grouped.shape[0] * grouped.shape[1], *grouped.shape[2:])
 
 
+def check_pairs(channels: int) -> None:
+    """Raise DamagedCheckpoint for so many channels of a head if some has no other to turn with."""
+    if channels % 2:
+        what = f"{channels} channels of a head, of which no rotary pairs are made"
+        raise DamagedCheckpoint(what, do="Is config.json this model's?")
+
+
 def pairs_exchanged(heads: Movable, *, as_neighbours: bool) -> Movable:
     """Rotary pairs of heads, `[heads, rows, ...]`: the two rows of each, which are in the two halves of a head, become
-    neighbours, or the other way round."""
+    neighbours, or the other way round. Raises DamagedCheckpoint for an odd number of rows."""
+    check_pairs(heads.shape[1])
     half = heads.shape[1] // 2
     order = (2, half) if as_neighbours else (half, 2)
     return heads.reshape(len(heads), *order, *heads.shape[2:]).swapaxes(1, 2).reshape(heads.shape)

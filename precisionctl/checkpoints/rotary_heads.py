@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from precisionctl.architectures.rearrangements import pairs_exchanged
 from precisionctl.checkpoints.chunks import Chunked, read_rows
 from precisionctl.torch_when_used import torch
 
@@ -34,5 +35,5 @@ class Heads:
         starts = self.starts[first : -(-(row + rows) // size)]
         heads = torch.stack([read_rows(self.stored, self.name, start, size) for start in starts])
         if self.pairs:
-            heads = heads.view(len(starts), size // 2, 2, -1).transpose(1, 2)
+            heads = pairs_exchanged(heads, as_neighbours=False)
         return heads.reshape(len(starts) * size, -1)[row - first * size :][:rows]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import conversions
@@ -23,7 +24,7 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.worker import Worker
 from precisionctl.dtypes import DType
-from precisionctl.errors import RecipeError
+from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.param import MOMENTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -173,14 +174,21 @@ def in_pairs(rows: torch.Tensor, size: int) -> torch.Tensor:
     return rows[order]
 
 
-def test_rotary_pairs_are_moved_there_and_back() -> None:
-    shape = from_hf_config(pico.config("llama-3"))
+@pytest.mark.parametrize("of_values", [None, 6])
+def test_rotary_pairs_are_moved_there_and_back(of_values: int | None) -> None:
+    shape = replace(from_hf_config(pico.config("llama-3")), v_head_dim=of_values)
     whole, pairs = torch.arange(shape.qkv_size * 2).reshape(-1, 2), RotaryPairs(QKV)
     query, key, value = pairs.split(whole, shape)
     plain = QKV.split(whole, shape)
     assert torch.equal(query, in_pairs(plain[0], shape.kv_channels)) and torch.equal(value, plain[2])
     assert torch.equal(key, in_pairs(plain[1], shape.kv_channels))
     assert torch.equal(pairs.merge((query, key, value), shape), whole)
+
+
+def test_a_head_of_which_no_pairs_are_made_is_refused() -> None:
+    shape = replace(from_hf_config(pico.config("llama-3")), kv_channels=15)
+    with pytest.raises(DamagedCheckpoint, match="15 channels of a head, of which no rotary pairs are made"):
+        RotaryPairs(QKV).split(torch.zeros(shape.qkv_size, 2), shape)
 
 
 def test_an_fp8_directory_becomes_values_and_no_codes_are_written(tmp_path: Path) -> None:

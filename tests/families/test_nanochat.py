@@ -46,7 +46,7 @@ def test_another_activation_is_refused_by_name() -> None:
 def test_heads_without_halves_are_refused(tmp_path: Path) -> None:
     """transformers makes such a model where no head_dim is said: 7 channels of 4 heads."""
     pico.save(tmp_path / "hf", "nanochat", hidden_size=7)
-    with pytest.raises(DamagedCheckpoint, match="kv_channels is 1, of which no pairs are made"):
+    with pytest.raises(DamagedCheckpoint, match="1 channels of a head, of which no rotary pairs are made"):
         run(tmp_path / "hf", tmp_path / "m", "megatron")
 
 
