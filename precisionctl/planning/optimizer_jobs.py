@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol, runtime_checkable
 
+from precisionctl.architectures.param_map import Row
 from precisionctl.architectures.rearrangements import SAME, Gamma
 from precisionctl.errors import DROP_OPTIMIZER, MappingError, MissingTensor
 from precisionctl.param import (
@@ -145,10 +146,16 @@ def _check_whole(states: Iterable[_ParameterState]) -> None:
 def _job(state: _ParameterState, kind: str, target: Layout) -> Job:
     """The job for a parameter's state of a kind."""
     job, row = state.job, replace(state.job.row, gemm=False)
-    if kind != "param" and isinstance(row.rearrangement, Gamma):
-        row = replace(row, rearrangement=SAME)  # moments do not change if 1 is subtracted from a weight
+    if kind != "param":
+        row = _of_moments(row)
     own = job.writes[: len(row.hf) if target == "hf" else 1]
     return Job(state_name(kind, job.name), row, state.reads(kind), tuple(state_name(kind, name) for name in own))
+
+
+def _of_moments(row: Row) -> Row:
+    """A parameter's row for its moments, which do not change if 1 is subtracted from a weight."""
+    moved = SAME if isinstance(row.rearrangement, Gamma) else row.rearrangement
+    return replace(row, rearrangement=moved, as_stored=row.as_stored and _of_moments(row.as_stored))
 
 
 def reading_masters(jobs: Iterable[Job], state: Mapping[str, TensorSpec]) -> list[Job]:

@@ -6,15 +6,19 @@ from pathlib import Path
 
 import pico
 import pytest
+import torch
 
 from precisionctl.architectures.families import architecture_of, from_hf_config, table_of
-from precisionctl.architectures.param_map import Naming, names
+from precisionctl.architectures.param_map import Naming, Row, names
+from precisionctl.architectures.rearrangements import GAMMA
 from precisionctl.architectures.wrapped_architecture import in_directory
 from precisionctl.dtypes import DType
 from precisionctl.export.gguf.gguf_plan import in_gguf
 from precisionctl.model.model_shape import ModelShape
-from precisionctl.param import Layout, TensorSpec, state_name
+from precisionctl.param import Layout, TensorSpec, kind_and_parameter, state_name
 from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.optimizer_jobs import optimizer_jobs
+from precisionctl.planning.plan import Job
 
 
 @dataclass(frozen=True)
@@ -119,3 +123,17 @@ def test_a_copy_of_a_tied_output_layer_is_one_of_the_embedding(stores_head: bool
     (job,) = (job for job in make_plan(Source(model, specs), "megatron").jobs if embedding in job.reads)
     assert set(job.copies) == {copy, *(["lm_head.weight"] if stores_head else [])}
     assert copy in make_plan(Source(model, specs), "hf").targets
+
+
+def test_moments_of_a_norm_with_two_names_are_not_shifted() -> None:
+    """No built-in table has a norm that is less one and has two spellings."""
+    model = replace(pico.shape("llama-3"), zero_centered_gamma=True)
+    here = Row("model.norm.weight", "decoder.final_layernorm.weight", ("hidden_size",), GAMMA)
+    row = replace(here, names="model.final.weight", as_stored=here)
+    job = Job("decoder.final_layernorm.weight", row, here.hf, ("decoder.final_layernorm.weight",))
+    specs = {here.hf[0]: TensorSpec((model.hidden_size,), DType.float32)}
+    state = {state_name(kind, here.hf[0]): specs[here.hf[0]] for kind in ("exp_avg", "exp_avg_sq")}
+    made = optimizer_jobs([job], Source(model, specs, optimizer_specs=state), "megatron", masters=True)
+    zeros = torch.zeros(model.hidden_size)
+    merged = {kind_and_parameter(each.name)[0]: each.row.source.merge([zeros], model) for each in made}
+    assert {kind: float(whole[0]) for kind, whole in merged.items()} == {"param": -1, "exp_avg": 0, "exp_avg_sq": 0}
