@@ -177,7 +177,7 @@ def rope_of_kinds(
             raise DamagedCheckpoint(f"{kind} is without a `rope_theta` in {shown(parameters)}", where=where)
         if given.get("partial_rotary_factor", percent) is None:  # which its class multiplies by
             raise DamagedCheckpoint(f"{kind} has a `partial_rotary_factor` that is null", where=where)
-        share = 1.0 if given.get("rope_type", given.get("type", "default")) != "default" else percent
+        share = percent if rope_type(given) == "default" else 1.0
         if "partial_rotary_factor" not in given and config.get("partial_rotary_factor", share) != share:
             what = f"{kind} is without the `partial_rotary_factor` that is beside it"  # heeded if it is scaled
             raise DamagedCheckpoint(what, where=where, do="Say it in the parameters of each kind of layers.")
@@ -252,21 +252,25 @@ def rotary_parameters(
 
 def read_rope(config: Config, where: object, parameters: Mapping[str, Any], base: float, percent: float) -> Fields:
     """Fields of ModelShape from the parameters, and from keys of transformers 4 beside them."""
-    rope = {**parameters}
+    kind = rope_type(parameters)
+    rope = {key: value for key, value in parameters.items() if key not in ("rope_type", "type")}
     theta = rope.pop("rope_theta", config.get("rope_theta", base))
     part = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", percent))
-    if rope.get("rope_type") == "proportional":  # of all pairs, whose frequencies beyond this part are 0
+    if kind == "proportional":  # of all pairs, whose frequencies beyond this part are 0
         rope["partial_rotary_factor"], part = 1.0 if part is None else part, 1.0
     return {
         "rotary_base": real(theta, "rope_theta", where),
         "rotary_percent": real(percent if part is None else part, "partial_rotary_factor", where),
-        "rope_scaling": _scaling(rope, config, where),
+        "rope_scaling": _scaling(kind, rope, config, where),
     }
 
 
-def _scaling(rope: dict[str, Any], config: Config, where: object) -> dict[str, Any] | None:
-    kind = rope.pop("rope_type", rope.pop("type", "default"))  # `type` before transformers 4.43
-    rope.pop("type", None)
+def rope_type(parameters: Mapping[str, Any]) -> Any:
+    """The kind of scaling that parameters say; `type` was the word before transformers 4.43."""
+    return parameters.get("rope_type", parameters.get("type", "default"))
+
+
+def _scaling(kind: object, rope: dict[str, Any], config: Config, where: object) -> dict[str, Any] | None:
     if kind == "su" or (kind == "yarn" and "short_factor" in rope):  # what Phi-3 called it at first
         kind = "longrope"
     if not isinstance(kind, str) or kind not in _KINDS:

@@ -359,3 +359,19 @@ def test_dense_layers_that_transformers_does_not_heed_are_refused(family: str, s
     assert from_hf_config(told) == model
     with pytest.raises(DamagedCheckpoint, match="first_k_dense_replace"):
         from_hf_config(told | {"first_k_dense_replace": said})
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers"),
+    [
+        ("proportional", {"partial_rotary_factor": 0.5}),
+        ("linear", {"factor": 2.0}),
+        ("yarn", {"factor": 2.0, "original_max_position_embeddings": 32}),
+    ],
+)
+def test_the_older_word_for_a_kind_of_scaling_says_the_same(kind: str, numbers: dict[str, Any]) -> None:
+    """transformers 5 reads both words."""
+    said = {"rope_theta": 1e4, **numbers}
+    by_word = [from_hf_config(config("llama-3", rope_parameters=said | {word: kind})) for word in ("rope_type", "type")]
+    assert by_word[0] == by_word[1]
+    assert by_word[0].rope_scaling and by_word[0].rope_scaling["rope_type"] == kind

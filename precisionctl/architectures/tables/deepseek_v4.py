@@ -24,7 +24,7 @@ from precisionctl.architectures.config_keys import (
     tied,
 )
 from precisionctl.architectures.param_map import Architecture
-from precisionctl.architectures.rope import PARAMETERS, read_rope
+from precisionctl.architectures.rope import PARAMETERS, read_rope, rope_type
 from precisionctl.architectures.shared.deepseek_v4_rows import ROWS_OF_MODEL
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import MOST_LAYERS, check_count, real
@@ -134,7 +134,7 @@ def _read_rope(config: Config, where: object) -> Fields:
         compressed = {name: value for name, value in said.items() if name in PARAMETERS}
         compressed |= {"rope_theta": config.get("compress_rope_theta", _COMPRESSED_BASE)}
         compressed |= {"partial_rotary_factor": turning}
-        if "yarn" in (compressed.get("rope_type"), compressed.get("type")):
+        if rope_type(compressed) == "yarn":
             compressed = {"attention_factor": 1.0} | compressed
     in_window, fields = (read_rope(config, where, dict(each), _BASE, 1.0) for each in (main, compressed))
     if in_window["rope_scaling"] or in_window["rotary_percent"] != fields["rotary_percent"]:

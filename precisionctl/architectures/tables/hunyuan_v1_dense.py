@@ -17,7 +17,7 @@ from precisionctl.architectures.config_keys import (
     tied,
 )
 from precisionctl.architectures.param_map import Architecture, renamed
-from precisionctl.architectures.rope import rope, rotary_parameters
+from precisionctl.architectures.rope import rope, rope_type, rotary_parameters
 from precisionctl.architectures.shared.llama_rows import ATTENTION as LLAMA_ATTENTION
 from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.model.model_parts import real
@@ -27,8 +27,7 @@ _ROPE = rope()
 
 def _read_rope(config: Config, where: object) -> Fields:
     parameters = rotary_parameters(config, where, 10000.0)
-    kind = parameters.get("rope_type", parameters.get("type"))
-    if kind != "dynamic" or not parameters.get("alpha"):
+    if rope_type(parameters) != "dynamic" or not parameters.get("alpha"):
         return _ROPE.read(config, where)
     unscaled = {key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters}
     fields = _ROPE.read({**config, "rope_parameters": unscaled, "rope_scaling": None}, where)
