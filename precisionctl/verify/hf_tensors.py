@@ -13,6 +13,7 @@ import numpy as np
 from precisionctl.architectures.read_off import rows as rows_of
 from precisionctl.checkpoints.base import OfCasts
 from precisionctl.checkpoints.chunks import Bytes, Chunked, bytes_of, in_pieces, read_bytes, read_tensor, read_values
+from precisionctl.codes import numerics
 from precisionctl.codes.elements import Cast, Element
 from precisionctl.codes.encoding import Encoding, joined
 from precisionctl.dtypes import DType
@@ -66,8 +67,12 @@ class StoredRows:
         return plain and np.array_equal(self.data, other.data)
 
     def encodes(self, values: Tensor) -> bool:
-        """Whether these codes are the encoding of FP32 `values`: under the scales stored with them, or
-        under those that ggml or MLX takes."""
+        """Whether these codes are the encoding of FP32 `values`: under the scales stored with them, or under those that
+        ggml or MLX takes. What is no number has no code but one of the same: infinity is not the largest code."""
+        if not (numerics.are_finite(values) and numerics.are_finite(self.values)):
+            for is_none in (torch.isnan, torch.isinf):
+                if not torch.equal(is_none(values), is_none(self.values)):
+                    return False
         if self.cast is not None:
             return torch.equal(self.cast.rounded(values).view(torch.int32), self.values.view(torch.int32))
         if self.encoding is None:

@@ -199,6 +199,18 @@ def test_one_code_changed_by_one_step_is_a_difference(tmp_path, source, scheme):
     assert [tensor.name for tensor in comparison.tensors if not tensor.equal] == [Q]
 
 
+def test_infinity_is_not_the_largest_code(tmp_path, source):
+    """Though a cast makes that of it."""
+    exported = in_memory.export(in_memory.with_state(source), tmp_path / "exported", "compressed-tensors", "static")
+    codes = read_tensor(exported, Q)
+    codes[2, 3] = 448
+    write_rows(exported, Q, 0, codes)
+    values = codes.float() * exported.encodings[Q].multipliers
+    values[2, 3] = math.inf
+    for a, b in ((exported, changed(source, Q, values)), (changed(source, Q, values), exported)):
+        assert of(compare(a, b), Q).status == "differs"
+
+
 def test_an_export_of_another_model_is_a_difference(tmp_path, source):
     exported = in_memory.export(in_memory.with_state(source), tmp_path / "exported", "compressed-tensors", "dynamic")
     other = changed(source, Q, read_tensor(source, Q) * 1.5)
