@@ -25,7 +25,7 @@ from precisionctl.conversion.convert import convert
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.errors import OutputError, PrecisionError, RecipeError
-from precisionctl.fp8.state import CALIBRATED, Fp8State, Fp8States, Role
+from precisionctl.fp8.state import CALIBRATED, Fp8States, Role
 from precisionctl.paths import StrPath
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.recipe import Recipe, load_recipe
@@ -38,8 +38,9 @@ from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.parallel import shards
 from precisionctl.trainer.parallel.shards import ModelShards
 from precisionctl.trainer.parallel.world import World, together, world
-from precisionctl.trainer.passes import backward
+from precisionctl.trainer.passes import recording_pass
 from precisionctl.trainer.saved import run_folder
+from precisionctl.trainer.saved.balance import balance_of
 from precisionctl.trainer.settings import check_length, tokenized_rows, with_data
 from precisionctl.trainer.stopping import agreed_signal, stop_signals
 
@@ -195,6 +196,7 @@ def _model(source: Reader, recipe: Recipe, backend: BackendName, device: torch.d
         device,
         world=world,
         recompute=recipe.train.recompute == "layer",
+        balance=balance_of(source, recipe.router),
     )
     parameters = dict(model.named_parameters())
     # Parameters that FSDP2 shards are FP32, and rounded when they are gathered
@@ -210,35 +212,34 @@ def _record(model: GPT, recorder: Recorder, rows: Rows | Blend, recipe: Recipe, 
     with model.recorded_by(recorder):
         for number, (batch, targets) in zip(numbers, islice(feed.upcoming(0), numbers.start, None), strict=False):
             recorder.measuring = (number + 1) % MEASURE_EVERY == 0 or number + 1 == numbers.stop
-            if not math.isfinite(float(world.sum_over_data_ranks(backward(model, batch, targets)))):
+            if not math.isfinite(float(world.sum_over_data_ranks(recording_pass(model, batch, targets)))):
                 raise PrecisionError(
                     f"the loss of pass {number + 1} is not a number",
                     do="Is the checkpoint intact? `precisionctl eval` measures its perplexity.",
                 )
+            if recorder.measuring:  # here, and not where progress is saved, so that a kill changes the order of no sum
+                recorder.go_on_from(_merged(recorder, model.shards))
             yield number + 1
 
 
 def _states(recorder: Recorder, iteration: int | None, weights: str, shards: ModelShards) -> Fp8States:
     """The states that all ranks have recorded, for a model whose weights have the digest `weights`."""
-    modules = recorder.states()
     return Fp8States(
         recorder.precision.delayed,
-        modules,
+        recorder.states(),
         producer=CALIBRATED,
         iteration=iteration,
-        statistics=_merged(recorder, modules, shards),
+        statistics=_merged(recorder, shards),
         of_weights=weights,
     )
 
 
-def _merged(
-    recorder: Recorder, modules: Mapping[str, Fp8State], shards: ModelShards
-) -> Mapping[str, Mapping[Role, Statistics]]:
+def _merged(recorder: Recorder, shards: ModelShards) -> Mapping[str, Mapping[Role, Statistics]]:
     """The statistics of all ranks, merged. What several ranks have is counted once."""
     world, mine = shards.world, recorder.statistics
     if world.count == 1:
         return mine
-    keys = [(module, role) for module, state in sorted(modules.items()) for role in state.roles]
+    keys = [(module, role) for module, state in sorted(recorder.states().items()) for role in state.roles]
     found = [mine.get(module, {}).get(role, Statistics()) for module, role in keys]
     listed = [
         (one if shards.contributes_to_sum(module, role, module in recorder.scattered) else Statistics()).numbers()

@@ -69,8 +69,7 @@ class Progress:
             return 0
         states = sidecar.read(saved[max(saved)])
         recorder.load(states.modules)
-        if self._world.first:  # these are already merged over all ranks
-            recorder.statistics = {module: dict(roles) for module, roles in states.statistics.items()}
+        recorder.go_on_from(states.statistics)
         return max(saved)
 
     def _check_ours(self) -> None:

@@ -43,7 +43,7 @@ from precisionctl.sizes import counted
 from precisionctl.trainer.backends.base import Fp8Linear, fp8_linears
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.parallel.world import local
-from precisionctl.trainer.passes import backward
+from precisionctl.trainer.passes import recording_pass
 from precisionctl.trainer.run import Run
 
 StateOrigin = Literal[
@@ -95,8 +95,7 @@ def start_fp8(run: Run, state: KnownState, sidecar_state: Fp8States | None, *, c
         recorder = Recorder(run.recipe.precision, run.device, run.world)
         with run.model.recorded_by(recorder):
             for batch, targets in islice(run.feed.upcoming(run.position), run.recipe.train.warmup_passes):
-                backward(run.model, batch, targets)
-                run.model.zero_grad()
+                recording_pass(run.model, batch, targets)
         known.append(("warm-up", recorder.states()))
     first = {
         name: first_recorded([modules[name] for _, modules in known if name in modules] or [fresh[name]])

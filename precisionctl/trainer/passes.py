@@ -52,6 +52,16 @@ def backward(model: GPT, batch: Batch, targets: int) -> Tensor:
     return total.detach()
 
 
+def recording_pass(model: GPT, batch: Batch, targets: int) -> Tensor:
+    """As `backward`, for a pass of which nothing but amaxes is kept (warm-up, calibration). It does not depend on
+    earlier ones, which routers' losses over an update do: a calibration that was killed goes on from any pass."""
+    if losses := model.router_losses:
+        losses.begin_update()
+    total = backward(model, batch, targets)
+    model.zero_grad()
+    return total
+
+
 def held_out_loss(model: GPT, rows: Rows | Blend, micro_batch_size: int) -> float:
     """Mean loss over all targets of `rows`, in the precision that the model trains in; no FP8 state changes."""
     world, device = model.backend.world, model.backend.device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,8 +47,12 @@ def agreed_signal(world: World, received: list[signal.Signals]) -> signal.Signal
 
 @contextmanager
 def stop_signals() -> Iterator[list[signal.Signals]]:
-    """Append the first SIGTERM or SIGINT to the list instead of dying of it; a second one has its usual effect."""
+    """Append the first SIGTERM or SIGINT to the list instead of dying of it; a second one has its usual effect. In
+    another thread than the main one, which alone answers signals, nothing comes to the list."""
     received: list[signal.Signals] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
     before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)}
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,16 @@ from soaking import in_soak
 from training import make_source, make_text, run, scales, settings
 
 from precisionctl.calibration.calibrate import Calibrated, calibrate
+from precisionctl.calibration.progress import Progress
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.output import Output
 from precisionctl.cli import main
 from precisionctl.codes.health import measure
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
+from precisionctl.conversion.known_state import KnownState
 from precisionctl.errors import (
     DamagedCheckpoint,
     DestinationExists,
@@ -37,11 +41,23 @@ from precisionctl.errors import (
 )
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.carry import under_recipe
-from precisionctl.fp8.state import CALIBRATED, COLLECTED, Fp8State, Role, RoleState
+from precisionctl.fp8.state import CALIBRATED, COLLECTED, Fp8State, Fp8States, Role, RoleState
 from precisionctl.planning.make_plan import make_plan
+from precisionctl.precision import PRESETS
 from precisionctl.recipe import load_recipe
+from precisionctl.tokens.tokenizer import open_tokenizer
+from precisionctl.trainer.backends.base import fp8_linears
+from precisionctl.trainer.backends.recorder import Recorder
+from precisionctl.trainer.fp8_start import start_fp8
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.optimizer.adamw import MasterAdamW
+from precisionctl.trainer.parallel.world import World
 from precisionctl.trainer.resume import resume
+from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved import run_folder
+from precisionctl.trainer.saved.balance import balance_of
+from precisionctl.trainer.saved.loading import load_weights
+from precisionctl.trainer.settings import read_recipe, tokenized_rows
 
 IN_USE: tuple[Role, ...] = ("input", "weight", "grad_output")
 GEMMS = [
@@ -342,6 +358,39 @@ def test_what_bf16_passes_record_is_what_fp8_training_records(place: Path, tmp_p
         assert sorted(ratios[role])[len(ratios[role]) // 2] < bound / 4, role
 
 
+@pytest.mark.parametrize("pooled", [0.02, *in_soak(0.0)])
+def test_calibration_records_what_warm_up_records_also_of_experts_that_losses_balance(
+    place: Path, tmp_path: Path, pooled: float
+) -> None:
+    """Loads of earlier micro-batches, of which `global_aux_loss` is made, play no role in either."""
+    make_source(tmp_path / "source", family="mixtral")
+    (tmp_path / "text.txt").write_bytes((place / "text.txt").read_bytes())
+    keys = {"router.pooled_loss": pooled, "router.global_aux_loss": 0.02, "train.warmup_passes": 3}
+    made = calibrate(asked(tmp_path, tmp_path / "state", passes=3, keys=keys)).states.modules
+    recipe = read_recipe(
+        settings(
+            tmp_path / "source",
+            tmp_path / "text.txt",
+            tmp_path / "run",
+            "fp8",
+            precision__delayed__amax_history_len=HISTORY,
+            **{key.replace(".", "__"): value for key, value in keys.items()},
+        )
+    )
+    source = open_checkpoint(tmp_path / "source")
+    with open_tokenizer(source.companions, source.path) as tokenizer:
+        rows = tokenized_rows(recipe.data, tokenizer, source.model)
+    model = GPT(source.model, recipe.precision, balance=balance_of(source, recipe.router))
+    warmed = Run(recipe, model, MasterAdamW(model, recipe.optimizer), rows)
+    load_weights(source, warmed)
+    start_fp8(warmed, KnownState(), None, cold=False)
+    for name, linear in fp8_linears(model).items():
+        state = linear.fp8_state()
+        assert state is not None
+        for role in IN_USE:
+            assert torch.equal(state.roles[role].amax_history, made[name].roles[role].amax_history), (name, role)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("algorithm", ["max", *in_soak("most_recent")])
 def test_a_run_that_starts_from_calibration_is_one_that_warms_up_on_the_same_batches(
@@ -579,3 +628,39 @@ def test_a_file_beside_what_a_killed_calibration_left_is_not_taken_for_its_resul
 def test_another_number_of_ranks_is_told_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="differs in ranks .*as many ranks as it was begun with"):
         run_folder.check_same(run_folder.Saved(0, 0, {"ranks": 2}), {}, tmp_path)
+
+
+def test_ranks_that_go_on_neither_measure_a_weight_again_nor_count_it_twice(tmp_path: Path) -> None:
+    """Statistics on the disk are merged: the first rank has all, the others know which weights were measured."""
+    weight, values = torch.ones(16, 32), torch.ones(4, 32)
+    measuring = Recorder(PRESETS["fp8-delayed"], torch.device("cpu"))
+    measuring.measuring = True
+    measuring.gemm("decoder.layers.0.mlp.linear_fc1", values, weight, torch.ones(4, 16))
+    states = Fp8States(
+        measuring.precision.delayed,
+        measuring.states(),
+        producer=CALIBRATED,
+        statistics=measuring.statistics,
+        of_weights="",
+    )
+    output, elements = Output(tmp_path / "state"), dict.fromkeys(("weight", "input"), 0)
+    for first in (True, False):
+        world = World()
+        world.first = first
+        progress, going_on = Progress(output, {}, world), Recorder(measuring.precision, torch.device("cpu"), world)
+        if first:
+            with progress.locked():
+                progress.save(16, states)
+        assert progress.load(going_on) == 16
+        going_on.measuring = True
+        going_on.gemm("decoder.layers.0.mlp.linear_fc1", values, weight, torch.ones(4, 16))
+        for role in elements:
+            elements[role] += going_on.statistics["decoder.layers.0.mlp.linear_fc1"][role].elements
+    assert elements == {"weight": 16 * 32, "input": (1 + 2) * 4 * 32}
+
+
+def test_a_thread_that_is_not_the_main_one_calibrates_too(place: Path, calibrated: Calibrated, tmp_path: Path) -> None:
+    out = tmp_path / "state.safetensors"
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(calibrate, asked(place, out)).result()
+    assert out.read_bytes() == calibrated.out.read_bytes()

@@ -240,6 +240,10 @@ def make_runs_for_soak(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
         record(f"{source} recorded by two", 2, 3, 2, source=source)
     record("recorded, stopped", 2, 3, 2, stop=1, out="recorded twice")
     record("recorded, gone on", 2, 3, 2, out="recorded twice")
+    sharing = {**TENSOR, "parallel__expert": 2, "source": "moe"}  # in the 16th pass of the 17 statistics are taken
+    record("shared", 4, 17, 1, **sharing)
+    record("shared, stopped", 4, 17, 1, stop=16, out="shared twice", **sharing)
+    record("shared, gone on", 4, 17, 1, out="shared twice", **sharing)
     skipping = {"optimizer__clip_norm": 0, "broken": 2, "train__save_every": 3}
     run("one skips", 1, **skipping)
     run("two skip", 2, **skipping)

@@ -142,6 +142,16 @@ class Recorder:
             for role, part in state.roles.items():
                 self._slot(module, role, part.scale).set_state(part)
 
+    def go_on_from(self, merged: Mapping[str, Mapping[Role, Statistics]]) -> None:
+        """Let statistics that are merged over all ranks be those so far. The first rank keeps them; the others know
+        which weights are measured."""
+        if self._world.first:
+            self.statistics = {module: dict(roles) for module, roles in merged.items()}
+        else:
+            self.statistics = {
+                module: {"weight": Statistics()} for module, roles in merged.items() if "weight" in roles
+            }
+
     def _wants(self, module: str) -> bool:
         return torch.is_grad_enabled() and self.precision.in_fp8(module)
 
