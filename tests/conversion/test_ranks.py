@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from command_processes import CommandProcess
 from conversions import tree
 from forked import free_port
 from soaking import few, in_soak
-from torch.distributed import HashStore
+from torch.distributed import DistError, HashStore
 
 import precisionctl.conversion.convert
 import precisionctl.conversion.worker
@@ -30,8 +31,9 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.conversion.convert import parts_of_ranks
 from precisionctl.conversion.ranks import NO_OTHERS, Ranks, _first_host, _port, from_environment
-from precisionctl.errors import EnvironmentProblem, PrecisionctlError
+from precisionctl.errors import DataError, EnvironmentProblem, PrecisionctlError
 from precisionctl.param import Layout, Parallelism
+from precisionctl.trainer.parallel import world
 
 SHARD = 60_000
 
@@ -322,3 +324,29 @@ def test_a_bias_that_must_be_zero_is_looked_at_by_one_of_the_ranks(tmp_path: Pat
     )
     assert [code for code, _, _ in ends] == [1, 1]
     assert "is not zero" in ends[0][2]
+
+
+LOST = "[.../third_party/gloo/gloo/transport/tcp/pair.cc:538] Read error [127.0.0.1]:4711: Connection reset by peer"
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (DataError("empty", where="/home/igloo/data.txt"), DataError),
+        (EnvironmentProblem("no gloo here"), EnvironmentProblem),
+        (ValueError("gloom"), ValueError),
+        (RuntimeError(LOST), EnvironmentProblem),
+        (DistError(), EnvironmentProblem),
+    ],
+    ids=repr,
+)
+def test_only_what_pytorch_raises_in_a_collective_is_another_rank_s_end(
+    error: Exception, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "from_environment", lambda: Ranks(1, 2, HashStore()))
+    monkeypatch.setattr(Ranks, "together", lambda ranks: nullcontext())
+    with pytest.raises(raised) as found, world.together():
+        raise error
+    assert (found.value is error) == (not isinstance(error, RuntimeError))
+    if found.value is not error:
+        assert "another rank ended without a message" in str(found.value)

@@ -191,12 +191,19 @@ def together() -> Iterator[Ranks]:
             with suppress(Exception):
                 while ranks.store.add("failed ranks", 0) < ranks.count and time.monotonic() < until:
                     time.sleep(0.02)
-        if isinstance(error, dist.DistError) or "gloo" in str(error):
+        if _is_of_a_collective(error):
+            first_line = next(iter(str(error).splitlines()), type(error).__name__)
             raise EnvironmentProblem(
-                f"another rank ended without a message: {str(error).splitlines()[0]}",
+                f"another rank ended without a message: {first_line}",
                 do="Was it killed? The same command continues from the newest checkpoint.",
             ) from error
         raise
+
+
+def _is_of_a_collective(error: Exception) -> bool:
+    """Whether PyTorch raised it in a collective, as it does when another rank has ended. gloo's has no type, but names
+    gloo's source file."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 @contextmanager
