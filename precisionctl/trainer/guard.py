@@ -100,7 +100,7 @@ class Guard:
         self, step: int, bf16: Bf16Passes, loss: float, gradients: Mapping[str, Tensor], shards: ModelShards
     ) -> None:
         """Compare loss and gradients of update `step` in FP8 with those in BF16, and decide."""
-        if self._lacks_first_loss:
+        if self._lacks_first_loss and math.isfinite(bf16.loss):
             self.recent = [bf16.loss]
         if not self._compares(step):
             return
@@ -121,6 +121,8 @@ class Guard:
             return None
         if not just_switched:
             self.recent = [*self.recent, loss][-within:]
+            return None
+        if not self.recent:  # BF16 has given no number yet either
             return None
         before, bound = fmean(self.recent), self.settings.jump_at
         rollback = Rollback(step, loss if math.isfinite(loss) else None, before, bound, self.switched)

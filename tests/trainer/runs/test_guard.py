@@ -23,18 +23,21 @@ from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, DataError, PrecisionError, RecipeError
 from precisionctl.evaluate import load
 from precisionctl.precision import Precision
+from precisionctl.recipe import load_recipe
 from precisionctl.reports.compare_runs import compare
 from precisionctl.reports.run import warnings
 from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import IGNORED, Batch, Feed
+from precisionctl.trainer.guard import Guard
 from precisionctl.trainer.measure.metrics import SHADOWS, StepMetrics
 from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.parallel.shards import UNSHARDED
 from precisionctl.trainer.parallel.world import ALONE
 from precisionctl.trainer.resume import Started, resume
 from precisionctl.trainer.rollback import Rollback
 from precisionctl.trainer.saved.run_folder import Saved, read_saved, sign
 from precisionctl.trainer.settings import Settings, read_recipe, tokenized_rows
-from precisionctl.trainer.shadow import GradientSimilarity, Shadow, compare_gradients
+from precisionctl.trainer.shadow import Bf16Passes, GradientSimilarity, Shadow, compare_gradients
 
 COARSE = {"checkpoint": "trained", "load": "weights", "precision__delayed__margin": 17}
 """FP8 made bad on purpose: scales so small that most of a tensor underflows, under a model that has learned."""
@@ -451,3 +454,16 @@ def test_a_damaged_note_of_going_back_is_one_clear_error(place: Path, tmp_path: 
 @pytest.mark.parametrize(("loss", "jump"), [(None, math.inf), (0.0, 0.0), (0.5, math.inf)])
 def test_a_jump_from_a_loss_of_0_is_no_crash(loss: float | None, jump: float) -> None:
     assert Rollback(step=3, loss=loss, before=0.0, bound=0.1, switched=2).jump == jump
+
+
+def test_a_first_loss_that_is_no_number_in_bf16_either_is_not_what_later_ones_are_held_against() -> None:
+    guard = Guard(load_recipe("fp8-delayed", ["guard.jump_at=0.5", "guard.jump_within=20"]))
+    guard.start(0)
+    for step, bf16 in ((1, math.nan), (2, 2.0)):
+        assert guard.before_step(step - 1) and guard.wants_bf16_passes(step)
+        guard.compare(step, Bf16Passes(bf16, {}, None), 1e9, {}, UNSHARDED)
+        assert json.dumps(guard.saved_state, allow_nan=False)
+        taken_back = guard.after_step(step, 1e9, in_fp8=True)
+        assert (taken_back is not None) == (step == 2)
+    assert taken_back and taken_back.before == 2.0
+    assert Guard(load_recipe("fp8-delayed", ["guard.jump_at=0.5"])).after_step(1, math.nan, in_fp8=True) is None
