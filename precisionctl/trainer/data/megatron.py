@@ -60,9 +60,9 @@ def load(prefix: Path, tokenizer: Tokenizer, cache: Path | None) -> Tokens:
     files = [index, data, *([mask] if mask.exists() else [])]
     try:
         ids, document_ends = _open(index, data)
+        if mask in files and mask.stat().st_size != len(ids):
+            raise DataError(f"{mask.stat().st_size} bytes, and its .bin has {len(ids)} tokens", where=mask)
         learned = np.memmap(mask, np.bool_, "r") if mask in files else None
-        if learned is not None and len(learned) != len(ids):
-            raise DataError(f"{len(learned)} bytes, and its .bin has {len(ids)} tokens", where=mask)
         build = partial(_look_through, ids=ids, ends=document_ends, learned=learned, tokenizer=tokenizer, data=data)
         with cached_folder(cache, cache_key(stats_of(files), tokenizer), build) as (folder, about):
             if learned is None:

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from precisionctl.errors import DamagedCheckpoint, damage
+from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.recipe import Recipe
 from precisionctl.untrusted.safe_pickle import is_count
 
 _SKIP = "Use --skip schedule: then the recipe's schedule begins at its start."
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+_RATES = ("init_lr", "min_lr", "max_lr")
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,11 @@ class MegatronSchedule:
     wsd_decay_style: str = "exponential"
 
     def __post_init__(self) -> None:
-        rates = all(isinstance(rate, int | float) for rate in (self.init_lr, self.min_lr, self.max_lr))
+        rates = all(type(getattr(self, name)) in (int, float) for name in _RATES)
         counts = (self.lr_warmup_steps, self.lr_decay_steps, self.num_steps, self.step, self.wsd_decay_steps)
         sound = (
             rates
-            and 0 <= self.min_lr <= self.max_lr < math.inf
+            and 0 <= self.min_lr <= self.max_lr < 1 << 63
             and 0 <= self.init_lr <= self.max_lr
             and all(map(is_count, counts))
             and self.lr_warmup_steps < self.lr_decay_steps
@@ -48,7 +49,9 @@ class MegatronSchedule:
             and (self.lr_decay_style != "WSD" or (self.wsd_decay_steps > 0 and self.wsd_decay_style in WSD_STYLES))
         )
         if not sound:
-            raise DamagedCheckpoint(f"its schedule is none of Megatron's: {asdict(self)}", do=_SKIP)
+            raise DamagedCheckpoint(f"its schedule is none of Megatron's: {shown(asdict(self))}", do=_SKIP)
+        for name in _RATES:
+            object.__setattr__(self, name, float(getattr(self, name)))
 
     def samples(self, step: int, batch_size: int) -> int:
         """The number of samples after update `step`."""

@@ -181,3 +181,11 @@ def test_a_checkpoint_without_a_tokenizer_reads_the_same_ids_and_says_what_it_do
     known = load_rows(prefix, tokenizer(), 3)
     assert rows.fingerprint == known.fingerprint and torch.equal(rows.batch([0, 1]).tokens, known.batch([0, 1]).tokens)
     assert "not known whether documents end" in rows.notes[0]
+
+
+@pytest.mark.parametrize("size", [0, 6, 8])
+def test_what_is_to_be_learned_of_another_number_of_tokens_is_one_clear_error(tmp_path: Path, size: int) -> None:
+    prefix = write(tmp_path / "x", SMALL)
+    Path(f"{prefix}.learned").write_bytes(bytes(size))
+    with pytest.raises(DataError, match=rf"{size} bytes, and its .bin has 7 tokens.*x\.learned"):
+        megatron.load(prefix, tokenizer(), None)
