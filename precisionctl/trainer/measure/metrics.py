@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from precisionctl.checkpoints.output import open_kept, replace_file
+from precisionctl.checkpoints.output import open_kept, write_then_rename
 from precisionctl.errors import DataError
 from precisionctl.recipe import Tracking
 from precisionctl.sizes import size
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from precisionctl.trainer.shadow import Shadow
 
 _MAX_BYTES = 1_000_000_000
+_LONGEST_LINE = 10_000_000
+"""A shadow of a model with 100,000 modules."""
+
 FILE = "metrics.jsonl"
 SHADOWS = "shadow.jsonl"
 
@@ -74,8 +78,7 @@ class MetricsLog:
     of the run. Steps after `step`, which the run will make again, are removed first."""
 
     def __init__(self, folder: Path, step: int, tracking: Tracking, config: Mapping[str, Any]) -> None:
-        kept = _keep_up_to(folder / FILE, step)
-        self.tokens = int(kept[-1].get("tokens", 0)) if kept else 0
+        self.tokens = _keep_up_to(folder / FILE, step)
         self._file = open_kept(folder / FILE)
         self._shadows = folder / SHADOWS
         self._shadow_file: IO[str] | None = None
@@ -116,29 +119,40 @@ class MetricsLog:
             tracker.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a metrics file, without an incomplete last line; `null` becomes NaN. Raises DataError for a file of
-    other contents."""
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The steps of a metrics file, one after the other, without an incomplete last line; `null` becomes NaN. Raises
+    DataError for a file of other contents."""
     if path.exists() and not (path.is_file() and path.stat().st_size <= _MAX_BYTES):  # a pipe would never end
         raise DataError(f"not a file of less than {size(_MAX_BYTES)}", where=path)
-    *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(whole, start=1):
-        try:
-            row: dict[str, Any] = nan_for_null(json.loads(line))
-            counted = {"tokens": int(row["tokens"])} if "tokens" in row else {}
-            rows.append(row | {"step": int(row["step"]), "loss": float(row["loss"])} | counted)
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-            raise DataError(
-                f"line {number} is not a step's metrics: {line[:80]!r}",
-                where=path,
-                do="Remove that line; a run can go on without it.",
-            ) from None
-    return rows
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+        for number in count(1):
+            line = file.readline(_LONGEST_LINE)
+            if not line.endswith("\n") and len(line) < _LONGEST_LINE:
+                return
+            try:
+                row: dict[str, Any] = nan_for_null(json.loads(line))
+                counted = {"tokens": int(row["tokens"])} if "tokens" in row else {}
+                row |= {"step": int(row["step"]), "loss": float(row["loss"])} | counted
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+                raise DataError(
+                    f"line {number} is not a step's metrics: {line[:80].rstrip()!r}",
+                    where=path,
+                    do="Remove that line; a run can go on without it.",
+                ) from None
+            yield row
 
 
-def _keep_up_to(path: Path, step: int) -> list[dict[str, Any]]:
-    """Remove the steps after `step` from a file, atomically. Returns the others."""
-    kept = [row for row in read_metrics(path) if row["step"] <= step] if path.exists() else []
-    replace_file(path, "".join(to_json_numbers(row) + "\n" for row in kept))
-    return kept
+def _keep_up_to(path: Path, step: int) -> int:
+    """Remove the steps after `step` from a file, atomically. Returns the tokens of the last one that is kept."""
+    tokens = 0
+
+    def write(new: Path) -> None:
+        nonlocal tokens
+        with open(new, "x", encoding="utf-8") as file:
+            for row in read_metrics(path) if path.exists() else ():
+                if row["step"] <= step:
+                    file.write(to_json_numbers(row) + "\n")
+                    tokens = row.get("tokens", 0)
+
+    write_then_rename(path, write)
+    return tokens

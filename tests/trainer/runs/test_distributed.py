@@ -242,7 +242,7 @@ def test_copies_of_the_model_change_nothing_of_what_the_guard_sees(place: Path) 
 
 def test_flops_are_those_of_all_ranks_and_each_has_its_share(place: Path) -> None:
     """The first rank writes down what all did together; its own share of it is half of what one process does."""
-    alone, two = (read_metrics(place / f"source fp8 {ranks}" / FILE) for ranks in ("alone", "two"))
+    alone, two = ([*read_metrics(place / f"source fp8 {ranks}" / FILE)] for ranks in ("alone", "two"))
     for one, other in zip(alone, two, strict=True):
         assert other["tflops"] * other["seconds"] * 2 == pytest.approx(one["tflops"] * one["seconds"])
         assert {"host_bytes", "fp8_clipped", "fp8_underflow"} < other.keys()
@@ -264,7 +264,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(place: Path, told: Told) -> 
     assert -signal.SIGKILL in told["2 of 2-1-4"]["codes"] and 0 not in told["2 of 2-1-4"]["codes"]
     assert told["1 of 2-1-4"]["codes"] == [-signal.SIGKILL]
     assert [step for step, _, _ in steps(told, "4 of 2-1-4")] == [5, 6]
-    made, alone = read_metrics(place / "2-1-4" / FILE), steps(told, "source fp8 alone")
+    made, alone = [*read_metrics(place / "2-1-4" / FILE)], steps(told, "source fp8 alone")
     assert [row["step"] for row in made] == list(range(1, 7))
     assert [row["loss"] for row in made] == pytest.approx([loss for _, loss, _ in alone], rel=2**-9)
     assert [row["loss"] for row in made[:2]] == [loss for _, loss, _ in steps(told, "source fp8 two")[:2]]
@@ -275,7 +275,7 @@ def test_a_run_goes_on_with_other_ranks_that_share_layers(place: Path, told: Tol
     """Killed with two ranks for each layer and two rows of them, and with one; ended by two for each layer."""
     assert -signal.SIGKILL in told["4 of 4-1-2"]["codes"] and 0 not in told["4 of 4-1-2"]["codes"]
     assert [step for step, _, _ in steps(told, "2 of 4-1-2")] == [5, 6]
-    made, alone = read_metrics(place / "4-1-2" / FILE), steps(told, "source fp8 alone")
+    made, alone = [*read_metrics(place / "4-1-2" / FILE)], steps(told, "source fp8 alone")
     assert [row["step"] for row in made] == list(range(1, 7))
     assert [row["loss"] for row in made] == pytest.approx([loss for _, loss, _ in alone], rel=2**-9)
 
@@ -324,6 +324,8 @@ def test_ranks_that_were_stopped_go_on_calibrating_to_the_same_bytes(place: Path
     names = ("recorded twice", "source recorded by two")
     files = [(place / f"{name}.safetensors").read_bytes() for name in names]
     assert files[0] == files[1]
+    assert [rank[2] for rank in told["shared, gone on"]["said"]] == [[17], [], [], []]
+    assert (place / "shared twice.safetensors").read_bytes() == (place / "shared.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -366,7 +368,7 @@ def test_two_ranks_save_meanwhile_what_they_save_at_once_and_go_on_after_a_kill(
 def test_a_step_that_breaks_on_one_rank_is_skipped_by_all(place: Path, told: Told) -> None:
     assert str(steps(told, "two skip")) == str(steps(told, "one skips"))  # NaN is not itself
     for name in ("two skip", "one skips"):
-        rows = read_metrics(place / name / FILE)
+        rows = [*read_metrics(place / name / FILE)]
         assert [row.get("skipped") for row in rows] == [None, None, 1, None, None, None]
     assert not differing(place / "two skip/iter_0000006", place / "one skips/iter_0000006")
 
@@ -376,7 +378,7 @@ def test_two_ranks_go_back_together_where_one_s_loss_jumps(place: Path, told: To
     assert [step for step, _, _ in steps(told, "going back")] == [1, 2, 3, 4, 5, 5, 6]
     jump = json.loads((place / "going back/rollback.json").read_text())
     assert (jump["step"], jump["loss"], jump["back_to"], jump["switched"]) == (5, None, 4, 3)
-    rows = read_metrics(place / "going back" / FILE)
+    rows = [*read_metrics(place / "going back" / FILE)]
     assert [(row["step"], row["fp8"]) for row in rows] == [
         *((step, False) for step in (1, 2, 3)),
         (4, True),

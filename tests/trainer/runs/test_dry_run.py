@@ -100,7 +100,7 @@ def test_a_dry_run_says_of_what_is_loaded_what_the_run_says(place: Path, tmp_pat
     dry, begun = report.dry_run(dry_run(asked_for)), report.beginning(run(asked_for)[0])
     assert dry[0] == begun[0]
     (rates,) = [line for line in dry if line.startswith("learning rates: ")]
-    assert rates in begun and f"{read_metrics(tmp_path / 'on' / FILE)[0]['lr']:.2e} in step 3" in rates
+    assert rates in begun and f"{[*read_metrics(tmp_path / 'on' / FILE)][0]['lr']:.2e} in step 3" in rates
     left_behind = "the checkpoint's optimizer state is left behind"
     assert (left_behind in dry) == (left_behind in begun) == bool(skip)
 

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import tracemalloc
 from dataclasses import replace
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -16,6 +17,7 @@ from precisionctl.errors import DataError, EnvironmentProblem
 from precisionctl.recipe import Tracking
 from precisionctl.reports.compare_runs import find_shadows
 from precisionctl.reports.curves import read_curve, read_shadows
+from precisionctl.trainer.measure import metrics
 from precisionctl.trainer.measure.metrics import FILE, SHADOWS, MetricsLog, StepMetrics, read_metrics
 from precisionctl.trainer.measure.tracking import require
 from precisionctl.trainer.shadow import GradientSimilarity, Shadow
@@ -27,8 +29,8 @@ def step(number: int, loss: float = 1.0) -> StepMetrics:
 
 def write(folder: Path, after: int, *steps: StepMetrics) -> None:
     log = MetricsLog(folder, after, Tracking(), {})
-    for metrics in steps:
-        log.write(metrics)
+    for one in steps:
+        log.write(one)
     log.close()
 
 
@@ -37,7 +39,7 @@ def test_steps_beyond_the_one_resumed_from_are_dropped_with_a_line_that_a_kill_c
     with open(tmp_path / FILE, "a") as file:
         file.write('{"step": 4, "lo')
     write(tmp_path, 2, step(3, loss=2.0))
-    rows = read_metrics(tmp_path / FILE)
+    rows = [*read_metrics(tmp_path / FILE)]
     assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
@@ -65,7 +67,7 @@ def test_what_is_no_number_is_null_in_the_file_and_nan_to_whoever_reads_it(tmp_p
         ]
         assert written[0]["loss"] is written[0]["grad_norm"] is written[1]["gap"] is None
         assert written[1]["modules"] == {"a": [None, None]}
-        row = read_metrics(tmp_path / FILE)[-1]
+        row = [*read_metrics(tmp_path / FILE)][-1]
         assert math.isnan(row["loss"]) and math.isnan(row["grad_norm"]) and row["lr"] == 1e-3
         (row,) = read_shadows(tmp_path)
         assert math.isnan(row["gap"]) and row["loss_bf16"] == 1.0
@@ -81,7 +83,7 @@ def test_a_line_that_is_no_step_s_is_one_clear_error_also_for_a_run_that_goes_on
     write(tmp_path, 0, step(1))
     with open(tmp_path / FILE, "a", encoding="utf-8", errors="surrogatepass") as file:
         file.write(garbage + "\n")
-    for reading in (partial(read_metrics, tmp_path / FILE), partial(MetricsLog, tmp_path, 1, Tracking(), {})):
+    for reading in (partial(read_curve, tmp_path, "run"), partial(MetricsLog, tmp_path, 1, Tracking(), {})):
         with pytest.raises(DataError, match="line 2 is not a step's metrics"):
             reading()
 
@@ -99,7 +101,7 @@ def test_without_tensorboard_the_run_goes_on(tmp_path: Path, monkeypatch: pytest
     log = MetricsLog(tmp_path, 0, Tracking(), {})
     log.write(step(1))
     log.close()
-    assert not (tmp_path / "tensorboard").exists() and len(read_metrics(tmp_path / FILE)) == 1
+    assert not (tmp_path / "tensorboard").exists() and len([*read_metrics(tmp_path / FILE)]) == 1
 
 
 class FakeWandb(ModuleType):
@@ -160,3 +162,21 @@ def test_without_a_project_wandb_hears_nothing_and_with_one_it_must_be_there(
     with pytest.raises(EnvironmentProblem, match="wandb is not installed"):
         require(Tracking("project"))
     require(Tracking())
+
+
+def test_no_more_than_a_line_of_a_long_file_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    lines = [json.dumps(step(number).as_dict()) + "\n" for number in range(1, 5001)]
+    (tmp_path / FILE).write_text("".join(lines))
+    tracemalloc.start()
+    write(tmp_path, 4000)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 300_000 < (tmp_path / FILE).stat().st_size
+    assert (tmp_path / FILE).read_text().splitlines() == [line.rstrip() for line in lines[:4000]]
+
+
+def test_a_line_without_end_is_no_step_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_LONGEST_LINE", 1000)
+    (tmp_path / FILE).write_text("1" * 2000)
+    with pytest.raises(DataError, match="line 1 is not a step's metrics"):
+        list(read_metrics(tmp_path / FILE))

@@ -437,7 +437,7 @@ def test_micro_batches_add_up_to_their_batch_however_its_targets_are_spread(plac
     for size in (1, 2, 4):
         out = tmp_path / str(size)
         run(settings(place / "source", tmp_path / "chat.jsonl", out, train__steps=1, train__micro_batch_size=size))
-        made.append(read_metrics(out / FILE)[0])
+        made.append([*read_metrics(out / FILE)][0])
     assert [row["tokens"] for row in made] == [1 + 2 + 20 + 7 + 4] * 3
     for row in made[1:]:
         assert row["loss"] == pytest.approx(made[0]["loss"], rel=1e-4)

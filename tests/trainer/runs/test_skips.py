@@ -52,7 +52,7 @@ def test_a_skipped_step_leaves_the_weights_the_optimizer_and_the_scales_as_they_
     trainer.resume(made, lambda started: None, lambda step: said.extend(warnings(step)))
     assert same(tmp_path / "run/iter_0000002", tmp_path / "run/iter_0000003")
     assert not same(tmp_path / "run/iter_0000003", tmp_path / "run/iter_0000004")
-    rows = read_metrics(tmp_path / "run" / FILE)
+    rows = [*read_metrics(tmp_path / "run" / FILE)]
     assert [row.get("skipped") for row in rows] == [None, None, 1, None, None, None]
     assert [math.isfinite(row["loss"]) for row in rows] == [True, True, False, True, True, True]
     assert said == ["Step 3 is skipped: its loss is nan, its gradients' norm nan"]

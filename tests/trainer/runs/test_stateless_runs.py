@@ -85,7 +85,7 @@ def test_a_run_is_evaluated_under_its_own_recipe(place: Path, tmp_path: Path, sc
     changes = {"precision__scaling": scaling, "precision__keep_bf16": '["*.linear_proj"]', "data__held_out": held_out}
     changes["train__micro_batch_size"] = 4  # as `eval` takes rows: a scale of current scaling is of all of them
     run(settings(place / "source", place / "text.txt", tmp_path / "run", "fp8", train__steps=2, **changes))
-    measured = read_metrics(tmp_path / "run" / FILE)[-1]["held_out_loss"]
+    measured = [*read_metrics(tmp_path / "run" / FILE)][-1]["held_out_loss"]
     reader = open_checkpoint(tmp_path / "run")
     found = evaluate(reader, held_out, sequence_length=32, against=reader)
     assert found.loss == pytest.approx(measured, rel=1e-6)
