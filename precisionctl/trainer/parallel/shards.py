@@ -34,8 +34,8 @@ _OF_LATENTS = (
 )
 """Modules of MLA that see all tokens even with `sequence` and begin no region, so that gradients of norms are whole."""
 
-_KV_DOWN = ("linear_kv_down_proj", "kv_a_proj_with_mqa")
-"""What makes the latent of keys and values."""
+_OF_LATENT_KV = ("linear_kv_up_proj", "kv_b_proj")
+"""What makes keys and values of a latent, in every layer of latent attention: one that shares a latent makes none."""
 
 _OF_ALL_TOKENS = (
     *("fc1_latent_proj", "fc2_latent_proj", "beta_proj", "f_a_proj", "g_a_proj"),
@@ -93,8 +93,8 @@ class ModelShards:
         if tensor.rank == 0 or (scattered and role == "grad_output"):
             return True
         if module.endswith("core_attention"):  # latents (MLA) are the same on all tensor ranks
-            downs = (module.replace("core_attention", f"{down}.weight") for down in _KV_DOWN)
-            latent = any(down in self.tensors for down in downs)
+            ups = (module.replace("core_attention", f"{up}.weight") for up in _OF_LATENT_KV)
+            latent = any(up in self.tensors for up in ups)
             return role in ("k", "v") and not latent
         shard = self.tensors.get(f"{module}.weight") or self.tensors[f"{module}.weight0"]
         different = {"rows": ("weight", "grad_output"), "columns": ("weight", "input")}
@@ -109,7 +109,7 @@ class ModelShards:
             modules = name.split(".")
             if ranks.size == 1 or not master.requires_grad or self._is_sharded(name) or modules[0] == "mtp":
                 continue
-            latent = ".".join(modules[:-2] + ["linear_kv_down_proj.weight"]) in self.tensors
+            latent = ".".join(modules[:-2] + ["linear_kv_up_proj.weight"]) in self.tensors
             if modules[-2] in _OF_ALL_TOKENS or (latent and modules[-2] in _OF_LATENTS):
                 continue
             if ranks.sequence or modules[-2] in _REPLICATED_IN_REGIONS or "experts" in modules:

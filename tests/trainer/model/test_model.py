@@ -445,6 +445,17 @@ def test_modules_kept_in_bf16_have_no_state_and_plain_arithmetic() -> None:
     assert torch.equal(plain(tokens), everything(tokens))
 
 
+@pytest.mark.parametrize("family", ["qwen4", "hy4", "gemma4-small", "mistral-large-4"])
+def test_a_layer_hands_on_keys_and_values_that_a_later_one_reads_and_no_others(family: str) -> None:
+    model = GPT(pico.shape(family), BF16)
+    handed_on = []
+    for layer in model.decoder.layers:
+        layer.register_forward_hook(lambda _, __, out: handed_on.append(out[1] is not None))
+    model(torch.arange(8)[None])
+    read = {model.model.kv_layer(layer) for layer in range(len(handed_on)) if model.model.shares_kv(layer)}
+    assert handed_on == [layer in read for layer in range(len(handed_on))]
+
+
 def trained(name: str, model: ModelShape) -> bool:
     """Whether an update changes a parameter: not what balances experts, nor buffers, nor layers and indexers that
     nothing runs, nor what weighs one stream alone, nor biases and norms that only Megatron has."""

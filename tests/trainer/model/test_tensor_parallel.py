@@ -1,6 +1,7 @@
 """Layers that ranks share, or have rows of data for, held against one process: by 2 and 4 ranks, once."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,20 @@ def test_an_update_of_two_passes_exchanges_no_more_than_it_must(
 def test_a_model_that_ranks_cannot_share_is_refused(family: str, sizes: ParallelSettings, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         shards.check(source_of(family).model, sizes)
+
+
+@pytest.mark.parametrize(("family", "counts"), [("llama-3", True), ("mistral-large-4", False), ("kimi-k3", False)])
+def test_statistics_of_latents_are_the_first_rank_s_alone_also_where_layers_share_them(
+    family: str, counts: bool
+) -> None:
+    second: Any = world.World()
+    second.tensor = SimpleNamespace(size=2, rank=1)
+    model = pico.shape(family)
+    mine = shards.ModelShards.of(model, torch.float32, second)
+    assert family != "mistral-large-4" or any(map(model.shares_kv, range(model.num_layers)))
+    for layer in filter(model.has_attention, range(model.num_layers)):
+        attention = f"decoder.layers.{layer}.self_attention.core_attention"
+        assert mine.contributes_to_sum(attention, "k", False) == counts, layer
 
 
 OF_OWN_TOKENS = {

@@ -44,8 +44,6 @@ class Layer(ResidualLayer):
         separate = model.mla or model.one_layernorm or of_gate or of_kda
         self.input_layernorm = self._norm(model, backend) if separate else nn.Identity()
         self.self_attention = self._attention(f"{name}.self_attention", model, number, backend)
-        later = range(number + 1, model.num_layers)
-        self.kv_is_read = any(model.kv_layer(layer) == number for layer in later)
         own_norm = moe and not moe.own_norms and model.pre_layernorms and not model.one_layernorm
         self.pre_mlp_layernorm = self._norm(model, backend) if own_norm else nn.Identity()
         self.mlp: MLP | MoELayer
@@ -127,5 +125,4 @@ class Layer(ResidualLayer):
             gate = self.activation(product(F.linear, out, self.per_layer_input_gate.weight))
             added = product(F.linear, gate * beside.per_layer, self.per_layer_projection.weight)
             out = out + self.post_per_layer_input_norm(added)
-        out = out if self.layer_scalar is None else out * self.layer_scalar
-        return out, kept if self.kv_is_read else None
+        return out if self.layer_scalar is None else out * self.layer_scalar, kept

@@ -37,6 +37,7 @@ class ResidualLayer(nn.Module):
         super().__init__()
         self.backend, self.recompute = backend, recompute
         self.kind, self.residual_multiplier = layer_kind(model, number), model.residual_multiplier
+        self._kv_is_read = any(model.kv_layer(layer) == number for layer in range(number + 1, model.num_layers))
 
     def forward(
         self, hidden: Tensor, positions: dict[LayerKind, Positions], beside: Beside = NOTHING
@@ -45,12 +46,17 @@ class ResidualLayer(nn.Module):
         ranks, T are those of this rank."""
         here = positions[self.kind]
         if self.recompute and torch.is_grad_enabled():
-            made: tuple[Tensor, KeysValues | None] = self.backend.recomputed(self.through, hidden, here, beside)
+            made: tuple[Tensor, KeysValues | None] = self.backend.recomputed(self._computed, hidden, here, beside)
             return made
-        return self.through(hidden, here, beside)
+        return self._computed(hidden, here, beside)
+
+    def _computed(self, hidden: Tensor, positions: Positions, beside: Beside) -> tuple[Tensor, KeysValues | None]:
+        """What a layer recomputes: keys and values that no layer reads are gone before it ends."""
+        out, kept = self.through(hidden, positions, beside)
+        return out, kept if self._kv_is_read else None
 
     def through(self, hidden: Tensor, positions: Positions, beside: Beside) -> tuple[Tensor, KeysValues | None]:
-        """As `forward`, at the positions of this kind of layer."""
+        """What the layer computes, at the positions of its kind, and the keys and values that it made, if any."""
         raise NotImplementedError
 
     def added(self, hidden: Tensor, block: Tensor) -> Tensor:
