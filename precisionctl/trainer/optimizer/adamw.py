@@ -79,14 +79,10 @@ class RunOptimizer(Protocol):
         ...
 
 
-def _is_decayed(parameter: Tensor) -> bool:
-    """Whether a parameter has weight decay: biases and norm weights, all of one dimension, have none."""
-    return parameter.dim() > 1
-
-
-def weight_decay(parameter: Tensor, settings: Optimizer) -> float:
-    """The weight decay of one parameter."""
-    return settings.weight_decay if _is_decayed(parameter) else 0.0
+def is_decayed(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter has weight decay. Biases and norm weights, all of one dimension, have none; nor have the
+    rates of a mixer, a matrix in Mamba-1 (mamba_ssm/modules/mamba_simple.py: A_log._no_weight_decay)."""
+    return parameter.dim() > 1 and not name.endswith("A_log")
 
 
 def with_state(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -108,9 +104,9 @@ class MasterAdamW:
         }
         self.exp_avg = {name: torch.zeros_like(master) for name, master in self.masters.items()}
         self.exp_avg_sq = {name: torch.zeros_like(master) for name, master in self.masters.items()}
-        matrices = [master for master in self.masters.values() if _is_decayed(master)]
-        vectors = [master for master in self.masters.values() if not _is_decayed(master)]
-        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        decayed = [master for name, master in self.masters.items() if is_decayed(name, master)]
+        others = [master for name, master in self.masters.items() if not is_decayed(name, master)]
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
         self._adamw = torch.optim.AdamW(
             groups,
             lr=settings.lr,

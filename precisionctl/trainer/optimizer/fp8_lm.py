@@ -8,6 +8,7 @@ of Transformer Engine's FusedAdam: state is decoded, updated in FP32, and encode
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from precisionctl.checkpoints.module import LazyTensors
 from precisionctl.param import KINDS, Kind
 from precisionctl.recipe import Optimizer
-from precisionctl.trainer.optimizer.adamw import weight_decay, with_state
+from precisionctl.trainer.optimizer.adamw import is_decayed, with_state
 from precisionctl.trainer.optimizer.fp8_gradients import Fp8Gradients
 from precisionctl.trainer.optimizer.scaled_tensor import ScaledTensor
 from precisionctl.trainer.parallel.world import World
@@ -29,7 +30,7 @@ class Moments:
     """The master weight and moments of a parameter. An FP32 parameter is its own master weight."""
 
     def __init__(self, parameter: nn.Parameter, settings: Optimizer) -> None:
-        self._settings, self._decay = settings, weight_decay(parameter, settings)
+        self._settings = settings
         values = parameter.detach()
         self.kinds: dict[Kind, ScaledTensor] = {
             "param": ScaledTensor(values, torch.ones(1, device=values.device))
@@ -42,7 +43,7 @@ class Moments:
     def update(self, gradient: Tensor, lr: float, step: int) -> None:
         """AdamW's update number `step`, counted from 1, with an FP32 gradient."""
         master, exp_avg, exp_avg_sq = (self.kinds[kind].read() for kind in KINDS)
-        adam(master, exp_avg, exp_avg_sq, gradient, self._settings, lr=lr, decay=self._decay, step=step)
+        adam(master, exp_avg, exp_avg_sq, gradient, self._settings, lr=lr, step=step)
         for kind, values in zip(KINDS, (master, exp_avg, exp_avg_sq), strict=True):
             self.kinds[kind].write(values)
 
@@ -55,7 +56,6 @@ def adam(
     settings: Optimizer,
     *,
     lr: float,
-    decay: float,
     step: int,
 ) -> None:
     """Update FP32 tensors in place, operation by operation as TE's kernel (adam.cu, adam_update), except that a GPU
@@ -66,7 +66,7 @@ def adam(
     # In FP64: PyTorch's FP32 square root on a CPU is off by one bit for one number in six
     root = (exp_avg_sq / _fp32(1 - beta2**step)).double().sqrt_().float()
     update = (exp_avg / _fp32(1 - beta1**step)).div_(root.add_(settings.epsilon))
-    master.sub_(update.add_(master * decay).mul_(lr))
+    master.sub_(update.add_(master * settings.weight_decay).mul_(lr))
 
 
 def _fp32(value: float) -> float:
@@ -86,7 +86,8 @@ class Fp8LmAdamW:
         for name, parameter in with_state(self.parameters).items():
             # For an FP32 parameter FusedAdam would allocate a master weight that it does not use
             by_te = fused and parameter.requires_grad and parameter.dtype != torch.float32
-            self._moments[name] = _fused_moments(parameter, settings) if by_te else Moments(parameter, settings)
+            its = settings if is_decayed(name, parameter) else replace(settings, weight_decay=0.0)
+            self._moments[name] = _fused_moments(parameter, its) if by_te else Moments(parameter, its)
         self._scales: Mapping[str, Mapping[str, float]] = {}
 
     @property

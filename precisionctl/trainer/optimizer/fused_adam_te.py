@@ -6,7 +6,6 @@ from transformer_engine.pytorch.optimizers import FusedAdam
 
 from precisionctl.param import Kind
 from precisionctl.recipe import Optimizer
-from precisionctl.trainer.optimizer.adamw import weight_decay
 from precisionctl.trainer.optimizer.scaled_tensor import ScaledTensor
 
 
@@ -21,7 +20,7 @@ class FusedMoments:
             lr=settings.lr,
             betas=(settings.beta1, settings.beta2),
             eps=settings.epsilon,
-            weight_decay=weight_decay(parameter, settings),
+            weight_decay=settings.weight_decay,
             master_weights=True,
             master_weight_dtype=torch.float16,
             exp_avg_dtype=torch.uint8,

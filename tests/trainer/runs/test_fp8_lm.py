@@ -381,3 +381,22 @@ def test_a_rate_that_fp16_masters_round_away_is_told_before_the_run() -> None:
     before = codes.clone()
     optimizer.step(0.99 * 2**-17)
     assert (codes != before).sum() == 10 and (codes[1] != before[1]).all()
+
+
+@pytest.mark.parametrize("optimizer", [MasterAdamW, Fp8LmAdamW])
+def test_rates_of_a_mixer_are_not_decayed_though_they_are_a_matrix(
+    optimizer: type[MasterAdamW | Fp8LmAdamW],
+) -> None:
+    """mamba_ssm marks them so."""
+    module = nn.Module()
+    module.A_log, module.weight = (nn.Parameter(torch.ones(4, 2).bfloat16()) for _ in range(2))
+    made = optimizer(module, replace(SETTINGS, weight_decay=0.5))
+    with made.loading("param") as masters:
+        for master in masters.values():
+            master.fill_(1)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    made.collect()
+    made.reduce(ALONE)
+    made.step(0.5)
+    assert module.A_log.unique().tolist() == [1] and module.weight.unique().tolist() == [0.75]
