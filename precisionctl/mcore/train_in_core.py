@@ -28,6 +28,7 @@ from precisionctl.mcore.stand_ins import stand_ins
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import Recipe
 from precisionctl.sizes import counted
+from precisionctl.trainer.backends.te_version import version_parts
 from precisionctl.trainer.data import Blend, OnTokens, Rows
 from precisionctl.trainer.fp8_start import FC2_OF_EXPERTS, unused
 from precisionctl.trainer.loop import OnStep
@@ -90,7 +91,7 @@ def require_core() -> None:
         found = version("megatron-core")
     except PackageNotFoundError:
         found = ""
-    if not found or tuple(map(int, found.split(".")[:2])) < _OLDEST:
+    if version_parts(found) < _OLDEST:
         raise EnvironmentProblem(
             f"--engine megatron-core needs megatron-core {needed} or newer, and {found or 'none'} is installed",
             do="pip install 'precisionctl[megatron]'",

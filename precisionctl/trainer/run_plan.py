@@ -181,7 +181,10 @@ def check_graphs(recipe: Recipe, model: ModelShape, backend: BackendName, ranks:
         "ranks put parameters together for each pass": world.shards_parameters(ranks, recipe),
         "the host must know the sizes of the experts' GEMMs in each pass": model.moe is not None,
         "a layer takes more than the hidden states of the one before": bool(
-            any(map(model.shares_kv, range(model.num_layers))) or model.per_layer_embed_dim or model.ple
+            any(map(model.shares_kv, range(model.num_layers)))
+            or model.per_layer_embed_dim
+            or model.ple
+            or model.attn_res_block_size
         ),
         "train.recompute computes layers again outside of them": recipe.train.recompute != "none",
         f"attention in a graph wants rows of a multiple of {GRAPH_ROW} tokens": bool(

@@ -51,7 +51,8 @@ def test_a_transformer_engine_that_is_too_old_is_named_and_the_emulation_goes_on
 
 @pytest.mark.parametrize(
     ("installed", "enough"),
-    [("2.8.0", False), ("2.9.0", True), ("2.9.0+70f53666", True), ("2.20.2", True), ("1.13.0", False), ("3.0", True)],
+    [("2.8.0", False), ("2.9.0", True), ("2.9.0+70f53666", True), ("2.20.2", True), ("1.13.0", False), ("3.0", True)]
+    + [("2.9rc1", True), ("2.8+abc", False), ("2.10.dev3", True), ("", False)],
 )
 def test_versions_are_compared_by_their_numbers(installed: str, enough: bool) -> None:
     assert (te_version.version_parts(installed) >= te_version.TE_FLOOR) == enough

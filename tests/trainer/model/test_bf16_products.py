@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from precisionctl.model.sparse_parts import MSA
 from precisionctl.trainer.backends import bf16_products
 from precisionctl.trainer.backends.bf16_products import product
+from precisionctl.trainer.model.attention.block_indexer import attend_to_blocks
 
 
 @pytest.fixture
@@ -79,3 +81,14 @@ def test_a_cpu_with_avx2_alone_has_no_kernels() -> None:
     code = "from precisionctl.trainer.backends.bf16_products import cpu_has_bf16_kernels as has; print(has())"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_attention_to_blocks_is_computed_in_fp32_too(averaged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bf16_products, "cpu_has_bf16_kernels", lambda: False)
+    msa = MSA(2, 8, block_size=4, topk_blocks=2, local_blocks=1, layers=(True,), averaged=averaged)
+    torch.manual_seed(0)
+    sizes = ((4, 8), (2, 8), (2, 8), (2, 8), (1, 8))  # of queries, keys and values, and of the indexer's two
+    heads = [torch.randn(2, 16, *size).bfloat16() for size in sizes]
+    wide = attend_to_blocks([each.float() for each in heads], msa, 0.3)
+    assert torch.equal(attend_to_blocks(heads, msa, 0.3), wide.bfloat16())

@@ -47,6 +47,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rows | Blend]:
         ({"ranks": 2}, "ranks put parameters together"),
         ({"family": "mixtral"}, "the sizes of the experts' GEMMs"),
         ({"family": "gemma4-small"}, "takes more than the hidden states"),
+        ({"shape": {"attn_res_block_size": 2}}, "takes more than the hidden states"),
         ({"train": {"recompute": "layer"}}, "train.recompute computes"),
         ({"data": {"sequence_length": 1000}}, "rows of a multiple of 128 tokens"),
         ({"rows": "conversations"}, "another shape in each pass"),
@@ -63,6 +64,7 @@ def test_a_run_is_refused_with_the_reason(
     recipe = replace(GRAPHED, train=replace(GRAPHED.train, **changes.get("train", {})))
     recipe = replace(recipe, data=replace(recipe.data, **changes.get("data", {})))
     model, data = shape(changes.get("family", "llama-3")), rows[changes.get("rows", "text")]
+    model = replace(model, **changes.get("shape", {}))
     with pytest.raises(RecipeError, match=reason) if reason else nullcontext():
         check_graphs(recipe, model, changes.get("backend", "te"), changes.get("ranks", 1))
         check_graph_rows(recipe, data)

@@ -120,5 +120,5 @@ def attend_to_blocks(heads: Sequence[Tensor], msa: MSA, scale: float) -> Tensor:
         queries = of_group.transpose(1, 2)
         # for each query head: of PyTorch's kernels on a GPU, none that takes a mask groups queries by itself
         of_heads = (one.transpose(1, 2).expand(-1, queries.shape[1], -1, -1) for one in (one_key, one_value))
-        given.append(product(attention, queries, *of_heads, mask))
+        given.append(product(partial(attention, attn_mask=mask), queries, *of_heads))
     return torch.cat(given, 1).transpose(1, 2)
