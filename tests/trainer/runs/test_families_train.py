@@ -107,7 +107,7 @@ WITH_INTEGERS = [
         row.integers_below for row in architecture_of(pico.shape(family).architecture).spelled({}, pico.shape(family))
     )
 ]
-"""Those with tables of integers: experts by token, and numbers of up to 2^57, for which no float is wide enough."""
+"""With tables of integers: experts by token, and numbers of up to 2^57 that hash n-grams, which no float holds."""
 
 
 @pytest.mark.parametrize("begins", ["hf", *in_soak("megatron")])
