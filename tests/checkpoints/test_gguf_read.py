@@ -8,7 +8,7 @@ import re
 import struct
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from precisionctl.checkpoints.gguf.described_model import check_same, model_of_f
 from precisionctl.checkpoints.gguf.families import FAMILIES, model_type_of
 from precisionctl.checkpoints.gguf.head import GgufTensor, read_head
 from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.metadata_keys import read_each
 from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.ggml_formats import FORMATS, UNREAD
@@ -550,6 +551,75 @@ def test_odd_values_of_any_key_are_read_or_are_one_error_that_speaks_of_no_confi
                 assert "config.json" not in error.what, (key, odd)
 
 
+@dataclass(frozen=True)
+class Watched(Described):
+    """Metadata that know which keys were asked for."""
+
+    asked: set[str] = field(default_factory=set)
+
+    def said(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().said(key)
+
+
+COUNTED_BY = {"attention.key_length", "nextn_predict_layers"}
+"""Keys of others that rules count by, and a file may not have in a family without these."""
+PASSED_OVER = {
+    *("attention.head_count_kv", "attention.sliding_window_pattern", "attention.value_length", "context_length"),
+    *("expert_shared_count", "expert_shared_feed_forward_length", "expert_used_count", "rope.dimension_sections"),
+    *("n_deepstack_layers", "rope.scaling.factor", "rope.scaling.original_context_length"),
+    *(f"ssm.{key}" for key in ("conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank")),
+}
+"""Keys by which llama.cpp computes nothing in some families, or not beside what other keys say."""
+
+
+@pytest.mark.parametrize("name", gguf_files.WRITTEN)
+def test_the_keys_that_a_family_says_are_those_that_it_reads(name: str) -> None:
+    whole = described(name)
+    gate = replace(whole.tensors["token_embd.weight"], shape=(4, 64))
+    file = Watched(whole.metadata, {**whole.tensors, "blk.0.attn_gate.weight": gate}, whole.architecture, "a.gguf")
+    family = FAMILIES[pico.shape(name).architecture].of_file(file)
+    entries = [*family.keys, *family.more, *family.reads]
+    said = {key for entry in entries for key in entry.keys}
+    file.asked.clear()
+    with contextlib.suppress(UnknownArchitecture):  # of rules between keys and tensors, which are not there
+        read_each(entries, file)
+        assert said - file.asked <= PASSED_OVER
+    assert file.asked - said <= COUNTED_BY
+
+
+@pytest.mark.parametrize("family", ["laguna", "cohere2-moe", "granite-swa", "qwen3-next", "glm-moe-dsa", "exaone-moe"])
+@pytest.mark.parametrize("layers", [1, 99])
+def test_lists_of_other_numbers_of_layers_are_one_error(family: str, layers: int) -> None:
+    file = described(family)
+    lists = [key for key, value in file.metadata.items() if isinstance(value, list) and type(value[0]) is bool]
+    if family == "laguna":
+        lists = ["laguna.attention.sliding_window_pattern"]
+    assert lists
+    for key in lists:
+        metadata = {**file.metadata, key: [True] * layers}
+        with pytest.raises(DamagedCheckpoint, match=re.escape(f"{key} is [True")):
+            FAMILIES[pico.shape(family).architecture].read(replace(file, metadata=metadata))
+
+
+@pytest.mark.parametrize("family", ["exaone-moe", "glm-moe-dsa"])
+def test_layers_of_prediction_may_be_in_lists_or_not_and_are_no_more_than_all(family: str) -> None:
+    file, table = described(family), FAMILIES[pico.shape(family).architecture]
+    key = "attention.sliding_window_pattern" if family == "exaone-moe" else "attention.indexer.types"
+    said = {name.partition(".")[2]: value for name, value in file.metadata.items()}
+    decoder = said["block_count"] - said.get("nextn_predict_layers", 0)
+    pattern = [layer % 2 == 0 for layer in range(decoder)]
+    for predicting, listed in ((1, [*pattern, False]), (1, pattern), (0, pattern)):
+        changed = {"block_count": decoder + predicting, "nextn_predict_layers": predicting, key: listed}
+        metadata = {f"{file.architecture}.{name}": value for name, value in {**said, **changed}.items()}
+        fields = table.read(replace(file, metadata=metadata))
+        assert fields["num_layers"] == decoder
+        assert fields["window_layers" if family == "exaone-moe" else "dsa.layers"] == tuple(pattern)
+    metadata = {**file.metadata, f"{file.architecture}.nextn_predict_layers": 99}
+    with pytest.raises(DamagedCheckpoint, match="nextn_predict_layers is 99"):
+        table.read(replace(file, metadata=metadata))
+
+
 def described(family: str, **changes: Any) -> Described:
     """What a file says of a model, without most tensors."""
     model = from_hf_config(pico.config(family, **{**gguf_files.WRITTEN[family], **changes}))
@@ -591,6 +661,8 @@ def scaled(kind: str, factor: float = 4.0, **more: Any) -> dict[str, Any]:
         ("glm4-moe-lite", scaled("yarn"), "no `deepseek2.rope.scaling.yarn_log_multiplier`"),
         ("glm-moe-dsa", scaled("yarn", log_multiplier=0.1), "scaled as yarn"),
         ("hunyuan", {"factor": 4.0}, "settings .* that are not read: rope.scaling.factor"),
+        ("qwen3", {"factor": 4.0}, "settings .* that are not read: rope.scaling.factor"),
+        ("qwen3", {"type": "linear", "factor": 4.0, "yarn_beta_fast": 8.0}, "not read: rope.scaling.yarn_beta_fast"),
         ("olmo3", {"freq_base_swa": 1e4}, "freq_base_swa is 10000.0, and 150000.0"),
     ],
 )

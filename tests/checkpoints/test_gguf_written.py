@@ -28,7 +28,7 @@ from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.gguf.families import FAMILIES, of_llama_cpp
 from precisionctl.checkpoints.gguf.head import read_head
-from precisionctl.checkpoints.gguf.images import Images
+from precisionctl.checkpoints.gguf.mrope_keys import Images
 from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.ggml_blocks import blocks_of

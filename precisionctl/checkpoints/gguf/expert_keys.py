@@ -41,7 +41,7 @@ def _write_shared(model: ModelShape) -> Said:
     return {"expert_shared_count": shared // value_of(model, "moe.ffn_hidden_size")}
 
 
-SHARED_COUNT = GgufRule(("moe.shared_ffn_hidden_size",), _read_shared, _write_shared)
+SHARED_COUNT = GgufRule(("moe.shared_ffn_hidden_size",), ("expert_shared_count",), _read_shared, _write_shared)
 """So many, each as large as a routed one."""
 
 
@@ -60,29 +60,40 @@ def _write_dense(model: ModelShape) -> Said:
     return {"leading_dense_block_count": experts.count(False)}
 
 
-LEADING_DENSE = GgufRule(("moe.layer_freq",), _read_dense, _write_dense)
+LEADING_DENSE = GgufRule(("moe.layer_freq",), ("leading_dense_block_count",), _read_dense, _write_dense)
 
+
+def with_router(file: Described) -> tuple[bool, ...]:
+    """For each decoder layer whether it has a router, and so experts."""
+    return tuple(file.has(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(file.decoder_layers()))
+
+
+ROUTED_LAYERS = GgufRule(("moe.layer_freq",), (), lambda file: {"moe.layer_freq": with_router(file)})
+"""Of a family whose files do not say which layers have experts."""
+
+_SCORES = "expert_gating_func"
 _FUNCTIONS = {"softmax": 1, "sigmoid": 2}
 """llama.cpp's numbers of the functions that score experts."""
 
 
 def is_scored_by(function: str, file: Described) -> bool:
     """Whether a file says that this function scores its experts."""
-    return bool(file.count("expert_gating_func", 0) == _FUNCTIONS[function])
+    return bool(file.count(_SCORES, 0) == _FUNCTIONS[function])
 
 
 def scored_by(function: str) -> GgufRule:
     """The one function that scores experts in all models of a family, which a file may say."""
 
     def read(file: Described) -> Fields:
-        file.expect("expert_gating_func", _FUNCTIONS[function])
+        file.expect(_SCORES, _FUNCTIONS[function])
         return {"moe.score_function": function}
 
-    return GgufRule(("moe.score_function",), read, lambda model: {"expert_gating_func": _FUNCTIONS[function]})
+    return GgufRule(("moe.score_function",), (_SCORES,), read, lambda model: {_SCORES: _FUNCTIONS[function]})
 
 
 NORMALISED = GgufRule(
     ("moe.pre_softmax",),
+    ("expert_weights_norm",),
     lambda file: {"moe.pre_softmax": file.said("expert_weights_norm") is not True},
     lambda model: {} if value_of(model, "moe.pre_softmax") else {"expert_weights_norm": True},
 )
@@ -104,7 +115,7 @@ def groups(scores: int) -> GgufRule:
             number = best = 1
         return {"expert_group_count": number, "expert_group_used_count": best}
 
-    return GgufRule(_GROUPS[:2], read, write)
+    return GgufRule(_GROUPS[:2], ("expert_group_count", "expert_group_used_count"), read, write)
 
 
 TWO_SCORES: Mapping[str, Any] = {"moe.group_scores": lambda fields: 2 if fields["moe.num_groups"] else None}

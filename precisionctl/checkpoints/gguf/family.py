@@ -12,7 +12,6 @@ import numpy as np
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.architectures.families import fields_of
-from precisionctl.checkpoints.gguf.images import Images
 from precisionctl.checkpoints.gguf.metadata import Described, shortest
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
 from precisionctl.checkpoints.gguf.metadata_keys import (
@@ -30,6 +29,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     refused,
     write_each,
 )
+from precisionctl.checkpoints.gguf.mrope_keys import Images
 from precisionctl.checkpoints.gguf.rope_keys import ROPE, SCALINGS, TURNED, always_of_yarn
 from precisionctl.checkpoints.gguf.tensor_rows import GgufRow, TensorTable
 from precisionctl.errors import shown
@@ -135,9 +135,9 @@ class GgufFamily:
     def read(self, file: Described) -> dict[str, Any]:
         """The fields that a file says. Raises DamagedCheckpoint for keys that are not there or contradict one another,
         UnknownArchitecture for a setting that is not read."""
-        said = {"rope_scaling": None, **read_each((*_OF_ALL, *self.keys, *self.more, *self.reads), file)}
-        file.check_all_asked()
-        return said
+        entries = (*_OF_ALL, *self.keys, *self.more, *self.reads)
+        file.check_read(key for entry in entries for key in entry.keys)
+        return {"rope_scaling": None, **read_each(entries, file)}
 
     def completed(self, said: Fields) -> dict[str, Any]:
         """The fields with those that llama.cpp computes whatever a file says."""

@@ -35,14 +35,18 @@ def _write_heads(model: ModelShape) -> Said:
     return {"attention.head_count": model.num_attention_heads, HEADS_KV: [0 if delta else 1 for delta in kinds]}
 
 
-KDA_HEADS = GgufRule(("num_attention_heads", "num_query_groups", "gdn.layers"), _read_heads, _write_heads)
+KDA_HEADS = GgufRule(
+    ("num_attention_heads", "num_query_groups", "gdn.layers"),
+    ("attention.head_count", HEADS_KV),
+    _read_heads,
+    _write_heads,
+)
 """To llama.cpp all heads have one key, the latent, and layers of delta attention none."""
 KDA_SIZES = (GgufKey("gdn.conv_kernel_dim", "ssm.conv_kernel"), GgufKey("gdn.key_head_dim", "kda.head_dim"))
 
 
 def _read_key_size(file: Described) -> Fields:
     file.expect("attention.key_length", file.count("attention.kv_lora_rank") + file.count("rope.dimension_count"))
-    file.said("attention.value_length")
     return {}
 
 
@@ -53,7 +57,7 @@ def latent_key(head_dim: Callable[[ModelShape], int]) -> GgufRule:
         key = value_of(model, "mla.kv_lora_rank") + value_of(model, "mla.qk_pos_emb_head_dim")
         return {"attention.key_length": key, "attention.value_length": head_dim(model)}
 
-    return GgufRule((), _read_key_size, write)
+    return GgufRule((), ("attention.key_length", "attention.value_length"), _read_key_size, write)
 
 
 BESIDE_KDA: Mapping[str, Any] = {

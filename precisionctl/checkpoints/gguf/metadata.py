@@ -2,19 +2,17 @@
 shortest decimals that mean them."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from precisionctl.architectures.config_keys import NEEDED
 from precisionctl.checkpoints.gguf.head import GgufTensor
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import LARGEST, MOST_LAYERS
 from precisionctl.sizes import listed
-
-NEEDED: Any = object()
-"""Default of a key that must be there."""
 
 TOKEN_IDS = {
     "bos": "bos_token_id",
@@ -41,11 +39,9 @@ class Described:
     tensors: Mapping[str, GgufTensor]
     architecture: str
     where: object
-    _asked: set[str] = field(default_factory=set)
 
     def said(self, key: str) -> Any:
         """A value under a key of the architecture; None if there is none."""
-        self._asked.add(key)
         return self.metadata.get(f"{self.architecture}.{key}")
 
     def count(self, key: str, absent: Any = NEEDED, *, least: int = 0, most: int = LARGEST) -> Any:
@@ -68,21 +64,31 @@ class Described:
             what = f"{self.architecture}.{key} is {shown(self.said(key))}, and {value} in a model like this"
             raise UnknownArchitecture(what, where=self.where)
 
+    def layers(self) -> int:
+        """Number of layers, with those of multi-token prediction, which come last."""
+        return int(self.count("block_count", most=MOST_LAYERS))
+
+    def prediction_layers(self) -> int:
+        return int(self.count("nextn_predict_layers", 0, most=self.layers()))
+
     def decoder_layers(self) -> int:
         """Number of layers without those of multi-token prediction."""
-        prediction: int = self.count("nextn_predict_layers", 0)
-        return int(self.count("block_count", most=MOST_LAYERS)) - prediction
+        return self.layers() - self.prediction_layers()
 
     def flags(self, key: str) -> list[bool] | None:
-        """A list of one for each layer."""
-        values = self.said(key)
-        if values is not None and (not isinstance(values, list) or not all(type(value) is bool for value in values)):
+        """One for each decoder layer; a file may list those of multi-token prediction too."""
+        values, layers = self.said(key), self.decoder_layers()
+        if values is None:
+            return None
+        if not isinstance(values, list) or len(values) not in (layers, self.layers()):
             raise self._damaged(key, values)
-        return values
+        if not all(type(value) is bool for value in values):
+            raise self._damaged(key, values)
+        return values[:layers]
 
     def counts(self, key: str) -> list[int]:
         """An integer for each layer; a file may have one for all."""
-        layers, values = self.count("block_count", most=MOST_LAYERS), self.said(key)
+        layers, values = self.layers(), self.said(key)
         if type(values) is int:
             values = [values] * layers
         if not isinstance(values, list) or len(values) != layers or not layers:
@@ -95,11 +101,15 @@ class Described:
         """Whether there is a tensor with this name."""
         return name in self.tensors
 
-    def check_all_asked(self) -> None:
-        """Raise UnknownArchitecture for a key of the architecture that nobody asked for: it may say another model."""
+    def check_read(self, keys: Iterable[str]) -> None:
+        """Raise UnknownArchitecture for a key of the architecture that is none of these: it may say another model."""
         prefix = f"{self.architecture}."
-        keys = {key.removeprefix(prefix) for key in self.metadata if key.startswith(prefix)}
-        if unread := sorted(keys - self._asked - _SAYS_NOTHING):
+        said = {key.removeprefix(prefix) for key in self.metadata if key.startswith(prefix)}
+        self.refuse(said - {*keys} - _SAYS_NOTHING)
+
+    def refuse(self, keys: Iterable[str]) -> None:
+        """Raise UnknownArchitecture for those of the keys that are there."""
+        if unread := sorted(key for key in keys if self.said(key) is not None):
             what = f"settings of llama.cpp's {self.architecture} that are not read: {listed(unread)}"
             raise UnknownArchitecture(what, where=self.where, do="Start from the release.")
 

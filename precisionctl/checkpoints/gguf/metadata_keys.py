@@ -10,13 +10,12 @@ Sources: llama.cpp's src/llama-model.cpp (load_hparams), src/models/*.cpp, and c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.metadata import NEEDED, Described
+from precisionctl.architectures.config_keys import NEEDED, Fields
+from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model.model_parts import MOST_LAYERS
 from precisionctl.model.model_shape import ModelShape
 
 Said = Mapping[str, int | float | bool | str | list[bool] | list[int]]
@@ -29,6 +28,12 @@ class GgufEntry(Protocol):
     @property
     def fields(self) -> tuple[str, ...]:
         """Those that llama.cpp computes with as the file says them."""
+        ...
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Those that `read` looks at, beside others' that it only counts by. A key of a file that is no entry's is
+        refused."""
         ...
 
     def read(self, file: Described) -> Fields: ...
@@ -50,6 +55,10 @@ class GgufKey:
     @property
     def fields(self) -> tuple[str, ...]:
         return (self.field,)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.key,)
 
     def read(self, file: Described) -> Fields:
         read = file.count if self.kind is int else file.number
@@ -78,26 +87,37 @@ def value_of(model: ModelShape, field: str) -> Any:
 
 @dataclass(frozen=True)
 class GgufRule:
-    """Fields and keys that functions make of one another."""
+    """Fields and keys that functions make of one another. Without keys, tensors say the fields."""
 
     fields: tuple[str, ...]
+    keys: tuple[str, ...]
     read: Callable[[Described], Fields]
     write: Callable[[ModelShape], Said] = lambda model: {}
 
 
 def write_only(write: Callable[[ModelShape], Said]) -> GgufRule:
     """Keys that the converter's order puts elsewhere than the entry that reads them, which a docstring names."""
-    return GgufRule((), lambda file: {}, write)
+    return ignored_keys(write=write)
 
 
-def always(key: str, value: float | bool) -> GgufRule:
-    """A key that all models of a family have the same value of. Reading another one raises UnknownArchitecture."""
+def ignored_keys(*keys: str, write: Callable[[ModelShape], Said] = lambda model: {}) -> GgufRule:
+    """Keys that a file may have, whatever they say: llama.cpp computes nothing by them, or what other keys say too."""
+    return GgufRule((), keys, lambda file: {}, write)
+
+
+def expected(key: str, value: float | bool) -> GgufRule:
+    """A key that a file of the family may have, with one value. Reading another one raises UnknownArchitecture."""
 
     def read(file: Described) -> Fields:
         file.expect(key, value)
         return {}
 
-    return GgufRule((), read, lambda model: {key: value})
+    return GgufRule((), (key,), read)
+
+
+def always(key: str, value: float | bool) -> GgufRule:
+    """The same of a key that is also written."""
+    return replace(expected(key, value), write=lambda model: {key: value})
 
 
 def read_each(entries: Iterable[GgufEntry], file: Described) -> dict[str, Any]:
@@ -119,25 +139,27 @@ def refused(model: ModelShape, what: str) -> UnknownArchitecture:
 # Sizes
 
 
-def _read_layers(file: Described) -> Fields:
-    return {"num_layers": file.count("block_count", most=MOST_LAYERS)}
-
-
 def _read_layers_and_prediction(file: Described) -> Fields:
-    prediction = file.count("nextn_predict_layers", 0, most=MOST_LAYERS)
-    return {"num_layers": _read_layers(file)["num_layers"] - prediction, "mtp_num_layers": prediction}
+    return {"num_layers": file.decoder_layers(), "mtp_num_layers": file.prediction_layers()}
 
 
-LAYERS = GgufRule(("num_layers",), _read_layers, lambda model: {"block_count": model.num_layers})
+LAYERS = GgufRule(
+    ("num_layers",),
+    ("block_count",),
+    lambda file: {"num_layers": file.layers()},
+    lambda model: {"block_count": model.num_layers},
+)
 LAYERS_AND_PREDICTION = GgufRule(
     ("num_layers", "mtp_num_layers"),
+    ("block_count", "nextn_predict_layers"),
     _read_layers_and_prediction,
     lambda model: {"block_count": model.num_layers + model.mtp_num_layers},
 )
-DECODER_LAYERS = GgufRule(("num_layers",), _read_layers_and_prediction, LAYERS.write)
+DECODER_LAYERS = replace(LAYERS, keys=LAYERS_AND_PREDICTION.keys, read=_read_layers_and_prediction)
 """Of a family whose layers of multi-token prediction are not written."""
 PREDICTION_LAYERS = GgufRule(
     ("mtp_num_layers",),
+    (),
     lambda file: {},
     lambda model: {"nextn_predict_layers": model.mtp_num_layers} if model.mtp_num_layers else {},
 )
@@ -160,46 +182,45 @@ def _read_vocabulary(file: Described) -> Fields:
 
 VOCABULARY = GgufRule(
     ("vocab_size", "padded_vocab_size"),
+    ("vocab_size",),
     _read_vocabulary,
     lambda model: {"vocab_size": model.vocab_size},
 )
-TIED = GgufRule(("tied_embeddings",), lambda file: {"tied_embeddings": not file.has("output.weight")})
+TIED = GgufRule(("tied_embeddings",), (), lambda file: {"tied_embeddings": not file.has("output.weight")})
 
 
-def _read_causal(file: Described) -> Fields:
-    file.expect("attention.causal", True)
-    return {}
-
-
-CAUSAL = GgufRule((), _read_causal)
+CAUSAL = expected("attention.causal", True)
+NO_EXPERTS = expected("expert_count", 0)
+"""Of a family that is told from another one by it."""
 
 ATTENTION_BIAS = GgufRule(
     ("qkv_bias", "proj_bias"),
+    (),
     lambda file: dict.fromkeys(("qkv_bias", "proj_bias"), file.has("blk.0.attn_q.bias")),
 )
-QKV_BIAS = GgufRule(("qkv_bias",), lambda file: {"qkv_bias": file.has("blk.0.attn_q.bias")})
-HAS_QK_NORMS = GgufRule(("qk_layernorm",), lambda file: {"qk_layernorm": file.has("blk.0.attn_q_norm.weight")})
-MLP_BIAS = GgufRule(("mlp_bias",), lambda file: {"mlp_bias": file.has("blk.0.ffn_up.bias")})
+QKV_BIAS = GgufRule(("qkv_bias",), (), lambda file: {"qkv_bias": file.has("blk.0.attn_q.bias")})
+HAS_QK_NORMS = GgufRule(("qk_layernorm",), (), lambda file: {"qk_layernorm": file.has("blk.0.attn_q_norm.weight")})
+MLP_BIAS = GgufRule(("mlp_bias",), (), lambda file: {"mlp_bias": file.has("blk.0.ffn_up.bias")})
 
 
 # Attention
 
+HEADS_KV = "attention.head_count_kv"
+
 
 def _read_heads(file: Described) -> Fields:
     heads = file.count("attention.head_count", least=1)
-    return {"num_attention_heads": heads, "num_query_groups": file.count("attention.head_count_kv", heads)}
+    return {"num_attention_heads": heads, "num_query_groups": file.count(HEADS_KV, heads)}
 
 
 HEADS = GgufRule(
     ("num_attention_heads", "num_query_groups"),
+    ("attention.head_count", HEADS_KV),
     _read_heads,
-    lambda model: {
-        "attention.head_count": model.num_attention_heads,
-        "attention.head_count_kv": model.num_query_groups,
-    },
+    lambda model: {"attention.head_count": model.num_attention_heads, HEADS_KV: model.num_query_groups},
 )
 
-EQUAL_HEADS = GgufRule(HEADS.fields, _read_heads, lambda model: {"attention.head_count": model.num_attention_heads})
+EQUAL_HEADS = replace(HEADS, write=lambda model: {"attention.head_count": model.num_attention_heads})
 """Of families that have as many keys as queries."""
 
 
@@ -226,8 +247,10 @@ def _write_unusual_head_size(model: ModelShape) -> Said:
     return {} if usual else _write_head_size(model)
 
 
-HEAD_SIZE = GgufRule(("kv_channels",), _read_head_size, _write_head_size)
-UNUSUAL_HEAD_SIZE = GgufRule(("kv_channels",), _read_head_size, _write_unusual_head_size)
+HEAD_SIZE = GgufRule(
+    ("kv_channels",), ("attention.key_length", "attention.value_length"), _read_head_size, _write_head_size
+)
+UNUSUAL_HEAD_SIZE = replace(HEAD_SIZE, write=_write_unusual_head_size)
 """Which is written only where it does not follow from others."""
 
 
@@ -247,28 +270,28 @@ def every(number: int) -> Callable[[Fields], tuple[bool, ...] | None]:
     return of
 
 
+PATTERN = "attention.sliding_window_pattern"
+
+
 def _read_windows(file: Described) -> Fields:
     """The layers that have the window, if the file lists them, or says that it is all but every so many."""
-    key = "attention.sliding_window_pattern"
-    if type(number := file.said(key)) is int and number > 0:
-        return {"window_layers": every(number)(_read_layers(file))}
-    windows = file.flags(key)
+    if type(number := file.said(PATTERN)) is int and number > 0:
+        return {"window_layers": every(number)({"num_layers": file.decoder_layers()})}
+    windows = file.flags(PATTERN)
     return {"window_layers": None if all(windows) else tuple(windows)} if windows else {}
 
 
 def _write_windows(model: ModelShape) -> Said:
     windows = model.window_layers or (True,) * model.num_layers
-    return {"attention.sliding_window_pattern": list(windows)}
+    return {PATTERN: list(windows)}
 
 
 WINDOW = GgufKey("sliding_window", "attention.sliding_window")
-WINDOWS = GgufRule(("window_layers",), _read_windows, _write_windows)
+WINDOWS = GgufRule(("window_layers",), (PATTERN,), _read_windows, _write_windows)
 NO_WINDOW: Fields = {"sliding_window": None, "window_layers": None}
 
 
 # Layers of several kinds
-
-HEADS_KV = "attention.head_count_kv"
 
 
 def one_of(file: Described, key: str, numbers: Sequence[int]) -> int:

@@ -3,9 +3,11 @@
 Sources: llama.cpp's src/models/mamba-base.cpp, and conversion/mamba.py, nemotron.py and granite.py.
 """
 
+from dataclasses import replace
+
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import GgufRule, Said
+from precisionctl.checkpoints.gguf.metadata_keys import GgufRule, Said, ignored_keys
 from precisionctl.checkpoints.gguf.tensor_rows import GgufRow, in_layer, in_layers
 from precisionctl.checkpoints.tensor_changes import DECAY, GROUPED_NORM, KERNEL, VECTOR_AS_COLUMN, Both
 from precisionctl.model.model_shape import ModelShape
@@ -46,6 +48,18 @@ def _write_mixer(model: ModelShape) -> Said:
     }
 
 
+_KEYS = tuple(f"ssm.{key}" for key in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count"))
 MIXER = GgufRule(
-    ("mamba.num_heads", "mamba.head_dim", "mamba.num_groups", "mamba.state_dim"), _read_mixer, _write_mixer
+    ("mamba.num_heads", "mamba.head_dim", "mamba.num_groups", "mamba.state_dim"), _KEYS, _read_mixer, _write_mixer
 )
+
+
+def _write_as_mamba2(model: ModelShape) -> Said:
+    said = _write_mixer(model)
+    return {key: said[key] for key in _KEYS}
+
+
+MIXER_AS_MAMBA2 = replace(MIXER, write=_write_as_mamba2)
+"""In the order of Mamba-2's converter."""
+NO_MIXER = ignored_keys(*_KEYS)
+"""Of a family whose converter also has models with mixers, and writes their keys of all."""

@@ -4,12 +4,13 @@ Source: llama.cpp's converter (set_gguf_parameters of conversion/base.py and oth
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from precisionctl.architectures.config_keys import Fields
+from precisionctl.architectures.config_keys import NEEDED, Fields
 from precisionctl.architectures.rope import yarn_mscale
-from precisionctl.checkpoints.gguf.metadata import NEEDED, Described, shortest
-from precisionctl.checkpoints.gguf.metadata_keys import GgufRule, Said, head_size, number
+from precisionctl.checkpoints.gguf.metadata import Described, shortest
+from precisionctl.checkpoints.gguf.metadata_keys import GgufRule, Said, head_size, number, write_only
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
@@ -18,8 +19,13 @@ OF_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)
 BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 """How often a frequency turns in the original context between which YaRN blends; what is usual."""
 _USUAL_BASE = 10000.0
-_OF_YARN = {"attention_factor": "attn_factor", **{name: name for name in BETAS}}
-"""What config.json says of YaRN, and the ends of keys."""
+_TYPE, _FACTOR, _CONTEXT = (f"rope.scaling.{key}" for key in ("type", "factor", "original_context_length"))
+_OF_YARN = {
+    "attention_factor": "rope.scaling.yarn_attn_factor",
+    **{name: f"rope.scaling.yarn_{name}" for name in BETAS},
+}
+"""What config.json says of YaRN, and the keys."""
+_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 
 SCALINGS: Mapping[str, tuple[str, ...]] = {"default": (), "linear": ("factor",), "yarn": ("factor", ORIGINAL, *BETAS)}
 """The kinds of scaled rotary embeddings that llama.cpp computes, with what config.json says of each: of a family that
@@ -28,6 +34,7 @@ AND_LLAMA3 = {**SCALINGS, "llama3": OF_LLAMA3}
 BEYOND_CONTEXT: Mapping[str, tuple[str, ...]] = {"dynamic": ("factor",)}
 """What scales nothing within the context (InternLM3), and no file says."""
 UNSCALED_ALONE = {"default": ()}
+LONGROPE_ALONE = {**UNSCALED_ALONE, "longrope": (ORIGINAL, "factor", "short_factor", "long_factor")}
 OF_LATENT = {kind: SCALINGS[kind] for kind in ("default", "yarn")}
 """Of families whose heads have one key, the latent: llama.cpp scales their scores as YaRN does, whatever the kind
 (deepseek2.cpp, deepseek32.cpp)."""
@@ -58,16 +65,19 @@ def mscales(*, any_number: bool = False, needed: bool = True) -> Callable[[Field
 
 
 def _read_scaling(file: Described) -> dict[str, Any] | None:
-    kind = file.said("rope.scaling.type")
+    """Without a kind that is said, llama.cpp scales by a factor as `linear` does; of `none` it does not look at it."""
+    kind = file.said(_TYPE)
+    file.refuse(() if kind == "yarn" else _OF_YARN.values())
+    file.refuse((_FACTOR,) if kind in (None, "longrope") else ())
     if kind in (None, "none", "longrope"):  # the last is said by tensors
         return None
     if kind not in ("linear", "yarn"):
         what = f"rotary scaling of type {shown(kind)}, which is not read of GGUF"
         raise UnknownArchitecture(what, where=file.where)
-    scaling = {"rope_type": kind, "factor": file.number("rope.scaling.factor")}
+    scaling = {"rope_type": kind, "factor": file.number(_FACTOR)}
     if kind == "yarn":
-        scaling[ORIGINAL] = file.count("rope.scaling.original_context_length")
-        said = {name: file.number(f"rope.scaling.yarn_{key}", None) for name, key in _OF_YARN.items()}
+        scaling[ORIGINAL] = file.count(_CONTEXT)
+        said = {name: file.number(key, None) for name, key in _OF_YARN.items()}
         scaling |= {name: number for name, number in said.items() if number is not None}
     return scaling
 
@@ -86,11 +96,11 @@ def _write_rope(model: ModelShape) -> Said:
     scaling = model.rope_scaling or {}
     found: dict[str, Any] = {}
     if (kind := scaling.get("rope_type")) in ("linear", "yarn"):
-        found |= {"rope.scaling.type": kind, "rope.scaling.factor": float(scaling["factor"])}
+        found |= {_TYPE: kind, _FACTOR: float(scaling["factor"])}
     if kind == "yarn":
-        found["rope.scaling.original_context_length"] = scaling.get(ORIGINAL) or model.max_position_embeddings
+        found[_CONTEXT] = scaling.get(ORIGINAL) or model.max_position_embeddings
         said = {key: scaling.get(name) for name, key in _OF_YARN.items()}
-        found |= {f"rope.scaling.yarn_{key}": float(value) for key, value in said.items() if value is not None}
+        found |= {key: float(value) for key, value in said.items() if value is not None}
     return {**found, "rope.freq_base": float(model.rotary_base)}
 
 
@@ -99,8 +109,15 @@ def _write_unusual_base(model: ModelShape) -> Said:
     return {key: value for key, value in said.items() if (key, value) != ("rope.freq_base", _USUAL_BASE)}
 
 
-ROPE = GgufRule(("rotary_base", "rope_scaling"), _read_rope, _write_rope)
-UNUSUAL_BASE = GgufRule(ROPE.fields, _read_rope, _write_unusual_base)
+ROPE = GgufRule(
+    ("rotary_base", "rope_scaling"),
+    ("rope.freq_base", "rope.freq_base_swa", _TYPE, _FACTOR, _CONTEXT, *_OF_YARN.values()),
+    _read_rope,
+    _write_rope,
+)
+SAYS_UNSCALED = write_only(lambda model: {_TYPE: "none"})
+"""Which ROPE reads."""
+UNUSUAL_BASE = replace(ROPE, write=_write_unusual_base)
 """Of families whose files by the converter have no base: the one that llama.cpp takes then is not written."""
 LOCAL_BASE = number("rotary_base_local", "rope.freq_base_swa", _USUAL_BASE)
 
@@ -110,17 +127,27 @@ def _read_same_base(file: Described) -> Fields:
     return {"rotary_base_local": _read_rope(file)["rotary_base"]}
 
 
-SAME_BASE = GgufRule(LOCAL_BASE.fields, _read_same_base, LOCAL_BASE.write)
+SAME_BASE = GgufRule(LOCAL_BASE.fields, LOCAL_BASE.keys, _read_same_base, LOCAL_BASE.write)
 """Of families in which llama.cpp reads the base of layers with a window, and turns all with the one base (OLMo 3,
 Mellum 2)."""
 AS_ELSEWHERE: Fields = {"rotary_base_local": lambda fields: fields["rotary_base"]}
 """What it computes there."""
 TURNED = GgufRule(
     ("rotary_percent",),
+    ("rope.dimension_count",),
     lambda file: {"rotary_percent": file.count("rope.dimension_count", head_size(file)) / head_size(file)},
     lambda model: {"rope.dimension_count": model.rotary_size},
 )
 """How many channels of a head turn."""
+
+
+QUERY_SCALING = GgufRule(
+    ("query_scaling_beta",),
+    ("attention.temperature_scale",),
+    lambda file: {"query_scaling_beta": file.number("attention.temperature_scale", 0.0) or None},
+    lambda model: {"attention.temperature_scale": model.query_scaling_beta or 0.0} if model.rope_scaling else {},
+)
+"""Of positions beyond the original context, which only scaled rotary embeddings have. 0 scales none."""
 
 
 def _log_multiplier(share: float, *, needed: bool) -> GgufRule:
@@ -129,7 +156,7 @@ def _log_multiplier(share: float, *, needed: bool) -> GgufRule:
     def read(file: Described) -> Fields:
         scaling = _read_scaling(file)
         of_yarn = bool(scaling and scaling["rope_type"] == "yarn")
-        multiplier = file.number("rope.scaling.yarn_log_multiplier", NEEDED if needed and of_yarn else 0.0)
+        multiplier = file.number(_MULTIPLIER, NEEDED if needed and of_yarn else 0.0)
         if not multiplier or not scaling:
             return {}
         return {"rope_scaling": {**scaling, "mscale_all_dim": shortest(multiplier / share)}}
@@ -137,9 +164,9 @@ def _log_multiplier(share: float, *, needed: bool) -> GgufRule:
     def write(model: ModelShape) -> Said:
         scaling = model.rope_scaling or {}
         multiplier = share * scaling.get("mscale_all_dim", 0.0)
-        return {"rope.scaling.yarn_log_multiplier": multiplier} if scaling.get("rope_type") == "yarn" else {}
+        return {_MULTIPLIER: multiplier} if scaling.get("rope_type") == "yarn" else {}
 
-    return GgufRule((), read, write)
+    return GgufRule((), (_MULTIPLIER,), read, write)
 
 
 LOG_MULTIPLIER, WHOLE_MULTIPLIER = _log_multiplier(0.1, needed=True), _log_multiplier(1.0, needed=False)

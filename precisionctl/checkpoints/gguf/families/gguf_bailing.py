@@ -30,8 +30,10 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     VOCABULARY,
     GgufRule,
     Said,
+    ignored_keys,
     refused,
     value_of,
+    write_only,
 )
 from precisionctl.checkpoints.gguf.rope_keys import TURNED, UNSCALED_ALONE
 from precisionctl.checkpoints.gguf.tensor_rows import (
@@ -111,12 +113,7 @@ def _write_bound(model: ModelShape) -> Said:
     return {"kda.safe_gate": True, "kda.gate_lower_bound": float(bound)}
 
 
-_BOUND = GgufRule(("gdn.kda_lower_bound",), _read_bound, _write_bound)
-
-
-def _read_shared_count(file: Described) -> Fields:
-    file.count("expert_shared_count", least=1)
-    return {}
+_BOUND = GgufRule(("gdn.kda_lower_bound",), ("kda.safe_gate", "kda.gate_lower_bound"), _read_bound, _write_bound)
 
 
 def _write_shared_count(model: ModelShape) -> Said:
@@ -126,7 +123,7 @@ def _write_shared_count(model: ModelShape) -> Said:
     return {"expert_shared_count": max(size // each, 1)}
 
 
-_SHARED_COUNT = GgufRule((), _read_shared_count, _write_shared_count)
+_SHARED_COUNT = ignored_keys("expert_shared_count", write=_write_shared_count)
 """Beside their size, with which llama.cpp computes."""
 
 
@@ -136,7 +133,7 @@ def _write_heads(model: ModelShape) -> Said:
     return {}
 
 
-_WHOLE_HEADS = GgufRule((), lambda file: {}, _write_heads)
+_WHOLE_HEADS = write_only(_write_heads)
 """llama.cpp takes queries for as wide as the hidden states."""
 
 

@@ -4,6 +4,7 @@ Sources: llama.cpp's src/models/command-r.cpp, cohere2.cpp and cohere2moe.cpp, a
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
@@ -13,12 +14,14 @@ from precisionctl.checkpoints.gguf.expert_keys import (
     LEADING_DENSE,
     NORMALISED,
     SHARED_COUNT,
+    SHARED_EXPERT_SIZE,
     is_scored_by,
     scored_by,
 )
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
+    EPSILON,
     HEAD_SIZE,
     LAYER_NORM_EPSILON,
     UNUSUAL_HEAD_SIZE,
@@ -31,9 +34,8 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     hidden_by_heads,
     number,
     value_of,
-    write_only,
 )
-from precisionctl.checkpoints.gguf.rope_keys import TURNED, UNSCALED_ALONE
+from precisionctl.checkpoints.gguf.rope_keys import SAYS_UNSCALED, TURNED, UNSCALED_ALONE
 from precisionctl.checkpoints.gguf.tensor_rows import (
     ATTENTION,
     EXPERTS,
@@ -48,8 +50,6 @@ from precisionctl.model.model_shape import ModelShape
 
 _ROWS = [*outside_layers(), *in_layers({"input_layernorm": "attn_norm"}), *ATTENTION, *MLP]
 _LOGIT_SCALE = number("logit_multiplier", "logit_scale")
-_UNSCALED = write_only(lambda model: {"rope.scaling.type": "none"})
-"""What ROPE reads too."""
 _COMPUTED: Mapping[str, Any] = {
     "kv_channels": hidden_by_heads,
     "normalization": "LayerNorm",
@@ -100,21 +100,17 @@ def _in_window_or_dense(fields: Fields) -> tuple[bool, ...] | None:
     return None if all(turned) else turned
 
 
-_NORM = GgufRule(("normalization", "norm_epsilon"), _read_norm, _write_norm)
-_SCORES = GgufRule(("moe.score_function",), _read_scores, _write_scores)
-_SHARED = GgufRule(SHARED_COUNT.fields, _read_shared, _write_shared)
-_NORMALISED = GgufRule(
-    NORMALISED.fields,
-    NORMALISED.read,
-    lambda model: {"expert_weights_norm": not value_of(model, "moe.pre_softmax")},
-)
+_NORM = GgufRule(("normalization", "norm_epsilon"), (*LAYER_NORM_EPSILON.keys, *EPSILON.keys), _read_norm, _write_norm)
+_SCORES = replace(scored_by("sigmoid"), read=_read_scores, write=_write_scores)
+_SHARED = GgufRule(SHARED_COUNT.fields, (*SHARED_COUNT.keys, *SHARED_EXPERT_SIZE.keys), _read_shared, _write_shared)
+_NORMALISED = replace(NORMALISED, write=lambda model: {"expert_weights_norm": not value_of(model, "moe.pre_softmax")})
 
 FAMILIES = {
     "cohere": GgufFamily(
         "command-r",
         rows=_ROWS,
         keys=(*base_keys(epsilon=LAYER_NORM_EPSILON), UNUSUAL_HEAD_SIZE),
-        more=(_LOGIT_SCALE, _UNSCALED),
+        more=(_LOGIT_SCALE, SAYS_UNSCALED),
         computed=_COMPUTED,
         scalings=UNSCALED_ALONE,
     ),
@@ -122,7 +118,7 @@ FAMILIES = {
         "cohere2",
         rows=_ROWS,
         keys=(*base_keys(epsilon=LAYER_NORM_EPSILON), HEAD_SIZE),
-        more=(_LOGIT_SCALE, WINDOW, VOCABULARY, TURNED, _UNSCALED),
+        more=(_LOGIT_SCALE, WINDOW, VOCABULARY, TURNED, SAYS_UNSCALED),
         reads=(),
         computed={**_COMPUTED, "rope_layers": every(4), "window_layers": every(4)},
         scalings=UNSCALED_ALONE,
@@ -134,7 +130,7 @@ FAMILIES = {
         keys=(*base_keys(*EXPERT_COUNTS, _SCORES, epsilon=_NORM), HEAD_SIZE),
         more=(
             *(_LOGIT_SCALE, WINDOW, WINDOWS, VOCABULARY, EXPERT_SIZE, LEADING_DENSE, _NORMALISED, _SHARED),
-            *(TURNED, _UNSCALED),
+            *(TURNED, SAYS_UNSCALED),
         ),
         reads=(),
         computed={

@@ -24,8 +24,11 @@ from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
     DECODER_LAYERS,
+    HEADS,
+    HEADS_KV,
     LAYERS,
     LAYERS_AND_PREDICTION,
+    NO_EXPERTS,
     NO_PREDICTION,
     PREDICTION_LAYERS,
     VOCABULARY,
@@ -37,7 +40,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     value_of,
     write_only,
 )
-from precisionctl.checkpoints.gguf.rope_keys import LOG_MULTIPLIER, OF_LATENT, ORIGINAL, mscales
+from precisionctl.checkpoints.gguf.rope_keys import LOG_MULTIPLIER, OF_LATENT, ORIGINAL, QUERY_SCALING, mscales
 from precisionctl.checkpoints.gguf.tensor_rows import (
     EXPERT_BIAS,
     EXPERTS,
@@ -111,7 +114,7 @@ def _write_query_rank(model: ModelShape) -> Said:
     return {} if rank is None else {"attention.q_lora_rank": rank}
 
 
-_QUERY_RANK = GgufRule(("mla.q_lora_rank",), _read_query_rank, _write_query_rank)
+_QUERY_RANK = GgufRule(("mla.q_lora_rank",), ("attention.q_lora_rank",), _read_query_rank, _write_query_rank)
 
 
 def _read_latent(file: Described) -> Fields:
@@ -123,6 +126,7 @@ def _read_latent(file: Described) -> Fields:
 
 _LATENT = GgufRule(
     ("mla.kv_lora_rank",),
+    ("attention.key_length", "attention.value_length"),
     _read_latent,
     lambda model: {
         "attention.key_length": value_of(model, "mla.kv_lora_rank") + model.rotary_size,
@@ -133,6 +137,7 @@ _LATENT = GgufRule(
 LATENT_RANK = GgufKey("mla.kv_lora_rank", "attention.kv_lora_rank")
 LATENT_HEADS = GgufRule(
     ("mla.qk_head_dim", "mla.v_head_dim"),
+    ("attention.key_length_mla", "attention.value_length_mla"),
     lambda file: {
         "mla.qk_head_dim": file.count("attention.key_length_mla") - file.count("rope.dimension_count"),
         "mla.v_head_dim": file.count("attention.value_length_mla"),
@@ -146,15 +151,11 @@ LATENT_HEADS = GgufRule(
 LATENT_TURNED = GgufKey("mla.qk_pos_emb_head_dim", "rope.dimension_count")
 
 
-def _read_heads(file: Described) -> Fields:
-    file.count("attention.head_count_kv", None)
-    return dict.fromkeys(_HEADS.fields, file.count("attention.head_count", least=1))
-
-
 _HEADS = GgufRule(
-    ("num_attention_heads", "num_query_groups"),
-    _read_heads,
-    lambda model: {"attention.head_count": model.num_attention_heads, "attention.head_count_kv": 1},
+    HEADS.fields,
+    HEADS.keys,
+    lambda file: dict.fromkeys(HEADS.fields, file.count("attention.head_count", least=1)),
+    lambda model: {"attention.head_count": model.num_attention_heads, HEADS_KV: 1},
 )
 """To llama.cpp all heads have one key: the latent."""
 
@@ -213,6 +214,7 @@ def _read_without_experts(file: Described) -> Fields:
 
 _WITHOUT_EXPERTS = GgufRule(
     (),
+    ("leading_dense_block_count", "expert_feed_forward_length", "expert_shared_count"),
     _read_without_experts,
     lambda model: {"expert_feed_forward_length": model.ffn_hidden_size, "expert_shared_count": 0},
 )
@@ -277,12 +279,8 @@ def _read_query_length(file: Described) -> Fields:
 
 
 _QUERY_SCALING = (
-    GgufRule(
-        ("query_scaling_beta",),
-        lambda file: {"query_scaling_beta": file.number("attention.temperature_scale", 0.0) or None},
-        lambda model: {"attention.temperature_scale": model.query_scaling_beta} if model.query_scaling_beta else {},
-    ),
-    GgufRule((), _read_query_length, _write_query_length),
+    QUERY_SCALING,
+    GgufRule((), ("attention.temperature_length",), _read_query_length, _write_query_length),
 )
 """Which llama.cpp reads, and its converter leaves out."""
 
@@ -303,6 +301,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
             LOG_MULTIPLIER,
         ),
         computed={"kv_channels": lambda fields: fields["mla.v_head_dim"]},
+        reads=(NO_EXPERTS,),
         ignored={},
         recognises=lambda file: not _has_experts(file),
     ),

@@ -3,11 +3,17 @@
 Sources: llama.cpp's src/models/ernie4-5.cpp and ernie4-5-moe.cpp, and conversion/ernie.py.
 """
 
-from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, LEADING_DENSE, SHARED_COUNT
+from dataclasses import replace
+
+from precisionctl.checkpoints.gguf.expert_keys import (
+    EXPERT_COUNTS,
+    EXPERT_SIZE,
+    LEADING_DENSE,
+    SHARED_COUNT,
+    SHARED_EXPERT_SIZE,
+)
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import HEAD_SIZE, UNUSUAL_HEAD_SIZE, GgufRule, Said, always
+from precisionctl.checkpoints.gguf.metadata_keys import HEAD_SIZE, UNUSUAL_HEAD_SIZE, Said, always
 from precisionctl.checkpoints.gguf.tensor_rows import (
     CORRECTION,
     DECODER,
@@ -20,11 +26,6 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
 from precisionctl.model.model_shape import ModelShape
 
 
-def _read_shared(file: Described) -> Fields:
-    file.count("expert_shared_feed_forward_length", None)
-    return SHARED_COUNT.read(file)
-
-
 def _write_shared(model: ModelShape) -> Said:
     assert model.moe
     shared = model.moe.shared_ffn_hidden_size or 0
@@ -32,8 +33,9 @@ def _write_shared(model: ModelShape) -> Said:
     return {"expert_shared_count": shared // model.moe.ffn_hidden_size, **size}
 
 
-_SHARED = GgufRule(SHARED_COUNT.fields, _read_shared, _write_shared)
-"""The size is theirs together; the converter makes it of other numbers, which come to the same in the releases."""
+_SHARED = replace(SHARED_COUNT, keys=(*SHARED_COUNT.keys, *SHARED_EXPERT_SIZE.keys), write=_write_shared)
+"""The size, which is not read, is theirs together; the converter makes it of other numbers, which come to the same in
+the releases."""
 _STEP = always("interleave_moe_layer_step", 1)
 
 FAMILIES = {

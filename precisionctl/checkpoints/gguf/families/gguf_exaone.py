@@ -11,6 +11,7 @@ from precisionctl.checkpoints.gguf.expert_keys import (
     LEADING_DENSE,
     NORMALISED,
     SHARED_COUNT,
+    SHARED_EXPERT_SIZE,
     TWO_SCORES,
     WEIGHTS_SCALE,
     groups,
@@ -30,10 +31,11 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     Said,
     every,
     hidden_by_heads,
+    ignored_keys,
     refused,
     write_only,
 )
-from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3, TURNED, UNSCALED_ALONE
+from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3, SAYS_UNSCALED, TURNED, UNSCALED_ALONE
 from precisionctl.checkpoints.gguf.tensor_rows import (
     ATTENTION,
     CORRECTION,
@@ -59,8 +61,7 @@ def _windows(fields: Fields) -> tuple[bool, ...] | None:
 
 
 def _read_window(file: Described) -> Fields:
-    computed = _windows({"num_layers": file.count("block_count")})
-    file.said("attention.sliding_window_pattern")  # by which llama.cpp does not go
+    computed = _windows({"num_layers": file.layers()})
     window = file.count("attention.sliding_window", 4096 if computed else None)
     return {"sliding_window": window if computed else None, "window_layers": computed, "rope_layers": computed}
 
@@ -80,21 +81,21 @@ def _write_a_window(model: ModelShape) -> Said:
     return WINDOW.write(model)
 
 
-def _read_shared_size(file: Described) -> Fields:
-    file.said("expert_shared_feed_forward_length")
-    return {}
-
-
-_WINDOW = GgufRule(("sliding_window", "window_layers", "rope_layers"), _read_window, _write_window)
-"""By the number of layers: in the model of 32B, three in four have a window, and the others no rotary embeddings."""
-
-_A_WINDOW = GgufRule(WINDOW.fields, WINDOW.read, _write_a_window)
-_SHARED_SIZE = GgufRule(
-    (),
-    _read_shared_size,
-    lambda model: {"expert_shared_feed_forward_length": model.moe and model.moe.shared_ffn_hidden_size or 0},
+_WINDOW = GgufRule(
+    ("sliding_window", "window_layers", "rope_layers"),
+    (*WINDOW.keys, *WINDOWS.keys),
+    _read_window,
+    _write_window,
 )
-"""What SHARED_COUNT reads too."""
+"""By the number of layers, and not by a pattern: in the model of 32B, three in four have a window, and the others no
+rotary embeddings."""
+
+_A_WINDOW = GgufRule(WINDOW.fields, WINDOW.keys, WINDOW.read, _write_a_window)
+_SHARED_SIZE = ignored_keys(
+    *SHARED_EXPERT_SIZE.keys,
+    write=lambda model: dict.fromkeys(SHARED_EXPERT_SIZE.keys, model.moe and model.moe.shared_ffn_hidden_size or 0),
+)
+"""What SHARED_COUNT says too."""
 
 
 FAMILIES = {
@@ -132,7 +133,7 @@ FAMILIES = {
         keys=(*base_keys(*EXPERT_COUNTS, groups(2), scored_by("sigmoid"), layers=DECODER_LAYERS), HEAD_SIZE),
         more=(
             *(VOCABULARY, _A_WINDOW, WINDOWS, EXPERT_SIZE, SHARED_COUNT, _SHARED_SIZE, WEIGHTS_SCALE, NORMALISED),
-            *(LEADING_DENSE, write_only(lambda model: {"nextn_predict_layers": 0, "rope.scaling.type": "none"})),
+            *(LEADING_DENSE, write_only(lambda model: {"nextn_predict_layers": 0}), SAYS_UNSCALED),
         ),
         computed={
             **TWO_SCORES,

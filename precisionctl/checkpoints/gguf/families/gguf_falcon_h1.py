@@ -4,16 +4,14 @@ multiplied by them, in FP32, before they are rounded.
 Sources: llama.cpp's src/models/falcon-h1.cpp and mamba-base.cpp, and conversion/falcon_h1.py and mamba.py.
 """
 
-from dataclasses import replace
-
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
     CONTEXT,
     EPSILON,
+    EQUAL_HEADS,
     HEAD_SIZE,
-    HEADS,
     HEADS_KV,
     LAYERS,
     MLP_SIZE,
@@ -23,7 +21,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     value_of,
     write_only,
 )
-from precisionctl.checkpoints.gguf.mixers import MIXER, mixer
+from precisionctl.checkpoints.gguf.mixers import MIXER_AS_MAMBA2, mixer
 from precisionctl.checkpoints.gguf.rope_keys import ROPE, TURNED, UNSCALED_ALONE
 from precisionctl.checkpoints.gguf.tensor_rows import GgufRow, in_layer
 from precisionctl.checkpoints.tensor_changes import SAME, Multiplied, TensorChange
@@ -71,23 +69,20 @@ _ROWS = [
 
 def _read_pattern(file: Described) -> Fields:
     return {
-        "mamba.pattern": "P" * file.count("block_count"),
+        "mamba.pattern": "P" * file.layers(),
         "mamba.gated_norm": file.has("blk.0.ssm_norm.weight"),
     }
 
 
-_MIXER_BESIDE = GgufRule(("mamba.pattern", "mamba.gated_norm"), _read_pattern)
-_IN_ORDER = ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count")
-_MIXER = replace(MIXER, write=lambda model: {f"ssm.{key}": MIXER.write(model)[f"ssm.{key}"] for key in _IN_ORDER})
-_HEADS = replace(HEADS, write=lambda model: {"attention.head_count": model.num_attention_heads})
+_MIXER_BESIDE = GgufRule(("mamba.pattern", "mamba.gated_norm"), (), _read_pattern)
 _GROUPS = write_only(lambda model: {HEADS_KV: model.num_query_groups})
-"""What HEADS reads."""
+"""Behind the others, and what EQUAL_HEADS reads."""
 
 FAMILIES = {
     "falcon_h1": GgufFamily(
         "falcon-h1",
         rows=_ROWS,
-        keys=(CONTEXT, WIDTH, MLP_SIZE, _HEADS, LAYERS, _MIXER, EPSILON),
+        keys=(CONTEXT, WIDTH, MLP_SIZE, EQUAL_HEADS, LAYERS, MIXER_AS_MAMBA2, EPSILON),
         more=(VOCABULARY, _GROUPS, HEAD_SIZE, ROPE, _MIXER_BESIDE),
         reads=(TURNED,),
         computed={"tied_embeddings": False},

@@ -5,6 +5,7 @@ Sources: llama.cpp's src/models/gemma.cpp, gemma2.cpp and gemma3.cpp, and conver
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
@@ -47,7 +48,7 @@ def _write_unusual_rope(model: ModelShape) -> Said:
     return {} if (model.rotary_base, model.rope_scaling) == (1e4, None) else ROPE.write(model)
 
 
-_UNUSUAL_ROPE = GgufRule(ROPE.fields, ROPE.read, _write_unusual_rope)
+_UNUSUAL_ROPE = replace(ROPE, write=_write_unusual_rope)
 """The converter does not write the base."""
 _KEYS = (CONTEXT, WIDTH, LAYERS, MLP_SIZE, HEADS, EPSILON, HEAD_SIZE, _UNUSUAL_ROPE)
 
@@ -79,7 +80,7 @@ def _read_window_of_gemma3(file: Described) -> Fields:
     return WINDOW.read(file)
 
 
-_WINDOW_OF_GEMMA3 = GgufRule(WINDOW.fields, _read_window_of_gemma3, WINDOW.write)
+_WINDOW_OF_GEMMA3 = GgufRule(WINDOW.fields, WINDOW.keys, _read_window_of_gemma3, WINDOW.write)
 
 
 FAMILIES = {

@@ -12,6 +12,8 @@ from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
     HEADS_KV,
+    NO_EXPERTS,
+    PATTERN,
     WINDOW,
     WINDOWS,
     GgufEntry,
@@ -67,9 +69,9 @@ _ROWS = [
 
 
 def _read_heads(file: Described) -> Fields:
-    windows, groups = file.flags("attention.sliding_window_pattern") or [], file.counts(HEADS_KV)
-    if len(windows) != len(groups) or all(windows):
-        what = f"{file.architecture}.attention.sliding_window_pattern is {shown(windows)}"
+    windows, groups = file.flags(PATTERN) or [], file.counts(HEADS_KV)
+    if all(windows):
+        what = f"{file.architecture}.{PATTERN} is {shown(windows)}"
         do = "Known are models with windows in some layers, of which it is a list."
         raise UnknownArchitecture(what, where=file.where, do=do)
     everywhere = windows.index(False)
@@ -114,6 +116,11 @@ _HEADS = GgufRule(
         *("num_query_groups", "kv_channels", "global_attention.num_query_groups"),
         *("global_attention.kv_channels", "global_attention.keys_are_values"),
     ),
+    (
+        HEADS_KV,
+        *("attention.key_length", "attention.key_length_swa", "attention.value_length", "attention.value_length_swa"),
+        *("rope.dimension_count", "rope.dimension_count_swa"),
+    ),
     _read_heads,
     _write_groups,
 )
@@ -149,13 +156,14 @@ def _write_mlps(model: ModelShape) -> Said:
     return {"feed_forward_length": [size if layer < wide else 2 * size for layer in range(model.num_layers)]}
 
 
-_MLPS = GgufRule(("ffn_hidden_size", "use_double_wide_mlp"), _read_mlps, _write_mlps)
+_MLPS = GgufRule(("ffn_hidden_size", "use_double_wide_mlp"), ("feed_forward_length",), _read_mlps, _write_mlps)
 
 
 _LAYERS = (
     GgufKey("num_kv_shared_layers", "attention.shared_kv_layers", 0),
     GgufRule(
         ("per_layer_embed_dim",),
+        ("embedding_length_per_layer_input",),
         lambda file: {"per_layer_embed_dim": file.count("embedding_length_per_layer_input") or None},
         lambda model: {"embedding_length_per_layer_input": model.per_layer_embed_dim or 0},
     ),
@@ -163,9 +171,10 @@ _LAYERS = (
 )
 _UNUSED = GgufRule(
     ("stores_unused",),
+    (),
     lambda file: {
         "stores_unused": bool(file.count("attention.shared_kv_layers", 0))
-        and file.has(f"blk.{file.count('block_count') - 1}.attn_k.weight")
+        and file.has(f"blk.{file.layers() - 1}.attn_k.weight")
     },
 )
 
@@ -185,7 +194,7 @@ def _family(*counts: GgufEntry, size: tuple[GgufEntry, ...] = (), **experts: obj
             _HEAD_SIZE,
         ),
         more=(FINAL_CAP, WINDOW, *_LAYERS, _LOCAL_SIZE, *size, _TURNED),
-        reads=(_UNUSED,),
+        reads=(_UNUSED, *(() if experts else (NO_EXPERTS,))),
         computed={
             **COMPUTED,
             **dict.fromkeys(("post_layernorms", "qk_layernorm", "v_l2_norm", "layer_scalar"), True),

@@ -21,7 +21,6 @@ from precisionctl.checkpoints.gguf.expert_keys import (
 )
 from precisionctl.checkpoints.gguf.families.gguf_deepseek import deepseek2, sparse_attention
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.images import Images
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
     CONTEXT,
@@ -38,6 +37,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     WIDTH,
     GgufRule,
 )
+from precisionctl.checkpoints.gguf.mrope_keys import Images
 from precisionctl.checkpoints.gguf.rope_keys import ROPE, TURNED, UNSCALED_ALONE
 from precisionctl.checkpoints.gguf.tensor_rows import (
     ATTENTION,
@@ -81,6 +81,7 @@ def _read_indexers(file: Described) -> Fields:
 
 _INDEXERS = GgufRule(
     ("dsa.layers",),
+    ("attention.indexer.types",),
     _read_indexers,
     lambda model: {"attention.indexer.types": list(model.dsa.layers)} if model.dsa else {},
 )

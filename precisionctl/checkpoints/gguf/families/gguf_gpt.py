@@ -81,9 +81,12 @@ _LEARNED: Mapping[str, Any] = {"position_embedding": "learned_absolute"}
 _GELU: Mapping[str, Any] = {"activation": "gelu_tanh"}
 """llama.cpp approximates GELU, also where it is exact."""
 
-_ONE_NORM = GgufRule(("shared_layernorm",), lambda file: {"shared_layernorm": not file.has("blk.0.attn_norm_2.weight")})
+_ONE_NORM = GgufRule(
+    ("shared_layernorm",), (), lambda file: {"shared_layernorm": not file.has("blk.0.attn_norm_2.weight")}
+)
 _PARALLEL = GgufRule(
     ("parallel_residual",),
+    ("use_parallel_residual",),
     lambda file: {"parallel_residual": file.said("use_parallel_residual") is not False},
     lambda model: {"use_parallel_residual": model.parallel_residual},
 )

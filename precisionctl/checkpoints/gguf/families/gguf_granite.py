@@ -11,22 +11,31 @@ from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
     ATTENTION_BIAS,
+    CONTEXT,
     EPSILON,
+    HEADS,
     HEADS_KV,
+    LAYERS,
     MLP_BIAS,
+    MLP_SIZE,
+    NO_EXPERTS,
     UNUSUAL_HEAD_SIZE,
     VOCABULARY,
+    WIDTH,
     WINDOW,
     WINDOWS,
     GgufRule,
     Said,
+    always,
+    expected,
     head_size,
+    ignored_keys,
     number,
     read_some_heads,
     refused,
     write_only,
 )
-from precisionctl.checkpoints.gguf.mixers import MIXER, mixer
+from precisionctl.checkpoints.gguf.mixers import MIXER, NO_MIXER, mixer
 from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3, ROPE, TURNED
 from precisionctl.checkpoints.gguf.tensor_rows import (
     DECODER_IN_PAIRS,
@@ -69,23 +78,13 @@ def _write_score_scale(model: ModelShape) -> Said:
     return {"attention.scale": float((model.query_pre_attn_scalar or model.kv_channels) ** -0.5)}
 
 
-def _read_switch(file: Described) -> Fields:
-    """llama.cpp takes the key for a switch of rotary embeddings. Of Granites 4 without mixers the converter writes keys
-    of these too."""
-    file.expect("rope.scaling.finetuned", True)
-    for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
-        file.said(f"ssm.{key}")
-    if not file.count("expert_count", 0):
-        for key in ("expert_used_count", "expert_shared_feed_forward_length"):
-            file.said(key)
-    return {}
-
-
-_SWITCH = GgufRule((), _read_switch)
+_SWITCH = expected("rope.scaling.finetuned", True)
+"""llama.cpp takes the key for a switch of rotary embeddings."""
+_USED, _SHARED = "expert_used_count", "expert_shared_feed_forward_length"
 _MULTIPLIERS = (
     VOCABULARY,
     TURNED,
-    GgufRule(("query_pre_attn_scalar",), _read_score_scale, _write_score_scale),
+    GgufRule(("query_pre_attn_scalar",), ("attention.scale",), _read_score_scale, _write_score_scale),
     number("embedding_multiplier", "embedding_scale", 1.0),
     number("residual_multiplier", "residual_scale", 1.0),
     number("logits_scaling", "logit_scale"),
@@ -130,6 +129,7 @@ _LAYERS = GgufRule(
         *("num_layers", "mamba.pattern", "max_position_embeddings", "hidden_size", "ffn_hidden_size"),
         *("num_attention_heads", "num_query_groups", "rope_layers"),
     ),
+    (*LAYERS.keys, *CONTEXT.keys, *WIDTH.keys, *MLP_SIZE.keys, *HEADS.keys, "rope.scaling.finetuned"),
     _read_layers,
     _write_layers,
 )
@@ -138,29 +138,18 @@ _POSITIONS = write_only(lambda model: {"rope.scaling.finetuned": model.rope_laye
 """A switch of rotary embeddings, which _LAYERS reads."""
 
 
-def _read_no_experts(file: Described) -> Fields:
-    file.count("expert_used_count", 0)
-    return {}
-
-
-def _read_no_shared(file: Described) -> Fields:
-    file.count("expert_shared_feed_forward_length", 0)
-    return {}
-
-
-_NO_EXPERTS = GgufRule((), _read_no_experts, lambda model: {"expert_count": 0, "expert_used_count": 0})
-_MLP_AS_SHARED = GgufRule(
-    (), _read_no_shared, lambda model: {"expert_shared_feed_forward_length": model.ffn_hidden_size}
-)
+_NONE_USED = ignored_keys(_USED, write=lambda model: {_USED: 0})
+_MLP_AS_SHARED = ignored_keys(_SHARED, write=lambda model: {_SHARED: model.ffn_hidden_size})
 _SHARED_SIZE = GgufRule(
     ("moe.shared_ffn_hidden_size",),
-    lambda file: {"moe.shared_ffn_hidden_size": file.count("expert_shared_feed_forward_length", 0) or None},
-    lambda model: {"expert_shared_feed_forward_length": (model.moe and model.moe.shared_ffn_hidden_size) or 0},
+    (_SHARED,),
+    lambda file: {"moe.shared_ffn_hidden_size": file.count(_SHARED, 0) or None},
+    lambda model: {_SHARED: (model.moe and model.moe.shared_ffn_hidden_size) or 0},
 )
 
 
 def _has_shared(file: Described) -> bool:
-    return bool(file.count("expert_shared_feed_forward_length", 0))
+    return bool(file.count(_SHARED, 0))
 
 
 def _write_some_shared(model: ModelShape) -> Said:
@@ -172,7 +161,7 @@ _HYBRID_ROWS = [*DECODER_IN_PAIRS, *mixer("mamba")]
 _DENSE = GgufFamily(
     "granitehybrid",
     rows=[*_HYBRID_ROWS, *_joined("")],
-    keys=(_LAYERS, ROPE, EPSILON, _NO_EXPERTS, UNUSUAL_HEAD_SIZE),
+    keys=(_LAYERS, ROPE, EPSILON, always("expert_count", 0), _NONE_USED, UNUSUAL_HEAD_SIZE),
     more=(*_MULTIPLIERS, _MLP_AS_SHARED, MIXER, _POSITIONS),
     reads=(),
 )
@@ -200,6 +189,7 @@ _WINDOWS_AND_ROPE = (
     WINDOWS,
     GgufRule(
         ("rope_layers",),
+        (_PATTERN,),
         _read_rope_layers,
         lambda model: {_PATTERN: list(model.rope_layers)} if model.rope_layers else {},
     ),
@@ -209,7 +199,7 @@ _WINDOWED = GgufFamily(
     rows=[*DECODER_IN_PAIRS, _SINKS, *MLP],
     keys=(*base_keys(), UNUSUAL_HEAD_SIZE),
     more=(*_MULTIPLIERS, *_WINDOWS_AND_ROPE, ATTENTION_BIAS, MLP_BIAS),
-    reads=(),
+    reads=(NO_EXPERTS,),
     computed={"softmax_offset": True},
     scalings=AND_LLAMA3,
     recognises=lambda file: not file.count("expert_count", 0),
@@ -221,7 +211,7 @@ FAMILIES = {
         rows=[*DECODER_IN_PAIRS, *MLP],
         keys=(*base_keys(), UNUSUAL_HEAD_SIZE),
         more=(*_MULTIPLIERS, ATTENTION_BIAS, MLP_BIAS),
-        reads=(_SWITCH,),
+        reads=(_SWITCH, NO_MIXER, NO_EXPERTS, ignored_keys(_USED, _SHARED)),
         scalings=AND_LLAMA3,
     ),
     "granitemoe": GgufFamily(
@@ -229,7 +219,7 @@ FAMILIES = {
         rows=[*DECODER_IN_PAIRS, *_EXPERTS],
         keys=(*base_keys(*EXPERT_COUNTS), UNUSUAL_HEAD_SIZE),
         more=(*_MULTIPLIERS, ATTENTION_BIAS),
-        reads=(_SWITCH,),
+        reads=(_SWITCH, NO_MIXER, expected(_SHARED, 0)),
         computed={**IN_ALL_LAYERS, **AS_LARGE_AS_MLP},
         scalings=AND_LLAMA3,
         recognises=lambda file: not _has_shared(file),
@@ -239,7 +229,7 @@ FAMILIES = {
         rows=[*DECODER_IN_PAIRS, *_EXPERTS, *_joined("_shexp")],
         keys=(*base_keys(*EXPERT_COUNTS), UNUSUAL_HEAD_SIZE),
         more=(*_MULTIPLIERS, replace(_SHARED_SIZE, write=_write_some_shared), ATTENTION_BIAS),
-        reads=(_SWITCH,),
+        reads=(_SWITCH, NO_MIXER),
         computed={**IN_ALL_LAYERS, **AS_LARGE_AS_MLP},
         scalings=AND_LLAMA3,
         recognises=_has_shared,
@@ -259,6 +249,7 @@ FAMILIES = {
         ],
         keys=(*base_keys(*EXPERT_COUNTS), UNUSUAL_HEAD_SIZE),
         more=(*_MULTIPLIERS, *_WINDOWS_AND_ROPE, replace(_SHARED_SIZE, write=_write_some_shared), ATTENTION_BIAS),
+        reads=(),
         computed={**_WINDOWED.computed, **IN_ALL_LAYERS, **AS_LARGE_AS_MLP},
         recognises=lambda file: bool(file.count("expert_count", 0)),
     ),

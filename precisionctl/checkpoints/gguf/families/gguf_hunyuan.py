@@ -3,7 +3,6 @@
 Sources: llama.cpp's src/models/hunyuan-dense.cpp, hunyuan-moe.cpp and hy-v3.cpp, and conversion/hunyuan.py.
 """
 
-from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.expert_keys import (
     AS_LARGE_AS_MLP,
     EXPERT_COUNTS,
@@ -11,14 +10,13 @@ from precisionctl.checkpoints.gguf.expert_keys import (
     IN_ALL_LAYERS,
     NORMALISED,
     ONE_SHARED,
+    ROUTED_LAYERS,
     SHARED_EXPERT_SIZE,
     WEIGHTS_SCALE,
     scored_by,
 )
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import HEAD_SIZE, LAYERS_AND_PREDICTION, PREDICTION_LAYERS, GgufRule
-from precisionctl.checkpoints.gguf.rope_keys import TURNED
+from precisionctl.checkpoints.gguf.metadata_keys import HEAD_SIZE, LAYERS_AND_PREDICTION, PREDICTION_LAYERS
 from precisionctl.checkpoints.gguf.tensor_rows import (
     ATTENTION,
     DECODER,
@@ -41,30 +39,13 @@ _DECODER = [*outside_layers(), *in_layers(_NORMS), *ATTENTION]
 _COMPUTED = dict.fromkeys(("qk_layernorm", "qk_layernorm_after_rope"), True)
 
 
-def _read_stretched(file: Described) -> Fields:
-    for key in ("factor", "original_context_length") if file.said("rope.scaling.type") == "none" else ():
-        file.said(f"rope.scaling.{key}")
-    return {}
-
-
-_STRETCHED = GgufRule((), _read_stretched)
-"""The converter says what stretched the base, which is not scaled."""
-
 _PREDICTION = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head_norm"}
-
-
-def _read_experts(file: Described) -> Fields:
-    """Layers with experts are those that have a router."""
-    layers = range(file.decoder_layers())
-    return {"moe.layer_freq": tuple(file.has(f"blk.{layer}.ffn_gate_inp.weight") for layer in layers)}
-
 
 FAMILIES = {
     "hunyuan_v1_dense": GgufFamily(
         "hunyuan-dense",
         rows=[*_DECODER, *MLP],
         keys=(*base_keys(), HEAD_SIZE),
-        reads=(TURNED, _STRETCHED),
         computed=_COMPUTED,
     ),
     "hunyuan_v1_moe": GgufFamily(
@@ -77,7 +58,6 @@ FAMILIES = {
         ],
         keys=(*base_keys(EXPERT_COUNTS[0]), HEAD_SIZE),
         more=(SHARED_EXPERT_SIZE, EXPERT_SIZE, EXPERT_COUNTS[1], ONE_SHARED),
-        reads=(TURNED, _STRETCHED),
         computed={
             **IN_ALL_LAYERS,
             **AS_LARGE_AS_MLP,
@@ -100,7 +80,7 @@ FAMILIES = {
         keys=(*base_keys(*EXPERT_COUNTS, layers=LAYERS_AND_PREDICTION), HEAD_SIZE),
         more=(
             *(EXPERT_SIZE, SHARED_EXPERT_SIZE, NORMALISED, WEIGHTS_SCALE, scored_by("sigmoid"), PREDICTION_LAYERS),
-            GgufRule(("moe.layer_freq",), _read_experts),
+            ROUTED_LAYERS,
         ),
         computed={"qk_layernorm": True, "moe.expert_bias": True},
     ),

@@ -4,12 +4,16 @@ Sources: llama.cpp's src/models/jamba.cpp and mamba-base.cpp, and conversion/jam
 """
 
 from precisionctl.architectures.config_keys import Fields
+from precisionctl.checkpoints.gguf.expert_keys import with_router
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
     CONTEXT,
     EPSILON,
+    HEADS,
     HEADS_KV,
+    LAYERS,
+    MLP_SIZE,
     WIDTH,
     GgufKey,
     GgufRule,
@@ -26,9 +30,9 @@ from precisionctl.model.model_shape import ModelShape
 
 
 def _read_layers(file: Described) -> Fields:
-    """Layers with experts are those that have a router. Without any, a file says that there is one expert."""
+    """Without a router in any layer, a file says that there is one expert."""
     groups = file.counts(HEADS_KV)
-    chooses = [file.has(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(len(groups))]
+    chooses = with_router(file)
     pattern = "".join(
         ("*" if heads else "M") + ("E" if router else "-") for heads, router in zip(groups, chooses, strict=True)
     )
@@ -55,6 +59,7 @@ _LAYERS = GgufRule(
         *("num_layers", "mamba.pattern", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
         *(f"moe.{field}" for field in ("num_experts", "topk", "ffn_hidden_size", "layer_freq", "pre_softmax")),
     ),
+    (*LAYERS.keys, *MLP_SIZE.keys, *HEADS.keys, "expert_count", "expert_used_count"),
     _read_layers,
     lambda model: {"block_count": len(_pattern(model)) // 2},
 )
@@ -122,7 +127,7 @@ FAMILIES = {
         ],
         keys=(
             *(_LAYERS, CONTEXT, WIDTH, write_only(_write_sizes)),
-            GgufRule(("mamba.num_heads",), _read_channels, _write_channels),
+            GgufRule(("mamba.num_heads",), ("ssm.conv_kernel", "ssm.inner_size"), _read_channels, _write_channels),
             *(GgufKey("mamba.state_dim", "ssm.state_size"), GgufKey("mamba.dt_rank", "ssm.time_step_rank"), EPSILON),
             write_only(_write_experts),
         ),

@@ -19,6 +19,7 @@ from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
     HEAD_SIZE,
     HEADS_KV,
+    PATTERN,
     VOCABULARY,
     GgufRule,
     Said,
@@ -41,7 +42,7 @@ from precisionctl.checkpoints.gguf.tensor_rows import (
 )
 from precisionctl.model.model_shape import ModelShape
 
-_HEADS, _PATTERN = "attention.head_count", "attention.sliding_window_pattern"
+_HEADS = "attention.head_count"
 
 
 def _usual(layers: int) -> list[bool]:
@@ -53,7 +54,7 @@ def _windows(file: Described) -> list[bool]:
     layers = file.decoder_layers()
     if not file.count("attention.sliding_window", 0):
         return [False] * layers
-    return file.flags(_PATTERN) or _usual(layers)
+    return file.flags(PATTERN) or _usual(layers)
 
 
 def _read_attention(file: Described) -> Fields:
@@ -87,7 +88,7 @@ def _write_window(model: ModelShape) -> Said:
     if model.sliding_window is None:
         return {}
     windows = [model.in_window(layer) for layer in range(model.num_layers)]
-    pattern = {} if windows == _usual(model.num_layers) else {_PATTERN: windows}
+    pattern = {} if windows == _usual(model.num_layers) else {PATTERN: windows}
     return {"attention.sliding_window": model.sliding_window, **pattern}
 
 
@@ -100,6 +101,10 @@ _ATTENTION = GgufRule(
     (
         *("num_attention_heads", "num_query_groups", "sliding_window", "window_layers", "rotary_percent"),
         *("global_attention.num_attention_heads", "global_attention.rotary_percent"),
+    ),
+    (
+        *(_HEADS, HEADS_KV, "attention.sliding_window", PATTERN),
+        *("rope.dimension_count", "rope.dimension_count_swa"),
     ),
     _read_attention,
     _write_heads,
@@ -120,7 +125,7 @@ def _write_local_base(model: ModelShape) -> Said:
     return {"rope.freq_base_swa": float(model.rotary_base_local or model.rotary_base)}
 
 
-_LOCAL_BASE = GgufRule(("rotary_base_local",), _read_local_base, _write_local_base)
+_LOCAL_BASE = GgufRule(("rotary_base_local",), ("rope.freq_base_swa",), _read_local_base, _write_local_base)
 
 
 def _read_gate(file: Described) -> Fields:
@@ -152,7 +157,7 @@ FAMILIES = {
             write_only(_write_window),
             *(EXPERT_SIZE, SHARED_EXPERT_SIZE, NORMALISED, WEIGHTS_SCALE, scored_by("sigmoid"), LEADING_DENSE),
             write_only(_write_turned),
-            GgufRule(("linear_gate",), _read_gate, _write_gate),
+            GgufRule(("linear_gate",), (), _read_gate, _write_gate),
         ),
         reads=(),
         computed={"qk_layernorm": True, "moe.expert_bias": True},

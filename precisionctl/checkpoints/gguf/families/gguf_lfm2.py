@@ -8,6 +8,7 @@ from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
+    HEADS,
     HEADS_KV,
     UNUSUAL_HEAD_SIZE,
     VOCABULARY,
@@ -55,7 +56,10 @@ def _write_convolutions(model: ModelShape) -> Said:
 
 
 _CONVOLUTIONS = GgufRule(
-    ("num_attention_heads", "num_query_groups", "short_conv.layers"), _read_convolutions, _write_convolutions
+    ("num_attention_heads", "num_query_groups", "short_conv.layers"),
+    HEADS.keys,
+    _read_convolutions,
+    _write_convolutions,
 )
 _TAPS = GgufKey("short_conv.kernel_dim", "shortconv.l_cache")
 

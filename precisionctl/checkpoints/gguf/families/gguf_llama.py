@@ -14,6 +14,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     ATTENTION_BIAS,
     HEAD_SIZE,
     MLP_BIAS,
+    NO_EXPERTS,
     NO_WINDOW,
     UNUSUAL_HEAD_SIZE,
     VOCABULARY,
@@ -22,7 +23,14 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     every,
     refused,
 )
-from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3, BEYOND_CONTEXT, TURNED, WHOLE_MULTIPLIER, mscales
+from precisionctl.checkpoints.gguf.rope_keys import (
+    AND_LLAMA3,
+    BEYOND_CONTEXT,
+    QUERY_SCALING,
+    TURNED,
+    WHOLE_MULTIPLIER,
+    mscales,
+)
 from precisionctl.checkpoints.gguf.tensor_rows import (
     DECODER,
     DECODER_IN_PAIRS,
@@ -41,7 +49,7 @@ _LLAMA = GgufFamily(
     rows=[*DECODER_IN_PAIRS, *MLP],
     keys=(*base_keys(), HEAD_SIZE),
     more=(VOCABULARY, TURNED, ATTENTION_BIAS, MLP_BIAS),
-    reads=(),
+    reads=(NO_EXPERTS,),
     ignored=NO_WINDOW,
     scalings=AND_LLAMA3,
     scaled=SCALED,
@@ -50,21 +58,12 @@ _LLAMA = GgufFamily(
 _AS_LLAMA = replace(_LLAMA, recognises=lambda file: False)
 """Those whose files say that they are Llamas, and are read as such."""
 
-# Ministral 3
-
-_QUERY_SCALING = GgufRule(
-    ("query_scaling_beta",),
-    lambda file: {"query_scaling_beta": file.number("attention.temperature_scale", 0.0) or None},
-    lambda model: {"attention.temperature_scale": model.query_scaling_beta or 0.0} if model.rope_scaling else {},
-)
-"""0 scales none."""
-
 # Llama 4
 
 
 def _read_step(file: Described) -> Fields:
     step = file.count("interleave_moe_layer_step", least=1)
-    return {"moe.layer_freq": tuple((layer + 1) % step == 0 for layer in range(file.count("block_count")))}
+    return {"moe.layer_freq": tuple((layer + 1) % step == 0 for layer in range(file.layers()))}
 
 
 def _write_step(model: ModelShape) -> Said:
@@ -76,7 +75,7 @@ def _write_step(model: ModelShape) -> Said:
     return {"interleave_moe_layer_step": step}
 
 
-_STEP = GgufRule(("moe.layer_freq",), _read_step, _write_step)
+_STEP = GgufRule(("moe.layer_freq",), ("interleave_moe_layer_step",), _read_step, _write_step)
 
 
 def _blends_none(scaling: Fields) -> Fields:
@@ -105,7 +104,7 @@ FAMILIES = {
         "mistral3",
         rows=[*DECODER_IN_PAIRS, *MLP],
         keys=(*base_keys(), HEAD_SIZE),
-        more=(VOCABULARY, TURNED, WHOLE_MULTIPLIER, _QUERY_SCALING),
+        more=(VOCABULARY, TURNED, WHOLE_MULTIPLIER, QUERY_SCALING),
         reads=(),
         ignored=NO_WINDOW,
         reads_betas=True,

@@ -5,48 +5,27 @@ Sources: llama.cpp's src/models/mamba2.cpp, and conversion/mamba.py.
 
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.family import GgufFamily
-from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import EPSILON, WIDTH, GgufRule, Said, write_only
-from precisionctl.checkpoints.gguf.mixers import MIXER, mixer
+from precisionctl.checkpoints.gguf.metadata_keys import EPSILON, LAYERS, WIDTH, always, ignored_keys
+from precisionctl.checkpoints.gguf.mixers import MIXER_AS_MAMBA2, mixer
 from precisionctl.checkpoints.gguf.rope_keys import UNSCALED_ALONE
 from precisionctl.checkpoints.gguf.tensor_rows import in_layers, outside_layers, renamed
-from precisionctl.model.model_parts import MOST_LAYERS
-from precisionctl.model.model_shape import ModelShape
 
 _NAMES = {"model.embed_tokens.": "backbone.embeddings.", "model.norm.": "backbone.norm_f.", "model.": "backbone."}
-_OF_ATTENTION = ("feed_forward_length", "attention.head_count")
-_IN_ORDER = ("ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count")
-
-
-def _read_layers(file: Described) -> Fields:
-    layers = file.count("block_count", most=MOST_LAYERS)
-    file.count("context_length")
-    for key in _OF_ATTENTION:
-        file.expect(key, 0)
-    return {"num_layers": layers, "mamba.pattern": "M" * layers}
-
-
-def _write_mixer(model: ModelShape) -> Said:
-    said = MIXER.write(model)
-    return {key: said[key] for key in _IN_ORDER}
-
+_LAYERS = replace(
+    LAYERS,
+    fields=("num_layers", "mamba.pattern"),
+    read=lambda file: {"num_layers": file.layers(), "mamba.pattern": "M" * file.layers()},
+)
 
 FAMILIES = {
     "mamba2": GgufFamily(
         "mamba2",
         rows=renamed([*outside_layers(), *in_layers({"norm": "attn_norm"}), *mixer("mixer")], _NAMES),
         keys=(
-            write_only(lambda model: {"context_length": 1 << 20}),
-            WIDTH,
-            GgufRule(
-                ("num_layers", "mamba.pattern"),
-                _read_layers,
-                lambda model: {**dict.fromkeys(_OF_ATTENTION, 0), "block_count": model.num_layers},
-            ),
-            replace(MIXER, write=_write_mixer),
-            EPSILON,
+            ignored_keys("context_length", write=lambda model: {"context_length": 1 << 20}),
+            *(WIDTH, always("feed_forward_length", 0), always("attention.head_count", 0)),
+            *(_LAYERS, MIXER_AS_MAMBA2, EPSILON),
         ),
         reads=(),
         computed={

@@ -3,14 +3,18 @@
 Sources: llama.cpp's src/models/mimo2.cpp, and conversion/mimo.py.
 """
 
+from dataclasses import replace
+
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, groups, scored_by
+from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, ROUTED_LAYERS, groups, scored_by
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
     DECODER_LAYERS,
+    HEADS,
     HEADS_KV,
     NO_PREDICTION,
+    PATTERN,
     WINDOW,
     GgufKey,
     GgufRule,
@@ -26,11 +30,10 @@ from precisionctl.model.model_shape import ModelShape
 
 _SHARE = 0.334
 """Of a head, which turns in the releases: 64 of 192 channels."""
-_PATTERN = "attention.sliding_window_pattern"
 
 
 def _read_heads(file: Described) -> Fields:
-    number, windows = file.counts(HEADS_KV), file.counts(_PATTERN)
+    number, windows = file.counts(HEADS_KV), file.counts(PATTERN)
     in_window, elsewhere = (
         [groups for groups, window in zip(number, windows, strict=True) if bool(window) is kind]
         for kind in (True, False)
@@ -53,10 +56,11 @@ def _write_heads(model: ModelShape) -> Said:
 
 _HEADS = GgufRule(
     ("num_attention_heads", "num_query_groups", "global_attention.num_query_groups", "window_layers"),
+    (*HEADS.keys, PATTERN),
     _read_heads,
     _write_heads,
 )
-_WINDOWS = write_only(lambda model: {_PATTERN: [int(window) for window in model.window_layers or ()]})
+_WINDOWS = write_only(lambda model: {PATTERN: [int(window) for window in model.window_layers or ()]})
 """Which _HEADS reads."""
 
 
@@ -65,14 +69,7 @@ def _read_turned(file: Described) -> Fields:
     return {"rotary_percent": _SHARE if int(size * _SHARE) == turned else turned / size}
 
 
-_TURNED = GgufRule(TURNED.fields, _read_turned, TURNED.write)
-_SPARSE_LAYERS = GgufRule(
-    ("moe.layer_freq",),
-    lambda file: {
-        "moe.layer_freq": tuple(file.has(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(file.decoder_layers()))
-    },
-)
-"""Those with the tensors of experts."""
+_TURNED = replace(TURNED, read=_read_turned)
 
 FAMILIES = {
     "mimo_v2_flash": GgufFamily(
@@ -103,7 +100,7 @@ FAMILIES = {
             EXPERT_SIZE,
             _TURNED,
             number("attention_value_scale", "attention.value_scale", 1.0),
-            _SPARSE_LAYERS,
+            ROUTED_LAYERS,
         ),
         reads=(),
         computed={

@@ -22,7 +22,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     refused,
     value_of,
 )
-from precisionctl.checkpoints.gguf.rope_keys import ORIGINAL, UNUSUAL_BASE
+from precisionctl.checkpoints.gguf.rope_keys import LONGROPE_ALONE, ORIGINAL, UNUSUAL_BASE
 from precisionctl.checkpoints.gguf.tensor_rows import MLP, NORMS, in_layers, outside_layers
 from precisionctl.model.model_shape import ModelShape
 
@@ -68,10 +68,10 @@ FAMILIES = {
             *(CONTEXT, WIDTH, LAYERS, MLP_SIZE, HEADS, EPSILON, VOCABULARY),
             GgufKey("mla.q_lora_rank", "attention.q_lora_rank"),
             LATENT_RANK,
-            GgufRule(("mla.qk_head_dim",), _read_key_size, _write_key_size),
+            GgufRule(("mla.qk_head_dim",), ("attention.key_length",), _read_key_size, _write_key_size),
             LATENT_TURNED,
             UNUSUAL_BASE,
-            GgufRule((), _read_longrope, _write_longrope),
+            GgufRule((), (), _read_longrope, _write_longrope),
         ),
         reads=(),
         computed={
@@ -82,7 +82,7 @@ FAMILIES = {
             "residual_multiplier": lambda fields: 1.4 / max(fields["num_layers"], 1) ** 0.5,
             "logits_scaling": lambda fields: fields["hidden_size"] / 256,
         },
-        scalings={"default": (), "longrope": (ORIGINAL, "factor", "short_factor", "long_factor")},
+        scalings=LONGROPE_ALONE,
     ),
 }
 """By the `model_type` of the text model."""

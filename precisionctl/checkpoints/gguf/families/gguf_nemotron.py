@@ -15,9 +15,8 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     QKV_BIAS,
     VOCABULARY,
     hidden_by_heads,
-    write_only,
 )
-from precisionctl.checkpoints.gguf.rope_keys import TURNED, UNSCALED_ALONE
+from precisionctl.checkpoints.gguf.rope_keys import SAYS_UNSCALED, TURNED, UNSCALED_ALONE
 from precisionctl.checkpoints.gguf.tensor_rows import (
     ATTENTION,
     DECODER,
@@ -49,7 +48,7 @@ FAMILIES = {
         keys=(*base_keys(), HEAD_SIZE),
         more=(
             *(VOCABULARY, LAYER_NORM_EPSILON, TURNED, ATTENTION_BIAS, MLP_BIAS),
-            write_only(lambda model: {"rope.scaling.type": "none"}),
+            SAYS_UNSCALED,
         ),
         reads=(),
         computed={

@@ -18,11 +18,17 @@ from precisionctl.checkpoints.gguf.expert_keys import (
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
+    CONTEXT,
     HEAD_SIZE,
+    HEADS,
     HEADS_KV,
     LAYER_NORM_EPSILON,
+    LAYERS,
+    MLP_SIZE,
+    NO_EXPERTS,
     NO_PREDICTION,
     VOCABULARY,
+    WIDTH,
     GgufRule,
     Said,
     always,
@@ -109,6 +115,7 @@ _PATTERN = GgufRule(
         *("num_layers", "mamba.pattern", "max_position_embeddings", "hidden_size", "ffn_hidden_size"),
         *("num_attention_heads", "num_query_groups", "moe.layer_freq"),
     ),
+    (*LAYERS.keys, *CONTEXT.keys, *WIDTH.keys, *MLP_SIZE.keys, *HEADS.keys),
     _read_pattern,
     _write_pattern,
 )
@@ -120,7 +127,7 @@ def _read_no_positions(file: Described) -> Fields:
     return {"rotary_base": 10000.0, "rope_scaling": None}
 
 
-_NO_POSITIONS = GgufRule((), _read_no_positions, lambda model: {"rope.scaling.finetuned": False})
+_NO_POSITIONS = replace(always("rope.scaling.finetuned", False), read=_read_no_positions)
 """Of attention."""
 
 
@@ -138,9 +145,10 @@ def _write_shared_size(model: ModelShape) -> Said:
 _NORMALISED = always("expert_weights_norm", True)
 _GROUPS = replace(groups(2), read=_read_groups)
 """Which config.json says also where they are one."""
-_SHARED_SIZE = GgufRule(SHARED_EXPERT_SIZE.fields, SHARED_EXPERT_SIZE.read, _write_shared_size)
+_SHARED_SIZE = GgufRule(SHARED_EXPERT_SIZE.fields, SHARED_EXPERT_SIZE.keys, SHARED_EXPERT_SIZE.read, _write_shared_size)
 _LATENT_SIZE = GgufRule(
     ("moe.latent_size",),
+    ("moe_latent_size",),
     lambda file: {"moe.latent_size": file.count("moe_latent_size", 0) or None},
     lambda model: {"moe_latent_size": model.moe.latent_size} if model.moe and model.moe.latent_size else {},
 )
@@ -150,7 +158,7 @@ _DENSE = GgufFamily(
     rows=_ROWS,
     keys=(_PATTERN, LAYER_NORM_EPSILON),
     more=(VOCABULARY, TURNED, MIXER, _NO_POSITIONS, HEAD_SIZE),
-    reads=(),
+    reads=(NO_EXPERTS,),
     computed={
         "activation": "squared_relu",
         "gated_linear_unit": False,
@@ -164,6 +172,7 @@ _SPARSE = replace(
     architecture="nemotron_h_moe",
     keys=(*_DENSE.keys, *EXPERT_COUNTS, _GROUPS),
     more=(*_DENSE.more, EXPERT_SIZE, _SHARED_SIZE, ONE_SHARED, _NORMALISED, WEIGHTS_SCALE, _LATENT_SIZE),
+    reads=(),
     computed={**_DENSE.computed, "moe.score_function": "sigmoid", "moe.expert_bias": True, "moe.group_scores": 2},
 )
 

@@ -16,6 +16,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     UNUSUAL_HEAD_SIZE,
     WINDOW,
     WINDOWS,
+    expected,
     hidden_by_heads,
 )
 from precisionctl.checkpoints.gguf.rope_keys import AS_ELSEWHERE, ROPE, SAME_BASE, TURNED, UNSCALED_ALONE
@@ -67,7 +68,7 @@ FAMILIES = {
         "olmo2",
         rows=_ROWS,
         keys=(*base_keys(), UNUSUAL_HEAD_SIZE),
-        reads=(TURNED, ATTENTION_BIAS),
+        reads=(TURNED, ATTENTION_BIAS, expected("attention.sliding_window", 0)),
         computed=_COMPUTED,
         recognises=lambda file: not _has_window(file),
     ),

@@ -23,7 +23,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     hidden_by_heads,
     write_only,
 )
-from precisionctl.checkpoints.gguf.rope_keys import ORIGINAL, ROPE, TURNED
+from precisionctl.checkpoints.gguf.rope_keys import LONGROPE_ALONE, ORIGINAL, ROPE, TURNED
 from precisionctl.checkpoints.gguf.tensor_rows import JOINED_MLP, NORMS, in_layers, linears, outside_layers
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
@@ -55,10 +55,11 @@ def _write_longrope(model: ModelShape) -> Said:
 
 
 _ORIGINAL_CONTEXT = write_only(lambda model: {"rope.scaling.original_context_length": _original_context(model)})
-_LONGROPE = GgufRule((), _read_longrope, _write_longrope)
-"""Which reads and writes the key of _ORIGINAL_CONTEXT too."""
+_LONGROPE = GgufRule((), ("rope.scaling.attn_factor",), _read_longrope, _write_longrope)
+"""By the key of _ORIGINAL_CONTEXT too."""
 _WINDOW = GgufRule(
     WINDOW.fields,
+    WINDOW.keys,
     lambda file: {"sliding_window": file.count("attention.sliding_window", 0) or None},
     lambda model: {"attention.sliding_window": model.sliding_window or 0},
 )
@@ -77,7 +78,7 @@ FAMILIES = {
         reads=(HEAD_SIZE,),
         computed={"kv_channels": hidden_by_heads},
         ignored=NO_WINDOW,
-        scalings={"default": (), "longrope": (ORIGINAL, "factor", "short_factor", "long_factor")},
+        scalings=LONGROPE_ALONE,
     ),
 }
 """By the `model_type` of the text model. LongRoPE's factor is passed over, as in transformers where the original

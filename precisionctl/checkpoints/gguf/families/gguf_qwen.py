@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS, SHARED_EXPERT_SIZE
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.images import Images
 from precisionctl.checkpoints.gguf.metadata_keys import ATTENTION_BIAS, HEAD_SIZE, NO_WINDOW, UNUSUAL_HEAD_SIZE
+from precisionctl.checkpoints.gguf.mrope_keys import Images
 from precisionctl.checkpoints.gguf.rope_keys import ROPE, TURNED
 from precisionctl.checkpoints.gguf.tensor_rows import (
     DECODER,

@@ -11,7 +11,6 @@ from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.delta_net import DELTA_NET, DELTA_NET_INPUT, DELTA_NET_OUTPUT, VALUE_HEADS
 from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS, SHARED_EXPERT_SIZE
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.images import Images
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
     HEAD_SIZE,
@@ -22,6 +21,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     Said,
     value_of,
 )
+from precisionctl.checkpoints.gguf.mrope_keys import Images
 from precisionctl.checkpoints.gguf.rope_keys import ROPE, TURNED
 from precisionctl.checkpoints.gguf.tensor_rows import (
     ATTENTION,
@@ -96,7 +96,7 @@ def _read_value_size(file: Described) -> Fields:
 def _read_recurrent(file: Described) -> Fields:
     layers, number = file.decoder_layers(), file.count("full_attention_interval", 4, least=1)
     usual = [(layer + 1) % number != 0 for layer in range(layers)]
-    return {"gdn.layers": tuple(file.flags("attention.recurrent_layers") or usual)[:layers]}
+    return {"gdn.layers": tuple(file.flags("attention.recurrent_layers") or usual)}
 
 
 def _write_recurrent(model: ModelShape) -> Said:
@@ -111,10 +111,16 @@ _DELTA_NET = (
     GgufKey("gdn.num_value_heads", "ssm.time_step_rank"),
     GgufRule(
         ("gdn.value_head_dim",),
+        ("ssm.inner_size",),
         _read_value_size,
         lambda model: {"ssm.inner_size": value_of(model, "gdn.value_size")},
     ),
-    GgufRule(("gdn.layers",), _read_recurrent, _write_recurrent),
+    GgufRule(
+        ("gdn.layers",),
+        ("attention.recurrent_layers", "full_attention_interval"),
+        _read_recurrent,
+        _write_recurrent,
+    ),
 )
 
 _SCALED = (*SCALED, *SCALED_EXPERTS, *SCALED_SHARED_EXPERT, "nextn.eh_proj")

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import GgufRule, Said, refused
+from precisionctl.checkpoints.gguf.metadata_keys import GgufRule, Said, ignored_keys, refused
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
@@ -25,7 +24,7 @@ class Images:
 
     @property
     def sections(self) -> GgufRule:
-        return GgufRule((), self._read_sections, self._write_sections)
+        return ignored_keys("rope.dimension_sections", write=self._write_sections)
 
     def recognises(self, file: Described) -> bool:
         """Whether llama.cpp turns heads of a file's model by such pairs (`llama_hparams::use_mrope`)."""
@@ -34,7 +33,7 @@ class Images:
 
     @property
     def deepstack_layers(self) -> GgufRule:
-        return GgufRule((), self._read_deepstack, lambda model: {"n_deepstack_layers": self.deepstack})
+        return ignored_keys("n_deepstack_layers", write=lambda model: {"n_deepstack_layers": self.deepstack})
 
     def check(self, config: Mapping[str, Any]) -> None:
         """Raise UnknownArchitecture if a config.json, with what it says of its text model, says others."""
@@ -47,15 +46,7 @@ class Images:
             do = "llama.cpp's convert_hf_to_gguf.py writes what config.json says."
             raise UnknownArchitecture(f"{said}; {known}", do=do)
 
-    def _read_sections(self, file: Described) -> Fields:
-        file.said("rope.dimension_sections")
-        return {}
-
     def _write_sections(self, model: ModelShape) -> Said:
         if model.rotary_size > 2 * sum(self.pairs):
             raise refused(model, f"that turns {model.rotary_size} channels of a head")
         return {"rope.dimension_sections": [*self.pairs, 0]}
-
-    def _read_deepstack(self, file: Described) -> Fields:
-        file.said("n_deepstack_layers")
-        return {}
