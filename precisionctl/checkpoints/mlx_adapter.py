@@ -16,7 +16,7 @@ from precisionctl.checkpoints.base import Container, Hints, Reader, without_iter
 from precisionctl.checkpoints.chunks import Chunk, Chunked, TransposedRows, whole
 from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
 from precisionctl.checkpoints.hf_directory.huggingface_files import SAFETENSORS
-from precisionctl.checkpoints.mlx.mlx_names import RENAMED
+from precisionctl.checkpoints.mlx.mlx_names import is_known, within
 from precisionctl.errors import DamagedCheckpoint, MappingError, UnknownFormat, at, shown
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import check_file, check_link, read_file
@@ -45,8 +45,8 @@ def _open(path: Path, hints: Hints) -> AdapterReader:
     check_link(file, path)
     check_file(file)
     with at(file):
-        if base.model.wrapper is not None or base.model.architecture not in RENAMED:
-            what = f"an adapter of mlx-lm for a `{base.model.architecture}`, whose tensors mlx-lm was not seen to store"
+        if not is_known(base.model):
+            what = f"an adapter of mlx-lm for a `{base.model.model_type}`, whose tensors mlx-lm was not seen to store"
             raise MappingError(f"{what} as published files do", do=_FUSE)
         stored = StoredTensors({name: (file, one) for name, one in SAFETENSORS.read(file).items()})
         return AdapterReader(path, base, config, _MlxFactors(stored, base), (file, path / FILE))
@@ -86,8 +86,10 @@ class _MlxFactors:
     def __init__(self, stored: Chunked, base: Reader) -> None:
         self._chunks: dict[str, Sequence[Chunk]] = {}
         self.specs: dict[str, TensorSpec] = {}
+        before, wrapper = within(base.model), base.model.wrapper
         for name, spec in stored.specs.items():
-            module, _, part = name.rpartition(".")
+            module, _, part = name.removeprefix(before).rpartition(".")
+            module = wrapper.name_of(module) if wrapper else module
             if part not in _PARTS:
                 raise MappingError(f"`{name}` is no tensor of a LoRA adapter of mlx-lm", do=_FUSE)
             if len(spec.shape) != (1 if part == "m" else 2):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice
-from precisionctl.checkpoints.mlx.mlx_names import WITHIN, in_mlx_names, is_within, mlx_shape
+from precisionctl.checkpoints.mlx.mlx_names import in_mlx_names, mlx_shape, within
 from precisionctl.checkpoints.tensor_changes import (
     GATE_THEN_UP,
     GATE_UP_IN_TURNS,
@@ -50,7 +50,8 @@ _CHANGES: Mapping[tuple[str, ...], TensorChange] = {
 _LIKE_DEEPSEEK = "deepseek_v[23]2?|dots1|exaone_moe|glm4_moe|glm4_moe_lite|glm_moe_dsa|kimi_k2|solar_open"
 _VALUES = re.compile(rf"(?:{_LIKE_DEEPSEEK}) .+\.mlp\.gate|nemotron_h .+\.mixer\.gate|\w+ .+\.(?:[qkv]_)?conv(?:1d)?")
 _EIGHT_BITS = re.compile(
-    r"(?:qwen3_moe|qwen3_next|qwen3_5_moe_text|mellum) .+\.mlp\.gate|gemma4_text .+\.router\.proj|"
+    r"(?:kimi_linear|qwen3_moe|qwen3_next|qwen3_5_moe_text|mellum) .+\.mlp\.gate|gemma4_text .+\.router\.proj|"
+    r"bailing_moe .+\.mlp\.gate\.gate_proj|"
     r"(?:qwen3_next|qwen3_5_moe_text) .+\.shared_expert_gate|gpt_oss .+\.router|"
     r"granitemoe\w* .+\.router\.layer|granite(?:moe)? (?:.+\.self_attn\.o_proj|.+mlp\.down_proj|lm_head)|"
     r"afmoe .+\.router\.gate|jamba .+\.router|laguna .+\.gate\.proj|lfm2_moe .+\.feed_forward\.gate|"
@@ -60,7 +61,9 @@ _EIGHT_BITS = re.compile(
 asked for, by family and name (models/*.py: what is no Linear, Embedding, SwitchLinear or MultiLinear;
 quant_predicate)."""
 
-_KEPT_DTYPE = re.compile(r"\w+ .+\.(?:e_score_correction_bias|expert_bias)|qwen3_5\w* .+\.A_log")
+_KEPT_DTYPE = re.compile(
+    r"\w+ .+\.(?:e_score_correction_bias|expert_bias)|qwen3_5\w* .+\.A_log|kimi_linear .+\.(?:A_log|dt_bias)"
+)
 """Tensors whose dtype is not changed (models/*.py, cast_predicate)."""
 
 
@@ -92,7 +95,7 @@ def in_mlx(plan: Plan, scheme: MlxScheme, dtype: DType, codes: Collection[str]) 
     tensors, a wrapper's towers and what `mlx_has` not are not written. `codes` are tensors of its source that are
     MXFP4."""
     model, plan, kept = plan.model, plan.text_alone, set() if scheme in ("bf16", "f16") else set(codes)
-    within = WITHIN if is_within(model) else ""
+    before = within(model)
     forms = _Forms(model.architecture, None if scheme == "mxfp4" and kept else _SETTINGS.get(scheme), dtype)
     targets = dict[str, TensorSpec]()
 
@@ -102,7 +105,7 @@ def in_mlx(plan: Plan, scheme: MlxScheme, dtype: DType, codes: Collection[str]) 
         change, writes = _CHANGES[tuple(tensor.how for tensor in tensors)], list[str]()
         shapes = change.part_shapes(plan.targets[name].shape, model)
         for tensor, shape in zip(tensors, shapes, strict=True):
-            made = f"{within}{tensor.name}" if tensor.place is None else f"{within}{tensor.name}[{tensor.place}]"
+            made = f"{before}{tensor.name}" if tensor.place is None else f"{before}{tensor.name}[{tensor.place}]"
             spec = shared_spec(mlx_shape(tensor.name, shape), plan.targets[name].dtype)
             of_codes = replace(spec, dtype=DType.uint8, packing=MXFP4)
             targets[made] = of_codes if keeps else forms.spec(tensor.name, spec)

@@ -9,6 +9,7 @@ import conversions
 import mlx_directories
 import pico
 import pytest
+import tiny_wrappers
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -74,6 +75,19 @@ def test_an_adapter_of_a_base_in_mlxs_codes_is_merged_into_their_values(tmp_path
     conversions.run(adapter(tmp_path / "adapter", tensors), tmp_path / "out", "hf", reference=tmp_path / "base")
     expected = values[f"{Q}.weight"].float() + SCALE * (tensors[f"{Q}.lora_a"] @ tensors[f"{Q}.lora_b"]).T
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[f"{Q}.weight"], expected.bfloat16())
+
+
+def test_an_adapter_of_a_wrapper_s_text_model_is_merged_beside_its_towers(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "base", "qwen3_5", dtype=torch.bfloat16, num_hidden_layers=4)
+    before, changed = tiny_wrappers.stored(tmp_path / "base"), "model.language_model.layers.0.mlp.up_proj.weight"
+    tensors = linear("language_model.model.layers.0.mlp.up_proj", *before[changed].shape)
+    conversions.run(adapter(tmp_path / "adapter", tensors), tmp_path / "out", "hf", reference=tmp_path / "base")
+    product = SCALE * torch.mm(*(each for name, each in sorted(tensors.items()))).T
+    merged = tiny_wrappers.stored(tmp_path / "out")
+    assert merged.keys() == before.keys()
+    for name, values in before.items():
+        expected = (values.float() + product).bfloat16() if name == changed else values
+        assert torch.equal(merged[name], expected), name
 
 
 REFUSED: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {

@@ -94,6 +94,10 @@ OTHERS = {
     "exaone_moe": {".mlp.e_score": ".mlp.gate.e_score"},
     "laguna": {".experts.e_score": ".gate.e_score", ".gate.weight": ".gate.proj.weight"},
     **dict.fromkeys(("lfm2_moe", "mixtral"), W),
+    "bailing_moe": {".mlp.gate.weight": ".mlp.gate.gate_proj.weight"},
+    "gpt_neox": {"gpt_neox.layers.": "model.h.", "gpt_neox.": "model.", "embed_out.": "model.embed_out."},
+    "gptj": {"transformer.": "model."},
+    "kimi_linear": {"block_sparse_moe.gate.e_": "mlp.e_", "block_sparse_moe.": "mlp.", "_conv1d.": "_conv.conv."} | W,
 }
 """Parts of names that are others, by `model_type`."""
 FC = {"up_proj": "fc1", "down_proj": "fc2"}

@@ -117,8 +117,8 @@ def test_the_text_model_of_a_wrapper_is_what_mlx_lm_converts(tmp_path: Path, cas
 
 
 def check_written(folder: Path, tokens: list[int] = TOKENS) -> None:
-    """Hold what is written of `hf` in a folder, in each scheme, against mlx-lm's conversion. The source's config.json
-    is that of the result, without what it says of codes, as mlx-lm asks for its keys."""
+    """Hold what is written of `hf` in a folder, in each scheme, against mlx-lm's conversion. The config.json of the
+    source is that of the result, without what it says of codes, as mlx-lm asks for its keys."""
     shutil.copytree(folder / "hf", folder / "for-mlx")
     for scheme, how in SCHEMES.items():
         ours = folder / f"ours-{scheme}"

@@ -15,6 +15,7 @@ _ASKED_FOR: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("granite", "granitemoe", "olmo_hybrid"), _UNBIASED),
     **dict.fromkeys(("exaone4", "glm4_moe"), {_SCALING: None}),
     "granitemoehybrid": _ANY_STEP,
+    "kimi_linear": {"rope_theta": 10000.0},
     "llama4_text": {**_UNBIASED, _SCALING: None},
     "mamba2": {**_ANY_STEP, "intermediate_size": 0, "time_step_rank": "auto"},
     "nemotron_h": {"n_shared_experts": 1},
@@ -44,6 +45,13 @@ def words_of_mlx(model: ModelShape, dtype: DType) -> dict[str, Any]:
         found["full_attention_interval"] = each_without(model.gdn.layers)
     if name == "gemma4_text":
         found["final_logit_softcapping"] = model.final_logit_softcapping
+    if name == "kimi_linear":
+        found["head_dim"] = model.kv_channels  # asked for, and used where latents do not say it
+    if name == "muse_glimmer_text":
+        turning = map(model.has_rope, range(model.num_layers))
+        found["layer_rope_theta"] = [model.rotary_base if turns else 0 for turns in turning]
+    if name == "bailing_moe" and model.moe:
+        found["moe_router_enable_expert_bias"] = model.moe.expert_bias
     if name == "llama4_text":
         found["interleave_moe_layer_step"] = each_with_experts(model)
     if name == "minimax_m2":
@@ -66,7 +74,7 @@ def words_of_mlx(model: ModelShape, dtype: DType) -> dict[str, Any]:
 
 DENSE_FIRST = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2"),
-    "solar_open",
+    *("bailing_moe", "kimi_linear", "solar_open"),
 )
 """Families whose config.json says of how many first layers experts are not."""
 
@@ -112,7 +120,7 @@ _ROPE_IN_ONE_OBJECT = ("ministral3", "qwen3_5_moe_text", "qwen3_5_text")
 
 def as_mlx_reads(config: Mapping[str, Any], published: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json, with the keys that it lacks of the `published` one of the text model, and with `words_of_mlx`.
-    What a wrapper's says of towers of images goes: by it programs take a directory for one with towers."""
+    Of a wrapper's, what it says of towers of images goes, as in what `mlx_lm.convert` writes."""
     text = text_part(config)
     if config.get("model_type") in ALONE_IN_WRAPPER:
         made = _of_text(config, published, words)

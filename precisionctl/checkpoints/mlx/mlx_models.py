@@ -13,7 +13,7 @@ from precisionctl.checkpoints.mlx.mlx_config import (
     each_without,
     places_of_experts,
 )
-from precisionctl.checkpoints.mlx.mlx_names import RENAMED, WRAPPED
+from precisionctl.checkpoints.mlx.mlx_names import RENAMED, WRAPPED, is_known
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.untabled_model import UntabledModel
@@ -25,10 +25,9 @@ def check_loaded(model: ModelShape) -> None:
     name = model.model_type
     if isinstance(model, UntabledModel) and (name in RENAMED or name in WRAPPED):
         raise model.why
-    if model.wrapper and name in WRAPPED and model.architecture not in WRAPPED[name]:
-        what = f"mlx-lm has no {name} around a {shown(model.architecture)}"
-    elif name not in (WRAPPED if model.wrapper else RENAMED):
-        what = f"what mlx-lm stores of a {shown(name)} is not known here"
+    if not is_known(model):
+        within = f"mlx-lm has no {name} around a {shown(model.architecture)}"
+        what = within if name in WRAPPED else f"what mlx-lm stores of a {shown(name)} is not known here"
     elif why := _why_not_loaded(model):
         what = f"mlx-lm has no {name} with {why}, as this model has"
     else:
@@ -41,22 +40,38 @@ def check_loaded(model: ModelShape) -> None:
 _ALWAYS_TIED = ("cohere", "cohere2", "gemma", "gemma2", "lfm2", "lfm2_moe")
 _NEVER_TIED = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss"),
-    *("helium", "kimi_k2", "llama4_text", "nemotron_h", "phi", "phimoe", "qwen2_moe", "solar_open", "stablelm"),
+    *(
+        "gpt_neox",
+        "gptj",
+        "helium",
+        "kimi_k2",
+        "llama4_text",
+        "nemotron_h",
+        "phi",
+        "phimoe",
+        "qwen2_moe",
+        "solar_open",
+        "stablelm",
+    ),
 )
 _WITHOUT_BIASES = ("apertus", "dots1", "gemma", "gemma2", "gemma3_text", "laguna", "qwen3", "qwen3_moe")
-_HEADS_MAKE_WIDTH = ("cohere2", "exaone", "helium", "internlm3", "mixtral")
+_HEADS_MAKE_WIDTH = ("bailing_moe", "cohere2", "exaone", "helium", "internlm3", "mimo", "mixtral")
+_FOUR_TIMES = ("gpt_neox", "gptj")
+"""Families whose MLPs are four times as wide as the model."""
 _ONE_EXPERT_AS_IT_IS = (
     *("afmoe", "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
-    *("kimi_k2", "nemotron_h", "solar_open"),
+    *("bailing_moe", "kimi_k2", "kimi_linear", "nemotron_h", "solar_open"),
 )
 """Families whose routers divide an expert's weight by the sum over the chosen ones if these are several."""
 _WITHOUT_WINDOWS = (
-    *("dots1", "gemma2", "ministral3", "mistral", "mixtral", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3"),
+    *("dots1", "gemma2", "mimo", "ministral3", "mistral", "mixtral", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3"),
     *("qwen3_moe", "starcoder2"),
 )
 _SCALINGS = {
     **dict.fromkeys(("cohere", "cohere2", "ernie4_5", "gemma2", "glm4", "glm4_moe", "helium", "lfm2_moe"), ()),
-    **dict.fromkeys(("minimax_m2", "mixtral", "qwen3_moe", "solar_open", "stablelm"), ()),
+    **dict.fromkeys(
+        ("gpt_neox", "minimax_m2", "mixtral", "muse_glimmer_text", "qwen3_moe", "solar_open", "stablelm"), ()
+    ),
     "deepseek_v2": ("yarn",),
     "gpt_oss": ("yarn",),
     "internlm3": ("linear", "dynamic"),
@@ -91,7 +106,8 @@ def _why_not_loaded(model: ModelShape) -> str | None:
         "gates of single channels": name == "laguna" and model.linear_gate == "softplus per element",
         "heads of this size": name in _HEADS_MAKE_WIDTH and model.projection_size != model.hidden_size,
         "biases of attention": name in _WITHOUT_BIASES and (model.qkv_bias or model.proj_bias),
-        "no biases": name in ("phimoe", "starcoder2") and not model.qkv_bias,
+        "no biases": name in ("gpt_neox", "phimoe", "starcoder2") and not model.qkv_bias,
+        "an MLP of this width": name in _FOUR_TIMES and model.ffn_hidden_size != 4 * model.hidden_size,
         "scores or logits without a cap": name == "gemma2"
         and not (model.attn_logit_softcapping and model.final_logit_softcapping),
         "a cap of logits": name == "gemma3_text" and model.final_logit_softcapping is not None,
@@ -135,6 +151,8 @@ def computed_otherwise(model: ModelShape) -> Iterator[str]:
         yield "the weights of experts are a softmax over those chosen alone"
     if name in ("mamba2", "granitemoehybrid") and model.mamba and model.mamba.num_groups > 1:
         yield "the output of a mixer is normalised over all groups"
+    if name in _FOUR_TIMES and model.activation == "gelu":
+        yield "GELU is approximated by tanh"
     if name == "phi3" and scaling:
         yield "rotary embeddings are those of long texts for short ones too"
     if name == "gpt_oss" and scaling.get("truncate") is False:

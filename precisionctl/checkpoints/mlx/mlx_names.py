@@ -70,10 +70,11 @@ _STACKS = _renamings(
 )
 _EXPERTS_THEMSELVES = _renamings(("{0}.{1}", "{0}.{n}.{1}", _EXPERTS, r"(?:gate|up|down)_proj\..+"))
 _OF_GEMMA4 = _renamings(("{0}.switch_glu.{1}", "{0}.{n}.{1}", r".+\.experts", r"(?:gate|up|down)_proj\..+"))
-_LATENT = _renamings(
+_LATENT_PARTS = (
     ("{0}.embed_q.{1}", "{0}.kv_b_proj.weight/{n}a-turned.{1}", _ATTENTION, _ANY),
     ("{0}.unembed_out.{1}", "{0}.kv_b_proj.weight/{n}b-joined.{1}", _ATTENTION, _ANY),
 )
+_LATENT = _renamings(*_LATENT_PARTS)
 _OF_GPT_OSS = _renamings(
     ("{0}.gate_proj.bias", "{0}.gate_up_proj_bias[{n}]/0-alternating.weight", _EXPERTS),
     ("{0}.up_proj.bias", "{0}.gate_up_proj_bias[{n}]/1-alternating.weight", _EXPERTS),
@@ -112,17 +113,40 @@ _NORMS_PLUS_ONE = _renamings(
     ),
 )
 
+_OF_GPT_NEOX = _renamings(
+    ("model.h.{0}", "gpt_neox.layers.{0}", _ANY),
+    ("model.embed_out.{0}", "embed_out.{0}", _ANY),
+    ("model.{0}", "gpt_neox.{0}", _ANY),
+)
+_OF_GPT_J = _renamings(("model.{0}", "transformer.{0}", _ANY))
+_OF_BAILING_MOE = _renamings(("{0}.gate_proj.{1}", "{0}.{1}", r".+\.mlp\.gate", "weight|scales|biases"))
+_OF_KIMI_LINEAR = _renamings(
+    ("{0}.mlp.switch_mlp.gate_proj.{1}", "{0}.block_sparse_moe.experts.{n}.w1.{1}", _LAYER, _ANY),
+    ("{0}.mlp.switch_mlp.up_proj.{1}", "{0}.block_sparse_moe.experts.{n}.w3.{1}", _LAYER, _ANY),
+    ("{0}.mlp.switch_mlp.down_proj.{1}", "{0}.block_sparse_moe.experts.{n}.w2.{1}", _LAYER, _ANY),
+    ("{0}.mlp.shared_experts.{1}", "{0}.block_sparse_moe.shared_experts.{1}", _LAYER, _ANY),
+    ("{0}.mlp.e_score_correction_bias", "{0}.block_sparse_moe.gate.e_score_correction_bias", _LAYER),
+    ("{0}.mlp.gate.{1}", "{0}.block_sparse_moe.gate.{1}", _LAYER, _ANY),
+    ("{0}_conv.conv.{1}", "{0}_conv1d.{1}", r".+\.self_attn\.[qkv]", _ANY),
+    *_LATENT_PARTS,
+)
+
 RENAMED: Mapping[str, tuple[_Renaming, ...]] = {
     **dict.fromkeys(
-        "apertus cohere cohere2 deepseek_v2 ernie4_5 exaone exaone4 gemma gemma2 gemma3_text glm glm4 glm4_moe "
-        "gpt_bigcode granite helium hunyuan_v1_dense internlm3 iquestcoder jamba lfm2 llama mamba2 mellum minicpm3 "
-        "minimax_m2 ministral3 mistral mixtral nemotron nemotron_h olmo2 olmo3 olmo_hybrid olmoe phi phi3 phimoe "
-        "qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2".split(),
+        "apertus cohere cohere2 deepseek_v2 ernie4_5 exaone exaone4 gemma gemma2 gemma3_text glm glm4 "
+        "glm4_moe gpt_bigcode granite helium hunyuan_v1_dense internlm3 iquestcoder jamba lfm2 llama mamba2 "
+        "mellum mimo minicpm3 minimax_m2 ministral3 mistral mixtral muse_glimmer_text nemotron nemotron_h "
+        "olmo2 olmo3 olmo_hybrid olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 "
+        "solar_open stablelm starcoder2".split(),
         (),
     ),
     **dict.fromkeys("afmoe dots1 llama4_text".split(), _EXPERTS_THEMSELVES),
     **dict.fromkeys("deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_k2 mistral4".split(), _LATENT),
+    "bailing_moe": _OF_BAILING_MOE,
     "gemma4_text": _OF_GEMMA4,
+    "gpt_neox": _OF_GPT_NEOX,
+    "gptj": _OF_GPT_J,
+    "kimi_linear": _OF_KIMI_LINEAR,
     "exaone_moe": _OF_EXAONE_MOE,
     "gpt_oss": _OF_GPT_OSS,
     "granitemoe": _OF_GRANITE,
@@ -140,6 +164,7 @@ WRAPPED: Mapping[str, tuple[str, ...]] = {
     "llama4": ("llama4_text",),
     "llava": ("llama", "mistral"),
     "mistral3": ("ministral3", "mistral", "mistral4"),
+    "muse_glimmer": ("muse_glimmer_text",),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ("qwen2",)),
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
@@ -149,19 +174,27 @@ WRAPPED: Mapping[str, tuple[str, ...]] = {
 """The wrappers whose text models mlx-lm computes, without towers, and the families of these that its class has."""
 
 ALONE_IN_WRAPPER = {
+    "muse_glimmer_text": "muse_glimmer",
     "llama4_text": "llama4",
     "qwen3_5_moe_text": "qwen3_5_moe",
     "qwen3_5_text": "qwen3_5",
 }
 """The text models that mlx-lm has as a wrapper's alone, and which one's: also without towers, they are such to it."""
 
-WITHIN = "language_model."
-"""What stands before the names of a text model that is a wrapper's."""
+_WITHIN = "language_model."
+"""What stands before the names of most text models that are a wrapper's."""
 
 
-def is_within(model: ModelShape) -> bool:
-    """Whether mlx-lm has the model as the text model of a wrapper."""
-    return model.wrapper is not None or model.architecture in ALONE_IN_WRAPPER
+def within(model: ModelShape) -> str:
+    """What mlx-lm has before the names of the model, if it is the text model of a wrapper there."""
+    wrapper = model.wrapper.model_type if model.wrapper else ALONE_IN_WRAPPER.get(model.architecture)
+    return "" if wrapper in (None, "muse_glimmer") else _WITHIN
+
+
+def is_known(model: ModelShape) -> bool:
+    """Whether it is known what mlx-lm stores of a model."""
+    families = WRAPPED.get(model.model_type, ()) if model.wrapper else RENAMED
+    return model.architecture in families
 
 
 @dataclass(frozen=True)
@@ -258,15 +291,16 @@ def _of_text_model(
     anything else as they are."""
     if not is_wrapper(config) or config["model_type"] not in WRAPPED:
         return places, settings, config
-    if other := next((name for name in places if not name.startswith(WITHIN)), None):
+    model = from_hf_config(config, where)
+    before = within(model)
+    if other := next((name for name in places if not name.startswith((f"{before}model.", f"{before}lm_head."))), None):
         raise PrecisionError(
             f"`{shown(other)}` is no tensor of the text model: mlx-vlm changes towers, in ways that are not known here",
             where=where,
             do="Start from the release in BF16.",
         )
-    alone = {name.removeprefix(WITHIN): place for name, place in places.items()}
-    said = settings and {name.removeprefix(WITHIN): its for name, its in settings.items()}
-    model = from_hf_config(config, where)
+    alone = {name.removeprefix(before): place for name, place in places.items()}
+    said = settings and {name.removeprefix(before): its for name, its in settings.items()}
     tied = model.tied_embeddings and "lm_head.weight" not in alone
     return alone, said, to_hf_config(replace(model, wrapper=None, tied_embeddings=tied), DType.bfloat16.value)
 
@@ -304,7 +338,7 @@ def _published(
     if match is None or ("{n}" in published and not shape):
         return {name: replace(tensor, spec=TensorSpec(shape, tensor.spec.dtype))}
     if "{n}" not in published:
-        return {published.format(*match.groups()): tensor}
+        return {published.format(*match.groups()): replace(tensor, spec=TensorSpec(shape, tensor.spec.dtype))}
     if not 0 < shape[0] <= most:
         raise DamagedCheckpoint(f"`{name}` is a stack of {shape[0]} matrices", where=where)
     spec = TensorSpec(shape[1:], tensor.spec.dtype)
