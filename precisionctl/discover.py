@@ -35,6 +35,17 @@ def discover_names(
     return found
 
 
+def joined_tables(package: ModuleType, attribute: str) -> dict[str, Any]:
+    """The tables that are called `attribute` in the modules of `package`, as one; plug-ins have none. Raises ValueError
+    for a key that two of them have."""
+    found: dict[str, Any] = {}
+    for table in _own(package, attribute):
+        if twice := found.keys() & table.keys():
+            raise ValueError(f"{', '.join(sorted(map(str, twice)))} in two tables {attribute} of {package.__name__}")
+        found |= table
+    return found
+
+
 @cache
 def _own(package: ModuleType, attribute: str) -> list[Any]:
     names = sorted(info.name for info in pkgutil.iter_modules(package.__path__))

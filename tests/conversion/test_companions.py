@@ -194,6 +194,12 @@ def test_json_that_is_no_object_of_a_sane_size_is_damage(
         safe_json.parse_json(data, "config.json")
 
 
+@pytest.mark.parametrize("data", [b"[1]", b"{", nested(200)], ids=["a list", "cut", "deep"])
+def test_a_config_json_that_is_no_such_object_is_damage_where_a_result_is_made_of_it(data: bytes) -> None:
+    with pytest.raises(DamagedCheckpoint, match="JSON"):
+        config_of_values(Companions({"config.json": data}), {}, {})
+
+
 def test_json_up_to_the_limits_is_read_and_a_key_may_be_repeated() -> None:
     assert safe_json.parse_json(b'{"a": [1], "a": [1]}', "") == {"a": [1]}
     assert safe_json.parse_json(nested(100), "") == json.loads(nested(100))

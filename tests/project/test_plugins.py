@@ -1,5 +1,6 @@
 """Plug-ins by entry points: the page's example as an installed package, and packages that are broken."""
 
+import importlib
 import json
 import re
 import sys
@@ -44,6 +45,21 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     yield made
     monkeypatch.undo()
     forget()
+
+
+def test_a_key_in_two_tables_of_a_folder_is_an_error_and_no_silent_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "house_tables").mkdir()
+    for name, table in (("__init__", ""), ("one", "TABLE = {1: 2, 3: 4}"), ("other", "TABLE = {5: 6}"), ("none", "")):
+        (tmp_path / "house_tables" / f"{name}.py").write_text(table)
+    monkeypatch.syspath_prepend(tmp_path)
+    package = importlib.import_module("house_tables")
+    assert discover.joined_tables(package, "TABLE") == {1: 2, 3: 4, 5: 6}
+    discover._own.cache_clear()
+    monkeypatch.setattr(importlib.import_module("house_tables.other"), "TABLE", {3: 4})
+    with pytest.raises(ValueError, match="3 in two tables TABLE of house_tables"):
+        discover.joined_tables(package, "TABLE")
 
 
 def test_the_page_s_package_is_found_by_every_registry(

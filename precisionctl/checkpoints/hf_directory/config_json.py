@@ -1,7 +1,6 @@
 """config.json of a result whose tensors are values, and what is written with it beside weights of Hugging Face's names:
 companion files and FP8 state."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,8 @@ def config_of_values(
     wrapper's say so: transformers 5.24 goes by the outermost or, in Llama 4, by the text model's, and makes a random
     head where that says nothing.
     """
-    found = without_quantization(json.loads(companions.files.get("config.json", b"null")) or config)
+    said = parse_json(companions.files.get("config.json", b"{}"), companions.config_path)
+    found = without_quantization(said or config)
     found.pop("transformers_weights", None)  # the files have other names
     if not any(key in found for key in _DTYPE_KEYS):
         found["torch_dtype"] = None

@@ -41,6 +41,11 @@ VERL, VERL_COMPANIONS = "dist_ckpt", "huggingface"
 OURS = "precisionctl"
 """Key of our entry in the common data, which Megatron ignores."""
 
+PARAMETER_STATE = re.compile(
+    r"optimizer\.state\.(?:module\.)*(exp_avg|exp_avg_sq|momentum_buffer|fp32_param|param)\.(.+)"
+)
+"""The optimizer's state of a parameter: its kind, and the parameter's name."""
+
 _LAYER = re.compile(r"(.*\bdecoder\.layers\.)(\d{1,9})\.(.+)")
 _LAYERS = re.compile(r"(.*\bdecoder\.(?:layers|deepstack_merger_list)\.)(?!\d+\.)(.+)")
 """A stack of layers; or of what Megatron-Bridge's Qwen3-VL has for some layers of its tower."""

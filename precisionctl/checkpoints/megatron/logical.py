@@ -6,12 +6,13 @@ A tensor that no rule here knows keeps its key, so that a plan can refuse it: no
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from precisionctl.checkpoints.chunks import Box
-from precisionctl.checkpoints.megatron.keys import leading, unstack
+from precisionctl.checkpoints.megatron.keys import PARAMETER_STATE, leading, unstack
+from precisionctl.checkpoints.megatron.norm_names import is_indexed, te_names
 from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.checkpoints.torch_files.dcp_tensors import (
     LogicalTensor,
@@ -58,7 +59,7 @@ def logical_tensors(stored: Mapping[str, dcp_metadata.DcpTensor], where: Path) -
         if key.startswith(_PLAIN_MASTER) and stored.get(MASTER + key.removeprefix(_PLAIN_MASTER)) == tensor:
             continue  # the same bytes
         plain_key = plain(key, prefix)
-        state = _STATE.fullmatch(plain_key)
+        state = PARAMETER_STATE.fullmatch(plain_key)
         parameter = stored.get(prefix + state[2], stored.get(_outer(prefix) + state[2])) if state else None
         flat = _of_flat_shards(plain_key, tensor, parameter.shape) if parameter else []
         for name, one in flat or _slices(plain_key, tensor, where):
@@ -113,7 +114,6 @@ def without_prefix(prefix: str, name: str) -> str:
 
 
 _CHAINED = re.compile(r"chained_\d+\.")
-_STATE = re.compile(r"optimizer\.state\.(?:module\.)*(exp_avg|exp_avg_sq|momentum_buffer|fp32_param|param)\.(.+)")
 _FSDP_STATE = re.compile(r"optimizer\.state\.(.+)\.(exp_avg|exp_avg_sq|momentum_buffer|param)")
 
 
@@ -127,7 +127,7 @@ def plain(key: str, prefix: str) -> str:
     experts). FP32 master weights become kind `param`, which plain optimizers call `fp32_param`."""
     if not of_optimizer(key):
         return without_prefix(prefix, key)
-    match = _STATE.fullmatch(_CHAINED.sub("", key, count=1))
+    match = PARAMETER_STATE.fullmatch(_CHAINED.sub("", key, count=1))
     if match:
         kind, name = match[1], match[2]
     elif match := _FSDP_STATE.fullmatch(key):
@@ -195,7 +195,7 @@ def _by_parameter(found: Mapping[str, LogicalTensor]) -> dict[str, LogicalTensor
     uses them."""
     named = {}
     for name, one in found.items():
-        state = _STATE.fullmatch(name)
+        state = PARAMETER_STATE.fullmatch(name)
         parameter = found.get(state[2]) if state else None
         other = state and parameter and parameter.spec.shape != one.spec.shape
         named[f"optimizer.flat.{name.removeprefix(STATE)}" if other else name] = one
@@ -240,66 +240,3 @@ def _joined(found: Mapping[str, LogicalTensor]) -> dict[str, LogicalTensor]:
 def _alike(parts: Sequence[LogicalTensor]) -> bool:
     """Whether tensors can stand one above the other."""
     return len({(part.spec.dtype, part.spec.shape[1:], bool(part.spec.shape)) for part in parts}) == 1
-
-
-_LAYER_OF = re.compile(r"(decoder\.layers\.\d+\.|mtp\.layers\.\d+\.(?:transformer_layer|mtp_model_layer)\.)(.+)")
-# In layers with this weight, rename this prefix (written without Transformer Engine) to that (written with it)
-_WITHOUT_TE = (
-    ("self_attention.linear_qkv.weight", "input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
-    ("self_attention.in_proj.weight", "input_layernorm.", "self_attention.in_proj.layer_norm_"),
-    ("mlp.router.weight", "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
-    ("mlp.linear_fc1.weight", "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
-    ("self_attention.linear_kv_down_proj.weight", "self_attention.linear_qkv.layer_norm_", "input_layernorm."),
-)
-_LATENTS_WITHOUT_TE = (
-    (
-        "self_attention.linear_q_up_proj.weight",
-        "self_attention.q_layernorm.",
-        "self_attention.linear_q_up_proj.layer_norm_",
-    ),
-    (
-        "self_attention.linear_kv_up_proj.weight",
-        "self_attention.kv_layernorm.",
-        "self_attention.linear_kv_up_proj.layer_norm_",
-    ),
-)
-
-
-def is_indexed(names: Iterable[str]) -> bool:
-    """Whether these are names of a model with indexers, or of DeepSeek-V4."""
-    parts = (".core_attention.indexer.", ".core_attention.attn_sink")
-    return any(part in name for name in names for part in parts)
-
-
-def te_names(names: Mapping[str, object], indexed: bool) -> dict[str, str]:
-    """Layer norms of a run without Transformer Engine: the name they are stored under -> the name with Transformer
-    Engine.
-
-    Transformer Engine fuses a norm into the linear that follows, so it is named after that linear. Megatron's local
-    specs store some norms under the fused name, too, but not the same ones: it depends on whether a layer has experts
-    or multi-latent attention. A norm that two modules read stays a tensor of its own: the one before attention where
-    the MLP has none, or where a gate (Laguna) or beta_proj (Kimi delta attention) reads it too; both in Kimi K3; norms
-    of latents in an `indexed` model, whose indexers read them too, and in DeepSeek-V4.
-    """
-    renamed = {}
-    moved = _WITHOUT_TE if indexed else (*_WITHOUT_TE, *_LATENTS_WITHOUT_TE)
-    for name in names:
-        if "norm" not in name:  # as all names that move have
-            continue
-        state = _STATE.fullmatch(name)
-        layer = _LAYER_OF.fullmatch(state[2] if state else name)
-        if layer is None:
-            continue
-        for having, old, new in moved:
-            if layer[2].startswith(old) and layer[1] + having in names and _fuses_norms(layer[1], names):
-                before = name.removesuffix(layer[1] + layer[2])
-                renamed[name] = before + layer[1] + new + layer[2].removeprefix(old)
-    return renamed
-
-
-def _fuses_norms(layer: str, names: Mapping[str, object]) -> bool:
-    if f"{layer}self_attention_res_proj.weight" in names:
-        return False
-    before_mlp = any(f"{layer}{norm}weight" in names for norm in ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."))
-    read_twice = any(f"{layer}self_attention.{module}.weight" in names for module in ("linear_gate", "beta_proj"))
-    return before_mlp and not read_twice

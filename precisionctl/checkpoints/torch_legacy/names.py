@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from precisionctl.checkpoints.megatron.keys import without_expert
-from precisionctl.checkpoints.megatron.logical import te_names
+from precisionctl.checkpoints.megatron.norm_names import te_names
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import COLUMNS, GATED_ROWS, REPLICATED, ROWS, Parallel
 

@@ -22,7 +22,7 @@ from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
 from precisionctl.checkpoints.chunks import Box, Chunk, chunk_files, shard_boxes
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, count_experts, find_iteration, iteration_of
-from precisionctl.checkpoints.megatron.logical import is_indexed
+from precisionctl.checkpoints.megatron.norm_names import is_indexed
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, payload_bytes
 from precisionctl.checkpoints.megatron.towers import with_towers
 from precisionctl.checkpoints.torch_files.te_tensors import LocatedFp8Weight

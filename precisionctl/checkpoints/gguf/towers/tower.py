@@ -10,9 +10,9 @@ gguf-py/gguf/tensor_mapping.py, of llama-cpp-python 0.3.36; transformers 5.24 fo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -116,6 +116,17 @@ def no_tower(what: str) -> UnknownArchitecture:
     return UnknownArchitecture(what, do="Serve it with an engine that computes it: see --target.")
 
 
+class TowerSizes(NamedTuple):
+    """Of a tower of images; `image` and `patch` are the sides of their squares, in pixels."""
+
+    width: int
+    mlp: int
+    layers: int
+    heads: int
+    image: int
+    patch: int
+
+
 @dataclass(frozen=True)
 class TowerSettings:
     """What is said of a wrapper's tower: its text `model`, the whole `config`.json, the part of the `tower` with its
@@ -142,9 +153,16 @@ class TowerSettings:
             if found != value:
                 raise no_tower(f"llama.cpp computes its tower with {key} {shown(value)}, not with {shown(found)}")
 
-    def check_rotary(self, base: int = 10000) -> None:
+    def sizes(self) -> TowerSizes:
+        """Those of a tower whose keys have the usual names."""
+        keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        return TowerSizes(*(self.size(key) for key in (*keys, "image_size", "patch_size")))
+
+    def check_rotary(self, heads: int, width: int, base: int = 10000) -> None:
         """Raise UnknownArchitecture for rotary embeddings of another base, or scaled ones, wherever config.json says
-        it."""
+        it, and for heads whose halves are not halves that turn by row and by column."""
+        if width % (4 * heads):
+            raise no_tower(f"{heads} heads of a tower of {width} cannot be turned in four parts")
         parts = [self.tower]
         for key in ("rope_parameters", "rope_scaling"):
             said = self.tower.get(key) or {}
@@ -171,25 +189,23 @@ class TowerSettings:
             raise no_tower(f"its config.json has {shown(value)} as the epsilon of norms")
         return np.float32(value)
 
-    def common(
-        self, *, layers: int, width: int, mlp: int, heads: int, image_size: int, patch_size: int
-    ) -> dict[str, GgufValue]:
+    def common(self, sizes: TowerSizes) -> dict[str, GgufValue]:
         """The keys that every tower of images has."""
         self.check({"do_rescale": True} | {**self.processor}, do_rescale=True)
         if self.processor.get("do_normalize") is False:  # by the file's mean and deviation llama.cpp always does
             self.check(self.processor, image_mean=[0, 0, 0], image_std=[1, 1, 1])
-        sizes = {
+        said = {
             "projection_dim": self.model.hidden_size,
-            "image_size": image_size,
-            "patch_size": patch_size,
-            "embedding_length": width,
-            "feed_forward_length": mlp,
-            "block_count": layers,
-            "attention.head_count": heads,
+            "image_size": sizes.image,
+            "patch_size": sizes.patch,
+            "embedding_length": sizes.width,
+            "feed_forward_length": sizes.mlp,
+            "block_count": sizes.layers,
+            "attention.head_count": sizes.heads,
         }
         return {
             "clip.has_vision_encoder": True,
-            **{f"clip.vision.{key}": np.uint32(size) for key, size in sizes.items()},
+            **{f"clip.vision.{key}": np.uint32(size) for key, size in said.items()},
             "clip.vision.image_mean": self._three("image_mean"),
             "clip.vision.image_std": self._three("image_std"),
         }
@@ -201,6 +217,14 @@ class TowerSettings:
             what = f"no preprocessor_config.json or processor_config.json has three numbers as `{key}`"
             raise no_tower(f"{what}, with which llama.cpp prepares images")
         return np.array(numbers, np.float32)
+
+
+class TowerKind(NamedTuple):
+    """What makes the tower of a kind of wrapper, and what the classes of transformers have for keys that its
+    `vision_config` lacks."""
+
+    made_by: Callable[[TowerSettings], Tower]
+    defaults: Mapping[str, Any]
 
 
 def linear(hf: str, gguf: str, rows: int, columns: int, **settings: Any) -> dict[str, TowerRow]:

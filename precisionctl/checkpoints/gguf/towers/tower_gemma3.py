@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from precisionctl.checkpoints.gguf.towers.tower import Tower, TowerRow, TowerSettings, no_tower, norm
+from precisionctl.checkpoints.gguf.towers.tower import Tower, TowerKind, TowerRow, TowerSettings, no_tower, norm
 from precisionctl.checkpoints.gguf.towers.tower_vit import block, patches
 from precisionctl.checkpoints.tensor_changes import PLUS_ONE
 from precisionctl.dtypes import DType
@@ -30,8 +30,7 @@ _POOLED = 4
 
 def gemma3(settings: TowerSettings) -> Tower:
     settings.check(hidden_act="gelu_pytorch_tanh", num_channels=3)
-    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
-    width, mlp, layers, heads, image, patch = (settings.size(key) for key in keys)
+    width, mlp, layers, heads, image, patch = sizes = settings.sizes()
     side, tokens = image // patch, settings.config.get("mm_tokens_per_image", 256)
     pooled = side // max(math.isqrt(tokens), 1) if isinstance(tokens, int) and tokens > 0 else 0
     if not pooled or (side // pooled) ** 2 != tokens or side % pooled:
@@ -53,8 +52,7 @@ def gemma3(settings: TowerSettings) -> Tower:
             ),
         }
     )
-    sizes = {"layers": layers, "width": width, "mlp": mlp, "heads": heads}
-    metadata = settings.common(**sizes, image_size=image, patch_size=patch) | {
+    metadata = settings.common(sizes) | {
         "clip.projector_type": "gemma3",
         "clip.vision.attention.layer_norm_epsilon": settings.epsilon(settings.tower["layer_norm_eps"]),
         "clip.use_gelu": True,
@@ -64,7 +62,7 @@ def gemma3(settings: TowerSettings) -> Tower:
     return Tower(layers, rows, metadata, spellings=spellings, unread=("vision_tower.head.",))
 
 
-DEFAULTS: Mapping[str, Any] = {
+_DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 768,
     "intermediate_size": 3072,
     "num_hidden_layers": 12,
@@ -75,3 +73,5 @@ DEFAULTS: Mapping[str, Any] = {
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
 }
+TOWERS = {"gemma3": TowerKind(gemma3, _DEFAULTS)}
+"""By the `model_type` of the wrapper."""

@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
-from precisionctl.checkpoints.gguf.towers.tower import Tower, TowerRow, TowerSettings, no_tower, norm
+from precisionctl.checkpoints.gguf.towers.tower import (
+    Tower,
+    TowerKind,
+    TowerRow,
+    TowerSettings,
+    TowerSizes,
+    no_tower,
+    norm,
+)
 from precisionctl.checkpoints.gguf.towers.tower_changes import COLOURS_LAST, NUMBER, SOFTPLUS
 from precisionctl.checkpoints.tensor_changes import KERNEL
 from precisionctl.dtypes import DType
@@ -56,12 +64,11 @@ def _of_images(settings: TowerSettings) -> tuple[dict[str, TowerRow], dict[str, 
     text = settings.config.get("text_config")
     both_ways = None if settings.model.hidden_size in _CAUSAL else "vision"
     settings.check(text if isinstance(text, Mapping) else {}, use_bidirectional_attention=both_ways)
-    if heads * head != width or head % 4:
+    if heads * head != width:
         raise no_tower(f"its tower has {heads} heads of {head} in {width}")
-    settings.check_rotary(100)
-    sizes = {"layers": layers, "width": width, "mlp": mlp, "heads": heads}
+    settings.check_rotary(heads, width, 100)
     not_normalised = replace(settings, processor={"do_normalize": False, **settings.processor})
-    metadata = not_normalised.common(**sizes, image_size=_IMAGE_SIZE, patch_size=patch)
+    metadata = not_normalised.common(TowerSizes(width, mlp, layers, heads, _IMAGE_SIZE, patch))
     block, blk, clipped = "vision_tower.encoder.layers.{layer}", "v.blk.{layer}", _clipped(settings)
     positions = settings.size("position_embedding_size")
     rows = {
@@ -215,7 +222,7 @@ _SOUND: Mapping[str, Any] = {
     "output_proj_dims": 1536,
     "use_clipped_linears": True,
 }
-DEFAULTS: Mapping[str, Any] = {
+_DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 768,
     "intermediate_size": 3072,
     "num_hidden_layers": 16,
@@ -230,3 +237,5 @@ DEFAULTS: Mapping[str, Any] = {
     "use_clipped_linears": False,
     "standardize": False,
 }
+TOWERS = {"gemma4": TowerKind(gemma4, _DEFAULTS)}
+"""By the `model_type` of the wrapper."""

@@ -4,10 +4,17 @@ Sources: llama.cpp's tools/mtmd/models/glm4v.cpp, which merges 2 x 2 patches of 
 conversion/qwen3vl.py, of llama-cpp-python 0.3.36.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.checkpoints.gguf.towers.tower import Tower, TowerRow, TowerSettings, linear, no_tower, norm
+from precisionctl.checkpoints.gguf.towers.tower import (
+    Tower,
+    TowerKind,
+    TowerRow,
+    TowerSettings,
+    TowerSizes,
+    linear,
+    norm,
+)
 from precisionctl.checkpoints.gguf.towers.tower_changes import FRAMES
 
 _BLOCK, _BLK = "visual.blocks.{layer}", "v.blk.{layer}"
@@ -44,19 +51,11 @@ def glm_ocr(settings: TowerSettings) -> Tower:
 
 def _metadata(settings: TowerSettings, width: int) -> dict[str, Any]:
     settings.check(hidden_act="silu", spatial_merge_size=2, temporal_patch_size=2, in_channels=3)
-    settings.check_rotary()
-    heads = settings.size("num_heads")
-    if width % (4 * heads):
-        raise no_tower(f"{heads} heads of a tower of {width} cannot be turned in four parts")
-    common = settings.common(
-        layers=settings.size("depth"),
-        width=width,
-        mlp=settings.size("intermediate_size"),  # which is the projector's in GLM-4.1V, and llama.cpp needs none
-        heads=heads,
-        image_size=settings.size("image_size"),
-        patch_size=settings.size("patch_size"),
-    )
-    return common | {
+    # the width of MLPs is the projector's in GLM-4.1V, and llama.cpp needs none
+    keys = ("intermediate_size", "depth", "num_heads", "image_size", "patch_size")
+    sizes = TowerSizes(width, *(settings.size(key) for key in keys))
+    settings.check_rotary(sizes.heads, width)
+    return settings.common(sizes) | {
         "clip.projector_type": "glm4v",
         "clip.use_silu": True,
         "clip.vision.attention.layer_norm_epsilon": settings.epsilon(settings.tower["rms_norm_eps"]),
@@ -113,10 +112,16 @@ _GLM4V = _DEFAULTS | {
     "intermediate_size": 13696,
     "num_heads": 12,
 }
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), _GLM4V),
-    "glm_ocr": _DEFAULTS
-    | {"attention_bias": True, "depth": 24, "hidden_size": 1024, "out_hidden_size": 1536}
-    | {"intermediate_size": 4096, "num_heads": 16},
+_GLM_OCR = _DEFAULTS | {
+    "attention_bias": True,
+    "depth": 24,
+    "hidden_size": 1024,
+    "out_hidden_size": 1536,
+    "intermediate_size": 4096,
+    "num_heads": 16,
 }
-"""What the classes of transformers have for keys that a `vision_config` lacks."""
+TOWERS = {
+    **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), TowerKind(glm4v, _GLM4V)),
+    "glm_ocr": TowerKind(glm_ocr, _GLM_OCR),
+}
+"""By the `model_type` of the wrapper."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from precisionctl.checkpoints.gguf.towers.tower import Tower, TowerRow, TowerSettings, linear, no_tower, norm
+from precisionctl.checkpoints.gguf.towers.tower import Tower, TowerKind, TowerRow, TowerSettings, linear, no_tower, norm
 from precisionctl.checkpoints.gguf.towers.tower_vit import block, patches
 from precisionctl.errors import shown
 
@@ -28,8 +28,7 @@ _EMBEDDINGS, _LAYERS = "vision_tower.embeddings", "vision_tower.encoder.layer.{l
 
 
 def internvl(settings: TowerSettings) -> Tower:
-    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
-    width, mlp, layers, heads, image, patch = (settings.size(key) for key in keys)
+    width, mlp, layers, heads, image, patch = sizes = settings.sizes()
     rms = (width, layers) == _WITH_RMS
     settings.check(num_channels=3, use_absolute_position_embeddings=True, use_mean_pooling=True)
     settings.check(norm_type="rms_norm" if rms else "layer_norm", use_qk_norm=rms, use_mask_token=False)
@@ -55,8 +54,7 @@ def internvl(settings: TowerSettings) -> Tower:
     if rms:
         for part in "qk":
             rows |= norm(f"{_LAYERS}.attention.{part}_norm", f"v.blk.{{layer}}.attn_{part}_norm", width, ["weight"])
-    sizes = {"layers": layers, "width": width, "mlp": mlp, "heads": heads}
-    metadata = settings.common(**sizes, image_size=image, patch_size=patch) | {
+    metadata = settings.common(sizes) | {
         "clip.projector_type": "internvl",
         "clip.vision.attention.layer_norm_epsilon": settings.epsilon(settings.tower["layer_norm_eps"]),
         f"clip.use_{activation}": True,
@@ -76,7 +74,7 @@ _OF_PROJECTOR = {
     "vision_feature_layer": -1,
     "vision_feature_select_strategy": "default",
 }
-DEFAULTS: Mapping[str, Any] = {
+_DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
     "num_hidden_layers": 24,
@@ -93,3 +91,5 @@ DEFAULTS: Mapping[str, Any] = {
     "use_mean_pooling": True,
     "use_absolute_position_embeddings": True,
 }
+TOWERS = {"internvl": TowerKind(internvl, _DEFAULTS)}
+"""By the `model_type` of the wrapper."""

@@ -9,7 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from precisionctl.checkpoints.gguf.towers.tower import Tower, TowerRow, TowerSettings, linear, no_tower, norm
+from precisionctl.checkpoints.gguf.towers.tower import (
+    Tower,
+    TowerKind,
+    TowerRow,
+    TowerSettings,
+    TowerSizes,
+    linear,
+    no_tower,
+    norm,
+)
 from precisionctl.checkpoints.gguf.towers.tower_changes import AxesApart
 from precisionctl.checkpoints.gguf.towers.tower_vit import patches
 from precisionctl.errors import shown
@@ -28,9 +37,7 @@ def kimi_k25(settings: TowerSettings) -> Tower:
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size")
     width, mlp, layers, heads, patch = (settings.size(key) for key in keys)
     height, across, time = (settings.size(f"pos_emb_{key}") for key in ("height", "width", "time"))
-    if width % (4 * heads):
-        raise no_tower(f"{heads} heads of a tower of {width} cannot be turned in four parts")
-    settings.check_rotary()
+    settings.check_rotary(heads, width)
     most = settings.processor.get("in_patch_limit", 16384)
     if type(most) is not int or not _FEWEST_PATCHES <= most <= 1 << 20 or most * patch * patch >= 1 << 32:
         raise no_tower(f"in_patch_limit of its preprocessor_config.json is {shown(most)}")
@@ -49,8 +56,7 @@ def kimi_k25(settings: TowerSettings) -> Tower:
         | patches("vision_tower.patch_embed.proj", width, patch)
         | {"vision_tower.patch_embed.pos_emb.weight": TowerRow(("v.position_embd.weight",), (height, across, width))}
     )
-    sizes = {"layers": layers, "width": width, "mlp": mlp, "heads": heads}
-    metadata = settings.common(**sizes, image_size=height * patch, patch_size=patch) | {
+    metadata = settings.common(TowerSizes(width, mlp, layers, heads, height * patch, patch)) | {
         "clip.projector_type": "kimik25",
         "vision.pos_emb_height": np.uint32(height),
         "vision.pos_emb_width": np.uint32(across),
@@ -71,7 +77,7 @@ _PUBLISHED = {
 """What the release calls settings that transformers' class has other names for."""
 _OF_PROJECTOR: Mapping[str, Any] = {"projection_layer_norm_eps": _EPSILON}
 """At the top of transformers' config.json."""
-DEFAULTS: Mapping[str, Any] = {
+_DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 1152,
     "intermediate_size": 4304,
     "num_hidden_layers": 27,
@@ -85,3 +91,5 @@ DEFAULTS: Mapping[str, Any] = {
     "projector_hidden_act": "gelu",
     "projector_ln_eps": _EPSILON,
 }
+TOWERS = {"kimi_k25": TowerKind(kimi_k25, _DEFAULTS)}
+"""By the `model_type` of the wrapper."""

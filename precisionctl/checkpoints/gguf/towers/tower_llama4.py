@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from precisionctl.checkpoints.gguf.towers.tower import Tower, TowerRow, TowerSettings, no_tower, norm
+from precisionctl.checkpoints.gguf.towers.tower import Tower, TowerKind, TowerRow, TowerSettings, no_tower, norm
 from precisionctl.checkpoints.gguf.towers.tower_vit import block
 from precisionctl.errors import shown
 
@@ -28,15 +28,14 @@ _EPSILON = 1e-5
 
 def llama4(settings: TowerSettings) -> Tower:
     settings.check(hidden_act="gelu", num_channels=3)
-    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
-    width, mlp, layers, heads, image, patch = (settings.size(key) for key in keys)
+    width, mlp, layers, heads, image, patch = sizes = settings.sizes()
     inner, outer, last = (
         settings.size(key) for key in ("projector_input_dim", "projector_output_dim", "vision_output_dim")
     )
     ratio, side, text = settings.tower["pixel_shuffle_ratio"], image // patch, settings.model.hidden_size
-    if ratio not in (1.0, 0.5, 0.25) or width % (4 * heads):
-        raise no_tower(f"its tower has {heads} heads in {width}, and a pixel_shuffle_ratio of {shown(ratio)}")
-    settings.check_rotary()
+    if ratio not in (1.0, 0.5, 0.25):
+        raise no_tower(f"its tower has a pixel_shuffle_ratio of {shown(ratio)}")
+    settings.check_rotary(heads, width)
     merge = int(1 / ratio)
 
     def weight(name: str, *shape: int) -> TowerRow:
@@ -55,8 +54,7 @@ def llama4(settings: TowerSettings) -> Tower:
             "multi_modal_projector.linear_1.weight": weight("mm.model.fc.weight", text, last),
         }
     )
-    sizes = {"layers": layers, "width": width, "mlp": mlp, "heads": heads}
-    metadata = settings.common(**sizes, image_size=image, patch_size=patch) | {
+    metadata = settings.common(sizes) | {
         "clip.projector_type": "llama4",
         "clip.vision.attention.layer_norm_epsilon": np.float32(_EPSILON),
         "clip.vision.projector.scale_factor": np.uint32(merge),
@@ -68,7 +66,7 @@ def llama4(settings: TowerSettings) -> Tower:
 _BY_COLUMN = "llama.cpp gives the tokens of an image column by column, and transformers row by row"
 
 
-DEFAULTS: Mapping[str, Any] = {
+_DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 768,
     "intermediate_size": 5632,
     "num_hidden_layers": 34,
@@ -82,3 +80,5 @@ DEFAULTS: Mapping[str, Any] = {
     "projector_output_dim": 4096,
     "vision_output_dim": 7680,
 }
+TOWERS = {"llama4": TowerKind(llama4, _DEFAULTS)}
+"""By the `model_type` of the wrapper."""

@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
-from precisionctl.checkpoints.gguf.towers.tower import Tower, TowerRow, TowerSettings, linear, no_tower, norm
+from precisionctl.checkpoints.gguf.towers.tower import (
+    Tower,
+    TowerKind,
+    TowerRow,
+    TowerSettings,
+    linear,
+    no_tower,
+    norm,
+)
 from precisionctl.checkpoints.gguf.towers.tower_vit import block, patches
 from precisionctl.checkpoints.tensor_changes import RotaryNeighbours
 from precisionctl.errors import shown
@@ -58,14 +66,13 @@ def mistral3(settings: TowerSettings) -> Tower:
 def _tower(
     settings: TowerSettings, rows: Mapping[str, TowerRow], said: Mapping[str, GgufValue], *, with_bias: bool
 ) -> Tower:
-    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
-    width, mlp, layers, heads, image, patch = (settings.size(key) for key in keys)
+    width, mlp, layers, heads, image, patch = sizes = settings.sizes()
     settings.check(num_channels=3)
     settings.check({"projector_hidden_act": "gelu"} | {**settings.config}, projector_hidden_act="gelu")
-    settings.check_rotary()
+    settings.check_rotary(heads, width)
     activation = settings.tower.get("hidden_act")
     size = settings.tower.get("head_dim", width // heads)
-    if activation not in ("silu", "gelu") or width % (4 * heads) or size != width // heads:
+    if activation not in ("silu", "gelu") or size != width // heads:
         what = f"its tower has {heads} heads of {shown(size)} in {width}, and {shown(activation)} in its MLPs"
         raise no_tower(what)
     if (token := settings.token(_END_OF_ROW)) is None:
@@ -80,8 +87,7 @@ def _tower(
         | {name: row for name, row in projector.items() if with_bias or name.endswith(".weight")}
         | {**rows}
     )
-    sizes = {"layers": layers, "width": width, "mlp": mlp, "heads": heads}
-    metadata = settings.common(**sizes, image_size=image, patch_size=patch) | {
+    metadata = settings.common(sizes) | {
         "clip.projector_type": "pixtral",
         "clip.vision.attention.layer_norm_epsilon": np.float32(_EPSILON),
         f"clip.use_{activation}": True,
@@ -100,4 +106,5 @@ _OF_CLASS: dict[str, Any] = {
     "patch_size": 16,
     "hidden_act": "gelu",
 }
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {"llava": _OF_CLASS, "mistral3": _OF_CLASS}
+TOWERS = {"llava": TowerKind(pixtral, _OF_CLASS), "mistral3": TowerKind(mistral3, _OF_CLASS)}
+"""By the `model_type` of the wrapper."""

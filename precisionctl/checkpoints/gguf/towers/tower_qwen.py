@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue
-from precisionctl.checkpoints.gguf.towers.tower import Tower, TowerRow, TowerSettings, linear, no_tower, norm
+from precisionctl.checkpoints.gguf.towers.tower import (
+    Tower,
+    TowerKind,
+    TowerRow,
+    TowerSettings,
+    TowerSizes,
+    linear,
+    no_tower,
+    norm,
+)
 from precisionctl.checkpoints.gguf.towers.tower_changes import FRAMES, THREE_EQUAL
 from precisionctl.errors import shown
 
@@ -110,18 +119,9 @@ def qwen3_vl(settings: TowerSettings) -> Tower:
 def _common(settings: TowerSettings, width: int, mlp: int, image_size: int) -> dict[str, GgufValue]:
     """The keys of all towers of images, of a tower whose heads turn as llama.cpp turns them."""
     settings.check(spatial_merge_size=2, temporal_patch_size=2, in_channels=3)
-    settings.check_rotary()
-    heads = settings.size("num_heads")
-    if width % (4 * heads):
-        raise no_tower(f"{heads} heads of a tower of {width} cannot be turned in four parts")
-    return settings.common(
-        layers=settings.size("depth"),
-        width=width,
-        mlp=mlp,
-        heads=heads,
-        image_size=image_size,
-        patch_size=settings.size("patch_size"),
-    )
+    depth, heads, patch = (settings.size(key) for key in ("depth", "num_heads", "patch_size"))
+    settings.check_rotary(heads, width)
+    return settings.common(TowerSizes(width, mlp, depth, heads, image_size, patch))
 
 
 def _epsilon() -> dict[str, GgufValue]:
@@ -163,20 +163,28 @@ _QWEN_3 = _DEFAULTS | {
     "patch_size": 16,
     "num_position_embeddings": 2304,
 }
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "qwen2_vl": _DEFAULTS
-    | {
-        "depth": 32,
-        "embed_dim": 1280,
-        "hidden_size": 3584,
-        "hidden_act": "quick_gelu",
-        "mlp_ratio": 4,
-        "num_heads": 16,
-    },
-    "qwen2_5_vl": _DEFAULTS
-    | {"depth": 32, "hidden_size": 3584, "hidden_act": "silu", "intermediate_size": 3420, "num_heads": 16}
-    | {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]},
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _QWEN_3 | {"deepstack_visual_indexes": [8, 16, 24]}),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _QWEN_3),
+_QWEN_2 = _DEFAULTS | {
+    "depth": 32,
+    "embed_dim": 1280,
+    "hidden_size": 3584,
+    "hidden_act": "quick_gelu",
+    "mlp_ratio": 4,
+    "num_heads": 16,
 }
-"""What the classes of transformers have for keys that a `vision_config` lacks."""
+_QWEN_2_5 = _DEFAULTS | {
+    "depth": 32,
+    "hidden_size": 3584,
+    "hidden_act": "silu",
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+_DEEP = _QWEN_3 | {"deepstack_visual_indexes": [8, 16, 24]}
+TOWERS = {
+    "qwen2_vl": TowerKind(qwen2_vl, _QWEN_2),
+    "qwen2_5_vl": TowerKind(qwen2_5_vl, _QWEN_2_5),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), TowerKind(qwen3_vl, _DEEP)),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), TowerKind(qwen3_vl, _QWEN_3)),
+}
+"""By the `model_type` of the wrapper."""
