@@ -562,7 +562,7 @@ class Watched(Described):
         return super().said(key)
 
 
-COUNTED_BY = {"attention.key_length", "nextn_predict_layers"}
+COUNTED_BY = {"attention.key_length", "attention.sliding_window", "nextn_predict_layers"}
 """Keys of others that rules count by, and a file may not have in a family without these."""
 PASSED_OVER = {
     *("attention.head_count_kv", "attention.sliding_window_pattern", "attention.value_length", "context_length"),
@@ -662,6 +662,7 @@ def scaled(kind: str, factor: float = 4.0, **more: Any) -> dict[str, Any]:
         ("glm-moe-dsa", scaled("yarn", log_multiplier=0.1), "scaled as yarn"),
         ("hunyuan", {"factor": 4.0}, "settings .* that are not read: rope.scaling.factor"),
         ("qwen3", {"factor": 4.0}, "settings .* that are not read: rope.scaling.factor"),
+        ("exaone-moe", {"type": "none", "factor": 4.0}, "settings .* that are not read: rope.scaling.factor"),
         ("qwen3", {"type": "linear", "factor": 4.0, "yarn_beta_fast": 8.0}, "not read: rope.scaling.yarn_beta_fast"),
         ("olmo3", {"freq_base_swa": 1e4}, "freq_base_swa is 10000.0, and 150000.0"),
     ],
@@ -682,6 +683,14 @@ def test_a_hunyuan_is_read_as_it_is_scaled(scaling: dict[str, Any]) -> None:
     assert ((model_of_file(file, "hunyuan_v1_dense").rope_scaling or {}).get("factor")) == (
         None if scaling["rope_type"] == "default" else 4.0
     )
+
+
+@pytest.mark.parametrize("family", ["hunyuan", "nemotron"])
+def test_what_would_scale_is_passed_over_where_a_file_says_that_nothing_does(family: str) -> None:
+    file = described(family)
+    said = {"type": "none", "factor": 4.0, "original_context_length": 64}
+    metadata = {**file.metadata, **{f"{file.architecture}.rope.scaling.{key}": value for key, value in said.items()}}
+    assert FAMILIES[pico.shape(family).architecture].read(replace(file, metadata=metadata))["rope_scaling"] is None
 
 
 def test_a_deepseek_that_says_nothing_is_scored_by_softmax_as_in_llama_cpp_but_for_glm() -> None:

@@ -65,10 +65,11 @@ def mscales(*, any_number: bool = False, needed: bool = True) -> Callable[[Field
 
 
 def _read_scaling(file: Described) -> dict[str, Any] | None:
-    """Without a kind that is said, llama.cpp scales by a factor as `linear` does; of `none` it does not look at it."""
-    kind = file.said(_TYPE)
+    """Where no kind is said, llama.cpp scales by a factor as `linear` does; with `none`, in layers with a window alone
+    (llama-context.cpp, llama_hparams::rope_freq_scale_train_swa). The original context is YaRN's and LongRoPE's."""
+    kind, windows = file.said(_TYPE), bool(file.said("attention.sliding_window"))
     file.refuse(() if kind == "yarn" else _OF_YARN.values())
-    file.refuse((_FACTOR,) if kind in (None, "longrope") else ())
+    file.refuse((_FACTOR,) if kind in (None, "longrope") or (kind == "none" and windows) else ())
     if kind in (None, "none", "longrope"):  # the last is said by tensors
         return None
     if kind not in ("linear", "yarn"):
