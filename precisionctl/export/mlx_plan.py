@@ -71,6 +71,9 @@ _AS_CODES: Mapping[str, Sequence[str]] = {
     "gemma4_text": ("experts.0.up_proj.weight",),
     "gpt_oss": ("mlp.experts.gate_up_proj_blocks[0]", "mlp.experts.down_proj_blocks[0]"),
     "llama4_text": ("feed_forward.experts.0.up_proj.weight",),
+    "minimax_m3_vl_text": (
+        *("self_attn.index_q_proj.weight", "mlp.up_proj.weight", "block_sparse_moe.experts.0.w1.weight"),
+    ),
     "mistral4": ("mlp.experts.0.up_proj.weight",),
 }
 

@@ -412,7 +412,7 @@ FOUR_LAYERS = {"num_hidden_layers": 4}
 WRAPPERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), FOUR_LAYERS),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "gemma4", "gemma4_unified"), {}),
-    **dict.fromkeys(("mistral3", "llava", "llama4", "kimi_k25", "muse_glimmer"), {}),
+    **dict.fromkeys(("mistral3", "llava", "llama4", "kimi_k25", "muse_glimmer", "minimax_m3_vl"), {}),
 }
 
 

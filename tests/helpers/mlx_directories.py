@@ -93,7 +93,7 @@ W = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
 OTHERS = {
     "exaone_moe": {".mlp.e_score": ".mlp.gate.e_score"},
     "laguna": {".experts.e_score": ".gate.e_score", ".gate.weight": ".gate.proj.weight"},
-    **dict.fromkeys(("lfm2_moe", "mixtral"), W),
+    **dict.fromkeys(("lfm2_moe", "minimax_m3_vl_text", "mixtral"), W),
     "bailing_moe": {".mlp.gate.weight": ".mlp.gate.gate_proj.weight"},
     "gpt_neox": {"gpt_neox.layers.": "model.h.", "gpt_neox.": "model.", "embed_out.": "model.embed_out."},
     "gptj": {"transformer.": "model."},

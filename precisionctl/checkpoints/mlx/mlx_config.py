@@ -114,7 +114,7 @@ def each_with_experts(model: ModelShape) -> int | None:
     return each_without([not model.has_experts(layer) for layer in range(model.num_layers)])
 
 
-_ROPE_IN_ONE_OBJECT = ("ministral3", "qwen3_5_moe_text", "qwen3_5_text")
+_ROPE_IN_ONE_OBJECT = ("minimax_m3_vl_text", "ministral3", "qwen3_5_moe_text", "qwen3_5_text")
 """Families whose class looks for all of rotary embeddings in `rope_parameters`, and takes defaults without."""
 
 

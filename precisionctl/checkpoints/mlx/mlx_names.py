@@ -147,6 +147,7 @@ RENAMED: Mapping[str, tuple[_Renaming, ...]] = {
     "gpt_neox": _OF_GPT_NEOX,
     "gptj": _OF_GPT_J,
     "kimi_linear": _OF_KIMI_LINEAR,
+    "minimax_m3_vl_text": (),
     "exaone_moe": _OF_EXAONE_MOE,
     "gpt_oss": _OF_GPT_OSS,
     "granitemoe": _OF_GRANITE,
@@ -163,6 +164,7 @@ WRAPPED: Mapping[str, tuple[str, ...]] = {
     "kimi_k25": ("deepseek_v3", "kimi_k2"),
     "llama4": ("llama4_text",),
     "llava": ("llama", "mistral"),
+    "minimax_m3_vl": ("minimax_m3_vl_text",),
     "mistral3": ("ministral3", "mistral", "mistral4"),
     "muse_glimmer": ("muse_glimmer_text",),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ("qwen2",)),
@@ -174,6 +176,7 @@ WRAPPED: Mapping[str, tuple[str, ...]] = {
 """The wrappers whose text models mlx-lm computes, without towers, and the families of these that its class has."""
 
 ALONE_IN_WRAPPER = {
+    "minimax_m3_vl_text": "minimax_m3_vl",
     "muse_glimmer_text": "muse_glimmer",
     "llama4_text": "llama4",
     "qwen3_5_moe_text": "qwen3_5_moe",
