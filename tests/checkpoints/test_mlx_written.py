@@ -208,6 +208,15 @@ def test_a_config_that_is_made_says_how_heads_turn_as_the_source_s_would(family:
     assert (FRACTION in turning) == (FRACTION in rope) or family == "qwen3-5"  # whose default is the same
 
 
+def test_a_wrapper_s_config_may_have_the_text_model_s_keys_at_its_top() -> None:
+    """As Qwen2-VL was published."""
+    config = pico.config("qwen2") | {"model_type": "qwen2_vl", "vision_config": {}}
+    model = from_hf_config(config)
+    made = as_mlx_reads(config, to_hf_config(model, "bfloat16"), words_of_mlx(model, DType.bfloat16))
+    assert made["model_type"] == "qwen2_vl" and made["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    assert made.keys().isdisjoint({"vision_config", "text_config"})
+
+
 def test_no_rotary_embeddings_are_said_in_mlx_lm_s_word_for_none() -> None:
     source = pico.config("granite-hybrid")
     assert source["position_embedding_type"] is None

@@ -121,7 +121,7 @@ _ROPE_IN_ONE_OBJECT = ("minimax_m3_vl_text", "ministral3", "qwen3_5_moe_text", "
 def as_mlx_reads(config: Mapping[str, Any], published: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json, with the keys that it lacks of the `published` one of the text model, and with `words_of_mlx`.
     Of a wrapper's, what it says of towers of images goes, as in what `mlx_lm.convert` writes."""
-    text = text_part(config)
+    text, config = text_part(config), {key: value for key, value in config.items() if key != "vision_config"}
     if config.get("model_type") in ALONE_IN_WRAPPER:
         made = _of_text(config, published, words)
         tokens = {key: value for key, value in made.items() if key.endswith("_token_id")}
@@ -129,10 +129,8 @@ def as_mlx_reads(config: Mapping[str, Any], published: Mapping[str, Any], words:
     if not isinstance(text, Mapping):
         return _of_text(config, published, words)
     made = _of_text(text, {key: value for key, value in published.items() if key != "architectures"}, words)
-    around = {key: value for key, value in config.items() if key != "vision_config"} | {"text_config": made}
-    if config["model_type"] in _OWN_VOCABULARY:
-        around["vocab_size"] = made["vocab_size"]
-    return around
+    own = {"vocab_size": made["vocab_size"]} if config["model_type"] in _OWN_VOCABULARY else {}
+    return {**config, "text_config": made, **own}
 
 
 _OWN_VOCABULARY = ("gemma3", "gemma4", "gemma4_unified")
