@@ -38,7 +38,7 @@ def sliding_window(
             raise UnknownArchitecture(what, where=where, do="transformers has it in every layer.")
         if not any(windows):
             return {}
-        return {"sliding_window": window, "window_layers": None if all(windows) else tuple(windows)}
+        return {"sliding_window": window, "window_layers": tuple(windows)}
 
     def write(model: ModelShape) -> Config:
         if model.sliding_window is None:
@@ -79,7 +79,13 @@ def window_fields(config: Config, where: object, windows: Sequence[bool], absent
     if not any(windows):
         return {}
     window = size({"sliding_window": absent} | dict(config), "sliding_window", where)
-    return {"sliding_window": window, "window_layers": None if all(windows) else tuple(windows)}
+    return {"sliding_window": window, "window_layers": tuple(windows)}
+
+
+def write_window(model: ModelShape) -> Config:
+    """The tokens that a layer with a window sees, where there is such a layer, and which layers have one."""
+    window = {} if model.sliding_window is None else {"sliding_window": model.sliding_window}
+    return {**window, "layer_types": layer_types(model)}
 
 
 def by_kind(windows: Sequence[bool], in_window: Fields, without: Fields) -> Fields:

@@ -195,6 +195,7 @@ def model_of_fields(given: Mapping[str, Any]) -> ModelShape:
     biased = any(fields.get(bias) for bias in ("proj_bias", "mlp_bias"))
     fields.setdefault("add_bias_linear", biased)
     fields.setdefault("add_qkv_bias", bool(fields.get("qkv_bias")))
+    fields |= {name: None for name in ("window_layers", "rope_layers") if all(fields.get(name) or ())}
     plain = {name: value for name, value in fields.items() if "." not in name}
     parts: dict[str, Any] = {}
     for part, kind in PARTS.items():

@@ -41,11 +41,8 @@ Layers = Literal[
 COMPRESSED: Mapping[str, str] = {"sparse": "C", "heavy": "H"}
 """The letter in CSA's pattern of the layers that have a row with these `layers`."""
 
-_BLOCKS = {"mamba": "MP", "attention": "*P", "dense": "-P", "moe": "E"}
-"""The letters in a hybrid pattern of the layers that have rows with these `layers`."""
-
 _BY_LAYER: Mapping[Layers, Callable[[ModelShape, int], bool]] = {
-    "dense": lambda model, layer: not model.has_experts(layer),
+    "dense": ModelShape.has_dense_mlp,
     "moe": ModelShape.has_experts,
     "attention": ModelShape.has_attention,
     "gdn": ModelShape.has_delta_net,
@@ -66,8 +63,4 @@ _BY_LAYER: Mapping[Layers, Callable[[ModelShape, int], bool]] = {
 
 def is_among(layers: Layers, model: ModelShape, layer: int) -> bool:
     """Whether a layer of a model is one of these `layers`."""
-    if layers == "all":
-        return True
-    if model.mamba:
-        return model.mamba.pattern[layer] in _BLOCKS.get(layers, "")
-    return _BY_LAYER[layers](model, layer)
+    return layers == "all" or _BY_LAYER[layers](model, layer)

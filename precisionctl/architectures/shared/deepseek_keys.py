@@ -100,7 +100,8 @@ def experts(shared: int | None, dense: int) -> tuple[Entry, ...]:
     return (*experts_of_a_layer(shared), leading_dense("first_k_dense_replace", dense))
 
 
-_MLPS = {"dense": False, "sparse": True}
+MLPS = {"dense": False, "sparse": True}
+"""Of `mlp_layer_types`: have layers of this kind experts?"""
 
 
 def experts_by_list(dense: int, key: str = "", *, reads_key: bool = True) -> Rule:
@@ -113,7 +114,7 @@ def experts_by_list(dense: int, key: str = "", *, reads_key: bool = True) -> Rul
             check_count(first, key, LARGEST)
             return tuple(layer >= first for layer in range(layers(config, where)))
 
-        listed, said = listed_layers(config, _MLPS, where, "mlp_layer_types"), config.get(key)
+        listed, said = listed_layers(config, MLPS, where, "mlp_layer_types"), config.get(key)
         unlisted = config.get(key, dense) if reads_key else dense
         freq = behind(unlisted) if listed is None else tuple(listed)
         if not reads_key and said is not None and behind(said) != freq:

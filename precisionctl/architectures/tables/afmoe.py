@@ -45,7 +45,7 @@ _RENAMED = {
 
 def _read_layers(config: Config, where: object) -> Fields:
     in_window = layers_with_window(config, where, _LOCAL, _LENGTH)
-    return {**_WINDOW.read(config, where), "rope_layers": None if all(in_window) else tuple(in_window)}
+    return {**_WINDOW.read(config, where), "rope_layers": tuple(in_window)}
 
 
 def _write_layers(model: ModelShape) -> Config:

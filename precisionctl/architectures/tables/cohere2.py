@@ -16,8 +16,7 @@ _LOCAL = all_but_every(4, "sliding_window_pattern")
 def _read_rope_layers(config: Config, where: object) -> Fields:
     if config.get("sliding_window", 4096) is None:
         return {"rope_layers": (False,) * layers(config, where)}
-    in_window = layers_in_window(config, where, _LOCAL)
-    return {"rope_layers": None if all(in_window) else tuple(in_window)}
+    return {"rope_layers": tuple(layers_in_window(config, where, _LOCAL))}
 
 
 ARCHITECTURE = Architecture(

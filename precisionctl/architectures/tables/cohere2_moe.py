@@ -39,7 +39,7 @@ def _read_layers(config: Config, where: object) -> Fields:
     dense_have = size({_OF_DENSE: 1} | dict(config), _OF_DENSE, where) == 1
     each = zip(in_window, fields["moe.layer_freq"], strict=True)
     rope_layers = tuple(window or (dense_have and not experts) for window, experts in each)
-    return {**fields, "rope_layers": None if all(rope_layers) else rope_layers}
+    return {**fields, "rope_layers": rope_layers}
 
 
 def _write_layers(model: ModelShape) -> Config:

@@ -19,8 +19,7 @@ def windows(local: Local, absent: int, also: tuple[str, ...] = ()) -> tuple[Entr
     def read(config: Config, where: object) -> Fields:
         if config.get("sliding_window", absent) is None:
             return {}
-        in_window = layers_in_window(config, where, local)
-        return {"rope_layers": None if all(in_window) else tuple(in_window)}
+        return {"rope_layers": tuple(layers_in_window(config, where, local))}
 
     def write(model: ModelShape) -> Config:
         """Where there is no window too: its class cannot be without a list then."""

@@ -17,10 +17,9 @@ from precisionctl.architectures.config_keys import (
     Key,
     Rule,
     heads,
-    size,
     tied,
 )
-from precisionctl.architectures.config_layers import layer_types, layers_in_window
+from precisionctl.architectures.config_layers import layers_in_window, window_fields, write_window
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.llama_rows import (
@@ -35,7 +34,6 @@ from precisionctl.architectures.shared.llama_rows import (
 from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM, SHARED_EXPERT, WIDE_ROUTER
 from precisionctl.architectures.tables.gpt_oss import SINKS
 from precisionctl.architectures.tables.qwen3_moe import experts_by_number, scores
-from precisionctl.model.model_shape import ModelShape
 
 _WIDE_SINKS = tuple(replace(row, keeps_dtype=True) for row in SINKS)
 _SINKS = Either(renamed(_WIDE_SINKS, {".sinks": ".softmax_offset"}), _WIDE_SINKS, second_is="in memory")
@@ -46,17 +44,8 @@ def _local(config: Config, layers: int, where: object) -> list[bool]:
 
 
 def _read_windows(config: Config, where: object) -> Fields:
-    in_window, window = (
-        layers_in_window(config, where, _local),
-        size({"sliding_window": 513, **config}, "sliding_window", where),
-    )
-    layers = None if all(in_window) else tuple(in_window)
-    return {"rope_layers": layers, **({"sliding_window": window, "window_layers": layers} if any(in_window) else {})}
-
-
-def _write_windows(model: ModelShape) -> Config:
-    window = {} if model.sliding_window is None else {"sliding_window": model.sliding_window}
-    return {"layer_types": layer_types(model), **window}
+    in_window = layers_in_window(config, where, _local)
+    return {**window_fields(config, where, in_window, 513), "rope_layers": tuple(in_window)}
 
 
 ARCHITECTURE = Architecture(
@@ -89,7 +78,7 @@ ARCHITECTURE = Architecture(
         scores(True),
         Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope(),
-        Rule(("layer_types", "sliding_window"), _read_windows, _write_windows),
+        Rule(("layer_types", "sliding_window"), _read_windows, write_window),
         tied(False),
     ),
     aliases=(TIED,),

@@ -33,7 +33,12 @@ from precisionctl.architectures.config_keys import (
     size,
     tied,
 )
-from precisionctl.architectures.config_layers import all_but_every, layer_types, layers_in_window, window_fields
+from precisionctl.architectures.config_layers import (
+    all_but_every,
+    layers_in_window,
+    window_fields,
+    write_window,
+)
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, only_with, renamed, when
 from precisionctl.architectures.rearrangements import GAMMA, SAME, VOCABULARY
 from precisionctl.architectures.rope import rope_by_kind
@@ -208,11 +213,6 @@ def _read_windows(config: Config, where: object) -> Fields:
     return window_fields(config, where, _windows(config, where), 512)
 
 
-def _write_windows(model: ModelShape) -> Config:
-    window = {} if model.sliding_window is None else {"sliding_window": model.sliding_window}
-    return {**window, "layer_types": layer_types(model)}
-
-
 def _read_heads(config: Config, where: object) -> Fields:
     sizes = {**_ABSENT, **config}
     own, keys_are_values = {"head_dim": sizes["global_head_dim"]}, is_on(config, "attention_k_eq_v", where)
@@ -316,7 +316,7 @@ ARCHITECTURE = Architecture(
         Key("final_logit_softcapping", "final_logit_softcapping", None),
         Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope_by_kind(1e6, 1e4, absent=_ROPE),
-        Rule(("sliding_window", "layer_types"), _read_windows, _write_windows),
+        Rule(("sliding_window", "layer_types"), _read_windows, write_window),
         tied(True),
     ),
     aliases=(TIED,),

@@ -61,7 +61,7 @@ def _read_layers(config: Config, where: object) -> Fields:
     if not any(windows):
         return {}
     window = size({"window_size": 256, **config}, "window_size", where)
-    return {"sliding_window": window, "window_layers": None if all(windows) else windows}
+    return {"sliding_window": window, "window_layers": windows}
 
 
 def _write_layers(model: ModelShape) -> Config:

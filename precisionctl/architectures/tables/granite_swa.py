@@ -52,7 +52,7 @@ def _read_layers(config: Config, where: object) -> Fields:
         **fields,
         "rotary_base": next(iter(outside or inside or {fields["rotary_base"]})),
         "rotary_base_local": next(iter(inside)) if several else None,
-        "rope_layers": None if all(numbers) else tuple(map(bool, numbers)),
+        "rope_layers": tuple(map(bool, numbers)),
     }
 
 

@@ -22,11 +22,10 @@ from precisionctl.architectures.config_keys import (
 )
 from precisionctl.architectures.config_layers import (
     by_kind,
-    layer_types,
     layers_in_window,
     nowhere,
-    numbered_layers,
     window_fields,
+    write_window,
 )
 from precisionctl.architectures.param_map import Architecture, Either, only_in, renamed
 from precisionctl.architectures.rope import KEYS, rope_of_kinds, write_rope_of_kinds
@@ -42,6 +41,7 @@ from precisionctl.architectures.shared.llama_rows import (
     TIED,
 )
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, ROUTER, SHARED_EXPERTS
+from precisionctl.architectures.tables.qwen3_moe import experts_by_number
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_fields import LinearGate
 from precisionctl.model.model_parts import check_size
@@ -65,7 +65,7 @@ _PUBLISHED = {
 _BESIDE = (*EXPERT_BIAS, *SHARED_EXPERTS)
 _ROUTING = (*ROUTER, Either(renamed(_BESIDE, _PUBLISHED), _BESIDE, second_is="in memory"))
 
-_EXPERTS = experts_by_list(dense=1)
+_EXPERTS, _BY_NUMBER = experts_by_list(dense=1), experts_by_number()
 
 
 def _read_attention(config: Config, where: object) -> Fields:
@@ -102,14 +102,12 @@ def _heads(config: Config, windows: list[bool], where: object) -> tuple[int, int
 def _write_attention(model: ModelShape) -> Config:
     without = model.attention_of(in_window=False)
     windows = [model.in_window(layer) for layer in range(model.num_layers)]
-    window = {} if model.sliding_window is None else {"sliding_window": model.sliding_window}
     return {
         "num_attention_heads": without.num_attention_heads,
         "num_attention_heads_per_layer": [model.attention_of(each).num_attention_heads for each in windows],
         "num_key_value_heads": model.num_query_groups,
         "head_dim": model.kv_channels,
-        "layer_types": layer_types(model),
-        **window,
+        **write_window(model),
         **write_rope_of_kinds(model),
     }
 
@@ -139,20 +137,15 @@ def _write_gate(model: ModelShape) -> Config:
 
 def _read_layers(config: Config, where: object) -> Fields:
     fields = _EXPERTS.read(config, where)
-    freq = fields["moe.layer_freq"]
-    if config.get("mlp_only_layers") is None and config.get("decoder_sparse_step") is None:
-        return fields
-    dense = numbered_layers(config.get("mlp_only_layers") or [], "mlp_only_layers", where)
-    step = size({"decoder_sparse_step": 1} | dict(config), "decoder_sparse_step", where)
-    if freq != tuple((layer + 1) % step == 0 and layer not in dense for layer in range(len(freq))):
-        what = f"mlp_only_layers is {shown(sorted(dense))}, and transformers takes other layers for dense ones"
+    said = {key: config[key] for key in _BY_NUMBER.keys if config.get(key) is not None}
+    if said and fields != _BY_NUMBER.read({"num_hidden_layers": config["num_hidden_layers"], **said}, where):
+        what = f"{shown(said)} is said, and transformers takes other layers for dense ones"
         raise DamagedCheckpoint(what, where=where, do="Say in mlp_layer_types which layers are `dense` and `sparse`.")
     return fields
 
 
 def _write_layers(model: ModelShape) -> Config:
-    dense = [layer for layer in range(model.num_layers) if not model.has_experts(layer)]
-    return {**_EXPERTS.write(model), "mlp_only_layers": dense, "decoder_sparse_step": 1}
+    return {**_EXPERTS.write(model), **_BY_NUMBER.write(model)}
 
 
 ARCHITECTURE = Architecture(
@@ -177,7 +170,7 @@ ARCHITECTURE = Architecture(
         Key("moe.topk", "num_experts_per_tok", 8),
         Key("moe.ffn_hidden_size", "moe_intermediate_size"),
         Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
-        Rule((*_EXPERTS.keys, "mlp_only_layers", "decoder_sparse_step"), _read_layers, _write_layers),
+        Rule((*_EXPERTS.keys, *_BY_NUMBER.keys), _read_layers, _write_layers),
         Always("moe.score_function", "sigmoid"),
         Always("moe.expert_bias", True),
         Only("norm_topk_prob", True),

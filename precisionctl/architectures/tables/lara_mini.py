@@ -19,7 +19,7 @@ from precisionctl.architectures.config_keys import (
     layers,
     tied,
 )
-from precisionctl.architectures.config_layers import listed_layers, window_fields
+from precisionctl.architectures.config_layers import listed_layers, window_fields, write_window
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rearrangements import BY_KIND, SAME
 from precisionctl.architectures.rope import rope
@@ -47,8 +47,8 @@ def _read_layers(config: Config, where: object) -> Fields:
     unlisted = [_PATTERN[layer % len(_PATTERN)] for layer in range(number)]
     said = {"layer_types": unlisted} | {key: value for key, value in config.items() if value is not None}
     nets, windows = (listed_layers(said, kinds, where) or [] for kinds in (_DELTA_NETS, _WINDOWS))
-    rope_layers = None if all(windows) else tuple(windows)
-    return {"gdn.layers": tuple(nets), **window_fields(config, where, windows, 512), "rope_layers": rope_layers}
+    fields = window_fields(config, where, windows, 512)
+    return {**fields, "gdn.layers": tuple(nets), "rope_layers": tuple(windows)}
 
 
 def _write_layers(model: ModelShape) -> Config:
@@ -57,8 +57,7 @@ def _write_layers(model: ModelShape) -> Config:
             return "linear_attention"
         return "sliding_attention" if model.in_window(layer) else "full_attention"
 
-    window = {} if model.sliding_window is None else {"sliding_window": model.sliding_window}
-    return {"layer_types": [kind(layer) for layer in range(model.num_layers)], **window}
+    return {**write_window(model), "layer_types": [kind(layer) for layer in range(model.num_layers)]}
 
 
 ARCHITECTURE = Architecture(

@@ -21,7 +21,7 @@ from precisionctl.architectures.config_keys import (
     layers,
     tied,
 )
-from precisionctl.architectures.config_layers import listed_layers, window_fields
+from precisionctl.architectures.config_layers import listed_layers, window_fields, write_window
 from precisionctl.architectures.param_map import Architecture, Either, only_in, only_with, renamed
 from precisionctl.architectures.rope import KEYS, rope_of_kinds, write_rope_of_kinds
 from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
@@ -91,9 +91,8 @@ def _write_layers(model: ModelShape) -> Config:
             return "conv"
         return "sliding_attention" if model.in_window(layer) else "full_attention"
 
-    window = {} if model.sliding_window is None else {"sliding_window": model.sliding_window}
     kinds = [kind(layer) for layer in range(model.num_layers)]
-    return {"layer_types": kinds, **window, **write_rope_of_kinds(model)}
+    return {**write_window(model), "layer_types": kinds, **write_rope_of_kinds(model)}
 
 
 def _read_gate(config: Config, where: object) -> Fields:

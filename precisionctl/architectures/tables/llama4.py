@@ -58,7 +58,7 @@ def _read_chunks(config: Config, where: object) -> Fields:
     chunked = _with_rope(config, where) if listed is None else tuple(listed)
     if chunk is None or not any(chunked):
         return {}
-    return {"attention_chunk_size": chunk, "window_layers": None if all(chunked) else chunked}
+    return {"attention_chunk_size": chunk, "window_layers": chunked}
 
 
 def _write_chunks(model: ModelShape) -> Config:
@@ -74,8 +74,7 @@ def _with_rope(config: Config, where: object) -> tuple[bool, ...]:
 
 
 def _read_rope_layers(config: Config, where: object) -> Fields:
-    rope_layers = _with_rope(config, where)
-    return {"rope_layers": None if all(rope_layers) else rope_layers}
+    return {"rope_layers": _with_rope(config, where)}
 
 
 def _read_query_scaling(config: Config, where: object) -> Fields:

@@ -30,6 +30,7 @@ from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
 from precisionctl.architectures.rearrangements import GAMMA, SAME
 from precisionctl.architectures.rope import rope_with_dim
+from precisionctl.architectures.shared.deepseek_keys import MLPS
 from precisionctl.architectures.shared.llama_rows import (
     ATTENTION_NORM,
     DOWN,
@@ -115,7 +116,6 @@ _ROWS = model_rows(
     ),
 )
 
-_MLPS = {"dense": False, "sparse": True}
 _ATTENTIONS = {"full_attention": False, "minimax_m3_sparse": True}
 _SIZES = {
     "index_n_heads": ("sparse_num_index_heads", "n_heads", 4),
@@ -147,7 +147,7 @@ def _by_layer(
 
 
 def _read_experts(config: Config, where: object) -> Fields:
-    found = _by_layer(config, _MLPS, "mlp_layer_types", config.get("moe_layer_freq"), "moe_layer_freq", where)
+    found = _by_layer(config, MLPS, "mlp_layer_types", config.get("moe_layer_freq"), "moe_layer_freq", where)
     return {"moe.layer_freq": (True,) * layers(config, where) if found is None else tuple(found)}
 
 

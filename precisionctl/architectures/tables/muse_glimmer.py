@@ -71,7 +71,7 @@ def positions(base: float, *, in_parameters: bool = False) -> Rule:
                     raise UnknownArchitecture(
                         what, where=where, do="transformers has rope_theta, or none, in all layers."
                     )
-        return {**fields, "rope_layers": None if all(turning) else tuple(turning)}
+        return {**fields, "rope_layers": tuple(turning)}
 
     def write(model: ModelShape) -> Config:
         turning = model.rope_layers or (True,) * model.num_layers

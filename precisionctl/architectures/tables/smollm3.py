@@ -40,8 +40,7 @@ def with_rope(config: Config, where: object) -> tuple[bool, ...]:
 
 
 def _read_rope_layers(config: Config, where: object) -> Fields:
-    rope_layers = with_rope(config, where)
-    return {"rope_layers": None if all(rope_layers) else rope_layers}
+    return {"rope_layers": with_rope(config, where)}
 
 
 def _write_rope_layers(model: ModelShape) -> Config:

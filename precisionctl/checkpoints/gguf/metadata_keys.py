@@ -260,14 +260,9 @@ def hidden_by_heads(fields: Fields) -> int:
     return size
 
 
-def every(number: int) -> Callable[[Fields], tuple[bool, ...] | None]:
-    """Which layers have a window, or rotary embeddings: all but every fourth, if the number is 4. None is all."""
-
-    def of(fields: Fields) -> tuple[bool, ...] | None:
-        layers = tuple((layer + 1) % number != 0 for layer in range(fields["num_layers"]))
-        return None if all(layers) else layers
-
-    return of
+def every(number: int) -> Callable[[Fields], tuple[bool, ...]]:
+    """Which layers have a window, or rotary embeddings: all but every fourth, if the number is 4."""
+    return lambda fields: tuple((layer + 1) % number != 0 for layer in range(fields["num_layers"]))
 
 
 PATTERN = "attention.sliding_window_pattern"
@@ -278,7 +273,7 @@ def _read_windows(file: Described) -> Fields:
     if type(number := file.said(PATTERN)) is int and number > 0:
         return {"window_layers": every(number)({"num_layers": file.decoder_layers()})}
     windows = file.flags(PATTERN)
-    return {"window_layers": None if all(windows) else tuple(windows)} if windows else {}
+    return {"window_layers": tuple(windows)} if windows else {}
 
 
 def _write_windows(model: ModelShape) -> Said:

@@ -91,13 +91,12 @@ def _write_shared(model: ModelShape) -> Said:
     return {**SHARED_COUNT.write(model), "expert_shared_feed_forward_length": shared} if shared else {}
 
 
-def _in_window_or_dense(fields: Fields) -> tuple[bool, ...] | None:
+def _in_window_or_dense(fields: Fields) -> tuple[bool, ...]:
     """Layers with rotary embeddings."""
     layers = fields["num_layers"]
     windows, experts = (fields.get(name) or (True,) * layers for name in ("window_layers", "moe.layer_freq"))
     pairs = zip(windows, experts, strict=False)  # ModelShape counts them
-    turned = tuple(window or not sparse for window, sparse in pairs)
-    return None if all(turned) else turned
+    return tuple(window or not sparse for window, sparse in pairs)
 
 
 _NORM = GgufRule(("normalization", "norm_epsilon"), (*LAYER_NORM_EPSILON.keys, *EPSILON.keys), _read_norm, _write_norm)
