@@ -19,6 +19,7 @@ from precisionctl.architectures.rearrangements import (
 from precisionctl.model.model_shape import ModelShape
 
 
+@dataclass(frozen=True)
 class Grouped(MovesRows):
     """Query, key and value, interleaved per query group: `[q_0 .. q_{r-1}, k, v]`, each of `kv_channels` rows, or a
     value of `v_head_dim`.
@@ -48,6 +49,7 @@ class Grouped(MovesRows):
         return heads.swapaxes(1, 2).reshape(query.shape)
 
 
+@dataclass(frozen=True)
 class GroupedTurnedBack(Grouped):
     """The same of a model whose rotary pairs turn the other way (nanochat): the halves of each head of queries and keys
     change places, and turn as Megatron's do. Raises DamagedCheckpoint for heads of an odd number of channels."""
@@ -66,6 +68,7 @@ class GroupedTurnedBack(Grouped):
         return halves[:, [1, 0]].reshape(rows.shape)
 
 
+@dataclass(frozen=True)
 class GroupedWithGate(MovesRows):
     """The same with an output gate that is a tensor of its own in Hugging Face: query, gate, key and value, each of all
     heads (AFMoE)."""

@@ -30,11 +30,12 @@ Movable = TypeVar("Movable", "Tensor", "NDArray[Any]")
 
 
 class Rearrangement(Protocol):
-    """How the tensors of a row go from Hugging Face to Megatron and back. `moves_rows` says whether both ways only put
-    rows into another order, or rows of zeros beside them, and compute nothing: then they take, and give, arrays of row
-    numbers too. `moves_single_rows` says of such a one that it leaves many rows without a neighbour: copied one by one
-    they would be slow, so conversions move them in memory. Rows of scales, and of adapters, move like those of any
-    other."""
+    """How the tensors of a row go from Hugging Face to Megatron and back. `merge` makes Megatron's tensor of all ranks,
+    `[rows, ...]`, of a list of Hugging Face's in the order of the row's names, and `split` makes that list of it. Two
+    that do the same are equal. `moves_rows` says whether both ways only put rows into another order, or rows of zeros
+    beside them, and compute nothing: then they take, and give, arrays of row numbers too, `[rows, 1]` each.
+    `moves_single_rows` says of such a one that it leaves many rows without a neighbour: copied one by one they would be
+    slow, so conversions move them in memory. Rows of scales, and of adapters, move like those of any other."""
 
     @property
     def moves_single_rows(self) -> bool: ...
@@ -107,6 +108,7 @@ class _Computation:
         return False
 
 
+@dataclass(frozen=True)
 class Same(InOrder):
     """The same tensor."""
 
@@ -117,6 +119,7 @@ class Same(InOrder):
         return (whole,)
 
 
+@dataclass(frozen=True)
 class Vocabulary(MovesRows):
     """A row per token. Megatron pads it with zero rows, which are cut off whatever they hold."""
 
@@ -131,6 +134,7 @@ class Vocabulary(MovesRows):
         return (whole[: model.vocab_size],)
 
 
+@dataclass(frozen=True)
 class FirstTwoLast(MovesRows):
     """The first two rows behind all others (OPT's table of positions)."""
 
@@ -141,6 +145,7 @@ class FirstTwoLast(MovesRows):
         return (concatenated([whole[-2:], whole[:-2]]),)
 
 
+@dataclass(frozen=True)
 class Halves(InOrder):
     """The two halves of a gated MLP's first linear: all of gate, then all of up."""
 
@@ -148,6 +153,7 @@ class Halves(InOrder):
         return tuple(cut_into(whole, [len(whole) // 2] * 2))
 
 
+@dataclass(frozen=True)
 class DeltaNetByHead(MovesRows):
     """The input projection of a gated delta net. Megatron has all queries, then all keys, values, output gates (z),
     beta and alpha. Hugging Face has two tensors that go by key head, each with the value heads that it serves
@@ -170,6 +176,7 @@ class DeltaNetByHead(MovesRows):
         return tuple(rows_of_groups(concatenated(those, 1)) for those in (by_head[:4], by_head[4:]))
 
 
+@dataclass(frozen=True)
 class DeltaNetByKind(InOrder):
     """The same, of four tensors in Hugging Face: queries, keys and values; output gates; betas; alphas (Qwen3.5)."""
 
@@ -239,6 +246,7 @@ class Transposed(_Computation):
         return tuple(part.t().contiguous() for part in self.inner.split(whole, model))
 
 
+@dataclass(frozen=True)
 class Alternating(OfSingleRows):
     """Hugging Face alternates rows of gate and up; Megatron has all of gate, then all of up."""
 
@@ -282,6 +290,7 @@ class Padded(_Computation):
         return (torch.cat([whole, whole.new_zeros(-len(whole) % self.multiple)]),)
 
 
+@dataclass(frozen=True)
 class Scalar(_Computation):
     """Hugging Face keeps a number as a tensor without dimensions, which FSDP2 does not take."""
 
@@ -292,6 +301,7 @@ class Scalar(_Computation):
         return (whole.squeeze(0),)
 
 
+@dataclass(frozen=True)
 class OtherHalfFirst(_Computation):
     """A matrix whose halves of columns are the other way around."""
 

@@ -83,8 +83,8 @@ def _cuts(row: Row, model: ModelShape) -> Sequence[Cut]:
         return [Cut("inputs", transposed=transposed)]
     sizes = [shape[transposed] for shape in row.shapes(model, "hf")]
     of_qkv = row.sizes[0] == "qkv_size"
-    by_head = of_qkv and row.rearrangement is SAME and model.num_query_groups == model.num_attention_heads
-    if by_head or row.rearrangement is BY_HEAD:  # all that belongs to a head stands together
+    by_head = of_qkv and row.rearrangement == SAME and model.num_query_groups == model.num_attention_heads
+    if by_head or row.rearrangement == BY_HEAD:  # all that belongs to a head stands together
         return [Cut("outputs")] * len(sizes)
     parts = _parts_of_qkv(row, model, sizes) if of_qkv else _parts(row, model)
     by_row = _is_of_one_group(row, model)

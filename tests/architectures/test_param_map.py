@@ -1,5 +1,6 @@
 """Every kind of row that a family has: `split` is the inverse of `merge`, and lowering moves what the row moves."""
 
+import copy
 import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,17 +26,12 @@ from precisionctl.param import Layout
 from precisionctl.planning.segments import lower
 
 
-def all_rows(table: Architecture) -> list[Row]:
-    """The rows in every spelling."""
-    return [each for row in table.rows for each in ((row,) if isinstance(row, Row) else (*row.first, *row.second))]
-
-
 def kind(row: Row) -> tuple[Any, ...]:
     """What `merge` and `split` depend on."""
     return len(row.hf), row.sizes, repr(row.rearrangement)
 
 
-KINDS = {kind(row): row for table in supported().values() for row in all_rows(table)}
+KINDS = {kind(row): row for table in supported().values() for row in table.all_rows}
 
 
 MODEL = ModelShape("llama", 1, 3, 4, 4, 2, 2, 5, 5, 8)
@@ -187,7 +183,7 @@ def test_qkv_interleaves_per_query_group_as_megatron_does() -> None:
 
 def test_padded_rows_are_cut_off_whatever_they_hold() -> None:
     model = ModelShape("llama", 1, 2, 4, 1, 1, 2, 3, 5, 8)
-    row = next(row for row in all_rows(architecture_of("llama")) if "word_embeddings" in row.megatron)
+    row = next(row for row in architecture_of("llama").all_rows if "word_embeddings" in row.megatron)
     (values,) = row.split(torch.arange(10.0).view(5, 2), model)
     assert values.tolist() == [[0, 1], [2, 3], [4, 5]]
 
@@ -196,7 +192,7 @@ def test_padded_rows_are_cut_off_whatever_they_hold() -> None:
 def test_rows_of_a_vocabulary_are_not_numbered(to_megatron: bool) -> None:
     """Its size is a stranger's, and its rows stay in order."""
     model = replace(MODEL, vocab_size=(1 << 22) - 3, padded_vocab_size=1 << 22)
-    row = next(row for row in all_rows(architecture_of("llama")) if "word_embeddings" in row.megatron)
+    row = next(row for row in architecture_of("llama").all_rows if "word_embeddings" in row.megatron)
     layouts: tuple[Layout, Layout] = ("hf", "megatron") if to_megatron else ("megatron", "hf")
     (read,), (written,) = (row.shapes(model, layout) for layout in layouts)
     tracemalloc.start()
@@ -210,7 +206,7 @@ def test_rows_of_a_vocabulary_are_not_numbered(to_megatron: bool) -> None:
 
 def test_more_rows_than_a_tensor_has_are_not_numbered() -> None:
     model = replace(MODEL, num_attention_heads=1 << 22, num_query_groups=1 << 22)
-    row = next(row for row in all_rows(architecture_of("llama")) if row.rearrangement is QKV)
+    row = next(row for row in architecture_of("llama").all_rows if row.rearrangement is QKV)
     parts = {name: shape[0] for name, shape in zip("qkv", row.shapes(model, "hf"), strict=True)}
     with pytest.raises(DamagedCheckpoint, match=r"rows of `q`.*No known model has as many"):
         lower(row, model, "hf", "megatron", parts, ["whole"])
@@ -234,6 +230,15 @@ def test_both_spellings_of_a_row_are_one_parameter() -> None:
                 or (first.moves_rows(MODEL) and second.moves_rows(MODEL))
                 or each.only_read
             )
+
+
+def test_rearrangements_of_the_same_kind_are_equal() -> None:
+    """By that it is decided whether a row's tensors keep their values under other names."""
+    for row in KINDS.values():
+        assert copy.deepcopy(row.rearrangement) == row.rearrangement
+        assert hash(copy.deepcopy(row)) == hash(row)
+    kinds = {repr(row.rearrangement): row.rearrangement for row in KINDS.values()}
+    assert len(set(kinds.values())) == len(kinds) > 20
 
 
 def test_every_table_names_each_tensor_once() -> None:
