@@ -42,8 +42,8 @@ class Condition:
 
     def in_layout(self, layout: Layout, model: ModelShape) -> bool:
         if layout == "hf":
-            return self.hf is None or bool(getattr(model, self.hf))
-        return not self.megatron or any(getattr(model, switch) for switch in self.megatron)
+            return self.hf is None or model.has(self.hf)
+        return not self.megatron or any(map(model.has, self.megatron))
 
 
 ALWAYS = Condition()
@@ -157,12 +157,13 @@ class Row:
         return tuple(tuple(part.shape) for part in parts)
 
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        """Hugging Face's tensors as the whole Megatron one; of rows that are only moved, their numbers too."""
+        """Hugging Face's tensors, of `shapes(model, "hf")`, as the whole Megatron one, of `shape(model)`. Of rows that
+        are only moved numbers do, too: `[rows, 1]` for `[rows, ...]`."""
         whole: Movable = self.rearrangement.merge(parts, self._in_its_layers(model))
         return whole
 
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        """The inverse of `merge`."""
+        """The inverse of `merge`: of one tensor of `shape(model)`, those of `shapes(model, "hf")`."""
         return self.rearrangement.split(whole, self._in_its_layers(model))
 
     def moves_rows(self, model: ModelShape) -> bool:

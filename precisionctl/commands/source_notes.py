@@ -97,7 +97,7 @@ def _other_arithmetic(reader: Reader, model: ModelShape, to: Layout) -> Iterator
         )
     if note := table_of(model).otherwise_in_transformers:
         yield note
-    if model.gated_norm and model.norm_epsilon != _MIXER_EPSILON:
+    if model.has("mamba.gated_norm") and model.norm_epsilon != _MIXER_EPSILON:
         yield (
             f"Megatron-Core normalises what a Mamba-2 mixer gives with epsilon {_MIXER_EPSILON:g}, whatever the "
             f"arguments say; transformers and `resume` with the model's {model.norm_epsilon:g}."

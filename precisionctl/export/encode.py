@@ -83,7 +83,7 @@ def modules_in_bf16(plan: Plan, codes: Set[str]) -> list[str]:
     stored under another name (a tied `lm_head`) is among them, since loaders have it too."""
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2 and name not in codes]
     aliases = table_of(plan.model).aliases
-    tied = [alias.hf for alias in aliases if getattr(plan.model, alias.switch) and not alias.written]
+    tied = [alias.hf for alias in aliases if plan.model.has(alias.switch) and not alias.written]
     modules = [name.rpartition(".")[0] if is_slice(name) else name.removesuffix(".weight") for name in matrices + tied]
     # transformers calls every head `lm_head`, whatever its tensor is called
     return list(dict.fromkeys([*modules, _HEAD]))

@@ -65,6 +65,12 @@ class ModelShape(ModelLayers):
         """config.json's `model_type`: a wrapper's own, not its text model's."""
         return self.wrapper.model_type if self.wrapper else self.architecture
 
+    def has(self, name: str) -> bool:
+        """Whether a field or property is on; of a part, by a name with a dot, which is off where there is no part."""
+        part, _, field = name.rpartition(".")
+        of = getattr(self, part) if part else self
+        return bool(of and getattr(of, field))
+
     def attention_of(self, in_window: bool) -> "ModelShape":
         """The model with the attention of layers with a window (or without one) in every layer."""
         if in_window or self.global_attention is None:
@@ -235,10 +241,6 @@ class ModelShape(ModelLayers):
         return 3 * self.hidden_size
 
     @property
-    def latent_experts(self) -> bool:
-        return self.moe is not None and self.moe.latent_size is not None
-
-    @property
     def shared_fc1_size(self) -> int:
         return self._fc1(self.moe.shared_ffn_hidden_size or 0) if self.moe else 0
 
@@ -299,11 +301,6 @@ class ModelShape(ModelLayers):
         return self.mamba is not None and self.mamba.parallel
 
     @property
-    def gated_norm(self) -> bool:
-        """Whether Mamba-2 mixers have a norm of what their state space gives."""
-        return self.mamba is not None and self.mamba.gated_norm
-
-    @property
     def layer_norms(self) -> bool:
         return self.normalization == "LayerNorm"
 
@@ -316,18 +313,6 @@ class ModelShape(ModelLayers):
         return self.moe is not None and self.moe.shared_ffn_hidden_size is not None
 
     @property
-    def shared_expert_gate(self) -> bool:
-        return self.moe is not None and self.moe.shared_expert_gate
-
-    @property
-    def expert_bias(self) -> bool:
-        return self.moe is not None and self.moe.expert_bias
-
-    @property
-    def router_bias(self) -> bool:
-        return self.moe is not None and self.moe.router_bias
-
-    @property
     def query_latent(self) -> bool:
         """Whether MLA projects queries in two steps."""
         return self.mla is not None and self.mla.q_lora_rank is not None
@@ -337,11 +322,6 @@ class ModelShape(ModelLayers):
         """Whether norms of MLA's latents are part of the linears that read them: not beside an indexer, which reads the
         normalised latent too."""
         return self.mla is not None and self.dsa is None
-
-    @property
-    def pooled_index_keys(self) -> bool:
-        """Whether indexers choose pools of keys."""
-        return self.dsa is not None and self.dsa.kpool is not None
 
     @property
     def original_context(self) -> int:

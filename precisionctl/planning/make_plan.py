@@ -155,7 +155,7 @@ def _row_jobs(
         raise MissingTensor(
             f"{row.count(model)} of `{row.megatron}`, but only {len(source.specs)} tensors", do="Is a shard missing?"
         )
-    copies = _aliases_of(row.source.hf, [alias for alias in aliases if getattr(model, alias.switch)])
+    copies = _aliases_of(row.source.hf, [alias for alias in aliases if model.has(alias.switch)])
     jobs = []
     for place in row.places(model):
         reads = names(row.source, source.layout, place) if here else ()

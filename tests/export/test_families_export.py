@@ -67,7 +67,7 @@ def _sizes(family: str) -> dict[str, Any]:
             else {}
         )
         turned = {} if model.mla.qk_pos_emb_head_dim else {"qk_rope_head_dim": 0, "qk_nope_head_dim": 128}
-        mixer |= {"routed_expert_hidden_size": 128} if model.latent_experts else {}
+        mixer |= {"routed_expert_hidden_size": 128} if model.has("moe.latent_size") else {}
         return {**_WHOLE, **_LATENT, **mixer, **turned} | ({} if model.query_latent else {"q_lora_rank": None})
     if "n_embd" in said:
         return {"n_embd": 256, "hidden_size": 256, "n_inner": 384}

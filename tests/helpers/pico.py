@@ -1073,8 +1073,9 @@ def block_kinds(family: str) -> set[Any]:
     """What a family's layers are made of: what tests are for that train."""
     model = shape(family)
     fields = ("softmax_offset", "normalization", "position_embedding", "gated_linear_unit", "qk_layernorm_over_heads")
-    fields += ("pre_layernorms", "post_layernorms", "parallel_residual", "shared_expert_gate")
+    fields += ("pre_layernorms", "post_layernorms", "parallel_residual")
     made = {(name, getattr(model, name)) for name in fields}
+    made |= {("a gate of shared experts", model.has("moe.shared_expert_gate"))}
     made |= {("experts", model.moe is not None), ("latent attention", model.mla is not None)}
     made |= {("heads of two sizes", model.global_attention is not None)}
     made |= {("keys of other layers", model.num_kv_shared_layers > 0)}

@@ -131,7 +131,7 @@ POOLED_KEYS = tuple(
         f"model.layers.{{layer}}.self_attn.indexer.index_kpool_compress_{name}",
         f"{_INDEXER}.index_kpool_compress_{name}",
         sizes,
-        present=when("pooled_index_keys"),
+        present=when("dsa.kpool"),
         layers="indexed",
     )
     for name, sizes in {"ape": ("dsa.kpool", "dsa.head_dim"), "gate": ("dsa.head_dim", "hidden_size")}.items()

@@ -48,7 +48,7 @@ EXPERT_BIAS = (
         "model.layers.{layer}.mlp.gate.e_score_correction_bias",
         "decoder.layers.{layer}.mlp.router.expert_bias",
         ("moe.num_experts",),
-        present=when("expert_bias"),
+        present=when("moe.expert_bias"),
         layers="moe",
         keeps_dtype=True,  # FP32: rounded, it would choose other experts
     ),
@@ -94,7 +94,7 @@ GATED_SHARED_EXPERT = (
         "model.layers.{layer}.mlp.shared_expert_gate.weight",
         "decoder.layers.{layer}.mlp.shared_experts.gate_weight",
         (1, "hidden_size"),
-        present=when("shared_expert_gate"),
+        present=when("moe.shared_expert_gate"),
         layers="moe",
     ),
 )

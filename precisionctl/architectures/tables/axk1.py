@@ -23,7 +23,7 @@ from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, POST_MOE_NOR
 
 _NORM = renamed(POST_MOE_NORM, {".post_feedforward_layernorm.": ".post_mlp_layernorm."})
 _UNUSED = only_with("stores_unused", only_in("dense", renamed(_NORM, {}, {".mlp.": ".mlp.unused_"})))
-_BIAS = tuple(replace(row, present=Condition("hf_expert_bias", ("expert_bias",))) for row in EXPERT_BIAS)
+_BIAS = tuple(replace(row, present=Condition("hf_expert_bias", ("moe.expert_bias",))) for row in EXPERT_BIAS)
 _ROUTING: tuple[Row | Either, ...] = (
     *ROUTER,
     *_BIAS,

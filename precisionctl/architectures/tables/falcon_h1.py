@@ -40,7 +40,7 @@ from precisionctl.errors import UnknownArchitecture
 from precisionctl.model.model_shape import ModelShape
 
 _MIXER = tuple(
-    replace(row, present=when("gated_norm")) if row.megatron.endswith(".norm.weight") else row for row in MIXER
+    replace(row, present=when("mamba.gated_norm")) if row.megatron.endswith(".norm.weight") else row for row in MIXER
 )
 _ROWS = (
     *EMBEDDING,
@@ -62,7 +62,8 @@ def _read_norm(config: Config, where: object) -> Fields:
 
 
 def _write_norm(model: ModelShape) -> Config:
-    return {"mamba_rms_norm": model.gated_norm, "mamba_norm_before_gate": not model.gated_norm}
+    normed = model.has("mamba.gated_norm")
+    return {"mamba_rms_norm": normed, "mamba_norm_before_gate": not normed}
 
 
 _FACTORS = {

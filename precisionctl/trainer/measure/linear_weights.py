@@ -104,7 +104,7 @@ def indexer(model: ModelShape) -> int:
     if model.dsa is None:
         return 0
     latent = (model.mla.q_lora_rank if model.mla else None) or model.hidden_size
-    keys = model.dsa.head_dim * (1 + model.pooled_index_keys)
+    keys = model.dsa.head_dim * (1 + model.has("dsa.kpool"))
     return latent * model.dsa.query_size + model.hidden_size * (keys + model.dsa.n_heads)
 
 

@@ -154,7 +154,7 @@ NOT_BESIDE: Mapping[str, tuple[str, ...]] = {
     "scaled_post_layernorms": ("gdn", "short_conv", "mamba", "mhc", "layer_norms"),
     "residual_gate_temperature": ("mamba", "mhc", "parallel_residual"),
     "per_layer_embed_dim": ("xielu",),
-    "add_bias_linear": ("latent_experts",),
+    "add_bias_linear": ("moe.latent_size",),
     "v_head_dim": ("attention_output_gate", "keys_are_values", "global_keys_are_values", "stores_unused"),
     "clip_qkv": ("attention_output_gate",),
     "softmax_offset": ("attn_logit_softcapping",),
@@ -163,7 +163,7 @@ NOT_BESIDE: Mapping[str, tuple[str, ...]] = {
     "global_attention": ("mla",),
     "mla.kv_source_layers": ("fused_latent_layernorms",),
     "mhc.lowrank": ("mhc.mixed",),
-    "moe.own_norms": ("mamba", "mhc", "latent_experts"),
+    "moe.own_norms": ("mamba", "mhc", "moe.latent_size"),
     "moe.post_layernorm": ("mhc",),
 }
 """Fields, each with what of a model it is not computed beside."""
@@ -173,8 +173,8 @@ ONLY_BESIDE: Mapping[str, str] = {
     "softmax_scaling": "mla",
     "ple": "mhc.lowrank",
     "moe.n_hash_layers": "csa",
-    "moe.expert_norms": "latent_experts",
-    "moe.latent_norm": "latent_experts",
+    "moe.expert_norms": "moe.latent_size",
+    "moe.latent_norm": "moe.latent_size",
     "gdn.kda_full_gate": "attn_res_block_size",
 }
 """Fields, each with what of a model it is computed beside alone."""
@@ -189,25 +189,16 @@ def check(model: ModelShape) -> None:
     refused += [
         name
         for part, computed in COMPUTED_BESIDE.items()
-        if _has(model, part)
+        if model.has(part)
         for name, value in computed.items()
         if values.get(name) != value
     ]
-    refused += [
-        name for name, others in NOT_BESIDE.items() if _has(model, name) and any(_has(model, each) for each in others)
-    ]
-    refused += [name for name, other in ONLY_BESIDE.items() if _has(model, name) and not _has(model, other)]
+    refused += [name for name, others in NOT_BESIDE.items() if model.has(name) and any(map(model.has, others))]
+    refused += [name for name, other in ONLY_BESIDE.items() if model.has(name) and not model.has(other)]
     refused += [name for name, holds in _not_together(model).items() if holds]
     if refused:
         named = ", ".join(f"{name}={shown(values.get(name))}" for name in dict.fromkeys(refused))
         raise UnknownArchitecture(f"`{model.architecture}` is not computed here with {named}")
-
-
-def _has(model: ModelShape, name: str) -> bool:
-    """Whether a model has a field or property that is on; of a part, by a name with a dot."""
-    part, _, field = name.rpartition(".")
-    of = getattr(model, part) if part else model
-    return bool(of and getattr(of, field))
 
 
 def _not_together(model: ModelShape) -> Mapping[str, object]:

@@ -28,7 +28,7 @@ def balance_of(source: Reader, router: RouterSettings) -> Balance:
         if on := [key for key, value in chosen.items() if value]:
             raise RecipeError(f"router.{on[0]} balances experts, and the model has none", do="Leave it out.")
         return NO_BALANCE
-    if chosen.get("bias_update_rate") and not source.model.expert_bias:
+    if chosen.get("bias_update_rate") and not source.model.has("moe.expert_bias"):
         raise RecipeError("router.bias_update_rate moves an expert_bias, and the model has none", do="Leave it out.")
     saved = saved_of(source)
     if saved and saved.balance is not None:

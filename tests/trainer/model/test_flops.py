@@ -49,7 +49,7 @@ def left_out(model: ModelShape, lengths: list[int]) -> int:
                 wide = attention.query_size + (sink or attention.alibi) * SINK_CHANNELS * attention.num_attention_heads
                 above += 2 * sum((length + sink) ** 2 for length in in_chunks) * wide - convention
     routers = sum(model.moe.layer_freq) * model.moe.num_experts * model.hidden_size if model.moe else 0
-    gates = sum(model.moe.layer_freq) * model.hidden_size if model.moe and model.shared_expert_gate else 0
+    gates = sum(model.moe.layer_freq) * model.hidden_size if model.moe and model.moe.shared_expert_gate else 0
     indexers = sum(map(model.has_indexer, range(model.num_layers))) * _indexer(model, lengths)
     beside = nets * _beside_the_rule(model, lengths) + scans * _beside_the_scan(model, lengths)
     beside += _beside_streams(model, lengths) + indexers
