@@ -126,12 +126,8 @@ class MoE:
             used |= dict.fromkeys(("moe.num_groups", "moe.group_topk", "moe.group_scores"))
         if self.score_function != "softmax" and self.probs_on_input:
             used["moe.pre_softmax"] = None
-        if not self.expert_bias:
-            del used["moe.expert_bias_on_logits"]  # and not None, so that a model with the bias does not differ in it
         if self.shared_ffn_hidden_size is None:
             used |= dict.fromkeys(("moe.shared_expert_gate", "moe.shared_average"))
-        if self.latent_size is None:
-            del used["moe.expert_norms"]
         return used if any(self.layer_freq) else {}
 
 

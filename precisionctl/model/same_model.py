@@ -28,8 +28,10 @@ def differences(model: ModelShape, other: ModelShape) -> dict[str, tuple[object,
     """Why the two are not the same model: each field by which they make another function of the same tensors, with the
     model's value and the other's. Fields of a part, such as experts, have a dot in their names.
 
-    What no layer uses is None, and no difference. Nor are STORED and TENSORS, which whoever reads tensors sees. With an
-    UntabledModel there is none: its config.json is compared key by key.
+    A field that no layer of a model uses is None there, which differs from a value that the other uses. A field that
+    only says how another is meant is compared where both models have that other (`_MEANT_BY`). STORED and TENSORS are
+    no differences: whoever reads tensors sees them. With an UntabledModel there is none: its config.json is compared
+    key by key.
     """
     if any(isinstance(each, UntabledModel) for each in (model, other)):
         return {}
@@ -43,7 +45,8 @@ def in_words(setting: object) -> str:
 
 
 def used(model: ModelShape) -> dict[str, object]:
-    """The fields that the computation depends on, those of parts too. A field that no layer uses is None."""
+    """The fields that the computation depends on, those of parts too: None where no layer uses one, and without those
+    of `_MEANT_BY` whose other field is not on."""
     found = {name: value for name, value in vars(model).items() if name not in (*STORED, *TENSORS)}
     for name in ("moe", "gdn", "short_conv"):
         fields = part.used() if (part := getattr(model, name)) else {}
@@ -60,19 +63,13 @@ def used(model: ModelShape) -> dict[str, object]:
     found["rope_scaling"] = _used_scaling(model.rope_scaling)
     if model.learned_positions:
         found["max_position_embeddings"] = model.position_rows  # Megatron counts them together
-    if model.embedding_multiplier == 1:
-        del found["rounded_embedding_multiplier"]  # and not None, so that a model that multiplies does not differ in it
     everywhere = found.pop("qk_l2_norm_everywhere") or all(model.rope_layers or ())
     if model.qk_l2_norm:
         found["qk_l2_norm"] = "in all layers" if everywhere else "in layers with rotary embeddings"
-    if not model.zero_centered_gamma:
-        del found["final_gamma_whole"]
-    if not model.post_layernorms:
-        del found["scaled_post_layernorms"]
     for unused, where in _UNUSED:
         if where(model):
             found |= dict.fromkeys(unused)
-    return found
+    return {name: value for name, value in found.items() if name not in _MEANT_BY or _MEANT_BY[name](model)}
 
 
 def _in_any(model: ModelShape, has: Callable[[ModelShape, int], bool]) -> bool:
@@ -99,6 +96,17 @@ def _heeds_most_positions(model: ModelShape) -> bool:
     scaling = _used_scaling(model.rope_scaling) if _rotates(model) else None
     return model.learned_positions or (scaling or {}).get("rope_type") in ("dynamic", "longrope")
 
+
+_MEANT_BY: Mapping[str, Callable[[ModelShape], bool]] = {
+    "rounded_embedding_multiplier": lambda model: model.embedding_multiplier != 1,
+    "final_gamma_whole": lambda model: model.zero_centered_gamma,
+    "scaled_post_layernorms": lambda model: model.post_layernorms,
+    "moe.expert_bias_on_logits": lambda model: model.has("moe.expert_bias"),
+    "moe.expert_norms": lambda model: model.has("moe.latent_size"),
+}
+"""Fields that only say how another field is meant, and whether a model has that. They are left out of one that has not,
+as None would be a second difference beside the other field's, or the only one where that is of how a model is stored
+(`zero_centered_gamma`)."""
 
 _UNUSED: Sequence[tuple[tuple[str, ...], Callable[[ModelShape], bool]]] = (
     (("ffn_hidden_size",), lambda model: not _in_any(model, ModelShape.has_dense_mlp)),
