@@ -239,12 +239,7 @@ class Either:
         """The spelling that is written, with the one in `stored` as `as_stored` where that is another. `codes` are as
         `Architecture.spelled` has them."""
         read = self._stored(stored, model)
-        if naming == self.second_is or (self.only_read and _any_stored(self.second, codes, model)):
-            written = self.second
-        elif naming == "text alone" and self.alone:
-            written = self.alone
-        else:
-            written = read if naming == "as stored" and not self.only_read else self.first
+        written = self._written(read, model, naming, codes)
         if written is read:
             return written
         by_key = {_key(each): each for each in read}
@@ -254,6 +249,16 @@ class Either:
         """The spelling that is stored; the first where none is."""
         other = self.also if _any_stored(self.also, stored, model, self.second) else self.second
         return other if _is_stored(self.first, other, stored, model) else self.first
+
+    def _written(
+        self, read: tuple[Row, ...], model: ModelShape, naming: Naming, codes: Collection[str]
+    ) -> tuple[Row, ...]:
+        """The spelling that is written where this one is read."""
+        if naming == self.second_is or (self.only_read and _any_stored(self.second, codes, model)):
+            return self.second
+        if naming == "text alone" and self.alone:
+            return self.alone
+        return read if naming == "as stored" and not self.only_read else self.first
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,8 @@ class ModelFields:
     residual_multiplier: float = 1.0
     """What attention and MLP give is multiplied by this, after their norms, and added."""
     residual_gate_temperature: float | None = None
-    """A block is added to the residual stream with weights for each channel of both, which the sigmoid of a parameter
-    over this makes."""
+    """What a block gives, y, is added to the residual stream x as sqrt(1 - b^2) x + b y, with b, for each channel, the
+    sigmoid of a parameter over this."""
     layer_scalar: bool = False
     """What a layer gives is multiplied by a number of its own, which is not trained."""
     attn_res_block_size: int | None = None
@@ -154,8 +154,8 @@ class ModelFields:
     use_double_wide_mlp: bool = False
     """The MLPs of these layers have twice the channels."""
     stores_unused: bool = False
-    """What nothing reads is stored all the same: their key and value projections, or of a model with
-    `moe.post_layernorm` such norms of dense layers."""
+    """Checkpoints have parameters that no program computes with: key and value projections of the last
+    `num_kv_shared_layers`, or of a model with `moe.post_layernorm` such norms in dense layers, too."""
 
     # Embeddings and logits
     embedding_multiplier: float = 1.0

@@ -253,16 +253,21 @@ def _around_text(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class HyperConnections:
-    """Several residual streams in the place of one (Xie et al., mHC, 2025); the fields are Megatron's. A block reads a
-    weighted sum of the `num_residual_streams`, and is added to each by a weight, a sigmoid times `magnitude`;
-    beforehand they are mixed by a matrix, which `mhc_sinkhorn_iterations` make doubly stochastic. All three are made of
-    the streams. `epsilon` is added to the weights to read by and to the matrix, and to the sums that it is divided by.
+    """Several residual streams x_1 .. x_N in the place of one (Xie et al., mHC, arXiv 2512.24880); the fields are
+    Megatron's. N is `num_residual_streams`, and e `epsilon`. For each token a projection of its streams, normalised
+    together, with factors and biases of its own makes r and a `[N]` and m `[N, N]`. A block f makes of the streams:
 
-    Streams without iterations are not mixed (independent hyper-connections, Hunyuan 4); `epsilon` is then added to the
-    weights to add by. With a `lowrank` (Qwen4-Exp) weights to read by are of each channel: the sigmoid of what a small
-    MLP of so many channels, by SiLU, makes of the streams, each normalised by itself. A block reads the mean of these,
-    so weighted, which no other norm normalises. No `epsilon` is added. The last norm reads a weighted sum of the
-    streams, or with `mean_head` (GLM-5.3) their mean."""
+        y = f(sum_i (sigmoid(r_i) + e) x_i)
+        x_j = sum_i M_ij x_i + magnitude sigmoid(a_j) y
+
+    M is e plus the softmax of each row of m, made doubly stochastic in `mhc_sinkhorn_iterations`: columns and rows are
+    divided in turn by e plus their sums. Without iterations (independent hyper-connections, Hunyuan 4) there is no m,
+    streams are not mixed, and y is weighted by e more.
+
+    With a `lowrank` (Qwen4-Exp) streams are not mixed, each is normalised by itself to n_i, and there is no e. With
+    w `[N, hidden_size]` of an MLP of so many channels, by SiLU, of all n_i, a block reads the mean of sigmoid(w_i) n_i,
+    which no other norm normalises. The last norm reads a weighted sum of the streams as a block does, or with
+    `mean_head` (GLM-5.3) their mean."""
 
     num_residual_streams: int
     mhc_sinkhorn_iterations: int | None

@@ -6,9 +6,12 @@ from precisionctl.model.model_shape import ModelShape
 
 
 def mixer_heads(heads: str, head: str, expand: str, absent: int | str, channels: str | None = None) -> Rule:
-    """The keys of a mixer's heads and of their channels. All of these are as many as the key `channels` says, if the
-    family has that key and it is not null, and else `expand` times those of the model. Where keys are not there: 128,
-    `absent` (or as many as there are to share), 2 and 1024."""
+    """How many heads a mixer has, by the key `heads`, and how many channels each has, by the key `head`. All heads
+    together must have as many as the key `channels` says, if the family has that key and it is not null; else `expand`,
+    a key too, times those of the model.
+
+    Of keys that are not there `heads` is 128, `expand` 2, `channels` 1024, and `head` is `absent`; `auto` gives each
+    head an equal share."""
     taken = {"hidden_size": 4096, heads: 128, head: absent, expand: 2} | ({channels: 1024} if channels else {})
 
     def read(config: Config, where: object) -> Fields:

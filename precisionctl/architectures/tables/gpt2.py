@@ -73,9 +73,9 @@ _PARAMETERS = tuple(map(_as_stored, OF_LINEARS))
 
 
 def sizes(number: str, hidden: str, heads: str, inner: str | None, absent: int | None = None) -> Rule:
-    """The keys of layers, channels, heads, each with a key of its own, and an MLP's channels: four times as many where
-    null stands for them, which is also what stands for a key that is not there, but for `absent`; and where the family
-    has no such key."""
+    """Numbers of layers, of channels and of heads, by the keys `number`, `hidden` and `heads`, and an MLP's channels by
+    the key `inner`, which the family may lack (None); `absent` where it is not in config.json. They are four times
+    `hidden` where nothing says them: without the key, or where it, or `absent`, is null."""
 
     def read(config: Config, where: object) -> Fields:
         count, channels = size(config, heads, where), size(config, hidden, where)
