@@ -240,7 +240,7 @@ class Either:
         `Architecture.spelled` has them."""
         read = self._stored(stored, model)
         written = self._written(read, model, naming, codes)
-        if written is read:
+        if written is read or not _any_stored(read, stored, model):  # of a Megatron checkpoint none is
             return written
         by_key = {_key(each): each for each in read}
         return tuple(replace(row, as_stored=by_key.get(_key(row))) for row in written)

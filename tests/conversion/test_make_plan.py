@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import get_args
 
 import pico
 import pytest
@@ -137,3 +138,10 @@ def test_moments_of_a_norm_with_two_names_are_not_shifted() -> None:
     zeros = torch.zeros(model.hidden_size)
     merged = {kind_and_parameter(each.name)[0]: each.row.source.merge([zeros], model) for each in made}
     assert {kind: float(whole[0]) for kind, whole in merged.items()} == {"param": -1, "exp_avg": 0, "exp_avg_sq": 0}
+
+
+def test_a_megatron_checkpoint_has_no_spelling() -> None:
+    for family in ("deepseek-v4", "hy-v3", "minimax-m3", "gpt-oss"):
+        model = pico.shape(family)
+        for naming in get_args(Naming):
+            assert all(row.source is row for row in table_of(model).spelled({}, model, naming))
