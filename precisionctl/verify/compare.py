@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from precisionctl.architectures.param_map import Naming
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import BytesProgress
+from precisionctl.checkpoints.gguf.reader import GgufReader
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.checkpoints.mlx.mlx_names import saved_by_mlx
 from precisionctl.codes.statistics import decibels
@@ -24,6 +25,7 @@ from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.model.same_model import differences, in_words
 from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.optimizer_jobs import OptimizerSource
 from precisionctl.planning.plan import Plan
 from precisionctl.processes import in_processes
 from precisionctl.torch_when_used import one_torch_thread, torch
@@ -241,11 +243,20 @@ def _left_out(a: Reader, b: Reader, towers: TowersOfBoth | None, derived: Sequen
         if reader.layout == "megatron"
     }
     yield from of_keys("padding", (f"{rows} in {name}" for name, rows in padded.items() if rows > 0))
-    yield from of_keys("run", (f"of {name}" for name in padded if readers[name].iteration is not None))
+    yield from of_keys("run", (f"of {name}" for name, reader in readers.items() if _has_run(reader)))
     files = [reader.companions.files for reader in readers.values()]
     named = [name for name in dict.fromkeys((*files[0], *files[1])) if name != "config.json"]
-    if all(files):
-        yield from of_keys("files", (name for name in named if files[0].get(name) != files[1].get(name)))
+    inside = [f"the tokenizer in the file of {name}" for name, reader in readers.items() if reader.container == "gguf"]
+    unequal = [name for name in named if all(files) and files[0].get(name) != files[1].get(name)]
+    yield from of_keys("files", (*unequal, *inside))
+    if isinstance(a, GgufReader) and isinstance(b, GgufReader):
+        keys = (key for key in (*a.metadata, *b.metadata) if not key.startswith("tokenizer."))
+        yield from of_keys("metadata", (key for key in keys if a.metadata.get(key) != b.metadata.get(key)))
+
+
+def _has_run(reader: Reader) -> bool:
+    """Whether a checkpoint is that of a run, with its step or an optimizer."""
+    return reader.iteration is not None or isinstance(reader, OptimizerSource) and bool(reader.optimizer_specs)
 
 
 def _compare_tensor(name: str, a: Tensors, b: Tensors) -> TensorComparison:

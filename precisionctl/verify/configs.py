@@ -38,11 +38,11 @@ def compare_configs(a: Reader, b: Reader) -> Found:
     these read, since ModelShape compares their meaning, and those that follow (`_FOLLOWS`), also of parts of a
     wrapper's. Null and absent differ, as a class may have a default. `quantization_config`, also that of a part around
     a wrapper's text model, is compared elsewhere."""
-    here, there = (_config(reader) for reader in (a, b))
-    if here is None or there is None:
-        return [], [] if here is there else [NotCompared("one config", f"only {'B' if here is None else 'A'} has one")]
     models = (a.model, b.model)
     have_tables = not any(isinstance(model, UntabledModel) for model in models)
+    here, there = (_config(reader, with_family=not have_tables) for reader in (a, b))
+    if here is None or there is None:
+        return [], [] if here is there else [NotCompared("one config", f"only {'B' if here is None else 'A'} has one")]
     read = {key for model in models for entry in table_of(model).config for key in entry.keys} if have_tables else set()
     differing, left_out = [], dict[str, list[str]]()
     for path, left, right in _unequal(here, there):
@@ -101,12 +101,12 @@ def _ignored_otherwise(a: Mapping[str, Any], b: Mapping[str, Any], coded: Iterab
     return list(found)
 
 
-def _config(reader: Reader) -> Mapping[str, Any] | None:
+def _config(reader: Reader, *, with_family: bool) -> Mapping[str, Any] | None:
     data = reader.companions.files.get("config.json")
     if data is None:
         return None
     config = without_quantization(parse_json(data, "config.json"))
-    return {key: value for key, value in config.items() if key != "model_type"}
+    return {key: value for key, value in config.items() if with_family or key != "model_type"}
 
 
 def _is_read(path: tuple[str, ...], read: set[str]) -> bool:

@@ -15,6 +15,7 @@ LIST: Mapping[str, str] = {
     "code": "keys of config.json that name a model's own code or its files; nothing here runs code",
     "spelled otherwise": "keys of config.json that a family reads, and that make the same model: defaults, older "
     "names, what another key switches off, the longest context where rotary positions do not depend on it",
+    "metadata": "metadata of two GGUF files that make the same model, as all keys of its architecture are read here",
     "one config": "config.json, beyond the model's shape, where only one side has one",
     "quantizer": "keys of `quantization_config` that say who wrote it and how scales were found; those of "
     "compressed-tensors that are null on one side and not there on the other",

@@ -51,6 +51,13 @@ class Described:
             raise self._damaged(key, value)
         return value
 
+    def share(self, key: str, among: str) -> int:
+        """How much of an integer under one key each of as many as another key says has."""
+        size, number = self.count(key), self.count(among, least=1)
+        if size % number:
+            raise self._damaged(key, size)
+        return int(size // number)
+
     def number(self, key: str, absent: Any = NEEDED) -> Any:
         """An FP32; `absent` where it is not there."""
         value = self._one(key, absent)

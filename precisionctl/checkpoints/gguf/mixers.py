@@ -27,11 +27,10 @@ def mixer(module: str) -> list[GgufRow]:
 
 
 def _read_mixer(file: Described) -> Fields:
-    heads, size = file.count("ssm.time_step_rank", least=1), file.count("ssm.inner_size")
     file.expect("ssm.conv_kernel", 4)
     return {
-        "mamba.num_heads": heads,
-        "mamba.head_dim": size // heads,
+        "mamba.num_heads": file.count("ssm.time_step_rank", least=1),
+        "mamba.head_dim": file.share("ssm.inner_size", "ssm.time_step_rank"),
         "mamba.num_groups": file.count("ssm.group_count"),
         "mamba.state_dim": file.count("ssm.state_size"),
     }

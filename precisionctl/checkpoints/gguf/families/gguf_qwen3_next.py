@@ -90,7 +90,7 @@ _DELTA_NET_OF_QWEN3_5 = [
 
 
 def _read_value_size(file: Described) -> Fields:
-    return {"gdn.value_head_dim": file.count("ssm.inner_size") // file.count("ssm.time_step_rank", least=1)}
+    return {"gdn.value_head_dim": file.share("ssm.inner_size", "ssm.time_step_rank")}
 
 
 def _read_recurrent(file: Described) -> Fields:

@@ -77,7 +77,7 @@ class MmprojFile:
     def otherwise(self) -> list[tuple[str, str, str]]:
         """The keys of which the file says something else than the tower is, or the same as another type, of which
         llama.cpp does not read it: what the file says, and what that is."""
-        found, asked = self._head.metadata, self._tower.metadata
+        found, asked = self._head.metadata, {"general.architecture": OF_TOWERS, **self._tower.metadata}
         clip = (key for key in found if key.startswith("clip."))
         values, types = list[tuple[str, str, str]](), list[tuple[str, str, str]]()
         for key in dict.fromkeys((*asked, *clip)):
