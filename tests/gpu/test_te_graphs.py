@@ -83,10 +83,9 @@ def test_losses_weights_and_state_are_the_same_to_the_last_bit(
 def test_what_is_not_like_the_captured_batches_is_launched_kernel_by_kernel() -> None:
     model, _ = model_of(SHAPE, DELAYED)
     model.capture(ROWS, LENGTH)
-    assert model.decoder.captured is not None
-    shape, replay = model.decoder.captured
-    replayed = []
-    model.decoder.captured = shape, lambda hidden: replayed.append(1) or replay(hidden)
+    replay, replayed = model.decoder.replay, []
+    assert replay is not None
+    model.decoder.replay = replace(replay, graphs=lambda hidden: replayed.append(1) or replay(hidden))
     tokens = next(batches())
     train_step(model, tokens)
     assert len(replayed) == 1

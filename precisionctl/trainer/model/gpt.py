@@ -10,6 +10,7 @@ experts of a token. Of V, G and F a tensor rank has a part.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -147,7 +148,7 @@ class GPT(nn.Module):
         positions = self._positions(torch.arange(length, device=device), length, None, shape)
         hidden = torch.zeros(rows * length, self.model.streams_size, dtype=dtype, device=device)
         replay = self.backend.captured(self.decoder.layers, positions, hidden, same_weights=same_weights)
-        self.decoder.captured = shape, replay
+        self.decoder.replay = Replay(shape, replay)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., E]` to `[..., V]`."""
@@ -219,6 +220,22 @@ class GPT(nn.Module):
         return made
 
 
+@dataclass(frozen=True)
+class Replay:
+    """All layers as CUDA graphs, `[T, E]` to the same, captured in a pass with gradients over tokens of this shape,
+    `[rows, length]`, that no texts share."""
+
+    shape: tuple[int, int]
+    graphs: Callable[[Tensor], Tensor]
+
+    def fits(self, positions: Positions) -> bool:
+        """Whether a pass at these positions is like the captured one."""
+        return torch.is_grad_enabled() and positions.packed is None and positions.shape == self.shape
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.graphs(hidden)
+
+
 class Decoder(nn.Module):
     """All layers, and the norm after the last, which has another name where each layer is one block. Between residual
     streams, each begins as the embedding, and one is made of them before the norm, or in its place."""
@@ -250,20 +267,17 @@ class Decoder(nn.Module):
         self.final_layernorm = None if model.mamba else norm
         self.final_norm = norm if model.mamba else None
         self.backend = backend
-        self.captured: tuple[tuple[int, int], Callable[[Tensor], Tensor]] | None = None
-        """All layers as CUDA graphs, for batches `[rows, length]`."""
+        self.replay: Replay | None = None
+        """All layers as CUDA graphs, if they are captured."""
 
     def forward(
         self, hidden: Tensor, positions: dict[LayerKind, Positions], per_layer: list[Tensor] | None = None
     ) -> Tensor:
         """Embeddings `[T, E]` to what the output layer reads, `[T, E]`; `per_layer` is what each layer reads beside."""
-        shape, replay = self.captured or (None, None)
-        here = next(iter(positions.values()))
         if self.mhc:
             hidden = hidden.repeat(1, self.mhc.num_residual_streams)
-        replays = replay and here.packed is None and here.shape == shape
-        if replay and replays and torch.is_grad_enabled() and not self.backend.recorder:
-            hidden = replay(hidden)
+        if self.replay and self.replay.fits(next(iter(positions.values()))) and not self.backend.recorder:
+            hidden = self.replay(hidden)
         else:
             kept: dict[int, KeysValues | None] = {}
             put_aside: tuple[Tensor, ...] = ()
