@@ -140,8 +140,8 @@ def batch(shape: Shape, place: Place) -> Tensor:
 def train_loss(model: GPT, tokens: Tensor) -> Tensor:
     """Mean loss of next tokens; rows `[B, S + 1]`."""
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
-    total, count = loss(model(inputs), labels, torch.ones_like(labels, dtype=torch.bool), model.model.vocab_size)
-    return total / count
+    total = loss(model(inputs), labels, torch.ones_like(labels, dtype=torch.bool), model.model.vocab_size)
+    return total / labels.numel()
 
 
 def update(model: GPT, optimizer: MasterAdamW, tokens: Tensor, lr: float = SETTINGS.lr) -> Tensor:

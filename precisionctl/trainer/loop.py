@@ -69,7 +69,7 @@ def train(
 
 
 @dataclass(frozen=True)
-class Update:
+class QueuedStep:
     """An optimizer step that has been queued on the device.
 
     `numbers`, FP32, are its summed loss, the norm of its gradients, the routers' summed losses and, if FP8 was watched,
@@ -94,39 +94,39 @@ class StepReporter:
 
     def __init__(self, run: Run, log: MetricsLog | None, on_step: OnStep) -> None:
         self._run, self._log, self._on_step = run, log, on_step
-        self._pending: Update | None = None
+        self._pending: QueuedStep | None = None
 
-    def report(self, update: Update) -> float:
+    def report(self, step: QueuedStep) -> float:
         """Report a step, now or with the next one. Returns its mean loss, or NaN if it is reported later. Raises as
         `SkippedSteps.count`."""
         self.flush()
-        self._pending = update
+        self._pending = step
         return math.nan if reports_late(self._run) else self.flush()
 
     def flush(self) -> float:
         """Wait for the step that is not reported yet, and report it. Returns its mean loss; NaN if there is none."""
-        update, self._pending = self._pending, None
-        if update is None:
+        step, self._pending = self._pending, None
+        if step is None:
             return math.nan
         run = self._run
-        total, norm, *others = update.numbers.read()
+        total, norm, *others = step.numbers.read()
         names = run.model.router_losses.names if run.model.router_losses else ()
         router, health = others[: len(names)], others[len(names) :]
-        loss, seconds = total / update.targets, update.begun.seconds_until(update.ended)
-        run.skipped.count(update.step, loss, norm, run.recipe.train.max_skipped)
+        loss, seconds = total / step.targets, step.begun.seconds_until(step.ended)
+        run.skipped.count(step.step, loss, norm, run.recipe.train.max_skipped)
         metrics = StepMetrics(
-            step=update.step,
+            step=step.step,
             loss=loss,
-            lr=run.learning_rate(update.step),
+            lr=run.learning_rate(step.step),
             grad_norm=norm,
-            tokens=update.targets + (self._log.tokens if self._log else 0),
-            tokens_per_second=update.targets / seconds,
+            tokens=step.targets + (self._log.tokens if self._log else 0),
+            tokens_per_second=step.targets / seconds,
             seconds=seconds,
-            held_out_loss=update.held_out_loss,
-            fp8=update.fp8,
-            shadow=update.shadow,
-            router={name: summed / update.targets for name, summed in zip(names, router, strict=True)},
-            cost=update.cost.finish(seconds, health),
+            held_out_loss=step.held_out_loss,
+            fp8=step.fp8,
+            shadow=step.shadow,
+            router={name: summed / step.targets for name, summed in zip(names, router, strict=True)},
+            cost=step.cost.finish(seconds, health),
             skipped=run.skipped.running or None,
         )
         if self._log:
@@ -140,7 +140,7 @@ def reports_late(run: Run) -> bool:
     return run.device.type == "cuda" and run.guard is None
 
 
-def _measured_update(run: Run) -> Update:
+def _measured_update(run: Run) -> QueuedStep:
     run.meter.begin()
     begun = DeviceEvent(run.device)
     numbers, targets = update(run)
@@ -152,7 +152,7 @@ def _measured_update(run: Run) -> Update:
         held_out = held_out_loss(run.model, run.held_out, train.micro_batch_size)
     fp8 = run.in_fp8 if run.guard else None
     shadow = run.guard.take_shadow() if run.guard else None
-    return Update(run.step, targets, reading, cost, begun, ended, held_out, fp8, shadow)
+    return QueuedStep(run.step, targets, reading, cost, begun, ended, held_out, fp8, shadow)
 
 
 def update(run: Run) -> tuple[Tensor, int]:

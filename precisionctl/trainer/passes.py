@@ -35,12 +35,12 @@ def bf16_passes(run: Run, batches: Sequence[Batch], targets: int) -> Bf16Passes:
     micro_batch_size = run.recipe.train.micro_batch_size
     in_fp8 = held_out_loss(run.model, run.held_out, micro_batch_size) if run.held_out else None
     with run.model.in_bf16():
-        loss = float(accumulate_gradients(run, batches, targets)[0]) / targets
+        mean = float(accumulate_gradients(run, batches, targets)[0]) / targets
         gradients = run.optimizer.take_gradients()
         held_out = None
         if run.held_out and in_fp8 is not None:
             held_out = in_fp8, held_out_loss(run.model, run.held_out, micro_batch_size)
-    return Bf16Passes(loss, gradients, held_out)
+    return Bf16Passes(mean, gradients, held_out)
 
 
 def backward(model: GPT, batch: Batch, targets: int) -> Tensor:
@@ -85,5 +85,4 @@ def summed_loss(model: GPT, batch: Batch) -> Tensor:
     """Cross entropy summed over a batch's targets, FP32 `[]`."""
     logits = model(batch.tokens, batch.padding_mask if batch.padded else None, batch.packed)
     mask, ranks = batch.labels != IGNORED, model.backend.world.tensor
-    total, _ = loss(logits, batch.labels, mask, model.model.vocab_size, ranks)
-    return total
+    return loss(logits, batch.labels, mask, model.model.vocab_size, ranks)

@@ -293,9 +293,10 @@ def gpts(precision: Precision, shape: ModelShape = SHAPE) -> tuple[GPT, GPT]:
 
 
 def train_step(model: GPT, tokens: Tensor) -> Tensor:
-    total, count = loss(model(tokens), tokens, torch.ones_like(tokens, dtype=torch.bool), SHAPE.vocab_size)
-    (total / count).backward()
-    return (total / count).detach()
+    total = loss(model(tokens), tokens, torch.ones_like(tokens, dtype=torch.bool), SHAPE.vocab_size)
+    mean = total / tokens.numel()
+    mean.backward()
+    return mean.detach()
 
 
 def state_of(history: int) -> Fp8State:

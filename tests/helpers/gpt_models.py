@@ -214,7 +214,7 @@ def everywhere(tokens: Tensor) -> Tensor:
 
 
 def backward(logits: Tensor, tokens: Tensor) -> None:
-    loss(logits, tokens, everywhere(tokens), VOCABULARY)[0].backward()
+    loss(logits, tokens, everywhere(tokens), VOCABULARY).backward()
 
 
 def same_state(one: Any, other: Any) -> bool:

@@ -21,17 +21,17 @@ def loss_bytes(logits: int, *, gpu: bool) -> int:
 
 def loss(
     logits: Tensor, targets: Tensor, mask: Tensor, vocab_size: int, ranks: TensorRanks = NO_TENSOR_PARALLELISM
-) -> tuple[Tensor, Tensor]:
-    """Cross entropy in FP32, summed over the targets where `mask` is True, and their number (int64).
+) -> Tensor:
+    """Cross entropy in FP32, summed over the targets where `mask` is True, `[]`.
 
-    Sum and count, so that micro-batches add up exactly to their batch. Logits are `[B, S, V]`, targets and mask
+    A sum and no mean, so that micro-batches add up exactly to their batch. Logits are `[B, S, V]`, targets and mask
     `[B, S]`. Columns beyond `vocab_size` are padding: no tokenizer makes those tokens and their rows hold
     anything, so they take no part in the softmax (as in transformers, whose vocabulary has no such rows). Of logits
     that tensor ranks have in parts all get the same sum.
     """
     rows, wanted, ignored = logits.flatten(0, 1), targets.flatten(), ~mask.flatten()
     total: Tensor = _SummedLoss.apply(rows, wanted, ignored, vocab_size, ranks)  # type: ignore[no-untyped-call]
-    return total, mask.sum()
+    return total
 
 
 class _SummedLoss(torch.autograd.Function):

@@ -208,6 +208,12 @@ def layer_kind(model: ModelShape, layer: int) -> LayerKind:
     return LayerKind(model.in_window(layer), model.has_rope(layer))
 
 
+def keys_seen(length: int, window: int | None, device: torch.device) -> Tensor:
+    """As `sliding_window_mask`, and where there is none, that of all earlier keys."""
+    mask = sliding_window_mask(length, window, device)
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril() if mask is None else mask
+
+
 def sliding_window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
     """Bool `[S, S]`: a query sees itself and the `window - 1` keys before it. None where all earlier keys are seen."""
     if window is None or window >= length:

@@ -71,8 +71,8 @@ def losses(path: Path) -> list[float]:
         count, generator = source.model.vocab_size, torch.Generator().manual_seed(step)
         ids = torch.randint(0, count, (2, 16), generator=generator)
         targets = ids[:, 1:]
-        total, number = loss(ours(ids)[:, :-1], targets, torch.ones_like(targets, dtype=torch.bool), count)
-        value = total / number
+        total = loss(ours(ids)[:, :-1], targets, torch.ones_like(targets, dtype=torch.bool), count)
+        value = total / targets.numel()
         value.backward()
         run.optimizer.collect()
         run.optimizer.step(rate)

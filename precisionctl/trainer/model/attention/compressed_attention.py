@@ -16,7 +16,7 @@ from precisionctl.model.sparse_parts import CSA
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.linears import plain_linear
-from precisionctl.trainer.model.positions import sliding_window_mask
+from precisionctl.trainer.model.positions import keys_seen
 from precisionctl.trainer.sequences import Positions
 
 
@@ -114,10 +114,7 @@ class CompressedCore(nn.Module):
         query = query * torch.rsqrt(query.float().square().mean(-1, keepdim=True) + self.epsilon).to(query.dtype)
         query, key = rotate_last(query, cos[:, :, None], sin[:, :, None]), rotate_last(key, cos, sin)
         length = key.shape[1]
-        mask = sliding_window_mask(length, self.window, key.device)
-        if mask is None:
-            mask = torch.ones(length, length, dtype=torch.bool, device=key.device).tril()
-        mask = mask.expand(len(key), -1, -1)
+        mask = keys_seen(length, self.window, key.device).expand(len(key), -1, -1)
         if self.compressor is not None and length >= self.ratio:
             key = torch.cat([key, self.compressor(hidden, cos, sin)], 1)
             mask = torch.cat([mask, self._seen(hidden, latent, cos, sin).expand(len(key), -1, -1)], -1)

@@ -15,7 +15,7 @@ from precisionctl.model.sparse_parts import MSA
 from precisionctl.trainer.backends.base import Backend
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention.block_indexer import BlockIndexer, attend_to_blocks
-from precisionctl.trainer.model.positions import sliding_window_mask
+from precisionctl.trainer.model.positions import keys_seen, sliding_window_mask
 from precisionctl.trainer.sequences import Positions
 
 
@@ -62,17 +62,17 @@ class CoreAttention(nn.Module):
         if self.msa and len(heads) > 3:
             return attend_to_blocks(heads, self.msa, self.scale)
         query, key, value = (tensor.transpose(1, 2) for tensor in heads)
-        mask, channels = sliding_window_mask(key.shape[2], window, key.device), value.shape[3]
+        channels = value.shape[3]
         if self.softcap is not None:
             batch, groups, length, head = key.shape
             grouped = query.reshape(batch, groups, -1, length, head)
             scores = product(torch.matmul, grouped, key[:, :, None].mT).float() * self.scale  # [B, G, R, S, S]
             scores = self.softcap * torch.tanh(scores / self.softcap)
-            if mask is None:
-                mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-            weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(value.dtype)
+            unseen = ~keys_seen(length, window, key.device)
+            weights = scores.masked_fill(unseen, -torch.inf).softmax(-1).to(value.dtype)
             attended = product(torch.matmul, weights, value[:, :, None]).flatten(1, 2)
         else:
+            mask = sliding_window_mask(key.shape[2], window, key.device)
             if self.slopes is not None:
                 query, key = with_slopes(query, key, self.slopes / self.scale)
             if self.softmax_offset is not None:
