@@ -3,7 +3,6 @@ under the name of any run of `resume`: the bundled trainer goes on from them, an
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from precisionctl.param import Parallelism
 from precisionctl.trainer.optimizer.megatron_schedule import megatron_scheduler, training_args
 from precisionctl.trainer.run_plan import RunPlan
 from precisionctl.trainer.saved.balance import balance_args
-from precisionctl.trainer.saved.run_folder import Saved, sign
+from precisionctl.trainer.saved.run_folder import saved_run, sign
 from precisionctl.trainer.saved.saving import complete, copy_towers
 
 _CONTENT = {
@@ -85,16 +84,7 @@ def save(run: CoreRun, plan: RunPlan, identity: Mapping[str, Any], sidecar_state
     with disk_problems(output):
         if run.world.first:
             output.begin()
-            saved = Saved(
-                step=run.step,
-                position=run.position,
-                identity=identity,
-                schedule=asdict(run.schedule) if run.schedule else None,
-                skips=asdict(run.skipped),
-                balance=asdict(run.balance),
-                fp8=run.recipe.precision.fp8,
-            )
-            sign(output.partial, saved)
+            sign(output.partial, saved_run(run, identity, run.balance, fp8=run.recipe.precision.fp8))
         run.world.barrier()
         model = _sharded_model(run)
         state |= model | {"optimizer": run.optimizer.sharded_state_dict(model, metadata=_metadata())}

@@ -229,7 +229,7 @@ def _train(
                 log.write(metrics)
                 on_step(metrics)
             stop = agreed_stop(world, received, until)
-            if stop or run.step == recipe.train.steps or run.step % recipe.train.save_every == 0:
+            if run_folder.is_saved(run.step, recipe.train, stop):
                 if log:
                     log.sync()
                 core_checkpoint.save(run, plan, identity, sidecar_state)

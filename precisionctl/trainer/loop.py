@@ -17,6 +17,7 @@ from precisionctl.trainer.measure.metrics import MetricsLog, StepMetrics
 from precisionctl.trainer.passes import accumulate_gradients, bf16_passes, held_out_loss
 from precisionctl.trainer.rollback import Rollback
 from precisionctl.trainer.run import Run
+from precisionctl.trainer.saved.run_folder import is_saved
 from precisionctl.trainer.saved.saving import Saver
 from precisionctl.trainer.shadow import Shadow
 from precisionctl.trainer.stopping import Stop, agreed_stop, stop_signals
@@ -52,8 +53,7 @@ def train(
                     saver.finish()
                     return rollback
                 stop = agreed_stop(run.world, received, until)
-                last = run.step == train.steps or (run.guard is not None and run.guard.stops)
-                if stop or last or run.step % train.save_every == 0:
+                if is_saved(run.step, train, stop) or (run.guard and run.guard.stops):
                     reporter.flush()
                     if log:
                         log.sync()

@@ -303,7 +303,7 @@ def test_of_scattered_outputs_all_tensor_ranks_tokens_are_counted(sequence: bool
             {f"{module}.weight": TensorShard(TensorSpec((16, 16), DType.bfloat16, COLUMNS), [])}, world
         )
         world.all_reduce_sum = world.all_reduce_max = lambda numbers: counted.append(numbers) or numbers  # type: ignore[method-assign]
-        _merged(recorder, recorder.states(), shares)
+        _merged(recorder, shares)
     roles = list(ROLES)
     total = (counted[0] + counted[2])[roles.index("grad_output")].tolist()
     expected = measure(gradient, torch.float8_e5m2, None)

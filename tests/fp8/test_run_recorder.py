@@ -75,8 +75,10 @@ class Place:
         make_text(folder / "text.txt", words=600)
         self.batches: list[tuple[Batch, int]] = []
         with pytest.MonkeyPatch.context() as patch:
-            ours = calibration.backward
-            patch.setattr(calibration, "backward", lambda gpt, *pair: self.batches.append(pair) or ours(gpt, *pair))
+            ours = calibration.recording_pass
+            patch.setattr(
+                calibration, "recording_pass", lambda gpt, *pair: self.batches.append(pair) or ours(gpt, *pair)
+            )
             api.calibrate(asked(folder, self.calibrated, passes=4))
 
     def live(self) -> PreTrainedModel:

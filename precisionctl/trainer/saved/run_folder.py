@@ -11,18 +11,18 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.keys import RUN_FILE, TRACKER
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, OutputError, damage
 from precisionctl.fp8 import sidecar
-from precisionctl.recipe import GuardSettings, ParallelSettings, Recipe, Tracking, recipe_of
+from precisionctl.recipe import GuardSettings, ParallelSettings, Recipe, Tracking, Train, recipe_of
 from precisionctl.trainer.measure.json_numbers import nan_for_null, to_json_numbers
 from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
-from precisionctl.trainer.stopping import SkippedSteps
+from precisionctl.trainer.stopping import SkippedSteps, Stop
 from precisionctl.untrusted.safe_files import has_file, read_file
 from precisionctl.untrusted.safe_pickle import is_count
 
@@ -65,6 +65,33 @@ class Saved:
     """What keeps the loads of its experts even, as `Balance` has it; None in runs from before there was one."""
     fp8: bool | None = None
     """Whether its last step was computed in FP8; None in runs from before this was noted."""
+
+
+class Progressing(Protocol):
+    """What `run.json` says of a run, whichever engine trains it."""
+
+    step: int
+    position: int
+    schedule: MegatronSchedule | None
+    skipped: SkippedSteps
+
+
+def saved_run(
+    run: Progressing,
+    identity: Mapping[str, Any],
+    balance: Balance,
+    *,
+    fp8: bool,
+    guard: Mapping[str, Any] | None = None,
+) -> Saved:
+    """The contents of `run.json` for a run as it is now."""
+    schedule, skips = run.schedule and asdict(run.schedule), asdict(run.skipped)
+    return Saved(run.step, run.position, identity, guard, schedule, skips, asdict(balance), fp8)
+
+
+def is_saved(step: int, train: Train, stop: Stop | None) -> bool:
+    """Whether a run is saved after a step: the last one, each `train.save_every` th, and where it is stopped."""
+    return stop is not None or step == train.steps or step % train.save_every == 0
 
 
 def identity(source: Reader, data: str, recipe: Recipe, **start: object) -> dict[str, Any]:

@@ -6,7 +6,7 @@ are written by a thread on each rank. With `train.async_save` that thread writes
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -40,7 +40,7 @@ from precisionctl.trainer.optimizer.megatron_schedule import megatron_scheduler,
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved.balance import balance_args
 from precisionctl.trainer.saved.loading import OPTIMIZER, RNG
-from precisionctl.trainer.saved.run_folder import Saved, prune, sign
+from precisionctl.trainer.saved.run_folder import prune, saved_run, sign
 
 _WRITTEN, _WRITING, _FAILED = range(3)
 """Stages of a save on one rank. The stage on all ranks is the largest of theirs."""
@@ -122,16 +122,8 @@ class Saver:
         if self._towers:
             writer = WithTowers(writer, self._towers.targets)
         if run.world.first:
-            saved = Saved(
-                step=run.step,
-                position=run.position,
-                identity=self._identity,
-                guard=run.guard.saved_state if run.guard else None,
-                schedule=asdict(run.schedule) if run.schedule else None,
-                skips=asdict(run.skipped),
-                balance=asdict(run.model.balance),
-                fp8=run.in_fp8,
-            )
+            guard = run.guard.saved_state if run.guard else None
+            saved = saved_run(run, self._identity, run.model.balance, fp8=run.in_fp8, guard=guard)
             with disk_problems(output):
                 output.begin()
                 sign(output.partial, saved)

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, norm_of
-from precisionctl.trainer.model.attention.kimi_k3_attention import KimiK3DeltaAttention, KimiK3LatentAttention
+from precisionctl.trainer.model.layers.blocks import mlp_or_experts, token_mixer
 from precisionctl.trainer.model.layers.residual_layer import Beside, ResidualLayer
 from precisionctl.trainer.model.linears import plain_linear
-from precisionctl.trainer.model.mlp import MLP, MoELayer
 from precisionctl.trainer.sequences import Positions
 
 
@@ -29,18 +28,9 @@ class AttentionResidualLayer(ResidualLayer):
         self.puts_aside = number % (model.attn_res_block_size or 1) == 0
         self.norm, size = norm_of(model), model.hidden_size
         self.input_layernorm = backend.norm(size, self.norm)
-        self.self_attention: KimiK3DeltaAttention | KimiK3LatentAttention
-        if model.gdn and model.has_delta_net(number):
-            self.self_attention = KimiK3DeltaAttention(f"{name}.self_attention", model, model.gdn, backend)
-        else:
-            assert model.mla, "computes.check refuses others"
-            self.self_attention = KimiK3LatentAttention(f"{name}.self_attention", model, model.mla, backend)
+        self.self_attention = token_mixer(f"{name}.self_attention", model, number, backend)
         self.pre_mlp_layernorm = backend.norm(size, self.norm)
-        self.mlp: MLP | MoELayer
-        if model.moe and model.has_experts(number):
-            self.mlp = MoELayer(f"{name}.mlp", model, model.moe, backend)
-        else:
-            self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_hidden_size, None)
+        self.mlp = mlp_or_experts(f"{name}.mlp", model, number, backend, None)
         last = ("output_attn",) if number == model.num_layers - 1 else ()
         for reader in ("self_attention", "mlp", *last):
             setattr(self, f"{reader}_res_norm", backend.norm(size, self.norm))

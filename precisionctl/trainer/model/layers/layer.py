@@ -10,18 +10,13 @@ from precisionctl.trainer.backends.base import Backend, add_post_layernorm, norm
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention.latent_attention import MLASelfAttention
 from precisionctl.trainer.model.attention.self_attention import KeysValues, SelfAttention
+from precisionctl.trainer.model.layers.blocks import mixed, mlp_or_experts, token_mixer
 from precisionctl.trainer.model.layers.residual_gate import ResidualGate
 from precisionctl.trainer.model.layers.residual_layer import Beside, ResidualLayer
 from precisionctl.trainer.model.linears import plain_linear
-from precisionctl.trainer.model.mlp import ACTIVATIONS, MLP, MoELayer
+from precisionctl.trainer.model.mlp import ACTIVATIONS, MoELayer
 from precisionctl.trainer.model.norms import NormWithGate, ScaledNorm
-from precisionctl.trainer.model.recurrent.gated_delta_net import GatedDeltaNetAttention
-from precisionctl.trainer.model.recurrent.kimi_delta_attention import KimiDeltaAttention
-from precisionctl.trainer.model.recurrent.short_convolution import ShortConvolution
 from precisionctl.trainer.sequences import Positions
-
-TokenMixer = SelfAttention | MLASelfAttention | GatedDeltaNetAttention | KimiDeltaAttention | ShortConvolution
-"""What a layer has for attention, or in its place."""
 
 
 class Layer(ResidualLayer):
@@ -43,15 +38,11 @@ class Layer(ResidualLayer):
         of_kda = model.gdn is not None and model.gdn.kda and model.has_delta_net(number)
         separate = model.mla or model.one_layernorm or of_gate or of_kda
         self.input_layernorm = self._norm(model, backend) if separate else nn.Identity()
-        self.self_attention = self._attention(f"{name}.self_attention", model, number, backend)
+        self.self_attention = token_mixer(f"{name}.self_attention", model, number, backend)
         own_norm = moe and not moe.own_norms and model.pre_layernorms and not model.one_layernorm
         self.pre_mlp_layernorm = self._norm(model, backend) if own_norm else nn.Identity()
-        self.mlp: MLP | MoELayer
-        if moe:
-            self.mlp = MoELayer(f"{name}.mlp", model, moe, backend)
-        else:
-            fused = norm_of(model) if model.fused_layernorms else None
-            self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_size(number), fused)
+        fused = norm_of(model) if model.fused_layernorms else None
+        self.mlp = mlp_or_experts(f"{name}.mlp", model, number, backend, fused)
         self.post_attention_residual_gate, self.post_feedforward_residual_gate = (
             ResidualGate(model.hidden_size, model.residual_gate_temperature, backend)
             if model.residual_gate_temperature
@@ -67,19 +58,6 @@ class Layer(ResidualLayer):
             self.per_layer_projection = plain_linear(model.per_layer_embed_dim, model.hidden_size, backend)
             self.post_per_layer_input_norm = backend.norm(model.hidden_size, post_norm_of(model))
             self.activation = ACTIVATIONS[model.activation]
-
-    def _attention(self, name: str, model: ModelShape, number: int, backend: Backend) -> TokenMixer:
-        """The attention of this layer, or what stands in its place."""
-        if model.gdn and model.has_delta_net(number):
-            delta_net = KimiDeltaAttention if model.gdn.kda else GatedDeltaNetAttention
-            return delta_net(name, model, model.gdn, backend)
-        if model.short_conv and model.has_short_conv(number):
-            return ShortConvolution(name, model, model.short_conv, backend)
-        if model.mla:
-            return MLASelfAttention(name, model, model.mla, number, backend)
-        msa = model.msa if model.has_indexer(number) else None
-        of_kind = model.attention_of(self.kind.in_window)
-        return SelfAttention(name, of_kind, backend, model.shares_kv(number), msa)
 
     def _add_post_layernorms(self, model: ModelShape, moe: MoE | None, backend: Backend) -> None:
         """Make the norms of what attention and MLP give."""
@@ -112,11 +90,8 @@ class Layer(ResidualLayer):
         return joined
 
     def through(self, hidden: Tensor, positions: Positions, beside: Beside) -> tuple[Tensor, KeysValues | None]:
-        normed, kept = self.input_layernorm(hidden), None
-        if isinstance(self.self_attention, SelfAttention | MLASelfAttention):
-            attended, kept = self.self_attention(normed, positions, beside.shared)
-        else:
-            attended = self.self_attention(normed, positions)
+        normed = self.input_layernorm(hidden)
+        attended, kept = mixed(self.self_attention, normed, positions, beside.shared)
         out = self._joined(hidden, attended, self.post_attention_residual_gate)
         made = self.mlp(self.pre_mlp_layernorm(normed if self.parallel_residual else out))
         out = self._joined(out, made, self.post_feedforward_residual_gate)
