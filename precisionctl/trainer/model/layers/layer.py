@@ -1,5 +1,7 @@
 """A layer of attention and an MLP, or experts, as Megatron-Core's TransformerLayer."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -65,7 +67,7 @@ class Layer(ResidualLayer):
         if model.post_layernorms:
             norm = post_norm_of(model)
             scaled, made = model.scaled_post_layernorms, self.self_attention
-            given = made.linear_proj if isinstance(made, SelfAttention | MLASelfAttention) else made.out_proj
+            given: Any = made.linear_proj if isinstance(made, SelfAttention | MLASelfAttention) else made.out_proj
             plain = nn.RMSNorm(size, norm.epsilon, elementwise_affine=False)
             add_post_layernorm(given, plain if scaled else backend.norm(size, norm))
             last = self.mlp if isinstance(self.mlp, MoELayer) else self.mlp.linear_fc2
