@@ -85,8 +85,8 @@ def saved_run(
     guard: Mapping[str, Any] | None = None,
 ) -> Saved:
     """The contents of `run.json` for a run as it is now."""
-    schedule, skips = run.schedule and asdict(run.schedule), asdict(run.skipped)
-    return Saved(run.step, run.position, identity, guard, schedule, skips, asdict(balance), fp8)
+    schedule = asdict(run.schedule) if run.schedule else None
+    return Saved(run.step, run.position, identity, guard, schedule, asdict(run.skipped), asdict(balance), fp8)
 
 
 def is_saved(step: int, train: Train, stop: Stop | None) -> bool:
