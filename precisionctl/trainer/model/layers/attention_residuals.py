@@ -13,7 +13,7 @@ from torch import Tensor
 
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, norm_of
-from precisionctl.trainer.model.layers.blocks import mlp_or_experts, token_mixer
+from precisionctl.trainer.model.layers.layer_blocks import mlp_or_experts, token_mixer
 from precisionctl.trainer.model.layers.residual_layer import Beside, ResidualLayer
 from precisionctl.trainer.model.linears import plain_linear
 from precisionctl.trainer.sequences import Positions

@@ -12,7 +12,7 @@ from precisionctl.trainer.backends.base import Backend, add_post_layernorm, norm
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention.latent_attention import MLASelfAttention
 from precisionctl.trainer.model.attention.self_attention import KeysValues, SelfAttention
-from precisionctl.trainer.model.layers.blocks import mixed, mlp_or_experts, token_mixer
+from precisionctl.trainer.model.layers.layer_blocks import mixed, mlp_or_experts, token_mixer
 from precisionctl.trainer.model.layers.residual_gate import ResidualGate
 from precisionctl.trainer.model.layers.residual_layer import Beside, ResidualLayer
 from precisionctl.trainer.model.linears import plain_linear
