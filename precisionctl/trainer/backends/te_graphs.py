@@ -9,14 +9,12 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.common.recipe import Recipe
 
-from precisionctl.trainer.model.positions import LayerKind
-from precisionctl.trainer.sequences import Positions
-
 
 class _Stage(nn.Module):
-    """A layer with fixed positions, as TE captures modules that are called with tensors only."""
+    """A layer with fixed positions (those of all kinds of layers), as TE captures modules that are called with tensors
+    only."""
 
-    def __init__(self, layer: nn.Module, positions: dict[LayerKind, Positions]) -> None:
+    def __init__(self, layer: nn.Module, positions: Any) -> None:
         super().__init__()
         self.layer, self._positions = layer, positions
 
@@ -37,7 +35,7 @@ class Graphs:
     def __init__(
         self,
         layers: Iterable[nn.Module],
-        positions: dict[LayerKind, Positions],
+        positions: Any,
         like: Tensor,
         recipe: Recipe | None,
         is_first_microbatch: Callable[[], bool] | None,
