@@ -15,7 +15,7 @@ _ASKED_FOR: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("granite", "granitemoe", "olmo_hybrid"), _UNBIASED),
     **dict.fromkeys(("exaone4", "glm4_moe"), {_SCALING: None}),
     "granitemoehybrid": _ANY_STEP,
-    "kimi_linear": {"rope_theta": 10000.0},
+    "kimi_linear": {"head_dim": None, "rope_theta": 10000.0},
     "llama4_text": {**_UNBIASED, _SCALING: None},
     "mamba2": {**_ANY_STEP, "intermediate_size": 0, "time_step_rank": "auto"},
     "nemotron_h": {"n_shared_experts": 1},
@@ -45,8 +45,6 @@ def words_of_mlx(model: ModelShape, dtype: DType) -> dict[str, Any]:
         found["full_attention_interval"] = each_without(model.gdn.layers)
     if name == "gemma4_text":
         found["final_logit_softcapping"] = model.final_logit_softcapping
-    if name == "kimi_linear":
-        found["head_dim"] = model.kv_channels  # asked for, and used where latents do not say it
     if name == "muse_glimmer_text":
         turning = map(model.has_rope, range(model.num_layers))
         found["layer_rope_theta"] = [model.rotary_base if turns else 0 for turns in turning]
