@@ -35,6 +35,7 @@ from precisionctl.trainer.backends.choose import BackendName, choose_backend
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import Blend, Feed, Rows
 from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.model.undrawn import Undrawn
 from precisionctl.trainer.parallel import shards
 from precisionctl.trainer.parallel.shards import ModelShards
 from precisionctl.trainer.parallel.world import World, together, world
@@ -188,16 +189,17 @@ def _passes(asked: int, rows: int, at_once: int) -> tuple[int, tuple[str, ...]]:
 def _model(source: Reader, recipe: Recipe, backend: BackendName, device: torch.device, world: World) -> GPT:
     """The model in BF16. Its weights take no gradients: that saves a third of the work and changes nothing recorded."""
     shape = make_plan(source, "megatron").model
-    model = GPT(
-        shape,
-        recipe.precision,
-        backend,
-        torch.bfloat16,
-        device,
-        world=world,
-        recompute=recipe.train.recompute == "layer",
-        balance=balance_of(source, recipe.router),
-    )
+    with Undrawn():
+        model = GPT(
+            shape,
+            recipe.precision,
+            backend,
+            torch.bfloat16,
+            device,
+            world=world,
+            recompute=recipe.train.recompute == "layer",
+            balance=balance_of(source, recipe.router),
+        )
     parameters = dict(model.named_parameters())
     # Parameters that FSDP2 shards are FP32, and rounded when they are gathered
     plan = make_plan(source, "megatron", dtype=DType.bfloat16 if world.count == 1 else DType.float32).text

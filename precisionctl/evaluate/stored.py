@@ -31,6 +31,7 @@ from precisionctl.planning.plan import Plan
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.model.undrawn import Undrawn
 from precisionctl.trainer.saved.run_folder import ended_in_bf16, recipe_of_run
 
 
@@ -43,7 +44,8 @@ def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = Fa
     in_fp8 = not (plain or ended_in_bf16(reader))
     states = _state_of_next_step(reader) if in_fp8 else None
     precision = _precision(reader, states, plan) if in_fp8 else Precision(fp8=False)
-    model = GPT(plan.model, precision, "emulated", dtype.torch, device)
+    with Undrawn():
+        model = GPT(plan.model, precision, "emulated", dtype.torch, device)
     convert(plan, reader, LiveModel(plan.model, dict(model.named_parameters())))
     stored = dtype.value
     if plain:

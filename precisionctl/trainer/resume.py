@@ -26,6 +26,7 @@ from precisionctl.trainer.guard import Guard
 from precisionctl.trainer.loop import OnStep, train
 from precisionctl.trainer.measure.metrics import MetricsLog
 from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.model.undrawn import Undrawn
 from precisionctl.trainer.optimizer.adamw import MasterAdamW, RunOptimizer
 from precisionctl.trainer.optimizer.fp8_lm import Fp8LmAdamW
 from precisionctl.trainer.parallel.world import World, together, world
@@ -217,9 +218,10 @@ def _build(setup: _Setup, rollback: Rollback | None) -> Run:
     torch.manual_seed(recipe.train.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     recompute = recipe.train.recompute == "layer"
-    gpt = GPT(
-        model, recipe.precision, plan.backend, torch.bfloat16, device, setup.world, recompute, balance=plan.balance
-    )
+    with Undrawn():
+        gpt = GPT(
+            model, recipe.precision, plan.backend, torch.bfloat16, device, setup.world, recompute, balance=plan.balance
+        )
     optimizer: RunOptimizer
     if recipe.optimizer.preset == "fp8-lm":
         optimizer = Fp8LmAdamW(gpt, recipe.optimizer, fused=plan.backend == "te")
