@@ -1,6 +1,6 @@
 """GLM-4.7-Flash: DeepSeek-V3's latent attention and experts.
 
-Trap: a list says which layers have experts.
+Trap: a list says which layers have experts. Engines go by `first_k_dense_replace`, which transformers passes over.
 """
 
 from precisionctl.architectures.config_keys import Key, Only, tied
