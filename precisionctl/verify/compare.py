@@ -19,7 +19,6 @@ from precisionctl.checkpoints.gguf.reader import GgufReader
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.checkpoints.mlx.mlx_names import saved_by_mlx
 from precisionctl.codes.statistics import decibels
-from precisionctl.dtypes import DType
 from precisionctl.export.mlx_plan import mlx_has, names_as_codes
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.state import Fp8State, Fp8States
@@ -218,8 +217,13 @@ def _compare_extras(a: HfTensors, b: HfTensors) -> Iterator[TensorComparison]:
     """Compare biases that Hugging Face has no place for. A missing one counts as zero."""
     left, right = a.extras(), b.extras()
     for name in dict.fromkeys((*left, *right)):
-        if name in left and name in right and not _same_bits(left[name], right[name]):
-            yield TensorComparison(name, "differs", DType.of(left[name].dtype).value)
+        if name in left and name in right:
+            mine, others = (StoredRows.of(side[name].reshape(1, -1)) for side in (left, right))
+            dtypes = " / ".join(dict.fromkeys((a.stored_dtype(name), b.stored_dtype(name))))
+            if left[name].shape != right[name].shape:
+                yield TensorComparison(name, "shape", dtypes)
+            elif (status := _verdict(mine, others)) != "exact":
+                yield _measured(name, status, dtypes, [(mine, others)])
         elif name not in right and bool(left[name].any()):
             yield TensorComparison(name, "only in A", a.stored_dtype(name))
         elif name not in left and bool(right[name].any()):
@@ -280,13 +284,19 @@ def _compare_values(name: str, a: Tensors, b: Tensors, dtypes: str) -> TensorCom
     if worst == "exact":
         return TensorComparison(name, worst, dtypes, math.inf, 0.0, 0)
     if worst in ("differs", "rounded"):
-        found = Differences()
-        for left, right in _pieces(name, a, b):
-            found.see(left, right)
-        return TensorComparison(name, worst, dtypes, found.sqnr_db, found.largest_error, found.differing)
+        return _measured(name, worst, dtypes, _pieces(name, a, b))
     assert isinstance(a, HfTensors) and isinstance(b, HfTensors), "nothing else has codes"
     losses, error = _losses(name, a, b)
     return TensorComparison(name, "lost" if losses.why else worst, dtypes, *error, remark=losses.why or losses.remark)
+
+
+def _measured(
+    name: str, status: Status, dtypes: str, pieces: Iterable[tuple[StoredRows, StoredRows]]
+) -> TensorComparison:
+    found = Differences()
+    for left, right in pieces:
+        found.see(left, right)
+    return TensorComparison(name, status, dtypes, found.sqnr_db, found.largest_error, found.differing)
 
 
 _WORST_FIRST: tuple[Status, ...] = ("differs", "encoded", "rounded", "exact")

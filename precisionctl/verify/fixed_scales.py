@@ -72,6 +72,13 @@ class FixedScales:
         weight = self._inputs.get(name)
         return self.encodings is not None and weight is not None and not self.encodings.scales[weight].inputs_in_fp8
 
+    def divisor_or_not(self, name: str) -> tuple[bool, float] | None:
+        """Of a scale that is computed: whether the stored one divides, and that one; None for others."""
+        if self.encodings is None or not self.is_computed(name):
+            return None
+        stored = self.encodings.stored_input_scale(weight := self._inputs[name])
+        return None if stored is None else (self.encodings.scales[weight].divides, float(stored))
+
     @cached_property
     def recorded(self) -> Mapping[str, float]:
         """The amax that each scale would have been made of, as far as it was recorded."""
@@ -101,7 +108,7 @@ def compare_fixed_scales(a: FixedScales, b: FixedScales) -> Found:
         left, right = a.stored.get(name), b.stored.get(name)
         if left is not None and right is not None:
             recorded = not alike and (_from_state(name, a, b) or _from_state(name, b, a))
-            if not _same(left, right) and not recorded:
+            if not (_same(left, right) and _are_same_as_stored(name, a, b)) and not recorded:
                 lines.append(f"{name} is {_shown(left)} in A, {_shown(right)} in B")
             continue
         side, other = ("B", "A") if left is None else ("A", "B")
@@ -116,6 +123,12 @@ def compare_fixed_scales(a: FixedScales, b: FixedScales) -> Found:
             lines.append(f"{name} is {_shown(scale)} in {side}; {made}")
     lines += [f"only {side} has the {listed(names, _SHOWN)}" for side, names in missing.items()]
     return lines, [NotCompared("fixed scales", listed(unknown, _SHOWN))] if unknown else []
+
+
+def _are_same_as_stored(name: str, a: FixedScales, b: FixedScales) -> bool:
+    """Whether two scales that are computed are also the same as they are stored, if that is in one form."""
+    one, other = a.divisor_or_not(name), b.divisor_or_not(name)
+    return one is None or other is None or one[0] != other[0] or one[1] == other[1]
 
 
 def _of_cache(name: str) -> str:

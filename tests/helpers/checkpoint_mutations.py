@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.gguf.head import read_head
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 
@@ -58,6 +60,29 @@ def _of_safetensors(file: Path) -> Iterator[Stored]:
             begin, end = said["data_offsets"]
             itemsize = (end - begin) // max(1, math.prod(said["shape"]))
             yield Stored(f"{file.name} {name}", file, 8 + length + begin, end - begin, itemsize)
+
+
+def in_files(directory: Path) -> Iterator[Stored]:
+    """The tensors in files of safetensors, GGUF and torch.save, whatever any Reader takes of them. Of torch.save's,
+    whose dtypes only a pickle says, each byte is an element."""
+    for file in sorted(each for each in directory.rglob("*") if each.is_file()):
+        if file.suffix == ".safetensors":
+            yield from _of_safetensors(file)
+        elif file.suffix == ".gguf":
+            for name, tensor in read_head(file).tensors.items():
+                itemsize = tensor.format.dtype.itemsize if tensor.format.dtype else 1
+                yield Stored(f"{file.name} {name}", file, tensor.offset, tensor.nbytes, itemsize)
+        elif zipfile.is_zipfile(file):
+            yield from _of_torch(file)
+
+
+def _of_torch(file: Path) -> Iterator[Stored]:
+    with zipfile.ZipFile(file) as archive, open(file, "rb") as data:
+        for record in archive.infolist():
+            if "/data/" in record.filename and record.file_size:
+                data.seek(record.header_offset + 26)  # of its name's length, and of what comes between
+                begin = record.header_offset + 30 + sum(struct.unpack("<HH", data.read(4)))
+                yield Stored(f"{file.name} {record.filename}", file, begin, record.file_size, 1)
 
 
 @contextmanager

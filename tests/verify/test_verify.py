@@ -591,6 +591,19 @@ def test_a_bias_that_hugging_face_has_no_place_for_counts_unless_it_is_zero(tmp_
     assert [tensor.status for tensor in compare(megatron, other).tensors if not tensor.equal] == ["differs"]
     other.tensors["decoder.layers.1.mlp.linear_fc2.bias"][3] = 0.5
     assert compare(megatron, other).equal
+    for value, rounded in ((0.5, False), (0.5 + 2**-20, True)):  # in two dtypes
+        wide = other.tensors["decoder.layers.1.mlp.linear_fc2.bias"].float()
+        wide[3] = value
+        narrow = other.tensors["decoder.layers.1.mlp.linear_fc2.bias"].bfloat16()
+        one, two = (
+            replace(other, tensors=other.tensors | {"decoder.layers.1.mlp.linear_fc2.bias": each})
+            for each in (wide, narrow)
+        )
+        found = compare(one, two)
+        assert (
+            found.equal
+            and [each.status for each in found.tensors if "linear_fc2.bias" in each.name] == ["rounded"] * rounded
+        )
 
 
 def test_files_of_two_models_that_differ_are_said_not_to_be_compared(source):
