@@ -172,8 +172,8 @@ ROUNDED: dict[str, Callable[[Path], Made]] = {
     **{f"bitsandbytes {name}": in_codes(bitsandbytes_directories.make, name) for name in ("int8", "nf4")},
     **{f"torchao {name}": in_codes(torchao_directories.make, name) for name in torchao_directories.SPELLINGS},
 }
-"""Of which values are rounded to BF16 as they are read, or held against rounded ones: the highest bit of each element,
-such as a sign, is noticed."""
+"""Of which values are rounded to BF16 as they are read, or held against rounded ones: the highest bit of each element's
+exponent, or of its magnitude, is noticed."""
 
 KEPT = ("gguf", "mistral", "mlx affine-4", "no table")
 
@@ -193,7 +193,8 @@ def test_a_bit_of_any_stored_tensor_is_noticed(name: str, tmp_path: Path, monkey
     for tensor in places(copy, name):
         last = tensor.size // tensor.itemsize - 1
         for element in (last, generator.randint(0, last)):
-            bit = generator.choice([0, 8 * tensor.itemsize - 1]) if name in EXACT else 8 * tensor.itemsize - 1
+            bits = 8 * tensor.itemsize
+            bit = generator.choice([0, bits - 1]) if name in EXACT else bits - 2
             with flipped(tensor, element, bit):
                 try:
                     found = compare(one, open_hinted(replace(hinted, path=copy)))
