@@ -175,7 +175,7 @@ ROUNDED: dict[str, Callable[[Path], Made]] = {
 """Of which values are rounded to BF16 as they are read, or held against rounded ones: the highest bit of each element's
 exponent, or of its magnitude, is noticed."""
 
-KEPT = ("gguf", "mistral", "mlx affine-4", "no table")
+KEPT = ("gguf", "mistral", "no table")
 
 
 @pytest.mark.parametrize("name", few({**EXACT, **ROUNDED}, *KEPT))
