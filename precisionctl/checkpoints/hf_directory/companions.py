@@ -165,7 +165,8 @@ def read_companions(directory: Path) -> Companions:
     travelling, left, folders = list[Path](), list[str](), list[str]()
     for name, path in there.items():
         kind, is_folder = kind_of(name), path.is_dir()
-        if kind and kind.fate == "travels" and not is_folder:  # such as `tokenizer/`
+        named_as_folder = is_folder and not path.suffix[1:].isalpha()  # such as `tokenizer/` and `tokenizer_v1.5/`
+        if kind and kind.fate == "travels" and not named_as_folder:
             travelling.append(path)
         elif is_folder and not name.startswith("."):
             folders.append(f"{name}/")
