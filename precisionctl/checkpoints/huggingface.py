@@ -1,6 +1,5 @@
 """Hugging Face directories: files of weights beside config.json and a tokenizer, whose parts are in `hf_directory/`."""
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -171,8 +170,8 @@ class HuggingFaceReader(HuggingFaceTensors):
         published = read_published(path, self._file_format, config, where)
         self.config, self.wrapped = published.config, published.wrapped
         if self.config.get("model_type") != config.get("model_type"):  # a wrapper's, of which this is the text model
-            text = {"config.json": json.dumps(self.config, indent=2).encode()}
-            self.companions = replace(self.companions, files=self.companions.files | text)
+            files = {name: content for name, content in self.companions.files.items() if name != "config.json"}
+            self.companions = replace(self.companions, files=files)
         self._describe(published.places, where)
 
     def notes(self) -> Iterator[str]:

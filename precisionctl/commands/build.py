@@ -1,8 +1,9 @@
 """Build a planned command: the one place where a result gets output, Writer, companion files and model card."""
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,9 @@ def _writer(storage: Storage, source: Source, result: Result, output: Output) ->
             lacks=result.lacks,
         )
     make = LegacyWriter if storage.container == "torch" else TorchDistWriter
+    if source.reader.layout == "hf" and "config.json" not in companions.files:  # Megatron's arguments do not say all
+        made_json = json.dumps(config, indent=2).encode()
+        companions = replace(companions, files={**companions.files, "config.json": made_json})
     writer: Writer = make(
         output.partial / directory_name(result.run.iteration),
         plan.model,

@@ -1,6 +1,6 @@
 """Fixed scales of inputs and KV caches compared: with one another, or with the FP8 state that they came from.
 
-All are scale_inv. One that is rounded up to BF16, as some exports are, is the same.
+All are scale_inv. One that is stored in BF16, as some exports have them, is the same as what is rounded up to it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.codes.numerics import rounded_up
+from precisionctl.dtypes import DType
 from precisionctl.engines.rules.cache_rules import attention_and_kind
 from precisionctl.export.encode import with_one_input
 from precisionctl.export.input_scales import amax_of, is_same_amax, scale_of
@@ -58,6 +59,16 @@ class FixedScales:
             if name.endswith(CACHE_SCALES):
                 found[_of_cache(name)] = read_tensor(self.encodings.stored, name).float().reshape(-1)
         return found
+
+    def is_in_bf16(self, name: str) -> bool:
+        """Whether a stored scale is BF16."""
+        if self.encodings is None:
+            return False
+        specs = self.encodings.stored.specs
+        if weight := self._inputs.get(name):
+            stored = self.encodings.scales[weight].input
+            return stored is not None and specs[stored].dtype == DType.bfloat16
+        return any(specs[each].dtype == DType.bfloat16 for each in specs if _of_cache(each) == name)
 
     @cached_property
     def _inputs(self) -> Mapping[str, str]:
@@ -108,7 +119,8 @@ def compare_fixed_scales(a: FixedScales, b: FixedScales) -> Found:
         left, right = a.stored.get(name), b.stored.get(name)
         if left is not None and right is not None:
             recorded = not alike and (_from_state(name, a, b) or _from_state(name, b, a))
-            if not (_same(left, right) and _are_same_as_stored(name, a, b)) and not recorded:
+            same = _same(left, right, a.is_in_bf16(name), b.is_in_bf16(name))
+            if not (same and _are_same_as_stored(name, a, b)) and not recorded:
                 lines.append(f"{name} is {_shown(left)} in A, {_shown(right)} in B")
             continue
         side, other = ("B", "A") if left is None else ("A", "B")
@@ -138,14 +150,15 @@ def _of_cache(name: str) -> str:
     return f"{found[1]} scale of {found[0]}" if found else name
 
 
-def _same(left: Tensor, right: Tensor) -> bool:
+def _same(left: Tensor, right: Tensor, left_in_bf16: bool, right_in_bf16: bool) -> bool:
+    """Whether two scales are equal, or one that is stored in BF16 is the other one rounded up."""
     if left.shape != right.shape:
         return False
-    return any(torch.equal(x, y) for x, y in ((left, right), (_in_bf16(left), right), (left, _in_bf16(right))))
-
-
-def _in_bf16(scale: Tensor) -> Tensor:
-    return rounded_up(scale, "BF16")
+    return (
+        torch.equal(left, right)
+        or (right_in_bf16 and torch.equal(rounded_up(left, "BF16"), right))
+        or (left_in_bf16 and torch.equal(left, rounded_up(right, "BF16")))
+    )
 
 
 def _from_state(name: str, having: FixedScales, recording: FixedScales) -> bool:
@@ -156,7 +169,7 @@ def _from_state(name: str, having: FixedScales, recording: FixedScales) -> bool:
         return False
     back = amax_of(float(scale))
     same = is_same_amax(back, amax) if having.is_computed(name) else back == amax
-    return same or _same(scale, scale_of(torch.tensor([amax])))
+    return same or _same(scale, scale_of(torch.tensor([amax])), having.is_in_bf16(name), False)
 
 
 def _shown(scale: Tensor) -> str:

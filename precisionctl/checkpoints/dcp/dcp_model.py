@@ -65,6 +65,8 @@ _AUTOMODEL_COMPANIONS = ".hf_metadata"
 _AUTOMODEL_UNFINISHED = ".incomplete"
 """What is in the directory of a step while it is saved, and after a save that was stopped."""
 
+_ALL_RANKS = "Copy the files of all ranks. If they are there, let PyTorch join them: consolidate_safetensors_files."
+
 _WRAPPERS = ("model.", "module.")
 _INSIDE_MODEL = (
     "model.",
@@ -171,13 +173,18 @@ class DcpModelReader(TrainerDirectory):
             what = f"`{codes[0]}` is {self.specs[codes[0]].dtype}: FP8 codes in a DCP, which nothing says the scales of"
             raise CheckpointError(what, where=path, do="Save the weights in BF16.")
         if not (directory / dcp_metadata.FILE).is_file() and says_its_model(self):
-            self._check_sizes()
+            self._check_pieces(directory)
 
-    def _check_sizes(self) -> None:
+    def _check_pieces(self, directory: Path) -> None:
         """Raise DamagedCheckpoint if nothing says that the files of all ranks are there. Pieces in safetensors do not
-        say how large a tensor is: of rows, those of the last ranks would not be missed. For most models, the table of
-        its family tells what is missing; for others, the matrix of embeddings."""
-        if not isinstance(self.model, UntabledModel):
+        say how large a tensor is: of rows, those of the last ranks would not be missed. Of text models, the table of
+        the family tells what is missing; of towers and other models, files that other ranks have, and the matrix of
+        embeddings."""
+        untabled = isinstance(self.model, UntabledModel)
+        if (untabled or self.model.wrapper) and (missing := safetensors_pieces.file_of_other_ranks(directory)):
+            what = f"{missing} is not there, and other ranks have a file of this number: it may be missing"
+            raise DamagedCheckpoint(what, where=directory, do=_ALL_RANKS)
+        if not untabled:
             return
         config = parse_json(self.companions.files["config.json"], self.companions.config_path)
         rows, columns = (config_parts(config)[-1].get(key) for key in ("vocab_size", "hidden_size"))
@@ -185,8 +192,7 @@ class DcpModelReader(TrainerDirectory):
         if is_count(rows) and any(spec.rows >= rows and spec.columns == columns for spec in matrices):
             return
         what = f"no matrix has the {shown(rows)} rows and {shown(columns)} columns of embeddings that config.json says"
-        do = "Copy the files of all ranks. If they are there, let PyTorch join them: consolidate_safetensors_files."
-        raise DamagedCheckpoint(what, where=self.path, do=do)
+        raise DamagedCheckpoint(what, where=self.path, do=_ALL_RANKS)
 
     def notes(self) -> Iterator[str]:
         if self.left:

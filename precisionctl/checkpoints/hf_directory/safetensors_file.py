@@ -7,6 +7,7 @@ parsed here. What the library's reader refuses is refused here, too: overlaps, h
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,9 @@ OFFSETS = "DCP_SHARDING_INFO"
 distributed/checkpoint/_hf_utils.py): JSON with the `saved_offsets` of each tensor, which may be a piece of a larger one
 of its name."""
 
+FILE_OF_RANK = re.compile(r"shard-(?P<rank>\d+)-model-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
+"""How PyTorch calls files that have pieces (_hf_utils.py, SHARDED_FILE_NAME)."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -73,8 +77,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """Every tensor of a file, by name. Raises as `read_described`, and DamagedCheckpoint for a piece of a tensor. No
     tensor data is read."""
     tensors, metadata = read_described(path)
+    of_a_rank = FILE_OF_RANK.fullmatch(path.name)  # the first rank's pieces all begin at 0, and so does what is whole
     for name, place in saved_offsets(tensors, metadata, path).items():
-        if any(place):
+        if of_a_rank or any(place):
             what = f"`{name}` is a piece, at {list(place)}, of a tensor that other files have the rest of"
             do = "Give the directory with the files of all ranks, as they were saved, and no index beside them."
             raise DamagedCheckpoint(what, where=path, do=do)

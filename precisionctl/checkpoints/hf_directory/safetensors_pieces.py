@@ -11,7 +11,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from precisionctl.checkpoints.hf_directory.huggingface_files import SAFETENSORS, file_format_of, unindexed
-from precisionctl.checkpoints.hf_directory.safetensors_file import OFFSETS, header_has, read_described, saved_offsets
+from precisionctl.checkpoints.hf_directory.safetensors_file import (
+    FILE_OF_RANK,
+    OFFSETS,
+    header_has,
+    read_described,
+    saved_offsets,
+)
 from precisionctl.checkpoints.torch_files.dcp_metadata import DcpPiece, DcpTensor, Index
 from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.dtypes import DType
@@ -40,6 +46,18 @@ def read_pieces(directory: Path) -> Index:
         for name, dtype, piece in _pieces_of(path, directory):
             found.setdefault(name, []).append((dtype, piece))
     return Index({name: _joined(name, pieces, directory) for name, pieces in found.items()}, {})
+
+
+def file_of_other_ranks(directory: Path) -> str | None:
+    """A file that one rank lacks and another has under the same number; None where all have files of the same numbers.
+    It may be missing from a copy. Ranks of other pipeline stages may also not have had it."""
+    found = [match for path in directory.iterdir() if (match := FILE_OF_RANK.fullmatch(path.name))]
+    there = {(match["rank"], match["number"]): match for match in found}
+    for rank in sorted({rank for rank, _ in there}):
+        for (_, number), match in sorted(there.items()):
+            if (rank, number) not in there:
+                return f"shard-{rank}-model-{number}-of-{match['count']}{SAFETENSORS.suffix}"
+    return None
 
 
 def _joined(name: str, pieces: Sequence[tuple[DType, DcpPiece]], directory: Path) -> DcpTensor:

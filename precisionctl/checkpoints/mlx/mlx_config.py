@@ -52,6 +52,8 @@ def words_of_mlx(model: ModelShape, dtype: DType) -> dict[str, Any]:
         found["moe_router_enable_expert_bias"] = model.moe.expert_bias
     if name == "llama4_text":
         found["interleave_moe_layer_step"] = each_with_experts(model)
+    if model.moe and name in _MAY_BE_NORMALISED:
+        found["norm_topk_prob"] = not model.moe.pre_softmax
     if name == "minimax_m2":
         found["rotary_dim"] = int(model.kv_channels * model.rotary_percent)
     if name == "nemotron_h":
@@ -68,6 +70,11 @@ def words_of_mlx(model: ModelShape, dtype: DType) -> dict[str, Any]:
     if name == "lfm2":  # whose other two keys for it would be made smaller again
         found |= {"block_ff_dim": model.ffn_hidden_size, "block_auto_adjust_ff_dim": False}
     return found
+
+
+_MAY_BE_NORMALISED = ("qwen3_5_moe_text", "qwen3_moe")
+"""Families whose weights of experts mlx-lm normalises as config.json says, and transformers in some of their wrappers
+whatever it says."""
 
 
 DENSE_FIRST = (
@@ -112,6 +119,9 @@ def each_with_experts(model: ModelShape) -> int | None:
     return each_without([not model.has_experts(layer) for layer in range(model.num_layers)])
 
 
+_OVERRULED = ("rope_theta", _SCALING)
+"""Keys that transformers passes over where `rope_parameters` has another value, and mlx-lm does not."""
+
 _ROPE_IN_ONE_OBJECT = ("minimax_m3_vl_text", "ministral3", "qwen3_5_moe_text", "qwen3_5_text")
 """Families whose class looks for all of rotary embeddings in `rope_parameters`, and takes defaults without."""
 
@@ -141,16 +151,17 @@ def _of_text(config: Mapping[str, Any], published: Mapping[str, Any], words: Map
     asked_for = _ASKED_FOR.get(str(model_type), {})
     turning = {_PARTIAL: rope[_PARTIAL]} if _PARTIAL in rope else {}
     known = {key: value for key, value in published.items() if value is not None}
-    found = {**asked_for, **turning, **known, **config, **words}
+    overruled = {key: known[key] for key in _OVERRULED if key in known}
+    found = {**asked_for, **turning, **known, **config, **overruled, **words}
     if model_type == "granitemoehybrid":
         found["layer_types"] = published["layer_types"]  # transformers 5 has the words of other families
     by_kind_of_layer = any(isinstance(value, Mapping) for value in rope.values())
     if by_kind_of_layer and published.get(_SCALING) and "rope_parameters" not in published:
         del found["rope_parameters"]  # of OLMo 3: a second word for the same
     scaling = found.get(_SCALING)
-    if model_type in _ROPE_IN_ONE_OBJECT and not rope:
+    if model_type in _ROPE_IN_ONE_OBJECT:
         apart = {key: found[key] for key in ("rope_theta", _PARTIAL) if key in found}
-        found["rope_parameters"] = {"rope_type": "default", **(scaling or {}), **apart}
+        found["rope_parameters"] = {"rope_type": "default", **rope, **(scaling or {}), **apart}
     if isinstance(scaling, Mapping) and "rope_type" in scaling:
         found[_SCALING] = {"type": scaling["rope_type"], **scaling}  # the older word, which alone Phi-3 knows
     return found
