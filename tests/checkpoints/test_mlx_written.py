@@ -18,6 +18,7 @@ import tiny_wrappers
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from precisionctl.architectures.families import from_hf_config, read_model, to_hf_config
 from precisionctl.checkpoints.mlx.mlx_config import as_mlx_reads, each_without, words_of_mlx
@@ -450,6 +451,52 @@ def test_the_text_model_of_a_wrapper_is_written_as_mlx_lm_has_it_and_is_read_alo
     assert compare(*readers).equal
     conversions.run(tmp_path / "mlx", tmp_path / "back", "hf")
     assert from_hf_config(config_of(tmp_path / "back")) == replace(readers[0].model, wrapper=None, mtp_num_layers=0)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", *soaking.in_soak("llama4", "gemma4", "minimax_m3_vl")])
+def test_what_mlx_lm_has_of_a_wrapper_keeps_its_settings_in_megatron(tmp_path: Path, kind: str) -> None:
+    """Those that Megatron's arguments do not say."""
+    tiny_wrappers.save(tmp_path / "hf", kind, dtype=torch.bfloat16, **WRAPPERS[kind])
+    export(tmp_path / "hf", tmp_path / "mlx")
+    conversions.run(tmp_path / "mlx", tmp_path / "megatron", "megatron")
+    readers = [open_checkpoint(tmp_path / name) for name in ("mlx", "megatron")]
+    assert readers[0].model == replace(readers[1].model, padded_vocab_size=readers[0].model.padded_vocab_size)
+    assert compare(*readers).equal
+
+
+ROTARY: dict[str, tuple[str, dict[str, Any]]] = {
+    "null beside a scaling": ("llama-3", {"rope_scaling": None}),
+    "a stale base": ("qwen3", {"rope_theta": 123.0}),
+    "a base in no object": ("qwen3-5", {"rope_parameters": {"rope_type": "default"}, "rope_theta": 777.0}),
+}
+"""Families, and keys that are put into config.json."""
+
+
+@pytest.mark.parametrize("case", ROTARY)
+def test_mlx_lm_is_told_of_the_rotary_embeddings_that_transformers_computes(tmp_path: Path, case: str) -> None:
+    """transformers passes over older keys beside `rope_parameters`, and mlx-lm does not."""
+    family, more = ROTARY[case]
+    pico.save(tmp_path / "hf", family)
+    config = config_of(tmp_path / "hf") | more
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    theirs = AutoConfig.from_pretrained(tmp_path / "hf")
+    export(tmp_path / "hf", tmp_path / "mlx")
+    made = config_of(tmp_path / "mlx")
+    made = made.get("text_config", made)
+    base = made["rope_parameters"]["rope_theta"] if family == "qwen3-5" else made["rope_theta"]
+    assert base == theirs.rope_parameters["rope_theta"]
+    scaled = theirs.rope_parameters["rope_type"] != "default"
+    assert bool(made.get("rope_scaling")) is scaled
+    assert not scaled or made["rope_scaling"]["factor"] == theirs.rope_parameters["factor"]
+
+
+def test_mlx_lm_normalises_experts_weights_where_transformers_does_whatever_is_said(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "qwen3_vl_moe", dtype=torch.bfloat16)
+    config = config_of(tmp_path / "hf")
+    config["text_config"]["norm_topk_prob"] = False  # of which the class has no notice
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    export(tmp_path / "hf", tmp_path / "mlx")
+    assert config_of(tmp_path / "mlx")["text_config"]["norm_topk_prob"] is True
 
 
 def test_a_text_model_that_mlx_lm_has_in_a_wrapper_alone_gets_a_wrapper_s_config(tmp_path: Path) -> None:

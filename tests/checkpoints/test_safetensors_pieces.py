@@ -11,6 +11,7 @@ import conversions
 import pico
 import pytest
 import repository
+import tiny_wrappers
 import torch
 import torch.distributed.checkpoint as dcp
 from programs import run_program
@@ -110,6 +111,46 @@ def test_of_a_model_without_a_table_the_embeddings_tell_that_the_last_rank_is_mi
     (there / "config.json").write_text(json.dumps({"model_type": "of no table"}))
     with pytest.raises(DamagedCheckpoint, match="no matrix has the None rows"):
         open_checkpoint(there)
+
+
+@pytest.mark.parametrize("kind", ["a wrapper", "of no table"])
+def test_a_file_that_other_ranks_have_is_missed_where_no_table_says_the_sizes(tmp_path: Path, kind: str) -> None:
+    """Of towers, and of models without a table. Two ranks have half of the rows each, in two files."""
+    if kind == "a wrapper":
+        tiny_wrappers.save(tmp_path / "hf", "qwen3_vl")
+        state = tiny_wrappers.stored(tmp_path / "hf")
+    else:
+        pico.save(tmp_path / "hf", "llama-3")
+        state = load_file(tmp_path / "hf" / "model.safetensors")
+    there = tmp_path / "there"
+    there.mkdir()
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (there / "config.json").write_text(json.dumps(config | ({} if kind == "a wrapper" else {"model_type": kind})))
+    last = [name for name in state if "visual" in name or "mlp" in name]
+    for number, names in enumerate((state.keys() - last, last), 1):
+        for rank in (1, 2):
+            halves = {name: -(-len(state[name]) // 2) * (rank - 1) for name in names}
+            pieces = {name: state[name].chunk(2)[rank - 1].contiguous() for name in names if len(state[name]) > 1}
+            pieces |= {name: state[name] for name in names if len(state[name]) == 1 == rank}
+            places = {name: [halves[name], *(0 for _ in piece.shape[1:])] for name, piece in pieces.items()}
+            save_pieces(there / f"shard-{rank:05}-model-{number:05}-of-00002.safetensors", pieces, places)
+    reader = open_checkpoint(there)
+    assert_same({name: read_tensor(reader, name) for name in state}, state)
+    (there / "shard-00002-model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(DamagedCheckpoint, match="shard-00002-model-00002-of-00002.safetensors is not there"):
+        open_checkpoint(there)
+
+
+def test_beside_an_index_the_first_ranks_pieces_are_no_tensors_either(
+    tmp_path: Path, saved: Callable[[int], Path]
+) -> None:
+    name = FILE.format(1)
+    shutil.copyfile(saved(4) / "rows" / name, tmp_path / name)
+    weight_map = dict.fromkeys(load_file(tmp_path / name), name)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "of no table"}))
+    with pytest.raises(DamagedCheckpoint, match=r"is a piece, at \[0, 0\], of a tensor"):
+        open_checkpoint(tmp_path)
 
 
 def test_no_index_and_no_adapter_makes_a_piece_a_tensor(tmp_path: Path, saved: Callable[[int], Path]) -> None:

@@ -113,6 +113,17 @@ def test_fixed_scales_are_held_against_the_histories_that_they_came_from(
         assert not found.equal and any(named in line for line in found.settings), found.settings
 
 
+def test_only_a_scale_that_is_stored_in_bf16_is_one_that_was_rounded_up_to_it(static: Path, tmp_path: Path) -> None:
+    """A number of BF16 in FP32 is itself alone."""
+    name, exact, below = f"{DOWN}.input_scale", torch.tensor([2.0**-5]), torch.tensor([2.0**-5 * (1 - 2.0**-9)])
+    places = {
+        key: changed(static, tmp_path / key, lambda tensors, scale=scale: tensors.update({name: scale}))
+        for key, scale in {"exact": exact, "below": below, "bf16": exact.bfloat16()}.items()
+    }
+    assert any(name.rpartition(".")[0] in line for line in compared(places["exact"], places["below"]).settings)
+    assert compared(places["bf16"], places["below"]).equal and compared(places["below"], places["bf16"]).equal
+
+
 def test_scales_that_one_directory_of_codes_lacks_are_a_difference(static: Path, tmp_path: Path) -> None:
     other = changed(static, tmp_path / "other", lambda tensors: (tensors.pop(K), tensors.pop(V)))
     (line,) = compared(static, other).settings
