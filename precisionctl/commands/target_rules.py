@@ -1,6 +1,6 @@
 """An export held against the rules of what it is for: an inference engine, Transformer Engine, llama.cpp or mlx-lm."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,8 @@ from precisionctl.commands.hinted_path import HintedPath, open_hinted
 from precisionctl.commands.request import LLAMA_CPP, MLX, OTHER_TARGETS, TE, check_expert_parallel, given_options
 from precisionctl.engines.base import engine_named
 from precisionctl.engines.rules.rule import EngineRule, Finding
-from precisionctl.errors import PrecisionError, RecipeError
+from precisionctl.errors import MappingError, PrecisionError, RecipeError
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.verify import llama_cpp_rules, mlx_rules, te_rules
 from precisionctl.verify.engine_rules import NO_CODES, check
 
@@ -46,11 +47,11 @@ def check_directory(
         engine = engine_named(target, *OTHER_TARGETS)
         check_expert_parallel(expert_parallel, ranks)
         found = check(reader, engine, ranks, expert_parallel=expert_parallel)
-        return TargetCheck(engine.title, [*_wrapped(reader), *found])
+        return TargetCheck(engine.title, [*_of_any_target(reader), *found])
     title = OTHER_TARGETS[target]
     if given := given_options({"--tp": ranks > 1, "--expert-parallel": expert_parallel}):
         raise RecipeError(f"{given} cannot be given for {title}", do="Leave it out.")
-    return TargetCheck(title, [*_wrapped(reader), *_CHECKS[target](reader)])
+    return TargetCheck(title, [*_of_any_target(reader), *_CHECKS[target](reader)])
 
 
 _OWN_NAMES = EngineRule(
@@ -60,10 +61,21 @@ _OWN_NAMES = EngineRule(
 )
 
 
-def _wrapped(reader: Reader) -> list[Finding]:
-    """What is read here by the names inside of a wrapper's, and found by no target."""
-    name = reader.wrapped if isinstance(reader, HuggingFaceReader) else None
-    return [Finding(name, "named as in a module of torch.compile, FSDP, DDP or PEFT", _OWN_NAMES)] if name else []
+_WHOLE = EngineRule(
+    "all tensors of the model are there, in its shapes, as far as a table of its family knows them",
+    "vLLM 0.33 model_executor/models/utils.py AutoWeightsLoader; transformers 5.24 modeling_utils.py from_pretrained",
+)
+
+
+def _of_any_target(reader: Reader) -> Iterator[Finding]:
+    """What no target loads: names inside of a wrapper's, by which a model is read here, and a model that lacks a
+    part."""
+    if isinstance(reader, HuggingFaceReader) and reader.wrapped:
+        yield Finding(reader.wrapped, "named as in a module of torch.compile, FSDP, DDP or PEFT", _OWN_NAMES)
+    try:
+        make_plan(reader, "hf", naming="as stored")
+    except MappingError as error:
+        yield Finding("tensors", error.what, _WHOLE)
 
 
 _CHECKS: Mapping[str, Callable[[Reader], Sequence[Finding]]] = {

@@ -1,6 +1,7 @@
 """Fixed scales of inputs and KV caches compared: with one another, or with the FP8 state that they came from.
 
-All are scale_inv. One that is stored in BF16, as some exports have them, is the same as what is rounded up to it.
+All are scale_inv. Where all of a side are numbers of BF16, as in some exports, each is the same as what is rounded up
+to it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.codes.numerics import rounded_up
-from precisionctl.dtypes import DType
 from precisionctl.engines.rules.cache_rules import attention_and_kind
 from precisionctl.export.encode import with_one_input
 from precisionctl.export.input_scales import amax_of, is_same_amax, scale_of
@@ -60,15 +60,11 @@ class FixedScales:
                 found[_of_cache(name)] = read_tensor(self.encodings.stored, name).float().reshape(-1)
         return found
 
-    def is_in_bf16(self, name: str) -> bool:
-        """Whether a stored scale is BF16."""
-        if self.encodings is None:
-            return False
-        specs = self.encodings.stored.specs
-        if weight := self._inputs.get(name):
-            stored = self.encodings.scales[weight].input
-            return stored is not None and specs[stored].dtype == DType.bfloat16
-        return any(specs[each].dtype == DType.bfloat16 for each in specs if _of_cache(each) == name)
+    @cached_property
+    def in_bf16(self) -> bool:
+        """Whether all stored scales are numbers of BF16, in whichever dtype: then they were rounded to it."""
+        scales = (scale for name, scale in self.stored.items() if not self.is_computed(name))
+        return all(torch.equal(scale, scale.bfloat16().float()) for scale in scales)
 
     @cached_property
     def _inputs(self) -> Mapping[str, str]:
@@ -119,7 +115,7 @@ def compare_fixed_scales(a: FixedScales, b: FixedScales) -> Found:
         left, right = a.stored.get(name), b.stored.get(name)
         if left is not None and right is not None:
             recorded = not alike and (_from_state(name, a, b) or _from_state(name, b, a))
-            same = _same(left, right, a.is_in_bf16(name), b.is_in_bf16(name))
+            same = _same(left, right, a.in_bf16, b.in_bf16)
             if not (same and _are_same_as_stored(name, a, b)) and not recorded:
                 lines.append(f"{name} is {_shown(left)} in A, {_shown(right)} in B")
             continue
@@ -151,7 +147,7 @@ def _of_cache(name: str) -> str:
 
 
 def _same(left: Tensor, right: Tensor, left_in_bf16: bool, right_in_bf16: bool) -> bool:
-    """Whether two scales are equal, or one that is stored in BF16 is the other one rounded up."""
+    """Whether two scales are equal, or one of a side of numbers of BF16 is the other one rounded up."""
     if left.shape != right.shape:
         return False
     return (
@@ -169,7 +165,7 @@ def _from_state(name: str, having: FixedScales, recording: FixedScales) -> bool:
         return False
     back = amax_of(float(scale))
     same = is_same_amax(back, amax) if having.is_computed(name) else back == amax
-    return same or _same(scale, scale_of(torch.tensor([amax])), having.is_in_bf16(name), False)
+    return same or _same(scale, scale_of(torch.tensor([amax])), having.in_bf16, False)
 
 
 def _shown(scale: Tensor) -> str:

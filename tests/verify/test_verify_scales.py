@@ -113,15 +113,19 @@ def test_fixed_scales_are_held_against_the_histories_that_they_came_from(
         assert not found.equal and any(named in line for line in found.settings), found.settings
 
 
-def test_only_a_scale_that_is_stored_in_bf16_is_one_that_was_rounded_up_to_it(static: Path, tmp_path: Path) -> None:
-    """A number of BF16 in FP32 is itself alone."""
-    name, exact, below = f"{DOWN}.input_scale", torch.tensor([2.0**-5]), torch.tensor([2.0**-5 * (1 - 2.0**-9)])
-    places = {
-        key: changed(static, tmp_path / key, lambda tensors, scale=scale: tensors.update({name: scale}))
-        for key, scale in {"exact": exact, "below": below, "bf16": exact.bfloat16()}.items()
-    }
-    assert any(name.rpartition(".")[0] in line for line in compared(places["exact"], places["below"]).settings)
-    assert compared(places["bf16"], places["below"]).equal and compared(places["below"], places["bf16"]).equal
+def test_scales_are_rounded_up_to_bf16_all_or_none(static: Path, tmp_path: Path) -> None:
+    """A number of BF16 beside others is itself alone."""
+    name = f"{DOWN}.input_scale"
+    fixed = [
+        key for key in load_file(static / "model.safetensors") if key.endswith((".input_scale", ".k_scale", ".v_scale"))
+    ]
+    one = changed(static, tmp_path / "one", lambda t: t.update({name: numerics.rounded_up(t[name], "BF16")}))
+    every = changed(
+        static, tmp_path / "every", lambda t: t.update({key: numerics.rounded_up(t[key], "BF16") for key in fixed})
+    )
+    (line,) = compared(static, one).settings
+    assert line.startswith(f"input scale of {DOWN}.weight")
+    assert compared(static, every).equal and compared(every, static).equal
 
 
 def test_scales_that_one_directory_of_codes_lacks_are_a_difference(static: Path, tmp_path: Path) -> None:
