@@ -8,12 +8,15 @@ import pico
 import pytest
 import torch
 from any_models import export
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE
 from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.request import Request
 from precisionctl.commands.target_rules import check_directory
 from precisionctl.errors import DamagedCheckpoint
 
@@ -68,6 +71,21 @@ def test_an_export_with_such_names_is_found_by_no_engine(tmp_path: Path) -> None
     save_file({f"_orig_mod.{name}": values for name, values in load_file(path).items()}, path)
     (found,) = check_directory(tmp_path / "out", "vllm").findings
     assert found.where.startswith("_orig_mod.") and found.rule.fatal
+
+
+@pytest.mark.parametrize("target", ["vllm", *in_soak("transformers", "mlx")])
+def test_a_model_that_lacks_a_tensor_or_rows_of_one_is_loaded_by_no_engine(tmp_path: Path, target: str) -> None:
+    pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16)
+    conversions.carry_out(Request.export(tmp_path / "hf", tmp_path / "out", target))
+    path = tmp_path / "out" / "model.safetensors"
+    whole = load_file(path)
+    with safe_open(path, "pt") as file:
+        said = file.metadata()
+    name = "model.layers.0.post_attention_layernorm.weight"
+    for spoilt in ({key: each for key, each in whole.items() if key != name}, whole | {name: whole[name][:-1]}):
+        save_file(spoilt, path, said)
+        checked = check_directory(tmp_path / "out", target)
+        assert not checked.passes and any("of the model are there" in each.rule.text for each in checked.findings)
 
 
 def test_a_word_stands_before_the_name_of_a_tensor_of_all_experts_too(tmp_path: Path) -> None:
