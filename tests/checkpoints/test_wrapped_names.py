@@ -73,7 +73,7 @@ def test_an_export_with_such_names_is_found_by_no_engine(tmp_path: Path) -> None
     assert found.where.startswith("_orig_mod.") and found.rule.fatal
 
 
-@pytest.mark.parametrize("target", ["vllm", *in_soak("transformers", "mlx")])
+@pytest.mark.parametrize("target", ["vllm", *in_soak("transformers")])
 def test_a_model_that_lacks_a_tensor_or_rows_of_one_is_loaded_by_no_engine(tmp_path: Path, target: str) -> None:
     pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16)
     conversions.carry_out(Request.export(tmp_path / "hf", tmp_path / "out", target))
