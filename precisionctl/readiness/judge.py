@@ -125,8 +125,17 @@ class Readiness:
     def passes(self) -> int | None:
         """The number of recorded passes (or steps) that the verdicts on activations and gradients rest on: the fewest
         of any module; None if nothing was recorded."""
+        return min(self._passes, default=None)
+
+    @property
+    def most_passes(self) -> int | None:
+        """The same, the most of any module. An expert without tokens misses a pass."""
+        return max(self._passes, default=None)
+
+    @property
+    def _passes(self) -> list[int]:
         histories = (health.history for health in self.roles if health.role in IN_USE and health.role != "weight")
-        return min((history.rows for history in histories if history), default=None)
+        return [history.rows for history in histories if history]
 
 
 def judge(

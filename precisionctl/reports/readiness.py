@@ -213,11 +213,13 @@ def left_out_of_four_bits(readiness: Readiness) -> list[tuple[str, str]]:
 
 def rests_on(readiness: Readiness) -> str:
     """How much data the verdicts rest on."""
-    measured, passes = "Every element of every weight was measured", readiness.passes
-    if passes is None:
+    measured, fewest, most = "Every element of every weight was measured", readiness.passes, readiness.most_passes
+    if fewest is None or most is None:
         return f"{measured}; of activations and gradients nothing is known."
-    recorded = f"{measured}; activations and gradients were recorded in {counted(passes, 'pass', 'passes')}"
-    if passes >= PASSES.value:
+    recorded = f"{measured}; activations and gradients were recorded in {counted(most, 'pass', 'passes')}"
+    if fewest < most:
+        recorded += f", of some modules in {fewest}"
+    if most >= PASSES.value:
         return f"{recorded}."
     return f"{recorded}, which is little: a verdict on a run needs {PASSES.shown} or more, over data like the run's."
 

@@ -174,6 +174,9 @@ def test_the_page_says_how_much_data_its_verdict_rests_on_and_has_commands_to_co
     assert "were recorded in 3 passes, which is little" in page_of(tmp_path, few)
     assert any("recorded in 3 passes, which is little" in line for line in report.advice(few, "CKPT"))
     monkeypatch.setattr(report, "PASSES", Threshold(16, "16 passes", "ours"))
+    experts = replace(states, modules=dict.fromkeys(MODULES, state_of(16)) | {MODULES[0]: state_of(15)})
+    told = report.rests_on(judge(MODULES, weights, experts))
+    assert told.endswith("activations and gradients were recorded in 16 passes, of some modules in 15.")
     assert report.rests_on(enough).endswith("activations and gradients were recorded in 16 passes.")
     untold = page_of(tmp_path, nothing)
     assert "of activations and gradients nothing is known" in untold and "user-select: all" in untold
