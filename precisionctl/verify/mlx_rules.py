@@ -3,13 +3,15 @@
 from collections.abc import Iterator
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.hf_directory.companions import is_tokenizer
-from precisionctl.checkpoints.mlx.mlx_models import check_loaded
+from precisionctl.checkpoints.hf_directory.companions import is_tokenizer, read_companions
+from precisionctl.checkpoints.mlx.mlx_models import check_loaded, other_words
 from precisionctl.checkpoints.mlx.mlx_names import saved_by_mlx
 from precisionctl.engines.rules.rule import EngineRule, Finding
-from precisionctl.errors import UnknownArchitecture, UnknownFormat
+from precisionctl.errors import UnknownArchitecture, UnknownFormat, shown
+from precisionctl.untrusted.safe_json import parse_json
 
 _MODEL = EngineRule("its class of the family has all that the model has", "mlx-lm models/*.py")
+_WORDS = EngineRule("its own words of config.json say the same model", "mlx-lm models/*.py, ModelArgs")
 _TOKENIZER = EngineRule("there is a tokenizer, which `mlx_lm.load` opens", "mlx-lm tokenizer_utils.py load")
 
 
@@ -26,5 +28,8 @@ def _findings(reader: Reader) -> Iterator[Finding]:
         check_loaded(reader.model)
     except UnknownArchitecture as error:
         yield Finding("model_type", error.what, _MODEL)
+    content = read_companions(reader.path).files.get("config.json") if reader.path else None
+    for key, (said, wanted) in other_words(parse_json(content, "config.json") if content else {}, reader.model).items():
+        yield Finding(f"config.json, {key}", f"{shown(said)}, and of this model {shown(wanted)}", _WORDS)
     if not any(map(is_tokenizer, reader.companions.files)):
         yield Finding("tokenizer", "none is there", _TOKENIZER)

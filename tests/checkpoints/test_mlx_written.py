@@ -453,6 +453,32 @@ def test_the_text_model_of_a_wrapper_is_written_as_mlx_lm_has_it_and_is_read_alo
     assert from_hf_config(config_of(tmp_path / "back")) == replace(readers[0].model, wrapper=None, mtp_num_layers=0)
 
 
+OTHER_WORDS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {"full_attention_interval": 3, "tie_word_embeddings": True},
+    "gemma3": {"sliding_window_pattern": 5},
+    "nemotron-h": {"mamba_proj_bias": True},
+}
+
+
+@pytest.mark.parametrize(
+    "family", soaking.few([*FAMILIES, *RENAMED[:-1], *WRAPPERS], "nemotron-h", "qwen3_5", "gemma3")
+)
+def test_what_is_written_keeps_the_rules_and_words_of_another_model_do_not(tmp_path: Path, family: str) -> None:
+    """Words that mlx-lm goes by, and transformers not."""
+    if family in WRAPPERS:
+        tiny_wrappers.save(tmp_path / "hf", family, dtype=torch.bfloat16, **WRAPPERS[family])
+    else:
+        pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
+    export(tmp_path / "hf", tmp_path / "mlx")
+    assert {finding.where for finding in check_directory(tmp_path / "mlx", MLX).findings} <= {"tokenizer"}
+    config = config_of(tmp_path / "mlx")
+    text = config.get("text_config", config)
+    for key, value in OTHER_WORDS.get(family, {}).items():
+        text[key] = value
+        (tmp_path / "mlx" / "config.json").write_text(json.dumps(config))
+        assert f"config.json, {key}" in [each.where for each in check_directory(tmp_path / "mlx", MLX).findings]
+
+
 @pytest.mark.parametrize("kind", ["gemma3", *soaking.in_soak("llama4", "gemma4", "minimax_m3_vl")])
 def test_what_mlx_lm_has_of_a_wrapper_keeps_its_settings_in_megatron(tmp_path: Path, kind: str) -> None:
     """Those that Megatron's arguments do not say."""

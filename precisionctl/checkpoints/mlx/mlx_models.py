@@ -12,9 +12,12 @@ from precisionctl.checkpoints.mlx.mlx_config import (
     each_with_experts,
     each_without,
     places_of_experts,
+    words_of_mlx,
 )
 from precisionctl.checkpoints.mlx.mlx_names import RENAMED, WRAPPED, is_known
+from precisionctl.dtypes import DType
 from precisionctl.errors import UnknownArchitecture, shown
+from precisionctl.model.model_parts import text_part
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.untabled_model import UntabledModel
 
@@ -137,6 +140,16 @@ def _usual_attention_factor(scaling: Mapping[str, Any]) -> bool:
     """Whether YaRN's `attention_factor` is that which mlx-lm computes from the other settings, whatever it is."""
     said = scaling.get("attention_factor")
     return said is None or isclose(said, yarn_mscale(scaling["factor"], 1.0), rel_tol=1e-6)
+
+
+def other_words(config: Mapping[str, Any], model: ModelShape) -> dict[str, tuple[object, object]]:
+    """Keys of a config.json that mlx-lm goes by and transformers does not, of other values than the model's: what they
+    are, and what they should be."""
+    text = text_part(config)
+    said = text if isinstance(text, Mapping) else config
+    words = words_of_mlx(model, DType.bfloat16) | {"tie_word_embeddings": model.tied_embeddings}
+    keys = sorted(words.keys() - {"dtype", "torch_dtype"})
+    return {key: (said[key], words[key]) for key in keys if said.get(key, words[key]) not in (None, words[key])}
 
 
 def computed_otherwise(model: ModelShape) -> Iterator[str]:
