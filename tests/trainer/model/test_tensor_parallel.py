@@ -42,15 +42,16 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 )
 def test_all_ranks_have_the_loss_and_their_parts_of_the_gradients(told: Told, how: str, family: str) -> None:
     """In FP32 all that differs is the order of sums. The largest difference of a gradient's element from one process's
-    is held to 2^-17 of the tensor's largest: some gradients cancel, a norm's over all heads most of all. xIELU's and
-    those of connections to streams, each the sum over all channels of all tokens, are held to 2^-10."""
+    is held to 2^-16 of the tensor's largest (2^-16.8 was seen of a CPU): some gradients cancel, a norm's over all heads
+    most of all. xIELU's and those of connections to streams, each the sum over all channels of all tokens, are held to
+    2^-10."""
     ranks = [rank[f"{how}: {family}"] for rank in told["shared"] if f"{how}: {family}" in rank]
     assert len(ranks) == SIZES[how][0]
     for found in ranks:
         assert abs(found["loss"]) < 2**-20 and abs(found["norm"]) < 2**-20
         assert not found["missing"] and abs(found["likeness"]) < 2**-20
         assert found["gradients"]
-        assert [name for name, off in found["gradients"].items() if off > 2 ** (-10 if "alpha_" in name else -17)] == []
+        assert [name for name, off in found["gradients"].items() if off > 2 ** (-10 if "alpha_" in name else -16)] == []
 
 
 @pytest.mark.parametrize("activations", ["kept", "recomputed"])
