@@ -1,7 +1,6 @@
 """Build a planned command: the one place where a result gets output, Writer, companion files and model card."""
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from precisionctl.checkpoints.base import Writer
 from precisionctl.checkpoints.dcp.dcp_writer import DcpWriter, TorchtitanWriter
 from precisionctl.checkpoints.deepspeed.writer import DeepSpeedWriter
 from precisionctl.checkpoints.gguf.writer import GgufContents, GgufWriter
+from precisionctl.checkpoints.hf_directory.companions import to_json
 from precisionctl.checkpoints.hf_directory.config_json import config_dtype, made_config
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.checkpoints.hf_directory.huggingface_files import BIN, MAX_SHARD_SIZE, SAFETENSORS
@@ -169,8 +169,7 @@ def _writer(storage: Storage, source: Source, result: Result, output: Output) ->
         )
     make = LegacyWriter if storage.container == "torch" else TorchDistWriter
     if source.reader.layout == "hf" and "config.json" not in companions.files:  # Megatron's arguments do not say all
-        made_json = json.dumps(config, indent=2).encode()
-        companions = replace(companions, files={**companions.files, "config.json": made_json})
+        companions = replace(companions, files={**companions.files, "config.json": to_json(config)})
     writer: Writer = make(
         output.partial / directory_name(result.run.iteration),
         plan.model,

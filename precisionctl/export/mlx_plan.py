@@ -76,6 +76,7 @@ _AS_CODES: Mapping[str, Sequence[str]] = {
     ),
     "mistral4": ("mlp.experts.0.up_proj.weight",),
 }
+"""Names in a layer by which `make_plan` sees that weights are to have those that they have as codes, by family."""
 
 
 def names_as_codes(model: ModelShape) -> set[str]:

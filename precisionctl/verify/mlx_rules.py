@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.hf_directory.companions import is_tokenizer, read_companions
+from precisionctl.checkpoints.hf_directory.companions import is_tokenizer
 from precisionctl.checkpoints.mlx.mlx_models import check_loaded, other_words
 from precisionctl.checkpoints.mlx.mlx_names import saved_by_mlx
 from precisionctl.engines.rules.rule import EngineRule, Finding
@@ -28,7 +28,7 @@ def _findings(reader: Reader) -> Iterator[Finding]:
         check_loaded(reader.model)
     except UnknownArchitecture as error:
         yield Finding("model_type", error.what, _MODEL)
-    content = read_companions(reader.path).files.get("config.json") if reader.path else None
+    content = reader.own_companions.files.get("config.json")
     for key, (said, wanted) in other_words(parse_json(content, "config.json") if content else {}, reader.model).items():
         yield Finding(f"config.json, {key}", f"{shown(said)}, and of this model {shown(wanted)}", _WORDS)
     if not any(map(is_tokenizer, reader.companions.files)):

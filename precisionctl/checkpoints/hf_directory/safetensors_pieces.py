@@ -52,12 +52,16 @@ def file_of_other_ranks(directory: Path) -> str | None:
     """A file that one rank lacks and another has under the same number; None where all have files of the same numbers.
     It may be missing from a copy. Ranks of other pipeline stages may also not have had it."""
     found = [match for path in directory.iterdir() if (match := FILE_OF_RANK.fullmatch(path.name))]
-    there = {(match["rank"], match["number"]): match for match in found}
-    for rank in sorted({rank for rank, _ in there}):
-        for (_, number), match in sorted(there.items()):
-            if (rank, number) not in there:
-                return f"shard-{rank}-model-{number}-of-{match['count']}{SAFETENSORS.suffix}"
-    return None
+    there = {match.group("rank", "number") for match in found}
+    ranks = sorted({match["rank"] for match in found})
+    numbers = sorted({match.group("number", "count") for match in found})
+    lacking = (
+        f"shard-{rank}-model-{number}-of-{count}{SAFETENSORS.suffix}"
+        for rank in ranks
+        for number, count in numbers
+        if (rank, number) not in there
+    )
+    return next(lacking, None)
 
 
 def _joined(name: str, pieces: Sequence[tuple[DType, DcpPiece]], directory: Path) -> DcpTensor:

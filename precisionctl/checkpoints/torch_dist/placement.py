@@ -146,7 +146,7 @@ def _boxes(
     for name, spec in specs.items():
         key, at = keys[name]
         expert = expert_of(name)
-        size = parallelism.tensor if expert is None else of_experts
+        size = parallelism.tensor_of(experts=expert is not None)
         first = _stage(name, layers, parallelism.pipeline) * width
         if expert is not None:
             first += expert * parallelism.expert // experts * of_experts
