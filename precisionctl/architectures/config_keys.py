@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_fields import Activation
-from precisionctl.model.model_parts import MOST_LAYERS, check_size
+from precisionctl.model.model_parts import LARGEST, MOST_LAYERS, check_size
 from precisionctl.model.model_shape import ModelShape
 
 Config = Mapping[str, Any]
@@ -30,7 +30,7 @@ class Entry(Protocol):
         """Those that `read` looks at, beside others' that it only counts by."""
         ...
 
-    def read(self, config: Config, where: object) -> Fields: ...
+    def read(self, config: Config) -> Fields: ...
     def write(self, model: ModelShape) -> Config:
         """Raises UnknownArchitecture for a model that these keys cannot describe."""
         ...
@@ -53,18 +53,18 @@ class Key:
     def keys(self) -> tuple[str, ...]:
         return (self.key, *(word for word in (self.older, self.synonym) if word))
 
-    def read(self, config: Config, where: object) -> Fields:
+    def read(self, config: Config) -> Fields:
         if self.synonym and self.synonym in config:
             config = {self.key: config[self.synonym], **config}
-            Synonyms({self.synonym: self.key}).read(config, where)
+            Synonyms({self.synonym: self.key}).read(config)
         value = config.get(self.key, self.absent)
         if value is None and self.older:
             value = config.get(self.older)
         if value is None:
             if self.default is NEEDED:
-                raise DamagedCheckpoint(f"no `{self.key}`", where=where, do="Is the file whole?")
+                raise DamagedCheckpoint(f"no `{self.key}`", do="Is the file whole?")
             value = self.default
-        return {self.field: is_on({self.key: value}, self.key, where) if isinstance(self.default, bool) else value}
+        return {self.field: is_on({self.key: value}, self.key) if isinstance(self.default, bool) else value}
 
     def write(self, model: ModelShape) -> Config:
         part, _, field = self.field.rpartition(".")
@@ -86,7 +86,7 @@ class Rule:
     """Fields and `keys` that functions make of one another."""
 
     keys: tuple[str, ...]
-    read: Callable[[Config, object], Fields]
+    read: Callable[[Config], Fields]
     write: Callable[[ModelShape], Config] = lambda model: {}
 
 
@@ -98,7 +98,7 @@ class Always:
     value: Any
     keys: tuple[str, ...] = ()
 
-    def read(self, config: Config, where: object) -> Fields:
+    def read(self, config: Config) -> Fields:
         return {self.field: self.value}
 
     def write(self, model: ModelShape) -> Config:
@@ -124,13 +124,12 @@ class Only:
     def keys(self) -> tuple[str, ...]:
         return (self.key,)
 
-    def read(self, config: Config, where: object) -> Fields:
+    def read(self, config: Config) -> Fields:
         found = config.get(self.key, self.absent)
         null_is_off = self.value is True and self.key in config
         if found != self.value and (found is not None or null_is_off):
             raise UnknownArchitecture(
                 f"no {config.get('model_type')} known here has {self.key}={shown(found)}",
-                where=where,
                 do=f"Its table was made for {self.key}={self.value!r}.",
             )
         return {self.field: self.means} if self.field else {}
@@ -151,11 +150,11 @@ class Synonyms:
     def keys(self) -> tuple[str, ...]:
         return tuple(self.words)
 
-    def read(self, config: Config, where: object) -> Fields:
+    def read(self, config: Config) -> Fields:
         for word, key in self.words.items():
             if word in config and config[word] != config.get(key):
                 what = f"{word} is {shown(config[word])} and {key}, which is the same, {shown(config.get(key))}"
-                raise DamagedCheckpoint(what, where=where, do=f"Say {key} alone.")
+                raise DamagedCheckpoint(what, do=f"Say {key} alone.")
         return {}
 
     def write(self, model: ModelShape) -> Config:
@@ -175,10 +174,10 @@ class Reworded:
     def keys(self) -> tuple[str, ...]:
         return (*self.entry.keys, *(self.words[key] for key in self.entry.keys if key in self.words))
 
-    def read(self, config: Config, where: object) -> Fields:
+    def read(self, config: Config) -> Fields:
         said = {key: config[word] for key, word in self.words.items() if word in config}
-        Synonyms({word: key for key, word in self.words.items() if key in config}).read(config, where)
-        return self.entry.read({**config, **said}, where)
+        Synonyms({word: key for key, word in self.words.items() if key in config}).read(config)
+        return self.entry.read({**config, **said})
 
     def write(self, model: ModelShape) -> Config:
         written = self.entry.write(model)
@@ -195,55 +194,52 @@ def reworded(entries: Iterable[Entry], words: Mapping[str, str], published: bool
     return tuple(map(one, entries))
 
 
-def is_on(config: Config, key: str, where: object, absent: bool = False) -> bool:
+def is_on(config: Config, key: str, absent: bool = False) -> bool:
     """Whether a switch is on; null is off. Raises DamagedCheckpoint for any other value: Python's truth would take
     `"no"` for on."""
     value = config.get(key, absent)
     if value not in (None, False, True):
-        raise DamagedCheckpoint(f"{key} is {shown(value)}, not true or false", where=where)
+        raise DamagedCheckpoint(f"{key} is {shown(value)}, not true or false")
     return bool(value)
 
 
-def size(config: Config, key: str, where: object, largest: int | None = None) -> int:
+def size(config: Config, key: str, largest: int = LARGEST) -> int:
     """A size that other fields are computed from."""
     value = config.get(key)
     if value is None:
-        raise DamagedCheckpoint(f"no `{key}`", where=where, do="Is the file whole?")
-    try:
-        check_size(value, key, *(() if largest is None else (largest,)))
-    except DamagedCheckpoint as error:
-        raise DamagedCheckpoint(error.what, where=where, do=error.do) from None
+        raise DamagedCheckpoint(f"no `{key}`", do="Is the file whole?")
+    check_size(value, key, largest)
     return int(value)
 
 
-def count(config: Config, key: str, where: object) -> int:
+def count(config: Config, key: str) -> int:
     """As `size`, but may be 0, or null for 0."""
-    return 0 if config.get(key) in (None, 0) else size(config, key, where)
+    return 0 if config.get(key) in (None, 0) else size(config, key)
 
 
-def one_or_none(config: Config, key: str, where: object, absent: int = 0) -> int:
+def one_or_none(config: Config, key: str, absent: int = 0) -> int:
     """How many layers of multi-token prediction a key says; `absent` where it is not there or null. Raises
     UnknownArchitecture for several."""
     number = absent if config.get(key) is None else config[key]
     if number not in (0, 1):
         do = "Known is one layer of multi-token prediction."
-        raise UnknownArchitecture(f"{key}={shown(number)}", where=where, do=do)
+        raise UnknownArchitecture(f"{key}={shown(number)}", do=do)
     return int(number)
 
 
-def layers(config: Config, where: object, key: str = "num_hidden_layers") -> int:
+def layers(config: Config, key: str = "num_hidden_layers") -> int:
     """Number of layers, small enough to list something for each."""
-    return size(config, key, where, MOST_LAYERS)
+    return size(config, key, MOST_LAYERS)
 
 
-def _read_heads(config: Config, where: object) -> Fields:
-    number = size(config, "num_attention_heads", where)
+def _read_heads(config: Config) -> Fields:
+    number = size(config, "num_attention_heads")
     as_many = config.get("num_key_value_heads") is None
     head_dim = config.get("head_dim")
     return {
         "num_attention_heads": number,
-        "num_query_groups": number if as_many else size(config, "num_key_value_heads", where),
-        "kv_channels": size(config, "hidden_size", where) // number if head_dim is None else head_dim,
+        "num_query_groups": number if as_many else size(config, "num_key_value_heads"),
+        "kv_channels": size(config, "hidden_size") // number if head_dim is None else head_dim,
     }
 
 
@@ -259,23 +255,20 @@ def heads(**absent: int) -> Rule:
     """Heads, query groups (null: as many as heads) and the size of a head (null: hidden_size / heads). `absent` has the
     class's defaults for absent keys, if these are not null."""
     keys = ("num_attention_heads", "num_key_value_heads", "head_dim")
-    return Rule(keys, lambda config, where: _read_heads({**absent, **config}, where), _write_heads)
+    return Rule(keys, lambda config: _read_heads({**absent, **config}), _write_heads)
 
 
 HEADS = heads()
 
 VOCABULARY = Rule(
     ("vocab_size",),
-    lambda config, where: {
-        "vocab_size": size(config, "vocab_size", where),
-        "padded_vocab_size": size(config, "vocab_size", where),
-    },
+    lambda config: dict.fromkeys(("vocab_size", "padded_vocab_size"), size(config, "vocab_size")),
     lambda model: {"vocab_size": model.vocab_size},
 )
 
 LAYERS = Rule(
     ("num_hidden_layers",),
-    lambda config, where: {"num_layers": layers(config, where)},
+    lambda config: {"num_layers": layers(config)},
     lambda model: {"num_hidden_layers": model.num_layers},
 )
 SIZES: tuple[Entry, ...] = (
@@ -293,8 +286,8 @@ SIZES_BESIDE_MLP = tuple(entry for entry in SIZES if "intermediate_size" not in 
 def attention_bias(default: bool) -> Rule:
     """One switch for the attention's four linears; `default` where the key is absent."""
 
-    def read(config: Config, where: object) -> Fields:
-        return dict.fromkeys(("qkv_bias", "proj_bias"), is_on(config, "attention_bias", where, default))
+    def read(config: Config) -> Fields:
+        return dict.fromkeys(("qkv_bias", "proj_bias"), is_on(config, "attention_bias", default))
 
     def write(model: ModelShape) -> Config:
         return {} if model.proj_bias == default else {"attention_bias": model.proj_bias}
@@ -309,7 +302,7 @@ def biases(key: str, default: bool) -> Rule:
     """One switch for the biases of all linears in layers; `default` where the key is absent."""
     return Rule(
         (key,),
-        lambda config, where: dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias"), is_on(config, key, where, default)),
+        lambda config: dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias"), is_on(config, key, default)),
         lambda model: {key: model.mlp_bias},
     )
 
@@ -321,13 +314,11 @@ ALL_BIASES: tuple[Entry, ...] = (Always("qkv_bias", True), Always("proj_bias", T
 def activation(key: str, names: Mapping[str, Activation], default: str | None = None) -> Rule:
     """An activation by one of the names that it goes by, the one to write first; absent, `default`."""
 
-    def read(config: Config, where: object) -> Fields:
+    def read(config: Config) -> Fields:
         name = default if config.get(key) is None else config[key]
         if not isinstance(name, str) or name not in names:
             raise UnknownArchitecture(
-                f"no {config.get('model_type')} known here has {key}={shown(name)}",
-                where=where,
-                do=f"Known: {', '.join(names)}.",
+                f"no {config.get('model_type')} known here has {key}={shown(name)}", do=f"Known: {', '.join(names)}."
             )
         return {"activation": names[name]}
 
@@ -342,10 +333,10 @@ GELU_TANH: Mapping[str, Activation] = dict.fromkeys(("gelu_pytorch_tanh", "gelu_
 SILU = Only("hidden_act", "silu", "activation", "silu")
 
 
-def _read_causal(config: Config, where: object) -> Fields:
+def _read_causal(config: Config) -> Fields:
     if not config.get("is_causal", True):  # null too: any class of transformers takes it for false
         what = f"is_causal is {shown(config['is_causal'])}: attention to what follows, as in models of embeddings"
-        raise UnknownArchitecture(what, where=where, do="Tables here are of models that see what stands before alone.")
+        raise UnknownArchitecture(what, do="Tables here are of models that see what stands before alone.")
     return {}
 
 
@@ -353,10 +344,10 @@ CAUSAL = Rule(("is_causal",), _read_causal)
 """What transformers' masks heed in the config.json of every family."""
 
 
-TWO_CLASSES = Rule(("architectures",), lambda config, where: {})
+TWO_CLASSES = Rule(("architectures",), lambda config: {})
 """Of a family whose class has one name in published files, and another in transformers: either means the same model."""
 
-EVERY_LAYER_SPARSE = Rule((), lambda config, where: {"moe.layer_freq": (True,) * layers(config, where)})
+EVERY_LAYER_SPARSE = Rule((), lambda config: {"moe.layer_freq": (True,) * layers(config)})
 """Experts in all layers, which no key says."""
 
 

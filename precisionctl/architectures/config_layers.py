@@ -9,7 +9,7 @@ from precisionctl.model.model_parts import MOST_LAYERS
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.sizes import counted
 
-Local = Callable[[Config, int, object], list[bool]]
+Local = Callable[[Config, int], list[bool]]
 """From a config.json, the number of layers and the place for errors: whether each layer has the window, or is of
 another kind, where no list says so. Raises DamagedCheckpoint for keys that say no number."""
 
@@ -27,15 +27,15 @@ def sliding_window(
     default window. A class that ignores `layer_types` is not `listed`: a list that contradicts it is refused.
     """
 
-    def read(config: Config, where: object) -> Fields:
-        listed_layers(config, _WINDOWS, where)  # raises for another kind, also where no window is said
+    def read(config: Config) -> Fields:
+        listed_layers(config, _WINDOWS)  # raises for another kind, also where no window is said
         window = config.get("sliding_window", absent)
-        if window is None or (switch and not is_on(config, switch, where)):
+        if window is None or (switch and not is_on(config, switch)):
             return {}
-        windows = layers_in_window(config, where, local)
-        if not listed and windows != local(config, len(windows), where):
+        windows = layers_in_window(config, local)
+        if not listed and windows != local(config, len(windows)):
             what = f"no {config.get('model_type')} known here has a window in the layers that layer_types lists alone"
-            raise UnknownArchitecture(what, where=where, do="transformers has it in every layer.")
+            raise UnknownArchitecture(what, do="transformers has it in every layer.")
         if not any(windows):
             return {}
         return {"sliding_window": window, "window_layers": tuple(windows)}
@@ -52,33 +52,33 @@ def sliding_window(
     return Rule(keys, read, write)
 
 
-def layers_of(kinds: Mapping[str, bool], config: Config, where: object, local: Local) -> list[bool]:
+def layers_of(kinds: Mapping[str, bool], config: Config, local: Local) -> list[bool]:
     """What the kinds of layers mean: as `layer_types` lists them, else as the family has them. Raises as
     `listed_layers`."""
-    listed = listed_layers(config, kinds, where)
-    return local(config, layers(config, where), where) if listed is None else listed
+    listed = listed_layers(config, kinds)
+    return local(config, layers(config)) if listed is None else listed
 
 
-def layers_in_window(config: Config, where: object, local: Local) -> list[bool]:
+def layers_in_window(config: Config, local: Local) -> list[bool]:
     """Whether each layer has the window."""
-    return layers_of(_WINDOWS, config, where, local)
+    return layers_of(_WINDOWS, config, local)
 
 
-def layers_with_window(config: Config, where: object, local: Local, absent: int) -> list[bool]:
+def layers_with_window(config: Config, local: Local, absent: int) -> list[bool]:
     """As `layers_in_window`, of a class whose window is `absent` where none is said. Raises DamagedCheckpoint for
     layers with a window that is null: transformers makes no mask for them."""
-    in_window = layers_in_window(config, where, local)
+    in_window = layers_in_window(config, local)
     if any(in_window) and config.get("sliding_window", absent) is None:
-        raise DamagedCheckpoint("layer_types lists layers with a window, and there is no sliding_window", where=where)
+        raise DamagedCheckpoint("layer_types lists layers with a window, and there is no sliding_window")
     return in_window
 
 
-def window_fields(config: Config, where: object, windows: Sequence[bool], absent: int) -> Fields:
+def window_fields(config: Config, windows: Sequence[bool], absent: int) -> Fields:
     """The fields of layers of which these have a window, of `absent` tokens where no key says how many; none where no
     layer has one."""
     if not any(windows):
         return {}
-    window = size({"sliding_window": absent} | dict(config), "sliding_window", where)
+    window = size({"sliding_window": absent} | dict(config), "sliding_window")
     return {"sliding_window": window, "window_layers": tuple(windows)}
 
 
@@ -105,48 +105,46 @@ def layer_types(model: ModelShape) -> list[str]:
 _WINDOWS = {"sliding_attention": True, "full_attention": False}
 
 
-def listed_layers(
-    config: Config, kinds: Mapping[str, bool], where: object, key: str = "layer_types"
-) -> list[bool] | None:
+def listed_layers(config: Config, kinds: Mapping[str, bool], key: str = "layer_types") -> list[bool] | None:
     """What the kinds of layers that are listed under a key mean; None where there is no list. Raises DamagedCheckpoint
     unless each layer has one (as PreTrainedConfig.validate_layer_type), UnknownArchitecture for another kind."""
     listed = config.get(key)
     if listed is None:
         return None
-    count = layers(config, where)
+    count = layers(config)
     if not isinstance(listed, list) or len(listed) != count:
         what = f"{key} is {shown(listed)}, not a list of {counted(count, 'layer')}"
-        raise DamagedCheckpoint(what, where=where)
+        raise DamagedCheckpoint(what)
     unknown = [kind for kind in listed if not isinstance(kind, str) or kind not in kinds]
     if unknown:
         what = f"layers of type {shown(unknown[0])} in {key}"
-        raise UnknownArchitecture(what, where=where, do=f"Known: {', '.join(kinds)}.")
+        raise UnknownArchitecture(what, do=f"Known: {', '.join(kinds)}.")
     return [kinds[kind] for kind in listed]
 
 
-def numbered_layers(listed: object, key: str, where: object) -> frozenset[int]:
+def numbered_layers(listed: object, key: str) -> frozenset[int]:
     """The layers whose numbers are listed under a key."""
     # as many as there may be layers: numbers can be chosen to have one hash, and take time quadratic in how many
     if not isinstance(listed, list) or len(listed) > MOST_LAYERS or any(type(layer) is not int for layer in listed):
-        raise DamagedCheckpoint(f"{key} is {shown(listed)}, not a list of layers", where=where)
+        raise DamagedCheckpoint(f"{key} is {shown(listed)}, not a list of layers")
     return frozenset(listed)
 
 
-def everywhere(config: Config, layers: int, where: object) -> list[bool]:
+def everywhere(config: Config, layers: int) -> list[bool]:
     """True for every layer."""
     return [True] * layers
 
 
-def nowhere(config: Config, layers: int, where: object) -> list[bool]:
+def nowhere(config: Config, layers: int) -> list[bool]:
     return [False] * layers
 
 
-def but_first_of_four(config: Config, layers: int, where: object) -> list[bool]:
+def but_first_of_four(config: Config, layers: int) -> list[bool]:
     """False for the first layer, the fifth, and so on."""
     return [layer % 4 != 0 for layer in range(layers)]
 
 
-def every_other(config: Config, layers: int, where: object) -> list[bool]:
+def every_other(config: Config, layers: int) -> list[bool]:
     """True for the first layer, the third, and so on."""
     return [layer % 2 == 0 for layer in range(layers)]
 
@@ -154,8 +152,8 @@ def every_other(config: Config, layers: int, where: object) -> list[bool]:
 def all_but_every(number: int, key: str = "") -> Local:
     """True for every layer but each of this number; `key` may say another one."""
 
-    def local(config: Config, layers: int, where: object) -> list[bool]:
-        every = size({key: number} | dict(config), key, where) if key else number
+    def local(config: Config, layers: int) -> list[bool]:
+        every = size({key: number} | dict(config), key) if key else number
         return [(layer + 1) % every != 0 for layer in range(layers)]
 
     return local

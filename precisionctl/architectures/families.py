@@ -136,22 +136,26 @@ def from_hf_config(config: Config, where: object = "config.json") -> ModelShape:
     Of a wrapper it is the text model. Raises DamagedCheckpoint where a key is missing or not of its kind, and
     UnknownArchitecture for a family or a setting that no table here has.
     """
-    if "model_type" not in config:
-        raise DamagedCheckpoint("no `model_type`", where=where, do="Is the file whole?")
-    model_type = config["model_type"]
-    if not isinstance(model_type, str):
-        raise DamagedCheckpoint(f"model_type is {shown(model_type)}, not a name", where=where)
-    if is_wrapper(config):
-        return _in_wrapper(config, where)
-    fields: dict[str, Any] = {"architecture": model_type}
     try:
         with at(where):
-            for entry in (CAUSAL, *architecture_of(model_type).config):
-                fields.update(entry.read(config, where))
-            with _in_words_of(config):
-                return model_of_fields(fields)
+            return _described(config)
     except (TypeError, ValueError, ArithmeticError) as error:  # a value that cannot be looked at as what it should be
         raise DamagedCheckpoint(f"it describes no model: {shown(str(error))}", where=where) from error
+
+
+def _described(config: Config) -> ModelShape:
+    if "model_type" not in config:
+        raise DamagedCheckpoint("no `model_type`", do="Is the file whole?")
+    model_type = config["model_type"]
+    if not isinstance(model_type, str):
+        raise DamagedCheckpoint(f"model_type is {shown(model_type)}, not a name")
+    if is_wrapper(config):
+        return _in_wrapper(config)
+    fields: dict[str, Any] = {"architecture": model_type}
+    for entry in (CAUSAL, *architecture_of(model_type).config):
+        fields.update(entry.read(config))
+    with _in_words_of(config):
+        return model_of_fields(fields)
 
 
 @contextmanager
@@ -167,7 +171,7 @@ def _in_words_of(config: Config) -> Iterator[None]:
 def key_in(config: Config, field: str) -> str:
     """The key of a config.json that holds a field of ModelShape, or of a part of it; the field's own name if no single
     key does."""
-    text = text_config(config, "") if is_wrapper(config) else config
+    text = text_config(config) if is_wrapper(config) else config
     table = supported().get(str(text.get("model_type")))
     for entry in table.config if table else ():
         if isinstance(entry, Key) and field in (entry.field, entry.field.rpartition(".")[2]):
@@ -175,17 +179,16 @@ def key_in(config: Config, field: str) -> str:
     return field
 
 
-def _in_wrapper(config: Config, where: object) -> ModelShape:
+def _in_wrapper(config: Config) -> ModelShape:
     """The text model of a wrapper. Raises UnknownArchitecture for one without a table, or whose family has other names
     than wrappers change."""
-    text = text_config(config, where)
-    CAUSAL.read(config, where)
+    text = text_config(config)
+    CAUSAL.read(config)
     family = supported().get(text["model_type"])
     if family is None or not can_be_wrapped(family, wrapper := wrapper_of(config, family)):
         what = f"no table for a `{config['model_type']}` around a `{text['model_type']:.60}`"
-        raise UnknownArchitecture(what, where=where, do=_NO_TABLE)
-    model = from_hf_config(text, where)
-    return dataclasses.replace(model, wrapper=wrapper, tied_embeddings=may_be_tied(config, where))
+        raise UnknownArchitecture(what, do=_NO_TABLE)
+    return dataclasses.replace(_described(text), wrapper=wrapper, tied_embeddings=may_be_tied(config))
 
 
 def model_of_fields(given: Mapping[str, Any]) -> ModelShape:

@@ -63,15 +63,15 @@ def rope(
     scaling.
     """
 
-    def read(config: Config, where: object) -> Fields:
+    def read(config: Config) -> Fields:
         config = config if original is None else {_ORIGINAL: original} | dict(config)
-        parameters = rotary_parameters(config, where, base, scaling)
-        fields = {**read_rope(config, where, parameters, base, percent)}
+        parameters = rotary_parameters(config, base, scaling)
+        fields = {**read_rope(config, parameters, base, percent)}
         if not partial:
-            _check_whole(fields, config, where)
+            _check_whole(fields, config)
         if query_scaling and (beta := parameters.get(_QUERY_SCALING)) not in (None, 0):  # 0 scales none (Devstral 2)
             if not (fields["rope_scaling"] or {}).get(_ORIGINAL):
-                raise DamagedCheckpoint(f"{_QUERY_SCALING} without `{_ORIGINAL}`", where=where)
+                raise DamagedCheckpoint(f"{_QUERY_SCALING} without `{_ORIGINAL}`")
             fields["query_scaling_beta"] = beta
         return fields
 
@@ -96,15 +96,15 @@ def rope_with_dim(base: float, head_dim: int, *, heeds_dim: bool) -> Rule:
     is. Raises DamagedCheckpoint where the two differ."""
     of_share = rope(base, partial=True)
 
-    def read(config: Config, where: object) -> Fields:
-        channels, said = size({"head_dim": head_dim, **config}, "head_dim", where), config.get("rotary_dim")
+    def read(config: Config) -> Fields:
+        channels, said = size({"head_dim": head_dim, **config}, "head_dim"), config.get("rotary_dim")
         if said is not None and heeds_dim:
-            config = {"partial_rotary_factor": size(config, "rotary_dim", where) / channels, **config}
-        fields = of_share.read(config, where)
+            config = {"partial_rotary_factor": size(config, "rotary_dim") / channels, **config}
+        fields = of_share.read(config)
         turning = int(channels * fields["rotary_percent"])
         if said not in (None, turning):
             what = f"rotary_dim is {shown(said)}, and in transformers {turning} channels turn"
-            raise DamagedCheckpoint(what, where=where, do="Say it by partial_rotary_factor, too.")
+            raise DamagedCheckpoint(what, do="Say it by partial_rotary_factor, too.")
         return fields
 
     def write(model: ModelShape) -> Config:
@@ -118,28 +118,27 @@ def rope_by_kind(base: float, local_base: float, absent: Mapping[str, Mapping[st
     scaling. transformers 5 has parameters for each kind of layer; transformers 4 has the usual keys, and perhaps
     `rope_local_base_freq`. A family that transformers 4 does not know uses `absent` for missing parameters."""
 
-    def read(config: Config, where: object) -> Fields:
+    def read(config: Config) -> Fields:
         # transformers looks for the original context in the parameters of a kind alone
         config = {key: value for key, value in config.items() if key != _ORIGINAL}
-        parameters = rotary_parameters(config, where, base, absent)
+        parameters = rotary_parameters(config, base, absent)
         if not _LAYERS & parameters.keys():
             local = config.get("rope_local_base_freq", local_base)
-            fields = read_rope(config, where, parameters, base, 1.0)
-            _check_whole(fields, config, where)
-            return {**fields, "rotary_base_local": real(local, "rope_local_base_freq", where)}
+            fields = read_rope(config, parameters, base, 1.0)
+            _check_whole(fields, config)
+            return {**fields, "rotary_base_local": real(local, "rope_local_base_freq")}
         said = [parameters.get(kind) for kind in ("full_attention", "sliding_attention")]
         kinds = [{} if each is None else each for each in said]
         if not all(isinstance(each, dict) for each in kinds):
-            raise DamagedCheckpoint(f"rotary parameters are {shown(parameters)}", where=where)
+            raise DamagedCheckpoint(f"rotary parameters are {shown(parameters)}")
         beside = {key: value for key, value in config.items() if key != "rope_theta"}
         everywhere, in_window = (
-            read_rope(beside, where, each, default, 1.0)
-            for each, default in zip(kinds, (base, local_base), strict=True)
+            read_rope(beside, each, default, 1.0) for each, default in zip(kinds, (base, local_base), strict=True)
         )
         for fields in (everywhere, in_window):
-            _check_whole(fields, config, where)
+            _check_whole(fields, config)
         if in_window["rope_scaling"]:
-            raise UnknownArchitecture("rotary scaling in layers with a window", where=where)
+            raise UnknownArchitecture("rotary scaling in layers with a window")
         return {**everywhere, "rotary_base_local": in_window["rotary_base"]}
 
     def write(model: ModelShape) -> Config:
@@ -155,7 +154,6 @@ def rope_by_kind(base: float, local_base: float, absent: Mapping[str, Mapping[st
 
 def rope_of_kinds(
     config: Config,
-    where: object,
     windows: Sequence[bool],
     absent: Mapping[str, Mapping[str, Any]],
     percent: float,
@@ -167,30 +165,28 @@ def rope_of_kinds(
     where there are none, `percent` the share where a kind says none and has no scaling. Raises DamagedCheckpoint for a
     kind without parameters or a base. `partial` as in `rope`."""
     sized = {key: value for key, value in config.items() if key == "max_position_embeddings"}
-    parameters = rotary_parameters(
-        {key: value for key, value in config.items() if key != _ORIGINAL}, where, 1e4, absent
-    )
+    parameters = rotary_parameters({key: value for key, value in config.items() if key != _ORIGINAL}, 1e4, absent)
 
     def read(kind: str) -> Fields:
         given = parameters.get(kind)
         if not isinstance(given, Mapping) or "rope_theta" not in given:
-            raise DamagedCheckpoint(f"{kind} is without a `rope_theta` in {shown(parameters)}", where=where)
+            raise DamagedCheckpoint(f"{kind} is without a `rope_theta` in {shown(parameters)}")
         if given.get("partial_rotary_factor", percent) is None:  # which its class multiplies by
-            raise DamagedCheckpoint(f"{kind} has a `partial_rotary_factor` that is null", where=where)
+            raise DamagedCheckpoint(f"{kind} has a `partial_rotary_factor` that is null")
         share = percent if rope_type(given) == "default" else 1.0
         if "partial_rotary_factor" not in given and config.get("partial_rotary_factor", share) != share:
             what = f"{kind} is without the `partial_rotary_factor` that is beside it"  # heeded if it is scaled
-            raise DamagedCheckpoint(what, where=where, do="Say it in the parameters of each kind of layers.")
-        return read_rope(sized, where, given, 1e4, share)
+            raise DamagedCheckpoint(what, do="Say it in the parameters of each kind of layers.")
+        return read_rope(sized, given, 1e4, share)
 
     used = {name for name, in_window in _IN_WINDOW.items() if in_window in windows}
     kinds = {name: read(name) for name in sorted(used)}
     for fields in () if partial else kinds.values():
-        _check_whole(fields, config, where)
+        _check_whole(fields, config)
     everywhere = kinds.get("full_attention") or kinds["sliding_attention"]
     in_window = kinds.get("sliding_attention") or everywhere
     if in_window["rope_scaling"] and len(used) == 2:
-        raise UnknownArchitecture("rotary scaling in layers with a window", where=where)
+        raise UnknownArchitecture("rotary scaling in layers with a window")
     share = "rotary_percent"
     return {
         **everywhere,
@@ -217,40 +213,37 @@ def write_rope_of_kinds(model: ModelShape) -> Config:
     return {"rope_parameters": {"full_attention": everywhere, "sliding_attention": in_window}}
 
 
-def _check_whole(fields: Fields, config: Config, where: object) -> None:
+def _check_whole(fields: Fields, config: Config) -> None:
     """Raise UnknownArchitecture if only a part of a head is to be rotated: these families' classes ignore such a
     setting."""
     if fields["rotary_percent"] != 1:
         raise UnknownArchitecture(
-            f"no {config.get('model_type')} known here has partial_rotary_factor={fields['rotary_percent']}",
-            where=where,
+            f"no {config.get('model_type')} known here has partial_rotary_factor={fields['rotary_percent']}"
         )
 
 
-def rotary_parameters(
-    config: Config, where: object, base: float, absent: Mapping[str, Any] | None = None
-) -> Mapping[str, Any]:
+def rotary_parameters(config: Config, base: float, absent: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
     """The parameters of rotary embeddings in config.json, under either of its keys. Raises DamagedCheckpoint if both
     keys are there and differ. `base` is the class's default for the rotary base, `absent` its default for absent
     parameters; `{}` is not absent, and scales nothing."""
     both = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key) not in (None, {})]
     for parameters in both:
         if not isinstance(parameters, Mapping):
-            raise DamagedCheckpoint(f"rotary parameters are {shown(parameters)}, not an object", where=where)
+            raise DamagedCheckpoint(f"rotary parameters are {shown(parameters)}, not an object")
 
     def fields(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         in_kinds = bool(_LAYERS & parameters.keys())
-        return parameters if in_kinds else read_rope(config, where, parameters, base, 1.0)
+        return parameters if in_kinds else read_rope(config, parameters, base, 1.0)
 
     if len(both) == 2 and fields(both[0]) != fields(both[1]):
         what = f"`rope_parameters` {shown(both[0])} and `rope_scaling` {shown(both[1])} are not the same"
         do = "Keep the one that is meant, with `rope_theta` in it: transformers 5 goes by `rope_scaling` alone."
-        raise DamagedCheckpoint(what, where=where, do=do)
+        raise DamagedCheckpoint(what, do=do)
     taken = absent if config.get("rope_parameters") is None else None
     return (both[0] if both else taken) or {}
 
 
-def read_rope(config: Config, where: object, parameters: Mapping[str, Any], base: float, percent: float) -> Fields:
+def read_rope(config: Config, parameters: Mapping[str, Any], base: float, percent: float) -> Fields:
     """Fields of ModelShape from the parameters, and from keys of transformers 4 beside them."""
     kind = rope_type(parameters)
     rope = {key: value for key, value in parameters.items() if key not in ("rope_type", "type")}
@@ -259,9 +252,9 @@ def read_rope(config: Config, where: object, parameters: Mapping[str, Any], base
     if kind == "proportional":  # of all pairs, whose frequencies beyond this part are 0
         rope["partial_rotary_factor"], part = 1.0 if part is None else part, 1.0
     return {
-        "rotary_base": real(theta, "rope_theta", where),
-        "rotary_percent": real(percent if part is None else part, "partial_rotary_factor", where),
-        "rope_scaling": _scaling(kind, rope, config, where),
+        "rotary_base": real(theta, "rope_theta"),
+        "rotary_percent": real(percent if part is None else part, "partial_rotary_factor"),
+        "rope_scaling": _scaling(kind, rope, config),
     }
 
 
@@ -270,12 +263,12 @@ def rope_type(parameters: Mapping[str, Any]) -> Any:
     return parameters.get("rope_type", parameters.get("type", "default"))
 
 
-def _scaling(kind: object, rope: dict[str, Any], config: Config, where: object) -> dict[str, Any] | None:
+def _scaling(kind: object, rope: dict[str, Any], config: Config) -> dict[str, Any] | None:
     if kind == "su" or (kind == "yarn" and "short_factor" in rope):  # what Phi-3 called it at first
         kind = "longrope"
     if not isinstance(kind, str) or kind not in _KINDS:
         known = ", ".join(_KINDS)
-        raise UnknownArchitecture(f"rotary scaling of type {shown(kind)}", where=where, do=f"Known: {known}.")
+        raise UnknownArchitecture(f"rotary scaling of type {shown(kind)}", do=f"Known: {known}.")
     if kind == "default":
         return None
     needed, possible = _KINDS[kind]
@@ -285,16 +278,16 @@ def _scaling(kind: object, rope: dict[str, Any], config: Config, where: object) 
     scaling: dict[str, Any] = {"rope_type": kind}
     for name in (*needed, *possible):
         if rope.get(name) is None and name in needed:
-            raise DamagedCheckpoint(f"no `{name}`", where=where, do="Is the file whole?")
+            raise DamagedCheckpoint(f"no `{name}`", do="Is the file whole?")
         if rope.get(name) is not None and not (name.startswith("mscale") and rope[name] == 0):
-            real(rope[name], name, where)
+            real(rope[name], name)
         if name in rope:
             scaling[name] = rope[name]
     if kind == "llama3" and scaling["low_freq_factor"] > scaling["high_freq_factor"]:  # Llama 4 Scout's are equal
         what = f"low_freq_factor {scaling['low_freq_factor']} above high_freq_factor {scaling['high_freq_factor']}"
-        raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
+        raise DamagedCheckpoint(what, do="Is config.json this model's?")
     for name in _LISTS if kind == "longrope" else ():
-        scaling[name] = _factors(rope.get(name), name, where)
+        scaling[name] = _factors(rope.get(name), name)
     if kind == "yarn":  # what transformers takes for what is not said
         scaling = {"beta_fast": 32.0, "beta_slow": 1.0} | {name: value for name, value in scaling.items() if value}
         if rope.get("truncate") is False:
@@ -302,10 +295,10 @@ def _scaling(kind: object, rope: dict[str, Any], config: Config, where: object) 
     return scaling
 
 
-def _factors(values: object, name: str, where: object) -> list[float]:
+def _factors(values: object, name: str) -> list[float]:
     if not isinstance(values, list) or not 1 <= len(values) <= 1 << 16:
-        raise DamagedCheckpoint(f"{name} is {shown(values)}, not a list of factors", where=where)
-    return [real(value, name, where) for value in values]
+        raise DamagedCheckpoint(f"{name} is {shown(values)}, not a list of factors")
+    return [real(value, name) for value in values]
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:

@@ -368,7 +368,7 @@ def is_wrapper(config: Config) -> bool:
     return isinstance(config.get("model_type"), str) and config["model_type"] in WRAPPERS
 
 
-def text_config(config: Config, where: object) -> dict[str, Any]:
+def text_config(config: Config) -> dict[str, Any]:
     """The text model's part of a wrapper's config.json, as its family's own config.json would say it. Raises
     UnknownArchitecture where there is none, and DamagedCheckpoint for anything but an object."""
     kind = WRAPPERS[config["model_type"]]
@@ -376,12 +376,12 @@ def text_config(config: Config, where: object) -> dict[str, Any]:
     if text is None and kind.flat:
         text = {key: value for key, value in config.items() if key != "model_type"}
     if text is None:
-        raise UnknownArchitecture(f"a `{config['model_type']}` without a `text_config`", where=where)
+        raise UnknownArchitecture(f"a `{config['model_type']}` without a `text_config`")
     if not isinstance(text, Mapping):
-        raise DamagedCheckpoint(f"`text_config` is {shown(text)}, not an object", where=where, do="Is the file whole?")
+        raise DamagedCheckpoint(f"`text_config` is {shown(text)}, not an object", do="Is the file whole?")
     model_type = text.get("model_type", kind.text)
     if not isinstance(model_type, str):
-        raise DamagedCheckpoint(f"model_type of `text_config` is {shown(model_type)}, not a name", where=where)
+        raise DamagedCheckpoint(f"model_type of `text_config` is {shown(model_type)}, not a name")
     if kind.calls_text and model_type == kind.calls_text:
         model_type = kind.text
     text, model = {**kind.absent, **text}, TEXT_MODELS.get(model_type)
@@ -404,9 +404,9 @@ def wrapper_of(config: Config, family: Architecture) -> Wrapper:
     return Wrapper(config["model_type"], kind.body, kind.head, kind.mtp, kind.apart, body_alone)
 
 
-def may_be_tied(config: Config, where: object) -> bool:
+def may_be_tied(config: Config) -> bool:
     """Whether the head may be the embedding and so not be stored. If neither a wrapper's config.json nor its text
     model's part says so, the tensors decide."""
     parts = config_parts(config)
-    on = [is_on(part, "tie_word_embeddings", where) for part in parts]
+    on = [is_on(part, "tie_word_embeddings") for part in parts]
     return any(on) or all(part.get("tie_word_embeddings") is None for part in parts)

@@ -28,10 +28,10 @@ def check_count(count: object, name: str, largest: int) -> None:
         check_size(count, name, largest)
 
 
-def real(value: object, name: str, where: object = "") -> float:
+def real(value: object, name: str) -> float:
     """A positive number. Raises DamagedCheckpoint."""
     if type(value) not in (int, float) or not 0 < value < 1e30:  # type: ignore[operator]
-        raise DamagedCheckpoint(f"{name} is {shown(value)}, not a positive number", where=where)
+        raise DamagedCheckpoint(f"{name} is {shown(value)}, not a positive number")
     return float(value)  # type: ignore[arg-type]
 
 

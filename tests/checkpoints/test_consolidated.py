@@ -235,14 +235,14 @@ def test_a_config_says_what_transformers_own_converter_makes_it_say(
     params: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     """transformers, tests/integrations/mistral/; of windows vLLM, transformers_utils/configs/mistral.py."""
-    made = mistral_config(ParamsJson(params, "params.json")).config
+    made = mistral_config(ParamsJson(params)).config
     assert {key: made.get(key) for key in expected} == expected
     from_hf_config(made)
 
 
 def test_yarn_without_magnitude_magnifies_no_scores_of_latent_attention() -> None:
     """As vLLM computes Mistral Large 3 since its pull request 57563."""
-    rope = mistral_config(ParamsJson(LATENT, "params.json")).config["rope_parameters"]
+    rope = mistral_config(ParamsJson(LATENT)).config["rope_parameters"]
     assert rope["attention_factor"] == 1.0 and not rope.keys() & {"mscale", "mscale_all_dim"}
 
 
@@ -288,7 +288,7 @@ def test_a_reference_of_another_model_is_refused(
 def test_a_published_config_of_latent_attention_is_of_the_same_model(tmp_path: Path) -> None:
     """It says by `mscale_all_dim`, as transformers' converter does, what params.json says by `apply_scale`."""
     save_mistral(tmp_path / "source", LATENT)
-    rope = mistral_config(ParamsJson(LATENT, "")).config["rope_parameters"] | {"mscale": 1.0, "mscale_all_dim": 1.0}
+    rope = mistral_config(ParamsJson(LATENT)).config["rope_parameters"] | {"mscale": 1.0, "mscale_all_dim": 1.0}
     del rope["attention_factor"]
     given = reference(tmp_path / "hf", tmp_path / "source", rope_parameters=rope)
     conversions.run(tmp_path / "source", tmp_path / "made", "hf", reference=given)
@@ -324,7 +324,7 @@ def of_embedding(dim: int) -> Callable[[], Places]:
 @pytest.mark.parametrize("release", PUBLISHED)
 def test_a_llama_has_its_published_sizes(release: str) -> None:
     params, inner, positions = PUBLISHED[release]
-    made = llama_config(ParamsJson(params | {"norm_eps": 1e-5}, "params.json"), of_embedding(params["dim"]))
+    made = llama_config(ParamsJson(params | {"norm_eps": 1e-5}), of_embedding(params["dim"]))
     model = from_hf_config(made.config)
     assert (model.ffn_hidden_size, model.max_position_embeddings) == (inner, positions)
     assert model.vocab_size == params.get("vocab_size", 32000)
@@ -335,10 +335,10 @@ def test_a_llama_has_its_published_sizes(release: str) -> None:
 def test_a_reference_knows_the_factor_of_scaled_rotary_embeddings() -> None:
     small = {"dim": 2048, "n_layers": 16, "n_heads": 32, "n_kv_heads": 8, "norm_eps": 1e-5, "use_scaled_rope": True}
     small |= {"multiple_of": 256, "ffn_dim_multiplier": 1.5, "rope_theta": 500000.0}
-    at_8 = llama_config(ParamsJson(small | {"n_layers": 17}, ""), of_embedding(2048)).config
+    at_8 = llama_config(ParamsJson(small | {"n_layers": 17}), of_embedding(2048)).config
     scaling = at_8["rope_scaling"] | {"factor": 32.0}
     known = from_hf_config(at_8 | {"num_hidden_layers": 16, "rope_scaling": scaling})
-    made = llama_config(ParamsJson(small, "", known), of_embedding(2048)).config
+    made = llama_config(ParamsJson(small, known), of_embedding(2048)).config
     assert made["rope_scaling"]["factor"] == 32.0 and made["intermediate_size"] == 8192
 
 

@@ -306,7 +306,7 @@ def test_windows_are_listed_or_all_but_every_so_many(pattern: object) -> None:
     }
     embedding = GgufTensor((10, 64), FORMATS[0], Path("a.gguf"), 0)
     metadata = {f"gemma3.{key}": value for key, value in said.items()}
-    found = FAMILIES["gemma3_text"].read(Described(metadata, {"token_embd.weight": embedding}, "gemma3", "a.gguf"))
+    found = FAMILIES["gemma3_text"].read(Described(metadata, {"token_embd.weight": embedding}, "gemma3"))
     assert found["window_layers"] == (True, True, False) * 2
 
 
@@ -577,7 +577,7 @@ PASSED_OVER = {
 def test_the_keys_that_a_family_says_are_those_that_it_reads(name: str) -> None:
     whole = described(name)
     gate = replace(whole.tensors["token_embd.weight"], shape=(4, 64))
-    file = Watched(whole.metadata, {**whole.tensors, "blk.0.attn_gate.weight": gate}, whole.architecture, "a.gguf")
+    file = Watched(whole.metadata, {**whole.tensors, "blk.0.attn_gate.weight": gate}, whole.architecture)
     family = FAMILIES[pico.shape(name).architecture].of_file(file)
     entries = [*family.keys, *family.more, *family.reads]
     said = {key for entry in entries for key in entry.keys}
@@ -629,7 +629,7 @@ def described(family: str, **changes: Any) -> Described:
         if not key.startswith("general.")
     }
     tensors = {"token_embd.weight": GgufTensor((model.vocab_size, 64), FORMATS[0], Path("a.gguf"), 0)}
-    return Described(said, tensors, FAMILIES[model.architecture].of(model).architecture, "a.gguf")
+    return Described(said, tensors, FAMILIES[model.architecture].of(model).architecture)
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def test_a_config_of_layers_that_are_not_known_is_refused_by_name() -> None:
     with pytest.raises(DamagedCheckpoint, match="16 value heads for 3 key heads"):
         from_hf_config(config | {"linear_num_key_heads": 3})
     with pytest.raises(UnknownArchitecture, match="mtp_num_hidden_layers=2"):
-        prediction_layers("mtp_num_hidden_layers").read({"mtp_num_hidden_layers": 2}, "config.json")
+        prediction_layers("mtp_num_hidden_layers").read({"mtp_num_hidden_layers": 2})
 
 
 def test_what_a_run_trained_is_in_hugging_face_to_the_bit(tmp_path: Path) -> None:

@@ -38,25 +38,25 @@ def check_kinds(args: Mapping[str, Any]) -> None:
                 raise DamagedCheckpoint(f"{name} is {shown(value)}, not {words}")
 
 
-def needed(args: Mapping[str, Any], name: str, where: object) -> Any:
+def needed(args: Mapping[str, Any], name: str) -> Any:
     """An argument that every run has. Raises DamagedCheckpoint where it is not there."""
     if name not in args:
         do = "Is the file whole? `convert` with --reference and --trust-reference takes it from a config.json."
-        raise DamagedCheckpoint(f"no `{name}` among Megatron's arguments", where=where, do=do)
+        raise DamagedCheckpoint(f"no `{name}` among Megatron's arguments", do=do)
     return args[name]
 
 
-def one_of(args: Mapping[str, Any], name: str, known: tuple[object, ...], default: object, where: object) -> Any:
+def one_of(args: Mapping[str, Any], name: str, known: tuple[object, ...], default: object) -> Any:
     """An argument that has one of the `known` values. Raises UnknownArchitecture for another."""
     value = args.get(name, default)
     if value not in known:
-        raise UnknownArchitecture(f"no family known here has Megatron's {name}={shown(value)}", where=where)
+        raise UnknownArchitecture(f"no family known here has Megatron's {name}={shown(value)}")
     return value
 
 
-def norm_epsilon(args: Mapping[str, Any], where: object) -> Any:
+def norm_epsilon(args: Mapping[str, Any]) -> Any:
     """The epsilon of norms, under its name since megatron-core 0.16 or the older one."""
-    return args["layernorm_epsilon"] if "layernorm_epsilon" in args else needed(args, "norm_epsilon", where)
+    return args["layernorm_epsilon"] if "layernorm_epsilon" in args else needed(args, "norm_epsilon")
 
 
 def entries(listed: Any) -> tuple[bool, ...]:

@@ -49,7 +49,7 @@ def moe_args(model: ModelShape) -> dict[str, Any]:
     }
 
 
-def read_moe(args: Mapping[str, Any], num_layers: int, biased: bool, mamba: Mamba | None, where: object) -> MoE | None:
+def read_moe(args: Mapping[str, Any], num_layers: int, biased: bool, mamba: Mamba | None) -> MoE | None:
     """The inverse; None where there are none. `biased`: whether linears have biases, as a router then does. Layers of
     one block each have experts where the pattern of `mamba` says so."""
     if not args.get("num_experts"):
@@ -57,7 +57,7 @@ def read_moe(args: Mapping[str, Any], num_layers: int, biased: bool, mamba: Mamb
             what = (
                 f"hybrid_override_pattern {shown(mamba.pattern)} has layers with experts, and num_experts is not said"
             )
-            raise DamagedCheckpoint(what, where=where)
+            raise DamagedCheckpoint(what)
         return None
     found = {field: args[argument] for argument, field in _MOE.items() if args.get(argument) is not None}
     frequency = args.get("moe_layer_freq", 1)
@@ -75,9 +75,9 @@ def read_moe(args: Mapping[str, Any], num_layers: int, biased: bool, mamba: Mamb
     }
     if found.get("group_topk"):
         defaults["group_scores"] = found.get("topk", defaults["topk"]) // found["group_topk"]
-    one_of(args, "moe_router_score_function", ("softmax", "sigmoid", "sqrtsoftplus", None), None, where)
+    one_of(args, "moe_router_score_function", ("softmax", "sigmoid", "sqrtsoftplus", None), None)
     if args.get(BALANCING) in ("sinkhorn", "quantile_balancing"):  # these choose experts; others are losses alone
-        raise UnknownArchitecture(f"no family known here has Megatron's {BALANCING}={args[BALANCING]}", where=where)
+        raise UnknownArchitecture(f"no family known here has Megatron's {BALANCING}={args[BALANCING]}")
     softmax = found.get("score_function", "softmax") == "softmax"  # to others the other way means nothing
     found["pre_softmax"] = bool(found.get("pre_softmax")) and softmax
     found["n_hash_layers"] = args.get("moe_n_hash_layers") or 0

@@ -41,9 +41,9 @@ def read_dsa(args: Mapping[str, Any], num_layers: int) -> DSA | None:
     """The inverse; None where there are none."""
     if args.get("experimental_attention_variant") != DSA_NAME:
         return None
-    one_of(args, "dsa_indexer_scoring_relu", (True, None), True, "")
+    one_of(args, "dsa_indexer_scoring_relu", (True, None), True)
     for name in ("layernorm_zero_centered_gamma", "apply_layernorm_1p"):  # of the norm of an indexer's keys, too
-        one_of(args, name, (False, None), False, "")
+        one_of(args, name, (False, None), False)
     every, after = args.get("dsa_indexer_topk_freq") or 1, args.get("dsa_indexer_skip_topk_offset") or 0
     found = {field: args[argument] for argument, field in _DSA.items() if args.get(argument) is not None}
     return DSA(layers=_indexed(num_layers, every, after), **found)
@@ -56,7 +56,7 @@ def indexer_norm_epsilon(args: Mapping[str, Any]) -> float | None:
     if args.get("experimental_attention_variant") != DSA_NAME:
         return None
     said = args.get("dsa_indexer_k_norm_epsilon")
-    return norm_epsilon(args, "") if said is None else real(said, "dsa_indexer_k_norm_epsilon")
+    return norm_epsilon(args) if said is None else real(said, "dsa_indexer_k_norm_epsilon")
 
 
 def _every_and_after(layers: tuple[bool, ...]) -> tuple[int, int]:

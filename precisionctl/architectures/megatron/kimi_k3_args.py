@@ -34,18 +34,18 @@ def kimi_k3_args(model: ModelShape) -> dict[str, Any]:
     return {BLOCK_SIZE: model.attn_res_block_size, _KDA_LAYERS: of_kda, **sizes}
 
 
-def as_kimi_k3(model: ModelShape, args: Mapping[str, Any], where: object) -> ModelShape:
+def as_kimi_k3(model: ModelShape, args: Mapping[str, Any]) -> ModelShape:
     """The inverse: what the other arguments describe, with what these do; SiTU, gates and the norm of latents are its
     layers' own. Raises UnknownArchitecture without latent attention, or experts without latents."""
     if args.get(BLOCK_SIZE) is None:
         return model
     if model.mla is None or (model.moe is not None and model.moe.latent_size is None):
-        raise UnknownArchitecture("no Kimi K3 known here lacks latents of attention or experts", where=where)
-    sizes = {field: needed(args, name, where) for name, field in _SIZES.items()}
-    of_kda = numbered_layers(args.get(_KDA_LAYERS), _KDA_LAYERS, where)
+        raise UnknownArchitecture("no Kimi K3 known here lacks latents of attention or experts")
+    sizes = {field: needed(args, name) for name, field in _SIZES.items()}
+    of_kda = numbered_layers(args.get(_KDA_LAYERS), _KDA_LAYERS)
     if not of_kda <= {*range(1, model.num_layers + 1)}:
         what = f"{_KDA_LAYERS} is {shown(sorted(of_kda))}, of {counted(model.num_layers, 'layer')}"
-        raise DamagedCheckpoint(what, where=where)
+        raise DamagedCheckpoint(what)
     gdn = GatedDeltaNet(
         layers=tuple(layer + 1 in of_kda for layer in range(model.num_layers)),
         num_value_heads=sizes["num_key_heads"],

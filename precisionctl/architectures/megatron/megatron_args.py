@@ -219,51 +219,50 @@ def read_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: o
     missing or not of its kind.
     """
     try:
-        for name in WITHOUT:
-            if args.get(name) and (name, args.get("experimental_attention_variant")) != (MHC_NAME, CSA_NAME):
-                what = f"no family known here has Megatron's {name}={shown(args[name])}"
-                raise UnknownArchitecture(what, where=where)
         with at(where):
+            for name in WITHOUT:
+                if args.get(name) and (name, args.get("experimental_attention_variant")) != (MHC_NAME, CSA_NAME):
+                    raise UnknownArchitecture(f"no family known here has Megatron's {name}={shown(args[name])}")
             check_kinds(args)
-            return _read(args, padded_vocab_size, where)
+            return _read(args, padded_vocab_size)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError) as error:
         raise DamagedCheckpoint(f"arguments that describe no model: {shown(str(error))}", where=where) from error
 
 
-def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> ModelShape:
-    heads, hidden = needed(args, "num_attention_heads", where), needed(args, "hidden_size", where)
+def _read(args: Mapping[str, Any], padded_vocab_size: int) -> ModelShape:
+    heads, hidden = needed(args, "num_attention_heads"), needed(args, "hidden_size")
     check_size(heads, "num_attention_heads")
-    num_layers = needed(args, "num_layers", where)
+    num_layers = needed(args, "num_layers")
     check_size(num_layers, "num_layers", MOST_LAYERS)
     distances = args.get("window_size")  # to the left and right, -1 without end; Hugging Face counts the token itself
     window = None if not distances or int(distances[0]) == -1 else int(distances[0]) + 1
     skipping = args.get("window_attn_skip_freq")
     biased = bool(args.get("add_bias_linear", True))  # Megatron's default
-    epsilon = norm_epsilon(args, where)
+    epsilon = norm_epsilon(args)
     variants = (None, DSA_NAME, CSA_NAME, KDA_NAME, *DELTA_NET_NAMES)
-    one_of(args, "experimental_attention_variant", variants, None, where)
+    one_of(args, "experimental_attention_variant", variants, None)
     csa = read_csa(args, num_layers)
     latent = args.get("multi_latent_attention") and csa is None
-    sizes: dict[str, Any] = {name: needed(args, name, where) for name in _MLA if latent}
+    sizes: dict[str, Any] = {name: needed(args, name) for name in _MLA if latent}
     mla = MLA(**sizes) if sizes else None
     qkv_biased = bool(args.get("add_qkv_bias")) and mla is None  # MLA's linears have none (multi_latent_attention.py)
-    positions = _read_positions(args, num_layers, mla, csa, where)
+    positions = _read_positions(args, num_layers, mla, csa)
     mamba = read_mamba(args)
     scale = args.get("softmax_scale")  # a root, which may have cost the last digits
     model = ModelShape(
         architecture="",
         num_layers=num_layers,
         hidden_size=hidden,
-        ffn_hidden_size=needed(args, "ffn_hidden_size", where),
+        ffn_hidden_size=needed(args, "ffn_hidden_size"),
         num_attention_heads=heads,
-        num_query_groups=needed(args, "num_query_groups", where) if args.get("group_query_attention") else heads,
+        num_query_groups=needed(args, "num_query_groups") if args.get("group_query_attention") else heads,
         kv_channels=args["v_head_dim"] if mla or csa else args.get("kv_channels") or hidden // heads,
         vocab_size=args.get("vocab_size") or padded_vocab_size,
         padded_vocab_size=padded_vocab_size,
         make_vocab_size_divisible_by=args.get("make_vocab_size_divisible_by", 128),  # Megatron's default
-        max_position_embeddings=needed(args, "max_position_embeddings", where),
+        max_position_embeddings=needed(args, "max_position_embeddings"),
         norm_epsilon=epsilon,
-        normalization=one_of(args, "normalization", ("RMSNorm", "LayerNorm"), "LayerNorm", where),
+        normalization=one_of(args, "normalization", ("RMSNorm", "LayerNorm"), "LayerNorm"),
         zero_centered_gamma=bool(args.get("layernorm_zero_centered_gamma") or args.get("apply_layernorm_1p")),
         sliding_window=window,
         window_layers=None if window is None or skipping is None else all_but_every(skipping, num_layers),
@@ -271,7 +270,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         qk_l2_norm=bool(args.get("qk_l2_norm")),
         qk_l2_norm_everywhere=bool(args.get("qk_l2_norm")),
         query_pre_attn_scalar=None if scale is None else round(float(scale) ** -2, 9),
-        softmax_offset=one_of(args, "softmax_type", ("vanilla", "learnable"), "vanilla", where) == "learnable",
+        softmax_offset=one_of(args, "softmax_type", ("vanilla", "learnable"), "vanilla") == "learnable",
         tied_embeddings=not args.get("untie_embeddings_and_output_weights", False),
         qkv_bias=(biased and mla is None) or qkv_biased,
         proj_bias=biased,
@@ -279,19 +278,19 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         add_bias_linear=biased,
         add_qkv_bias=qkv_biased,
         attention_output_gate=bool(args.get("attention_output_gate")) and mla is None,
-        linear_gate=_read_headwise(args, where) if mla else None,
+        linear_gate=_read_headwise(args) if mla else None,
         mla=mla,
         dsa=read_dsa(args, num_layers),
         csa=csa,
         mhc=read_mhc(args),
-        moe=read_moe(args, num_layers, biased, mamba, where),
+        moe=read_moe(args, num_layers, biased, mamba),
         mamba=mamba,
         gdn=read_delta_net(args),
         mtp_num_layers=read_hybrid_mtp(args) if mamba else args.get("mtp_num_layers") or 0,
         **positions,
         **_read_activation(args),
     )
-    return as_kimi_k3(model, args, where)
+    return as_kimi_k3(model, args)
 
 
 def _headwise(model: ModelShape) -> bool:
@@ -299,10 +298,10 @@ def _headwise(model: ModelShape) -> bool:
     return model.mla is not None and model.linear_gate == "sigmoid per head"
 
 
-def _read_headwise(args: Mapping[str, Any], where: object) -> LinearGate | None:
+def _read_headwise(args: Mapping[str, Any]) -> LinearGate | None:
     if not args.get("attention_output_gate"):
         return None
-    one_of(args, GRANULARITY, ("headwise",), None, where)
+    one_of(args, GRANULARITY, ("headwise",), None)
     return "sigmoid per head"
 
 
@@ -321,23 +320,21 @@ def _read_activation(args: Mapping[str, Any]) -> dict[str, Any]:
     return fields | {"activation": "gelu_tanh" if args.get("bias_gelu_fusion", True) else "gelu"}
 
 
-def _read_positions(
-    args: Mapping[str, Any], num_layers: int, mla: MLA | None, csa: CSA | None, where: object
-) -> dict[str, Any]:
+def _read_positions(args: Mapping[str, Any], num_layers: int, mla: MLA | None, csa: CSA | None) -> dict[str, Any]:
     """The fields of ModelShape that say how positions are embedded, and in which layers."""
     fields: dict[str, Any] = {
         "rotary_base": float(args.get("rotary_base", 10000)),
         "rotary_percent": float(args.get("rotary_percent", 1.0)),
-        "rope_scaling": _read_rope(args, mla, where),
+        "rope_scaling": _read_rope(args, mla),
     }
     if csa is not None:  # Megatron-Core magnifies nothing there, whatever is said
         unmagnified = {**args, "mscale": 1.0, "mscale_all_dim": 0.0}
-        fields = read_csa_rope(args, _read_yarn(unmagnified, "", where))
+        fields = read_csa_rope(args, _read_yarn(unmagnified, ""))
     for name, value in (fields["rope_scaling"] or {}).items():
         if name not in ("rope_type", "truncate"):
             real(value, name)
     known = ("rope", "learned_absolute", "yarn", "none")  # yarn is rope, scaled
-    kind = one_of(args, "position_embedding_type", known, "learned_absolute", where)
+    kind = one_of(args, "position_embedding_type", known, "learned_absolute")
     no_rope = args.get("no_rope_freq")  # `N`: every N-th layer; a list: 1 where a layer has none
     if isinstance(no_rope, list | tuple):
         no_rope = [not each for each in no_rope]
@@ -349,15 +346,15 @@ def _read_positions(
     }
 
 
-def _read_rope(args: Mapping[str, Any], mla: MLA | None, where: object) -> dict[str, Any] | None:
+def _read_rope(args: Mapping[str, Any], mla: MLA | None) -> dict[str, Any] | None:
     if args.get("position_embedding_type") == "yarn":
         rounded = bool(args.get("yarn_correction_range_round_to_int", True))
-        return _read_yarn(args, "yarn_", where) | ({} if rounded else {"truncate": False})
+        return _read_yarn(args, "yarn_") | ({} if rounded else {"truncate": False})
     if mla is not None:
         # Of plain rotary positions, MLA heeds no scaling; but its scores are scaled as YaRN's are
-        if one_of(args, "rope_type", ("rope", "yarn"), "yarn", where) == "yarn":
-            return _read_yarn(args, "", where)
-        one_of(args, "mscale_all_dim", (0, None), 0, where)
+        if one_of(args, "rope_type", ("rope", "yarn"), "yarn") == "yarn":
+            return _read_yarn(args, "")
+        one_of(args, "mscale_all_dim", (0, None), 0)
         return None
     if args.get("use_rope_scaling"):
         return {"rope_type": "llama3", "factor": args.get("rope_scaling_factor", 8.0), **LLAMA3}
@@ -366,9 +363,9 @@ def _read_rope(args: Mapping[str, Any], mla: MLA | None, where: object) -> dict[
     return None
 
 
-def _read_yarn(args: Mapping[str, Any], prefix: str, where: object) -> dict[str, Any]:
+def _read_yarn(args: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     yarn = {key: args.get(prefix + argument, default) for argument, (key, default) in _YARN.items()}
     if not yarn["mscale_all_dim"]:  # transformers heeds the two together alone
-        one_of(args, prefix + "mscale", (1, None), 1, where)
+        one_of(args, prefix + "mscale", (1, None), 1)
         del yarn["mscale"], yarn["mscale_all_dim"]
     return {"rope_type": "yarn", **yarn}

@@ -57,7 +57,7 @@ def read_delta_net(args: Mapping[str, Any]) -> GatedDeltaNet | None:
     fields = {field: args[argument] for argument, field in _DELTA_NET.items()}
     if variant == KDA_NAME:
         rank = args.get("kda_f_lora_rank")
-        one_of(args, "kda_gate_lora_rank", (rank,), None, "")
+        one_of(args, "kda_gate_lora_rank", (rank,), None)
         bound = args["kda_lower_bound"] if args.get("kda_safe_gate") else None
         fields |= {"kda": True, "kda_lora_rank": rank, "kda_lower_bound": bound}
     return GatedDeltaNet(all_but_every(args["linear_attention_freq"], args["num_layers"]), **fields)

@@ -25,9 +25,9 @@ from precisionctl.model.model_parts import LARGEST, check_count
 from precisionctl.model.model_shape import ModelShape
 
 
-def _read_attention(config: Config, where: object) -> Fields:
-    heads = size(config, "num_attention_heads", where)
-    return {"num_attention_heads": heads, "num_query_groups": heads, "kv_channels": size(config, "v_head_dim", where)}
+def _read_attention(config: Config) -> Fields:
+    heads = size(config, "num_attention_heads")
+    return {"num_attention_heads": heads, "num_query_groups": heads, "kv_channels": size(config, "v_head_dim")}
 
 
 def _write_attention(model: ModelShape) -> Config:
@@ -41,9 +41,9 @@ def _write_attention(model: ModelShape) -> Config:
 def leading_dense(key: str, default: int = 0) -> Rule:
     """How many layers, the first ones, have no experts; `default` where the key is absent."""
 
-    def read(config: Config, where: object) -> Fields:
-        dense = count({key: default} | dict(config), key, where)
-        return {"moe.layer_freq": tuple(layer >= dense for layer in range(layers(config, where)))}
+    def read(config: Config) -> Fields:
+        dense = count({key: default} | dict(config), key)
+        return {"moe.layer_freq": tuple(layer >= dense for layer in range(layers(config)))}
 
     def write(model: ModelShape) -> Config:
         return {key: sum(not model.has_experts(layer) for layer in range(model.num_layers))}
@@ -55,10 +55,10 @@ def shared_experts(key: str, default: int | None = None, inner: int | None = Non
     """How many shared experts there are, each as large as a routed one; `default` where the key is absent, and `inner`
     where the size of one is."""
 
-    def read(config: Config, where: object) -> Fields:
+    def read(config: Config) -> Fields:
         config = {key: default, "moe_intermediate_size": inner} | dict(config)
-        number = count(config, key, where)
-        return {"moe.shared_ffn_hidden_size": number * size(config, "moe_intermediate_size", where)} if number else {}
+        number = count(config, key)
+        return {"moe.shared_ffn_hidden_size": number * size(config, "moe_intermediate_size")} if number else {}
 
     def write(model: ModelShape) -> Config:
         shared = model.moe.shared_ffn_hidden_size if model.moe else None
@@ -68,12 +68,12 @@ def shared_experts(key: str, default: int | None = None, inner: int | None = Non
     return Rule((key,), read, write)
 
 
-def _read_size_of_shared(config: Config, where: object) -> Fields:
+def _read_size_of_shared(config: Config) -> Fields:
     key = "moe_shared_expert_intermediate_size"
     one = config.get("moe_intermediate_size")
     if config.get(key, one) != one:
         what = f"{key} is {shown(config[key])}, and transformers, which passes over it, takes moe_intermediate_size"
-        raise DamagedCheckpoint(what, where=where)
+        raise DamagedCheckpoint(what)
     return {}
 
 
@@ -109,18 +109,18 @@ def experts_by_list(dense: int, key: str = "", *, reads_key: bool = True) -> Rul
     says, else `dense`. Engines go by `key`, which is written where it says the same. Classes that pass over it
     (`reads_key=False`) take `dense`: raises DamagedCheckpoint where it says other layers."""
 
-    def read(config: Config, where: object) -> Fields:
+    def read(config: Config) -> Fields:
         def behind(first: Any) -> tuple[bool, ...]:
             check_count(first, key, LARGEST)
-            return tuple(layer >= first for layer in range(layers(config, where)))
+            return tuple(layer >= first for layer in range(layers(config)))
 
-        listed, said = listed_layers(config, MLPS, where, "mlp_layer_types"), config.get(key)
+        listed, said = listed_layers(config, MLPS, "mlp_layer_types"), config.get(key)
         unlisted = config.get(key, dense) if reads_key else dense
         freq = behind(unlisted) if listed is None else tuple(listed)
         if not reads_key and said is not None and behind(said) != freq:
             what = f"{key} is {shown(said)}, and transformers, which passes over it, takes other layers for dense ones"
             do = "Say in mlp_layer_types which layers are `dense` and `sparse`, and by the number the same."
-            raise DamagedCheckpoint(what, where=where, do=do)
+            raise DamagedCheckpoint(what, do=do)
         return {"moe.layer_freq": freq}
 
     def write(model: ModelShape) -> Config:
@@ -169,11 +169,11 @@ SIGMOID: tuple[Entry, ...] = (
 def groups(number: int, best: int) -> Rule:
     """V3's groups of experts, worth their two best; with the defaults of the family's class."""
 
-    def read(config: Config, where: object) -> Fields:
+    def read(config: Config) -> Fields:
         found = config.get("n_group", number)
         if found in (None, 1):
             if found and config.get("topk_group") not in (None, 1):
-                raise DamagedCheckpoint(f"topk_group is {shown(config['topk_group'])}, of one group", where=where)
+                raise DamagedCheckpoint(f"topk_group is {shown(config['topk_group'])}, of one group")
             return {}
         return {"moe.num_groups": found, "moe.group_topk": config.get("topk_group", best), "moe.group_scores": 2}
 

@@ -28,8 +28,8 @@ _UNLISTED = all_but_every(4, _INTERVAL)
 def delta_net_layers(kinds: Mapping[str, bool]) -> Rule:
     """Which layers have a delta net, by these kinds."""
 
-    def read(config: Config, where: object) -> Fields:
-        return {"gdn.layers": tuple(layers_of(kinds, config, where, _UNLISTED))}
+    def read(config: Config) -> Fields:
+        return {"gdn.layers": tuple(layers_of(kinds, config, _UNLISTED))}
 
     return Rule(("layer_types", _INTERVAL), read, write_layers)
 
@@ -62,7 +62,7 @@ def prediction_layers(key: str) -> Rule:
     """How many layers of multi-token prediction there are: one, or none. Published files have one, which config.json
     may not mention and transformers does not save. So the tensors show whether there is one."""
 
-    def read(config: Config, where: object) -> Fields:
-        return {"mtp_num_layers": one_or_none(config, key, where, absent=1)}
+    def read(config: Config) -> Fields:
+        return {"mtp_num_layers": one_or_none(config, key, absent=1)}
 
     return Rule((key,), read, lambda model: {} if model.mtp_num_layers == 1 else {key: model.mtp_num_layers})

@@ -47,24 +47,23 @@ BESIDE = {
 """Of `linear_attn_config`: sizes, with transformers' words for them beside it."""
 
 
-def checked(said: object, family: str, where: object, *more: str) -> Config:
+def checked(said: object, family: str, *more: str) -> Config:
     """A `linear_attn_config` of sizes, LISTS and these keys. Raises DamagedCheckpoint for what is no object, and
     UnknownArchitecture for other keys."""
     if not isinstance(said, Mapping):
-        raise DamagedCheckpoint(f"linear_attn_config is {shown(said)}, not an object", where=where)
+        raise DamagedCheckpoint(f"linear_attn_config is {shown(said)}, not an object")
     for key in said:
         if key not in (*BESIDE, *LISTS, *more):
             what = f"no {family} known here has linear_attn_config.{key}={shown(said[key])}"
-            raise UnknownArchitecture(what, where=where)
+            raise UnknownArchitecture(what)
     return said
 
 
-def read_sizes(said: Config, where: object, config: Config, absent: Mapping[str, int]) -> Fields:
+def read_sizes(said: Config, config: Config, absent: Mapping[str, int]) -> Fields:
     """What a `linear_attn_config` says of the sizes of delta attention, or `config` in transformers' words; else they
     are as `absent` has them."""
     head, number, taps = (
-        size({inner: config.get(beside, absent.get(inner))} | dict(said), inner, where)
-        for inner, beside in BESIDE.items()
+        size({inner: config.get(beside, absent.get(inner))} | dict(said), inner) for inner, beside in BESIDE.items()
     )
     return {
         **dict.fromkeys(("gdn.key_head_dim", "gdn.value_head_dim", "gdn.kda_lora_rank"), head),
@@ -79,13 +78,13 @@ def write_sizes(gdn: GatedDeltaNet) -> Config:
     return dict(zip(BESIDE, (gdn.key_head_dim, gdn.num_key_heads, gdn.conv_kernel_dim), strict=True))
 
 
-def shared_out(said: Config, number: int, where: object) -> list[bool]:
+def shared_out(said: Config, number: int) -> list[bool]:
     """Whether each of so many layers has delta attention, as the LISTS say, which count from 1. Raises
     DamagedCheckpoint unless each layer is in one of them."""
-    of_kda, full = (numbered_layers(said[key], key, where) for key in LISTS)
+    of_kda, full = (numbered_layers(said[key], key) for key in LISTS)
     if of_kda & full or of_kda | full != {*range(1, number + 1)}:
         what = f"kda_layers and full_attn_layers do not share out layers 1 to {number}"
-        raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
+        raise DamagedCheckpoint(what, do="Is config.json this model's?")
     return [layer + 1 in of_kda for layer in range(number)]
 
 

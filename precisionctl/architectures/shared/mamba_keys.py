@@ -14,17 +14,17 @@ def mixer_heads(heads: str, head: str, expand: str, absent: int | str, channels:
     head an equal share."""
     taken = {"hidden_size": 4096, heads: 128, head: absent, expand: 2} | ({channels: 1024} if channels else {})
 
-    def read(config: Config, where: object) -> Fields:
+    def read(config: Config) -> Fields:
         config = {**taken, **config}
         if channels and config[channels] is not None:
-            said_by, inner_size = channels, size(config, channels, where)
+            said_by, inner_size = channels, size(config, channels)
         else:
-            said_by, inner_size = expand, size(config, expand, where) * size(config, "hidden_size", where)
-        number, shares = size(config, heads, where), config[head] == absent == "auto"
-        each = inner_size // number if shares else size(config, head, where)
+            said_by, inner_size = expand, size(config, expand) * size(config, "hidden_size")
+        number, shares = size(config, heads), config[head] == absent == "auto"
+        each = inner_size // number if shares else size(config, head)
         if each * number != inner_size:
             what = f"{number} heads of {each} channels in a mixer, which {said_by} says has {inner_size}"
-            raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
+            raise DamagedCheckpoint(what, do="Is config.json this model's?")
         return {"mamba.num_heads": number, "mamba.head_dim": each}
 
     def write(model: ModelShape) -> Config:
@@ -44,13 +44,12 @@ MIXER_HEADS = mixer_heads("mamba_n_heads", "mamba_d_head", "mamba_expand", "auto
 def step_limits(*keys: str) -> Rule:
     """Ranges of steps by these keys. Raises UnknownArchitecture for one that clamps any: Megatron-Core has none."""
 
-    def read(config: Config, where: object) -> Fields:
+    def read(config: Config) -> Fields:
         for key in keys:
             limit = config.get(key)
             if limit is not None and not _is_endless(limit):
                 raise UnknownArchitecture(
                     f"no {config.get('model_type')} known here has {key}={shown(limit)}",
-                    where=where,
                     do="Its table was made for steps that nothing clamps, as in Megatron-Core.",
                 )
         return {}

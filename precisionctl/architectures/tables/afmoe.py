@@ -43,18 +43,18 @@ _RENAMED = {
 }
 
 
-def _read_layers(config: Config, where: object) -> Fields:
-    in_window = layers_with_window(config, where, _LOCAL, _LENGTH)
-    return {**_WINDOW.read(config, where), "rope_layers": tuple(in_window)}
+def _read_layers(config: Config) -> Fields:
+    in_window = layers_with_window(config, _LOCAL, _LENGTH)
+    return {**_WINDOW.read(config), "rope_layers": tuple(in_window)}
 
 
 def _write_layers(model: ModelShape) -> Config:
     return {**_WINDOW.write(model), "layer_types": layer_types(model)}
 
 
-def _read_scale(config: Config, where: object) -> Fields:
-    scaled = is_on(config, "mup_enabled", where)
-    return {"embedding_multiplier": size(config, "hidden_size", where) ** 0.5 if scaled else 1.0}
+def _read_scale(config: Config) -> Fields:
+    scaled = is_on(config, "mup_enabled")
+    return {"embedding_multiplier": size(config, "hidden_size") ** 0.5 if scaled else 1.0}
 
 
 def _write_scale(model: ModelShape) -> Config:

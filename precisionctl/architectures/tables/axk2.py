@@ -54,9 +54,9 @@ _KINDS = ("indexed_attention", "deepseek_sparse_attention")
 """What transformers calls all layers, and what 5.17 did."""
 
 
-def _read_layers(config: Config, where: object) -> Fields:
-    listed_layers(config, dict.fromkeys(_KINDS, True), where)  # raises for another kind
-    return {"dsa.layers": (True,) * layers(config, where)}
+def _read_layers(config: Config) -> Fields:
+    listed_layers(config, dict.fromkeys(_KINDS, True))  # raises for another kind
+    return {"dsa.layers": (True,) * layers(config)}
 
 
 ARCHITECTURE = Architecture(

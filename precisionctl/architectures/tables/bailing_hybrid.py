@@ -63,13 +63,13 @@ _SAVED = {
 _UNLISTED = all_but_every(6, "layer_group_size")
 
 
-def _read_kda(config: Config, where: object) -> Fields:
-    with_delta_net = layers_of(KINDS, config, where, _UNLISTED)
+def _read_kda(config: Config) -> Fields:
+    with_delta_net = layers_of(KINDS, config, _UNLISTED)
     said = {"head_dim": 128, "short_conv_kernel_size": 4} | dict(config)
-    heads, head, taps = (size({first: said.get(then)} | dict(config), first, where) for first, then in _SAVED.items())
-    bounded, bound = is_on(config, "kda_safe_gate", where, absent=True), config.get("kda_lower_bound", -5.0)
+    heads, head, taps = (size({first: said.get(then)} | dict(config), first) for first, then in _SAVED.items())
+    bounded, bound = is_on(config, "kda_safe_gate", absent=True), config.get("kda_lower_bound", -5.0)
     if bounded and bound is None:
-        raise DamagedCheckpoint("kda_lower_bound is None, not a negative number", where=where)
+        raise DamagedCheckpoint("kda_lower_bound is None, not a negative number")
     return {
         "gdn.layers": tuple(with_delta_net),
         **dict.fromkeys(("gdn.num_key_heads", "gdn.num_value_heads"), heads),
@@ -94,25 +94,25 @@ def _write_kda(model: ModelShape) -> Config:
 _ROPE = rope(6e6)
 
 
-def _read_rope(config: Config, where: object) -> Fields:
+def _read_rope(config: Config) -> Fields:
     """Unscaled ones are made for all of `qk_rope_head_dim`, whatever share of a head config.json says."""
 
     def whole(said: Config) -> dict[str, Any]:
         return {key: value for key, value in said.items() if key != "partial_rotary_factor"}
 
     inner = config.get("rope_parameters")
-    fields = _ROPE.read(whole(config) | ({"rope_parameters": whole(inner)} if isinstance(inner, dict) else {}), where)
-    return fields if fields["rope_scaling"] is None else _ROPE.read(config, where)
+    fields = _ROPE.read(whole(config) | ({"rope_parameters": whole(inner)} if isinstance(inner, dict) else {}))
+    return fields if fields["rope_scaling"] is None else _ROPE.read(config)
 
 
 _LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
 
 
-def _read_limits(config: Config, where: object) -> Fields:
+def _read_limits(config: Config) -> Fields:
     for key in _LIMITS:
         limits = config.get(key) or []
         if not isinstance(limits, list) or any(limits):
-            raise UnknownArchitecture(f"no bailing_hybrid known here has {key}={shown(limits)}", where=where)
+            raise UnknownArchitecture(f"no bailing_hybrid known here has {key}={shown(limits)}")
     return {}
 
 

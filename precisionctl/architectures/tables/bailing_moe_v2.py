@@ -26,10 +26,10 @@ from precisionctl.errors import UnknownArchitecture, shown
 _CLASS = "BailingMoeV2ForCausalLM"
 
 
-def _check_class(config: Config, where: object) -> Fields:
+def _check_class(config: Config) -> Fields:
     if config.get("model_type") == "bailing_moe" and config.get("architectures") != [_CLASS]:
         what = f"architectures is {shown(config.get('architectures'))}: of `bailing_moe` only Ling 2.0 is known here"
-        raise UnknownArchitecture(what, where=where)
+        raise UnknownArchitecture(what)
     return {}
 
 
@@ -70,7 +70,7 @@ ARCHITECTURE = Architecture(
         rope(6e5, partial=True),
         Key("mtp_num_layers", "num_nextn_predict_layers", 0),
         tied(False),
-        Rule((), lambda config, where: {}, lambda model: {"embedding_dropout": 0.0, "router_dtype": "fp32"}),
+        Rule((), lambda config: {}, lambda model: {"embedding_dropout": 0.0, "router_dtype": "fp32"}),
     ),
     aliases=(Alias("lm_head.weight", of="model.word_embeddings.weight", switch="tied_embeddings"),),
 )

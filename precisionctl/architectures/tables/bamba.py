@@ -37,13 +37,13 @@ _SHARE = 0.5
 _ROPE = rope(percent=_SHARE, partial=True)
 
 
-def _read_layers(config: Config, where: object) -> Fields:
-    number, listed = layers(config, where), config.get("attn_layer_indices")
-    attention = numbered_layers([] if listed is None else listed, "attn_layer_indices", where)
+def _read_layers(config: Config) -> Fields:
+    number, listed = layers(config), config.get("attn_layer_indices")
+    attention = numbered_layers([] if listed is None else listed, "attn_layer_indices")
     beyond = sorted(attention - {*range(number)})
     if beyond:
         what = f"attn_layer_indices has layer {shown(beyond[0])}, of {number}"
-        raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
+        raise DamagedCheckpoint(what, do="Is config.json this model's?")
     pattern = "".join("*-" if layer in attention else "M-" for layer in range(number))
     return {"num_layers": len(pattern), "mamba.pattern": pattern}
 
@@ -54,15 +54,15 @@ def _write_layers(model: ModelShape) -> Config:
     return {"num_hidden_layers": len(blocks), "attn_layer_indices": attention}
 
 
-def _read_rope(config: Config, where: object) -> Fields:
-    fields = _ROPE.read(config, where)
+def _read_rope(config: Config) -> Fields:
+    fields = _ROPE.read(config)
     if fields["rotary_percent"] != _SHARE:
         what = f"no bamba known here has partial_rotary_factor={shown(fields['rotary_percent'])}"
-        raise UnknownArchitecture(what, where=where, do=f"transformers turns {_SHARE} of a head.")
-    turned, said = int(HEADS.read(config, where)["kv_channels"] * _SHARE), config.get("attn_rotary_emb")
+        raise UnknownArchitecture(what, do=f"transformers turns {_SHARE} of a head.")
+    turned, said = int(HEADS.read(config)["kv_channels"] * _SHARE), config.get("attn_rotary_emb")
     if said not in (None, turned):
         what = f"attn_rotary_emb is {shown(said)}, and transformers turns {turned} channels of a head"
-        raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
+        raise DamagedCheckpoint(what, do="Is config.json this model's?")
     return fields
 
 

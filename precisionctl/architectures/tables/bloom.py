@@ -35,9 +35,9 @@ _SIZES = sizes("n_layer", "hidden_size", "n_head", inner=None)  # which is alway
 _ABSENT = {"n_layer": 2, "hidden_size": 64, "n_head": 8}
 
 
-def _read_sizes(config: Config, where: object) -> Fields:
+def _read_sizes(config: Config) -> Fields:
     older = {} if config.get("n_embed") is None else {"hidden_size": config["n_embed"]}
-    return _SIZES.read({**_ABSENT, **config, **older}, where)
+    return _SIZES.read({**_ABSENT, **config, **older})
 
 
 ARCHITECTURE = Architecture(

@@ -13,10 +13,10 @@ from precisionctl.architectures.tables.cohere import COMMON, LAYER_NORM, ROWS
 _LOCAL = all_but_every(4, "sliding_window_pattern")
 
 
-def _read_rope_layers(config: Config, where: object) -> Fields:
+def _read_rope_layers(config: Config) -> Fields:
     if config.get("sliding_window", 4096) is None:
-        return {"rope_layers": (False,) * layers(config, where)}
-    return {"rope_layers": tuple(layers_in_window(config, where, _LOCAL))}
+        return {"rope_layers": (False,) * layers(config)}
+    return {"rope_layers": tuple(layers_in_window(config, _LOCAL))}
 
 
 ARCHITECTURE = Architecture(

@@ -19,11 +19,11 @@ from precisionctl.model.model_shape import ModelShape
 _DENSE, _PATTERN, _OF_DENSE = "first_k_dense_replace", "sliding_window_pattern", "prefix_dense_sliding_window_pattern"
 
 
-def _local(config: Config, number: int, where: object) -> list[bool]:
+def _local(config: Config, number: int) -> list[bool]:
     said = {_PATTERN: 4, _OF_DENSE: 1} | dict(config)
-    dense = 0 if config.get(_DENSE) in (None, 0) else size(config, _DENSE, where, number)
+    dense = 0 if config.get(_DENSE) in (None, 0) else size(config, _DENSE, number)
     lengths = {_OF_DENSE: dense, _PATTERN: number - dense}
-    return [(layer + 1) % size(said, key, where) != 0 for key, each in lengths.items() for layer in range(each)]
+    return [(layer + 1) % size(said, key) != 0 for key, each in lengths.items() for layer in range(each)]
 
 
 _LENGTH = 4096  # where none is said
@@ -31,12 +31,12 @@ _WINDOW = sliding_window(_local, absent=_LENGTH, also=(_DENSE, _PATTERN, _OF_DEN
 _LAYERS = experts_by_list(dense=0, key=_DENSE)
 
 
-def _read_layers(config: Config, where: object) -> Fields:
-    fields = {**_LAYERS.read(config, where), **_WINDOW.read(config, where)}
-    in_window = layers_in_window(config, where, _local)
+def _read_layers(config: Config) -> Fields:
+    fields = {**_LAYERS.read(config), **_WINDOW.read(config)}
+    in_window = layers_in_window(config, _local)
     if config.get("sliding_window", _LENGTH) is None:
-        in_window = [False] * layers(config, where)
-    dense_have = size({_OF_DENSE: 1} | dict(config), _OF_DENSE, where) == 1
+        in_window = [False] * layers(config)
+    dense_have = size({_OF_DENSE: 1} | dict(config), _OF_DENSE) == 1
     each = zip(in_window, fields["moe.layer_freq"], strict=True)
     rope_layers = tuple(window or (dense_have and not experts) for window, experts in each)
     return {**fields, "rope_layers": rope_layers}
@@ -48,17 +48,17 @@ def _write_layers(model: ModelShape) -> Config:
     return {**_LAYERS.write(model), **_WINDOW.write(model), _OF_DENSE: 2 if without else 1}
 
 
-def _read_sizes(config: Config, where: object) -> Fields:
-    expert = size(config, "intermediate_size", where)
+def _read_sizes(config: Config) -> Fields:
+    expert = size(config, "intermediate_size")
     dense = config.get("prefix_dense_intermediate_size")
     fields: dict[str, object] = {"moe.ffn_hidden_size": expert, "ffn_hidden_size": expert if dense is None else dense}
-    if not count(config, "num_shared_experts", where):
+    if not count(config, "num_shared_experts"):
         return fields
     strategy = config.get("shared_expert_combination_strategy", "average")
     if strategy not in ("average", "sum"):
         what = f"shared_expert_combination_strategy={shown(strategy)}"
-        raise UnknownArchitecture(what, where=where, do="Known are `average` and `sum`.")
-    fields["moe.shared_ffn_hidden_size"] = size(config, "num_shared_experts", where) * expert
+        raise UnknownArchitecture(what, do="Known are `average` and `sum`.")
+    fields["moe.shared_ffn_hidden_size"] = size(config, "num_shared_experts") * expert
     return {**fields, "moe.shared_average": strategy == "average"}
 
 
@@ -71,12 +71,12 @@ def _write_sizes(model: ModelShape) -> Config:
     return {**sizes, "num_shared_experts": (shared or 0) // expert, **(strategy if shared else {})}
 
 
-def _read_router(config: Config, where: object) -> Fields:
+def _read_router(config: Config) -> Fields:
     function = config.get("expert_selection_fn", "softmax")
     if function not in ("softmax", "sigmoid"):
         what = f"expert_selection_fn={shown(function)}"
-        raise UnknownArchitecture(what, where=where, do="Known are `softmax` and `sigmoid`.")
-    apart = function == "sigmoid" and not is_on(config, "norm_topk_prob", where, True)
+        raise UnknownArchitecture(what, do="Known are `softmax` and `sigmoid`.")
+    apart = function == "sigmoid" and not is_on(config, "norm_topk_prob", True)
     return {"moe.score_function": function, "moe.pre_softmax": apart}
 
 
@@ -86,7 +86,7 @@ def _write_router(model: ModelShape) -> Config:
     return {"expert_selection_fn": model.moe.score_function, "norm_topk_prob": not model.moe.pre_softmax}
 
 
-def _read_norm(config: Config, where: object) -> Fields:
+def _read_norm(config: Config) -> Fields:
     epsilon = config.get("rms_norm_eps")
     if epsilon is not None:
         return {"normalization": "RMSNorm", "norm_epsilon": epsilon}

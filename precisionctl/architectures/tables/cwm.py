@@ -33,7 +33,7 @@ ARCHITECTURE = Architecture(
         rope(1000000.0, scaling=_ROPE),
         sliding_window(but_first_of_four, absent=8192),
         tied(False),
-        Rule((), lambda config, where: {}, lambda model: {"bos_token_id": 128000}),  # its class takes no null
+        Rule((), lambda config: {}, lambda model: {"bos_token_id": 128000}),  # its class takes no null
     ),
     aliases=(TIED,),
     derived=ROTARY,

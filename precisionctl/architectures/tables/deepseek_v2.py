@@ -13,14 +13,12 @@ from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
 
-def _read_groups(config: Config, where: object) -> Fields:
+def _read_groups(config: Config) -> Fields:
     method = config.get("topk_method")
     if method in (None, "greedy"):
         return {}
     if method != "group_limited_greedy":
-        raise UnknownArchitecture(
-            f"topk_method {shown(method)}", where=where, do="Known: group_limited_greedy, greedy."
-        )
+        raise UnknownArchitecture(f"topk_method {shown(method)}", do="Known: group_limited_greedy, greedy.")
     return {
         "moe.num_groups": config.get("n_group"),
         "moe.group_topk": config.get("topk_group"),

@@ -35,8 +35,8 @@ COMMON: tuple[Entry, ...] = (
 """Keys that GLM-5 has too."""
 
 
-def _everywhere(config: Config, where: object) -> Fields:
-    return {"dsa.layers": (True,) * layers(config, where)}
+def _everywhere(config: Config) -> Fields:
+    return {"dsa.layers": (True,) * layers(config)}
 
 
 ARCHITECTURE = Architecture(

@@ -37,48 +37,48 @@ _ROUTERS = {"hash_moe": True, "moe": False}
 _RATES = {"compressed_sparse_attention": CSA.RATIOS["C"], "heavily_compressed_attention": CSA.RATIOS["H"]}
 
 
-def _count(config: Config, where: object) -> int:
-    return layers({"num_hidden_layers": 43} | dict(config), where)
+def _count(config: Config) -> int:
+    return layers({"num_hidden_layers": 43} | dict(config))
 
 
-def _listed(config: Config, key: str, known: Mapping[Any, Any], where: object) -> list[Any] | None:
+def _listed(config: Config, key: str, known: Mapping[Any, Any]) -> list[Any] | None:
     """What is listed under a key of each layer, as transformers takes it: what is beyond the last one does not count.
     None where there is no list."""
-    listed, count = config.get(key), _count(config, where)
+    listed, count = config.get(key), _count(config)
     if listed is None:
         return None
     if not isinstance(listed, list) or len(listed) < count:
-        raise DamagedCheckpoint(f"{key} is {shown(listed)}, not a list of {count} layers", where=where)
+        raise DamagedCheckpoint(f"{key} is {shown(listed)}, not a list of {count} layers")
     for each in listed[:count]:
         if not isinstance(each, str | int) or each not in known:
-            raise UnknownArchitecture(f"layers of type {shown(each)} in {key}", where=where)
+            raise UnknownArchitecture(f"layers of type {shown(each)} in {key}")
     return [known[each] for each in listed[:count]]
 
 
-def _read_layers(config: Config, where: object) -> Fields:
-    count = _count(config, where)
+def _read_layers(config: Config) -> Fields:
+    count = _count(config)
     for key, rate in {"compress_rate_csa": "C", "compress_rate_hca": "H"}.items():
         if config.get(key) not in (None, CSA.RATIOS[rate]):
-            raise UnknownArchitecture(f"{key}={shown(config[key])}", where=where)
-    listed = _listed(config, "layer_types", _KINDS, where), _listed(config, "compress_ratios", _BY_RATIO, where)
+            raise UnknownArchitecture(f"{key}={shown(config[key])}")
+    listed = _listed(config, "layer_types", _KINDS), _listed(config, "compress_ratios", _BY_RATIO)
     if None not in listed and listed[0] != listed[1]:
         said = shown(config["compress_ratios"])
         what = f"compress_ratios is {said}, and transformers goes by layer_types, which differ"
-        raise DamagedCheckpoint(what, where=where, do="Engines go by compress_ratios: say the same in both.")
+        raise DamagedCheckpoint(what, do="Engines go by compress_ratios: say the same in both.")
     kinds = listed[0] or listed[1]
     if kinds is None:
         kinds = ["H"] * min(count, 2) + ["C" if layer % 2 else "H" for layer in range(count - 2)]
-    routers, hashed = _listed(config, "mlp_layer_types", _ROUTERS, where), config.get("num_hash_layers")
+    routers, hashed = _listed(config, "mlp_layer_types", _ROUTERS), config.get("num_hash_layers")
     if hashed is not None:
         check_count(hashed, "num_hash_layers", MOST_LAYERS)
     hashed = min(3 if hashed is None else hashed, count)
     if routers is not None:
         if config.get("num_hash_layers") is not None and hashed != sum(routers):
             what = f"num_hash_layers is {hashed}, and transformers goes by mlp_layer_types, which differ"
-            raise DamagedCheckpoint(what, where=where, do="Engines go by num_hash_layers: say the same in both.")
+            raise DamagedCheckpoint(what, do="Engines go by num_hash_layers: say the same in both.")
         hashed = sum(routers)
         if not all(routers[:hashed]):
-            raise UnknownArchitecture("mlp_layer_types: hash_moe after moe", where=where)
+            raise UnknownArchitecture("mlp_layer_types: hash_moe after moe")
     return {
         "num_layers": count,
         "csa.pattern": "".join(kinds),
@@ -100,8 +100,8 @@ def _write_layers(model: ModelShape) -> Config:
     }
 
 
-def _read_sizes(config: Config, where: object) -> Fields:
-    inner = size({"moe_intermediate_size": 2048} | dict(config), "moe_intermediate_size", where)
+def _read_sizes(config: Config) -> Fields:
+    inner = size({"moe_intermediate_size": 2048} | dict(config), "moe_intermediate_size")
     return dict.fromkeys(("ffn_hidden_size", "moe.ffn_hidden_size", "moe.shared_ffn_hidden_size"), inner)
 
 
@@ -113,15 +113,15 @@ _BASE, _COMPRESSED_BASE, _TURNING = 10000.0, 160000.0, 64 / 512
 _KEYS_OF_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "compress_rope_theta", "partial_rotary_factor")
 
 
-def _read_rope(config: Config, where: object) -> Fields:
+def _read_rope(config: Config) -> Fields:
     config = {"max_position_embeddings": 1 << 20, "head_dim": 512} | dict(config)
     both = (config.get(key) for key in ("rope_scaling", "rope_parameters"))
     said: Any = next((each for each in both if each not in (None, {})), {})
     if not isinstance(said, Mapping):
-        raise DamagedCheckpoint(f"rotary parameters are {shown(said)}", where=where)
+        raise DamagedCheckpoint(f"rotary parameters are {shown(said)}")
     main, compressed = said.get("main"), said.get("compress")
     if any(each is not None and not isinstance(each, Mapping) for each in (main, compressed)):
-        raise DamagedCheckpoint(f"rotary parameters are {shown(said)}", where=where)
+        raise DamagedCheckpoint(f"rotary parameters are {shown(said)}")
     if isinstance(main, Mapping) and isinstance(compressed, Mapping):
         absent = {"partial_rotary_factor": 1.0}
         main, compressed = absent | dict(main), absent | dict(compressed)
@@ -129,23 +129,23 @@ def _read_rope(config: Config, where: object) -> Fields:
         turning = config.get("partial_rotary_factor")
         if turning is None:
             given = config.get("qk_rope_head_dim")
-            turning = _TURNING if given is None else real(given, "qk_rope_head_dim", where) / config["head_dim"]
+            turning = _TURNING if given is None else real(given, "qk_rope_head_dim") / config["head_dim"]
         main = {"rope_theta": config.get("rope_theta", _BASE), "partial_rotary_factor": turning}
         compressed = {name: value for name, value in said.items() if name in PARAMETERS}
         compressed |= {"rope_theta": config.get("compress_rope_theta", _COMPRESSED_BASE)}
         compressed |= {"partial_rotary_factor": turning}
         if rope_type(compressed) == "yarn":
             compressed = {"attention_factor": 1.0} | compressed
-    in_window, fields = (read_rope(config, where, dict(each), _BASE, 1.0) for each in (main, compressed))
+    in_window, fields = (read_rope(config, dict(each), _BASE, 1.0) for each in (main, compressed))
     if in_window["rope_scaling"] or in_window["rotary_percent"] != fields["rotary_percent"]:
-        raise UnknownArchitecture("rotary embeddings of a window that are scaled, or turn another part", where=where)
+        raise UnknownArchitecture("rotary embeddings of a window that are scaled, or turn another part")
     scaling = fields["rope_scaling"]
     if scaling and scaling["rope_type"] != "yarn":
-        raise UnknownArchitecture(f"rotary scaling of type {scaling['rope_type']}", where=where)
+        raise UnknownArchitecture(f"rotary scaling of type {scaling['rope_type']}")
     turn = config.get("qk_rope_head_dim")
     if turn is not None and turn != round(config["head_dim"] * fields["rotary_percent"]):
         what = f"qk_rope_head_dim is {shown(turn)}, and transformers goes by partial_rotary_factor, which differs"
-        raise DamagedCheckpoint(what, where=where, do="Engines go by qk_rope_head_dim: say the same in both.")
+        raise DamagedCheckpoint(what, do="Engines go by qk_rope_head_dim: say the same in both.")
     return {**fields, "rotary_base_local": in_window["rotary_base"]}
 
 
@@ -163,8 +163,8 @@ def _write_rope(model: ModelShape) -> Config:
     }
 
 
-def _read_vocabulary(config: Config, where: object) -> Fields:
-    return VOCABULARY.read({"vocab_size": 129280} | dict(config), where)
+def _read_vocabulary(config: Config) -> Fields:
+    return VOCABULARY.read({"vocab_size": 129280} | dict(config))
 
 
 ARCHITECTURE = Architecture(

@@ -13,7 +13,7 @@ from precisionctl.architectures.shared.deepseek_rows import decoder
 from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
 
 
-def _after_the_first(config: Config, layers: int, where: object) -> list[bool]:
+def _after_the_first(config: Config, layers: int) -> list[bool]:
     first = config.get("max_window_layers", 62)
     return [first is not None and layer >= first for layer in range(layers)]
 

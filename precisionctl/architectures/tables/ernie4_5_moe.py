@@ -38,10 +38,10 @@ def _bias(module: str) -> tuple[Row, ...]:
 _BIAS = Either(_bias("moe_statics"), _bias("gate.moe_statics"), second_is="in memory")
 
 
-def _read_layers(config: Config, where: object) -> Fields:
+def _read_layers(config: Config) -> Fields:
     said = {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1} | dict(config)
-    first, last, numbers = said["moe_layer_start_index"], said["moe_layer_end_index"], range(layers(config, where))
-    step = size(said, "moe_layer_interval", where)
+    first, last, numbers = said["moe_layer_start_index"], said["moe_layer_end_index"], range(layers(config))
+    step = size(said, "moe_layer_interval")
     last = numbers[-1] if last == -1 else last
     return {"moe.layer_freq": tuple((layer + 1) % step == 0 and first <= layer <= last for layer in numbers)}
 

@@ -16,10 +16,10 @@ from precisionctl.model.model_shape import ModelShape
 def windows(local: Local, absent: int, also: tuple[str, ...] = ()) -> tuple[Entry, ...]:
     """Layers with a window and rotary embeddings, and layers with neither: arguments as `sliding_window` has them."""
 
-    def read(config: Config, where: object) -> Fields:
+    def read(config: Config) -> Fields:
         if config.get("sliding_window", absent) is None:
             return {}
-        return {"rope_layers": tuple(layers_in_window(config, where, local))}
+        return {"rope_layers": tuple(layers_in_window(config, local))}
 
     def write(model: ModelShape) -> Config:
         """Where there is no window too: its class cannot be without a list then."""

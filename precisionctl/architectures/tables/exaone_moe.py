@@ -31,8 +31,8 @@ from precisionctl.model.model_shape import ModelShape
 _BIAS = Either(renamed(EXPERT_BIAS, {"mlp.gate.": "mlp."}), EXPERT_BIAS, second_is="in memory")
 
 
-def _read_prediction(config: Config, where: object) -> Fields:
-    number = one_or_none(config, "num_nextn_predict_layers", where)
+def _read_prediction(config: Config) -> Fields:
+    number = one_or_none(config, "num_nextn_predict_layers")
     return {"mtp_num_layers": number, "mtp_dense": bool(number)}
 
 
@@ -62,7 +62,7 @@ ARCHITECTURE = Architecture(
         Key("moe.ffn_hidden_size", "moe_intermediate_size"),
         shared_experts("num_shared_experts", 1),
         experts_by_list(dense=1, key="first_k_dense_replace"),
-        Rule(("is_moe_layer",), lambda config, where: {}, _write_experts),
+        Rule(("is_moe_layer",), lambda config: {}, _write_experts),
         Only("scoring_func", "sigmoid", "moe.score_function", "sigmoid"),
         Always("moe.expert_bias", True),
         Only("norm_topk_prob", True),

@@ -59,18 +59,18 @@ _TWO_NORMS = only_with(
 )
 
 
-def _read_decoder(config: Config, where: object) -> Fields:
-    heads = size(config, "num_attention_heads", where)
+def _read_decoder(config: Config) -> Fields:
+    heads = size(config, "num_attention_heads")
     norms = config.get("num_ln_in_parallel_attn")
-    if is_on(config, "new_decoder_architecture", where):
-        groups = heads if config.get("num_kv_heads") is None else size(config, "num_kv_heads", where)
+    if is_on(config, "new_decoder_architecture"):
+        groups = heads if config.get("num_kv_heads") is None else size(config, "num_kv_heads")
         known: tuple[int | None, ...] = (None, 1, 2)
     else:
-        groups = 1 if is_on(config, "multi_query", where, True) else heads
+        groups = 1 if is_on(config, "multi_query", True) else heads
         known = (None, 1)  # with two, its class has no norm where it looks for one
     if norms not in known:
         what = f"num_ln_in_parallel_attn={shown(norms)}"
-        raise UnknownArchitecture(what, where=where, do=f"Known here are {known[1:]}.")
+        raise UnknownArchitecture(what, do=f"Known here are {known[1:]}.")
     return {"num_query_groups": groups, "shared_layernorm": len(known) == 2 or norms == 1}
 
 

@@ -53,11 +53,11 @@ _ROWS = (
 )
 
 
-def _read_norm(config: Config, where: object) -> Fields:
-    normed = is_on(config, "mamba_rms_norm", where)
-    if normed and is_on(config, "mamba_norm_before_gate", where, True):
+def _read_norm(config: Config) -> Fields:
+    normed = is_on(config, "mamba_rms_norm")
+    if normed and is_on(config, "mamba_norm_before_gate", True):
         what = "no falcon_h1 known here has mamba_norm_before_gate=True beside mamba_rms_norm"
-        raise UnknownArchitecture(what, where=where, do="Its table was made for norms after the gate.")
+        raise UnknownArchitecture(what, do="Its table was made for norms after the gate.")
     return {"mamba.gated_norm": normed}
 
 
@@ -76,7 +76,7 @@ _FACTORS = {
 _LISTS = {"ssm_multipliers": ("ssm", 5), "mlp_multipliers": ("mlp", 2)}
 
 
-def _read_factors(config: Config, where: object) -> Fields:
+def _read_factors(config: Config) -> Fields:
     fields: dict[str, object] = {f"multipliers.{field}": config.get(key, 1.0) for key, field in _FACTORS.items()}
     for key, (field, number) in _LISTS.items():
         listed = [1.0] * number if config.get(key) is None else config[key]
@@ -97,7 +97,7 @@ ARCHITECTURE = Architecture(
     config=(
         *SIZES,
         heads(num_attention_heads=32, num_key_value_heads=8),
-        Rule((), lambda config, where: {"mamba.pattern": "P" * layers(config, where)}),
+        Rule((), lambda config: {"mamba.pattern": "P" * layers(config)}),
         mixer_heads("mamba_n_heads", "mamba_d_head", "mamba_expand", "auto", "mamba_d_ssm"),
         Key("mamba.num_groups", "mamba_n_groups", 1),
         Key("mamba.state_dim", "mamba_d_state", 256),

@@ -39,13 +39,13 @@ _WIDE_SINKS = tuple(replace(row, keeps_dtype=True) for row in SINKS)
 _SINKS = Either(renamed(_WIDE_SINKS, {".sinks": ".softmax_offset"}), _WIDE_SINKS, second_is="in memory")
 
 
-def _local(config: Config, layers: int, where: object) -> list[bool]:
+def _local(config: Config, layers: int) -> list[bool]:
     return [layer > 1 and layer % 4 != 1 and layer != layers - 1 for layer in range(layers)]
 
 
-def _read_windows(config: Config, where: object) -> Fields:
-    in_window = layers_in_window(config, where, _local)
-    return {**window_fields(config, where, in_window, 513), "rope_layers": tuple(in_window)}
+def _read_windows(config: Config) -> Fields:
+    in_window = layers_in_window(config, _local)
+    return {**window_fields(config, in_window, 513), "rope_layers": tuple(in_window)}
 
 
 ARCHITECTURE = Architecture(

@@ -28,8 +28,8 @@ from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 
 SCALED_EMBEDDING = Rule(
     (),
-    lambda config, where: {
-        "embedding_multiplier": math.sqrt(size(config, "hidden_size", where)),
+    lambda config: {
+        "embedding_multiplier": math.sqrt(size(config, "hidden_size")),
         "rounded_embedding_multiplier": True,
     },
 )

@@ -176,24 +176,24 @@ _EXPERTS: tuple[Row | Either, ...] = (
 look for them (vLLM models/gemma4.py and SGLang models/gemma4_causal.py, load_weights)."""
 
 
-def _windows(config: Config, where: object) -> list[bool]:
+def _windows(config: Config) -> list[bool]:
     """Whether each layer has the window. Its class lets the last one have none."""
-    return [*layers_in_window(config, where, all_but_every(6))[:-1], False]
+    return [*layers_in_window(config, all_but_every(6))[:-1], False]
 
 
-def _read_experts(config: Config, where: object) -> Fields:
-    if not is_on(config, "enable_moe_block", where):
+def _read_experts(config: Config) -> Fields:
+    if not is_on(config, "enable_moe_block"):
         return {}
     if config.get("use_double_wide_mlp") and config.get("num_kv_shared_layers"):
         what = f"no {config.get('model_type')} known here has use_double_wide_mlp=True beside experts"
-        raise UnknownArchitecture(what, where=where)
-    numbers = {key: size(config, key, where) for key in ("num_experts", "top_k_experts", "moe_intermediate_size")}
+        raise UnknownArchitecture(what)
+    numbers = {key: size(config, key) for key in ("num_experts", "top_k_experts", "moe_intermediate_size")}
     return {
         "moe.num_experts": numbers["num_experts"],
         "moe.topk": numbers["top_k_experts"],
         "moe.ffn_hidden_size": numbers["moe_intermediate_size"],
-        "moe.shared_ffn_hidden_size": size(config, "intermediate_size", where),
-        "moe.layer_freq": (True,) * layers(config, where),
+        "moe.shared_ffn_hidden_size": size(config, "intermediate_size"),
+        "moe.layer_freq": (True,) * layers(config),
         "moe.own_norms": True,
     }
 
@@ -209,20 +209,20 @@ def _write_experts(model: ModelShape) -> Config:
     }
 
 
-def _read_windows(config: Config, where: object) -> Fields:
-    return window_fields(config, where, _windows(config, where), 512)
+def _read_windows(config: Config) -> Fields:
+    return window_fields(config, _windows(config), 512)
 
 
-def _read_heads(config: Config, where: object) -> Fields:
+def _read_heads(config: Config) -> Fields:
     sizes = {**_ABSENT, **config}
-    own, keys_are_values = {"head_dim": sizes["global_head_dim"]}, is_on(config, "attention_k_eq_v", where)
+    own, keys_are_values = {"head_dim": sizes["global_head_dim"]}, is_on(config, "attention_k_eq_v")
     if keys_are_values and sizes.get("num_global_key_value_heads") is not None:
         own["num_key_value_heads"] = sizes["num_global_key_value_heads"]
     if "per_layer_config" in config:
-        own = _of_layers(config["per_layer_config"], _windows(config, where), where)
+        own = _of_layers(config["per_layer_config"], _windows(config))
     in_window = {"num_query_groups": sizes["num_key_value_heads"], "kv_channels": sizes["head_dim"]}
     return {
-        "num_attention_heads": size(config, "num_attention_heads", where),
+        "num_attention_heads": size(config, "num_attention_heads"),
         **in_window,
         "global_attention.num_query_groups": own.get("num_key_value_heads", in_window["num_query_groups"]),
         "global_attention.kv_channels": own.get("head_dim", in_window["kv_channels"]),
@@ -230,16 +230,16 @@ def _read_heads(config: Config, where: object) -> Fields:
     }
 
 
-def _of_layers(said: object, windows: list[bool], where: object) -> dict[str, Any]:
+def _of_layers(said: object, windows: list[bool]) -> dict[str, Any]:
     """What all layers without a window have otherwise than the others; these have nothing."""
     if not isinstance(said, Mapping | None) or any(not isinstance(each, Mapping) for each in (said or {}).values()):
-        raise DamagedCheckpoint(f"per_layer_config is {shown(said)}, not sizes by layer", where=where)
+        raise DamagedCheckpoint(f"per_layer_config is {shown(said)}, not sizes by layer")
     by_layer = {str(layer).lstrip("0") or "0": dict(sizes) for layer, sizes in (said or {}).items()}
     own: dict[str, Any] = by_layer.get(str(len(windows) - 1), {})
     expected = {str(layer): own for layer, in_window in enumerate(windows) if own and not in_window}
     if by_layer != expected or not own.keys() <= {"head_dim", "num_key_value_heads"}:
         what = f"per_layer_config={shown(said)} is not one number and size of heads for all layers without a window"
-        raise UnknownArchitecture(what, where=where)
+        raise UnknownArchitecture(what)
     return own
 
 
@@ -255,14 +255,14 @@ def _write_heads(model: ModelShape) -> Config:
     }
 
 
-def _read_per_layer(config: Config, where: object) -> Fields:
-    channels = count({"hidden_size_per_layer_input": 256} | dict(config), "hidden_size_per_layer_input", where)
+def _read_per_layer(config: Config) -> Fields:
+    channels = count({"hidden_size_per_layer_input": 256} | dict(config), "hidden_size_per_layer_input")
     if not channels:
         return {}
-    known, tokens = size(config, "vocab_size", where), config.get("vocab_size_per_layer_input", 262144)
+    known, tokens = size(config, "vocab_size"), config.get("vocab_size_per_layer_input", 262144)
     if tokens != known:
         what = f"no {config.get('model_type')} known here has vocab_size_per_layer_input={shown(tokens)}"
-        raise UnknownArchitecture(what, where=where, do=f"Its table was made for vocab_size, which is {known}.")
+        raise UnknownArchitecture(what, do=f"Its table was made for vocab_size, which is {known}.")
     return {"per_layer_embed_dim": channels}
 
 

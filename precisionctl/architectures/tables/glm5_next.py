@@ -59,39 +59,39 @@ _BOUND, _BESIDE_BOUND = "gate_lower_bound", "linear_lower_bound"
 _UNLISTED = all_but_every(4)
 
 
-def _read_kda(config: Config, where: object) -> Fields:
+def _read_kda(config: Config) -> Fields:
     """Raises UnknownArchitecture for layers that engines, which go by published lists, have otherwise than
     transformers."""
     found = config.get("linear_attn_config")
-    said = checked({} if found is None else found, "glm5_next", where, _BOUND, "safe_gate")
-    sizes = read_sizes(said, where, config, _ABSENT)
+    said = checked({} if found is None else found, "glm5_next", _BOUND, "safe_gate")
+    sizes = read_sizes(said, config, _ABSENT)
     bound = said.get(_BOUND, config.get(_BESIDE_BOUND, -5.0))
-    if bound is None and found is not None and is_on(said, "safe_gate", where, absent=True):
+    if bound is None and found is not None and is_on(said, "safe_gate", absent=True):
         bound = -5.0
-    of_kda = layers_of(_KINDS, config, where, _UNLISTED)
+    of_kda = layers_of(_KINDS, config, _UNLISTED)
     for key, kind in zip(LISTS, (True, False), strict=True):
         numbers = [layer for layer, each in enumerate(of_kda) if each is kind]
         if said.get(key, numbers) != numbers:
             what = f"linear_attn_config.{key} is {shown(said[key])}, and layer_types has {shown(numbers)}"
-            raise UnknownArchitecture(what, where=where, do="transformers goes by layer_types, engines by the former.")
-    indexers = _read_indexers(config, of_kda, where)
+            raise UnknownArchitecture(what, do="transformers goes by layer_types, engines by the former.")
+    indexers = _read_indexers(config, of_kda)
     return {**sizes, "gdn.layers": tuple(of_kda), "gdn.kda_lower_bound": bound, **indexers}
 
 
-def _read_groups(config: Config, where: object) -> Fields:
+def _read_groups(config: Config) -> Fields:
     heads, said = config.get("num_attention_heads"), config.get("num_key_value_heads", 64)
     if said not in (None, heads):
         what = f"num_key_value_heads is {shown(said)}, of {shown(heads)} heads of latent attention"
-        raise DamagedCheckpoint(what, where=where, do="transformers refuses that, too.")
+        raise DamagedCheckpoint(what, do="transformers refuses that, too.")
     return {}
 
 
-def _read_indexers(config: Config, of_kda: list[bool], where: object) -> Fields:
-    indexed = INDEXERS.read(config, where)["dsa.layers"]
+def _read_indexers(config: Config, of_kda: list[bool]) -> Fields:
+    indexed = INDEXERS.read(config)["dsa.layers"]
     for layer, (has_one, linear) in enumerate(zip(indexed, of_kda, strict=False)):
         if not has_one and not linear and (not layer or of_kda[layer - 1] or not indexed[layer - 1]):
             what = f"layer {layer} has no indexer, and none is in the layer before it"
-            raise UnknownArchitecture(what, where=where, do="transformers does not know which keys it sees.")
+            raise UnknownArchitecture(what, do="transformers does not know which keys it sees.")
     here = (has_one or linear for has_one, linear in zip(indexed, of_kda, strict=False))
     return {"dsa.layers": (*here, *indexed[len(of_kda) :])}  # whose number is checked with the other lists'
 
@@ -130,7 +130,7 @@ ARCHITECTURE = Architecture(
         Only("mla_use_nope", True),
         Rule(  # nothing turns, and vLLM asks how
             ("indexer_rope_interleave",),
-            lambda config, where: {"rope_layers": (False,) * layers(config, where)},
+            lambda config: {"rope_layers": (False,) * layers(config)},
             lambda model: {"indexer_rope_interleave": True},
         ),
         *experts_of_a_layer(shared=1),

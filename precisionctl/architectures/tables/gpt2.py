@@ -77,11 +77,11 @@ def sizes(number: str, hidden: str, heads: str, inner: str | None, absent: int |
     the key `inner`, which the family may lack (None); `absent` where it is not in config.json. They are four times
     `hidden` where nothing says them: without the key, or where it, or `absent`, is null."""
 
-    def read(config: Config, where: object) -> Fields:
-        count, channels = size(config, heads, where), size(config, hidden, where)
+    def read(config: Config) -> Fields:
+        count, channels = size(config, heads), size(config, hidden)
         width = config.get(inner, absent) if inner else None
         return {
-            "num_layers": layers(config, where, number),
+            "num_layers": layers(config, number),
             "hidden_size": channels,
             "ffn_hidden_size": 4 * channels if width is None else width,
             "num_attention_heads": count,

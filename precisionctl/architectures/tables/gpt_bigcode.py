@@ -23,8 +23,8 @@ from precisionctl.architectures.tables.gpt2 import OF_LINEARS, SIZES
 from precisionctl.model.model_shape import ModelShape
 
 
-def _read_groups(config: Config, where: object) -> Fields:
-    return {"num_query_groups": 1 if is_on(config, "multi_query", where, True) else size(config, "n_head", where)}
+def _read_groups(config: Config) -> Fields:
+    return {"num_query_groups": 1 if is_on(config, "multi_query", True) else size(config, "n_head")}
 
 
 def _write_groups(model: ModelShape) -> Config:

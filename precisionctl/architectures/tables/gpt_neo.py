@@ -28,39 +28,39 @@ _ATTENTION = "transformer.h.{layer}.attn.attention."
 _KINDS = {"global": False, "local": True}
 
 
-def _expanded(listed: object, where: object) -> list[object]:
+def _expanded(listed: object) -> list[object]:
     """Kinds of layers: of each pair, the first, a list of kinds, as often as the second says."""
     kinds: list[object] = []
     for pair in listed if isinstance(listed, list) else [None]:
         if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], list):
             what = f"attention_types is {shown(listed)}, not a list of kinds and how often they are repeated"
-            raise DamagedCheckpoint(what, where=where)
+            raise DamagedCheckpoint(what)
         check_count(pair[1], "attention_types", MOST_LAYERS)
         if len(kinds) + len(pair[0]) * pair[1] > MOST_LAYERS:
-            raise DamagedCheckpoint(f"attention_types lists more than {MOST_LAYERS} layers", where=where)
+            raise DamagedCheckpoint(f"attention_types lists more than {MOST_LAYERS} layers")
         kinds += pair[0] * pair[1]
     return kinds
 
 
-def _read_layers(config: Config, where: object) -> Fields:
+def _read_layers(config: Config) -> Fields:
     said = config.get("attention_types")
     kinds, number = (
-        _expanded([[["global", "local"], 12]] if said is None else said, where),
-        layers(config, where, "num_layers"),
+        _expanded([[["global", "local"], 12]] if said is None else said),
+        layers(config, "num_layers"),
     )
     if config.get("attention_layers", kinds) != kinds:
         what = f"attention_layers is {shown(config['attention_layers'])}, and attention_types says otherwise"
-        raise DamagedCheckpoint(what, where=where, do="Say the same in both.")
+        raise DamagedCheckpoint(what, do="Say the same in both.")
     if len(kinds) != number:
-        raise DamagedCheckpoint(f"attention_types lists {len(kinds)} of {number} layers", where=where)
+        raise DamagedCheckpoint(f"attention_types lists {len(kinds)} of {number} layers")
     for kind in kinds:
         if not isinstance(kind, str) or kind not in _KINDS:
             what = f"layers of type {shown(kind)} in attention_types"
-            raise UnknownArchitecture(what, where=where, do=f"Known: {', '.join(_KINDS)}.")
+            raise UnknownArchitecture(what, do=f"Known: {', '.join(_KINDS)}.")
     windows = tuple(_KINDS[str(kind)] for kind in kinds)
     if not any(windows):
         return {}
-    window = size({"window_size": 256, **config}, "window_size", where)
+    window = size({"window_size": 256, **config}, "window_size")
     return {"sliding_window": window, "window_layers": windows}
 
 

@@ -35,11 +35,11 @@ NAMES = {
 }
 
 
-def _read_rope(config: Config, where: object) -> Fields:
+def _read_rope(config: Config) -> Fields:
     """transformers 4 has `rotary_emb_base` and `rotary_pct`."""
     older = {"rope_theta": config.get("rotary_emb_base"), "partial_rotary_factor": config.get("rotary_pct")}
     beside = dict(config) | {key: value for key, value in older.items() if value is not None}
-    return read_rope(beside, where, rotary_parameters(config, where, 10000.0), 10000.0, 0.25)
+    return read_rope(beside, rotary_parameters(config, 10000.0), 10000.0, 0.25)
 
 
 def _write_rope(model: ModelShape) -> Config:
@@ -47,8 +47,8 @@ def _write_rope(model: ModelShape) -> Config:
     return {"rotary_emb_base": model.rotary_base, "rotary_pct": model.rotary_percent, **scaling}
 
 
-def _read_bias(config: Config, where: object) -> Fields:
-    return dict.fromkeys(("qkv_bias", "proj_bias"), is_on(config, "attention_bias", where, True))
+def _read_bias(config: Config) -> Fields:
+    return dict.fromkeys(("qkv_bias", "proj_bias"), is_on(config, "attention_bias", True))
 
 
 ARCHITECTURE = Architecture(

@@ -20,11 +20,9 @@ from precisionctl.architectures.tables.gpt2 import SIZES
 from precisionctl.model.model_shape import ModelShape
 
 
-def _read_rotary(config: Config, where: object) -> Fields:
-    head = size(config, "n_embd", where) // size(config, "n_head", where)
-    turned = (
-        head if config.get("rotary_dim", 64) is None else size({"rotary_dim": 64} | dict(config), "rotary_dim", where)
-    )
+def _read_rotary(config: Config) -> Fields:
+    head = size(config, "n_embd") // size(config, "n_head")
+    turned = head if config.get("rotary_dim", 64) is None else size({"rotary_dim": 64} | dict(config), "rotary_dim")
     return {"rotary_percent": turned / max(1, head), "rotary_interleaved": True}
 
 

@@ -23,9 +23,9 @@ from precisionctl.model.model_parts import real
 from precisionctl.model.model_shape import ModelShape
 
 
-def _read_scales(config: Config, where: object) -> Fields:
+def _read_scales(config: Config) -> Fields:
     keys = ("attention_multiplier", "logits_scaling")
-    attention, logits = (real(1.0 if config.get(key) is None else config[key], key, where) for key in keys)
+    attention, logits = (real(1.0 if config.get(key) is None else config[key], key) for key in keys)
     return {"query_pre_attn_scalar": attention**-2, "logits_scaling": logits}
 
 

@@ -30,15 +30,15 @@ _LENGTH = 128  # where none is said
 _WINDOW = sliding_window(but_first_of_four, absent=_LENGTH)
 
 
-def _read_layers(config: Config, where: object) -> Fields:
-    fields = {**_ROPE.read(config, where), **_WINDOW.read(config, where), "softmax_offset": True}
-    in_window = layers_with_window(config, where, but_first_of_four, _LENGTH)
+def _read_layers(config: Config) -> Fields:
+    fields = {**_ROPE.read(config), **_WINDOW.read(config), "softmax_offset": True}
+    in_window = layers_with_window(config, but_first_of_four, _LENGTH)
     bases = config.get("layer_rope_theta")
     if bases is None:
         return fields
-    if not isinstance(bases, list) or len(bases) != layers(config, where):
-        raise DamagedCheckpoint(f"layer_rope_theta is {shown(bases)}, not a number for each layer", where=where)
-    numbers = [real(base, "layer_rope_theta", where) if base else 0.0 for base in bases]
+    if not isinstance(bases, list) or len(bases) != layers(config):
+        raise DamagedCheckpoint(f"layer_rope_theta is {shown(bases)}, not a number for each layer")
+    numbers = [real(base, "layer_rope_theta") if base else 0.0 for base in bases]
     outside, inside = (
         {base for base, window in zip(numbers, in_window, strict=True) if base and window == kind}
         for kind in (False, True)
@@ -47,7 +47,7 @@ def _read_layers(config: Config, where: object) -> Fields:
     if max(len(outside), len(inside)) > 1 or (several and fields["rope_scaling"]):
         what = f"layer_rope_theta={shown(bases)}"
         do = "Known is one base in layers with a window and one in the others, of which scaling has the same."
-        raise UnknownArchitecture(what, where=where, do=do)
+        raise UnknownArchitecture(what, do=do)
     return {
         **fields,
         "rotary_base": next(iter(outside or inside or {fields["rotary_base"]})),

@@ -61,19 +61,19 @@ _DEFAULTS = {
 """What its class takes for keys that are not there."""
 
 
-def _read_layers(config: Config, where: object) -> Fields:
-    config = {**_DEFAULTS, **config, **_LISTED.read(config, where)}
-    mixers = listed_layers(config, _KINDS, where) or [True] * layers(config, where)
-    experts, shared = count(config, "num_local_experts", where), size(config, "shared_intermediate_size", where)
+def _read_layers(config: Config) -> Fields:
+    config = {**_DEFAULTS, **config, **_LISTED.read(config)}
+    mixers = listed_layers(config, _KINDS) or [True] * layers(config)
+    experts, shared = count(config, "num_local_experts"), size(config, "shared_intermediate_size")
     pattern = "".join(("M" if mixer else "*") + ("E" if experts else "-") for mixer in mixers)
     fields = {"num_layers": len(pattern), "mamba.pattern": pattern}
     if not experts:
         return fields | {"ffn_hidden_size": shared}
-    ffn = size(config, "intermediate_size", where)
+    ffn = size(config, "intermediate_size")
     return fields | {
         "ffn_hidden_size": ffn,
         "moe.num_experts": experts,
-        "moe.topk": size(config, "num_experts_per_tok", where),
+        "moe.topk": size(config, "num_experts_per_tok"),
         "moe.ffn_hidden_size": ffn,
         "moe.shared_ffn_hidden_size": shared,
         "moe.layer_freq": tuple(block == "E" for block in pattern),
@@ -94,12 +94,12 @@ def _write_layers(model: ModelShape) -> Config:
     }
 
 
-def _read_positions(config: Config, where: object) -> Fields:
+def _read_positions(config: Config) -> Fields:
     said = config.get("position_embedding_type")
     if said not in (None, "nope", "rope"):
         what = f"no granitemoehybrid known here has position_embedding_type={shown(said)}"
-        raise UnknownArchitecture(what, where=where, do="Known are rope, nope and null.")
-    return {"rope_layers": None if said == "rope" else (False,) * (2 * layers(config, where))}
+        raise UnknownArchitecture(what, do="Known are rope, nope and null.")
+    return {"rope_layers": None if said == "rope" else (False,) * (2 * layers(config))}
 
 
 ARCHITECTURE = Architecture(

@@ -11,7 +11,7 @@ from precisionctl.architectures.tables.granite import COMMON
 from precisionctl.architectures.tables.granitemoe import EXPERT_KEYS, EXPERTS
 
 
-def _read_shared(config: Config, where: object) -> Fields:
+def _read_shared(config: Config) -> Fields:
     shared = config.get("shared_intermediate_size")
     return {"moe.shared_ffn_hidden_size": None if shared == 0 else shared}
 

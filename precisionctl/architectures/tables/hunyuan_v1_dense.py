@@ -25,13 +25,13 @@ from precisionctl.model.model_parts import real
 _ROPE = rope()
 
 
-def _read_rope(config: Config, where: object) -> Fields:
-    parameters = rotary_parameters(config, where, 10000.0)
+def _read_rope(config: Config) -> Fields:
+    parameters = rotary_parameters(config, 10000.0)
     if rope_type(parameters) != "dynamic" or not parameters.get("alpha"):
-        return _ROPE.read(config, where)
+        return _ROPE.read(config)
     unscaled = {key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters}
-    fields = _ROPE.read({**config, "rope_parameters": unscaled, "rope_scaling": None}, where)
-    head, alpha = size(config, "head_dim", where), real(parameters["alpha"], "alpha", where)
+    fields = _ROPE.read({**config, "rope_parameters": unscaled, "rope_scaling": None})
+    head, alpha = size(config, "head_dim"), real(parameters["alpha"], "alpha")
     return {**fields, "rotary_base": fields["rotary_base"] * alpha ** (head / (head - 2))}
 
 

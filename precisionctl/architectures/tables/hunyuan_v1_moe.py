@@ -31,13 +31,13 @@ _ROUTING = renamed(
 )
 
 
-def _read_topk(config: Config, where: object) -> Fields:
+def _read_topk(config: Config) -> Fields:
     said = config.get("moe_topk", 1)
     if not isinstance(said, list):
         return {"moe.topk": said}
     if not said or any(each != said[0] for each in said):
         what = f"moe_topk={shown(said)}"
-        raise UnknownArchitecture(what, where=where, do="Known are as many experts of a token in all layers.")
+        raise UnknownArchitecture(what, do="Known are as many experts of a token in all layers.")
     return {"moe.topk": said[0]}
 
 

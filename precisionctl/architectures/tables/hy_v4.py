@@ -74,11 +74,11 @@ _PREDICTION = prediction(
 )
 
 
-def _read_layers(config: Config, where: object) -> Fields:
-    listed_layers(config, dict.fromkeys(("indexed_attention", _SPARSE), True), where)  # raises for another kind
-    listed = listed_layers(config, {"full": True, "shared": False}, where, "indexer_types")
+def _read_layers(config: Config) -> Fields:
+    listed_layers(config, dict.fromkeys(("indexed_attention", _SPARSE), True))  # raises for another kind
+    listed = listed_layers(config, {"full": True, "shared": False}, "indexer_types")
     if listed is None:
-        listed = [layer == 0 or layer % 4 == 1 for layer in range(layers(config, where))]
+        listed = [layer == 0 or layer % 4 == 1 for layer in range(layers(config))]
     return {"dsa.layers": tuple(listed)}
 
 

@@ -29,11 +29,11 @@ _NORMS_AFTER = only_with(
 )
 
 
-def _read_attention(config: Config, where: object) -> Fields:
-    said, usual = config.get("attention_multiplier"), HEADS.read(config, where)["kv_channels"]
+def _read_attention(config: Config) -> Fields:
+    said, usual = config.get("attention_multiplier"), HEADS.read(config)["kv_channels"]
     if said is None or said == usual**-0.5:  # whose square is not 1 / 128 to the last bit
         return {"query_pre_attn_scalar": usual}
-    return {"query_pre_attn_scalar": real(said, "attention_multiplier", where) ** -2}
+    return {"query_pre_attn_scalar": real(said, "attention_multiplier") ** -2}
 
 
 def _write_attention(model: ModelShape) -> Config:

@@ -51,12 +51,12 @@ _LAYERS = {
 _NUMBER = Key("moe.num_experts", "num_experts", 16, synonym="num_local_experts")
 
 
-def _read_layers(config: Config, where: object) -> Fields:
+def _read_layers(config: Config) -> Fields:
     config = {**_LAYERS, **config}
-    number = _NUMBER.read(config, where)
-    experts, ffn = size({"num_experts": number["moe.num_experts"]}, "num_experts", where), config["intermediate_size"]
-    attention = _every_so_many(config, _ATTENTION, where)
-    with_experts = _every_so_many(config, _EXPERTS, where) if experts > 1 else [False] * len(attention)
+    number = _NUMBER.read(config)
+    experts, ffn = size({"num_experts": number["moe.num_experts"]}, "num_experts"), config["intermediate_size"]
+    attention = _every_so_many(config, _ATTENTION)
+    with_experts = _every_so_many(config, _EXPERTS) if experts > 1 else [False] * len(attention)
     pattern = "".join(
         ("*" if attends else "M") + ("E" if chooses else "-")
         for attends, chooses in zip(attention, with_experts, strict=True)
@@ -71,19 +71,19 @@ def _read_layers(config: Config, where: object) -> Fields:
         return fields
     return fields | {
         "moe.num_experts": experts,
-        "moe.topk": size(config, "num_experts_per_tok", where),
+        "moe.topk": size(config, "num_experts_per_tok"),
         "moe.ffn_hidden_size": ffn,
         "moe.layer_freq": tuple(block == "E" for block in pattern),
         "moe.pre_softmax": True,
     }
 
 
-def _every_so_many(config: Config, keys: tuple[str, str], where: object) -> list[bool]:
+def _every_so_many(config: Config, keys: tuple[str, str]) -> list[bool]:
     """Whether each layer is one of every so many, from one on, by the keys that say how many and which."""
-    (period, offset), number = keys, layers(config, where)
-    every, first = size(config, period, where), count(config, offset, where)
+    (period, offset), number = keys, layers(config)
+    every, first = size(config, period), count(config, offset)
     if first >= every:
-        raise DamagedCheckpoint(f"{offset} is {first}, and {period} {every}", where=where, do="It must be smaller.")
+        raise DamagedCheckpoint(f"{offset} is {first}, and {period} {every}", do="It must be smaller.")
     return [layer % every == first for layer in range(number)]
 
 
@@ -106,11 +106,11 @@ def _period_and_offset(has: Sequence[bool]) -> tuple[int, int]:
     return period, listed[0] % period
 
 
-def _read_mixers(config: Config, where: object) -> Fields:
+def _read_mixers(config: Config) -> Fields:
     config = {"hidden_size": 4096, "mamba_expand": 2, "mamba_dt_rank": "auto", **config}
-    hidden = size(config, "hidden_size", where)
-    channels = size(config, "mamba_expand", where) * hidden
-    rank = -(-hidden // 16) if config["mamba_dt_rank"] == "auto" else size(config, "mamba_dt_rank", where)
+    hidden = size(config, "hidden_size")
+    channels = size(config, "mamba_expand") * hidden
+    rank = -(-hidden // 16) if config["mamba_dt_rank"] == "auto" else size(config, "mamba_dt_rank")
     return {
         "mamba.num_heads": channels,
         "mamba.head_dim": 1,

@@ -136,27 +136,27 @@ _SAID: Mapping[str, Any] = {
 """What its class takes otherwise where it is not said."""
 
 
-def _read_said(config: Config, where: object) -> Fields:
+def _read_said(config: Config) -> Fields:
     for key, known in _SAID.items():
         if config.get(key) != known:
             what = f"no kimi_k3 known here has {key}={shown(config.get(key))}"
-            raise UnknownArchitecture(what, where=where, do=f"Its table was made for {key}={known!r}.")
+            raise UnknownArchitecture(what, do=f"Its table was made for {key}={known!r}.")
     return {"activation": "situ", "linear_gate": "sigmoid per element", "moe.latent_norm": True}
 
 
 _BOUND, _FULL_GATE = "gate_lower_bound", "use_full_rank_gate"
 
 
-def _read_kda(config: Config, where: object) -> Fields:
-    said = checked(config.get("linear_attn_config"), "kimi_k3", where, _BOUND, _FULL_GATE)
+def _read_kda(config: Config) -> Fields:
+    said = checked(config.get("linear_attn_config"), "kimi_k3", _BOUND, _FULL_GATE)
     strange = [key for key in (_BOUND, *LISTS) if said.get(key) is None]
     strange += [_FULL_GATE] if said.get(_FULL_GATE) is not True else []
     for key in strange:
         what = f"no kimi_k3 known here has linear_attn_config.{key}={shown(said.get(key))}"
-        raise UnknownArchitecture(what, where=where)
+        raise UnknownArchitecture(what)
     return {
-        **read_sizes(said, where, {}, {}),
-        "gdn.layers": tuple(shared_out(said, layers(config, where), where)),
+        **read_sizes(said, {}, {}),
+        "gdn.layers": tuple(shared_out(said, layers(config))),
         "gdn.kda_full_gate": True,
         "gdn.kda_lower_bound": said[_BOUND],
     }
@@ -192,7 +192,7 @@ ARCHITECTURE = Architecture(
         Key("mla.q_lora_rank", "q_lora_rank"),
         Rule(tuple(_SAID), _read_said, lambda model: dict(_SAID)),
         Rule(("linear_attn_config",), _read_kda, _write_kda),
-        Rule((), lambda config, where: {"rope_layers": (False,) * layers(config, where)}),
+        Rule((), lambda config: {"rope_layers": (False,) * layers(config)}),
         Key("attn_res_block_size", "attn_res_block_size"),
         Key("moe.num_experts", "num_experts"),
         Key("moe.topk", "num_experts_per_token"),

@@ -37,19 +37,19 @@ _ABSENT = {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4}
 """What its class takes for sizes that are not there."""
 
 
-def _read_kda(config: Config, where: object) -> Fields:
-    said = checked(config.get("linear_attn_config", {}), "kimi_linear", where)
-    sizes = read_sizes(said, where, config, _ABSENT)
-    return {**sizes, "gdn.layers": tuple(_read_layers(config, said, where))}
+def _read_kda(config: Config) -> Fields:
+    said = checked(config.get("linear_attn_config", {}), "kimi_linear")
+    sizes = read_sizes(said, config, _ABSENT)
+    return {**sizes, "gdn.layers": tuple(_read_layers(config, said))}
 
 
-def _read_layers(config: Config, said: Config, where: object) -> list[bool]:
-    listed, number = listed_layers(config, KINDS, where), layers(config, where)
+def _read_layers(config: Config, said: Config) -> list[bool]:
+    listed, number = listed_layers(config, KINDS), layers(config)
     if listed is not None:
         return listed
     if not all(key in said for key in LISTS):
         return [not layer or layer % 4 != 0 for layer in range(number)]  # from 0; lists count from 1
-    return shared_out(said, number, where)
+    return shared_out(said, number)
 
 
 def _write_kda(model: ModelShape) -> Config:
@@ -70,7 +70,7 @@ ARCHITECTURE = Architecture(
     config=(
         *common(published=True, number=256, group_counts=(1, 1), scaling=2.446),
         Rule(("layer_types", "linear_attn_config", *BESIDE.values()), _read_kda, _write_kda),
-        Rule((), lambda config, where: {"rope_layers": (False,) * layers(config, where)}),
+        Rule((), lambda config: {"rope_layers": (False,) * layers(config)}),
         experts_by_list(dense=1, key="first_k_dense_replace"),
         Only("mla_use_nope", True),
         Only("moe_layer_freq", 1),

@@ -68,33 +68,33 @@ _ROUTING = (*ROUTER, Either(renamed(_BESIDE, _PUBLISHED), _BESIDE, second_is="in
 _EXPERTS, _BY_NUMBER = experts_by_list(dense=1), experts_by_number()
 
 
-def _read_attention(config: Config, where: object) -> Fields:
+def _read_attention(config: Config) -> Fields:
     said = {**_ABSENT, **config}
-    windows = layers_in_window(config, where, nowhere)
-    in_window, without = _heads(config, windows, where)
+    windows = layers_in_window(config, nowhere)
+    in_window, without = _heads(config, windows)
     return {
-        "num_query_groups": size(said, "num_key_value_heads", where),
-        "kv_channels": size(said, "head_dim", where),
+        "num_query_groups": size(said, "num_key_value_heads"),
+        "kv_channels": size(said, "head_dim"),
         **by_kind(windows, {"num_attention_heads": in_window}, {"num_attention_heads": without}),
-        **rope_of_kinds(config, where, windows, _ROPE, 1.0),
-        **window_fields(config, where, windows, 512),
+        **rope_of_kinds(config, windows, _ROPE, 1.0),
+        **window_fields(config, windows, 512),
     }
 
 
-def _heads(config: Config, windows: list[bool], where: object) -> tuple[int, int]:
+def _heads(config: Config, windows: list[bool]) -> tuple[int, int]:
     """How many a layer with a window has, and one without."""
     key = "num_attention_heads_per_layer"
-    listed, heads = config.get(key), size({**_ABSENT, **config}, "num_attention_heads", where)
+    listed, heads = config.get(key), size({**_ABSENT, **config}, "num_attention_heads")
     if listed is None:
         return heads, heads
     if not isinstance(listed, list) or len(listed) != len(windows):
-        raise DamagedCheckpoint(f"{key} is {shown(listed)}, not a number for each layer", where=where)
+        raise DamagedCheckpoint(f"{key} is {shown(listed)}, not a number for each layer")
     for each in listed:
         check_size(each, key)
     kinds = [{each for each, there in zip(listed, windows, strict=True) if there == kind} for kind in (True, False)]
     if any(len(kind) > 1 for kind in kinds):
         do = "Known is one number of heads in layers with a window and one in the others."
-        raise UnknownArchitecture(f"{key}={shown(listed)}", where=where, do=do)
+        raise UnknownArchitecture(f"{key}={shown(listed)}", do=do)
     in_window, without = (next(iter(kind), listed[0]) for kind in kinds)
     return in_window, without
 
@@ -119,15 +119,15 @@ _GATES: dict[bool | str, LinearGate] = {
 }
 
 
-def _read_gate(config: Config, where: object) -> Fields:
+def _read_gate(config: Config) -> Fields:
     gating, types = config.get("gating", True), config.get("gating_types")
     if not isinstance(gating, bool | str) or gating not in _GATES:
-        raise UnknownArchitecture(f"gating={shown(gating)}", where=where, do="Known: true, per-head, per-element.")
+        raise UnknownArchitecture(f"gating={shown(gating)}", do="Known: true, per-head, per-element.")
     kind = _GATES[gating]
     listed = kind.removeprefix("softplus ").replace(" ", "_")
     if types is not None and (not isinstance(types, list) or any(each != listed for each in types)):
         what = f"gating_types is {shown(types)}, and transformers, which passes over it, takes {listed} everywhere"
-        raise DamagedCheckpoint(what, where=where)
+        raise DamagedCheckpoint(what)
     return {"linear_gate": kind}
 
 
@@ -135,12 +135,12 @@ def _write_gate(model: ModelShape) -> Config:
     return {"gating": next((word for word, kind in _GATES.items() if kind == model.linear_gate), None)}
 
 
-def _read_layers(config: Config, where: object) -> Fields:
-    fields = _EXPERTS.read(config, where)
+def _read_layers(config: Config) -> Fields:
+    fields = _EXPERTS.read(config)
     said = {key: config[key] for key in _BY_NUMBER.keys if config.get(key) is not None}
-    if said and fields != _BY_NUMBER.read({"num_hidden_layers": config["num_hidden_layers"], **said}, where):
+    if said and fields != _BY_NUMBER.read({"num_hidden_layers": config["num_hidden_layers"], **said}):
         what = f"{shown(said)} is said, and transformers takes other layers for dense ones"
-        raise DamagedCheckpoint(what, where=where, do="Say in mlp_layer_types which layers are `dense` and `sparse`.")
+        raise DamagedCheckpoint(what, do="Say in mlp_layer_types which layers are `dense` and `sparse`.")
     return fields
 
 

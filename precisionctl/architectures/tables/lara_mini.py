@@ -42,12 +42,12 @@ _DELTA_NETS, _WINDOWS = (
 )
 
 
-def _read_layers(config: Config, where: object) -> Fields:
-    number = layers(config, where)
+def _read_layers(config: Config) -> Fields:
+    number = layers(config)
     unlisted = [_PATTERN[layer % len(_PATTERN)] for layer in range(number)]
     said = {"layer_types": unlisted} | {key: value for key, value in config.items() if value is not None}
-    nets, windows = (listed_layers(said, kinds, where) or [] for kinds in (_DELTA_NETS, _WINDOWS))
-    fields = window_fields(config, where, windows, 512)
+    nets, windows = (listed_layers(said, kinds) or [] for kinds in (_DELTA_NETS, _WINDOWS))
+    fields = window_fields(config, windows, 512)
     return {**fields, "gdn.layers": tuple(nets), "rope_layers": tuple(windows)}
 
 

@@ -96,20 +96,20 @@ def write_layers(model: ModelShape) -> Config:
     return {"layer_types": list(kinds)}
 
 
-def _read_layers(config: Config, where: object) -> Fields:
-    listed, number = listed_layers(config, KINDS, where), layers(config, where)
+def _read_layers(config: Config) -> Fields:
+    listed, number = listed_layers(config, KINDS), layers(config)
     if listed is None and config.get("full_attn_idxs") is not None:
-        attending = numbered_layers(config["full_attn_idxs"], "full_attn_idxs", where)
+        attending = numbered_layers(config["full_attn_idxs"], "full_attn_idxs")
         listed = [layer not in attending for layer in range(number)]
     return {"short_conv.layers": tuple(listed or [False] * number)}
 
 
-def _read_channels(config: Config, where: object) -> Fields:
+def _read_channels(config: Config) -> Fields:
     said = {"intermediate_size": 12288, **config}
-    channels = size(said, "block_ff_dim" if "block_ff_dim" in said else "intermediate_size", where)
-    if is_on(config, "block_auto_adjust_ff_dim", where, True):
-        multiplier = real(config.get("block_ffn_dim_multiplier", 1.0), "block_ffn_dim_multiplier", where)
-        multiple = size({"block_multiple_of": 256, **config}, "block_multiple_of", where)
+    channels = size(said, "block_ff_dim" if "block_ff_dim" in said else "intermediate_size")
+    if is_on(config, "block_auto_adjust_ff_dim", True):
+        multiplier = real(config.get("block_ffn_dim_multiplier", 1.0), "block_ffn_dim_multiplier")
+        multiple = size({"block_multiple_of": 256, **config}, "block_multiple_of")
         channels = multiple * -(-int(multiplier * int(2 * channels / 3)) // multiple)
     return {"ffn_hidden_size": channels}
 
@@ -119,9 +119,9 @@ def _write_channels(model: ModelShape) -> Config:
     return {**channels, "block_auto_adjust_ff_dim": False}
 
 
-def _read_tied(config: Config, where: object) -> Fields:
+def _read_tied(config: Config) -> Fields:
     key = "tie_embedding" if "tie_embedding" in config else "tie_word_embeddings"
-    return {"tied_embeddings": is_on(config, key, where, True)}
+    return {"tied_embeddings": is_on(config, key, True)}
 
 
 COMMON: tuple[Entry, ...] = (

@@ -19,10 +19,10 @@ _NUMBERED = experts(
 )
 
 
-def _read_layers(config: Config, where: object) -> Fields:
-    listed = listed_layers(config, KINDS, where)
+def _read_layers(config: Config) -> Fields:
+    listed = listed_layers(config, KINDS)
     if listed is None:
-        raise DamagedCheckpoint("no `layer_types`, which its class has no default for", where=where)
+        raise DamagedCheckpoint("no `layer_types`, which its class has no default for")
     return {"short_conv.layers": tuple(listed)}
 
 

@@ -71,17 +71,17 @@ _CONVOLUTIONS = {"conv": True, "full_attention": False, "sliding_attention": Fal
 _WINDOWS = {"conv": False, "full_attention": False, "sliding_attention": True}
 
 
-def _read_layers(config: Config, where: object) -> Fields:
-    convolutions, windows = (listed_layers(config, kinds, where) for kinds in (_CONVOLUTIONS, _WINDOWS))
+def _read_layers(config: Config) -> Fields:
+    convolutions, windows = (listed_layers(config, kinds) for kinds in (_CONVOLUTIONS, _WINDOWS))
     if convolutions is None or windows is None:
-        number = layers(config, where)
+        number = layers(config)
         convolutions = [layer == 0 or layer % 2 == 1 for layer in range(number)]
         windows = [layer > 0 and layer % 4 == 0 for layer in range(number)]
     attention = [in_window for in_window, other in zip(windows, convolutions, strict=True) if not other]
     return {
         "short_conv.layers": tuple(convolutions),
-        **window_fields(config, where, windows, 256),
-        **(rope_of_kinds(config, where, attention, _ROPE, 1.0, partial=False) if attention else {}),
+        **window_fields(config, windows, 256),
+        **(rope_of_kinds(config, attention, _ROPE, 1.0, partial=False) if attention else {}),
     }
 
 
@@ -95,8 +95,8 @@ def _write_layers(model: ModelShape) -> Config:
     return {**write_window(model), "layer_types": kinds, **write_rope_of_kinds(model)}
 
 
-def _read_gate(config: Config, where: object) -> Fields:
-    return {"linear_gate": "sigmoid per head" if is_on(config, "use_attention_gate", where, True) else None}
+def _read_gate(config: Config) -> Fields:
+    return {"linear_gate": "sigmoid per head" if is_on(config, "use_attention_gate", True) else None}
 
 
 def _write_gate(model: ModelShape) -> Config:
@@ -121,7 +121,7 @@ ARCHITECTURE = Architecture(
         Rule(("layer_types", "sliding_window", *KEYS), _read_layers, _write_layers),
         Rule(
             ("use_sandwich_norm",),
-            lambda config, where: {"post_layernorms": is_on(config, "use_sandwich_norm", where, True)},
+            lambda config: {"post_layernorms": is_on(config, "use_sandwich_norm", True)},
             lambda model: {"use_sandwich_norm": model.post_layernorms},
         ),
         Key("norm_epsilon", "norm_eps", 1e-5, synonym="rms_norm_eps"),

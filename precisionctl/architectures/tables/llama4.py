@@ -53,9 +53,9 @@ _EXPERTS = Either(
 _KINDS = {"chunked_attention": True, "full_attention": False}
 
 
-def _read_chunks(config: Config, where: object) -> Fields:
-    chunk, listed = config.get("attention_chunk_size", 8192), listed_layers(config, _KINDS, where)
-    chunked = _with_rope(config, where) if listed is None else tuple(listed)
+def _read_chunks(config: Config) -> Fields:
+    chunk, listed = config.get("attention_chunk_size", 8192), listed_layers(config, _KINDS)
+    chunked = _with_rope(config) if listed is None else tuple(listed)
     if chunk is None or not any(chunked):
         return {}
     return {"attention_chunk_size": chunk, "window_layers": chunked}
@@ -67,22 +67,22 @@ def _write_chunks(model: ModelShape) -> Config:
     return {"attention_chunk_size": model.attention_chunk_size, "layer_types": [kinds[each] for each in chunked]}
 
 
-def _with_rope(config: Config, where: object) -> tuple[bool, ...]:
+def _with_rope(config: Config) -> tuple[bool, ...]:
     """An empty list, as in published files, stands for none."""
     listed = config.get("no_rope_layers")
-    return with_rope({**config, "no_rope_layers": None if listed == [] else listed}, where)
+    return with_rope({**config, "no_rope_layers": None if listed == [] else listed})
 
 
-def _read_rope_layers(config: Config, where: object) -> Fields:
-    return {"rope_layers": _with_rope(config, where)}
+def _read_rope_layers(config: Config) -> Fields:
+    return {"rope_layers": _with_rope(config)}
 
 
-def _read_query_scaling(config: Config, where: object) -> Fields:
-    if not is_on(config, "attn_temperature_tuning", where, True):
+def _read_query_scaling(config: Config) -> Fields:
+    if not is_on(config, "attn_temperature_tuning", True):
         return {}
     return {
         "query_scaling_beta": config.get("attn_scale", 0.1),
-        "query_scaling_floor": size({"floor_scale": 8192} | dict(config), "floor_scale", where),
+        "query_scaling_floor": size({"floor_scale": 8192} | dict(config), "floor_scale"),
     }
 
 
@@ -92,13 +92,13 @@ def _write_query_scaling(model: ModelShape) -> Config:
     return {"attn_scale": model.query_scaling_beta, "floor_scale": model.query_scaling_floor}
 
 
-def _read_experts(config: Config, where: object) -> Fields:
-    numbers, inner = layers(config, where), size({"intermediate_size": 8192} | dict(config), "intermediate_size", where)
+def _read_experts(config: Config) -> Fields:
+    numbers, inner = layers(config), size({"intermediate_size": 8192} | dict(config), "intermediate_size")
     listed = config.get("moe_layers")
     if listed is None:
-        step = size({"interleave_moe_layer_step": 1} | dict(config), "interleave_moe_layer_step", where)
+        step = size({"interleave_moe_layer_step": 1} | dict(config), "interleave_moe_layer_step")
         listed = [*range(step - 1, numbers, step)]
-    with_experts = numbered_layers(listed, "moe_layers", where)
+    with_experts = numbered_layers(listed, "moe_layers")
     return {
         "moe.layer_freq": tuple(layer in with_experts for layer in range(numbers)),
         "moe.ffn_hidden_size": inner,

@@ -22,13 +22,13 @@ _NAMES = {
 _HEADS = mixer_heads("num_heads", "head_dim", "expand", 64)
 
 
-def _read_layers(config: Config, where: object) -> Fields:
-    number = layers({"num_hidden_layers": 64, **config}, where)
+def _read_layers(config: Config) -> Fields:
+    number = layers({"num_hidden_layers": 64, **config})
     return {"num_layers": number, "mamba.pattern": "M" * number, "rope_layers": (False,) * number}
 
 
-def _read_heads(config: Config, where: object) -> Fields:
-    mixer = _HEADS.read(config, where)
+def _read_heads(config: Config) -> Fields:
+    mixer = _HEADS.read(config)
     number, head = mixer["mamba.num_heads"], mixer["mamba.head_dim"]
     of_attention = {"num_attention_heads": number, "num_query_groups": number, "kv_channels": head}
     return {**mixer, **of_attention, "ffn_hidden_size": number * head}

@@ -41,12 +41,12 @@ _PREDICTION: dict[str, tuple[object, ...]] = {
 _NUMBER = Key("mtp_num_layers", "num_nextn_predict_layers", 0, synonym="num_mtp_layers")
 
 
-def _read_prediction(config: Config, where: object) -> Fields:
+def _read_prediction(config: Config) -> Fields:
     for key, known in _PREDICTION.items():
         if config.get(key) not in known:
             do = "Known is one prediction layer, with a window, whose MLP is `sparse` or `dense`."
-            raise UnknownArchitecture(f"{key}={shown(config[key])}", where=where, do=do)
-    number = int(_NUMBER.read(config, where)["mtp_num_layers"])
+            raise UnknownArchitecture(f"{key}={shown(config[key])}", do=do)
+    number = int(_NUMBER.read(config)["mtp_num_layers"])
     return {"mtp_num_layers": number, "mtp_dense": bool(number) and config.get("mtp_mlp_layer_types") == ["dense"]}
 
 

@@ -64,14 +64,14 @@ _EXPERTS = experts_by_list(dense=1)
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
 
 
-def _local(config: Config, layers: int, where: object) -> list[bool]:
+def _local(config: Config, layers: int) -> list[bool]:
     return [layer > 0 and (layer + 1) % 6 != 0 for layer in range(layers)]
 
 
-def _read_attention(config: Config, where: object) -> Fields:
+def _read_attention(config: Config) -> Fields:
     said = {**_ABSENT, **config}
-    windows = layers_in_window(config, where, _local)
-    heads, in_global, head, value = (size(said, key, where) for key in _HEADS)
+    windows = layers_in_window(config, _local)
+    heads, in_global, head, value = (size(said, key) for key in _HEADS)
     window = {"num_query_groups": 2 * in_global, "softmax_offset": True}
     fields = {
         "num_attention_heads": heads,
@@ -79,19 +79,19 @@ def _read_attention(config: Config, where: object) -> Fields:
         "v_head_dim": value,
         "norm_epsilon": said["rms_norm_eps"],
         **by_kind(windows, window, {"num_query_groups": in_global, "softmax_offset": False}),
-        **rope_of_kinds(config, where, windows, _ROPE, _SHARE),
-        **_EXPERTS.read(config, where),
-        **(_read_window(said, where) if any(windows) else {}),
+        **rope_of_kinds(config, windows, _ROPE, _SHARE),
+        **_EXPERTS.read(config),
+        **(_read_window(said) if any(windows) else {}),
         "window_layers": tuple(windows) if any(windows) and not all(windows) else None,
     }
-    _check_published(config, fields, windows, in_global, where)
+    _check_published(config, fields, windows, in_global)
     return fields
 
 
-def _read_window(said: Config, where: object) -> Fields:
+def _read_window(said: Config) -> Fields:
     seen = said.get("sliding_window_size")
     check_count(seen or 0, "sliding_window_size", 1 << 29)
-    return {"sliding_window": size(said, "sliding_window", where) if seen is None else seen + 1}
+    return {"sliding_window": size(said, "sliding_window") if seen is None else seen + 1}
 
 
 def _published(windows: list[bool], in_global: int, fields: Fields) -> Config:
@@ -111,12 +111,12 @@ def _published(windows: list[bool], in_global: int, fields: Fields) -> Config:
     }
 
 
-def _check_published(config: Config, fields: Fields, windows: list[bool], in_global: int, where: object) -> None:
+def _check_published(config: Config, fields: Fields, windows: list[bool], in_global: int) -> None:
     """Raise DamagedCheckpoint where the words of published files say another model than transformers makes."""
     for key, value in _published(windows, in_global, fields).items():
         if config.get(key, value) not in (value, None):
             what = f"{key} is {shown(config[key])}, and transformers, which passes over it, takes {shown(value)}"
-            raise DamagedCheckpoint(what, where=where, do="Say it in the words of transformers' class, too.")
+            raise DamagedCheckpoint(what, do="Say it in the words of transformers' class, too.")
 
 
 def _write_attention(model: ModelShape) -> Config:
@@ -139,7 +139,7 @@ def _write_attention(model: ModelShape) -> Config:
     }
 
 
-def _read_prediction(config: Config, where: object) -> Fields:
+def _read_prediction(config: Config) -> Fields:
     number = config.get("num_nextn_predict_layers", 3)
     check_count(number, "num_nextn_predict_layers", 64)
     return {"mtp_num_layers": number, "mtp_dense": bool(number)}

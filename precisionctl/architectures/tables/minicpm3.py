@@ -30,24 +30,24 @@ _ATTENTION = tuple(
 )
 
 
-def _read_latents(config: Config, where: object) -> Fields:
+def _read_latents(config: Config) -> Fields:
     if config.get("v_head_dim") is None:
-        heads = size(config, "num_attention_heads", where)
-        config = {**config, "v_head_dim": size(config, "hidden_size", where) // heads}
-    return {name: value for entry in _LATENT for name, value in entry.read(config, where).items()}
+        heads = size(config, "num_attention_heads")
+        config = {**config, "v_head_dim": size(config, "hidden_size") // heads}
+    return {name: value for entry in _LATENT for name, value in entry.read(config).items()}
 
 
 def _write_latents(model: ModelShape) -> Config:
     return {key: value for entry in _LATENT for key, value in entry.write(model).items()}
 
 
-def _read_scales(config: Config, where: object) -> Fields:
+def _read_scales(config: Config) -> Fields:
     said = {"scale_depth": 1.4, "dim_model_base": 256} | dict(config)
-    depth, root = said["scale_depth"], layers(config, where) ** 0.5
+    depth, root = said["scale_depth"], layers(config) ** 0.5
     base = "hidden_size" if said["dim_model_base"] is None else "dim_model_base"
     return {
-        "residual_multiplier": 1.0 if depth is None else real(depth, "scale_depth", where) / root,
-        "logits_scaling": size(config, "hidden_size", where) / size(said, base, where),
+        "residual_multiplier": 1.0 if depth is None else real(depth, "scale_depth") / root,
+        "logits_scaling": size(config, "hidden_size") / size(said, base),
     }
 
 

@@ -129,54 +129,50 @@ _SIZES = {
 _FIXED = (Only("use_sparse_attention", True), Only("sparse_score_type", "max"), Only("sparse_init_block", 0))
 
 
-def _by_layer(
-    config: Config, kinds: Mapping[str, bool], key: str, flags: object, flags_key: str, where: object
-) -> list[bool] | None:
+def _by_layer(config: Config, kinds: Mapping[str, bool], key: str, flags: object, flags_key: str) -> list[bool] | None:
     """Whether each layer is of a kind, as transformers' key lists them or the published flags do; None if neither."""
-    listed, number = listed_layers(config, kinds, where, key), layers(config, where)
+    listed, number = listed_layers(config, kinds, key), layers(config)
     if flags is None:
         return listed
     if not isinstance(flags, list) or len(flags) != number or any(flag not in (0, 1) for flag in flags):
-        raise DamagedCheckpoint(f"{flags_key} is {shown(flags)}, not a 0 or 1 for each of {number} layers", where=where)
+        raise DamagedCheckpoint(f"{flags_key} is {shown(flags)}, not a 0 or 1 for each of {number} layers")
     flagged = [bool(flag) for flag in flags]
     if listed not in (None, flagged):
-        raise DamagedCheckpoint(
-            f"{key} and {flags_key} say different layers", where=where, do=f"Say {flags_key} alone."
-        )
+        raise DamagedCheckpoint(f"{key} and {flags_key} say different layers", do=f"Say {flags_key} alone.")
     return flagged
 
 
-def _read_experts(config: Config, where: object) -> Fields:
-    found = _by_layer(config, MLPS, "mlp_layer_types", config.get("moe_layer_freq"), "moe_layer_freq", where)
-    return {"moe.layer_freq": (True,) * layers(config, where) if found is None else tuple(found)}
+def _read_experts(config: Config) -> Fields:
+    found = _by_layer(config, MLPS, "mlp_layer_types", config.get("moe_layer_freq"), "moe_layer_freq")
+    return {"moe.layer_freq": (True,) * layers(config) if found is None else tuple(found)}
 
 
 def _write_experts(model: ModelShape) -> Config:
     return {"moe_layer_freq": [int(model.has_experts(layer)) for layer in range(model.num_layers)]}
 
 
-def _read_indexer(config: Config, where: object) -> Fields:
+def _read_indexer(config: Config) -> Fields:
     said = config.get("sparse_attention_config") or {}
     if not isinstance(said, Mapping):
-        raise DamagedCheckpoint(f"sparse_attention_config is {shown(said)}, not an object", where=where)
+        raise DamagedCheckpoint(f"sparse_attention_config is {shown(said)}, not an object")
     for only in _FIXED:
-        only.read({"model_type": config.get("model_type"), **said}, where)
+        only.read({"model_type": config.get("model_type"), **said})
     flags = said.get("sparse_attention_freq")
-    indexed = _by_layer(config, _ATTENTIONS, "layer_types", flags, "sparse_attention_freq", where) or []
+    indexed = _by_layer(config, _ATTENTIONS, "layer_types", flags, "sparse_attention_freq") or []
     if not any(indexed):
         return {}
     off = said.get("sparse_disable_index_value")
     if off is not None and off != [int(each) for each in indexed]:
         what = f"sparse_disable_index_value={shown(off)}: an indexer with values"
-        raise UnknownArchitecture(what, where=where, do="Its table was made for 1 in each layer with an indexer.")
+        raise UnknownArchitecture(what, do="Its table was made for 1 in each layer with an indexer.")
     sizes = {}
     for key, (published, field, absent) in _SIZES.items():
         here = {key: absent, **config}
         if said.get(published) is not None:
             here[key] = said[published]
             if config.get(key, here[key]) != here[key]:
-                raise DamagedCheckpoint(f"{key} and {published} differ", where=where, do=f"Say {published} alone.")
-        sizes[f"msa.{field}"] = (count if key == "index_local_blocks" else size)(here, key, where)
+                raise DamagedCheckpoint(f"{key} and {published} differ", do=f"Say {published} alone.")
+        sizes[f"msa.{field}"] = (count if key == "index_local_blocks" else size)(here, key)
     return {**sizes, "msa.layers": tuple(indexed)}
 
 

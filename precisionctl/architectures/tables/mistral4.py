@@ -23,14 +23,14 @@ _ROPE = rope(
 )
 
 
-def _read_rope(config: Config, where: object) -> Fields:
-    fields = {**_ROPE.read(config, where)}
-    turned, plain = (size(config, key, where) for key in ("qk_rope_head_dim", "qk_nope_head_dim"))
+def _read_rope(config: Config) -> Fields:
+    fields = {**_ROPE.read(config)}
+    turned, plain = (size(config, key) for key in ("qk_rope_head_dim", "qk_nope_head_dim"))
     said = {"partial_rotary_factor": fields.pop("rotary_percent"), "head_dim": config.get("head_dim", turned + plain)}
     for key, known in (("partial_rotary_factor", (1, turned / (turned + plain))), ("head_dim", (turned + plain,))):
         if said[key] not in known:
             what = f"{key} is {shown(said[key])}, and {turned} of {turned + plain} channels have positions"
-            raise UnknownArchitecture(what, where=where)
+            raise UnknownArchitecture(what)
     return fields
 
 

@@ -116,22 +116,22 @@ _PUBLISHED = {
 _EXPERTS = experts(*(f"model.layers.{{layer}}.experts.{{expert}}.w{number}.weight" for number in (1, 3, 2)))
 
 
-def _read_sources(config: Config, where: object) -> Fields:
+def _read_sources(config: Config) -> Fields:
     """Raises UnknownArchitecture for a source whose latent transformers does not read: a layer reads the last one of
     its kind, with rotary embeddings or without, that others read."""
-    listed, number = config.get("kv_source_layers"), layers(config, where)
+    listed, number = config.get("kv_source_layers"), layers(config)
     if listed is None or listed == [*range(number)]:
         return {}
     if not isinstance(listed, list) or len(listed) > MOST_LAYERS or any(type(each) is not int for each in listed):
-        raise DamagedCheckpoint(f"kv_source_layers is {shown(listed)}, not a list of layers", where=where)
-    kinds = with_rope(config, where)
+        raise DamagedCheckpoint(f"kv_source_layers is {shown(listed)}, not a list of layers")
+    kinds = with_rope(config)
     last: dict[bool, int] = {}
     for layer, (source, kind) in enumerate(zip(listed, kinds, strict=False)):
         if source == layer and layer in listed[layer + 1 :]:
             last[kind] = layer
         elif source != layer and last.get(kind) != source:
             what = f"layer {layer} reads the latent of layer {source}, and in transformers that of {last.get(kind)}"
-            raise UnknownArchitecture(what, where=where, do="Known are sources that are the last of their kind.")
+            raise UnknownArchitecture(what, do="Known are sources that are the last of their kind.")
     return {"mla.kv_source_layers": tuple(listed)}
 
 

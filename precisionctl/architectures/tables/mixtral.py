@@ -14,9 +14,9 @@ from precisionctl.model.model_shape import ModelShape
 _ROUTER = ("decoder.layers.{layer}.mlp.router.weight", ("moe.num_experts", "hidden_size"))
 
 
-def _read_experts(config: Config, where: object) -> Fields:
+def _read_experts(config: Config) -> Fields:
     return {
-        "moe.layer_freq": (True,) * layers(config, where),
+        "moe.layer_freq": (True,) * layers(config),
         "moe.ffn_hidden_size": config.get("intermediate_size"),
     }
 

@@ -55,16 +55,16 @@ _ATTENTION: Mapping[str, object] = {
 """What its class takes for keys that are not in `attn_config`, and the only values known here."""
 
 
-def _read_attention(config: Config, where: object) -> Fields:
+def _read_attention(config: Config) -> Fields:
     said = {} if config.get("attn_config") is None else config["attn_config"]
     if not isinstance(said, Mapping):
-        raise DamagedCheckpoint(f"attn_config is {shown(said)}, not an object", where=where)
+        raise DamagedCheckpoint(f"attn_config is {shown(said)}, not an object")
     for key, known in _ATTENTION.items():
         if said.get(key, known) != known:
             what = f"no mpt known here has {key}={shown(said[key])} in attn_config"
-            raise UnknownArchitecture(what, where=where, do=f"Its table was made for {key}={known!r}.")
+            raise UnknownArchitecture(what, do=f"Its table was made for {key}={known!r}.")
     clip = said.get("clip_qkv")
-    return {"clip_qkv": real(clip, "clip_qkv", where) if clip else None}
+    return {"clip_qkv": real(clip, "clip_qkv") if clip else None}
 
 
 ARCHITECTURE = Architecture(
@@ -80,7 +80,7 @@ ARCHITECTURE = Architecture(
         Reworded(
             Rule(
                 ("n_layers", "d_model", "n_heads"),
-                lambda config, where: _SIZES.read({**_ABSENT, **config}, where),
+                lambda config: _SIZES.read({**_ABSENT, **config}),
                 _SIZES.write,
             ),
             {"n_layers": "num_hidden_layers", "d_model": "hidden_size", "n_heads": "num_attention_heads"},

@@ -34,13 +34,13 @@ FINAL_NORM = (Row("model.norm.weight", "decoder.final_layernorm.weight", ("hidde
 """As `final_gamma_whole` says."""
 
 
-def _all_but_every_fourth(config: Config, layers: int, where: object) -> list[bool]:
+def _all_but_every_fourth(config: Config, layers: int) -> list[bool]:
     """True for every layer but each fourth, counted from the last."""
     return [(layers - 1 - layer) % 4 != 0 for layer in range(layers)]
 
 
-def _read_windows(config: Config, where: object) -> Fields:
-    return window_fields(config, where, layers_with_window(config, where, _all_but_every_fourth, 2048), 2048)
+def _read_windows(config: Config) -> Fields:
+    return window_fields(config, layers_with_window(config, _all_but_every_fourth, 2048), 2048)
 
 
 def _write_windows(model: ModelShape) -> Config:
@@ -52,25 +52,23 @@ def positions(base: float, *, in_parameters: bool = False) -> Rule:
     class heeds a base in `rope_parameters` alone."""
     parameters, key = rope(base), "layer_rope_theta"
 
-    def read(config: Config, where: object) -> Fields:
+    def read(config: Config) -> Fields:
         if in_parameters and config.get("rope_parameters") is None:
             config = {name: value for name, value in config.items() if name != "rope_theta"}
-        fields, number = parameters.read(config, where), layers(config, where)
-        turning, listed = _all_but_every_fourth(config, number, where), config.get(key)
+        fields, number = parameters.read(config), layers(config)
+        turning, listed = _all_but_every_fourth(config, number), config.get(key)
         if listed is not None:
             if (
                 not isinstance(listed, list)
                 or len(listed) != number
                 or any(type(each) not in (int, float) for each in listed)
             ):
-                raise DamagedCheckpoint(f"{key} is {shown(listed)}, not a list of {number} bases", where=where)
+                raise DamagedCheckpoint(f"{key} is {shown(listed)}, not a list of {number} bases")
             turning = [each != 0 for each in listed]
             for each in listed:
                 if each not in (0, fields["rotary_base"]):
                     what = f"{key} has a base of {shown(each)}, and rope_theta is {fields['rotary_base']:g}"
-                    raise UnknownArchitecture(
-                        what, where=where, do="transformers has rope_theta, or none, in all layers."
-                    )
+                    raise UnknownArchitecture(what, do="transformers has rope_theta, or none, in all layers.")
         return {**fields, "rope_layers": tuple(turning)}
 
     def write(model: ModelShape) -> Config:
@@ -86,9 +84,9 @@ def query_scale(absent: float, of_heads: Entry) -> Rule:
     """What queries are multiplied by after their norm; `absent` is the class's default. `of_heads` reads their size."""
     key = "qk_scale_factor"
 
-    def read(config: Config, where: object) -> Fields:
-        factor = real(config.get(key, absent), key, where)
-        return {"query_pre_attn_scalar": _scalar(factor, of_heads.read(config, where)["kv_channels"])}
+    def read(config: Config) -> Fields:
+        factor = real(config.get(key, absent), key)
+        return {"query_pre_attn_scalar": _scalar(factor, of_heads.read(config)["kv_channels"])}
 
     def write(model: ModelShape) -> Config:
         scalar = model.query_pre_attn_scalar or model.kv_channels

@@ -54,8 +54,8 @@ _EXPERTS = as_values(FUSED)
 _OUTPUT_MULTIPLIER = 0.1767766952966369
 
 
-def _read_multiplier(config: Config, where: object) -> Fields:
-    said = real(config.get("output_multiplier", _OUTPUT_MULTIPLIER), "output_multiplier", where)
+def _read_multiplier(config: Config) -> Fields:
+    said = real(config.get("output_multiplier", _OUTPUT_MULTIPLIER), "output_multiplier")
     return {"logit_multiplier": said, "moe.logit_multiplier": said}
 
 

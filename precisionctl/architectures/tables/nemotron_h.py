@@ -144,26 +144,26 @@ _LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "atten
 """Of kinds of layers, with the names that transformers first had."""
 
 
-def _read_layers(config: Config, where: object) -> Fields:
+def _read_layers(config: Config) -> Fields:
     listed, pattern = config.get("layers_block_type"), config.get("hybrid_override_pattern")
     if listed is not None:
         if not isinstance(listed, list) or len(listed) > MOST_LAYERS:
-            raise DamagedCheckpoint(f"layers_block_type is {shown(listed)}, not a list of layers", where=where)
+            raise DamagedCheckpoint(f"layers_block_type is {shown(listed)}, not a list of layers")
         unknown = [kind for kind in listed if not isinstance(kind, str) or kind not in _LETTERS]
         if unknown:
-            raise UnknownArchitecture(f"layers of type {shown(unknown[0])}", where=where)
+            raise UnknownArchitecture(f"layers of type {shown(unknown[0])}")
         pattern = "".join(_LETTERS[kind] for kind in listed)
     if pattern is None:
         pattern = "ME*-"  # its class's
     if not isinstance(pattern, str) or len(pattern) > MOST_LAYERS:
-        raise DamagedCheckpoint(f"hybrid_override_pattern is {shown(pattern)}, not a word", where=where)
+        raise DamagedCheckpoint(f"hybrid_override_pattern is {shown(pattern)}, not a word")
     fields: dict[str, object] = {"mamba.pattern": pattern, "num_layers": len(pattern)}
     fields["rope_layers"] = (False,) * len(pattern)
     if "E" in pattern:
-        fields |= {name: key.read(config, where)[name] for name, key in _EXPERT_KEYS.items()}
-        number = size({"n_shared_experts": 1} | dict(config), "n_shared_experts", where)
+        fields |= {name: key.read(config)[name] for name, key in _EXPERT_KEYS.items()}
+        number = size({"n_shared_experts": 1} | dict(config), "n_shared_experts")
         if number != 1:
-            raise UnknownArchitecture(f"n_shared_experts={number}", where=where)
+            raise UnknownArchitecture(f"n_shared_experts={number}")
         fields |= {
             "moe.layer_freq": tuple(block == "E" for block in pattern),
             "moe.score_function": "sigmoid",
@@ -183,12 +183,12 @@ def _write_layers(model: ModelShape) -> Config:
     return config
 
 
-def _read_prediction(config: Config, where: object) -> Fields:
-    number = one_or_none(config, "num_nextn_predict_layers", where)
+def _read_prediction(config: Config) -> Fields:
+    number = one_or_none(config, "num_nextn_predict_layers")
     for key, known in _PREDICTING.items():
         if number and config.get(key) not in known:
             what = f"no nemotron_h known here has {key}={shown(config[key])}"
-            raise UnknownArchitecture(what, where=where, do="Known is a prediction layer of attention and experts.")
+            raise UnknownArchitecture(what, do="Known is a prediction layer of attention and experts.")
     return {"mtp_num_layers": number}
 
 

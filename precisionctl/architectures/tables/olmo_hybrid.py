@@ -73,10 +73,10 @@ _LAYERS = (
 _UNLISTED = all_but_every(4)
 
 
-def _read_layers(config: Config, where: object) -> Fields:
-    listed = listed_layers(config, KINDS, where)
+def _read_layers(config: Config) -> Fields:
+    listed = listed_layers(config, KINDS)
     if listed is None:
-        listed = _UNLISTED(config, layers(config, where), where)
+        listed = _UNLISTED(config, layers(config))
         listed[-1] = listed[-1] and not all(listed)  # one has attention
     return {"gdn.layers": tuple(listed)}
 
@@ -84,12 +84,12 @@ def _read_layers(config: Config, where: object) -> Fields:
 _SIZES = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
 
 
-def _read_sizes(config: Config, where: object) -> Fields:
+def _read_sizes(config: Config) -> Fields:
     said = {name: config[name] for name in _SIZES if config.get(name) is not None}
-    said = dict.fromkeys(_SIZES[:2], size(config, "num_attention_heads", where)) | said
-    keys = size(said, _SIZES[0], where)
-    said = {_SIZES[2]: int(0.75 * size(config, "hidden_size", where) / keys)} | said
-    said = {_SIZES[3]: 2 * size(said, _SIZES[2], where)} | said
+    said = dict.fromkeys(_SIZES[:2], size(config, "num_attention_heads")) | said
+    keys = size(said, _SIZES[0])
+    said = {_SIZES[2]: int(0.75 * size(config, "hidden_size") / keys)} | said
+    said = {_SIZES[3]: 2 * size(said, _SIZES[2])} | said
     return {f"gdn.{name.removeprefix('linear_')}": said[name] for name in _SIZES}
 
 
@@ -100,17 +100,16 @@ def _write_sizes(model: ModelShape) -> Config:
 _ROPE = rope()
 
 
-def _read_rope(config: Config, where: object) -> Fields:
-    parameters = rotary_parameters({**config, "rope_theta": 1.0}, where, 1.0)
+def _read_rope(config: Config) -> Fields:
+    parameters = rotary_parameters({**config, "rope_theta": 1.0}, 1.0)
     if parameters.get("rope_theta", config.get("rope_theta", 1.0)) is None:
-        return {"rope_layers": (False,) * layers(config, where)}
+        return {"rope_layers": (False,) * layers(config)}
     if config.get("rope_parameters", {}) is None and not parameters and "rope_theta" not in config:
         raise UnknownArchitecture(
             "rope_parameters is null, which is no rotary embedding to vLLM, and one of base 10000 to transformers 5.24",
-            where=where,
             do="Say `rope_theta` beside it: null for a model without rotary embeddings, as Ai2's are.",
         )
-    return _ROPE.read(config, where)
+    return _ROPE.read(config)
 
 
 def _write_rope(model: ModelShape) -> Config:

@@ -50,10 +50,10 @@ _BODY = (
 _UNREAD = 2
 
 
-def _read_positions(config: Config, where: object) -> Fields:
+def _read_positions(config: Config) -> Fields:
     said = {"max_position_embeddings": 2048} | dict(config)
     return {
-        "max_position_embeddings": size(said, "max_position_embeddings", where),
+        "max_position_embeddings": size(said, "max_position_embeddings"),
         "unread_positions": _UNREAD,
     }
 
@@ -62,11 +62,11 @@ def _write_positions(model: ModelShape) -> Config:
     return {"max_position_embeddings": model.position_rows - _UNREAD}  # Megatron counts them too
 
 
-def _read_width(config: Config, where: object) -> Fields:
+def _read_width(config: Config) -> Fields:
     width = config.get("word_embed_proj_dim")
-    if width not in (None, size(config, "hidden_size", where)):
+    if width not in (None, size(config, "hidden_size")):
         what = f"no opt known here has word_embed_proj_dim={shown(width)}"
-        raise UnknownArchitecture(what, where=where, do="Its table was made for that of hidden_size.")
+        raise UnknownArchitecture(what, do="Its table was made for that of hidden_size.")
     return {}
 
 

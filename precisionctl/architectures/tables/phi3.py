@@ -45,7 +45,7 @@ ARCHITECTURE = Architecture(
         SILU,
         Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(partial=True, original=4096),
-        Rule((), lambda config, where: {}, _write_original),
+        Rule((), lambda config: {}, _write_original),
         sliding_window(everywhere, listed=False),
         tied(False),
     ),

@@ -54,20 +54,20 @@ _ROPE = rope(_BASE)
 _MSCALES = ("short_mscale", "long_mscale")
 
 
-def _read_rope(config: Config, where: object) -> Fields:
-    fields = _ROPE.read(config, where)
+def _read_rope(config: Config) -> Fields:
+    fields = _ROPE.read(config)
     scaling = fields["rope_scaling"]
     if scaling is None:
         return fields
     if scaling["rope_type"] != "longrope":
         what = f"no {config.get('model_type')} known here has rotary scaling of type {shown(scaling['rope_type'])}"
-        raise UnknownArchitecture(what, where=where, do="Known is longrope.")
-    parameters = rotary_parameters(config, where, _BASE)
-    short, long = (real(parameters.get(name), name, where) for name in _MSCALES)
+        raise UnknownArchitecture(what, do="Known is longrope.")
+    parameters = rotary_parameters(config, _BASE)
+    short, long = (real(parameters.get(name), name) for name in _MSCALES)
     if short != long:
-        raise UnknownArchitecture(f"short_mscale={short} and long_mscale={long} differ", where=where)
+        raise UnknownArchitecture(f"short_mscale={short} and long_mscale={long} differ")
     if "attention_factor" in scaling:
-        raise DamagedCheckpoint("attention_factor beside short_mscale, which is meant to be it", where=where)
+        raise DamagedCheckpoint("attention_factor beside short_mscale, which is meant to be it")
     return {**fields, "rope_scaling": {**scaling, "attention_factor": short}}
 
 
@@ -106,7 +106,7 @@ ARCHITECTURE = Architecture(
         Only("num_experts_per_tok", 2, "moe.topk", 2),
         EXPERTS_EVERYWHERE,
         Key("moe.sparsemixer_eps", "router_jitter_noise", 0.01),
-        Rule(("input_jitter_noise",), lambda config, where: {}),  # of training alone
+        Rule(("input_jitter_noise",), lambda config: {}),  # of training alone
         Rule((*KEYS, *_MSCALES), _read_rope, _write_rope),
         sliding_window(everywhere, listed=False),
         Only("tie_word_embeddings", False, "tied_embeddings", False),

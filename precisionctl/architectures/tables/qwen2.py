@@ -11,7 +11,7 @@ from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 
 
-def _after_the_first(config: Config, layers: int, where: object) -> list[bool]:
+def _after_the_first(config: Config, layers: int) -> list[bool]:
     """Layers from `max_window_layers` on have the window."""
     first = config.get("max_window_layers")
     return [layer >= (28 if first is None else first) for layer in range(layers)]

@@ -20,8 +20,8 @@ from precisionctl.architectures.shared.moe_rows import EXPERTS, GATED_SHARED_EXP
 from precisionctl.architectures.tables.qwen3_moe import EXPERT_KEYS
 
 
-def _every_other_of_the_first(config: Config, layers: int, where: object) -> list[bool]:
-    first = size({"max_window_layers": 28} | dict(config), "max_window_layers", where)
+def _every_other_of_the_first(config: Config, layers: int) -> list[bool]:
+    first = size({"max_window_layers": 28} | dict(config), "max_window_layers")
     return [layer % 2 == 0 and layer < first for layer in range(layers)]
 
 

@@ -24,11 +24,11 @@ def experts_by_number(absent: tuple[int, ...] = ()) -> Rule:
     """Which layers have experts: not those whose numbers `mlp_only_layers` lists, which are `absent` where it does
     not."""
 
-    def read(config: Config, where: object) -> Fields:
+    def read(config: Config) -> Fields:
         said = config.get("mlp_only_layers")
-        without = numbered_layers([*absent] if said is None else said, "mlp_only_layers", where)
-        step = size({"decoder_sparse_step": 1} | dict(config), "decoder_sparse_step", where)
-        numbers = range(layers(config, where))
+        without = numbered_layers([*absent] if said is None else said, "mlp_only_layers")
+        step = size({"decoder_sparse_step": 1} | dict(config), "decoder_sparse_step")
+        numbers = range(layers(config))
         return {"moe.layer_freq": tuple((layer + 1) % step == 0 and layer not in without for layer in numbers)}
 
     def write(model: ModelShape) -> Config:
@@ -42,7 +42,7 @@ def scores(default: bool) -> Rule:
     """Whether the weights of the chosen experts add up to one; `default` where the key is absent."""
     return Rule(
         ("norm_topk_prob",),
-        lambda config, where: {"moe.pre_softmax": not is_on(config, "norm_topk_prob", where, default)},
+        lambda config: {"moe.pre_softmax": not is_on(config, "norm_topk_prob", default)},
         lambda model: {"norm_topk_prob": not (model.moe and model.moe.pre_softmax)},
     )
 

@@ -114,17 +114,17 @@ _INDEXER_KEYS = (
 )
 
 
-def _read_indexer(config: Config, where: object) -> Fields:
-    with_delta_net = _LAYERS.read(config, where)["gdn.layers"]
+def _read_indexer(config: Config) -> Fields:
+    with_delta_net = _LAYERS.read(config)["gdn.layers"]
     if all(with_delta_net):
         return {}
-    number, of_keys, channels, budget, ratio = (size(config, key, where) for key in _INDEXER_KEYS)
+    number, of_keys, channels, budget, ratio = (size(config, key) for key in _INDEXER_KEYS)
     if of_keys != 1:
         what = f"no {config.get('model_type')} known here has indexer_kv_heads={of_keys}"
-        raise UnknownArchitecture(what, where=where, do="Its table was made for 1.")
+        raise UnknownArchitecture(what, do="Its table was made for 1.")
     if budget % ratio:
         what = f"indexer_budget is {budget}, which no whole number of blocks of {ratio} tokens fills"
-        raise DamagedCheckpoint(what, where=where)
+        raise DamagedCheckpoint(what)
     return {
         "msa.n_heads": number,
         "msa.head_dim": channels,
@@ -157,25 +157,25 @@ _NGRAM_KEYS = {  # field: key, and what its class takes where none is said
 }
 
 
-def _read_ngrams(config: Config, where: object) -> Fields:
+def _read_ngrams(config: Config) -> Fields:
     listed = config.get("ple_layer_ids")
-    numbers = numbered_layers([] if listed is None else listed, "ple_layer_ids", where)  # counting from 1
+    numbers = numbered_layers([] if listed is None else listed, "ple_layer_ids")  # counting from 1
     if not numbers:
         return {}
-    with_ngrams = tuple(layer + 1 in numbers for layer in range(layers(config, where)))
-    with_delta_net = _LAYERS.read(config, where)["gdn.layers"]
+    with_ngrams = tuple(layer + 1 in numbers for layer in range(layers(config)))
+    with_delta_net = _LAYERS.read(config)["gdn.layers"]
     if sum(with_ngrams) < len(numbers) or any(has > net for has, net in zip(with_ngrams, with_delta_net, strict=True)):
         what = f"ple_layer_ids is {shown(listed)}, and not all of these are layers with linear attention"
-        raise DamagedCheckpoint(what, where=where)
+        raise DamagedCheckpoint(what)
     end = config.get("eos_token_id")
     end = end[0] if isinstance(end, list) and end else end
     if type(end) is not int or not 0 <= end < LARGEST:
         what = f"eos_token_id is {shown(config.get('eos_token_id'))}, and n-grams before it are made of it"
-        raise DamagedCheckpoint(what, where=where)
+        raise DamagedCheckpoint(what)
     given = {**dict(_NGRAM_KEYS.values()), **config}
-    embed_dim = size(config, "hidden_size" if config.get("ple_embed_dim") is None else "ple_embed_dim", where)
+    embed_dim = size(config, "hidden_size" if config.get("ple_embed_dim") is None else "ple_embed_dim")
     return {
-        **{f"ple.{field}": size(given, key, where) for field, (key, _) in _NGRAM_KEYS.items()},
+        **{f"ple.{field}": size(given, key) for field, (key, _) in _NGRAM_KEYS.items()},
         "ple.layers": with_ngrams,
         "ple.embed_dim": embed_dim,
         "ple.end_token": end,
@@ -193,11 +193,11 @@ def _write_ngrams(model: ModelShape) -> Config:
     }
 
 
-def _read_gate(config: Config, where: object) -> Fields:
+def _read_gate(config: Config) -> Fields:
     kind = "silu" if config.get("output_gate_type") is None else config["output_gate_type"]
     if kind not in ("silu", "sigmoid"):
         what = f"no {config.get('model_type')} known here has output_gate_type={shown(kind)}"
-        raise UnknownArchitecture(what, where=where, do="Known: silu, sigmoid.")
+        raise UnknownArchitecture(what, do="Known: silu, sigmoid.")
     return {"gdn.output_gate": kind}
 
 

@@ -19,11 +19,11 @@ _ROPE = rope()
 _YARN = "deepseek_yarn"
 
 
-def _read_rope(config: Config, where: object) -> Fields:
+def _read_rope(config: Config) -> Fields:
     scaling = config.get("rope_scaling")
     if isinstance(scaling, Mapping) and _YARN in (scaling.get("type"), scaling.get("rope_type")):
         config = {**config, "rope_scaling": {**scaling, "rope_type": "yarn"}}
-    return _ROPE.read(config, where)
+    return _ROPE.read(config)
 
 
 def _write_rope(model: ModelShape) -> Config:
@@ -48,7 +48,7 @@ ARCHITECTURE = Architecture(
     rows=decoder(ATTENTION),
     config=(
         *latent_attention(None),
-        Rule(("head_dim", "q_head_dim"), lambda config, where: {}, _write_heads),
+        Rule(("head_dim", "q_head_dim"), lambda config: {}, _write_heads),
         Only("rope_interleave", True),
         Only("moe_layer_freq", 1),
         *COMMON,

@@ -93,7 +93,7 @@ ARCHITECTURE = Architecture(
         Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope(8e6, partial=True),
         tied(False),
-        Rule((), lambda config, where: {}, lambda model: {"embedding_dropout": 0.0}),  # engines ask for it
+        Rule((), lambda config: {}, lambda model: {"embedding_dropout": 0.0}),  # engines ask for it
     ),
     aliases=(Alias("lm_head.weight", of="model.word_embeddings.weight", switch="tied_embeddings"), TIED),
 )

@@ -28,19 +28,19 @@ from precisionctl.model.model_parts import MOST_LAYERS
 from precisionctl.model.model_shape import ModelShape
 
 
-def with_rope(config: Config, where: object) -> tuple[bool, ...]:
+def with_rope(config: Config) -> tuple[bool, ...]:
     """Whether each layer has rotary embeddings."""
     listed = config.get("no_rope_layers")
     if listed is None:
-        every = size({"no_rope_layer_interval": 4} | dict(config), "no_rope_layer_interval", where)
-        return tuple((layer + 1) % every != 0 for layer in range(layers(config, where)))
+        every = size({"no_rope_layer_interval": 4} | dict(config), "no_rope_layer_interval")
+        return tuple((layer + 1) % every != 0 for layer in range(layers(config)))
     if not isinstance(listed, list) or len(listed) > MOST_LAYERS:
-        raise DamagedCheckpoint(f"no_rope_layers is {shown(listed)}, not a list of layers", where=where)
+        raise DamagedCheckpoint(f"no_rope_layers is {shown(listed)}, not a list of layers")
     return tuple(bool(each) for each in listed)
 
 
-def _read_rope_layers(config: Config, where: object) -> Fields:
-    return {"rope_layers": with_rope(config, where)}
+def _read_rope_layers(config: Config) -> Fields:
+    return {"rope_layers": with_rope(config)}
 
 
 def _write_rope_layers(model: ModelShape) -> Config:
@@ -50,8 +50,8 @@ def _write_rope_layers(model: ModelShape) -> Config:
 _SWITCH = "use_sliding_window"
 
 
-def _without_rope(config: Config, layers: int, where: object) -> list[bool]:
-    return [is_on(config, _SWITCH, where) and not each for each in with_rope(config, where)]
+def _without_rope(config: Config, layers: int) -> list[bool]:
+    return [is_on(config, _SWITCH) and not each for each in with_rope(config)]
 
 
 def _write_switch(model: ModelShape) -> Config:
@@ -75,7 +75,7 @@ ARCHITECTURE = Architecture(
         rope(2000000.0),
         ROPE_LAYERS,
         sliding_window(_without_rope, also=_ROPE_KEYS),
-        Rule((_SWITCH,), lambda config, where: {}, _write_switch),
+        Rule((_SWITCH,), lambda config: {}, _write_switch),
         tied(True),
     ),
     aliases=(TIED,),

@@ -45,11 +45,11 @@ def llama_config(said: ParamsJson, read: Callable[[], Places]) -> MadeConfig:
     config |= {theirs: said.take(own) for own, theirs in _SIZES.items()}
     config["num_key_value_heads"] = said.take("n_kv_heads", config["num_attention_heads"])
     vocabulary = said.take("vocab_size", -1)
-    with in_its_words(_WORDS, said.where):
-        hidden_size = size(config, "hidden_size", said.where)
+    with in_its_words(_WORDS):
+        hidden_size = size(config, "hidden_size")
     config["intermediate_size"] = _intermediate_size(said, hidden_size)
-    theta, notes = real(said.take("rope_theta", 10000.0), "rope_theta", said.where), list[str]()
-    scaled = is_on({"use_scaled_rope": said.take("use_scaled_rope", False)}, "use_scaled_rope", said.where)
+    theta, notes = real(said.take("rope_theta", 10000.0), "rope_theta"), list[str]()
+    scaled = is_on({"use_scaled_rope": said.take("use_scaled_rope", False)}, "use_scaled_rope")
     config["rope_theta"] = theta
     if scaled:
         config["rope_scaling"] = {"rope_type": "llama3", "factor": _factor(said, config), **LLAMA3}
@@ -59,7 +59,7 @@ def llama_config(said: ParamsJson, read: Callable[[], Places]) -> MadeConfig:
     said.check_read()
     tensors = read()
     if EMBEDDING not in tensors:
-        raise DamagedCheckpoint(f"no `{EMBEDDING}`", where=said.where, do="Is every file there?")
+        raise DamagedCheckpoint(f"no `{EMBEDDING}`", do="Is every file there?")
     config["vocab_size"] = tensors[EMBEDDING][1].spec.rows if vocabulary == -1 else vocabulary
     # Llama 3.2 1B and 3B are tied, and have a copy: a reference says so
     config["tie_word_embeddings"] = said.known.tied_embeddings if said.known else "output.weight" not in tensors
@@ -71,11 +71,11 @@ def llama_config(said: ParamsJson, read: Callable[[], Places]) -> MadeConfig:
 
 def _intermediate_size(said: ParamsJson, dim: int) -> int:
     """Two thirds of four times the hidden size, times a number, rounded up (llama/model.py, FeedForward)."""
-    unit = size({"multiple_of": said.take("multiple_of", 256)}, "multiple_of", said.where)
+    unit = size({"multiple_of": said.take("multiple_of", 256)}, "multiple_of")
     more = said.take("ffn_dim_multiplier", 1)
-    rows = int(real(more, "ffn_dim_multiplier", said.where) * int(2 * (4 * dim) / 3))
+    rows = int(real(more, "ffn_dim_multiplier") * int(2 * (4 * dim) / 3))
     if rows > LARGEST:
-        raise DamagedCheckpoint(f"ffn_dim_multiplier is {shown(more)}", where=said.where)
+        raise DamagedCheckpoint(f"ffn_dim_multiplier is {shown(more)}")
     return int(unit * (-(-rows // unit)))
 
 
@@ -83,5 +83,5 @@ def _factor(said: ParamsJson, config: dict[str, Any]) -> float:
     known = (said.known.rope_scaling or {}).get("factor") if said.known else None
     if known is None and (config["hidden_size"], config["num_hidden_layers"]) in _LLAMA_3_2:
         what = "use_scaled_rope without a factor, which is 8 in Meta's code and 32 in Llama 3.2 1B and 3B as published"
-        raise DamagedCheckpoint(what, where=said.where, do=WITH_REFERENCE)
+        raise DamagedCheckpoint(what, do=WITH_REFERENCE)
     return 8.0 if known is None else float(known)

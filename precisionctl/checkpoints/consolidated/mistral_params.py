@@ -106,7 +106,7 @@ def _rope(said: ParamsJson, *, latent: bool) -> dict[str, Any]:
     """The keys of rotary embeddings. Classes that are older than transformers 5 have one for the base alone."""
     theta = said.take("rope_theta", said.known.rotary_base if said.known else None)
     if theta is None:
-        raise DamagedCheckpoint("no `rope_theta`", where=said.where, do=WITH_REFERENCE)
+        raise DamagedCheckpoint("no `rope_theta`", do=WITH_REFERENCE)
     yarn, growing = said.section("yarn"), said.section("llama_4_scaling")
     if yarn is None:
         if growing:
@@ -123,7 +123,7 @@ def _rope(said: ParamsJson, *, latent: bool) -> dict[str, Any]:
     }
     yarn.check_read()
     if type(scaled) is not bool:
-        raise DamagedCheckpoint(f"yarn.apply_scale is {shown(scaled)}, not true or false", where=said.where)
+        raise DamagedCheckpoint(f"yarn.apply_scale is {shown(scaled)}, not true or false")
     if not latent:
         found |= {"mscale": 1.0, "mscale_all_dim": 0.0 if scaled else 1.0}
     elif scaled:
@@ -153,20 +153,18 @@ def _add_window(said: ParamsJson, text: dict[str, Any]) -> None:
     key: under the one with an underscore vLLM does not see it."""
     windows = [each for key in ("sliding_window", "_sliding_window") if (each := said.take(key, None)) is not None]
     if len(windows) > 1 and windows[0] != windows[1]:
-        raise DamagedCheckpoint(
-            "sliding_window and _sliding_window", where=said.where, do="Keep the one that is meant."
-        )
+        raise DamagedCheckpoint("sliding_window and _sliding_window", do="Keep the one that is meant.")
     window = windows[0] if windows else None
     if isinstance(window, str) and window.isascii() and window.isdigit() and len(window) < 16:  # some say "4096"
         window = int(window)
     if isinstance(window, list):
-        with in_its_words(_WORDS, said.where):
-            number = layers(text, said.where)
+        with in_its_words(_WORDS):
+            number = layers(text)
         pattern = [each is not None for each in window]
         sizes = [each for each in window if each is not None]
         if not pattern or number % len(pattern) or any(each != sizes[0] for each in sizes):
             what = f"sliding_window is {shown(window)}, no pattern with one window for {number} layers"
-            raise DamagedCheckpoint(what, where=said.where)
+            raise DamagedCheckpoint(what)
         repeated = pattern * (number // len(pattern))
         text["layer_types"] = ["sliding_attention" if each else "full_attention" for each in repeated]
         window = sizes[0] if sizes else None
@@ -178,19 +176,19 @@ def _quantization(said: ParamsJson) -> dict[str, Any] | None:
     own, theirs = said.take("quantization", None), said.take("quantization_config", None)
     if own is not None and theirs is not None:
         what = "`quantization` and `quantization_config` both say how weights are coded"
-        raise DamagedCheckpoint(what, where=said.where, do="Keep the one that is meant.")
+        raise DamagedCheckpoint(what, do="Keep the one that is meant.")
     found = own if theirs is None else theirs
     if found is None:
         return None
     if not isinstance(found, Mapping):
-        raise DamagedCheckpoint(f"quantization is {shown(found)}, not an object", where=said.where)
+        raise DamagedCheckpoint(f"quantization is {shown(found)}, not an object")
     if str(found.get("quant_method", "")).lower().replace("_", "-") == "compressed-tensors":
         return {**found, "quant_method": "compressed-tensors"}
-    section = ParamsJson(found, said.where, within="quantization.")
+    section = ParamsJson(found, within="quantization.")
     form, scheme = section.take("qformat_weight", None), section.take("qscheme_act", "TENSOR")
     if form != "fp8_e4m3" or scheme not in ("TENSOR", "NO_SCALES"):
         what = f"codes of {shown(dict(found))}"
-        raise PrecisionError(what, where=said.where, do="Known are fp8_e4m3, and compressed-tensors.")
+        raise PrecisionError(what, do="Known are fp8_e4m3, and compressed-tensors.")
     section.check_read()
     return {
         "quant_method": "fp8",

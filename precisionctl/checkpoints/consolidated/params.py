@@ -20,22 +20,21 @@ class MadeConfig:
     words: Mapping[str, str]
     notes: tuple[str, ...] = ()
 
-    def model(self, where: object) -> ModelShape:
-        """The model that it describes. Raises as `from_hf_config`, in the words of params.json, which is at `where`."""
-        with in_its_words(self.words, where):
-            return from_hf_config(self.config, where)
+    def model(self) -> ModelShape:
+        """The model that it describes. Raises as `from_hf_config`, in the words of params.json."""
+        with in_its_words(self.words):
+            return from_hf_config(self.config, "")
 
 
 @contextmanager
-def in_its_words(words: Mapping[str, str], where: object) -> Iterator[None]:
-    """Raise a DamagedCheckpoint of a key of config.json as one of a params.json at `where`, whose `words` are by those
-    keys."""
+def in_its_words(words: Mapping[str, str]) -> Iterator[None]:
+    """Raise a DamagedCheckpoint of a key of config.json as one of a params.json, whose `words` are by those keys."""
     try:
         yield
     except DamagedCheckpoint as error:
         key, _, rest = error.what.partition(" ")
         what = f"{words.get(key, key)} {rest}"
-        raise DamagedCheckpoint(what, where=where, do="Is params.json this model's?") from None
+        raise DamagedCheckpoint(what, do="Is params.json this model's?") from None
 
 
 class ParamsJson:
@@ -45,15 +44,15 @@ class ParamsJson:
     DamagedCheckpoint is raised.
     """
 
-    def __init__(self, said: Mapping[str, Any], where: object, known: ModelShape | None = None, within: str = ""):
+    def __init__(self, said: Mapping[str, Any], known: ModelShape | None = None, within: str = ""):
         self._left = {key: value for key, value in said.items() if value is not None}
-        self.where, self.known, self._within = where, known, within
+        self.known, self._within = known, within
 
     def take(self, key: str, absent: Any = NEEDED) -> Any:
         """The value of a key, or `absent`."""
         value = self._left.pop(key, absent)
         if value is NEEDED:
-            raise DamagedCheckpoint(f"no `{self._within}{key}`", where=self.where, do="Is the file whole?")
+            raise DamagedCheckpoint(f"no `{self._within}{key}`", do="Is the file whole?")
         return value
 
     def only(self, key: str, value: object) -> None:
@@ -71,8 +70,8 @@ class ParamsJson:
         """The object under a key; None if it is not there."""
         value = self.take(key, None)
         if value is not None and not isinstance(value, Mapping):
-            raise DamagedCheckpoint(f"{self._within}{key} is {shown(value)}, not an object", where=self.where)
-        return None if value is None else ParamsJson(value, self.where, self.known, f"{self._within}{key}.")
+            raise DamagedCheckpoint(f"{self._within}{key} is {shown(value)}, not an object")
+        return None if value is None else ParamsJson(value, self.known, f"{self._within}{key}.")
 
     def __contains__(self, key: str) -> bool:
         return key in self._left
@@ -86,4 +85,4 @@ class ParamsJson:
     def unread(self, what: str) -> UnknownArchitecture:
         """The error for a model that is not read."""
         do = "Take the Hugging Face files of the same release: config.json and model*.safetensors."
-        return UnknownArchitecture(what, where=self.where, do=do)
+        return UnknownArchitecture(what, do=do)

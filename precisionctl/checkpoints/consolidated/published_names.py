@@ -83,16 +83,16 @@ class RotaryHeads:
 class PublishedNames:
     """The names of a model's tensors. `vision` is the config of a wrapper's tower; None of a text model alone."""
 
-    def __init__(self, model: ModelShape, vision: Mapping[str, object] | None, where: object) -> None:
+    def __init__(self, model: ModelShape, vision: Mapping[str, object] | None) -> None:
         self._wrapper = WRAPPERS["mistral3"] if vision is not None else None
         queries = RotaryHeads(model.num_attention_heads, model.kv_channels)
         self._heads = {(False, "q"): queries, (False, "k"): RotaryHeads(model.num_query_groups, model.kv_channels)}
         if vision is not None:
-            heads = size(vision, "num_attention_heads", where)
-            of_tower = RotaryHeads(heads, size(vision, "hidden_size", where) // heads)
+            heads = size(vision, "num_attention_heads")
+            of_tower = RotaryHeads(heads, size(vision, "hidden_size") // heads)
             self._heads |= {(True, "q"): of_tower, (True, "k"): of_tower}
         if odd := [each.size for each in self._heads.values() if each.size % 2]:
-            raise DamagedCheckpoint(f"heads of {odd[0]} rows: rotary embeddings turn pairs of them", where=where)
+            raise DamagedCheckpoint(f"heads of {odd[0]} rows: rotary embeddings turn pairs of them")
 
     def of(self, name: str) -> str | None:
         """The published name of a tensor; None for one that no such model has."""

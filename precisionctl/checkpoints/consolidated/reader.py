@@ -29,7 +29,7 @@ from precisionctl.checkpoints.mlx.mlx_names import Places
 from precisionctl.checkpoints.rotary_heads import Heads
 from precisionctl.codes.elements import FP8
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint, PrecisionError, UnmappedTensor
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, UnmappedTensor, at
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import differences
@@ -86,17 +86,18 @@ class ConsolidatedReader(HuggingFaceTensors):
         given = hints.companions or (own if "config.json" in own.files else None)
         reference = _config_of(given) if given else None
         known = from_hf_config(reference, given.config_path) if given and reference else None
-        said = ParamsJson(params, where, known)
+        said = ParamsJson(params, known)
         of_meta = "hidden_dim" not in said
         # Where files of both kinds are there, those in safetensors are read, as vLLM does
         shards = [] if file_format_of(path) else shard_files(path)
-        read = cache(lambda: _tensors(path, shards, params, where))
-        made = llama_config(said, read) if of_meta else mistral_config(said)
-        model = made.model(where)
+        read = cache(lambda: _tensors(path, shards, params))
+        with at(where):
+            made = llama_config(said, read) if of_meta else mistral_config(said)
+            model = made.model()
+            names = PublishedNames(model, made.config.get("vision_config"))
+            tensors = read()
         if given and known:
             _check_same(known, model, made.config, given.config_path)
-        names = PublishedNames(model, made.config.get("vision_config"), where)
-        tensors = read()
         self.files: Sequence[Path] = sorted({file for file, _ in tensors.values()} | {*shards})
         left = sorted(name for name in tensors if LEFT.fullmatch(name))
         places = _published({name: each for name, each in tensors.items() if name not in left}, names, where)
@@ -129,9 +130,9 @@ class ConsolidatedReader(HuggingFaceTensors):
         yield from super().notes()
 
 
-def _tensors(path: Path, shards: Sequence[Path], params: Mapping[str, Any], where: Path) -> Places:
+def _tensors(path: Path, shards: Sequence[Path], params: Mapping[str, Any]) -> Places:
     """The tensors in these shards, or in the directory's safetensors if there are none, whole, by their own names."""
-    return read_shards(shards, size(params, "dim", where)) if shards else places_in(read_stored(path, _FILES))
+    return read_shards(shards, size(params, "dim")) if shards else places_in(read_stored(path, _FILES))
 
 
 def _config_of(companions: Companions) -> dict[str, Any]:

@@ -33,12 +33,12 @@ def model_of_file(file: Described, model_type: str) -> ModelShape:
     try:
         family.check_scaling(model)
     except UnknownArchitecture as error:
-        raise UnknownArchitecture(error.what, where=file.where, do=WITH_REFERENCE) from None
-    told = from_hf_config(to_hf_config(model, DType.float32.value), file.where)
+        raise UnknownArchitecture(error.what, do=WITH_REFERENCE) from None
+    told = from_hf_config(to_hf_config(model, DType.float32.value), "")
     for name, (here, there) in differences(model, told).items():
         if not _same(here, there):
             what = f"{name} is {shown(here)}, and {shown(there)} in a {model_type}"
-            raise UnknownArchitecture(what, where=file.where, do="Start from the release.")
+            raise UnknownArchitecture(what, do="Start from the release.")
     return model
 
 
@@ -48,7 +48,7 @@ def _in_words_of(file: Described, family: GgufFamily, error: DamagedCheckpoint) 
     for entry in (*family.keys, *family.more):
         if isinstance(entry, GgufKey) and field == entry.field.rpartition(".")[2]:
             field = f"{file.architecture}.{entry.key}"
-    return DamagedCheckpoint(f"{field} {rest}", where=file.where, do="Is the file whole, and of such a model?")
+    return DamagedCheckpoint(f"{field} {rest}", do="Is the file whole, and of such a model?")
 
 
 def check_same(file: Described, model: ModelShape, config: Mapping[str, Any], where: object) -> None:

@@ -38,7 +38,6 @@ class Described:
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
     architecture: str
-    where: object
 
     def said(self, key: str) -> Any:
         """A value under a key of the architecture; None if there is none."""
@@ -69,7 +68,7 @@ class Described:
         """Raise UnknownArchitecture if a key says something else."""
         if self.said(key) not in (None, value):
             what = f"{self.architecture}.{key} is {shown(self.said(key))}, and {value} in a model like this"
-            raise UnknownArchitecture(what, where=self.where)
+            raise UnknownArchitecture(what)
 
     def layers(self) -> int:
         """Number of layers, with those of multi-token prediction, which come last."""
@@ -118,11 +117,11 @@ class Described:
         """Raise UnknownArchitecture for those of the keys that are there."""
         if unread := sorted(key for key in keys if self.said(key) is not None):
             what = f"settings of llama.cpp's {self.architecture} that are not read: {listed(unread)}"
-            raise UnknownArchitecture(what, where=self.where, do="Start from the release.")
+            raise UnknownArchitecture(what, do="Start from the release.")
 
     def rows(self, name: str) -> int:
         if name not in self.tensors:
-            raise DamagedCheckpoint(f"no `{name}`", where=self.where, do="Is it a whole model, and not a part of one?")
+            raise DamagedCheckpoint(f"no `{name}`", do="Is it a whole model, and not a part of one?")
         return self.tensors[name].shape[0]
 
     def _one(self, key: str, absent: Any) -> Any:
@@ -132,12 +131,12 @@ class Described:
             value = value[0]
         if value is None:
             if absent is NEEDED:
-                raise DamagedCheckpoint(f"no `{self.architecture}.{key}`", where=self.where, do="Copy it again.")
+                raise DamagedCheckpoint(f"no `{self.architecture}.{key}`", do="Copy it again.")
             return absent
         return value
 
     def _damaged(self, key: str, value: object) -> DamagedCheckpoint:
-        return DamagedCheckpoint(f"{self.architecture}.{key} is {shown(value)}", where=self.where)
+        return DamagedCheckpoint(f"{self.architecture}.{key} is {shown(value)}")
 
 
 def shortest(value: float) -> float:

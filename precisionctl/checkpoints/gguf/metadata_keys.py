@@ -294,7 +294,7 @@ def one_of(file: Described, key: str, numbers: Sequence[int]) -> int:
     several = sorted({number for number in numbers if number})
     if len(several) > 1:
         what = f"{file.architecture}.{key} is {shown(list(numbers))}, of several sizes"
-        raise UnknownArchitecture(what, where=file.where, do="Start from the release.")
+        raise UnknownArchitecture(what, do="Start from the release.")
     return several[0] if several else 0
 
 

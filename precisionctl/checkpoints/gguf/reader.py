@@ -35,7 +35,7 @@ from precisionctl.checkpoints.hf_directory.huggingface_files import file_format_
 from precisionctl.codes.elements import Cast
 from precisionctl.codes.encoding import Encoding
 from precisionctl.codes.ggml_blocks import ENCODED
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnknownFormat, shown
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnknownFormat, at, shown
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
@@ -138,11 +138,11 @@ class GgufReader:
             known = ", ".join(sorted({each for family in FAMILIES.values() for each in family.architectures}))
             what = f"a model of llama.cpp's architecture {shown(architecture)}, which is not read"
             raise UnknownArchitecture(what, where=self.path, do=f"Known: {known}. Start from the release.")
-        file = Described(head.metadata, head.tensors, str(architecture), self.path)
+        file = Described(head.metadata, head.tensors, str(architecture))
         if "config.json" not in self.companions.files:
-            model_type = model_type_of(file, found)
-            model = model_of_file(file, model_type)
-            return model, FAMILIES[model_type].of_file(file)
+            with at(self.path):
+                model_type = model_type_of(file, found)
+                return model_of_file(file, model_type), FAMILIES[model_type].of_file(file)
         where = self.companions.config_path
         config = parse_json(self.companions.files["config.json"], where)
         said = config.get("model_type")
@@ -151,8 +151,9 @@ class GgufReader:
             do = f"Give the config.json of a {' or '.join(found)}: of a wrapper, its text model's alone."
             raise DamagedCheckpoint(what, where=where, do=do)
         model = from_hf_config(config, where)
-        check_same(file, model, config, where)
-        return model, FAMILIES[model.architecture].of_file(file)
+        with at(self.path):
+            check_same(file, model, config, where)
+            return model, FAMILIES[model.architecture].of_file(file)
 
 
 def _files_of(path: Path) -> list[Path]:

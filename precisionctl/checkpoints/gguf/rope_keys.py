@@ -74,7 +74,7 @@ def _read_scaling(file: Described) -> dict[str, Any] | None:
         return None
     if kind not in ("linear", "yarn"):
         what = f"rotary scaling of type {shown(kind)}, which is not read of GGUF"
-        raise UnknownArchitecture(what, where=file.where)
+        raise UnknownArchitecture(what)
     scaling = {"rope_type": kind, "factor": file.number(_FACTOR)}
     if kind == "yarn":
         scaling[ORIGINAL] = file.count(_CONTEXT)

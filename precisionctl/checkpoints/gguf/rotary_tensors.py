@@ -78,11 +78,11 @@ def scaling_with_tensors(
     for name in sorted(ROTARY_TENSORS & file.tensors.keys()):
         if not _SAID_BY[name] & family.scalings.keys():
             what = f"`{name}` is there, and no rotary embeddings of llama.cpp's {file.architecture} are scaled by it"
-            raise DamagedCheckpoint(what, where=file.where, do="Is the file of such a model?")
-        factors[name] = _factors(name, file.tensors[name], file.where)
+            raise DamagedCheckpoint(what, do="Is the file of such a model?")
+        factors[name] = _factors(name, file.tensors[name])
     scaling = said["rope_scaling"]
     if _FREQUENCIES in factors and "proportional" in family.scalings:
-        scaling = _proportional(factors[_FREQUENCIES], file.where)
+        scaling = _proportional(factors[_FREQUENCIES])
     elif _FREQUENCIES in factors:
         scaling = {**(scaling or {}), **_llama3(factors[_FREQUENCIES], said, file, family, reference)}
     lists = {
@@ -95,17 +95,17 @@ def scaling_with_tensors(
     return dict(of_reference) if unsaid else scaling
 
 
-def _factors(name: str, tensor: GgufTensor, where: object) -> NDArray[np.float32]:
+def _factors(name: str, tensor: GgufTensor) -> NDArray[np.float32]:
     if tensor.format.dtype != DType.float32 or len(tensor.shape) != 1 or not 0 < tensor.shape[0] <= _MOST_FACTORS:
         what = f"`{name}` is {tensor.format.name} {list(tensor.shape)}, no factors of rotary embeddings"
-        raise DamagedCheckpoint(what, where=where)
+        raise DamagedCheckpoint(what)
     return read_bytes(GgufPart(name, tensor), name, 0, tensor.shape[0]).view(np.float32).reshape(-1)
 
 
-def _proportional(factors: NDArray[np.float32], where: object) -> dict[str, Any]:
+def _proportional(factors: NDArray[np.float32]) -> dict[str, Any]:
     turned = int((factors == 1).sum())
     if not ((factors[:turned] == 1).all() and (factors[turned:] == np.float32(_STILL)).all()):
-        raise CheckpointError(f"`{_FREQUENCIES}` are other factors than Gemma 4's", where=where, do=WITH_REFERENCE)
+        raise CheckpointError(f"`{_FREQUENCIES}` are other factors than Gemma 4's", do=WITH_REFERENCE)
     return {"rope_type": "proportional", "partial_rotary_factor": turned / len(factors)}
 
 
@@ -123,9 +123,7 @@ def _llama3(
         _llama3_factors(settings, said["rotary_base"], said["kv_channels"]), factors, rtol=1e-5
     ):
         if reference:
-            raise DamagedCheckpoint(
-                f"`{_FREQUENCIES}` are factors of another model than the reference", where=file.where
-            )
+            raise DamagedCheckpoint(f"`{_FREQUENCIES}` are factors of another model than the reference")
         what = f"`{_FREQUENCIES}` are other factors than Llama 3's, and nothing else says of which settings"
-        raise CheckpointError(what, where=file.where, do=WITH_REFERENCE)
+        raise CheckpointError(what, do=WITH_REFERENCE)
     return settings

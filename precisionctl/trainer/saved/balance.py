@@ -93,7 +93,7 @@ def _of_config(source: Reader) -> _Named:
     if "config.json" not in source.companions.files:
         return {}
     config = parse_json(source.companions.files["config.json"], "config.json")
-    config = text_config(config, "config.json") if is_wrapper(config) else config
+    config = text_config(config) if is_wrapper(config) else config
     of_row = "seq_aux_loss" if config.get("seq_aux", True) else "aux_loss"
     keys = {"pooled_loss": "router_aux_loss_coef", of_row: "aux_loss_alpha"}
     return {name: (key, config[key]) for name, key in keys.items() if config.get(key) is not None}

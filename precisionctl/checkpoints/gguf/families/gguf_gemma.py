@@ -76,7 +76,7 @@ def _scored_as(layers_of_27b: int) -> Callable[[Fields], float]:
 
 def _read_window_of_gemma3(file: Described) -> Fields:
     if not file.count("attention.sliding_window", 0):
-        raise UnknownArchitecture("a Gemma 3 without a window", where=file.where)
+        raise UnknownArchitecture("a Gemma 3 without a window")
     return WINDOW.read(file)
 
 

@@ -73,7 +73,7 @@ def _read_heads(file: Described) -> Fields:
     if all(windows):
         what = f"{file.architecture}.{PATTERN} is {shown(windows)}"
         do = "Known are models with windows in some layers, of which it is a list."
-        raise UnknownArchitecture(what, where=file.where, do=do)
+        raise UnknownArchitecture(what, do=do)
     everywhere = windows.index(False)
     local = [number for number, window in zip(groups, windows, strict=True) if window]
     size, size_in_window = file.count("attention.key_length", least=1), file.count("attention.key_length_swa", least=1)
@@ -145,7 +145,7 @@ def _read_mlps(file: Described) -> Fields:
     channels = file.counts("feed_forward_length")
     if {*channels} - {channels[0], 2 * channels[0]}:
         what = f"{file.architecture}.feed_forward_length is {shown(channels)}, neither one size nor twice that"
-        raise UnknownArchitecture(what, where=file.where, do="Start from the release.")
+        raise UnknownArchitecture(what, do="Start from the release.")
     return {"ffn_hidden_size": channels[0], "use_double_wide_mlp": channels[-1] != channels[0]}
 
 

@@ -71,7 +71,7 @@ def _joined(kind: str) -> list[GgufRow]:
 
 def _read_score_scale(file: Described) -> Fields:
     scale = file.number("attention.scale", None) or head_size(file) ** -0.5
-    return {"query_pre_attn_scalar": real(scale, f"{file.architecture}.attention.scale", file.where) ** -2}
+    return {"query_pre_attn_scalar": real(scale, f"{file.architecture}.attention.scale") ** -2}
 
 
 def _write_score_scale(model: ModelShape) -> Said:

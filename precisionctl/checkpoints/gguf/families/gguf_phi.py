@@ -45,7 +45,7 @@ def _read_longrope(file: Described) -> Fields:
     key = "rope.scaling.attn_factor"
     if not math.isclose(file.number(key, usual), usual, rel_tol=1e-5):
         what = f"{file.architecture}.{key} is {shown(file.said(key))}, and {usual} as usual"
-        raise UnknownArchitecture(what, where=file.where)
+        raise UnknownArchitecture(what)
     return {"rope_scaling": {"rope_type": "longrope", ORIGINAL: original}} if scaled else {}
 
 
