@@ -274,6 +274,12 @@ class Alias:
     written: bool = False
 
 
+TIED = Alias("lm_head.weight", of="model.embed_tokens.weight", switch="tied_embeddings")
+
+ROTARY = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
+"""Older versions of transformers stored them."""
+
+
 @dataclass(frozen=True)
 class Architecture:
     """One family: its table of rows, and how its config.json says a ModelShape.
@@ -291,8 +297,8 @@ class Architecture:
     model_types: Mapping[str, str]
     rows: tuple[Row | Either, ...]
     config: tuple[Entry, ...]
-    aliases: tuple[Alias, ...] = ()
-    derived: tuple[str, ...] = ()
+    aliases: tuple[Alias, ...] = (TIED,)
+    derived: tuple[str, ...] = ROTARY
     behind: Mapping[str, str] = field(default_factory=dict)
     names_by: Literal["Megatron-Core", "Megatron-Bridge", "this project"] = "Megatron-Core"
     otherwise_in_transformers: str = ""

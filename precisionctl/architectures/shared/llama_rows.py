@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from precisionctl.architectures.head_rearrangements import QKV
-from precisionctl.architectures.param_map import Alias, Condition, Either, Row, when
+from precisionctl.architectures.param_map import Condition, Either, Row, when
 from precisionctl.architectures.rearrangements import GAMMA, GATE_UP, SAME, VOCABULARY, Rearrangement
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
 
@@ -273,11 +273,6 @@ OUTPUT = (
 )
 
 OUTPUT_BIAS = (Row("lm_head.bias", "output_layer.bias", ("padded_vocab_size",), VOCABULARY, ROWS),)
-
-TIED = Alias("lm_head.weight", of="model.embed_tokens.weight", switch="tied_embeddings")
-
-ROTARY = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
-"""Derived: older versions stored it."""
 
 
 def model_rows(*layers: Row | Either, ending: tuple[Row, ...] = FINAL_NORM) -> tuple[Row | Either, ...]:

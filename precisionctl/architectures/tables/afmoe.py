@@ -27,7 +27,7 @@ from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.deepseek_keys import leading_dense, shared_experts
 from precisionctl.architectures.shared.deepseek_rows import decoder
 from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
-from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, PROJ, QK_NORMS, ROTARY, TIED
+from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, PROJ, QK_NORMS
 from precisionctl.architectures.shared.moe_rows import POST_MOE_NORM
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import ROWS
@@ -102,7 +102,5 @@ ARCHITECTURE = Architecture(
         Rule(_WINDOW.keys, _read_layers, _write_layers),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

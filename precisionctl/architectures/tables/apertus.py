@@ -11,8 +11,6 @@ from precisionctl.architectures.shared.llama_rows import (
     ATTENTION,
     ATTENTION_NORM,
     MLP_NORM,
-    ROTARY,
-    TIED,
     UNGATED_MLP,
     model_rows,
 )
@@ -56,7 +54,5 @@ ARCHITECTURE = Architecture(
         rope(12000000.0, scaling=_LLAMA3),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

@@ -7,8 +7,6 @@ from precisionctl.architectures.shared.llama_rows import (
     ATTENTION,
     ATTENTION_NORM,
     MLP_NORM,
-    ROTARY,
-    TIED,
     UNGATED_MLP,
     model_rows,
 )
@@ -27,6 +25,4 @@ ARCHITECTURE = Architecture(
         rope(),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -7,7 +7,7 @@ have no bias that chooses experts, which transformers then takes for zeros, as `
 from dataclasses import replace
 
 from precisionctl.architectures.config_keys import Always, Key, Only, tied
-from precisionctl.architectures.param_map import Architecture, Condition, Either, Row, only_in, only_with, renamed
+from precisionctl.architectures.param_map import TIED, Architecture, Condition, Either, Row, only_in, only_with, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.deepseek_keys import (
     ROTATED_HEAD,
@@ -18,7 +18,6 @@ from precisionctl.architectures.shared.deepseek_keys import (
     latent_attention,
 )
 from precisionctl.architectures.shared.deepseek_rows import ATTENTION, MTP_ALIASES, decoder, prediction
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, POST_MOE_NORM, ROUTER, SHARED_EXPERTS
 
 _NORM = renamed(POST_MOE_NORM, {".post_feedforward_layernorm.": ".post_mlp_layernorm."})
@@ -54,6 +53,5 @@ ARCHITECTURE = Architecture(
         tied(False),
     ),
     aliases=(TIED, *MTP_ALIASES),
-    derived=ROTARY,
     names_by="this project",
 )

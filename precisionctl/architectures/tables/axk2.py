@@ -22,7 +22,7 @@ from precisionctl.architectures.shared.deepseek_keys import (
 )
 from precisionctl.architectures.shared.deepseek_rows import INDEXED_ATTENTION, ROUTING
 from precisionctl.architectures.shared.kda_rows import either
-from precisionctl.architectures.shared.llama_rows import MLP, MLP_NORM, ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import MLP, MLP_NORM, model_rows
 from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM
 
 
@@ -80,7 +80,5 @@ ARCHITECTURE = Architecture(
         rope(),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

@@ -26,7 +26,6 @@ from precisionctl.architectures.shared.llama_rows import (
     MLP,
     MLP_NORM,
     OUTPUT,
-    ROTARY,
     SEPARATE_NORM,
 )
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, EXPERTS, MOE_NORM
@@ -163,5 +162,5 @@ ARCHITECTURE = Architecture(
         Key("mtp_num_layers", "num_nextn_predict_layers", 1, synonym="num_mtp_layers"),
         Only("mtp_use_kda", False),
     ),
-    derived=ROTARY,
+    aliases=(),
 )

@@ -21,7 +21,7 @@ from precisionctl.architectures.config_keys import (
 from precisionctl.architectures.config_layers import numbered_layers
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import EMBEDDING, FINAL_NORM, MLP, MLP_NORM, OUTPUT, ROTARY, TIED
+from precisionctl.architectures.shared.llama_rows import EMBEDDING, FINAL_NORM, MLP, MLP_NORM, OUTPUT
 from precisionctl.architectures.shared.mamba_keys import MIXER_HEADS, step_limits
 from precisionctl.architectures.shared.mamba_rows import MIXER_OR_ATTENTION
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
@@ -97,6 +97,4 @@ ARCHITECTURE = Architecture(
         ),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

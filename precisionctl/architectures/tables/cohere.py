@@ -10,9 +10,7 @@ from precisionctl.architectures.shared.llama_rows import (
     ATTENTION,
     FINAL_NORM,
     MLP,
-    ROTARY,
     SEPARATE_NORM,
-    TIED,
     model_rows,
 )
 
@@ -51,7 +49,5 @@ ARCHITECTURE = Architecture(
     model_types={"cohere": "CohereForCausalLM"},
     rows=ROWS,
     config=(*COMMON, HEADS, *LAYER_NORM, Only("use_qk_norm", False), rope(500000.0)),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

@@ -7,7 +7,6 @@ from precisionctl.architectures.config_keys import HEADS, Config, Fields, Rule, 
 from precisionctl.architectures.config_layers import all_but_every, layers_in_window, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.cohere import COMMON, LAYER_NORM, ROWS
 
 _LOCAL = all_but_every(4, "sliding_window_pattern")
@@ -30,7 +29,5 @@ ARCHITECTURE = Architecture(
         sliding_window(_LOCAL, absent=4096, also=("sliding_window_pattern",)),
         Rule(("sliding_window", "layer_types", "sliding_window_pattern"), _read_rope_layers),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

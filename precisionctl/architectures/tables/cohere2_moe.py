@@ -10,7 +10,7 @@ from precisionctl.architectures.config_layers import layers_in_window, sliding_w
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.deepseek_keys import experts_by_list
-from precisionctl.architectures.shared.llama_rows import ATTENTION, MLP, ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import ATTENTION, MLP, model_rows
 from precisionctl.architectures.shared.moe_rows import EXPERTS, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.tables.cohere import COMMON, LAST_NORM, NORM
 from precisionctl.errors import UnknownArchitecture, shown
@@ -120,7 +120,5 @@ ARCHITECTURE = Architecture(
         rope(),
         Rule((*_LAYERS.keys, *_WINDOW.keys), _read_layers, _write_layers),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

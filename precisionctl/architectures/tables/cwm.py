@@ -7,7 +7,6 @@ from precisionctl.architectures.config_keys import SILU, SIZES, Key, Only, Rule,
 from precisionctl.architectures.config_layers import but_first_of_four, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 
 _ROPE = {
@@ -35,6 +34,4 @@ ARCHITECTURE = Architecture(
         tied(False),
         Rule((), lambda config: {}, lambda model: {"bos_token_id": 128000}),  # its class takes no null
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

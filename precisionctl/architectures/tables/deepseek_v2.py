@@ -8,7 +8,6 @@ from precisionctl.architectures.config_keys import Always, Config, Fields, Key, 
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.shared.deepseek_keys import COMMON, experts
 from precisionctl.architectures.shared.deepseek_rows import ATTENTION, decoder
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
@@ -48,6 +47,4 @@ ARCHITECTURE = Architecture(
         Always("moe.pre_softmax", True),
         Rule(("topk_method", "n_group", "topk_group"), _read_groups, _write_groups),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

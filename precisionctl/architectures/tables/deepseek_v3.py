@@ -5,10 +5,9 @@ whatever config.json says of them. Rotary channels are neighbouring pairs, in bo
 """
 
 from precisionctl.architectures.config_keys import Key, Only
-from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.param_map import TIED, Architecture
 from precisionctl.architectures.shared.deepseek_keys import COMMON, ROTATED_HEAD, SIGMOID, experts, groups
 from precisionctl.architectures.shared.deepseek_rows import ATTENTION, MTP_ALIASES, decoder, prediction
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 
 ARCHITECTURE = Architecture(
     model_types={"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"},
@@ -26,5 +25,4 @@ ARCHITECTURE = Architecture(
         Key("mtp_num_layers", "num_nextn_predict_layers", 0, synonym="num_mtp_layers"),
     ),
     aliases=(TIED, *MTP_ALIASES),
-    derived=ROTARY,
 )

@@ -5,7 +5,7 @@ is a LayerNorm of epsilon 1e-6, stored in FP32.
 """
 
 from precisionctl.architectures.config_keys import Config, Entry, Fields, Key, Only, Rule, layers, tied
-from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.param_map import TIED, Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.deepseek_keys import (
     INDEXER,
@@ -16,7 +16,6 @@ from precisionctl.architectures.shared.deepseek_keys import (
     latent_attention,
 )
 from precisionctl.architectures.shared.deepseek_rows import INDEXED_ATTENTION, MTP_ALIASES, decoder, prediction
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 
 ROWS = (*decoder(INDEXED_ATTENTION), *prediction(INDEXED_ATTENTION))
 
@@ -52,5 +51,4 @@ ARCHITECTURE = Architecture(
         Key("norm_epsilon", "rms_norm_eps", 1e-6),
     ),
     aliases=(TIED, *MTP_ALIASES),
-    derived=ROTARY,
 )

@@ -215,4 +215,5 @@ ARCHITECTURE = Architecture(
         Key("mtp_num_layers", "num_nextn_predict_layers", 1),
         tied(False),
     ),
+    aliases=(),
 )

@@ -10,7 +10,7 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.deepseek_keys import experts, groups
 from precisionctl.architectures.shared.deepseek_rows import decoder
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
+from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM
 
 
 def _after_the_first(config: Config, layers: int) -> list[bool]:
@@ -39,6 +39,4 @@ ARCHITECTURE = Architecture(
         sliding_window(_after_the_first, absent=4096, also=("max_window_layers",)),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

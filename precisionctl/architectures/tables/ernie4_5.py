@@ -6,7 +6,6 @@ Trap: one switch for all biases.
 from precisionctl.architectures.config_keys import SILU, SIZES, Always, Key, biases, heads, tied
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 
 ARCHITECTURE = Architecture(
@@ -22,6 +21,4 @@ ARCHITECTURE = Architecture(
         rope(500000.0),
         tied(True),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

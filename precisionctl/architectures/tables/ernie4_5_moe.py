@@ -25,7 +25,7 @@ from precisionctl.architectures.rearrangements import SQUEEZED
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.deepseek_keys import shared_experts
 from precisionctl.architectures.shared.deepseek_rows import decoder
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
+from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, ROUTER, SHARED_EXPERTS
 from precisionctl.model.model_shape import ModelShape
 
@@ -72,7 +72,5 @@ ARCHITECTURE = Architecture(
         rope(500000.0),
         tied(True),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="Megatron-Bridge",
 )

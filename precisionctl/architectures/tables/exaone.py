@@ -5,7 +5,7 @@ its own, and engines look for the published ones.
 """
 
 from precisionctl.architectures.config_keys import ATTENTION_BIAS, SILU, SIZES, TWO_CLASSES, Key, heads, reworded, tied
-from precisionctl.architectures.param_map import Alias, Architecture, Either, renamed
+from precisionctl.architectures.param_map import TIED, Alias, Architecture, Either, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.llama_rows import (
     ATTENTION,
@@ -15,7 +15,6 @@ from precisionctl.architectures.shared.llama_rows import (
     MLP,
     MLP_NORM,
     OUTPUT,
-    TIED,
 )
 
 _BODY = (*EMBEDDING, *ATTENTION_NORM, *ATTENTION, *MLP_NORM, *MLP, *FINAL_NORM)

@@ -9,7 +9,7 @@ from precisionctl.architectures.config_layers import Local, all_but_every, layer
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
-from precisionctl.architectures.shared.llama_rows import ATTENTION, MLP, ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import ATTENTION, MLP, model_rows
 from precisionctl.model.model_shape import ModelShape
 
 
@@ -47,7 +47,5 @@ ARCHITECTURE = Architecture(
         *WINDOWS,
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="Megatron-Bridge",
 )

@@ -23,7 +23,7 @@ from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.deepseek_keys import experts_by_list, groups, shared_experts
 from precisionctl.architectures.shared.deepseek_rows import decoder
 from precisionctl.architectures.shared.delta_net_rows import DENSE, prediction
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
+from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.tables.exaone4 import WINDOWS
 from precisionctl.model.model_shape import ModelShape
@@ -76,6 +76,4 @@ ARCHITECTURE = Architecture(
         Rule(("num_nextn_predict_layers",), _read_prediction, _write_prediction),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -22,7 +22,7 @@ from precisionctl.architectures.config_keys import (
     size,
     tied,
 )
-from precisionctl.architectures.param_map import Architecture, only_with, renamed
+from precisionctl.architectures.param_map import TIED, Architecture, only_with, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.llama_rows import (
     ATTENTION_LAYER_NORM,
@@ -33,7 +33,6 @@ from precisionctl.architectures.shared.llama_rows import (
     OUTPUT,
     PROJ,
     SEPARATE_LAYER_NORM,
-    TIED,
     UNGATED_MLP,
 )
 from precisionctl.architectures.tables.gpt2 import sizes

@@ -30,9 +30,7 @@ from precisionctl.architectures.shared.llama_rows import (
     OUTPUT,
     PROJ,
     QKV_LINEAR,
-    ROTARY,
     SEPARATE_NORM,
-    TIED,
 )
 from precisionctl.architectures.shared.mamba_keys import mixer_heads, step_limits
 from precisionctl.architectures.shared.mamba_rows import MIXER
@@ -116,7 +114,5 @@ ARCHITECTURE = Architecture(
         rope(),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="Megatron-Bridge",
 )

@@ -8,7 +8,7 @@ from precisionctl.architectures.config_keys import Key
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM
-from precisionctl.architectures.shared.llama_rows import PROJ, QK_NORMS_OVER_HEADS, QKV_LINEAR, ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import PROJ, QK_NORMS_OVER_HEADS, QKV_LINEAR, model_rows
 from precisionctl.architectures.shared.moe_rows import EXPERTS, POST_MOE_NORM, ROUTER
 from precisionctl.architectures.tables.mixtral import EXPERTS_EVERYWHERE
 from precisionctl.architectures.tables.olmo2 import COMMON
@@ -26,7 +26,5 @@ ARCHITECTURE = Architecture(
         SCORES,
         rope(500000.0),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

@@ -27,8 +27,6 @@ from precisionctl.architectures.shared.llama_rows import (
     ATTENTION_NORM,
     MLP,
     MLP_NORM,
-    ROTARY,
-    TIED,
     model_rows,
 )
 from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM, SHARED_EXPERT, WIDE_ROUTER
@@ -81,6 +79,4 @@ ARCHITECTURE = Architecture(
         Rule(("layer_types", "sliding_window"), _read_windows, write_window),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -6,7 +6,6 @@ Trap: `gelu` in config.json means the tanh approximation.
 from precisionctl.architectures.config_keys import GELU_TANH, activation, heads
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.gemma2 import OF_ALL_GEMMAS
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 
@@ -19,7 +18,5 @@ ARCHITECTURE = Architecture(
         activation("hidden_act", {**GELU_TANH, "gelu": "gelu_tanh"}, "gelu_pytorch_tanh"),
         rope(),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="Megatron-Bridge",
 )

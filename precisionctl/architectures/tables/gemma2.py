@@ -24,7 +24,6 @@ from precisionctl.architectures.config_layers import every_other, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.gemma_rows import ROWS
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 
 SCALED_EMBEDDING = Rule(
     (),
@@ -63,7 +62,5 @@ ARCHITECTURE = Architecture(
         rope(),
         sliding_window(every_other, absent=4096),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="Megatron-Bridge",
 )

@@ -9,7 +9,6 @@ from precisionctl.architectures.config_layers import all_but_every, sliding_wind
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope_by_kind
 from precisionctl.architectures.shared.gemma_rows import ROWS
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.gemma2 import COMMON
 
 ARCHITECTURE = Architecture(
@@ -23,7 +22,5 @@ ARCHITECTURE = Architecture(
         rope_by_kind(1e6, 1e4),
         sliding_window(all_but_every(6, "sliding_window_pattern"), absent=4096, also=("sliding_window_pattern",)),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="Megatron-Bridge",
 )

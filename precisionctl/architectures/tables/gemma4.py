@@ -49,8 +49,6 @@ from precisionctl.architectures.shared.llama_rows import (
     PROJ,
     QK_NORMS,
     QKV_LINEAR,
-    ROTARY,
-    TIED,
     model_rows,
 )
 from precisionctl.architectures.shared.moe_rows import FUSED_EXPERTS, POST_MOE_NORM, ROUTER, SHARED_EXPERTS
@@ -319,7 +317,5 @@ ARCHITECTURE = Architecture(
         Rule(("sliding_window", "layer_types"), _read_windows, write_window),
         tied(True),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

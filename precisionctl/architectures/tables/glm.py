@@ -9,8 +9,6 @@ from precisionctl.architectures.shared.llama_rows import (
     ATTENTION_NORM,
     JOINED_MLP,
     MLP_NORM,
-    ROTARY,
-    TIED,
     model_rows,
 )
 from precisionctl.architectures.tables.glm4 import COMMON
@@ -19,6 +17,4 @@ ARCHITECTURE = Architecture(
     model_types={"glm": "GlmForCausalLM"},
     rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MLP_NORM, *JOINED_MLP),
     config=COMMON,
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -13,8 +13,6 @@ from precisionctl.architectures.shared.llama_rows import (
     ATTENTION_NORM,
     JOINED_MLP,
     MLP_NORM,
-    ROTARY,
-    TIED,
     model_rows,
 )
 
@@ -40,7 +38,5 @@ ARCHITECTURE = Architecture(
         *renamed(POST_MLP_NORM, {"post_feedforward_layernorm": "post_mlp_layernorm"}),
     ),
     config=(*COMMON, Always("post_layernorms", True)),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

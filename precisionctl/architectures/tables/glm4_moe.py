@@ -4,11 +4,11 @@ Traps: half of each head's channels are rotated; `attention_bias` is of q, k and
 """
 
 from precisionctl.architectures.config_keys import SILU, SIZES, Key, Only, heads, tied
-from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.param_map import TIED, Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.deepseek_keys import SIGMOID, experts, groups
 from precisionctl.architectures.shared.deepseek_rows import MTP_ALIASES, decoder, prediction
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
+from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM
 
 _ATTENTION = (*ATTENTION_NORM, *ATTENTION)
 
@@ -33,5 +33,4 @@ ARCHITECTURE = Architecture(
         tied(False),
     ),
     aliases=(TIED, *MTP_ALIASES),
-    derived=ROTARY,
 )

@@ -4,7 +4,7 @@ Trap: a list says which layers have experts. Engines go by `first_k_dense_replac
 """
 
 from precisionctl.architectures.config_keys import Key, Only, tied
-from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.param_map import TIED, Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.deepseek_keys import (
     ROTATED_HEAD,
@@ -15,7 +15,6 @@ from precisionctl.architectures.shared.deepseek_keys import (
     latent_attention,
 )
 from precisionctl.architectures.shared.deepseek_rows import ATTENTION, MTP_ALIASES, decoder, prediction
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 
 ARCHITECTURE = Architecture(
     model_types={"glm4_moe_lite": "Glm4MoeLiteForCausalLM"},
@@ -37,5 +36,4 @@ ARCHITECTURE = Architecture(
         tied(False),
     ),
     aliases=(TIED, *MTP_ALIASES),
-    derived=ROTARY,
 )

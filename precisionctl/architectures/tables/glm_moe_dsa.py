@@ -5,10 +5,9 @@ pairs, too.
 """
 
 from precisionctl.architectures.config_keys import Config, Fields, Key, Only, Rule, layers
-from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.param_map import TIED, Architecture
 from precisionctl.architectures.shared.deepseek_keys import groups, latent_attention
 from precisionctl.architectures.shared.deepseek_rows import MTP_ALIASES
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.deepseek_v32 import COMMON, ROWS
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model.model_parts import MOST_LAYERS
@@ -58,5 +57,4 @@ ARCHITECTURE = Architecture(
         Key("norm_epsilon", "rms_norm_eps", 1e-5),
     ),
     aliases=(TIED, *MTP_ALIASES),
-    derived=ROTARY,
 )

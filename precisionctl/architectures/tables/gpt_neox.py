@@ -73,6 +73,7 @@ ARCHITECTURE = Architecture(
         Key("parallel_residual", "use_parallel_residual", True),  # false: RedPajama-INCITE
         tied(False),
     ),
+    aliases=(),
     derived=(
         "gpt_neox.layers.{layer}.attention.bias",
         "gpt_neox.layers.{layer}.attention.masked_bias",

@@ -11,7 +11,7 @@ from precisionctl.architectures.config_layers import every_other, sliding_window
 from precisionctl.architectures.param_map import Architecture, Either, Row, renamed
 from precisionctl.architectures.rearrangements import SAME, Alternating, Rearrangement, Transposed
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, model_rows
 from precisionctl.architectures.shared.moe_rows import FC1, FC1_SIZES, FC2, FC2_SIZES, MOE_NORM, ROUTER
 from precisionctl.architectures.tables.mixtral import EXPERTS_EVERYWHERE
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS, Parallel
@@ -93,6 +93,4 @@ ARCHITECTURE = Architecture(
         sliding_window(every_other, absent=128),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -58,6 +58,7 @@ ARCHITECTURE = Architecture(
         Always("shared_layernorm", True),
         tied(False),
     ),
+    aliases=(),
     derived=(
         "transformer.h.{layer}.attn.bias",
         "transformer.h.{layer}.attn.masked_bias",

@@ -17,7 +17,6 @@ from precisionctl.architectures.config_keys import (
 )
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 from precisionctl.model.model_parts import real
 from precisionctl.model.model_shape import ModelShape
@@ -52,6 +51,4 @@ ARCHITECTURE = Architecture(
     model_types={"granite": "GraniteForCausalLM"},
     rows=LLAMA.rows,
     config=(*COMMON, Key("mlp_bias", "mlp_bias", False)),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

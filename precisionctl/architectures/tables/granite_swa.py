@@ -13,8 +13,6 @@ from precisionctl.architectures.shared.llama_rows import (
     ATTENTION_NORM,
     MLP,
     MLP_NORM,
-    ROTARY,
-    TIED,
     model_rows,
 )
 from precisionctl.architectures.tables.gpt_oss import SINKS
@@ -85,6 +83,4 @@ ARCHITECTURE = Architecture(
         *LAYERS,
         tied(True),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -5,7 +5,7 @@ Trap: `input_linear` is gate, then up, of each expert.
 
 from precisionctl.architectures.config_keys import Entry, Key
 from precisionctl.architectures.param_map import Architecture, Either, renamed
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, model_rows
 from precisionctl.architectures.shared.moe_rows import FUSED, MOE_NORM, ROUTER
 from precisionctl.architectures.tables.granite import COMMON
 from precisionctl.architectures.tables.mixtral import EXPERTS_EVERYWHERE
@@ -30,6 +30,4 @@ ARCHITECTURE = Architecture(
     model_types={"granitemoe": "GraniteMoeForCausalLM"},
     rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MOE_NORM, EXPERTS),
     config=(*COMMON, *EXPERT_KEYS),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

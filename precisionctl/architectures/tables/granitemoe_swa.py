@@ -5,7 +5,7 @@ Trap: experts are stored under the names that Granite-MoE has in memory alone.
 
 from precisionctl.architectures.config_keys import HEADS, Key, tied
 from precisionctl.architectures.param_map import Architecture
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, model_rows
 from precisionctl.architectures.shared.moe_rows import JOINED_SHARED_EXPERT, MOE_NORM
 from precisionctl.architectures.tables.gpt_oss import SINKS
 from precisionctl.architectures.tables.granite import OF_ALL_GRANITES
@@ -25,6 +25,4 @@ ARCHITECTURE = Architecture(
         *LAYERS,
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -26,7 +26,7 @@ from precisionctl.architectures.config_keys import (
 from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.param_map import Architecture, only_in, renamed
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import EMBEDDING, FINAL_NORM, JOINED_MLP, MLP_NORM, OUTPUT, TIED
+from precisionctl.architectures.shared.llama_rows import EMBEDDING, FINAL_NORM, JOINED_MLP, MLP_NORM, OUTPUT
 from precisionctl.architectures.shared.mamba_keys import MIXER_HEADS, step_limits
 from precisionctl.architectures.shared.mamba_rows import MIXER_OR_ATTENTION
 from precisionctl.architectures.shared.moe_rows import JOINED_SHARED_EXPERT, MOE_NORM
@@ -142,5 +142,4 @@ ARCHITECTURE = Architecture(
         rope(),
         tied(False),
     ),
-    aliases=(TIED,),
 )

@@ -5,7 +5,7 @@ Trap: gate and up of the shared expert come in one tensor, which is no part of `
 
 from precisionctl.architectures.config_keys import Config, Fields, Rule
 from precisionctl.architectures.param_map import Architecture
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, model_rows
 from precisionctl.architectures.shared.moe_rows import JOINED_SHARED_EXPERT, MOE_NORM
 from precisionctl.architectures.tables.granite import COMMON
 from precisionctl.architectures.tables.granitemoe import EXPERT_KEYS, EXPERTS
@@ -26,6 +26,4 @@ ARCHITECTURE = Architecture(
     model_types={"granitemoeshared": "GraniteMoeSharedForCausalLM"},
     rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MOE_NORM, EXPERTS, *JOINED_SHARED_EXPERT),
     config=(*COMMON, *EXPERT_KEYS, SHARED),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -6,7 +6,6 @@ Trap: `attention_bias` is of q, k and v alone, and attention gives as many chann
 from precisionctl.architectures.config_keys import SILU, SIZES, Always, Key, heads, tied
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 
 ARCHITECTURE = Architecture(
@@ -23,6 +22,4 @@ ARCHITECTURE = Architecture(
         rope(100000.0),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -19,7 +19,7 @@ from precisionctl.architectures.config_keys import (
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.rope import rope, rope_type, rotary_parameters
 from precisionctl.architectures.shared.llama_rows import ATTENTION as LLAMA_ATTENTION
-from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, MLP, MLP_NORM, ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, MLP, MLP_NORM, model_rows
 from precisionctl.model.model_parts import real
 
 _ROPE = rope()
@@ -53,6 +53,4 @@ ARCHITECTURE = Architecture(
         ROPE,
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

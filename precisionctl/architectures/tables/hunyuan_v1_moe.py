@@ -19,7 +19,7 @@ from precisionctl.architectures.config_keys import (
     tied,
 )
 from precisionctl.architectures.param_map import Architecture, renamed
-from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, model_rows
 from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.tables.hunyuan_v1_dense import ATTENTION, ROPE
 from precisionctl.architectures.tables.mixtral import EXPERTS_EVERYWHERE
@@ -67,6 +67,4 @@ ARCHITECTURE = Architecture(
         ROPE,
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

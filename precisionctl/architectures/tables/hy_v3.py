@@ -20,7 +20,7 @@ from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.deepseek_keys import experts_by_list, shared_experts
 from precisionctl.architectures.shared.deepseek_rows import decoder, prediction
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
+from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, ROUTER, SHARED_EXPERTS
 from precisionctl.model.model_shape import ModelShape
 
@@ -66,6 +66,4 @@ ARCHITECTURE = Architecture(
         Key("mtp_num_layers", "num_nextn_predict_layers", 0),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -24,7 +24,7 @@ from precisionctl.architectures.shared.deepseek_keys import (
 )
 from precisionctl.architectures.shared.deepseek_rows import INDEXED_ATTENTION, prediction
 from precisionctl.architectures.shared.hyper_connection_rows import head, hyper_connection
-from precisionctl.architectures.shared.llama_rows import LINEAR_GATE, MLP, MLP_NORM, ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import LINEAR_GATE, MLP, MLP_NORM, model_rows
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, FUSED_EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.tables.glm_moe_dsa import write_indexers
 from precisionctl.architectures.tables.gpt_oss import SINKS
@@ -128,8 +128,6 @@ ARCHITECTURE = Architecture(
         Key("mtp_num_layers", "num_nextn_predict_layers", 0),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
     otherwise_in_transformers="transformers 5.24 turns halves of Hunyuan 4's rotary channels; vLLM, SGLang and "
     "`resume` turn pairs of neighbours, as the published weights were trained.",

@@ -13,8 +13,6 @@ from precisionctl.architectures.shared.llama_rows import (
     ATTENTION_NORM,
     MLP,
     MLP_NORM,
-    ROTARY,
-    TIED,
     model_rows,
 )
 from precisionctl.model.model_parts import real
@@ -58,7 +56,5 @@ ARCHITECTURE = Architecture(
         rope(),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

@@ -3,7 +3,6 @@
 from precisionctl.architectures.config_keys import ATTENTION_BIAS, SILU, SIZES, Key, Only, heads, tied
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 
 ARCHITECTURE = Architecture(
@@ -21,6 +20,4 @@ ARCHITECTURE = Architecture(
         rope(),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -6,7 +6,6 @@ Trap: attention and MLP have biases unless config.json says otherwise.
 from precisionctl.architectures.config_keys import HEADS, SIZES, Always, Key, Only, attention_bias, tied
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.nemotron import ARCHITECTURE as NEMOTRON
 
 ARCHITECTURE = Architecture(
@@ -24,6 +23,4 @@ ARCHITECTURE = Architecture(
         rope(),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -23,7 +23,7 @@ from precisionctl.architectures.config_keys import (
     tied,
 )
 from precisionctl.architectures.param_map import Architecture, renamed
-from precisionctl.architectures.shared.llama_rows import EMBEDDING, FINAL_NORM, MLP, MLP_NORM, OUTPUT, TIED
+from precisionctl.architectures.shared.llama_rows import EMBEDDING, FINAL_NORM, MLP, MLP_NORM, OUTPUT
 from precisionctl.architectures.shared.mamba_rows import MAMBA_1_OR_ATTENTION
 from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM, ROUTER
 from precisionctl.errors import DamagedCheckpoint
@@ -150,6 +150,5 @@ ARCHITECTURE = Architecture(
         Key("norm_epsilon", "rms_norm_eps", 1e-6),
         tied(False),
     ),
-    aliases=(TIED,),
     names_by="this project",
 )

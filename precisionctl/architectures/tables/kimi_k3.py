@@ -211,6 +211,7 @@ ARCHITECTURE = Architecture(
         Key("norm_epsilon", "rms_norm_eps", 1e-6),
         Only("tie_word_embeddings", False),
     ),
+    aliases=(),
     names_by="Megatron-Bridge",
     heeds_latents_epsilon=True,
 )

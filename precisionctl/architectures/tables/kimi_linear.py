@@ -79,4 +79,5 @@ ARCHITECTURE = Architecture(
         Only("num_nextn_predict_layers", 0),
         Key("norm_epsilon", "rms_norm_eps", 1e-5),
     ),
+    aliases=(),
 )

@@ -19,7 +19,7 @@ from precisionctl.architectures.config_layers import all_but_every
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, model_rows
 from precisionctl.architectures.shared.moe_rows import (
     EXPERT_BIAS,
     EXPERTS,
@@ -71,7 +71,5 @@ ARCHITECTURE = Architecture(
         *windows(all_but_every(5), absent=513),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

@@ -36,9 +36,7 @@ from precisionctl.architectures.shared.llama_rows import (
     PROJ,
     QK_NORMS,
     QKV_LINEAR,
-    ROTARY,
     SEPARATE_NORM,
-    TIED,
 )
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.tables.qwen3_moe import experts_by_number
@@ -180,7 +178,5 @@ ARCHITECTURE = Architecture(
         Key("norm_epsilon", "rms_norm_eps", 1e-6),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

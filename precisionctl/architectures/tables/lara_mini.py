@@ -24,7 +24,7 @@ from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rearrangements import BY_KIND, SAME
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.delta_net_rows import delta_net
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import model_rows
 from precisionctl.architectures.shared.moe_rows import FUSED_EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERT
 from precisionctl.architectures.tables.qwen3_moe import scores
 from precisionctl.model.model_shape import ModelShape
@@ -94,6 +94,4 @@ ARCHITECTURE = Architecture(
         rope(),
         tied(True),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -32,8 +32,6 @@ from precisionctl.architectures.shared.llama_rows import (
     FINAL_NORM,
     MLP,
     MLP_NORM,
-    ROTARY,
-    TIED,
     model_rows,
 )
 from precisionctl.model.model_parts import real
@@ -165,7 +163,5 @@ ARCHITECTURE = Architecture(
         Only("block_use_swiglu", True),
         Only("use_pos_enc", True),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

@@ -6,9 +6,8 @@ and 1e-6, Megatron-Core by their sum.
 
 from precisionctl.architectures.config_keys import Config, Fields, Key, Only, Rule
 from precisionctl.architectures.config_layers import listed_layers
-from precisionctl.architectures.param_map import Architecture, Either, renamed
+from precisionctl.architectures.param_map import ROTARY, Architecture, Either, renamed
 from precisionctl.architectures.shared.deepseek_keys import leading_dense
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, FUSED, MOE_NORM, ROUTER, experts
 from precisionctl.architectures.tables.lfm2 import COMMON, KINDS, NAMES, rows, write_layers
 from precisionctl.errors import DamagedCheckpoint
@@ -46,7 +45,6 @@ ARCHITECTURE = Architecture(
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
         Only("norm_topk_prob", True, "moe.score_function", "sigmoid"),
     ),
-    aliases=(TIED,),
     derived=(*ROTARY, "model.pos_emb.inv_freq"),
     names_by="this project",
 )

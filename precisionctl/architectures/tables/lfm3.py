@@ -31,9 +31,7 @@ from precisionctl.architectures.shared.llama_rows import (
     LINEAR_GATE,
     MLP,
     MLP_NORM,
-    ROTARY,
     SEPARATE_NORM,
-    TIED,
     model_rows,
 )
 from precisionctl.architectures.tables.lfm2 import CONVOLUTION, ENDING, NAMES
@@ -127,7 +125,5 @@ ARCHITECTURE = Architecture(
         Key("norm_epsilon", "norm_eps", 1e-5, synonym="rms_norm_eps"),
         tied(True),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

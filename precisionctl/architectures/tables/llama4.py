@@ -31,8 +31,6 @@ from precisionctl.architectures.shared.llama_rows import (
     ATTENTION_NORM,
     MLP,
     MLP_NORM,
-    ROTARY,
-    TIED,
     model_rows,
 )
 from precisionctl.architectures.shared.moe_rows import FUSED, MOE_NORM, ROUTER, SHARED_EXPERTS, experts
@@ -149,6 +147,4 @@ ARCHITECTURE = Architecture(
         Rule(("attn_temperature_tuning", "attn_scale", "floor_scale"), _read_query_scaling, _write_query_scaling),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -7,8 +7,8 @@ Megatron asks for heads of attention and an MLP's channels all the same: these a
 from dataclasses import replace
 
 from precisionctl.architectures.config_keys import VOCABULARY, Always, Config, Fields, Key, Only, Rule, layers, tied
-from precisionctl.architectures.param_map import Architecture, renamed
-from precisionctl.architectures.shared.llama_rows import EMBEDDING, FINAL_NORM, OUTPUT, TIED
+from precisionctl.architectures.param_map import TIED, Architecture, renamed
+from precisionctl.architectures.shared.llama_rows import EMBEDDING, FINAL_NORM, OUTPUT
 from precisionctl.architectures.shared.mamba_keys import mixer_heads, step_limits
 from precisionctl.architectures.shared.mamba_rows import BEFORE_MIXER, MIXER
 from precisionctl.model.model_shape import ModelShape

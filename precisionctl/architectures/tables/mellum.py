@@ -21,7 +21,7 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope_by_kind
 from precisionctl.architectures.shared.deepseek_keys import experts_by_list
 from precisionctl.architectures.shared.delta_net_rows import DENSE, prediction
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, model_rows
 from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM, ROUTER
 from precisionctl.architectures.tables.qwen3_moe import scores
 from precisionctl.errors import UnknownArchitecture, shown
@@ -76,6 +76,4 @@ ARCHITECTURE = Architecture(
         Rule(tuple(_PREDICTION), _read_prediction, _write_prediction),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -31,6 +31,4 @@ ARCHITECTURE = Architecture(
     model_types={"mimo": "MiMoForCausalLM"},
     rows=(*QWEN2.rows, *_PREDICTION),
     config=(*QWEN2.config, Key("mtp_num_layers", "num_nextn_predict_layers", 0)),
-    aliases=QWEN2.aliases,
-    derived=QWEN2.derived,
 )

@@ -24,8 +24,6 @@ from precisionctl.architectures.shared.llama_rows import (
     PREDICTION_LAYER,
     PROJ,
     QKV_LINEAR,
-    ROTARY,
-    TIED,
     prediction_layer,
 )
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, ROUTER
@@ -178,7 +176,5 @@ ARCHITECTURE = Architecture(
         ),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="Megatron-Bridge",
 )

@@ -13,7 +13,7 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.deepseek_keys import latent_attention
 from precisionctl.architectures.shared.deepseek_rows import ATTENTION
-from precisionctl.architectures.shared.llama_rows import MLP, MLP_NORM, ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import MLP, MLP_NORM, model_rows
 from precisionctl.model.model_parts import real
 from precisionctl.model.model_shape import ModelShape
 
@@ -72,6 +72,4 @@ ARCHITECTURE = Architecture(
         rope(),
         tied(True),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -20,8 +20,6 @@ from precisionctl.architectures.shared.llama_rows import (
     PROJ,
     QK_NORMS_OVER_HEADS,
     QKV_LINEAR,
-    ROTARY,
-    TIED,
     model_rows,
 )
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, MOE_NORM
@@ -67,7 +65,5 @@ ARCHITECTURE = Architecture(
         rope_with_dim(5000000.0, _HEAD_DIM, heeds_dim=True),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="Megatron-Bridge",
 )

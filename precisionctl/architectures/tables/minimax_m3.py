@@ -40,8 +40,6 @@ from precisionctl.architectures.shared.llama_rows import (
     PROJ,
     QK_NORMS,
     QKV_LINEAR,
-    ROTARY,
-    TIED,
     model_rows,
 )
 from precisionctl.architectures.shared.moe_rows import (
@@ -225,7 +223,5 @@ ARCHITECTURE = Architecture(
         rope_with_dim(5000000.0, _ABSENT["head_dim"], heeds_dim=False),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

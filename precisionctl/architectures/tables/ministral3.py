@@ -7,7 +7,6 @@ from precisionctl.architectures.config_keys import SILU, SIZES, Key, heads, tied
 from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 
 YARN = {
@@ -34,6 +33,4 @@ ARCHITECTURE = Architecture(
         sliding_window(everywhere, listed=False),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

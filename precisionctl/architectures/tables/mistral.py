@@ -7,7 +7,6 @@ from precisionctl.architectures.config_keys import SILU, SIZES, Entry, Key, head
 from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 
 COMMON: tuple[Entry, ...] = (
@@ -22,6 +21,4 @@ ARCHITECTURE = Architecture(
     model_types={"mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM"},
     rows=LLAMA.rows,
     config=(*COMMON, Key("norm_epsilon", "rms_norm_eps", 1e-6), rope()),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

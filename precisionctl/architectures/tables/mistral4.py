@@ -10,7 +10,6 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.deepseek_keys import experts, latent_attention
 from precisionctl.architectures.shared.deepseek_rows import ATTENTION, decoder
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.shared.moe_rows import FUSED_EXPERTS
 from precisionctl.architectures.tables.ministral3 import YARN
 from precisionctl.errors import UnknownArchitecture, shown
@@ -56,6 +55,4 @@ ARCHITECTURE = Architecture(
         Rule((*_ROPE.keys, "head_dim"), _read_rope, _write_rope),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

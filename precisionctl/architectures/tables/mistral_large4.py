@@ -179,6 +179,7 @@ ARCHITECTURE = Architecture(
         Key("final_logit_softcapping", "final_logit_softcapping", 30.0),
         Only("tie_word_embeddings", False),
     ),
+    aliases=(),
     names_by="this project",
     heeds_latents_epsilon=True,
 )

@@ -7,7 +7,7 @@ from precisionctl.architectures.config_keys import SILU, SIZES, Config, Fields, 
 from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, model_rows
 from precisionctl.architectures.shared.moe_rows import FUSED, MOE_NORM, experts
 from precisionctl.model.model_shape import ModelShape
 
@@ -55,6 +55,4 @@ ARCHITECTURE = Architecture(
         sliding_window(everywhere, listed=False),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from precisionctl.architectures.config_keys import VOCABULARY, Always, Config, Fields, Key, Only, Reworded, Rule, tied
 from precisionctl.architectures.head_rearrangements import QKV
-from precisionctl.architectures.param_map import Architecture, renamed
+from precisionctl.architectures.param_map import TIED, Architecture, renamed
 from precisionctl.architectures.rearrangements import Joined
 from precisionctl.architectures.shared.llama_rows import (
     ATTENTION_NORM,
@@ -19,7 +19,6 @@ from precisionctl.architectures.shared.llama_rows import (
     OUTPUT,
     PROJ,
     QKV_LINEAR,
-    TIED,
     UNGATED_MLP,
     ZERO_NORM_BIASES,
 )

@@ -24,7 +24,7 @@ from precisionctl.architectures.config_layers import layer_types, layers_with_wi
 from precisionctl.architectures.param_map import Architecture, Row
 from precisionctl.architectures.rope import KEYS, rope
 from precisionctl.architectures.shared.gemma_rows import AFTER_ATTENTION
-from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, PROJ, ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, PROJ, model_rows
 from precisionctl.architectures.tables.afmoe import GATED_QKV
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import real
@@ -132,7 +132,5 @@ ARCHITECTURE = Architecture(
         Key("logit_multiplier", "output_multiplier", 0.19611613513818404),
         positions(10000.0),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

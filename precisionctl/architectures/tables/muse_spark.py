@@ -12,7 +12,7 @@ from precisionctl.architectures.param_map import Architecture, Row, as_values, r
 from precisionctl.architectures.rearrangements import GAMMA
 from precisionctl.architectures.shared.deepseek_keys import experts_by_list
 from precisionctl.architectures.shared.gemma_rows import POST_MLP_NORM, PRE_MLP_NORM
-from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, MLP, PROJ, ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, MLP, PROJ, model_rows
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, FUSED, MOE_NORM, POST_MOE_NORM, WIDE_ROUTER
 from precisionctl.architectures.tables.afmoe import GATED_QKV
 from precisionctl.architectures.tables.muse_glimmer import FINAL_NORM, OF_ALL_MUSES, positions, query_scale
@@ -104,7 +104,5 @@ ARCHITECTURE = Architecture(
         Always("moe.expert_bias", True),
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

@@ -18,8 +18,6 @@ from precisionctl.architectures.shared.llama_rows import (
     MLP_NORM,
     PROJ,
     QKV_LINEAR,
-    ROTARY,
-    TIED,
     UNGATED_MLP,
     model_rows,
 )
@@ -49,6 +47,4 @@ ARCHITECTURE = Architecture(
         rope(),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -11,8 +11,6 @@ from precisionctl.architectures.shared.llama_rows import (
     ATTENTION_LAYER_NORM,
     FINAL_LAYER_NORM,
     MLP_LAYER_NORM,
-    ROTARY,
-    TIED,
     UNGATED_MLP,
     model_rows,
 )
@@ -37,6 +35,4 @@ ARCHITECTURE = Architecture(
         rope(percent=0.5, partial=True),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -28,7 +28,7 @@ from precisionctl.architectures.config_keys import (
     size,
     tied,
 )
-from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed, when
+from precisionctl.architectures.param_map import TIED, Architecture, Either, Row, only_in, renamed, when
 from precisionctl.architectures.rearrangements import GAMMA, SAME
 from precisionctl.architectures.shared.llama_rows import (
     EMBEDDING,
@@ -36,7 +36,6 @@ from precisionctl.architectures.shared.llama_rows import (
     OUTPUT,
     PROJ,
     QKV_LINEAR,
-    TIED,
     UNGATED_MLP,
     prediction_layer,
 )

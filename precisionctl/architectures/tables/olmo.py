@@ -15,8 +15,6 @@ from precisionctl.architectures.shared.llama_rows import (
     FINAL_NORM,
     MLP,
     MLP_NORM,
-    ROTARY,
-    TIED,
     ZERO_NORM_BIASES,
     model_rows,
 )
@@ -43,6 +41,4 @@ ARCHITECTURE = Architecture(
         rope(),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

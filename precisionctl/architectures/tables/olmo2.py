@@ -13,8 +13,6 @@ from precisionctl.architectures.shared.llama_rows import (
     PROJ,
     QK_NORMS_OVER_HEADS,
     QKV_LINEAR,
-    ROTARY,
-    TIED,
     model_rows,
 )
 
@@ -38,7 +36,5 @@ ARCHITECTURE = Architecture(
     model_types={"olmo2": "Olmo2ForCausalLM"},
     rows=ROWS,
     config=(*COMMON, rope()),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

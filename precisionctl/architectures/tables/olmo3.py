@@ -6,14 +6,11 @@ Trap: layers with the window take no part in the scaling of rotary embeddings.
 from precisionctl.architectures.config_layers import all_but_every, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope_by_kind
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.olmo2 import COMMON, ROWS
 
 ARCHITECTURE = Architecture(
     model_types={"olmo3": "Olmo3ForCausalLM"},
     rows=ROWS,
     config=(*COMMON, rope_by_kind(500000.0, 500000.0), sliding_window(all_but_every(4), absent=4096)),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

@@ -38,8 +38,6 @@ from precisionctl.architectures.shared.llama_rows import (
     PROJ,
     QK_NORMS_OVER_HEADS,
     QKV_LINEAR,
-    ROTARY,
-    TIED,
     model_rows,
 )
 from precisionctl.architectures.tables.olmo2 import NORM_OVER_HEADS
@@ -139,7 +137,5 @@ ARCHITECTURE = Architecture(
         Rule(KEYS, _read_rope, _write_rope),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

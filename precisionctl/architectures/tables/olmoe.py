@@ -11,8 +11,6 @@ from precisionctl.architectures.shared.llama_rows import (
     PROJ,
     QK_NORMS_OVER_HEADS,
     QKV_LINEAR,
-    ROTARY,
-    TIED,
     model_rows,
 )
 from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM, ROUTER
@@ -38,7 +36,5 @@ ARCHITECTURE = Architecture(
         rope(),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="Megatron-Bridge",
 )

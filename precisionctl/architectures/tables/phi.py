@@ -22,9 +22,7 @@ from precisionctl.architectures.shared.llama_rows import (
     FINAL_LAYER_NORM,
     OUTPUT,
     OUTPUT_BIAS,
-    ROTARY,
     SEPARATE_LAYER_NORM,
-    TIED,
     UNGATED_MLP,
 )
 
@@ -54,7 +52,5 @@ ARCHITECTURE = Architecture(
         rope(percent=0.5, partial=True),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

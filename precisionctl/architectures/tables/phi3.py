@@ -17,8 +17,6 @@ from precisionctl.architectures.shared.llama_rows import (
     MLP_NORM,
     PROJ,
     QKV_LINEAR,
-    ROTARY,
-    TIED,
     model_rows,
 )
 from precisionctl.model.model_shape import ModelShape
@@ -49,6 +47,4 @@ ARCHITECTURE = Architecture(
         sliding_window(everywhere, listed=False),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

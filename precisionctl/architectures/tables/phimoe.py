@@ -30,7 +30,6 @@ from precisionctl.architectures.shared.llama_rows import (
     OUTPUT_BIAS,
     PROJ,
     QKV_LINEAR,
-    ROTARY,
     model_rows,
 )
 from precisionctl.architectures.shared.moe_rows import MOE_NORM
@@ -111,6 +110,6 @@ ARCHITECTURE = Architecture(
         sliding_window(everywhere, listed=False),
         Only("tie_word_embeddings", False, "tied_embeddings", False),
     ),
-    derived=ROTARY,
+    aliases=(),
     names_by="this project",
 )

@@ -7,7 +7,6 @@ from precisionctl.architectures.config_keys import SILU, SIZES, Always, Config, 
 from precisionctl.architectures.config_layers import sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 
 
@@ -32,6 +31,4 @@ ARCHITECTURE = Architecture(
         WINDOW,
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -12,8 +12,6 @@ from precisionctl.architectures.shared.llama_rows import (
     ATTENTION_NORM,
     MLP,
     MLP_NORM,
-    ROTARY,
-    TIED,
     model_rows,
 )
 from precisionctl.architectures.shared.moe_rows import EXPERTS, GATED_SHARED_EXPERT, MOE_NORM, ROUTER
@@ -43,6 +41,4 @@ ARCHITECTURE = Architecture(
         ),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -6,7 +6,6 @@ Trap: those norms have the size of a head, and a head is wider than hidden_size 
 from precisionctl.architectures.config_keys import ATTENTION_BIAS, SILU, SIZES, Always, Entry, Key, heads, tied
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 from precisionctl.architectures.tables.qwen2 import WINDOW
 
@@ -24,6 +23,4 @@ ARCHITECTURE = Architecture(
     model_types={"qwen3": "Qwen3ForCausalLM"},
     rows=LLAMA.rows,
     config=(*COMMON, heads(num_key_value_heads=32, head_dim=128), WINDOW),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -9,7 +9,7 @@ from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rearrangements import BY_KIND
 from precisionctl.architectures.shared.delta_net_keys import COMMON, prediction_layers
 from precisionctl.architectures.shared.delta_net_rows import DENSE, delta_net, prediction
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import model_rows
 
 IN_PROJ = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
@@ -26,6 +26,4 @@ ARCHITECTURE = Architecture(
     model_types={"qwen3_5_text": "Qwen3_5ForCausalLM"},
     rows=rows(*DENSE),
     config=(*SIZES, *COMMON, heads(num_key_value_heads=4, head_dim=256), PREDICTION_LAYERS),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

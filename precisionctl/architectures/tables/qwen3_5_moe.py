@@ -7,7 +7,6 @@ from precisionctl.architectures.config_keys import EVERY_LAYER_SPARSE, SIZES_BES
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.shared.delta_net_keys import COMMON
 from precisionctl.architectures.shared.delta_net_rows import SPARSE
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.qwen3_5 import PREDICTION_LAYERS, rows
 
 ARCHITECTURE = Architecture(
@@ -26,6 +25,4 @@ ARCHITECTURE = Architecture(
         Always("moe.shared_expert_gate", True),
         PREDICTION_LAYERS,
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

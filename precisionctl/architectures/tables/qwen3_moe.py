@@ -11,8 +11,6 @@ from precisionctl.architectures.shared.llama_rows import (
     ATTENTION_NORM,
     MLP,
     MLP_NORM,
-    ROTARY,
-    TIED,
     model_rows,
 )
 from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM, ROUTER
@@ -67,6 +65,4 @@ ARCHITECTURE = Architecture(
         *EXPERT_KEYS,
         sliding_window(everywhere, switch="use_sliding_window", absent=4096, listed=False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -10,7 +10,7 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rearrangements import BY_HEAD
 from precisionctl.architectures.shared.delta_net_keys import COMMON, prediction_layers
 from precisionctl.architectures.shared.delta_net_rows import DENSE, SPARSE, delta_net, prediction
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import model_rows
 from precisionctl.architectures.tables.qwen3_moe import EXPERTS_OF_LAYERS, scores
 
 ARCHITECTURE = Architecture(
@@ -29,6 +29,4 @@ ARCHITECTURE = Architecture(
         scores(True),
         prediction_layers("num_nextn_predict_layers"),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

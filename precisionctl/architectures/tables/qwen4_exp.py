@@ -28,7 +28,7 @@ from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.delta_net_keys import BESIDE_LAYERS, KINDS, delta_net_layers
 from precisionctl.architectures.shared.delta_net_rows import SPARSE, delta_net
 from precisionctl.architectures.shared.hyper_connection_rows import gated_residual, residual_mixer
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import model_rows
 from precisionctl.architectures.tables.qwen3_5 import IN_PROJ
 from precisionctl.architectures.tables.qwen3_moe import scores
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
@@ -241,7 +241,5 @@ ARCHITECTURE = Architecture(
             _write_ngrams,
         ),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
     names_by="this project",
 )

@@ -11,7 +11,6 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import KEYS, rope
 from precisionctl.architectures.shared.deepseek_keys import latent_attention
 from precisionctl.architectures.shared.deepseek_rows import ATTENTION, decoder
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.sarvam_moe import COMMON
 from precisionctl.model.model_shape import ModelShape
 
@@ -56,6 +55,4 @@ ARCHITECTURE = Architecture(
         Rule(KEYS, _read_rope, _write_rope),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -21,7 +21,7 @@ from precisionctl.architectures.config_keys import (
     tied,
 )
 from precisionctl.architectures.head_rearrangements import QKV
-from precisionctl.architectures.param_map import Alias, Architecture, Either, renamed
+from precisionctl.architectures.param_map import TIED, Alias, Architecture, Either, renamed
 from precisionctl.architectures.rearrangements import Joined
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.deepseek_keys import SHARED_EXPERT_SIZE, experts, groups
@@ -35,7 +35,6 @@ from precisionctl.architectures.shared.llama_rows import (
     PROJ,
     QK_NORMS,
     QKV_LINEAR,
-    TIED,
 )
 from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERTS
 

@@ -6,7 +6,6 @@ Trap: the biases of q, k and v are there unless config.json says otherwise.
 from precisionctl.architectures.config_keys import SILU, SIZES, Key, heads, tied
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 
 ARCHITECTURE = Architecture(
@@ -23,6 +22,4 @@ ARCHITECTURE = Architecture(
         rope(),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

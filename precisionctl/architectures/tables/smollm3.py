@@ -21,7 +21,6 @@ from precisionctl.architectures.config_keys import (
 from precisionctl.architectures.config_layers import sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import ROTARY, TIED
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model.model_parts import MOST_LAYERS
@@ -78,6 +77,4 @@ ARCHITECTURE = Architecture(
         Rule((_SWITCH,), lambda config: {}, _write_switch),
         tied(True),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

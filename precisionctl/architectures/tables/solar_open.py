@@ -8,7 +8,7 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.deepseek_keys import SIGMOID, experts_of_a_layer, groups
 from precisionctl.architectures.shared.deepseek_rows import decoder
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
+from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM
 
 ARCHITECTURE = Architecture(
     model_types={"solar_open": "SolarOpenForCausalLM"},
@@ -31,6 +31,4 @@ ARCHITECTURE = Architecture(
         rope(1000000.0),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -13,8 +13,6 @@ from precisionctl.architectures.shared.llama_rows import (
     MLP,
     MLP_NORM,
     NORM_BIASES,
-    ROTARY,
-    TIED,
     model_rows,
 )
 
@@ -33,6 +31,4 @@ ARCHITECTURE = Architecture(
         rope(percent=0.25, partial=True),
         tied(False),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -13,8 +13,6 @@ from precisionctl.architectures.shared.llama_rows import (
     FINAL_NORM,
     MLP_NORM,
     NORM_BIASES,
-    ROTARY,
-    TIED,
     UNGATED_MLP,
     model_rows,
 )
@@ -40,6 +38,4 @@ ARCHITECTURE = Architecture(
         sliding_window(everywhere, listed=False),
         tied(True),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )

@@ -8,7 +8,7 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared.deepseek_keys import ROTATED_HEAD, latent_attention
 from precisionctl.architectures.shared.deepseek_rows import ATTENTION
-from precisionctl.architectures.shared.llama_rows import MLP, MLP_NORM, ROTARY, TIED, model_rows
+from precisionctl.architectures.shared.llama_rows import MLP, MLP_NORM, model_rows
 
 ARCHITECTURE = Architecture(
     model_types={"youtu": "YoutuForCausalLM"},
@@ -22,6 +22,4 @@ ARCHITECTURE = Architecture(
         rope(),
         tied(True),
     ),
-    aliases=(TIED,),
-    derived=ROTARY,
 )
