@@ -27,8 +27,7 @@ from precisionctl.conversion.command import execute
 from precisionctl.conversion.convert import OnBytes
 from precisionctl.engines.rules.rule import Finding
 from precisionctl.errors import PrecisionctlError
-from precisionctl.evaluate.measure import Evaluation
-from precisionctl.evaluate.measure import evaluate as evaluate_reader
+from precisionctl.evaluate.measure import Evaluation, evaluate as evaluate_reader
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States

@@ -205,8 +205,7 @@ def evaluate(
         raise click.UsageError("--tasks has a name that is empty.")
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
-    from precisionctl.export.model_card import NAME as CARD
-    from precisionctl.export.model_card import around_quality, write_quality
+    from precisionctl.export.model_card import NAME as CARD, around_quality, write_quality
     from precisionctl.reports import evaluation as report
 
     if card:
@@ -242,8 +241,7 @@ def evaluate(
 @json_option
 def doctor(checkpoint: Path | None, iteration: int | None, json_wanted: bool) -> None:
     """Show which FP8 recipes this machine can run, and whether Transformer Engine will load CHECKPOINT's FP8 state."""
-    from precisionctl import console
-    from precisionctl import doctor as look
+    from precisionctl import console, doctor as look
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.reports import doctor as report
 

@@ -128,8 +128,7 @@ def resume(
     from precisionctl.reports import run as report
     from precisionctl.trainer import resume as trainer
     from precisionctl.trainer.measure.metrics import StepMetrics
-    from precisionctl.trainer.run_plan import BUNDLED
-    from precisionctl.trainer.run_plan import dry_run as dry_run_of
+    from precisionctl.trainer.run_plan import BUNDLED, dry_run as dry_run_of
     from precisionctl.trainer.saved.run_folder import steps_of
     from precisionctl.trainer.settings import Settings
 
@@ -224,8 +223,7 @@ def calibrate(
     flags, such as --fp8-amax-history-len, are accepted too.
     """
     from precisionctl import console
-    from precisionctl.calibration.calibrate import Calibration
-    from precisionctl.calibration.calibrate import calibrate as record
+    from precisionctl.calibration.calibrate import Calibration, calibrate as record
     from precisionctl.checkpoints.output import Output
     from precisionctl.reports import calibration as report
 

@@ -15,8 +15,7 @@ import pytest
 import repository
 import torch
 from conversions import run
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from in_memory import InMemory, to_hf, to_megatron
 from installed import BEFORE_5_23
 from safetensors.torch import load_file, save_file

@@ -24,8 +24,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, ShieldGemma2Fo
 from precisionctl.architectures.families import architecture_of, from_hf_config, read_model, table_of, to_hf_config
 from precisionctl.architectures.param_map import Either
 from precisionctl.architectures.wrapped_architecture import wrapped
-from precisionctl.architectures.wrappers import TEXT_MODELS, wrapper_of
-from precisionctl.architectures.wrappers import WRAPPERS as KNOWN
+from precisionctl.architectures.wrappers import TEXT_MODELS, WRAPPERS as KNOWN, wrapper_of
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request

@@ -13,8 +13,7 @@ from pathlib import Path
 import pico
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from pickle_bombs import MODULUS
 from safetensors.torch import save_file
 

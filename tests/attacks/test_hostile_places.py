@@ -10,8 +10,7 @@ import pytest
 import torch
 from training import run, settings
 
-from precisionctl.checkpoints.megatron.keys import TRACKER as LATEST
-from precisionctl.checkpoints.megatron.keys import write_tracker
+from precisionctl.checkpoints.megatron.keys import TRACKER as LATEST, write_tracker
 from precisionctl.checkpoints.output import Output, open_kept, replace_file, write_then_rename
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request

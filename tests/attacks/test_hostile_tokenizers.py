@@ -14,16 +14,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from conversations import WORDS
-from conversations import tokenizer as sound
+from conversations import WORDS, tokenizer as sound
 from soaking import few
 from training import make_source, make_text
 
 from precisionctl.checkpoints.base import Companions
 from precisionctl.cli import main
 from precisionctl.errors import DataError, EnvironmentProblem
-from precisionctl.tokens import limits, process
-from precisionctl.tokens import tokenizer as asking
+from precisionctl.tokens import limits, process, tokenizer as asking
 from precisionctl.tokens.limits import Limits, to_tokenize
 from precisionctl.tokens.process import Ended, Process
 from precisionctl.tokens.tokenizer import TextPiece, Tokenizer, open_tokenizer

@@ -5,8 +5,7 @@ import random
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from soaking import in_soak
 
 from precisionctl.checkpoints.adapter import expressions

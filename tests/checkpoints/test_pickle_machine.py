@@ -5,8 +5,7 @@ import pickletools
 import tracemalloc
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.untrusted import safe_pickle

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from soaking import in_soak
 
 from precisionctl.checkpoints.torch_files import torch_zip, torch_zip_writer

@@ -3,8 +3,7 @@
 import fp8_directories
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from precisionctl.codes import numerics
 from precisionctl.codes.blocks import BlockScales, share

@@ -13,8 +13,7 @@ import torch
 from conversions import carry_out, run
 from safetensors.torch import load_file, save_file
 from soaking import first, in_soak
-from training import make_text, settings
-from training import run as train
+from training import make_text, run as train, settings
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint

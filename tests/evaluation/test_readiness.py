@@ -11,8 +11,7 @@ import pico
 import pytest
 import repository
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from judged_states import E4M3, E5M2, MODULES, RECIPE, gaussian, healthy, recorded, with_outlier
 from safetensors.torch import load_file, save_file
 

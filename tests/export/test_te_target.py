@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from scoring import TOKENS, in_fp32, save
 from soaking import in_soak
 from te_exports import export, make_source
-from te_weights import cast as as_bytes
-from te_weights import fp8_weights, taken
+from te_weights import cast as as_bytes, fp8_weights, taken
 from torch import nn
 from transformers import AutoModelForCausalLM
 

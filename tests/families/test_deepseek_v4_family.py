@@ -17,8 +17,7 @@ from gpt_models import as_gpt, both_gradients, clear_tokens, converted
 from in_memory import to_megatron
 from safetensors.torch import load_file, save_file
 from soaking import in_soak
-from training import make_source, make_text, settings
-from training import run as run_of
+from training import make_source, make_text, run as run_of, settings
 from transformers import DeepseekV4ForCausalLM
 
 from precisionctl.architectures.families import architecture_of, from_hf_config, to_hf_config

@@ -16,8 +16,7 @@ from gpt_models import VOCABULARY, assert_text_is_computed, backward, converted,
 from safetensors.torch import load_file, save_file
 from soaking import in_soak
 from torch import Tensor
-from training import add_tokenizer, make_text, settings
-from training import run as resumed
+from training import add_tokenizer, make_text, run as resumed, settings
 from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.open import open_checkpoint

@@ -10,8 +10,7 @@ import pytest
 import torch
 from conversions import assert_same_tensors, run
 from gpt_models import assert_computes_as_transformers, assert_texts_are_apart
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from soaking import in_soak
 from torch import Tensor
 from transformers import AutoConfig

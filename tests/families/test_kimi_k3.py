@@ -20,8 +20,8 @@ from gpt_models import (
     assert_texts_are_apart,
     both_gradients,
     clear_tokens,
+    converted as in_megatron,
 )
-from gpt_models import converted as in_megatron
 from in_memory import to_megatron
 from safetensors.torch import load_file, save_file
 from soaking import in_soak

@@ -5,8 +5,7 @@ import pickletools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from te_pickles import unpickled
 from te_states import EMPTY, OTHER_FORMS, OTHERS, PAYLOADS, RECIPES, same, trained
 

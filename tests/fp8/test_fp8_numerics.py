@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from soaking import first, in_soak
 from te_kernels import FLT_MAX, fused_kernel_step
 

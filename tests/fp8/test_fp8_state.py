@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8State, RoleState

@@ -4,8 +4,7 @@ import json
 from functools import cache
 from pathlib import Path
 
-from tokenizers import Tokenizer as Words
-from tokenizers import models, pre_tokenizers
+from tokenizers import Tokenizer as Words, models, pre_tokenizers
 from tokenizing import files_of
 from transformers import PreTrainedTokenizerFast
 

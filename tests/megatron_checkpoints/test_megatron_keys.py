@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 from dist_checkpoints import DEMANDED, MODEL, specs, values, write
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from precisionctl.checkpoints.megatron import keys
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun

@@ -10,8 +10,7 @@ import pico
 import pytest
 import torch
 from conversions import carry_out, change_args, run
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from mcore_runs import VOCABULARY, trained
 from soaking import in_soak
 from torch import Tensor

@@ -23,21 +23,13 @@ from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
 from vllm.model_executor.layers.quantization import fp8, modelopt
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w4a4_nvfp4 as nvfp4_experts,
-)
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w8a8_int8 as int8_experts,
-)
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_wna16 as int4_experts,
 )
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     compressed_tensors_w4a4_mxfp4 as mxfp4,
-)
-from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     compressed_tensors_w4a4_nvfp4 as nvfp4,
-)
-from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w8a8_mxfp8 as mxfp8
-from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    compressed_tensors_w8a8_mxfp8 as mxfp8,
     compressed_tensors_wNa16 as int4,
 )
 from vllm.model_executor.layers.quantization.quark.schemes import quark_ocp_mx

@@ -9,8 +9,7 @@ import int8_directories
 import pytest
 import torch
 import training
-from conversions import carry_out
-from conversions import run as convert
+from conversions import carry_out, run as convert
 from int8_directories import SPELLINGS, WITH_ZERO_POINTS
 from safetensors.torch import load_file, save_file
 from soaking import few, in_soak

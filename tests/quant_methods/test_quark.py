@@ -11,8 +11,7 @@ import fp8_directories
 import pytest
 import quark_configs
 import torch
-from conversions import carry_out
-from conversions import run as convert
+from conversions import carry_out, run as convert
 from quark_configs import CHANNELS, FP8, MXFP4, MXFP4_INPUTS, TOKENS
 from safetensors.torch import load_file, save_file
 from torch import Tensor

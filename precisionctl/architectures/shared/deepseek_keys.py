@@ -2,22 +2,7 @@
 
 from typing import Any
 
-from precisionctl.architectures.config_keys import (
-    SILU,
-    SIZES,
-    Always,
-    Config,
-    Entry,
-    Fields,
-    Key,
-    Only,
-    Rule,
-    Synonyms,
-    count,
-    layers,
-    size,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.rope import rope
 from precisionctl.errors import DamagedCheckpoint, shown
@@ -25,12 +10,12 @@ from precisionctl.model.model_parts import LARGEST, check_count
 from precisionctl.model.model_shape import ModelShape
 
 
-def _read_attention(config: Config) -> Fields:
-    heads = size(config, "num_attention_heads")
-    return {"num_attention_heads": heads, "num_query_groups": heads, "kv_channels": size(config, "v_head_dim")}
+def _read_attention(config: keys.Config) -> keys.Fields:
+    heads = keys.size(config, "num_attention_heads")
+    return {"num_attention_heads": heads, "num_query_groups": heads, "kv_channels": keys.size(config, "v_head_dim")}
 
 
-def _write_attention(model: ModelShape) -> Config:
+def _write_attention(model: ModelShape) -> keys.Config:
     heads = model.num_attention_heads
     return {
         "num_attention_heads": heads,
@@ -38,37 +23,37 @@ def _write_attention(model: ModelShape) -> Config:
     }
 
 
-def leading_dense(key: str, default: int = 0) -> Rule:
+def leading_dense(key: str, default: int = 0) -> keys.Rule:
     """How many layers, the first ones, have no experts; `default` where the key is absent."""
 
-    def read(config: Config) -> Fields:
-        dense = count({key: default} | dict(config), key)
-        return {"moe.layer_freq": tuple(layer >= dense for layer in range(layers(config)))}
+    def read(config: keys.Config) -> keys.Fields:
+        dense = keys.count({key: default} | dict(config), key)
+        return {"moe.layer_freq": tuple(layer >= dense for layer in range(keys.layers(config)))}
 
-    def write(model: ModelShape) -> Config:
+    def write(model: ModelShape) -> keys.Config:
         return {key: sum(not model.has_experts(layer) for layer in range(model.num_layers))}
 
-    return Rule((key,), read, write)
+    return keys.Rule((key,), read, write)
 
 
-def shared_experts(key: str, default: int | None = None, inner: int | None = None) -> Rule:
+def shared_experts(key: str, default: int | None = None, inner: int | None = None) -> keys.Rule:
     """How many shared experts there are, each as large as a routed one; `default` where the key is absent, and `inner`
     where the size of one is."""
 
-    def read(config: Config) -> Fields:
+    def read(config: keys.Config) -> keys.Fields:
         config = {key: default, "moe_intermediate_size": inner} | dict(config)
-        number = count(config, key)
-        return {"moe.shared_ffn_hidden_size": number * size(config, "moe_intermediate_size")} if number else {}
+        number = keys.count(config, key)
+        return {"moe.shared_ffn_hidden_size": number * keys.size(config, "moe_intermediate_size")} if number else {}
 
-    def write(model: ModelShape) -> Config:
+    def write(model: ModelShape) -> keys.Config:
         shared = model.moe.shared_ffn_hidden_size if model.moe else None
         none = None if default is None else 0
         return {key: shared // model.moe.ffn_hidden_size if model.moe and shared else none}
 
-    return Rule((key,), read, write)
+    return keys.Rule((key,), read, write)
 
 
-def _read_size_of_shared(config: Config) -> Fields:
+def _read_size_of_shared(config: keys.Config) -> keys.Fields:
     key = "moe_shared_expert_intermediate_size"
     one = config.get("moe_intermediate_size")
     if config.get(key, one) != one:
@@ -77,25 +62,25 @@ def _read_size_of_shared(config: Config) -> Fields:
     return {}
 
 
-def _write_size_of_shared(model: ModelShape) -> Config:
+def _write_size_of_shared(model: ModelShape) -> keys.Config:
     return {"moe_shared_expert_intermediate_size": model.moe.ffn_hidden_size} if model.moe else {}
 
 
-SHARED_EXPERT_SIZE = Rule(("moe_shared_expert_intermediate_size",), _read_size_of_shared, _write_size_of_shared)
+SHARED_EXPERT_SIZE = keys.Rule(("moe_shared_expert_intermediate_size",), _read_size_of_shared, _write_size_of_shared)
 """Of one shared expert, that of a routed one."""
 
 
-def experts_of_a_layer(shared: int | None) -> tuple[Entry, ...]:
+def experts_of_a_layer(shared: int | None) -> tuple[keys.Entry, ...]:
     """Routed ones, and as many shared ones where no key says how many."""
     return (
-        Key("moe.num_experts", "n_routed_experts", synonym="num_local_experts"),
-        Key("moe.topk", "num_experts_per_tok"),
-        Key("moe.ffn_hidden_size", "moe_intermediate_size"),
+        keys.Key("moe.num_experts", "n_routed_experts", synonym="num_local_experts"),
+        keys.Key("moe.topk", "num_experts_per_tok"),
+        keys.Key("moe.ffn_hidden_size", "moe_intermediate_size"),
         shared_experts("n_shared_experts", shared),
     )
 
 
-def experts(shared: int | None, dense: int) -> tuple[Entry, ...]:
+def experts(shared: int | None, dense: int) -> tuple[keys.Entry, ...]:
     """The same behind leading layers without; `dense` of them where no key says how many."""
     return (*experts_of_a_layer(shared), leading_dense("first_k_dense_replace", dense))
 
@@ -104,15 +89,15 @@ MLPS = {"dense": False, "sparse": True}
 """Of `mlp_layer_types`: have layers of this kind experts?"""
 
 
-def experts_by_list(dense: int, key: str = "", *, reads_key: bool = True) -> Rule:
+def experts_by_list(dense: int, key: str = "", *, reads_key: bool = True) -> keys.Rule:
     """Which layers have experts, as `mlp_layer_types` lists them; without it, all but the first ones: as many as `key`
     says, else `dense`. Engines go by `key`, which is written where it says the same. Classes that pass over it
     (`reads_key=False`) take `dense`: raises DamagedCheckpoint where it says other layers."""
 
-    def read(config: Config) -> Fields:
+    def read(config: keys.Config) -> keys.Fields:
         def behind(first: Any) -> tuple[bool, ...]:
             check_count(first, key, LARGEST)
-            return tuple(layer >= first for layer in range(layers(config)))
+            return tuple(layer >= first for layer in range(keys.layers(config)))
 
         listed, said = listed_layers(config, MLPS, "mlp_layer_types"), config.get(key)
         unlisted = config.get(key, dense) if reads_key else dense
@@ -123,53 +108,53 @@ def experts_by_list(dense: int, key: str = "", *, reads_key: bool = True) -> Rul
             raise DamagedCheckpoint(what, do=do)
         return {"moe.layer_freq": freq}
 
-    def write(model: ModelShape) -> Config:
+    def write(model: ModelShape) -> keys.Config:
         numbers = range(model.num_layers)
         types = ["sparse" if model.has_experts(layer) else "dense" for layer in numbers]
         first = types.count("dense")
         leading = {key: first} if key and "dense" not in types[first:] else {}
         return {"mlp_layer_types": types, **leading}
 
-    return Rule(("mlp_layer_types", *((key,) if key else ())), read, write)
+    return keys.Rule(("mlp_layer_types", *((key,) if key else ())), read, write)
 
 
-def latent_attention(q_lora_rank: int | None) -> tuple[Entry, ...]:
+def latent_attention(q_lora_rank: int | None) -> tuple[keys.Entry, ...]:
     """With the latents of queries of the family's class where the key is absent; null, there are none."""
     return (
-        *SIZES,
-        SILU,
-        Rule(("num_attention_heads",), _read_attention, _write_attention),
-        Key("mla.q_lora_rank", "q_lora_rank", None, absent=q_lora_rank),
-        Key("mla.kv_lora_rank", "kv_lora_rank"),
-        Key("mla.qk_head_dim", "qk_nope_head_dim"),
-        Key("mla.qk_pos_emb_head_dim", "qk_rope_head_dim"),
-        Key("mla.v_head_dim", "v_head_dim"),
-        Only("attention_bias", False),
+        *keys.SIZES,
+        keys.SILU,
+        keys.Rule(("num_attention_heads",), _read_attention, _write_attention),
+        keys.Key("mla.q_lora_rank", "q_lora_rank", None, absent=q_lora_rank),
+        keys.Key("mla.kv_lora_rank", "kv_lora_rank"),
+        keys.Key("mla.qk_head_dim", "qk_nope_head_dim"),
+        keys.Key("mla.qk_pos_emb_head_dim", "qk_rope_head_dim"),
+        keys.Key("mla.v_head_dim", "v_head_dim"),
+        keys.Only("attention_bias", False),
     )
 
 
-INDEXER: tuple[Entry, ...] = (
-    Key("dsa.head_dim", "index_head_dim", 128),
-    Key("dsa.topk", "index_topk", 2048),
+INDEXER: tuple[keys.Entry, ...] = (
+    keys.Key("dsa.head_dim", "index_head_dim", 128),
+    keys.Key("dsa.topk", "index_topk", 2048),
 )
 """Of an indexer what all families have alike."""
 
-ROTATED_HEAD = Synonyms({"head_dim": "qk_rope_head_dim"})
+ROTATED_HEAD = keys.Synonyms({"head_dim": "qk_rope_head_dim"})
 """For families whose class in transformers computes rotary embeddings for `head_dim`, if config.json has it."""
 
-SIGMOID: tuple[Entry, ...] = (
-    Only("scoring_func", "sigmoid"),
-    Only("topk_method", "noaux_tc"),
-    Always("moe.score_function", "sigmoid"),
-    Always("moe.expert_bias", True),
+SIGMOID: tuple[keys.Entry, ...] = (
+    keys.Only("scoring_func", "sigmoid"),
+    keys.Only("topk_method", "noaux_tc"),
+    keys.Always("moe.score_function", "sigmoid"),
+    keys.Always("moe.expert_bias", True),
 )
 """V3's router: scores that are divided by the sum over the chosen ones, and a bias that only chooses."""
 
 
-def groups(number: int, best: int) -> Rule:
+def groups(number: int, best: int) -> keys.Rule:
     """V3's groups of experts, worth their two best; with the defaults of the family's class."""
 
-    def read(config: Config) -> Fields:
+    def read(config: keys.Config) -> keys.Fields:
         found = config.get("n_group", number)
         if found in (None, 1):
             if found and config.get("topk_group") not in (None, 1):
@@ -177,17 +162,17 @@ def groups(number: int, best: int) -> Rule:
             return {}
         return {"moe.num_groups": found, "moe.group_topk": config.get("topk_group", best), "moe.group_scores": 2}
 
-    def write(model: ModelShape) -> Config:
+    def write(model: ModelShape) -> keys.Config:
         found = (model.moe.num_groups, model.moe.group_topk) if model.moe else (None, None)
         return {"n_group": found[0] or 1, "topk_group": found[1] or 1}
 
-    return Rule(("n_group", "topk_group"), read, write)
+    return keys.Rule(("n_group", "topk_group"), read, write)
 
 
-COMMON: tuple[Entry, ...] = (
+COMMON: tuple[keys.Entry, ...] = (
     *latent_attention(1536),
-    Only("moe_layer_freq", 1),
-    Key("norm_epsilon", "rms_norm_eps", 1e-6),
+    keys.Only("moe_layer_freq", 1),
+    keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
     rope(),
-    tied(False),
+    keys.tied(False),
 )

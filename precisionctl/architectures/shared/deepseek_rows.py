@@ -6,15 +6,7 @@ Rows of a prediction layer are the decoder's under other names, and what joins t
 
 from precisionctl.architectures.param_map import Alias, Either, Row, renamed, when
 from precisionctl.architectures.rearrangements import GAMMA
-from precisionctl.architectures.shared.llama_rows import (
-    MLP,
-    MLP_NORM,
-    PREDICTION_LAYER,
-    SEPARATE_NORM,
-    model_rows,
-    prediction_layer,
-)
-from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERTS
+from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.param import COLUMNS, ROWS
 
 _QUERY_LATENT = when("query_latent")
@@ -78,7 +70,7 @@ LATENT_ATTENTION = (
     ),
 )
 
-ATTENTION = (*SEPARATE_NORM, *LATENT_ATTENTION)
+ATTENTION = (*llama.SEPARATE_NORM, *LATENT_ATTENTION)
 
 _INDEXER = "decoder.layers.{layer}.self_attention.core_attention.indexer"
 
@@ -138,30 +130,30 @@ POOLED_KEYS = tuple(
 )
 """By which an indexer weighs the keys of a pool: what it adds for their places in it, and makes of hidden states."""
 
-ROUTING: tuple[Row | Either, ...] = (*ROUTER, *EXPERT_BIAS, *SHARED_EXPERTS)
+ROUTING: tuple[Row | Either, ...] = (*moe.ROUTER, *moe.EXPERT_BIAS, *moe.SHARED_EXPERTS)
 """What layers with experts have beside these."""
 
 
 def decoder(
     attention: tuple[Row | Either, ...],
-    experts: tuple[Either, ...] = EXPERTS,
+    experts: tuple[Either, ...] = moe.EXPERTS,
     routing: tuple[Row | Either, ...] = ROUTING,
 ) -> tuple[Row | Either, ...]:
     """All but prediction layers; `attention` are the rows of a layer up to its second norm."""
-    return model_rows(*attention, *MLP_NORM, *MLP, *MOE_NORM, *routing, *experts)
+    return llama.model_rows(*attention, *llama.MLP_NORM, *llama.MLP, *moe.MOE_NORM, *routing, *experts)
 
 
 def prediction(
     attention: tuple[Row, ...],
     routing: tuple[Row | Either, ...] = ROUTING,
     last_norm: str = "shared_head.norm",
-    experts: tuple[Row | Either, ...] = EXPERTS,
+    experts: tuple[Row | Either, ...] = moe.EXPERTS,
 ) -> tuple[Row | Either, ...]:
     """Layers of multi-token prediction, of the same attention."""
-    layer = (*attention, *MLP_NORM, *MLP, *MOE_NORM, *routing, *experts)
+    layer = (*attention, *llama.MLP_NORM, *llama.MLP, *moe.MOE_NORM, *routing, *experts)
     names = [f"model.layers.{{mtp_layer}}.{name}" for name in ("enorm", "hnorm", "eh_proj", last_norm)]
     in_hf = {"model.layers.{layer}.": "model.layers.{mtp_layer}."}
-    return prediction_layer(names, (each.renamed(in_hf, PREDICTION_LAYER) for each in layer))
+    return llama.prediction_layer(names, (each.renamed(in_hf, llama.PREDICTION_LAYER) for each in layer))
 
 
 MTP_ALIASES = (

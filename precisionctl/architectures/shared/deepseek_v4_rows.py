@@ -12,9 +12,8 @@ from typing import Literal
 from precisionctl.architectures.param_map import Either, Row, renamed, when
 from precisionctl.architectures.rearrangements import GAMMA, GATE_UP, VOCABULARY
 from precisionctl.architectures.row_layers import COMPRESSED
+from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.hyper_connection_rows import head, hyper_connection
-from precisionctl.architectures.shared.llama_rows import PREDICTION_LAYER
-from precisionctl.architectures.shared.moe_rows import FUSED, experts
 from precisionctl.model.sparse_parts import CSA
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
 
@@ -115,7 +114,7 @@ _COMPRESSED = (
     ),
 )
 
-_EXPERTS = experts(*(f"{_HF}ffn.experts.{{expert}}.{name}.weight" for name in ("w1", "w3", "w2")))
+_EXPERTS = moe.experts(*(f"{_HF}ffn.experts.{{expert}}.{name}.weight" for name in ("w1", "w3", "w2")))
 
 
 _DECODER = (
@@ -187,14 +186,14 @@ _PREDICTION = (
         )
         for name in ("e_proj", "h_proj")
     ),
-    *renamed((*_LAYER, *_EXPERTS), {_HF: "mtp.{mtp}."}, PREDICTION_LAYER),
+    *renamed((*_LAYER, *_EXPERTS), {_HF: "mtp.{mtp}."}, llama.PREDICTION_LAYER),
     *head("mtp.{mtp}.hc_head_", "mtp.layers.{mtp}."),
 )
 
 ROWS_OF_MODEL: tuple[Row | Either, ...] = (
     Either(
         (*_DECODER, *_EXPERTS, _FINAL_NORM),
-        (*renamed(_DECODER, _IN_MEMORY), *FUSED, replace(_FINAL_NORM, names="model.norm.weight")),
+        (*renamed(_DECODER, _IN_MEMORY), *moe.FUSED, replace(_FINAL_NORM, names="model.norm.weight")),
         also=(*renamed((*_DECODER, *_EXPERTS), _SAVED), replace(_FINAL_NORM, names="model.norm.weight")),
         second_is="in memory",
     ),

@@ -2,18 +2,7 @@
 
 from collections.abc import Mapping
 
-from precisionctl.architectures.config_keys import (
-    ATTENTION_BIAS,
-    SILU,
-    Always,
-    Config,
-    Entry,
-    Fields,
-    Key,
-    Rule,
-    one_or_none,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import all_but_every, layers_of
 from precisionctl.architectures.rope import rope
 from precisionctl.model.model_shape import ModelShape
@@ -25,44 +14,44 @@ _INTERVAL = "full_attention_interval"
 _UNLISTED = all_but_every(4, _INTERVAL)
 
 
-def delta_net_layers(kinds: Mapping[str, bool]) -> Rule:
+def delta_net_layers(kinds: Mapping[str, bool]) -> keys.Rule:
     """Which layers have a delta net, by these kinds."""
 
-    def read(config: Config) -> Fields:
+    def read(config: keys.Config) -> keys.Fields:
         return {"gdn.layers": tuple(layers_of(kinds, config, _UNLISTED))}
 
-    return Rule(("layer_types", _INTERVAL), read, write_layers)
+    return keys.Rule(("layer_types", _INTERVAL), read, write_layers)
 
 
-def write_layers(model: ModelShape) -> Config:
+def write_layers(model: ModelShape) -> keys.Config:
     numbers = range(model.num_layers)
     return {"layer_types": ["linear_attention" if model.has_delta_net(each) else "full_attention" for each in numbers]}
 
 
-BESIDE_LAYERS: tuple[Entry, ...] = (
-    ATTENTION_BIAS,
-    SILU,
-    Always("qk_layernorm", True),
-    Always("attention_output_gate", True),
-    Always("zero_centered_gamma", True),
-    Always("hf_zero_centered_gamma", True),
-    Key("norm_epsilon", "rms_norm_eps", 1e-6),
-    Key("gdn.num_key_heads", "linear_num_key_heads", 16),
-    Key("gdn.num_value_heads", "linear_num_value_heads", 32),
-    Key("gdn.key_head_dim", "linear_key_head_dim", 128),
-    Key("gdn.value_head_dim", "linear_value_head_dim", 128),
-    Key("gdn.conv_kernel_dim", "linear_conv_kernel_dim", 4),
-    tied(False),
+BESIDE_LAYERS: tuple[keys.Entry, ...] = (
+    keys.ATTENTION_BIAS,
+    keys.SILU,
+    keys.Always("qk_layernorm", True),
+    keys.Always("attention_output_gate", True),
+    keys.Always("zero_centered_gamma", True),
+    keys.Always("hf_zero_centered_gamma", True),
+    keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
+    keys.Key("gdn.num_key_heads", "linear_num_key_heads", 16),
+    keys.Key("gdn.num_value_heads", "linear_num_value_heads", 32),
+    keys.Key("gdn.key_head_dim", "linear_key_head_dim", 128),
+    keys.Key("gdn.value_head_dim", "linear_value_head_dim", 128),
+    keys.Key("gdn.conv_kernel_dim", "linear_conv_kernel_dim", 4),
+    keys.tied(False),
 )
 
-COMMON: tuple[Entry, ...] = (*BESIDE_LAYERS, delta_net_layers(KINDS), rope(percent=0.25, partial=True))
+COMMON: tuple[keys.Entry, ...] = (*BESIDE_LAYERS, delta_net_layers(KINDS), rope(percent=0.25, partial=True))
 
 
-def prediction_layers(key: str) -> Rule:
+def prediction_layers(key: str) -> keys.Rule:
     """How many layers of multi-token prediction there are: one, or none. Published files have one, which config.json
     may not mention and transformers does not save. So the tensors show whether there is one."""
 
-    def read(config: Config) -> Fields:
-        return {"mtp_num_layers": one_or_none(config, key, absent=1)}
+    def read(config: keys.Config) -> keys.Fields:
+        return {"mtp_num_layers": keys.one_or_none(config, key, absent=1)}
 
-    return Rule((key,), read, lambda model: {} if model.mtp_num_layers == 1 else {key: model.mtp_num_layers})
+    return keys.Rule((key,), read, lambda model: {} if model.mtp_num_layers == 1 else {key: model.mtp_num_layers})

@@ -7,15 +7,7 @@ delta net's output stores its factor; all other norms store it less one.
 
 from precisionctl.architectures.param_map import Either, Row, only_in
 from precisionctl.architectures.rearrangements import GAMMA, ORDINARY_GAMMA, Rearrangement
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    MLP,
-    MLP_NORM,
-    PREDICTION_LAYER,
-    prediction_layer,
-)
-from precisionctl.architectures.shared.moe_rows import EXPERTS, GATED_SHARED_EXPERT, MOE_NORM, ROUTER
+from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.param import COLUMNS, CONV_PARTS, IN_PROJ_PARTS, ROWS, Parallel
 
 _HF, _MEGATRON = "model.layers.{layer}.linear_attn.", "decoder.layers.{layer}.self_attention."
@@ -41,7 +33,7 @@ def delta_net(arrangement: Rearrangement, *in_proj: str, values: tuple[str, ...]
     one is made of; of these exports leave `values` as they are: small ones, of which decay and learning rate are made.
     """
     return (
-        *only_in("attention", (*ATTENTION_NORM, *ATTENTION)),
+        *only_in("attention", (*llama.ATTENTION_NORM, *llama.ATTENTION)),
         *only_in(
             "gdn",
             (
@@ -79,12 +71,14 @@ def delta_net(arrangement: Rearrangement, *in_proj: str, values: tuple[str, ...]
 
 _PREDICTION = {"model.layers.{layer}.": "mtp.layers.{mtp}."}
 
-DENSE: tuple[Row | Either, ...] = (*MLP_NORM, *MLP)
-SPARSE: tuple[Row | Either, ...] = (*MOE_NORM, *ROUTER, *GATED_SHARED_EXPERT, *EXPERTS)
+DENSE: tuple[Row | Either, ...] = (*llama.MLP_NORM, *llama.MLP)
+SPARSE: tuple[Row | Either, ...] = (*moe.MOE_NORM, *moe.ROUTER, *moe.GATED_SHARED_EXPERT, *moe.EXPERTS)
 """MLPs of layers, of both kinds."""
 
 
 def prediction(*block: Row | Either) -> tuple[Row | Either, ...]:
     """The one layer of multi-token prediction, which has attention; `block` are the rows of its MLP."""
-    layer = (row.renamed(_PREDICTION, PREDICTION_LAYER) for row in (*ATTENTION_NORM, *ATTENTION, *block))
-    return prediction_layer(("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"), layer)
+    layer = (
+        row.renamed(_PREDICTION, llama.PREDICTION_LAYER) for row in (*llama.ATTENTION_NORM, *llama.ATTENTION, *block)
+    )
+    return llama.prediction_layer(("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"), layer)

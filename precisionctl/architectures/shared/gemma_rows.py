@@ -3,7 +3,7 @@ before a block, OLMo 2 and others instead of these."""
 
 from precisionctl.architectures.param_map import Row, renamed
 from precisionctl.architectures.rearrangements import GAMMA
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM, model_rows
+from precisionctl.architectures.shared import llama_rows as llama
 
 POST_ATTENTION_NORM = (
     Row(
@@ -24,8 +24,8 @@ POST_MLP_NORM = (
     ),
 )
 
-PRE_MLP_NORM = renamed(MLP_NORM, {"post_attention": "pre_feedforward"})
+PRE_MLP_NORM = renamed(llama.MLP_NORM, {"post_attention": "pre_feedforward"})
 
-AFTER_ATTENTION = (*POST_ATTENTION_NORM, *PRE_MLP_NORM, *MLP, *POST_MLP_NORM)
+AFTER_ATTENTION = (*POST_ATTENTION_NORM, *PRE_MLP_NORM, *llama.MLP, *POST_MLP_NORM)
 
-ROWS = model_rows(*ATTENTION_NORM, *ATTENTION, *AFTER_ATTENTION)
+ROWS = llama.model_rows(*llama.ATTENTION_NORM, *llama.ATTENTION, *AFTER_ATTENTION)

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from precisionctl.architectures.config_keys import Config, Entry, Fields, Key, Only, Reworded, reworded, size
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import numbered_layers
-from precisionctl.architectures.shared.deepseek_keys import SIGMOID, groups, latent_attention, shared_experts
+from precisionctl.architectures.shared import deepseek_keys
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.recurrent_parts import GatedDeltaNet
@@ -18,22 +18,24 @@ _WORDS: Mapping[str, str] = {
 """DeepSeek's, and the ones that the classes of Kimi Linear and Ling 3 save."""
 
 
-def common(published: bool, number: int, group_counts: tuple[int, int], scaling: float) -> tuple[Entry, ...]:
+def common(published: bool, number: int, group_counts: tuple[int, int], scaling: float) -> tuple[keys.Entry, ...]:
     """Latent attention and experts, with defaults of the family's class: `number` of experts, in groups. Are the words
     that classes save also those of published files?"""
-    entries: tuple[Entry, ...] = (
-        *latent_attention(None),
-        Key("moe.num_experts", "num_experts", number, synonym="num_local_experts"),
-        Key("moe.topk", "num_experts_per_tok", 8),
-        Key("moe.ffn_hidden_size", "moe_intermediate_size"),
-        Reworded(shared_experts("num_shared_experts", 1), {"num_shared_experts": "n_shared_experts"}, False),
-        groups(*group_counts),
-        *SIGMOID,
-        Only("norm_topk_prob", True),
-        Key("moe.topk_scaling_factor", "routed_scaling_factor", scaling),
-        Only("tie_word_embeddings", False),
+    entries: tuple[keys.Entry, ...] = (
+        *deepseek_keys.latent_attention(None),
+        keys.Key("moe.num_experts", "num_experts", number, synonym="num_local_experts"),
+        keys.Key("moe.topk", "num_experts_per_tok", 8),
+        keys.Key("moe.ffn_hidden_size", "moe_intermediate_size"),
+        keys.Reworded(
+            deepseek_keys.shared_experts("num_shared_experts", 1), {"num_shared_experts": "n_shared_experts"}, False
+        ),
+        deepseek_keys.groups(*group_counts),
+        *deepseek_keys.SIGMOID,
+        keys.Only("norm_topk_prob", True),
+        keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", scaling),
+        keys.Only("tie_word_embeddings", False),
     )
-    return reworded(entries, _WORDS, published)
+    return keys.reworded(entries, _WORDS, published)
 
 
 LISTS = ("kda_layers", "full_attn_layers")
@@ -47,7 +49,7 @@ BESIDE = {
 """Of `linear_attn_config`: sizes, with transformers' words for them beside it."""
 
 
-def checked(said: object, family: str, *more: str) -> Config:
+def checked(said: object, family: str, *more: str) -> keys.Config:
     """A `linear_attn_config` of sizes, LISTS and these keys. Raises DamagedCheckpoint for what is no object, and
     UnknownArchitecture for other keys."""
     if not isinstance(said, Mapping):
@@ -59,11 +61,12 @@ def checked(said: object, family: str, *more: str) -> Config:
     return said
 
 
-def read_sizes(said: Config, config: Config, absent: Mapping[str, int]) -> Fields:
+def read_sizes(said: keys.Config, config: keys.Config, absent: Mapping[str, int]) -> keys.Fields:
     """What a `linear_attn_config` says of the sizes of delta attention, or `config` in transformers' words; else they
     are as `absent` has them."""
     head, number, taps = (
-        size({inner: config.get(beside, absent.get(inner))} | dict(said), inner) for inner, beside in BESIDE.items()
+        keys.size({inner: config.get(beside, absent.get(inner))} | dict(said), inner)
+        for inner, beside in BESIDE.items()
     )
     return {
         **dict.fromkeys(("gdn.key_head_dim", "gdn.value_head_dim", "gdn.kda_lora_rank"), head),
@@ -73,12 +76,12 @@ def read_sizes(said: Config, config: Config, absent: Mapping[str, int]) -> Field
     }
 
 
-def write_sizes(gdn: GatedDeltaNet) -> Config:
+def write_sizes(gdn: GatedDeltaNet) -> keys.Config:
     """The inverse, of `linear_attn_config`."""
     return dict(zip(BESIDE, (gdn.key_head_dim, gdn.num_key_heads, gdn.conv_kernel_dim), strict=True))
 
 
-def shared_out(said: Config, number: int) -> list[bool]:
+def shared_out(said: keys.Config, number: int) -> list[bool]:
     """Whether each of so many layers has delta attention, as the LISTS say, which count from 1. Raises
     DamagedCheckpoint unless each layer is in one of them."""
     of_kda, full = (numbered_layers(said[key], key) for key in LISTS)
@@ -88,7 +91,7 @@ def shared_out(said: Config, number: int) -> list[bool]:
     return [layer + 1 in of_kda for layer in range(number)]
 
 
-def layer_lists(model: ModelShape, first: int = 1) -> Config:
+def layer_lists(model: ModelShape, first: int = 1) -> keys.Config:
     """The LISTS of a model, counting from `first`."""
     numbers = range(first, first + model.num_layers)
     kinds = ([layer for layer in numbers if model.has_delta_net(layer - first) is kind] for kind in (True, False))

@@ -1,11 +1,11 @@
 """config.json's keys of Mamba-2 mixers: their heads, and the steps (dt), which Megatron-Core does not clamp."""
 
-from precisionctl.architectures.config_keys import Config, Fields, Rule, size
+from precisionctl.architectures import config_keys as keys
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
 
-def mixer_heads(heads: str, head: str, expand: str, absent: int | str, channels: str | None = None) -> Rule:
+def mixer_heads(heads: str, head: str, expand: str, absent: int | str, channels: str | None = None) -> keys.Rule:
     """How many heads a mixer has, by the key `heads`, and how many channels each has, by the key `head`. All heads
     together must have as many as the key `channels` says, if the family has that key and it is not null; else `expand`,
     a key too, times those of the model.
@@ -14,38 +14,38 @@ def mixer_heads(heads: str, head: str, expand: str, absent: int | str, channels:
     head an equal share."""
     taken = {"hidden_size": 4096, heads: 128, head: absent, expand: 2} | ({channels: 1024} if channels else {})
 
-    def read(config: Config) -> Fields:
+    def read(config: keys.Config) -> keys.Fields:
         config = {**taken, **config}
         if channels and config[channels] is not None:
-            said_by, inner_size = channels, size(config, channels)
+            said_by, inner_size = channels, keys.size(config, channels)
         else:
-            said_by, inner_size = expand, size(config, expand) * size(config, "hidden_size")
-        number, shares = size(config, heads), config[head] == absent == "auto"
-        each = inner_size // number if shares else size(config, head)
+            said_by, inner_size = expand, keys.size(config, expand) * keys.size(config, "hidden_size")
+        number, shares = keys.size(config, heads), config[head] == absent == "auto"
+        each = inner_size // number if shares else keys.size(config, head)
         if each * number != inner_size:
             what = f"{number} heads of {each} channels in a mixer, which {said_by} says has {inner_size}"
             raise DamagedCheckpoint(what, do="Is config.json this model's?")
         return {"mamba.num_heads": number, "mamba.head_dim": each}
 
-    def write(model: ModelShape) -> Config:
+    def write(model: ModelShape) -> keys.Config:
         if model.mamba is None:
             return {}
         inner_size = model.mamba.inner_size
         said = {channels: inner_size} if channels else {expand: inner_size // model.hidden_size}
         return {heads: model.mamba.num_heads, head: model.mamba.head_dim, **said}
 
-    return Rule((heads, head, expand, *([channels] if channels else [])), read, write)
+    return keys.Rule((heads, head, expand, *([channels] if channels else [])), read, write)
 
 
 MIXER_HEADS = mixer_heads("mamba_n_heads", "mamba_d_head", "mamba_expand", "auto")
 """As Granite 4 and Bamba have them."""
 
 
-def step_limits(*keys: str) -> Rule:
+def step_limits(*said_by: str) -> keys.Rule:
     """Ranges of steps by these keys. Raises UnknownArchitecture for one that clamps any: Megatron-Core has none."""
 
-    def read(config: Config) -> Fields:
-        for key in keys:
+    def read(config: keys.Config) -> keys.Fields:
+        for key in said_by:
             limit = config.get(key)
             if limit is not None and not _is_endless(limit):
                 raise UnknownArchitecture(
@@ -54,7 +54,7 @@ def step_limits(*keys: str) -> Rule:
                 )
         return {}
 
-    return Rule(keys, read)
+    return keys.Rule(said_by, read)
 
 
 def _is_endless(limit: object) -> bool:

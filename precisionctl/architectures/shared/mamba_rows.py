@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from precisionctl.architectures.param_map import Row, only_in, renamed
 from precisionctl.architectures.rearrangements import GAMMA
-from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, PROJ, QKV_LINEAR
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.param import COLUMNS, GATED_ROWS, MIXER_CONV_PARTS, MIXER_PARTS, ROWS, Parallel
 
 _HF, _MEGATRON = "model.layers.{layer}.mixer.", "decoder.layers.{layer}.mixer."
@@ -91,10 +91,10 @@ MAMBA_1_MIXER = only_in(
 """With the norms of what x_proj makes, as Jamba has them. Exports leave in_proj and out_proj as they are, because
 vLLM's layer takes no codes for them (model_executor/layers/mamba/mamba_mixer.py)."""
 
-BEFORE_MIXER = renamed(only_in("mamba", ATTENTION_NORM), {}, {"self_attention.linear_qkv": "mixer.in_proj"})
+BEFORE_MIXER = renamed(only_in("mamba", llama.ATTENTION_NORM), {}, {"self_attention.linear_qkv": "mixer.in_proj"})
 """The norm of what a mixer reads."""
 
-_OR_ATTENTION = only_in("attention", (*ATTENTION_NORM, *QKV_LINEAR, *PROJ))
+_OR_ATTENTION = only_in("attention", (*llama.ATTENTION_NORM, *llama.QKV_LINEAR, *llama.PROJ))
 MIXER_OR_ATTENTION = (*BEFORE_MIXER, *MIXER, *_OR_ATTENTION)
 """Of a layer that is one of the two, with the norm before it."""
 MAMBA_1_OR_ATTENTION = (*BEFORE_MIXER, *MAMBA_1_MIXER, *_OR_ATTENTION)

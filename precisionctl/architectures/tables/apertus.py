@@ -3,17 +3,11 @@
 Trap: two numbers of xIELU that nothing changes are stored beside them.
 """
 
-from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SIZES, Always, Key, Only, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, Row, renamed
 from precisionctl.architectures.rearrangements import SAME, SCALAR
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    MLP_NORM,
-    UNGATED_MLP,
-    model_rows,
-)
+from precisionctl.architectures.shared import llama_rows as llama
 
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -36,23 +30,23 @@ _XIELU = tuple(
 
 ARCHITECTURE = Architecture(
     model_types={"apertus": "ApertusForCausalLM"},
-    rows=model_rows(
-        *renamed(ATTENTION_NORM, {"input_layernorm": "attention_layernorm"}),
-        *ATTENTION,
-        *renamed(MLP_NORM, {"post_attention_layernorm": "feedforward_layernorm"}),
-        *UNGATED_MLP,
+    rows=llama.model_rows(
+        *renamed(llama.ATTENTION_NORM, {"input_layernorm": "attention_layernorm"}),
+        *llama.ATTENTION,
+        *renamed(llama.MLP_NORM, {"post_attention_layernorm": "feedforward_layernorm"}),
+        *llama.UNGATED_MLP,
         *_XIELU,
     ),
     config=(
-        *SIZES,
-        HEADS,
-        ATTENTION_BIAS,
-        Always("qk_layernorm", True),
-        Only("hidden_act", "xielu", "activation", "xielu"),
-        Always("gated_linear_unit", False),
-        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        *keys.SIZES,
+        keys.HEADS,
+        keys.ATTENTION_BIAS,
+        keys.Always("qk_layernorm", True),
+        keys.Only("hidden_act", "xielu", "activation", "xielu"),
+        keys.Always("gated_linear_unit", False),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(12000000.0, scaling=_LLAMA3),
-        tied(False),
+        keys.tied(False),
     ),
     names_by="this project",
 )

@@ -7,23 +7,13 @@ dense MLPs have no gate. Without a number there are no groups of experts. Rotary
 `qk_rope_head_dim` channels, whatever `head_dim` says.
 """
 
-from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule, layers, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.param_map import Architecture, Row, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.row_layers import Layers
-from precisionctl.architectures.shared.deepseek_keys import (
-    INDEXER,
-    SIGMOID,
-    experts_by_list,
-    experts_of_a_layer,
-    groups,
-    latent_attention,
-)
-from precisionctl.architectures.shared.deepseek_rows import INDEXED_ATTENTION, ROUTING
+from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.kda_rows import either
-from precisionctl.architectures.shared.llama_rows import MLP, MLP_NORM, model_rows
-from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM
 
 
 def _gate(hf: str, megatron: str, layers: Layers) -> tuple[Row, ...]:
@@ -36,15 +26,15 @@ def _gate(hf: str, megatron: str, layers: Layers) -> tuple[Row, ...]:
 
 
 _WITHIN = {"layernorm.weight": "layernorm.norm.weight"}
-_INPUT_NORM, *_ATTENTION = INDEXED_ATTENTION
+_INPUT_NORM, *_ATTENTION = deepseek_rows.INDEXED_ATTENTION
 
 _ROWS = (
     *renamed([_INPUT_NORM], _WITHIN, _WITHIN),
     *_gate("input_layernorm", "input_layernorm", "all"),
     *_ATTENTION,
-    *MLP_NORM,
-    *MLP,
-    *renamed(MOE_NORM, _WITHIN, _WITHIN),
+    *llama.MLP_NORM,
+    *llama.MLP,
+    *renamed(moe.MOE_NORM, _WITHIN, _WITHIN),
     *_gate("post_attention_layernorm", "pre_mlp_layernorm", "moe"),
 )
 _IN_MEMORY = renamed(_ROWS, {".W_down.": ".mlp.fc1.", ".W_up.": ".mlp.fc2.", ".q_b_proj.": ".q_gate_proj."})
@@ -54,31 +44,31 @@ _KINDS = ("indexed_attention", "deepseek_sparse_attention")
 """What transformers calls all layers, and what 5.17 did."""
 
 
-def _read_layers(config: Config) -> Fields:
+def _read_layers(config: keys.Config) -> keys.Fields:
     listed_layers(config, dict.fromkeys(_KINDS, True))  # raises for another kind
-    return {"dsa.layers": (True,) * layers(config)}
+    return {"dsa.layers": (True,) * keys.layers(config)}
 
 
 ARCHITECTURE = Architecture(
     model_types={"axk2": "AXK2ForCausalLM"},
-    rows=model_rows(*either(_IN_MEMORY, _ROWS), *ROUTING, *EXPERTS),
+    rows=llama.model_rows(*either(_IN_MEMORY, _ROWS), *deepseek_rows.ROUTING, *moe.EXPERTS),
     config=(
-        *latent_attention(384),
-        Always("mla.query_gate", True),
-        Key("norm_gate_rank", "gated_norm_rank", 16),
-        *experts_of_a_layer(shared=1),
-        experts_by_list(dense=1, key="first_k_dense_replace"),
-        Only("moe_layer_freq", 1),
-        *SIGMOID,
-        Only("norm_topk_prob", True),
-        groups(1, 1),
-        Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
-        Key("dsa.n_heads", "index_n_heads", 16),
-        *INDEXER,
-        Rule(("layer_types",), _read_layers),
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        *deepseek_keys.latent_attention(384),
+        keys.Always("mla.query_gate", True),
+        keys.Key("norm_gate_rank", "gated_norm_rank", 16),
+        *deepseek_keys.experts_of_a_layer(shared=1),
+        deepseek_keys.experts_by_list(dense=1, key="first_k_dense_replace"),
+        keys.Only("moe_layer_freq", 1),
+        *deepseek_keys.SIGMOID,
+        keys.Only("norm_topk_prob", True),
+        deepseek_keys.groups(1, 1),
+        keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
+        keys.Key("dsa.n_heads", "index_n_heads", 16),
+        *deepseek_keys.INDEXER,
+        keys.Rule(("layer_types",), _read_layers),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope(),
-        tied(False),
+        keys.tied(False),
     ),
     names_by="this project",
 )

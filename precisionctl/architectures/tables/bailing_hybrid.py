@@ -10,25 +10,14 @@ prediction is behind the decoder's, and transformers neither reads nor writes it
 
 from typing import Any
 
-from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule, is_on, size
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import all_but_every, layers_of
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
 from precisionctl.architectures.rope import KEYS, rope
-from precisionctl.architectures.shared.deepseek_keys import SHARED_EXPERT_SIZE, experts_by_list
-from precisionctl.architectures.shared.deepseek_rows import LATENT_ATTENTION, ROUTING, prediction
+from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.delta_net_keys import KINDS, write_layers
 from precisionctl.architectures.shared.kda_keys import common
 from precisionctl.architectures.shared.kda_rows import either, in_memory, kda
-from precisionctl.architectures.shared.llama_rows import (
-    EMBEDDING,
-    FINAL_NORM,
-    LINEAR_GATE,
-    MLP,
-    MLP_NORM,
-    OUTPUT,
-    SEPARATE_NORM,
-)
-from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, EXPERTS, MOE_NORM
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
@@ -48,8 +37,8 @@ def _either(rows: tuple[Row, ...], dense: bool = False) -> tuple[Row | Either, .
     return either(rows, renamed(published, _DENSE) if dense else published)
 
 
-_ATTENTION = only_in("attention", (*LATENT_ATTENTION, *LINEAR_GATE))
-_BESIDE = tuple(row for row in ROUTING if row not in EXPERT_BIAS)
+_ATTENTION = only_in("attention", (*deepseek_rows.LATENT_ATTENTION, *llama.LINEAR_GATE))
+_BESIDE = tuple(row for row in deepseek_rows.ROUTING if row not in moe.EXPERT_BIAS)
 
 _SAVED = {
     "linear_num_heads": "num_attention_heads",
@@ -62,11 +51,11 @@ _SAVED = {
 _UNLISTED = all_but_every(6, "layer_group_size")
 
 
-def _read_kda(config: Config) -> Fields:
+def _read_kda(config: keys.Config) -> keys.Fields:
     with_delta_net = layers_of(KINDS, config, _UNLISTED)
     said = {"head_dim": 128, "short_conv_kernel_size": 4} | dict(config)
-    heads, head, taps = (size({first: said.get(then)} | dict(config), first) for first, then in _SAVED.items())
-    bounded, bound = is_on(config, "kda_safe_gate", absent=True), config.get("kda_lower_bound", -5.0)
+    heads, head, taps = (keys.size({first: said.get(then)} | dict(config), first) for first, then in _SAVED.items())
+    bounded, bound = keys.is_on(config, "kda_safe_gate", absent=True), config.get("kda_lower_bound", -5.0)
     if bounded and bound is None:
         raise DamagedCheckpoint("kda_lower_bound is None, not a negative number")
     return {
@@ -79,7 +68,7 @@ def _read_kda(config: Config) -> Fields:
     }
 
 
-def _write_kda(model: ModelShape) -> Config:
+def _write_kda(model: ModelShape) -> keys.Config:
     if model.gdn is None:
         return {}
     bound = model.gdn.kda_lower_bound
@@ -93,10 +82,10 @@ def _write_kda(model: ModelShape) -> Config:
 _ROPE = rope(6e6)
 
 
-def _read_rope(config: Config) -> Fields:
+def _read_rope(config: keys.Config) -> keys.Fields:
     """Unscaled ones are made for all of `qk_rope_head_dim`, whatever share of a head config.json says."""
 
-    def whole(said: Config) -> dict[str, Any]:
+    def whole(said: keys.Config) -> dict[str, Any]:
         return {key: value for key, value in said.items() if key != "partial_rotary_factor"}
 
     inner = config.get("rope_parameters")
@@ -107,7 +96,7 @@ def _read_rope(config: Config) -> Fields:
 _LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
 
 
-def _read_limits(config: Config) -> Fields:
+def _read_limits(config: keys.Config) -> keys.Fields:
     for key in _LIMITS:
         limits = config.get(key) or []
         if not isinstance(limits, list) or any(limits):
@@ -118,49 +107,49 @@ def _read_limits(config: Config) -> Fields:
 ARCHITECTURE = Architecture(
     model_types={"bailing_hybrid": "BailingHybridForCausalLM"},
     rows=(
-        *_either(EMBEDDING),
-        *SEPARATE_NORM,
+        *_either(llama.EMBEDDING),
+        *llama.SEPARATE_NORM,
         *either(in_memory(_KDA), renamed(_KDA, _PUBLISHED)),
         Either(renamed(_OUT, _PUBLISHED), _OUT, also=renamed(_OUT, _PUBLISHED | _DENSE), second_is="in memory"),
         *_either(_ATTENTION, dense=True),
-        *MLP_NORM,
-        *MLP,
-        *MOE_NORM,
+        *llama.MLP_NORM,
+        *llama.MLP,
+        *moe.MOE_NORM,
         *_BESIDE,
-        *_either(EXPERT_BIAS),
-        *EXPERTS,
-        *FINAL_NORM,
-        *OUTPUT,
-        *prediction(
-            (*SEPARATE_NORM, *renamed(renamed(_ATTENTION, _PUBLISHED), _DENSE)),
-            (*_BESIDE, *renamed(EXPERT_BIAS, _PUBLISHED)),
+        *_either(moe.EXPERT_BIAS),
+        *moe.EXPERTS,
+        *llama.FINAL_NORM,
+        *llama.OUTPUT,
+        *deepseek_rows.prediction(
+            (*llama.SEPARATE_NORM, *renamed(renamed(_ATTENTION, _PUBLISHED), _DENSE)),
+            (*_BESIDE, *renamed(moe.EXPERT_BIAS, _PUBLISHED)),
             last_norm="final_layernorm",
         ),
     ),
     config=(
         *common(published=False, number=512, group_counts=(8, 4), scaling=2.5),
-        Only("q_lora_rank", None),
-        Always("linear_gate", "sigmoid per head"),
-        Only("gated_attention_proj_granularity_type", "head_wise"),
-        Rule(
+        keys.Only("q_lora_rank", None),
+        keys.Always("linear_gate", "sigmoid per head"),
+        keys.Only("gated_attention_proj_granularity_type", "head_wise"),
+        keys.Rule(
             ("layer_types", "layer_group_size", "head_dim", "short_conv_kernel_size", *_SAVED)
             + ("kda_safe_gate", "kda_lower_bound"),
             _read_kda,
             _write_kda,
         ),
-        Only("no_kda_lora", True),
-        Only("use_kda_lora", False),
-        experts_by_list(dense=2, key="first_k_dense_replace"),
-        SHARED_EXPERT_SIZE,
-        Rule(_LIMITS, _read_limits),
-        Only("group_norm_size", 1),
-        Only("use_mla_nope", False),
-        Only("use_qk_norm", True),
-        Only("rope_interleave", True),
-        Rule(KEYS, _read_rope, _ROPE.write),
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        Key("mtp_num_layers", "num_nextn_predict_layers", 1, synonym="num_mtp_layers"),
-        Only("mtp_use_kda", False),
+        keys.Only("no_kda_lora", True),
+        keys.Only("use_kda_lora", False),
+        deepseek_keys.experts_by_list(dense=2, key="first_k_dense_replace"),
+        deepseek_keys.SHARED_EXPERT_SIZE,
+        keys.Rule(_LIMITS, _read_limits),
+        keys.Only("group_norm_size", 1),
+        keys.Only("use_mla_nope", False),
+        keys.Only("use_qk_norm", True),
+        keys.Only("rope_interleave", True),
+        keys.Rule(KEYS, _read_rope, _ROPE.write),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        keys.Key("mtp_num_layers", "num_nextn_predict_layers", 1, synonym="num_mtp_layers"),
+        keys.Only("mtp_use_kda", False),
     ),
     aliases=(),
 )

@@ -5,23 +5,11 @@ files say it as `attn_rotary_emb`, by which vLLM goes and transformers does not;
 their numbers.
 """
 
-from precisionctl.architectures.config_keys import (
-    HEADS,
-    SILU,
-    VOCABULARY,
-    Config,
-    Fields,
-    Key,
-    Only,
-    Rule,
-    heads,
-    layers,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import numbered_layers
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import EMBEDDING, FINAL_NORM, MLP, MLP_NORM, OUTPUT
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.shared.mamba_keys import MIXER_HEADS, step_limits
 from precisionctl.architectures.shared.mamba_rows import MIXER_OR_ATTENTION
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
@@ -37,8 +25,8 @@ _SHARE = 0.5
 _ROPE = rope(percent=_SHARE, partial=True)
 
 
-def _read_layers(config: Config) -> Fields:
-    number, listed = layers(config), config.get("attn_layer_indices")
+def _read_layers(config: keys.Config) -> keys.Fields:
+    number, listed = keys.layers(config), config.get("attn_layer_indices")
     attention = numbered_layers([] if listed is None else listed, "attn_layer_indices")
     beyond = sorted(attention - {*range(number)})
     if beyond:
@@ -48,18 +36,18 @@ def _read_layers(config: Config) -> Fields:
     return {"num_layers": len(pattern), "mamba.pattern": pattern}
 
 
-def _write_layers(model: ModelShape) -> Config:
+def _write_layers(model: ModelShape) -> keys.Config:
     blocks = model.mamba.pattern[::2] if model.mamba else ""
     attention = [layer for layer, block in enumerate(blocks) if block == "*"]
     return {"num_hidden_layers": len(blocks), "attn_layer_indices": attention}
 
 
-def _read_rope(config: Config) -> Fields:
+def _read_rope(config: keys.Config) -> keys.Fields:
     fields = _ROPE.read(config)
     if fields["rotary_percent"] != _SHARE:
         what = f"no bamba known here has partial_rotary_factor={shown(fields['rotary_percent'])}"
         raise UnknownArchitecture(what, do=f"transformers turns {_SHARE} of a head.")
-    turned, said = int(HEADS.read(config)["kv_channels"] * _SHARE), config.get("attn_rotary_emb")
+    turned, said = int(keys.HEADS.read(config)["kv_channels"] * _SHARE), config.get("attn_rotary_emb")
     if said not in (None, turned):
         what = f"attn_rotary_emb is {shown(said)}, and transformers turns {turned} channels of a head"
         raise DamagedCheckpoint(what, do="Is config.json this model's?")
@@ -69,32 +57,32 @@ def _read_rope(config: Config) -> Fields:
 ARCHITECTURE = Architecture(
     model_types={"bamba": "BambaForCausalLM"},
     rows=(
-        *EMBEDDING,
-        *renamed((*MIXER_OR_ATTENTION, *MLP_NORM, *MLP), _NAMES),
-        *renamed(FINAL_NORM, {"model.norm.": "model.final_layernorm."}, {"final_layernorm": "final_norm"}),
-        *OUTPUT,
+        *llama.EMBEDDING,
+        *renamed((*MIXER_OR_ATTENTION, *llama.MLP_NORM, *llama.MLP), _NAMES),
+        *renamed(llama.FINAL_NORM, {"model.norm.": "model.final_layernorm."}, {"final_layernorm": "final_norm"}),
+        *llama.OUTPUT,
     ),
     config=(
-        Rule(("num_hidden_layers", "attn_layer_indices"), _read_layers, _write_layers),
-        Key("hidden_size", "hidden_size", 4096),
-        Key("ffn_hidden_size", "intermediate_size", 14336),
-        Key("max_position_embeddings", "max_position_embeddings", 262144),
-        VOCABULARY,
-        heads(num_attention_heads=32, num_key_value_heads=8),
+        keys.Rule(("num_hidden_layers", "attn_layer_indices"), _read_layers, _write_layers),
+        keys.Key("hidden_size", "hidden_size", 4096),
+        keys.Key("ffn_hidden_size", "intermediate_size", 14336),
+        keys.Key("max_position_embeddings", "max_position_embeddings", 262144),
+        keys.VOCABULARY,
+        keys.heads(num_attention_heads=32, num_key_value_heads=8),
         MIXER_HEADS,
-        Key("mamba.num_groups", "mamba_n_groups", 1),
-        Key("mamba.state_dim", "mamba_d_state", 256),
-        Only("mamba_d_conv", 4),
-        Only("mamba_conv_bias", True),
-        *(Only(key, False) for key in ("mamba_proj_bias", "attention_bias", "mlp_bias")),
+        keys.Key("mamba.num_groups", "mamba_n_groups", 1),
+        keys.Key("mamba.state_dim", "mamba_d_state", 256),
+        keys.Only("mamba_d_conv", 4),
+        keys.Only("mamba_conv_bias", True),
+        *(keys.Only(key, False) for key in ("mamba_proj_bias", "attention_bias", "mlp_bias")),
         step_limits("time_step_limit"),
-        SILU,
-        Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        Rule(
+        keys.SILU,
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        keys.Rule(
             (*_ROPE.keys, "attn_rotary_emb"),
             _read_rope,
             lambda model: {**_ROPE.write(model), "attn_rotary_emb": model.rotary_size},
         ),
-        tied(False),
+        keys.tied(False),
     ),
 )

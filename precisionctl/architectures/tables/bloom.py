@@ -5,21 +5,10 @@ Traps: files of the Hub leave out the prefix `transformer.`; an older word, `n_e
 `seq_length` says, no class reads: any length is computed.
 """
 
-from precisionctl.architectures.config_keys import (
-    ALL_BIASES,
-    VOCABULARY,
-    Always,
-    Config,
-    Fields,
-    Key,
-    Only,
-    Reworded,
-    Rule,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Alias, Architecture, Either, Row, renamed
 from precisionctl.architectures.rearrangements import GAMMA
-from precisionctl.architectures.shared.llama_rows import JOINED_QKV, OUTPUT
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.tables.falcon import NAMES
 from precisionctl.architectures.tables.gpt2 import body, sizes
 
@@ -28,38 +17,38 @@ _EMBEDDING_NORM = (
     Row("transformer.word_embeddings_layernorm.bias", "embedding.layernorm.bias", ("hidden_size",)),
 )
 _BODY = (
-    *renamed(body(JOINED_QKV), NAMES),
+    *renamed(body(llama.JOINED_QKV), NAMES),
     *_EMBEDDING_NORM,
 )
 _SIZES = sizes("n_layer", "hidden_size", "n_head", inner=None)  # which is always four times as much
 _ABSENT = {"n_layer": 2, "hidden_size": 64, "n_head": 8}
 
 
-def _read_sizes(config: Config) -> Fields:
+def _read_sizes(config: keys.Config) -> keys.Fields:
     older = {} if config.get("n_embed") is None else {"hidden_size": config["n_embed"]}
     return _SIZES.read({**_ABSENT, **config, **older})
 
 
 ARCHITECTURE = Architecture(
     model_types={"bloom": "BloomForCausalLM"},
-    rows=(Either(_BODY, renamed(_BODY, {"transformer.": ""})), *OUTPUT),
+    rows=(Either(_BODY, renamed(_BODY, {"transformer.": ""})), *llama.OUTPUT),
     config=(
-        Reworded(
-            Rule(("n_layer", "hidden_size", "n_head", "n_embed"), _read_sizes, _SIZES.write),
+        keys.Reworded(
+            keys.Rule(("n_layer", "hidden_size", "n_head", "n_embed"), _read_sizes, _SIZES.write),
             {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads"},
             published=False,
         ),
-        Key("max_position_embeddings", "seq_length", 2048),
-        VOCABULARY,
-        Always("activation", "gelu_tanh"),
-        Always("gated_linear_unit", False),
-        Always("normalization", "LayerNorm"),
-        Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
-        Always("position_embedding", "alibi"),
-        Always("embedding_layernorm", True),
-        *ALL_BIASES,
-        Only("apply_residual_connection_post_layernorm", False),
-        tied(True),
+        keys.Key("max_position_embeddings", "seq_length", 2048),
+        keys.VOCABULARY,
+        keys.Always("activation", "gelu_tanh"),
+        keys.Always("gated_linear_unit", False),
+        keys.Always("normalization", "LayerNorm"),
+        keys.Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
+        keys.Always("position_embedding", "alibi"),
+        keys.Always("embedding_layernorm", True),
+        *keys.ALL_BIASES,
+        keys.Only("apply_residual_connection_post_layernorm", False),
+        keys.tied(True),
     ),
     aliases=(
         Alias("lm_head.weight", of="transformer.word_embeddings.weight", switch="tied_embeddings"),

@@ -3,21 +3,15 @@
 Traps: norms are LayerNorms without biases; rotary channels are neighbouring pairs; logits are scaled.
 """
 
-from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SILU, SIZES, Always, Entry, Key, Only, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, Condition, Row
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION,
-    FINAL_NORM,
-    MLP,
-    SEPARATE_NORM,
-    model_rows,
-)
+from precisionctl.architectures.shared import llama_rows as llama
 
 _BIAS = Condition("norm_bias", ("layer_norms",))
 
 NORM = (
-    *SEPARATE_NORM,
+    *llama.SEPARATE_NORM,
     Row(
         "model.layers.{layer}.input_layernorm.bias",
         "decoder.layers.{layer}.input_layernorm.bias",
@@ -25,29 +19,29 @@ NORM = (
         present=_BIAS,
     ),
 )
-LAST_NORM = (*FINAL_NORM, Row("model.norm.bias", "decoder.final_layernorm.bias", ("hidden_size",), present=_BIAS))
+LAST_NORM = (*llama.FINAL_NORM, Row("model.norm.bias", "decoder.final_layernorm.bias", ("hidden_size",), present=_BIAS))
 
-ROWS = model_rows(*NORM, *ATTENTION, *MLP, ending=LAST_NORM)
+ROWS = llama.model_rows(*NORM, *llama.ATTENTION, *llama.MLP, ending=LAST_NORM)
 
-COMMON: tuple[Entry, ...] = (
-    *SIZES,
-    ATTENTION_BIAS,
-    SILU,
-    Always("norm_bias", False),
-    Always("parallel_residual", True),
-    Always("shared_layernorm", True),
-    Always("rotary_interleaved", True),
-    Key("logit_multiplier", "logit_scale", 0.0625),
-    tied(True),
+COMMON: tuple[keys.Entry, ...] = (
+    *keys.SIZES,
+    keys.ATTENTION_BIAS,
+    keys.SILU,
+    keys.Always("norm_bias", False),
+    keys.Always("parallel_residual", True),
+    keys.Always("shared_layernorm", True),
+    keys.Always("rotary_interleaved", True),
+    keys.Key("logit_multiplier", "logit_scale", 0.0625),
+    keys.tied(True),
 )
-LAYER_NORM: tuple[Entry, ...] = (
-    Always("normalization", "LayerNorm"),
-    Key("norm_epsilon", "layer_norm_eps", 1e-5),
+LAYER_NORM: tuple[keys.Entry, ...] = (
+    keys.Always("normalization", "LayerNorm"),
+    keys.Key("norm_epsilon", "layer_norm_eps", 1e-5),
 )
 
 ARCHITECTURE = Architecture(
     model_types={"cohere": "CohereForCausalLM"},
     rows=ROWS,
-    config=(*COMMON, HEADS, *LAYER_NORM, Only("use_qk_norm", False), rope(500000.0)),
+    config=(*COMMON, keys.HEADS, *LAYER_NORM, keys.Only("use_qk_norm", False), rope(500000.0)),
     names_by="this project",
 )

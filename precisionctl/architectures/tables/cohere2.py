@@ -3,7 +3,7 @@
 Trap: without a window at all, no layer has rotary embeddings.
 """
 
-from precisionctl.architectures.config_keys import HEADS, Config, Fields, Rule, layers
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import all_but_every, layers_in_window, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
@@ -12,9 +12,9 @@ from precisionctl.architectures.tables.cohere import COMMON, LAYER_NORM, ROWS
 _LOCAL = all_but_every(4, "sliding_window_pattern")
 
 
-def _read_rope_layers(config: Config) -> Fields:
+def _read_rope_layers(config: keys.Config) -> keys.Fields:
     if config.get("sliding_window", 4096) is None:
-        return {"rope_layers": (False,) * layers(config)}
+        return {"rope_layers": (False,) * keys.layers(config)}
     return {"rope_layers": tuple(layers_in_window(config, _LOCAL))}
 
 
@@ -23,11 +23,11 @@ ARCHITECTURE = Architecture(
     rows=ROWS,
     config=(
         *COMMON,
-        HEADS,
+        keys.HEADS,
         *LAYER_NORM,
         rope(),
         sliding_window(_LOCAL, absent=4096, also=("sliding_window_pattern",)),
-        Rule(("sliding_window", "layer_types", "sliding_window_pattern"), _read_rope_layers),
+        keys.Rule(("sliding_window", "layer_types", "sliding_window_pattern"), _read_rope_layers),
     ),
     names_by="this project",
 )

@@ -3,7 +3,7 @@
 Trap: its class scales rotary embeddings as Llama 3's where config.json says nothing of them.
 """
 
-from precisionctl.architectures.config_keys import SILU, SIZES, Key, Only, Rule, heads, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import but_first_of_four, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
@@ -23,15 +23,15 @@ ARCHITECTURE = Architecture(
     model_types={"cwm": "CwmForCausalLM"},
     rows=LLAMA.rows,
     config=(
-        *SIZES,
-        heads(num_key_value_heads=8, head_dim=128),
-        SILU,
-        Only("attention_bias", False),
-        Key("mlp_bias", "mlp_bias", False),
-        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        *keys.SIZES,
+        keys.heads(num_key_value_heads=8, head_dim=128),
+        keys.SILU,
+        keys.Only("attention_bias", False),
+        keys.Key("mlp_bias", "mlp_bias", False),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(1000000.0, scaling=_ROPE),
         sliding_window(but_first_of_four, absent=8192),
-        tied(False),
-        Rule((), lambda config: {}, lambda model: {"bos_token_id": 128000}),  # its class takes no null
+        keys.tied(False),
+        keys.Rule((), lambda config: {}, lambda model: {"bos_token_id": 128000}),  # its class takes no null
     ),
 )

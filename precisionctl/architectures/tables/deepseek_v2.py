@@ -4,15 +4,14 @@ Traps: rotary channels are neighbouring pairs, in both layouts; a group of exper
 Megatron sums the best `topk / group_topk`.
 """
 
-from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture
-from precisionctl.architectures.shared.deepseek_keys import COMMON, experts
-from precisionctl.architectures.shared.deepseek_rows import ATTENTION, decoder
+from precisionctl.architectures.shared import deepseek_keys, deepseek_rows
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
 
-def _read_groups(config: Config) -> Fields:
+def _read_groups(config: keys.Config) -> keys.Fields:
     method = config.get("topk_method")
     if method in (None, "greedy"):
         return {}
@@ -25,7 +24,7 @@ def _read_groups(config: Config) -> Fields:
     }
 
 
-def _write_groups(model: ModelShape) -> Config:
+def _write_groups(model: ModelShape) -> keys.Config:
     if model.moe is None or model.moe.num_groups is None:
         return {"topk_method": "greedy"}
     groups = {"n_group": model.moe.num_groups, "topk_group": model.moe.group_topk}
@@ -35,16 +34,16 @@ def _write_groups(model: ModelShape) -> Config:
 ARCHITECTURE = Architecture(
     model_types={"deepseek_v2": "DeepseekV2ForCausalLM"},
     behind={"gate": "experts"},
-    rows=decoder(ATTENTION),
+    rows=deepseek_rows.decoder(deepseek_rows.ATTENTION),
     config=(
-        *COMMON,
-        *(entry for entry in experts(shared=2, dense=0) if "n_routed_experts" not in entry.keys),
-        Key("moe.num_experts", "n_routed_experts", synonym="num_experts"),
-        Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
-        Only("mlp_bias", False),
-        Only("scoring_func", "softmax"),
-        Only("norm_topk_prob", False),
-        Always("moe.pre_softmax", True),
-        Rule(("topk_method", "n_group", "topk_group"), _read_groups, _write_groups),
+        *deepseek_keys.COMMON,
+        *(entry for entry in deepseek_keys.experts(shared=2, dense=0) if "n_routed_experts" not in entry.keys),
+        keys.Key("moe.num_experts", "n_routed_experts", synonym="num_experts"),
+        keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
+        keys.Only("mlp_bias", False),
+        keys.Only("scoring_func", "softmax"),
+        keys.Only("norm_topk_prob", False),
+        keys.Always("moe.pre_softmax", True),
+        keys.Rule(("topk_method", "n_group", "topk_group"), _read_groups, _write_groups),
     ),
 )

@@ -4,25 +4,24 @@ Traps: a prediction layer's embedding and head are stored copies; transformers n
 whatever config.json says of them. Rotary channels are neighbouring pairs, in both layouts.
 """
 
-from precisionctl.architectures.config_keys import Key, Only
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import TIED, Architecture
-from precisionctl.architectures.shared.deepseek_keys import COMMON, ROTATED_HEAD, SIGMOID, experts, groups
-from precisionctl.architectures.shared.deepseek_rows import ATTENTION, MTP_ALIASES, decoder, prediction
+from precisionctl.architectures.shared import deepseek_keys, deepseek_rows
 
 ARCHITECTURE = Architecture(
     model_types={"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"},
     behind={"gate": "experts"},
-    rows=(*decoder(ATTENTION), *prediction(ATTENTION)),
+    rows=(*deepseek_rows.decoder(deepseek_rows.ATTENTION), *deepseek_rows.prediction(deepseek_rows.ATTENTION)),
     config=(
-        *COMMON,
-        *experts(shared=1, dense=3),
-        ROTATED_HEAD,
-        Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
-        Only("rope_interleave", True),
-        *SIGMOID,
-        Only("norm_topk_prob", True),
-        groups(8, 4),
-        Key("mtp_num_layers", "num_nextn_predict_layers", 0, synonym="num_mtp_layers"),
+        *deepseek_keys.COMMON,
+        *deepseek_keys.experts(shared=1, dense=3),
+        deepseek_keys.ROTATED_HEAD,
+        keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
+        keys.Only("rope_interleave", True),
+        *deepseek_keys.SIGMOID,
+        keys.Only("norm_topk_prob", True),
+        deepseek_keys.groups(8, 4),
+        keys.Key("mtp_num_layers", "num_nextn_predict_layers", 0, synonym="num_mtp_layers"),
     ),
-    aliases=(TIED, *MTP_ALIASES),
+    aliases=(TIED, *deepseek_rows.MTP_ALIASES),
 )

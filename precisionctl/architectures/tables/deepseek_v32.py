@@ -4,38 +4,33 @@ Traps: the indexer's heads have their rotary channels first, as halves, where at
 is a LayerNorm of epsilon 1e-6, stored in FP32.
 """
 
-from precisionctl.architectures.config_keys import Config, Entry, Fields, Key, Only, Rule, layers, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import TIED, Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.deepseek_keys import (
-    INDEXER,
-    SIGMOID,
-    experts_by_list,
-    experts_of_a_layer,
-    groups,
-    latent_attention,
+from precisionctl.architectures.shared import deepseek_keys, deepseek_rows
+
+ROWS = (
+    *deepseek_rows.decoder(deepseek_rows.INDEXED_ATTENTION),
+    *deepseek_rows.prediction(deepseek_rows.INDEXED_ATTENTION),
 )
-from precisionctl.architectures.shared.deepseek_rows import INDEXED_ATTENTION, MTP_ALIASES, decoder, prediction
 
-ROWS = (*decoder(INDEXED_ATTENTION), *prediction(INDEXED_ATTENTION))
-
-COMMON: tuple[Entry, ...] = (
-    *experts_of_a_layer(shared=1),
-    experts_by_list(dense=3, key="first_k_dense_replace"),
-    Only("moe_layer_freq", 1),
-    *SIGMOID,
-    Only("norm_topk_prob", True),
-    Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
-    *INDEXER,
+COMMON: tuple[keys.Entry, ...] = (
+    *deepseek_keys.experts_of_a_layer(shared=1),
+    deepseek_keys.experts_by_list(dense=3, key="first_k_dense_replace"),
+    keys.Only("moe_layer_freq", 1),
+    *deepseek_keys.SIGMOID,
+    keys.Only("norm_topk_prob", True),
+    keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
+    *deepseek_keys.INDEXER,
     rope(),
-    Key("mtp_num_layers", "num_nextn_predict_layers", 0),
-    tied(False),
+    keys.Key("mtp_num_layers", "num_nextn_predict_layers", 0),
+    keys.tied(False),
 )
 """Keys that GLM-5 has too."""
 
 
-def _everywhere(config: Config) -> Fields:
-    return {"dsa.layers": (True,) * layers(config)}
+def _everywhere(config: keys.Config) -> keys.Fields:
+    return {"dsa.layers": (True,) * keys.layers(config)}
 
 
 ARCHITECTURE = Architecture(
@@ -43,12 +38,12 @@ ARCHITECTURE = Architecture(
     behind={"gate": "experts"},
     rows=ROWS,
     config=(
-        *latent_attention(1536),
+        *deepseek_keys.latent_attention(1536),
         *COMMON,
-        Key("dsa.n_heads", "index_n_heads", 64),
-        Rule((), _everywhere),
-        groups(8, 4),
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        keys.Key("dsa.n_heads", "index_n_heads", 64),
+        keys.Rule((), _everywhere),
+        deepseek_keys.groups(8, 4),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
     ),
-    aliases=(TIED, *MTP_ALIASES),
+    aliases=(TIED, *deepseek_rows.MTP_ALIASES),
 )

@@ -9,20 +9,7 @@ list one more ratio, for the layer of multi-token prediction, than there are lay
 from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.architectures.config_keys import (
-    SILU,
-    VOCABULARY,
-    Always,
-    Config,
-    Fields,
-    Key,
-    Only,
-    Rule,
-    Synonyms,
-    layers,
-    size,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import PARAMETERS, read_rope, rope_type
 from precisionctl.architectures.shared.deepseek_v4_rows import ROWS_OF_MODEL
@@ -37,11 +24,11 @@ _ROUTERS = {"hash_moe": True, "moe": False}
 _RATES = {"compressed_sparse_attention": CSA.RATIOS["C"], "heavily_compressed_attention": CSA.RATIOS["H"]}
 
 
-def _count(config: Config) -> int:
-    return layers({"num_hidden_layers": 43} | dict(config))
+def _count(config: keys.Config) -> int:
+    return keys.layers({"num_hidden_layers": 43} | dict(config))
 
 
-def _listed(config: Config, key: str, known: Mapping[Any, Any]) -> list[Any] | None:
+def _listed(config: keys.Config, key: str, known: Mapping[Any, Any]) -> list[Any] | None:
     """What is listed under a key of each layer, as transformers takes it: what is beyond the last one does not count.
     None where there is no list."""
     listed, count = config.get(key), _count(config)
@@ -55,7 +42,7 @@ def _listed(config: Config, key: str, known: Mapping[Any, Any]) -> list[Any] | N
     return [known[each] for each in listed[:count]]
 
 
-def _read_layers(config: Config) -> Fields:
+def _read_layers(config: keys.Config) -> keys.Fields:
     count = _count(config)
     for key, rate in {"compress_rate_csa": "C", "compress_rate_hca": "H"}.items():
         if config.get(key) not in (None, CSA.RATIOS[rate]):
@@ -87,7 +74,7 @@ def _read_layers(config: Config) -> Fields:
     }
 
 
-def _write_layers(model: ModelShape) -> Config:
+def _write_layers(model: ModelShape) -> keys.Config:
     if model.csa is None or model.moe is None:
         return {}
     hashed, names = model.moe.n_hash_layers, {kind: name for name, kind in _KINDS.items()}
@@ -100,12 +87,12 @@ def _write_layers(model: ModelShape) -> Config:
     }
 
 
-def _read_sizes(config: Config) -> Fields:
-    inner = size({"moe_intermediate_size": 2048} | dict(config), "moe_intermediate_size")
+def _read_sizes(config: keys.Config) -> keys.Fields:
+    inner = keys.size({"moe_intermediate_size": 2048} | dict(config), "moe_intermediate_size")
     return dict.fromkeys(("ffn_hidden_size", "moe.ffn_hidden_size", "moe.shared_ffn_hidden_size"), inner)
 
 
-def _write_sizes(model: ModelShape) -> Config:
+def _write_sizes(model: ModelShape) -> keys.Config:
     return {"moe_intermediate_size": model.moe and model.moe.ffn_hidden_size}
 
 
@@ -113,7 +100,7 @@ _BASE, _COMPRESSED_BASE, _TURNING = 10000.0, 160000.0, 64 / 512
 _KEYS_OF_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "compress_rope_theta", "partial_rotary_factor")
 
 
-def _read_rope(config: Config) -> Fields:
+def _read_rope(config: keys.Config) -> keys.Fields:
     config = {"max_position_embeddings": 1 << 20, "head_dim": 512} | dict(config)
     both = (config.get(key) for key in ("rope_scaling", "rope_parameters"))
     said: Any = next((each for each in both if each not in (None, {})), {})
@@ -149,7 +136,7 @@ def _read_rope(config: Config) -> Fields:
     return {**fields, "rotary_base_local": in_window["rotary_base"]}
 
 
-def _write_rope(model: ModelShape) -> Config:
+def _write_rope(model: ModelShape) -> keys.Config:
     turning = {"rope_type": "default", "partial_rotary_factor": model.rotary_percent}
     main = turning | {"rope_theta": model.rotary_base_local}
     compressed = {**turning, **(model.rope_scaling or {}), "rope_theta": model.rotary_base}
@@ -163,16 +150,16 @@ def _write_rope(model: ModelShape) -> Config:
     }
 
 
-def _read_vocabulary(config: Config) -> Fields:
-    return VOCABULARY.read({"vocab_size": 129280} | dict(config))
+def _read_vocabulary(config: keys.Config) -> keys.Fields:
+    return keys.VOCABULARY.read({"vocab_size": 129280} | dict(config))
 
 
 ARCHITECTURE = Architecture(
     model_types={"deepseek_v4": "DeepseekV4ForCausalLM"},
     rows=ROWS_OF_MODEL,
     config=(
-        Rule(("vocab_size",), _read_vocabulary, VOCABULARY.write),
-        Rule(
+        keys.Rule(("vocab_size",), _read_vocabulary, keys.VOCABULARY.write),
+        keys.Rule(
             (
                 *("num_hidden_layers", "layer_types", "compress_ratios", "mlp_layer_types", "num_hash_layers"),
                 *("compress_rate_csa", "compress_rate_hca"),
@@ -180,40 +167,40 @@ ARCHITECTURE = Architecture(
             _read_layers,
             _write_layers,
         ),
-        Only("compress_rates", _RATES),
-        Synonyms({"num_local_experts": "n_routed_experts", "intermediate_size": "moe_intermediate_size"}),
-        Key("hidden_size", "hidden_size", 4096),
-        Key("max_position_embeddings", "max_position_embeddings", 1 << 20),
-        Rule(("moe_intermediate_size",), _read_sizes, _write_sizes),
-        Only("n_shared_experts", 1),
-        Key("num_attention_heads", "num_attention_heads", 64),
-        Only("num_key_value_heads", 1, "num_query_groups", 1),
-        Key("kv_channels", "head_dim", 512),
-        Key("csa.q_lora_rank", "q_lora_rank", 1024),
-        Key("csa.o_groups", "o_groups", 8),
-        Key("csa.o_lora_rank", "o_lora_rank", 1024),
-        Key("csa.n_heads", "index_n_heads", 64),
-        Key("csa.head_dim", "index_head_dim", 128),
-        Key("csa.topk", "index_topk", 512),
-        Key("csa.window_size", "sliding_window", 128),
-        Key("mhc.num_residual_streams", "hc_mult", 4),
-        Key("mhc.mhc_sinkhorn_iterations", "hc_sinkhorn_iters", 20),
-        Key("mhc.epsilon", "hc_eps", 1e-6),
-        Key("moe.num_experts", "n_routed_experts", 256),
-        Key("moe.topk", "num_experts_per_tok", 6),
-        Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.5),
-        Only("scoring_func", "sqrtsoftplus", "moe.score_function", "sqrtsoftplus"),
-        Only("topk_method", "noaux_tc"),
-        Only("norm_topk_prob", True),
-        Always("moe.expert_bias", True),
-        SILU,
-        Key("activation_clamp", "swiglu_limit", 10.0),
-        Only("attention_bias", False),
-        Only("mlp_bias", False),
-        Rule((*_KEYS_OF_ROPE, "qk_rope_head_dim"), _read_rope, _write_rope),
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        Key("mtp_num_layers", "num_nextn_predict_layers", 1),
-        tied(False),
+        keys.Only("compress_rates", _RATES),
+        keys.Synonyms({"num_local_experts": "n_routed_experts", "intermediate_size": "moe_intermediate_size"}),
+        keys.Key("hidden_size", "hidden_size", 4096),
+        keys.Key("max_position_embeddings", "max_position_embeddings", 1 << 20),
+        keys.Rule(("moe_intermediate_size",), _read_sizes, _write_sizes),
+        keys.Only("n_shared_experts", 1),
+        keys.Key("num_attention_heads", "num_attention_heads", 64),
+        keys.Only("num_key_value_heads", 1, "num_query_groups", 1),
+        keys.Key("kv_channels", "head_dim", 512),
+        keys.Key("csa.q_lora_rank", "q_lora_rank", 1024),
+        keys.Key("csa.o_groups", "o_groups", 8),
+        keys.Key("csa.o_lora_rank", "o_lora_rank", 1024),
+        keys.Key("csa.n_heads", "index_n_heads", 64),
+        keys.Key("csa.head_dim", "index_head_dim", 128),
+        keys.Key("csa.topk", "index_topk", 512),
+        keys.Key("csa.window_size", "sliding_window", 128),
+        keys.Key("mhc.num_residual_streams", "hc_mult", 4),
+        keys.Key("mhc.mhc_sinkhorn_iterations", "hc_sinkhorn_iters", 20),
+        keys.Key("mhc.epsilon", "hc_eps", 1e-6),
+        keys.Key("moe.num_experts", "n_routed_experts", 256),
+        keys.Key("moe.topk", "num_experts_per_tok", 6),
+        keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.5),
+        keys.Only("scoring_func", "sqrtsoftplus", "moe.score_function", "sqrtsoftplus"),
+        keys.Only("topk_method", "noaux_tc"),
+        keys.Only("norm_topk_prob", True),
+        keys.Always("moe.expert_bias", True),
+        keys.SILU,
+        keys.Key("activation_clamp", "swiglu_limit", 10.0),
+        keys.Only("attention_bias", False),
+        keys.Only("mlp_bias", False),
+        keys.Rule((*_KEYS_OF_ROPE, "qk_rope_head_dim"), _read_rope, _write_rope),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        keys.Key("mtp_num_layers", "num_nextn_predict_layers", 1),
+        keys.tied(False),
     ),
     aliases=(),
 )

@@ -4,16 +4,14 @@ Traps: without `norm_topk_prob`, which is its class's default, it is another mod
 `scoring_func` says.
 """
 
-from precisionctl.architectures.config_keys import ATTENTION_BIAS, SILU, SIZES, Always, Config, Key, Only, heads, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.deepseek_keys import experts, groups
-from precisionctl.architectures.shared.deepseek_rows import decoder
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM
+from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama
 
 
-def _after_the_first(config: Config, layers: int) -> list[bool]:
+def _after_the_first(config: keys.Config, layers: int) -> list[bool]:
     first = config.get("max_window_layers", 62)
     return [first is not None and layer >= first for layer in range(layers)]
 
@@ -21,22 +19,22 @@ def _after_the_first(config: Config, layers: int) -> list[bool]:
 ARCHITECTURE = Architecture(
     model_types={"dots1": "Dots1ForCausalLM"},
     behind={"gate": "experts"},
-    rows=decoder((*ATTENTION_NORM, *ATTENTION)),
+    rows=deepseek_rows.decoder((*llama.ATTENTION_NORM, *llama.ATTENTION)),
     config=(
-        *SIZES,
-        heads(num_key_value_heads=32),
-        ATTENTION_BIAS,
-        SILU,
-        Always("qk_layernorm", True),
-        *experts(shared=None, dense=0),
-        Always("moe.score_function", "sigmoid"),
-        Always("moe.expert_bias", True),
-        Only("norm_topk_prob", True, absent=False),
-        groups(1, 1),
-        Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        *keys.SIZES,
+        keys.heads(num_key_value_heads=32),
+        keys.ATTENTION_BIAS,
+        keys.SILU,
+        keys.Always("qk_layernorm", True),
+        *deepseek_keys.experts(shared=None, dense=0),
+        keys.Always("moe.score_function", "sigmoid"),
+        keys.Always("moe.expert_bias", True),
+        keys.Only("norm_topk_prob", True, absent=False),
+        deepseek_keys.groups(1, 1),
+        keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope(),
         sliding_window(_after_the_first, absent=4096, also=("max_window_layers",)),
-        tied(False),
+        keys.tied(False),
     ),
 )

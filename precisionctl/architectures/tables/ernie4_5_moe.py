@@ -6,47 +6,31 @@ the chosen ones add up to one.
 
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import (
-    SILU,
-    SIZES,
-    Always,
-    Config,
-    Fields,
-    Key,
-    Only,
-    Rule,
-    heads,
-    layers,
-    size,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, Either, Row, renamed
 from precisionctl.architectures.rearrangements import SQUEEZED
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.deepseek_keys import shared_experts
-from precisionctl.architectures.shared.deepseek_rows import decoder
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM
-from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, ROUTER, SHARED_EXPERTS
+from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
 from precisionctl.model.model_shape import ModelShape
 
 
 def _bias(module: str) -> tuple[Row, ...]:
-    renamed_rows = renamed(EXPERT_BIAS, {"mlp.gate.": f"mlp.{module}."})
+    renamed_rows = renamed(moe.EXPERT_BIAS, {"mlp.gate.": f"mlp.{module}."})
     return tuple(replace(row, rearrangement=SQUEEZED) for row in renamed_rows)
 
 
 _BIAS = Either(_bias("moe_statics"), _bias("gate.moe_statics"), second_is="in memory")
 
 
-def _read_layers(config: Config) -> Fields:
+def _read_layers(config: keys.Config) -> keys.Fields:
     said = {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1} | dict(config)
-    first, last, numbers = said["moe_layer_start_index"], said["moe_layer_end_index"], range(layers(config))
-    step = size(said, "moe_layer_interval")
+    first, last, numbers = said["moe_layer_start_index"], said["moe_layer_end_index"], range(keys.layers(config))
+    step = keys.size(said, "moe_layer_interval")
     last = numbers[-1] if last == -1 else last
     return {"moe.layer_freq": tuple((layer + 1) % step == 0 and first <= layer <= last for layer in numbers)}
 
 
-def _write_layers(model: ModelShape) -> Config:
+def _write_layers(model: ModelShape) -> keys.Config:
     those = [layer for layer in range(model.num_layers) if model.has_experts(layer)] or [model.num_layers]
     step = those[1] - those[0] if len(those) > 1 else 1
     return {"moe_layer_start_index": those[0], "moe_layer_end_index": those[-1], "moe_layer_interval": step}
@@ -54,23 +38,25 @@ def _write_layers(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"ernie4_5_moe": "Ernie4_5_MoeForCausalLM"},
-    rows=decoder((*ATTENTION_NORM, *ATTENTION), routing=(*ROUTER, _BIAS, *SHARED_EXPERTS)),
+    rows=deepseek_rows.decoder(
+        (*llama.ATTENTION_NORM, *llama.ATTENTION), routing=(*moe.ROUTER, _BIAS, *moe.SHARED_EXPERTS)
+    ),
     config=(
-        *SIZES,
-        heads(num_key_value_heads=4),
-        SILU,
-        Only("use_bias", False),
-        Key("moe.num_experts", "moe_num_experts", 64, synonym="num_experts"),
-        Key("moe.topk", "moe_k", 6, synonym="num_experts_per_tok"),
-        Key("moe.ffn_hidden_size", "moe_intermediate_size", 1536),
-        shared_experts("moe_num_shared_experts", 2, inner=1536),
-        Rule(("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"), _read_layers, _write_layers),
-        Only("moe_norm_min", 1e-12),
-        Always("moe.expert_bias", True),
-        Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        Always("rotary_interleaved", True),
+        *keys.SIZES,
+        keys.heads(num_key_value_heads=4),
+        keys.SILU,
+        keys.Only("use_bias", False),
+        keys.Key("moe.num_experts", "moe_num_experts", 64, synonym="num_experts"),
+        keys.Key("moe.topk", "moe_k", 6, synonym="num_experts_per_tok"),
+        keys.Key("moe.ffn_hidden_size", "moe_intermediate_size", 1536),
+        deepseek_keys.shared_experts("moe_num_shared_experts", 2, inner=1536),
+        keys.Rule(("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"), _read_layers, _write_layers),
+        keys.Only("moe_norm_min", 1e-12),
+        keys.Always("moe.expert_bias", True),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        keys.Always("rotary_interleaved", True),
         rope(500000.0),
-        tied(True),
+        keys.tied(True),
     ),
     names_by="Megatron-Bridge",
 )

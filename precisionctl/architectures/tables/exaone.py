@@ -4,20 +4,12 @@ Trap: published files have other words than transformers for three keys of confi
 its own, and engines look for the published ones.
 """
 
-from precisionctl.architectures.config_keys import ATTENTION_BIAS, SILU, SIZES, TWO_CLASSES, Key, heads, reworded, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import TIED, Alias, Architecture, Either, renamed
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    EMBEDDING,
-    FINAL_NORM,
-    MLP,
-    MLP_NORM,
-    OUTPUT,
-)
+from precisionctl.architectures.shared import llama_rows as llama
 
-_BODY = (*EMBEDDING, *ATTENTION_NORM, *ATTENTION, *MLP_NORM, *MLP, *FINAL_NORM)
+_BODY = (*llama.EMBEDDING, *llama.ATTENTION_NORM, *llama.ATTENTION, *llama.MLP_NORM, *llama.MLP, *llama.FINAL_NORM)
 PUBLISHED = {
     "model.embed_tokens.": "transformer.wte.",
     "model.layers.": "transformer.h.",
@@ -39,15 +31,17 @@ _WORDS = {
 
 ARCHITECTURE = Architecture(
     model_types={"exaone": "ExaoneForCausalLM"},
-    rows=(Either(renamed(_BODY, PUBLISHED), _BODY, second_is="in memory"), *OUTPUT),
+    rows=(Either(renamed(_BODY, PUBLISHED), _BODY, second_is="in memory"), *llama.OUTPUT),
     config=(
-        *reworded((*SIZES, SILU, Key("norm_epsilon", "rms_norm_eps", 1e-5)), _WORDS, published=True),
-        TWO_CLASSES,
-        heads(num_key_value_heads=8),
-        ATTENTION_BIAS,
-        Key("mlp_bias", "mlp_bias", False),
+        *keys.reworded(
+            (*keys.SIZES, keys.SILU, keys.Key("norm_epsilon", "rms_norm_eps", 1e-5)), _WORDS, published=True
+        ),
+        keys.TWO_CLASSES,
+        keys.heads(num_key_value_heads=8),
+        keys.ATTENTION_BIAS,
+        keys.Key("mlp_bias", "mlp_bias", False),
         rope(500000.0),
-        tied(False),
+        keys.tied(False),
     ),
     aliases=(Alias("lm_head.weight", of="transformer.wte.weight", switch="tied_embeddings"), TIED),
 )

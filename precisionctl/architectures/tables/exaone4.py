@@ -4,29 +4,29 @@ three layers of four, the others have no rotary embeddings.
 Trap: without a window, all layers have rotary embeddings.
 """
 
-from precisionctl.architectures.config_keys import SILU, SIZES, Always, Config, Entry, Fields, Key, Rule, heads, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import Local, all_but_every, layer_types, layers_in_window, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
-from precisionctl.architectures.shared.llama_rows import ATTENTION, MLP, model_rows
 from precisionctl.model.model_shape import ModelShape
 
 
-def windows(local: Local, absent: int, also: tuple[str, ...] = ()) -> tuple[Entry, ...]:
+def windows(local: Local, absent: int, also: tuple[str, ...] = ()) -> tuple[keys.Entry, ...]:
     """Layers with a window and rotary embeddings, and layers with neither: arguments as `sliding_window` has them."""
 
-    def read(config: Config) -> Fields:
+    def read(config: keys.Config) -> keys.Fields:
         if config.get("sliding_window", absent) is None:
             return {}
         return {"rope_layers": tuple(layers_in_window(config, local))}
 
-    def write(model: ModelShape) -> Config:
+    def write(model: ModelShape) -> keys.Config:
         """Where there is no window too: its class cannot be without a list then."""
         return {"layer_types": layer_types(model)}
 
-    keys = ("sliding_window", "layer_types", *also)
-    return (sliding_window(local, absent=absent, also=also), Rule(keys, read, write))
+    listed = keys.Rule(("sliding_window", "layer_types", *also), read, write)
+    return sliding_window(local, absent=absent, also=also), listed
 
 
 _PATTERN = "sliding_window_pattern"
@@ -34,18 +34,18 @@ WINDOWS = windows(all_but_every(4, _PATTERN), absent=4096, also=(_PATTERN,))
 
 ARCHITECTURE = Architecture(
     model_types={"exaone4": "Exaone4ForCausalLM"},
-    rows=model_rows(*ATTENTION, *POST_ATTENTION_NORM, *MLP, *POST_MLP_NORM),
+    rows=llama.model_rows(*llama.ATTENTION, *POST_ATTENTION_NORM, *llama.MLP, *POST_MLP_NORM),
     config=(
-        *SIZES,
-        heads(num_key_value_heads=32),
-        SILU,
-        Always("qk_layernorm", True),
-        Always("pre_layernorms", False),
-        Always("post_layernorms", True),
-        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        *keys.SIZES,
+        keys.heads(num_key_value_heads=32),
+        keys.SILU,
+        keys.Always("qk_layernorm", True),
+        keys.Always("pre_layernorms", False),
+        keys.Always("post_layernorms", True),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(),
         *WINDOWS,
-        tied(False),
+        keys.tied(False),
     ),
     names_by="Megatron-Bridge",
 )

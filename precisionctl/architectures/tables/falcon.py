@@ -6,35 +6,10 @@ unless `num_ln_in_parallel_attn` is 1, as in 11B; `query_key_value` is q, k, v b
 
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import (
-    GELU_TANH,
-    VOCABULARY,
-    Always,
-    Config,
-    Fields,
-    Key,
-    Only,
-    Rule,
-    Synonyms,
-    activation,
-    biases,
-    is_on,
-    size,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import TIED, Architecture, only_with, renamed
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION_LAYER_NORM,
-    EMBEDDING,
-    FINAL_LAYER_NORM,
-    JOINED_QKV,
-    MLP_LAYER_NORM,
-    OUTPUT,
-    PROJ,
-    SEPARATE_LAYER_NORM,
-    UNGATED_MLP,
-)
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.tables.gpt2 import sizes
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
@@ -48,24 +23,24 @@ NAMES = {
     "up_proj": "dense_h_to_4h",
     "down_proj": "dense_4h_to_h",
 }
-_ONE_NORM = only_with("one_layernorm", SEPARATE_LAYER_NORM)
+_ONE_NORM = only_with("one_layernorm", llama.SEPARATE_LAYER_NORM)
 _TWO_NORMS = only_with(
     "fused_layernorms",
     renamed(
-        (*ATTENTION_LAYER_NORM, *MLP_LAYER_NORM),
+        (*llama.ATTENTION_LAYER_NORM, *llama.MLP_LAYER_NORM),
         {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"},
     ),
 )
 
 
-def _read_decoder(config: Config) -> Fields:
-    heads = size(config, "num_attention_heads")
+def _read_decoder(config: keys.Config) -> keys.Fields:
+    heads = keys.size(config, "num_attention_heads")
     norms = config.get("num_ln_in_parallel_attn")
-    if is_on(config, "new_decoder_architecture"):
-        groups = heads if config.get("num_kv_heads") is None else size(config, "num_kv_heads")
+    if keys.is_on(config, "new_decoder_architecture"):
+        groups = heads if config.get("num_kv_heads") is None else keys.size(config, "num_kv_heads")
         known: tuple[int | None, ...] = (None, 1, 2)
     else:
-        groups = 1 if is_on(config, "multi_query", True) else heads
+        groups = 1 if keys.is_on(config, "multi_query", True) else heads
         known = (None, 1)  # with two, its class has no norm where it looks for one
     if norms not in known:
         what = f"num_ln_in_parallel_attn={shown(norms)}"
@@ -73,7 +48,7 @@ def _read_decoder(config: Config) -> Fields:
     return {"num_query_groups": groups, "shared_layernorm": len(known) == 2 or norms == 1}
 
 
-def _write_decoder(model: ModelShape) -> Config:
+def _write_decoder(model: ModelShape) -> keys.Config:
     if model.shared_layernorm and model.num_query_groups == 1:
         return {"new_decoder_architecture": False, "multi_query": True}
     return {
@@ -86,29 +61,39 @@ def _write_decoder(model: ModelShape) -> Config:
 ARCHITECTURE = Architecture(
     model_types={"falcon": "FalconForCausalLM"},
     rows=renamed(
-        (*EMBEDDING, *_ONE_NORM, *_TWO_NORMS, *JOINED_QKV, *PROJ, *UNGATED_MLP, *FINAL_LAYER_NORM, *OUTPUT), NAMES
+        (
+            *llama.EMBEDDING,
+            *_ONE_NORM,
+            *_TWO_NORMS,
+            *llama.JOINED_QKV,
+            *llama.PROJ,
+            *llama.UNGATED_MLP,
+            *llama.FINAL_LAYER_NORM,
+            *llama.OUTPUT,
+        ),
+        NAMES,
     ),
     config=(
         sizes("num_hidden_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"),
-        Synonyms({"n_embed": "hidden_size"}),
-        Key("max_position_embeddings", "max_position_embeddings", 2048),
-        VOCABULARY,
-        Rule(
+        keys.Synonyms({"n_embed": "hidden_size"}),
+        keys.Key("max_position_embeddings", "max_position_embeddings", 2048),
+        keys.VOCABULARY,
+        keys.Rule(
             ("new_decoder_architecture", "multi_query", "num_kv_heads", "num_ln_in_parallel_attn"),
             _read_decoder,
             _write_decoder,
         ),
-        Only("alibi", False),
-        Only("parallel_attn", True),
-        Only("apply_residual_connection_post_layernorm", False),
-        biases("bias", False),
-        activation("activation", {"gelu": "gelu", **GELU_TANH}, "gelu"),
-        Always("gated_linear_unit", False),
-        Always("normalization", "LayerNorm"),
-        Always("parallel_residual", True),
-        Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
+        keys.Only("alibi", False),
+        keys.Only("parallel_attn", True),
+        keys.Only("apply_residual_connection_post_layernorm", False),
+        keys.biases("bias", False),
+        keys.activation("activation", {"gelu": "gelu", **keys.GELU_TANH}, "gelu"),
+        keys.Always("gated_linear_unit", False),
+        keys.Always("normalization", "LayerNorm"),
+        keys.Always("parallel_residual", True),
+        keys.Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
         rope(),
-        tied(True),
+        keys.tied(True),
     ),
     aliases=(replace(TIED, of="transformer.word_embeddings.weight"),),
     derived=("transformer.h.{layer}.self_attention.rotary_emb.inv_freq",),

@@ -7,31 +7,10 @@ Traps: many factors that are not trained, of which some are lists; the last norm
 
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import (
-    SILU,
-    SIZES,
-    Config,
-    Fields,
-    Key,
-    Only,
-    Rule,
-    heads,
-    is_on,
-    layers,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, only_in, renamed, when
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import (
-    EMBEDDING,
-    FINAL_NORM,
-    MLP,
-    MLP_NORM,
-    OUTPUT,
-    PROJ,
-    QKV_LINEAR,
-    SEPARATE_NORM,
-)
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.shared.mamba_keys import mixer_heads, step_limits
 from precisionctl.architectures.shared.mamba_rows import MIXER
 from precisionctl.errors import UnknownArchitecture
@@ -41,25 +20,27 @@ _MIXER = tuple(
     replace(row, present=when("mamba.gated_norm")) if row.megatron.endswith(".norm.weight") else row for row in MIXER
 )
 _ROWS = (
-    *EMBEDDING,
-    *renamed(SEPARATE_NORM, {}, {".input_layernorm.": ".norm."}),
+    *llama.EMBEDDING,
+    *renamed(llama.SEPARATE_NORM, {}, {".input_layernorm.": ".norm."}),
     *renamed(_MIXER, {".mixer.": ".mamba."}, {".mixer.": ".mamba_mixer."}),
-    *only_in("attention", (*QKV_LINEAR, *PROJ)),
-    *renamed((*MLP_NORM, *MLP), {".mlp.": ".feed_forward.", ".post_attention_layernorm.": ".pre_ff_layernorm."}),
-    *renamed(FINAL_NORM, {"model.norm.": "model.final_layernorm."}, {"final_layernorm": "final_norm"}),
-    *OUTPUT,
+    *only_in("attention", (*llama.QKV_LINEAR, *llama.PROJ)),
+    *renamed(
+        (*llama.MLP_NORM, *llama.MLP), {".mlp.": ".feed_forward.", ".post_attention_layernorm.": ".pre_ff_layernorm."}
+    ),
+    *renamed(llama.FINAL_NORM, {"model.norm.": "model.final_layernorm."}, {"final_layernorm": "final_norm"}),
+    *llama.OUTPUT,
 )
 
 
-def _read_norm(config: Config) -> Fields:
-    normed = is_on(config, "mamba_rms_norm")
-    if normed and is_on(config, "mamba_norm_before_gate", True):
+def _read_norm(config: keys.Config) -> keys.Fields:
+    normed = keys.is_on(config, "mamba_rms_norm")
+    if normed and keys.is_on(config, "mamba_norm_before_gate", True):
         what = "no falcon_h1 known here has mamba_norm_before_gate=True beside mamba_rms_norm"
         raise UnknownArchitecture(what, do="Its table was made for norms after the gate.")
     return {"mamba.gated_norm": normed}
 
 
-def _write_norm(model: ModelShape) -> Config:
+def _write_norm(model: ModelShape) -> keys.Config:
     normed = model.has("mamba.gated_norm")
     return {"mamba_rms_norm": normed, "mamba_norm_before_gate": not normed}
 
@@ -74,7 +55,7 @@ _FACTORS = {
 _LISTS = {"ssm_multipliers": ("ssm", 5), "mlp_multipliers": ("mlp", 2)}
 
 
-def _read_factors(config: Config) -> Fields:
+def _read_factors(config: keys.Config) -> keys.Fields:
     fields: dict[str, object] = {f"multipliers.{field}": config.get(key, 1.0) for key, field in _FACTORS.items()}
     for key, (field, number) in _LISTS.items():
         listed = [1.0] * number if config.get(key) is None else config[key]
@@ -82,7 +63,7 @@ def _read_factors(config: Config) -> Fields:
     return fields
 
 
-def _write_factors(model: ModelShape) -> Config:
+def _write_factors(model: ModelShape) -> keys.Config:
     if model.multipliers is None:
         return {}
     factors = {key: getattr(model.multipliers, field) for key, field in _FACTORS.items()}
@@ -93,26 +74,26 @@ ARCHITECTURE = Architecture(
     model_types={"falcon_h1": "FalconH1ForCausalLM"},
     rows=_ROWS,
     config=(
-        *SIZES,
-        heads(num_attention_heads=32, num_key_value_heads=8),
-        Rule((), lambda config: {"mamba.pattern": "P" * layers(config)}),
+        *keys.SIZES,
+        keys.heads(num_attention_heads=32, num_key_value_heads=8),
+        keys.Rule((), lambda config: {"mamba.pattern": "P" * keys.layers(config)}),
         mixer_heads("mamba_n_heads", "mamba_d_head", "mamba_expand", "auto", "mamba_d_ssm"),
-        Key("mamba.num_groups", "mamba_n_groups", 1),
-        Key("mamba.state_dim", "mamba_d_state", 256),
-        Rule(("mamba_rms_norm", "mamba_norm_before_gate"), _read_norm, _write_norm),
-        Only("mamba_d_conv", 4),
-        Only("mamba_conv_bias", True),
-        *(Only(key, False) for key in ("mamba_proj_bias", "projectors_bias", "attention_bias", "mlp_bias")),
-        Only("mamba_use_mlp", True),
-        Only("attn_layer_indices", None),
+        keys.Key("mamba.num_groups", "mamba_n_groups", 1),
+        keys.Key("mamba.state_dim", "mamba_d_state", 256),
+        keys.Rule(("mamba_rms_norm", "mamba_norm_before_gate"), _read_norm, _write_norm),
+        keys.Only("mamba_d_conv", 4),
+        keys.Only("mamba_conv_bias", True),
+        *(keys.Only(key, False) for key in ("mamba_proj_bias", "projectors_bias", "attention_bias", "mlp_bias")),
+        keys.Only("mamba_use_mlp", True),
+        keys.Only("attn_layer_indices", None),
         step_limits("time_step_limit"),
-        SILU,
-        Rule((*_FACTORS, *_LISTS), _read_factors, _write_factors),
-        Key("embedding_multiplier", "embedding_multiplier", 1.0),
-        Key("logit_multiplier", "lm_head_multiplier", 1.0),
-        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        keys.SILU,
+        keys.Rule((*_FACTORS, *_LISTS), _read_factors, _write_factors),
+        keys.Key("embedding_multiplier", "embedding_multiplier", 1.0),
+        keys.Key("logit_multiplier", "lm_head_multiplier", 1.0),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(),
-        tied(False),
+        keys.tied(False),
     ),
     names_by="Megatron-Bridge",
 )

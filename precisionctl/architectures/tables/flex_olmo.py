@@ -4,24 +4,31 @@ Traps: `post_attention_layernorm` is the norm after attention, and experts read 
 an expert's.
 """
 
-from precisionctl.architectures.config_keys import Key
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM
-from precisionctl.architectures.shared.llama_rows import PROJ, QK_NORMS_OVER_HEADS, QKV_LINEAR, model_rows
-from precisionctl.architectures.shared.moe_rows import EXPERTS, POST_MOE_NORM, ROUTER
 from precisionctl.architectures.tables.mixtral import EXPERTS_EVERYWHERE
 from precisionctl.architectures.tables.olmo2 import COMMON
 from precisionctl.architectures.tables.qwen3_moe import SCORES
 
 ARCHITECTURE = Architecture(
     model_types={"flex_olmo": "FlexOlmoForCausalLM"},
-    rows=model_rows(*QKV_LINEAR, *QK_NORMS_OVER_HEADS, *PROJ, *POST_ATTENTION_NORM, *ROUTER, *EXPERTS, *POST_MOE_NORM),
+    rows=llama.model_rows(
+        *llama.QKV_LINEAR,
+        *llama.QK_NORMS_OVER_HEADS,
+        *llama.PROJ,
+        *POST_ATTENTION_NORM,
+        *moe.ROUTER,
+        *moe.EXPERTS,
+        *moe.POST_MOE_NORM,
+    ),
     config=(
         *(entry for entry in COMMON if "rms_norm_eps" not in entry.keys),
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        Key("moe.num_experts", "num_experts", 7, synonym="num_local_experts"),
-        Key("moe.topk", "num_experts_per_tok", 5),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        keys.Key("moe.num_experts", "num_experts", 7, synonym="num_local_experts"),
+        keys.Key("moe.topk", "num_experts_per_tok", 5),
         EXPERTS_EVERYWHERE,
         SCORES,
         rope(500000.0),

@@ -7,29 +7,11 @@ FP32. The first two layers are dense where no key says which. A window that is n
 
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import (
-    ATTENTION_BIAS,
-    SILU,
-    SIZES,
-    Always,
-    Config,
-    Fields,
-    Key,
-    Rule,
-    heads,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import layers_in_window, window_fields, write_window
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    MLP,
-    MLP_NORM,
-    model_rows,
-)
-from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM, SHARED_EXPERT, WIDE_ROUTER
+from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.tables.gpt_oss import SINKS
 from precisionctl.architectures.tables.qwen3_moe import experts_by_number, scores
 
@@ -37,11 +19,11 @@ _WIDE_SINKS = tuple(replace(row, keeps_dtype=True) for row in SINKS)
 _SINKS = Either(renamed(_WIDE_SINKS, {".sinks": ".softmax_offset"}), _WIDE_SINKS, second_is="in memory")
 
 
-def _local(config: Config, layers: int) -> list[bool]:
+def _local(config: keys.Config, layers: int) -> list[bool]:
     return [layer > 1 and layer % 4 != 1 and layer != layers - 1 for layer in range(layers)]
 
 
-def _read_windows(config: Config) -> Fields:
+def _read_windows(config: keys.Config) -> keys.Fields:
     in_window = layers_in_window(config, _local)
     return {**window_fields(config, in_window, 513), "rope_layers": tuple(in_window)}
 
@@ -49,34 +31,34 @@ def _read_windows(config: Config) -> Fields:
 ARCHITECTURE = Architecture(
     model_types={"flint": "FlintForCausalLM"},
     behind={"gate": "experts"},
-    rows=model_rows(
-        *ATTENTION_NORM,
-        *ATTENTION,
+    rows=llama.model_rows(
+        *llama.ATTENTION_NORM,
+        *llama.ATTENTION,
         _SINKS,
-        *MLP_NORM,
-        *MLP,
-        *MOE_NORM,
-        WIDE_ROUTER,
-        *SHARED_EXPERT,
-        *EXPERTS,
+        *llama.MLP_NORM,
+        *llama.MLP,
+        *moe.MOE_NORM,
+        moe.WIDE_ROUTER,
+        *moe.SHARED_EXPERT,
+        *moe.EXPERTS,
     ),
     config=(
-        *SIZES,
-        heads(num_key_value_heads=4, head_dim=128),
-        ATTENTION_BIAS,
-        SILU,
-        Always("qk_layernorm", True),
-        Always("softmax_offset", True),
-        Key("moe.num_experts", "num_experts", 256),
-        Key("moe.topk", "num_experts_per_tok", 6),
-        Key("moe.ffn_hidden_size", "moe_intermediate_size", 512),
+        *keys.SIZES,
+        keys.heads(num_key_value_heads=4, head_dim=128),
+        keys.ATTENTION_BIAS,
+        keys.SILU,
+        keys.Always("qk_layernorm", True),
+        keys.Always("softmax_offset", True),
+        keys.Key("moe.num_experts", "num_experts", 256),
+        keys.Key("moe.topk", "num_experts_per_tok", 6),
+        keys.Key("moe.ffn_hidden_size", "moe_intermediate_size", 512),
         experts_by_number(absent=(0, 1)),
-        Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 1024),
-        Always("moe.score_function", "sigmoid"),
+        keys.Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 1024),
+        keys.Always("moe.score_function", "sigmoid"),
         scores(True),
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope(),
-        Rule(("layer_types", "sliding_window"), _read_windows, write_window),
-        tied(False),
+        keys.Rule(("layer_types", "sliding_window"), _read_windows, write_window),
+        keys.tied(False),
     ),
 )

@@ -3,7 +3,7 @@
 Trap: `gelu` in config.json means the tanh approximation.
 """
 
-from precisionctl.architectures.config_keys import GELU_TANH, activation, heads
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.tables.gemma2 import OF_ALL_GEMMAS
@@ -14,8 +14,8 @@ ARCHITECTURE = Architecture(
     rows=LLAMA.rows,
     config=(
         *OF_ALL_GEMMAS,
-        heads(num_key_value_heads=16, head_dim=256),
-        activation("hidden_act", {**GELU_TANH, "gelu": "gelu_tanh"}, "gelu_pytorch_tanh"),
+        keys.heads(num_key_value_heads=16, head_dim=256),
+        keys.activation("hidden_act", {**keys.GELU_TANH, "gelu": "gelu_tanh"}, "gelu_pytorch_tanh"),
         rope(),
     ),
     names_by="Megatron-Bridge",

@@ -4,7 +4,7 @@ window.
 Trap: layers with the window have a rotary base of their own, and the others' scaling is not theirs.
 """
 
-from precisionctl.architectures.config_keys import Always, Key
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import all_but_every, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope_by_kind
@@ -16,9 +16,9 @@ ARCHITECTURE = Architecture(
     rows=ROWS,
     config=(
         *COMMON,
-        Always("qk_layernorm", True),
-        Key("attn_logit_softcapping", "attn_logit_softcapping", None),
-        Key("final_logit_softcapping", "final_logit_softcapping", None),
+        keys.Always("qk_layernorm", True),
+        keys.Key("attn_logit_softcapping", "attn_logit_softcapping", None),
+        keys.Key("final_logit_softcapping", "final_logit_softcapping", None),
         rope_by_kind(1e6, 1e4),
         sliding_window(all_but_every(6, "sliding_window_pattern"), absent=4096, also=("sliding_window_pattern",)),
     ),

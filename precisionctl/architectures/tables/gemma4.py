@@ -17,22 +17,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from precisionctl.architectures.config_keys import (
-    GELU_TANH,
-    SIZES,
-    Always,
-    Config,
-    Fields,
-    Key,
-    Only,
-    Rule,
-    activation,
-    count,
-    is_on,
-    layers,
-    size,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import (
     all_but_every,
     layers_in_window,
@@ -42,16 +27,8 @@ from precisionctl.architectures.config_layers import (
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, only_with, renamed, when
 from precisionctl.architectures.rearrangements import GAMMA, SAME, VOCABULARY
 from precisionctl.architectures.rope import rope_by_kind
+from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.gemma_rows import AFTER_ATTENTION
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION_NORM,
-    MLP,
-    PROJ,
-    QK_NORMS,
-    QKV_LINEAR,
-    model_rows,
-)
-from precisionctl.architectures.shared.moe_rows import FUSED_EXPERTS, POST_MOE_NORM, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.tables.gemma2 import SCALED_EMBEDDING
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
@@ -65,9 +42,9 @@ _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 
-_QKV, _ = QKV_LINEAR
+_QKV, _ = llama.QKV_LINEAR
 _QUERY, _KEY, _VALUE = _QKV.hf
-_Q_NORM, _K_NORM = QK_NORMS
+_Q_NORM, _K_NORM = llama.QK_NORMS
 _UNUSED = "decoder.layers.{layer}.self_attention.unused_"
 _SHARING = (
     replace(_QKV, names=_QUERY, sizes=("query_size", "hidden_size"), rearrangement=SAME),
@@ -82,7 +59,7 @@ where the queries' are (vLLM's models/gemma4.py until vllm#54917)."""
 def _attention(*own: Row) -> tuple[Row, ...]:
     """Of a kind of layers, whose own projections are these, but for those that share keys and values."""
     kept = (replace(row, shares_kv=False) for row in (*own, _K_NORM))
-    return (*kept, *(replace(row, shares_kv=True) for row in _SHARING), _Q_NORM, *PROJ)
+    return (*kept, *(replace(row, shares_kv=True) for row in _SHARING), _Q_NORM, *llama.PROJ)
 
 
 _GLOBAL = (
@@ -92,9 +69,9 @@ _GLOBAL = (
 
 _WIDE = {"fc1_size": "kv_shared_fc1_size", "ffn_hidden_size": "kv_shared_ffn_hidden_size"}
 _AFTER_ATTENTION = (
-    *(row for row in AFTER_ATTENTION if row not in MLP),
-    *(replace(row, shares_kv=False) for row in MLP),
-    *(replace(row, shares_kv=True, sizes=tuple(_WIDE.get(str(size), size) for size in row.sizes)) for row in MLP),
+    *(row for row in AFTER_ATTENTION if row not in llama.MLP),
+    *(replace(row, shares_kv=False) for row in llama.MLP),
+    *(replace(row, shares_kv=True, sizes=tuple(_WIDE.get(str(size), size) for size in row.sizes)) for row in llama.MLP),
 )
 """With an MLP of another size where layers share keys and values."""
 
@@ -151,13 +128,13 @@ def _norm(hf: str, megatron: str) -> Row:
 
 _BESIDE_EXPERTS = (
     _norm("pre_feedforward_layernorm", "shared_experts.linear_fc1.layer_norm_weight"),
-    *renamed(SHARED_EXPERTS, {"mlp.shared_experts": "mlp"}),
+    *renamed(moe.SHARED_EXPERTS, {"mlp.shared_experts": "mlp"}),
     _norm("post_feedforward_layernorm_1", "shared_experts.linear_fc2.post_layernorm.weight"),
 )
 """The MLP, which is Megatron's shared experts where there are experts beside it."""
 
 _EXPERTS: tuple[Row | Either, ...] = (
-    *renamed(ROUTER, {"mlp.gate": "router.proj"}),
+    *renamed(moe.ROUTER, {"mlp.gate": "router.proj"}),
     Row("model.layers.{layer}.router.scale", "decoder.layers.{layer}.mlp.router.scale", ("hidden_size",), layers="moe"),
     Row(
         "model.layers.{layer}.router.per_expert_scale",
@@ -166,37 +143,37 @@ _EXPERTS: tuple[Row | Either, ...] = (
         layers="moe",
     ),
     _norm("pre_feedforward_layernorm_2", "pre_moe_layernorm.weight"),
-    *(each.renamed({"mlp.experts": "experts"}) for each in FUSED_EXPERTS),
+    *(each.renamed({"mlp.experts": "experts"}) for each in moe.FUSED_EXPERTS),
     _norm("post_feedforward_layernorm_2", "post_moe_layernorm.weight"),
-    *POST_MOE_NORM,
+    *moe.POST_MOE_NORM,
 )
 """The router, and experts: in one tensor; one by one where they are codes, as llm-compressor writes them and engines
 look for them (vLLM models/gemma4.py and SGLang models/gemma4_causal.py, load_weights)."""
 
 
-def _windows(config: Config) -> list[bool]:
+def _windows(config: keys.Config) -> list[bool]:
     """Whether each layer has the window. Its class lets the last one have none."""
     return [*layers_in_window(config, all_but_every(6))[:-1], False]
 
 
-def _read_experts(config: Config) -> Fields:
-    if not is_on(config, "enable_moe_block"):
+def _read_experts(config: keys.Config) -> keys.Fields:
+    if not keys.is_on(config, "enable_moe_block"):
         return {}
     if config.get("use_double_wide_mlp") and config.get("num_kv_shared_layers"):
         what = f"no {config.get('model_type')} known here has use_double_wide_mlp=True beside experts"
         raise UnknownArchitecture(what)
-    numbers = {key: size(config, key) for key in ("num_experts", "top_k_experts", "moe_intermediate_size")}
+    numbers = {key: keys.size(config, key) for key in ("num_experts", "top_k_experts", "moe_intermediate_size")}
     return {
         "moe.num_experts": numbers["num_experts"],
         "moe.topk": numbers["top_k_experts"],
         "moe.ffn_hidden_size": numbers["moe_intermediate_size"],
-        "moe.shared_ffn_hidden_size": size(config, "intermediate_size"),
-        "moe.layer_freq": (True,) * layers(config),
+        "moe.shared_ffn_hidden_size": keys.size(config, "intermediate_size"),
+        "moe.layer_freq": (True,) * keys.layers(config),
         "moe.own_norms": True,
     }
 
 
-def _write_experts(model: ModelShape) -> Config:
+def _write_experts(model: ModelShape) -> keys.Config:
     if model.moe is None:
         return {"enable_moe_block": False}
     return {
@@ -207,20 +184,20 @@ def _write_experts(model: ModelShape) -> Config:
     }
 
 
-def _read_windows(config: Config) -> Fields:
+def _read_windows(config: keys.Config) -> keys.Fields:
     return window_fields(config, _windows(config), 512)
 
 
-def _read_heads(config: Config) -> Fields:
+def _read_heads(config: keys.Config) -> keys.Fields:
     sizes = {**_ABSENT, **config}
-    own, keys_are_values = {"head_dim": sizes["global_head_dim"]}, is_on(config, "attention_k_eq_v")
+    own, keys_are_values = {"head_dim": sizes["global_head_dim"]}, keys.is_on(config, "attention_k_eq_v")
     if keys_are_values and sizes.get("num_global_key_value_heads") is not None:
         own["num_key_value_heads"] = sizes["num_global_key_value_heads"]
     if "per_layer_config" in config:
         own = _of_layers(config["per_layer_config"], _windows(config))
     in_window = {"num_query_groups": sizes["num_key_value_heads"], "kv_channels": sizes["head_dim"]}
     return {
-        "num_attention_heads": size(config, "num_attention_heads"),
+        "num_attention_heads": keys.size(config, "num_attention_heads"),
         **in_window,
         "global_attention.num_query_groups": own.get("num_key_value_heads", in_window["num_query_groups"]),
         "global_attention.kv_channels": own.get("head_dim", in_window["kv_channels"]),
@@ -241,7 +218,7 @@ def _of_layers(said: object, windows: list[bool]) -> dict[str, Any]:
     return own
 
 
-def _write_heads(model: ModelShape) -> Config:
+def _write_heads(model: ModelShape) -> keys.Config:
     without_window = model.attention_of(in_window=False)
     return {
         "num_attention_heads": model.num_attention_heads,
@@ -253,18 +230,18 @@ def _write_heads(model: ModelShape) -> Config:
     }
 
 
-def _read_per_layer(config: Config) -> Fields:
-    channels = count({"hidden_size_per_layer_input": 256} | dict(config), "hidden_size_per_layer_input")
+def _read_per_layer(config: keys.Config) -> keys.Fields:
+    channels = keys.count({"hidden_size_per_layer_input": 256} | dict(config), "hidden_size_per_layer_input")
     if not channels:
         return {}
-    known, tokens = size(config, "vocab_size"), config.get("vocab_size_per_layer_input", 262144)
+    known, tokens = keys.size(config, "vocab_size"), config.get("vocab_size_per_layer_input", 262144)
     if tokens != known:
         what = f"no {config.get('model_type')} known here has vocab_size_per_layer_input={shown(tokens)}"
         raise UnknownArchitecture(what, do=f"Its table was made for vocab_size, which is {known}.")
     return {"per_layer_embed_dim": channels}
 
 
-def _write_per_layer(model: ModelShape) -> Config:
+def _write_per_layer(model: ModelShape) -> keys.Config:
     if model.per_layer_embed_dim is None:
         return {"hidden_size_per_layer_input": 0}
     return {
@@ -276,8 +253,8 @@ def _write_per_layer(model: ModelShape) -> Config:
 ARCHITECTURE = Architecture(
     model_types={"gemma4_text": "Gemma4ForCausalLM"},
     behind={"q_norm": "q_proj", "k_norm": "q_norm"},
-    rows=model_rows(
-        *ATTENTION_NORM,
+    rows=llama.model_rows(
+        *llama.ATTENTION_NORM,
         *only_in("windowed", _attention(_QKV)),
         *only_in("global", _attention(*_GLOBAL)),
         *_AFTER_ATTENTION,
@@ -287,8 +264,8 @@ ARCHITECTURE = Architecture(
         _LAYER_SCALAR,
     ),
     config=(
-        *SIZES,
-        Rule(
+        *keys.SIZES,
+        keys.Rule(
             (
                 *("num_attention_heads", "num_key_value_heads", "head_dim", "global_head_dim"),
                 *("num_global_key_value_heads", "per_layer_config", "attention_k_eq_v"),
@@ -296,26 +273,26 @@ ARCHITECTURE = Architecture(
             _read_heads,
             _write_heads,
         ),
-        Rule(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), _read_per_layer, _write_per_layer),
-        Key("num_kv_shared_layers", "num_kv_shared_layers", 0),
-        Key("use_double_wide_mlp", "use_double_wide_mlp", False),
-        Rule(
+        keys.Rule(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), _read_per_layer, _write_per_layer),
+        keys.Key("num_kv_shared_layers", "num_kv_shared_layers", 0),
+        keys.Key("use_double_wide_mlp", "use_double_wide_mlp", False),
+        keys.Rule(
             ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"), _read_experts, _write_experts
         ),
-        Only("attention_bias", False),
-        Only("use_bidirectional_attention", "vision"),
+        keys.Only("attention_bias", False),
+        keys.Only("use_bidirectional_attention", "vision"),
         SCALED_EMBEDDING,
-        activation("hidden_activation", GELU_TANH, "gelu_pytorch_tanh"),
-        Always("qk_layernorm", True),
-        Always("v_l2_norm", True),
-        Always("query_pre_attn_scalar", 1.0),
-        Always("post_layernorms", True),
-        Always("layer_scalar", True),
-        Key("final_logit_softcapping", "final_logit_softcapping", None),
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        keys.activation("hidden_activation", keys.GELU_TANH, "gelu_pytorch_tanh"),
+        keys.Always("qk_layernorm", True),
+        keys.Always("v_l2_norm", True),
+        keys.Always("query_pre_attn_scalar", 1.0),
+        keys.Always("post_layernorms", True),
+        keys.Always("layer_scalar", True),
+        keys.Key("final_logit_softcapping", "final_logit_softcapping", None),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope_by_kind(1e6, 1e4, absent=_ROPE),
-        Rule(("sliding_window", "layer_types"), _read_windows, write_window),
-        tied(True),
+        keys.Rule(("sliding_window", "layer_types"), _read_windows, write_window),
+        keys.tied(True),
     ),
     names_by="this project",
 )

@@ -4,17 +4,11 @@ Traps: half of each head's channels are rotated, in neighbouring pairs; gate and
 """
 
 from precisionctl.architectures.param_map import Architecture
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    JOINED_MLP,
-    MLP_NORM,
-    model_rows,
-)
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.tables.glm4 import COMMON
 
 ARCHITECTURE = Architecture(
     model_types={"glm": "GlmForCausalLM"},
-    rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MLP_NORM, *JOINED_MLP),
+    rows=llama.model_rows(*llama.ATTENTION_NORM, *llama.ATTENTION, *llama.MLP_NORM, *llama.JOINED_MLP),
     config=COMMON,
 )

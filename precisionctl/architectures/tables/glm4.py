@@ -4,39 +4,33 @@ Traps: half of each head's channels are rotated, in neighbouring pairs; `post_at
 the MLP, and `post_self_attn_layernorm` that after attention.
 """
 
-from precisionctl.architectures.config_keys import SILU, SIZES, Always, Entry, Key, heads, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    JOINED_MLP,
-    MLP_NORM,
-    model_rows,
-)
 
-COMMON: tuple[Entry, ...] = (
-    *SIZES,
-    heads(num_key_value_heads=2, head_dim=128),
-    SILU,
-    Key("qkv_bias", "attention_bias", True),
-    Key("norm_epsilon", "rms_norm_eps", 1.5625e-7),
-    Always("rotary_interleaved", True),
+COMMON: tuple[keys.Entry, ...] = (
+    *keys.SIZES,
+    keys.heads(num_key_value_heads=2, head_dim=128),
+    keys.SILU,
+    keys.Key("qkv_bias", "attention_bias", True),
+    keys.Key("norm_epsilon", "rms_norm_eps", 1.5625e-7),
+    keys.Always("rotary_interleaved", True),
     rope(percent=0.5, partial=True),
-    tied(False),
+    keys.tied(False),
 )
 
 ARCHITECTURE = Architecture(
     model_types={"glm4": "Glm4ForCausalLM"},
-    rows=model_rows(
-        *ATTENTION_NORM,
-        *ATTENTION,
+    rows=llama.model_rows(
+        *llama.ATTENTION_NORM,
+        *llama.ATTENTION,
         *renamed(POST_ATTENTION_NORM, {"post_attention_layernorm": "post_self_attn_layernorm"}),
-        *MLP_NORM,
-        *JOINED_MLP,
+        *llama.MLP_NORM,
+        *llama.JOINED_MLP,
         *renamed(POST_MLP_NORM, {"post_feedforward_layernorm": "post_mlp_layernorm"}),
     ),
-    config=(*COMMON, Always("post_layernorms", True)),
+    config=(*COMMON, keys.Always("post_layernorms", True)),
     names_by="this project",
 )

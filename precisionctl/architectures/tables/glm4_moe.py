@@ -3,34 +3,32 @@
 Traps: half of each head's channels are rotated; `attention_bias` is of q, k and v alone.
 """
 
-from precisionctl.architectures.config_keys import SILU, SIZES, Key, Only, heads, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import TIED, Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.deepseek_keys import SIGMOID, experts, groups
-from precisionctl.architectures.shared.deepseek_rows import MTP_ALIASES, decoder, prediction
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM
+from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama
 
-_ATTENTION = (*ATTENTION_NORM, *ATTENTION)
+_ATTENTION = (*llama.ATTENTION_NORM, *llama.ATTENTION)
 
 ARCHITECTURE = Architecture(
     model_types={"glm4_moe": "Glm4MoeForCausalLM"},
     behind={"gate": "experts"},
-    rows=(*decoder(_ATTENTION), *prediction(_ATTENTION)),
+    rows=(*deepseek_rows.decoder(_ATTENTION), *deepseek_rows.prediction(_ATTENTION)),
     config=(
-        *SIZES,
-        heads(num_key_value_heads=8),
-        SILU,
-        Key("qkv_bias", "attention_bias", False),
-        Key("qk_layernorm", "use_qk_norm", False),
-        *experts(shared=1, dense=1),
-        *SIGMOID,
-        Only("norm_topk_prob", True),
-        groups(1, 1),
-        Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
-        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        *keys.SIZES,
+        keys.heads(num_key_value_heads=8),
+        keys.SILU,
+        keys.Key("qkv_bias", "attention_bias", False),
+        keys.Key("qk_layernorm", "use_qk_norm", False),
+        *deepseek_keys.experts(shared=1, dense=1),
+        *deepseek_keys.SIGMOID,
+        keys.Only("norm_topk_prob", True),
+        deepseek_keys.groups(1, 1),
+        keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(percent=0.5, partial=True),
-        Key("mtp_num_layers", "num_nextn_predict_layers", 0, synonym="num_mtp_layers"),
-        tied(False),
+        keys.Key("mtp_num_layers", "num_nextn_predict_layers", 0, synonym="num_mtp_layers"),
+        keys.tied(False),
     ),
-    aliases=(TIED, *MTP_ALIASES),
+    aliases=(TIED, *deepseek_rows.MTP_ALIASES),
 )

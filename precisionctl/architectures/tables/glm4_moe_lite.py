@@ -3,37 +3,29 @@
 Trap: a list says which layers have experts. Engines go by `first_k_dense_replace`, which transformers passes over.
 """
 
-from precisionctl.architectures.config_keys import Key, Only, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import TIED, Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.deepseek_keys import (
-    ROTATED_HEAD,
-    SIGMOID,
-    experts_by_list,
-    experts_of_a_layer,
-    groups,
-    latent_attention,
-)
-from precisionctl.architectures.shared.deepseek_rows import ATTENTION, MTP_ALIASES, decoder, prediction
+from precisionctl.architectures.shared import deepseek_keys, deepseek_rows
 
 ARCHITECTURE = Architecture(
     model_types={"glm4_moe_lite": "Glm4MoeLiteForCausalLM"},
     behind={"gate": "experts"},
-    rows=(*decoder(ATTENTION), *prediction(ATTENTION)),
+    rows=(*deepseek_rows.decoder(deepseek_rows.ATTENTION), *deepseek_rows.prediction(deepseek_rows.ATTENTION)),
     config=(
-        *latent_attention(768),
-        ROTATED_HEAD,
-        *experts_of_a_layer(shared=1),
-        experts_by_list(dense=1, key="first_k_dense_replace", reads_key=False),
-        *SIGMOID,
-        Only("norm_topk_prob", True),
-        groups(1, 1),
-        Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.8),
-        Only("rope_interleave", True),
-        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        *deepseek_keys.latent_attention(768),
+        deepseek_keys.ROTATED_HEAD,
+        *deepseek_keys.experts_of_a_layer(shared=1),
+        deepseek_keys.experts_by_list(dense=1, key="first_k_dense_replace", reads_key=False),
+        *deepseek_keys.SIGMOID,
+        keys.Only("norm_topk_prob", True),
+        deepseek_keys.groups(1, 1),
+        keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.8),
+        keys.Only("rope_interleave", True),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(),
-        Key("mtp_num_layers", "num_nextn_predict_layers", 0),
-        tied(False),
+        keys.Key("mtp_num_layers", "num_nextn_predict_layers", 0),
+        keys.tied(False),
     ),
-    aliases=(TIED, *MTP_ALIASES),
+    aliases=(TIED, *deepseek_rows.MTP_ALIASES),
 )

@@ -11,34 +11,18 @@ transformers has no class.
 
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule, is_on, layers
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import all_but_every, layers_of
 from precisionctl.architectures.param_map import Architecture, as_values, renamed
-from precisionctl.architectures.shared.deepseek_keys import (
-    INDEXER,
-    SIGMOID,
-    experts_by_list,
-    experts_of_a_layer,
-    groups,
-    latent_attention,
-)
-from precisionctl.architectures.shared.deepseek_rows import (
-    INDEXED_ATTENTION,
-    MTP_ALIASES,
-    POOLED_KEYS,
-    ROUTING,
-    prediction,
-)
+from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.hyper_connection_rows import hyper_connection
 from precisionctl.architectures.shared.kda_keys import BESIDE, LISTS, checked, layer_lists, read_sizes, write_sizes
 from precisionctl.architectures.shared.kda_rows import either, in_memory, kda
-from precisionctl.architectures.shared.llama_rows import MLP, MLP_NORM, SEPARATE_NORM, model_rows
-from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM
 from precisionctl.architectures.tables.glm_moe_dsa import INDEXERS
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
-_ATTENTION = as_values((*INDEXED_ATTENTION[len(SEPARATE_NORM) :], *POOLED_KEYS))
+_ATTENTION = as_values((*deepseek_rows.INDEXED_ATTENTION[len(llama.SEPARATE_NORM) :], *deepseek_rows.POOLED_KEYS))
 _KDA = as_values(kda(low_rank=True))
 _SCALES = ("pre", "post", "res")
 _STREAMS = (
@@ -59,14 +43,14 @@ _BOUND, _BESIDE_BOUND = "gate_lower_bound", "linear_lower_bound"
 _UNLISTED = all_but_every(4)
 
 
-def _read_kda(config: Config) -> Fields:
+def _read_kda(config: keys.Config) -> keys.Fields:
     """Raises UnknownArchitecture for layers that engines, which go by published lists, have otherwise than
     transformers."""
     found = config.get("linear_attn_config")
     said = checked({} if found is None else found, "glm5_next", _BOUND, "safe_gate")
     sizes = read_sizes(said, config, _ABSENT)
     bound = said.get(_BOUND, config.get(_BESIDE_BOUND, -5.0))
-    if bound is None and found is not None and is_on(said, "safe_gate", absent=True):
+    if bound is None and found is not None and keys.is_on(said, "safe_gate", absent=True):
         bound = -5.0
     of_kda = layers_of(_KINDS, config, _UNLISTED)
     for key, kind in zip(LISTS, (True, False), strict=True):
@@ -78,7 +62,7 @@ def _read_kda(config: Config) -> Fields:
     return {**sizes, "gdn.layers": tuple(of_kda), "gdn.kda_lower_bound": bound, **indexers}
 
 
-def _read_groups(config: Config) -> Fields:
+def _read_groups(config: keys.Config) -> keys.Fields:
     heads, said = config.get("num_attention_heads"), config.get("num_key_value_heads", 64)
     if said not in (None, heads):
         what = f"num_key_value_heads is {shown(said)}, of {shown(heads)} heads of latent attention"
@@ -86,7 +70,7 @@ def _read_groups(config: Config) -> Fields:
     return {}
 
 
-def _read_indexers(config: Config, of_kda: list[bool]) -> Fields:
+def _read_indexers(config: keys.Config, of_kda: list[bool]) -> keys.Fields:
     indexed = INDEXERS.read(config)["dsa.layers"]
     for layer, (has_one, linear) in enumerate(zip(indexed, of_kda, strict=False)):
         if not has_one and not linear and (not layer or of_kda[layer - 1] or not indexed[layer - 1]):
@@ -96,7 +80,7 @@ def _read_indexers(config: Config, of_kda: list[bool]) -> Fields:
     return {"dsa.layers": (*here, *indexed[len(of_kda) :])}  # whose number is checked with the other lists'
 
 
-def _write_kda(model: ModelShape) -> Config:
+def _write_kda(model: ModelShape) -> keys.Config:
     if model.gdn is None:
         return {}
     kinds, bound = list(_KINDS), model.gdn.kda_lower_bound
@@ -115,51 +99,51 @@ def _write_kda(model: ModelShape) -> Config:
 ARCHITECTURE = Architecture(
     model_types={"glm5_next_text": "Glm5NextForCausalLM"},
     rows=(
-        *model_rows(
-            *SEPARATE_NORM,
+        *llama.model_rows(
+            *llama.SEPARATE_NORM,
             *either((*in_memory(_KDA), *_STREAMS), (*_KDA, *renamed(_STREAMS, _PUBLISHED))),
             *(replace(row, layers="attention") if row.layers == "all" else row for row in _ATTENTION),
-            *(*MLP_NORM, *MLP, *MOE_NORM, *ROUTING, *EXPERTS),
+            *(*llama.MLP_NORM, *llama.MLP, *moe.MOE_NORM, *deepseek_rows.ROUTING, *moe.EXPERTS),
         ),
-        *prediction((*SEPARATE_NORM, *_ATTENTION)),
+        *deepseek_rows.prediction((*llama.SEPARATE_NORM, *_ATTENTION)),
     ),
     config=(
-        *latent_attention(1536),
-        Rule(("num_key_value_heads",), _read_groups),
-        Only("qk_rope_head_dim", 0),
-        Only("mla_use_nope", True),
-        Rule(  # nothing turns, and vLLM asks how
+        *deepseek_keys.latent_attention(1536),
+        keys.Rule(("num_key_value_heads",), _read_groups),
+        keys.Only("qk_rope_head_dim", 0),
+        keys.Only("mla_use_nope", True),
+        keys.Rule(  # nothing turns, and vLLM asks how
             ("indexer_rope_interleave",),
-            lambda config: {"rope_layers": (False,) * layers(config)},
+            lambda config: {"rope_layers": (False,) * keys.layers(config)},
             lambda model: {"indexer_rope_interleave": True},
         ),
-        *experts_of_a_layer(shared=1),
-        experts_by_list(dense=3, key="first_k_dense_replace", reads_key=False),
-        *SIGMOID,
-        Only("norm_topk_prob", True),
-        groups(1, 1),
-        Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
-        Key("activation_clamp", "swiglu_limit", 10.0),
-        Rule(
+        *deepseek_keys.experts_of_a_layer(shared=1),
+        deepseek_keys.experts_by_list(dense=3, key="first_k_dense_replace", reads_key=False),
+        *deepseek_keys.SIGMOID,
+        keys.Only("norm_topk_prob", True),
+        deepseek_keys.groups(1, 1),
+        keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
+        keys.Key("activation_clamp", "swiglu_limit", 10.0),
+        keys.Rule(
             ("layer_types", "linear_attn_config", _BESIDE_BOUND, *BESIDE.values(), *INDEXERS.keys),
             _read_kda,
             _write_kda,
         ),
-        Key("dsa.n_heads", "index_n_heads", 32),
-        *INDEXER,
-        Key("dsa.kpool", "index_kpool", 16),
-        Only("index_kpool_compress", True),
-        Only("index_kpool_always_select_tail", True),
-        Only("mhc", True),
-        Key("mhc.num_residual_streams", "hc_mult", 4),
-        Key("mhc.mhc_sinkhorn_iterations", "hc_sinkhorn_iters", 20),
-        Key("mhc.epsilon", "hc_eps", 1e-6),
-        Always("mhc.mean_head", True),
-        Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        Key("mtp_num_layers", "num_nextn_predict_layers", 0),
-        Only("tie_word_embeddings", False),
+        keys.Key("dsa.n_heads", "index_n_heads", 32),
+        *deepseek_keys.INDEXER,
+        keys.Key("dsa.kpool", "index_kpool", 16),
+        keys.Only("index_kpool_compress", True),
+        keys.Only("index_kpool_always_select_tail", True),
+        keys.Only("mhc", True),
+        keys.Key("mhc.num_residual_streams", "hc_mult", 4),
+        keys.Key("mhc.mhc_sinkhorn_iterations", "hc_sinkhorn_iters", 20),
+        keys.Key("mhc.epsilon", "hc_eps", 1e-6),
+        keys.Always("mhc.mean_head", True),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        keys.Key("mtp_num_layers", "num_nextn_predict_layers", 0),
+        keys.Only("tie_word_embeddings", False),
     ),
-    aliases=tuple(replace(alias, written=False) for alias in MTP_ALIASES),
+    aliases=tuple(replace(alias, written=False) for alias in deepseek_rows.MTP_ALIASES),
     names_by="this project",
     heeds_latents_epsilon=True,
 )

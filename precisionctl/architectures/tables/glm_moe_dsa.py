@@ -4,10 +4,9 @@ Traps: a layer without an indexer sees the keys that the last one chose; the ind
 pairs, too.
 """
 
-from precisionctl.architectures.config_keys import Config, Fields, Key, Only, Rule, layers
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import TIED, Architecture
-from precisionctl.architectures.shared.deepseek_keys import groups, latent_attention
-from precisionctl.architectures.shared.deepseek_rows import MTP_ALIASES
+from precisionctl.architectures.shared import deepseek_keys, deepseek_rows
 from precisionctl.architectures.tables.deepseek_v32 import COMMON, ROWS
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model.model_parts import MOST_LAYERS
@@ -16,29 +15,29 @@ from precisionctl.model.model_shape import ModelShape
 _KINDS = {"full": True, "F": True, "shared": False, "S": False}
 
 
-def _read_layers(config: Config) -> Fields:
+def _read_layers(config: keys.Config) -> keys.Fields:
     listed = next((config[key] for key in ("indexer_types", "index_topk_pattern") if config.get(key) is not None), None)
     if listed is None:
         every, after = max(config.get("index_topk_freq", 1), 1), config.get("index_skip_topk_offset", 2)
-        numbers = range(layers(config))
+        numbers = range(keys.layers(config))
         return {"dsa.layers": tuple(max(layer - after + 1, 0) % every == 0 for layer in numbers)}
     if not isinstance(listed, list | str) or len(listed) > MOST_LAYERS or any(kind not in _KINDS for kind in listed):
         raise DamagedCheckpoint(f"indexers are {shown(listed)}, not a list of `full` and `shared`")
     return {"dsa.layers": tuple(_KINDS[kind] for kind in listed)}
 
 
-def write_indexers(model: ModelShape) -> Config:
+def write_indexers(model: ModelShape) -> keys.Config:
     """Which layers have one, by words."""
     return {"indexer_types": ["full" if indexed else "shared" for indexed in model.dsa.layers]} if model.dsa else {}
 
 
-def _write_layers(model: ModelShape) -> Config:
+def _write_layers(model: ModelShape) -> keys.Config:
     """By words and, for vLLM, by letters."""
     said = write_indexers(model)
     return {**said, "index_topk_pattern": "".join(word[0].upper() for word in said.get("indexer_types", ()))}
 
 
-INDEXERS = Rule(
+INDEXERS = keys.Rule(
     ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"), _read_layers, write_indexers
 )
 """Which layers have one."""
@@ -48,13 +47,13 @@ ARCHITECTURE = Architecture(
     behind={"gate": "experts"},
     rows=ROWS,
     config=(
-        *latent_attention(2048),
+        *deepseek_keys.latent_attention(2048),
         *COMMON,
-        Key("dsa.n_heads", "index_n_heads", 32),
-        Only("indexer_rope_interleave", True, "dsa.rope_interleaved", True),
-        Rule(INDEXERS.keys, INDEXERS.read, _write_layers),
-        groups(1, 1),
-        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        keys.Key("dsa.n_heads", "index_n_heads", 32),
+        keys.Only("indexer_rope_interleave", True, "dsa.rope_interleaved", True),
+        keys.Rule(INDEXERS.keys, INDEXERS.read, _write_layers),
+        deepseek_keys.groups(1, 1),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
     ),
-    aliases=(TIED, *MTP_ALIASES),
+    aliases=(TIED, *deepseek_rows.MTP_ALIASES),
 )

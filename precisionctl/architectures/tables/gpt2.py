@@ -6,35 +6,11 @@ out the prefix `transformer.`.
 
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import (
-    ALL_BIASES,
-    GELU_TANH,
-    VOCABULARY,
-    Always,
-    Config,
-    Fields,
-    Key,
-    Only,
-    Rule,
-    Synonyms,
-    activation,
-    layers,
-    size,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.head_rearrangements import QKV
 from precisionctl.architectures.param_map import Alias, Architecture, Either, Row, renamed
 from precisionctl.architectures.rearrangements import Joined, Transposed
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION_LAYER_NORM,
-    EMBEDDING,
-    FINAL_LAYER_NORM,
-    JOINED_QKV,
-    MLP_LAYER_NORM,
-    OUTPUT,
-    PROJ,
-    UNGATED_MLP,
-)
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.model.model_shape import ModelShape
 
 NAMES = {
@@ -55,11 +31,11 @@ _POSITIONS = Row(
 
 def body(qkv: tuple[Row, ...], *positions: Row) -> tuple[Row, ...]:
     """The rows of all but the output layer, under Llama's names: LayerNorms, and MLPs without a gate."""
-    block = (*ATTENTION_LAYER_NORM, *qkv, *PROJ, *MLP_LAYER_NORM, *UNGATED_MLP)
-    return (*EMBEDDING, *positions, *block, *FINAL_LAYER_NORM)
+    block = (*llama.ATTENTION_LAYER_NORM, *qkv, *llama.PROJ, *llama.MLP_LAYER_NORM, *llama.UNGATED_MLP)
+    return (*llama.EMBEDDING, *positions, *block, *llama.FINAL_LAYER_NORM)
 
 
-OF_LINEARS = renamed(body(JOINED_QKV, _POSITIONS), NAMES)
+OF_LINEARS = renamed(body(llama.JOINED_QKV, _POSITIONS), NAMES)
 """The rows of models whose matrices are `[out, in]`, and `c_attn` as Megatron has it."""
 
 
@@ -72,16 +48,16 @@ def _as_stored(row: Row) -> Row:
 _PARAMETERS = tuple(map(_as_stored, OF_LINEARS))
 
 
-def sizes(number: str, hidden: str, heads: str, inner: str | None, absent: int | None = None) -> Rule:
+def sizes(number: str, hidden: str, heads: str, inner: str | None, absent: int | None = None) -> keys.Rule:
     """Numbers of layers, of channels and of heads, by the keys `number`, `hidden` and `heads`, and an MLP's channels by
     the key `inner`, which the family may lack (None); `absent` where it is not in config.json. They are four times
     `hidden` where nothing says them: without the key, or where it, or `absent`, is null."""
 
-    def read(config: Config) -> Fields:
-        count, channels = size(config, heads), size(config, hidden)
+    def read(config: keys.Config) -> keys.Fields:
+        count, channels = keys.size(config, heads), keys.size(config, hidden)
         width = config.get(inner, absent) if inner else None
         return {
-            "num_layers": layers(config, number),
+            "num_layers": keys.layers(config, number),
             "hidden_size": channels,
             "ffn_hidden_size": 4 * channels if width is None else width,
             "num_attention_heads": count,
@@ -89,7 +65,7 @@ def sizes(number: str, hidden: str, heads: str, inner: str | None, absent: int |
             "kv_channels": channels // count,
         }
 
-    def write(model: ModelShape) -> Config:
+    def write(model: ModelShape) -> keys.Config:
         return {
             number: model.num_layers,
             hidden: model.hidden_size,
@@ -97,15 +73,17 @@ def sizes(number: str, hidden: str, heads: str, inner: str | None, absent: int |
             heads: model.num_attention_heads,
         }
 
-    return Rule((number, hidden, heads, *([inner] if inner else [])), read, write)
+    return keys.Rule((number, hidden, heads, *([inner] if inner else [])), read, write)
 
 
-ACTIVATION = activation("activation_function", {"gelu_new": "gelu_tanh", **GELU_TANH, "gelu": "gelu"}, "gelu_new")
+ACTIVATION = keys.activation(
+    "activation_function", {"gelu_new": "gelu_tanh", **keys.GELU_TANH, "gelu": "gelu"}, "gelu_new"
+)
 
 SIZES = (
     sizes("n_layer", "n_embd", "n_head", "n_inner"),
-    Key("max_position_embeddings", "n_positions"),
-    Synonyms(
+    keys.Key("max_position_embeddings", "n_positions"),
+    keys.Synonyms(
         {
             "num_hidden_layers": "n_layer",
             "hidden_size": "n_embd",
@@ -113,24 +91,24 @@ SIZES = (
             "max_position_embeddings": "n_positions",
         }
     ),
-    VOCABULARY,
+    keys.VOCABULARY,
     ACTIVATION,
-    Always("gated_linear_unit", False),
-    Always("normalization", "LayerNorm"),
-    Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
+    keys.Always("gated_linear_unit", False),
+    keys.Always("normalization", "LayerNorm"),
+    keys.Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
 )
 
 ARCHITECTURE = Architecture(
     model_types={"gpt2": "GPT2LMHeadModel"},
-    rows=(Either(_PARAMETERS, renamed(_PARAMETERS, {"transformer.": ""})), *OUTPUT),
+    rows=(Either(_PARAMETERS, renamed(_PARAMETERS, {"transformer.": ""})), *llama.OUTPUT),
     config=(
         *SIZES,
-        Always("position_embedding", "learned_absolute"),
-        *ALL_BIASES,
-        Only("scale_attn_weights", True),
-        Only("scale_attn_by_inverse_layer_idx", False),
-        Only("add_cross_attention", False),
-        tied(True),
+        keys.Always("position_embedding", "learned_absolute"),
+        *keys.ALL_BIASES,
+        keys.Only("scale_attn_weights", True),
+        keys.Only("scale_attn_by_inverse_layer_idx", False),
+        keys.Only("add_cross_attention", False),
+        keys.tied(True),
     ),
     aliases=(
         Alias("lm_head.weight", of="transformer.wte.weight", switch="tied_embeddings"),

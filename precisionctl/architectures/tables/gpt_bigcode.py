@@ -4,45 +4,33 @@ Traps: matrices are stored `[out, in]`, other than GPT-2's; `c_attn` is q, k, v 
 has a key of its own.
 """
 
-from precisionctl.architectures.config_keys import (
-    ALL_BIASES,
-    GELU_TANH,
-    Always,
-    Config,
-    Fields,
-    Only,
-    Rule,
-    activation,
-    is_on,
-    size,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Alias, Architecture
-from precisionctl.architectures.shared.llama_rows import OUTPUT
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.tables.gpt2 import OF_LINEARS, SIZES
 from precisionctl.model.model_shape import ModelShape
 
 
-def _read_groups(config: Config) -> Fields:
-    return {"num_query_groups": 1 if is_on(config, "multi_query", True) else size(config, "n_head")}
+def _read_groups(config: keys.Config) -> keys.Fields:
+    return {"num_query_groups": 1 if keys.is_on(config, "multi_query", True) else keys.size(config, "n_head")}
 
 
-def _write_groups(model: ModelShape) -> Config:
+def _write_groups(model: ModelShape) -> keys.Config:
     return {"multi_query": model.num_query_groups == 1}
 
 
 ARCHITECTURE = Architecture(
     model_types={"gpt_bigcode": "GPTBigCodeForCausalLM"},
-    rows=(*OF_LINEARS, *OUTPUT),
+    rows=(*OF_LINEARS, *llama.OUTPUT),
     config=(
         *(entry for entry in SIZES if "activation_function" not in entry.keys),
-        activation("activation_function", {**GELU_TANH, "gelu": "gelu"}, "gelu_pytorch_tanh"),
-        Rule(("multi_query",), _read_groups, _write_groups),
-        Always("position_embedding", "learned_absolute"),
-        *ALL_BIASES,
-        Only("scale_attn_weights", True),
-        Only("add_cross_attention", False),
-        tied(True),
+        keys.activation("activation_function", {**keys.GELU_TANH, "gelu": "gelu"}, "gelu_pytorch_tanh"),
+        keys.Rule(("multi_query",), _read_groups, _write_groups),
+        keys.Always("position_embedding", "learned_absolute"),
+        *keys.ALL_BIASES,
+        keys.Only("scale_attn_weights", True),
+        keys.Only("add_cross_attention", False),
+        keys.tied(True),
     ),
     aliases=(Alias("lm_head.weight", of="transformer.wte.weight", switch="tied_embeddings"),),
     derived=("transformer.h.{layer}.attn.bias", "transformer.h.{layer}.attn.masked_bias"),

@@ -5,20 +5,9 @@ Traps: matrices are stored `[out, in]`, other than GPT-2's. transformers goes by
 `attention_types` says in short, where config.json has it.
 """
 
-from precisionctl.architectures.config_keys import (
-    VOCABULARY,
-    Always,
-    Config,
-    Fields,
-    Key,
-    Rule,
-    Synonyms,
-    layers,
-    size,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Alias, Architecture, renamed
-from precisionctl.architectures.shared.llama_rows import OUTPUT, QKV_LINEAR
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.tables.gpt2 import ACTIVATION, OF_LINEARS, sizes
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import MOST_LAYERS, check_count
@@ -42,11 +31,11 @@ def _expanded(listed: object) -> list[object]:
     return kinds
 
 
-def _read_layers(config: Config) -> Fields:
+def _read_layers(config: keys.Config) -> keys.Fields:
     said = config.get("attention_types")
     kinds, number = (
         _expanded([[["global", "local"], 12]] if said is None else said),
-        layers(config, "num_layers"),
+        keys.layers(config, "num_layers"),
     )
     if config.get("attention_layers", kinds) != kinds:
         what = f"attention_layers is {shown(config['attention_layers'])}, and attention_types says otherwise"
@@ -60,11 +49,11 @@ def _read_layers(config: Config) -> Fields:
     windows = tuple(_KINDS[str(kind)] for kind in kinds)
     if not any(windows):
         return {}
-    window = size({"window_size": 256, **config}, "window_size")
+    window = keys.size({"window_size": 256, **config}, "window_size")
     return {"sliding_window": window, "window_layers": windows}
 
 
-def _write_layers(model: ModelShape) -> Config:
+def _write_layers(model: ModelShape) -> keys.Config:
     kinds = ["local" if model.in_window(layer) else "global" for layer in range(model.num_layers)]
     window = {} if model.sliding_window is None else {"window_size": model.sliding_window}
     return {"attention_types": [[kinds, 1]], "attention_layers": kinds, **window}
@@ -78,24 +67,24 @@ ARCHITECTURE = Architecture(
             tuple(row for row in OF_LINEARS if ".linear_qkv." not in row.megatron or ".layer_norm_" in row.megatron),
             {".attn.c_proj.": ".attn.attention.out_proj."},
         ),
-        *renamed(QKV_LINEAR, {"model.layers.{layer}.self_attn.": _ATTENTION}),
-        *OUTPUT,
+        *renamed(llama.QKV_LINEAR, {"model.layers.{layer}.self_attn.": _ATTENTION}),
+        *llama.OUTPUT,
     ),
     config=(
         sizes("num_layers", "hidden_size", "num_heads", "intermediate_size"),
-        Synonyms({"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}),
-        Key("max_position_embeddings", "max_position_embeddings", 2048),
-        VOCABULARY,
+        keys.Synonyms({"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}),
+        keys.Key("max_position_embeddings", "max_position_embeddings", 2048),
+        keys.VOCABULARY,
         ACTIVATION,
-        Always("gated_linear_unit", False),
-        Always("normalization", "LayerNorm"),
-        Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
-        Always("position_embedding", "learned_absolute"),
-        Always("query_pre_attn_scalar", 1.0),
-        Always("proj_bias", True),
-        Always("mlp_bias", True),
-        Rule(("attention_types", "attention_layers", "window_size"), _read_layers, _write_layers),
-        tied(True),
+        keys.Always("gated_linear_unit", False),
+        keys.Always("normalization", "LayerNorm"),
+        keys.Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
+        keys.Always("position_embedding", "learned_absolute"),
+        keys.Always("query_pre_attn_scalar", 1.0),
+        keys.Always("proj_bias", True),
+        keys.Always("mlp_bias", True),
+        keys.Rule(("attention_types", "attention_layers", "window_size"), _read_layers, _write_layers),
+        keys.tied(True),
     ),
     aliases=(Alias("lm_head.weight", of="transformer.wte.weight", switch="tied_embeddings"),),
     derived=(f"{_ATTENTION}bias", f"{_ATTENTION}masked_bias"),

@@ -4,22 +4,10 @@ Traps: attention and MLP have norms of their own but are added together, or one 
 `query_key_value` is q, k, v by head, as in Megatron.
 """
 
-from precisionctl.architectures.config_keys import (
-    GELU_TANH,
-    HEADS,
-    SIZES,
-    Always,
-    Config,
-    Fields,
-    Key,
-    Rule,
-    activation,
-    is_on,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import KEYS, read_rope, rotary_parameters
-from precisionctl.architectures.shared.llama_rows import JOINED_QKV, OUTPUT
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.tables.gpt2 import body
 from precisionctl.model.model_shape import ModelShape
 
@@ -35,43 +23,43 @@ NAMES = {
 }
 
 
-def _read_rope(config: Config) -> Fields:
+def _read_rope(config: keys.Config) -> keys.Fields:
     """transformers 4 has `rotary_emb_base` and `rotary_pct`."""
     older = {"rope_theta": config.get("rotary_emb_base"), "partial_rotary_factor": config.get("rotary_pct")}
     beside = dict(config) | {key: value for key, value in older.items() if value is not None}
     return read_rope(beside, rotary_parameters(config, 10000.0), 10000.0, 0.25)
 
 
-def _write_rope(model: ModelShape) -> Config:
+def _write_rope(model: ModelShape) -> keys.Config:
     scaling = {"rope_scaling": dict(model.rope_scaling)} if model.rope_scaling else {}
     return {"rotary_emb_base": model.rotary_base, "rotary_pct": model.rotary_percent, **scaling}
 
 
-def _read_bias(config: Config) -> Fields:
-    return dict.fromkeys(("qkv_bias", "proj_bias"), is_on(config, "attention_bias", True))
+def _read_bias(config: keys.Config) -> keys.Fields:
+    return dict.fromkeys(("qkv_bias", "proj_bias"), keys.is_on(config, "attention_bias", True))
 
 
 ARCHITECTURE = Architecture(
     model_types={"gpt_neox": "GPTNeoXForCausalLM"},
     rows=(
         *renamed(
-            body(JOINED_QKV),
+            body(llama.JOINED_QKV),
             NAMES,
         ),
-        Either(renamed(OUTPUT, NAMES), OUTPUT, second_is="in memory"),
+        Either(renamed(llama.OUTPUT, NAMES), llama.OUTPUT, second_is="in memory"),
     ),
     config=(
-        *SIZES,
-        HEADS,
-        Rule(("attention_bias",), _read_bias, lambda model: {"attention_bias": model.qkv_bias}),
-        activation("hidden_act", {"gelu": "gelu", **GELU_TANH}, "gelu"),
-        Always("gated_linear_unit", False),
-        Always("normalization", "LayerNorm"),
-        Key("norm_epsilon", "layer_norm_eps", 1e-5),
-        Rule((*KEYS, "rotary_emb_base", "rotary_pct"), _read_rope, _write_rope),
-        Always("mlp_bias", True),
-        Key("parallel_residual", "use_parallel_residual", True),  # false: RedPajama-INCITE
-        tied(False),
+        *keys.SIZES,
+        keys.HEADS,
+        keys.Rule(("attention_bias",), _read_bias, lambda model: {"attention_bias": model.qkv_bias}),
+        keys.activation("hidden_act", {"gelu": "gelu", **keys.GELU_TANH}, "gelu"),
+        keys.Always("gated_linear_unit", False),
+        keys.Always("normalization", "LayerNorm"),
+        keys.Key("norm_epsilon", "layer_norm_eps", 1e-5),
+        keys.Rule((*KEYS, "rotary_emb_base", "rotary_pct"), _read_rope, _write_rope),
+        keys.Always("mlp_bias", True),
+        keys.Key("parallel_residual", "use_parallel_residual", True),  # false: RedPajama-INCITE
+        keys.tied(False),
     ),
     aliases=(),
     derived=(

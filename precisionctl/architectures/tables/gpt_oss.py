@@ -6,13 +6,12 @@ tells; in MXFP4, as OpenAI released them, they are `[out, in]`; the router's bia
 
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import SILU, SIZES, Always, Key, Only, heads, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import every_other, sliding_window
 from precisionctl.architectures.param_map import Architecture, Either, Row, renamed
 from precisionctl.architectures.rearrangements import SAME, Alternating, Rearrangement, Transposed
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, model_rows
-from precisionctl.architectures.shared.moe_rows import FC1, FC1_SIZES, FC2, FC2_SIZES, MOE_NORM, ROUTER
+from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.tables.mixtral import EXPERTS_EVERYWHERE
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS, Parallel
 
@@ -44,19 +43,19 @@ SINKS = (
 
 ARCHITECTURE = Architecture(
     model_types={"gpt_oss": "GptOssForCausalLM"},
-    rows=model_rows(
-        *ATTENTION_NORM,
-        *ATTENTION,
+    rows=llama.model_rows(
+        *llama.ATTENTION_NORM,
+        *llama.ATTENTION,
         *SINKS,
-        *MOE_NORM,
-        *renamed(ROUTER, {"mlp.gate": "mlp.router"}),
+        *moe.MOE_NORM,
+        *renamed(moe.ROUTER, {"mlp.gate": "mlp.router"}),
         Row(
             "model.layers.{layer}.mlp.router.bias",
             "decoder.layers.{layer}.mlp.router.bias",
             ("moe.num_experts",),
             layers="moe",
         ),
-        _matrix("gate_up_proj", FC1, FC1_SIZES, Alternating(), GATED_ROWS),
+        _matrix("gate_up_proj", moe.FC1, moe.FC1_SIZES, Alternating(), GATED_ROWS),
         Row(
             "model.layers.{layer}.mlp.experts.gate_up_proj_bias[{expert}]",
             "decoder.layers.{layer}.mlp.experts.linear_fc1.bias{expert}",
@@ -65,7 +64,7 @@ ARCHITECTURE = Architecture(
             GATED_ROWS,
             layers="moe",
         ),
-        _matrix("down_proj", FC2, FC2_SIZES, SAME, COLUMNS),
+        _matrix("down_proj", moe.FC2, moe.FC2_SIZES, SAME, COLUMNS),
         Row(
             "model.layers.{layer}.mlp.experts.down_proj_bias[{expert}]",
             "decoder.layers.{layer}.mlp.experts.linear_fc2.bias{expert}",
@@ -74,23 +73,23 @@ ARCHITECTURE = Architecture(
         ),
     ),
     config=(
-        *SIZES,
-        heads(num_key_value_heads=8, head_dim=64),
-        SILU,
-        Only("swiglu_alpha", 1.702, "activation", "quick_gelu"),
-        Key("activation_clamp", "swiglu_limit", 7.0),
-        Always("glu_offset", 1.0),
-        Only("attention_bias", True, "qkv_bias", True),
-        Always("proj_bias", True),
-        Always("mlp_bias", True),
-        Always("softmax_offset", True),
-        Key("moe.num_experts", "num_local_experts", synonym="num_experts"),
-        Key("moe.topk", "num_experts_per_tok"),
+        *keys.SIZES,
+        keys.heads(num_key_value_heads=8, head_dim=64),
+        keys.SILU,
+        keys.Only("swiglu_alpha", 1.702, "activation", "quick_gelu"),
+        keys.Key("activation_clamp", "swiglu_limit", 7.0),
+        keys.Always("glu_offset", 1.0),
+        keys.Only("attention_bias", True, "qkv_bias", True),
+        keys.Always("proj_bias", True),
+        keys.Always("mlp_bias", True),
+        keys.Always("softmax_offset", True),
+        keys.Key("moe.num_experts", "num_local_experts", synonym="num_experts"),
+        keys.Key("moe.topk", "num_experts_per_tok"),
         EXPERTS_EVERYWHERE,
-        Always("moe.router_bias", True),
-        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        keys.Always("moe.router_bias", True),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(150000.0, scaling=_YARN),
         sliding_window(every_other, absent=128),
-        tied(False),
+        keys.tied(False),
     ),
 )

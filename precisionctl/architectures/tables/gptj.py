@@ -4,29 +4,22 @@ Traps: attention and MLP read the same norm and are added together; rotary chann
 has a bias.
 """
 
-from precisionctl.architectures.config_keys import Always, Config, Fields, Rule, size, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, renamed
-from precisionctl.architectures.shared.llama_rows import (
-    EMBEDDING,
-    FINAL_LAYER_NORM,
-    OUTPUT,
-    OUTPUT_BIAS,
-    PROJ,
-    QKV_LINEAR,
-    SEPARATE_LAYER_NORM,
-    UNGATED_MLP,
-)
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.tables.gpt2 import SIZES
 from precisionctl.model.model_shape import ModelShape
 
 
-def _read_rotary(config: Config) -> Fields:
-    head = size(config, "n_embd") // size(config, "n_head")
-    turned = head if config.get("rotary_dim", 64) is None else size({"rotary_dim": 64} | dict(config), "rotary_dim")
+def _read_rotary(config: keys.Config) -> keys.Fields:
+    head = keys.size(config, "n_embd") // keys.size(config, "n_head")
+    turned = (
+        head if config.get("rotary_dim", 64) is None else keys.size({"rotary_dim": 64} | dict(config), "rotary_dim")
+    )
     return {"rotary_percent": turned / max(1, head), "rotary_interleaved": True}
 
 
-def _write_rotary(model: ModelShape) -> Config:
+def _write_rotary(model: ModelShape) -> keys.Config:
     return {"rotary_dim": model.rotary_size}
 
 
@@ -34,7 +27,14 @@ ARCHITECTURE = Architecture(
     model_types={"gptj": "GPTJForCausalLM"},
     rows=(
         *renamed(
-            (*EMBEDDING, *SEPARATE_LAYER_NORM, *QKV_LINEAR, *PROJ, *UNGATED_MLP, *FINAL_LAYER_NORM),
+            (
+                *llama.EMBEDDING,
+                *llama.SEPARATE_LAYER_NORM,
+                *llama.QKV_LINEAR,
+                *llama.PROJ,
+                *llama.UNGATED_MLP,
+                *llama.FINAL_LAYER_NORM,
+            ),
             {
                 "model.embed_tokens": "transformer.wte",
                 "model.layers.": "transformer.h.",
@@ -46,17 +46,17 @@ ARCHITECTURE = Architecture(
                 "model.norm.": "transformer.ln_f.",
             },
         ),
-        *OUTPUT,
-        *OUTPUT_BIAS,
+        *llama.OUTPUT,
+        *llama.OUTPUT_BIAS,
     ),
     config=(
         *SIZES,
-        Rule(("rotary_dim",), _read_rotary, _write_rotary),
-        Always("mlp_bias", True),
-        Always("output_bias", True),
-        Always("parallel_residual", True),
-        Always("shared_layernorm", True),
-        tied(False),
+        keys.Rule(("rotary_dim",), _read_rotary, _write_rotary),
+        keys.Always("mlp_bias", True),
+        keys.Always("output_bias", True),
+        keys.Always("parallel_residual", True),
+        keys.Always("shared_layernorm", True),
+        keys.tied(False),
     ),
     aliases=(),
     derived=(

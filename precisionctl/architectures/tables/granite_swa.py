@@ -4,17 +4,11 @@ Traps: the first layer of four is the one without a window; each layer may have 
 rotary embeddings; the embedding is the head unless config.json says otherwise.
 """
 
-from precisionctl.architectures.config_keys import Config, Entry, Fields, Key, Rule, heads, layers, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import but_first_of_four, layer_types, layers_with_window, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    MLP,
-    MLP_NORM,
-    model_rows,
-)
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.tables.gpt_oss import SINKS
 from precisionctl.architectures.tables.granite import OF_ALL_GRANITES
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
@@ -28,13 +22,13 @@ _LENGTH = 128  # where none is said
 _WINDOW = sliding_window(but_first_of_four, absent=_LENGTH)
 
 
-def _read_layers(config: Config) -> Fields:
+def _read_layers(config: keys.Config) -> keys.Fields:
     fields = {**_ROPE.read(config), **_WINDOW.read(config), "softmax_offset": True}
     in_window = layers_with_window(config, but_first_of_four, _LENGTH)
     bases = config.get("layer_rope_theta")
     if bases is None:
         return fields
-    if not isinstance(bases, list) or len(bases) != layers(config):
+    if not isinstance(bases, list) or len(bases) != keys.layers(config):
         raise DamagedCheckpoint(f"layer_rope_theta is {shown(bases)}, not a number for each layer")
     numbers = [real(base, "layer_rope_theta") if base else 0.0 for base in bases]
     outside, inside = (
@@ -60,7 +54,7 @@ def _base(model: ModelShape, layer: int) -> float:
     return (model.rotary_base_local if model.in_window(layer) else None) or model.rotary_base
 
 
-def _write_layers(model: ModelShape) -> Config:
+def _write_layers(model: ModelShape) -> keys.Config:
     bases = [_base(model, layer) for layer in range(model.num_layers)]
     return {
         **_ROPE.write(model),
@@ -70,17 +64,19 @@ def _write_layers(model: ModelShape) -> Config:
     }
 
 
-LAYERS: tuple[Entry, ...] = (Rule((*_ROPE.keys, *_WINDOW.keys, "layer_rope_theta"), _read_layers, _write_layers),)
+LAYERS: tuple[keys.Entry, ...] = (
+    keys.Rule((*_ROPE.keys, *_WINDOW.keys, "layer_rope_theta"), _read_layers, _write_layers),
+)
 
 ARCHITECTURE = Architecture(
     model_types={"granite_swa": "GraniteSWAForCausalLM"},
-    rows=model_rows(*ATTENTION_NORM, *ATTENTION, *SINKS, *MLP_NORM, *MLP),
+    rows=llama.model_rows(*llama.ATTENTION_NORM, *llama.ATTENTION, *SINKS, *llama.MLP_NORM, *llama.MLP),
     config=(
         *OF_ALL_GRANITES,
-        heads(num_key_value_heads=4),
-        Key("mlp_bias", "mlp_bias", False),
-        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        keys.heads(num_key_value_heads=4),
+        keys.Key("mlp_bias", "mlp_bias", False),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         *LAYERS,
-        tied(True),
+        keys.tied(True),
     ),
 )

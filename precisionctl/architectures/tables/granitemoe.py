@@ -3,10 +3,9 @@
 Trap: `input_linear` is gate, then up, of each expert.
 """
 
-from precisionctl.architectures.config_keys import Entry, Key
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, Either, renamed
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, model_rows
-from precisionctl.architectures.shared.moe_rows import FUSED, MOE_NORM, ROUTER
+from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.tables.granite import COMMON
 from precisionctl.architectures.tables.mixtral import EXPERTS_EVERYWHERE
 
@@ -17,17 +16,17 @@ _NAMES = {
 }
 _NAMES_IN_MEMORY = {"mlp.gate.weight": "block_sparse_moe.router.weight", "mlp.experts": "block_sparse_moe.experts"}
 
-IN_MEMORY = renamed((*ROUTER, *FUSED), _NAMES_IN_MEMORY)
-EXPERTS = Either(renamed((*ROUTER, *FUSED), _NAMES), IN_MEMORY, second_is="in memory")
+IN_MEMORY = renamed((*moe.ROUTER, *moe.FUSED), _NAMES_IN_MEMORY)
+EXPERTS = Either(renamed((*moe.ROUTER, *moe.FUSED), _NAMES), IN_MEMORY, second_is="in memory")
 
-EXPERT_KEYS: tuple[Entry, ...] = (
-    Key("moe.num_experts", "num_local_experts", 8),
-    Key("moe.topk", "num_experts_per_tok", 2),
+EXPERT_KEYS: tuple[keys.Entry, ...] = (
+    keys.Key("moe.num_experts", "num_local_experts", 8),
+    keys.Key("moe.topk", "num_experts_per_tok", 2),
     EXPERTS_EVERYWHERE,
 )
 
 ARCHITECTURE = Architecture(
     model_types={"granitemoe": "GraniteMoeForCausalLM"},
-    rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MOE_NORM, EXPERTS),
+    rows=llama.model_rows(*llama.ATTENTION_NORM, *llama.ATTENTION, *moe.MOE_NORM, EXPERTS),
     config=(*COMMON, *EXPERT_KEYS),
 )

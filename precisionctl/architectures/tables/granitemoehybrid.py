@@ -9,27 +9,13 @@ means nothing; transformers 5 has other words for kinds of layers than published
 published ones are known to all versions and engines; attention has positions only where config.json says `rope`.
 """
 
-from precisionctl.architectures.config_keys import (
-    HEADS,
-    SILU,
-    VOCABULARY,
-    Config,
-    Fields,
-    Key,
-    Only,
-    Rule,
-    count,
-    layers,
-    size,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.param_map import Architecture, only_in, renamed
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import EMBEDDING, FINAL_NORM, JOINED_MLP, MLP_NORM, OUTPUT
+from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.mamba_keys import MIXER_HEADS, step_limits
 from precisionctl.architectures.shared.mamba_rows import MIXER_OR_ATTENTION
-from precisionctl.architectures.shared.moe_rows import JOINED_SHARED_EXPERT, MOE_NORM
 from precisionctl.architectures.tables.granite import MULTIPLIERS
 from precisionctl.architectures.tables.granitemoe import EXPERTS
 from precisionctl.errors import UnknownArchitecture, shown
@@ -43,14 +29,14 @@ _NAMES = {
 }
 _BLOCKS = (
     *MIXER_OR_ATTENTION,
-    *MLP_NORM,
-    *only_in("dense", JOINED_MLP),
-    *MOE_NORM,
-    *JOINED_SHARED_EXPERT,
+    *llama.MLP_NORM,
+    *only_in("dense", llama.JOINED_MLP),
+    *moe.MOE_NORM,
+    *moe.JOINED_SHARED_EXPERT,
 )
 
 _KINDS = {"mamba": True, "attention": False, "linear_attention": True, "full_attention": False}
-_LISTED = Key("layer_types", "layer_types", None, synonym="layers_block_type")
+_LISTED = keys.Key("layer_types", "layer_types", None, synonym="layers_block_type")
 _DEFAULTS = {
     "hidden_size": 4096,
     "num_local_experts": 8,
@@ -61,26 +47,26 @@ _DEFAULTS = {
 """What its class takes for keys that are not there."""
 
 
-def _read_layers(config: Config) -> Fields:
+def _read_layers(config: keys.Config) -> keys.Fields:
     config = {**_DEFAULTS, **config, **_LISTED.read(config)}
-    mixers = listed_layers(config, _KINDS) or [True] * layers(config)
-    experts, shared = count(config, "num_local_experts"), size(config, "shared_intermediate_size")
+    mixers = listed_layers(config, _KINDS) or [True] * keys.layers(config)
+    experts, shared = keys.count(config, "num_local_experts"), keys.size(config, "shared_intermediate_size")
     pattern = "".join(("M" if mixer else "*") + ("E" if experts else "-") for mixer in mixers)
     fields = {"num_layers": len(pattern), "mamba.pattern": pattern}
     if not experts:
         return fields | {"ffn_hidden_size": shared}
-    ffn = size(config, "intermediate_size")
+    ffn = keys.size(config, "intermediate_size")
     return fields | {
         "ffn_hidden_size": ffn,
         "moe.num_experts": experts,
-        "moe.topk": size(config, "num_experts_per_tok"),
+        "moe.topk": keys.size(config, "num_experts_per_tok"),
         "moe.ffn_hidden_size": ffn,
         "moe.shared_ffn_hidden_size": shared,
         "moe.layer_freq": tuple(block == "E" for block in pattern),
     }
 
 
-def _write_layers(model: ModelShape) -> Config:
+def _write_layers(model: ModelShape) -> keys.Config:
     kinds = ["mamba" if block == "M" else "attention" for block in model.mamba.pattern[::2]] if model.mamba else []
     config = {"num_hidden_layers": len(kinds), "layer_types": kinds}
     if model.moe is None:
@@ -94,52 +80,52 @@ def _write_layers(model: ModelShape) -> Config:
     }
 
 
-def _read_positions(config: Config) -> Fields:
+def _read_positions(config: keys.Config) -> keys.Fields:
     said = config.get("position_embedding_type")
     if said not in (None, "nope", "rope"):
         what = f"no granitemoehybrid known here has position_embedding_type={shown(said)}"
         raise UnknownArchitecture(what, do="Known are rope, nope and null.")
-    return {"rope_layers": None if said == "rope" else (False,) * (2 * layers(config))}
+    return {"rope_layers": None if said == "rope" else (False,) * (2 * keys.layers(config))}
 
 
 ARCHITECTURE = Architecture(
     model_types={"granitemoehybrid": "GraniteMoeHybridForCausalLM"},
     behind={"self_attn": "shared_mlp"},
     rows=(
-        *EMBEDDING,
+        *llama.EMBEDDING,
         *renamed(_BLOCKS, _NAMES),
         EXPERTS.renamed(_NAMES),
-        *renamed(FINAL_NORM, {}, {"final_layernorm": "final_norm"}),
-        *OUTPUT,
+        *renamed(llama.FINAL_NORM, {}, {"final_layernorm": "final_norm"}),
+        *llama.OUTPUT,
     ),
     config=(
-        Rule(
+        keys.Rule(
             ("num_hidden_layers", *_LISTED.keys, "intermediate_size", "shared_intermediate_size")
             + ("num_local_experts", "num_experts_per_tok"),
             _read_layers,
             _write_layers,
         ),
-        Rule(
+        keys.Rule(
             ("position_embedding_type",),
             _read_positions,
             lambda model: {"position_embedding_type": "nope" if model.rope_layers else "rope"},
         ),
-        Key("hidden_size", "hidden_size", 4096),
-        Key("max_position_embeddings", "max_position_embeddings", 2048),
-        VOCABULARY,
-        HEADS,
+        keys.Key("hidden_size", "hidden_size", 4096),
+        keys.Key("max_position_embeddings", "max_position_embeddings", 2048),
+        keys.VOCABULARY,
+        keys.HEADS,
         MIXER_HEADS,
-        Key("mamba.num_groups", "mamba_n_groups", 1),
-        Key("mamba.state_dim", "mamba_d_state", 256),
-        Only("mamba_d_conv", 4),
-        Only("mamba_conv_bias", True),
-        Only("mamba_proj_bias", False),
+        keys.Key("mamba.num_groups", "mamba_n_groups", 1),
+        keys.Key("mamba.state_dim", "mamba_d_state", 256),
+        keys.Only("mamba_d_conv", 4),
+        keys.Only("mamba_conv_bias", True),
+        keys.Only("mamba_proj_bias", False),
         step_limits("time_step_limit"),
-        Only("attention_bias", False),
-        SILU,
+        keys.Only("attention_bias", False),
+        keys.SILU,
         *MULTIPLIERS,
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope(),
-        tied(False),
+        keys.tied(False),
     ),
 )

@@ -3,20 +3,19 @@
 Trap: gate and up of the shared expert come in one tensor, which is no part of `block_sparse_moe`.
 """
 
-from precisionctl.architectures.config_keys import Config, Fields, Rule
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, model_rows
-from precisionctl.architectures.shared.moe_rows import JOINED_SHARED_EXPERT, MOE_NORM
+from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.tables.granite import COMMON
 from precisionctl.architectures.tables.granitemoe import EXPERT_KEYS, EXPERTS
 
 
-def _read_shared(config: Config) -> Fields:
+def _read_shared(config: keys.Config) -> keys.Fields:
     shared = config.get("shared_intermediate_size")
     return {"moe.shared_ffn_hidden_size": None if shared == 0 else shared}
 
 
-SHARED = Rule(
+SHARED = keys.Rule(
     ("shared_intermediate_size",),
     _read_shared,
     lambda model: {"shared_intermediate_size": (model.moe and model.moe.shared_ffn_hidden_size) or 0},
@@ -24,6 +23,6 @@ SHARED = Rule(
 
 ARCHITECTURE = Architecture(
     model_types={"granitemoeshared": "GraniteMoeSharedForCausalLM"},
-    rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MOE_NORM, EXPERTS, *JOINED_SHARED_EXPERT),
+    rows=llama.model_rows(*llama.ATTENTION_NORM, *llama.ATTENTION, *moe.MOE_NORM, EXPERTS, *moe.JOINED_SHARED_EXPERT),
     config=(*COMMON, *EXPERT_KEYS, SHARED),
 )

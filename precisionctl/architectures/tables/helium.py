@@ -3,7 +3,7 @@
 Trap: `attention_bias` is of q, k and v alone, and attention gives as many channels as the model has.
 """
 
-from precisionctl.architectures.config_keys import SILU, SIZES, Always, Key, heads, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
@@ -12,14 +12,14 @@ ARCHITECTURE = Architecture(
     model_types={"helium": "HeliumForCausalLM"},
     rows=LLAMA.rows,
     config=(
-        *SIZES,
-        heads(num_key_value_heads=20, head_dim=128),
-        SILU,
-        Key("qkv_bias", "attention_bias", False),
-        Key("mlp_bias", "mlp_bias", False),
-        Always("rotary_interleaved", True),
-        Key("norm_epsilon", "rms_norm_eps", 1e-8),
+        *keys.SIZES,
+        keys.heads(num_key_value_heads=20, head_dim=128),
+        keys.SILU,
+        keys.Key("qkv_bias", "attention_bias", False),
+        keys.Key("mlp_bias", "mlp_bias", False),
+        keys.Always("rotary_interleaved", True),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-8),
         rope(100000.0),
-        tied(False),
+        keys.tied(False),
     ),
 )

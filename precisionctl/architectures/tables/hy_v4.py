@@ -9,23 +9,13 @@ both from those that it saves.
 
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule, layers, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.head_rearrangements import INDEX_KEYS, INDEX_QUERIES
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.deepseek_keys import (
-    INDEXER,
-    SIGMOID,
-    experts_by_list,
-    experts_of_a_layer,
-    groups,
-    latent_attention,
-)
-from precisionctl.architectures.shared.deepseek_rows import INDEXED_ATTENTION, prediction
+from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.hyper_connection_rows import head, hyper_connection
-from precisionctl.architectures.shared.llama_rows import LINEAR_GATE, MLP, MLP_NORM, model_rows
-from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, FUSED_EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.tables.glm_moe_dsa import write_indexers
 from precisionctl.architectures.tables.gpt_oss import SINKS
 from precisionctl.model.model_shape import ModelShape
@@ -36,10 +26,10 @@ _OF_INDEXER = {
 }
 _ATTENTION = tuple(
     replace(row, rearrangement=_OF_INDEXER.get(row.megatron.partition(".indexer.")[2], row.rearrangement))
-    for row in INDEXED_ATTENTION
+    for row in deepseek_rows.INDEXED_ATTENTION
 )
 _GATE_AND_SINKS = (
-    *renamed(LINEAR_GATE, {".g_proj.": ".gate_proj."}),
+    *renamed(llama.LINEAR_GATE, {".g_proj.": ".gate_proj."}),
     *(replace(row, keeps_dtype=True) for row in SINKS),  # FP32 as released
 )
 _STREAMS = (
@@ -47,7 +37,7 @@ _STREAMS = (
     *hyper_connection("model.layers.{layer}.ffn_hc.", "mlp", ("pre", "post")),
     *head("model.hc_head.hc_", "decoder."),
 )
-_IN_MEMORY = (*_GATE_AND_SINKS, *_STREAMS, *MLP, *SHARED_EXPERTS)
+_IN_MEMORY = (*_GATE_AND_SINKS, *_STREAMS, *llama.MLP, *moe.SHARED_EXPERTS)
 _GATES_AND_SINKS_PUBLISHED = {
     ".self_attn.gate_proj.": ".self_attn.linear_gate.",
     ".sinks": ".learnable_sink_param",
@@ -67,18 +57,18 @@ _SAVED = {
 }
 """What transformers (5.24) saves: it turns its own renamings around, also where they change nothing."""
 
-_PREDICTION = prediction(
+_PREDICTION = deepseek_rows.prediction(
     (*_ATTENTION, *renamed(_GATE_AND_SINKS, _GATES_AND_SINKS_PUBLISHED)),
     last_norm="final_layernorm",
-    experts=FUSED_EXPERTS,
+    experts=moe.FUSED_EXPERTS,
 )
 
 
-def _read_layers(config: Config) -> Fields:
+def _read_layers(config: keys.Config) -> keys.Fields:
     listed_layers(config, dict.fromkeys(("indexed_attention", _SPARSE), True))  # raises for another kind
     listed = listed_layers(config, {"full": True, "shared": False}, "indexer_types")
     if listed is None:
-        listed = [layer == 0 or layer % 4 == 1 for layer in range(layers(config))]
+        listed = [layer == 0 or layer % 4 == 1 for layer in range(keys.layers(config))]
     return {"dsa.layers": tuple(listed)}
 
 
@@ -86,47 +76,47 @@ _SPARSE = "deepseek_sparse_attention"
 """What published files call all layers, and engines look for; transformers reads it as its own word."""
 
 
-def _write_layers(model: ModelShape) -> Config:
+def _write_layers(model: ModelShape) -> keys.Config:
     return {"layer_types": [_SPARSE] * model.num_layers, **write_indexers(model)}
 
 
 ARCHITECTURE = Architecture(
     model_types={"hy_v4": "HYV4ForCausalLM"},
     rows=(
-        *model_rows(
+        *llama.model_rows(
             *_ATTENTION,
             Either(
                 renamed(_IN_MEMORY, _PUBLISHED), _IN_MEMORY, also=renamed(_IN_MEMORY, _SAVED), second_is="in memory"
             ),
-            *(*MLP_NORM, *MOE_NORM, *ROUTER, *EXPERT_BIAS, *FUSED_EXPERTS),
+            *(*llama.MLP_NORM, *moe.MOE_NORM, *moe.ROUTER, *moe.EXPERT_BIAS, *moe.FUSED_EXPERTS),
         ),
         *(each.renamed({"model.layers.{mtp_layer}.": "model.mtp_layers.{mtp}."}) for each in _PREDICTION),
     ),
     config=(
-        *latent_attention(1536),
-        *experts_of_a_layer(shared=1),
-        experts_by_list(dense=1),
-        *SIGMOID,
-        Only("norm_topk_prob", True),
-        groups(1, 1),
-        Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.827),
-        Key("moe.activation_clamp", "swiglu_limit", 10.0),
-        Key("dsa.n_heads", "index_n_heads", 16),
-        *INDEXER,
-        Always("dsa.rope_interleaved", True),
-        Rule(("layer_types", "indexer_types"), _read_layers, _write_layers),
-        Only("gated_mla", True),
-        Only("gating_type", "elementwise", "linear_gate", "sigmoid per element"),
-        Only("learnable_sink", True, "softmax_offset", True),
-        Only("enable_ihc", True),
-        Key("mhc.num_residual_streams", "hc_mult", 4),
-        Always("mhc.mhc_sinkhorn_iterations", None),
-        Key("mhc.magnitude", "hc_magnitude", 2.0),
-        Key("mhc.epsilon", "hc_eps", 1e-6),
-        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        *deepseek_keys.latent_attention(1536),
+        *deepseek_keys.experts_of_a_layer(shared=1),
+        deepseek_keys.experts_by_list(dense=1),
+        *deepseek_keys.SIGMOID,
+        keys.Only("norm_topk_prob", True),
+        deepseek_keys.groups(1, 1),
+        keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.827),
+        keys.Key("moe.activation_clamp", "swiglu_limit", 10.0),
+        keys.Key("dsa.n_heads", "index_n_heads", 16),
+        *deepseek_keys.INDEXER,
+        keys.Always("dsa.rope_interleaved", True),
+        keys.Rule(("layer_types", "indexer_types"), _read_layers, _write_layers),
+        keys.Only("gated_mla", True),
+        keys.Only("gating_type", "elementwise", "linear_gate", "sigmoid per element"),
+        keys.Only("learnable_sink", True, "softmax_offset", True),
+        keys.Only("enable_ihc", True),
+        keys.Key("mhc.num_residual_streams", "hc_mult", 4),
+        keys.Always("mhc.mhc_sinkhorn_iterations", None),
+        keys.Key("mhc.magnitude", "hc_magnitude", 2.0),
+        keys.Key("mhc.epsilon", "hc_eps", 1e-6),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(),
-        Key("mtp_num_layers", "num_nextn_predict_layers", 0),
-        tied(False),
+        keys.Key("mtp_num_layers", "num_nextn_predict_layers", 0),
+        keys.tied(False),
     ),
     names_by="this project",
     otherwise_in_transformers="transformers 5.24 turns halves of Hunyuan 4's rotary channels; vLLM, SGLang and "

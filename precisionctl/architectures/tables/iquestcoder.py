@@ -1,6 +1,6 @@
 """IQuest-Coder: Llama. The two settings that its own class has besides, no published model uses."""
 
-from precisionctl.architectures.config_keys import ATTENTION_BIAS, SILU, SIZES, Key, Only, heads, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
@@ -9,15 +9,15 @@ ARCHITECTURE = Architecture(
     model_types={"iquestcoder": "LlamaForCausalLM"},
     rows=LLAMA.rows,
     config=(
-        *SIZES,
-        heads(num_key_value_heads=8, head_dim=128),
-        ATTENTION_BIAS,
-        SILU,
-        Only("clip_qkv", None),
-        Only("use_sliding_window", False),
-        Key("mlp_bias", "mlp_bias", False),
-        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        *keys.SIZES,
+        keys.heads(num_key_value_heads=8, head_dim=128),
+        keys.ATTENTION_BIAS,
+        keys.SILU,
+        keys.Only("clip_qkv", None),
+        keys.Only("use_sliding_window", False),
+        keys.Key("mlp_bias", "mlp_bias", False),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(),
-        tied(False),
+        keys.tied(False),
     ),
 )

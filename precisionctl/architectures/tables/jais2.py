@@ -3,7 +3,7 @@
 Trap: attention and MLP have biases unless config.json says otherwise.
 """
 
-from precisionctl.architectures.config_keys import HEADS, SIZES, Always, Key, Only, attention_bias, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.tables.nemotron import ARCHITECTURE as NEMOTRON
@@ -12,15 +12,15 @@ ARCHITECTURE = Architecture(
     model_types={"jais2": "Jais2ForCausalLM"},
     rows=NEMOTRON.rows,
     config=(
-        *SIZES,
-        HEADS,
-        attention_bias(True),
-        Key("mlp_bias", "mlp_bias", True),
-        Only("hidden_act", "relu2", "activation", "squared_relu"),
-        Always("gated_linear_unit", False),
-        Always("normalization", "LayerNorm"),
-        Key("norm_epsilon", "layer_norm_eps", 1e-5),
+        *keys.SIZES,
+        keys.HEADS,
+        keys.attention_bias(True),
+        keys.Key("mlp_bias", "mlp_bias", True),
+        keys.Only("hidden_act", "relu2", "activation", "squared_relu"),
+        keys.Always("gated_linear_unit", False),
+        keys.Always("normalization", "LayerNorm"),
+        keys.Key("norm_epsilon", "layer_norm_eps", 1e-5),
         rope(),
-        tied(False),
+        keys.tied(False),
     ),
 )

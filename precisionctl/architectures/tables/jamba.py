@@ -8,24 +8,10 @@ has no Mamba-1 mixers.
 
 from collections.abc import Sequence
 
-from precisionctl.architectures.config_keys import (
-    SILU,
-    VOCABULARY,
-    Config,
-    Fields,
-    Key,
-    Only,
-    Rule,
-    count,
-    heads,
-    layers,
-    size,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, renamed
-from precisionctl.architectures.shared.llama_rows import EMBEDDING, FINAL_NORM, MLP, MLP_NORM, OUTPUT
+from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.mamba_rows import MAMBA_1_OR_ATTENTION
-from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM, ROUTER
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model.model_shape import ModelShape
 
@@ -48,13 +34,13 @@ _LAYERS = {
     "num_experts_per_tok": 2,
 }
 """What its class takes for keys that are not there."""
-_NUMBER = Key("moe.num_experts", "num_experts", 16, synonym="num_local_experts")
+_NUMBER = keys.Key("moe.num_experts", "num_experts", 16, synonym="num_local_experts")
 
 
-def _read_layers(config: Config) -> Fields:
+def _read_layers(config: keys.Config) -> keys.Fields:
     config = {**_LAYERS, **config}
     number = _NUMBER.read(config)
-    experts, ffn = size({"num_experts": number["moe.num_experts"]}, "num_experts"), config["intermediate_size"]
+    experts, ffn = keys.size({"num_experts": number["moe.num_experts"]}, "num_experts"), config["intermediate_size"]
     attention = _every_so_many(config, _ATTENTION)
     with_experts = _every_so_many(config, _EXPERTS) if experts > 1 else [False] * len(attention)
     pattern = "".join(
@@ -71,23 +57,23 @@ def _read_layers(config: Config) -> Fields:
         return fields
     return fields | {
         "moe.num_experts": experts,
-        "moe.topk": size(config, "num_experts_per_tok"),
+        "moe.topk": keys.size(config, "num_experts_per_tok"),
         "moe.ffn_hidden_size": ffn,
         "moe.layer_freq": tuple(block == "E" for block in pattern),
         "moe.pre_softmax": True,
     }
 
 
-def _every_so_many(config: Config, keys: tuple[str, str]) -> list[bool]:
+def _every_so_many(config: keys.Config, said_by: tuple[str, str]) -> list[bool]:
     """Whether each layer is one of every so many, from one on, by the keys that say how many and which."""
-    (period, offset), number = keys, layers(config)
-    every, first = size(config, period), count(config, offset)
+    (period, offset), number = said_by, keys.layers(config)
+    every, first = keys.size(config, period), keys.count(config, offset)
     if first >= every:
         raise DamagedCheckpoint(f"{offset} is {first}, and {period} {every}", do="It must be smaller.")
     return [layer % every == first for layer in range(number)]
 
 
-def _write_layers(model: ModelShape) -> Config:
+def _write_layers(model: ModelShape) -> keys.Config:
     pattern = model.mamba.pattern if model.mamba else ""
     return {
         "num_hidden_layers": len(pattern) // 2,
@@ -106,11 +92,11 @@ def _period_and_offset(has: Sequence[bool]) -> tuple[int, int]:
     return period, listed[0] % period
 
 
-def _read_mixers(config: Config) -> Fields:
+def _read_mixers(config: keys.Config) -> keys.Fields:
     config = {"hidden_size": 4096, "mamba_expand": 2, "mamba_dt_rank": "auto", **config}
-    hidden = size(config, "hidden_size")
-    channels = size(config, "mamba_expand") * hidden
-    rank = -(-hidden // 16) if config["mamba_dt_rank"] == "auto" else size(config, "mamba_dt_rank")
+    hidden = keys.size(config, "hidden_size")
+    channels = keys.size(config, "mamba_expand") * hidden
+    rank = -(-hidden // 16) if config["mamba_dt_rank"] == "auto" else keys.size(config, "mamba_dt_rank")
     return {
         "mamba.num_heads": channels,
         "mamba.head_dim": 1,
@@ -120,7 +106,7 @@ def _read_mixers(config: Config) -> Fields:
     }
 
 
-def _write_mixers(model: ModelShape) -> Config:
+def _write_mixers(model: ModelShape) -> keys.Config:
     if model.mamba is None:
         return {}
     return {"mamba_expand": model.mamba.inner_size // model.hidden_size, "mamba_dt_rank": model.mamba.dt_rank}
@@ -129,26 +115,26 @@ def _write_mixers(model: ModelShape) -> Config:
 ARCHITECTURE = Architecture(
     model_types={"jamba": "JambaForCausalLM"},
     rows=(
-        *EMBEDDING,
-        *renamed((*MAMBA_1_OR_ATTENTION, *MLP_NORM, *MLP, *MOE_NORM, *ROUTER), _NAMES),
-        *(each.renamed(_NAMES) for each in EXPERTS),
-        *renamed(FINAL_NORM, {"model.norm.": "model.final_layernorm."}, {"final_layernorm": "final_norm"}),
-        *OUTPUT,
+        *llama.EMBEDDING,
+        *renamed((*MAMBA_1_OR_ATTENTION, *llama.MLP_NORM, *llama.MLP, *moe.MOE_NORM, *moe.ROUTER), _NAMES),
+        *(each.renamed(_NAMES) for each in moe.EXPERTS),
+        *renamed(llama.FINAL_NORM, {"model.norm.": "model.final_layernorm."}, {"final_layernorm": "final_norm"}),
+        *llama.OUTPUT,
     ),
     config=(
-        Rule((*_LAYERS, *_NUMBER.keys), _read_layers, _write_layers),
-        Key("hidden_size", "hidden_size", 4096),
-        Key("max_position_embeddings", "max_position_embeddings", 262144),
-        VOCABULARY,
-        heads(num_attention_heads=32, num_key_value_heads=8),
-        Rule(("mamba_expand", "mamba_dt_rank"), _read_mixers, _write_mixers),
-        Key("mamba.state_dim", "mamba_d_state", 16),
-        Only("mamba_d_conv", 4),
-        Only("mamba_conv_bias", True),
-        Only("mamba_proj_bias", False),
-        SILU,
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        tied(False),
+        keys.Rule((*_LAYERS, *_NUMBER.keys), _read_layers, _write_layers),
+        keys.Key("hidden_size", "hidden_size", 4096),
+        keys.Key("max_position_embeddings", "max_position_embeddings", 262144),
+        keys.VOCABULARY,
+        keys.heads(num_attention_heads=32, num_key_value_heads=8),
+        keys.Rule(("mamba_expand", "mamba_dt_rank"), _read_mixers, _write_mixers),
+        keys.Key("mamba.state_dim", "mamba_d_state", 16),
+        keys.Only("mamba_d_conv", 4),
+        keys.Only("mamba_conv_bias", True),
+        keys.Only("mamba_proj_bias", False),
+        keys.SILU,
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        keys.tied(False),
     ),
     names_by="this project",
 )

@@ -10,14 +10,12 @@ bounds are constants of Bridge.
 from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.architectures.config_keys import SILU, Config, Entry, Fields, Key, Only, Reworded, Rule, layers
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rearrangements import GAMMA, SAME, Padded, Rearrangement
 from precisionctl.architectures.row_layers import Layers
-from precisionctl.architectures.shared.deepseek_keys import experts_by_list, groups, latent_attention, shared_experts
-from precisionctl.architectures.shared.deepseek_rows import ROUTING
+from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama
 from precisionctl.architectures.shared.kda_keys import LISTS, checked, layer_lists, read_sizes, shared_out, write_sizes
-from precisionctl.architectures.shared.llama_rows import MLP, SEPARATE_NORM, model_rows
 from precisionctl.architectures.tables.kimi_linear import EXPERTS
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
@@ -92,7 +90,9 @@ _RESIDUALS = tuple(
 _MLP_NORM = _layer_row("post_attention_layernorm.weight", ("hidden_size",), GAMMA).renamed(
     {}, {"post_attention_layernorm": "pre_mlp_layernorm"}
 )
-_ROUTING: tuple[Row | Either, ...] = tuple(each.renamed({".mlp.": ".block_sparse_moe."}) for each in ROUTING)
+_ROUTING: tuple[Row | Either, ...] = tuple(
+    each.renamed({".mlp.": ".block_sparse_moe."}) for each in deepseek_rows.ROUTING
+)
 _MOE_HF, _MOE = "model.layers.{layer}.block_sparse_moe.routed_expert_", "decoder.layers.{layer}.mlp."
 _LATENTS = (
     Row(
@@ -136,7 +136,7 @@ _SAID: Mapping[str, Any] = {
 """What its class takes otherwise where it is not said."""
 
 
-def _read_said(config: Config) -> Fields:
+def _read_said(config: keys.Config) -> keys.Fields:
     for key, known in _SAID.items():
         if config.get(key) != known:
             what = f"no kimi_k3 known here has {key}={shown(config.get(key))}"
@@ -147,7 +147,7 @@ def _read_said(config: Config) -> Fields:
 _BOUND, _FULL_GATE = "gate_lower_bound", "use_full_rank_gate"
 
 
-def _read_kda(config: Config) -> Fields:
+def _read_kda(config: keys.Config) -> keys.Fields:
     said = checked(config.get("linear_attn_config"), "kimi_k3", _BOUND, _FULL_GATE)
     strange = [key for key in (_BOUND, *LISTS) if said.get(key) is None]
     strange += [_FULL_GATE] if said.get(_FULL_GATE) is not True else []
@@ -156,32 +156,34 @@ def _read_kda(config: Config) -> Fields:
         raise UnknownArchitecture(what)
     return {
         **read_sizes(said, {}, {}),
-        "gdn.layers": tuple(shared_out(said, layers(config))),
+        "gdn.layers": tuple(shared_out(said, keys.layers(config))),
         "gdn.kda_full_gate": True,
         "gdn.kda_lower_bound": said[_BOUND],
     }
 
 
-def _write_kda(model: ModelShape) -> Config:
+def _write_kda(model: ModelShape) -> keys.Config:
     if model.gdn is None:
         return {}
     said = {**write_sizes(model.gdn), _BOUND: model.gdn.kda_lower_bound, _FULL_GATE: True}
     return {"linear_attn_config": {**said, **layer_lists(model)}}
 
 
-_ATTENTION: tuple[Entry, ...] = tuple(
-    entry for entry in latent_attention(None) if entry is not SILU and "q_lora_rank" not in entry.keys
+_ATTENTION: tuple[keys.Entry, ...] = tuple(
+    entry
+    for entry in deepseek_keys.latent_attention(None)
+    if entry is not keys.SILU and "q_lora_rank" not in entry.keys
 )
 
 ARCHITECTURE = Architecture(
     model_types={"kimi_k3_text": "KimiLinearForCausalLM"},
-    rows=model_rows(
-        *SEPARATE_NORM,
+    rows=llama.model_rows(
+        *llama.SEPARATE_NORM,
         *_DELTA_ATTENTION,
         *_LATENT_ATTENTION,
         *_RESIDUALS,
         _MLP_NORM,
-        *MLP,
+        *llama.MLP,
         *_ROUTING,
         *_LATENTS,
         *EXPERTS,
@@ -189,27 +191,27 @@ ARCHITECTURE = Architecture(
     more_rows=_of_last_layer,
     config=(
         *_ATTENTION,
-        Key("mla.q_lora_rank", "q_lora_rank"),
-        Rule(tuple(_SAID), _read_said, lambda model: dict(_SAID)),
-        Rule(("linear_attn_config",), _read_kda, _write_kda),
-        Rule((), lambda config: {"rope_layers": (False,) * layers(config)}),
-        Key("attn_res_block_size", "attn_res_block_size"),
-        Key("moe.num_experts", "num_experts"),
-        Key("moe.topk", "num_experts_per_token"),
-        Key("moe.ffn_hidden_size", "moe_intermediate_size"),
-        Key("moe.latent_size", "routed_expert_hidden_size"),
-        shared_experts("num_shared_experts", 0),
-        experts_by_list(dense=0, key="first_k_dense_replace"),
-        Reworded(groups(1, 1), {"n_group": "num_expert_group"}, published=True),
-        Only("moe_router_activation_func", "sigmoid", "moe.score_function", "sigmoid"),
-        Only("topk_method", "noaux_tc", "moe.expert_bias", True),
-        Only("moe_renormalize", True),
-        Only("moe_layer_freq", 1),
-        Only("use_grouped_topk", True),
-        Only("num_nextn_predict_layers", 0),
-        Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        Only("tie_word_embeddings", False),
+        keys.Key("mla.q_lora_rank", "q_lora_rank"),
+        keys.Rule(tuple(_SAID), _read_said, lambda model: dict(_SAID)),
+        keys.Rule(("linear_attn_config",), _read_kda, _write_kda),
+        keys.Rule((), lambda config: {"rope_layers": (False,) * keys.layers(config)}),
+        keys.Key("attn_res_block_size", "attn_res_block_size"),
+        keys.Key("moe.num_experts", "num_experts"),
+        keys.Key("moe.topk", "num_experts_per_token"),
+        keys.Key("moe.ffn_hidden_size", "moe_intermediate_size"),
+        keys.Key("moe.latent_size", "routed_expert_hidden_size"),
+        deepseek_keys.shared_experts("num_shared_experts", 0),
+        deepseek_keys.experts_by_list(dense=0, key="first_k_dense_replace"),
+        keys.Reworded(deepseek_keys.groups(1, 1), {"n_group": "num_expert_group"}, published=True),
+        keys.Only("moe_router_activation_func", "sigmoid", "moe.score_function", "sigmoid"),
+        keys.Only("topk_method", "noaux_tc", "moe.expert_bias", True),
+        keys.Only("moe_renormalize", True),
+        keys.Only("moe_layer_freq", 1),
+        keys.Only("use_grouped_topk", True),
+        keys.Only("num_nextn_predict_layers", 0),
+        keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        keys.Only("tie_word_embeddings", False),
     ),
     aliases=(),
     names_by="Megatron-Bridge",

@@ -7,19 +7,7 @@ list no layer has the window. Published files call the bias that chooses experts
 transformers' class in memory, and say dense layers twice (`mlp_only_layers`).
 """
 
-from precisionctl.architectures.config_keys import (
-    ATTENTION_BIAS,
-    SILU,
-    SIZES,
-    Always,
-    Config,
-    Fields,
-    Key,
-    Only,
-    Rule,
-    size,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import (
     by_kind,
     layers_in_window,
@@ -29,16 +17,7 @@ from precisionctl.architectures.config_layers import (
 )
 from precisionctl.architectures.param_map import Architecture, Either, only_in, renamed
 from precisionctl.architectures.rope import KEYS, rope_of_kinds, write_rope_of_kinds
-from precisionctl.architectures.shared.deepseek_keys import experts_by_list
-from precisionctl.architectures.shared.deepseek_rows import decoder
-from precisionctl.architectures.shared.llama_rows import (
-    LINEAR_GATE,
-    PROJ,
-    QK_NORMS,
-    QKV_LINEAR,
-    SEPARATE_NORM,
-)
-from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, ROUTER, SHARED_EXPERTS
+from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.tables.qwen3_moe import experts_by_number
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_fields import LinearGate
@@ -53,36 +32,36 @@ _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
 }
 
-_OF_HEADS = (*QKV_LINEAR, *LINEAR_GATE, *PROJ)
-_ATTENTION = (*SEPARATE_NORM, *only_in("windowed", _OF_HEADS), *only_in("global", _OF_HEADS), *QK_NORMS)
+_OF_HEADS = (*llama.QKV_LINEAR, *llama.LINEAR_GATE, *llama.PROJ)
+_ATTENTION = (*llama.SEPARATE_NORM, *only_in("windowed", _OF_HEADS), *only_in("global", _OF_HEADS), *llama.QK_NORMS)
 
 _PUBLISHED = {
     "mlp.gate.e_score_correction_bias": "mlp.experts.e_score_correction_bias",
     "shared_experts": "shared_expert",
 }
-_BESIDE = (*EXPERT_BIAS, *SHARED_EXPERTS)
-_ROUTING = (*ROUTER, Either(renamed(_BESIDE, _PUBLISHED), _BESIDE, second_is="in memory"))
+_BESIDE = (*moe.EXPERT_BIAS, *moe.SHARED_EXPERTS)
+_ROUTING = (*moe.ROUTER, Either(renamed(_BESIDE, _PUBLISHED), _BESIDE, second_is="in memory"))
 
-_EXPERTS, _BY_NUMBER = experts_by_list(dense=1), experts_by_number()
+_EXPERTS, _BY_NUMBER = deepseek_keys.experts_by_list(dense=1), experts_by_number()
 
 
-def _read_attention(config: Config) -> Fields:
+def _read_attention(config: keys.Config) -> keys.Fields:
     said = {**_ABSENT, **config}
     windows = layers_in_window(config, nowhere)
     in_window, without = _heads(config, windows)
     return {
-        "num_query_groups": size(said, "num_key_value_heads"),
-        "kv_channels": size(said, "head_dim"),
+        "num_query_groups": keys.size(said, "num_key_value_heads"),
+        "kv_channels": keys.size(said, "head_dim"),
         **by_kind(windows, {"num_attention_heads": in_window}, {"num_attention_heads": without}),
         **rope_of_kinds(config, windows, _ROPE, 1.0),
         **window_fields(config, windows, 512),
     }
 
 
-def _heads(config: Config, windows: list[bool]) -> tuple[int, int]:
+def _heads(config: keys.Config, windows: list[bool]) -> tuple[int, int]:
     """How many a layer with a window has, and one without."""
     key = "num_attention_heads_per_layer"
-    listed, heads = config.get(key), size({**_ABSENT, **config}, "num_attention_heads")
+    listed, heads = config.get(key), keys.size({**_ABSENT, **config}, "num_attention_heads")
     if listed is None:
         return heads, heads
     if not isinstance(listed, list) or len(listed) != len(windows):
@@ -97,7 +76,7 @@ def _heads(config: Config, windows: list[bool]) -> tuple[int, int]:
     return in_window, without
 
 
-def _write_attention(model: ModelShape) -> Config:
+def _write_attention(model: ModelShape) -> keys.Config:
     without = model.attention_of(in_window=False)
     windows = [model.in_window(layer) for layer in range(model.num_layers)]
     return {
@@ -117,7 +96,7 @@ _GATES: dict[bool | str, LinearGate] = {
 }
 
 
-def _read_gate(config: Config) -> Fields:
+def _read_gate(config: keys.Config) -> keys.Fields:
     gating, types = config.get("gating", True), config.get("gating_types")
     if not isinstance(gating, bool | str) or gating not in _GATES:
         raise UnknownArchitecture(f"gating={shown(gating)}", do="Known: true, per-head, per-element.")
@@ -129,11 +108,11 @@ def _read_gate(config: Config) -> Fields:
     return {"linear_gate": kind}
 
 
-def _write_gate(model: ModelShape) -> Config:
+def _write_gate(model: ModelShape) -> keys.Config:
     return {"gating": next((word for word, kind in _GATES.items() if kind == model.linear_gate), None)}
 
 
-def _read_layers(config: Config) -> Fields:
+def _read_layers(config: keys.Config) -> keys.Fields:
     fields = _EXPERTS.read(config)
     said = {key: config[key] for key in _BY_NUMBER.keys if config.get(key) is not None}
     if said and fields != _BY_NUMBER.read({"num_hidden_layers": config["num_hidden_layers"], **said}):
@@ -142,19 +121,19 @@ def _read_layers(config: Config) -> Fields:
     return fields
 
 
-def _write_layers(model: ModelShape) -> Config:
+def _write_layers(model: ModelShape) -> keys.Config:
     return {**_EXPERTS.write(model), **_BY_NUMBER.write(model)}
 
 
 ARCHITECTURE = Architecture(
     model_types={"laguna": "LagunaForCausalLM"},
     behind={"gate": "experts"},
-    rows=decoder(_ATTENTION, routing=_ROUTING),
+    rows=deepseek_rows.decoder(_ATTENTION, routing=_ROUTING),
     config=(
-        *SIZES,
-        ATTENTION_BIAS,
-        SILU,
-        Rule(
+        *keys.SIZES,
+        keys.ATTENTION_BIAS,
+        keys.SILU,
+        keys.Rule(
             (
                 *("num_attention_heads", "num_attention_heads_per_layer", "num_key_value_heads", "head_dim"),
                 *("sliding_window", "layer_types", *KEYS),
@@ -162,21 +141,21 @@ ARCHITECTURE = Architecture(
             _read_attention,
             _write_attention,
         ),
-        Always("qk_layernorm", True),
-        Rule(("gating", "gating_types"), _read_gate, _write_gate),
-        Key("moe.num_experts", "num_experts"),
-        Key("moe.topk", "num_experts_per_tok", 8),
-        Key("moe.ffn_hidden_size", "moe_intermediate_size"),
-        Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
-        Rule((*_EXPERTS.keys, *_BY_NUMBER.keys), _read_layers, _write_layers),
-        Always("moe.score_function", "sigmoid"),
-        Always("moe.expert_bias", True),
-        Only("norm_topk_prob", True),
-        Only("moe_router_logit_softcapping", 0.0),
-        Only("moe_apply_router_weight_on_input", False),
-        Key("moe.topk_scaling_factor", "moe_routed_scaling_factor", 1.0),
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        tied(False),
+        keys.Always("qk_layernorm", True),
+        keys.Rule(("gating", "gating_types"), _read_gate, _write_gate),
+        keys.Key("moe.num_experts", "num_experts"),
+        keys.Key("moe.topk", "num_experts_per_tok", 8),
+        keys.Key("moe.ffn_hidden_size", "moe_intermediate_size"),
+        keys.Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
+        keys.Rule((*_EXPERTS.keys, *_BY_NUMBER.keys), _read_layers, _write_layers),
+        keys.Always("moe.score_function", "sigmoid"),
+        keys.Always("moe.expert_bias", True),
+        keys.Only("norm_topk_prob", True),
+        keys.Only("moe_router_logit_softcapping", 0.0),
+        keys.Only("moe_apply_router_weight_on_input", False),
+        keys.Key("moe.topk_scaling_factor", "moe_routed_scaling_factor", 1.0),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        keys.tied(False),
     ),
     names_by="this project",
 )

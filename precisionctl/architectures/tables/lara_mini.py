@@ -5,27 +5,13 @@ Traps: files have the input projection of a delta net as one tensor, in Megatron
 name; transformers has four in memory. Queries make no output gate, and no norm is zero-centred, unlike Qwen3-Next's.
 """
 
-from precisionctl.architectures.config_keys import (
-    ATTENTION_BIAS,
-    EVERY_LAYER_SPARSE,
-    SILU,
-    SIZES_BESIDE_MLP,
-    Always,
-    Config,
-    Fields,
-    Key,
-    Rule,
-    heads,
-    layers,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import listed_layers, window_fields, write_window
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rearrangements import BY_KIND, SAME
 from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.delta_net_rows import delta_net
-from precisionctl.architectures.shared.llama_rows import model_rows
-from precisionctl.architectures.shared.moe_rows import FUSED_EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERT
 from precisionctl.architectures.tables.qwen3_moe import scores
 from precisionctl.model.model_shape import ModelShape
 
@@ -42,8 +28,8 @@ _DELTA_NETS, _WINDOWS = (
 )
 
 
-def _read_layers(config: Config) -> Fields:
-    number = layers(config)
+def _read_layers(config: keys.Config) -> keys.Fields:
+    number = keys.layers(config)
     unlisted = [_PATTERN[layer % len(_PATTERN)] for layer in range(number)]
     said = {"layer_types": unlisted} | {key: value for key, value in config.items() if value is not None}
     nets, windows = (listed_layers(said, kinds) or [] for kinds in (_DELTA_NETS, _WINDOWS))
@@ -51,7 +37,7 @@ def _read_layers(config: Config) -> Fields:
     return {**fields, "gdn.layers": tuple(nets), "rope_layers": tuple(windows)}
 
 
-def _write_layers(model: ModelShape) -> Config:
+def _write_layers(model: ModelShape) -> keys.Config:
     def kind(layer: int) -> str:
         if model.has_delta_net(layer):
             return "linear_attention"
@@ -63,35 +49,35 @@ def _write_layers(model: ModelShape) -> Config:
 ARCHITECTURE = Architecture(
     model_types={"lara_mini": "LaraMiniForCausalLM"},
     behind={"gate": "experts"},
-    rows=model_rows(
+    rows=llama.model_rows(
         *(row for row in _PUBLISHED if row not in _APART),
         _DELTA_NET,
-        *MOE_NORM,
-        *ROUTER,
-        *SHARED_EXPERT,
-        *FUSED_EXPERTS,
+        *moe.MOE_NORM,
+        *moe.ROUTER,
+        *moe.SHARED_EXPERT,
+        *moe.FUSED_EXPERTS,
     ),
     config=(
-        *SIZES_BESIDE_MLP,
-        heads(num_key_value_heads=4, head_dim=128),
-        ATTENTION_BIAS,
-        SILU,
-        Always("qk_layernorm", True),
-        Rule(("layer_types", "sliding_window"), _read_layers, _write_layers),
-        Key("gdn.num_key_heads", "linear_num_key_heads", 8),
-        Key("gdn.num_value_heads", "linear_num_value_heads", 16),
-        Key("gdn.key_head_dim", "linear_key_head_dim", 128),
-        Key("gdn.value_head_dim", "linear_value_head_dim", 128),
-        Key("gdn.conv_kernel_dim", "linear_conv_kernel_dim", 4),
-        Key("ffn_hidden_size", "moe_intermediate_size", 512),  # of no layer
-        EVERY_LAYER_SPARSE,
-        Key("moe.num_experts", "num_experts", 128),
-        Key("moe.topk", "num_experts_per_tok", 4),
-        Key("moe.ffn_hidden_size", "moe_intermediate_size", 512),
-        Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
+        *keys.SIZES_BESIDE_MLP,
+        keys.heads(num_key_value_heads=4, head_dim=128),
+        keys.ATTENTION_BIAS,
+        keys.SILU,
+        keys.Always("qk_layernorm", True),
+        keys.Rule(("layer_types", "sliding_window"), _read_layers, _write_layers),
+        keys.Key("gdn.num_key_heads", "linear_num_key_heads", 8),
+        keys.Key("gdn.num_value_heads", "linear_num_value_heads", 16),
+        keys.Key("gdn.key_head_dim", "linear_key_head_dim", 128),
+        keys.Key("gdn.value_head_dim", "linear_value_head_dim", 128),
+        keys.Key("gdn.conv_kernel_dim", "linear_conv_kernel_dim", 4),
+        keys.Key("ffn_hidden_size", "moe_intermediate_size", 512),  # of no layer
+        keys.EVERY_LAYER_SPARSE,
+        keys.Key("moe.num_experts", "num_experts", 128),
+        keys.Key("moe.topk", "num_experts_per_tok", 4),
+        keys.Key("moe.ffn_hidden_size", "moe_intermediate_size", 512),
+        keys.Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
         scores(True),
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope(),
-        tied(True),
+        keys.tied(True),
     ),
 )

@@ -7,33 +7,11 @@ norm is called `embedding_norm`. Exports leave the projections around convolutio
 takes no codes for them.
 """
 
-from precisionctl.architectures.config_keys import (
-    LAYERS,
-    VOCABULARY,
-    Always,
-    Config,
-    Entry,
-    Fields,
-    Key,
-    Only,
-    Rule,
-    Synonyms,
-    heads,
-    is_on,
-    layers,
-    size,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import listed_layers, numbered_layers
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    FINAL_NORM,
-    MLP,
-    MLP_NORM,
-    model_rows,
-)
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.model.model_parts import real
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import COLUMNS, ROWS, TWICE_GATED_ROWS
@@ -52,7 +30,7 @@ NAMES = {
 }
 
 CONVOLUTION = (
-    *renamed(ATTENTION_NORM, {}, {".linear_qkv.": ".in_proj."}),
+    *renamed(llama.ATTENTION_NORM, {}, {".linear_qkv.": ".in_proj."}),
     Row(
         f"{_HF}in_proj.weight",
         f"{_MEGATRON}in_proj.weight",
@@ -72,77 +50,77 @@ CONVOLUTION = (
     ),
 )
 
-ENDING = renamed(FINAL_NORM, {"model.norm.": "model.embedding_norm."})
+ENDING = renamed(llama.FINAL_NORM, {"model.norm.": "model.embedding_norm."})
 
 
 def rows(*experts: Row | Either) -> tuple[Row | Either, ...]:
     """All; `experts` are those of layers that have them in the place of an MLP."""
     blocks = (
         *only_in("conv", CONVOLUTION),
-        *only_in("attention", (*ATTENTION_NORM, *ATTENTION)),
-        *MLP_NORM,
-        *MLP,
+        *only_in("attention", (*llama.ATTENTION_NORM, *llama.ATTENTION)),
+        *llama.MLP_NORM,
+        *llama.MLP,
     )
-    return model_rows(*renamed(blocks, NAMES), *experts, ending=ENDING)
+    return llama.model_rows(*renamed(blocks, NAMES), *experts, ending=ENDING)
 
 
 KINDS = {"conv": True, "full_attention": False}
 
 
-def write_layers(model: ModelShape) -> Config:
+def write_layers(model: ModelShape) -> keys.Config:
     kinds = ("conv" if model.has_short_conv(layer) else "full_attention" for layer in range(model.num_layers))
     return {"layer_types": list(kinds)}
 
 
-def _read_layers(config: Config) -> Fields:
-    listed, number = listed_layers(config, KINDS), layers(config)
+def _read_layers(config: keys.Config) -> keys.Fields:
+    listed, number = listed_layers(config, KINDS), keys.layers(config)
     if listed is None and config.get("full_attn_idxs") is not None:
         attending = numbered_layers(config["full_attn_idxs"], "full_attn_idxs")
         listed = [layer not in attending for layer in range(number)]
     return {"short_conv.layers": tuple(listed or [False] * number)}
 
 
-def _read_channels(config: Config) -> Fields:
+def _read_channels(config: keys.Config) -> keys.Fields:
     said = {"intermediate_size": 12288, **config}
-    channels = size(said, "block_ff_dim" if "block_ff_dim" in said else "intermediate_size")
-    if is_on(config, "block_auto_adjust_ff_dim", True):
+    channels = keys.size(said, "block_ff_dim" if "block_ff_dim" in said else "intermediate_size")
+    if keys.is_on(config, "block_auto_adjust_ff_dim", True):
         multiplier = real(config.get("block_ffn_dim_multiplier", 1.0), "block_ffn_dim_multiplier")
-        multiple = size({"block_multiple_of": 256, **config}, "block_multiple_of")
+        multiple = keys.size({"block_multiple_of": 256, **config}, "block_multiple_of")
         channels = multiple * -(-int(multiplier * int(2 * channels / 3)) // multiple)
     return {"ffn_hidden_size": channels}
 
 
-def _write_channels(model: ModelShape) -> Config:
+def _write_channels(model: ModelShape) -> keys.Config:
     channels = dict.fromkeys(("intermediate_size", "block_ff_dim"), model.ffn_hidden_size)
     return {**channels, "block_auto_adjust_ff_dim": False}
 
 
-def _read_tied(config: Config) -> Fields:
+def _read_tied(config: keys.Config) -> keys.Fields:
     key = "tie_embedding" if "tie_embedding" in config else "tie_word_embeddings"
-    return {"tied_embeddings": is_on(config, key, True)}
+    return {"tied_embeddings": keys.is_on(config, key, True)}
 
 
-COMMON: tuple[Entry, ...] = (
-    LAYERS,
-    Key("max_position_embeddings", "max_position_embeddings", 128000),
-    VOCABULARY,
-    heads(num_attention_heads=32, num_key_value_heads=8),
-    Always("qk_layernorm", True),
-    Key("short_conv.kernel_dim", "conv_L_cache", 3),
-    Only("conv_bias", False),
-    Key("norm_epsilon", "norm_eps", 1e-5),
+COMMON: tuple[keys.Entry, ...] = (
+    keys.LAYERS,
+    keys.Key("max_position_embeddings", "max_position_embeddings", 128000),
+    keys.VOCABULARY,
+    keys.heads(num_attention_heads=32, num_key_value_heads=8),
+    keys.Always("qk_layernorm", True),
+    keys.Key("short_conv.kernel_dim", "conv_L_cache", 3),
+    keys.Only("conv_bias", False),
+    keys.Key("norm_epsilon", "norm_eps", 1e-5),
     rope(1e6),
-    Rule(
+    keys.Rule(
         ("tie_embedding", "tie_word_embeddings"),
         _read_tied,
         lambda model: {"tie_word_embeddings": model.tied_embeddings},
     ),
 )
 
-_WIDTHS = Synonyms({"block_dim": "hidden_size", "conv_dim": "hidden_size"})
+_WIDTHS = keys.Synonyms({"block_dim": "hidden_size", "conv_dim": "hidden_size"})
 
 
-def _write_widths(model: ModelShape) -> Config:
+def _write_widths(model: ModelShape) -> keys.Config:
     """By which vLLM goes."""
     return dict.fromkeys(_WIDTHS.keys, model.hidden_size)
 
@@ -154,14 +132,14 @@ ARCHITECTURE = Architecture(
     rows=rows(),
     config=(
         *COMMON,
-        Key("hidden_size", "hidden_size", 2560),
-        Rule(("intermediate_size", "block_ff_dim", *_CHANNELS), _read_channels, _write_channels),
-        Rule(("layer_types", "full_attn_idxs"), _read_layers, write_layers),
-        Rule(_WIDTHS.keys, _WIDTHS.read, _write_widths),
-        Synonyms({"num_heads": "num_attention_heads"}),
-        Synonyms({"block_norm_eps": "norm_eps"}),
-        Only("block_use_swiglu", True),
-        Only("use_pos_enc", True),
+        keys.Key("hidden_size", "hidden_size", 2560),
+        keys.Rule(("intermediate_size", "block_ff_dim", *_CHANNELS), _read_channels, _write_channels),
+        keys.Rule(("layer_types", "full_attn_idxs"), _read_layers, write_layers),
+        keys.Rule(_WIDTHS.keys, _WIDTHS.read, _write_widths),
+        keys.Synonyms({"num_heads": "num_attention_heads"}),
+        keys.Synonyms({"block_norm_eps": "norm_eps"}),
+        keys.Only("block_use_swiglu", True),
+        keys.Only("use_pos_enc", True),
     ),
     names_by="this project",
 )

@@ -7,39 +7,18 @@ says: LFM2's other words for sizes, layers and the tied embedding are passed ove
 turn whole heads, whatever share config.json says.
 """
 
-from precisionctl.architectures.config_keys import (
-    LAYERS,
-    VOCABULARY,
-    Always,
-    Config,
-    Fields,
-    Key,
-    Only,
-    Rule,
-    heads,
-    is_on,
-    layers,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import listed_layers, window_fields, write_window
 from precisionctl.architectures.param_map import Architecture, Either, only_in, only_with, renamed
 from precisionctl.architectures.rope import KEYS, rope_of_kinds, write_rope_of_kinds
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    LINEAR_GATE,
-    MLP,
-    MLP_NORM,
-    SEPARATE_NORM,
-    model_rows,
-)
 from precisionctl.architectures.tables.lfm2 import CONVOLUTION, ENDING, NAMES
 from precisionctl.model.model_shape import ModelShape
 
 _GATE = Either(
-    only_in("attention", renamed(LINEAR_GATE, {".g_proj.": ".gate_proj."})),
-    only_in("attention", LINEAR_GATE),
+    only_in("attention", renamed(llama.LINEAR_GATE, {".g_proj.": ".gate_proj."})),
+    only_in("attention", llama.LINEAR_GATE),
     second_is="in memory",
 )
 
@@ -47,8 +26,13 @@ _NAMES = {name: its for name, its in NAMES.items() if ".self_attn." not in name}
 """Those of attention are Llama's."""
 
 
-_NORMS = (*only_with("fused_input_layernorm", ATTENTION_NORM), *only_with("linear_gate", SEPARATE_NORM))
-_BLOCKS = (*only_in("conv", CONVOLUTION), *only_in("attention", (*_NORMS, *ATTENTION)), *MLP_NORM, *MLP)
+_NORMS = (*only_with("fused_input_layernorm", llama.ATTENTION_NORM), *only_with("linear_gate", llama.SEPARATE_NORM))
+_BLOCKS = (
+    *only_in("conv", CONVOLUTION),
+    *only_in("attention", (*_NORMS, *llama.ATTENTION)),
+    *llama.MLP_NORM,
+    *llama.MLP,
+)
 
 _OPERATOR_NORM = renamed(POST_ATTENTION_NORM, {".post_attention_layernorm.": ".post_operator_norm."})
 _AFTER = only_with(
@@ -69,10 +53,10 @@ _CONVOLUTIONS = {"conv": True, "full_attention": False, "sliding_attention": Fal
 _WINDOWS = {"conv": False, "full_attention": False, "sliding_attention": True}
 
 
-def _read_layers(config: Config) -> Fields:
+def _read_layers(config: keys.Config) -> keys.Fields:
     convolutions, windows = (listed_layers(config, kinds) for kinds in (_CONVOLUTIONS, _WINDOWS))
     if convolutions is None or windows is None:
-        number = layers(config)
+        number = keys.layers(config)
         convolutions = [layer == 0 or layer % 2 == 1 for layer in range(number)]
         windows = [layer > 0 and layer % 4 == 0 for layer in range(number)]
     attention = [in_window for in_window, other in zip(windows, convolutions, strict=True) if not other]
@@ -83,7 +67,7 @@ def _read_layers(config: Config) -> Fields:
     }
 
 
-def _write_layers(model: ModelShape) -> Config:
+def _write_layers(model: ModelShape) -> keys.Config:
     def kind(layer: int) -> str:
         if model.has_short_conv(layer):
             return "conv"
@@ -93,37 +77,37 @@ def _write_layers(model: ModelShape) -> Config:
     return {**write_window(model), "layer_types": kinds, **write_rope_of_kinds(model)}
 
 
-def _read_gate(config: Config) -> Fields:
-    return {"linear_gate": "sigmoid per head" if is_on(config, "use_attention_gate", True) else None}
+def _read_gate(config: keys.Config) -> keys.Fields:
+    return {"linear_gate": "sigmoid per head" if keys.is_on(config, "use_attention_gate", True) else None}
 
 
-def _write_gate(model: ModelShape) -> Config:
+def _write_gate(model: ModelShape) -> keys.Config:
     return {"use_attention_gate": model.linear_gate is not None}
 
 
 ARCHITECTURE = Architecture(
     model_types={"lfm3": "Lfm3ForCausalLM"},
-    rows=model_rows(*renamed(_BLOCKS, _NAMES), _GATE, *_AFTER, ending=ENDING),
+    rows=llama.model_rows(*renamed(_BLOCKS, _NAMES), _GATE, *_AFTER, ending=ENDING),
     config=(
-        LAYERS,
-        Key("hidden_size", "hidden_size", 2048),
-        Key("ffn_hidden_size", "intermediate_size", 7680),
-        Key("max_position_embeddings", "max_position_embeddings", 128000),
-        VOCABULARY,
-        heads(num_attention_heads=16, num_key_value_heads=4, head_dim=128),
-        Only("attention_bias", False),
-        Always("qk_layernorm", True),
-        Rule(("use_attention_gate",), _read_gate, _write_gate),
-        Key("short_conv.kernel_dim", "conv_L_cache", 7),
-        Only("conv_bias", False),
-        Rule(("layer_types", "sliding_window", *KEYS), _read_layers, _write_layers),
-        Rule(
+        keys.LAYERS,
+        keys.Key("hidden_size", "hidden_size", 2048),
+        keys.Key("ffn_hidden_size", "intermediate_size", 7680),
+        keys.Key("max_position_embeddings", "max_position_embeddings", 128000),
+        keys.VOCABULARY,
+        keys.heads(num_attention_heads=16, num_key_value_heads=4, head_dim=128),
+        keys.Only("attention_bias", False),
+        keys.Always("qk_layernorm", True),
+        keys.Rule(("use_attention_gate",), _read_gate, _write_gate),
+        keys.Key("short_conv.kernel_dim", "conv_L_cache", 7),
+        keys.Only("conv_bias", False),
+        keys.Rule(("layer_types", "sliding_window", *KEYS), _read_layers, _write_layers),
+        keys.Rule(
             ("use_sandwich_norm",),
-            lambda config: {"post_layernorms": is_on(config, "use_sandwich_norm", True)},
+            lambda config: {"post_layernorms": keys.is_on(config, "use_sandwich_norm", True)},
             lambda model: {"use_sandwich_norm": model.post_layernorms},
         ),
-        Key("norm_epsilon", "norm_eps", 1e-5, synonym="rms_norm_eps"),
-        tied(True),
+        keys.Key("norm_epsilon", "norm_eps", 1e-5, synonym="rms_norm_eps"),
+        keys.tied(True),
     ),
     names_by="this project",
 )

@@ -3,28 +3,22 @@
 Trap: a Llama's `attention_bias` is of all four linears, Megatron's `add_qkv_bias` of three.
 """
 
-from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SILU, SIZES, Key, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    MLP,
-    MLP_NORM,
-    model_rows,
-)
+from precisionctl.architectures.shared import llama_rows as llama
 
 ARCHITECTURE = Architecture(
     model_types={"llama": "LlamaForCausalLM"},
-    rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MLP_NORM, *MLP),
+    rows=llama.model_rows(*llama.ATTENTION_NORM, *llama.ATTENTION, *llama.MLP_NORM, *llama.MLP),
     config=(
-        *SIZES,
-        HEADS,
-        ATTENTION_BIAS,
-        SILU,
-        Key("mlp_bias", "mlp_bias", False),
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        *keys.SIZES,
+        keys.HEADS,
+        keys.ATTENTION_BIAS,
+        keys.SILU,
+        keys.Key("mlp_bias", "mlp_bias", False),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope(),
-        tied(False),
+        keys.tied(False),
     ),
 )

@@ -6,34 +6,12 @@ one; `intermediate_size` is an expert's; a query of a layer without rotary embed
 
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import (
-    ATTENTION_BIAS,
-    SILU,
-    SIZES_BESIDE_MLP,
-    Always,
-    Config,
-    Entry,
-    Fields,
-    Key,
-    Rule,
-    heads,
-    is_on,
-    layers,
-    size,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import listed_layers, numbered_layers
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rearrangements import Transposed
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    MLP,
-    MLP_NORM,
-    model_rows,
-)
-from precisionctl.architectures.shared.moe_rows import FUSED, MOE_NORM, ROUTER, SHARED_EXPERTS, experts
+from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.tables.smollm3 import ROPE_LAYERS, with_rope
 from precisionctl.model.model_shape import ModelShape
 
@@ -42,8 +20,8 @@ _MLP = {"model.layers.{layer}.mlp": "model.layers.{layer}.feed_forward"}
 _EXPERT = "model.layers.{layer}.feed_forward.experts.{expert}."
 
 _EXPERTS = Either(
-    tuple(replace(row, rearrangement=Transposed(row.rearrangement)) for row in renamed(FUSED, _MLP)),
-    experts(f"{_EXPERT}gate_proj.weight", f"{_EXPERT}up_proj.weight", f"{_EXPERT}down_proj.weight"),
+    tuple(replace(row, rearrangement=Transposed(row.rearrangement)) for row in renamed(moe.FUSED, _MLP)),
+    moe.experts(f"{_EXPERT}gate_proj.weight", f"{_EXPERT}up_proj.weight", f"{_EXPERT}down_proj.weight"),
     only_read=True,
 )
 """In one tensor; one by one where they are codes, as llm-compressor writes them."""
@@ -51,7 +29,7 @@ _EXPERTS = Either(
 _KINDS = {"chunked_attention": True, "full_attention": False}
 
 
-def _read_chunks(config: Config) -> Fields:
+def _read_chunks(config: keys.Config) -> keys.Fields:
     chunk, listed = config.get("attention_chunk_size", 8192), listed_layers(config, _KINDS)
     chunked = _with_rope(config) if listed is None else tuple(listed)
     if chunk is None or not any(chunked):
@@ -59,42 +37,42 @@ def _read_chunks(config: Config) -> Fields:
     return {"attention_chunk_size": chunk, "window_layers": chunked}
 
 
-def _write_chunks(model: ModelShape) -> Config:
+def _write_chunks(model: ModelShape) -> keys.Config:
     chunked = model.window_layers or (model.attention_chunk_size is not None,) * model.num_layers
     kinds = {means: kind for kind, means in _KINDS.items()}
     return {"attention_chunk_size": model.attention_chunk_size, "layer_types": [kinds[each] for each in chunked]}
 
 
-def _with_rope(config: Config) -> tuple[bool, ...]:
+def _with_rope(config: keys.Config) -> tuple[bool, ...]:
     """An empty list, as in published files, stands for none."""
     listed = config.get("no_rope_layers")
     return with_rope({**config, "no_rope_layers": None if listed == [] else listed})
 
 
-def _read_rope_layers(config: Config) -> Fields:
+def _read_rope_layers(config: keys.Config) -> keys.Fields:
     return {"rope_layers": _with_rope(config)}
 
 
-def _read_query_scaling(config: Config) -> Fields:
-    if not is_on(config, "attn_temperature_tuning", True):
+def _read_query_scaling(config: keys.Config) -> keys.Fields:
+    if not keys.is_on(config, "attn_temperature_tuning", True):
         return {}
     return {
         "query_scaling_beta": config.get("attn_scale", 0.1),
-        "query_scaling_floor": size({"floor_scale": 8192} | dict(config), "floor_scale"),
+        "query_scaling_floor": keys.size({"floor_scale": 8192} | dict(config), "floor_scale"),
     }
 
 
-def _write_query_scaling(model: ModelShape) -> Config:
+def _write_query_scaling(model: ModelShape) -> keys.Config:
     if model.query_scaling_beta is None:
         return {"attn_temperature_tuning": False}
     return {"attn_scale": model.query_scaling_beta, "floor_scale": model.query_scaling_floor}
 
 
-def _read_experts(config: Config) -> Fields:
-    numbers, inner = layers(config), size({"intermediate_size": 8192} | dict(config), "intermediate_size")
+def _read_experts(config: keys.Config) -> keys.Fields:
+    numbers, inner = keys.layers(config), keys.size({"intermediate_size": 8192} | dict(config), "intermediate_size")
     listed = config.get("moe_layers")
     if listed is None:
-        step = size({"interleave_moe_layer_step": 1} | dict(config), "interleave_moe_layer_step")
+        step = keys.size({"interleave_moe_layer_step": 1} | dict(config), "interleave_moe_layer_step")
         listed = [*range(step - 1, numbers, step)]
     with_experts = numbered_layers(listed, "moe_layers")
     return {
@@ -104,7 +82,7 @@ def _read_experts(config: Config) -> Fields:
     }
 
 
-def _write_experts(model: ModelShape) -> Config:
+def _write_experts(model: ModelShape) -> keys.Config:
     inner = model.moe.ffn_hidden_size if model.moe else None
     return {
         "moe_layers": [layer for layer in range(model.num_layers) if model.has_experts(layer)],
@@ -112,39 +90,39 @@ def _write_experts(model: ModelShape) -> Config:
     }
 
 
-_EXPERT_KEYS: tuple[Entry, ...] = (
-    Rule(("moe_layers", "interleave_moe_layer_step", "intermediate_size"), _read_experts, _write_experts),
-    Key("moe.num_experts", "num_local_experts", 16),
-    Key("moe.topk", "num_experts_per_tok", 1),
-    Always("moe.score_function", "sigmoid"),
-    Always("moe.probs_on_input", True),
+_EXPERT_KEYS: tuple[keys.Entry, ...] = (
+    keys.Rule(("moe_layers", "interleave_moe_layer_step", "intermediate_size"), _read_experts, _write_experts),
+    keys.Key("moe.num_experts", "num_local_experts", 16),
+    keys.Key("moe.topk", "num_experts_per_tok", 1),
+    keys.Always("moe.score_function", "sigmoid"),
+    keys.Always("moe.probs_on_input", True),
 )
 
 ARCHITECTURE = Architecture(
     model_types={"llama4_text": "Llama4ForCausalLM"},
-    rows=model_rows(
-        *ATTENTION_NORM,
-        *ATTENTION,
-        *MLP_NORM,
-        *renamed(MLP, _MLP),
-        *MOE_NORM,
-        *renamed(renamed((*ROUTER, *SHARED_EXPERTS), _NAMES), _MLP),
+    rows=llama.model_rows(
+        *llama.ATTENTION_NORM,
+        *llama.ATTENTION,
+        *llama.MLP_NORM,
+        *renamed(llama.MLP, _MLP),
+        *moe.MOE_NORM,
+        *renamed(renamed((*moe.ROUTER, *moe.SHARED_EXPERTS), _NAMES), _MLP),
         _EXPERTS,
     ),
     config=(
-        *SIZES_BESIDE_MLP,
-        Key("ffn_hidden_size", "intermediate_size_mlp", 16384),
-        heads(num_key_value_heads=8, head_dim=128),
-        ATTENTION_BIAS,
-        SILU,
+        *keys.SIZES_BESIDE_MLP,
+        keys.Key("ffn_hidden_size", "intermediate_size_mlp", 16384),
+        keys.heads(num_key_value_heads=8, head_dim=128),
+        keys.ATTENTION_BIAS,
+        keys.SILU,
         *_EXPERT_KEYS,
-        Key("qk_l2_norm", "use_qk_norm", True),
-        Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        Always("rotary_interleaved", True),
+        keys.Key("qk_l2_norm", "use_qk_norm", True),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        keys.Always("rotary_interleaved", True),
         rope(500000.0),
-        Rule(ROPE_LAYERS.keys, _read_rope_layers, ROPE_LAYERS.write),
-        Rule(("attention_chunk_size", "layer_types", *ROPE_LAYERS.keys), _read_chunks, _write_chunks),
-        Rule(("attn_temperature_tuning", "attn_scale", "floor_scale"), _read_query_scaling, _write_query_scaling),
-        tied(False),
+        keys.Rule(ROPE_LAYERS.keys, _read_rope_layers, ROPE_LAYERS.write),
+        keys.Rule(("attention_chunk_size", "layer_types", *ROPE_LAYERS.keys), _read_chunks, _write_chunks),
+        keys.Rule(("attn_temperature_tuning", "attn_scale", "floor_scale"), _read_query_scaling, _write_query_scaling),
+        keys.tied(False),
     ),
 )

@@ -6,9 +6,9 @@ Megatron asks for heads of attention and an MLP's channels all the same: these a
 
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import VOCABULARY, Always, Config, Fields, Key, Only, Rule, layers, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import TIED, Architecture, renamed
-from precisionctl.architectures.shared.llama_rows import EMBEDDING, FINAL_NORM, OUTPUT
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.shared.mamba_keys import mixer_heads, step_limits
 from precisionctl.architectures.shared.mamba_rows import BEFORE_MIXER, MIXER
 from precisionctl.model.model_shape import ModelShape
@@ -22,44 +22,44 @@ _NAMES = {
 _HEADS = mixer_heads("num_heads", "head_dim", "expand", 64)
 
 
-def _read_layers(config: Config) -> Fields:
-    number = layers({"num_hidden_layers": 64, **config})
+def _read_layers(config: keys.Config) -> keys.Fields:
+    number = keys.layers({"num_hidden_layers": 64, **config})
     return {"num_layers": number, "mamba.pattern": "M" * number, "rope_layers": (False,) * number}
 
 
-def _read_heads(config: Config) -> Fields:
+def _read_heads(config: keys.Config) -> keys.Fields:
     mixer = _HEADS.read(config)
     number, head = mixer["mamba.num_heads"], mixer["mamba.head_dim"]
     of_attention = {"num_attention_heads": number, "num_query_groups": number, "kv_channels": head}
     return {**mixer, **of_attention, "ffn_hidden_size": number * head}
 
 
-def _write_layers(model: ModelShape) -> Config:
+def _write_layers(model: ModelShape) -> keys.Config:
     return {"num_hidden_layers": model.num_layers}
 
 
 ARCHITECTURE = Architecture(
     model_types={"mamba2": "Mamba2ForCausalLM"},
     rows=(
-        *renamed((*EMBEDDING, *BEFORE_MIXER, *MIXER), _NAMES),
-        *renamed(FINAL_NORM, _NAMES, {"final_layernorm": "final_norm"}),
-        *OUTPUT,
+        *renamed((*llama.EMBEDDING, *BEFORE_MIXER, *MIXER), _NAMES),
+        *renamed(llama.FINAL_NORM, _NAMES, {"final_layernorm": "final_norm"}),
+        *llama.OUTPUT,
     ),
     config=(
-        Rule(("num_hidden_layers",), _read_layers, _write_layers),
-        Key("hidden_size", "hidden_size", 4096),
-        VOCABULARY,
-        Always("max_position_embeddings", 262144),
-        Rule(_HEADS.keys, _read_heads, _HEADS.write),
-        Key("mamba.num_groups", "n_groups", 8),
-        Key("mamba.state_dim", "state_size", 128),
-        Only("conv_kernel", 4),
-        Only("use_conv_bias", True),
-        Only("use_bias", False),
-        Only("hidden_act", "silu"),
+        keys.Rule(("num_hidden_layers",), _read_layers, _write_layers),
+        keys.Key("hidden_size", "hidden_size", 4096),
+        keys.VOCABULARY,
+        keys.Always("max_position_embeddings", 262144),
+        keys.Rule(_HEADS.keys, _read_heads, _HEADS.write),
+        keys.Key("mamba.num_groups", "n_groups", 8),
+        keys.Key("mamba.state_dim", "state_size", 128),
+        keys.Only("conv_kernel", 4),
+        keys.Only("use_conv_bias", True),
+        keys.Only("use_bias", False),
+        keys.Only("hidden_act", "silu"),
         step_limits("time_step_limit"),
-        Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
-        tied(False),
+        keys.Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
+        keys.tied(False),
     ),
     aliases=(replace(TIED, of="backbone.embeddings.weight"),),
 )

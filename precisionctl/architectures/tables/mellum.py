@@ -4,30 +4,17 @@ Traps: without a list no layer has the window, and all have experts. Rotary para
 A published file may have a layer of multi-token prediction, `mtp.*`, which transformers leaves out.
 """
 
-from precisionctl.architectures.config_keys import (
-    ATTENTION_BIAS,
-    SILU,
-    SIZES,
-    Always,
-    Config,
-    Fields,
-    Key,
-    Rule,
-    heads,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import nowhere, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope_by_kind
-from precisionctl.architectures.shared.deepseek_keys import experts_by_list
+from precisionctl.architectures.shared import deepseek_keys, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.delta_net_rows import DENSE, prediction
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, model_rows
-from precisionctl.architectures.shared.moe_rows import EXPERTS, MOE_NORM, ROUTER
 from precisionctl.architectures.tables.qwen3_moe import scores
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
-_MLPS = (*DENSE, *MOE_NORM, *ROUTER, *EXPERTS)
+_MLPS = (*DENSE, *moe.MOE_NORM, *moe.ROUTER, *moe.EXPERTS)
 _ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -38,10 +25,10 @@ _PREDICTION: dict[str, tuple[object, ...]] = {
     "mtp_mlp_layer_types": (None, [], ["sparse"], ["dense"]),
 }
 """What may be said of the prediction layer."""
-_NUMBER = Key("mtp_num_layers", "num_nextn_predict_layers", 0, synonym="num_mtp_layers")
+_NUMBER = keys.Key("mtp_num_layers", "num_nextn_predict_layers", 0, synonym="num_mtp_layers")
 
 
-def _read_prediction(config: Config) -> Fields:
+def _read_prediction(config: keys.Config) -> keys.Fields:
     for key, known in _PREDICTION.items():
         if config.get(key) not in known:
             do = "Known is one prediction layer, with a window, whose MLP is `sparse` or `dense`."
@@ -50,7 +37,7 @@ def _read_prediction(config: Config) -> Fields:
     return {"mtp_num_layers": number, "mtp_dense": bool(number) and config.get("mtp_mlp_layer_types") == ["dense"]}
 
 
-def _write_prediction(model: ModelShape) -> Config:
+def _write_prediction(model: ModelShape) -> keys.Config:
     dense = {"mtp_mlp_layer_types": ["dense"]} if model.mtp_dense else {}
     return {"num_nextn_predict_layers": model.mtp_num_layers, **dense}
 
@@ -58,22 +45,22 @@ def _write_prediction(model: ModelShape) -> Config:
 ARCHITECTURE = Architecture(
     model_types={"mellum": "MellumForCausalLM"},
     behind={"gate": "experts"},
-    rows=(*model_rows(*ATTENTION_NORM, *ATTENTION, *_MLPS), *prediction(*_MLPS)),
+    rows=(*llama.model_rows(*llama.ATTENTION_NORM, *llama.ATTENTION, *_MLPS), *prediction(*_MLPS)),
     config=(
-        *SIZES,
-        heads(num_key_value_heads=4, head_dim=128),
-        ATTENTION_BIAS,
-        SILU,
-        Always("qk_layernorm", True),
-        Key("moe.num_experts", "num_experts", synonym="num_local_experts"),
-        Key("moe.topk", "num_experts_per_tok", 8),
-        Key("moe.ffn_hidden_size", "moe_intermediate_size"),
-        experts_by_list(dense=0),
+        *keys.SIZES,
+        keys.heads(num_key_value_heads=4, head_dim=128),
+        keys.ATTENTION_BIAS,
+        keys.SILU,
+        keys.Always("qk_layernorm", True),
+        keys.Key("moe.num_experts", "num_experts", synonym="num_local_experts"),
+        keys.Key("moe.topk", "num_experts_per_tok", 8),
+        keys.Key("moe.ffn_hidden_size", "moe_intermediate_size"),
+        deepseek_keys.experts_by_list(dense=0),
         scores(True),
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope_by_kind(500000.0, 10000.0, absent=_ROPE),
         sliding_window(nowhere, absent=1024),
-        Rule(tuple(_PREDICTION), _read_prediction, _write_prediction),
-        tied(False),
+        keys.Rule(tuple(_PREDICTION), _read_prediction, _write_prediction),
+        keys.tied(False),
     ),
 )

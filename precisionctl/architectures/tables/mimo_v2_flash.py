@@ -11,22 +11,11 @@ transformers leaves out, have a window and dense MLPs.
 
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import SILU, SIZES, Config, Fields, Key, Only, Rule, part_of, size, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import by_kind, layer_types, layers_in_window
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
 from precisionctl.architectures.rope import KEYS, rope_of_kinds, write_rope_of_kinds
-from precisionctl.architectures.shared.deepseek_keys import SIGMOID, experts_by_list, groups
-from precisionctl.architectures.shared.deepseek_rows import decoder
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION_NORM,
-    MLP,
-    MLP_NORM,
-    PREDICTION_LAYER,
-    PROJ,
-    QKV_LINEAR,
-    prediction_layer,
-)
-from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, ROUTER
+from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.tables.gpt_oss import SINKS
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model.model_parts import check_count
@@ -45,31 +34,35 @@ _ROPE = {
 
 _SINKS = Either(renamed(SINKS, {"sinks": "attention_sink_bias"}), SINKS, second_is="in memory")
 _ATTENTION: tuple[Row | Either, ...] = (
-    *ATTENTION_NORM,
-    *only_in("windowed", QKV_LINEAR),
-    *only_in("global", QKV_LINEAR),
+    *llama.ATTENTION_NORM,
+    *only_in("windowed", llama.QKV_LINEAR),
+    *only_in("global", llama.QKV_LINEAR),
     replace(_SINKS, first=only_in("windowed", _SINKS.first), second=only_in("windowed", _SINKS.second)),
-    *PROJ,
+    *llama.PROJ,
 )
 
 _MTP = {"model.layers.{layer}.": "model.mtp.layers.{mtp}.", "post_attention_layernorm": "pre_mlp_layernorm"}
-_PREDICTION = prediction_layer(
+_PREDICTION = llama.prediction_layer(
     (f"model.mtp.layers.{{mtp}}.{name}" for name in ("enorm", "hnorm", "eh_proj", "final_layernorm")),
-    renamed((*ATTENTION_NORM, *QKV_LINEAR, *_SINKS.first, *PROJ, *MLP_NORM, *MLP), _MTP, PREDICTION_LAYER),
+    renamed(
+        (*llama.ATTENTION_NORM, *llama.QKV_LINEAR, *_SINKS.first, *llama.PROJ, *llama.MLP_NORM, *llama.MLP),
+        _MTP,
+        llama.PREDICTION_LAYER,
+    ),
 )
 
-_EXPERTS = experts_by_list(dense=1)
+_EXPERTS = deepseek_keys.experts_by_list(dense=1)
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
 
 
-def _local(config: Config, layers: int) -> list[bool]:
+def _local(config: keys.Config, layers: int) -> list[bool]:
     return [layer > 0 and (layer + 1) % 6 != 0 for layer in range(layers)]
 
 
-def _read_attention(config: Config) -> Fields:
+def _read_attention(config: keys.Config) -> keys.Fields:
     said = {**_ABSENT, **config}
     windows = layers_in_window(config, _local)
-    heads, in_global, head, value = (size(said, key) for key in _HEADS)
+    heads, in_global, head, value = (keys.size(said, key) for key in _HEADS)
     window = {"num_query_groups": 2 * in_global, "softmax_offset": True}
     fields = {
         "num_attention_heads": heads,
@@ -86,13 +79,13 @@ def _read_attention(config: Config) -> Fields:
     return fields
 
 
-def _read_window(said: Config) -> Fields:
+def _read_window(said: keys.Config) -> keys.Fields:
     seen = said.get("sliding_window_size")
     check_count(seen or 0, "sliding_window_size", 1 << 29)
-    return {"sliding_window": size(said, "sliding_window") if seen is None else seen + 1}
+    return {"sliding_window": keys.size(said, "sliding_window") if seen is None else seen + 1}
 
 
-def _published(windows: list[bool], in_global: int, fields: Fields) -> Config:
+def _published(windows: list[bool], in_global: int, fields: keys.Fields) -> keys.Config:
     """What published files say in other words."""
     base, local = fields["rotary_base"], fields["rotary_base_local"]
     return {
@@ -109,7 +102,7 @@ def _published(windows: list[bool], in_global: int, fields: Fields) -> Config:
     }
 
 
-def _check_published(config: Config, fields: Fields, windows: list[bool], in_global: int) -> None:
+def _check_published(config: keys.Config, fields: keys.Fields, windows: list[bool], in_global: int) -> None:
     """Raise DamagedCheckpoint where the words of published files say another model than transformers makes."""
     for key, value in _published(windows, in_global, fields).items():
         if config.get(key, value) not in (value, None):
@@ -117,11 +110,11 @@ def _check_published(config: Config, fields: Fields, windows: list[bool], in_glo
             raise DamagedCheckpoint(what, do="Say it in the words of transformers' class, too.")
 
 
-def _write_attention(model: ModelShape) -> Config:
+def _write_attention(model: ModelShape) -> keys.Config:
     windows = [model.in_window(layer) for layer in range(model.num_layers)]
     without = model.attention_of(in_window=False)
     in_global = model.num_query_groups // 2 if all(windows) else without.num_query_groups
-    fields = vars(model) | {"v_head_dim": model.value_channels, "moe.layer_freq": part_of(model, "moe").layer_freq}
+    fields = vars(model) | {"v_head_dim": model.value_channels, "moe.layer_freq": keys.part_of(model, "moe").layer_freq}
     window = model.sliding_window
     seen = {} if window is None else {"sliding_window": window, "sliding_window_size": window - 1}
     return {
@@ -137,7 +130,7 @@ def _write_attention(model: ModelShape) -> Config:
     }
 
 
-def _read_prediction(config: Config) -> Fields:
+def _read_prediction(config: keys.Config) -> keys.Fields:
     number = config.get("num_nextn_predict_layers", 3)
     check_count(number, "num_nextn_predict_layers", 64)
     return {"mtp_num_layers": number, "mtp_dense": bool(number)}
@@ -152,29 +145,29 @@ _READ = (*_HEADS, *_EXPERTS.keys, *KEYS, "rms_norm_eps", "layer_types", "sliding
 ARCHITECTURE = Architecture(
     model_types={"mimo_v2_flash": "MiMoV2FlashForCausalLM"},
     behind={"gate": "experts"},
-    rows=(*decoder(_ATTENTION, routing=(*ROUTER, *EXPERT_BIAS)), *_PREDICTION),
+    rows=(*deepseek_rows.decoder(_ATTENTION, routing=(*moe.ROUTER, *moe.EXPERT_BIAS)), *_PREDICTION),
     config=(
-        *SIZES,
-        SILU,
-        Rule((*_READ, *_PUBLISHED), _read_attention, _write_attention),
-        Key("attention_value_scale", "attention_value_scale", 1.0, absent=0.707),
-        Key("qkv_bias", "attention_bias", False),
-        Only("add_swa_attention_sink_bias", True),
-        Only("add_full_attention_sink_bias", False),
-        Key("moe.num_experts", "n_routed_experts", synonym="num_local_experts"),
-        Key("moe.topk", "num_experts_per_tok", 8),
-        Key("moe.ffn_hidden_size", "moe_intermediate_size"),
-        Only("n_shared_experts", None),
-        *SIGMOID,
-        Only("norm_topk_prob", True),
-        groups(1, 1),
-        Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
-        Rule(
+        *keys.SIZES,
+        keys.SILU,
+        keys.Rule((*_READ, *_PUBLISHED), _read_attention, _write_attention),
+        keys.Key("attention_value_scale", "attention_value_scale", 1.0, absent=0.707),
+        keys.Key("qkv_bias", "attention_bias", False),
+        keys.Only("add_swa_attention_sink_bias", True),
+        keys.Only("add_full_attention_sink_bias", False),
+        keys.Key("moe.num_experts", "n_routed_experts", synonym="num_local_experts"),
+        keys.Key("moe.topk", "num_experts_per_tok", 8),
+        keys.Key("moe.ffn_hidden_size", "moe_intermediate_size"),
+        keys.Only("n_shared_experts", None),
+        *deepseek_keys.SIGMOID,
+        keys.Only("norm_topk_prob", True),
+        deepseek_keys.groups(1, 1),
+        keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
+        keys.Rule(
             ("num_nextn_predict_layers",),
             _read_prediction,
             lambda model: {"num_nextn_predict_layers": model.mtp_num_layers},
         ),
-        tied(False),
+        keys.tied(False),
     ),
     names_by="Megatron-Bridge",
 )

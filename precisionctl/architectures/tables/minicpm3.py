@@ -7,17 +7,15 @@ published config.json says no `v_head_dim`; `scale_depth` is divided by the root
 
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule, layers, size, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.head_rearrangements import KEY_PAIRS, QUERY_PAIRS
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.deepseek_keys import latent_attention
-from precisionctl.architectures.shared.deepseek_rows import ATTENTION
-from precisionctl.architectures.shared.llama_rows import MLP, MLP_NORM, model_rows
+from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama
 from precisionctl.model.model_parts import real
 from precisionctl.model.model_shape import ModelShape
 
-_LATENT = latent_attention(768)
+_LATENT = deepseek_keys.latent_attention(768)
 _LATENT_KEYS = tuple(key for entry in _LATENT for key in entry.keys)
 _PAIRS = {
     "linear_q_proj.weight": QUERY_PAIRS,
@@ -26,32 +24,32 @@ _PAIRS = {
 }
 _ATTENTION = tuple(
     replace(row, rearrangement=_PAIRS.get(row.megatron.partition(".self_attention.")[2], row.rearrangement))
-    for row in ATTENTION
+    for row in deepseek_rows.ATTENTION
 )
 
 
-def _read_latents(config: Config) -> Fields:
+def _read_latents(config: keys.Config) -> keys.Fields:
     if config.get("v_head_dim") is None:
-        heads = size(config, "num_attention_heads")
-        config = {**config, "v_head_dim": size(config, "hidden_size") // heads}
+        heads = keys.size(config, "num_attention_heads")
+        config = {**config, "v_head_dim": keys.size(config, "hidden_size") // heads}
     return {name: value for entry in _LATENT for name, value in entry.read(config).items()}
 
 
-def _write_latents(model: ModelShape) -> Config:
+def _write_latents(model: ModelShape) -> keys.Config:
     return {key: value for entry in _LATENT for key, value in entry.write(model).items()}
 
 
-def _read_scales(config: Config) -> Fields:
+def _read_scales(config: keys.Config) -> keys.Fields:
     said = {"scale_depth": 1.4, "dim_model_base": 256} | dict(config)
-    depth, root = said["scale_depth"], layers(config) ** 0.5
+    depth, root = said["scale_depth"], keys.layers(config) ** 0.5
     base = "hidden_size" if said["dim_model_base"] is None else "dim_model_base"
     return {
         "residual_multiplier": 1.0 if depth is None else real(depth, "scale_depth") / root,
-        "logits_scaling": size(config, "hidden_size") / size(said, base),
+        "logits_scaling": keys.size(config, "hidden_size") / keys.size(said, base),
     }
 
 
-def _write_scales(model: ModelShape) -> Config:
+def _write_scales(model: ModelShape) -> keys.Config:
     depth = model.residual_multiplier * model.num_layers**0.5
     return {
         "scale_depth": None if model.residual_multiplier == 1 else round(depth, 12),  # 1.4, as it was said
@@ -61,15 +59,15 @@ def _write_scales(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"minicpm3": "MiniCPM3ForCausalLM"},
-    rows=model_rows(*_ATTENTION, *MLP_NORM, *MLP),
+    rows=llama.model_rows(*_ATTENTION, *llama.MLP_NORM, *llama.MLP),
     config=(
-        Rule(_LATENT_KEYS, _read_latents, _write_latents),
-        Only("mlp_bias", False),
-        Key("embedding_multiplier", "scale_emb", 12),
-        Always("rounded_embedding_multiplier", True),
-        Rule(("scale_depth", "dim_model_base"), _read_scales, _write_scales),
-        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        keys.Rule(_LATENT_KEYS, _read_latents, _write_latents),
+        keys.Only("mlp_bias", False),
+        keys.Key("embedding_multiplier", "scale_emb", 12),
+        keys.Always("rounded_embedding_multiplier", True),
+        keys.Rule(("scale_depth", "dim_model_base"), _read_scales, _write_scales),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(),
-        tied(True),
+        keys.tied(True),
     ),
 )

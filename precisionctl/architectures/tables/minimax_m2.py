@@ -4,27 +4,11 @@ heads.
 Traps: `intermediate_size` is an expert's; released files say by `rotary_dim` how many channels of a head are rotated.
 """
 
-from precisionctl.architectures.config_keys import (
-    SILU,
-    SIZES,
-    Always,
-    Key,
-    Only,
-    heads,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import rope_with_dim
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION_NORM,
-    PROJ,
-    QK_NORMS_OVER_HEADS,
-    QKV_LINEAR,
-    model_rows,
-)
-from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, MOE_NORM
-from precisionctl.architectures.tables.mixtral import EXPERTS as MIXTRAL_EXPERTS
-from precisionctl.architectures.tables.mixtral import EXPERTS_EVERYWHERE
+from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
+from precisionctl.architectures.tables.mixtral import EXPERTS as MIXTRAL_EXPERTS, EXPERTS_EVERYWHERE
 from precisionctl.architectures.tables.olmo2 import NORM_OVER_HEADS
 
 _HEAD_DIM = 128
@@ -34,36 +18,36 @@ _BIAS = "mlp.gate.e_score_correction_bias"
 
 ARCHITECTURE = Architecture(
     model_types={"minimax_m2": "MiniMaxM2ForCausalLM"},
-    rows=model_rows(
-        *ATTENTION_NORM,
-        *QKV_LINEAR,
-        *QK_NORMS_OVER_HEADS,
-        *PROJ,
-        *MOE_NORM,
+    rows=llama.model_rows(
+        *llama.ATTENTION_NORM,
+        *llama.QKV_LINEAR,
+        *llama.QK_NORMS_OVER_HEADS,
+        *llama.PROJ,
+        *moe.MOE_NORM,
         Either(
-            (*renamed(EXPERT_BIAS, {_BIAS: "block_sparse_moe.e_score_correction_bias"}), *MIXTRAL_EXPERTS.first),
-            (*renamed(EXPERT_BIAS, {_BIAS: "mlp.e_score_correction_bias"}), *MIXTRAL_EXPERTS.second),
+            (*renamed(moe.EXPERT_BIAS, {_BIAS: "block_sparse_moe.e_score_correction_bias"}), *MIXTRAL_EXPERTS.first),
+            (*renamed(moe.EXPERT_BIAS, {_BIAS: "mlp.e_score_correction_bias"}), *MIXTRAL_EXPERTS.second),
             second_is="in memory",
         ),
     ),
     config=(
-        *SIZES,
-        heads(num_key_value_heads=8, head_dim=_HEAD_DIM),
-        SILU,
+        *keys.SIZES,
+        keys.heads(num_key_value_heads=8, head_dim=_HEAD_DIM),
+        keys.SILU,
         *NORM_OVER_HEADS,
-        Only("use_qk_norm", True),
-        Only("qk_norm_type", "per_layer"),
-        Key("moe.num_experts", "num_local_experts", 256, synonym="num_experts"),
-        Key("moe.topk", "num_experts_per_tok", 8),
+        keys.Only("use_qk_norm", True),
+        keys.Only("qk_norm_type", "per_layer"),
+        keys.Key("moe.num_experts", "num_local_experts", 256, synonym="num_experts"),
+        keys.Key("moe.topk", "num_experts_per_tok", 8),
         EXPERTS_EVERYWHERE,
-        Only("scoring_func", "sigmoid"),
-        Only("use_routing_bias", True),
-        Only("shared_intermediate_size", 0),
-        Always("moe.score_function", "sigmoid"),
-        Always("moe.expert_bias", True),
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        keys.Only("scoring_func", "sigmoid"),
+        keys.Only("use_routing_bias", True),
+        keys.Only("shared_intermediate_size", 0),
+        keys.Always("moe.score_function", "sigmoid"),
+        keys.Always("moe.expert_bias", True),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope_with_dim(5000000.0, _HEAD_DIM, heeds_dim=True),
-        tied(False),
+        keys.tied(False),
     ),
     names_by="Megatron-Bridge",
 )

@@ -11,45 +11,12 @@ the wrapper alone; of a text model by itself transformers reads the names of its
 from collections.abc import Mapping
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import (
-    SIZES_BESIDE_MLP,
-    Always,
-    Config,
-    Fields,
-    Key,
-    Only,
-    Rule,
-    activation,
-    count,
-    heads,
-    layers,
-    size,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
 from precisionctl.architectures.rearrangements import GAMMA, SAME
 from precisionctl.architectures.rope import rope_with_dim
-from precisionctl.architectures.shared.deepseek_keys import MLPS
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION_NORM,
-    DOWN,
-    JOINED_MLP,
-    MLP,
-    MLP_NORM,
-    PROJ,
-    QK_NORMS,
-    QKV_LINEAR,
-    model_rows,
-)
-from precisionctl.architectures.shared.moe_rows import (
-    EXPERT_BIAS,
-    FUSED,
-    MOE_NORM,
-    SHARED_EXPERTS,
-    WIDE_ROUTER,
-    experts,
-)
+from precisionctl.architectures.shared import deepseek_keys, llama_rows as llama, moe_rows as moe
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
@@ -79,7 +46,7 @@ _PUBLISHED_INDEXERS = tuple(  # vLLM computes their projections and those of que
 )
 
 _JOINED_SHARED = replace(
-    SHARED_EXPERTS[0],
+    moe.SHARED_EXPERTS[0],
     names="model.layers.{layer}.mlp.shared_experts.gate_up_proj.weight",
     rearrangement=SAME,
 )
@@ -87,7 +54,7 @@ _BLOCK = {
     "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
     ".mlp.": ".block_sparse_moe.",
 }
-_NUMBERED = experts(
+_NUMBERED = moe.experts(
     "model.layers.{layer}.mlp.experts.{expert}.w1.weight",
     "model.layers.{layer}.mlp.experts.{expert}.w3.weight",
     "model.layers.{layer}.mlp.experts.{expert}.w2.weight",
@@ -98,19 +65,19 @@ def _either(in_memory: tuple[Row, ...], published: tuple[Row, ...]) -> Either:
     return Either(in_memory, published, only_read=True, second_is="for engines")
 
 
-_ROWS = model_rows(
-    *ATTENTION_NORM,
-    *QKV_LINEAR,
-    *QK_NORMS,
-    *PROJ,
+_ROWS = llama.model_rows(
+    *llama.ATTENTION_NORM,
+    *llama.QKV_LINEAR,
+    *llama.QK_NORMS,
+    *llama.PROJ,
     _either(_INDEXERS, _PUBLISHED_INDEXERS),
-    *MLP_NORM,
-    _either(only_in("dense", JOINED_MLP[:1]), MLP[:1]),
-    DOWN,
-    *MOE_NORM,
+    *llama.MLP_NORM,
+    _either(only_in("dense", llama.JOINED_MLP[:1]), llama.MLP[:1]),
+    llama.DOWN,
+    *moe.MOE_NORM,
     _either(
-        (WIDE_ROUTER, *EXPERT_BIAS, _JOINED_SHARED, *SHARED_EXPERTS[1:], *FUSED),
-        renamed((WIDE_ROUTER, *EXPERT_BIAS, *SHARED_EXPERTS, *_NUMBERED), _BLOCK),
+        (moe.WIDE_ROUTER, *moe.EXPERT_BIAS, _JOINED_SHARED, *moe.SHARED_EXPERTS[1:], *moe.FUSED),
+        renamed((moe.WIDE_ROUTER, *moe.EXPERT_BIAS, *moe.SHARED_EXPERTS, *_NUMBERED), _BLOCK),
     ),
 )
 
@@ -124,12 +91,18 @@ _SIZES = {
 }
 """Of an indexer, in transformers' words: the published word, the field, and what its class takes where none is said."""
 
-_FIXED = (Only("use_sparse_attention", True), Only("sparse_score_type", "max"), Only("sparse_init_block", 0))
+_FIXED = (
+    keys.Only("use_sparse_attention", True),
+    keys.Only("sparse_score_type", "max"),
+    keys.Only("sparse_init_block", 0),
+)
 
 
-def _by_layer(config: Config, kinds: Mapping[str, bool], key: str, flags: object, flags_key: str) -> list[bool] | None:
+def _by_layer(
+    config: keys.Config, kinds: Mapping[str, bool], key: str, flags: object, flags_key: str
+) -> list[bool] | None:
     """Whether each layer is of a kind, as transformers' key lists them or the published flags do; None if neither."""
-    listed, number = listed_layers(config, kinds, key), layers(config)
+    listed, number = listed_layers(config, kinds, key), keys.layers(config)
     if flags is None:
         return listed
     if not isinstance(flags, list) or len(flags) != number or any(flag not in (0, 1) for flag in flags):
@@ -140,16 +113,16 @@ def _by_layer(config: Config, kinds: Mapping[str, bool], key: str, flags: object
     return flagged
 
 
-def _read_experts(config: Config) -> Fields:
-    found = _by_layer(config, MLPS, "mlp_layer_types", config.get("moe_layer_freq"), "moe_layer_freq")
-    return {"moe.layer_freq": (True,) * layers(config) if found is None else tuple(found)}
+def _read_experts(config: keys.Config) -> keys.Fields:
+    found = _by_layer(config, deepseek_keys.MLPS, "mlp_layer_types", config.get("moe_layer_freq"), "moe_layer_freq")
+    return {"moe.layer_freq": (True,) * keys.layers(config) if found is None else tuple(found)}
 
 
-def _write_experts(model: ModelShape) -> Config:
+def _write_experts(model: ModelShape) -> keys.Config:
     return {"moe_layer_freq": [int(model.has_experts(layer)) for layer in range(model.num_layers)]}
 
 
-def _read_indexer(config: Config) -> Fields:
+def _read_indexer(config: keys.Config) -> keys.Fields:
     said = config.get("sparse_attention_config") or {}
     if not isinstance(said, Mapping):
         raise DamagedCheckpoint(f"sparse_attention_config is {shown(said)}, not an object")
@@ -170,11 +143,11 @@ def _read_indexer(config: Config) -> Fields:
             here[key] = said[published]
             if config.get(key, here[key]) != here[key]:
                 raise DamagedCheckpoint(f"{key} and {published} differ", do=f"Say {published} alone.")
-        sizes[f"msa.{field}"] = (count if key == "index_local_blocks" else size)(here, key)
+        sizes[f"msa.{field}"] = (keys.count if key == "index_local_blocks" else keys.size)(here, key)
     return {**sizes, "msa.layers": tuple(indexed)}
 
 
-def _write_indexer(model: ModelShape) -> Config:
+def _write_indexer(model: ModelShape) -> keys.Config:
     if model.msa is None:
         return {}
     flags = [int(each) for each in model.msa.layers]
@@ -192,36 +165,36 @@ ARCHITECTURE = Architecture(
     model_types={"minimax_m3_vl_text": "MiniMaxM3VLForCausalLM"},
     rows=_ROWS,
     config=(
-        *SIZES_BESIDE_MLP,
-        Key("ffn_hidden_size", "dense_intermediate_size", 12288),
-        heads(**_ABSENT),
-        activation("hidden_act", {"swigluoai": "quick_gelu", "silu": "quick_gelu"}, "silu"),
-        Only("swiglu_alpha", 1.702),
-        Only("swiglu_beta", 1.0),
-        Key("activation_clamp", "swiglu_limit", 7.0),
-        Always("glu_offset", 1.0),
-        Only("use_gemma_norm", True),
-        Always("zero_centered_gamma", True),
-        Always("hf_zero_centered_gamma", True),
-        Only("use_qk_norm", True, "qk_layernorm", True),
-        Only("qk_norm_type", "per_head"),
-        Only("attention_output_gate", False),
-        Key("moe.num_experts", "num_local_experts", 128, synonym="num_experts"),
-        Key("moe.topk", "num_experts_per_tok", 4),
-        Key("moe.ffn_hidden_size", "intermediate_size", 3072),
-        Only("n_shared_experts", 1),
-        Key("moe.shared_ffn_hidden_size", "shared_intermediate_size", 3072),
-        Rule(("mlp_layer_types", "moe_layer_freq"), _read_experts, _write_experts),
-        Only("scoring_func", "sigmoid"),
-        Only("use_routing_bias", True),
-        Always("moe.score_function", "sigmoid"),
-        Always("moe.expert_bias", True),
-        Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.0),
-        Only("use_index_cache", False),  # vLLM's indexers that serve the layers after them
-        Rule(("sparse_attention_config", "layer_types", *_SIZES), _read_indexer, _write_indexer),
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        *keys.SIZES_BESIDE_MLP,
+        keys.Key("ffn_hidden_size", "dense_intermediate_size", 12288),
+        keys.heads(**_ABSENT),
+        keys.activation("hidden_act", {"swigluoai": "quick_gelu", "silu": "quick_gelu"}, "silu"),
+        keys.Only("swiglu_alpha", 1.702),
+        keys.Only("swiglu_beta", 1.0),
+        keys.Key("activation_clamp", "swiglu_limit", 7.0),
+        keys.Always("glu_offset", 1.0),
+        keys.Only("use_gemma_norm", True),
+        keys.Always("zero_centered_gamma", True),
+        keys.Always("hf_zero_centered_gamma", True),
+        keys.Only("use_qk_norm", True, "qk_layernorm", True),
+        keys.Only("qk_norm_type", "per_head"),
+        keys.Only("attention_output_gate", False),
+        keys.Key("moe.num_experts", "num_local_experts", 128, synonym="num_experts"),
+        keys.Key("moe.topk", "num_experts_per_tok", 4),
+        keys.Key("moe.ffn_hidden_size", "intermediate_size", 3072),
+        keys.Only("n_shared_experts", 1),
+        keys.Key("moe.shared_ffn_hidden_size", "shared_intermediate_size", 3072),
+        keys.Rule(("mlp_layer_types", "moe_layer_freq"), _read_experts, _write_experts),
+        keys.Only("scoring_func", "sigmoid"),
+        keys.Only("use_routing_bias", True),
+        keys.Always("moe.score_function", "sigmoid"),
+        keys.Always("moe.expert_bias", True),
+        keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.0),
+        keys.Only("use_index_cache", False),  # vLLM's indexers that serve the layers after them
+        keys.Rule(("sparse_attention_config", "layer_types", *_SIZES), _read_indexer, _write_indexer),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope_with_dim(5000000.0, _ABSENT["head_dim"], heeds_dim=False),
-        tied(False),
+        keys.tied(False),
     ),
     names_by="this project",
 )

@@ -3,7 +3,7 @@
 Trap: a config.json without rotary parameters has YaRN.
 """
 
-from precisionctl.architectures.config_keys import SILU, SIZES, Key, heads, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
@@ -25,12 +25,12 @@ ARCHITECTURE = Architecture(
     model_types={"ministral3": "Ministral3ForCausalLM"},
     rows=LLAMA.rows,
     config=(
-        *SIZES,
-        heads(num_key_value_heads=8, head_dim=128),
-        SILU,
-        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        *keys.SIZES,
+        keys.heads(num_key_value_heads=8, head_dim=128),
+        keys.SILU,
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(scaling=YARN, query_scaling=True),
         sliding_window(everywhere, listed=False),
-        tied(False),
+        keys.tied(False),
     ),
 )

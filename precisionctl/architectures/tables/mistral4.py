@@ -5,12 +5,10 @@ without rotary parameters has YaRN; its class saves the experts of a layer in on
 wrapper.
 """
 
-from precisionctl.architectures.config_keys import Config, Fields, Key, Only, Rule, size, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.deepseek_keys import experts, latent_attention
-from precisionctl.architectures.shared.deepseek_rows import ATTENTION, decoder
-from precisionctl.architectures.shared.moe_rows import FUSED_EXPERTS
+from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, moe_rows as moe
 from precisionctl.architectures.tables.ministral3 import YARN
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
@@ -22,9 +20,9 @@ _ROPE = rope(
 )
 
 
-def _read_rope(config: Config) -> Fields:
+def _read_rope(config: keys.Config) -> keys.Fields:
     fields = {**_ROPE.read(config)}
-    turned, plain = (size(config, key) for key in ("qk_rope_head_dim", "qk_nope_head_dim"))
+    turned, plain = (keys.size(config, key) for key in ("qk_rope_head_dim", "qk_nope_head_dim"))
     said = {"partial_rotary_factor": fields.pop("rotary_percent"), "head_dim": config.get("head_dim", turned + plain)}
     for key, known in (("partial_rotary_factor", (1, turned / (turned + plain))), ("head_dim", (turned + plain,))):
         if said[key] not in known:
@@ -33,7 +31,7 @@ def _read_rope(config: Config) -> Fields:
     return fields
 
 
-def _write_rope(model: ModelShape) -> Config:
+def _write_rope(model: ModelShape) -> keys.Config:
     """In one object, to which its class adds the share of a head."""
     scaling = _ROPE.write(model).get("rope_scaling", {"rope_type": "default"})
     return {"rope_parameters": {**scaling, "rope_theta": model.rotary_base}}
@@ -42,17 +40,17 @@ def _write_rope(model: ModelShape) -> Config:
 ARCHITECTURE = Architecture(
     model_types={"mistral4": "Mistral4ForCausalLM"},
     behind={"gate": "experts"},
-    rows=decoder(ATTENTION, FUSED_EXPERTS),
+    rows=deepseek_rows.decoder(deepseek_rows.ATTENTION, moe.FUSED_EXPERTS),
     config=(
-        *latent_attention(1024),
-        *experts(shared=1, dense=0),
-        Only("norm_topk_prob", True),
-        Only("n_group", 1),  # more would be worth their probabilities, not their logits
-        Only("topk_group", 1),
-        Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
-        Only("rope_interleave", True),
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        Rule((*_ROPE.keys, "head_dim"), _read_rope, _write_rope),
-        tied(False),
+        *deepseek_keys.latent_attention(1024),
+        *deepseek_keys.experts(shared=1, dense=0),
+        keys.Only("norm_topk_prob", True),
+        keys.Only("n_group", 1),  # more would be worth their probabilities, not their logits
+        keys.Only("topk_group", 1),
+        keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
+        keys.Only("rope_interleave", True),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        keys.Rule((*_ROPE.keys, "head_dim"), _read_rope, _write_rope),
+        keys.tied(False),
     ),
 )

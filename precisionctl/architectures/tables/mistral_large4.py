@@ -11,18 +11,10 @@ transformers has no class.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule, layers
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed, when
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.deepseek_keys import (
-    INDEXER,
-    experts_by_list,
-    experts_of_a_layer,
-    latent_attention,
-)
-from precisionctl.architectures.shared.deepseek_rows import INDEXED_ATTENTION
-from precisionctl.architectures.shared.llama_rows import EMBEDDING, FINAL_NORM, MLP, MLP_NORM, OUTPUT
-from precisionctl.architectures.shared.moe_rows import FUSED, MOE_NORM, SHARED_EXPERTS, WIDE_ROUTER, experts
+from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.tables.glm_moe_dsa import INDEXERS
 from precisionctl.architectures.tables.smollm3 import ROPE_LAYERS, with_rope
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
@@ -37,7 +29,7 @@ _IN_NOPE_LAYERS = {"kv_down_size": "mla.kv_lora_rank", "key_value_size": "nope_k
 def _attention() -> Iterator[Row]:
     """GLM-5's rows, but for latents of queries: of another size in layers without rotary embeddings, and of a latent
     only where a layer has one of its own."""
-    for row in INDEXED_ATTENTION:
+    for row in deepseek_rows.INDEXED_ATTENTION:
         if row.present == when("query_latent"):
             continue
         if ".wq_b." in row.hf[0]:
@@ -80,16 +72,16 @@ _QUERIES_OF_INDEXERS = (
 _LEROPE = Row("model.rotary_emb.alpha", "embedding.lerope.alpha", ("rotary_pairs",), keeps_dtype=True)
 
 _IN_MEMORY = (
-    *EMBEDDING,
+    *llama.EMBEDDING,
     _LEROPE,
     *_attention(),
     *_of_heads("", "", "num_attention_heads", ROWS),
     *only_in("indexed", _QUERIES_OF_INDEXERS),
-    *MLP_NORM,
-    *MLP,
-    *MOE_NORM,
-    WIDE_ROUTER,
-    *SHARED_EXPERTS,
+    *llama.MLP_NORM,
+    *llama.MLP,
+    *moe.MOE_NORM,
+    moe.WIDE_ROUTER,
+    *moe.SHARED_EXPERTS,
 )
 
 _PUBLISHED = {
@@ -113,13 +105,13 @@ _PUBLISHED = {
     ".mlp.": ".feed_forward.",
 }
 
-_EXPERTS = experts(*(f"model.layers.{{layer}}.experts.{{expert}}.w{number}.weight" for number in (1, 3, 2)))
+_EXPERTS = moe.experts(*(f"model.layers.{{layer}}.experts.{{expert}}.w{number}.weight" for number in (1, 3, 2)))
 
 
-def _read_sources(config: Config) -> Fields:
+def _read_sources(config: keys.Config) -> keys.Fields:
     """Raises UnknownArchitecture for a source whose latent transformers does not read: a layer reads the last one of
     its kind, with rotary embeddings or without, that others read."""
-    listed, number = config.get("kv_source_layers"), layers(config)
+    listed, number = config.get("kv_source_layers"), keys.layers(config)
     if listed is None or listed == [*range(number)]:
         return {}
     if not isinstance(listed, list) or len(listed) > MOST_LAYERS or any(type(each) is not int for each in listed):
@@ -135,7 +127,7 @@ def _read_sources(config: Config) -> Fields:
     return {"mla.kv_source_layers": tuple(listed)}
 
 
-def _write_sources(model: ModelShape) -> Config:
+def _write_sources(model: ModelShape) -> keys.Config:
     return {"kv_source_layers": [model.kv_layer(layer) for layer in range(model.num_layers)]}
 
 
@@ -143,26 +135,26 @@ ARCHITECTURE = Architecture(
     model_types={"mistral_large4_text": "MistralLarge4ForCausalLM"},
     rows=(
         Either(renamed(_IN_MEMORY, _PUBLISHED), _IN_MEMORY, second_is="in memory"),
-        Either(_EXPERTS, FUSED, second_is="in memory"),
-        *FINAL_NORM,
-        *OUTPUT,
+        Either(_EXPERTS, moe.FUSED, second_is="in memory"),
+        *llama.FINAL_NORM,
+        *llama.OUTPUT,
     ),
     config=(
-        *latent_attention(None),
-        Only("q_lora_rank", None),
-        Always("mla.nope_keys_by_head", True),
-        Rule(("kv_source_layers",), _read_sources, _write_sources),
-        Always("softmax_scaling", True),
-        *experts_of_a_layer(shared=1),
-        experts_by_list(dense=1, key="first_k_dense_replace"),
-        Only("n_group", 1),  # more would be worth their probabilities, not their logits
-        Only("topk_group", 1),
-        Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
-        Key("dsa.n_heads", "index_n_heads", 32),
-        *INDEXER,
-        Always("dsa.rope_interleaved", True),
+        *deepseek_keys.latent_attention(None),
+        keys.Only("q_lora_rank", None),
+        keys.Always("mla.nope_keys_by_head", True),
+        keys.Rule(("kv_source_layers",), _read_sources, _write_sources),
+        keys.Always("softmax_scaling", True),
+        *deepseek_keys.experts_of_a_layer(shared=1),
+        deepseek_keys.experts_by_list(dense=1, key="first_k_dense_replace"),
+        keys.Only("n_group", 1),  # more would be worth their probabilities, not their logits
+        keys.Only("topk_group", 1),
+        keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
+        keys.Key("dsa.n_heads", "index_n_heads", 32),
+        *deepseek_keys.INDEXER,
+        keys.Always("dsa.rope_interleaved", True),
         INDEXERS,
-        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(
             scaling={
                 "rope_type": "yarn",
@@ -174,10 +166,10 @@ ARCHITECTURE = Architecture(
                 "attention_factor": 1.0,
             }
         ),
-        Always("lerope", True),
+        keys.Always("lerope", True),
         ROPE_LAYERS,
-        Key("final_logit_softcapping", "final_logit_softcapping", 30.0),
-        Only("tie_word_embeddings", False),
+        keys.Key("final_logit_softcapping", "final_logit_softcapping", 30.0),
+        keys.Only("tie_word_embeddings", False),
     ),
     aliases=(),
     names_by="this project",

@@ -3,56 +3,55 @@
 Trap: w1 is the gate, w3 the up projection and w2 the down projection.
 """
 
-from precisionctl.architectures.config_keys import SILU, SIZES, Config, Fields, Key, Rule, heads, layers, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import ATTENTION, ATTENTION_NORM, model_rows
-from precisionctl.architectures.shared.moe_rows import FUSED, MOE_NORM, experts
+from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.model.model_shape import ModelShape
 
 _ROUTER = ("decoder.layers.{layer}.mlp.router.weight", ("moe.num_experts", "hidden_size"))
 
 
-def _read_experts(config: Config) -> Fields:
+def _read_experts(config: keys.Config) -> keys.Fields:
     return {
-        "moe.layer_freq": (True,) * layers(config),
+        "moe.layer_freq": (True,) * keys.layers(config),
         "moe.ffn_hidden_size": config.get("intermediate_size"),
     }
 
 
-def _write_experts(model: ModelShape) -> Config:
+def _write_experts(model: ModelShape) -> keys.Config:
     return {"intermediate_size": model.moe.ffn_hidden_size} if model.moe else {}
 
 
-EXPERTS_EVERYWHERE = Rule((), _read_experts, _write_experts)
+EXPERTS_EVERYWHERE = keys.Rule((), _read_experts, _write_experts)
 
 EXPERTS = Either(
     (
         Row("model.layers.{layer}.block_sparse_moe.gate.weight", *_ROUTER, layers="moe"),
-        *experts(
+        *moe.experts(
             "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
             "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",
             "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight",
         ),
     ),
-    (Row("model.layers.{layer}.mlp.gate.weight", *_ROUTER, layers="moe"), *FUSED),
+    (Row("model.layers.{layer}.mlp.gate.weight", *_ROUTER, layers="moe"), *moe.FUSED),
     second_is="in memory",
 )
 
 ARCHITECTURE = Architecture(
     model_types={"mixtral": "MixtralForCausalLM"},
-    rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MOE_NORM, EXPERTS),
+    rows=llama.model_rows(*llama.ATTENTION_NORM, *llama.ATTENTION, *moe.MOE_NORM, EXPERTS),
     config=(
-        *SIZES,
-        heads(num_key_value_heads=8),
-        SILU,
-        Key("moe.num_experts", "num_local_experts", 8, synonym="num_experts"),
-        Key("moe.topk", "num_experts_per_tok", 2),
+        *keys.SIZES,
+        keys.heads(num_key_value_heads=8),
+        keys.SILU,
+        keys.Key("moe.num_experts", "num_local_experts", 8, synonym="num_experts"),
+        keys.Key("moe.topk", "num_experts_per_tok", 2),
         EXPERTS_EVERYWHERE,
-        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(1e6),
         sliding_window(everywhere, listed=False),
-        tied(False),
+        keys.tied(False),
     ),
 )

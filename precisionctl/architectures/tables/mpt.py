@@ -7,21 +7,11 @@ config.json says; what other programs would compute otherwise is refused. `Wqkv`
 from collections.abc import Mapping
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import VOCABULARY, Always, Config, Fields, Key, Only, Reworded, Rule, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.head_rearrangements import QKV
 from precisionctl.architectures.param_map import TIED, Architecture, renamed
 from precisionctl.architectures.rearrangements import Joined
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION_NORM,
-    EMBEDDING,
-    FINAL_NORM,
-    MLP_NORM,
-    OUTPUT,
-    PROJ,
-    QKV_LINEAR,
-    UNGATED_MLP,
-    ZERO_NORM_BIASES,
-)
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.tables.gpt2 import sizes
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import real
@@ -37,7 +27,7 @@ NAMES = {
     ".mlp.": ".ffn.",
 }
 _JOINED_QKV = replace(
-    QKV_LINEAR[0], names="model.layers.{layer}.self_attn.query_key_value.weight", rearrangement=Joined(QKV)
+    llama.QKV_LINEAR[0], names="model.layers.{layer}.self_attn.query_key_value.weight", rearrangement=Joined(QKV)
 )
 
 _SIZES = sizes("n_layers", "d_model", "n_heads", inner=None)
@@ -54,7 +44,7 @@ _ATTENTION: Mapping[str, object] = {
 """What its class takes for keys that are not in `attn_config`, and the only values known here."""
 
 
-def _read_attention(config: Config) -> Fields:
+def _read_attention(config: keys.Config) -> keys.Fields:
     said = {} if config.get("attn_config") is None else config["attn_config"]
     if not isinstance(said, Mapping):
         raise DamagedCheckpoint(f"attn_config is {shown(said)}, not an object")
@@ -70,14 +60,14 @@ ARCHITECTURE = Architecture(
     model_types={"mpt": "MptForCausalLM"},
     rows=renamed(
         (
-            *(*EMBEDDING, *ATTENTION_NORM, _JOINED_QKV, *PROJ, *MLP_NORM, *UNGATED_MLP),
-            *(*FINAL_NORM, *ZERO_NORM_BIASES, *OUTPUT),
+            *(*llama.EMBEDDING, *llama.ATTENTION_NORM, _JOINED_QKV, *llama.PROJ, *llama.MLP_NORM, *llama.UNGATED_MLP),
+            *(*llama.FINAL_NORM, *llama.ZERO_NORM_BIASES, *llama.OUTPUT),
         ),
         NAMES,
     ),
     config=(
-        Reworded(
-            Rule(
+        keys.Reworded(
+            keys.Rule(
                 ("n_layers", "d_model", "n_heads"),
                 lambda config: _SIZES.read({**_ABSENT, **config}),
                 _SIZES.write,
@@ -85,23 +75,23 @@ ARCHITECTURE = Architecture(
             {"n_layers": "num_hidden_layers", "d_model": "hidden_size", "n_heads": "num_attention_heads"},
             published=False,
         ),
-        Only("expansion_ratio", 4),
-        Key("max_position_embeddings", "max_seq_len", 2048),
-        VOCABULARY,
-        Rule(
+        keys.Only("expansion_ratio", 4),
+        keys.Key("max_position_embeddings", "max_seq_len", 2048),
+        keys.VOCABULARY,
+        keys.Rule(
             ("attn_config",),
             _read_attention,
             lambda model: {"attn_config": {**_ATTENTION, "clip_qkv": model.clip_qkv}},
         ),
-        Always("position_embedding", "alibi"),
-        Only("no_bias", True),
-        Only("logit_scale", None),
-        Always("activation", "gelu"),
-        Always("gated_linear_unit", False),
-        Always("normalization", "LayerNorm"),
-        Always("norm_bias", False),
-        Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
-        tied(True),
+        keys.Always("position_embedding", "alibi"),
+        keys.Only("no_bias", True),
+        keys.Only("logit_scale", None),
+        keys.Always("activation", "gelu"),
+        keys.Always("gated_linear_unit", False),
+        keys.Always("normalization", "LayerNorm"),
+        keys.Always("norm_bias", False),
+        keys.Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
+        keys.tied(True),
     ),
     aliases=(replace(TIED, of="transformer.wte.weight"),),
 )

@@ -7,24 +7,12 @@ their own. Queries are multiplied by `qk_scale_factor` after their norm, beside 
 is the wrapper alone, and of a text model by itself transformers has no class.
 """
 
-from precisionctl.architectures.config_keys import (
-    SIZES,
-    Always,
-    Config,
-    Entry,
-    Fields,
-    Key,
-    Only,
-    Rule,
-    heads,
-    layers,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import layer_types, layers_with_window, window_fields
 from precisionctl.architectures.param_map import Architecture, Row
 from precisionctl.architectures.rope import KEYS, rope
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.shared.gemma_rows import AFTER_ATTENTION
-from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, PROJ, model_rows
 from precisionctl.architectures.tables.afmoe import GATED_QKV
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import real
@@ -34,28 +22,28 @@ FINAL_NORM = (Row("model.norm.weight", "decoder.final_layernorm.weight", ("hidde
 """As `final_gamma_whole` says."""
 
 
-def _all_but_every_fourth(config: Config, layers: int) -> list[bool]:
+def _all_but_every_fourth(config: keys.Config, layers: int) -> list[bool]:
     """True for every layer but each fourth, counted from the last."""
     return [(layers - 1 - layer) % 4 != 0 for layer in range(layers)]
 
 
-def _read_windows(config: Config) -> Fields:
+def _read_windows(config: keys.Config) -> keys.Fields:
     return window_fields(config, layers_with_window(config, _all_but_every_fourth, 2048), 2048)
 
 
-def _write_windows(model: ModelShape) -> Config:
+def _write_windows(model: ModelShape) -> keys.Config:
     return {"sliding_window": model.sliding_window, "layer_types": layer_types(model)}
 
 
-def positions(base: float, *, in_parameters: bool = False) -> Rule:
+def positions(base: float, *, in_parameters: bool = False) -> keys.Rule:
     """Rotary embeddings, and the layers that have them; `base` is the class's default. `in_parameters` says that the
     class heeds a base in `rope_parameters` alone."""
     parameters, key = rope(base), "layer_rope_theta"
 
-    def read(config: Config) -> Fields:
+    def read(config: keys.Config) -> keys.Fields:
         if in_parameters and config.get("rope_parameters") is None:
             config = {name: value for name, value in config.items() if name != "rope_theta"}
-        fields, number = parameters.read(config), layers(config)
+        fields, number = parameters.read(config), keys.layers(config)
         turning, listed = _all_but_every_fourth(config, number), config.get(key)
         if listed is not None:
             if (
@@ -71,65 +59,65 @@ def positions(base: float, *, in_parameters: bool = False) -> Rule:
                     raise UnknownArchitecture(what, do="transformers has rope_theta, or none, in all layers.")
         return {**fields, "rope_layers": tuple(turning)}
 
-    def write(model: ModelShape) -> Config:
+    def write(model: ModelShape) -> keys.Config:
         turning = model.rope_layers or (True,) * model.num_layers
         kind = {**(model.rope_scaling or {"rope_type": "default"}), "rope_theta": model.rotary_base}
         said = {"rope_parameters": kind} if in_parameters else parameters.write(model)
         return {**said, key: [model.rotary_base if each else 0 for each in turning]}
 
-    return Rule((*KEYS, key), read, write)
+    return keys.Rule((*KEYS, key), read, write)
 
 
-def query_scale(absent: float, of_heads: Entry) -> Rule:
+def query_scale(absent: float, of_heads: keys.Entry) -> keys.Rule:
     """What queries are multiplied by after their norm; `absent` is the class's default. `of_heads` reads their size."""
     key = "qk_scale_factor"
 
-    def read(config: Config) -> Fields:
+    def read(config: keys.Config) -> keys.Fields:
         factor = real(config.get(key, absent), key)
         return {"query_pre_attn_scalar": _scalar(factor, of_heads.read(config)["kv_channels"])}
 
-    def write(model: ModelShape) -> Config:
+    def write(model: ModelShape) -> keys.Config:
         scalar = model.query_pre_attn_scalar or model.kv_channels
         root = (model.kv_channels / scalar) ** 0.5
         shorter = (float(f"{root:.{digits}g}") for digits in range(1, 17))
         return {key: next((each for each in shorter if _scalar(each, model.kv_channels) == scalar), root)}
 
-    return Rule((key,), read, write)
+    return keys.Rule((key,), read, write)
 
 
 def _scalar(factor: float, head: int) -> float:
     return float(head / factor**2)
 
 
-_HEADS = heads(num_key_value_heads=2, head_dim=128)
+_HEADS = keys.heads(num_key_value_heads=2, head_dim=128)
 
-OF_ALL_MUSES: tuple[Entry, ...] = (
-    *SIZES,
-    Only("attention_bias", False),
-    Always("zero_centered_gamma", True),
-    Always("hf_zero_centered_gamma", True),
-    Always("final_gamma_whole", True),
-    Key("norm_epsilon", "rms_norm_eps", 1e-5),
-    Always("post_layernorms", True),
-    Key("post_norm_epsilon", "post_norm_eps", 1e-8),
-    Always("embedding_norm", True),
-    Always("qk_l2_norm", True),
-    Always("qk_l2_norm_everywhere", True),
-    Always("attention_output_gate", True),
-    Rule(("sliding_window", "layer_types"), _read_windows, _write_windows),
-    Key("final_logit_softcapping", "final_logit_softcapping", 20.0),
-    tied(False),
+OF_ALL_MUSES: tuple[keys.Entry, ...] = (
+    *keys.SIZES,
+    keys.Only("attention_bias", False),
+    keys.Always("zero_centered_gamma", True),
+    keys.Always("hf_zero_centered_gamma", True),
+    keys.Always("final_gamma_whole", True),
+    keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
+    keys.Always("post_layernorms", True),
+    keys.Key("post_norm_epsilon", "post_norm_eps", 1e-8),
+    keys.Always("embedding_norm", True),
+    keys.Always("qk_l2_norm", True),
+    keys.Always("qk_l2_norm_everywhere", True),
+    keys.Always("attention_output_gate", True),
+    keys.Rule(("sliding_window", "layer_types"), _read_windows, _write_windows),
+    keys.Key("final_logit_softcapping", "final_logit_softcapping", 20.0),
+    keys.tied(False),
 )
 
 ARCHITECTURE = Architecture(
     model_types={"muse_glimmer_text": "MuseGlimmerForCausalLM"},
-    rows=model_rows(*ATTENTION_NORM, GATED_QKV, *PROJ, *AFTER_ATTENTION, ending=FINAL_NORM),
+    rows=llama.model_rows(*llama.ATTENTION_NORM, GATED_QKV, *llama.PROJ, *AFTER_ATTENTION, ending=FINAL_NORM),
     config=(
         *OF_ALL_MUSES,
         _HEADS,
-        Only("hidden_activation", "silu", "activation", "silu"),
+        keys.Only("hidden_activation", "silu", "activation", "silu"),
         query_scale(3.87, _HEADS),
-        Key("logit_multiplier", "output_multiplier", 0.19611613513818404),
+        keys.Key("logit_multiplier", "output_multiplier", 0.19611613513818404),
         positions(10000.0),
     ),
     names_by="this project",

@@ -7,13 +7,11 @@ logits of routers too. Routers, their biases and the gates are FP32 in memory. P
 text model by itself transformers has no class.
 """
 
-from precisionctl.architectures.config_keys import SILU, Always, Config, Fields, Key, Only, Rule, heads
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, Row, as_values, renamed
 from precisionctl.architectures.rearrangements import GAMMA
-from precisionctl.architectures.shared.deepseek_keys import experts_by_list
+from precisionctl.architectures.shared import deepseek_keys, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.gemma_rows import POST_MLP_NORM, PRE_MLP_NORM
-from precisionctl.architectures.shared.llama_rows import ATTENTION_NORM, MLP, PROJ, model_rows
-from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, FUSED, MOE_NORM, POST_MOE_NORM, WIDE_ROUTER
 from precisionctl.architectures.tables.afmoe import GATED_QKV
 from precisionctl.architectures.tables.muse_glimmer import FINAL_NORM, OF_ALL_MUSES, positions, query_scale
 from precisionctl.architectures.tables.nemotron_h import LATENTS
@@ -48,61 +46,61 @@ _LATENTS = (
     ),
 )
 
-_EXPERTS = as_values(FUSED)
+_EXPERTS = as_values(moe.FUSED)
 """As published, in one tensor. Of what engines load in its place only ModelOpt's NVFP4 is known (vLLM's muse_spark)."""
 
 _OUTPUT_MULTIPLIER = 0.1767766952966369
 
 
-def _read_multiplier(config: Config) -> Fields:
+def _read_multiplier(config: keys.Config) -> keys.Fields:
     said = real(config.get("output_multiplier", _OUTPUT_MULTIPLIER), "output_multiplier")
     return {"logit_multiplier": said, "moe.logit_multiplier": said}
 
 
-def _write_multiplier(model: ModelShape) -> Config:
+def _write_multiplier(model: ModelShape) -> keys.Config:
     return {"output_multiplier": model.logit_multiplier}
 
 
-_HEADS = heads(num_key_value_heads=16, head_dim=64)
+_HEADS = keys.heads(num_key_value_heads=16, head_dim=64)
 
 ARCHITECTURE = Architecture(
     model_types={"muse_spark_text": "MuseSparkForCausalLM"},
-    rows=model_rows(
-        *ATTENTION_NORM,
+    rows=llama.model_rows(
+        *llama.ATTENTION_NORM,
         GATED_QKV,
-        *PROJ,
+        *llama.PROJ,
         *_GATES,
         *PRE_MLP_NORM,
-        *MLP,
+        *llama.MLP,
         *POST_MLP_NORM,
-        *renamed(MOE_NORM, {"post_attention_layernorm": "pre_feedforward_layernorm"}),
-        WIDE_ROUTER,
-        *EXPERT_BIAS,
+        *renamed(moe.MOE_NORM, {"post_attention_layernorm": "pre_feedforward_layernorm"}),
+        moe.WIDE_ROUTER,
+        *moe.EXPERT_BIAS,
         *_LATENTS,
         *_EXPERTS,
-        *POST_MOE_NORM,
+        *moe.POST_MOE_NORM,
         ending=FINAL_NORM,
     ),
     config=(
         *OF_ALL_MUSES,
         _HEADS,
-        SILU,
+        keys.SILU,
         query_scale(5.4730064863875, _HEADS),
-        Rule(("output_multiplier",), _read_multiplier, _write_multiplier),
+        keys.Rule(("output_multiplier",), _read_multiplier, _write_multiplier),
         positions(500000.0, in_parameters=True),
-        Always("attention_output_norm", True),
-        Always("scaled_post_layernorms", True),
-        Key("residual_gate_temperature", "residual_gate_temperature", 0.3),
-        experts_by_list(dense=0),
-        Key("moe.num_experts", "num_local_experts", 256),
-        Key("moe.topk", "num_experts_per_tok", 8),
-        Key("moe.ffn_hidden_size", "moe_intermediate_size", 4096),
-        Key("moe.latent_size", "moe_hidden_size", 4096),
-        Only("num_shared_experts", 0),
-        Always("moe.expert_norms", True),
-        Always("moe.score_function", "sigmoid"),
-        Always("moe.expert_bias", True),
-        Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
+        keys.Always("attention_output_norm", True),
+        keys.Always("scaled_post_layernorms", True),
+        keys.Key("residual_gate_temperature", "residual_gate_temperature", 0.3),
+        deepseek_keys.experts_by_list(dense=0),
+        keys.Key("moe.num_experts", "num_local_experts", 256),
+        keys.Key("moe.topk", "num_experts_per_tok", 8),
+        keys.Key("moe.ffn_hidden_size", "moe_intermediate_size", 4096),
+        keys.Key("moe.latent_size", "moe_hidden_size", 4096),
+        keys.Only("num_shared_experts", 0),
+        keys.Always("moe.expert_norms", True),
+        keys.Always("moe.score_function", "sigmoid"),
+        keys.Always("moe.expert_bias", True),
+        keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
     ),
     names_by="this project",
 )

@@ -3,36 +3,29 @@
 Trap: norms store their factor less one, in Hugging Face as in Megatron (`--apply-layernorm-1p`).
 """
 
-from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SIZES, Always, Key, Only, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION,
-    ATTENTION_LAYER_NORM,
-    FINAL_LAYER_NORM,
-    MLP_LAYER_NORM,
-    UNGATED_MLP,
-    model_rows,
-)
+from precisionctl.architectures.shared import llama_rows as llama
 
 ARCHITECTURE = Architecture(
     model_types={"nemotron": "NemotronForCausalLM"},
-    rows=model_rows(
-        *(*ATTENTION_LAYER_NORM, *ATTENTION, *MLP_LAYER_NORM, *UNGATED_MLP),
-        ending=FINAL_LAYER_NORM,
+    rows=llama.model_rows(
+        *(*llama.ATTENTION_LAYER_NORM, *llama.ATTENTION, *llama.MLP_LAYER_NORM, *llama.UNGATED_MLP),
+        ending=llama.FINAL_LAYER_NORM,
     ),
     config=(
-        *SIZES,
-        HEADS,
-        ATTENTION_BIAS,
-        Key("mlp_bias", "mlp_bias", False),
-        Only("hidden_act", "relu2", "activation", "squared_relu"),
-        Always("gated_linear_unit", False),
-        Always("normalization", "LayerNorm"),
-        Always("zero_centered_gamma", True),
-        Always("hf_zero_centered_gamma", True),
-        Key("norm_epsilon", "norm_eps", 1e-5),
+        *keys.SIZES,
+        keys.HEADS,
+        keys.ATTENTION_BIAS,
+        keys.Key("mlp_bias", "mlp_bias", False),
+        keys.Only("hidden_act", "relu2", "activation", "squared_relu"),
+        keys.Always("gated_linear_unit", False),
+        keys.Always("normalization", "LayerNorm"),
+        keys.Always("zero_centered_gamma", True),
+        keys.Always("hf_zero_centered_gamma", True),
+        keys.Key("norm_epsilon", "norm_eps", 1e-5),
         rope(percent=0.5, partial=True),
-        tied(False),
+        keys.tied(False),
     ),
 )

@@ -13,43 +13,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
-from precisionctl.architectures.config_keys import (
-    VOCABULARY,
-    Always,
-    Config,
-    Entry,
-    Fields,
-    Key,
-    Only,
-    Rule,
-    Synonyms,
-    heads,
-    one_or_none,
-    size,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import TIED, Architecture, Either, Row, only_in, renamed, when
 from precisionctl.architectures.rearrangements import GAMMA, SAME
-from precisionctl.architectures.shared.llama_rows import (
-    EMBEDDING,
-    FINAL_NORM,
-    OUTPUT,
-    PROJ,
-    QKV_LINEAR,
-    UNGATED_MLP,
-    prediction_layer,
-)
+from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.mamba_keys import step_limits
 from precisionctl.architectures.shared.mamba_rows import MIXER
-from precisionctl.architectures.shared.moe_rows import (
-    EXPERT_BIAS,
-    FC1,
-    FC1_SIZES,
-    FC2,
-    FC2_SIZES,
-    ROUTER,
-    SHARED_EXPERTS,
-)
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import MOST_LAYERS
 from precisionctl.model.model_shape import ModelShape
@@ -69,8 +38,8 @@ def _as_mixer(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 _SHARED_EXPERT = (
-    replace(SHARED_EXPERTS[0], names=f"{_HF}shared_experts.up_proj.weight", rearrangement=SAME, parallel=ROWS),
-    *_as_mixer(SHARED_EXPERTS[1:]),
+    replace(moe.SHARED_EXPERTS[0], names=f"{_HF}shared_experts.up_proj.weight", rearrangement=SAME, parallel=ROWS),
+    *_as_mixer(moe.SHARED_EXPERTS[1:]),
 )
 
 
@@ -98,30 +67,30 @@ LATENTS = only_in(
 
 def _experts(up: str, down: str) -> tuple[Row, ...]:
     return (
-        Row(_HF + up, FC1, FC1_SIZES, parallel=ROWS, layers="moe", gemm=True),
-        Row(_HF + down, FC2, FC2_SIZES, parallel=COLUMNS, layers="moe", gemm=True),
+        Row(_HF + up, moe.FC1, moe.FC1_SIZES, parallel=ROWS, layers="moe", gemm=True),
+        Row(_HF + down, moe.FC2, moe.FC2_SIZES, parallel=COLUMNS, layers="moe", gemm=True),
     )
 
 
 _ATTENTION = only_in(
     "attention",
-    (_norm("attention", "self_attention.linear_qkv.layer_norm_weight"), *_as_mixer((*QKV_LINEAR, *PROJ))),
+    (_norm("attention", "self_attention.linear_qkv.layer_norm_weight"), *_as_mixer((*llama.QKV_LINEAR, *llama.PROJ))),
 )
 _BESIDE_EXPERTS = (
     _norm("moe", "pre_mlp_layernorm.weight"),
-    *_as_mixer((*ROUTER, *EXPERT_BIAS)),
+    *_as_mixer((*moe.ROUTER, *moe.EXPERT_BIAS)),
     *_SHARED_EXPERT,
     *LATENTS,
 )
 _ROWS = (
-    *renamed(EMBEDDING, {"embed_tokens": "embeddings"}),
+    *renamed(llama.EMBEDDING, {"embed_tokens": "embeddings"}),
     _norm("mamba", "mixer.in_proj.layer_norm_weight"),
     *MIXER,
     *_ATTENTION,
     _norm("dense", "mlp.linear_fc1.layer_norm_weight"),
-    *only_in("dense", _as_mixer(UNGATED_MLP)),
+    *only_in("dense", _as_mixer(llama.UNGATED_MLP)),
     *_BESIDE_EXPERTS,
-    *renamed(FINAL_NORM, {"model.norm.": "model.norm_f."}, {"final_layernorm": "final_norm"}),
+    *renamed(llama.FINAL_NORM, {"model.norm.": "model.norm_f."}, {"final_layernorm": "final_norm"}),
 )
 _NUMBERED = _experts("experts.{expert}.up_proj.weight", "experts.{expert}.down_proj.weight")
 _STACKED = _experts("experts.up_proj[{expert}]", "experts.down_proj[{expert}]")
@@ -133,7 +102,7 @@ def _predicting(block: int, rows: Iterable[Row]) -> tuple[Row, ...]:
     return renamed(only_in("all", rows), {"model.layers.{layer}.": f"mtp.layers.{block}."}, in_megatron)
 
 
-_PREDICTION = prediction_layer(
+_PREDICTION = llama.prediction_layer(
     ("mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.0.eh_proj", "mtp.layers.1.final_layernorm"),
     (*_predicting(0, _ATTENTION), *_predicting(1, (*_BESIDE_EXPERTS, *_NUMBERED))),
 )
@@ -143,7 +112,7 @@ _LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "atten
 """Of kinds of layers, with the names that transformers first had."""
 
 
-def _read_layers(config: Config) -> Fields:
+def _read_layers(config: keys.Config) -> keys.Fields:
     listed, pattern = config.get("layers_block_type"), config.get("hybrid_override_pattern")
     if listed is not None:
         if not isinstance(listed, list) or len(listed) > MOST_LAYERS:
@@ -160,7 +129,7 @@ def _read_layers(config: Config) -> Fields:
     fields["rope_layers"] = (False,) * len(pattern)
     if "E" in pattern:
         fields |= {name: key.read(config)[name] for name, key in _EXPERT_KEYS.items()}
-        number = size({"n_shared_experts": 1} | dict(config), "n_shared_experts")
+        number = keys.size({"n_shared_experts": 1} | dict(config), "n_shared_experts")
         if number != 1:
             raise UnknownArchitecture(f"n_shared_experts={number}")
         fields |= {
@@ -172,7 +141,7 @@ def _read_layers(config: Config) -> Fields:
     return fields
 
 
-def _write_layers(model: ModelShape) -> Config:
+def _write_layers(model: ModelShape) -> keys.Config:
     if model.mamba is None:
         return {}
     config: dict[str, object] = {"hybrid_override_pattern": model.mamba.pattern, "num_hidden_layers": model.num_layers}
@@ -182,8 +151,8 @@ def _write_layers(model: ModelShape) -> Config:
     return config
 
 
-def _read_prediction(config: Config) -> Fields:
-    number = one_or_none(config, "num_nextn_predict_layers")
+def _read_prediction(config: keys.Config) -> keys.Fields:
+    number = keys.one_or_none(config, "num_nextn_predict_layers")
     for key, known in _PREDICTING.items():
         if number and config.get(key) not in known:
             what = f"no nemotron_h known here has {key}={shown(config[key])}"
@@ -191,7 +160,7 @@ def _read_prediction(config: Config) -> Fields:
     return {"mtp_num_layers": number}
 
 
-def _write_prediction(model: ModelShape) -> Config:
+def _write_prediction(model: ModelShape) -> keys.Config:
     kinds = {"mtp_hybrid_override_pattern": model.mamba.mtp_pattern} if model.mamba and model.mtp_num_layers else {}
     return {"num_nextn_predict_layers": model.mtp_num_layers, **kinds}
 
@@ -205,26 +174,26 @@ _PREDICTING: dict[str, tuple[object, ...]] = {
 _EXPERT_KEYS = {
     key.field: key
     for key in (
-        Key("moe.num_experts", "n_routed_experts", 8),
-        Key("moe.topk", "num_experts_per_tok", 2),
-        Key("moe.ffn_hidden_size", "moe_intermediate_size", 7688),
-        Key("moe.shared_ffn_hidden_size", "moe_shared_expert_intermediate_size", 7688),
-        Key("moe.num_groups", "n_group", 1),
-        Key("moe.group_topk", "topk_group", 1),
-        Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
-        Key("moe.latent_size", "moe_latent_size", None),
+        keys.Key("moe.num_experts", "n_routed_experts", 8),
+        keys.Key("moe.topk", "num_experts_per_tok", 2),
+        keys.Key("moe.ffn_hidden_size", "moe_intermediate_size", 7688),
+        keys.Key("moe.shared_ffn_hidden_size", "moe_shared_expert_intermediate_size", 7688),
+        keys.Key("moe.num_groups", "n_group", 1),
+        keys.Key("moe.group_topk", "topk_group", 1),
+        keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
+        keys.Key("moe.latent_size", "moe_latent_size", None),
     )
 }
 
-_MIXER_KEYS: tuple[Entry, ...] = (
-    Key("mamba.num_heads", "mamba_num_heads", 128),
-    Key("mamba.head_dim", "mamba_head_dim", 64),
-    Key("mamba.num_groups", "n_groups", 8, older="mamba_n_groups"),
-    Key("mamba.state_dim", "ssm_state_size", 128),
-    *(Only(key, 4) for key in ("conv_kernel", "mamba_d_conv")),
-    *(Only(key, True) for key in ("use_conv_bias", "mamba_conv_bias")),
-    Only("use_bias", False),
-    Only("mamba_hidden_act", "silu"),
+_MIXER_KEYS: tuple[keys.Entry, ...] = (
+    keys.Key("mamba.num_heads", "mamba_num_heads", 128),
+    keys.Key("mamba.head_dim", "mamba_head_dim", 64),
+    keys.Key("mamba.num_groups", "n_groups", 8, older="mamba_n_groups"),
+    keys.Key("mamba.state_dim", "ssm_state_size", 128),
+    *(keys.Only(key, 4) for key in ("conv_kernel", "mamba_d_conv")),
+    *(keys.Only(key, True) for key in ("use_conv_bias", "mamba_conv_bias")),
+    keys.Only("use_bias", False),
+    keys.Only("mamba_hidden_act", "silu"),
     step_limits("time_step_limit", "mamba_dt_limit"),
 )
 
@@ -241,27 +210,29 @@ ARCHITECTURE = Architecture(
             for published, in_memory in ((_ROWS, _ROWS), (_NUMBERED, _STACKED))
         ),
         *_PREDICTION,
-        *OUTPUT,
+        *llama.OUTPUT,
     ),
     config=(
-        Rule((*_KEYS, "num_hidden_layers", *(key.key for key in _EXPERT_KEYS.values())), _read_layers, _write_layers),
-        Synonyms({"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"}),
-        Key("hidden_size", "hidden_size", 4096),
-        Key("ffn_hidden_size", "intermediate_size", 21504),
-        Key("max_position_embeddings", "max_position_embeddings", 4096),
-        VOCABULARY,
-        heads(num_attention_heads=32, num_key_value_heads=8, head_dim=128),
+        keys.Rule(
+            (*_KEYS, "num_hidden_layers", *(key.key for key in _EXPERT_KEYS.values())), _read_layers, _write_layers
+        ),
+        keys.Synonyms({"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"}),
+        keys.Key("hidden_size", "hidden_size", 4096),
+        keys.Key("ffn_hidden_size", "intermediate_size", 21504),
+        keys.Key("max_position_embeddings", "max_position_embeddings", 4096),
+        keys.VOCABULARY,
+        keys.heads(num_attention_heads=32, num_key_value_heads=8, head_dim=128),
         *_MIXER_KEYS,
-        Only("mlp_hidden_act", "relu2", "activation", "squared_relu"),
-        Always("gated_linear_unit", False),
-        Only("attention_bias", False),
-        Only("mlp_bias", False),
-        Only("sliding_window", None),
-        Only("norm_topk_prob", True),
-        Rule(("num_nextn_predict_layers", *_PREDICTING), _read_prediction, _write_prediction),
-        Only("residual_in_fp32", False),
-        Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
-        tied(False),
+        keys.Only("mlp_hidden_act", "relu2", "activation", "squared_relu"),
+        keys.Always("gated_linear_unit", False),
+        keys.Only("attention_bias", False),
+        keys.Only("mlp_bias", False),
+        keys.Only("sliding_window", None),
+        keys.Only("norm_topk_prob", True),
+        keys.Rule(("num_nextn_predict_layers", *_PREDICTING), _read_prediction, _write_prediction),
+        keys.Only("residual_in_fp32", False),
+        keys.Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
+        keys.tied(False),
     ),
     aliases=(replace(TIED, of="backbone.embeddings.weight"),),
 )

@@ -5,40 +5,32 @@ Trap: Megatron's LayerNorms have both. Their weights are stored less one, so tha
 
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SILU, SIZES, Always, Key, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, Condition
 from precisionctl.architectures.rearrangements import SAME
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    FINAL_NORM,
-    MLP,
-    MLP_NORM,
-    ZERO_NORM_BIASES,
-    model_rows,
-)
+from precisionctl.architectures.shared import llama_rows as llama
 
 _WEIGHTS = tuple(
     replace(row, rearrangement=SAME, present=Condition("norm_weight", ("layer_norms",)))
-    for row in (*ATTENTION_NORM, *MLP_NORM, *FINAL_NORM)
+    for row in (*llama.ATTENTION_NORM, *llama.MLP_NORM, *llama.FINAL_NORM)
 )
 
 ARCHITECTURE = Architecture(
     model_types={"olmo": "OlmoForCausalLM"},
-    rows=model_rows(*_WEIGHTS, *ZERO_NORM_BIASES, *ATTENTION, *MLP, ending=()),
+    rows=llama.model_rows(*_WEIGHTS, *llama.ZERO_NORM_BIASES, *llama.ATTENTION, *llama.MLP, ending=()),
     config=(
-        *SIZES,
-        HEADS,
-        ATTENTION_BIAS,
-        SILU,
-        Always("normalization", "LayerNorm"),
-        Always("norm_epsilon", 1e-5),
-        Always("norm_weight", False),
-        Always("norm_bias", False),
-        Always("zero_centered_gamma", True),
-        Key("clip_qkv", "clip_qkv", None),
+        *keys.SIZES,
+        keys.HEADS,
+        keys.ATTENTION_BIAS,
+        keys.SILU,
+        keys.Always("normalization", "LayerNorm"),
+        keys.Always("norm_epsilon", 1e-5),
+        keys.Always("norm_weight", False),
+        keys.Always("norm_bias", False),
+        keys.Always("zero_centered_gamma", True),
+        keys.Key("clip_qkv", "clip_qkv", None),
         rope(),
-        tied(False),
+        keys.tied(False),
     ),
 )

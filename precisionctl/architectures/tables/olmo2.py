@@ -4,32 +4,31 @@ heads.
 Trap: `post_attention_layernorm` is what its name says here, and not Llama's norm before the MLP.
 """
 
-from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SILU, SIZES, Always, Entry, Key, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
-from precisionctl.architectures.shared.llama_rows import (
-    MLP,
-    PROJ,
-    QK_NORMS_OVER_HEADS,
-    QKV_LINEAR,
-    model_rows,
+
+NORM_OVER_HEADS: tuple[keys.Entry, ...] = (
+    keys.Always("qk_layernorm", True),
+    keys.Always("qk_layernorm_over_heads", True),
 )
 
-NORM_OVER_HEADS: tuple[Entry, ...] = (Always("qk_layernorm", True), Always("qk_layernorm_over_heads", True))
+ROWS = llama.model_rows(
+    *llama.QKV_LINEAR, *llama.QK_NORMS_OVER_HEADS, *llama.PROJ, *POST_ATTENTION_NORM, *llama.MLP, *POST_MLP_NORM
+)
 
-ROWS = model_rows(*QKV_LINEAR, *QK_NORMS_OVER_HEADS, *PROJ, *POST_ATTENTION_NORM, *MLP, *POST_MLP_NORM)
-
-COMMON: tuple[Entry, ...] = (
-    *SIZES,
-    HEADS,
-    ATTENTION_BIAS,
-    SILU,
+COMMON: tuple[keys.Entry, ...] = (
+    *keys.SIZES,
+    keys.HEADS,
+    keys.ATTENTION_BIAS,
+    keys.SILU,
     *NORM_OVER_HEADS,
-    Always("pre_layernorms", False),
-    Always("post_layernorms", True),
-    Key("norm_epsilon", "rms_norm_eps", 1e-5),
-    tied(False),
+    keys.Always("pre_layernorms", False),
+    keys.Always("post_layernorms", True),
+    keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
+    keys.tied(False),
 )
 
 ARCHITECTURE = Architecture(

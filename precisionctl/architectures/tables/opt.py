@@ -5,22 +5,10 @@ ones in Megatron. A layer's `final_layer_norm` is the one before its MLP. Files 
 `model.`. Of OPT-350M norms stand behind blocks, and embeddings have a width of their own: refused by those names.
 """
 
-from precisionctl.architectures.config_keys import (
-    GELU_TANH,
-    VOCABULARY,
-    Always,
-    Config,
-    Fields,
-    Only,
-    Rule,
-    activation,
-    biases,
-    size,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Alias, Architecture, Either, Row, renamed
 from precisionctl.architectures.rearrangements import FIRST_TWO_LAST
-from precisionctl.architectures.shared.llama_rows import OUTPUT, QKV_LINEAR
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.tables.gpt2 import body, sizes
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
@@ -42,7 +30,7 @@ _POSITIONS = Row(
     FIRST_TWO_LAST,
 )
 _BODY = (
-    *renamed(body(QKV_LINEAR), _NAMES),
+    *renamed(body(llama.QKV_LINEAR), _NAMES),
     _POSITIONS,
 )
 
@@ -50,21 +38,21 @@ _BODY = (
 _UNREAD = 2
 
 
-def _read_positions(config: Config) -> Fields:
+def _read_positions(config: keys.Config) -> keys.Fields:
     said = {"max_position_embeddings": 2048} | dict(config)
     return {
-        "max_position_embeddings": size(said, "max_position_embeddings"),
+        "max_position_embeddings": keys.size(said, "max_position_embeddings"),
         "unread_positions": _UNREAD,
     }
 
 
-def _write_positions(model: ModelShape) -> Config:
+def _write_positions(model: ModelShape) -> keys.Config:
     return {"max_position_embeddings": model.position_rows - _UNREAD}  # Megatron counts them too
 
 
-def _read_width(config: Config) -> Fields:
+def _read_width(config: keys.Config) -> keys.Fields:
     width = config.get("word_embed_proj_dim")
-    if width not in (None, size(config, "hidden_size")):
+    if width not in (None, keys.size(config, "hidden_size")):
         what = f"no opt known here has word_embed_proj_dim={shown(width)}"
         raise UnknownArchitecture(what, do="Its table was made for that of hidden_size.")
     return {}
@@ -73,22 +61,22 @@ def _read_width(config: Config) -> Fields:
 ARCHITECTURE = Architecture(
     model_types={"opt": "OPTForCausalLM"},
     behind={"q_proj": "v_proj", "layers": "final_layer_norm"},
-    rows=(Either(_BODY, renamed(_BODY, {"model.decoder.": "decoder."})), *OUTPUT),
+    rows=(Either(_BODY, renamed(_BODY, {"model.decoder.": "decoder."})), *llama.OUTPUT),
     config=(
         sizes("num_hidden_layers", "hidden_size", "num_attention_heads", "ffn_dim", absent=3072),
-        Rule(("max_position_embeddings",), _read_positions, _write_positions),
-        VOCABULARY,
-        activation("activation_function", {"relu": "relu", "gelu": "gelu", **GELU_TANH}, "relu"),
-        Always("gated_linear_unit", False),
-        Always("normalization", "LayerNorm"),
-        Always("norm_epsilon", 1e-5),
-        Always("position_embedding", "learned_absolute"),
-        biases("enable_bias", True),
-        Rule(("word_embed_proj_dim",), _read_width, lambda model: {"word_embed_proj_dim": model.hidden_size}),
-        Only("do_layer_norm_before", True),
-        Only("_remove_final_layer_norm", False),
-        Only("layer_norm_elementwise_affine", True),
-        tied(True),
+        keys.Rule(("max_position_embeddings",), _read_positions, _write_positions),
+        keys.VOCABULARY,
+        keys.activation("activation_function", {"relu": "relu", "gelu": "gelu", **keys.GELU_TANH}, "relu"),
+        keys.Always("gated_linear_unit", False),
+        keys.Always("normalization", "LayerNorm"),
+        keys.Always("norm_epsilon", 1e-5),
+        keys.Always("position_embedding", "learned_absolute"),
+        keys.biases("enable_bias", True),
+        keys.Rule(("word_embed_proj_dim",), _read_width, lambda model: {"word_embed_proj_dim": model.hidden_size}),
+        keys.Only("do_layer_norm_before", True),
+        keys.Only("_remove_final_layer_norm", False),
+        keys.Only("layer_norm_elementwise_affine", True),
+        keys.tied(True),
     ),
     aliases=(
         Alias("lm_head.weight", of="model.decoder.embed_tokens.weight", switch="tied_embeddings"),

@@ -3,54 +3,36 @@
 Trap: half of each head's channels are rotated.
 """
 
-from precisionctl.architectures.config_keys import (
-    ALL_BIASES,
-    GELU_TANH,
-    HEADS,
-    SIZES,
-    Always,
-    Key,
-    Only,
-    activation,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION,
-    EMBEDDING,
-    FINAL_LAYER_NORM,
-    OUTPUT,
-    OUTPUT_BIAS,
-    SEPARATE_LAYER_NORM,
-    UNGATED_MLP,
-)
+from precisionctl.architectures.shared import llama_rows as llama
 
 ARCHITECTURE = Architecture(
     model_types={"phi": "PhiForCausalLM"},
     rows=(
-        *EMBEDDING,
-        *SEPARATE_LAYER_NORM,
-        *renamed(ATTENTION, {"o_proj": "dense"}),
-        *renamed(UNGATED_MLP, {"up_proj": "fc1", "down_proj": "fc2"}),
-        *renamed(FINAL_LAYER_NORM, {"model.norm": "model.final_layernorm"}),
-        *OUTPUT,
-        *OUTPUT_BIAS,
+        *llama.EMBEDDING,
+        *llama.SEPARATE_LAYER_NORM,
+        *renamed(llama.ATTENTION, {"o_proj": "dense"}),
+        *renamed(llama.UNGATED_MLP, {"up_proj": "fc1", "down_proj": "fc2"}),
+        *renamed(llama.FINAL_LAYER_NORM, {"model.norm": "model.final_layernorm"}),
+        *llama.OUTPUT,
+        *llama.OUTPUT_BIAS,
     ),
     config=(
-        *SIZES,
-        HEADS,
-        Only("qk_layernorm", False),
-        *ALL_BIASES,
-        Always("output_bias", True),
-        activation("hidden_act", {"gelu_new": "gelu_tanh", **GELU_TANH, "gelu": "gelu"}, "gelu_new"),
-        Always("gated_linear_unit", False),
-        Always("normalization", "LayerNorm"),
-        Always("parallel_residual", True),
-        Always("shared_layernorm", True),
-        Key("norm_epsilon", "layer_norm_eps", 1e-5),
+        *keys.SIZES,
+        keys.HEADS,
+        keys.Only("qk_layernorm", False),
+        *keys.ALL_BIASES,
+        keys.Always("output_bias", True),
+        keys.activation("hidden_act", {"gelu_new": "gelu_tanh", **keys.GELU_TANH, "gelu": "gelu"}, "gelu_new"),
+        keys.Always("gated_linear_unit", False),
+        keys.Always("normalization", "LayerNorm"),
+        keys.Always("parallel_residual", True),
+        keys.Always("shared_layernorm", True),
+        keys.Key("norm_epsilon", "layer_norm_eps", 1e-5),
         rope(percent=0.5, partial=True),
-        tied(False),
+        keys.tied(False),
     ),
     names_by="this project",
 )

@@ -5,24 +5,17 @@ Trap: `qkv_proj` is all of q, then all of k, then all of v, not Megatron's order
 
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Config, Key, Rule, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.head_rearrangements import QKV
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rearrangements import Joined
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION_NORM,
-    JOINED_MLP,
-    MLP_NORM,
-    PROJ,
-    QKV_LINEAR,
-    model_rows,
-)
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.model.model_shape import ModelShape
 
 
-def _write_original(model: ModelShape) -> Config:
+def _write_original(model: ModelShape) -> keys.Config:
     """Its class has a default for the original context, which would outdo what the scaling says."""
     original = (model.rope_scaling or {}).get("original_max_position_embeddings")
     return {"original_max_position_embeddings": original} if original else {}
@@ -30,21 +23,21 @@ def _write_original(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"phi3": "Phi3ForCausalLM"},
-    rows=model_rows(
-        *ATTENTION_NORM,
-        replace(QKV_LINEAR[0], names="model.layers.{layer}.self_attn.qkv_proj.weight", rearrangement=Joined(QKV)),
-        PROJ[0],
-        *MLP_NORM,
-        *JOINED_MLP,
+    rows=llama.model_rows(
+        *llama.ATTENTION_NORM,
+        replace(llama.QKV_LINEAR[0], names="model.layers.{layer}.self_attn.qkv_proj.weight", rearrangement=Joined(QKV)),
+        llama.PROJ[0],
+        *llama.MLP_NORM,
+        *llama.JOINED_MLP,
     ),
     config=(
-        *SIZES,
-        HEADS,
-        SILU,
-        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        *keys.SIZES,
+        keys.HEADS,
+        keys.SILU,
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(partial=True, original=4096),
-        Rule((), lambda config: {}, _write_original),
+        keys.Rule((), lambda config: {}, _write_original),
         sliding_window(everywhere, listed=False),
-        tied(False),
+        keys.tied(False),
     ),
 )

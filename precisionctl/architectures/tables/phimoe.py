@@ -9,37 +9,18 @@ beside experts without biases.
 from dataclasses import replace
 from typing import Any
 
-from precisionctl.architectures.config_keys import (
-    SILU,
-    SIZES,
-    Always,
-    Config,
-    Fields,
-    Key,
-    Only,
-    Rule,
-    attention_bias,
-    heads,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.param_map import Architecture, Row, only_with, renamed, when
 from precisionctl.architectures.rope import KEYS, rope, rotary_parameters
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION_LAYER_NORM,
-    FINAL_LAYER_NORM,
-    OUTPUT_BIAS,
-    PROJ,
-    QKV_LINEAR,
-    model_rows,
-)
-from precisionctl.architectures.shared.moe_rows import MOE_NORM
+from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.tables.mixtral import EXPERTS, EXPERTS_EVERYWHERE
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import real
 from precisionctl.model.model_shape import ModelShape
 
-_PROJ, _PROJ_BIAS = PROJ
-_ATTENTION = (*QKV_LINEAR, _PROJ, replace(_PROJ_BIAS, present=when("proj_bias")))
+_PROJ, _PROJ_BIAS = llama.PROJ
+_ATTENTION = (*llama.QKV_LINEAR, _PROJ, replace(_PROJ_BIAS, present=when("proj_bias")))
 _MOE_NORM_BIAS = Row(
     "model.layers.{layer}.post_attention_layernorm.bias",
     "decoder.layers.{layer}.pre_mlp_layernorm.bias",
@@ -53,7 +34,7 @@ _ROPE = rope(_BASE)
 _MSCALES = ("short_mscale", "long_mscale")
 
 
-def _read_rope(config: Config) -> Fields:
+def _read_rope(config: keys.Config) -> keys.Fields:
     fields = _ROPE.read(config)
     scaling = fields["rope_scaling"]
     if scaling is None:
@@ -70,7 +51,7 @@ def _read_rope(config: Config) -> Fields:
     return {**fields, "rope_scaling": {**scaling, "attention_factor": short}}
 
 
-def _write_rope(model: ModelShape) -> Config:
+def _write_rope(model: ModelShape) -> keys.Config:
     config = _ROPE.write(model)
     if model.rope_scaling is None:
         return config
@@ -82,33 +63,33 @@ def _write_rope(model: ModelShape) -> Config:
 ARCHITECTURE = Architecture(
     model_types={"phimoe": "PhimoeForCausalLM"},
     rows=(
-        *model_rows(
-            *ATTENTION_LAYER_NORM,
+        *llama.model_rows(
+            *llama.ATTENTION_LAYER_NORM,
             *_ATTENTION,
-            *MOE_NORM,
+            *moe.MOE_NORM,
             _MOE_NORM_BIAS,
             _EXPERTS,
-            ending=FINAL_LAYER_NORM,
+            ending=llama.FINAL_LAYER_NORM,
         ),
-        *only_with("output_bias", OUTPUT_BIAS),
+        *only_with("output_bias", llama.OUTPUT_BIAS),
     ),
     config=(
-        *SIZES,
-        heads(num_key_value_heads=8),
-        SILU,
-        Always("normalization", "LayerNorm"),
-        Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        attention_bias(False),
-        Always("add_bias_linear", False),
-        Key("output_bias", "lm_head_bias", False),
-        Key("moe.num_experts", "num_local_experts", 16),
-        Only("num_experts_per_tok", 2, "moe.topk", 2),
+        *keys.SIZES,
+        keys.heads(num_key_value_heads=8),
+        keys.SILU,
+        keys.Always("normalization", "LayerNorm"),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        keys.attention_bias(False),
+        keys.Always("add_bias_linear", False),
+        keys.Key("output_bias", "lm_head_bias", False),
+        keys.Key("moe.num_experts", "num_local_experts", 16),
+        keys.Only("num_experts_per_tok", 2, "moe.topk", 2),
         EXPERTS_EVERYWHERE,
-        Key("moe.sparsemixer_eps", "router_jitter_noise", 0.01),
-        Rule(("input_jitter_noise",), lambda config: {}),  # of training alone
-        Rule((*KEYS, *_MSCALES), _read_rope, _write_rope),
+        keys.Key("moe.sparsemixer_eps", "router_jitter_noise", 0.01),
+        keys.Rule(("input_jitter_noise",), lambda config: {}),  # of training alone
+        keys.Rule((*KEYS, *_MSCALES), _read_rope, _write_rope),
         sliding_window(everywhere, listed=False),
-        Only("tie_word_embeddings", False, "tied_embeddings", False),
+        keys.Only("tie_word_embeddings", False, "tied_embeddings", False),
     ),
     aliases=(),
     names_by="this project",

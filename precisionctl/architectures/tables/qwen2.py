@@ -3,14 +3,14 @@
 Trap: no key of config.json says that those biases are there, and o_proj has none.
 """
 
-from precisionctl.architectures.config_keys import SILU, SIZES, Always, Config, Key, heads, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 
 
-def _after_the_first(config: Config, layers: int) -> list[bool]:
+def _after_the_first(config: keys.Config, layers: int) -> list[bool]:
     """Layers from `max_window_layers` on have the window."""
     first = config.get("max_window_layers")
     return [layer >= (28 if first is None else first) for layer in range(layers)]
@@ -22,13 +22,13 @@ ARCHITECTURE = Architecture(
     model_types={"qwen2": "Qwen2ForCausalLM"},
     rows=LLAMA.rows,
     config=(
-        *SIZES,
-        heads(num_key_value_heads=32),
-        SILU,
-        Always("qkv_bias", True),
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        *keys.SIZES,
+        keys.heads(num_key_value_heads=32),
+        keys.SILU,
+        keys.Always("qkv_bias", True),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope(),
         WINDOW,
-        tied(False),
+        keys.tied(False),
     ),
 )

@@ -4,12 +4,12 @@ Trap: the delta net's input projection is four tensors, of which three go by kin
 dimensions (`mrope`) are all the same in text.
 """
 
-from precisionctl.architectures.config_keys import SIZES, heads
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rearrangements import BY_KIND
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.shared.delta_net_keys import COMMON, prediction_layers
 from precisionctl.architectures.shared.delta_net_rows import DENSE, delta_net, prediction
-from precisionctl.architectures.shared.llama_rows import model_rows
 
 IN_PROJ = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
@@ -17,7 +17,7 @@ IN_PROJ = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 def rows(*mlp: Row | Either) -> tuple[Row | Either, ...]:
     """All, where these are the rows of a layer's MLP."""
     attention = delta_net(BY_KIND, *IN_PROJ, values=IN_PROJ[2:])
-    return (*model_rows(*attention, *mlp), *prediction(*mlp))
+    return (*llama.model_rows(*attention, *mlp), *prediction(*mlp))
 
 
 PREDICTION_LAYERS = prediction_layers("mtp_num_hidden_layers")
@@ -25,5 +25,5 @@ PREDICTION_LAYERS = prediction_layers("mtp_num_hidden_layers")
 ARCHITECTURE = Architecture(
     model_types={"qwen3_5_text": "Qwen3_5ForCausalLM"},
     rows=rows(*DENSE),
-    config=(*SIZES, *COMMON, heads(num_key_value_heads=4, head_dim=256), PREDICTION_LAYERS),
+    config=(*keys.SIZES, *COMMON, keys.heads(num_key_value_heads=4, head_dim=256), PREDICTION_LAYERS),
 )

@@ -5,27 +5,27 @@ transformers leaves out. q_proj makes an output gate too, head by head. Without 
 each head's channels is rotated.
 """
 
-from precisionctl.architectures.config_keys import SIZES, Always, Key, heads
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rearrangements import BY_HEAD
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.shared.delta_net_keys import COMMON, prediction_layers
 from precisionctl.architectures.shared.delta_net_rows import DENSE, SPARSE, delta_net, prediction
-from precisionctl.architectures.shared.llama_rows import model_rows
 from precisionctl.architectures.tables.qwen3_moe import EXPERTS_OF_LAYERS, scores
 
 ARCHITECTURE = Architecture(
     model_types={"qwen3_next": "Qwen3NextForCausalLM"},
     rows=(
-        *model_rows(*delta_net(BY_HEAD, "in_proj_qkvz", "in_proj_ba", values=("in_proj_ba",)), *DENSE, *SPARSE),
+        *llama.model_rows(*delta_net(BY_HEAD, "in_proj_qkvz", "in_proj_ba", values=("in_proj_ba",)), *DENSE, *SPARSE),
         *prediction(*DENSE, *SPARSE),
     ),
     config=(
-        *SIZES,
+        *keys.SIZES,
         *COMMON,
-        heads(num_key_value_heads=2, head_dim=256),
+        keys.heads(num_key_value_heads=2, head_dim=256),
         *EXPERTS_OF_LAYERS,
-        Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
-        Always("moe.shared_expert_gate", True),
+        keys.Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
+        keys.Always("moe.shared_expert_gate", True),
         scores(True),
         prediction_layers("num_nextn_predict_layers"),
     ),

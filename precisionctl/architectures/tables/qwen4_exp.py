@@ -9,26 +9,15 @@ which transformers passes over, no names are known; in the wrapper they travel w
 
 from collections.abc import Iterator
 
-from precisionctl.architectures.config_keys import (
-    EVERY_LAYER_SPARSE,
-    SIZES_BESIDE_MLP,
-    Always,
-    Config,
-    Fields,
-    Key,
-    Rule,
-    heads,
-    layers,
-    size,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import numbered_layers
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in
 from precisionctl.architectures.rearrangements import BY_KIND, GAMMA, SAME, Chunks, Rearrangement
 from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.shared.delta_net_keys import BESIDE_LAYERS, KINDS, delta_net_layers
 from precisionctl.architectures.shared.delta_net_rows import SPARSE, delta_net
 from precisionctl.architectures.shared.hyper_connection_rows import gated_residual, residual_mixer
-from precisionctl.architectures.shared.llama_rows import model_rows
 from precisionctl.architectures.tables.qwen3_5 import IN_PROJ
 from precisionctl.architectures.tables.qwen3_moe import scores
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
@@ -114,11 +103,11 @@ _INDEXER_KEYS = (
 )
 
 
-def _read_indexer(config: Config) -> Fields:
+def _read_indexer(config: keys.Config) -> keys.Fields:
     with_delta_net = _LAYERS.read(config)["gdn.layers"]
     if all(with_delta_net):
         return {}
-    number, of_keys, channels, budget, ratio = (size(config, key) for key in _INDEXER_KEYS)
+    number, of_keys, channels, budget, ratio = (keys.size(config, key) for key in _INDEXER_KEYS)
     if of_keys != 1:
         what = f"no {config.get('model_type')} known here has indexer_kv_heads={of_keys}"
         raise UnknownArchitecture(what, do="Its table was made for 1.")
@@ -136,7 +125,7 @@ def _read_indexer(config: Config) -> Fields:
     }
 
 
-def _write_indexer(model: ModelShape) -> Config:
+def _write_indexer(model: ModelShape) -> keys.Config:
     msa = model.msa
     if msa is None:
         return {}
@@ -157,12 +146,12 @@ _NGRAM_KEYS = {  # field: key, and what its class takes where none is said
 }
 
 
-def _read_ngrams(config: Config) -> Fields:
+def _read_ngrams(config: keys.Config) -> keys.Fields:
     listed = config.get("ple_layer_ids")
     numbers = numbered_layers([] if listed is None else listed, "ple_layer_ids")  # counting from 1
     if not numbers:
         return {}
-    with_ngrams = tuple(layer + 1 in numbers for layer in range(layers(config)))
+    with_ngrams = tuple(layer + 1 in numbers for layer in range(keys.layers(config)))
     with_delta_net = _LAYERS.read(config)["gdn.layers"]
     if sum(with_ngrams) < len(numbers) or any(has > net for has, net in zip(with_ngrams, with_delta_net, strict=True)):
         what = f"ple_layer_ids is {shown(listed)}, and not all of these are layers with linear attention"
@@ -173,16 +162,16 @@ def _read_ngrams(config: Config) -> Fields:
         what = f"eos_token_id is {shown(config.get('eos_token_id'))}, and n-grams before it are made of it"
         raise DamagedCheckpoint(what)
     given = {**dict(_NGRAM_KEYS.values()), **config}
-    embed_dim = size(config, "hidden_size" if config.get("ple_embed_dim") is None else "ple_embed_dim")
+    embed_dim = keys.size(config, "hidden_size" if config.get("ple_embed_dim") is None else "ple_embed_dim")
     return {
-        **{f"ple.{field}": size(given, key) for field, (key, _) in _NGRAM_KEYS.items()},
+        **{f"ple.{field}": keys.size(given, key) for field, (key, _) in _NGRAM_KEYS.items()},
         "ple.layers": with_ngrams,
         "ple.embed_dim": embed_dim,
         "ple.end_token": end,
     }
 
 
-def _write_ngrams(model: ModelShape) -> Config:
+def _write_ngrams(model: ModelShape) -> keys.Config:
     if model.ple is None:
         return {}
     return {
@@ -193,7 +182,7 @@ def _write_ngrams(model: ModelShape) -> Config:
     }
 
 
-def _read_gate(config: Config) -> Fields:
+def _read_gate(config: keys.Config) -> keys.Fields:
     kind = "silu" if config.get("output_gate_type") is None else config["output_gate_type"]
     if kind not in ("silu", "sigmoid"):
         what = f"no {config.get('model_type')} known here has output_gate_type={shown(kind)}"
@@ -203,7 +192,7 @@ def _read_gate(config: Config) -> Fields:
 
 ARCHITECTURE = Architecture(
     model_types={"qwen4_exp_text": "Qwen4ExpForCausalLM"},
-    rows=model_rows(
+    rows=llama.model_rows(
         *_NGRAMS,
         *gated_residual(f"{_HF}attn_hyper_connection.", "self_attention"),
         *_without_norms(delta_net(BY_KIND, *IN_PROJ, values=IN_PROJ[2:])),
@@ -214,28 +203,28 @@ ARCHITECTURE = Architecture(
     ),
     more_rows=_tables,
     config=(
-        *SIZES_BESIDE_MLP,
+        *keys.SIZES_BESIDE_MLP,
         *BESIDE_LAYERS,
         _LAYERS,
         rope(partial=True),
-        heads(num_key_value_heads=2, head_dim=256),
-        Always("pre_layernorms", False),
-        Rule(
+        keys.heads(num_key_value_heads=2, head_dim=256),
+        keys.Always("pre_layernorms", False),
+        keys.Rule(
             ("output_gate_type",), _read_gate, lambda model: {"output_gate_type": model.gdn and model.gdn.output_gate}
         ),
-        Rule(_INDEXER_KEYS, _read_indexer, _write_indexer),
-        Key("ffn_hidden_size", "moe_intermediate_size", 512),
-        Key("moe.ffn_hidden_size", "moe_intermediate_size", 512),
-        EVERY_LAYER_SPARSE,
-        Key("moe.num_experts", "num_experts", 512),
-        Key("moe.topk", "num_experts_per_tok", 10),
-        Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
-        Always("moe.shared_expert_gate", True),
+        keys.Rule(_INDEXER_KEYS, _read_indexer, _write_indexer),
+        keys.Key("ffn_hidden_size", "moe_intermediate_size", 512),
+        keys.Key("moe.ffn_hidden_size", "moe_intermediate_size", 512),
+        keys.EVERY_LAYER_SPARSE,
+        keys.Key("moe.num_experts", "num_experts", 512),
+        keys.Key("moe.topk", "num_experts_per_tok", 10),
+        keys.Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
+        keys.Always("moe.shared_expert_gate", True),
         scores(True),
-        Key("mhc.num_residual_streams", "hc_count", 4),
-        Always("mhc.mhc_sinkhorn_iterations", None),
-        Key("mhc.lowrank", "hc_lowrank", 320),
-        Rule(
+        keys.Key("mhc.num_residual_streams", "hc_count", 4),
+        keys.Always("mhc.mhc_sinkhorn_iterations", None),
+        keys.Key("mhc.lowrank", "hc_lowrank", 320),
+        keys.Rule(
             ("ple_layer_ids", "ple_embed_dim", "eos_token_id", *(key for key, _ in _NGRAM_KEYS.values())),
             _read_ngrams,
             _write_ngrams,

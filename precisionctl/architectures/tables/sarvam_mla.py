@@ -6,11 +6,10 @@ say in `head_dim` how many numbers vLLM caches for a token, which its class pass
 
 from collections.abc import Mapping
 
-from precisionctl.architectures.config_keys import Config, Fields, Key, Only, Rule, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import KEYS, rope
-from precisionctl.architectures.shared.deepseek_keys import latent_attention
-from precisionctl.architectures.shared.deepseek_rows import ATTENTION, decoder
+from precisionctl.architectures.shared import deepseek_keys, deepseek_rows
 from precisionctl.architectures.tables.sarvam_moe import COMMON
 from precisionctl.model.model_shape import ModelShape
 
@@ -18,14 +17,14 @@ _ROPE = rope()
 _YARN = "deepseek_yarn"
 
 
-def _read_rope(config: Config) -> Fields:
+def _read_rope(config: keys.Config) -> keys.Fields:
     scaling = config.get("rope_scaling")
     if isinstance(scaling, Mapping) and _YARN in (scaling.get("type"), scaling.get("rope_type")):
         config = {**config, "rope_scaling": {**scaling, "rope_type": "yarn"}}
     return _ROPE.read(config)
 
 
-def _write_rope(model: ModelShape) -> Config:
+def _write_rope(model: ModelShape) -> keys.Config:
     written = dict(_ROPE.write(model))
     scaling = written.get("rope_scaling", {})
     if scaling.get("rope_type") != "yarn":
@@ -33,7 +32,7 @@ def _write_rope(model: ModelShape) -> Config:
     return {**written, "rope_scaling": {"type": _YARN} | {k: v for k, v in scaling.items() if k != "rope_type"}}
 
 
-def _write_heads(model: ModelShape) -> Config:
+def _write_heads(model: ModelShape) -> keys.Config:
     """As vLLM caches them, and as attention multiplies them."""
     if model.mla is None:
         return {}
@@ -44,15 +43,15 @@ def _write_heads(model: ModelShape) -> Config:
 ARCHITECTURE = Architecture(
     model_types={"sarvam_mla": "SarvamMLAForCausalLM"},
     behind={"gate": "experts"},
-    rows=decoder(ATTENTION),
+    rows=deepseek_rows.decoder(deepseek_rows.ATTENTION),
     config=(
-        *latent_attention(None),
-        Rule(("head_dim", "q_head_dim"), lambda config: {}, _write_heads),
-        Only("rope_interleave", True),
-        Only("moe_layer_freq", 1),
+        *deepseek_keys.latent_attention(None),
+        keys.Rule(("head_dim", "q_head_dim"), lambda config: {}, _write_heads),
+        keys.Only("rope_interleave", True),
+        keys.Only("moe_layer_freq", 1),
         *COMMON,
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        Rule(KEYS, _read_rope, _write_rope),
-        tied(False),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        keys.Rule(KEYS, _read_rope, _write_rope),
+        keys.tied(False),
     ),
 )

@@ -7,36 +7,12 @@ say more, which engines ask for and its class does not write.
 
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import (
-    SILU,
-    SIZES,
-    TWO_CLASSES,
-    Entry,
-    Key,
-    Only,
-    Reworded,
-    Rule,
-    heads,
-    reworded,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.head_rearrangements import QKV
 from precisionctl.architectures.param_map import TIED, Alias, Architecture, Either, renamed
 from precisionctl.architectures.rearrangements import Joined
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.deepseek_keys import SHARED_EXPERT_SIZE, experts, groups
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION_NORM,
-    EMBEDDING,
-    FINAL_NORM,
-    MLP,
-    MLP_NORM,
-    OUTPUT,
-    PROJ,
-    QK_NORMS,
-    QKV_LINEAR,
-)
-from precisionctl.architectures.shared.moe_rows import EXPERT_BIAS, EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERTS
+from precisionctl.architectures.shared import deepseek_keys, llama_rows as llama, moe_rows as moe
 
 _PUBLISHED = {
     "model.embed_tokens.": "model.word_embeddings.",
@@ -47,30 +23,31 @@ _PUBLISHED = {
     ".e_score_correction_bias": ".expert_bias",
 }
 _JOINED = tuple(
-    replace(row, names=row.hf[0].replace("q_proj", "query_key_value"), rearrangement=Joined(QKV)) for row in QKV_LINEAR
+    replace(row, names=row.hf[0].replace("q_proj", "query_key_value"), rearrangement=Joined(QKV))
+    for row in llama.QKV_LINEAR
 )
-_BESIDE = (*EMBEDDING, *QK_NORMS, *PROJ, *EXPERT_BIAS)
-PUBLISHED_EMBEDDING = renamed(EMBEDDING, _PUBLISHED)
-PUBLISHED_ATTENTION = renamed((*QK_NORMS, *PROJ, *_JOINED), _PUBLISHED)
-PUBLISHED_BIAS = renamed(EXPERT_BIAS, _PUBLISHED)
+_BESIDE = (*llama.EMBEDDING, *llama.QK_NORMS, *llama.PROJ, *moe.EXPERT_BIAS)
+PUBLISHED_EMBEDDING = renamed(llama.EMBEDDING, _PUBLISHED)
+PUBLISHED_ATTENTION = renamed((*llama.QK_NORMS, *llama.PROJ, *_JOINED), _PUBLISHED)
+PUBLISHED_BIAS = renamed(moe.EXPERT_BIAS, _PUBLISHED)
 
 _WORDS = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
-ROUTING_KEYS: tuple[Entry, ...] = (
-    *reworded(experts(shared=1, dense=1), _WORDS, published=True),
-    SHARED_EXPERT_SIZE,
-    Only("score_function", "sigmoid", "moe.score_function", "sigmoid"),
-    Only("moe_router_enable_expert_bias", True, "moe.expert_bias", True),
-    Only("norm_topk_prob", True),
+ROUTING_KEYS: tuple[keys.Entry, ...] = (
+    *keys.reworded(deepseek_keys.experts(shared=1, dense=1), _WORDS, published=True),
+    deepseek_keys.SHARED_EXPERT_SIZE,
+    keys.Only("score_function", "sigmoid", "moe.score_function", "sigmoid"),
+    keys.Only("moe_router_enable_expert_bias", True, "moe.expert_bias", True),
+    keys.Only("norm_topk_prob", True),
 )
 """Keys of experts, which Ling 2.0 has, too."""
 _PREDICTION = "num_nextn_predict_layers"
 
-COMMON: tuple[Entry, ...] = (
-    TWO_CLASSES,
+COMMON: tuple[keys.Entry, ...] = (
+    keys.TWO_CLASSES,
     *ROUTING_KEYS,
-    groups(1, 1),
-    Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
-    Reworded(Only(_PREDICTION, 0), {_PREDICTION: "num_mtp_layers"}, published=False),
+    deepseek_keys.groups(1, 1),
+    keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
+    keys.Reworded(keys.Only(_PREDICTION, 0), {_PREDICTION: "num_mtp_layers"}, published=False),
 )
 """Keys of experts, and of no layers of prediction, which Sarvam's families have in common."""
 
@@ -78,21 +55,33 @@ ARCHITECTURE = Architecture(
     model_types={"sarvam_moe": "SarvamMoEForCausalLM"},
     behind={"gate": "experts"},
     rows=(
-        Either(renamed((*_BESIDE, *_JOINED), _PUBLISHED), (*_BESIDE, *QKV_LINEAR), second_is="in memory"),
-        *(*ATTENTION_NORM, *MLP_NORM, *MLP, *MOE_NORM, *ROUTER, *SHARED_EXPERTS, *EXPERTS, *FINAL_NORM, *OUTPUT),
+        Either(renamed((*_BESIDE, *_JOINED), _PUBLISHED), (*_BESIDE, *llama.QKV_LINEAR), second_is="in memory"),
+        *(
+            *llama.ATTENTION_NORM,
+            *llama.MLP_NORM,
+            *llama.MLP,
+            *moe.MOE_NORM,
+            *moe.ROUTER,
+            *moe.SHARED_EXPERTS,
+            *moe.EXPERTS,
+            *llama.FINAL_NORM,
+            *llama.OUTPUT,
+        ),
     ),
     config=(
-        *SIZES,
-        heads(num_key_value_heads=4, head_dim=64),
-        SILU,
-        *reworded((Key("qkv_bias", "attention_bias", False),), {"attention_bias": "use_qkv_bias"}, published=True),
-        Only("use_bias", False),
-        Key("qk_layernorm", "use_qk_norm", True),
+        *keys.SIZES,
+        keys.heads(num_key_value_heads=4, head_dim=64),
+        keys.SILU,
+        *keys.reworded(
+            (keys.Key("qkv_bias", "attention_bias", False),), {"attention_bias": "use_qkv_bias"}, published=True
+        ),
+        keys.Only("use_bias", False),
+        keys.Key("qk_layernorm", "use_qk_norm", True),
         *COMMON,
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope(8e6, partial=True),
-        tied(False),
-        Rule((), lambda config: {}, lambda model: {"embedding_dropout": 0.0}),  # engines ask for it
+        keys.tied(False),
+        keys.Rule((), lambda config: {}, lambda model: {"embedding_dropout": 0.0}),  # engines ask for it
     ),
     aliases=(Alias("lm_head.weight", of="model.word_embeddings.weight", switch="tied_embeddings"), TIED),
 )

@@ -4,20 +4,7 @@ Traps: `no_rope_layers` has a 1 for each layer that has them; `use_sliding_windo
 say which layers have the window.
 """
 
-from precisionctl.architectures.config_keys import (
-    ATTENTION_BIAS,
-    SILU,
-    SIZES,
-    Config,
-    Fields,
-    Key,
-    Rule,
-    heads,
-    is_on,
-    layers,
-    size,
-    tied,
-)
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
@@ -27,54 +14,54 @@ from precisionctl.model.model_parts import MOST_LAYERS
 from precisionctl.model.model_shape import ModelShape
 
 
-def with_rope(config: Config) -> tuple[bool, ...]:
+def with_rope(config: keys.Config) -> tuple[bool, ...]:
     """Whether each layer has rotary embeddings."""
     listed = config.get("no_rope_layers")
     if listed is None:
-        every = size({"no_rope_layer_interval": 4} | dict(config), "no_rope_layer_interval")
-        return tuple((layer + 1) % every != 0 for layer in range(layers(config)))
+        every = keys.size({"no_rope_layer_interval": 4} | dict(config), "no_rope_layer_interval")
+        return tuple((layer + 1) % every != 0 for layer in range(keys.layers(config)))
     if not isinstance(listed, list) or len(listed) > MOST_LAYERS:
         raise DamagedCheckpoint(f"no_rope_layers is {shown(listed)}, not a list of layers")
     return tuple(bool(each) for each in listed)
 
 
-def _read_rope_layers(config: Config) -> Fields:
+def _read_rope_layers(config: keys.Config) -> keys.Fields:
     return {"rope_layers": with_rope(config)}
 
 
-def _write_rope_layers(model: ModelShape) -> Config:
+def _write_rope_layers(model: ModelShape) -> keys.Config:
     return {"no_rope_layers": [int(each) for each in model.rope_layers or (True,) * model.num_layers]}
 
 
 _SWITCH = "use_sliding_window"
 
 
-def _without_rope(config: Config, layers: int) -> list[bool]:
-    return [is_on(config, _SWITCH) and not each for each in with_rope(config)]
+def _without_rope(config: keys.Config, layers: int) -> list[bool]:
+    return [keys.is_on(config, _SWITCH) and not each for each in with_rope(config)]
 
 
-def _write_switch(model: ModelShape) -> Config:
+def _write_switch(model: ModelShape) -> keys.Config:
     return {} if model.sliding_window is None else {_SWITCH: True}
 
 
 _ROPE_KEYS = ("no_rope_layers", "no_rope_layer_interval")
 
-ROPE_LAYERS = Rule(_ROPE_KEYS, _read_rope_layers, _write_rope_layers)
+ROPE_LAYERS = keys.Rule(_ROPE_KEYS, _read_rope_layers, _write_rope_layers)
 
 ARCHITECTURE = Architecture(
     model_types={"smollm3": "SmolLM3ForCausalLM"},
     rows=LLAMA.rows,
     config=(
-        *SIZES,
-        heads(num_key_value_heads=4),
-        ATTENTION_BIAS,
-        SILU,
-        Key("mlp_bias", "mlp_bias", False),
-        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        *keys.SIZES,
+        keys.heads(num_key_value_heads=4),
+        keys.ATTENTION_BIAS,
+        keys.SILU,
+        keys.Key("mlp_bias", "mlp_bias", False),
+        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope(2000000.0),
         ROPE_LAYERS,
         sliding_window(_without_rope, also=_ROPE_KEYS),
-        Rule((_SWITCH,), lambda config: {}, _write_switch),
-        tied(True),
+        keys.Rule((_SWITCH,), lambda config: {}, _write_switch),
+        keys.tied(True),
     ),
 )

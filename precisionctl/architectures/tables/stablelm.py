@@ -3,32 +3,30 @@
 Trap: StableLM 2 12B, with norms by head and a parallel residual, is not covered.
 """
 
-from precisionctl.architectures.config_keys import SILU, SIZES, Always, Key, Only, heads, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    FINAL_NORM,
-    MLP,
-    MLP_NORM,
-    NORM_BIASES,
-    model_rows,
-)
+from precisionctl.architectures.shared import llama_rows as llama
 
 ARCHITECTURE = Architecture(
     model_types={"stablelm": "StableLmForCausalLM"},
-    rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MLP_NORM, *MLP, ending=(*FINAL_NORM, *NORM_BIASES)),
+    rows=llama.model_rows(
+        *llama.ATTENTION_NORM,
+        *llama.ATTENTION,
+        *llama.MLP_NORM,
+        *llama.MLP,
+        ending=(*llama.FINAL_NORM, *llama.NORM_BIASES),
+    ),
     config=(
-        *SIZES,
-        heads(num_key_value_heads=32),
-        SILU,
-        Key("qkv_bias", "use_qkv_bias", False),
-        Only("qk_layernorm", False),
-        Only("use_parallel_residual", False),
-        Always("normalization", "LayerNorm"),
-        Key("norm_epsilon", "layer_norm_eps", 1e-5),
+        *keys.SIZES,
+        keys.heads(num_key_value_heads=32),
+        keys.SILU,
+        keys.Key("qkv_bias", "use_qkv_bias", False),
+        keys.Only("qk_layernorm", False),
+        keys.Only("use_parallel_residual", False),
+        keys.Always("normalization", "LayerNorm"),
+        keys.Key("norm_epsilon", "layer_norm_eps", 1e-5),
         rope(percent=0.25, partial=True),
-        tied(False),
+        keys.tied(False),
     ),
 )

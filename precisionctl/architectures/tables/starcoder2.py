@@ -3,39 +3,31 @@
 Trap: one switch for all biases.
 """
 
-from precisionctl.architectures.config_keys import GELU_TANH, SIZES, Always, Key, activation, biases, heads, tied
+from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    FINAL_NORM,
-    MLP_NORM,
-    NORM_BIASES,
-    UNGATED_MLP,
-    model_rows,
-)
+from precisionctl.architectures.shared import llama_rows as llama
 
 ARCHITECTURE = Architecture(
     model_types={"starcoder2": "Starcoder2ForCausalLM"},
-    rows=model_rows(
-        *ATTENTION_NORM,
-        *ATTENTION,
-        *MLP_NORM,
-        *renamed(UNGATED_MLP, {"up_proj": "c_fc", "down_proj": "c_proj"}),
-        ending=(*FINAL_NORM, *NORM_BIASES),
+    rows=llama.model_rows(
+        *llama.ATTENTION_NORM,
+        *llama.ATTENTION,
+        *llama.MLP_NORM,
+        *renamed(llama.UNGATED_MLP, {"up_proj": "c_fc", "down_proj": "c_proj"}),
+        ending=(*llama.FINAL_NORM, *llama.NORM_BIASES),
     ),
     config=(
-        *SIZES,
-        heads(num_key_value_heads=2),
-        biases("use_bias", True),
-        activation("hidden_act", {**GELU_TANH, "gelu": "gelu"}, "gelu_pytorch_tanh"),
-        Always("gated_linear_unit", False),
-        Always("normalization", "LayerNorm"),
-        Key("norm_epsilon", "norm_epsilon", 1e-5),
+        *keys.SIZES,
+        keys.heads(num_key_value_heads=2),
+        keys.biases("use_bias", True),
+        keys.activation("hidden_act", {**keys.GELU_TANH, "gelu": "gelu"}, "gelu_pytorch_tanh"),
+        keys.Always("gated_linear_unit", False),
+        keys.Always("normalization", "LayerNorm"),
+        keys.Key("norm_epsilon", "norm_epsilon", 1e-5),
         rope(),
         sliding_window(everywhere, listed=False),
-        tied(True),
+        keys.tied(True),
     ),
 )

@@ -27,8 +27,7 @@ from precisionctl.checkpoints.megatron.payloads import SavedPayload, payload_byt
 from precisionctl.checkpoints.megatron.towers import with_towers
 from precisionctl.checkpoints.torch_files.te_tensors import LocatedFp8Weight
 from precisionctl.checkpoints.torch_files.torch_zip import Inert, LocatedTensor, read_located
-from precisionctl.checkpoints.torch_legacy.buckets import FILE as BUCKETS
-from precisionctl.checkpoints.torch_legacy.buckets import bucket_tensors
+from precisionctl.checkpoints.torch_legacy.buckets import FILE as BUCKETS, bucket_tensors
 from precisionctl.checkpoints.torch_legacy.fp8_weights import Fp8Weights, codes_of, encodings_of
 from precisionctl.checkpoints.torch_legacy.names import (
     count_layers,

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from conversations import CONVERSATION, MARKING_TEMPLATE, PLAIN_TEMPLATE, read, tokenizer, write_rows
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from precisionctl.errors import DataError
 from precisionctl.trainer.data import load_rows

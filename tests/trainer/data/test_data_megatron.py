@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conversations import read, tokenizer
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from precisionctl.checkpoints.base import Companions
 from precisionctl.errors import DataError

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conversations import CONVERSATION, MARKING_TEMPLATE, read, tokenizer, write_rows
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from installed import judge
 
 from precisionctl.errors import DataError

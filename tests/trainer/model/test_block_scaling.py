@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from emulated_linears import assert_rounded_once, backend_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 from soaking import first, in_soak
 from torch import Tensor

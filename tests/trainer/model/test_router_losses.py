@@ -9,8 +9,7 @@ from typing import Any
 import pico
 import pytest
 import torch
-from conversions import change_args
-from conversions import run as convert
+from conversions import change_args, run as convert
 from gpt_models import VOCABULARY, converted, transformers_model
 from in_memory import InMemory
 from soaking import few, in_soak

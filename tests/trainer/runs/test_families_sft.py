@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.evaluate import load
-from precisionctl.trainer.measure.metrics import FILE as METRICS
-from precisionctl.trainer.measure.metrics import read_metrics
+from precisionctl.trainer.measure.metrics import FILE as METRICS, read_metrics
 
 LOGITS_APART = 0.3
 """Of the norm of BF16's: a router may choose another expert for what FP8 rounds. Codes taken for weights are 1.5."""

@@ -6,8 +6,7 @@ from typing import Any
 
 import calibrating
 import pytest
-from conversions import change_args
-from conversions import run as convert
+from conversions import change_args, run as convert
 from training import SMALL, make_place, run, settings
 
 from precisionctl.calibration.calibrate import calibrate

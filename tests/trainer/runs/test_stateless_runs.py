@@ -15,8 +15,7 @@ from precisionctl.evaluate import evaluate
 from precisionctl.fp8 import sidecar
 from precisionctl.precision import Precision
 from precisionctl.readiness.assess import assess
-from precisionctl.reports import inspect as report
-from precisionctl.reports import run as run_report
+from precisionctl.reports import inspect as report, run as run_report
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.measure.metrics import FILE, read_metrics
 from precisionctl.trainer.model.gpt import GPT

@@ -18,8 +18,7 @@ from training import contents, losses, run_with_kills, settings
 from precisionctl.errors import PrecisionError
 from precisionctl.precision import PRESETS
 from precisionctl.recipe import Recipe, Train
-from precisionctl.trainer import loop, sequences
-from precisionctl.trainer import resume as trainer
+from precisionctl.trainer import loop, resume as trainer, sequences
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import batch as batches
 from precisionctl.trainer.data.batch import Batch, Piece, make_batch
