@@ -62,7 +62,7 @@ class ReadOff(Architecture):
         return tuple(rows(stored))
 
 
-READ_OFF = ReadOff(model_types={}, rows=(), config=())
+READ_OFF = ReadOff(model_types={}, rows=(), config=(), aliases=(), derived=())
 
 
 def rows(stored: Mapping[str, TensorSpec]) -> Iterator[TensorRow]:

@@ -16,7 +16,7 @@ from precisionctl.errors import UnknownArchitecture
 from precisionctl.model.model_shape import ModelShape
 
 FAMILIES: Mapping[str, GgufFamily] = joined_tables(sys.modules[__name__], "FAMILIES")
-"""By the `model_type` of a config.json. Several may have one `general.architecture`."""
+"""By the `model_type` of a config.json, of a wrapper its text model's. Several may have one `general.architecture`."""
 
 
 def model_type_of(file: Described, of_architecture: Sequence[str]) -> str:

@@ -8,50 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.expert_keys import (
-    EXPERT_COUNTS,
-    EXPERT_SIZE,
-    LEADING_DENSE,
-    NORMALISED,
-    SHARED_COUNT,
-    SHARED_EXPERT_SIZE,
-    is_scored_by,
-    scored_by,
-)
+from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import (
-    EPSILON,
-    HEAD_SIZE,
-    LAYER_NORM_EPSILON,
-    UNUSUAL_HEAD_SIZE,
-    VOCABULARY,
-    WINDOW,
-    WINDOWS,
-    GgufRule,
-    Said,
-    every,
-    hidden_by_heads,
-    number,
-    value_of,
-)
-from precisionctl.checkpoints.gguf.rope_keys import SAYS_UNSCALED, TURNED, UNSCALED_ALONE
-from precisionctl.checkpoints.gguf.tensor_rows import (
-    ATTENTION,
-    EXPERTS,
-    MLP,
-    ROUTER,
-    SCALED,
-    SHARED_EXPERTS,
-    in_layers,
-    outside_layers,
-)
 from precisionctl.model.model_shape import ModelShape
 
-_ROWS = [*outside_layers(), *in_layers({"input_layernorm": "attn_norm"}), *ATTENTION, *MLP]
-_LOGIT_SCALE = number("logit_multiplier", "logit_scale")
+_ROWS = [*rows.outside_layers(), *rows.in_layers({"input_layernorm": "attn_norm"}), *rows.ATTENTION, *rows.MLP]
+_LOGIT_SCALE = keys.number("logit_multiplier", "logit_scale")
 _COMPUTED: Mapping[str, Any] = {
-    "kv_channels": hidden_by_heads,
+    "kv_channels": keys.hidden_by_heads,
     "normalization": "LayerNorm",
     "norm_bias": False,
     **dict.fromkeys(("tied_embeddings", "parallel_residual", "shared_layernorm", "rotary_interleaved"), True),
@@ -68,17 +33,17 @@ def _read_norm(file: Described) -> Fields:
     return {"normalization": "LayerNorm", "norm_epsilon": said}
 
 
-def _write_norm(model: ModelShape) -> Said:
+def _write_norm(model: ModelShape) -> keys.Said:
     kind = "layer_norm" if model.layer_norms else "layer_norm_rms"
     return {f"attention.{kind}_epsilon": float(model.norm_epsilon)}
 
 
 def _read_scores(file: Described) -> Fields:
-    return {"moe.score_function": "softmax" if is_scored_by("softmax", file) else "sigmoid"}
+    return {"moe.score_function": "softmax" if expert_keys.is_scored_by("softmax", file) else "sigmoid"}
 
 
-def _write_scores(model: ModelShape) -> Said:
-    return scored_by(value_of(model, "moe.score_function")).write(model)
+def _write_scores(model: ModelShape) -> keys.Said:
+    return expert_keys.scored_by(keys.value_of(model, "moe.score_function")).write(model)
 
 
 def _read_shared(file: Described) -> Fields:
@@ -86,9 +51,9 @@ def _read_shared(file: Described) -> Fields:
     return {"moe.shared_ffn_hidden_size": file.count("expert_shared_feed_forward_length", each * size) or None}
 
 
-def _write_shared(model: ModelShape) -> Said:
-    shared = value_of(model, "moe.shared_ffn_hidden_size")
-    return {**SHARED_COUNT.write(model), "expert_shared_feed_forward_length": shared} if shared else {}
+def _write_shared(model: ModelShape) -> keys.Said:
+    shared = keys.value_of(model, "moe.shared_ffn_hidden_size")
+    return {**expert_keys.SHARED_COUNT.write(model), "expert_shared_feed_forward_length": shared} if shared else {}
 
 
 def _in_window_or_dense(fields: Fields) -> tuple[bool, ...]:
@@ -99,37 +64,55 @@ def _in_window_or_dense(fields: Fields) -> tuple[bool, ...]:
     return tuple(window or not sparse for window, sparse in pairs)
 
 
-_NORM = GgufRule(("normalization", "norm_epsilon"), (*LAYER_NORM_EPSILON.keys, *EPSILON.keys), _read_norm, _write_norm)
-_SCORES = replace(scored_by("sigmoid"), read=_read_scores, write=_write_scores)
-_SHARED = GgufRule(SHARED_COUNT.fields, (*SHARED_COUNT.keys, *SHARED_EXPERT_SIZE.keys), _read_shared, _write_shared)
-_NORMALISED = replace(NORMALISED, write=lambda model: {"expert_weights_norm": not value_of(model, "moe.pre_softmax")})
+_NORM = keys.GgufRule(
+    ("normalization", "norm_epsilon"), (*keys.LAYER_NORM_EPSILON.keys, *keys.EPSILON.keys), _read_norm, _write_norm
+)
+_SCORES = replace(expert_keys.scored_by("sigmoid"), read=_read_scores, write=_write_scores)
+_SHARED = keys.GgufRule(
+    expert_keys.SHARED_COUNT.fields,
+    (*expert_keys.SHARED_COUNT.keys, *expert_keys.SHARED_EXPERT_SIZE.keys),
+    _read_shared,
+    _write_shared,
+)
+_NORMALISED = replace(
+    expert_keys.NORMALISED, write=lambda model: {"expert_weights_norm": not keys.value_of(model, "moe.pre_softmax")}
+)
 
 FAMILIES = {
     "cohere": GgufFamily(
         "command-r",
         rows=_ROWS,
-        keys=(*base_keys(epsilon=LAYER_NORM_EPSILON), UNUSUAL_HEAD_SIZE),
-        more=(_LOGIT_SCALE, SAYS_UNSCALED),
+        keys=(*base_keys(epsilon=keys.LAYER_NORM_EPSILON), keys.UNUSUAL_HEAD_SIZE),
+        more=(_LOGIT_SCALE, rope_keys.SAYS_UNSCALED),
         computed=_COMPUTED,
-        scalings=UNSCALED_ALONE,
+        scalings=rope_keys.UNSCALED_ALONE,
     ),
     "cohere2": GgufFamily(
         "cohere2",
         rows=_ROWS,
-        keys=(*base_keys(epsilon=LAYER_NORM_EPSILON), HEAD_SIZE),
-        more=(_LOGIT_SCALE, WINDOW, VOCABULARY, TURNED, SAYS_UNSCALED),
+        keys=(*base_keys(epsilon=keys.LAYER_NORM_EPSILON), keys.HEAD_SIZE),
+        more=(_LOGIT_SCALE, keys.WINDOW, keys.VOCABULARY, rope_keys.TURNED, rope_keys.SAYS_UNSCALED),
         reads=(),
-        computed={**_COMPUTED, "rope_layers": every(4), "window_layers": every(4)},
-        scalings=UNSCALED_ALONE,
-        scaled=SCALED,
+        computed={**_COMPUTED, "rope_layers": keys.every(4), "window_layers": keys.every(4)},
+        scalings=rope_keys.UNSCALED_ALONE,
+        scaled=rows.SCALED,
     ),
     "cohere2_moe": GgufFamily(
         "cohere2moe",
-        rows=[*_ROWS, *ROUTER, *EXPERTS, *SHARED_EXPERTS],
-        keys=(*base_keys(*EXPERT_COUNTS, _SCORES, epsilon=_NORM), HEAD_SIZE),
+        rows=[*_ROWS, *rows.ROUTER, *rows.EXPERTS, *rows.SHARED_EXPERTS],
+        keys=(*base_keys(*expert_keys.EXPERT_COUNTS, _SCORES, epsilon=_NORM), keys.HEAD_SIZE),
         more=(
-            *(_LOGIT_SCALE, WINDOW, WINDOWS, VOCABULARY, EXPERT_SIZE, LEADING_DENSE, _NORMALISED, _SHARED),
-            *(TURNED, SAYS_UNSCALED),
+            *(
+                _LOGIT_SCALE,
+                keys.WINDOW,
+                keys.WINDOWS,
+                keys.VOCABULARY,
+                expert_keys.EXPERT_SIZE,
+                expert_keys.LEADING_DENSE,
+                _NORMALISED,
+                _SHARED,
+            ),
+            *(rope_keys.TURNED, rope_keys.SAYS_UNSCALED),
         ),
         reads=(),
         computed={
@@ -138,7 +121,6 @@ FAMILIES = {
             "rope_layers": _in_window_or_dense,
             "moe.shared_average": lambda fields: bool(fields["moe.shared_ffn_hidden_size"]),
         },
-        scalings=UNSCALED_ALONE,
+        scalings=rope_keys.UNSCALED_ALONE,
     ),
 }
-"""By the `model_type` of the text model."""

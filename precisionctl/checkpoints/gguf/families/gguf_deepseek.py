@@ -8,62 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.expert_keys import (
-    EXPERT_COUNTS,
-    EXPERT_SIZE,
-    LEADING_DENSE,
-    NORMALISED,
-    SHARED_COUNT,
-    TWO_SCORES,
-    WEIGHTS_SCALE,
-    groups,
-    is_scored_by,
-    scored_by,
-)
+from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import (
-    DECODER_LAYERS,
-    HEADS,
-    HEADS_KV,
-    LAYERS,
-    LAYERS_AND_PREDICTION,
-    NO_EXPERTS,
-    NO_PREDICTION,
-    PREDICTION_LAYERS,
-    VOCABULARY,
-    GgufEntry,
-    GgufKey,
-    GgufRule,
-    Said,
-    refused,
-    value_of,
-    write_only,
-)
-from precisionctl.checkpoints.gguf.rope_keys import LOG_MULTIPLIER, OF_LATENT, ORIGINAL, QUERY_SCALING, mscales
-from precisionctl.checkpoints.gguf.tensor_rows import (
-    EXPERT_BIAS,
-    EXPERTS,
-    MLP,
-    NORMS,
-    PREDICTION,
-    ROUTER,
-    SHARED_EXPERTS,
-    GgufRow,
-    in_layers,
-    linears,
-    outside_layers,
-    replaced_by,
-    stack,
-)
 from precisionctl.checkpoints.tensor_changes import LATENT_KEYS_VALUES
 from precisionctl.model.model_shape import ModelShape
 
 _ROWS = [
-    *outside_layers(),
-    *in_layers(
+    *rows.outside_layers(),
+    *rows.in_layers(
         {
-            **NORMS,
+            **rows.NORMS,
             "self_attn.q_proj": "attn_q",
             "self_attn.q_a_proj": "attn_q_a",
             "self_attn.q_a_layernorm": "attn_q_a_norm",
@@ -73,18 +28,18 @@ _ROWS = [
             "self_attn.o_proj": "attn_output",
         }
     ),
-    replaced_by("self_attn.kv_b_proj", ("attn_k_b", "attn_v_b"), LATENT_KEYS_VALUES),
-    *MLP,
-    *ROUTER,
-    EXPERT_BIAS,
-    *EXPERTS,
-    *SHARED_EXPERTS,
-    *PREDICTION,
+    rows.replaced_by("self_attn.kv_b_proj", ("attn_k_b", "attn_v_b"), LATENT_KEYS_VALUES),
+    *rows.MLP,
+    *rows.ROUTER,
+    rows.EXPERT_BIAS,
+    *rows.EXPERTS,
+    *rows.SHARED_EXPERTS,
+    *rows.PREDICTION,
 ]
 _ROWS_WITH_INDEXERS = [
     *_ROWS,
-    *linears({"self_attn.indexer.k_norm": "indexer.k_norm"}),
-    *in_layers(
+    *rows.linears({"self_attn.indexer.k_norm": "indexer.k_norm"}),
+    *rows.in_layers(
         {
             "self_attn.indexer.weights_proj": "indexer.proj",
             "self_attn.indexer.wk": "indexer.attn_k",
@@ -106,15 +61,15 @@ def _read_query_rank(file: Described) -> Fields:
     return {"mla.q_lora_rank": rank if file.has("blk.0.attn_q_a.weight") else None}
 
 
-def _write_query_rank(model: ModelShape) -> Said:
-    rank: int | None = value_of(model, "mla.q_lora_rank")
+def _write_query_rank(model: ModelShape) -> keys.Said:
+    rank: int | None = keys.value_of(model, "mla.q_lora_rank")
     if (rank is None) != _is_lite(vars(model)):
         how = "one step" if rank is None else "two steps"
-        raise refused(model, f"of {model.num_layers} layers that projects queries in {how}")
+        raise keys.refused(model, f"of {model.num_layers} layers that projects queries in {how}")
     return {} if rank is None else {"attention.q_lora_rank": rank}
 
 
-_QUERY_RANK = GgufRule(("mla.q_lora_rank",), ("attention.q_lora_rank",), _read_query_rank, _write_query_rank)
+_QUERY_RANK = keys.GgufRule(("mla.q_lora_rank",), ("attention.q_lora_rank",), _read_query_rank, _write_query_rank)
 
 
 def _read_latent(file: Described) -> Fields:
@@ -124,18 +79,18 @@ def _read_latent(file: Described) -> Fields:
     return {"mla.kv_lora_rank": rank}
 
 
-_LATENT = GgufRule(
+_LATENT = keys.GgufRule(
     ("mla.kv_lora_rank",),
     ("attention.key_length", "attention.value_length"),
     _read_latent,
     lambda model: {
-        "attention.key_length": value_of(model, "mla.kv_lora_rank") + model.rotary_size,
-        "attention.value_length": value_of(model, "mla.kv_lora_rank"),
+        "attention.key_length": keys.value_of(model, "mla.kv_lora_rank") + model.rotary_size,
+        "attention.value_length": keys.value_of(model, "mla.kv_lora_rank"),
     },
 )
 """What is a head to llama.cpp."""
-LATENT_RANK = GgufKey("mla.kv_lora_rank", "attention.kv_lora_rank")
-LATENT_HEADS = GgufRule(
+LATENT_RANK = keys.GgufKey("mla.kv_lora_rank", "attention.kv_lora_rank")
+LATENT_HEADS = keys.GgufRule(
     ("mla.qk_head_dim", "mla.v_head_dim"),
     ("attention.key_length_mla", "attention.value_length_mla"),
     lambda file: {
@@ -143,19 +98,19 @@ LATENT_HEADS = GgufRule(
         "mla.v_head_dim": file.count("attention.value_length_mla"),
     },
     lambda model: {
-        "attention.key_length_mla": value_of(model, "mla.qk_head_dim") + model.rotary_size,
-        "attention.value_length_mla": value_of(model, "mla.v_head_dim"),
+        "attention.key_length_mla": keys.value_of(model, "mla.qk_head_dim") + model.rotary_size,
+        "attention.value_length_mla": keys.value_of(model, "mla.v_head_dim"),
     },
 )
 
-LATENT_TURNED = GgufKey("mla.qk_pos_emb_head_dim", "rope.dimension_count")
+LATENT_TURNED = keys.GgufKey("mla.qk_pos_emb_head_dim", "rope.dimension_count")
 
 
-_HEADS = GgufRule(
-    HEADS.fields,
-    HEADS.keys,
-    lambda file: dict.fromkeys(HEADS.fields, file.count("attention.head_count", least=1)),
-    lambda model: {"attention.head_count": model.num_attention_heads, HEADS_KV: 1},
+_HEADS = keys.GgufRule(
+    keys.HEADS.fields,
+    keys.HEADS.keys,
+    lambda file: dict.fromkeys(keys.HEADS.fields, file.count("attention.head_count", least=1)),
+    lambda model: {"attention.head_count": model.num_attention_heads, keys.HEADS_KV: 1},
 )
 """To llama.cpp all heads have one key: the latent."""
 
@@ -163,10 +118,10 @@ _HEADS = GgufRule(
 def _latent_attention(
     architecture: str,
     function: str | None,
-    *behind: GgufEntry,
+    *behind: keys.GgufEntry,
     group_scores: int = 2,
-    layers: GgufEntry = DECODER_LAYERS,
-    query_rank: GgufEntry = _QUERY_RANK,
+    layers: keys.GgufEntry = keys.DECODER_LAYERS,
+    query_rank: keys.GgufEntry = _QUERY_RANK,
     head_first: bool = True,
     **computed: Any,
 ) -> GgufFamily:
@@ -176,32 +131,32 @@ def _latent_attention(
         architecture,
         rows=_ROWS,
         keys=base_keys(
-            *EXPERT_COUNTS,
-            groups(group_scores),
-            *((scored_by(function),) if function else ()),
+            *expert_keys.EXPERT_COUNTS,
+            expert_keys.groups(group_scores),
+            *((expert_keys.scored_by(function),) if function else ()),
             *((_LATENT,) if head_first else ()),
             layers=layers,
             heads=_HEADS,
         ),
         more=(
-            LEADING_DENSE,
-            VOCABULARY,
+            expert_keys.LEADING_DENSE,
+            keys.VOCABULARY,
             query_rank,
             LATENT_RANK,
             *(() if head_first else (_LATENT,)),
             LATENT_HEADS,
-            EXPERT_SIZE,
-            SHARED_COUNT,
-            WEIGHTS_SCALE,
-            NORMALISED,
+            expert_keys.EXPERT_SIZE,
+            expert_keys.SHARED_COUNT,
+            expert_keys.WEIGHTS_SCALE,
+            expert_keys.NORMALISED,
             LATENT_TURNED,
-            LOG_MULTIPLIER,
+            rope_keys.LOG_MULTIPLIER,
             *behind,
         ),
         reads=(),
-        computed={"kv_channels": lambda fields: fields["mla.v_head_dim"], **TWO_SCORES, **computed},
-        scalings=OF_LATENT,
-        of_scaling=mscales(),
+        computed={"kv_channels": lambda fields: fields["mla.v_head_dim"], **expert_keys.TWO_SCORES, **computed},
+        scalings=rope_keys.OF_LATENT,
+        of_scaling=rope_keys.mscales(),
     )
 
 
@@ -212,7 +167,7 @@ def _read_without_experts(file: Described) -> Fields:
     return {}
 
 
-_WITHOUT_EXPERTS = GgufRule(
+_WITHOUT_EXPERTS = keys.GgufRule(
     (),
     ("leading_dense_block_count", "expert_feed_forward_length", "expert_shared_count"),
     _read_without_experts,
@@ -223,28 +178,28 @@ _WITHOUT_EXPERTS = GgufRule(
 def deepseek2(function: str, **how: Any) -> GgufFamily:
     """One of llama.cpp's `deepseek2`."""
     found = _latent_attention("deepseek2", function, **how)
-    return replace(found, ignored=NO_PREDICTION, of_scaling=mscales(any_number=True))
+    return replace(found, ignored=keys.NO_PREDICTION, of_scaling=rope_keys.mscales(any_number=True))
 
 
 # Sparse attention, which indexers choose the keys for
 
 _INDEXER = (
-    GgufKey("dsa.n_heads", "attention.indexer.head_count"),
-    GgufKey("dsa.head_dim", "attention.indexer.key_length"),
-    GgufKey("dsa.topk", "attention.indexer.top_k"),
+    keys.GgufKey("dsa.n_heads", "attention.indexer.head_count"),
+    keys.GgufKey("dsa.head_dim", "attention.indexer.key_length"),
+    keys.GgufKey("dsa.topk", "attention.indexer.top_k"),
 )
 
 
-def sparse_attention(architecture: str, *indexers: GgufEntry, interleaved: bool, **computed: Any) -> GgufFamily:
+def sparse_attention(architecture: str, *indexers: keys.GgufEntry, interleaved: bool, **computed: Any) -> GgufFamily:
     """The same with indexers, which choose the keys that a query sees."""
     found = _latent_attention(
         architecture,
         "sigmoid",
-        PREDICTION_LAYERS,
+        keys.PREDICTION_LAYERS,
         *_INDEXER,
         *indexers,
-        layers=LAYERS_AND_PREDICTION,
-        query_rank=GgufKey("mla.q_lora_rank", "attention.q_lora_rank"),
+        layers=keys.LAYERS_AND_PREDICTION,
+        query_rank=keys.GgufKey("mla.q_lora_rank", "attention.q_lora_rank"),
         **{"moe.expert_bias": True, "dsa.rope_interleaved": interleaved, **computed},
     )
     return replace(found, rows=_ROWS_WITH_INDEXERS)
@@ -258,18 +213,22 @@ def _is_v3(file: Described) -> bool:
     """By how experts are scored: by a softmax if a file says nothing, but of GLM-4.7-Flash (deepseek2.cpp)."""
     of_glm = file.rows("token_embd.weight") == 154880 and file.decoder_layers() in (47, 48)
     silent = file.said("expert_gating_func") is None
-    return is_scored_by("sigmoid", file) or (silent and of_glm)
+    return expert_keys.is_scored_by("sigmoid", file) or (silent and of_glm)
 
 
-_ALL_DENSE = write_only(lambda model: {"leading_dense_block_count": model.num_layers})
+_ALL_DENSE = keys.write_only(lambda model: {"leading_dense_block_count": model.num_layers})
 _FUSED_EXPERTS = [
-    GgufRow(f"model.layers.{{layer}}.mlp.experts.{hf}[{{expert}}]", (stack(gguf),))
+    rows.GgufRow(f"model.layers.{{layer}}.mlp.experts.{hf}[{{expert}}]", (rows.stack(gguf),))
     for hf, gguf in {"gate_up_proj": "ffn_gate_up_exps", "down_proj": "ffn_down_exps"}.items()
 ]
 
 
-def _write_query_length(model: ModelShape) -> Said:
-    return {"attention.temperature_length": (model.rope_scaling or {})[ORIGINAL]} if model.query_scaling_beta else {}
+def _write_query_length(model: ModelShape) -> keys.Said:
+    return (
+        {"attention.temperature_length": (model.rope_scaling or {})[rope_keys.ORIGINAL]}
+        if model.query_scaling_beta
+        else {}
+    )
 
 
 def _read_query_length(file: Described) -> Fields:
@@ -279,8 +238,8 @@ def _read_query_length(file: Described) -> Fields:
 
 
 _QUERY_SCALING = (
-    QUERY_SCALING,
-    GgufRule((), ("attention.temperature_length",), _read_query_length, _write_query_length),
+    rope_keys.QUERY_SCALING,
+    keys.GgufRule((), ("attention.temperature_length",), _read_query_length, _write_query_length),
 )
 """Which llama.cpp reads, and its converter leaves out."""
 
@@ -297,20 +256,21 @@ FAMILIES: Mapping[str, GgufFamily] = {
         _V3,
         keys=base_keys(_LATENT, heads=_HEADS),
         more=(
-            *(_ALL_DENSE, VOCABULARY, _QUERY_RANK, LATENT_RANK, LATENT_HEADS, _WITHOUT_EXPERTS, LATENT_TURNED),
-            LOG_MULTIPLIER,
+            *(_ALL_DENSE, keys.VOCABULARY, _QUERY_RANK, LATENT_RANK, LATENT_HEADS, _WITHOUT_EXPERTS, LATENT_TURNED),
+            rope_keys.LOG_MULTIPLIER,
         ),
         computed={"kv_channels": lambda fields: fields["mla.v_head_dim"]},
-        reads=(NO_EXPERTS,),
+        reads=(keys.NO_EXPERTS,),
         ignored={},
         recognises=lambda file: not _has_experts(file),
     ),
     "mistral4": replace(
-        _latent_attention("mistral4", None, *_QUERY_SCALING, layers=LAYERS),
-        rows=[row for row in (*_ROWS, *_FUSED_EXPERTS) if row not in (EXPERT_BIAS, *EXPERTS, *PREDICTION)],
+        _latent_attention("mistral4", None, *_QUERY_SCALING, layers=keys.LAYERS),
+        rows=[
+            row for row in (*_ROWS, *_FUSED_EXPERTS) if row not in (rows.EXPERT_BIAS, *rows.EXPERTS, *rows.PREDICTION)
+        ],
     ),
     "deepseek_v32": sparse_attention(
         "deepseek32", interleaved=False, **{"dsa.layers": lambda fields: (True,) * fields["num_layers"]}
     ),
 }
-"""By the `model_type` of the text model."""

@@ -3,35 +3,32 @@
 Sources: llama.cpp's src/models/dots1.cpp, and conversion/dots1.py.
 """
 
-from precisionctl.checkpoints.gguf.expert_keys import (
-    EXPERT_COUNTS,
-    EXPERT_SIZE,
-    LEADING_DENSE,
-    NORMALISED,
-    SHARED_COUNT,
-    WEIGHTS_SCALE,
-    groups,
-    scored_by,
-)
+from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.metadata_keys import HEAD_SIZE
-from precisionctl.checkpoints.gguf.tensor_rows import (
-    DECODER,
-    EXPERT_BIAS,
-    EXPERTS,
-    MLP,
-    QK_NORMS,
-    ROUTER,
-    SHARED_EXPERTS,
-    in_layers,
-)
 
 FAMILIES = {
     "dots1": GgufFamily(
         "dots1",
-        rows=[*DECODER, *in_layers(QK_NORMS), *MLP, *ROUTER, EXPERT_BIAS, *EXPERTS, *SHARED_EXPERTS],
-        keys=(*base_keys(*EXPERT_COUNTS, groups(2), scored_by("sigmoid")), HEAD_SIZE),
-        more=(EXPERT_SIZE, LEADING_DENSE, SHARED_COUNT, WEIGHTS_SCALE, NORMALISED),
+        rows=[
+            *rows.DECODER,
+            *rows.in_layers(rows.QK_NORMS),
+            *rows.MLP,
+            *rows.ROUTER,
+            rows.EXPERT_BIAS,
+            *rows.EXPERTS,
+            *rows.SHARED_EXPERTS,
+        ],
+        keys=(
+            *base_keys(*expert_keys.EXPERT_COUNTS, expert_keys.groups(2), expert_keys.scored_by("sigmoid")),
+            keys.HEAD_SIZE,
+        ),
+        more=(
+            expert_keys.EXPERT_SIZE,
+            expert_keys.LEADING_DENSE,
+            expert_keys.SHARED_COUNT,
+            expert_keys.WEIGHTS_SCALE,
+            expert_keys.NORMALISED,
+        ),
         computed={
             "num_query_groups": lambda fields: fields["num_attention_heads"],
             "qk_layernorm": True,
@@ -41,4 +38,3 @@ FAMILIES = {
         },
     ),
 }
-"""By the `model_type` of the text model."""

@@ -5,57 +5,47 @@ Sources: llama.cpp's src/models/ernie4-5.cpp and ernie4-5-moe.cpp, and conversio
 
 from dataclasses import replace
 
-from precisionctl.checkpoints.gguf.expert_keys import (
-    EXPERT_COUNTS,
-    EXPERT_SIZE,
-    LEADING_DENSE,
-    SHARED_COUNT,
-    SHARED_EXPERT_SIZE,
-)
+from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.metadata_keys import HEAD_SIZE, UNUSUAL_HEAD_SIZE, Said, always
-from precisionctl.checkpoints.gguf.tensor_rows import (
-    CORRECTION,
-    DECODER,
-    EXPERTS,
-    MLP,
-    ROUTER,
-    SHARED_EXPERTS,
-    GgufRow,
-)
 from precisionctl.model.model_shape import ModelShape
 
 
-def _write_shared(model: ModelShape) -> Said:
+def _write_shared(model: ModelShape) -> keys.Said:
     assert model.moe
     shared = model.moe.shared_ffn_hidden_size or 0
     size = {"expert_shared_feed_forward_length": shared} if shared else {}
     return {"expert_shared_count": shared // model.moe.ffn_hidden_size, **size}
 
 
-_SHARED = replace(SHARED_COUNT, keys=(*SHARED_COUNT.keys, *SHARED_EXPERT_SIZE.keys), write=_write_shared)
+_SHARED = replace(
+    expert_keys.SHARED_COUNT,
+    keys=(*expert_keys.SHARED_COUNT.keys, *expert_keys.SHARED_EXPERT_SIZE.keys),
+    write=_write_shared,
+)
 """The size, which is not read, is theirs together; the converter makes it of other numbers, which come to the same in
 the releases."""
-_STEP = always("interleave_moe_layer_step", 1)
+_STEP = keys.always("interleave_moe_layer_step", 1)
 
 FAMILIES = {
     "ernie4_5": GgufFamily(
-        "ernie4_5", rows=[*DECODER, *MLP], keys=(*base_keys(), HEAD_SIZE), computed={"rotary_interleaved": True}
+        "ernie4_5",
+        rows=[*rows.DECODER, *rows.MLP],
+        keys=(*base_keys(), keys.HEAD_SIZE),
+        computed={"rotary_interleaved": True},
     ),
     "ernie4_5_moe": GgufFamily(
         "ernie4_5-moe",
         rows=[
-            *DECODER,
-            *MLP,
-            *ROUTER,
-            *EXPERTS,
-            *SHARED_EXPERTS,
-            GgufRow("model.layers.{layer}.mlp.moe_statics.e_score_correction_bias", CORRECTION),
+            *rows.DECODER,
+            *rows.MLP,
+            *rows.ROUTER,
+            *rows.EXPERTS,
+            *rows.SHARED_EXPERTS,
+            rows.GgufRow("model.layers.{layer}.mlp.moe_statics.e_score_correction_bias", rows.CORRECTION),
         ],
-        keys=(*base_keys(), UNUSUAL_HEAD_SIZE),
-        more=(*EXPERT_COUNTS, _STEP, LEADING_DENSE, EXPERT_SIZE, _SHARED),
+        keys=(*base_keys(), keys.UNUSUAL_HEAD_SIZE),
+        more=(*expert_keys.EXPERT_COUNTS, _STEP, expert_keys.LEADING_DENSE, expert_keys.EXPERT_SIZE, _SHARED),
         computed={"rotary_interleaved": True, "moe.expert_bias": True},
         down_last=True,
     ),
 }
-"""By the `model_type` of the text model."""

@@ -5,59 +5,16 @@ Sources: llama.cpp's src/models/exaone.cpp, exaone4.cpp and exaone-moe.cpp, and 
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.architectures.tables.exaone import PUBLISHED
-from precisionctl.checkpoints.gguf.expert_keys import (
-    EXPERT_COUNTS,
-    EXPERT_SIZE,
-    LEADING_DENSE,
-    NORMALISED,
-    SHARED_COUNT,
-    SHARED_EXPERT_SIZE,
-    TWO_SCORES,
-    WEIGHTS_SCALE,
-    groups,
-    scored_by,
-)
+from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import (
-    DECODER_LAYERS,
-    HEAD_SIZE,
-    NO_PREDICTION,
-    UNUSUAL_HEAD_SIZE,
-    VOCABULARY,
-    WINDOW,
-    WINDOWS,
-    GgufRule,
-    Said,
-    every,
-    hidden_by_heads,
-    ignored_keys,
-    refused,
-    write_only,
-)
-from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3, SAYS_UNSCALED, TURNED, UNSCALED_ALONE
-from precisionctl.checkpoints.gguf.tensor_rows import (
-    ATTENTION,
-    CORRECTION,
-    DECODER,
-    EXPERTS,
-    MLP,
-    NORMS_BEHIND,
-    QK_NORMS,
-    ROUTER,
-    SHARED_EXPERTS,
-    GgufRow,
-    in_layers,
-    outside_layers,
-    renamed,
-)
 from precisionctl.model.model_shape import ModelShape
 
 _LAYERS_WITH_WINDOWS = 64
 
 
 def _windows(fields: Fields) -> tuple[bool, ...] | None:
-    return every(4)(fields) if fields["num_layers"] == _LAYERS_WITH_WINDOWS else None
+    return keys.every(4)(fields) if fields["num_layers"] == _LAYERS_WITH_WINDOWS else None
 
 
 def _read_window(file: Described) -> Fields:
@@ -66,34 +23,36 @@ def _read_window(file: Described) -> Fields:
     return {"sliding_window": window if computed else None, "window_layers": computed, "rope_layers": computed}
 
 
-def _write_window(model: ModelShape) -> Said:
+def _write_window(model: ModelShape) -> keys.Said:
     computed = _windows(vars(model))
     if model.sliding_window is None and computed is None and model.rope_layers is None:
         return {}
     if computed is None or (model.window_layers, model.rope_layers) != (computed, computed) or not model.sliding_window:
-        raise refused(model, f"of {model.num_layers} layers with such windows: of 64 three in four have one")
-    return {**WINDOW.write(model), **WINDOWS.write(model)}
+        raise keys.refused(model, f"of {model.num_layers} layers with such windows: of 64 three in four have one")
+    return {**keys.WINDOW.write(model), **keys.WINDOWS.write(model)}
 
 
-def _write_a_window(model: ModelShape) -> Said:
+def _write_a_window(model: ModelShape) -> keys.Said:
     if model.sliding_window is None:
-        raise refused(model, "without a window")
-    return WINDOW.write(model)
+        raise keys.refused(model, "without a window")
+    return keys.WINDOW.write(model)
 
 
-_WINDOW = GgufRule(
+_WINDOW = keys.GgufRule(
     ("sliding_window", "window_layers", "rope_layers"),
-    (*WINDOW.keys, *WINDOWS.keys),
+    (*keys.WINDOW.keys, *keys.WINDOWS.keys),
     _read_window,
     _write_window,
 )
 """By the number of layers, and not by a pattern: in the model of 32B, three in four have a window, and the others no
 rotary embeddings."""
 
-_A_WINDOW = GgufRule(WINDOW.fields, WINDOW.keys, WINDOW.read, _write_a_window)
-_SHARED_SIZE = ignored_keys(
-    *SHARED_EXPERT_SIZE.keys,
-    write=lambda model: dict.fromkeys(SHARED_EXPERT_SIZE.keys, model.moe and model.moe.shared_ffn_hidden_size or 0),
+_A_WINDOW = keys.GgufRule(keys.WINDOW.fields, keys.WINDOW.keys, keys.WINDOW.read, _write_a_window)
+_SHARED_SIZE = keys.ignored_keys(
+    *expert_keys.SHARED_EXPERT_SIZE.keys,
+    write=lambda model: dict.fromkeys(
+        expert_keys.SHARED_EXPERT_SIZE.keys, model.moe and model.moe.shared_ffn_hidden_size or 0
+    ),
 )
 """What SHARED_COUNT says too."""
 
@@ -101,48 +60,73 @@ _SHARED_SIZE = ignored_keys(
 FAMILIES = {
     "exaone": GgufFamily(
         "exaone",
-        rows=renamed([*DECODER, *MLP], PUBLISHED),
-        keys=(*base_keys(), HEAD_SIZE),
-        more=(TURNED,),
+        rows=rows.renamed([*rows.DECODER, *rows.MLP], PUBLISHED),
+        keys=(*base_keys(), keys.HEAD_SIZE),
+        more=(rope_keys.TURNED,),
         reads=(),
-        scalings=AND_LLAMA3,
+        scalings=rope_keys.AND_LLAMA3,
     ),
     "exaone4": GgufFamily(
         "exaone4",
-        rows=[*outside_layers(), *in_layers({**NORMS_BEHIND, **QK_NORMS}), *ATTENTION, *MLP],
-        keys=(*base_keys(), UNUSUAL_HEAD_SIZE),
-        more=(VOCABULARY, _WINDOW),
+        rows=[
+            *rows.outside_layers(),
+            *rows.in_layers({**rows.NORMS_BEHIND, **rows.QK_NORMS}),
+            *rows.ATTENTION,
+            *rows.MLP,
+        ],
+        keys=(*base_keys(), keys.UNUSUAL_HEAD_SIZE),
+        more=(keys.VOCABULARY, _WINDOW),
         computed={
-            "kv_channels": hidden_by_heads,
+            "kv_channels": keys.hidden_by_heads,
             "pre_layernorms": False,
             **dict.fromkeys(("post_layernorms", "qk_layernorm"), True),
         },
-        scalings=AND_LLAMA3,
+        scalings=rope_keys.AND_LLAMA3,
     ),
     "exaone_moe": GgufFamily(
         "exaone-moe",
         rows=[
-            *DECODER,
-            *in_layers(QK_NORMS),
-            *MLP,
-            *ROUTER,
-            GgufRow("model.layers.{layer}.mlp.e_score_correction_bias", CORRECTION),
-            *EXPERTS,
-            *SHARED_EXPERTS,
+            *rows.DECODER,
+            *rows.in_layers(rows.QK_NORMS),
+            *rows.MLP,
+            *rows.ROUTER,
+            rows.GgufRow("model.layers.{layer}.mlp.e_score_correction_bias", rows.CORRECTION),
+            *rows.EXPERTS,
+            *rows.SHARED_EXPERTS,
         ],
-        keys=(*base_keys(*EXPERT_COUNTS, groups(2), scored_by("sigmoid"), layers=DECODER_LAYERS), HEAD_SIZE),
+        keys=(
+            *base_keys(
+                *expert_keys.EXPERT_COUNTS,
+                expert_keys.groups(2),
+                expert_keys.scored_by("sigmoid"),
+                layers=keys.DECODER_LAYERS,
+            ),
+            keys.HEAD_SIZE,
+        ),
         more=(
-            *(VOCABULARY, _A_WINDOW, WINDOWS, EXPERT_SIZE, SHARED_COUNT, _SHARED_SIZE, WEIGHTS_SCALE, NORMALISED),
-            *(LEADING_DENSE, write_only(lambda model: {"nextn_predict_layers": 0}), SAYS_UNSCALED),
+            *(
+                keys.VOCABULARY,
+                _A_WINDOW,
+                keys.WINDOWS,
+                expert_keys.EXPERT_SIZE,
+                expert_keys.SHARED_COUNT,
+                _SHARED_SIZE,
+                expert_keys.WEIGHTS_SCALE,
+                expert_keys.NORMALISED,
+            ),
+            *(
+                expert_keys.LEADING_DENSE,
+                keys.write_only(lambda model: {"nextn_predict_layers": 0}),
+                rope_keys.SAYS_UNSCALED,
+            ),
         ),
         computed={
-            **TWO_SCORES,
+            **expert_keys.TWO_SCORES,
             "qk_layernorm": True,
             "moe.expert_bias": True,
             "rope_layers": lambda fields: fields.get("window_layers"),
         },
-        ignored={**NO_PREDICTION, "mtp_dense": False},
-        scalings=UNSCALED_ALONE,
+        ignored={**keys.NO_PREDICTION, "mtp_dense": False},
+        scalings=rope_keys.UNSCALED_ALONE,
     ),
 }
-"""By the `model_type` of the text model."""

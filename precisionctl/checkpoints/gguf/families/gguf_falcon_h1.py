@@ -5,25 +5,10 @@ Sources: llama.cpp's src/models/falcon-h1.cpp and mamba-base.cpp, and conversion
 """
 
 from precisionctl.architectures.config_keys import Fields
+from precisionctl.checkpoints.gguf import metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import (
-    CONTEXT,
-    EPSILON,
-    EQUAL_HEADS,
-    HEAD_SIZE,
-    HEADS_KV,
-    LAYERS,
-    MLP_SIZE,
-    VOCABULARY,
-    WIDTH,
-    GgufRule,
-    value_of,
-    write_only,
-)
 from precisionctl.checkpoints.gguf.mixers import MIXER_AS_MAMBA2, mixer
-from precisionctl.checkpoints.gguf.rope_keys import ROPE, TURNED, UNSCALED_ALONE
-from precisionctl.checkpoints.gguf.tensor_rows import GgufRow, in_layer
 from precisionctl.checkpoints.tensor_changes import SAME, Multiplied, TensorChange
 from precisionctl.codes.row_factors import RowFactors
 from precisionctl.model.model_shape import ModelShape
@@ -31,17 +16,17 @@ from precisionctl.model.model_shape import ModelShape
 
 def _times(*fields: str) -> Multiplied:
     """All rows, by these fields one after the other."""
-    return Multiplied(lambda model: RowFactors(((1, tuple(value_of(model, field) for field in fields)),)))
+    return Multiplied(lambda model: RowFactors(((1, tuple(keys.value_of(model, field) for field in fields)),)))
 
 
 def _of_mlp(number: int) -> Multiplied:
-    return Multiplied(lambda model: RowFactors(((1, (value_of(model, "multipliers.mlp")[number],)),)))
+    return Multiplied(lambda model: RowFactors(((1, (keys.value_of(model, "multipliers.mlp")[number],)),)))
 
 
 def _of_mixer(model: ModelShape) -> RowFactors:
     """A factor for all of what in_proj makes, and one for each part."""
-    parts = zip(value_of(model, "mamba.in_proj_parts"), value_of(model, "multipliers.ssm"), strict=True)
-    return RowFactors(tuple((rows, (value_of(model, "multipliers.ssm_in"), factor)) for rows, factor in parts))
+    parts = zip(keys.value_of(model, "mamba.in_proj_parts"), keys.value_of(model, "multipliers.ssm"), strict=True)
+    return RowFactors(tuple((size, (keys.value_of(model, "multipliers.ssm_in"), factor)) for size, factor in parts))
 
 
 _KEYS, _INPUTS = ("multipliers.key", "multipliers.attention_in"), ("multipliers.attention_in",)
@@ -58,12 +43,12 @@ _MATRICES: dict[str, tuple[str, TensorChange]] = {
     "input_layernorm": ("attn_norm", SAME),
 }
 _ROWS = [
-    GgufRow("model.embed_tokens.weight", ("token_embd.weight",), _times("embedding_multiplier")),
-    GgufRow("model.final_layernorm.weight", ("output_norm.weight",)),
-    GgufRow("lm_head.weight", ("output.weight",), _times("logit_multiplier")),
+    rows.GgufRow("model.embed_tokens.weight", ("token_embd.weight",), _times("embedding_multiplier")),
+    rows.GgufRow("model.final_layernorm.weight", ("output_norm.weight",)),
+    rows.GgufRow("lm_head.weight", ("output.weight",), _times("logit_multiplier")),
     *(row for row in mixer("mamba") if "_proj." not in row.hf),
-    *(in_layer(f"{hf}.weight", f"{gguf}.weight", change) for hf, (gguf, change) in _MATRICES.items()),
-    in_layer("pre_ff_layernorm.weight", "ffn_norm"),
+    *(rows.in_layer(f"{hf}.weight", f"{gguf}.weight", change) for hf, (gguf, change) in _MATRICES.items()),
+    rows.in_layer("pre_ff_layernorm.weight", "ffn_norm"),
 ]
 
 
@@ -74,17 +59,17 @@ def _read_pattern(file: Described) -> Fields:
     }
 
 
-_MIXER_BESIDE = GgufRule(("mamba.pattern", "mamba.gated_norm"), (), _read_pattern)
-_GROUPS = write_only(lambda model: {HEADS_KV: model.num_query_groups})
+_MIXER_BESIDE = keys.GgufRule(("mamba.pattern", "mamba.gated_norm"), (), _read_pattern)
+_GROUPS = keys.write_only(lambda model: {keys.HEADS_KV: model.num_query_groups})
 """Behind the others, and what EQUAL_HEADS reads."""
 
 FAMILIES = {
     "falcon_h1": GgufFamily(
         "falcon-h1",
         rows=_ROWS,
-        keys=(CONTEXT, WIDTH, MLP_SIZE, EQUAL_HEADS, LAYERS, MIXER_AS_MAMBA2, EPSILON),
-        more=(VOCABULARY, _GROUPS, HEAD_SIZE, ROPE, _MIXER_BESIDE),
-        reads=(TURNED,),
+        keys=(keys.CONTEXT, keys.WIDTH, keys.MLP_SIZE, keys.EQUAL_HEADS, keys.LAYERS, MIXER_AS_MAMBA2, keys.EPSILON),
+        more=(keys.VOCABULARY, _GROUPS, keys.HEAD_SIZE, rope_keys.ROPE, _MIXER_BESIDE),
+        reads=(rope_keys.TURNED,),
         computed={"tied_embeddings": False},
         folded={
             **dict.fromkeys(("embedding_multiplier", "logit_multiplier"), 1.0),
@@ -92,7 +77,6 @@ FAMILIES = {
             "multipliers.ssm": (1.0,) * 5,
             "multipliers.mlp": (1.0,) * 2,
         },
-        scalings=UNSCALED_ALONE,
+        scalings=rope_keys.UNSCALED_ALONE,
     )
 }
-"""By the `model_type` of the text model."""

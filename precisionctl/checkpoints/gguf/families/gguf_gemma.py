@@ -9,48 +9,23 @@ from dataclasses import replace
 from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
+from precisionctl.checkpoints.gguf import metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import (
-    CONTEXT,
-    EPSILON,
-    HEAD_SIZE,
-    HEADS,
-    LAYERS,
-    MLP_SIZE,
-    WIDTH,
-    WINDOW,
-    WINDOWS,
-    GgufKey,
-    GgufRule,
-    Said,
-    every,
-    number,
-)
-from precisionctl.checkpoints.gguf.rope_keys import LOCAL_BASE, ROPE, TURNED
-from precisionctl.checkpoints.gguf.tensor_rows import (
-    ATTENTION,
-    FOUR_NORMS,
-    MLP,
-    NORMS,
-    QK_NORMS,
-    in_layers,
-    outside_layers,
-)
 from precisionctl.checkpoints.tensor_changes import PLUS_ONE
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.model.model_shape import ModelShape
 
-_DECODER = [*outside_layers(PLUS_ONE), *ATTENTION, *MLP]
+_DECODER = [*rows.outside_layers(PLUS_ONE), *rows.ATTENTION, *rows.MLP]
 
 
-def _write_unusual_rope(model: ModelShape) -> Said:
-    return {} if (model.rotary_base, model.rope_scaling) == (1e4, None) else ROPE.write(model)
+def _write_unusual_rope(model: ModelShape) -> keys.Said:
+    return {} if (model.rotary_base, model.rope_scaling) == (1e4, None) else rope_keys.ROPE.write(model)
 
 
-_UNUSUAL_ROPE = replace(ROPE, write=_write_unusual_rope)
+_UNUSUAL_ROPE = replace(rope_keys.ROPE, write=_write_unusual_rope)
 """The converter does not write the base."""
-_KEYS = (CONTEXT, WIDTH, LAYERS, MLP_SIZE, HEADS, EPSILON, HEAD_SIZE, _UNUSUAL_ROPE)
+_KEYS = (keys.CONTEXT, keys.WIDTH, keys.LAYERS, keys.MLP_SIZE, keys.HEADS, keys.EPSILON, keys.HEAD_SIZE, _UNUSUAL_ROPE)
 
 COMPUTED: Mapping[str, Any] = {
     "activation": "gelu_tanh",
@@ -60,7 +35,7 @@ COMPUTED: Mapping[str, Any] = {
 _PLUS_ONE = dict.fromkeys(("zero_centered_gamma", "hf_zero_centered_gamma"), True)
 _TIED: Mapping[str, Any] = {**_PLUS_ONE, **COMPUTED, "tied_embeddings": True}
 """Of the first two, whose output layer llama.cpp does not look for."""
-FINAL_CAP = number("final_logit_softcapping", "final_logit_softcapping", None)
+FINAL_CAP = keys.number("final_logit_softcapping", "final_logit_softcapping", None)
 
 
 def _scored_as(layers_of_27b: int) -> Callable[[Fields], float]:
@@ -77,45 +52,44 @@ def _scored_as(layers_of_27b: int) -> Callable[[Fields], float]:
 def _read_window_of_gemma3(file: Described) -> Fields:
     if not file.count("attention.sliding_window", 0):
         raise UnknownArchitecture("a Gemma 3 without a window")
-    return WINDOW.read(file)
+    return keys.WINDOW.read(file)
 
 
-_WINDOW_OF_GEMMA3 = GgufRule(WINDOW.fields, WINDOW.keys, _read_window_of_gemma3, WINDOW.write)
+_WINDOW_OF_GEMMA3 = keys.GgufRule(keys.WINDOW.fields, keys.WINDOW.keys, _read_window_of_gemma3, keys.WINDOW.write)
 
 
 FAMILIES = {
-    "gemma": GgufFamily("gemma", rows=[*_DECODER, *in_layers(NORMS, PLUS_ONE)], keys=_KEYS, computed=_TIED),
+    "gemma": GgufFamily("gemma", rows=[*_DECODER, *rows.in_layers(rows.NORMS, PLUS_ONE)], keys=_KEYS, computed=_TIED),
     "gemma2": GgufFamily(
         "gemma2",
-        rows=[*_DECODER, *in_layers(FOUR_NORMS, PLUS_ONE)],
+        rows=[*_DECODER, *rows.in_layers(rows.FOUR_NORMS, PLUS_ONE)],
         keys=_KEYS,
         more=(
-            number("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
-            number("final_logit_softcapping", "final_logit_softcapping", 30.0),
-            GgufKey("sliding_window", "attention.sliding_window", 4096),
+            keys.number("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
+            keys.number("final_logit_softcapping", "final_logit_softcapping", 30.0),
+            keys.GgufKey("sliding_window", "attention.sliding_window", 4096),
         ),
-        reads=(TURNED, WINDOWS),
+        reads=(rope_keys.TURNED, keys.WINDOWS),
         computed={
             **_TIED,
             "post_layernorms": True,
             "query_pre_attn_scalar": _scored_as(46),
-            "window_layers": every(2),
+            "window_layers": keys.every(2),
         },
     ),
     "gemma3_text": GgufFamily(
         "gemma3",
-        rows=[*_DECODER, *in_layers({**FOUR_NORMS, **QK_NORMS}, PLUS_ONE)],
-        keys=(*base_keys(rope=(ROPE, LOCAL_BASE)), HEAD_SIZE),
+        rows=[*_DECODER, *rows.in_layers({**rows.FOUR_NORMS, **rows.QK_NORMS}, PLUS_ONE)],
+        keys=(*base_keys(rope=(rope_keys.ROPE, rope_keys.LOCAL_BASE)), keys.HEAD_SIZE),
         more=(FINAL_CAP, _WINDOW_OF_GEMMA3),
-        reads=(TURNED, WINDOWS),
+        reads=(rope_keys.TURNED, keys.WINDOWS),
         computed={
             **_PLUS_ONE,
             **COMPUTED,
             "post_layernorms": True,
             "qk_layernorm": True,
             "query_pre_attn_scalar": _scored_as(62),
-            "window_layers": every(6),
+            "window_layers": keys.every(6),
         },
     ),
 }
-"""By the `model_type` of the text model."""

@@ -6,51 +6,25 @@ Sources: llama.cpp's src/models/gemma4.cpp, and conversion/gemma.py (Gemma4Model
 from dataclasses import replace
 
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS
+from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.families.gguf_gemma import COMPUTED, FINAL_CAP
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import (
-    HEADS_KV,
-    NO_EXPERTS,
-    PATTERN,
-    WINDOW,
-    WINDOWS,
-    GgufEntry,
-    GgufKey,
-    GgufRule,
-    Said,
-    one_of,
-    write_only,
-)
-from precisionctl.checkpoints.gguf.rope_keys import LOCAL_BASE, ROPE
-from precisionctl.checkpoints.gguf.tensor_rows import (
-    ATTENTION,
-    FOUR_NORMS,
-    MLP,
-    QK_NORMS,
-    SCALED,
-    GgufRow,
-    in_layer,
-    in_layers,
-    outside_layers,
-    stack,
-)
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_parts import GlobalAttention
 from precisionctl.model.model_shape import ModelShape
 
 _ROWS = [
-    *outside_layers(),
-    GgufRow("model.embed_tokens_per_layer.weight", ("per_layer_token_embd.weight",)),
-    GgufRow("model.per_layer_model_projection.weight", ("per_layer_model_proj.weight",)),
-    GgufRow("model.per_layer_projection_norm.weight", ("per_layer_proj_norm.weight",)),
-    *ATTENTION,
-    *MLP,
-    *in_layers(
+    *rows.outside_layers(),
+    rows.GgufRow("model.embed_tokens_per_layer.weight", ("per_layer_token_embd.weight",)),
+    rows.GgufRow("model.per_layer_model_projection.weight", ("per_layer_model_proj.weight",)),
+    rows.GgufRow("model.per_layer_projection_norm.weight", ("per_layer_proj_norm.weight",)),
+    *rows.ATTENTION,
+    *rows.MLP,
+    *rows.in_layers(
         {
-            **FOUR_NORMS,
-            **QK_NORMS,
+            **rows.FOUR_NORMS,
+            **rows.QK_NORMS,
             "per_layer_input_gate": "inp_gate",
             "per_layer_projection": "proj",
             "post_per_layer_input_norm": "post_norm",
@@ -60,18 +34,18 @@ _ROWS = [
             "router.proj": "ffn_gate_inp",
         }
     ),
-    in_layer("layer_scalar", "layer_output_scale.weight"),
-    in_layer("router.scale", "ffn_gate_inp.scale"),
-    in_layer("router.per_expert_scale", "ffn_down_exps.scale"),
-    GgufRow("model.layers.{layer}.experts.gate_up_proj[{expert}]", (stack("ffn_gate_up_exps"),)),
-    GgufRow("model.layers.{layer}.experts.down_proj[{expert}]", (stack("ffn_down_exps"),)),
+    rows.in_layer("layer_scalar", "layer_output_scale.weight"),
+    rows.in_layer("router.scale", "ffn_gate_inp.scale"),
+    rows.in_layer("router.per_expert_scale", "ffn_down_exps.scale"),
+    rows.GgufRow("model.layers.{layer}.experts.gate_up_proj[{expert}]", (rows.stack("ffn_gate_up_exps"),)),
+    rows.GgufRow("model.layers.{layer}.experts.down_proj[{expert}]", (rows.stack("ffn_down_exps"),)),
 ]
 
 
 def _read_heads(file: Described) -> Fields:
-    windows, groups = file.flags(PATTERN) or [], file.counts(HEADS_KV)
+    windows, groups = file.flags(keys.PATTERN) or [], file.counts(keys.HEADS_KV)
     if all(windows):
-        what = f"{file.architecture}.{PATTERN} is {shown(windows)}"
+        what = f"{file.architecture}.{keys.PATTERN} is {shown(windows)}"
         do = "Known are models with windows in some layers, of which it is a list."
         raise UnknownArchitecture(what, do=do)
     everywhere = windows.index(False)
@@ -85,7 +59,7 @@ def _read_heads(file: Described) -> Fields:
     ):
         file.expect(key, expected)
     return {
-        "num_query_groups": one_of(file, HEADS_KV, local or groups),
+        "num_query_groups": keys.one_of(file, keys.HEADS_KV, local or groups),
         "kv_channels": size_in_window,
         "global_attention.num_query_groups": groups[everywhere],
         "global_attention.kv_channels": size,
@@ -103,36 +77,36 @@ def _everywhere(model: ModelShape) -> GlobalAttention:
     )
 
 
-def _write_groups(model: ModelShape) -> Said:
+def _write_groups(model: ModelShape) -> keys.Said:
     own = _everywhere(model).num_query_groups
     if own == model.num_query_groups:
-        return {HEADS_KV: own}
+        return {keys.HEADS_KV: own}
     windows = [model.in_window(layer) for layer in range(model.num_layers)]
-    return {HEADS_KV: [model.num_query_groups if window else int(own or 0) for window in windows]}
+    return {keys.HEADS_KV: [model.num_query_groups if window else int(own or 0) for window in windows]}
 
 
-_HEADS = GgufRule(
+_HEADS = keys.GgufRule(
     (
         *("num_query_groups", "kv_channels", "global_attention.num_query_groups"),
         *("global_attention.kv_channels", "global_attention.keys_are_values"),
     ),
     (
-        HEADS_KV,
+        keys.HEADS_KV,
         *("attention.key_length", "attention.key_length_swa", "attention.value_length", "attention.value_length_swa"),
         *("rope.dimension_count", "rope.dimension_count_swa"),
     ),
     _read_heads,
     _write_groups,
 )
-_HEAD_SIZE = write_only(
+_HEAD_SIZE = keys.write_only(
     lambda model: dict.fromkeys(
         ("attention.key_length", "attention.value_length"), _everywhere(model).kv_channels or 0
     ),
 )
-_LOCAL_SIZE = write_only(
+_LOCAL_SIZE = keys.write_only(
     lambda model: dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa"), model.kv_channels),
 )
-_TURNED = write_only(
+_TURNED = keys.write_only(
     lambda model: {
         "rope.dimension_count": _everywhere(model).kv_channels or 0,
         "rope.dimension_count_swa": model.kv_channels,
@@ -149,27 +123,27 @@ def _read_mlps(file: Described) -> Fields:
     return {"ffn_hidden_size": channels[0], "use_double_wide_mlp": channels[-1] != channels[0]}
 
 
-def _write_mlps(model: ModelShape) -> Said:
+def _write_mlps(model: ModelShape) -> keys.Said:
     size, wide = model.ffn_hidden_size, model.num_layers - model.num_kv_shared_layers
     if not model.use_double_wide_mlp:
         return {"feed_forward_length": size}
     return {"feed_forward_length": [size if layer < wide else 2 * size for layer in range(model.num_layers)]}
 
 
-_MLPS = GgufRule(("ffn_hidden_size", "use_double_wide_mlp"), ("feed_forward_length",), _read_mlps, _write_mlps)
+_MLPS = keys.GgufRule(("ffn_hidden_size", "use_double_wide_mlp"), ("feed_forward_length",), _read_mlps, _write_mlps)
 
 
 _LAYERS = (
-    GgufKey("num_kv_shared_layers", "attention.shared_kv_layers", 0),
-    GgufRule(
+    keys.GgufKey("num_kv_shared_layers", "attention.shared_kv_layers", 0),
+    keys.GgufRule(
         ("per_layer_embed_dim",),
         ("embedding_length_per_layer_input",),
         lambda file: {"per_layer_embed_dim": file.count("embedding_length_per_layer_input") or None},
         lambda model: {"embedding_length_per_layer_input": model.per_layer_embed_dim or 0},
     ),
-    WINDOWS,
+    keys.WINDOWS,
 )
-_UNUSED = GgufRule(
+_UNUSED = keys.GgufRule(
     ("stores_unused",),
     (),
     lambda file: {
@@ -179,7 +153,7 @@ _UNUSED = GgufRule(
 )
 
 
-def _family(*counts: GgufEntry, size: tuple[GgufEntry, ...] = (), **experts: object) -> GgufFamily:
+def _family(*counts: keys.GgufEntry, size: tuple[keys.GgufEntry, ...] = (), **experts: object) -> GgufFamily:
     """Without `experts`, or with the keys of their number and size, and what llama.cpp computes of them."""
     return GgufFamily(
         "gemma4",
@@ -187,14 +161,14 @@ def _family(*counts: GgufEntry, size: tuple[GgufEntry, ...] = (), **experts: obj
         keys=(
             *base_keys(
                 *counts,
-                heads=GgufKey("num_attention_heads", "attention.head_count"),
-                rope=(_HEADS, ROPE, LOCAL_BASE),
+                heads=keys.GgufKey("num_attention_heads", "attention.head_count"),
+                rope=(_HEADS, rope_keys.ROPE, rope_keys.LOCAL_BASE),
                 mlp=(_MLPS,),
             ),
             _HEAD_SIZE,
         ),
-        more=(FINAL_CAP, WINDOW, *_LAYERS, _LOCAL_SIZE, *size, _TURNED),
-        reads=(_UNUSED, *(() if experts else (NO_EXPERTS,))),
+        more=(FINAL_CAP, keys.WINDOW, *_LAYERS, _LOCAL_SIZE, *size, _TURNED),
+        reads=(_UNUSED, *(() if experts else (keys.NO_EXPERTS,))),
         computed={
             **COMPUTED,
             **dict.fromkeys(("post_layernorms", "qk_layernorm", "v_l2_norm", "layer_scalar"), True),
@@ -203,16 +177,15 @@ def _family(*counts: GgufEntry, size: tuple[GgufEntry, ...] = (), **experts: obj
         },
         scalings={"proportional": ("partial_rotary_factor",)},
         sentencepiece="gemma4",
-        scaled=SCALED,
+        scaled=rows.SCALED,
     )
 
 
 _SPARSE = _family(
-    *EXPERT_COUNTS,
-    size=(EXPERT_SIZE,),
-    **IN_ALL_LAYERS,
+    *expert_keys.EXPERT_COUNTS,
+    size=(expert_keys.EXPERT_SIZE,),
+    **expert_keys.IN_ALL_LAYERS,
     **{"moe.own_norms": True, "moe.shared_ffn_hidden_size": lambda fields: fields["ffn_hidden_size"]},
 )
 
 FAMILIES = {"gemma4_text": replace(_family(), with_experts=_SPARSE)}
-"""By the `model_type` of the text model."""

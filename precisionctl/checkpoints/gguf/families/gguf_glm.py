@@ -8,60 +8,15 @@ conversion/glm.py and chatglm.py.
 from dataclasses import replace
 
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.expert_keys import (
-    EXPERT_COUNTS,
-    EXPERT_SIZE,
-    LEADING_DENSE,
-    NORMALISED,
-    SHARED_COUNT,
-    TWO_SCORES,
-    WEIGHTS_SCALE,
-    groups,
-    scored_by,
-)
+from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.families.gguf_deepseek import deepseek2, sparse_attention
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import (
-    CONTEXT,
-    EPSILON,
-    HAS_QK_NORMS,
-    HEAD_SIZE,
-    HEADS,
-    LAYERS,
-    LAYERS_AND_PREDICTION,
-    MLP_SIZE,
-    PREDICTION_LAYERS,
-    QKV_BIAS,
-    UNUSUAL_HEAD_SIZE,
-    WIDTH,
-    GgufRule,
-)
 from precisionctl.checkpoints.gguf.mrope_keys import Images
-from precisionctl.checkpoints.gguf.rope_keys import ROPE, TURNED, UNSCALED_ALONE
-from precisionctl.checkpoints.gguf.tensor_rows import (
-    ATTENTION,
-    EXPERT_BIAS,
-    EXPERTS,
-    JOINED_MLP,
-    KEY,
-    MLP,
-    NORMS,
-    NORMS_BY_PLACE,
-    PREDICTION,
-    QK_NORMS,
-    QUERY,
-    ROUTER,
-    SHARED_EXPERTS,
-    VALUE_OUTPUT,
-    in_layers,
-    linears,
-    outside_layers,
-)
 from precisionctl.checkpoints.tensor_changes import ROTARY_HALVES
 
 _NORMS_OF_GLM4 = {
-    **NORMS,
+    **rows.NORMS,
     "post_self_attn_layernorm": "post_attention_norm",
     "post_mlp_layernorm": "post_ffw_norm",
 }
@@ -79,7 +34,7 @@ def _read_indexers(file: Described) -> Fields:
     return {"dsa.layers": tuple(listed)}
 
 
-_INDEXERS = GgufRule(
+_INDEXERS = keys.GgufRule(
     ("dsa.layers",),
     ("attention.indexer.types",),
     _read_indexers,
@@ -88,9 +43,9 @@ _INDEXERS = GgufRule(
 
 _GLM4 = GgufFamily(
     "glm4",
-    rows=[*outside_layers(), *in_layers(_NORMS_OF_GLM4), *ATTENTION, *JOINED_MLP],
-    keys=(*base_keys(), HEAD_SIZE),
-    more=(TURNED, QKV_BIAS),
+    rows=[*rows.outside_layers(), *rows.in_layers(_NORMS_OF_GLM4), *rows.ATTENTION, *rows.JOINED_MLP],
+    keys=(*base_keys(), keys.HEAD_SIZE),
+    more=(rope_keys.TURNED, keys.QKV_BIAS),
     reads=(),
     computed={"post_layernorms": True, "rotary_interleaved": True},
     tokens={"eos": "<|endoftext|>", "eot": "<|user|>", "unk": "<|endoftext|>", "bos": "<|endoftext|>"},
@@ -98,54 +53,70 @@ _GLM4 = GgufFamily(
 _GLM = replace(
     _GLM4,
     architecture="chatglm",
-    rows=[*outside_layers(), *in_layers(NORMS), *ATTENTION, *JOINED_MLP],
-    keys=(CONTEXT, WIDTH, MLP_SIZE, LAYERS, HEADS, EPSILON, UNUSUAL_HEAD_SIZE),
-    more=(TURNED, ROPE, QKV_BIAS),
+    rows=[*rows.outside_layers(), *rows.in_layers(rows.NORMS), *rows.ATTENTION, *rows.JOINED_MLP],
+    keys=(keys.CONTEXT, keys.WIDTH, keys.MLP_SIZE, keys.LAYERS, keys.HEADS, keys.EPSILON, keys.UNUSUAL_HEAD_SIZE),
+    more=(rope_keys.TURNED, rope_keys.ROPE, keys.QKV_BIAS),
     computed={"rotary_interleaved": True},
     tokens={"eos": "<|endoftext|>", "eot": "<|user|>", "unk": "<|endoftext|>"},
 )
 _GLM4_MOE = GgufFamily(
     "glm4moe",
     rows=[
-        *outside_layers(),
-        *in_layers({**NORMS_BY_PLACE, **QK_NORMS}),
-        *ATTENTION,
-        *MLP,
-        *ROUTER,
-        EXPERT_BIAS,
-        *EXPERTS,
-        *SHARED_EXPERTS,
-        *PREDICTION,
+        *rows.outside_layers(),
+        *rows.in_layers({**rows.NORMS_BY_PLACE, **rows.QK_NORMS}),
+        *rows.ATTENTION,
+        *rows.MLP,
+        *rows.ROUTER,
+        rows.EXPERT_BIAS,
+        *rows.EXPERTS,
+        *rows.SHARED_EXPERTS,
+        *rows.PREDICTION,
     ],
-    keys=(*base_keys(*EXPERT_COUNTS, groups(2), layers=LAYERS_AND_PREDICTION), HEAD_SIZE),
+    keys=(
+        *base_keys(*expert_keys.EXPERT_COUNTS, expert_keys.groups(2), layers=keys.LAYERS_AND_PREDICTION),
+        keys.HEAD_SIZE,
+    ),
     more=(
-        *(TURNED, EXPERT_SIZE, SHARED_COUNT, LEADING_DENSE, scored_by("sigmoid"), WEIGHTS_SCALE, NORMALISED),
-        *(PREDICTION_LAYERS, QKV_BIAS, HAS_QK_NORMS),
+        *(
+            rope_keys.TURNED,
+            expert_keys.EXPERT_SIZE,
+            expert_keys.SHARED_COUNT,
+            expert_keys.LEADING_DENSE,
+            expert_keys.scored_by("sigmoid"),
+            expert_keys.WEIGHTS_SCALE,
+            expert_keys.NORMALISED,
+        ),
+        *(keys.PREDICTION_LAYERS, keys.QKV_BIAS, keys.HAS_QK_NORMS),
     ),
     reads=(),
-    computed={**TWO_SCORES, "moe.expert_bias": True},
+    computed={**expert_keys.TWO_SCORES, "moe.expert_bias": True},
     tokens=_TOKENS,
 )
 _IMAGES, _OCR = Images((8, 12, 12)), Images((16, 24, 24))
 _GLM4V = replace(
     _GLM4,
     rows=[
-        *outside_layers(),
-        *in_layers(_NORMS_OF_GLM4),
-        *linears({**QUERY, **KEY}, ROTARY_HALVES),  # by such sections llama.cpp turns halves alone
-        *linears(VALUE_OUTPUT),
-        *JOINED_MLP,
+        *rows.outside_layers(),
+        *rows.in_layers(_NORMS_OF_GLM4),
+        *rows.linears({**rows.QUERY, **rows.KEY}, ROTARY_HALVES),  # by such sections llama.cpp turns halves alone
+        *rows.linears(rows.VALUE_OUTPUT),
+        *rows.JOINED_MLP,
     ],
-    keys=(*base_keys(rope=(_IMAGES.sections, ROPE)), UNUSUAL_HEAD_SIZE),
+    keys=(*base_keys(rope=(_IMAGES.sections, rope_keys.ROPE)), keys.UNUSUAL_HEAD_SIZE),
     images=_IMAGES,
     recognises=_IMAGES.recognises,
 )
-_GLM_OCR = replace(_GLM4V, keys=(*base_keys(rope=(_OCR.sections, ROPE)), UNUSUAL_HEAD_SIZE), images=_OCR)
+_GLM_OCR = replace(_GLM4V, keys=(*base_keys(rope=(_OCR.sections, rope_keys.ROPE)), keys.UNUSUAL_HEAD_SIZE), images=_OCR)
 _GLM4V_MOE = replace(
     _GLM4_MOE,
     keys=(
-        *base_keys(*EXPERT_COUNTS, groups(2), layers=LAYERS_AND_PREDICTION, rope=(_IMAGES.sections, ROPE)),
-        UNUSUAL_HEAD_SIZE,
+        *base_keys(
+            *expert_keys.EXPERT_COUNTS,
+            expert_keys.groups(2),
+            layers=keys.LAYERS_AND_PREDICTION,
+            rope=(_IMAGES.sections, rope_keys.ROPE),
+        ),
+        keys.UNUSUAL_HEAD_SIZE,
     ),
     images=_IMAGES,
     recognises=_IMAGES.recognises,
@@ -162,7 +133,6 @@ FAMILIES = {
         recognises=lambda file: False,
     ),
     "glm_moe_dsa": replace(  # llama.cpp reads no yarn_log_multiplier of it
-        sparse_attention("glm-dsa", _INDEXERS, interleaved=True), scalings=UNSCALED_ALONE, tokens=_TOKENS
+        sparse_attention("glm-dsa", _INDEXERS, interleaved=True), scalings=rope_keys.UNSCALED_ALONE, tokens=_TOKENS
     ),
 }
-"""By the `model_type` of the text model."""

@@ -10,59 +10,37 @@ from dataclasses import replace
 from typing import Any
 
 from precisionctl.architectures.tables import falcon, gpt2, gpt_neox, mpt
+from precisionctl.checkpoints.gguf import metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.family import GgufFamily
-from precisionctl.checkpoints.gguf.metadata_keys import (
-    CONTEXT,
-    EQUAL_HEADS,
-    HEADS,
-    LAYER_NORM_EPSILON,
-    LAYERS,
-    MLP_SIZE,
-    QKV_CLAMP,
-    WIDTH,
-    GgufRule,
-    always,
-    hidden_by_heads,
-    write_only,
-)
-from precisionctl.checkpoints.gguf.rope_keys import TURNED, UNSCALED_ALONE, UNUSUAL_BASE
-from precisionctl.checkpoints.gguf.tensor_rows import (
-    FINAL_NORM_BIAS,
-    NORMS,
-    UNGATED_MLP,
-    GgufRow,
-    linears,
-    outside_layers,
-    renamed,
-)
 from precisionctl.checkpoints.tensor_changes import QKV_OF_GROUPS, SAME, TRANSPOSED, TensorChange
 
 _QKV = "self_attn.query_key_value"
-_POSITIONS = GgufRow("transformer.wpe.weight", ("position_embd.weight",))
+_POSITIONS = rows.GgufRow("transformer.wpe.weight", ("position_embd.weight",))
 _EMBEDDING_NORM = [
-    GgufRow(f"transformer.word_embeddings_layernorm.{end}", (f"token_embd_norm.{end}",)) for end in ("weight", "bias")
+    rows.GgufRow(f"transformer.word_embeddings_layernorm.{end}", (f"token_embd_norm.{end}",))
+    for end in ("weight", "bias")
 ]
 
 
-def _rows(names: Mapping[str, str], qkv: TensorChange = SAME) -> list[GgufRow]:
+def _rows(names: Mapping[str, str], qkv: TensorChange = SAME) -> list[rows.GgufRow]:
     """The rows that all have, under the names of a family."""
-    rows = [
-        *outside_layers(),
-        FINAL_NORM_BIAS,
-        *linears({**NORMS, "self_attn.o_proj": "attn_output"}),
-        *linears({_QKV: "attn_qkv"}, qkv),
-        *UNGATED_MLP,
+    in_llama_cpp = [
+        *rows.outside_layers(),
+        rows.FINAL_NORM_BIAS,
+        *rows.linears({**rows.NORMS, "self_attn.o_proj": "attn_output"}),
+        *rows.linears({_QKV: "attn_qkv"}, qkv),
+        *rows.UNGATED_MLP,
     ]
-    return renamed(rows, names)
+    return rows.renamed(in_llama_cpp, names)
 
 
-def _transposed(row: GgufRow) -> GgufRow:
+def _transposed(row: rows.GgufRow) -> rows.GgufRow:
     """A row of GPT-2, whose linears in layers are `[in, out]`."""
     linear = any(row.hf.endswith(f".{module}.weight") for module in ("c_attn", "c_proj", "c_fc"))
     return replace(row, change=TRANSPOSED) if linear else row
 
 
-def _with_one_norm(row: GgufRow) -> GgufRow:
+def _with_one_norm(row: rows.GgufRow) -> rows.GgufRow:
     """A row of Falcon: models with two norms (40B) have another name for that of the MLP."""
     if ".input_layernorm." not in row.hf:
         return row
@@ -70,7 +48,7 @@ def _with_one_norm(row: GgufRow) -> GgufRow:
 
 
 _COMPUTED: Mapping[str, Any] = {
-    "kv_channels": hidden_by_heads,
+    "kv_channels": keys.hidden_by_heads,
     "normalization": "LayerNorm",
     "gated_linear_unit": False,
     "mlp_bias": True,
@@ -81,10 +59,10 @@ _LEARNED: Mapping[str, Any] = {"position_embedding": "learned_absolute"}
 _GELU: Mapping[str, Any] = {"activation": "gelu_tanh"}
 """llama.cpp approximates GELU, also where it is exact."""
 
-_ONE_NORM = GgufRule(
+_ONE_NORM = keys.GgufRule(
     ("shared_layernorm",), (), lambda file: {"shared_layernorm": not file.has("blk.0.attn_norm_2.weight")}
 )
-_PARALLEL = GgufRule(
+_PARALLEL = keys.GgufRule(
     ("parallel_residual",),
     ("use_parallel_residual",),
     lambda file: {"parallel_residual": file.said("use_parallel_residual") is not False},
@@ -95,14 +73,14 @@ FAMILIES = {
     "gpt2": GgufFamily(
         "gpt2",
         rows=[*map(_transposed, _rows(gpt2.NAMES)), _POSITIONS],
-        keys=(LAYERS, CONTEXT, WIDTH, MLP_SIZE, EQUAL_HEADS, LAYER_NORM_EPSILON),
+        keys=(keys.LAYERS, keys.CONTEXT, keys.WIDTH, keys.MLP_SIZE, keys.EQUAL_HEADS, keys.LAYER_NORM_EPSILON),
         computed={**_COMPUTED, **_BIASES, **_AS_MANY_KEYS, **_LEARNED},
         ignored=_GELU,
     ),
     "gpt_bigcode": GgufFamily(
         "starcoder",
         rows=[*_rows(gpt2.NAMES, QKV_OF_GROUPS), _POSITIONS],
-        keys=(CONTEXT, WIDTH, MLP_SIZE, LAYERS, HEADS, LAYER_NORM_EPSILON),
+        keys=(keys.CONTEXT, keys.WIDTH, keys.MLP_SIZE, keys.LAYERS, keys.HEADS, keys.LAYER_NORM_EPSILON),
         computed={**_COMPUTED, **_BIASES, **_LEARNED},
         ignored=_GELU,
     ),
@@ -110,33 +88,41 @@ FAMILIES = {
         "gptneox",
         rows=_rows(gpt_neox.NAMES, QKV_OF_GROUPS),
         keys=(
-            *(CONTEXT, WIDTH, LAYERS, MLP_SIZE, TURNED, EQUAL_HEADS),
-            *(_PARALLEL, LAYER_NORM_EPSILON, UNUSUAL_BASE),
+            *(keys.CONTEXT, keys.WIDTH, keys.LAYERS, keys.MLP_SIZE, rope_keys.TURNED, keys.EQUAL_HEADS),
+            *(_PARALLEL, keys.LAYER_NORM_EPSILON, rope_keys.UNUSUAL_BASE),
         ),
         reads=(),
         computed={**_COMPUTED, **_BIASES, **_AS_MANY_KEYS, "tied_embeddings": False},
         ignored=_GELU,
-        scalings=UNSCALED_ALONE,
+        scalings=rope_keys.UNSCALED_ALONE,
     ),
     "falcon": GgufFamily(
         "falcon",
         rows=[
             *map(_with_one_norm, _rows(falcon.NAMES, QKV_OF_GROUPS)),
-            *renamed(linears({"ln_mlp": "attn_norm", "ln_attn": "attn_norm_2"}), falcon.NAMES),
+            *rows.renamed(rows.linears({"ln_mlp": "attn_norm", "ln_attn": "attn_norm_2"}), falcon.NAMES),
         ],
         keys=(
-            CONTEXT,
-            write_only(lambda model: {"tensor_data_layout": "jploski"}),
-            *(WIDTH, MLP_SIZE, LAYERS, HEADS, LAYER_NORM_EPSILON, UNUSUAL_BASE, _ONE_NORM),
+            keys.CONTEXT,
+            keys.write_only(lambda model: {"tensor_data_layout": "jploski"}),
+            *(
+                keys.WIDTH,
+                keys.MLP_SIZE,
+                keys.LAYERS,
+                keys.HEADS,
+                keys.LAYER_NORM_EPSILON,
+                rope_keys.UNUSUAL_BASE,
+                _ONE_NORM,
+            ),
         ),
         computed={**_COMPUTED, "mlp_bias": False, "parallel_residual": True},
         ignored=_GELU,
-        scalings=UNSCALED_ALONE,
+        scalings=rope_keys.UNSCALED_ALONE,
     ),
     "bloom": GgufFamily(
         "bloom",
         rows=[*_rows(falcon.NAMES, QKV_OF_GROUPS), *_EMBEDDING_NORM],
-        keys=(CONTEXT, WIDTH, MLP_SIZE, LAYERS, HEADS, LAYER_NORM_EPSILON),
+        keys=(keys.CONTEXT, keys.WIDTH, keys.MLP_SIZE, keys.LAYERS, keys.HEADS, keys.LAYER_NORM_EPSILON),
         computed={
             **_COMPUTED,
             **_BIASES,
@@ -150,11 +136,18 @@ FAMILIES = {
         "mpt",
         rows=_rows(mpt.NAMES),
         keys=(
-            *(CONTEXT, WIDTH, LAYERS, MLP_SIZE, EQUAL_HEADS, LAYER_NORM_EPSILON, QKV_CLAMP),
-            always("attention.max_alibi_bias", 8.0),
+            *(
+                keys.CONTEXT,
+                keys.WIDTH,
+                keys.LAYERS,
+                keys.MLP_SIZE,
+                keys.EQUAL_HEADS,
+                keys.LAYER_NORM_EPSILON,
+                keys.QKV_CLAMP,
+            ),
+            keys.always("attention.max_alibi_bias", 8.0),
         ),
         computed={**_COMPUTED, **_AS_MANY_KEYS, "mlp_bias": False, "norm_bias": False, "position_embedding": "alibi"},
         ignored={"activation": "gelu"},
     ),
 }
-"""By the `model_type` of the text model."""

@@ -3,39 +3,28 @@
 Sources: llama.cpp's src/models/openai-moe.cpp, and conversion/gpt_oss.py.
 """
 
-from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS
+from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.metadata_keys import HEAD_SIZE, WINDOW, WINDOWS, every
-from precisionctl.checkpoints.gguf.rope_keys import TURNED
-from precisionctl.checkpoints.gguf.tensor_rows import (
-    ATTENTION,
-    NORMS_BY_PLACE,
-    GgufRow,
-    in_layers,
-    linears,
-    outside_layers,
-    stack,
-)
 from precisionctl.checkpoints.tensor_changes import GATE_UP_IN_TURNS
 
 _ROWS = [
-    *outside_layers(),
-    *in_layers(NORMS_BY_PLACE),
-    *ATTENTION,
-    GgufRow("model.layers.{layer}.self_attn.sinks", ("blk.{layer}.attn_sinks.weight",)),
-    *linears({"mlp.router": "ffn_gate_inp"}),
+    *rows.outside_layers(),
+    *rows.in_layers(rows.NORMS_BY_PLACE),
+    *rows.ATTENTION,
+    rows.GgufRow("model.layers.{layer}.self_attn.sinks", ("blk.{layer}.attn_sinks.weight",)),
+    *rows.linears({"mlp.router": "ffn_gate_inp"}),
     *(
         row
         for hf, end in {"_blocks": "weight", "_bias": "bias"}.items()
         for row in (
-            GgufRow(
+            rows.GgufRow(
                 f"model.layers.{{layer}}.mlp.experts.gate_up_proj{hf}[{{expert}}]",
-                (stack("ffn_gate_exps", end), stack("ffn_up_exps", end)),
+                (rows.stack("ffn_gate_exps", end), rows.stack("ffn_up_exps", end)),
                 GATE_UP_IN_TURNS,
             ),
-            GgufRow(
+            rows.GgufRow(
                 f"model.layers.{{layer}}.mlp.experts.down_proj{hf}[{{expert}}]",
-                (stack("ffn_down_exps", end),),
+                (rows.stack("ffn_down_exps", end),),
             ),
         )
     ),
@@ -46,19 +35,18 @@ FAMILIES = {
     "gpt_oss": GgufFamily(
         "gpt-oss",
         rows=_ROWS,
-        keys=(*base_keys(*EXPERT_COUNTS), HEAD_SIZE),
-        more=(WINDOW, EXPERT_SIZE),
-        reads=(TURNED, WINDOWS),
+        keys=(*base_keys(*expert_keys.EXPERT_COUNTS), keys.HEAD_SIZE),
+        more=(keys.WINDOW, expert_keys.EXPERT_SIZE),
+        reads=(rope_keys.TURNED, keys.WINDOWS),
         computed={
-            **IN_ALL_LAYERS,
+            **expert_keys.IN_ALL_LAYERS,
             **_BIASES_AND_SINKS,
             "tied_embeddings": False,
             "activation": "quick_gelu",
             "activation_clamp": 7.0,
             "glu_offset": 1.0,
-            "window_layers": every(2),
+            "window_layers": keys.every(2),
         },
         of_scaling=lambda scaling: {"truncate": False} if scaling.get("rope_type") == "yarn" else {},
     ),
 }
-"""By the `model_type` of the text model."""

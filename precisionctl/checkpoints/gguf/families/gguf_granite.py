@@ -6,95 +6,61 @@ Sources: llama.cpp's src/models/granite.cpp, granite-moe.cpp and granite-hybrid.
 from dataclasses import replace
 
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.expert_keys import AS_LARGE_AS_MLP, EXPERT_COUNTS, IN_ALL_LAYERS
+from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import (
-    ATTENTION_BIAS,
-    CONTEXT,
-    EPSILON,
-    HEADS,
-    HEADS_KV,
-    LAYERS,
-    MLP_BIAS,
-    MLP_SIZE,
-    NO_EXPERTS,
-    UNUSUAL_HEAD_SIZE,
-    VOCABULARY,
-    WIDTH,
-    WINDOW,
-    WINDOWS,
-    GgufRule,
-    Said,
-    always,
-    expected,
-    head_size,
-    ignored_keys,
-    number,
-    read_some_heads,
-    refused,
-    write_only,
-)
 from precisionctl.checkpoints.gguf.mixers import MIXER, NO_MIXER, mixer
-from precisionctl.checkpoints.gguf.rope_keys import AND_LLAMA3, ROPE, TURNED
-from precisionctl.checkpoints.gguf.tensor_rows import (
-    DECODER_IN_PAIRS,
-    MLP,
-    GgufRow,
-    in_layer,
-    in_layers,
-    replaced_by,
-    stack,
-)
 from precisionctl.checkpoints.tensor_changes import GATE_THEN_UP
 from precisionctl.model.model_parts import real
 from precisionctl.model.model_shape import ModelShape
 
 _EXPERTS = [
-    *in_layers({"block_sparse_moe.router.layer": "ffn_gate_inp"}),
-    GgufRow(
+    *rows.in_layers({"block_sparse_moe.router.layer": "ffn_gate_inp"}),
+    rows.GgufRow(
         "model.layers.{layer}.block_sparse_moe.input_linear.weight[{expert}]",
-        (stack("ffn_gate_exps"), stack("ffn_up_exps")),
+        (rows.stack("ffn_gate_exps"), rows.stack("ffn_up_exps")),
         GATE_THEN_UP,
     ),
-    GgufRow("model.layers.{layer}.block_sparse_moe.output_linear.weight[{expert}]", (stack("ffn_down_exps"),)),
+    rows.GgufRow(
+        "model.layers.{layer}.block_sparse_moe.output_linear.weight[{expert}]", (rows.stack("ffn_down_exps"),)
+    ),
 ]
 
 
-def _joined(kind: str) -> list[GgufRow]:
+def _joined(kind: str) -> list[rows.GgufRow]:
     """The MLP, of the kind that ends of names say."""
     return [
-        replaced_by("shared_mlp.input_linear", (f"ffn_gate{kind}", f"ffn_up{kind}"), GATE_THEN_UP),
-        *in_layers({"shared_mlp.output_linear": f"ffn_down{kind}"}),
+        rows.replaced_by("shared_mlp.input_linear", (f"ffn_gate{kind}", f"ffn_up{kind}"), GATE_THEN_UP),
+        *rows.in_layers({"shared_mlp.output_linear": f"ffn_down{kind}"}),
     ]
 
 
 def _read_score_scale(file: Described) -> Fields:
-    scale = file.number("attention.scale", None) or head_size(file) ** -0.5
+    scale = file.number("attention.scale", None) or keys.head_size(file) ** -0.5
     return {"query_pre_attn_scalar": real(scale, f"{file.architecture}.attention.scale") ** -2}
 
 
-def _write_score_scale(model: ModelShape) -> Said:
+def _write_score_scale(model: ModelShape) -> keys.Said:
     return {"attention.scale": float((model.query_pre_attn_scalar or model.kv_channels) ** -0.5)}
 
 
-_SWITCH = expected("rope.scaling.finetuned", True)
+_SWITCH = keys.expected("rope.scaling.finetuned", True)
 """llama.cpp takes the key for a switch of rotary embeddings."""
 _USED, _SHARED = "expert_used_count", "expert_shared_feed_forward_length"
 _MULTIPLIERS = (
-    VOCABULARY,
-    TURNED,
-    GgufRule(("query_pre_attn_scalar",), ("attention.scale",), _read_score_scale, _write_score_scale),
-    number("embedding_multiplier", "embedding_scale", 1.0),
-    number("residual_multiplier", "residual_scale", 1.0),
-    number("logits_scaling", "logit_scale"),
+    keys.VOCABULARY,
+    rope_keys.TURNED,
+    keys.GgufRule(("query_pre_attn_scalar",), ("attention.scale",), _read_score_scale, _write_score_scale),
+    keys.number("embedding_multiplier", "embedding_scale", 1.0),
+    keys.number("residual_multiplier", "residual_scale", 1.0),
+    keys.number("logits_scaling", "logit_scale"),
 )
 
 # Granite 4
 
 
 def _read_layers(file: Described) -> Fields:
-    groups = file.counts(HEADS_KV)
+    groups = file.counts(keys.HEADS_KV)
     second = "E" if file.count("expert_count", 0) else "-"
     pattern = "".join(("*" if number else "M") + second for number in groups)
     turned = file.said("rope.scaling.finetuned") is not False
@@ -103,16 +69,16 @@ def _read_layers(file: Described) -> Fields:
         "ffn_hidden_size": file.count("feed_forward_length"),
         "num_layers": len(pattern),
         "mamba.pattern": pattern,
-        **read_some_heads(file, groups),
+        **keys.read_some_heads(file, groups),
         "max_position_embeddings": file.count("context_length"),
         "rope_layers": None if turned else (False,) * len(pattern),
     }
 
 
-def _write_layers(model: ModelShape) -> Said:
+def _write_layers(model: ModelShape) -> keys.Said:
     pattern = model.mamba.pattern if model.mamba else ""
     if "M" not in pattern:
-        raise refused(model, "without mixers")
+        raise keys.refused(model, "without mixers")
     groups = [model.num_query_groups if kind == "*" else 0 for kind in pattern[::2]]
     return {
         "block_count": len(groups),
@@ -120,27 +86,34 @@ def _write_layers(model: ModelShape) -> Said:
         "embedding_length": model.hidden_size,
         "feed_forward_length": model.ffn_hidden_size,
         "attention.head_count": model.num_attention_heads,
-        HEADS_KV: groups,
+        keys.HEADS_KV: groups,
     }
 
 
-_LAYERS = GgufRule(
+_LAYERS = keys.GgufRule(
     (
         *("num_layers", "mamba.pattern", "max_position_embeddings", "hidden_size", "ffn_hidden_size"),
         *("num_attention_heads", "num_query_groups", "rope_layers"),
     ),
-    (*LAYERS.keys, *CONTEXT.keys, *WIDTH.keys, *MLP_SIZE.keys, *HEADS.keys, "rope.scaling.finetuned"),
+    (
+        *keys.LAYERS.keys,
+        *keys.CONTEXT.keys,
+        *keys.WIDTH.keys,
+        *keys.MLP_SIZE.keys,
+        *keys.HEADS.keys,
+        "rope.scaling.finetuned",
+    ),
     _read_layers,
     _write_layers,
 )
 """A layer of GGUF is two of Megatron's."""
-_POSITIONS = write_only(lambda model: {"rope.scaling.finetuned": model.rope_layers is None})
+_POSITIONS = keys.write_only(lambda model: {"rope.scaling.finetuned": model.rope_layers is None})
 """A switch of rotary embeddings, which _LAYERS reads."""
 
 
-_NONE_USED = ignored_keys(_USED, write=lambda model: {_USED: 0})
-_MLP_AS_SHARED = ignored_keys(_SHARED, write=lambda model: {_SHARED: model.ffn_hidden_size})
-_SHARED_SIZE = GgufRule(
+_NONE_USED = keys.ignored_keys(_USED, write=lambda model: {_USED: 0})
+_MLP_AS_SHARED = keys.ignored_keys(_SHARED, write=lambda model: {_SHARED: model.ffn_hidden_size})
+_SHARED_SIZE = keys.GgufRule(
     ("moe.shared_ffn_hidden_size",),
     (_SHARED,),
     lambda file: {"moe.shared_ffn_hidden_size": file.count(_SHARED, 0) or None},
@@ -152,30 +125,33 @@ def _has_shared(file: Described) -> bool:
     return bool(file.count(_SHARED, 0))
 
 
-def _write_some_shared(model: ModelShape) -> Said:
+def _write_some_shared(model: ModelShape) -> keys.Said:
     said = _SHARED_SIZE.write(model)
     return said if any(said.values()) else {}
 
 
-_HYBRID_ROWS = [*DECODER_IN_PAIRS, *mixer("mamba")]
+_HYBRID_ROWS = [*rows.DECODER_IN_PAIRS, *mixer("mamba")]
 _DENSE = GgufFamily(
     "granitehybrid",
     rows=[*_HYBRID_ROWS, *_joined("")],
-    keys=(_LAYERS, ROPE, EPSILON, always("expert_count", 0), _NONE_USED, UNUSUAL_HEAD_SIZE),
+    keys=(_LAYERS, rope_keys.ROPE, keys.EPSILON, keys.always("expert_count", 0), _NONE_USED, keys.UNUSUAL_HEAD_SIZE),
     more=(*_MULTIPLIERS, _MLP_AS_SHARED, MIXER, _POSITIONS),
     reads=(),
 )
 _SPARSE = replace(
     _DENSE,
     rows=[*_HYBRID_ROWS, *_joined("_shexp"), *_EXPERTS],
-    keys=(_LAYERS, ROPE, EPSILON, *EXPERT_COUNTS, UNUSUAL_HEAD_SIZE),
+    keys=(_LAYERS, rope_keys.ROPE, keys.EPSILON, *expert_keys.EXPERT_COUNTS, keys.UNUSUAL_HEAD_SIZE),
     more=(*_MULTIPLIERS, _SHARED_SIZE, MIXER, _POSITIONS),
-    computed={**AS_LARGE_AS_MLP, "moe.layer_freq": lambda fields: (False, True) * (fields["num_layers"] // 2)},
+    computed={
+        **expert_keys.AS_LARGE_AS_MLP,
+        "moe.layer_freq": lambda fields: (False, True) * (fields["num_layers"] // 2),
+    },
 )
 
 # With windows
 
-_SINKS = in_layer("self_attn.sinks", "attn_sinks.weight")
+_SINKS = rows.in_layer("self_attn.sinks", "attn_sinks.weight")
 _PATTERN = "attention.rope_pattern"
 
 
@@ -185,9 +161,9 @@ def _read_rope_layers(file: Described) -> Fields:
 
 
 _WINDOWS_AND_ROPE = (
-    WINDOW,
-    WINDOWS,
-    GgufRule(
+    keys.WINDOW,
+    keys.WINDOWS,
+    keys.GgufRule(
         ("rope_layers",),
         (_PATTERN,),
         _read_rope_layers,
@@ -196,63 +172,65 @@ _WINDOWS_AND_ROPE = (
 )
 _WINDOWED = GgufFamily(
     "granite_swa",
-    rows=[*DECODER_IN_PAIRS, _SINKS, *MLP],
-    keys=(*base_keys(), UNUSUAL_HEAD_SIZE),
-    more=(*_MULTIPLIERS, *_WINDOWS_AND_ROPE, ATTENTION_BIAS, MLP_BIAS),
-    reads=(NO_EXPERTS,),
+    rows=[*rows.DECODER_IN_PAIRS, _SINKS, *rows.MLP],
+    keys=(*base_keys(), keys.UNUSUAL_HEAD_SIZE),
+    more=(*_MULTIPLIERS, *_WINDOWS_AND_ROPE, keys.ATTENTION_BIAS, keys.MLP_BIAS),
+    reads=(keys.NO_EXPERTS,),
     computed={"softmax_offset": True},
-    scalings=AND_LLAMA3,
+    scalings=rope_keys.AND_LLAMA3,
     recognises=lambda file: not file.count("expert_count", 0),
 )
 
 FAMILIES = {
     "granite": GgufFamily(
         "granite",
-        rows=[*DECODER_IN_PAIRS, *MLP],
-        keys=(*base_keys(), UNUSUAL_HEAD_SIZE),
-        more=(*_MULTIPLIERS, ATTENTION_BIAS, MLP_BIAS),
-        reads=(_SWITCH, NO_MIXER, NO_EXPERTS, ignored_keys(_USED, _SHARED)),
-        scalings=AND_LLAMA3,
+        rows=[*rows.DECODER_IN_PAIRS, *rows.MLP],
+        keys=(*base_keys(), keys.UNUSUAL_HEAD_SIZE),
+        more=(*_MULTIPLIERS, keys.ATTENTION_BIAS, keys.MLP_BIAS),
+        reads=(_SWITCH, NO_MIXER, keys.NO_EXPERTS, keys.ignored_keys(_USED, _SHARED)),
+        scalings=rope_keys.AND_LLAMA3,
     ),
     "granitemoe": GgufFamily(
         "granitemoe",
-        rows=[*DECODER_IN_PAIRS, *_EXPERTS],
-        keys=(*base_keys(*EXPERT_COUNTS), UNUSUAL_HEAD_SIZE),
-        more=(*_MULTIPLIERS, ATTENTION_BIAS),
-        reads=(_SWITCH, NO_MIXER, expected(_SHARED, 0)),
-        computed={**IN_ALL_LAYERS, **AS_LARGE_AS_MLP},
-        scalings=AND_LLAMA3,
+        rows=[*rows.DECODER_IN_PAIRS, *_EXPERTS],
+        keys=(*base_keys(*expert_keys.EXPERT_COUNTS), keys.UNUSUAL_HEAD_SIZE),
+        more=(*_MULTIPLIERS, keys.ATTENTION_BIAS),
+        reads=(_SWITCH, NO_MIXER, keys.expected(_SHARED, 0)),
+        computed={**expert_keys.IN_ALL_LAYERS, **expert_keys.AS_LARGE_AS_MLP},
+        scalings=rope_keys.AND_LLAMA3,
         recognises=lambda file: not _has_shared(file),
     ),
     "granitemoeshared": GgufFamily(
         "granitemoe",
-        rows=[*DECODER_IN_PAIRS, *_EXPERTS, *_joined("_shexp")],
-        keys=(*base_keys(*EXPERT_COUNTS), UNUSUAL_HEAD_SIZE),
-        more=(*_MULTIPLIERS, replace(_SHARED_SIZE, write=_write_some_shared), ATTENTION_BIAS),
+        rows=[*rows.DECODER_IN_PAIRS, *_EXPERTS, *_joined("_shexp")],
+        keys=(*base_keys(*expert_keys.EXPERT_COUNTS), keys.UNUSUAL_HEAD_SIZE),
+        more=(*_MULTIPLIERS, replace(_SHARED_SIZE, write=_write_some_shared), keys.ATTENTION_BIAS),
         reads=(_SWITCH, NO_MIXER),
-        computed={**IN_ALL_LAYERS, **AS_LARGE_AS_MLP},
-        scalings=AND_LLAMA3,
+        computed={**expert_keys.IN_ALL_LAYERS, **expert_keys.AS_LARGE_AS_MLP},
+        scalings=rope_keys.AND_LLAMA3,
         recognises=_has_shared,
     ),
     "granite_swa": _WINDOWED,
     "granitemoe_swa": replace(
         _WINDOWED,
         rows=[
-            *DECODER_IN_PAIRS,
+            *rows.DECODER_IN_PAIRS,
             _SINKS,
-            *in_layers({"block_sparse_moe.router": "ffn_gate_inp", "shared_mlp.input_linear": "ffn_up_shexp"}),
-            *in_layers({"shared_mlp.output_linear": "ffn_down_shexp"}),
-            GgufRow(
-                "model.layers.{layer}.block_sparse_moe.experts.gate_up_proj[{expert}]", (stack("ffn_gate_up_exps"),)
+            *rows.in_layers({"block_sparse_moe.router": "ffn_gate_inp", "shared_mlp.input_linear": "ffn_up_shexp"}),
+            *rows.in_layers({"shared_mlp.output_linear": "ffn_down_shexp"}),
+            rows.GgufRow(
+                "model.layers.{layer}.block_sparse_moe.experts.gate_up_proj[{expert}]",
+                (rows.stack("ffn_gate_up_exps"),),
             ),
-            GgufRow("model.layers.{layer}.block_sparse_moe.experts.down_proj[{expert}]", (stack("ffn_down_exps"),)),
+            rows.GgufRow(
+                "model.layers.{layer}.block_sparse_moe.experts.down_proj[{expert}]", (rows.stack("ffn_down_exps"),)
+            ),
         ],
-        keys=(*base_keys(*EXPERT_COUNTS), UNUSUAL_HEAD_SIZE),
-        more=(*_MULTIPLIERS, *_WINDOWS_AND_ROPE, replace(_SHARED_SIZE, write=_write_some_shared), ATTENTION_BIAS),
+        keys=(*base_keys(*expert_keys.EXPERT_COUNTS), keys.UNUSUAL_HEAD_SIZE),
+        more=(*_MULTIPLIERS, *_WINDOWS_AND_ROPE, replace(_SHARED_SIZE, write=_write_some_shared), keys.ATTENTION_BIAS),
         reads=(),
-        computed={**_WINDOWED.computed, **IN_ALL_LAYERS, **AS_LARGE_AS_MLP},
+        computed={**_WINDOWED.computed, **expert_keys.IN_ALL_LAYERS, **expert_keys.AS_LARGE_AS_MLP},
         recognises=lambda file: bool(file.count("expert_count", 0)),
     ),
     "granitemoehybrid": replace(_DENSE, with_experts=_SPARSE),
 }
-"""By the `model_type` of the text model."""

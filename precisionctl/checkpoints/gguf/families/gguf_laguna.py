@@ -5,41 +5,9 @@ Sources: llama.cpp's src/models/laguna.cpp, and conversion/laguna.py.
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.architectures.config_layers import by_kind
-from precisionctl.checkpoints.gguf.expert_keys import (
-    EXPERT_COUNTS,
-    EXPERT_SIZE,
-    LEADING_DENSE,
-    NORMALISED,
-    SHARED_EXPERT_SIZE,
-    WEIGHTS_SCALE,
-    scored_by,
-)
+from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import (
-    HEAD_SIZE,
-    HEADS_KV,
-    PATTERN,
-    VOCABULARY,
-    GgufRule,
-    Said,
-    head_size,
-    one_of,
-    refused,
-    write_only,
-)
-from precisionctl.checkpoints.gguf.rope_keys import ROPE
-from precisionctl.checkpoints.gguf.tensor_rows import (
-    CORRECTION,
-    DECODER,
-    EXPERTS,
-    MLP,
-    QK_NORMS,
-    ROUTER,
-    SHARED_EXPERT,
-    GgufRow,
-    in_layers,
-)
 from precisionctl.model.model_shape import ModelShape
 
 _HEADS = "attention.head_count"
@@ -54,20 +22,20 @@ def _windows(file: Described) -> list[bool]:
     layers = file.decoder_layers()
     if not file.count("attention.sliding_window", 0):
         return [False] * layers
-    return file.flags(PATTERN) or _usual(layers)
+    return file.flags(keys.PATTERN) or _usual(layers)
 
 
 def _read_attention(file: Described) -> Fields:
     windows, heads = _windows(file), file.counts(_HEADS)
     in_window, elsewhere = (
-        one_of(file, _HEADS, [number for number, window in zip(heads, windows, strict=True) if window is kind])
+        keys.one_of(file, _HEADS, [number for number, window in zip(heads, windows, strict=True) if window is kind])
         for kind in (True, False)
     )
-    size = head_size(file)
+    size = keys.head_size(file)
     turned = file.count("rope.dimension_count", size)
     turned_in_window = file.count("rope.dimension_count_swa", turned)
     return {
-        "num_query_groups": one_of(file, HEADS_KV, file.counts(HEADS_KV)),
+        "num_query_groups": keys.one_of(file, keys.HEADS_KV, file.counts(keys.HEADS_KV)),
         "window_layers": tuple(windows) if any(windows) and not all(windows) else None,
         "sliding_window": file.count("attention.sliding_window", 0) or None,
         **by_kind(
@@ -78,32 +46,32 @@ def _read_attention(file: Described) -> Fields:
     }
 
 
-def _write_heads(model: ModelShape) -> Said:
+def _write_heads(model: ModelShape) -> keys.Said:
     windows = [model.in_window(layer) for layer in range(model.num_layers)]
     heads = [model.attention_of(window).num_attention_heads for window in windows]
-    return {_HEADS: heads, HEADS_KV: model.num_query_groups}
+    return {_HEADS: heads, keys.HEADS_KV: model.num_query_groups}
 
 
-def _write_window(model: ModelShape) -> Said:
+def _write_window(model: ModelShape) -> keys.Said:
     if model.sliding_window is None:
         return {}
     windows = [model.in_window(layer) for layer in range(model.num_layers)]
-    pattern = {} if windows == _usual(model.num_layers) else {PATTERN: windows}
+    pattern = {} if windows == _usual(model.num_layers) else {keys.PATTERN: windows}
     return {"attention.sliding_window": model.sliding_window, **pattern}
 
 
-def _write_turned(model: ModelShape) -> Said:
+def _write_turned(model: ModelShape) -> keys.Said:
     turned = {"rope.dimension_count": model.attention_of(False).rotary_size}
     return turned | ({} if model.sliding_window is None else {"rope.dimension_count_swa": model.rotary_size})
 
 
-_ATTENTION = GgufRule(
+_ATTENTION = keys.GgufRule(
     (
         *("num_attention_heads", "num_query_groups", "sliding_window", "window_layers", "rotary_percent"),
         *("global_attention.num_attention_heads", "global_attention.rotary_percent"),
     ),
     (
-        *(_HEADS, HEADS_KV, "attention.sliding_window", PATTERN),
+        *(_HEADS, keys.HEADS_KV, "attention.sliding_window", keys.PATTERN),
         *("rope.dimension_count", "rope.dimension_count_swa"),
     ),
     _read_attention,
@@ -117,15 +85,15 @@ def _read_local_base(file: Described) -> Fields:
     return {"rotary_base_local": (base or file.number("rope.freq_base", 10000.0)) if in_windows else None}
 
 
-def _write_local_base(model: ModelShape) -> Said:
+def _write_local_base(model: ModelShape) -> keys.Said:
     if model.sliding_window is None:
         return {}
     if model.rotary_base_local is None and model.rope_scaling:
-        raise refused(model, "with scaled rotary embeddings in layers with a window")
+        raise keys.refused(model, "with scaled rotary embeddings in layers with a window")
     return {"rope.freq_base_swa": float(model.rotary_base_local or model.rotary_base)}
 
 
-_LOCAL_BASE = GgufRule(("rotary_base_local",), ("rope.freq_base_swa",), _read_local_base, _write_local_base)
+_LOCAL_BASE = keys.GgufRule(("rotary_base_local",), ("rope.freq_base_swa",), _read_local_base, _write_local_base)
 
 
 def _read_gate(file: Described) -> Fields:
@@ -133,9 +101,9 @@ def _read_gate(file: Described) -> Fields:
     return {"linear_gate": f"softplus per {'head' if per_head else 'element'}"}
 
 
-def _write_gate(model: ModelShape) -> Said:
+def _write_gate(model: ModelShape) -> keys.Said:
     if not (model.linear_gate or "").startswith("softplus"):
-        raise refused(model, f"with linear_gate {model.linear_gate}")
+        raise keys.refused(model, f"with linear_gate {model.linear_gate}")
     return {}
 
 
@@ -143,25 +111,34 @@ FAMILIES = {
     "laguna": GgufFamily(
         "laguna",
         rows=[
-            *DECODER,
-            *in_layers({**QK_NORMS, "self_attn.g_proj": "attn_gate"}),
-            *MLP,
-            *ROUTER,
-            GgufRow("model.layers.{layer}.mlp.experts.e_score_correction_bias", CORRECTION),
-            *EXPERTS,
-            *SHARED_EXPERT,
+            *rows.DECODER,
+            *rows.in_layers({**rows.QK_NORMS, "self_attn.g_proj": "attn_gate"}),
+            *rows.MLP,
+            *rows.ROUTER,
+            rows.GgufRow("model.layers.{layer}.mlp.experts.e_score_correction_bias", rows.CORRECTION),
+            *rows.EXPERTS,
+            *rows.SHARED_EXPERT,
         ],
-        keys=(*base_keys(*EXPERT_COUNTS, heads=_ATTENTION, rope=(ROPE, _LOCAL_BASE)), HEAD_SIZE),
+        keys=(
+            *base_keys(*expert_keys.EXPERT_COUNTS, heads=_ATTENTION, rope=(rope_keys.ROPE, _LOCAL_BASE)),
+            keys.HEAD_SIZE,
+        ),
         more=(
-            VOCABULARY,
-            write_only(_write_window),
-            *(EXPERT_SIZE, SHARED_EXPERT_SIZE, NORMALISED, WEIGHTS_SCALE, scored_by("sigmoid"), LEADING_DENSE),
-            write_only(_write_turned),
-            GgufRule(("linear_gate",), (), _read_gate, _write_gate),
+            keys.VOCABULARY,
+            keys.write_only(_write_window),
+            *(
+                expert_keys.EXPERT_SIZE,
+                expert_keys.SHARED_EXPERT_SIZE,
+                expert_keys.NORMALISED,
+                expert_keys.WEIGHTS_SCALE,
+                expert_keys.scored_by("sigmoid"),
+                expert_keys.LEADING_DENSE,
+            ),
+            keys.write_only(_write_turned),
+            keys.GgufRule(("linear_gate",), (), _read_gate, _write_gate),
         ),
         reads=(),
         computed={"qk_layernorm": True, "moe.expert_bias": True},
         down_last=True,
     ),
 }
-"""By the `model_type` of the text model."""

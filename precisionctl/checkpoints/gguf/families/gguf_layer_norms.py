@@ -3,67 +3,63 @@
 Sources: llama.cpp's src/models/stablelm.cpp and phi2.cpp, and conversion/stablelm.py and phi.py.
 """
 
+from precisionctl.checkpoints.gguf import metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.family import GgufFamily
-from precisionctl.checkpoints.gguf.metadata_keys import (
-    CONTEXT,
-    HEADS,
-    LAYER_NORM_EPSILON,
-    LAYERS,
-    MLP_SIZE,
-    QKV_BIAS,
-    WIDTH,
-    always,
-    hidden_by_heads,
-)
-from precisionctl.checkpoints.gguf.rope_keys import TURNED, UNUSUAL_BASE
-from precisionctl.checkpoints.gguf.tensor_rows import (
-    ATTENTION,
-    FINAL_NORM_BIAS,
-    KEY,
-    MLP,
-    NORMS,
-    QUERY,
-    GgufRow,
-    linears,
-    outside_layers,
-)
 
-_ONE_AFTER_THE_OTHER = always("use_parallel_residual", False)
+_ONE_AFTER_THE_OTHER = keys.always("use_parallel_residual", False)
 
 FAMILIES = {
     "stablelm": GgufFamily(
         "stablelm",
         rows=[
-            *outside_layers(),
-            FINAL_NORM_BIAS,
-            *linears(NORMS),
-            *ATTENTION,
-            *MLP,
+            *rows.outside_layers(),
+            rows.FINAL_NORM_BIAS,
+            *rows.linears(rows.NORMS),
+            *rows.ATTENTION,
+            *rows.MLP,
         ],
         keys=(
-            *(CONTEXT, WIDTH, LAYERS, MLP_SIZE, TURNED, HEADS, _ONE_AFTER_THE_OTHER, LAYER_NORM_EPSILON),
-            UNUSUAL_BASE,
+            *(
+                keys.CONTEXT,
+                keys.WIDTH,
+                keys.LAYERS,
+                keys.MLP_SIZE,
+                rope_keys.TURNED,
+                keys.HEADS,
+                _ONE_AFTER_THE_OTHER,
+                keys.LAYER_NORM_EPSILON,
+            ),
+            rope_keys.UNUSUAL_BASE,
         ),
-        more=(QKV_BIAS,),
+        more=(keys.QKV_BIAS,),
         reads=(),
-        computed={"kv_channels": hidden_by_heads, "normalization": "LayerNorm", "tied_embeddings": False},
+        computed={"kv_channels": keys.hidden_by_heads, "normalization": "LayerNorm", "tied_embeddings": False},
     ),
     "phi": GgufFamily(
         "phi2",
         rows=[
-            GgufRow("model.embed_tokens.weight", ("token_embd.weight",)),
+            rows.GgufRow("model.embed_tokens.weight", ("token_embd.weight",)),
             *(
-                GgufRow(f"{hf}.{end}", (f"{gguf}.{end}",))
+                rows.GgufRow(f"{hf}.{end}", (f"{gguf}.{end}",))
                 for hf, gguf in {"model.final_layernorm": "output_norm", "lm_head": "output"}.items()
                 for end in ("weight", "bias")
             ),
-            *linears({"input_layernorm": "attn_norm", **QUERY, **KEY, "self_attn.v_proj": "attn_v"}),
-            *linears({"self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}),
+            *rows.linears({"input_layernorm": "attn_norm", **rows.QUERY, **rows.KEY, "self_attn.v_proj": "attn_v"}),
+            *rows.linears({"self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}),
         ],
-        keys=(CONTEXT, WIDTH, MLP_SIZE, LAYERS, HEADS, LAYER_NORM_EPSILON, TURNED, UNUSUAL_BASE),
+        keys=(
+            keys.CONTEXT,
+            keys.WIDTH,
+            keys.MLP_SIZE,
+            keys.LAYERS,
+            keys.HEADS,
+            keys.LAYER_NORM_EPSILON,
+            rope_keys.TURNED,
+            rope_keys.UNUSUAL_BASE,
+        ),
         reads=(),
         computed={
-            "kv_channels": hidden_by_heads,
+            "kv_channels": keys.hidden_by_heads,
             "normalization": "LayerNorm",
             "activation": "gelu_tanh",
             **dict.fromkeys(("gated_linear_unit", "tied_embeddings"), False),
@@ -72,4 +68,3 @@ FAMILIES = {
         },
     ),
 }
-"""By the `model_type` of the text model."""

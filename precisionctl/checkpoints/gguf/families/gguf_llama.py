@@ -7,52 +7,20 @@ mistral3.py and llama4.py.
 from dataclasses import replace
 
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.expert_keys import AS_LARGE_AS_MLP, EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS
+from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import (
-    ATTENTION_BIAS,
-    HEAD_SIZE,
-    MLP_BIAS,
-    NO_EXPERTS,
-    NO_WINDOW,
-    UNUSUAL_HEAD_SIZE,
-    VOCABULARY,
-    GgufRule,
-    Said,
-    every,
-    refused,
-)
-from precisionctl.checkpoints.gguf.rope_keys import (
-    AND_LLAMA3,
-    BEYOND_CONTEXT,
-    QUERY_SCALING,
-    TURNED,
-    WHOLE_MULTIPLIER,
-    mscales,
-)
-from precisionctl.checkpoints.gguf.tensor_rows import (
-    DECODER,
-    DECODER_IN_PAIRS,
-    EXPERTS_OF_MIXTRAL,
-    GATED,
-    MLP,
-    SCALED,
-    SCALED_EXPERTS,
-    experts,
-    in_layers,
-)
 from precisionctl.model.model_shape import ModelShape
 
 _LLAMA = GgufFamily(
     "llama",
-    rows=[*DECODER_IN_PAIRS, *MLP],
-    keys=(*base_keys(), HEAD_SIZE),
-    more=(VOCABULARY, TURNED, ATTENTION_BIAS, MLP_BIAS),
-    reads=(NO_EXPERTS,),
-    ignored=NO_WINDOW,
-    scalings=AND_LLAMA3,
-    scaled=SCALED,
+    rows=[*rows.DECODER_IN_PAIRS, *rows.MLP],
+    keys=(*base_keys(), keys.HEAD_SIZE),
+    more=(keys.VOCABULARY, rope_keys.TURNED, keys.ATTENTION_BIAS, keys.MLP_BIAS),
+    reads=(keys.NO_EXPERTS,),
+    ignored=keys.NO_WINDOW,
+    scalings=rope_keys.AND_LLAMA3,
+    scaled=rows.SCALED,
     recognises=lambda file: not file.count("expert_count", 0),
 )
 _AS_LLAMA = replace(_LLAMA, recognises=lambda file: False)
@@ -66,16 +34,16 @@ def _read_step(file: Described) -> Fields:
     return {"moe.layer_freq": tuple((layer + 1) % step == 0 for layer in range(file.layers()))}
 
 
-def _write_step(model: ModelShape) -> Said:
+def _write_step(model: ModelShape) -> keys.Said:
     assert model.moe
     experts = model.moe.layer_freq
     step = experts.index(True) + 1 if True in experts else 0
     if not step or experts != tuple((layer + 1) % step == 0 for layer in range(len(experts))):
-        raise refused(model, "with experts in other layers than each of some number")
+        raise keys.refused(model, "with experts in other layers than each of some number")
     return {"interleave_moe_layer_step": step}
 
 
-_STEP = GgufRule(("moe.layer_freq",), ("interleave_moe_layer_step",), _read_step, _write_step)
+_STEP = keys.GgufRule(("moe.layer_freq",), ("interleave_moe_layer_step",), _read_step, _write_step)
 
 
 def _blends_none(scaling: Fields) -> Fields:
@@ -88,54 +56,54 @@ FAMILIES = {
     "llama": _LLAMA,
     "mistral": _AS_LLAMA,
     "iquestcoder": _AS_LLAMA,
-    "internlm3": replace(_AS_LLAMA, scalings={**AND_LLAMA3, **BEYOND_CONTEXT}),
+    "internlm3": replace(_AS_LLAMA, scalings={**rope_keys.AND_LLAMA3, **rope_keys.BEYOND_CONTEXT}),
     "mixtral": GgufFamily(
         "llama",
-        rows=[*DECODER_IN_PAIRS, *EXPERTS_OF_MIXTRAL],
-        keys=(*base_keys(*EXPERT_COUNTS), UNUSUAL_HEAD_SIZE),
-        more=(VOCABULARY, TURNED),
+        rows=[*rows.DECODER_IN_PAIRS, *rows.EXPERTS_OF_MIXTRAL],
+        keys=(*base_keys(*expert_keys.EXPERT_COUNTS), keys.UNUSUAL_HEAD_SIZE),
+        more=(keys.VOCABULARY, rope_keys.TURNED),
         reads=(),
-        computed={**IN_ALL_LAYERS, **AS_LARGE_AS_MLP},
-        ignored=NO_WINDOW,
+        computed={**expert_keys.IN_ALL_LAYERS, **expert_keys.AS_LARGE_AS_MLP},
+        ignored=keys.NO_WINDOW,
         recognises=lambda file: file.count("expert_count", 0) > 0,
-        scaled=(*SCALED, *SCALED_EXPERTS),
+        scaled=(*rows.SCALED, *rows.SCALED_EXPERTS),
     ),
     "ministral3": GgufFamily(
         "mistral3",
-        rows=[*DECODER_IN_PAIRS, *MLP],
-        keys=(*base_keys(), HEAD_SIZE),
-        more=(VOCABULARY, TURNED, WHOLE_MULTIPLIER, QUERY_SCALING),
+        rows=[*rows.DECODER_IN_PAIRS, *rows.MLP],
+        keys=(*base_keys(), keys.HEAD_SIZE),
+        more=(keys.VOCABULARY, rope_keys.TURNED, rope_keys.WHOLE_MULTIPLIER, rope_keys.QUERY_SCALING),
         reads=(),
-        ignored=NO_WINDOW,
+        ignored=keys.NO_WINDOW,
         reads_betas=True,
-        of_scaling=mscales(needed=False),
-        scaled=SCALED,
+        of_scaling=rope_keys.mscales(needed=False),
+        scaled=rows.SCALED,
     ),
     "smollm3": GgufFamily(
         "smollm3",
-        rows=[*DECODER_IN_PAIRS, *MLP],
-        keys=(*base_keys(), UNUSUAL_HEAD_SIZE),
-        more=(VOCABULARY, TURNED),
-        reads=(ATTENTION_BIAS, MLP_BIAS),
-        computed={"rope_layers": every(4)},
+        rows=[*rows.DECODER_IN_PAIRS, *rows.MLP],
+        keys=(*base_keys(), keys.UNUSUAL_HEAD_SIZE),
+        more=(keys.VOCABULARY, rope_keys.TURNED),
+        reads=(keys.ATTENTION_BIAS, keys.MLP_BIAS),
+        computed={"rope_layers": keys.every(4)},
     ),
     "llama4_text": GgufFamily(
         "llama4",
         rows=[
-            *DECODER,
-            *in_layers({f"feed_forward.{hf}": gguf for hf, gguf in GATED.items()}),
-            *in_layers({f"feed_forward.shared_expert.{hf}": f"{gguf}_shexp" for hf, gguf in GATED.items()}),
-            *in_layers({"feed_forward.router": "ffn_gate_inp"}),
-            *experts("feed_forward.experts", {hf: f"{gguf}_exps" for hf, gguf in GATED.items()}),
+            *rows.DECODER,
+            *rows.in_layers({f"feed_forward.{hf}": gguf for hf, gguf in rows.GATED.items()}),
+            *rows.in_layers({f"feed_forward.shared_expert.{hf}": f"{gguf}_shexp" for hf, gguf in rows.GATED.items()}),
+            *rows.in_layers({"feed_forward.router": "ffn_gate_inp"}),
+            *rows.experts("feed_forward.experts", {hf: f"{gguf}_exps" for hf, gguf in rows.GATED.items()}),
         ],  # its experts are `[out, in]` in GGUF, and so under the names that their codes have, one by one
-        keys=(*base_keys(*EXPERT_COUNTS), HEAD_SIZE),
-        more=(VOCABULARY, TURNED, _STEP, EXPERT_SIZE),
+        keys=(*base_keys(*expert_keys.EXPERT_COUNTS), keys.HEAD_SIZE),
+        more=(keys.VOCABULARY, rope_keys.TURNED, _STEP, expert_keys.EXPERT_SIZE),
         reads=(),
         computed={
             "rotary_interleaved": True,
-            "rope_layers": every(4),
+            "rope_layers": keys.every(4),
             "attention_chunk_size": 8192,
-            "window_layers": every(4),
+            "window_layers": keys.every(4),
             "query_scaling_beta": 0.1,
             "query_scaling_floor": 8192,
             "qk_l2_norm": lambda fields: fields["moe.num_experts"] != 128,
@@ -143,8 +111,7 @@ FAMILIES = {
             "moe.score_function": "sigmoid",
             "moe.probs_on_input": True,
         },
-        scalings=AND_LLAMA3,
+        scalings=rope_keys.AND_LLAMA3,
         of_scaling=_blends_none,
     ),
 }
-"""By the `model_type` of the text model."""

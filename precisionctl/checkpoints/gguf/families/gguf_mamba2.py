@@ -5,15 +5,13 @@ Sources: llama.cpp's src/models/mamba2.cpp, and conversion/mamba.py.
 
 from dataclasses import replace
 
+from precisionctl.checkpoints.gguf import metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.family import GgufFamily
-from precisionctl.checkpoints.gguf.metadata_keys import EPSILON, LAYERS, WIDTH, always, ignored_keys
 from precisionctl.checkpoints.gguf.mixers import MIXER_AS_MAMBA2, mixer
-from precisionctl.checkpoints.gguf.rope_keys import UNSCALED_ALONE
-from precisionctl.checkpoints.gguf.tensor_rows import in_layers, outside_layers, renamed
 
 _NAMES = {"model.embed_tokens.": "backbone.embeddings.", "model.norm.": "backbone.norm_f.", "model.": "backbone."}
 _LAYERS = replace(
-    LAYERS,
+    keys.LAYERS,
     fields=("num_layers", "mamba.pattern"),
     read=lambda file: {"num_layers": file.layers(), "mamba.pattern": "M" * file.layers()},
 )
@@ -21,11 +19,11 @@ _LAYERS = replace(
 FAMILIES = {
     "mamba2": GgufFamily(
         "mamba2",
-        rows=renamed([*outside_layers(), *in_layers({"norm": "attn_norm"}), *mixer("mixer")], _NAMES),
+        rows=rows.renamed([*rows.outside_layers(), *rows.in_layers({"norm": "attn_norm"}), *mixer("mixer")], _NAMES),
         keys=(
-            ignored_keys("context_length", write=lambda model: {"context_length": 1 << 20}),
-            *(WIDTH, always("feed_forward_length", 0), always("attention.head_count", 0)),
-            *(_LAYERS, MIXER_AS_MAMBA2, EPSILON),
+            keys.ignored_keys("context_length", write=lambda model: {"context_length": 1 << 20}),
+            *(keys.WIDTH, keys.always("feed_forward_length", 0), keys.always("attention.head_count", 0)),
+            *(_LAYERS, MIXER_AS_MAMBA2, keys.EPSILON),
         ),
         reads=(),
         computed={
@@ -35,7 +33,6 @@ FAMILIES = {
             "ffn_hidden_size": lambda fields: fields["mamba.num_heads"] * fields["mamba.head_dim"],
             "rope_layers": lambda fields: (False,) * fields["num_layers"],
         },
-        scalings=UNSCALED_ALONE,
+        scalings=rope_keys.UNSCALED_ALONE,
     ),
 }
-"""By the `model_type` of the text model."""

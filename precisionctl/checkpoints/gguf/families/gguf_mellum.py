@@ -3,26 +3,22 @@
 Sources: llama.cpp's src/models/mellum.cpp, and conversion/mellum.py.
 """
 
-from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS
+from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.metadata_keys import (
-    HEAD_SIZE,
-    NO_PREDICTION,
-    WINDOW,
-    WINDOWS,
-)
-from precisionctl.checkpoints.gguf.rope_keys import AS_ELSEWHERE, ROPE, SAME_BASE, TURNED
-from precisionctl.checkpoints.gguf.tensor_rows import DECODER, EXPERTS, QK_NORMS, ROUTER, in_layers
 
 FAMILIES = {
     "mellum": GgufFamily(
         "mellum",
-        rows=[*DECODER, *in_layers(QK_NORMS), *ROUTER, *EXPERTS],
-        keys=(*base_keys(*EXPERT_COUNTS, rope=(ROPE, SAME_BASE)), HEAD_SIZE),
-        more=(EXPERT_SIZE, WINDOW, WINDOWS),
-        reads=(TURNED,),
-        computed={**IN_ALL_LAYERS, **AS_ELSEWHERE, "qk_layernorm": True, "tied_embeddings": False},
-        ignored={**NO_PREDICTION, "mtp_dense": False},
+        rows=[*rows.DECODER, *rows.in_layers(rows.QK_NORMS), *rows.ROUTER, *rows.EXPERTS],
+        keys=(*base_keys(*expert_keys.EXPERT_COUNTS, rope=(rope_keys.ROPE, rope_keys.SAME_BASE)), keys.HEAD_SIZE),
+        more=(expert_keys.EXPERT_SIZE, keys.WINDOW, keys.WINDOWS),
+        reads=(rope_keys.TURNED,),
+        computed={
+            **expert_keys.IN_ALL_LAYERS,
+            **rope_keys.AS_ELSEWHERE,
+            "qk_layernorm": True,
+            "tied_embeddings": False,
+        },
+        ignored={**keys.NO_PREDICTION, "mtp_dense": False},
     ),
 }
-"""By the `model_type` of the text model."""

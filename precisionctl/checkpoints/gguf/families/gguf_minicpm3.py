@@ -4,26 +4,10 @@ Sources: llama.cpp's src/models/minicpm3.cpp, and conversion/minicpm.py.
 """
 
 from precisionctl.architectures.config_keys import Fields
+from precisionctl.checkpoints.gguf import metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.families.gguf_deepseek import LATENT_RANK, LATENT_TURNED
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import (
-    CONTEXT,
-    EPSILON,
-    HEADS,
-    LAYERS,
-    MLP_SIZE,
-    VOCABULARY,
-    WIDTH,
-    GgufKey,
-    GgufRule,
-    Said,
-    hidden_by_heads,
-    refused,
-    value_of,
-)
-from precisionctl.checkpoints.gguf.rope_keys import LONGROPE_ALONE, ORIGINAL, UNUSUAL_BASE
-from precisionctl.checkpoints.gguf.tensor_rows import MLP, NORMS, in_layers, outside_layers
 from precisionctl.model.model_shape import ModelShape
 
 _ATTENTION = {
@@ -41,48 +25,52 @@ def _read_key_size(file: Described) -> Fields:
     return {"mla.qk_head_dim": file.count("attention.key_length") - file.count("rope.dimension_count")}
 
 
-def _write_key_size(model: ModelShape) -> Said:
-    if value_of(model, "mla.q_lora_rank") is None:
-        raise refused(model, "that projects queries in one step")
-    return {"attention.key_length": value_of(model, "mla.qk_head_dim") + value_of(model, "mla.qk_pos_emb_head_dim")}
+def _write_key_size(model: ModelShape) -> keys.Said:
+    if keys.value_of(model, "mla.q_lora_rank") is None:
+        raise keys.refused(model, "that projects queries in one step")
+    return {
+        "attention.key_length": keys.value_of(model, "mla.qk_head_dim")
+        + keys.value_of(model, "mla.qk_pos_emb_head_dim")
+    }
 
 
 def _read_longrope(file: Described) -> Fields:
     scaled = file.has("rope_factors_long.weight")
-    return {"rope_scaling": {"rope_type": "longrope", ORIGINAL: file.count("context_length")}} if scaled else {}
+    return (
+        {"rope_scaling": {"rope_type": "longrope", rope_keys.ORIGINAL: file.count("context_length")}} if scaled else {}
+    )
 
 
-def _write_longrope(model: ModelShape) -> Said:
+def _write_longrope(model: ModelShape) -> keys.Said:
     context = model.max_position_embeddings
-    if model.rope_scaling and model.rope_scaling.get(ORIGINAL, context) != context:
-        raise refused(model, "whose rotary embeddings are stretched, but with other factors for the same context")
+    if model.rope_scaling and model.rope_scaling.get(rope_keys.ORIGINAL, context) != context:
+        raise keys.refused(model, "whose rotary embeddings are stretched, but with other factors for the same context")
     return {}
 
 
 FAMILIES = {
     "minicpm3": GgufFamily(
         "minicpm3",
-        rows=[*outside_layers(), *in_layers({**NORMS, **_ATTENTION}), *MLP],
+        rows=[*rows.outside_layers(), *rows.in_layers({**rows.NORMS, **_ATTENTION}), *rows.MLP],
         keys=(),
         more=(
-            *(CONTEXT, WIDTH, LAYERS, MLP_SIZE, HEADS, EPSILON, VOCABULARY),
-            GgufKey("mla.q_lora_rank", "attention.q_lora_rank"),
+            *(keys.CONTEXT, keys.WIDTH, keys.LAYERS, keys.MLP_SIZE, keys.HEADS, keys.EPSILON, keys.VOCABULARY),
+            keys.GgufKey("mla.q_lora_rank", "attention.q_lora_rank"),
             LATENT_RANK,
-            GgufRule(("mla.qk_head_dim",), ("attention.key_length",), _read_key_size, _write_key_size),
+            keys.GgufRule(("mla.qk_head_dim",), ("attention.key_length",), _read_key_size, _write_key_size),
             LATENT_TURNED,
-            UNUSUAL_BASE,
-            GgufRule((), (), _read_longrope, _write_longrope),
+            rope_keys.UNUSUAL_BASE,
+            keys.GgufRule((), (), _read_longrope, _write_longrope),
         ),
         reads=(),
         computed={
-            "kv_channels": hidden_by_heads,
-            "mla.v_head_dim": hidden_by_heads,
+            "kv_channels": keys.hidden_by_heads,
+            "mla.v_head_dim": keys.hidden_by_heads,
             "embedding_multiplier": 12,
             "rounded_embedding_multiplier": True,
             "residual_multiplier": lambda fields: 1.4 / max(fields["num_layers"], 1) ** 0.5,
             "logits_scaling": lambda fields: fields["hidden_size"] / 256,
         },
-        scalings=LONGROPE_ALONE,
+        scalings=rope_keys.LONGROPE_ALONE,
     ),
 }
-"""By the `model_type` of the text model."""

@@ -7,60 +7,23 @@ from dataclasses import replace
 from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
-from precisionctl.checkpoints.gguf.expert_keys import (
-    EXPERT_COUNTS,
-    EXPERT_SIZE,
-    ONE_SHARED,
-    SHARED_EXPERT_SIZE,
-    WEIGHTS_SCALE,
-    groups,
-)
+from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import (
-    CONTEXT,
-    HEAD_SIZE,
-    HEADS,
-    HEADS_KV,
-    LAYER_NORM_EPSILON,
-    LAYERS,
-    MLP_SIZE,
-    NO_EXPERTS,
-    NO_PREDICTION,
-    VOCABULARY,
-    WIDTH,
-    GgufRule,
-    Said,
-    always,
-    one_of,
-    read_some_heads,
-    refused,
-)
 from precisionctl.checkpoints.gguf.mixers import MIXER, mixer
-from precisionctl.checkpoints.gguf.rope_keys import TURNED
-from precisionctl.checkpoints.gguf.tensor_rows import (
-    CORRECTION,
-    SCALED,
-    SCALED_EXPERTS,
-    SCALED_SHARED_EXPERT,
-    GgufRow,
-    experts,
-    in_layers,
-    renamed,
-)
 from precisionctl.checkpoints.tensor_changes import KEY_PAIRS, QUERY_PAIRS
 from precisionctl.model.model_shape import ModelShape
 
 _UNGATED = {"up_proj": "ffn_up", "down_proj": "ffn_down"}
-_ROWS = renamed(
+_ROWS = rows.renamed(
     [
-        GgufRow("model.embeddings.weight", ("token_embd.weight",)),
-        GgufRow("model.norm_f.weight", ("output_norm.weight",)),
-        GgufRow("lm_head.weight", ("output.weight",)),
+        rows.GgufRow("model.embeddings.weight", ("token_embd.weight",)),
+        rows.GgufRow("model.norm_f.weight", ("output_norm.weight",)),
+        rows.GgufRow("lm_head.weight", ("output.weight",)),
         *mixer("mixer"),
-        *in_layers({"mixer.q_proj": "attn_q"}, QUERY_PAIRS),
-        *in_layers({"mixer.k_proj": "attn_k"}, KEY_PAIRS),
-        *in_layers(
+        *rows.in_layers({"mixer.q_proj": "attn_q"}, QUERY_PAIRS),
+        *rows.in_layers({"mixer.k_proj": "attn_k"}, KEY_PAIRS),
+        *rows.in_layers(
             {
                 "norm": "attn_norm",
                 "mixer.v_proj": "attn_v",
@@ -72,15 +35,15 @@ _ROWS = renamed(
                 **{f"mixer.shared_experts.{hf}": f"{gguf}_shexp" for hf, gguf in _UNGATED.items()},
             }
         ),
-        *experts("mixer.experts", {hf: f"{gguf}_exps" for hf, gguf in _UNGATED.items()}),
-        GgufRow("model.layers.{layer}.mixer.gate.e_score_correction_bias", CORRECTION),
+        *rows.experts("mixer.experts", {hf: f"{gguf}_exps" for hf, gguf in _UNGATED.items()}),
+        rows.GgufRow("model.layers.{layer}.mixer.gate.e_score_correction_bias", rows.CORRECTION),
     ],
     {"model.": "backbone."},
 )
 
 
 def _read_pattern(file: Described) -> Fields:
-    groups, channels = file.counts(HEADS_KV), file.counts("feed_forward_length")
+    groups, channels = file.counts(keys.HEADS_KV), file.counts("feed_forward_length")
     sparse = "E" if file.count("expert_count", 0) else "-"
     of_layers = ["*" if heads else sparse if size else "M" for heads, size in zip(groups, channels, strict=True)]
     found: dict[str, Any] = {
@@ -88,17 +51,17 @@ def _read_pattern(file: Described) -> Fields:
         "max_position_embeddings": file.count("context_length"),
         "num_layers": len(of_layers),
         "mamba.pattern": "".join(of_layers),
-        **read_some_heads(file, groups),
-        "ffn_hidden_size": one_of(file, "feed_forward_length", channels) or file.count("embedding_length"),
+        **keys.read_some_heads(file, groups),
+        "ffn_hidden_size": keys.one_of(file, "feed_forward_length", channels) or file.count("embedding_length"),
     }
     return found | ({"moe.layer_freq": tuple(kind == "E" for kind in of_layers)} if sparse == "E" else {})
 
 
-def _write_pattern(model: ModelShape) -> Said:
+def _write_pattern(model: ModelShape) -> keys.Said:
     assert model.mamba
     pattern = model.mamba.pattern
     if {"E", "-"} <= {*pattern}:
-        raise refused(model, "with experts in some layers and an MLP in others")
+        raise keys.refused(model, "with experts in some layers and an MLP in others")
     size = model.moe.ffn_hidden_size if model.moe else model.ffn_hidden_size
     return {
         "block_count": len(pattern),
@@ -106,16 +69,16 @@ def _write_pattern(model: ModelShape) -> Said:
         "embedding_length": model.hidden_size,
         "feed_forward_length": [size if kind in "E-" else 0 for kind in pattern],
         "attention.head_count": model.num_attention_heads,
-        HEADS_KV: [model.num_query_groups if kind == "*" else 0 for kind in pattern],
+        keys.HEADS_KV: [model.num_query_groups if kind == "*" else 0 for kind in pattern],
     }
 
 
-_PATTERN = GgufRule(
+_PATTERN = keys.GgufRule(
     (
         *("num_layers", "mamba.pattern", "max_position_embeddings", "hidden_size", "ffn_hidden_size"),
         *("num_attention_heads", "num_query_groups", "moe.layer_freq"),
     ),
-    (*LAYERS.keys, *CONTEXT.keys, *WIDTH.keys, *MLP_SIZE.keys, *HEADS.keys),
+    (*keys.LAYERS.keys, *keys.CONTEXT.keys, *keys.WIDTH.keys, *keys.MLP_SIZE.keys, *keys.HEADS.keys),
     _read_pattern,
     _write_pattern,
 )
@@ -127,7 +90,7 @@ def _read_no_positions(file: Described) -> Fields:
     return {"rotary_base": 10000.0, "rope_scaling": None}
 
 
-_NO_POSITIONS = replace(always("rope.scaling.finetuned", False), read=_read_no_positions)
+_NO_POSITIONS = replace(keys.always("rope.scaling.finetuned", False), read=_read_no_positions)
 """Of attention."""
 
 
@@ -136,17 +99,22 @@ def _read_groups(file: Described) -> Fields:
     return {"moe.num_groups": number, "moe.group_topk": best}
 
 
-def _write_shared_size(model: ModelShape) -> Said:
+def _write_shared_size(model: ModelShape) -> keys.Said:
     if model.moe and model.moe.shared_ffn_hidden_size is None:
-        raise refused(model, "without shared experts")
-    return SHARED_EXPERT_SIZE.write(model)
+        raise keys.refused(model, "without shared experts")
+    return expert_keys.SHARED_EXPERT_SIZE.write(model)
 
 
-_NORMALISED = always("expert_weights_norm", True)
-_GROUPS = replace(groups(2), read=_read_groups)
+_NORMALISED = keys.always("expert_weights_norm", True)
+_GROUPS = replace(expert_keys.groups(2), read=_read_groups)
 """Which config.json says also where they are one."""
-_SHARED_SIZE = GgufRule(SHARED_EXPERT_SIZE.fields, SHARED_EXPERT_SIZE.keys, SHARED_EXPERT_SIZE.read, _write_shared_size)
-_LATENT_SIZE = GgufRule(
+_SHARED_SIZE = keys.GgufRule(
+    expert_keys.SHARED_EXPERT_SIZE.fields,
+    expert_keys.SHARED_EXPERT_SIZE.keys,
+    expert_keys.SHARED_EXPERT_SIZE.read,
+    _write_shared_size,
+)
+_LATENT_SIZE = keys.GgufRule(
     ("moe.latent_size",),
     ("moe_latent_size",),
     lambda file: {"moe.latent_size": file.count("moe_latent_size", 0) or None},
@@ -156,25 +124,32 @@ _LATENT_SIZE = GgufRule(
 _DENSE = GgufFamily(
     "nemotron_h",
     rows=_ROWS,
-    keys=(_PATTERN, LAYER_NORM_EPSILON),
-    more=(VOCABULARY, TURNED, MIXER, _NO_POSITIONS, HEAD_SIZE),
-    reads=(NO_EXPERTS,),
+    keys=(_PATTERN, keys.LAYER_NORM_EPSILON),
+    more=(keys.VOCABULARY, rope_keys.TURNED, MIXER, _NO_POSITIONS, keys.HEAD_SIZE),
+    reads=(keys.NO_EXPERTS,),
     computed={
         "activation": "squared_relu",
         "gated_linear_unit": False,
         "rope_layers": lambda fields: (False,) * fields["num_layers"],
     },
-    ignored=NO_PREDICTION,
-    scaled=(*SCALED, *SCALED_EXPERTS, *SCALED_SHARED_EXPERT, "ssm_in", "ssm_out"),
+    ignored=keys.NO_PREDICTION,
+    scaled=(*rows.SCALED, *rows.SCALED_EXPERTS, *rows.SCALED_SHARED_EXPERT, "ssm_in", "ssm_out"),
 )
 _SPARSE = replace(
     _DENSE,
     architecture="nemotron_h_moe",
-    keys=(*_DENSE.keys, *EXPERT_COUNTS, _GROUPS),
-    more=(*_DENSE.more, EXPERT_SIZE, _SHARED_SIZE, ONE_SHARED, _NORMALISED, WEIGHTS_SCALE, _LATENT_SIZE),
+    keys=(*_DENSE.keys, *expert_keys.EXPERT_COUNTS, _GROUPS),
+    more=(
+        *_DENSE.more,
+        expert_keys.EXPERT_SIZE,
+        _SHARED_SIZE,
+        expert_keys.ONE_SHARED,
+        _NORMALISED,
+        expert_keys.WEIGHTS_SCALE,
+        _LATENT_SIZE,
+    ),
     reads=(),
     computed={**_DENSE.computed, "moe.score_function": "sigmoid", "moe.expert_bias": True, "moe.group_scores": 2},
 )
 
 FAMILIES = {"nemotron_h": replace(_DENSE, with_experts=_SPARSE)}
-"""By the `model_type` of the text model."""

@@ -6,36 +6,13 @@ Sources: llama.cpp's src/models/olmo.cpp, olmo2.cpp and olmoe.cpp, and conversio
 from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.checkpoints.gguf.expert_keys import AS_LARGE_AS_MLP, EXPERT_COUNTS, IN_ALL_LAYERS
+from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import (
-    ATTENTION_BIAS,
-    LAYER_NORM_EPSILON,
-    QKV_CLAMP,
-    UNUSUAL_HEAD_SIZE,
-    WINDOW,
-    WINDOWS,
-    expected,
-    hidden_by_heads,
-)
-from precisionctl.checkpoints.gguf.rope_keys import AS_ELSEWHERE, ROPE, SAME_BASE, TURNED, UNSCALED_ALONE
-from precisionctl.checkpoints.gguf.tensor_rows import (
-    ATTENTION,
-    ATTENTION_IN_PAIRS,
-    DECODER,
-    EXPERTS,
-    MLP,
-    NORMS_BEHIND,
-    QK_NORMS,
-    ROUTER,
-    in_layers,
-    outside_layers,
-)
 
-_ROWS = [*outside_layers(), *in_layers({**NORMS_BEHIND, **QK_NORMS}), *ATTENTION, *MLP]
+_ROWS = [*rows.outside_layers(), *rows.in_layers({**rows.NORMS_BEHIND, **rows.QK_NORMS}), *rows.ATTENTION, *rows.MLP]
 _COMPUTED: Mapping[str, Any] = {
-    "kv_channels": hidden_by_heads,
+    "kv_channels": keys.hidden_by_heads,
     "tied_embeddings": False,
     "qk_layernorm": True,
     "qk_layernorm_over_heads": True,
@@ -51,48 +28,47 @@ def _has_window(file: Described) -> bool:
 FAMILIES = {
     "olmo": GgufFamily(
         "olmo",
-        rows=[*outside_layers(), *ATTENTION_IN_PAIRS, *MLP],
+        rows=[*rows.outside_layers(), *rows.ATTENTION_IN_PAIRS, *rows.MLP],
         keys=base_keys(epsilon=None),
-        more=(LAYER_NORM_EPSILON, QKV_CLAMP),
-        reads=(TURNED,),
+        more=(keys.LAYER_NORM_EPSILON, keys.QKV_CLAMP),
+        reads=(rope_keys.TURNED,),
         computed={
-            "kv_channels": hidden_by_heads,
+            "kv_channels": keys.hidden_by_heads,
             "normalization": "LayerNorm",
             "norm_weight": False,
             "norm_bias": False,
             "zero_centered_gamma": True,
         },
-        scalings=UNSCALED_ALONE,
+        scalings=rope_keys.UNSCALED_ALONE,
     ),
     "olmo2": GgufFamily(
         "olmo2",
         rows=_ROWS,
-        keys=(*base_keys(), UNUSUAL_HEAD_SIZE),
-        reads=(TURNED, ATTENTION_BIAS, expected("attention.sliding_window", 0)),
+        keys=(*base_keys(), keys.UNUSUAL_HEAD_SIZE),
+        reads=(rope_keys.TURNED, keys.ATTENTION_BIAS, keys.expected("attention.sliding_window", 0)),
         computed=_COMPUTED,
         recognises=lambda file: not _has_window(file),
     ),
     "olmo3": GgufFamily(
         "olmo2",
         rows=_ROWS,
-        keys=(*base_keys(rope=(ROPE, SAME_BASE)), UNUSUAL_HEAD_SIZE),
-        more=(WINDOW, WINDOWS),
-        reads=(TURNED, ATTENTION_BIAS),
-        computed={**_COMPUTED, **AS_ELSEWHERE},
+        keys=(*base_keys(rope=(rope_keys.ROPE, rope_keys.SAME_BASE)), keys.UNUSUAL_HEAD_SIZE),
+        more=(keys.WINDOW, keys.WINDOWS),
+        reads=(rope_keys.TURNED, keys.ATTENTION_BIAS),
+        computed={**_COMPUTED, **rope_keys.AS_ELSEWHERE},
         recognises=_has_window,
     ),
     "olmoe": GgufFamily(
         "olmoe",
-        rows=[*DECODER, *in_layers(QK_NORMS), *ROUTER, *EXPERTS],
-        keys=(*base_keys(*EXPERT_COUNTS), UNUSUAL_HEAD_SIZE),
+        rows=[*rows.DECODER, *rows.in_layers(rows.QK_NORMS), *rows.ROUTER, *rows.EXPERTS],
+        keys=(*base_keys(*expert_keys.EXPERT_COUNTS), keys.UNUSUAL_HEAD_SIZE),
         computed={
-            **IN_ALL_LAYERS,
-            **AS_LARGE_AS_MLP,
+            **expert_keys.IN_ALL_LAYERS,
+            **expert_keys.AS_LARGE_AS_MLP,
             **dict.fromkeys(("qk_layernorm", "qk_layernorm_over_heads", "moe.pre_softmax"), True),
-            "kv_channels": hidden_by_heads,
+            "kv_channels": keys.hidden_by_heads,
             "num_query_groups": lambda fields: fields["num_attention_heads"],
             "tied_embeddings": False,
         },
     ),
 }
-"""By the `model_type` of the text model."""

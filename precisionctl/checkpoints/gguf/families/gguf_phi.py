@@ -6,31 +6,15 @@ Sources: llama.cpp's src/models/phi3.cpp, and conversion/phi.py.
 import math
 
 from precisionctl.architectures.config_keys import Fields
+from precisionctl.checkpoints.gguf import metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import (
-    CONTEXT,
-    EPSILON,
-    HEAD_SIZE,
-    HEADS,
-    LAYERS,
-    MLP_SIZE,
-    NO_WINDOW,
-    WIDTH,
-    WINDOW,
-    GgufRule,
-    Said,
-    hidden_by_heads,
-    write_only,
-)
-from precisionctl.checkpoints.gguf.rope_keys import LONGROPE_ALONE, ORIGINAL, ROPE, TURNED
-from precisionctl.checkpoints.gguf.tensor_rows import JOINED_MLP, NORMS, in_layers, linears, outside_layers
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
 
 def _original_context(model: ModelShape) -> int:
-    return int((model.rope_scaling or {}).get(ORIGINAL) or model.max_position_embeddings)
+    return int((model.rope_scaling or {}).get(rope_keys.ORIGINAL) or model.max_position_embeddings)
 
 
 def _longrope_factor(original: int, most: int) -> float:
@@ -46,20 +30,20 @@ def _read_longrope(file: Described) -> Fields:
     if not math.isclose(file.number(key, usual), usual, rel_tol=1e-5):
         what = f"{file.architecture}.{key} is {shown(file.said(key))}, and {usual} as usual"
         raise UnknownArchitecture(what)
-    return {"rope_scaling": {"rope_type": "longrope", ORIGINAL: original}} if scaled else {}
+    return {"rope_scaling": {"rope_type": "longrope", rope_keys.ORIGINAL: original}} if scaled else {}
 
 
-def _write_longrope(model: ModelShape) -> Said:
+def _write_longrope(model: ModelShape) -> keys.Said:
     factor = _longrope_factor(_original_context(model), model.max_position_embeddings)
     return {"rope.scaling.attn_factor": factor} if model.rope_scaling else {}
 
 
-_ORIGINAL_CONTEXT = write_only(lambda model: {"rope.scaling.original_context_length": _original_context(model)})
-_LONGROPE = GgufRule((), ("rope.scaling.attn_factor",), _read_longrope, _write_longrope)
+_ORIGINAL_CONTEXT = keys.write_only(lambda model: {"rope.scaling.original_context_length": _original_context(model)})
+_LONGROPE = keys.GgufRule((), ("rope.scaling.attn_factor",), _read_longrope, _write_longrope)
 """By the key of _ORIGINAL_CONTEXT too."""
-_WINDOW = GgufRule(
-    WINDOW.fields,
-    WINDOW.keys,
+_WINDOW = keys.GgufRule(
+    keys.WINDOW.fields,
+    keys.WINDOW.keys,
     lambda file: {"sliding_window": file.count("attention.sliding_window", 0) or None},
     lambda model: {"attention.sliding_window": model.sliding_window or 0},
 )
@@ -68,17 +52,27 @@ FAMILIES = {
     "phi3": GgufFamily(
         "phi3",
         rows=[
-            *outside_layers(),
-            *in_layers(NORMS),
-            *linears({"self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output"}),
-            *JOINED_MLP,
+            *rows.outside_layers(),
+            *rows.in_layers(rows.NORMS),
+            *rows.linears({"self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output"}),
+            *rows.JOINED_MLP,
         ],
-        keys=(CONTEXT, _ORIGINAL_CONTEXT, WIDTH, MLP_SIZE, LAYERS, HEADS, EPSILON, TURNED, ROPE),
+        keys=(
+            keys.CONTEXT,
+            _ORIGINAL_CONTEXT,
+            keys.WIDTH,
+            keys.MLP_SIZE,
+            keys.LAYERS,
+            keys.HEADS,
+            keys.EPSILON,
+            rope_keys.TURNED,
+            rope_keys.ROPE,
+        ),
         more=(_WINDOW, _LONGROPE),
-        reads=(HEAD_SIZE,),
-        computed={"kv_channels": hidden_by_heads},
-        ignored=NO_WINDOW,
-        scalings=LONGROPE_ALONE,
+        reads=(keys.HEAD_SIZE,),
+        computed={"kv_channels": keys.hidden_by_heads},
+        ignored=keys.NO_WINDOW,
+        scalings=rope_keys.LONGROPE_ALONE,
     ),
 }
 """By the `model_type` of the text model. LongRoPE's factor is passed over, as in transformers where the original

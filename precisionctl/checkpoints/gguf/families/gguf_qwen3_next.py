@@ -8,73 +8,44 @@ from dataclasses import replace
 from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
+from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.delta_net import DELTA_NET, DELTA_NET_INPUT, DELTA_NET_OUTPUT, VALUE_HEADS
-from precisionctl.checkpoints.gguf.expert_keys import EXPERT_COUNTS, EXPERT_SIZE, IN_ALL_LAYERS, SHARED_EXPERT_SIZE
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import (
-    HEAD_SIZE,
-    LAYERS_AND_PREDICTION,
-    PREDICTION_LAYERS,
-    GgufKey,
-    GgufRule,
-    Said,
-    value_of,
-)
 from precisionctl.checkpoints.gguf.mrope_keys import Images
-from precisionctl.checkpoints.gguf.rope_keys import ROPE, TURNED
-from precisionctl.checkpoints.gguf.tensor_rows import (
-    ATTENTION,
-    EXPERTS,
-    MLP,
-    NORMS_BY_PLACE,
-    QK_NORMS,
-    ROUTER,
-    SCALED,
-    SCALED_EXPERTS,
-    SCALED_SHARED_EXPERT,
-    SHARED_EXPERT,
-    SHARED_EXPERT_GATE,
-    GgufRow,
-    in_layer,
-    in_layers,
-    in_prediction,
-    outside_layers,
-    replaced_by,
-)
 from precisionctl.checkpoints.tensor_changes import DECAY, KERNEL, PLUS_ONE, Both
 from precisionctl.model.model_shape import ModelShape
 
-_SPARSE = [*ROUTER, *EXPERTS, *SHARED_EXPERT, *SHARED_EXPERT_GATE]
+_SPARSE = [*rows.ROUTER, *rows.EXPERTS, *rows.SHARED_EXPERT, *rows.SHARED_EXPERT_GATE]
 
 
-def _with_delta_nets(block: list[GgufRow], delta_net: list[GgufRow]) -> list[GgufRow]:
+def _with_delta_nets(block: list[rows.GgufRow], delta_net: list[rows.GgufRow]) -> list[rows.GgufRow]:
     """Layers with attention and layers with a gated delta net; `block` are the rows of a layer's MLP, which the layer
     of multi-token prediction has too."""
-    attention = [*in_layers({**NORMS_BY_PLACE, **QK_NORMS}, PLUS_ONE), *ATTENTION, *block]
+    attention = [*rows.in_layers({**rows.NORMS_BY_PLACE, **rows.QK_NORMS}, PLUS_ONE), *rows.ATTENTION, *block]
     return [
-        *outside_layers(PLUS_ONE),
+        *rows.outside_layers(PLUS_ONE),
         *attention,
         *delta_net,
-        *in_layers({"linear_attn.norm": "ssm_norm"}),
-        *in_prediction(attention),
-        GgufRow("mtp.fc.weight", ("blk.{mtp_layer}.nextn.eh_proj.weight",)),
-        GgufRow("mtp.pre_fc_norm_embedding.weight", ("blk.{mtp_layer}.nextn.enorm.weight",), PLUS_ONE),
-        GgufRow("mtp.pre_fc_norm_hidden.weight", ("blk.{mtp_layer}.nextn.hnorm.weight",), PLUS_ONE),
-        GgufRow("mtp.norm.weight", ("blk.{mtp_layer}.nextn.shared_head_norm.weight",), PLUS_ONE),
+        *rows.in_layers({"linear_attn.norm": "ssm_norm"}),
+        *rows.in_prediction(attention),
+        rows.GgufRow("mtp.fc.weight", ("blk.{mtp_layer}.nextn.eh_proj.weight",)),
+        rows.GgufRow("mtp.pre_fc_norm_embedding.weight", ("blk.{mtp_layer}.nextn.enorm.weight",), PLUS_ONE),
+        rows.GgufRow("mtp.pre_fc_norm_hidden.weight", ("blk.{mtp_layer}.nextn.hnorm.weight",), PLUS_ONE),
+        rows.GgufRow("mtp.norm.weight", ("blk.{mtp_layer}.nextn.shared_head_norm.weight",), PLUS_ONE),
     ]
 
 
 _DELTA_NET_OF_QWEN3_NEXT = [
-    replaced_by("linear_attn.in_proj_qkvz", ("attn_qkv", "attn_gate"), DELTA_NET),
-    *in_layers({"linear_attn.in_proj_ba": "ssm_ba", "linear_attn.out_proj": "ssm_out"}),
-    *in_layers({"linear_attn.conv1d": "ssm_conv1d"}, KERNEL),
-    in_layer("linear_attn.dt_bias", "ssm_dt.bias"),
-    in_layer("linear_attn.A_log", "ssm_a", DECAY),
+    rows.replaced_by("linear_attn.in_proj_qkvz", ("attn_qkv", "attn_gate"), DELTA_NET),
+    *rows.in_layers({"linear_attn.in_proj_ba": "ssm_ba", "linear_attn.out_proj": "ssm_out"}),
+    *rows.in_layers({"linear_attn.conv1d": "ssm_conv1d"}, KERNEL),
+    rows.in_layer("linear_attn.dt_bias", "ssm_dt.bias"),
+    rows.in_layer("linear_attn.A_log", "ssm_a", DECAY),
 ]
 _DELTA_NET_OF_QWEN3_5 = [
-    *in_layers({"linear_attn.in_proj_qkv": "attn_qkv"}, DELTA_NET_INPUT),
-    *in_layers(
+    *rows.in_layers({"linear_attn.in_proj_qkv": "attn_qkv"}, DELTA_NET_INPUT),
+    *rows.in_layers(
         {
             "linear_attn.in_proj_z": "attn_gate",
             "linear_attn.in_proj_b": "ssm_beta",
@@ -82,10 +53,10 @@ _DELTA_NET_OF_QWEN3_5 = [
         },
         VALUE_HEADS,
     ),
-    *in_layers({"linear_attn.out_proj": "ssm_out"}, DELTA_NET_OUTPUT),
-    *in_layers({"linear_attn.conv1d": "ssm_conv1d"}, Both(KERNEL, DELTA_NET_INPUT)),
-    in_layer("linear_attn.dt_bias", "ssm_dt.bias", VALUE_HEADS),
-    in_layer("linear_attn.A_log", "ssm_a", Both(DECAY, VALUE_HEADS)),
+    *rows.in_layers({"linear_attn.out_proj": "ssm_out"}, DELTA_NET_OUTPUT),
+    *rows.in_layers({"linear_attn.conv1d": "ssm_conv1d"}, Both(KERNEL, DELTA_NET_INPUT)),
+    rows.in_layer("linear_attn.dt_bias", "ssm_dt.bias", VALUE_HEADS),
+    rows.in_layer("linear_attn.A_log", "ssm_a", Both(DECAY, VALUE_HEADS)),
 ]
 
 
@@ -99,23 +70,23 @@ def _read_recurrent(file: Described) -> Fields:
     return {"gdn.layers": tuple(file.flags("attention.recurrent_layers") or usual)}
 
 
-def _write_recurrent(model: ModelShape) -> Said:
-    recurrent = [*value_of(model, "gdn.layers"), *[False] * model.mtp_num_layers]
+def _write_recurrent(model: ModelShape) -> keys.Said:
+    recurrent = [*keys.value_of(model, "gdn.layers"), *[False] * model.mtp_num_layers]
     return {"attention.recurrent_layers": recurrent, "full_attention_interval": 4}
 
 
 _DELTA_NET = (
-    GgufKey("gdn.conv_kernel_dim", "ssm.conv_kernel"),
-    GgufKey("gdn.key_head_dim", "ssm.state_size"),
-    GgufKey("gdn.num_key_heads", "ssm.group_count"),
-    GgufKey("gdn.num_value_heads", "ssm.time_step_rank"),
-    GgufRule(
+    keys.GgufKey("gdn.conv_kernel_dim", "ssm.conv_kernel"),
+    keys.GgufKey("gdn.key_head_dim", "ssm.state_size"),
+    keys.GgufKey("gdn.num_key_heads", "ssm.group_count"),
+    keys.GgufKey("gdn.num_value_heads", "ssm.time_step_rank"),
+    keys.GgufRule(
         ("gdn.value_head_dim",),
         ("ssm.inner_size",),
         _read_value_size,
-        lambda model: {"ssm.inner_size": value_of(model, "gdn.value_size")},
+        lambda model: {"ssm.inner_size": keys.value_of(model, "gdn.value_size")},
     ),
-    GgufRule(
+    keys.GgufRule(
         ("gdn.layers",),
         ("attention.recurrent_layers", "full_attention_interval"),
         _read_recurrent,
@@ -123,9 +94,9 @@ _DELTA_NET = (
     ),
 )
 
-_SCALED = (*SCALED, *SCALED_EXPERTS, *SCALED_SHARED_EXPERT, "nextn.eh_proj")
+_SCALED = (*rows.SCALED, *rows.SCALED_EXPERTS, *rows.SCALED_SHARED_EXPERT, "nextn.eh_proj")
 _IMAGES = Images((11, 11, 10))
-_ROPE = (_IMAGES.sections, ROPE)
+_ROPE = (_IMAGES.sections, rope_keys.ROPE)
 _COMPUTED: Mapping[str, Any] = {
     **dict.fromkeys(("zero_centered_gamma", "hf_zero_centered_gamma", "qk_layernorm"), True),
     "attention_output_gate": True,
@@ -133,9 +104,9 @@ _COMPUTED: Mapping[str, Any] = {
 }
 _QWEN3_5 = GgufFamily(
     "qwen35",
-    rows=_with_delta_nets(MLP, _DELTA_NET_OF_QWEN3_5),
-    keys=(*base_keys(layers=LAYERS_AND_PREDICTION, rope=_ROPE), HEAD_SIZE),
-    more=(PREDICTION_LAYERS, *_DELTA_NET, TURNED),
+    rows=_with_delta_nets(rows.MLP, _DELTA_NET_OF_QWEN3_5),
+    keys=(*base_keys(layers=keys.LAYERS_AND_PREDICTION, rope=_ROPE), keys.HEAD_SIZE),
+    more=(keys.PREDICTION_LAYERS, *_DELTA_NET, rope_keys.TURNED),
     reads=(),
     computed=_COMPUTED,
     scaled=(*_SCALED, "attn_qkv", "attn_gate", "ssm_out", "ssm_alpha", "ssm_beta"),
@@ -146,10 +117,16 @@ FAMILIES = {
     "qwen3_next": GgufFamily(
         "qwen3next",
         rows=_with_delta_nets(_SPARSE, _DELTA_NET_OF_QWEN3_NEXT),
-        keys=(*base_keys(*EXPERT_COUNTS, layers=LAYERS_AND_PREDICTION), HEAD_SIZE),
-        more=(EXPERT_SIZE, SHARED_EXPERT_SIZE, PREDICTION_LAYERS, *_DELTA_NET, TURNED),
+        keys=(*base_keys(*expert_keys.EXPERT_COUNTS, layers=keys.LAYERS_AND_PREDICTION), keys.HEAD_SIZE),
+        more=(
+            expert_keys.EXPERT_SIZE,
+            expert_keys.SHARED_EXPERT_SIZE,
+            keys.PREDICTION_LAYERS,
+            *_DELTA_NET,
+            rope_keys.TURNED,
+        ),
         reads=(),
-        computed={**IN_ALL_LAYERS, **_COMPUTED, "moe.shared_expert_gate": True},
+        computed={**expert_keys.IN_ALL_LAYERS, **_COMPUTED, "moe.shared_expert_gate": True},
         scaled=_SCALED,
     ),
     "qwen3_5_text": _QWEN3_5,
@@ -158,16 +135,15 @@ FAMILIES = {
         architecture="qwen35moe",
         rows=_with_delta_nets(_SPARSE, _DELTA_NET_OF_QWEN3_5),
         keys=(
-            *base_keys(*EXPERT_COUNTS, layers=LAYERS_AND_PREDICTION, rope=_ROPE, mlp=()),
-            HEAD_SIZE,
+            *base_keys(*expert_keys.EXPERT_COUNTS, layers=keys.LAYERS_AND_PREDICTION, rope=_ROPE, mlp=()),
+            keys.HEAD_SIZE,
         ),
-        more=(EXPERT_SIZE, SHARED_EXPERT_SIZE, *_QWEN3_5.more),
+        more=(expert_keys.EXPERT_SIZE, expert_keys.SHARED_EXPERT_SIZE, *_QWEN3_5.more),
         computed={
-            **IN_ALL_LAYERS,
+            **expert_keys.IN_ALL_LAYERS,
             **_COMPUTED,
             "moe.shared_expert_gate": True,
             "ffn_hidden_size": lambda fields: fields["moe.ffn_hidden_size"],
         },
     ),
 }
-"""By the `model_type` of the text model."""
