@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import conversions
+import core_models
 import pytest
 import torch
 from core_models import SAVED_ARGS, of_stages, peer
@@ -45,8 +46,13 @@ def test_this_version_of_megatron_core_is_a_judge_as_well(tmp_path_factory, vers
 
 @pytest.mark.skipif("0.14.0" not in VERSIONS, reason="megatron-core 0.14 is tried with Python 3.11")
 def test_the_distributed_optimizer_of_0_14_is_read_bit_for_bit_and_loaded_by_the_newer_one(tmp_path, monkeypatch):
+    def run_apart(program: Path, *arguments: object, imports: tuple[str, ...]) -> None:
+        """By itself: what programs are forked from has imported the newer one."""
+        subprocess.run([sys.executable, program, *map(str, arguments)], check=True)
+
     saved = {tensor: tmp_path / f"tp{tensor}" / "iter_0000007" for tensor in (1, 2)}
     with monkeypatch.context() as older:
+        older.setattr(core_models, "run_program", run_apart)
         older.setenv("PYTHONPATH", installed(tmp_path / "megatron", "0.14.0"))
         for tensor, directory in saved.items():
             directory.parent.mkdir()

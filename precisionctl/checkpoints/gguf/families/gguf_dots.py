@@ -20,7 +20,7 @@ FAMILIES = {
         ],
         keys=(
             *base_keys(*expert_keys.EXPERT_COUNTS, expert_keys.groups(2), expert_keys.scored_by("sigmoid")),
-            keys.HEAD_SIZE,
+            keys.UNUSUAL_HEAD_SIZE,
         ),
         more=(
             expert_keys.EXPERT_SIZE,
