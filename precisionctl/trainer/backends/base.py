@@ -199,6 +199,13 @@ def column_linear(
     return backend.layer_norm_linear(name, in_features, out_features, bias, norm, mode)
 
 
+def plain_linear(in_features: int, out_features: int, backend: Backend) -> nn.Linear:
+    """A linear without bias that no backend makes, of these sizes on every rank: it never computes in FP8."""
+    made = nn.Linear(in_features, out_features, bias=False, dtype=backend.dtype, device=backend.device)
+    nn.init.normal_(made.weight, std=0.02)
+    return made
+
+
 def add_post_layernorm(module: nn.Module, norm: nn.Module) -> None:
     """Normalise a module's output by a child module `post_layernorm` (a linear's in Gemma, with Megatron-Bridge's
     names)."""

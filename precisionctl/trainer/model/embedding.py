@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precisionctl.model.model_shape import ModelShape
-from precisionctl.trainer.backends.base import Backend, norm_of
+from precisionctl.trainer.backends.base import Backend, norm_of, plain_linear
 from precisionctl.trainer.backends.bf16_products import product
-from precisionctl.trainer.model.linears import plain_linear
 
 
 class Embedding(nn.Module):

@@ -37,7 +37,7 @@ from precisionctl.trainer.model.layers.residual_layer import Beside, ResidualLay
 from precisionctl.trainer.model.mlp import Router
 from precisionctl.trainer.model.positions import LayerKind, Rope, layer_kind, query_scale
 from precisionctl.trainer.model.router_balance import NO_BALANCE, Balance
-from precisionctl.trainer.model.router_losses import RouterLosses
+from precisionctl.trainer.model.routers import RouterLosses
 from precisionctl.trainer.parallel.shards import ModelShards
 from precisionctl.trainer.parallel.world import ALONE, World
 from precisionctl.trainer.sequences import PackedSequences, Positions

@@ -19,8 +19,7 @@ from precisionctl.trainer.backends.base import Backend, Norm, add_post_layernorm
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.kernels import kernels_for
 from precisionctl.trainer.model.norms import ScaledNorm
-from precisionctl.trainer.model.router_losses import RouterLosses
-from precisionctl.trainer.model.router_scores import SCORES, over_their_sum
+from precisionctl.trainer.model.routers import SCORES, RouterLosses, over_their_sum
 
 SITU_GATE: float = 4.0
 SITU_LINEAR: float = 25.0
@@ -105,7 +104,7 @@ class MoELayer(nn.Module):
 
     `shared_experts` is what all tokens go through beside those; with norms of their own, both read what no norm has.
     Around experts of a latent size are two projections, which all tensor ranks have whole and compute of all tokens.
-    `router_losses.py` says what keeps the loads even.
+    `routers.py` says what keeps the loads even.
     """
 
     def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend, hashed: bool = False) -> None:

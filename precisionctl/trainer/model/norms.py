@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.trainer.backends.base import Backend, Norm
+from precisionctl.trainer.backends.base import Backend, Norm, plain_linear
 from precisionctl.trainer.backends.bf16_products import product
-from precisionctl.trainer.model.linears import plain_linear
 
 
 class ScaledNorm(nn.Module):

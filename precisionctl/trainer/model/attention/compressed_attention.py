@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.sparse_parts import CSA
-from precisionctl.trainer.backends.base import Backend, norm_of
+from precisionctl.trainer.backends.base import Backend, norm_of, plain_linear
 from precisionctl.trainer.backends.bf16_products import product
-from precisionctl.trainer.model.linears import plain_linear
 from precisionctl.trainer.model.positions import keys_seen
 from precisionctl.trainer.sequences import Positions
 

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.sparse_parts import MSA
-from precisionctl.trainer.backends.base import Backend, Norm, column_linear, norm_of
+from precisionctl.trainer.backends.base import Backend, Norm, column_linear, norm_of, plain_linear
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention.core_attention import CoreAttention
-from precisionctl.trainer.model.linears import plain_linear
 from precisionctl.trainer.model.positions import rotate
 from precisionctl.trainer.sequences import Positions
 

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from precisionctl.model.model_parts import HyperConnections
 from precisionctl.model.model_shape import ModelShape
-from precisionctl.trainer.backends.base import Backend, norm_of
+from precisionctl.trainer.backends.base import Backend, norm_of, plain_linear
 from precisionctl.trainer.backends.bf16_products import product
-from precisionctl.trainer.model.linears import plain_linear
 from precisionctl.trainer.model.norms import NormOfStreams
 
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from precisionctl.model.model_parts import HyperConnections
 from precisionctl.model.model_shape import ModelShape
-from precisionctl.trainer.backends.base import Backend
-from precisionctl.trainer.model.linears import plain_linear
+from precisionctl.trainer.backends.base import Backend, plain_linear
 
 
 class HyperConnection(nn.Module):

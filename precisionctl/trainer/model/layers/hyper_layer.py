@@ -5,13 +5,12 @@ from torch import Tensor, nn
 
 from precisionctl.model.model_parts import HyperConnections
 from precisionctl.model.model_shape import ModelShape
-from precisionctl.trainer.backends.base import Backend, norm_of
+from precisionctl.trainer.backends.base import Backend, norm_of, plain_linear
 from precisionctl.trainer.model.attention.self_attention import KeysValues
 from precisionctl.trainer.model.layers.gated_residual import GatedResidual
 from precisionctl.trainer.model.layers.hyper_connections import HyperConnection, add_head, added
 from precisionctl.trainer.model.layers.layer_blocks import mixed, mlp_or_experts, token_mixer
 from precisionctl.trainer.model.layers.residual_layer import Beside, ResidualLayer
-from precisionctl.trainer.model.linears import plain_linear
 from precisionctl.trainer.model.mlp import MoELayer
 from precisionctl.trainer.model.ngram_embedding import NgramLayer
 from precisionctl.trainer.sequences import Positions

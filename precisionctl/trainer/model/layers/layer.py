@@ -8,17 +8,41 @@ from torch import Tensor, nn
 
 from precisionctl.model.model_parts import MoE
 from precisionctl.model.model_shape import ModelShape
-from precisionctl.trainer.backends.base import Backend, add_post_layernorm, norm_of, post_norm_of
+from precisionctl.trainer.backends.base import (
+    Backend,
+    add_post_layernorm,
+    norm_of,
+    plain_linear,
+    post_norm_of,
+)
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention.latent_attention import MLASelfAttention
 from precisionctl.trainer.model.attention.self_attention import KeysValues, SelfAttention
 from precisionctl.trainer.model.layers.layer_blocks import mixed, mlp_or_experts, token_mixer
-from precisionctl.trainer.model.layers.residual_gate import ResidualGate
 from precisionctl.trainer.model.layers.residual_layer import Beside, ResidualLayer
-from precisionctl.trainer.model.linears import plain_linear
 from precisionctl.trainer.model.mlp import ACTIVATIONS, MoELayer
 from precisionctl.trainer.model.norms import NormWithGate, ScaledNorm
 from precisionctl.trainer.sequences import Positions
+
+_LEAST_OF_STREAM = 1e-3
+"""The square of the least weight of the residual stream (transformers' MuseSparkResidualGate)."""
+
+
+class ResidualGate(nn.Module):
+    """Weights for each channel (Muse Spark), by which a block is added to the residual stream. If the two were
+    independent and had the same norm, their sum would have it too."""
+
+    def __init__(self, hidden_size: int, temperature: float, backend: Backend) -> None:
+        super().__init__()
+        self.temperature = temperature
+        self.gate = nn.Parameter(torch.zeros(hidden_size, dtype=backend.dtype, device=backend.device))
+
+    def forward(self, hidden: Tensor, block: Tensor) -> Tensor:
+        """The stream and what a block gives, both `[T, E]`, to the stream. Computed in FP32."""
+        opened = self.gate.float() / self.temperature
+        of_block = torch.sigmoid(opened)
+        of_stream = (torch.sigmoid(-opened) * (1 + of_block)).clamp(min=_LEAST_OF_STREAM).sqrt()
+        return (of_stream * hidden + of_block * block).to(hidden.dtype)
 
 
 class Layer(ResidualLayer):

@@ -1,15 +1,31 @@
-"""What keeps the loads of experts even: losses of the routers beside the run's, and DeepSeek's update of expert_bias.
+"""Routers: the scores by which they choose experts, and what keeps the loads of experts even, which are losses beside
+the run's, and DeepSeek's update of expert_bias.
 
 Letters: L layers with experts, B rows, S tokens of a row, E experts, K experts of a token. Means are over real tokens.
 """
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precisionctl.model.model_parts import MoE
 from precisionctl.trainer.model.router_balance import Balance
-from precisionctl.trainer.model.router_scores import SCORES, over_their_sum
 from precisionctl.trainer.parallel.world import World
+
+SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "softmax": partial(torch.softmax, dim=-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
+}
+"""Of logits `[..., experts]`, by their name in MoE (`score_function`)."""
+
+
+def over_their_sum(scores: Tensor) -> Tensor:
+    """Scores `[T, experts]`, of all or of the chosen experts, normalised so that a token's add up to 1."""
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
 class RouterLosses:
