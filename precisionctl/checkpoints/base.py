@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -115,6 +115,16 @@ class OfFormerCodes(Protocol):
     @property
     def former_codes(self) -> Chunked:
         """The tensors from before the change, codes among them, by the same names."""
+        ...
+
+
+@runtime_checkable
+class OfScalesBehind(Protocol):
+    """A Reader that leaves out scales which say nothing of values: of inputs, outputs or a KV cache."""
+
+    @property
+    def behind(self) -> Collection[str]:
+        """Their names."""
         ...
 
 

@@ -115,6 +115,10 @@ class HuggingFaceTensors:
         if self.config.get("quantization_config"):
             _check_packed(self.specs, self._scales, self.path)
 
+    @property
+    def behind(self) -> Collection[str]:
+        return self.decoded.behind if self.decoded else ()
+
     def notes(self) -> Iterator[str]:
         if not self._scales and (lone := cache_scales(self.config, self.stored.specs)):  # those of codes travel
             yield f"{counted(len(lone), 'scale')} of a KV cache, beside weights that are no codes, stay behind."
@@ -123,6 +127,9 @@ class HuggingFaceTensors:
             of_mlx = isinstance(self.decoded, MlxCodes)  # of which the same may be made again
             back = "`export-inference --target mlx` makes such anew." if of_mlx else NO_WAY_BACK
             yield f"{weights} {self.decoded.words}. {back}"
+        if self.behind:
+            scales = counted(len(self.behind), "scale")
+            yield f"{scales} of inputs, outputs or a KV cache stay behind: e.g. {shown(min(self.behind))}."
         if self.idle_biases:
             biases = counted(len(self.idle_biases), "bias of zeros", "biases of zeros")
             yield f"{biases}, which the model does not have, stay behind: e.g. {shown(self.idle_biases[0])}."

@@ -187,6 +187,17 @@ def unpack_bits(packed: Tensor, bits: int) -> Tensor:
     return codes.flatten(1)
 
 
+def numbers_in_bytes(bits: int, numbers: Sequence[float]) -> Tensor:
+    """For each byte, the numbers of its codes of 2 or 4 bits in FP32, the first in the lowest bits, bit-cast to one
+    number of 16 or 8 bytes, which an index_select copies at once. `numbers` are those of all codes."""
+    codes = unpack_bits(torch.arange(256, dtype=torch.uint8).unsqueeze(1), bits)
+    return (
+        torch.tensor(numbers, dtype=torch.float32)[codes.int()]
+        .view({2: torch.complex128, 4: torch.float64}[bits])
+        .squeeze(1)
+    )
+
+
 def laid_out(words: Tensor) -> Tensor:
     """A copy with the strides that its shape has by default. `contiguous` keeps other strides in dimensions of size
     1."""

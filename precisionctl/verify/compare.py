@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from precisionctl.architectures.param_map import Naming
-from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.base import OfScalesBehind, Reader
 from precisionctl.checkpoints.chunks import BytesProgress
 from precisionctl.checkpoints.gguf.reader import GgufReader
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
@@ -27,6 +27,7 @@ from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.optimizer_jobs import OptimizerSource
 from precisionctl.planning.plan import Plan
 from precisionctl.processes import in_processes
+from precisionctl.sizes import counted
 from precisionctl.torch_when_used import one_torch_thread, torch
 from precisionctl.verify.code_comparison import CodesComparison, codes_as_values, compare_codes
 from precisionctl.verify.configs import Found, compare_configs
@@ -241,6 +242,8 @@ def _left_out(a: Reader, b: Reader, towers: TowersOfBoth | None, derived: Sequen
     models = {name: reader.model for name, reader in readers.items() if saved_by_mlx(others[name].files)}
     ahead = (name for name, model in models.items() if model.mtp_num_layers or model.stores_unused)
     yield from of_keys("prediction", (f"of {name}" for name in ahead))
+    behind = {name: len(reader.behind) for name, reader in readers.items() if isinstance(reader, OfScalesBehind)}
+    yield from of_keys("scales of values", (f"{counted(n, 'scale')} of {name}" for name, n in behind.items() if n))
     padded = {
         name: reader.model.padded_vocab_size - reader.model.vocab_size
         for name, reader in readers.items()

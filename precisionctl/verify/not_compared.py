@@ -36,6 +36,7 @@ LIST: Mapping[str, str] = {
     "padding": "rows that pad the vocabulary in Megatron",
     "fixed scales": "fixed scales of inputs and caches, where nothing on the other side says what they should be; "
     "--fp8-state gives the file that does",
+    "scales of values": "scales of inputs, outputs and caches beside codes that are read as values alone",
     "one state": "FP8 state of one side only; --fp8 makes that a difference",
     "recording": "who recorded FP8 state, and when; statistics beside it that only one side has",
     "one optimizer": "the optimizer's tensors, where only one side has them, or where they are not stored by parameter",

@@ -12,6 +12,7 @@ from typing import Any
 import bitsandbytes_directories
 import consolidated_files
 import deepspeed_files
+import gemma_directories
 import nemo_files
 import pico
 import pytest
@@ -175,6 +176,10 @@ def test_the_config_of_an_adapter_by_bridge(check: Check, tmp_path: Path) -> Non
     )
 
 
+def of_gemma(directory: Path, spelling: str) -> None:
+    gemma_directories.make(directory, "gemma4-small", gemma_directories.OF_TEXT)
+
+
 @pytest.mark.parametrize(
     ("made", "spelling"),
     [
@@ -183,6 +188,7 @@ def test_the_config_of_an_adapter_by_bridge(check: Check, tmp_path: Path) -> Non
         (transposed_directories.make, "auto-round"),
         (bitsandbytes_directories.make, "nf4"),
         (torchao_directories.make, "float8-row"),
+        (of_gemma, ""),
     ],
 )
 def test_a_quantization_config(

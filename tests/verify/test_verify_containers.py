@@ -11,6 +11,7 @@ from pathlib import Path
 import bitsandbytes_directories
 import consolidated_files
 import four_bit_directories
+import gemma_directories
 import gguf_files
 import gguf_towers
 import int8_directories
@@ -136,6 +137,11 @@ def without_table(root: Path) -> Made:
     return root / "hf"
 
 
+def of_gemma(root: Path) -> Made:
+    gemma_directories.make(root / "hf", "gemma4-small", gemma_directories.OF_TEXT)
+    return root / "hf"
+
+
 def in_codes(make: Callable[..., object], spelling: object) -> Callable[[Path], Made]:
     def made(root: Path) -> Made:
         make(root / "hf", spelling, **SMALL)
@@ -170,6 +176,7 @@ ROUNDED: dict[str, Callable[[Path], Made]] = {
     **{f"mlx {name}": in_codes(mlx_directories.make, name) for name in ("affine-4", "affine-8", "mxfp4", "nvfp4")},
     **{name: in_codes(transposed_directories.make, name) for name in transposed_directories.SPELLINGS},
     **{f"bitsandbytes {name}": in_codes(bitsandbytes_directories.make, name) for name in ("int8", "nf4")},
+    "gemma": of_gemma,
     **{f"torchao {name}": in_codes(torchao_directories.make, name) for name in torchao_directories.SPELLINGS},
 }
 """Of which values are rounded to BF16 as they are read, or held against rounded ones: the highest bit of each element's
@@ -219,5 +226,6 @@ UNSEEN = {
     "one optimizer": lambda tensor: tensor.size == 4,  # which differs between ranks then
     "padding": lambda tensor: tensor.name.endswith("word_embeddings.weight"),
     "towers": lambda tensor: tensor.name.startswith("vision_tower.vision_model.head."),
+    "scales of values": lambda tensor: tensor.name.endswith(("activation_scale", "cache_scale")),
 }
 """What may hide a changed bit: the topic that is told then, and the tensors that it is told of."""

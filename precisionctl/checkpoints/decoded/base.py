@@ -15,7 +15,7 @@ from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
 from precisionctl.codes import numerics
 from precisionctl.codes.elements import Cast
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint, PrecisionError
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.param import TensorSpec
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ class DecodedWeights(ABC):
     shapes: Mapping[str, tuple[int, ...]]
     read: Set[str]
     kinds: Set[str]
+    behind: Set[str] = frozenset()
+    """Those among `read` that say nothing of values, such as scales of inputs."""
 
     def __init__(self, stored: StoredTensors, quantization: Mapping[str, Any], where: object) -> None:
         self._stored, self._where = stored, where
@@ -63,6 +65,14 @@ class DecodedWeights(ABC):
         if name not in self._stored.specs:
             raise DamagedCheckpoint(f"no {name} for its codes", where=self._where, do="Is every shard there?")
         return self._stored.specs[name]
+
+    def _check(self, name: str, shape: tuple[int, ...], *dtypes: DType) -> None:
+        """Raise DamagedCheckpoint for a tensor that is not there, or of another shape or dtype."""
+        spec = self._present(name)
+        if spec.shape != shape or spec.dtype not in dtypes:
+            wanted = f"{' or '.join(map(str, dtypes))} of {shown(shape)}"
+            what = f"{name} is {spec.stored_dtype} of shape {shown(spec.shape)}, not {wanted}"
+            raise DamagedCheckpoint(what, where=self._where)
 
     def _check_alone(self, weight: str, codes: str) -> None:
         """Raise DamagedCheckpoint for a weight that is there as values, beside its codes."""

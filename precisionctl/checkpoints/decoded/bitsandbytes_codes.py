@@ -226,9 +226,3 @@ class BitsAndBytesCodes(DecodedWeights):
         self._check(order, (), DType.uint8)
         if self._text(order) != b"\0":
             raise self._unread(f"{order} says that codes are in another order than rows")
-
-    def _check(self, name: str, shape: tuple[int, ...], dtype: DType) -> None:
-        spec = self._present(name)
-        if (spec.shape, spec.dtype) != (shape, dtype):
-            what = f"{name} is {spec.stored_dtype} of shape {shown(spec.shape)}, not {dtype} of {shown(shape)}"
-            raise DamagedCheckpoint(what, where=self._where)

@@ -6,6 +6,7 @@ from typing import Any
 from precisionctl.checkpoints.decoded.auto_round import AutoRoundCodes
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.bitsandbytes_codes import BitsAndBytesCodes
+from precisionctl.checkpoints.decoded.gemma_codes import GemmaCodes
 from precisionctl.checkpoints.decoded.inkling2_loop_codes import Inkling2LoopCodes
 from precisionctl.checkpoints.decoded.mlx_codes import METHOD, MlxCodes
 from precisionctl.checkpoints.decoded.torchao_codes import TorchaoCodes
@@ -20,6 +21,7 @@ METHODS: Mapping[str, type[DecodedWeights]] = {
     "bitsandbytes": BitsAndBytesCodes,
     "torchao": TorchaoCodes,
     "inkling2_loop": Inkling2LoopCodes,
+    "gemma": GemmaCodes,
     METHOD: MlxCodes,
 }
 """The reader of each of `quant_methods.coded_weights.AS_VALUES`."""

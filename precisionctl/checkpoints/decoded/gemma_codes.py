@@ -1,0 +1,142 @@
+"""Google's integers of Gemma, `quant_method: gemma`, read as values: two, four or eight bits under a scale of a row.
+
+A linear has `weight` U8 `[out, in * bits / 8]`, the first code in the lowest bits, stored plus 2^(bits - 1); of eight
+bits I8 `[out, in]`, stored as it is; and `weight_scale` FP32 `[out, 1]`. An embedding has `embedding_quantized` and
+`embedding_scale` in their place; of embeddings for each layer, a row has a scale for each layer's part. A value is
+`code * bf16(scale)`, rounded to BF16, as transformers computes in BF16. How many bits a module has, the config says by
+patterns of names, and nothing else: there are no shapes. Scales by which inputs, outputs and a KV cache are rounded
+stay behind. Source: transformers 5.24 (integrations/gemma_quant.py, QuantizedLinear, QuantizedEmbedding,
+replace_with_quant_layers; quantizers/quantizer_gemma.py).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from precisionctl.checkpoints.chunks import in_pieces, read_rows
+from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
+from precisionctl.codes import nibbles
+from precisionctl.dtypes import DType
+from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.torch_when_used import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SCALES = {"weight": "weight_scale", "embedding_quantized": "embedding_scale"}
+_BEHIND = ("input_activation_scale", "output_activation_scale", "k_cache_scale", "v_cache_scale")
+_BITS = (2, 4, 8)
+
+_LONGEST, _MOST, _SECONDS = 256, 64, 10.0
+"""Characters of a pattern or a name, patterns, and how long matching all names may take."""
+_ESCAPED = re.compile(r"\\[^0-9]|\[\^?[^\]\\]+\]")
+_COSTLY = re.compile(r"[][\\]|\)[*+?{]|\(\?[^:=!]")
+_REPEATED = re.compile(r"[*+{]|(?<!\()\?")
+
+
+@dataclass(frozen=True)
+class _WeightOfBits:
+    """A weight's stored tensors, and the bits of its codes."""
+
+    codes: str
+    scale: str
+    bits: int
+
+
+class GemmaCodes(DecodedWeights):
+    """The weights of a directory of Gemma's own codes."""
+
+    def _find(self, quantization: Mapping[str, Any]) -> None:
+        specs = self._stored.specs
+        found = dict[str, tuple[str, str]]()
+        for name, spec in specs.items():
+            module, _, kind = name.rpartition(".")
+            if kind in _SCALES and (kind != "weight" or spec.dtype in (DType.uint8, DType.int8)):
+                found[module] = name, f"{module}.{_SCALES[kind]}"
+                if kind != "weight":
+                    self._check_alone(f"{module}.weight", name)
+        bits = self._bits_of(found, quantization)
+        self._weights = {f"{module}.weight": _WeightOfBits(*names, bits[module]) for module, names in found.items()}
+        self.shapes = {name: self._shape(coded) for name, coded in self._weights.items()}
+        read = {name for coded in self._weights.values() for name in (coded.codes, coded.scale)}
+        strays = (name for name in specs if name.endswith((*_SCALES.values(),)) and name not in read)
+        if stray := next(strays, None):
+            raise DamagedCheckpoint(f"{stray} is there, and no codes", where=self._where, do="Is every shard there?")
+        self.behind = {name for name in specs if name.rpartition(".")[2] in _BEHIND}
+        self.read = read | self.behind
+        self.kinds = {f"{coded.bits}-bit integers" for coded in self._weights.values()}
+        self._tables: dict[int, Tensor] = {}
+
+    def rows(self, name: str, row: int, rows: int) -> Tensor:
+        coded, columns, made = self._weights[name], self.specs[name].columns, []
+        for first, count in in_pieces(row, rows, columns, PIECE):
+            numbers = self._numbers(coded, first, count)
+            scales = read_rows(self._stored, coded.scale, first, count).bfloat16().float().unsqueeze(-1)
+            values = numbers.view(count, scales.shape[1], -1).mul_(scales).view(count, columns)
+            made.append(self._in_bf16(name, values, coded.scale))
+        return torch.cat(made)
+
+    def _numbers(self, coded: _WeightOfBits, row: int, rows: int) -> Tensor:
+        """The numbers of codes of rows, FP32, flat."""
+        packed = read_rows(self._stored, coded.codes, row, rows).reshape(-1)
+        if coded.bits == 8:
+            return packed.view(torch.int8).float()
+        if coded.bits not in self._tables:
+            half = 1 << coded.bits - 1
+            self._tables[coded.bits] = nibbles.numbers_in_bytes(coded.bits, range(-half, half))
+        return self._tables[coded.bits].index_select(0, packed.view(torch.uint8).int()).view(torch.float32)
+
+    def _shape(self, coded: _WeightOfBits) -> tuple[int, int]:
+        """The shape of a weight, `[out, in]`. Raises DamagedCheckpoint for tensors that are no codes and their
+        scales."""
+        codes, scale = self._stored.specs[coded.codes], self._present(coded.scale)
+        fits = codes.dtype in (DType.uint8, DType.int8) and len(codes.shape) == 2 and all(codes.shape)
+        columns = codes.columns * 8 // coded.bits if fits else 0
+        fits = fits and scale.dtype == DType.float32 and len(scale.shape) == 2 and scale.rows == codes.rows
+        parts = scale.columns if fits else 0
+        if not parts or columns % parts or (parts > 1 and coded.scale.endswith(_SCALES["weight"])):
+            there = " and ".join(
+                f"{name} {spec.stored_dtype} {list(spec.shape)}"
+                for name, spec in ((coded.codes, codes), (coded.scale, scale))
+            )
+            what = f"{there} are no codes of {coded.bits} bits with a scale for each row"
+            raise DamagedCheckpoint(what, where=self._where)
+        return codes.rows, columns
+
+    def _bits_of(self, modules: Iterable[str], quantization: Mapping[str, Any]) -> dict[str, int]:
+        """The bits of each module's codes: those of the pattern that matches first in its name; of two that match at
+        the same place, the first one."""
+        usual, own = quantization.get("num_bits", 4), quantization.get("module_quant_configs") or {}
+        if not isinstance(own, Mapping) or not all(isinstance(said, Mapping) for said in own.values()):
+            raise DamagedCheckpoint("`module_quant_configs` is not an object of objects", where=self._where)
+        if strange := next((key for said in own.values() for key in said if key != "num_bits"), None):
+            raise self._unread(f"{shown(strange)} in `module_quant_configs`, which is not read")
+        bits = [said.get("num_bits", usual) for said in own.values()]
+        if odd := [each for each in (usual, *bits) if type(each) is not int or each not in _BITS]:
+            raise self._unread(f"codes with `num_bits` {shown(odd[0])}, which are not read")
+        matcher = self._matcher(list(own))
+        chosen, end = dict[str, int](), time.monotonic() + _SECONDS
+        for module in modules:
+            if own and (len(module) > _LONGEST or time.monotonic() > end):
+                raise self._unread("names that take too long to match with `module_quant_configs`")
+            match = matcher.search(module)
+            chosen[module] = bits[int((match.lastgroup or "")[1:])] if match else usual
+        return chosen
+
+    def _matcher(self, patterns: list[str]) -> re.Pattern[str]:
+        """All patterns in one, as transformers joins them. Raises PrecisionError for a stranger's pattern that could
+        take exponential time, or the third power of a name's length."""
+        for pattern in patterns:
+            bare = _ESCAPED.sub("a", pattern)
+            if len(pattern) > _LONGEST or _COSTLY.search(bare) or len(_REPEATED.findall(bare)) > 2:
+                raise self._unread(f"the pattern {shown(pattern)} in `module_quant_configs`, which is not matched")
+        if len(patterns) > _MOST:
+            raise self._unread(f"more than {_MOST} patterns in `module_quant_configs`")
+        try:
+            return re.compile("|".join(f"(?P<g{at}>{pattern})" for at, pattern in enumerate(patterns)) or "(?!)")
+        except re.error as error:
+            raise DamagedCheckpoint(f"`module_quant_configs` has a wrong pattern: {error}", where=self._where) from None
