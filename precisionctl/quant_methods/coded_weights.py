@@ -26,7 +26,7 @@ from precisionctl.torch_when_used import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-AS_VALUES = ("gptq", "awq", "auto-round", "bitsandbytes", "torchao", "inkling2_loop", "gemma", "mlx")
+AS_VALUES = ("gptq", "awq", "auto-round", "bitsandbytes", "torchao", "inkling2_loop", "bitnet", "gemma", "mlx")
 """Methods whose codes are only read as values (`checkpoints/decoded/`)."""
 
 MLX_KEY = "quantization"

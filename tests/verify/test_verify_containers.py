@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import bitnet_directories
 import bitsandbytes_directories
 import consolidated_files
 import four_bit_directories
@@ -176,6 +177,7 @@ ROUNDED: dict[str, Callable[[Path], Made]] = {
     **{f"mlx {name}": in_codes(mlx_directories.make, name) for name in ("affine-4", "affine-8", "mxfp4", "nvfp4")},
     **{name: in_codes(transposed_directories.make, name) for name in transposed_directories.SPELLINGS},
     **{f"bitsandbytes {name}": in_codes(bitsandbytes_directories.make, name) for name in ("int8", "nf4")},
+    "bitnet": in_codes(bitnet_directories.make, "bitlinear"),
     "gemma": of_gemma,
     **{f"torchao {name}": in_codes(torchao_directories.make, name) for name in torchao_directories.SPELLINGS},
 }

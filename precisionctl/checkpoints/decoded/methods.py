@@ -5,6 +5,7 @@ from typing import Any
 
 from precisionctl.checkpoints.decoded.auto_round import AutoRoundCodes
 from precisionctl.checkpoints.decoded.base import DecodedWeights
+from precisionctl.checkpoints.decoded.bitnet_codes import BitNetCodes
 from precisionctl.checkpoints.decoded.bitsandbytes_codes import BitsAndBytesCodes
 from precisionctl.checkpoints.decoded.gemma_codes import GemmaCodes
 from precisionctl.checkpoints.decoded.inkling2_loop_codes import Inkling2LoopCodes
@@ -21,6 +22,7 @@ METHODS: Mapping[str, type[DecodedWeights]] = {
     "bitsandbytes": BitsAndBytesCodes,
     "torchao": TorchaoCodes,
     "inkling2_loop": Inkling2LoopCodes,
+    "bitnet": BitNetCodes,
     "gemma": GemmaCodes,
     METHOD: MlxCodes,
 }

@@ -1,0 +1,103 @@
+"""BitNet's weights of -1, 0 and 1 (`quant_method: bitnet`), read as values.
+
+A linear has `weight` U8 `[out / 4, in]`: of a byte, the lowest two bits are the code of the row that it stands in, the
+next two that of the row `out / 4` further on, and so on; a code is the number plus one. `weight_scale` `[1]` is what
+outputs are divided by (`linear_class: bitlinear`, as Falcon3's), or multiplied by (`autobitlinear`, as that of
+microsoft/bitnet-b1.58-2B-4T). So a value is the number over or times the scale in BF16, rounded to BF16. What
+transformers has loaded and saved again of the latter are the numbers themselves, beside their scale. Source:
+transformers 5.24 (integrations/bitnet.py, unpack_weights, BitLinear, AutoBitLinear, BitNetDeserialize).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from precisionctl.checkpoints.chunks import in_pieces, read_rows, read_tensor
+from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
+from precisionctl.dtypes import DType
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
+from precisionctl.param import TensorSpec
+from precisionctl.quant_methods.base import FLOATS
+from precisionctl.torch_when_used import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_IN_BYTE = 4
+_CLASSES = ("bitlinear", "autobitlinear")
+
+
+class BitNetCodes(DecodedWeights):
+    """The weights of a BitNet directory."""
+
+    def _find(self, quantization: Mapping[str, Any]) -> None:
+        specs = self._stored.specs
+        self._multiplies = self._settings(quantization) == "autobitlinear"
+        scales = {name.removesuffix("_scale"): name for name in specs if name.endswith(".weight_scale")}
+        for weight, scale in scales.items():
+            codes = self._present(weight)
+            numbers = codes.dtype == DType.uint8 or (self._multiplies and codes.dtype in FLOATS)
+            if not numbers or len(codes.shape) != 2 or not all(codes.shape):
+                what = f"{weight} is {codes.stored_dtype} of shape {shown(codes.shape)}, no codes of two bits"
+                raise DamagedCheckpoint(what, where=self._where)
+            self._check(scale, () if specs[scale].shape == () else (1,), *FLOATS)
+        for name, spec in specs.items():
+            if name.endswith(".weight") and spec.dtype == DType.uint8 and name not in scales:
+                self._present(f"{name}_scale")
+        self.shapes = {name: _shape(specs[name]) for name in scales}
+        self.read = {*scales, *scales.values()}
+        self.kinds = {"ternary codes"}
+        self._last: tuple[str, Tensor] | None = None
+
+    def rows(self, name: str, row: int, rows: int) -> Tensor:
+        spec = self._stored.specs[name]
+        made = []
+        for first, count in in_pieces(row, rows, spec.columns, PIECE):
+            if spec.dtype == DType.uint8:
+                made += self._unpacked(name, first, count)
+            else:
+                numbers = read_rows(self._stored, name, first, count).bfloat16().float()
+                made.append(self._in_bf16(name, numbers.mul_(self._scale(name)), f"{name}_scale"))
+        return torch.cat(made)
+
+    def _unpacked(self, name: str, row: int, rows: int) -> list[Tensor]:
+        """Values of rows, in runs of those that are in the same two bits."""
+        held, runs = self._stored.specs[name].rows, []
+        values = self._values(name)
+        for quarter in range(row // held, (row + rows - 1) // held + 1):
+            first, stop = max(row - quarter * held, 0), min(row + rows - quarter * held, held)
+            packed = read_rows(self._stored, name, first, stop - first)
+            runs.append(values[quarter].index_select(0, packed.view(-1).int()).view(packed.shape))
+        return runs
+
+    def _values(self, name: str) -> Tensor:
+        """The values of all bytes, BF16 `[4, 256]`, of each of their codes."""
+        if self._last is None or self._last[0] != name:
+            scale, numbers = self._scale(name), torch.arange(-1.0, 3.0)
+            values = self._in_bf16(name, numbers * scale if self._multiplies else numbers / scale, f"{name}_scale")
+            shifts = torch.arange(_IN_BYTE).unsqueeze(1) * 2
+            self._last = name, values[torch.arange(256).unsqueeze(0) >> shifts & 3]
+        return self._last[1]
+
+    def _scale(self, name: str) -> Tensor:
+        return read_tensor(self._stored, f"{name}_scale").bfloat16().float()
+
+    def _settings(self, quantization: Mapping[str, Any]) -> str:
+        """The `linear_class`. Raises PrecisionError for settings by which a model computes with other weights."""
+        found, mode = quantization.get("linear_class", _CLASSES[0]), quantization.get("quantization_mode", "offline")
+        if not isinstance(found, str) or found not in _CLASSES or mode not in ("offline", "online"):
+            what = f"`linear_class` {shown(found)} with `quantization_mode` {shown(mode)}, which are not known"
+            raise self._unread(what)
+        if found == "autobitlinear" and mode == "online":
+            what = "weights to train, of which the model computes -1, 0 and 1 anew in each step (`online`)"
+            do = "Start from the packed release. Without `quantization_config` in config.json they are read as stored."
+            raise PrecisionError(what, where=self._where, do=do)
+        if quantization.get("use_rms_norm"):
+            raise self._unread("`use_rms_norm`, norms of inputs within linears, which are not read")
+        return found
+
+
+def _shape(stored: TensorSpec) -> tuple[int, int]:
+    """The shape of a weight, `[out, in]`."""
+    return stored.rows * (_IN_BYTE if stored.dtype == DType.uint8 else 1), stored.columns
