@@ -116,6 +116,8 @@ def _with_optimizer(saved: SavedStates, files: Sequence[Path], parameters: Mappi
 def _rank_files(directory: Path, kind: str) -> list[Path]:
     """The files of a kind in the order of ranks. Raises DamagedCheckpoint where one is missing."""
     matches = [match for one in directory.iterdir() if (match := _FILE.fullmatch(one.name)) and match[1] == kind]
+    if not matches:
+        return []
     sizes, ranks = {int(match[2]) for match in matches}, sorted((int(match[3]), match[0]) for match in matches)
     if len(sizes) > 1 or [rank for rank, _ in ranks] != list(range(*sizes)):
         what = (

@@ -86,6 +86,17 @@ def test_a_run_of_verls_goes_to_megatron_and_comes_back_to_pytorch_to_the_last_b
             assert torch.equal(read_tensor(WithOptimizer(back), name), tensor), name
 
 
+def test_weights_without_an_optimizer_are_a_checkpoint(tmp_path: Path) -> None:
+    """verl saves what its `checkpoint.save_contents` names: perhaps the model alone."""
+    path, live = actor(tmp_path, "llama-3", 2)
+    for rank in range(2):
+        (path / f"optim_world_size_2_rank_{rank}.pt").unlink()
+    reader = open_checkpoint(path)
+    assert isinstance(reader, VerlReader) and not reader.optimizer_specs and not reader.unread
+    for name in reader.specs:
+        assert torch.equal(read_tensor(reader, name), live[name]), name
+
+
 def rewrite(path: Path, change: Any) -> None:
     content = torch.load(path, weights_only=False)
     change(content)
