@@ -11,10 +11,12 @@ import fp8_directories
 import pico
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from any_models import assert_as_tabled, check_there_and_back, export, same, stored, untabled
 from conversions import carry_out, run, tree
 from safetensors.torch import save_file
 from soaking import few, in_soak
+from torch.distributed.checkpoint import FileSystemReader
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from precisionctl.architectures.families import read_model
@@ -596,3 +598,20 @@ def test_what_stays_values_of_a_source_in_fp16_stays_fp16_and_codes_come_back(
     run(tmp_path / "out", tmp_path / "back", "hf", workers=1)
     run(tmp_path / "back", tmp_path / "again", "hf", "fp8", workers=1, verify=True)
     assert same(tmp_path / "out", tmp_path / "again")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("container", ["safetensors", "bin", "dcp"])
+def test_tensors_without_elements_are_written_as_any_other(tmp_path: Path, container: str) -> None:
+    tensors = {"a.weight": torch.ones(4, 4), "a.rows": torch.empty(0, 4), "a.columns": torch.empty(4, 0)}
+    (tmp_path / "source").mkdir()
+    save_file(tensors, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "source" / "config.json").write_text(json.dumps({"model_type": "nobodys"}))
+    run(tmp_path / "source", tmp_path / "out", "hf", container=container, verify=True)
+    if container == "dcp":
+        found = {f"model.{name}": torch.full((4, 4), 7.0).narrow(0, 0, one.shape[0]) for name, one in tensors.items()}
+        found["model.a.columns"] = torch.empty(4, 0)
+        dcp.load(found, storage_reader=FileSystemReader(tmp_path / "out"), no_dist=True)
+        assert all(torch.equal(found[f"model.{name}"], one) for name, one in tensors.items())
+    run(tmp_path / "out", tmp_path / "back", "hf", verify=True)
+    assert same(tmp_path / "source", tmp_path / "back")

@@ -262,3 +262,11 @@ def save_pieces(path: Path, tensors: dict[str, Tensor], places: dict[str, list[i
     path.parent.mkdir(exist_ok=True)
     said = json.dumps({name: {"saved_offsets": place} for name, place in places.items()})
     save_file(tensors, path, {"DCP_SHARDING_INFO": said, "DCP_VERSION": "1.0", "format": "pt"})
+
+
+def test_a_tensor_without_elements_is_one(tmp_path: Path) -> None:
+    stored = {"a.weight": torch.ones(4, 4), "a.empty": torch.empty(0, 4), "a._extra_state": torch.empty(0)}
+    dcp.save(dict(stored), storage_writer=HuggingFaceStorageWriter(str(tmp_path), save_distributed=True), no_dist=True)
+    found = read_pieces(tmp_path).tensors
+    assert {name: one.shape for name, one in found.items()} == {name: one.shape for name, one in stored.items()}
+    assert all(one.pieces for one in found.values())

@@ -80,10 +80,10 @@ def _joined(name: str, pieces: Sequence[tuple[DType, DcpPiece]], directory: Path
     shape = tuple(map(max, zip(*ends, strict=True)))
     # Before memory of these sizes is allocated
     has = sum(math.prod(piece.sizes) for piece in apart.values())
-    if not has == math.prod(shape) > 0:
+    if has != math.prod(shape):
         what = f"the pieces of `{name}` reach to {list(shape)}, and have {has} of those {math.prod(shape)} elements"
         raise DamagedCheckpoint(what, where=directory, do=_COPY)
-    return DcpTensor(shape, dtype, tuple(apart.values()))
+    return DcpTensor(shape, dtype, tuple(apart.values()) or (first,))
 
 
 def _pieces_of(path: Path, directory: Path) -> Iterator[tuple[str, DType, DcpPiece]]:

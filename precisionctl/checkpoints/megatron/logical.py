@@ -168,7 +168,7 @@ def _of_flat_shards(
     have pieces. Empty for any other layout.
     """
     depth = leading(key)
-    if len(stored.shape) != len(shape) + 1:
+    if len(stored.shape) != len(shape) + 1 or 0 in stored.shape:
         return []
     counts, sizes, cuts, elements = stored.shape[:depth], shape[depth:], stored.shape[depth:-1], stored.shape[-1]
     if not sizes or shape[:depth] != counts or math.prod(cuts[2:]) != 1:

@@ -92,6 +92,7 @@ class Placement:
                 self._placed.append(Placed(box.name, box.key, box.box, record, piece))
                 offset += -(-record.length // _ALIGNMENT) * _ALIGNMENT
                 filled += record.nbytes
+        assert {placed.name for placed in self._placed} == specs.keys()
 
     def _file(self, rank: int, number: int) -> Path:
         return self._directory / f"__{rank}_{number}.distcp"
@@ -154,7 +155,8 @@ def _boxes(
             for number, box in enumerate(boxes):
                 part, above = _part(spec, number)
                 room = piece_bytes or box.elements * spec.dtype.itemsize
-                for row, rows in in_pieces(box.row, box.rows, box.columns * spec.dtype.itemsize, room):
+                runs = in_pieces(box.row, box.rows, box.columns * spec.dtype.itemsize, room)
+                for row, rows in runs if box.elements else [(box.row, box.rows)]:  # PyTorch writes an empty one, too
                     piece = Box(row, rows, box.column, box.columns)
                     offsets, sizes = _dimensions(spec, piece)
                     if above:

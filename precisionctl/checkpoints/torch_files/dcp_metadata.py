@@ -168,7 +168,8 @@ def parse_index(data: bytes, whole: Callable[[str], Span], path: Path) -> Index:
                         raise ValueError(f"{key} has a piece outside itself")
                     if math.prod(piece.sizes) * tensor.dtype.itemsize > piece.span.length:
                         raise ValueError(f"{key} has a piece {piece.sizes} in {piece.span.length} bytes")
-                if not sum(math.prod(piece.sizes) for piece in tensor.pieces) == math.prod(tensor.shape) > 0:
+                stored = sum(math.prod(piece.sizes) for piece in tensor.pieces)
+                if not tensor.pieces or stored != math.prod(tensor.shape):
                     raise ValueError(f"{key} has pieces of another size than itself")
         check_apart(objects.items(), path)
         return Index(tensors, objects, _keys_above(tensors, getattr(root, "planner_data", None)))
