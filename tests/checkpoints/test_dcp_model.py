@@ -222,6 +222,30 @@ def test_a_name_of_many_wrappers_takes_no_longer_than_its_length() -> None:
     assert time.perf_counter() - start < 5
 
 
+def test_an_empty_extra_state_of_transformer_engine_is_no_tensor_of_the_model(tmp_path: Path) -> None:
+    """Its modules return an empty one outside of FP8, and else the pickle of their state as bytes."""
+    model = pico.make("llama-3")
+    config, stored = config_of(model, tmp_path / "config"), dict(model.state_dict())
+    for projection in "qkv":
+        stored[f"model.layers.0.self_attn.{projection}_proj._extra_state"] = torch.empty(0, dtype=torch.uint8)
+    made = conversions.run(save(tmp_path / "dcp", {"model": stored}), tmp_path / "out", "hf", reference=config)
+    assert not any("FP8" in note for note in made.notes)
+    assert_is(load_file(tmp_path / "out" / "model.safetensors"), model.state_dict())
+    stored["model.layers.0.self_attn.q_proj._extra_state"] = torch.ones(7, dtype=torch.uint8)
+    made = conversions.run(save(tmp_path / "fp8", {"model": stored}), tmp_path / "again", "hf", reference=config)
+    assert "FP8 state of Transformer Engine stays behind: 1 module." in made.notes
+
+
+def test_an_embedding_of_megatrons_name_is_not_yet_megatrons_model(tmp_path: Path) -> None:
+    """ChatGLM's classes have it."""
+    stored = {
+        "transformer.embedding.word_embeddings.weight": torch.ones(8, 4),
+        "transformer.encoder.layers.0.self_attention.query_key_value.weight": torch.ones(4, 4),
+    }
+    reader = open_checkpoint(save(tmp_path / "dcp", {"model": stored}))
+    assert reader.container == "dcp" and reader.specs.keys() == stored.keys()
+
+
 def test_a_checkpoint_without_a_config_asks_for_one(tmp_path: Path) -> None:
     made = save(tmp_path / "dcp", pico.make("llama-3").state_dict())
     with pytest.raises(CheckpointError, match=r"does not say which model it is.*--reference"):

@@ -20,6 +20,7 @@ from trained_models import MOMENTS, config_of, moments, save, states, train, tra
 from trainer_directories import automodel, pytorch
 
 from precisionctl.checkpoints.chunks import read_tensor
+from precisionctl.checkpoints.dcp.dcp_model import DcpModelReader
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.other_trainers.trainer_run import ParameterGroup, muon_settings
@@ -131,7 +132,7 @@ def test_of_several_groups_the_settings_of_most_weights_go_along_and_others_are_
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options), strict=True))
     reader: Any = open_checkpoint(config_of(model, save(tmp_path / "dcp", saved)))
-    assert reader.left == () and reader.trainer_run.settings == {
+    assert reader.not_carried == () and reader.trainer_run.settings == {
         "lr": 0.5,
         "eps": 1e-8,
         "weight_decay": 0.1,
@@ -180,6 +181,55 @@ def test_a_state_dict_one_level_deeper_is_the_same(tmp_path: Path, nested: dict[
     if name:
         deep, flat = optimizer_in(tmp_path / "out"), optimizer_in(tmp_path / "flat")
         assert deep.keys() == flat.keys() and all(torch.equal(deep[key], flat[key]) for key in flat)
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict"])
+def test_pytorch_lightnings_optimizer_has_a_number(tmp_path: Path, key: str) -> None:
+    """Its FSDP strategy has `model`, its ModelParallelStrategy `state_dict`, and the optimizers after it (lightning
+    2.6.6, pytorch/strategies)."""
+    model, optimizer = trained("llama-3")
+    reference, whole = config_of(model, tmp_path / "config"), states(model, optimizer)
+    conversions.run(save(tmp_path / "dcp", whole), tmp_path / "flat", "megatron", reference=reference)
+    state = {key: whole["model"], "optimizer_0": whole["optimizer"]}
+    conversions.run(save(tmp_path / "lightning", state), tmp_path / "out", "megatron", reference=reference)
+    conversions.assert_same_tensors(tmp_path / "flat", tmp_path / "out")
+    found, expected = optimizer_in(tmp_path / "out"), optimizer_in(tmp_path / "flat")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_two_optimizers_have_their_own_groups_and_never_one_parameter(tmp_path: Path) -> None:
+    model, optimizer = trained("llama-3")
+    whole = states(model, optimizer)
+    groups, state = whole["optimizer"]["param_groups"], whole["optimizer"]["state"]
+    apart: dict[str, Any] = {"model": whole["model"]}
+    for number, group in enumerate(groups):
+        own = {name: state[name] for name in group["params"]}
+        apart[f"optimizer_{number}"] = {"state": own, "param_groups": [group]}
+    one, two = (open_checkpoint(save(tmp_path / name, it)) for name, it in (("one", whole), ("two", apart)))
+    assert isinstance(one, DcpModelReader) and isinstance(two, DcpModelReader)
+    assert one.optimizer_specs == two.optimizer_specs and one.trainer_run == two.trainer_run
+    apart["optimizer_1"]["state"]["model.norm.weight"] = state["model.norm.weight"]
+    apart["optimizer_0"]["state"]["model.norm.weight"] = state["model.norm.weight"]
+    with pytest.raises(DamagedCheckpoint, match="`optimizer_0.state.model.norm.weight.* and `optimizer_1"):
+        open_checkpoint(save(tmp_path / "twice", apart))
+
+
+@pytest.mark.parametrize("text_alone", [True, False])
+@pytest.mark.parametrize("wrapper", ["", "_orig_mod.", "module."])
+def test_moments_have_the_names_of_their_weights_when_a_part_of_the_model_was_trained(
+    tmp_path: Path, wrapper: str, text_alone: bool
+) -> None:
+    names = ["language_model.model.layers.0.mlp.up_proj.weight", "language_model.lm_head.weight"]
+    towers = [] if text_alone else ["vision_tower.patch_embed.weight"]
+    weights = {wrapper + name: torch.ones(4, 4) for name in [*towers, *names]}
+    state = {
+        wrapper + name: {kind: torch.ones(4, 4) for kind in MOMENTS} | {"step": torch.tensor(3.0)} for name in names
+    }
+    groups = [{"lr": 1e-3, "params": list(state)}]
+    made = save(tmp_path / "dcp", {"model": weights, "optimizer": {"state": state, "param_groups": groups}})
+    reader = open_checkpoint(made)
+    assert isinstance(reader, DcpModelReader) and set(names) <= reader.specs.keys()
+    assert reader.optimizer_specs.keys() == {f"{STATE}{kind}.{name}" for kind in MOMENTS for name in names}
 
 
 def test_accelerates_optimizer_beside_its_model_at_the_step_that_the_trainer_names(tmp_path: Path) -> None:
@@ -392,7 +442,7 @@ def test_an_optimizer_under_numbers_is_that_of_the_parameters_in_their_order(tmp
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     reader: Any = open_checkpoint(config_of(model, save(tmp_path / "run", saved)))
     both = WithOptimizer(reader)
-    assert reader.left == () and reader.trainer_run.updates == 2
+    assert reader.not_carried == () and reader.trainer_run.updates == 2
     for name, tensor in moments(model, optimizer, "exp_avg").items():
         rows = [read_tensor(both, found) for found in both.specs if found.startswith(f"{STATE}exp_avg.{name}")]
         assert torch.equal(torch.stack(rows) if len(rows) > 1 else rows[0], tensor), name
@@ -407,7 +457,7 @@ def test_an_optimizer_under_numbers_is_that_of_the_parameters_in_their_order(tmp
                     f"{place}.{index}.{each}.weight": half.clone() for each, half in zip(kinds, halves, strict=True)
                 }
     reader = open_checkpoint(config_of(model, save(tmp_path / "one-by-one", saved | {"model": one_by_one})))
-    assert not reader.optimizer_specs and len(reader.left) > 9
+    assert not reader.optimizer_specs and len(reader.not_carried) > 9
     del saved["optimizer"]["state"][4]["exp_avg"]
     reader = open_checkpoint(config_of(model, save(tmp_path / "other", saved)))
-    assert not reader.optimizer_specs and len(reader.left) > 9
+    assert not reader.optimizer_specs and len(reader.not_carried) > 9

@@ -26,6 +26,7 @@ from precisionctl.checkpoints.dcp.dcp_optimizer import split_off, with_names
 from precisionctl.checkpoints.hf_directory import safetensors_pieces
 from precisionctl.checkpoints.hf_directory.fused_experts import stacks
 from precisionctl.checkpoints.hf_directory.wrapped_names import names_inside
+from precisionctl.checkpoints.megatron.keys import EXTRA_STATE
 from precisionctl.checkpoints.other_trainers import torchtitan_families
 from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, says_its_model
 from precisionctl.checkpoints.other_trainers.trainer_run import (
@@ -134,38 +135,12 @@ class DcpModelReader(TrainerDirectory):
         if directory.name == _AUTOMODEL and (directory.parent / _AUTOMODEL_UNFINISHED).exists():
             what = f"a save of NeMo Automodel that goes on, or was stopped ({_AUTOMODEL_UNFINISHED})"
             raise DamagedCheckpoint(what, where=directory.parent, do="Give an earlier step.")
-        weights, self._optimizer = split_off(index)
-        if index_of_optimizer:
-            self._optimizer = split_off(index_of_optimizer)[1]
-        above = {index.keys_above.get(name) for name in weights}
-        in_model = _in_model(weights, path, above.pop() if len(above) == 1 else None)
-        numbered = self._optimizer.numbered and says_its_model(self)
-        behind = table_of(self.model_with(in_model)).behind if numbered else {}
-        self._optimizer = with_names(self._optimizer, index_of_optimizer or index, in_model, behind, path)
-        self.left, self.unread = self._optimizer.others, self._optimizer.unread
-        tensors = {"": self._logical(in_model)}
-        for kind, moments in self._optimizer.moments.items():
-            tensors[kind] = self._logical(_in_model(moments, path))
+        named = self._named(index, index_of_optimizer)
+        tensors = {kind: self._logical(found) for kind, found in named.items()}
         for each in filter(None, (index, index_of_optimizer)):
             dcp_metadata.check_apart(((n, piece.span) for n, one in each.tensors.items() for piece in one.pieces), path)
-        prefixes = {kind: state_name(kind, "") if kind else "" for kind in tensors}
-        stored = {prefixes[kind] + name: one for kind, found in tensors.items() for name, one in found.items()}
-        self._stored = LogicalTensors(stored)
-        self.of_torchtitan = any(name in tensors[""] for name in torchtitan_families.EMBEDDINGS)
-        self._unplaced: Sequence[str] = ()  # buffers of torchtitan's that the model has no place for
-        self._places: dict[str, str | Heads | LinearsColumns] = {name: name for name in tensors[""]}
-        for kind in self._optimizer.moments:
-            placed = automodel.by_hf_names(self._stored, prefixes[kind], tensors[kind], self._stored.specs, path)
-            self._places |= {prefixes[kind] + name: place for name, place in placed.items()}
-        described = self.of_torchtitan and says_its_model(self)
-        family = torchtitan_families.FAMILIES.get(self.model.architecture) if described else None
-        if family:
-            self._unplaced = [name for name in tensors[""] if family.hf_name(name, self.model) is None]
-            self._places = {}
-            for kind, found in tensors.items():
-                names = {name: prefixes[kind] + name for name in found}
-                renamed = torchtitan.by_hf_names(self._stored, names, family, self.model, path)
-                self._places |= {prefixes[kind] + name: place for name, place in renamed.items()}
+        self._stored = LogicalTensors({_full(kind, n): one for kind, of in tensors.items() for n, one in of.items()})
+        self._places = self._published(tensors)
         specs = {name: self._spec(place) for name, place in self._places.items()}
         self.specs: Mapping[str, TensorSpec] = {n: spec for n, spec in specs.items() if not n.startswith(STATE)}
         self._moments: Mapping[str, TensorSpec] = {n: s for n, s in specs.items() if n.startswith(STATE)}
@@ -174,6 +149,53 @@ class DcpModelReader(TrainerDirectory):
             raise CheckpointError(what, where=path, do="Save the weights in BF16.")
         if not (directory / dcp_metadata.FILE).is_file() and says_its_model(self):
             self._check_pieces(directory)
+
+    def _named(
+        self, index: dcp_metadata.Index, index_of_optimizer: dcp_metadata.Index | None
+    ) -> dict[str, dict[str, dcp_metadata.DcpTensor]]:
+        """Weights, as kind "", and moments by kind, under the names that parameters have in the model."""
+        stored, self._optimizer = split_off(index, self.path)
+        if index_of_optimizer:
+            _, self._optimizer = split_off(index_of_optimizer, self.path)
+        payloads = {name: stored.pop(name) for name in list(stored) if EXTRA_STATE in name}
+        self._payloads = [name for name, one in payloads.items() if 0 not in one.shape]
+        above = {index.keys_above.get(name) for name in stored}
+        key = above.pop() if len(above) == 1 else None
+        if key is not None:
+            stored = {name.removeprefix(f"{key}."): one for name, one in stored.items()}
+        weights = _in_model(stored, self.path, key_is_known=key is not None)
+        numbered = self._optimizer.numbered and says_its_model(self)
+        behind = table_of(self.model_with(weights)).behind if numbered else {}
+        self._optimizer = with_names(self._optimizer, index_of_optimizer or index, weights, behind, self.path)
+        named = {"": weights}
+        for kind, moments in self._optimizer.moments.items():
+            # Perhaps of a part of the model alone, whose names have more in common than those of all weights
+            beside = next((names for names in (stored, weights) if names.keys() & moments.keys()), {})
+            known = beside is weights or (beside is stored and key is not None)
+            named[kind] = _in_model(moments, self.path, beside, key_is_known=known)
+        return named
+
+    def _published(self, tensors: Mapping[str, Mapping[str, LogicalTensor]]) -> dict[str, str | Heads | LinearsColumns]:
+        """For each published name, and each moment of one, the stored tensor that it is, or the rows or columns in one.
+        `tensors` are weights and moments by kind, under the names that `self._stored` has behind that of the kind."""
+        self.of_torchtitan = any(name in tensors[""] for name in torchtitan_families.EMBEDDINGS)
+        self._unplaced: Sequence[str] = ()  # buffers of torchtitan's that the model has no place for
+        described = self.of_torchtitan and says_its_model(self)
+        family = torchtitan_families.FAMILIES.get(self.model.architecture) if described else None
+        if family:
+            self._unplaced = [name for name in tensors[""] if family.hf_name(name, self.model) is None]
+        places: dict[str, str | Heads | LinearsColumns] = {}
+        for kind, found in tensors.items():
+            renamed: Mapping[str, str | Heads | LinearsColumns]
+            if family:
+                names = {name: _full(kind, name) for name in found}
+                renamed = torchtitan.by_hf_names(self._stored, names, family, self.model, self.path)
+            elif kind:
+                renamed = automodel.by_hf_names(self._stored, _full(kind, ""), found, self._stored.specs, self.path)
+            else:
+                renamed = {name: name for name in found}
+            places |= {_full(kind, name): place for name, place in renamed.items()}
+        return places
 
     def _check_pieces(self, directory: Path) -> None:
         """Raise DamagedCheckpoint if nothing says that the files of all ranks are there. Pieces in safetensors do not
@@ -194,10 +216,22 @@ class DcpModelReader(TrainerDirectory):
         what = f"no matrix has the {shown(rows)} rows and {shown(columns)} columns of embeddings that config.json says"
         raise DamagedCheckpoint(what, where=self.path, do=_ALL_RANKS)
 
+    @property
+    def unread(self) -> str:
+        """In words, the optimizer state that is not AdamW's."""
+        return self._optimizer.unread
+
+    @property
+    def not_carried(self) -> Sequence[str]:
+        """Tensors of the optimizer and of other state that nothing is made of."""
+        return self._optimizer.others
+
     def notes(self) -> Iterator[str]:
-        if self.left:
-            left = counted(len(self.left), "tensor")
+        if self.not_carried:
+            left = counted(len(self.not_carried), "tensor")
             yield f"Not carried over from the run: {left} of its optimizer and other state."
+        if self._payloads:
+            yield f"FP8 state of Transformer Engine stays behind: {counted(len(self._payloads), 'module')}."
         if self._unplaced:
             yield (
                 f"`{self._unplaced[0]}` and its like, by which torchtitan balanced experts, stay behind: a "
@@ -267,15 +301,23 @@ class DcpModelReader(TrainerDirectory):
         return [Chunk(whole(self._spec(place)), place)]
 
 
+def _full(kind: str, name: str) -> str:
+    """The name of a weight, of which the kind is empty, or of a moment of this kind."""
+    return state_name(kind, name) if kind else name
+
+
 def _in_model(
-    named: Mapping[str, dcp_metadata.DcpTensor], where: Path, above: str | None = None
+    named: Mapping[str, dcp_metadata.DcpTensor],
+    where: Path,
+    beside: Iterable[str] = (),
+    *,
+    key_is_known: bool = False,
 ) -> dict[str, dcp_metadata.DcpTensor]:
-    """Tensors by the names that they have in the model: without the key of a dict that is known to be `above` them, and
-    without those of wrappers. Raises DamagedCheckpoint as `names_inside`."""
-    if above is not None:
-        named = {name.removeprefix(f"{above}."): one for name, one in named.items()}
-    inside = names_inside(named, where)
-    prefix = _wrapper(inside.values(), key_is_known=above is not None)
+    """Tensors by the names that they have in the model: without those of wrappers, which all of them have in common
+    with what is `beside` them, and without the key of a program's own dict if that may be there. Raises
+    DamagedCheckpoint as `names_inside`."""
+    inside = names_inside({**named, **dict.fromkeys(beside)}, where)
+    prefix = _wrapper(inside.values(), key_is_known=key_is_known)
     return {inside[name].removeprefix(prefix): one for name, one in named.items()}
 
 

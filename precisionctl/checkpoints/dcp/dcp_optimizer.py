@@ -2,7 +2,7 @@
 
 `get_state_dict`, and so accelerate, has `optimizer.state.<parameter>.exp_avg` and numbered groups of parameters;
 torchtitan makes each parameter a group. An optimizer's own state dict, as megatron-fsdp saves it, has numbers for
-parameters.
+parameters. A program may have several optimizers; PyTorch Lightning's are `optimizer_0`, `optimizer_1` and so on.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from precisionctl.checkpoints.other_trainers.numbered_optimizer import parameters_by_number
+from precisionctl.checkpoints.other_trainers.trainer_directory import both_are
 from precisionctl.checkpoints.other_trainers.trainer_run import (
     DIFFERENT_COUNTS,
     NO_COUNT,
@@ -28,14 +30,17 @@ from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
 from precisionctl.param import MOMENTS, MOMENTUM, TensorSpec
 
 _INSIDE = r"(?:[^.]+\.){0,2}?"  # the keys under which a program saves model and optimizer
-_OPTIMIZER = rf"{_INSIDE}optim(?:izers?)?\."
+_OPTIM = r"optim(?:izers?)?(?:_\d+)?"
+_OPTIMIZER = rf"({_INSIDE}{_OPTIM})\."
 _STATE = re.compile(rf"{_OPTIMIZER}state\.(.+)\.(step|exp_avg|exp_avg_sq|momentum_buffer)")
 _OTHER_STATE = re.compile(rf"{_OPTIMIZER}state\..+\.(\w+)")
 _SETTING = re.compile(rf"{_OPTIMIZER}param_groups\.(.+)\.(lr|initial_lr|betas|eps|weight_decay|momentum|adjust_lr_fn)")
 _PARAMETERS = re.compile(rf"{_OPTIMIZER}param_groups\.(\d{{1,9}})\.params")
-_OF_RUN = re.compile(
-    rf"{_INSIDE}(?:optim(?:izers?)?|(?:lr_)?schedulers?|train_state|dataloader|rng_state|extra_state)\..+"
-)
+_OF_RUN = re.compile(rf"{_INSIDE}(?:{_OPTIM}|(?:lr_)?schedulers?|train_state|dataloader|rng_state|extra_state)\..+")
+
+
+Group: TypeAlias = tuple[str, str]
+"""A parameter group: its optimizer's key, and its own in that: a number, or in torchtitan its parameter's name."""
 
 
 @dataclass(frozen=True)
@@ -45,22 +50,22 @@ class DcpOptimizer:
     `moments` are AdamW's (and Muon's) tensors by kind, and `steps` AdamW's counts of updates. `settings` has, for each
     parameter group, where each setting is stored. `parameters` has, for each group, where the list of its parameters is
     stored: names or numbers; `names` are the names of the numbers. `others` are tensors that are neither weights nor
-    AdamW's; those whose parameters have numbers are also in `numbered`.
+    AdamW's; those whose parameters have numbers are also in `numbered`, if they are of one optimizer.
     """
 
     moments: Mapping[str, Mapping[str, DcpTensor]] = field(default_factory=dict)
     steps: Mapping[str, DcpTensor] = field(default_factory=dict)
-    settings: Mapping[str, Mapping[str, Span]] = field(default_factory=dict)
+    settings: Mapping[Group, Mapping[str, Span]] = field(default_factory=dict)
     others: tuple[str, ...] = ()
     numbered: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    parameters: Mapping[str, Span] = field(default_factory=dict)
+    parameters: Mapping[Group, Span] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def unread(self) -> str:
         """The kinds of state that are not AdamW's, such as Muon's `momentum_buffer`, in words; empty if there are
         none."""
-        return not_adams(match[1] for key in self.others if (match := _OTHER_STATE.fullmatch(key)))
+        return not_adams(match[2] for key in self.others if (match := _OTHER_STATE.fullmatch(key)))
 
     def updates(self, where: Path) -> int:
         """AdamW's count of updates. Raises CheckpointError if there is none, or if it differs between parameters
@@ -86,41 +91,45 @@ class DcpOptimizer:
             stored = {key: torch_zip.load(span.read(), span) for key, span in spans.items()}
             yield stored_group(stored, next(iter(spans.values())).path, self._shapes(group))
 
-    def _shapes(self, group: str) -> Mapping[str, tuple[int, ...]] | None:
+    def _shapes(self, group: Group) -> Mapping[str, tuple[int, ...]] | None:
         trained = {**self.moments.get(MOMENTS[0], {}), **self.moments.get(MOMENTUM, {})}
-        listed = [group]
+        listed = [group[1]]
         if span := self.parameters.get(group):
             with damage("a group of parameters that PyTorch does not save", span):
                 listed = [self.names.get(one, one) for one in torch_zip.load(span.read(), span)]
         return {name: trained[name].shape for name in listed} if all(name in trained for name in listed) else None
 
 
-def split_off(index: Index) -> tuple[dict[str, DcpTensor], DcpOptimizer]:
-    """The weights of a checkpoint, and its optimizer."""
+def split_off(index: Index, where: Path) -> tuple[dict[str, DcpTensor], DcpOptimizer]:
+    """The weights of a checkpoint, and what its optimizers hold together. Raises DamagedCheckpoint where two of these
+    have state of one parameter."""
     weights = {key: tensor for key, tensor in index.tensors.items() if not _OF_RUN.fullmatch(key)}
     states: dict[str, dict[str, DcpTensor]] = {kind: {} for kind in ("step", *MOMENTS, MOMENTUM)}
-    others, settings, parameters = list[str](), dict[str, dict[str, Span]](), dict[str, Span]()
-    numbered = dict[int, dict[str, str]]()
+    others, settings, parameters = list[str](), dict[Group, dict[str, Span]](), dict[Group, Span]()
+    numbered, seen = dict[str, dict[int, dict[str, str]]](), dict[tuple[str, str], str]()
     for key, tensor in index.tensors.items():
         if key in weights:
             continue
         if (setting := _SETTING.fullmatch(key)) and tensor.shape in ((), (1,)):
-            settings.setdefault(setting[1], {})[setting[2]] = tensor.pieces[0].span
+            settings.setdefault((setting[1], setting[2]), {})[setting[3]] = tensor.pieces[0].span
             continue
         match = _STATE.fullmatch(key)
-        if match and not match[1].isdecimal():
-            states[match[2]][match[1]] = tensor
+        if match and not match[2].isdecimal():
+            if (other := seen.setdefault((match[2], match[3]), key)) is not key:
+                raise both_are(other, key, f"{match[3]} of {match[2]}", where)
+            states[match[3]][match[2]] = tensor
             continue
         others.append(key)
-        if match and len(match[1]) < 10:
-            numbered.setdefault(int(match[1]), {})[match[2]] = key
+        if match and len(match[2]) < 10:
+            numbered.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = key
     for key, span in index.objects.items():
         if match := _SETTING.fullmatch(key):
-            settings.setdefault(match[1], {})[match[2]] = span
+            settings.setdefault((match[1], match[2]), {})[match[3]] = span
         elif match := _PARAMETERS.fullmatch(key):
-            parameters[match[1]] = span
+            parameters[match[1], match[2]] = span
     steps = states.pop("step")
-    return weights, DcpOptimizer(states, steps, settings, tuple(others), numbered, parameters)
+    by_number = next(iter(numbered.values())) if len(numbered) == 1 else {}
+    return weights, DcpOptimizer(states, steps, settings, tuple(others), by_number, parameters)
 
 
 def with_names(
@@ -132,7 +141,7 @@ def with_names(
         return found
     shapes = {number: index.tensors[kinds["exp_avg"]].shape for number, kinds in found.numbered.items()}
     specs = {name: TensorSpec(tensor.shape, tensor.dtype) for name, tensor in weights.items()}
-    ordered = [span for _, span in sorted(found.parameters.items(), key=lambda item: int(item[0]))]
+    ordered = [span for _, span in sorted(found.parameters.items(), key=lambda item: int(item[0][1]))]
     groups = [{"params": torch_zip.load(span.read(), span)} for span in ordered]
     with damage("groups of parameters that PyTorch does not save", where):
         try:

@@ -9,7 +9,7 @@ Weights in FP32 are the masters. An optimizer's settings are there for each para
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, no_iterations
 from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.dcp.dcp_model import ACCELERATE, DcpModelReader, directories_of, read_dcp
-from precisionctl.checkpoints.megatron.keys import MARKER
+from precisionctl.checkpoints.megatron.keys import MARKER, layer_of
 from precisionctl.checkpoints.megatron.logical import MASTER
 from precisionctl.checkpoints.other_trainers.trainer_run import count_of_updates, different_counts
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
@@ -43,8 +43,10 @@ class FsdpDtensorReader(TorchDistReader):
     container = "fsdp_dtensor"
     complete = staticmethod(_is_complete)
 
-    def __init__(self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> None:
-        super().__init__(path, iteration, hints)
+    def __init__(
+        self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS, index: dcp_metadata.Index | None = None
+    ) -> None:
+        super().__init__(path, iteration, hints, index)
         first = state_name("exp_avg", "")
         trained = [name.removeprefix(first) for name in self._of_optimizer if name.startswith(first)]
         self._masters: Mapping[str, TensorSpec] = {
@@ -94,6 +96,11 @@ def _kind(parameter: str) -> str:
     return re.sub(r"\d+", "#", parameter)
 
 
+def _is_megatrons(keys: Collection[str]) -> bool:
+    """Whether a model has Megatron's names. ChatGLM has an embedding of that name, too, and no such layers."""
+    return any(key.endswith(EMBEDDING) for key in keys) and any(layer_of(key) for key in keys)
+
+
 def recognise(path: Path) -> bool:
     """Whether `path` is such a directory, or one of its entries is an iteration, or the model of a step."""
     if not path.is_dir():
@@ -112,7 +119,10 @@ def open_reader(
         directory, apart = found
         check_link(directory, path)
         index = read_dcp(directory)
-        if not any(key.endswith(EMBEDDING) for key in index.tensors):
+        if _is_megatrons(index.tensors):
+            if directory == path and iteration is None and _is_complete(path):
+                return FsdpDtensorReader(path, hints=hints, index=index)
+        else:
             if iteration is not None:
                 raise no_iterations(path)
             if not apart:
