@@ -9,6 +9,7 @@ from typing import Any
 
 from precisionctl.architectures import tables
 from precisionctl.architectures.config_keys import CAUSAL, Config, Key
+from precisionctl.architectures.megatron.expert_args import chooses_groups_by_nothing
 from precisionctl.architectures.megatron.megatron_args import MEGATRON_ONLY, read_megatron_args
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.read_off import READ_OFF
@@ -259,6 +260,10 @@ def from_megatron_args(
 def models_of_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Iterator[ModelShape]:
     """The model as one of each family that it fits: a Llama, a Yi, a Mistral without a window are the same."""
     model = read_megatron_args(args, padded_vocab_size, where)
+    if model.moe and chooses_groups_by_nothing(model.moe):
+        what = f"moe_router_group_topk={model.moe.group_topk} beside moe_router_topk={model.moe.topk}"
+        do = "Megatron-Core chooses among groups by topk // group_topk of their scores, here by none."
+        raise UnknownArchitecture(what, where=where, do=do)
     for name in (*_FIRST, *sorted(supported().keys() - {*_FIRST, *_LAST}), *_LAST):
         if (found := _as_family(model, name)) is not None:
             yield found

@@ -155,6 +155,24 @@ def test_groups_of_experts_need_no_number_of_chosen_experts():
     assert from_megatron_args(args, 256, "args", "deepseek_v3") == said
 
 
+@pytest.mark.parametrize(("topk_group", "scores"), [(4, None), (3, (2, 0)), (2, (2, 1)), (1, None)])
+def test_groups_that_megatron_chooses_by_other_scores_are_a_difference(
+    topk_group: int, scores: tuple[int, int] | None
+) -> None:
+    """group_limited_topk in megatron/core/transformer/moe/moe_utils.py sums topk // group_topk scores, which may be
+    none. With as many groups as there are, all are chosen."""
+    changes = {"num_experts_per_tok": 2, "n_group": 4, "topk_group": topk_group}
+    model = from_hf_config(config("deepseek-v3") | changes)
+    assert otherwise_in_megatron(model).get("moe.group_scores") == scores
+    args = to_megatron_args(model)
+    if scores != (2, 0):
+        found = from_megatron_args(args, 256, "args", "deepseek_v3")
+        assert found.moe and found.moe.group_topk == topk_group
+        return
+    with pytest.raises(UnknownArchitecture, match="moe_router_group_topk=3 beside moe_router_topk=2"):
+        from_megatron_args(args, 256, "args")
+
+
 def test_a_gpt_with_rotary_embeddings_is_a_gpt_neox_of_one_block_after_the_other():
     """Megatron has no argument for blocks beside each other: those of a Pythia describe another model, as they do to
     Megatron-Core, unless config.json says more."""

@@ -49,6 +49,12 @@ def moe_args(model: ModelShape) -> dict[str, Any]:
     }
 
 
+def chooses_groups_by_nothing(moe: MoE) -> bool:
+    """Whether Megatron-Core would choose a token's groups of experts whatever their scores are: it sums the best
+    topk // group_topk scores of a group (group_limited_topk in megatron/core/transformer/moe/moe_utils.py)."""
+    return moe.topk < (moe.group_topk or 0) < (moe.num_groups or 0)
+
+
 def read_moe(args: Mapping[str, Any], num_layers: int, biased: bool, mamba: Mamba | None) -> MoE | None:
     """The inverse; None where there are none. `biased`: whether linears have biases, as a router then does. Layers of
     one block each have experts where the pattern of `mamba` says so."""
@@ -74,7 +80,7 @@ def read_moe(args: Mapping[str, Any], num_layers: int, biased: bool, mamba: Mamb
         "router_bias": biased,
     }
     if found.get("group_topk"):
-        defaults["group_scores"] = found.get("topk", defaults["topk"]) // found["group_topk"]
+        defaults["group_scores"] = max(1, found.get("topk", defaults["topk"]) // found["group_topk"])
     one_of(args, "moe_router_score_function", ("softmax", "sigmoid", "sqrtsoftplus", None), None)
     if args.get(BALANCING) in ("sinkhorn", "quantile_balancing"):  # these choose experts; others are losses alone
         raise UnknownArchitecture(f"no family known here has Megatron's {BALANCING}={args[BALANCING]}")

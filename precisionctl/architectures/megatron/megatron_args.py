@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.architectures.megatron.args_said import all_but_every, check_kinds, needed, norm_epsilon, one_of
-from precisionctl.architectures.megatron.expert_args import moe_args, read_moe
+from precisionctl.architectures.megatron.expert_args import chooses_groups_by_nothing, moe_args, read_moe
 from precisionctl.architectures.megatron.indexer_args import DSA_NAME, dsa_args, read_dsa
 from precisionctl.architectures.megatron.kimi_k3_args import KIMI_K3, as_kimi_k3, kimi_k3_args
 from precisionctl.architectures.megatron.recurrent_args import (
@@ -209,7 +209,9 @@ def otherwise_in_megatron(model: ModelShape) -> dict[str, tuple[object, object]]
     (get_gpt_mtp_block_spec in megatron/core/models/gpt/gpt_layer_specs.py), and no bias of linear_proj alone."""
     dense = {"mtp_dense": (True, False)} if model.mtp_dense and model.has_experts(model.num_layers - 1) else {}
     alone = {"proj_bias": (True, False)} if model.proj_bias and not model.add_bias_linear else {}
-    return differences(model, as_in_megatron(model)) | dense | alone
+    moe = model.moe
+    unscored = {"moe.group_scores": (moe.group_scores, 0)} if moe and chooses_groups_by_nothing(moe) else {}
+    return differences(model, as_in_megatron(model)) | dense | alone | unscored
 
 
 def read_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> ModelShape:
