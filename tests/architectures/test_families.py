@@ -20,12 +20,13 @@ from in_memory import InMemory, to_hf, to_megatron
 from installed import BEFORE_5_23
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from precisionctl.architectures.families import (
     from_hf_config,
     from_megatron_args,
     supported,
+    table_of,
     to_hf_config,
 )
 from precisionctl.architectures.megatron.megatron_args import otherwise_in_megatron, to_megatron_args
@@ -413,11 +414,27 @@ def test_a_config_that_claims_prediction_layers_without_tensors_is_read_without(
     assert not any(name.startswith("mtp.") for name in plan.targets)
 
 
-def test_the_bias_that_chooses_experts_is_not_rounded(tmp_path: Path) -> None:
+def test_a_router_that_its_class_has_in_fp32_is_not_rounded(tmp_path: Path) -> None:
     pico.save(tmp_path, "deepseek-v3")
     plan = make_plan(HuggingFaceReader(tmp_path), "megatron", dtype=DType.bfloat16)
     kept = {name for name, spec in plan.targets.items() if spec.dtype != DType.bfloat16}
-    assert kept == {f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in (1, 2)}
+    router = [f"decoder.layers.{layer}.mlp.router" for layer in (1, 2)]
+    assert kept == {f"{name}.{part}" for name in router for part in ("expert_bias", "weight")}
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_what_a_class_keeps_in_fp32_is_not_rounded(family: str) -> None:
+    """`_keep_in_fp32_modules_strict` of transformers: a parameter with one of these in its name is FP32 in a model in
+    BF16 (modeling_utils.py: _get_dtype_plan)."""
+    settings = AutoConfig.for_model(**pico.settings(family))
+    bases = AutoModelForCausalLM._model_mapping[type(settings)].__mro__
+    kept = {part for base in bases for part in vars(base).get("_keep_in_fp32_modules_strict") or ()}
+    model = pico.shape(family)
+    for row in table_of(model).spelled({}, model, "in memory"):
+        if row.of_prediction or row.unused or not row.count(model):
+            continue
+        wide = [name for name in row.hf if any(part in name for part in kept)]
+        assert row.keeps_dtype or row.wide_beside or not wide
 
 
 def test_gpt2_as_the_hub_has_it_is_the_same_model(tmp_path: Path) -> None:

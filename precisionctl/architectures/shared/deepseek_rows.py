@@ -130,7 +130,7 @@ POOLED_KEYS = tuple(
 )
 """By which an indexer weighs the keys of a pool: what it adds for their places in it, and makes of hidden states."""
 
-ROUTING: tuple[Row | Either, ...] = (*moe.ROUTER, *moe.EXPERT_BIAS, *moe.SHARED_EXPERTS)
+ROUTING: tuple[Row | Either, ...] = (*moe.WIDE_ROUTER, *moe.EXPERT_BIAS, *moe.SHARED_EXPERTS)
 """What layers with experts have beside these."""
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from precisionctl.architectures.param_map import Either, Row, renamed, when
 from precisionctl.architectures.rearrangements import GAMMA, GATE_UP, VOCABULARY
-from precisionctl.architectures.row_layers import COMPRESSED
+from precisionctl.architectures.row_layers import COMPRESSED, Layers
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.hyper_connection_rows import head, hyper_connection
 from precisionctl.model.sparse_parts import CSA
@@ -19,6 +19,11 @@ from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
 
 _HF, _MEGATRON = "layers.{layer}.", "decoder.layers.{layer}."
 _ATTENTION, _CORE = f"{_MEGATRON}self_attention.", f"{_MEGATRON}self_attention.core_attention."
+
+
+def _norm(hf: str, megatron: str, size: str, layers: Layers = "all") -> Row:
+    """A norm's row, which the class keeps in FP32."""
+    return Row(f"{hf}.weight", f"{megatron}.weight", (size,), GAMMA, layers=layers, keeps_dtype=True)
 
 
 def _compressor(of: str, layers: Literal["sparse", "heavy"], rows: str, head: str) -> tuple[Row, ...]:
@@ -29,7 +34,7 @@ def _compressor(of: str, layers: Literal["sparse", "heavy"], rows: str, head: st
         Row(f"{hf}ape", f"{megatron}ape", (tokens, rows), layers=layers, keeps_dtype=True),
         Row(f"{hf}wkv.weight", f"{megatron}linear_wkv.weight", (rows, "hidden_size"), layers=layers),
         Row(f"{hf}wgate.weight", f"{megatron}linear_wgate.weight", (rows, "hidden_size"), layers=layers),
-        Row(f"{hf}norm.weight", f"{megatron}norm.weight", (head,), GAMMA, layers=layers),
+        _norm(f"{hf}norm", f"{megatron}norm", head, layers),
     )
 
 
@@ -37,14 +42,14 @@ _SCALES = ("pre", "post", "res")
 
 _LAYER = (
     *hyper_connection(f"{_HF}hc_attn_", "self_attention", _SCALES),
-    Row(f"{_HF}attn_norm.weight", f"{_MEGATRON}input_layernorm.weight", ("hidden_size",), GAMMA),
+    _norm(f"{_HF}attn_norm", f"{_MEGATRON}input_layernorm", "hidden_size"),
     Row(
         f"{_HF}attn.wq_a.weight",
         f"{_ATTENTION}linear_q_down_proj.weight",
         ("csa.q_lora_rank", "hidden_size"),
         gemm=True,
     ),
-    Row(f"{_HF}attn.q_norm.weight", f"{_ATTENTION}q_layernorm.weight", ("csa.q_lora_rank",), GAMMA),
+    _norm(f"{_HF}attn.q_norm", f"{_ATTENTION}q_layernorm", "csa.q_lora_rank"),
     Row(
         f"{_HF}attn.wq_b.weight",
         f"{_ATTENTION}linear_q_up_proj.weight",
@@ -53,7 +58,7 @@ _LAYER = (
         gemm=True,
     ),
     Row(f"{_HF}attn.wkv.weight", f"{_ATTENTION}linear_kv_proj.weight", ("kv_channels", "hidden_size"), gemm=True),
-    Row(f"{_HF}attn.kv_norm.weight", f"{_ATTENTION}kv_layernorm.weight", ("kv_channels",), GAMMA),
+    _norm(f"{_HF}attn.kv_norm", f"{_ATTENTION}kv_layernorm", "kv_channels"),
     Row(f"{_HF}attn.attn_sink", f"{_CORE}attn_sink", ("num_attention_heads",), parallel=ROWS, keeps_dtype=True),
     Row(
         f"{_HF}attn.wo_a.weight",
@@ -69,7 +74,7 @@ _LAYER = (
         gemm=True,
     ),
     *hyper_connection(f"{_HF}hc_ffn_", "mlp", _SCALES),
-    Row(f"{_HF}ffn_norm.weight", f"{_MEGATRON}pre_mlp_layernorm.weight", ("hidden_size",), GAMMA),
+    _norm(f"{_HF}ffn_norm", f"{_MEGATRON}pre_mlp_layernorm", "hidden_size"),
     Row(f"{_HF}ffn.gate.weight", f"{_MEGATRON}mlp.router.weight", ("moe.num_experts", "hidden_size")),
     Row(
         f"{_HF}ffn.gate.bias",
@@ -130,7 +135,7 @@ _DECODER = (
     ),
     *head("hc_head_", "decoder."),
 )
-_FINAL_NORM = Row("norm.weight", "decoder.final_layernorm.weight", ("hidden_size",), GAMMA)
+_FINAL_NORM = _norm("norm", "decoder.final_layernorm", "hidden_size")
 _OUTPUT = Row(
     "head.weight",
     "output_layer.weight",
@@ -174,7 +179,7 @@ _IN_MEMORY = {
 
 _PREDICTION = (
     *(
-        Row(f"mtp.{{mtp}}.{hf}.weight", f"mtp.layers.{{mtp}}.{megatron}.weight", ("hidden_size",), GAMMA)
+        _norm(f"mtp.{{mtp}}.{hf}", f"mtp.layers.{{mtp}}.{megatron}", "hidden_size")
         for hf, megatron in {"enorm": "enorm", "hnorm": "hnorm", "norm": "final_layernorm"}.items()
     ),
     *(

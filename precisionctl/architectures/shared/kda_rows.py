@@ -42,7 +42,12 @@ def kda(low_rank: bool, a_log: Rearrangement = SAME) -> tuple[Row, ...]:
                 gemm=True,
                 values=(f"{_HF}b_proj.weight",),
             ),
-            replace(CONV, names=tuple(f"{_HF}{part}_conv1d.weight" for part in "qkv"), rearrangement=DELTA_NET_CONV),
+            replace(
+                CONV,
+                names=tuple(f"{_HF}{part}_conv1d.weight" for part in "qkv"),
+                rearrangement=DELTA_NET_CONV,
+                keeps_dtype=True,
+            ),
             Row(f"{_HF}dt_bias", f"{_MEGATRON}dt_bias", ("gdn.key_size",), parallel=ROWS, keeps_dtype=True),
             Row(f"{_HF}A_log", f"{_MEGATRON}A_log", ("gdn.num_value_heads",), a_log, ROWS, keeps_dtype=True),
             Row(f"{_HF}o_norm.weight", f"{_MEGATRON}out_norm.weight", ("gdn.value_head_dim",), GAMMA),

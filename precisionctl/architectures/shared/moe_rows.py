@@ -40,8 +40,8 @@ ROUTER = (
     ),
 )
 
-WIDE_ROUTER = replace(ROUTER[0], keeps_dtype=True)
-"""FP32 as released."""
+WIDE_ROUTER = (replace(ROUTER[0], keeps_dtype=True),)
+"""Of a family whose class keeps it in FP32 (`_keep_in_fp32_modules_strict`), or that is released so."""
 
 EXPERT_BIAS = (
     Row(

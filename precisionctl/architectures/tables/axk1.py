@@ -15,7 +15,7 @@ _NORM = renamed(moe.POST_MOE_NORM, {".post_feedforward_layernorm.": ".post_mlp_l
 _UNUSED = only_with("stores_unused", only_in("dense", renamed(_NORM, {}, {".mlp.": ".mlp.unused_"})))
 _BIAS = tuple(replace(row, present=Condition("hf_expert_bias", ("moe.expert_bias",))) for row in moe.EXPERT_BIAS)
 _ROUTING: tuple[Row | Either, ...] = (
-    *moe.ROUTER,
+    *moe.WIDE_ROUTER,
     *_BIAS,
     *moe.SHARED_EXPERTS,
     Either(_NORM, renamed(_NORM, {".post_mlp_layernorm.": ".mlp.post_mlp_layernorm."}), second_is="in memory"),

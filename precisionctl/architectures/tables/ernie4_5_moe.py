@@ -39,7 +39,7 @@ def _write_layers(model: ModelShape) -> keys.Config:
 ARCHITECTURE = Architecture(
     model_types={"ernie4_5_moe": "Ernie4_5_MoeForCausalLM"},
     rows=deepseek_rows.decoder(
-        (*llama.ATTENTION_NORM, *llama.ATTENTION), routing=(*moe.ROUTER, _BIAS, *moe.SHARED_EXPERTS)
+        (*llama.ATTENTION_NORM, *llama.ATTENTION), routing=(*moe.WIDE_ROUTER, _BIAS, *moe.SHARED_EXPERTS)
     ),
     config=(
         *keys.SIZES,

@@ -35,7 +35,7 @@ ARCHITECTURE = Architecture(
     behind={"gate": "experts"},
     rows=(
         *deepseek_rows.decoder(
-            (*llama.ATTENTION_NORM, *llama.ATTENTION), routing=(*moe.ROUTER, _BIAS, *moe.SHARED_EXPERTS)
+            (*llama.ATTENTION_NORM, *llama.ATTENTION), routing=(*moe.WIDE_ROUTER, _BIAS, *moe.SHARED_EXPERTS)
         ),
         *prediction(*DENSE),
     ),

@@ -38,7 +38,7 @@ ARCHITECTURE = Architecture(
         *llama.MLP_NORM,
         *llama.MLP,
         *moe.MOE_NORM,
-        moe.WIDE_ROUTER,
+        *moe.WIDE_ROUTER,
         *moe.SHARED_EXPERT,
         *moe.EXPERTS,
     ),

@@ -11,7 +11,7 @@ from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llam
 from precisionctl.model.model_shape import ModelShape
 
 _ATTENTION = (*llama.ATTENTION_NORM, *llama.ATTENTION)
-_ROUTING = (*moe.ROUTER, *moe.EXPERT_BIAS, *moe.SHARED_EXPERTS)
+_ROUTING = (*moe.WIDE_ROUTER, *moe.EXPERT_BIAS, *moe.SHARED_EXPERTS)
 _PUBLISHED = {
     "mlp.gate.weight": "mlp.router.gate.weight",
     "mlp.gate.e_score_correction_bias": "mlp.expert_bias",

@@ -25,7 +25,11 @@ _OF_INDEXER = {
     **dict.fromkeys(("linear_wk.weight", "k_norm.weight", "k_norm.bias"), INDEX_KEYS),
 }
 _ATTENTION = tuple(
-    replace(row, rearrangement=_OF_INDEXER.get(row.megatron.partition(".indexer.")[2], row.rearrangement))
+    replace(
+        row,
+        rearrangement=_OF_INDEXER.get(row.megatron.partition(".indexer.")[2], row.rearrangement),
+        keeps_dtype=row.keeps_dtype or row.megatron.endswith("linear_weights_proj.weight"),
+    )
     for row in deepseek_rows.INDEXED_ATTENTION
 )
 _GATE_AND_SINKS = (
@@ -57,6 +61,9 @@ _SAVED = {
 }
 """What transformers (5.24) saves: it turns its own renamings around, also where they change nothing."""
 
+_WIDE_OUTPUT = tuple(replace(row, keeps_dtype=True) for row in llama.OUTPUT)
+"""As its class keeps it."""
+
 _PREDICTION = deepseek_rows.prediction(
     (*_ATTENTION, *renamed(_GATE_AND_SINKS, _GATES_AND_SINKS_PUBLISHED)),
     last_norm="final_layernorm",
@@ -83,13 +90,12 @@ def _write_layers(model: ModelShape) -> keys.Config:
 ARCHITECTURE = Architecture(
     model_types={"hy_v4": "HYV4ForCausalLM"},
     rows=(
-        *llama.model_rows(
-            *_ATTENTION,
-            Either(
-                renamed(_IN_MEMORY, _PUBLISHED), _IN_MEMORY, also=renamed(_IN_MEMORY, _SAVED), second_is="in memory"
-            ),
-            *(*llama.MLP_NORM, *moe.MOE_NORM, *moe.ROUTER, *moe.EXPERT_BIAS, *moe.FUSED_EXPERTS),
-        ),
+        *llama.EMBEDDING,
+        *_ATTENTION,
+        Either(renamed(_IN_MEMORY, _PUBLISHED), _IN_MEMORY, also=renamed(_IN_MEMORY, _SAVED), second_is="in memory"),
+        *(*llama.MLP_NORM, *moe.MOE_NORM, *moe.WIDE_ROUTER, *moe.EXPERT_BIAS, *moe.FUSED_EXPERTS),
+        *llama.FINAL_NORM,
+        *_WIDE_OUTPUT,
         *(each.renamed({"model.layers.{mtp_layer}.": "model.mtp_layers.{mtp}."}) for each in _PREDICTION),
     ),
     config=(

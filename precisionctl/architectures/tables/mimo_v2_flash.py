@@ -145,7 +145,7 @@ _READ = (*_HEADS, *_EXPERTS.keys, *KEYS, "rms_norm_eps", "layer_types", "sliding
 ARCHITECTURE = Architecture(
     model_types={"mimo_v2_flash": "MiMoV2FlashForCausalLM"},
     behind={"gate": "experts"},
-    rows=(*deepseek_rows.decoder(_ATTENTION, routing=(*moe.ROUTER, *moe.EXPERT_BIAS)), *_PREDICTION),
+    rows=(*deepseek_rows.decoder(_ATTENTION, routing=(*moe.WIDE_ROUTER, *moe.EXPERT_BIAS)), *_PREDICTION),
     config=(
         *keys.SIZES,
         keys.SILU,

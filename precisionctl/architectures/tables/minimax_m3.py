@@ -76,8 +76,8 @@ _ROWS = llama.model_rows(
     llama.DOWN,
     *moe.MOE_NORM,
     _either(
-        (moe.WIDE_ROUTER, *moe.EXPERT_BIAS, _JOINED_SHARED, *moe.SHARED_EXPERTS[1:], *moe.FUSED),
-        renamed((moe.WIDE_ROUTER, *moe.EXPERT_BIAS, *moe.SHARED_EXPERTS, *_NUMBERED), _BLOCK),
+        (*moe.WIDE_ROUTER, *moe.EXPERT_BIAS, _JOINED_SHARED, *moe.SHARED_EXPERTS[1:], *moe.FUSED),
+        renamed((*moe.WIDE_ROUTER, *moe.EXPERT_BIAS, *moe.SHARED_EXPERTS, *_NUMBERED), _BLOCK),
     ),
 )
 

@@ -80,7 +80,7 @@ _IN_MEMORY = (
     *llama.MLP_NORM,
     *llama.MLP,
     *moe.MOE_NORM,
-    moe.WIDE_ROUTER,
+    *moe.WIDE_ROUTER,
     *moe.SHARED_EXPERTS,
 )
 

@@ -74,7 +74,7 @@ ARCHITECTURE = Architecture(
         *llama.MLP,
         *POST_MLP_NORM,
         *renamed(moe.MOE_NORM, {"post_attention_layernorm": "pre_feedforward_layernorm"}),
-        moe.WIDE_ROUTER,
+        *moe.WIDE_ROUTER,
         *moe.EXPERT_BIAS,
         *_LATENTS,
         *_EXPERTS,

@@ -78,7 +78,7 @@ _ATTENTION = only_in(
 )
 _BESIDE_EXPERTS = (
     _norm("moe", "pre_mlp_layernorm.weight"),
-    *_as_mixer((*moe.ROUTER, *moe.EXPERT_BIAS)),
+    *_as_mixer((*moe.WIDE_ROUTER, *moe.EXPERT_BIAS)),
     *_SHARED_EXPERT,
     *LATENTS,
 )

@@ -61,7 +61,7 @@ ARCHITECTURE = Architecture(
             *llama.MLP_NORM,
             *llama.MLP,
             *moe.MOE_NORM,
-            *moe.ROUTER,
+            *moe.WIDE_ROUTER,
             *moe.SHARED_EXPERTS,
             *moe.EXPERTS,
             *llama.FINAL_NORM,
