@@ -84,18 +84,21 @@ class MlxGroups(CodesInRows):
 
     def _as_integers(self, groups: Tensor) -> tuple[Tensor, ...]:
         """FP32 throughout. The end of a group's range that is farther from zero is a whole number of steps from it, so
-        that zero has a code, and the scale is negative where that end is the upper one."""
+        that zero has a code, and the scale is negative where that end is the upper one. One bit has the two ends."""
         dtype, most = self.values.torch, float((1 << self.bits) - 1)
         low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
         from_low = low.abs() > high.abs()
         edge = torch.where(from_low, low, high)
         scale = ((high - low) / torch.full_like(high, most)).clamp(min=_SMALLEST_STEP)
-        scale = torch.where(from_low, scale, -scale)
-        steps = (edge / scale).round()
-        scale = torch.where(steps == 0, scale, edge / steps)
-        bias = torch.where(steps == 0, 0.0, edge)
+        if self.bits == 1:
+            bias = low
+        else:
+            scale = torch.where(from_low, scale, -scale)
+            steps = (edge / scale).round()
+            scale = torch.where(steps == 0, scale, edge / steps)
+            bias = torch.where(steps == 0, 0.0, edge)
         codes = (groups - bias).div_(scale).round_().clamp_(0, most).to(torch.uint8)
-        packed = nibbles.pack(codes) if self.bits == 4 else codes
+        packed = nibbles.pack_bits(codes.flatten(1), self.bits)
         return packed, scale.to(dtype), bias.to(dtype)
 
     def rounded(self, values: Tensor) -> Tensor:

@@ -176,7 +176,7 @@ def unpack_bits(packed: Tensor, bits: int) -> Tensor:
         return packed
     if bits == 4:
         return unpack(packed)
-    size, count = bits // gcd(bits, 8), 8 // gcd(bits, 8)  # so many bytes have so many whole codes
+    size, count = _run_of(bits)
     runs = packed.view(len(packed), -1, size).to(torch.int32 if size < 4 else torch.int64)
     words = runs[..., 0]
     for place in range(1, size):
@@ -185,6 +185,28 @@ def unpack_bits(packed: Tensor, bits: int) -> Tensor:
     for place in range(count):
         codes[..., place] = words >> bits * place & (1 << bits) - 1
     return codes.flatten(1)
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """The inverse of `unpack_bits`: bytes `[rows, n * bits / 8]` of codes `[rows, n]`, uint8."""
+    if bits == 8:
+        return codes
+    if bits == 4:
+        return pack(codes)
+    size, count = _run_of(bits)
+    runs = codes.view(len(codes), -1, count).long()
+    words = runs[..., 0]
+    for place in range(1, count):
+        words = words | runs[..., place] << bits * place
+    packed = torch.empty(*words.shape, size, dtype=torch.uint8)
+    for place in range(size):
+        packed[..., place] = words >> 8 * place & 255
+    return packed.flatten(1)
+
+
+def _run_of(bits: int) -> tuple[int, int]:
+    """The fewest bytes that have whole codes, and how many."""
+    return bits // gcd(bits, 8), 8 // gcd(bits, 8)
 
 
 def numbers_in_bytes(bits: int, numbers: Sequence[float]) -> Tensor:

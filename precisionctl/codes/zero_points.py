@@ -24,4 +24,4 @@ def packed(zeros: Tensor, bits: int) -> Tensor:
     each = 32 // bits
     codes = zeros.new_zeros(zeros.shape[1], -(-len(zeros) // each) * each, dtype=torch.uint8)
     codes[:, : len(zeros)] = zeros.t() + (1 << bits - 1)
-    return nibbles.laid_out((nibbles.pack(codes) if bits == 4 else codes).view(torch.int32).t())
+    return nibbles.laid_out(nibbles.pack_bits(codes, bits).view(torch.int32).t())

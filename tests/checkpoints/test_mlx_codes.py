@@ -61,6 +61,9 @@ def test_values_are_those_of_a_slow_reader_in_bf16_and_through_megatron(tmp_path
     )
     source = open_checkpoint(tmp_path / "source")
     assert compare(source, open_checkpoint(tmp_path / "bf16")).equal
+    change(tmp_path / "bf16", lambda tensors, config: tensors.update({each: 3 * tensors[each] for each in values}))
+    differing = compare(source, open_checkpoint(tmp_path / "bf16"))
+    assert {each.name for each in differing.tensors if not each.equal} == {*values}
     if spelling in ("affine-3", "nvfp4-of-experts"):
         conversions.run(tmp_path / "source", tmp_path / "megatron", "megatron", parallelism=Parallelism(2))
         assert compare(source, open_checkpoint(tmp_path / "megatron")).equal

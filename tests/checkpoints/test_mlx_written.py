@@ -52,7 +52,7 @@ def config_of(directory: Path) -> dict[str, Any]:
 QUANTIZED = sorted(
     name.removesuffix(".decoded")
     for name in load_file(GOLDEN)
-    if name.endswith(".decoded") and name.startswith(("affine-4-", "affine-8-", "mxfp", "nvfp4"))
+    if name.endswith(".decoded") and name.startswith(("affine-", "mxfp", "nvfp4"))
 )
 
 

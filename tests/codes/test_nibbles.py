@@ -68,6 +68,15 @@ def test_every_byte_is_two_codes_the_first_in_the_low_half(element: Element) -> 
     assert torch.equal(nibbles.pack(nibbles.unpack(BYTES)), BYTES)
 
 
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_codes_of_any_bits_are_one_long_number_the_first_lowest(bits: int) -> None:
+    codes = torch.randint(0, 1 << bits, (3, 24), generator=torch.Generator().manual_seed(bits), dtype=torch.uint8)
+    numbers = [sum(code << bits * place for place, code in enumerate(row)) for row in codes.tolist()]
+    expected = torch.tensor([list(number.to_bytes(3 * bits, "little")) for number in numbers], dtype=torch.uint8)
+    assert torch.equal(nibbles.pack_bits(codes, bits), expected)
+    assert torch.equal(nibbles.unpack_bits(expected, bits), codes)
+
+
 def test_eight_in_an_int32_are_the_same_bytes() -> None:
     numbers = torch.randint(-8, 8, (3, 40), generator=torch.Generator().manual_seed(0))
     words = ((numbers + 8).view(3, 5, 8) << (4 * torch.arange(8))).sum(-1)
