@@ -4,6 +4,7 @@ Names are logical: one for each layer and expert, without rank, stage or stackin
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, get_args
@@ -42,6 +43,11 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 GEMM_ALIGNMENT = 16
 """Both dimensions of every operand of an FP8 GEMM must be multiples of it (cuBLASLt's leading dimensions; TE checks it
 in transformer_engine/pytorch/utils.py, assert_dim_for_fp8_exec; inference engines' CUTLASS kernels need it, too)."""
+
+
+def gemm_misfit(shape: Sequence[int], kind: str = "FP8", multiple: int = GEMM_ALIGNMENT) -> str | None:
+    """Why no GEMM of this kind takes an operand of this shape, in words; None if it does."""
+    return f"{kind} GEMMs need multiples of {multiple}" if any(size % multiple for size in shape) else None
 
 
 def divides_heads(ranks: int, heads: int, groups: int) -> bool:

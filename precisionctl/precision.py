@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -12,7 +12,7 @@ from precisionctl.codes.numerics import MX_BLOCK
 from precisionctl.codes.statistics import Scaling
 from precisionctl.errors import RecipeError
 from precisionctl.fp8.state import DelayedScaling, Fp8Format, Role, code_dtype
-from precisionctl.param import GEMM_ALIGNMENT
+from precisionctl.param import GEMM_ALIGNMENT, gemm_misfit
 from precisionctl.torch_when_used import torch
 
 
@@ -80,6 +80,10 @@ class Precision:
     def alignment(self) -> int:
         """The number that both dimensions of an FP8 GEMM's operands must be multiples of."""
         return MX_BLOCK if self.scaling == "mxfp8" else GEMM_ALIGNMENT
+
+    def misfit(self, shape: Sequence[int]) -> str | None:
+        """Why no FP8 GEMM takes an operand of this shape, in words; None if it does."""
+        return gemm_misfit(shape, "MXFP8" if self.scaling == "mxfp8" else "FP8", self.alignment)
 
     @property
     def fp8_format(self) -> Fp8Format:

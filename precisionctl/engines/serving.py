@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from precisionctl.model.model_parts import text_part
-from precisionctl.param import GEMM_ALIGNMENT, TensorSpec, divides_heads
+from precisionctl.param import TensorSpec, divides_heads, gemm_misfit
 from precisionctl.quant_methods.base import SQUARE, Block
 from precisionctl.sizes import listed
 
@@ -194,8 +194,8 @@ class ServingLayout:
             return f"shape {list(spec.shape)} cannot be cut for {self.ranks} GPUs"
         high, wide = block
         split = self.ranks > 1
-        if aligned and spec.codes_name != "INT8" and any(size % GEMM_ALIGNMENT for size in (sum(parts), columns)):
-            misfit = f"of which FP8 GEMMs need multiples of {GEMM_ALIGNMENT}"
+        if aligned and spec.codes_name != "INT8" and (words := gemm_misfit((sum(parts), columns))):
+            misfit = f"of which {words}"
         elif cut.by_row and split and not (high == 1 and spec.codes_name in ("FP8", "INT8")):
             misfit = "of rows that are found only in codes of one byte with a scale for each row"
         elif high is None or wide is None:  # no scale is cut with the inputs

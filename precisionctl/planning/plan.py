@@ -225,9 +225,6 @@ def check_fp8_gemms(plan: Plan, precision: Precision) -> None:
     know the plan's number of layers (`of_layers`)."""
     for job in plan.jobs:
         shape = job.row.shape(plan.model) if job.row.gemm and precision.in_fp8(job.module) else ()
-        if not any(size % precision.alignment for size in shape):
-            continue
-        raise PrecisionError(
-            f"`{job.name}` is {list(shape)}: FP8 GEMMs need multiples of {precision.alignment}",
-            do="Keep the module in BF16 (keep_bf16 in a recipe), or use --precision bf16.",
-        )
+        if misfit := precision.misfit(shape):
+            do = "Keep the module in BF16 (keep_bf16 in a recipe), or use --precision bf16."
+            raise PrecisionError(f"`{job.name}` is {list(shape)}: {misfit}", do=do)

@@ -27,8 +27,11 @@ def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, wor
     outdated = known.current is None or known.current.of_weights != known.weights_digest
     statistics = {module: [one.statistics for one in measured] for module, measured in weights.items()}
     predicting = dict.fromkeys(job.module for job in jobs if job.row.of_prediction)
-    of_computed = {module: statistics[module] for module in plan.gemms if module not in predicting}
-    judged = judge(list(of_computed), of_computed, known.current or known.outdated, outdated=outdated)
+    shapes = {job.module: plan.targets[job.writes[0]].shape for job in jobs}
+    gemms = {module: shapes[module] for module in plan.gemms if module not in predicting}
+    judged = judge(
+        gemms, {module: statistics[module] for module in gemms}, known.current or known.outdated, outdated=outdated
+    )
     notes = [*_broken_notes(reader, jobs, statistics), *known.notes]
     if predicting:
         layers = counted(len(predicting), "module of layers", "modules of layers")

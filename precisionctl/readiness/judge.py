@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from precisionctl.codes.statistics import NAMES, SCALINGS, Loss, Scaling, Statistics
 from precisionctl.fp8.delayed_scaling import recorded_amax
 from precisionctl.fp8.state import ATTENTION, BACKWARD, IN_USE, ROLES, Fp8States, Role
+from precisionctl.precision import Precision
 from precisionctl.readiness.four_bits import FourBitCost
 from precisionctl.readiness.history import History, read_history
 from precisionctl.readiness.patterns import shortened
@@ -86,7 +87,7 @@ class Verdict:
     def ready(self) -> bool:
         """Whether there is anything to be FP8, everything is known and finite, and no state has to be calibrated
         first."""
-        return bool(self.modules) and not self.broken and not self.recalibrate and not self.unjudged
+        return self.modules > self.kept and not self.broken and not self.recalibrate and not self.unjudged
 
     @property
     def words(self) -> str:
@@ -94,6 +95,8 @@ class Verdict:
             return "nothing to judge: no module would be in FP8"
         if self.broken:
             return f"not ready: NaN or infinity in {counted(self.broken, 'module')}, which no precision mends"
+        if self.kept == self.modules:
+            return "not ready: every module has to stay in BF16"
         in_bf16 = f"with {self.kept} of {self.modules} modules in BF16" if self.kept else "all modules in FP8"
         if self.margin:
             in_bf16 += f"; {self.margin} saturate and want a margin, or current scaling"
@@ -133,23 +136,28 @@ class Readiness:
         return max(self._passes, default=None)
 
     @property
+    def misfits(self) -> tuple[str, ...]:
+        """Patterns of the modules whose sizes no FP8 GEMM takes under delayed scaling, and so under none."""
+        return shortened(_misfits("delayed", self.roles), list(dict.fromkeys(health.module for health in self.roles)))
+
+    @property
     def _passes(self) -> list[int]:
         histories = (health.history for health in self.roles if health.role in IN_USE and health.role != "weight")
         return [history.rows for history in histories if history]
 
 
 def judge(
-    gemms: Sequence[str],
+    gemms: Mapping[str, Sequence[int]],
     weights: Mapping[str, Sequence[Statistics]],
     states: Fp8States | None,
     *,
-    outdated: bool = False,
+    outdated: bool,
 ) -> Readiness:
-    """Judge the modules `gemms`, which would be in FP8, by statistics of their weights and by what `states` recorded
-    and measured. `outdated` says that `states` were recorded with other weights than these."""
+    """Judge the modules `gemms`, which would be in FP8 and have weights of these shapes, by statistics of the weights
+    and by what `states` recorded and measured. `outdated` says that `states` were recorded with other weights."""
     attention = sorted((states.modules.keys() | states.statistics.keys()) - set(gemms)) if states else []
     roles = [
-        _judge_role(module, role, weights.get(module, ()), states, outdated)
+        _judge_role(module, role, gemms.get(module, ()), weights.get(module, ()), states, outdated)
         for module in (*gemms, *attention)
         for role in _roles_of(module, module in weights, states)
     ]
@@ -165,14 +173,19 @@ def _roles_of(module: str, is_gemm: bool, states: Fp8States | None) -> list[Role
 
 
 def _judge_role(
-    module: str, role: Role, weights: Sequence[Statistics], states: Fp8States | None, outdated: bool
+    module: str,
+    role: Role,
+    shape: Sequence[int],
+    weights: Sequence[Statistics],
+    states: Fp8States | None,
+    outdated: bool,
 ) -> RoleHealth:
     state = states.modules.get(module) if states else None
     part = state.roles.get(role) if state else None
     measured_before = states.statistics.get(module, {}).get(role) if states else None
     measured = weights if role == "weight" else (measured_before,) if measured_before else ()
     measured = [one for one in measured if one.elements]
-    findings = [*_by_statistics(measured, role)]
+    findings = [*(_by_size(shape) if role == "weight" else ()), *_by_statistics(measured, role)]
     history = None
     never = [] if _is_all_zero(measured) else [_NEVER]  # the amax of a tensor of zeros is never recorded
     if states and not part and role in IN_USE:
@@ -188,6 +201,7 @@ def _judge_role(
     return RoleHealth(module, role, measured, history, tuple(findings))
 
 
+_SIZES = ("size under MXFP8", "size")
 _NEVER = RoleFinding("recalibrate", "never recorded", ("delayed",), "never recorded")
 _OUTDATED = RoleFinding("recalibrate", "other weights", ("delayed",), "recorded with other weights than these")
 
@@ -195,6 +209,15 @@ _OUTDATED = RoleFinding("recalibrate", "other weights", ("delayed",), "recorded 
 def _is_all_zero(measured: Sequence[Statistics]) -> bool:
     """Whether something was measured, and every element of it is 0."""
     return bool(measured) and all(one.amax == 0 for one in measured)
+
+
+def _by_size(shape: Sequence[int]) -> Iterator[RoleFinding]:
+    """A finding on a weight that FP8 GEMMs do not take, whatever its values are."""
+    found = {scaling: Precision(fp8=True, scaling=scaling).misfit(shape) for scaling in SCALINGS}
+    misfits = {scaling: words for scaling, words in found.items() if words}
+    if misfits:
+        words = f"{list(shape)}: {', '.join(dict.fromkeys(misfits.values()))}"
+        yield RoleFinding("bf16", _SIZES["delayed" in misfits], tuple(misfits), words)
 
 
 def _by_statistics(measured: Sequence[Statistics], role: Role) -> Iterator[RoleFinding]:
@@ -241,14 +264,18 @@ def _is_stale(weights: Sequence[Statistics], recorded: Tensor) -> bool:
     return bool(((ratio > STALE.value) | (ratio < 1 / STALE.value))[own > 0].any())
 
 
-def _verdict(scaling: Scaling, gemms: Sequence[str], roles: Sequence[RoleHealth], states: Fp8States | None) -> Verdict:
-    named = set(gemms)
-    concerned = [health for health in roles if health.module in named]
-    kept = _modules_with("bf16", scaling, concerned)
+def _verdict(
+    scaling: Scaling, gemms: Collection[str], roles: Sequence[RoleHealth], states: Fp8States | None
+) -> Verdict:
+    of_gemms = [health for health in roles if health.module in gemms]
+    kept = _modules_with("bf16", scaling, of_gemms)
+    broken = _modules_with("repair", scaling, of_gemms)
+    misfits = _misfits(scaling, of_gemms)  # of which nothing else has to be known
+    concerned = [health for health in of_gemms if health.module not in misfits]
     again = _modules_with("recalibrate", scaling, concerned)
     margin = _modules_with("margin", scaling, concerned) - kept
     if scaling == "delayed" and not states:
-        again |= named
+        again |= {health.module for health in concerned}
     # A history alone shows whether delayed scaling saturates, so it suffices; underflow is only seen in elements
     unjudged = [
         health.role
@@ -256,8 +283,7 @@ def _verdict(scaling: Scaling, gemms: Sequence[str], roles: Sequence[RoleHealth]
         if health.role in IN_USE
         and not (bool(health.measured) or (scaling == "delayed" and health.history is not None))
     ]
-    broken = _modules_with("repair", scaling, concerned)
-    patterns = shortened(kept, gemms)
+    patterns = shortened(kept, list(gemms))
     return Verdict(scaling, len(gemms), len(broken), patterns, len(kept), len(again), len(margin), _count(unjudged))
 
 
@@ -266,6 +292,15 @@ def _modules_with(remedy: Remedy, scaling: Scaling, roles: Iterable[RoleHealth])
         health.module
         for health in roles
         if any(finding.remedy == remedy and scaling in finding.scalings for finding in health.findings)
+    }
+
+
+def _misfits(scaling: Scaling, roles: Iterable[RoleHealth]) -> set[str]:
+    """The modules whose sizes no FP8 GEMM takes."""
+    return {
+        health.module
+        for health in roles
+        if any(finding.kind in _SIZES and scaling in finding.scalings for finding in health.findings)
     }
 
 

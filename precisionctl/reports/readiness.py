@@ -229,7 +229,9 @@ def to_measure(readiness: Readiness, checkpoint: str) -> list[str]:
     if not readiness.can_calibrate or all(readiness.measured.get(role) for role in IN_USE):
         return []
     name = shlex.quote(checkpoint)
+    left_out = readiness.misfits
+    keep = f" --set {shlex.quote(f'precision.keep_bf16={json.dumps(list(left_out))}')}" if left_out else ""
     return [
-        f"precisionctl calibrate {name} --data FILE --out STATE",
+        f"precisionctl calibrate {name} --data FILE --out STATE{keep}",
         f"precisionctl inspect {name} --fp8 --fp8-state STATE",
     ]

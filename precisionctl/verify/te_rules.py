@@ -12,7 +12,7 @@ from precisionctl.engines.rules.rule import EngineRule, Finding
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.fp8 import delayed_scaling, sidecar
 from precisionctl.fp8.state import Fp8State, Fp8States
-from precisionctl.param import GEMM_ALIGNMENT
+from precisionctl.param import GEMM_ALIGNMENT, gemm_misfit
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.torch_when_used import torch
@@ -86,7 +86,7 @@ def _of_modules(states: Fp8States, plan: Plan, reader: Reader) -> Iterator[Findi
             continue
         for name in job.reads:
             shape = reader.specs[name].shape
-            if any(size % GEMM_ALIGNMENT for size in shape):
+            if gemm_misfit(shape):
                 yield Finding(name, f"shape {list(shape)}", _ALIGNED)
             elif (over := _beyond(name, job, state, states, reader)) > 1 + 2**-20:  # the scale is a rounded quotient
                 yield Finding(name, f"values up to {over:.4g} times the largest that its scale is for", _FITTING)

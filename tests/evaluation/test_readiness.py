@@ -12,7 +12,7 @@ import pytest
 import repository
 import torch
 from hypothesis import given, settings, strategies as st
-from judged_states import E4M3, E5M2, MODULES, RECIPE, gaussian, healthy, recorded, with_outlier
+from judged_states import E4M3, E5M2, MODULES, RECIPE, gaussian, healthy, judged, recorded, with_outlier
 from safetensors.torch import load_file, save_file
 
 from precisionctl.checkpoints.open import open_checkpoint
@@ -24,9 +24,11 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion import buffers
 from precisionctl.conversion.command import execute
+from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.delayed_scaling import after_one_update
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, RoleState
+from precisionctl.precision import Precision
 from precisionctl.readiness import thresholds
 from precisionctl.readiness.assess import assess
 from precisionctl.readiness.history import headroom, read_history
@@ -34,6 +36,7 @@ from precisionctl.readiness.judge import judge
 from precisionctl.readiness.patterns import shortened, split_name
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
 from precisionctl.reports import readiness as report
+from precisionctl.trainer.model.gpt import GPT
 
 DOCUMENT = repository.DOCS / "switching.md"
 
@@ -179,7 +182,7 @@ def kinds(readiness, remedy):
 
 def test_where_everything_is_known_and_fine_every_scaling_is_ready():
     weights, states = healthy()
-    readiness = judge(MODULES, weights, states)
+    readiness = judged(MODULES, weights, states)
     for scaling in SCALINGS:
         verdict = readiness.verdicts[scaling]
         assert verdict.ready and verdict.keep_bf16 == () and verdict.words == "ready, all modules in FP8"
@@ -190,7 +193,7 @@ def test_an_outlier_channel_in_an_activation_keeps_its_module_in_bf16_but_not_un
     weights, states = healthy()
     hurt = with_outlier(gaussian(256, 2048))
     planted = {"input": measure(hurt, E4M3, None), "grad_output": states.statistics[MODULES[2]]["grad_output"]}
-    readiness = judge(MODULES, weights, replace(states, statistics={**states.statistics, MODULES[2]: planted}))
+    readiness = judged(MODULES, weights, replace(states, statistics={**states.statistics, MODULES[2]: planted}))
     assert readiness.verdicts["current"].keep_bf16 == (MODULES[2],)
     assert readiness.verdicts["current"].words == "ready, with 1 of 6 modules in BF16"
     assert readiness.verdicts["block"].kept == 1  # a block of 16 in every row is lost, which is 6 %
@@ -198,7 +201,7 @@ def test_an_outlier_channel_in_an_activation_keeps_its_module_in_bf16_but_not_un
     mild = hurt.clone()
     mild[:, 3] = 3e3  # per tensor that costs 0.5 %, under the limit
     planted = {**planted, "input": measure(mild, E4M3, None)}
-    readiness = judge(MODULES, weights, replace(states, statistics={**states.statistics, MODULES[2]: planted}))
+    readiness = judged(MODULES, weights, replace(states, statistics={**states.statistics, MODULES[2]: planted}))
     assert all(verdict.kept == 0 for verdict in readiness.verdicts.values())
 
 
@@ -207,14 +210,14 @@ def test_an_outlier_row_in_a_weight_is_a_matter_for_scales_per_tensor():
     values = gaussian(16384, 128)
     values[7] *= 1e6
     weights[MODULES[0]] = [measure(values, E4M3, None, square=True)]
-    verdicts = judge(MODULES, weights, None).verdicts
+    verdicts = judged(MODULES, weights, None).verdicts
     assert verdicts["current"].keep_bf16 == (MODULES[0],)
     assert verdicts["block"].keep_bf16 == verdicts["mxfp8"].keep_bf16 == ()
 
 
 def test_without_any_state_weights_are_judged_and_the_rest_is_said_to_be_unknown():
     weights, _ = healthy()
-    verdicts = judge(MODULES, weights, None).verdicts
+    verdicts = judged(MODULES, weights, None).verdicts
     assert verdicts["current"].unjudged == {"input": 6, "grad_output": 6}
     assert not verdicts["current"].ready and not verdicts["delayed"].ready
     assert verdicts["delayed"].recalibrate == 6
@@ -224,7 +227,7 @@ def test_without_any_state_weights_are_judged_and_the_rest_is_said_to_be_unknown
 
 def test_histories_alone_judge_delayed_scaling_and_nothing_else():
     weights, states = healthy()
-    verdicts = judge(MODULES, weights, replace(states, statistics={})).verdicts
+    verdicts = judged(MODULES, weights, replace(states, statistics={})).verdicts
     assert verdicts["delayed"].ready
     assert not verdicts["current"].ready and verdicts["current"].unjudged == {"input": 6, "grad_output": 6}
 
@@ -240,7 +243,7 @@ PLANTED = {
 def test_a_state_not_to_start_from_is_named_by_role(kind):
     weights, states = healthy()
     planted = Fp8State({**states.modules[MODULES[1]].roles, "input": PLANTED[kind]})
-    readiness = judge(MODULES, weights, replace(states, modules={**states.modules, MODULES[1]: planted}))
+    readiness = judged(MODULES, weights, replace(states, modules={**states.modules, MODULES[1]: planted}))
     assert kinds(readiness, "recalibrate") == {(MODULES[1], "input", kind)}
     assert readiness.verdicts["delayed"].recalibrate == 1 and not readiness.verdicts["delayed"].ready
     assert readiness.verdicts["current"].ready
@@ -248,7 +251,7 @@ def test_a_state_not_to_start_from_is_named_by_role(kind):
 
 def test_a_module_without_state_among_others_waits_for_calibration():
     weights, states = healthy()
-    readiness = judge(MODULES, weights, states.without([MODULES[4]]))
+    readiness = judged(MODULES, weights, states.without([MODULES[4]]))
     assert {module for module, _, _ in kinds(readiness, "recalibrate")} == {MODULES[4]}
 
 
@@ -258,7 +261,7 @@ def test_a_weight_amax_of_other_weights_is_stale():
     for factor, stale in ((1.9, False), (2.1, True), (1 / 2.1, True)):
         amax = weights[MODULES[0]][0].amax * factor
         planted = Fp8State({**roles, "weight": recorded(amax, scale=448.0 / amax)})
-        readiness = judge(MODULES, weights, replace(states, modules={**states.modules, MODULES[0]: planted}))
+        readiness = judged(MODULES, weights, replace(states, modules={**states.modules, MODULES[0]: planted}))
         assert (kinds(readiness, "recalibrate") == {(MODULES[0], "weight", "stale")}) is stale
 
 
@@ -268,7 +271,7 @@ def test_growth_and_outliers_are_to_be_watched():
     spiky = gaussian(256, 256)
     spiky[0, 0] = 300.0
     planted = {**states.statistics[MODULES[5]], "input": measure(spiky, E4M3, None)}
-    readiness = judge(
+    readiness = judged(
         MODULES,
         weights,
         replace(
@@ -286,7 +289,7 @@ def test_heavy_tails_of_gradients_are_no_outliers():
     spiky = gaussian(256, 256)
     spiky[0, 0] = 300.0
     planted = {**states.statistics[MODULES[5]], "grad_output": measure(spiky, E5M2, None)}
-    readiness = judge(MODULES, weights, replace(states, statistics={**states.statistics, MODULES[5]: planted}))
+    readiness = judged(MODULES, weights, replace(states, statistics={**states.statistics, MODULES[5]: planted}))
     assert not kinds(readiness, "watch")
 
 
@@ -297,7 +300,7 @@ def test_saturation_wants_a_margin_once_it_is_more_than_a_few_elements():
     for beyond, wanted in ((5, False), (20, True)):  # of 262,144: 0.0019 % and 0.0076 %, both above the limit
         scale = 448.0 / float(largest[beyond])
         planted = {**states.statistics[MODULES[0]], "input": measure(values, E4M3, torch.tensor(scale))}
-        readiness = judge(MODULES, weights, replace(states, statistics={**states.statistics, MODULES[0]: planted}))
+        readiness = judged(MODULES, weights, replace(states, statistics={**states.statistics, MODULES[0]: planted}))
         assert (kinds(readiness, "margin") == {(MODULES[0], "input", "saturation")}) is wanted
         assert readiness.verdicts["delayed"].margin == wanted
         assert readiness.verdicts["current"].margin == 0
@@ -309,7 +312,7 @@ def test_dead_and_not_finite_are_told_apart():
     broken = gaussian(64, 64)
     broken[1, 1] = math.nan
     sick = {**states.statistics[MODULES[1]], "input": measure(broken, E4M3, None)}
-    readiness = judge(
+    readiness = judged(
         MODULES, weights, replace(states, statistics={**states.statistics, MODULES[0]: dead, MODULES[1]: sick})
     )
     assert kinds(readiness, "watch") == {(MODULES[0], "input", "dead")}
@@ -331,7 +334,7 @@ def test_zeros_that_were_measured_do_not_wait_for_calibration(role):
     else:
         of_module = {**states.statistics[MODULES[0]], role: zeros}
         states = replace(states, statistics={**states.statistics, MODULES[0]: of_module})
-    readiness = judge(MODULES, weights, states)
+    readiness = judged(MODULES, weights, states)
     assert readiness.verdicts["delayed"].ready and not kinds(readiness, "recalibrate")
     assert kinds(readiness, "watch") == {(MODULES[0], role, "dead")}
 
@@ -340,7 +343,7 @@ def test_one_bad_expert_is_enough_for_its_module():
     weights, states = healthy()
     bad = measure(with_outlier(gaussian(256, 256)), E4M3, None, square=True)
     weights[MODULES[0]] = [*weights[MODULES[0]] * 7, bad]
-    roles = judge(MODULES, weights, None).roles
+    roles = judged(MODULES, weights, None).roles
     health = next(each for each in roles if (each.module, each.role) == (MODULES[0], "weight"))
     assert health.underflow("current") == bad.losses["current"].underflow > 0.9
 
@@ -349,7 +352,7 @@ def test_caches_keys_and_values_are_shown_and_do_not_weigh_on_gemms():
     weights, states = healthy()
     attention = "decoder.layers.0.self_attention.core_attention"
     keys = Fp8State({"k": recorded(3.0), "v": RoleState.fresh(17)})
-    readiness = judge(MODULES, weights, replace(states, modules={**states.modules, attention: keys}))
+    readiness = judged(MODULES, weights, replace(states, modules={**states.modules, attention: keys}))
     assert [health.role for health in readiness.roles if health.module == attention] == ["k"]
     assert readiness.verdicts["delayed"].ready
 
@@ -359,7 +362,7 @@ def test_what_only_has_statistics_is_shown_by_its_own_roles_and_nothing_seen_is_
     attention = "decoder.layers.0.self_attention.core_attention"
     keys = {"k": measure(gaussian(64, 64), E4M3, None)}
     silent = {**states.statistics[MODULES[0]], "input": Statistics()}
-    readiness = judge(
+    readiness = judged(
         MODULES, weights, replace(states, statistics={**states.statistics, attention: keys, MODULES[0]: silent})
     )
     assert [health.role for health in readiness.roles if health.module == attention] == ["k"]
@@ -387,6 +390,31 @@ def test_a_kind_in_every_layer_and_all_of_a_layer_become_patterns():
         "transformer_layer.mlp.linear_fc1",
     )
     assert split_name("output_layer") == ("", None, "output_layer")
+
+
+@pytest.mark.parametrize("width", [104, 112, 128])
+def test_what_is_kept_in_bf16_for_its_size_is_what_training_refuses(tmp_path, width):
+    """A model is made with each scaling: all of it in FP8, and with the patterns of the verdict."""
+    pico.save(tmp_path, dtype=torch.bfloat16, intermediate_size=width)
+    reader = open_checkpoint(tmp_path)
+    found = assess(reader, None, lambda total: nullcontext(lambda done: None))
+    for scaling, verdict in found.verdicts.items():
+        precision = Precision(fp8=True, scaling=scaling)
+        fits = width % (32 if scaling == "mxfp8" else 16) == 0
+        assert (verdict.kept == 0) is fits
+        with nullcontext() if fits else pytest.raises(PrecisionError, match="GEMMs need multiples"):
+            GPT(reader.model, precision, device="meta")
+        GPT(reader.model, replace(precision, keep_bf16=verdict.keep_bf16), device="meta")
+    assert found.verdicts["delayed"].recalibrate == (6 if width == 104 else 8)
+    left_out = "precision.keep_bf16=" + '["decoder.layers.*.mlp.linear_fc2"]'
+    assert any(left_out in line for line in report.to_measure(found, "CKPT")) is (width == 104)
+
+
+def test_a_model_of_which_no_size_fits_is_not_ready():
+    weights, states = healthy()
+    readiness = judge(dict.fromkeys(MODULES, (24, 256)), weights, states, outdated=False)
+    for verdict in readiness.verdicts.values():
+        assert not verdict.ready and verdict.words == "not ready: every module has to stay in BF16"
 
 
 @pytest.mark.parametrize("precision", ["keep", "bf16"])

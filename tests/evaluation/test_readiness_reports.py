@@ -10,7 +10,7 @@ import pico
 import pytest
 import torch
 from click.testing import CliRunner
-from judged_states import E4M3, MODULES, gaussian, healthy, recorded, with_outlier
+from judged_states import E4M3, MODULES, gaussian, healthy, judged, recorded, with_outlier
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
@@ -19,7 +19,6 @@ from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State
 from precisionctl.readiness.assess import assess
-from precisionctl.readiness.judge import judge
 from precisionctl.readiness.thresholds import Threshold
 from precisionctl.reports import readiness as report
 from precisionctl.reports.heat import ColourScale
@@ -39,7 +38,7 @@ def with_everything():
     statistics = {**states.statistics, MODULES[0]: hurt}
     del statistics[MODULES[3]]
     states = replace(states, modules={**states.modules, MODULES[1]: grown}, statistics=statistics)
-    return judge(MODULES, weights, states.without([MODULES[2]]))
+    return judged(MODULES, weights, states.without([MODULES[2]]))
 
 
 def test_json_has_every_role_of_every_module_and_keeps_its_form():
@@ -73,7 +72,7 @@ def test_json_has_every_role_of_every_module_and_keeps_its_form():
 
 def test_tables_show_what_needs_most_first_and_many_of_a_kind_in_one_row():
     weights, states = healthy()
-    readiness = judge(MODULES, weights, states.without(MODULES[:4]))
+    readiness = judged(MODULES, weights, states.without(MODULES[:4]))
     rows = report.findings(readiness).rows
     assert rows[0][1] == f"{MODULES[0]} and 3 more" and rows[0][3] == "never recorded"
     remedies = [row[0] for row in report.findings(with_everything()).rows]
@@ -125,7 +124,7 @@ def test_the_page_asks_for_nothing_and_escapes_names(tmp_path):
     nasty = '<script>alert("x")</script>'
     weights, states = healthy()
     odd = {nasty if module == MODULES[5] else module: found for module, found in weights.items()}
-    text = page_of(tmp_path, judge(list(odd), odd, states))
+    text = page_of(tmp_path, judged(list(odd), odd, states))
     page = Page(text)
     assert page.asked == [] and "script" not in page.tags and "link" not in page.tags
     assert "url(" not in text and "@import" not in text and "http" not in text
@@ -141,9 +140,9 @@ def test_the_page_of_a_model_without_a_table_or_without_modules_says_so(tmp_path
     (tmp_path / "config.json").write_text(
         json.dumps(words | {"model_type": "new", "architectures": ["NewForCausalLM"]})
     )
-    text = whole_page(describe(open_checkpoint(tmp_path)), judge([], {}, None))
+    text = whole_page(describe(open_checkpoint(tmp_path)), judged([], {}, None))
     assert "<p>new.</p>" in text and "hidden size" not in text
-    assert text.count("nothing to judge: no module would be in FP8") == len(judge([], {}, None).verdicts)
+    assert text.count("nothing to judge: no module would be in FP8") == len(judged([], {}, None).verdicts)
 
 
 def test_the_page_has_a_map_of_each_measure_with_a_cell_for_each_role(tmp_path):
@@ -159,7 +158,7 @@ def test_the_page_has_a_map_of_each_measure_with_a_cell_for_each_role(tmp_path):
 def test_a_map_is_left_out_where_nothing_is_known_of_its_measure(tmp_path):
     weights, _ = healthy()
     unmeasured = {module: [measure(gaussian(128, 128), E4M3, None)] for module in weights}
-    page = Page(page_of(tmp_path, judge(MODULES, unmeasured, None)))
+    page = Page(page_of(tmp_path, judged(MODULES, unmeasured, None)))
     assert "Growth" not in page.words and "Zeros: delayed" not in page.words
     assert "Zeros: current" in page.words
 
@@ -167,7 +166,7 @@ def test_a_map_is_left_out_where_nothing_is_known_of_its_measure(tmp_path):
 def test_the_page_says_how_much_data_its_verdict_rests_on_and_has_commands_to_copy(tmp_path, monkeypatch):
     weights, states = healthy()
     few, enough, nothing = (
-        judge(MODULES, weights, with_passes and replace(states, modules=dict.fromkeys(MODULES, with_passes)))
+        judged(MODULES, weights, with_passes and replace(states, modules=dict.fromkeys(MODULES, with_passes)))
         for with_passes in (state_of(3), state_of(16), None)
     )
     assert (few.passes, enough.passes, nothing.passes) == (3, 16, None)
@@ -175,7 +174,7 @@ def test_the_page_says_how_much_data_its_verdict_rests_on_and_has_commands_to_co
     assert any("recorded in 3 passes, which is little" in line for line in report.advice(few, "CKPT"))
     monkeypatch.setattr(report, "PASSES", Threshold(16, "16 passes", "ours"))
     experts = replace(states, modules=dict.fromkeys(MODULES, state_of(16)) | {MODULES[0]: state_of(15)})
-    told = report.rests_on(judge(MODULES, weights, experts))
+    told = report.rests_on(judged(MODULES, weights, experts))
     assert told.endswith("activations and gradients were recorded in 16 passes, of some modules in 15.")
     assert report.rests_on(enough).endswith("activations and gradients were recorded in 16 passes.")
     untold = page_of(tmp_path, nothing)

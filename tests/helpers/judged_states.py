@@ -5,6 +5,7 @@ import torch
 from precisionctl.codes.health import measure
 from precisionctl.fp8.delayed_scaling import after_one_update
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, RoleState
+from precisionctl.readiness.judge import judge
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPE = DelayedScaling(amax_history_len=17)
@@ -46,3 +47,8 @@ def healthy():
     weight = measure(values, E4M3, roles["weight"].scale, square=True)
     states = Fp8States(RECIPE, {m: Fp8State(roles) for m in MODULES}, statistics={m: statistics for m in MODULES})
     return {m: [weight] for m in MODULES}, states
+
+
+def judged(modules, weights, states):
+    """The verdict on modules of a size that FP8 GEMMs take, by a state of these very weights."""
+    return judge(dict.fromkeys(modules, (256, 256)), weights, states, outdated=False)

@@ -117,7 +117,7 @@ def test_weights_of_sizes_that_no_fp8_gemm_takes_are_named(tmp_path: Path) -> No
     found = [each for each in check_te(HuggingFaceReader(tmp_path / "out")) if each.rule.fatal]
     parts = ("gate_proj", "up_proj", "down_proj")
     assert {each.where for each in found} == {f"model.layers.{n}.mlp.{part}.weight" for n in (0, 1) for part in parts}
-    with pytest.raises(PrecisionctlError, match="divisible by 16"):
+    with pytest.raises(PrecisionctlError, match="multiples of 16"):
         load_te(tmp_path / "out", backend="emulated")
 
 

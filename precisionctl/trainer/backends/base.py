@@ -221,10 +221,9 @@ def fp8_linears(model: nn.Module) -> dict[str, Fp8Linear]:
 
 def require_alignment(precision: Precision, name: str, what: str, *sizes: int) -> None:
     """Raise PrecisionError if a size of an FP8 GEMM is not a multiple of what the scaling needs."""
-    if any(size % precision.alignment for size in sizes):
+    if misfit := precision.misfit(sizes):
         raise PrecisionError(
-            f"an FP8 GEMM cannot take {what} of {' by '.join(map(str, sizes))}: "
-            f"under {precision.scaling} scaling sizes must be divisible by {precision.alignment}",
+            f"an FP8 GEMM cannot take {what} of {' by '.join(map(str, sizes))}: {misfit}",
             where=name,
             do="Choose other sizes, or keep the module in BF16 with `keep_bf16`.",
         )

@@ -271,7 +271,7 @@ def test_a_gemm_without_state_refuses_one(preset: str) -> None:
     ids=["in", "out", "tokens"],
 )
 def test_sizes_that_an_fp8_gemm_cannot_have_are_refused(attempt: Callable[[EmulatedBackend], object]) -> None:
-    with pytest.raises(PrecisionError, match="divisible by 16.*odd"):
+    with pytest.raises(PrecisionError, match="multiples of 16.*odd"):
         attempt(backend_of(delayed()))
 
 

@@ -48,7 +48,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no held-out data, before": ({"source": "unknown", "data__held_out": "nowhere.txt"}, "no such file"),
     "no tokenizer": ({"source": "bare"}, "the checkpoint has no tokenizer"),
     "model": ({"source": "unknown"}, "unheard_of"),
-    "sizes": ({"source": "odd", "precision": "fp8"}, "divisible by 16"),
+    "sizes": ({"source": "odd", "precision": "fp8"}, "multiples of 16"),
     "sizes of amaxes": ({"source": "odd", "collect_amax": True}, "multiples of 16"),
     "rows": ({"data__sequence_length": 1000}, "beyond the model's"),
     "layers": ({"precision__num_layers_at_start_in_bf16": 2}, "leave none of 2"),
