@@ -214,6 +214,13 @@ UNREAD = (
         _without_params,
     ),
     Foreign(
+        "a model in hqq's own file",
+        "`qmodel.pt`",
+        'In hqq: `AutoHQQHFModel.save_to_safetensors(AutoHQQHFModel.from_quantized("{path}"), "OUT")`; '
+        "copy the tokenizer's files to OUT, and give OUT.",
+        _has("qmodel.pt"),
+    ),
+    Foreign(
         "all weights of an accelerate run in one file",
         "`pytorch_model_fsdp.bin`",
         "Copy it as pytorch_model.bin into a directory with config.json and the tokenizer's files, and give that.",

@@ -26,7 +26,7 @@ from precisionctl.torch_when_used import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-AS_VALUES = ("gptq", "awq", "auto-round", "bitsandbytes", "torchao", "inkling2_loop", "bitnet", "gemma", "mlx")
+AS_VALUES = ("gptq", "awq", "auto-round", "bitsandbytes", "torchao", "inkling2_loop", "bitnet", "gemma", "hqq", "mlx")
 """Methods whose codes are only read as values (`checkpoints/decoded/`)."""
 
 MLX_KEY = "quantization"
@@ -56,7 +56,8 @@ def recognise(config: Mapping[str, Any], where: object = "config.json") -> Quant
         raise PrecisionError(what, where=where, do="`convert --to hf` makes a directory in BF16 of them.")
     if not isinstance(name, str) or name not in methods:
         known = ", ".join((*methods, *AS_VALUES))
-        raise PrecisionError(f"quant_method {name!r} is not one that can be read", where=where, do=f"Known: {known}.")
+        do = f"Let the tool that made them decode them, or start from the release in BF16. Known: {known}."
+        raise PrecisionError(f"quant_method {name!r} is not one that can be read", where=where, do=do)
     return methods[name]
 
 

@@ -114,6 +114,7 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "save_hf_adapter",
     ),
     "accelerate's FSDP in one file": (files("pytorch_model_fsdp.bin"), "in one file", r"pytorch_model\.bin"),
+    "hqq's own file": (files("config.json", "qmodel.pt"), "hqq's own file", "save_to_safetensors.*give OUT"),
     "an optimizer in DCP": (dcp(lambda name: f"optimizer.state.{name}.exp_avg"), "without its model", "_fsdp_0"),
     "torchtitan": (dcp(as_torchtitan, config={"model_type": "mamba"}), "torchtitan", "convert_to_hf.py .*here OUT"),
     "torchtitan's Muse Glimmer": (

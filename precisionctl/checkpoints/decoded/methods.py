@@ -8,6 +8,7 @@ from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.bitnet_codes import BitNetCodes
 from precisionctl.checkpoints.decoded.bitsandbytes_codes import BitsAndBytesCodes
 from precisionctl.checkpoints.decoded.gemma_codes import GemmaCodes
+from precisionctl.checkpoints.decoded.hqq_codes import HqqCodes
 from precisionctl.checkpoints.decoded.inkling2_loop_codes import Inkling2LoopCodes
 from precisionctl.checkpoints.decoded.mlx_codes import METHOD, MlxCodes
 from precisionctl.checkpoints.decoded.torchao_codes import TorchaoCodes
@@ -24,6 +25,7 @@ METHODS: Mapping[str, type[DecodedWeights]] = {
     "inkling2_loop": Inkling2LoopCodes,
     "bitnet": BitNetCodes,
     "gemma": GemmaCodes,
+    "hqq": HqqCodes,
     METHOD: MlxCodes,
 }
 """The reader of each of `quant_methods.coded_weights.AS_VALUES`."""

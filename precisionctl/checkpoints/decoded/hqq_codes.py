@@ -1,0 +1,156 @@
+"""HQQ's integers of 1 to 8 bits (`quant_method: hqq`), read as values.
+
+The flattened weight `[out, in]` is a matrix `[n, group]` with a scale and a zero point for each row (`axis` 1), or
+`[group, n]` with one for each column (`axis` 0). `W_q` has several rows of it in one, the first in the highest bits: a
+byte has those of 8, 4, 2 or 1 bits, an int32 ten of 3 bits; its rows follow one another as `W_q`'s, then those in the
+next lower bits. `shape`, `axis`, `group_size`, `packing` and `compute_dtype` are tensors too, the last two of letters.
+A value is `(code - zero) * scale`, each step in the dtype that the module computed in when it was saved, and then
+rounded to BF16. Source: hqq 0.2.8 (core/quantize.py, HQQLinear.state_dict, Quantizer.dequantize; core/bitpack.py;
+core/utils.py, encode_safetensor_type).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from precisionctl.checkpoints.chunks import Box, in_pieces, read_box, read_bytes, read_tensor
+from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
+from precisionctl.dtypes import DType
+from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.quant_methods.base import FLOATS
+from precisionctl.torch_when_used import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+METHOD = "hqq"
+"""Its `quant_method`, which transformers writes. hqq itself writes none."""
+
+
+@dataclass(frozen=True)
+class _CodesInWord:
+    """The bits of a code, and how many codes a word of this dtype has."""
+
+    bits: int
+    codes: int
+    word: DType
+
+
+_PACKINGS: Mapping[str, _CodesInWord] = {
+    "8bit_u8": _CodesInWord(8, 1, DType.uint8),
+    "4bit_u8": _CodesInWord(4, 2, DType.uint8),
+    "3bit_32": _CodesInWord(3, 10, DType.int32),
+    "2bit_u8": _CodesInWord(2, 4, DType.uint8),
+    "1bit_u8": _CodesInWord(1, 8, DType.uint8),
+}
+_LONGEST = 32
+"""Letters of a packing or a dtype."""
+_SETTINGS = (
+    *("nbits", "group_size", "shape", "axis", "packing", "unpack_view_dtype", "view_as_float", "quant_scale"),
+    *("quant_zero", "compute_dtype", "offload_meta", "encoded_state_dict", "stores_quant_config", "channel_wise"),
+    *("optimize", "round_zero"),
+)
+_NOT_READ = ("view_as_float", "quant_scale", "quant_zero", "offload_meta")
+"""Switches by which codes and scales are stored otherwise."""
+
+
+@dataclass(frozen=True)
+class _PackedMatrix:
+    """A weight's name and shape, and the matrix `[rows, columns]` in which its codes are packed."""
+
+    module: str
+    shape: tuple[int, int]
+    packing: _CodesInWord
+    rows: int
+    columns: int
+    axis: int
+    dtype: DType
+
+    @property
+    def packed_rows(self) -> int:
+        return -(-self.rows // self.packing.codes)
+
+
+class HqqCodes(DecodedWeights):
+    """The weights of a directory with HQQ's modules in safetensors."""
+
+    def _find(self, quantization: Mapping[str, Any]) -> None:
+        specs = self._stored.specs
+        modules = [name.removesuffix(".W_q") for name in specs if name.endswith(".W_q")]
+        self._weights = {f"{module}.weight": self._matrix(module) for module in modules}
+        self.shapes = {name: matrix.shape for name, matrix in self._weights.items()}
+        kinds = ("W_q", "scale", "zero", *_SETTINGS)
+        self.read = {f"{module}.{kind}" for module in modules for kind in kinds}
+        self.kinds = {f"{matrix.packing.bits}-bit integers" for matrix in self._weights.values()}
+
+    def rows(self, name: str, row: int, rows: int) -> Tensor:
+        matrix, columns = self._weights[name], self.specs[name].columns
+        made = []
+        for first, count in in_pieces(row, rows, columns, PIECE):
+            boxes = _boxes(first * columns, (first + count) * columns, matrix.columns)
+            values = torch.cat([self._values(matrix, box).view(-1) for box in boxes])
+            made.append(self._in_bf16(name, values.view(count, columns), f"{matrix.module}.scale"))
+        return torch.cat(made)
+
+    def _values(self, matrix: _PackedMatrix, box: Box) -> Tensor:
+        """Values of a box of the matrix, in the dtype that the module computed in."""
+        held, packing, dtype = matrix.packed_rows, matrix.packing, matrix.dtype.torch
+        values = torch.empty(box.rows, box.columns, dtype=dtype)
+        for place in range(box.row // held, (box.row + box.rows - 1) // held + 1):
+            first, stop = max(box.row, place * held), min(box.row + box.rows, (place + 1) * held)
+            here = Box(first - place * held, stop - first, box.column, box.columns)
+            words = read_box(self._stored, f"{matrix.module}.W_q", here)
+            codes = words >> packing.bits * (packing.codes - 1 - place) & (1 << packing.bits) - 1
+            values[first - box.row : stop - box.row] = codes
+        along = Box(box.row, box.rows, 0, 1) if matrix.axis else Box(0, 1, box.column, box.columns)
+        zeros, scales = (read_box(self._stored, f"{matrix.module}.{kind}", along) for kind in ("zero", "scale"))
+        return values.sub_(zeros.to(dtype)).mul_(scales.to(dtype))
+
+    def _matrix(self, module: str) -> _PackedMatrix:
+        """What a module's tensors say, checked. Raises PrecisionError for codes that are packed otherwise."""
+        self._check_alone(f"{module}.weight", f"{module}.W_q")
+        for switch in _NOT_READ:
+            if f"{module}.{switch}" in self._stored.specs and self._number(f"{module}.{switch}"):
+                raise self._unread(f"codes of HQQ with `{switch}`, as those of {module}, which are not read")
+        packing, computed = self._word(f"{module}.packing"), self._word(f"{module}.compute_dtype")
+        if packing not in _PACKINGS or (dtype := computed.removeprefix("torch.")) not in map(str, FLOATS):
+            raise self._unread(f"codes of HQQ packed as {shown(packing)}, computed in {shown(computed)}")
+        self._check(f"{module}.shape", (2,), DType.int64)
+        out, inputs = (int(size) for size in read_tensor(self._stored, f"{module}.shape").view(-1))
+        axis, group = self._number(f"{module}.axis"), self._number(f"{module}.group_size")
+        if min(out, inputs, group) < 1 or axis not in (0, 1) or out * inputs % group:
+            what = f"{module} has codes of [{out}, {inputs}] in groups of {group} along axis {axis}"
+            raise DamagedCheckpoint(what, where=self._where)
+        sizes = (out * inputs // group, group) if axis else (group, out * inputs // group)
+        matrix = _PackedMatrix(module, (out, inputs), _PACKINGS[packing], *sizes, axis, DType(dtype))
+        self._check(f"{module}.W_q", (matrix.packed_rows, matrix.columns), matrix.packing.word)
+        for kind in ("scale", "zero"):
+            self._check(f"{module}.{kind}", (sizes[0], 1) if axis else (1, sizes[1]), *FLOATS)
+        return matrix
+
+    def _word(self, name: str) -> str:
+        """The letters of a tensor."""
+        spec = self._present(name)
+        if spec.dtype != DType.uint8 or len(spec.shape) != 1 or not 0 < spec.rows <= _LONGEST:
+            what = f"{name} is {spec.stored_dtype} of shape {shown(spec.shape)}, not up to {_LONGEST} letters"
+            raise DamagedCheckpoint(what, where=self._where)
+        return read_bytes(self._stored, name, 0, spec.rows).tobytes().decode("latin-1")
+
+    def _number(self, name: str) -> int:
+        self._check(name, (), DType.int32, DType.uint8)
+        return int(read_tensor(self._stored, name))
+
+
+def _boxes(begin: int, end: int, columns: int) -> Iterator[Box]:
+    """Cut elements `[begin, end)` of a flattened matrix into the part of a row, whole rows, and the part of a row."""
+    while begin < end:
+        row, column = divmod(begin, columns)
+        if column or end - begin < columns:
+            box = Box(row, 1, column, min(columns - column, end - begin))
+        else:
+            box = Box(row, (end - begin) // columns, 0, columns)
+        yield box
+        begin += box.rows * box.columns
