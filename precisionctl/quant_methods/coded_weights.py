@@ -26,7 +26,19 @@ from precisionctl.torch_when_used import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-AS_VALUES = ("gptq", "awq", "auto-round", "bitsandbytes", "torchao", "inkling2_loop", "bitnet", "gemma", "hqq", "mlx")
+AS_VALUES = (
+    "gptq",
+    "awq",
+    "auto-round",
+    "bitsandbytes",
+    "torchao",
+    "inkling2_loop",
+    "bitnet",
+    "gemma",
+    "hqq",
+    "metal",
+    "mlx",
+)
 """Methods whose codes are only read as values (`checkpoints/decoded/`)."""
 
 MLX_KEY = "quantization"

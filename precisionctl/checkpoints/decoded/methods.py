@@ -10,6 +10,7 @@ from precisionctl.checkpoints.decoded.bitsandbytes_codes import BitsAndBytesCode
 from precisionctl.checkpoints.decoded.gemma_codes import GemmaCodes
 from precisionctl.checkpoints.decoded.hqq_codes import HqqCodes
 from precisionctl.checkpoints.decoded.inkling2_loop_codes import Inkling2LoopCodes
+from precisionctl.checkpoints.decoded.metal_codes import MetalCodes
 from precisionctl.checkpoints.decoded.mlx_codes import METHOD, MlxCodes
 from precisionctl.checkpoints.decoded.torchao_codes import TorchaoCodes
 from precisionctl.checkpoints.decoded.transposed_codes import TransposedCodes
@@ -26,6 +27,7 @@ METHODS: Mapping[str, type[DecodedWeights]] = {
     "bitnet": BitNetCodes,
     "gemma": GemmaCodes,
     "hqq": HqqCodes,
+    "metal": MetalCodes,
     METHOD: MlxCodes,
 }
 """The reader of each of `quant_methods.coded_weights.AS_VALUES`."""

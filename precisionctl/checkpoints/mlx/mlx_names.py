@@ -16,6 +16,7 @@ from typing import Any
 
 from precisionctl.architectures.families import from_hf_config, to_hf_config
 from precisionctl.architectures.wrappers import is_wrapper
+from precisionctl.checkpoints.decoded.metal_codes import METHOD as OF_TRANSFORMERS
 from precisionctl.checkpoints.decoded.mlx_codes import METHOD
 from precisionctl.checkpoints.decoded.mlx_parts import PART
 from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor, header_has, read_described
@@ -23,7 +24,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.coded_weights import MLX_KEY
+from precisionctl.quant_methods.coded_weights import MLX_KEY, quant_method_of
 
 Places = dict[str, tuple[Path, StoredTensor]]
 
@@ -253,6 +254,8 @@ def in_published_names(places: Places, config: dict[str, Any], where: Path) -> t
     Raises PrecisionError for a family whose tensors mlx-lm changes in other ways, or whose were not looked at: it adds
     one to norms of some; and for towers. DamagedCheckpoint for codes without `quantization`.
     """
+    if quant_method_of(config) == OF_TRANSFORMERS:
+        return places, config
     coded = next((name for name, (_, tensor) in places.items() if _is_coded(name, tensor, places)), None)
     if not (coded or saved_by_mlx(file for file, _ in places.values())):
         return places, config
