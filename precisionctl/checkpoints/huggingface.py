@@ -56,7 +56,7 @@ from precisionctl.quant_methods.base import FLOATS
 from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights
 from precisionctl.quant_methods.fp8 import expert_dtype
 from precisionctl.quant_methods.scales import Scales
-from precisionctl.sizes import counted
+from precisionctl.sizes import counted, listed
 from precisionctl.untrusted.safe_files import has_file, read_file, whole_length
 from precisionctl.untrusted.safe_json import parse_json
 
@@ -207,8 +207,10 @@ class HuggingFaceReader(HuggingFaceTensors):
 
     @cached_property
     def iteration(self) -> int | None:
-        if self.fp8 or not self._optimizer:
-            return self.fp8.iteration if self.fp8 else None
+        if self.fp8 and self.fp8.iteration is not None:
+            return self.fp8.iteration
+        if not self._optimizer:
+            return None
         if (step := trainer_step(self.path)) is not None:
             return step
         with suppress(CheckpointError):  # an optimizer that can only be dropped
@@ -218,10 +220,9 @@ class HuggingFaceReader(HuggingFaceTensors):
     @cached_property
     def _optimizer(self) -> NumberedOptimizer | None:
         """The optimizer of Hugging Face's Trainer; None if it saved none."""
-        path = self.path / numbered_optimizer.FILE
-        if not has_file(path, self.path):
-            return None
-        return NumberedOptimizer(path, self.specs, table_of(self.model).behind)
+        paths = (self.path / name for name in numbered_optimizer.FILES)
+        path = next((path for path in paths if has_file(path, self.path)), None)
+        return NumberedOptimizer(path, self.specs, table_of(self.model).behind) if path else None
 
     @property
     def optimizer_specs(self) -> Mapping[str, TensorSpec]:
@@ -229,11 +230,14 @@ class HuggingFaceReader(HuggingFaceTensors):
 
     @property
     def unread(self) -> str:
-        """In words, an optimizer that has no state; empty if there is none."""
+        """In words, an optimizer that has no state, and files of one in no form that is known here; empty if there are
+        none."""
+        own = self._optimizer.path if self._optimizer else None
+        found = [path.name for path in sorted(self.path.glob("optimizer*")) if path != own]
         with suppress(CheckpointError):  # an optimizer that can only be dropped
-            if self._optimizer and not self.optimizer_specs:
-                return f"{numbered_optimizer.FILE}, which has groups of parameters and no state of any"
-        return ""
+            if own and not self.optimizer_specs:
+                found.insert(0, f"{own.name}, which has groups of parameters and no state of any")
+        return listed(found)
 
     @property
     def trainer_run(self) -> TrainerRun:

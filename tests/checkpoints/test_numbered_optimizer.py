@@ -9,7 +9,7 @@ import pico
 import pytest
 import torch
 from soaking import first, in_soak
-from trained_models import RATE, moments, train
+from trained_models import RATE, moments, states, train
 
 from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.chunks import read_tensor
@@ -21,6 +21,8 @@ from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.source_notes import reading_notes
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.state import DelayedScaling, Fp8States
 from precisionctl.param import NOT_TRAINED, TensorSpec
 from precisionctl.reports import inspect
 
@@ -211,6 +213,43 @@ def test_an_optimizer_that_has_made_no_update_is_said_to_stay_behind(tmp_path: P
     torch.save(torch.optim.AdamW(groups(model)).state_dict(), tmp_path / "checkpoint-0" / "optimizer.pt")
     notes = [*reading_notes(open_checkpoint(tmp_path / "checkpoint-0"))]
     assert any("stay behind: optimizer.pt, which has groups of parameters and no state" in note for note in notes)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", *in_soak("llama-tied", "gemma4-moe", "mixtral")])
+def test_an_optimizer_of_fsdp_in_one_file_has_names(tmp_path: Path, family: str) -> None:
+    """accelerate saves what `get_optimizer_state_dict` gives of all ranks."""
+    model, optimizer = hf_trainer_step(tmp_path / "numbers", family)
+    hf_trainer_step(tmp_path / "names", family)
+    (tmp_path / "names" / "optimizer.pt").unlink()
+    saved = states(model, optimizer)["optimizer"]
+    torch.save(saved, tmp_path / "names" / "optimizer.bin")
+    for way in ("numbers", "names"):
+        conversions.run(tmp_path / way, tmp_path / f"of-{way}", "megatron")
+    numbers, names = (conversions.tree(tmp_path / f"of-{way}") for way in ("numbers", "names"))
+    assert {name for name in numbers | names if numbers[name] != names[name]} == {
+        "iter_0000007/precisionctl/manifest.json"
+    }
+    saved["state"]["of.another"] = next(iter(saved["state"].values()))
+    torch.save(saved, tmp_path / "names" / "optimizer.bin")
+    with pytest.raises(CheckpointError, match=r"`of.another`, which is no parameter of this model.*--drop-optimizer"):
+        conversions.run(tmp_path / "names", tmp_path / "out", "megatron")
+
+
+def test_an_optimizer_in_a_file_that_nothing_here_reads_is_said_to_stay_behind(tmp_path: Path) -> None:
+    hf_trainer_step(tmp_path / "step", "llama-3")
+    assert not [note for note in reading_notes(open_checkpoint(tmp_path / "step")) if "stay behind" in note]
+    (tmp_path / "step" / "optimizer.npz").write_bytes(b"1")
+    (tmp_path / "step" / "optimizer.bin").write_bytes(b"1")
+    (note,) = [note for note in reading_notes(open_checkpoint(tmp_path / "step")) if "stay behind" in note]
+    assert note.endswith("stay behind: optimizer.bin, optimizer.npz.")
+
+
+def test_the_trainers_step_counts_where_fp8_state_says_none(tmp_path: Path) -> None:
+    hf_trainer_step(tmp_path / "step", "llama-3")
+    for iteration, step in ((None, 7), (5, 5)):
+        state = Fp8States(DelayedScaling(), {}, iteration=iteration)
+        sidecar.write(tmp_path / "step" / sidecar.RELATIVE, state)
+        assert open_checkpoint(tmp_path / "step").iteration == step
 
 
 def test_settings_of_groups_that_a_result_has_no_place_for_are_named() -> None:

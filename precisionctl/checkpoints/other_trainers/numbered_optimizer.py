@@ -1,4 +1,5 @@
-"""AdamW's state as torch.optim saves it: by numbers of parameters, in `optimizer.pt` of Hugging Face's Trainer.
+"""AdamW's state as torch.optim saves it: by numbers of parameters, in `optimizer.pt` of Hugging Face's Trainer. Under
+FSDP it is in `optimizer.bin`, by names (accelerate, save_fsdp_optimizer, of a full state dict).
 
 Parameters are numbered group by group, and within a group in the order of the model's modules. No file has their names.
 They follow from the order of modules in the family's class in transformers, as far as that is known here, and their
@@ -15,6 +16,7 @@ from typing import Any
 
 from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.hf_directory.fused_experts import stored_name
+from precisionctl.checkpoints.hf_directory.wrapped_names import names_inside
 from precisionctl.checkpoints.other_trainers.trainer_run import (
     TrainerRun,
     adam_run,
@@ -28,7 +30,7 @@ from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoi
 from precisionctl.param import NOT_TRAINED, TensorSpec, state_name
 from precisionctl.untrusted.safe_files import check_link
 
-FILE = "optimizer.pt"
+FILES = ("optimizer.pt", "optimizer.bin")
 
 _MODULES = (
     *("model", "backbone", "transformer", "decoder", "embed_tokens", "embed_positions", "embeddings", "wte"),
@@ -154,6 +156,23 @@ def parameters_by_number(
     raise refused
 
 
+def parameters_by_name(
+    shapes: Mapping[str, tuple[int, ...]], specs: Mapping[str, TensorSpec], where: Path
+) -> dict[str, tuple[str, ...]]:
+    """As parameters_by_number, for parameters that have names in memory."""
+    trained = [name for name in specs if not name.endswith(NOT_TRAINED)]
+    held = {**stacked_experts(trained), **{name: (name,) for name in trained}}
+    inside = names_inside(shapes, where)
+    for stored, name in inside.items():
+        if name not in held:
+            what = f"the optimizer's state of `{stored}`, which is no parameter of this model"
+            raise CheckpointError(what, where=where, do=DROP_OPTIMIZER)
+        if not _holds(shapes[stored], [specs[one] for one in held[name]]):
+            what = f"the optimizer's state of `{stored}` is not of its shape"
+            raise CheckpointError(what, where=where, do=DROP_OPTIMIZER)
+    return {stored: held[name] for stored, name in inside.items()}
+
+
 def _holds(shape: tuple[int, ...], specs: Sequence[TensorSpec]) -> bool:
     """Whether a parameter of this shape holds these tensors: its last dimension is theirs, and it has all of them."""
     if len(specs) == 1:
@@ -164,8 +183,8 @@ def _holds(shape: tuple[int, ...], specs: Sequence[TensorSpec]) -> bool:
 
 @dataclass(frozen=True)
 class NumberedOptimizer:
-    """The optimizer in a file of torch.save. `parameters` are the model's, and `behind` its family's, as Architecture
-    has it. Reading it reads its pickle alone.
+    """The optimizer in a file of torch.save, by numbers or names. `parameters` are the model's, and `behind` its
+    family's, as Architecture has it. Reading it reads its pickle alone.
 
     Its properties raise CheckpointError where it is not AdamW's, or not of these parameters.
     """
@@ -175,15 +194,15 @@ class NumberedOptimizer:
     behind: Mapping[str, str]
 
     @cached_property
-    def _state(self) -> tuple[dict[int, dict[str, Any]], Sequence[Mapping[str, Any]], dict[int, tuple[str, ...]]]:
-        """The state of each number, the groups, and the tensors that the parameter of each number holds."""
+    def _state(self) -> tuple[dict[Any, dict[str, Any]], Sequence[Mapping[str, Any]], dict[Any, tuple[str, ...]]]:
+        """The state of each number or name, the groups, and the tensors that the parameter under each holds."""
         check_link(self.path, self.path.parent)
         with damage("its optimizer is not what PyTorch saves", self.path, DROP_OPTIMIZER):
             saved = skeleton(self.path)
             groups, states = list(saved["param_groups"]), {index: dict(one) for index, one in saved["state"].items()}
             if others := not_adams(kind for state in states.values() for kind in state):
                 raise CheckpointError(f"its optimizer has {others}", where=self.path, do=DROP_OPTIMIZER)
-            shapes = dict[int, tuple[int, ...]]()
+            shapes = dict[Any, tuple[int, ...]]()
             for index, state in states.items():
                 tensors = {kind: one for kind, one in state.items() if kind != "step"}
                 for kind, one in tensors.items():
@@ -195,6 +214,8 @@ class NumberedOptimizer:
                     what = f"the optimizer's state of parameter {shown(index)} is not of its shape"
                     raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
                 shapes[index] = next(iter(tensors.values())).shape
+            if states and all(type(index) is str for index in states):
+                return states, groups, parameters_by_name(shapes, self.parameters, self.path)
             return states, groups, parameters_by_number(groups, shapes, self.parameters, self.behind, self.path)
 
     @cached_property
