@@ -20,7 +20,7 @@ from precisionctl.architectures.towers_in_bridge import TENSORS_OF_TOWERS
 from precisionctl.checkpoints.base import Companions, Hints
 from precisionctl.checkpoints.chunks import Box, read_tensor, write_rows
 from precisionctl.checkpoints.megatron.logical import logical_tensors
-from precisionctl.checkpoints.torch_dist.masters import differing_masters
+from precisionctl.checkpoints.torch_dist.masters import differing_masters, prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_files import dcp_metadata
@@ -143,6 +143,22 @@ def test_buckets_are_unpacked_for_any_stages_and_any_sizes(tmp_path, layers, sta
     for name, tensor in tensors.items():
         assert torch.equal(read_tensor(state, name), tensor), name
     assert differing_masters(reader) == []
+
+
+def test_masters_of_other_parameters_are_refused_however_many_tensors_have_none() -> None:
+    """Towers of a wrapper can be most of its tensors."""
+    towers = {f"towers.{index}": TensorSpec((2, 2), DType.bfloat16) for index in range(350)}
+    weights = {f"weight.{index}": TensorSpec((2, 2), DType.bfloat16) for index in range(291)}
+    masters = {f"optimizer.state.param.{name}": TensorSpec((2, 3), DType.float32) for name in weights}
+    reader = SimpleNamespace(specs=towers | weights, optimizer_specs=masters, path=Path("here"))
+    with pytest.raises(DamagedCheckpoint, match="not those of the weights: 291 of 291, `weight.0` first"):
+        prove_masters(reader)
+
+
+def test_a_few_masters_that_are_not_their_weights_are_named_in_a_note(tmp_path, monkeypatch) -> None:
+    save(tmp_path, [2], 1, None, 1)
+    monkeypatch.setattr("precisionctl.checkpoints.torch_dist.masters.differing_masters", lambda reader: list("abcdef"))
+    assert prove_masters(TorchDistReader(tmp_path)).endswith("is not their weight: a, b, c, d and 2 more.")
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 from precisionctl.checkpoints.chunks import read_rows
 from precisionctl.checkpoints.other_trainers.flat import Dealt, EndToEnd, FlatTensor, FlatTensors
+from precisionctl.checkpoints.torch_dist.masters import check_differing
 from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor, skeleton
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import TensorSpec
@@ -150,9 +151,8 @@ def check_masters(masters: Mapping[str, FlatTensor], states: ModelStates, *, all
         rounded = read_rows(flat, name, 0, rows).to(weight.dtype)
         if not bool(((rounded == weight) | (rounded.isnan() & weight.isnan())).all()):
             differing.append(name)
-    if len(differing) > (0 if all_of_them else len(names) // 2):
-        what = f"FP32 masters are not those of the weights: {len(differing)} of {len(names)}, `{differing[0]}` first"
-        raise DamagedCheckpoint(what, where=states.path, do="Are these files of one checkpoint?")
+    do = "Are these files of one checkpoint?"
+    check_differing(differing, len(names), states.path, do, all_of_them=all_of_them)
 
 
 def is_flat(value: object) -> TypeGuard[LocatedTensor]:

@@ -6,12 +6,19 @@ another, its rounded master weight would differ from the stored weight.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from precisionctl.checkpoints.chunks import in_pieces, read_rows
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.megatron.logical import MASTER
-from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint
+from precisionctl.sizes import listed
 from precisionctl.torch_when_used import torch
+
+if TYPE_CHECKING:
+    from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 
 _ELEMENTS = 1 << 20
 """Compared at a time."""
@@ -24,13 +31,22 @@ def prove_masters(reader: TorchDistReader) -> str:
     Raises DamagedCheckpoint if most differ: then the buckets were assigned to the wrong parameters.
     """
     differing = differing_masters(reader)
-    if len(differing) > len(reader.specs) // 2:
-        raise DamagedCheckpoint(
-            f"the optimizer's masters are not those of the weights: {len(differing)} differ, `{differing[0]}` first",
-            where=reader.path,
-            do=DROP_OPTIMIZER,
-        )
-    return f"The optimizer's master of these is not their weight: {', '.join(differing)}." if differing else ""
+    check_differing(differing, len(_masters(reader)), reader.path, DROP_OPTIMIZER)
+    return f"The optimizer's master of these is not their weight: {listed(differing, 4)}." if differing else ""
+
+
+def check_differing(
+    differing: Sequence[str], compared: int, where: Path, do: str, *, all_of_them: bool = False
+) -> None:
+    """Raise DamagedCheckpoint unless most of the masters that were `compared`, or all, are their weights: then they are
+    other parameters'. `differing` are the names of those that are not."""
+    if len(differing) > (0 if all_of_them else compared // 2):
+        what = f"FP32 masters are not those of the weights: {len(differing)} of {compared}, `{differing[0]}` first"
+        raise DamagedCheckpoint(what, where=where, do=do)
+
+
+def _masters(reader: TorchDistReader) -> list[str]:
+    return [name for name in reader.optimizer_specs if name.startswith(MASTER)]
 
 
 def differing_masters(reader: TorchDistReader) -> list[str]:
@@ -39,7 +55,7 @@ def differing_masters(reader: TorchDistReader) -> list[str]:
     Also those whose master has another shape. Reads both, a few megabytes at a time.
     """
     both, differing = WithOptimizer(reader), []
-    for master in [name for name in reader.optimizer_specs if name.startswith(MASTER)]:
+    for master in _masters(reader):
         name = master.removeprefix(MASTER)
         weight = reader.specs.get(name)
         if weight is None or weight.shape != reader.optimizer_specs[master].shape:
