@@ -51,6 +51,17 @@ def test_modules_may_have_bits_and_groups_of_their_own(tmp_path: Path, spelling:
     assert describe(reader)["precision"] == "4-bit integers and 8-bit integers of auto-round, read as bfloat16"
 
 
+def test_modules_that_it_left_as_they_are_have_settings_of_no_codes(tmp_path: Path) -> None:
+    values = transposed_directories.make(tmp_path, "auto-round")
+    left = {"bits": 16, "act_bits": 16, "data_type": "float", "act_data_type": "float"}  # AutoRound 0.16.1 writes these
+    say(tmp_path, extra_config={"lm_head": left, "model.layers.0.mlp.gate": left | {"group_size": 64}})
+    found = read_tensor(open_checkpoint(tmp_path), f"{UP}.weight")
+    assert torch.equal(found, values[f"{UP}.weight"].float().bfloat16())
+    say(tmp_path, extra_config={UP: left | {"bits": 4}})
+    with pytest.raises(PrecisionError, match="`data_type` 'float'"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("said", "match"),
     [

@@ -46,11 +46,13 @@ class AutoRoundCodes(TransposedCodes):
         return WordLayout(packing in _LIKE_AWQ, packing in _LIKE_GPTQ, groups, bits)
 
     def _settings(self, quantization: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        """The settings of all modules, and those of modules' own."""
+        """The settings of all modules, and those of modules' own, without those of more than 8 bits, which AutoRound
+        writes for modules that it leaves as they are."""
         own = quantization.get("extra_config") or {}
         if not isinstance(own, Mapping) or not all(isinstance(said, Mapping) for said in own.values()):
             raise DamagedCheckpoint("`extra_config` is not an object of objects", where=self._where)
-        for said in ({"group_size": 128, "bits": 4} | dict(quantization), *own.values()):
+        coded = [said for said in own.values() if not (type(bits := said.get("bits")) is int and bits > 8)]
+        for said in ({"group_size": 128, "bits": 4} | dict(quantization), *coded):
             yield {key: value for key, value in said.items() if value is not None}
 
     def _other(self, key: str, value: object) -> PrecisionError:
