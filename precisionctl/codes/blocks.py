@@ -128,9 +128,10 @@ class BlockScales:
 
     def _kept_or(self, new: Tensor, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
         """These rows of the grid, in the dtype that is stored: the carried scale where it fits, else the new one."""
+        stored = _stored(new, dtype)
         if self.carried is None:
-            return new.to(dtype)
-        return torch.where(self.fits[rows], self.candidate[rows], new.to(dtype).float()).to(dtype)
+            return stored
+        return torch.where(self.fits[rows], self.candidate[rows], stored.float()).to(dtype)
 
     def _reduce(self, into: Tensor, values: Tensor, row: int, scratch: Tensor) -> None:
         """Update `into` with the largest magnitude of each block; NaN is ignored."""
@@ -188,11 +189,18 @@ class BlockScales:
         """compressed-tensors' rule (`calculate_qparams`): as many steps as there are, of INT4 fifteen, from the lowest
         value, or 0, to the highest."""
         first, last = -self.element.largest - 1, self.element.largest
-        wanted = ((lowest + highest) / (last - first)).to(dtype).float()
-        new = torch.where(wanted > 0, wanted, 1.0)
+        wanted = (lowest + highest) / (last - first)
+        new = torch.where(wanted > 0, _stored(wanted, dtype).float(), 1.0)
         grid = torch.where(self.fits, self.candidate, new)
         new_zeros = (lowest / new + first).round().clamp(first, last)
         return Encoding(self.element, grid.to(dtype), self.block, zeros=torch.where(self.fits, zeros, new_zeros))
+
+
+def _stored(new: Tensor, dtype: torch.dtype) -> Tensor:
+    """New scales in the dtype that is stored. In FP16 one below 2^-25 would be zero and one from 65520 on infinite, and
+    codes then NaN: these become its smallest and largest numbers."""
+    limits = torch.finfo(dtype)
+    return new.float().clamp(limits.smallest_normal * limits.eps, limits.max).to(dtype)
 
 
 def _usable(grid: Tensor) -> Tensor:

@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from precisionctl.codes import numerics
+from precisionctl.codes import nibbles, numerics
 from precisionctl.codes.blocks import BlockScales, share
-from precisionctl.codes.elements import E4M3, element_of
+from precisionctl.codes.elements import E4M3, INT4, INT8, Element, element_of
 from precisionctl.codes.encoding import Encoding, by_rows, grid_shape, of_rows
 from precisionctl.dtypes import DType
 
@@ -92,6 +92,33 @@ def test_a_block_that_has_changed_and_no_other_gets_a_new_scale(sample: Sample, 
     made = fit.settle(torch.float32).scale_inv
     assert made[place] == inside.abs().max().float() / 448
     assert torch.equal(made[expected], grid[expected])
+
+
+@pytest.mark.parametrize("element", [E4M3, INT4, INT8], ids=lambda element: element.name)
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("factor", [1e-7, 1e9])
+def test_codes_are_numbers_under_scales_that_fp16_has_no_number_for(
+    element: Element, shifted: bool, factor: float
+) -> None:
+    """Rows that have changed, of which one has values as small, or as large, that their scale is stored as FP16's
+    smallest or largest number. So nothing is NaN, and codes are off by half a step of that scale, or by what it does
+    not reach."""
+    if shifted and element is E4M3:
+        return
+    zeros = torch.zeros(3, 1) if shifted else None
+    carried = Encoding(element, torch.full((3, 1), 0.01).half(), (1, 128), zeros=zeros)
+    values = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)).clamp(-2, 2)
+    values[1], values[2] = values[1] * factor, 0
+    fit = BlockScales(3, 128, (1, 128), element, carried, zero_points=shifted)
+    fit.see(values, 0)
+    made, scratch = fit.settle(torch.float16), torch.empty(nibbles.SCRATCH)
+    made = fit.searched(values, 0, made, scratch) if fit.searches else made
+    limits = torch.finfo(torch.float16)
+    assert made.scale_inv[1] == (2.0**-24 if factor < 1 else limits.max)
+    back = made.decode_rows(made.encode_rows(values, 0), 0)
+    assert bool(back.isfinite().all()) and not back[2].any()
+    if factor < 1:
+        assert float((back[1] - values[1]).abs().max()) <= 2.0**-24
 
 
 def test_a_value_between_two_codes_is_a_change_too() -> None:
