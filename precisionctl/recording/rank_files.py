@@ -4,6 +4,7 @@ Processes exchange nothing: each writes its part beside the file, and the one th
 the run that is recorded has no collective that is not its own, and nobody waits.
 """
 
+import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -17,7 +18,9 @@ from precisionctl.errors import OutputError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, Fp8States, RoleState
 
-_LEFT = re.compile(r"\d+ of \d+\.safetensors|.+\.new")
+_CHOSEN = "merging"
+"""A file that the process which merges the parts makes, as only one can."""
+_LEFT = re.compile(rf"\d+ of \d+\.safetensors|.+\.new|{_CHOSEN}")
 """Files that a run may have left: parts, and what was being written."""
 _EXPERT = re.compile(r"(.+)\[(\d+)\]")
 """As `key_of` writes it."""
@@ -31,7 +34,7 @@ def begin(output: Output) -> None:
     if rank:
         return
     output.check_links()
-    for folder in (output.partial, _merging(output)):
+    for folder in (output.partial, _merged(output)):
         if not folder.exists():
             continue
         if others := [path.name for path in folder.iterdir() if not _LEFT.fullmatch(path.name)]:
@@ -48,23 +51,25 @@ def write_part(output: Output, states: Fp8States) -> None:
             output.path.parent.mkdir(parents=True, exist_ok=True)
             write_then_rename(output.path, lambda path: sidecar.write(path, merged([states])))
             return
-        output.partial.mkdir(parents=True, exist_ok=True)
-        write_then_rename(output.partial / f"{rank} of {count}.safetensors", lambda path: sidecar.write(path, states))
         parts = [output.partial / f"{number} of {count}.safetensors" for number in range(count)]
+        new = parts[rank].with_suffix(".new")
+        sidecar.write(new, states)
+        os.rename(new, parts[rank])  # from now on another process may merge all parts, and remove the folder
         if not all(part.exists() for part in parts):
             return
-        mine = _merging(output)
         try:
-            output.partial.rename(mine)
-        except FileNotFoundError:  # another process found all parts, too, and merges them
+            (output.partial / _CHOSEN).touch(exist_ok=False)
+        except (FileExistsError, FileNotFoundError):  # another process found all parts, too
             return
-        read = [sidecar.read(mine / part.name) for part in parts]
-        write_then_rename(output.path, lambda path: sidecar.write(path, merged(read)), beside=mine)
-        shutil.rmtree(mine)
+        read = map(sidecar.read, parts)
+        write_then_rename(output.path, lambda path: sidecar.write(path, merged(read)), beside=output.partial)
+        output.partial.rename(_merged(output))  # at once, so that nobody finds all parts there without the choice
+        shutil.rmtree(_merged(output))
 
 
-def _merging(output: Output) -> Path:
-    return output.partial.with_name(f"{output.path.name}.merging")
+def _merged(output: Output) -> Path:
+    """Where the folder of parts goes that are in the file."""
+    return output.partial.with_name(f"{output.path.name}.merged")
 
 
 def key_of(module: str, expert: int | None) -> str:
