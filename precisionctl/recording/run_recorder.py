@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from precisionctl.checkpoints.megatron.payloads import payload_bytes
 from precisionctl.checkpoints.output import Output
 from precisionctl.codes import numerics
 from precisionctl.errors import MissingFp8State, RecipeError
@@ -272,8 +273,8 @@ def _keeps_state(module: nn.Module) -> bool:
 
 def _own_state(linear: nn.Module, site: GemmSite, recipe: DelayedScaling) -> Fp8State:
     """The state that Transformer Engine keeps of a linear, under our recipe."""
-    payload: Any = linear.get_extra_state()
-    found = decode_payload(payload.numpy().tobytes(), site.name, of_group=bool(site.experts))
+    payload = payload_bytes(linear.get_extra_state(), site.name)
+    found = decode_payload(payload, site.name, of_group=bool(site.experts))
     if found is None:  # nothing recorded yet
         return Fp8State.fresh(recipe.amax_history_len, (len(site.experts),) if site.experts else ())
     return delayed_scaling.change_recipe(found[1], found[0], recipe)

@@ -1,5 +1,7 @@
 """The recorder of runs that others own: its file is that of `calibrate` on the same batches, and it changes nothing."""
 
+import io
+import os
 import re
 import sys
 import warnings
@@ -33,6 +35,7 @@ from transformers.modeling_utils import AttentionInterface
 from precisionctl import api
 from precisionctl.calibration import calibrate as calibration
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.output import Output
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.errors import DestinationExists, MissingFp8State, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.fp8 import sidecar
@@ -330,6 +333,41 @@ def test_processes_that_record_parts_leave_one_file_of_all(llama: Place, tmp_pat
         assert rows[-2:].equal(expected) and rows.count_nonzero() == expected.count_nonzero()
 
 
+@pytest.mark.parametrize("at", ["its part is renamed", "it has seen all parts"])
+def test_a_process_may_find_its_parts_merged_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """The other one does all that it does in the moment after."""
+    state = Fp8State({role: RoleState(torch.tensor(2.0), torch.tensor([0.0, 3.0])) for role in ROLES})
+    states, out = Fp8States(DelayedScaling(amax_history_len=2), {"linear_fc1": state}), Output(tmp_path / "out")
+    monkeypatch.setattr(rank_files, "_here", lambda: (0, 2))
+    rank_files.write_part(out, states)
+    rename, touch = os.rename, Path.touch
+
+    def another_one() -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr(rank_files, "_here", lambda: (0, 2))
+        rank_files.write_part(out, states)
+
+    def renamed(before: Path, after: Path) -> None:
+        rename(before, after)
+        if after.name.startswith("1 of 2"):
+            another_one()
+
+    def touched(path: Path, **options: bool) -> None:
+        another_one()
+        touch(path, **options)
+
+    monkeypatch.setattr(rank_files, "_here", lambda: (1, 2))
+    if at == "its part is renamed":
+        monkeypatch.setattr(os, "rename", renamed)
+    else:
+        monkeypatch.setattr(Path, "touch", touched)
+    rank_files.write_part(out, states)
+    assert sidecar.read(tmp_path / "out").modules["linear_fc1"].roles["input"].amax_history.tolist() == [0, 3]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_of_experts_of_which_some_are_recorded_each_keeps_its_number() -> None:
     recipe, amax = DelayedScaling(amax_history_len=2), torch.tensor([0.0, 3.0])
     state = Fp8State({role: RoleState(torch.tensor(2.0), amax) for role in ROLES})
@@ -430,8 +468,10 @@ def test_megatron_s_provider_is_made_before_the_processes_know_each_other(
     assert not left.exists()
 
 
-def test_what_transformer_engine_records_itself_is_taken(llama: Place, tmp_path: Path) -> None:
-    """Of q, k and v the largest of each row, as one GEMM of them would have recorded."""
+@pytest.mark.parametrize("of_version_1", [False, True])
+def test_what_transformer_engine_records_itself_is_taken(llama: Place, tmp_path: Path, of_version_1: bool) -> None:
+    """Of q, k and v the largest of each row, as one GEMM of them would have recorded. TE 1 gives a file, and None of a
+    module that has recorded nothing."""
     model, recipe = llama.live(), DelayedScaling(amax_history_len=4)
     attention = model.model.layers[0].self_attn
     for factor, linear in enumerate([attention.q_proj, attention.k_proj, attention.v_proj], 1):
@@ -447,7 +487,11 @@ def test_what_transformer_engine_records_itself_is_taken(llama: Place, tmp_path:
             (2, 9),
         )
         linear.fp8_meta = {"scaling_fwd": state.roles["input"]}
-        linear.get_extra_state = lambda data=data: data
+        given = io.BytesIO(data.numpy().tobytes()) if of_version_1 else data
+        linear.get_extra_state = lambda given=given: given
+    if of_version_1:
+        fresh = model.model.layers[1].mlp.down_proj
+        fresh.fp8_meta, fresh.get_extra_state = {"scaling_fwd": trained(4).roles["input"]}, lambda: None
     with api.record(model, tmp_path / "recorded", overrides=("precision.delayed.amax_history_len=4",)):
         llama.pass_over(model, 0)
     found = sidecar.read(tmp_path / "recorded").modules
