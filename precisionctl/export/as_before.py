@@ -8,7 +8,7 @@ from typing import Any
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.codes.encoding import grid_shape
-from precisionctl.errors import MissingFp8State, PrecisionError
+from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError
 from precisionctl.export.input_scales import is_same_amax
 from precisionctl.export.weight_encodings import method_of
 from precisionctl.fp8.delayed_scaling import recorded_amax
@@ -75,9 +75,13 @@ class AsBefore:
         return self.encodings.files
 
     def _block(self, name: str, formats: Iterable[CodeFormat]) -> tuple[int, int]:
-        """The block size that a weight had, if it is one of the method's `formats`, else the first of these."""
+        """The block size that a weight had, if it is one of the method's `formats`, else the first of these. Raises
+        DamagedCheckpoint where no format has codes such as the weight's."""
         spec = self.encodings.weights[name]
         blocks = [sized(form.block, spec) for form in formats if (form.packing is None) == (spec.packing is None)]
+        if not blocks:
+            what = f"the encodings have codes of {name}, and their `quantization_config` has no such format"
+            raise DamagedCheckpoint(what, where=self.encodings.path)
         had = self.encodings.scales[name].block
         return had if had in blocks or ngram_table(name) else blocks[0]
 

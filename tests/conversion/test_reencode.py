@@ -1,6 +1,7 @@
 """The way back: what was FP8 becomes the same codes again, whatever it has been in between."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from precisionctl.fp8.delayed_scaling import recorded_amax
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.param import Parallelism
 from precisionctl.precision import PRESETS
+from precisionctl.quant_methods import compressed_tensors
 from precisionctl.reports.inspect import describe
 
 run = conversions.run
@@ -380,6 +382,13 @@ def test_of_encodings_only_what_they_are_known_by_is_read(encodings: Path, tmp_p
     coded = encodings_file.find(tmp_path)
     assert coded is not None and coded.files == {encodings_file.QUANT_CONFIG: b"{}"}
     assert coded.weights.keys() == {UP} and coded.has_fixed_scales  # the tensors that belong to none
+
+
+def test_encodings_of_codes_that_their_config_does_not_have_are_damage(encodings: Path, tmp_path: Path) -> None:
+    shutil.copytree(encodings.parent.parent, tmp_path / "hf", ignore=shutil.ignore_patterns("precisionctl"))
+    edited(encodings, tmp_path / "hf", quantization_config=compressed_tensors.config("nvfp4a16", ()))
+    with pytest.raises(DamagedCheckpoint, match="codes of .+, and their `quantization_config` has no such format"):
+        plan_command(Request(tmp_path / "hf", tmp_path / "back", "hf", precision="fp8"))
 
 
 def test_encodings_cut_short_are_damage(tmp_path: Path) -> None:
