@@ -204,6 +204,10 @@ class Quantization:
         return self
 
 
+OF_CACHE_ALONE = Quantization((), None)
+"""Of a config that says of its KV cache alone what it is in: all weights are values."""
+
+
 def codes_kind(form: CodeFormat, fixed: bool | None) -> str:
     """What codes in a format are: a scheme of FP8, by whether inputs have `fixed` scales, or the name of packed
     codes."""

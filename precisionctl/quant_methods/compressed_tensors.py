@@ -16,6 +16,7 @@ from precisionctl.quant_methods.base import (
     CHANNEL,
     EXPONENTS,
     FLOATS,
+    OF_CACHE_ALONE,
     SCHEMES,
     TENSOR,
     Block,
@@ -107,14 +108,14 @@ def read(config: Mapping[str, Any]) -> Quantization:
     found = config.get("config_groups")
     groups = list(found.values()) if isinstance(found, Mapping) else []
     parts = [(_targets(group), _group(group, config.get("format"))) for group in groups]
-    if not parts:
+    cache = config.get("kv_cache_scheme")
+    if not (parts or isinstance(cache, Mapping)):
         raise _unread("there are no groups")
     if _is_there(config.get("sparsity_config")) or _is_there(config.get("transform_config")):
         raise _unread("weights are packed as sparse, or were transformed")
-    cache = config.get("kv_cache_scheme")
     if isinstance(cache, Mapping) and (cache.get("num_bits", 8), cache.get("type", "int")) != (8, "float"):
         raise _unread("the KV cache is not in FP8")
-    return combined(parts)
+    return combined(parts) if parts else OF_CACHE_ALONE
 
 
 def _group(group: object, layout: object) -> Quantization:

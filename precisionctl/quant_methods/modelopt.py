@@ -16,6 +16,7 @@ from precisionctl.errors import PrecisionError, shown
 from precisionctl.quant_methods.base import (
     CHANNEL,
     MXFP4,
+    OF_CACHE_ALONE,
     TENSOR,
     Block,
     CacheSpelling,
@@ -117,6 +118,8 @@ def read(config: Mapping[str, Any]) -> Quantization:
         layers = found if isinstance(found, Mapping) else {}
         algorithms = [layer.get("quant_algo") if isinstance(layer, Mapping) else None for layer in layers.values()]
         named = list(layers)
+    if algorithms == [None] and "FP8" == config.get("kv_cache_quant_algo"):
+        return OF_CACHE_ALONE
     parts = [_READ.get(name.upper()) if isinstance(name, str) else None for name in algorithms]
     if not parts or None in parts:
         unread = next((name for name, part in zip(algorithms, parts, strict=True) if part is None), None)

@@ -24,12 +24,13 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
-from precisionctl.engines.base import engines
+from precisionctl.engines.base import engine_named, engines
 from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError, UnmappedTensor
 from precisionctl.evaluate import load
 from precisionctl.fp8 import sidecar
 from precisionctl.planning.served_model import served
 from precisionctl.precision import PRESETS
+from precisionctl.verify.engine_rules import check
 
 LAYERS = range(2)
 
@@ -181,6 +182,37 @@ def test_scales_beside_weights_that_are_no_codes_stay_behind_with_a_note(tmp_pat
     said = "2 scales of a KV cache, beside weights that are no codes, stay behind."
     assert said in plan_command(Request(tmp_path / "hf", tmp_path / "megatron", "megatron")).notes
     assert said in plan_command(Request.export(tmp_path / "hf", tmp_path / "out", "vllm")).notes
+
+
+OF_CACHE_ALONE = {
+    "compressed-tensors": {
+        "format": "dense",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
+    },
+    "modelopt": {"quant_algo": None, "kv_cache_quant_algo": "FP8", "producer": {"name": "modelopt"}},
+}
+"""As llm-compressor (its example of an FP8 cache alone) and ModelOpt (of `--qformat none`) write it."""
+
+
+@pytest.mark.parametrize("method", OF_CACHE_ALONE)
+def test_a_directory_whose_cache_alone_is_in_fp8_is_read_as_its_values(tmp_path: Path, method: str) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, **OF_CACHE_ALONE[method]}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "hf" / "model.safetensors"
+    values = load_file(file)
+    scales = [f"model.layers.{layer}.self_attn.{name}" for layer in LAYERS for name in BELOW[method]]
+    save_file(values | {name: torch.full((1,), 0.5) for name in scales}, file, metadata={"format": "pt"})
+    work = plan_command(Request(tmp_path / "hf", tmp_path / "out", "hf"))
+    assert "4 scales of a KV cache, beside weights that are no codes, stay behind." in work.notes
+    execute(work)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == values.keys()
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    refused = [each for each in check(open_checkpoint(tmp_path / "hf"), engine_named("vllm")) if each.rule.fatal]
+    assert bool(refused) == (method == "modelopt")  # of which vLLM wants a `quant_algo`
 
 
 @pytest.mark.parametrize(

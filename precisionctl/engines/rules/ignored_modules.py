@@ -83,11 +83,15 @@ class IgnoreList:
         return lambda module: not is_target(module) or on_list(module)
 
     def _targets(self, quantization: Mapping[str, Any]) -> Callable[[str], bool]:
-        """Whether a linear is a target: all but heads that are apart, where no target is said, or a class is one."""
+        """Whether a linear is a target: all but heads that are apart, where no target is said, or a class is one. None,
+        in compressed-tensors without config groups (vLLM 0.33 compressed_tensors.py get_scheme_dict)."""
         layers = quantization.get("quantized_layers")
         if quantization.get("quant_algo") == "MIXED_PRECISION" and isinstance(layers, Mapping):
             return lambda module: any(name in layers for name in names_in_layers(module))
-        targets = [target for group in config_groups(quantization).values() for target in words(group.get("targets"))]
+        groups = config_groups(quantization)
+        if quantization.get("quant_method") == "compressed-tensors" and not groups:
+            return lambda module: False
+        targets = [target for group in groups.values() for target in words(group.get("targets"))]
         is_named = BY_NAME_OR_REGEX.of(targets)
         if targets and not any(map(is_of_a_class, targets)):
             return is_named
