@@ -1,6 +1,7 @@
 """The tokenizer of a GGUF file: how text is split, which tokens are what, and what is refused."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,17 @@ def test_more_added_tokens_than_can_be_looked_for_in_others_are_one_error() -> N
     added += [{"content": f"<{number}>"} for number in range(60_000)]
     with pytest.raises(DamagedCheckpoint, match="60001 added tokens, too many"):
         text_notes({"model": {}, "added_tokens": added})
+
+
+def test_tokens_of_which_nearly_all_overlap_are_looked_at_in_seconds() -> None:
+    """Ten million pairs of which none is one: the second is the shorter. And a million, each the beginning of a longer
+    token too."""
+    firsts, seconds = [f"{number:04d}{'z' * 56}a" for number in range(1000)], [f"a{n:04d}" for n in range(10_000)]
+    for more in ([], [f"{first}b" for first in firsts]):
+        began = time.process_time()
+        text_notes({"model": {}, "added_tokens": [{"content": text} for text in (*firsts, *more, *seconds)]})
+        assert time.process_time() - began < 5
+        seconds = [f"{second}{'c' * 59}" for second in seconds[:1000]]
 
 
 def test_a_gemma_4_is_merged_by_ranks_line_by_line_behind_its_first_token(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ _ELSEWHERE = "vLLM runs the tokenizer as it is: --target vllm."
 _SETTINGS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 """Of a BPE; llama.cpp has none of them."""
 
-_LONGEST, _MOST_OVERLAPS = 64, 1_000_000
+_LONGEST, _MOST_OVERLAPS = 64, 100_000
 """Letters of the added tokens that are looked for at the ends of others, and how many such ends are looked at."""
 
 _MOST_LETTERS = 5_000_000_000
@@ -84,7 +84,7 @@ def text_notes(tokenizer: Mapping[str, Any]) -> list[str]:
 def _overlapping(added: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Pairs of added tokens, of which the end of the first is the beginning of the second, and that llama.cpp finds
     otherwise: those where no other token is found in the place of the first."""
-    tokens = {text for text in added if 1 < len(text) <= _LONGEST}
+    tokens = {text: len(text.encode(errors="replace")) for text in added if 1 < len(text) <= _LONGEST}
     beginnings: dict[str, list[str]] = {}
     for text in sorted(tokens):
         for end in range(1, len(text)):
@@ -94,11 +94,14 @@ def _overlapping(added: Sequence[str]) -> Iterator[tuple[str, str]]:
         for first in sorted(tokens)
         for start in range(1, len(first))
         for second in beginnings.get(first[start:], ())
-        if second != first and len(second.encode(errors="replace")) >= len(first.encode(errors="replace"))
     )
     for first, start, second in islice(overlaps, _MOST_OVERLAPS):
+        if second == first or tokens[second] < tokens[first]:
+            continue
         together = first[:start] + second
-        if not any(together[:end] in tokens for end in range(len(first) + 1, len(together) + 1)):
+        if first not in beginnings or not any(
+            together[:end] in tokens for end in range(len(first) + 1, len(together) + 1)
+        ):
             yield first, second
 
 
