@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Protocol
 
+from precisionctl.architectures.rearrangements import Vocabulary
 from precisionctl.checkpoints.chunks import Chunk, Chunked
 from precisionctl.codes.encoding import Encoding
 from precisionctl.conversion.worker import Nowhere, TensorSource, Worker
@@ -102,10 +103,10 @@ class _Sampler(Worker):
 
     def _sampled(self, job: Job, name: str) -> range | list[int]:
         """The numbers of the rows to sample from a tensor."""
-        spec, model = self._plan.targets[name], self._plan.model
+        spec = self._plan.targets[name]
         rows = spec.rows
-        if self._plan.to_layout == "megatron" and spec.shape:
-            rows = min(rows, job.row.shape(replace(model, padded_vocab_size=model.vocab_size))[0])
+        if self._plan.to_layout == "megatron" and isinstance(job.row.rearrangement, Vocabulary):
+            rows = min(rows, self._plan.model.vocab_size)
         if spec.columns == 1:
             return range(rows)
         return sorted({number * (rows - 1) // (_ROWS - 1) for number in range(_ROWS)})
