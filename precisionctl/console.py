@@ -20,7 +20,6 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -153,30 +152,41 @@ def show_error(error: PrecisionctlError) -> None:
     _err.print(Panel(body, title=kind, title_align="left", border_style="red"))
 
 
+class BytesBar:
+    """Advances a bar by the number of further bytes that it is called with. At the end the bar is full, as totals are
+    of stored bytes and may be off; unless what it shows was `stopped`."""
+
+    def __init__(self, update: Callable[..., None]) -> None:
+        self._update, self.stopped = update, False
+
+    def __call__(self, count: int) -> None:
+        self._update(advance=count)
+
+
 @contextmanager
-def bytes_progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
-    """A progress bar of bytes on stderr; call what it yields with the number of further bytes. A `total` of 0 is not
-    known."""
+def bytes_progress(what: str, total: int, *, quiet: bool = False) -> Iterator[BytesBar]:
+    """A progress bar of bytes on stderr. A `total` of 0 is not known."""
     columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with _bar(what, *columns, quiet=quiet, total=total or None) as update:
-        yield lambda count: update(advance=count)
+    progress = Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=_err, disable=quiet)
+    with _bar(progress, what, total or None) as update:
+        yield (bar := BytesBar(update))
+        if not bar.stopped:
+            progress.update(progress.task_ids[0], completed=progress.tasks[0].total)
 
 
 @contextmanager
 def rows_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar of rows on stderr; call what it yields with the number done and the number of all."""
-    with _bar(what, MofNCompleteColumn(), TimeRemainingColumn()) as update:
+    columns = MofNCompleteColumn(), TimeRemainingColumn()
+    progress = Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=_err)
+    with _bar(progress, what) as update:
         yield lambda done, total: update(completed=done, total=total)
 
 
 @contextmanager
-def _bar(
-    what: str, *columns: ProgressColumn, quiet: bool = False, total: int | None = None
-) -> Iterator[Callable[..., None]]:
+def _bar(progress: Progress, what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
     """A progress bar on stderr. It appears with the first call of the yielded function (`Progress.update`). So an error
-    before that is shown without a bar, and only a rank that calls it shows one. At the end it is full unless there was
-    an error: totals are of stored bytes and may be slightly off."""
-    progress = Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=_err, disable=quiet)
+    before that is shown without a bar, and only a rank that calls it shows one."""
     task = progress.add_task(what, total=total)
 
     def update(**changes: Any) -> None:
@@ -185,7 +195,6 @@ def _bar(
 
     try:
         yield update
-        progress.update(task, completed=progress.tasks[0].total)
     finally:
         if progress.live.is_started:
             progress.stop()

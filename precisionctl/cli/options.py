@@ -299,6 +299,11 @@ class Writing:
     json_wanted: bool
 
 
+restart_option = click.option(
+    "--restart", is_flag=True, help="Start again: discard what an unfinished run of this command left."
+)
+
+
 def writing_options(command: Callback) -> Callback:
     """Add the options of every command that writes a checkpoint. The command gets them in `how`, a `Writing`."""
     options = (
@@ -309,9 +314,7 @@ def writing_options(command: Callback) -> Callback:
             "--verify", is_flag=True, help="Read the result back and compare it with the source before it appears."
         ),
         click.option("--dry-run", is_flag=True, help="Show the plan and write nothing."),
-        click.option(
-            "--restart", is_flag=True, help="Start again: discard what an unfinished run of this command left."
-        ),
+        restart_option,
         json_option,
     )
 

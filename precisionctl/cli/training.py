@@ -22,6 +22,7 @@ from precisionctl.cli.options import (
     json_option,
     megatron_fp8_options,
     reference_option,
+    restart_option,
     set_option,
 )
 from precisionctl.errors import GO_ON, one_line
@@ -248,8 +249,9 @@ def calibrate(
 @click.argument("out", type=NEW_PATH)
 @click.option("--tokenizer", type=TOKENIZER, required=True, help="A checkpoint, or a directory with a tokenizer.")
 @click.option("--workers", type=POSITIVE, help="Number of processes. Default: one per core.")
+@restart_option
 @json_option
-def tokenize(data: str, out: Path, tokenizer: Path, workers: int | None, json_wanted: bool) -> None:
+def tokenize(data: str, out: Path, tokenizer: Path, workers: int | None, restart: bool, json_wanted: bool) -> None:
     """Tokenize DATA into OUT.bin and OUT.idx, for Megatron and for resume.
 
     DATA is text, JSONL, JSON, parquet, a folder or a data set on the Hub, as for resume. For conversations,
@@ -265,7 +267,8 @@ def tokenize(data: str, out: Path, tokenizer: Path, workers: int | None, json_wa
     source = source_of(data)
     partial = Output(out).partial
     with kept_when_stopped(lambda: is_left(partial)), console.bytes_progress("tokenizing", source.nbytes) as on_text:
-        made = make_corpus(source, out, tokenizer, workers or cores, on_text)
+        made = make_corpus(source, out, tokenizer, workers or cores, on_text, restart=restart)
+        on_text.stopped = bool(made.signal)
     if json_wanted:
         print_json(made.as_json(out))
     else:

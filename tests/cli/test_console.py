@@ -75,7 +75,10 @@ def test_a_bar_is_drawn_when_something_is_done_and_not_before_an_error(shown: io
         on_rows(1, 2)
     with console.bytes_progress("whole", 100) as on_bytes:
         on_bytes(97)
-    assert "100/100 bytes" in shown.getvalue()
+    with console.bytes_progress("stopped", 1000) as on_bytes:
+        on_bytes(70)
+        on_bytes.stopped = True
+    assert "100/100 bytes" in shown.getvalue() and shown.getvalue().count("0.1/1.0 kB") == 1
     assert "writing" in shown.getvalue() and "10/10 bytes" in shown.getvalue() and "evaluating" in shown.getvalue()
 
 

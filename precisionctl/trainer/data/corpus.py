@@ -70,12 +70,14 @@ class Corpus:
 
 
 def make_corpus(
-    source: DataSource, out: Path, tokenizer: Path, workers: int, on_text: Callable[[int], None] = lambda size: None
+    source: DataSource, out: Path, tokenizer: Path, workers: int, on_text: Callable[[int], None], *, restart: bool
 ) -> Corpus:
     """Tokenize data as `resume` does, with the tokenizer of a checkpoint or of a directory that has no more, in
-    `workers` processes. `on_text` is called with the characters of each further piece of text.
+    `workers` processes. `on_text` is called with the characters of each further piece of text. `restart` discards what
+    an earlier call has left; without it, what was left of the same data is continued.
 
-    Raises OutputError if there are results already, DataError for data that cannot be read, DiskProblem.
+    Raises OutputError if there are results already, or what is left is of other data, DataError for data that cannot be
+    read, DiskProblem.
     """
     partial = Output(out).partial
     if not ((before := _noted(partial)) and before.written):
@@ -103,7 +105,7 @@ def make_corpus(
                 tokenizers = [stack.enter_context(one) for one in opened]
                 code = 8 if tokenizers[0].size < _MOST_OF_16_BITS else 4
                 begun = Corpus(cache_key(source.identity, tokenizers[0]), code)
-                made = _begin(partial, out, begun)
+                made = _begin(partial, out, begun, restart)
                 if not made.written:
                     made = _write(partial, made, _counting_text(source.records(), on_text), tokenizers)
                 if not made.signal:
@@ -128,11 +130,19 @@ def _noted(partial: Path) -> Corpus | None:
     return None
 
 
-def _begin(partial: Path, out: Path, begun: Corpus) -> Corpus:
+def _begin(partial: Path, out: Path, begun: Corpus, restart: bool) -> Corpus:
     """The Corpus to continue from: what an earlier command made of the same data, with its files cut back to what its
-    journal says; else `begun`, with all files removed."""
-    before = _noted(partial)
-    if before and before.key == begun.key:
+    journal says; else `begun`, with all files removed. Raises OutputError for what is left of other data, unless it is
+    to `restart`."""
+    before = None if restart else _noted(partial)
+    if before and before.key != begun.key:
+        _check_free(out)
+        raise OutputError(
+            "unfinished output of other data is there, of other files of it, or of another tokenizer",
+            where=partial,
+            do="Run with --restart to discard it, or choose another OUT.",
+        )
+    if before:
         if before.written and all(  # each file has either its final name or the partial one
             (partial / name).exists() != with_suffix(out, name).exists() for name in _names(before)
         ):

@@ -2,7 +2,7 @@
 text."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,8 +11,9 @@ from precisionctl.discover import discover
 from precisionctl.errors import DataError, nearest_path
 from precisionctl.paths import StrPath
 from precisionctl.trainer.data import formats
-from precisionctl.trainer.data.formats.base import Format, a_document, begins_with, open_text
+from precisionctl.trainer.data.formats.base import Format, a_document, begins_with, open_text, unpacked_name
 from precisionctl.trainer.data.hf_datasets import HUB, HfDataset
+from precisionctl.trainer.data.megatron import prefix_of
 from precisionctl.trainer.data.records import DataSource, Record
 from precisionctl.trainer.data.shapes import text_under
 from precisionctl.trainer.data.store import stats_of
@@ -52,12 +53,17 @@ def _source_at(place: str, column: str | None, cache: Path | None) -> DataSource
     path = Path(named.place if named else place)
     if not named and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         raise DataError("`datasets` wrote it, and reads it by split", where=path, do=f"Give {path}:train.")
+    if not named and (prefix := prefix_of(path)):
+        raise DataError("it is tokenized already", where=prefix, do="Give `resume`, `calibrate` or `eval` this name.")
     files = files_of(path)
+    cards = [] if named else _cards(files)
+    files = [file for file in files if file not in cards]
     stats = stats_of(files)
-    nbytes = 0 if any(file.suffix == ".gz" for file in files) else sum(size for _, size, _ in stats)
+    nbytes = 0 if any(file.suffix == ".gz" for file in files) else sum(stat.size for stat in stats)
     if named:
         return DataSource(partial(named.pinned(cache).records, column), [str(named), stats], nbytes)
-    return DataSource(partial(records, files, column), stats, nbytes)
+    notes = tuple(f"{file} describes the data beside it, and is no document" for file in cards)
+    return DataSource(partial(records, files, column), stats, nbytes, notes)
 
 
 def check_named(data: StrPath) -> None:
@@ -99,20 +105,37 @@ def files_of(path: Path) -> list[Path]:
     return found
 
 
+def _cards(files: Sequence[Path]) -> list[Path]:
+    """The cards of a data set, as the Hub has them, among its files."""
+    cards = [file for file in files if file.name == "README.md"]
+    return cards if cards and len(files) > 1 and any(_format_of(file) for file in files) else []
+
+
+def _format_of(file: Path) -> Format | None:
+    """The format of a file of rows; None for text. Raises DataError for a file that cannot be read."""
+    try:
+        return next((each for each in discover(formats, "FORMAT", Format) if each.recognises(file)), None)
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=file) from None
+
+
 def records(files: list[Path], column: str | None = None) -> Iterator[Record]:
     """All records of these files, lazily; of rows only a `column`, if one is wanted. Raises DataError for a file that
     cannot be read or is not in its format."""
-    known = discover(formats, "FORMAT", Format)
     for file in files:
+        known = _format_of(file)
         try:
-            reads = next((each.records for each in known if each.recognises(file)), text_records)
-            yield from reads(file, column)
+            yield from (known.records if known else text_records)(file, column)
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror}", where=file) from None
 
 
 def text_records(path: Path, column: str | None) -> Iterator[Record]:
-    """A UTF-8 file as one document. Raises DataError for one that is not UTF-8, and where a key of rows is wanted."""
+    """A UTF-8 file as one document. Raises DataError for one that is not UTF-8, for a table, and where a key of rows is
+    wanted."""
+    if unpacked_name(path).suffix.lower() in _TABLES:
+        do = f"`datasets` reads it from its folder, as {path.parent}:SPLIT; or write it as parquet or JSON lines."
+        raise DataError("a table, which is no text", where=path, do=do)
     if column not in (None, "text"):  # `text` is what a document has among rows, in a folder of both
         do = f"Leave `#{column}` out, and all of it is the text; rows come as JSON lines (.jsonl), JSON or parquet."
         raise DataError(f"it is a text file, which has no keys, and so no `{column}`", where=path, do=do)
@@ -125,6 +148,8 @@ def text_records(path: Path, column: str | None) -> Iterator[Record]:
         do = f"It is packed by {packed}: unpack it first." if packed else "Text is any UTF-8 file; rows are .jsonl."
         raise DataError(f"not UTF-8 text: {error}", where=path, do=do) from None
 
+
+_TABLES = (".csv", ".tsv", ".arrow")
 
 _NOT_UNPACKED = {"zstandard": b"\x28\xb5\x2f\xfd", "bzip2": b"BZh", "xz": b"\xfd7zXZ\x00", "zip": b"PK\x03\x04"}
 """The bytes that packed files begin with."""

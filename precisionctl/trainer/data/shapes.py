@@ -1,6 +1,6 @@
 """The shapes of records, recognised by their keys: a text, a conversation, or a prompt with its completion."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +76,13 @@ def columns_to_read(names: Sequence[str], wanted: str | None) -> list[str]:
     them, for the error that says so."""
     if wanted is not None:
         return [wanted] if wanted in names else [*names]
-    makes_samples = any({*shape.keys} <= {*names} for shape in SHAPES)
-    return [name for name in names if name in KEYS or not makes_samples]
+    return [name for name in names if name in KEYS or not makes_samples(names, None)]
+
+
+def makes_samples(names: Iterable[str], wanted: str | None) -> bool:
+    """Whether rows with these keys make samples: with the `wanted` one, else with those of a shape."""
+    there = {*names}
+    return wanted in there if wanted is not None else any(there.issuperset(shape.keys) for shape in SHAPES)
 
 
 def _names(row: JsonRow) -> str:
@@ -89,8 +94,8 @@ def _sharegpt(row: JsonRow) -> Conversation:
     turns = _list(row, "conversations")
     messages = _system(row)
     for turn in turns:
-        if isinstance(turn, dict) and "role" in turn:  # the keys of `messages` under the other name
-            messages.append(turn)
+        if isinstance(turn, dict) and turn.get("role") is not None:  # the keys of `messages` under the other name
+            messages += _messages([turn])
             continue
         if not (isinstance(turn, dict) and isinstance(turn.get("from"), str) and isinstance(turn.get("value"), str)):
             raise _BadRow(f"a turn without `from` and `value`: {str(turn)[:80]}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data.records import DataSource
 from precisionctl.trainer.data.tokenize import Tokenized, tokenize
 
-VERSION = 3
+VERSION = 4
 """The version of a folder's format; tokens of another version are made anew."""
 
 OnTokens = Callable[[int], None]
@@ -91,13 +91,23 @@ def cache_key(identity: object, tokenizer: Tokenizer) -> str:
     return hashlib.sha256(json.dumps([VERSION, tokenizer.key, identity]).encode()).hexdigest()[:32]
 
 
-def stats_of(files: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """The identity of files: their paths, sizes and times. Raises DataError if one is missing."""
+class FileStats(NamedTuple):
+    """The identity of a file of data: its `name`, which decides how it is read, and the `path`, bytes and time of what
+    it links to."""
+
+    name: str
+    path: str
+    size: int
+    changed: int
+
+
+def stats_of(files: Sequence[Path]) -> list[FileStats]:
+    """The identity of files. Raises DataError if one is missing."""
     try:
-        stats = [(file.resolve(), file.stat()) for file in files]
+        stats = [(file, file.resolve(), file.stat()) for file in files]
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=error.filename) from None
-    return [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+    return [FileStats(file.name, str(path), stat.st_size, stat.st_mtime_ns) for file, path, stat in stats]
 
 
 def known_commit(cache: Path | None, name: str, ask: Callable[[], str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from precisionctl.errors import DataError
+from precisionctl.errors import DataError, one_line
 from precisionctl.tokens.samples import Completion, Conversation
 from precisionctl.tokens.tokenizer import TextPiece, Tokenizer
 from precisionctl.trainer.data.records import Record
@@ -46,22 +46,22 @@ def tokenize(records: Iterator[Record], tokenizers: Sequence[Tokenizer]) -> Gene
         return
     everything = chain([first], records)
     if isinstance(sample_of(first), Text):
-        yield from _documents(everything, tokenizers)
+        yield from _documents(everything, tokenizers, first.where)
     else:
-        yield from _conversations(everything, tokenizers)
+        yield from _conversations(everything, tokenizers, first.where)
 
 
-def _documents(records: Iterator[Record], tokenizers: Sequence[Tokenizer]) -> Iterator[Tokenized]:
+def _documents(records: Iterator[Record], tokenizers: Sequence[Tokenizer], first: str) -> Iterator[Tokenized]:
     """Each document's tokens, with the tokenizer's special tokens before it and one end-of-text token after it."""
     end = tokenizers[0].end
-    for made in _by_all(tokenizers, _batches(_text(record) for record in records), Tokenizer.texts):
+    for made in _by_all(tokenizers, _batches(_text(record, first) for record in records), Tokenizer.texts):
         for ids in made:
             ended = len(ids) > 0 and ids[-1] == end
             yield Tokenized(ids if ended else np.append(ids, np.int32(end)))
 
 
-def _conversations(records: Iterator[Record], tokenizers: Sequence[Tokenizer]) -> Iterator[Tokenized]:
-    for made in _by_all(tokenizers, _batches(_sample(record) for record in records), Tokenizer.samples):
+def _conversations(records: Iterator[Record], tokenizers: Sequence[Tokenizer], first: str) -> Iterator[Tokenized]:
+    for made in _by_all(tokenizers, _batches(_sample(record, first) for record in records), Tokenizer.samples):
         for row in made:
             yield Tokenized(row.tokens, row.learned, row.notes)
 
@@ -113,16 +113,16 @@ def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
         yield some
 
 
-def _text(record: Record) -> TextPiece:
-    text: str = _of_kind(record, Text).text
+def _text(record: Record, first: str) -> TextPiece:
+    text: str = _of_kind(record, Text, first).text
     try:
         return TextPiece(record.where, text.encode())
     except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can express and no tokenizer takes
         raise DataError(f"not UTF-8 text: {error}", where=record.where) from None
 
 
-def _sample(record: Record) -> TextPiece:
-    sample: Conversation | Completion = _of_kind(record, (Conversation, Completion))
+def _sample(record: Record, first: str) -> TextPiece:
+    sample: Conversation | Completion = _of_kind(record, (Conversation, Completion), first)
     messages = len(sample.messages) if isinstance(sample, Conversation) else 0
     try:
         return TextPiece(record.where, json.dumps(vars(sample)).encode(), messages)
@@ -130,12 +130,13 @@ def _sample(record: Record) -> TextPiece:
         raise DataError(f"a message that JSON cannot express: {error}", where=record.where) from None
 
 
-def _of_kind(record: Record, kind: Any) -> Any:
+def _of_kind(record: Record, kind: Any, first: str) -> Any:
+    """The record's sample, which must be of the `kind` of the first record, whose place is `first`."""
     sample = sample_of(record)
     if not isinstance(sample, kind):
         raise DataError(
             f"text and conversations in one data set: {str(dict(record.row))[:80]}",
             where=record.where,
-            do="All rows must be like the first. Use data.blend for both kinds.",
+            do=f"All rows must be like the first ({one_line(first)}). Use data.blend for both kinds.",
         )
     return sample

@@ -44,8 +44,9 @@ def of_megatron(prefix: Path) -> Any:
     return IndexedDataset(str(prefix))
 
 
-def made(place: Path, name: str, workers: int = 1, data: str = "texts.jsonl") -> Corpus:
-    return make_corpus(source_of(place / data), place / name, place / "words", workers)
+def made(place: Path, name: str, workers: int = 1, data: str = "texts.jsonl", *, restart: bool = False) -> Corpus:
+    source = source_of(place / data)
+    return make_corpus(source, place / name, place / "words", workers, lambda size: None, restart=restart)
 
 
 def bytes_of(place: Path, name: str) -> dict[str, bytes]:
@@ -58,7 +59,7 @@ def bytes_of(place: Path, name: str) -> dict[str, bytes]:
 
 def test_megatron_reads_each_document_s_tokens_and_any_number_of_workers_makes_the_same_bytes(place: Path) -> None:
     told: list[int] = []
-    one = make_corpus(source_of(place / "texts.jsonl"), place / "one", place / "words", 1, told.append)
+    one = make_corpus(source_of(place / "texts.jsonl"), place / "one", place / "words", 1, told.append, restart=False)
     assert (one, sum(told)) == (made(place, "three", 3), sum(map(len, TEXTS)))
     assert bytes_of(place, "one") == bytes_of(place, "three") and bytes_of(place, "one").keys() == {".bin", ".idx"}
     theirs = of_megatron(place / "one")
@@ -135,7 +136,9 @@ def test_a_killed_command_goes_on_and_makes_the_same_bytes(
 def test_a_folder_without_a_tokenizer_is_answered_with_what_has_one(place: Path) -> None:
     (place / "nothing").mkdir()
     with pytest.raises(UnknownFormat, match="--tokenizer takes a checkpoint, or a directory with"):
-        make_corpus(source_of(place / "texts.jsonl"), place / "never", place / "nothing", 1)
+        make_corpus(
+            source_of(place / "texts.jsonl"), place / "never", place / "nothing", 1, lambda size: None, restart=False
+        )
 
 
 def test_a_tokenizer_alone_may_be_gpt_2s_two_files(place: Path) -> None:
@@ -199,17 +202,30 @@ def test_a_kill_after_the_last_name_is_mended_and_is_no_leave_to_write_over(
     assert bytes_of(place, "x") == whole and not (place / "x.partial").exists()
 
 
-def test_other_data_is_begun_anew(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_data_discards_what_is_left_only_when_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "TOKENS_AT_ONCE", 10)
     with monkeypatch.context() as dying:
         dies = Dies(5)
         dying.setattr(Tokenizer, "texts", lambda each, pieces: dies(each, pieces))
         with pytest.raises(KeyboardInterrupt):
             made(place, "x")
+    left = (place / "x.partial" / ".bin").read_bytes()
     write_rows(place / "texts.jsonl", [{"text": "e d c"}])
-    assert made(place, "x").documents == 1
+    with pytest.raises(OutputError, match="unfinished output of other data is there.*Run with --restart"):
+        made(place, "x")
+    assert left and (place / "x.partial" / ".bin").read_bytes() == left
+    assert made(place, "x", restart=True).documents == 1
     theirs = of_megatron(place / "x")
     assert theirs[0].tolist() == [8, 7, 6, 0]
+
+
+def test_what_is_tokenized_is_not_tokenized_as_text(place: Path) -> None:
+    """Ids of two bytes below 128 are valid UTF-8."""
+    made(place, "corpus")
+    for name in ("corpus", "corpus.bin", "corpus.idx", "corpus.bin#text"):
+        said = run("tokenize", place / name, place / "again", "--tokenizer", place / "words")
+        assert "it is tokenized already" in said.output and "`resume`, `calibrate` or `eval`" in said.output, name
+    assert not [*place.glob("again*")]
 
 
 @pytest.mark.parametrize("there", ["x.bin", "x.idx", "x.learned"])

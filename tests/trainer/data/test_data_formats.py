@@ -121,6 +121,8 @@ def test_a_text_file_has_no_keys_but_is_a_document_in_a_folder_of_rows(tmp_path:
         ({"prompt": "a", "completion": None}, "`completion` is null"),
         ({"conversations": [{"from": "human"}]}, "a turn without `from` and `value`"),
         ({"conversations": [{"from": "cat", "value": "a"}]}, "a turn from 'cat'; known are system, human"),
+        ({"conversations": [{"role": None}]}, "a turn without `from` and `value`"),
+        ({"conversations": [{"role": 5, "content": "a"}]}, "a message without a role"),
         ({"conversations": {"from": "human"}}, "`conversations` is not a list"),
         ({"instruction": "a", "output": 3}, "`output` is not a string"),
         ({"instruction": "a", "output": "b", "history": ["xy"]}, "pairs of what was asked and answered"),
@@ -234,9 +236,74 @@ def test_a_directory_holds_files_of_several_kinds(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a b")
     write_rows(tmp_path / "b.jsonl", [{"text": "c"}, {"text": "d"}])
     (tmp_path / "c.json").write_text('[{"text": "e"}]')
-    (tmp_path / "d.json").write_text('{"text": "e"}')  # no list: a document that happens to be JSON
+    (tmp_path / "d.json").write_text('{"text": "a"}')
+    (tmp_path / "e.md").write_text("b")
     rows = load_rows(tmp_path, tokenizer(), 4)
-    assert read(rows.tokens.tolist()) == "a b <eos> c <eos> d <eos> e <eos> ? ? <eos>"
+    assert read(rows.tokens.tolist()) == "a b <eos> c <eos> d <eos> e <eos> a <eos> b <eos>"
+
+
+@pytest.mark.parametrize("column", ["", "#body"])
+def test_a_json_file_of_one_object_is_a_row(tmp_path: Path, column: str) -> None:
+    """As in a folder of 1.json, 2.json, ..., indented or not."""
+    key = column.removeprefix("#") or "text"
+    for number, text in enumerate(("a b", "c d")):
+        row = json.dumps({key: text, "id": number}, indent=number or None)
+        (tmp_path / f"{number}.json").write_text(f"{row}\n")
+    assert read(load_rows(f"{tmp_path}{column}", tokenizer(), 4).tokens.tolist()) == "a b <eos> c d <eos>"
+
+
+NO_ROWS = {
+    "infos.json": ('{"default": {"features": {}}}', r"no row of data.*folder of nothing else.*DIRECTORY:SPLIT"),
+    "two.json": ('{"text": "a"}\n\n{"text": "b"}', "not JSON: text after its end.*A row on each line is .jsonl"),
+    "words.json": ('["a", "b"]', "a row must be a JSON object, not 'a'"),
+    "number.json": ("3", "a row must be a JSON object"),
+    "empty.json": ("", "not JSON"),
+    "columns.json": ('{"text": ["a", "b"]}', "`text` is not a string"),
+    "rows.csv": ("text\na b c\n", r"a table, which is no text.*as .*:SPLIT; or write it as parquet"),
+    "rows.TSV": ("text\na b c\n", "a table, which is no text"),
+    "rows.csv.gz": (gzip.compress(b"text\na b c\n"), "a table, which is no text"),
+    "data-0.arrow": (b"ARROW1\0\0", "a table, which is no text"),
+}
+
+
+@pytest.mark.parametrize("name", NO_ROWS)
+def test_what_is_neither_rows_nor_text_is_refused_with_what_to_do(tmp_path: Path, name: str) -> None:
+    content, message = NO_ROWS[name]
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message):
+        load_rows(tmp_path / name, tokenizer(), 2)
+
+
+def test_the_card_of_a_data_set_is_no_document_and_is_said_to_be_left_out(tmp_path: Path) -> None:
+    """As `hf download --repo-type dataset` leaves it."""
+    (tmp_path / "README.md").write_text("a a a a a a")
+    write = tmp_path / "data" / "train.jsonl"
+    write.parent.mkdir()
+    write_rows(write, [{"text": "b c"}, {"text": "d"}])
+    rows = load_rows(tmp_path, tokenizer(), 2)
+    assert read(rows.tokens.tolist()) == "b c <eos> d <eos>"
+    assert any("README.md describes the data beside it" in note for note in rows.notes)
+    (tmp_path / "data" / "train.jsonl").rename(tmp_path / "text.txt")
+    alone = load_rows(tmp_path, tokenizer(), 2)
+    assert read(alone.tokens.tolist()).startswith("a a a a a a <eos>") and not alone.notes
+
+
+def test_the_kinds_of_two_rows_that_differ_are_said_with_both_places(tmp_path: Path) -> None:
+    rows = [{"text": "a"}, {"prompt": "a", "completion": "b"}]
+    with pytest.raises(DataError, match=r"text and conversations.*line 2\).*like the first \(.*line 1\)"):
+        load_rows(write_rows(tmp_path / "rows.jsonl", rows), tokenizer(), 2)
+
+
+def test_two_names_of_one_file_are_read_by_their_names(tmp_path: Path) -> None:
+    """As the Hub's cache links names to blobs: what is kept of one is not given for the other."""
+    blob = write_rows(tmp_path / "blob", [{"text": "a b"}])
+    for name in ("rows.jsonl", "rows.txt"):
+        (tmp_path / name).symlink_to(blob)
+    kept = tmp_path / "tokens"
+    rows, text = (load_rows(tmp_path / name, tokenizer(), 1, cache=kept) for name in ("rows.jsonl", "rows.txt"))
+    assert read(rows.tokens.tolist()) == "a b <eos>"
+    assert text.tokens.tolist() == load_rows(tmp_path / "rows.txt", tokenizer(), 1).tokens.tolist()
+    assert text.fingerprint != rows.fingerprint
 
 
 def test_a_directory_without_files_or_with_megatrons_is_refused(tmp_path: Path) -> None:
@@ -290,7 +357,7 @@ def test_a_json_list_gives_its_objects_however_it_is_written_and_read(
         ('[{"a": 1} {"a": 1}]', r"expected one of ',\]'.*entry 1\)"),
         ('[{"a": 1}, 3]', r"a row must be a JSON object, not '3'.*entry 2\)"),
         ('[{"a": 1}', "expected one of"),
-        ('[{"a": 1}] and more', "text after the list"),
+        ('[{"a": 1}] and more', "text after its end"),
         ('[{"a": 1}, ' + "[" * 200_000, "not JSON"),
         ('[{"a": ' + "9" * 5000 + "}]", "not JSON"),
     ],

@@ -13,7 +13,6 @@ from precisionctl.trainer.data.formats.base import (
     a_row,
     begins_with,
     open_text,
-    unpacked_name,
 )
 from precisionctl.trainer.data.records import Record
 
@@ -40,9 +39,11 @@ def _records(path: Path, _column: str | None) -> Iterator[Record]:
             raise DataError(f"not UTF-8 text: {error}", where=f"{path}, after line {number}") from None
 
 
-def _recognises(path: Path) -> bool:
-    named = unpacked_name(path).suffix in (".jsonl", ".ndjson") or path.name.endswith(".json.gz")
-    return named or (path.suffix == ".json" and _begins_with_two_objects(path))
+def is_json_lines(path: Path) -> bool:
+    """Whether a file is named as JSON lines, or is a `.json` that begins with two of them."""
+    name = path.name.lower()
+    named = name.removesuffix(".gz").endswith((".jsonl", ".ndjson")) or name.endswith(".json.gz")
+    return named or (name.endswith(".json") and _begins_with_two_objects(path))
 
 
 def _begins_with_two_objects(path: Path) -> bool:
@@ -52,4 +53,4 @@ def _begins_with_two_objects(path: Path) -> bool:
         return file.readline(MOST_CHARACTERS).rstrip().endswith(b"}") and file.read(1) == b"{"
 
 
-FORMAT = Format(_recognises, _records)
+FORMAT = Format(is_json_lines, _records)

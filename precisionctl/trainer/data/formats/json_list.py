@@ -1,4 +1,4 @@
-"""A `.json` file that is one list of objects, as alpaca and sharegpt data often come. Any other `.json` is text."""
+"""A `.json` file that is one list of objects, as alpaca and sharegpt data often come, or one object that is a row."""
 
 import json
 import re
@@ -6,22 +6,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from precisionctl.errors import DataError
-from precisionctl.trainer.data.formats.base import Format, a_row, begins_with, check_document
+from precisionctl.trainer.data.formats.base import Format, a_row, check_document
+from precisionctl.trainer.data.formats.json_lines import is_json_lines
 from precisionctl.trainer.data.records import Record
+from precisionctl.trainer.data.shapes import makes_samples
 
 _PIECE = 1 << 20
-_SPACE = re.compile(r"\s*")
+_SPACE = re.compile(r"[ \t\n\r]*")  # JSON's own
 
 
 def _recognises(path: Path) -> bool:
-    return path.suffix == ".json" and re.match(rb"(\xef\xbb\xbf)?\s*\[\s*\{", begins_with(path, 4096)) is not None
+    return path.suffix.lower() == ".json" and not is_json_lines(path)
 
 
-def _records(path: Path, _column: str | None) -> Iterator[Record]:
-    """The objects of the list, one by one, as it may not fit into memory."""
-    number, text = 0, _Text(path)
+def _records(path: Path, column: str | None) -> Iterator[Record]:
+    """The objects of the list, one by one, as it may not fit into memory; or the one object."""
+    text, where = _Text(path), str(path)
     try:
+        if text.next() != "[":
+            yield _one_row(text.value(where), where, column)
+            text.skip("")
+            return
         text.skip("[")
+        number = 0
         while True:
             number += 1
             where = f"{path}, entry {number}"
@@ -33,48 +40,73 @@ def _records(path: Path, _column: str | None) -> Iterator[Record]:
         raise DataError(f"not UTF-8 text: {error}", where=path) from None
     except (ValueError, RecursionError) as error:
         why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)  # its place is one in what was read
-        raise DataError(f"not JSON: {why}", where=f"{path}, entry {number}") from None
+        raise DataError(f"not JSON: {why}", where=where, do="A row on each line is .jsonl.") from None
+
+
+def _one_row(value: object, where: str, column: str | None) -> Record:
+    """The row that a whole file is, as data sets of many small files have it. Raises DataError for an object that is
+    something else, such as the description of a data set beside its files."""
+    record = a_row(value, where)
+    if makes_samples(record.row, column):
+        return record
+    raise DataError(
+        "a JSON file that is no row of data",
+        where=where,
+        do="Give the files of rows themselves, or a folder of nothing else; what `datasets` reads is DIRECTORY:SPLIT.",
+    )
 
 
 class _Text:
-    """A file's text that is read and parsed step by step."""
+    """A file's text that is read and parsed step by step: what is read, of which `_at` characters are parsed."""
 
     def __init__(self, path: Path) -> None:
         self._pieces = _pieces(path)
-        self._left = ""
+        self._read, self._at = "", 0
+
+    def next(self) -> str:
+        """The next character that is no white space; empty at the end of the file."""
+        while True:
+            space = _SPACE.match(self._read, self._at)
+            assert space is not None, "it matches nothing, too"
+            self._at = space.end()
+            if self._at < len(self._read) or not self._more():
+                return self._read[self._at : self._at + 1]
 
     def skip(self, expected: str) -> str:
         """Skip white space and one of the `expected` characters, and return it; if `expected` is empty, the file must
         end there."""
-        while not (left := self._left.lstrip()) and self._more():
-            self._left = self._left.lstrip()
-        if (left[:1] not in expected) if left else expected:
-            raise json.JSONDecodeError(f"expected one of {expected!r}" if expected else "text after the list", left, 0)
-        self._left = left[1:]
-        return left[:1]
+        found = self.next()
+        if (found not in expected) if found else expected:
+            raise json.JSONDecodeError(f"expected one of {expected!r}" if expected else "text after its end", found, 0)
+        self._at += len(found)
+        return found
 
     def value(self, where: str) -> object:
         """The next JSON value. Raises DataError if it does not end within a document's most characters."""
+        self.next()
+        whole = False
         while True:
-            start = _SPACE.match(self._left)
             try:
-                value, end = json.JSONDecoder().raw_decode(self._left, start.end() if start else 0)
-            except json.JSONDecodeError:
-                check_document(self._left, where)
-                if not self._more(at_least=len(self._left)):
+                value, self._at = _DECODER.raw_decode(self._read, self._at)
+                return value
+            except json.JSONDecodeError:  # it has all that is read, which can be dropped once it is gone
+                if whole:
                     raise
-                continue
-            self._left = self._left[end:]
-            return value
+            check_document(self._read[self._at :], where)
+            whole = not self._more(at_least=len(self._read) - self._at)
 
     def _more(self, at_least: int = 0) -> bool:
         """Read more text, at least `at_least` characters: as much again for a long value, so that parsing it again from
-        its start takes linear time in all."""
+        its start takes linear time in all. What is parsed is dropped."""
+        self._read, self._at = self._read[self._at :], 0
         added: list[str] = []
         while sum(len(piece) for piece in added) <= at_least and (piece := next(self._pieces, "")):
             added.append(piece)
-        self._left += "".join(added)
+        self._read += "".join(added)
         return bool(added)
+
+
+_DECODER = json.JSONDecoder()
 
 
 def _pieces(path: Path) -> Iterator[str]:
