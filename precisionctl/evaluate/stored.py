@@ -8,8 +8,6 @@ without state computes by that recipe; one whose last step was in BF16 computes 
 Everything else is plain BF16, FP16 or FP32.
 """
 
-from collections.abc import Mapping
-
 import torch
 
 from precisionctl.checkpoints.base import Reader
@@ -29,6 +27,7 @@ from precisionctl.param import EMBEDDING
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.precision import Precision
+from precisionctl.quant_methods.base import caches_in_fp8
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.undrawn import Undrawn
@@ -66,10 +65,7 @@ def _round_cache(model: GPT, reader: Reader, plan: Plan) -> str:
     to the precision, or nothing."""
     if not isinstance(reader, HuggingFaceTensors):
         return ""
-    quantization = reader.config.get("quantization_config") or {}
-    exported = quantization.get("export")  # Quark's
-    by_quark = isinstance(exported, Mapping) and exported.get("kv_cache_group")
-    if not (quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo") or by_quark):
+    if not caches_in_fp8(reader.config.get("quantization_config") or {}):
         return ""
     scales = stored_scales(reader.weight_encodings, plan)
     for name, scale in scales.items():

@@ -18,8 +18,9 @@ from precisionctl.megatron_flags import PARALLEL_SIZES, stateless_words
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import differences
 from precisionctl.param import Parallelism
-from precisionctl.recipe import Recipe
+from precisionctl.recipe import Recipe, RouterSettings
 from precisionctl.trainer.optimizer.megatron_schedule import DECAY_STYLES, WSD_STYLES
+from precisionctl.trainer.saved.balance import balance_of
 
 Option = tuple[str, ...]
 
@@ -54,6 +55,7 @@ _OFF = {
 _YOURS = ("--micro-batch-size", "--global-batch-size", "--train-iters", "--lr", "--data-path", "--save")
 
 _DROPPING = "moe_token_drop_policy"
+_BALANCE = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
 _BALANCE_KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
@@ -67,7 +69,8 @@ def launch(source: LaunchSource) -> Launch:
     if source.tokenizer:
         options += [("--tokenizer-type", "HuggingFaceTokenizer"), ("--tokenizer-model", str(source.tokenizer))]
     options += _precision_options(source)
-    training = _training_options(source)
+    pooled_loss = balance_of(source.reader, RouterSettings()).pooled_loss
+    training = _training_options(source, pooled_loss)
     options += training
     if source.recipe and source.recipe.optimizer.preset == "fp8-lm":  # kept as nearly as Megatron's own optimizer can
         dtypes = {"main_grads": "bf16", "main_params": "fp16", "exp_avg": "fp8", "exp_avg_sq": "fp16"}
@@ -85,6 +88,11 @@ def launch(source: LaunchSource) -> Launch:
         notes.append(f"the run has reached its {steps} iterations: a larger --train-iters lets it go on")
     if source.tokenizer is None:
         notes.append("no tokenizer lies beside the weights: --tokenizer-type and --tokenizer-model are yours, too")
+    if pooled_loss:
+        notes.append(
+            f"Megatron has no loss of the loads of all layers together, as router.pooled_loss {pooled_loss:g} is: "
+            "--moe-router-load-balancing-type aux_loss is that of each layer"
+        )
     if source.recipe:
         notes += _not_in_megatron(source.recipe)
     if source.state:
@@ -107,15 +115,17 @@ def launch(source: LaunchSource) -> Launch:
         ("torchrun", "--nproc-per-node", str(parallel.ranks), "pretrain_gpt.py"),
         tuple(options),
         source.environment,
-        yours=_still_yours({option[0] for option in training}),
+        yours=_still_yours(source.model, {option[0] for option in training}),
         notes=tuple(notes),
     )
 
 
-def _still_yours(given: Set[str]) -> tuple[str, ...]:
-    """The flags of _YOURS that are not `given`: the length of a run is given in iterations or in samples."""
+def _still_yours(model: ModelShape, given: Set[str]) -> tuple[str, ...]:
+    """The flags that are not `given`: the length of a run is given in iterations or in samples, and without a word on
+    it Megatron keeps no experts in balance."""
     counted = given | ({"--train-iters"} if "--train-samples" in given else set())
-    return tuple(flag for flag in _YOURS if flag not in counted)
+    wanted = (*_YOURS, *(map(_flag, _BALANCE) if model.moe else ()))
+    return tuple(flag for flag in wanted if flag not in counted)
 
 
 def has_flags(model: ModelShape) -> bool:
@@ -172,9 +182,10 @@ def _loading_options(source: LaunchSource) -> list[Option]:
     return options
 
 
-def _training_options(source: LaunchSource) -> list[Option]:
-    """The flags with which Megatron goes on with the checkpoint's schedule, batches and length. Rates are printed as
-    Python prints floats: since core 0.17 Megatron knows a group of parameters by them."""
+def _training_options(source: LaunchSource, pooled_loss: float) -> list[Option]:
+    """The flags with which Megatron goes on with the checkpoint's schedule, batches and length, and with its balance of
+    experts, but for a `pooled_loss`. Rates are printed as Python prints floats: since core 0.17 Megatron knows a group
+    of parameters by them."""
     if not source.has_optimizer:
         return []
     scheduler, args = source.scheduler, source.reader.args if of_megatron(source.reader) else {}
@@ -189,17 +200,18 @@ def _training_options(source: LaunchSource) -> list[Option]:
         found |= {"lr_wsd_decay_style": args["lr_wsd_decay_style"], **source.sizes([decay])}
     found |= source.sizes(["micro_batch_size", "global_batch_size"]) | length
     options: list[Option] = [(_flag(name), str(value)) for name, value in found.items()]
-    options += _balance_options(args) if source.model.moe else []
+    options += _balance_options(args, pooled_loss) if source.model.moe else []
     return [*options, ("--use-checkpoint-opt_param-scheduler",)] if scheduler else options
 
 
-def _balance_options(args: Mapping[str, Any]) -> list[Option]:
-    """The flags for balancing experts, of which some are lists, and for dropping tokens."""
+def _balance_options(args: Mapping[str, Any], pooled_loss: float) -> list[Option]:
+    """The flags for balancing experts, of which some are lists, and for dropping tokens. In place of a `pooled_loss`
+    the user chooses another."""
     options: list[Option] = []
-    names = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
-    kinds, coefficients = (one if isinstance(one := args.get(name), list) else [one] for name in names)
-    if all(kind in _BALANCE_KINDS for kind in kinds) and all(isinstance(value, int | float) for value in coefficients):
-        options += [(_flag(names[0]), *map(str, kinds)), (_flag(names[1]), *map(str, coefficients))]
+    kinds, coefficients = (one if isinstance(one := args.get(name), list) else [one] for name in _BALANCE)
+    known = all(kind in _BALANCE_KINDS for kind in kinds) and all(isinstance(one, int | float) for one in coefficients)
+    if known and not (pooled_loss and kinds == ["none"]):
+        options += [(_flag(_BALANCE[0]), *map(str, kinds)), (_flag(_BALANCE[1]), *map(str, coefficients))]
     for name in ("moe_z_loss_coeff", "moe_router_bias_update_rate", CAPACITY):
         if isinstance(args.get(name), int | float):
             options.append((_flag(name), str(args[name])))

@@ -5,6 +5,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pico
 import pytest
@@ -97,6 +98,24 @@ def test_each_spelling_has_amax_over_448_and_breaks_no_rule(
     if method == "modelopt":
         nested = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())["quantization"]
         assert nested["kv_cache_quant_algo"] == "FP8"
+
+
+@pytest.mark.parametrize(
+    ("method", "other"),
+    [("modelopt", {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}), ("fp8", {"kv_cache_quant_algo": "INT8"})],
+)
+def test_scales_of_another_cache_than_fp8_round_nothing(
+    source: Path, tmp_path: Path, method: str, other: dict[str, Any]
+) -> None:
+    export(source, tmp_path / "out", *next(pair for pair, spelled in ALL.items() if spelled == method))
+    assert load(HuggingFaceReader(tmp_path / "out"))[1].endswith(", FP8 KV cache")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"].keys() >= other.keys()
+    config["quantization_config"] |= other
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    model, words = load(HuggingFaceReader(tmp_path / "out"))
+    assert "cache" not in words
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")

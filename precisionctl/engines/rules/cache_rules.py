@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from precisionctl.engines.rules.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.engines.serving import LATENT
+from precisionctl.quant_methods.base import caches_in_fp8
 from precisionctl.torch_when_used import torch
 
 _SCALE = re.compile(
@@ -23,7 +24,7 @@ _LAYER = re.compile(r"(.+\.self_attn)\..+")
 
 def cache_without_scales(directory: QuantizedDirectory) -> Breaches:
     """An FP8 cache without scales of keys and values in every layer."""
-    if not _is_fp8(directory):
+    if not caches_in_fp8(directory.quantization):
         return
     scaled = set(filter(None, map(attention_and_kind, directory.specs)))
     layers = dict.fromkeys(match[1] for match in map(_LAYER.fullmatch, directory.specs) if match)
@@ -40,13 +41,13 @@ def attention_and_kind(name: str) -> tuple[str, str] | None:
 
 def cache_without_notice(directory: QuantizedDirectory) -> Breaches:
     """An FP8 cache in a directory that is not compressed-tensors."""
-    if _is_fp8(directory) and directory.method != "compressed-tensors":
+    if caches_in_fp8(directory.quantization) and directory.method != "compressed-tensors":
         yield "config.json", "a KV cache in FP8"
 
 
 def cache_unsaid(directory: QuantizedDirectory) -> Breaches:
     """Scales of a cache that the config does not declare to be FP8."""
-    if not _is_fp8(directory) and directory.method != "fp8":
+    if not caches_in_fp8(directory.quantization) and directory.method != "fp8":
         yield from ((name, "a scale of the KV cache, which nothing says to be FP8") for name in _scales(directory)[:1])
 
 
@@ -125,15 +126,6 @@ def cache_by(*strategies: str) -> Demand:
                 yield "config.json", f"kv_cache_scheme with strategy {strategy!r}, or not static and symmetric"
 
     return broken
-
-
-def _is_fp8(directory: QuantizedDirectory) -> bool:
-    scheme, export = directory.quantization.get("kv_cache_scheme"), directory.quantization.get("export")
-    if directory.method == "quark":  # all else than FP8 is not read
-        return isinstance(export, Mapping) and bool(export.get("kv_cache_group"))
-    if isinstance(scheme, Mapping):
-        return scheme.get("num_bits") == 8 and scheme.get("type") == "float"
-    return directory.quantization.get("kv_cache_quant_algo") == "FP8"
 
 
 def _scales(directory: QuantizedDirectory) -> list[str]:

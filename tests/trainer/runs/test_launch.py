@@ -259,6 +259,22 @@ def test_what_balances_experts_in_a_run_of_ours_balances_them_in_megatron(place:
         assert two.moe_aux_loss_coeff == [0.01, 0.02] and two.moe_z_loss_coeff == 0.001
 
 
+def test_a_balance_that_megatron_has_no_word_for_is_left_to_the_user_with_its_coefficient(
+    place: Path, tmp_path: Path
+) -> None:
+    source = make_source(tmp_path / "source", family="qwen3-moe", mlp_only_layers=[])
+    run(settings(source, place / "text", tmp_path / "run", train__steps=1, router__pooled_loss=0.03))
+    balance = ("--moe-router-load-balancing-type", "--moe-aux-loss-coeff")
+    found = launch(tmp_path / "run", "megatron-lm")
+    assert not {*balance} & {*flags_of(found)} and {*balance} <= {*found.yours}
+    assert any("router.pooled_loss 0.03" in note for note in found.notes)
+    execute(plan_command(Request(source, tmp_path / "weights", to="megatron")))  # no training says what balances them
+    assert {*balance} <= {*launch(tmp_path / "weights", "megatron-lm").yours}
+    run(settings(source, place / "text", tmp_path / "off", train__steps=1, router__pooled_loss=0))
+    off = launch(tmp_path / "off", "megatron-lm")
+    assert "none" in flags_of(off) and not {*balance} & {*off.yours} and "pooled_loss" not in "".join(off.notes)
+
+
 def test_a_run_that_drops_tokens_goes_on_so(place: Path, tmp_path: Path) -> None:
     source = make_source(tmp_path / "source", family="qwen3-moe", mlp_only_layers=[])
     run(settings(source, place / "text", tmp_path / "run", train__steps=1))
