@@ -28,7 +28,7 @@ from precisionctl.checkpoints.other_trainers.numbered_optimizer import TIED, nam
 from precisionctl.checkpoints.other_trainers.saved_states import SavedStates, SavedStatesReader, first_names
 from precisionctl.checkpoints.other_trainers.trainer_run import different_counts, not_adams, number, stored_group
 from precisionctl.checkpoints.torch_files.dtensors import RankShard
-from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor, skeleton
+from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor, contiguous, skeleton
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import MOMENTS, TensorSpec
 from precisionctl.sizes import counted
@@ -172,10 +172,8 @@ def _joined(parts: RankParts, name: str, shape: tuple[int, ...] | None = None) -
         parts = [(path, one.local) for path, one in (parts if first.cut else parts[:1])]
     elif shape is None:
         parts = parts[:1]
+    parts = [(path, contiguous(one, name, path)) for path, one in parts]
     where, found = parts[0]
-    if bad := [(path, one) for path, one in parts if not isinstance(one, LocatedTensor)]:
-        where, found = bad[0]
-        raise DamagedCheckpoint(f"`{name}` is {shown(found)}, not a contiguous tensor", where=where)
     shape = found.shape if shape is None else shape
     counts = [math.prod(one.shape) for _, one in parts]
     if sum(counts) != math.prod(shape) or any(one.dtype != found.dtype for _, one in parts):

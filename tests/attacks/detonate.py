@@ -50,7 +50,7 @@ READERS = {
     "directory": TorchDistReader,
     "extra state": lambda path: decode_payload(path.read_bytes(), path),
     "object": lambda path: torch_zip.load(path.read_bytes(), path),
-    "tensor": lambda path: torch_zip.one_tensor(torch_zip.Span(path, 0, path.stat().st_size)),
+    "tensor": lambda path: torch_zip.one_tensor(torch_zip.Span(path, 0, path.stat().st_size), "a"),
     "skeleton": torch_zip.skeleton,
     "ranks": read_ranks,
     "config": lambda path: make_plan(HuggingFaceReader(path), "megatron"),

@@ -6,6 +6,7 @@ import pickle
 import time
 import tracemalloc
 import zipfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,6 +122,18 @@ def test_a_tensor_that_claims_to_be_huge_allocates_nothing(directory):
     assert peak < 10 << 20
 
 
+def test_tensors_on_the_same_bytes_are_refused(directory):
+    """A small file would stand for any number of tensors. The masters that Megatron finds under two names are one."""
+    index = dcp_metadata.read_index(directory)
+    tensor = index.tensors[NAME]
+    spans = {key: replace(span, path=directory / span.path.name) for key, span in index.objects.items()}
+    masters = {f"optimizer.state.{kind}.{NAME}": tensor for kind in ("param", "fp32_param")}
+    for tensors, refused in ((masters, False), ({NAME: tensor, f"{NAME}.copy": tensor}, True)):
+        dcp_metadata.write_index(directory, Index(tensors, spans))
+        with pytest.raises(DamagedCheckpoint, match="on the same bytes") if refused else nullcontext():
+            TorchDistReader(directory)
+
+
 @pytest.mark.parametrize("cut", [1, 100, 600])
 def test_a_truncated_file_is_named(directory, cut):
     path = directory / "__1_0.distcp"
@@ -214,7 +227,7 @@ def test_a_gadget_in_a_tensors_archive_does_not_run(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(archive(Gadget()))
     with pytest.raises(UnsafePickle, match="system"):
-        torch_zip.one_tensor(Span(path, 0, path.stat().st_size))
+        torch_zip.one_tensor(Span(path, 0, path.stat().st_size), "a")
 
 
 def test_a_compressed_bomb_is_not_inflated(tmp_path):
@@ -226,7 +239,7 @@ def test_a_compressed_bomb_is_not_inflated(tmp_path):
     with pytest.raises(DamagedCheckpoint, match="compressed"):
         torch_zip.load(path.read_bytes(), path)
     with pytest.raises(DamagedCheckpoint, match="compressed"):
-        torch_zip.one_tensor(Span(path, 0, path.stat().st_size))
+        torch_zip.one_tensor(Span(path, 0, path.stat().st_size), "a")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 10 << 20
@@ -335,11 +348,11 @@ def test_a_megabyte_cannot_be_a_billion_tensors_or_parts_of_them(tmp_path):
 
 def test_a_tensor_in_thousands_of_columns_is_checked_in_no_time(tmp_path):
     count = 6000
-    span = Span(tmp_path / "__0_0.distcp", 0, count)
-    pieces = [DcpPiece((0, i), (1, 1), span) for i in range(count)]
+    spans = [Span(tmp_path / "__0_0.distcp", i, count - i) for i in range(count)]
+    pieces = [DcpPiece((0, i), (1, 1), replace(span, length=1)) for i, span in enumerate(spans)]
     began = time.process_time()
     assert TorchDistReader(indexed(tmp_path, {NAME: DcpTensor((1, count), DType.uint8, tuple(pieces))})).specs
-    pieces[-2:] = [DcpPiece((0, count - 3), (1, 2), span)]
+    pieces[-2:] = [DcpPiece((0, count - 3), (1, 2), spans[-2])]
     with pytest.raises(DamagedCheckpoint, match="do not make one tensor"):
         TorchDistReader(indexed(tmp_path, {NAME: DcpTensor((1, count), DType.uint8, tuple(pieces))}))
     assert time.process_time() - began < 10  # 2 x 10^7 comparisons would take longer

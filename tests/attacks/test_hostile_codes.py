@@ -12,6 +12,7 @@ import pytest
 from fp8_directories import make
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.torch_files import torch_zip
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnsafePickle
 from precisionctl.untrusted.pickle_writer import Global, PersistentId, PickledObject, dumps
@@ -61,6 +62,18 @@ def read(folder: Path, first: object, second: object) -> list[Any]:
 
 def test_the_weights_that_the_attacks_change_are_sound(tmp_path: Path) -> None:
     assert [float(one.scale_inv) for one in read(tmp_path, float8(), float8(OTHER, DOUBLE))] == [1.0, 2.0]
+
+
+def test_weights_that_share_their_codes_are_refused_before_there_are_many(tmp_path: Path) -> None:
+    """A few hundred bytes for each would otherwise stand for a megabyte."""
+    storages = {"0": bytes(1 << 20), "2": struct.pack("<f", 1.0)}
+    one = float8(tensor("0", "ByteStorage", (1024, 1024)))
+    with zipfile.ZipFile(tmp_path / "shared.pt", "w") as file:
+        file.writestr("x/data.pkl", dumps({f"weight.{index}": one for index in range(400)}, 2))
+        for key, content in storages.items():
+            file.writestr(f"x/data/{key}", content)
+    with pytest.raises(DamagedCheckpoint, match="tensors of 4194.* bytes that share the bytes"):
+        torch_zip.skeleton(tmp_path / "shared.pt")
 
 
 LIES: dict[str, Callable[[], PickledObject]] = {

@@ -246,6 +246,21 @@ def test_an_embedding_of_megatrons_name_is_not_yet_megatrons_model(tmp_path: Pat
     assert reader.container == "dcp" and reader.specs.keys() == stored.keys()
 
 
+def test_a_tensor_that_was_saved_transposed_is_named_with_what_to_do(tmp_path: Path) -> None:
+    reader = open_checkpoint(save(tmp_path / "dcp", {"model": {"lm_head.weight": torch.ones(4, 6).t()}}))
+    with pytest.raises(CheckpointError, match=r"`lm_head.weight` \[6, 4\] is stored transposed.*with .contiguous\(\)"):
+        read_tensor(reader, "lm_head.weight")
+
+
+def test_pieces_that_are_cut_in_a_third_dimension_are_named_with_what_to_do(tmp_path: Path) -> None:
+    made = save(tmp_path / "dcp", {"conv.weight": torch.ones(2, 3, 4)})
+    span = read_index(made).tensors["conv.weight"].pieces[0].span
+    halves = tuple(DcpPiece((0, 0, at), (2, 3, 2), span) for at in (0, 2))
+    write_index(made, Index({"conv.weight": DcpTensor((2, 3, 4), DType.float32, halves)}, {}))
+    with pytest.raises(CheckpointError, match=r"`conv.weight` \[2, 3, 4\] is cut in another .*cut by rows"):
+        open_checkpoint(made)
+
+
 def test_a_checkpoint_without_a_config_asks_for_one(tmp_path: Path) -> None:
     made = save(tmp_path / "dcp", pico.make("llama-3").state_dict())
     with pytest.raises(CheckpointError, match=r"does not say which model it is.*--reference"):

@@ -20,16 +20,18 @@ from precisionctl.architectures.towers_in_bridge import TENSORS_OF_TOWERS
 from precisionctl.checkpoints.base import Companions, Hints
 from precisionctl.checkpoints.chunks import Box, read_tensor, write_rows
 from precisionctl.checkpoints.megatron.logical import logical_tensors
+from precisionctl.checkpoints.megatron.parameter_order import Modules
+from precisionctl.checkpoints.torch_dist.buckets import unpack_buckets
 from precisionctl.checkpoints.torch_dist.masters import differing_masters, prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.checkpoints.torch_files.dcp_metadata import DcpPiece, DcpTensor
-from precisionctl.checkpoints.torch_files.dcp_tensors import flat_boxes
+from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensor, TensorPart, flat_boxes
 from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.param import TensorSpec
+from precisionctl.param import OUTPUT, TensorSpec
 
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 # in the order in which Transformer Engine's modules hold them: attention.py makes linear_proj before linear_qkv
@@ -161,6 +163,32 @@ def test_a_few_masters_that_are_not_their_weights_are_named_in_a_note(tmp_path, 
     assert prove_masters(TorchDistReader(tmp_path)).endswith("is not their weight: a, b, c, d and 2 more.")
 
 
+def test_a_virtual_stage_without_a_dtype_that_another_has_has_no_buffer_of_it() -> None:
+    """A gated delta net's A_log is FP32 in a model in BF16. Of a rank's two virtual stages the first has no such net."""
+    inside = ("0.self_attention.linear_qkv.weight", "1.self_attention.A_log", "1.self_attention.in_proj.weight")
+    qkv, log, mixer = (f"decoder.layers.{name}" for name in inside)
+    dtypes = {HEAD[0]: DType.bfloat16, qkv: DType.bfloat16, mixer: DType.bfloat16, log: DType.float32}
+    model = {}
+    for name, dtype in {**dtypes, OUTPUT: DType.bfloat16}.items():
+        part = TensorPart(Box(0, 64, 0, 1), DcpPiece((0, 0), (64, 1), Span(Path("weights"), 0, 128)), 0)
+        model[name] = LogicalTensor(TensorSpec((64, 1), dtype), (part,))
+    # for each buffer the parameters in it, which stand there from the last to the first
+    held = [("bfloat16", [qkv, HEAD[0]]), ("float32", [log]), ("bfloat16", [OUTPUT, mixer])]
+    stored = {}
+    for number, (dtype, names) in enumerate(held):
+        for kind in KINDS:
+            key = f"optimizer.distributed.dp_group_idx_0.gbuf_idx_{number}.dtype_(torch.{dtype}, torch.float32)"
+            spans = [Span(Path(f"{number}.{kind}"), at, 256) for at in range(len(names))]
+            pieces = tuple(DcpPiece((64 * at,), (64,), span) for at, span in enumerate(spans))
+            stored[f"{key}.bucket_idx_0.{kind}"] = DcpTensor((64 * len(names),), DType.float32, pieces)
+    found = unpack_buckets(stored, model, [Modules(True, True)])
+    assert found is not None and len(found) == len(KINDS) * len(model)
+    for number, (_, names) in enumerate(held):
+        for kind, (at, name) in itertools.product(KINDS, enumerate(names)):
+            (part,) = found[f"optimizer.state.{kind}.{name}"].parts
+            assert (part.piece.span.path.name, part.piece.span.offset) == (f"{number}.{kind}", at), name
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_buckets_of_a_wrappers_text_model_are_unpacked_if_its_towers_are_frozen(tmp_path, monkeypatch, trained):
     """As Megatron-Bridge saves a wrapper. A trained tower is in the buckets, in an order that is not known."""
@@ -175,7 +203,10 @@ def test_buckets_of_a_wrappers_text_model_are_unpacked_if_its_towers_are_frozen(
         for key, one in index.tensors.items()
     }
     if not trained:
-        tensors["visual.proj.weight"] = tensors["language_model.decoder.final_layernorm.weight"]
+        archive = Archive(tmp_path / "__8_0.distcp")
+        tower = DcpTensor((8, 8), DType.float32, (DcpPiece((0, 0), (8, 8), archive.add(torch.ones(8, 8))),))
+        archive.path.write_bytes(archive.data)
+        tensors["visual.proj.weight"] = tower
     dcp_metadata.write_index(tmp_path, dcp_metadata.Index(tensors, index.objects))
     of_a_wrapper = Hints(companions=Companions({"config.json": b'{"model_type": "qwen2_5_vl"}'}))
     reader = TorchDistReader(tmp_path, hints=of_a_wrapper)
@@ -214,16 +245,16 @@ def test_flat_pieces_of_shards_are_where_the_shards_elements_are(cuts_and_sizes)
     shape = (layers, *(cut * size for cut, size in cuts_and_sizes))
     elements = math.prod(size for _, size in cuts_and_sizes)
     numbers = torch.arange(math.prod(shape)).view(shape)
-    pieces, contents = [], {}
+    pieces, contents, nowhere = [], {}, Span(Path("somewhere"), 0, 0)
     for layer, *place in itertools.product(range(layers), *map(range, cuts)):
         box = tuple(slice(at * size, (at + 1) * size) for at, (_, size) in zip(place, cuts_and_sizes, strict=True))
         ends = sorted({0, pick.randint(0, elements), elements})
         for begin, end in itertools.pairwise(ends):
             offsets = (layer, *place, begin)
             contents[offsets] = numbers[layer][box].flatten()[begin:end]
-            pieces.append(DcpPiece(offsets, (*[1] * (1 + len(cuts)), end - begin), None))
+            pieces.append(DcpPiece(offsets, (*[1] * (1 + len(cuts)), end - begin), nowhere))
     name = "decoder.layers.mlp.linear_fc2.weight"
-    whole = DcpTensor(shape, DType.float32, (DcpPiece((0,) * len(shape), shape, None),))
+    whole = DcpTensor(shape, DType.float32, (DcpPiece((0,) * len(shape), shape, nowhere),))
     state = DcpTensor((layers, *cuts, elements), DType.float32, tuple(pieces))
     found = logical_tensors({name: whole, f"optimizer.state.exp_avg.{name}": state}, Path("here"))
     for layer in range(layers):

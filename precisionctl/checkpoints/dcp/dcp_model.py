@@ -166,7 +166,7 @@ class DcpModelReader(TrainerDirectory):
         weights = _in_model(stored, self.path, key_is_known=key is not None)
         numbered = self._optimizer.numbered and says_its_model(self)
         behind = table_of(self.model_with(weights)).behind if numbered else {}
-        self._optimizer = with_names(self._optimizer, index_of_optimizer or index, weights, behind, self.path)
+        self._optimizer = with_names(self._optimizer, index_of_optimizer or index, weights, behind)
         named = {"": weights}
         for kind, moments in self._optimizer.moments.items():
             # Perhaps of a part of the model alone, whose names have more in common than those of all weights
@@ -243,7 +243,7 @@ class DcpModelReader(TrainerDirectory):
         fused = stacks({name: TensorSpec(one.shape, one.dtype) for name, one in stored.items()}, self.path)
         found: dict[str, LogicalTensor] = {}
         for name, one in stored.items():
-            for at, tensor in slices(one, int(name in fused), self.path):
+            for at, tensor in slices(name, one, int(name in fused), self.path):
                 logical = f"{name}[{at[0]}]" if at else name
                 check_whole(logical, tensor, self.path)
                 found[logical] = tensor
@@ -275,7 +275,7 @@ class DcpModelReader(TrainerDirectory):
     def trainer_run(self) -> TrainerRun:
         """AdamW's count and settings. Raises CheckpointError where parameters differ in their counts."""
         muon, adam = ([group for group in self._groups if group.of_muon == is_muon] for is_muon in (True, False))
-        found = adam_run(self._optimizer.updates(self.path), adam, self.path)
+        found = adam_run(self._optimizer.updates, adam, self.path)
         if not muon:
             return found
         own = ("different settings for groups of Muon",) if len({repr(one.settings) for one in muon}) > 1 else ()
@@ -287,7 +287,7 @@ class DcpModelReader(TrainerDirectory):
         if (step := trainer_step(self.path)) is not None:
             return step
         with suppress(CheckpointError):  # there is no optimizer, or one that can only be dropped
-            return self._optimizer.updates(self.path)  # not `trainer_run`: each setting would take a read
+            return self._optimizer.updates  # not `trainer_run`: each setting would take a read
         return None
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
@@ -45,7 +46,7 @@ Group: TypeAlias = tuple[str, str]
 
 @dataclass(frozen=True)
 class DcpOptimizer:
-    """The optimizer in a DCP checkpoint, by parameter name.
+    """The optimizer in a DCP checkpoint, which is at `where`, by parameter name.
 
     `moments` are AdamW's (and Muon's) tensors by kind, and `steps` AdamW's counts of updates. `settings` has, for each
     parameter group, where each setting is stored. `parameters` has, for each group, where the list of its parameters is
@@ -53,12 +54,13 @@ class DcpOptimizer:
     AdamW's; those whose parameters have numbers are also in `numbered`, if they are of one optimizer.
     """
 
-    moments: Mapping[str, Mapping[str, DcpTensor]] = field(default_factory=dict)
-    steps: Mapping[str, DcpTensor] = field(default_factory=dict)
-    settings: Mapping[Group, Mapping[str, Span]] = field(default_factory=dict)
-    others: tuple[str, ...] = ()
-    numbered: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    parameters: Mapping[Group, Span] = field(default_factory=dict)
+    where: Path
+    moments: Mapping[str, Mapping[str, DcpTensor]]
+    steps: Mapping[str, DcpTensor]
+    settings: Mapping[Group, Mapping[str, Span]]
+    others: tuple[str, ...]
+    numbered: Mapping[int, Mapping[str, str]]
+    parameters: Mapping[Group, Span]
     names: Mapping[int, str] = field(default_factory=dict)
 
     @property
@@ -67,7 +69,8 @@ class DcpOptimizer:
         none."""
         return not_adams(match[2] for key in self.others if (match := _OTHER_STATE.fullmatch(key)))
 
-    def updates(self, where: Path) -> int:
+    @cached_property  # it opens an archive of each parameter
+    def updates(self) -> int:
         """AdamW's count of updates. Raises CheckpointError if there is none, or if it differs between parameters
         (Megatron has one count for all), or is in safetensors, where no trainer has it; and DamagedCheckpoint if it is
         no count."""
@@ -75,14 +78,16 @@ class DcpOptimizer:
         for name, tensor in self.steps.items():
             span = tensor.pieces[0].span
             if tensor.pieces[0].bare:
-                raise CheckpointError("an optimizer in safetensors, which is not read", where=where, do=DROP_OPTIMIZER)
+                raise CheckpointError(
+                    "an optimizer in safetensors, which is not read", where=self.where, do=DROP_OPTIMIZER
+                )
             step = torch_zip.skeleton_at(span) if len(tensor.pieces) == 1 else None
             counts.setdefault(count_of_updates(step, f"`{name}`", span.path), name)
         if not counts:
-            raise CheckpointError(NO_COUNT, where=where, do=DROP_OPTIMIZER)
+            raise CheckpointError(NO_COUNT, where=self.where, do=DROP_OPTIMIZER)
         if len(counts) > 1:
             examples = " and ".join(f"`{name}` {count}" for count, name in sorted(counts.items())[:2])
-            raise CheckpointError(f"{DIFFERENT_COUNTS}: {examples}", where=where, do=DROP_OPTIMIZER)
+            raise CheckpointError(f"{DIFFERENT_COUNTS}: {examples}", where=self.where, do=DROP_OPTIMIZER)
         return next(iter(counts))
 
     def groups(self) -> Iterator[ParameterGroup]:
@@ -129,11 +134,11 @@ def split_off(index: Index, where: Path) -> tuple[dict[str, DcpTensor], DcpOptim
             parameters[match[1], match[2]] = span
     steps = states.pop("step")
     by_number = next(iter(numbered.values())) if len(numbered) == 1 else {}
-    return weights, DcpOptimizer(states, steps, settings, tuple(others), by_number, parameters)
+    return weights, DcpOptimizer(where, states, steps, settings, tuple(others), by_number, parameters)
 
 
 def with_names(
-    found: DcpOptimizer, index: Index, weights: Mapping[str, DcpTensor], behind: Mapping[str, str], where: Path
+    found: DcpOptimizer, index: Index, weights: Mapping[str, DcpTensor], behind: Mapping[str, str]
 ) -> DcpOptimizer:
     """The optimizer with its numbered states under the names of `weights`, if the order of those is known and shapes
     fit; else as it is. `behind` is as for parameter_order."""
@@ -143,9 +148,9 @@ def with_names(
     specs = {name: TensorSpec(tensor.shape, tensor.dtype) for name, tensor in weights.items()}
     ordered = [span for _, span in sorted(found.parameters.items(), key=lambda item: int(item[0][1]))]
     groups = [{"params": torch_zip.load(span.read(), span)} for span in ordered]
-    with damage("groups of parameters that PyTorch does not save", where):
+    with damage("groups of parameters that PyTorch does not save", found.where):
         try:
-            named = parameters_by_number(groups, shapes, specs, behind, where)
+            named = parameters_by_number(groups, shapes, specs, behind, found.where)
         except CheckpointError:
             return found
         if any(len(held) > 1 for held in named.values()):  # experts, which the weights have one by one

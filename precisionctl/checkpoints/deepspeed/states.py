@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 from precisionctl.checkpoints.chunks import read_rows
 from precisionctl.checkpoints.other_trainers.flat import Dealt, EndToEnd, FlatTensor, FlatTensors
 from precisionctl.checkpoints.torch_dist.masters import check_differing
-from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor, skeleton
+from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor, contiguous, skeleton
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import has_file
@@ -161,11 +161,9 @@ def is_flat(value: object) -> TypeGuard[LocatedTensor]:
 
 
 def whole_tensor(path: Path, located: object, name: str) -> FlatTensor:
-    """A tensor of a file. Raises DamagedCheckpoint for anything else."""
-    if not isinstance(located, LocatedTensor):
-        raise DamagedCheckpoint(f"`{name}` is {shown(located)}, not a contiguous tensor", where=path)
-    count = math.prod(located.shape)
-    return FlatTensor(TensorSpec(located.shape, located.dtype), EndToEnd([(path, located)], [count]))
+    """A tensor of a file. Raises as `contiguous`."""
+    found = contiguous(located, name, path)
+    return FlatTensor(TensorSpec(found.shape, found.dtype), EndToEnd([(path, found)], [math.prod(found.shape)]))
 
 
 def plain_groups(groups: object) -> list[Mapping[str, Any]]:

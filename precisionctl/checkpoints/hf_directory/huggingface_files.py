@@ -76,7 +76,7 @@ def _lay_out_bin(specs: Mapping[str, TensorSpec]) -> FileLayout:
 
 
 def read_bin(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a `.bin` file. Raises DamagedCheckpoint and UnsafePickle; no tensor data is read.
+    """Every tensor of a `.bin` file. Raises as `contiguous`, DamagedCheckpoint and UnsafePickle; no data is read.
 
     Tensors may share bytes, as those of tied embeddings do.
     """
@@ -85,15 +85,13 @@ def read_bin(path: Path) -> dict[str, StoredTensor]:
         raise DamagedCheckpoint("it does not hold a dict of tensors", where=path)
     found = {}
     for name, tensor in saved.items():
-        if type(name) is not str or not isinstance(tensor, torch_zip.LocatedTensor):
-            raise DamagedCheckpoint(
-                f"`{name}` is not a contiguous tensor" if type(name) is str else f"{shown(name)} as a name",
-                where=path,
-                do="Only weights are read. Save the model again with transformers.",
-            )
+        if type(name) is not str:
+            do = "Only weights are read. Save the model again with transformers."
+            raise DamagedCheckpoint(f"{shown(name)} as a name", where=path, do=do)
         if len(name) > LONGEST_NAME:
             raise DamagedCheckpoint(f"a name of {len(name)} letters, more than {LONGEST_NAME}", where=path)
-        found[name] = StoredTensor(TensorSpec(tensor.shape, tensor.dtype), tensor.offset)
+        located = torch_zip.contiguous(tensor, name, path)
+        found[name] = StoredTensor(TensorSpec(located.shape, located.dtype), located.offset)
     return found
 
 

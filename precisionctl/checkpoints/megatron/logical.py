@@ -50,14 +50,19 @@ def logical_tensors(stored: Mapping[str, dcp_metadata.DcpTensor], where: Path) -
     """Every tensor by its logical name; the optimizer's are `optimizer.state.<kind>.<parameter>`. `where` is the
     checkpoint, for errors.
 
-    Raises DamagedCheckpoint where the pieces of a tensor do not cover it exactly once, or two tensors have one name.
+    Raises DamagedCheckpoint where the pieces of a tensor do not cover it exactly once, and where two tensors have one
+    name, or are on the same bytes.
     """
     prefix = model_prefix(stored)
     _check_count(stored, prefix, where)
     found: dict[str, LogicalTensor] = {}
-    for key, tensor in stored.items():
-        if key.startswith(_PLAIN_MASTER) and stored.get(MASTER + key.removeprefix(_PLAIN_MASTER)) == tensor:
-            continue  # the same bytes
+    twice = {  # as `with_plain_masters` makes them
+        key
+        for key, tensor in stored.items()
+        if key.startswith(_PLAIN_MASTER) and stored.get(MASTER + key.removeprefix(_PLAIN_MASTER)) == tensor
+    }
+    once = {key: tensor for key, tensor in stored.items() if key not in twice}
+    for key, tensor in once.items():
         plain_key = plain(key, prefix)
         state = PARAMETER_STATE.fullmatch(plain_key)
         parameter = stored.get(prefix + state[2], stored.get(_outer(prefix) + state[2])) if state else None
@@ -74,6 +79,7 @@ def logical_tensors(stored: Mapping[str, dcp_metadata.DcpTensor], where: Path) -
     found = _by_parameter({renamed.get(name, name): one for name, one in found.items()})
     for name, one in found.items():
         check_whole(name, one, where)
+    dcp_metadata.check_apart(((key, piece.span) for key, one in once.items() for piece in one.pieces), where)
     return found
 
 
@@ -155,7 +161,7 @@ def _check_count(stored: Mapping[str, dcp_metadata.DcpTensor], prefix: str, wher
 def _slices(key: str, stored: dcp_metadata.DcpTensor, where: Path) -> Iterator[tuple[str, LogicalTensor]]:
     """The logical tensors in a stored one: itself, or one for each layer, each expert, or both."""
     depth = leading(key)
-    for at, tensor in slices(stored, depth if depth <= len(stored.shape) else 0, where):
+    for at, tensor in slices(key, stored, depth if depth <= len(stored.shape) else 0, where):
         yield unstack(key, at) if len(at) == depth else key, tensor
 
 

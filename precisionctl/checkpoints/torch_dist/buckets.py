@@ -10,8 +10,10 @@ inferred from the shapes, from how the model's own tensors are cut, and from whe
 
 import re
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from precisionctl.checkpoints.chunks import Box
 from precisionctl.checkpoints.megatron.keys import expert_of, layer_of
@@ -89,24 +91,36 @@ def unpack_buckets(
     return None
 
 
-_Buffers = dict[tuple[int, int, int], list[_Bucket]]
-"""Buckets by optimizer (0: dense, 1: experts), model-parallel rank, and number of the buffer."""
+class _BufferKey(NamedTuple):
+    """A buffer: of which optimizer (0: dense, 1: experts) and model-parallel rank it is, and which of that rank's.
+
+    A rank has one for each dtype of each of its virtual stages, and none for a dtype that a stage lacks. If the first
+    of two stages has a gated delta net, whose A_log is FP32, and the second has none, BF16 and FP32 of the first are at
+    0 and 1, and BF16 of the second at 2.
+    """
+
+    optimizer: int
+    rank: int
+    position: int
+
+
+_Buffers = dict[_BufferKey, list[_Bucket]]
 
 
 def _buffers(stored: Mapping[str, dcp_metadata.DcpTensor]) -> _Buffers:
     """The buckets of each buffer; empty unless all are there, flat, and of one dtype for each kind."""
-    found: dict[tuple[int, int, int], dict[int, dict[str, dcp_metadata.DcpTensor]]] = {}
+    found: dict[_BufferKey, dict[int, dict[str, dcp_metadata.DcpTensor]]] = {}
     for key, tensor in stored.items():
         if match := _KEY.fullmatch(key):
-            at = (int(match[1] or 0), int(match[2]), int(match[3]))
-            found.setdefault(at, {}).setdefault(int(match[4]), {})[match[5]] = tensor
+            key_of = _BufferKey(int(match[1] or 0), int(match[2]), int(match[3]))
+            found.setdefault(key_of, {}).setdefault(int(match[4]), {})[match[5]] = tensor
     dtypes = {(kind, one.dtype) for buckets in found.values() for b in buckets.values() for kind, one in b.items()}
     for buckets in found.values():
         shapes = [{tensor.shape for tensor in bucket.values()} for bucket in buckets.values()]
         whole = set(buckets) == set(range(len(buckets))) and all(set(b) == set(KINDS) for b in buckets.values())
         if not whole or len(dtypes) != len(KINDS) or any(len(s) > 1 or len(min(s)) != 1 for s in shapes):
             return {}
-    return {at: [_Bucket(buckets[number]) for number in range(len(buckets))] for at, buckets in found.items()}
+    return {of: [_Bucket(buckets[index]) for index in range(len(buckets))] for of, buckets in found.items()}
 
 
 class _Unpacking:
@@ -114,9 +128,9 @@ class _Unpacking:
 
     def __init__(self, buffers: _Buffers, model: Mapping[str, LogicalTensor], names: Sequence[str]) -> None:
         self._buffers, self._model = buffers, model
-        self._apart = any(optimizer == 1 for optimizer, _, _ in buffers)  # experts, where they are parallel
+        self._apart = any(key.optimizer == 1 for key in buffers)  # experts, where they are parallel
         self._tensor = len(model[EMBEDDING].parts)
-        self._stages = max(1, self._ranks(0) // self._tensor)
+        self._pipeline_ranks = max(1, self._ranks(0) // self._tensor)
         self._head = [name for name in names if name.startswith("embedding.")]
         self._tail = [name for name in names if not layer_of(name) and name not in self._head]
         self._layers: dict[int, list[str]] = {}
@@ -128,16 +142,16 @@ class _Unpacking:
         self._seen: set[tuple[str, Box]] = set()
 
     def _ranks(self, optimizer: int) -> int:
-        return 1 + max((rank for which, rank, _ in self._buffers if which == optimizer), default=0)
+        return 1 + max((key.rank for key in self._buffers if key.optimizer == optimizer), default=0)
 
     def tensors(self) -> dict[str, LogicalTensor] | None:
         """The optimizer's tensors; None if something does not fit."""
-        if any((0, rank, 0) not in self._buffers for rank in range(self._ranks(0))):
+        if any(_BufferKey(0, rank, 0) not in self._buffers for rank in range(self._ranks(0))):
             return None
         stages = self._split()
         for optimizer in (0, 1) if self._apart else (0,):
-            width = self._ranks(optimizer) // self._stages
-            for rank in range(width * self._stages):
+            width = self._ranks(optimizer) // self._pipeline_ranks
+            for rank in range(width * self._pipeline_ranks):
                 if stages is None or not self._unpack_rank(optimizer, rank, width, stages):
                     return None
         if not all(self._found.values()):
@@ -151,25 +165,29 @@ class _Unpacking:
         return tensors
 
     def _split(self) -> list[list[str]] | None:
-        """The parameters of each virtual stage, found by giving each as many layers as fill its buffers exactly."""
-        # A rank has one buffer for each of its virtual stages and dtype
-        dtypes = {self._model[name].spec.dtype for names in self._layers.values() for name in names}
-        numbers = 1 + max((number for optimizer, _, number in self._buffers if optimizer == 0), default=0)
-        chunks, first, stages = max(1, numbers // max(1, len(dtypes))), 0, []
-        for number in range(chunks * self._stages):
-            is_last = number == chunks * self._stages - 1
-            counts = [len(self._layers) - first] if is_last else range(len(self._layers) - first + 1)
-            for count in counts:
-                names = self._stage(first, count, number == 0, is_last)
-                if self._fits(number, names):
+        """The parameters of each virtual stage, found by giving each as many layers as fill the next buffers of its
+        pipeline rank exactly. The last one is that with which all layers and all buffers are used up."""
+        of_rank = Counter(key.rank for key in self._buffers if key.optimizer == 0)
+        buffers = [of_rank[rank * self._tensor] for rank in range(self._pipeline_ranks)]
+        used, first, stages = [0] * self._pipeline_ranks, 0, list[list[str]]()
+        while sum(used) < sum(buffers):
+            rank = len(stages) % self._pipeline_ranks
+            if rank == self._pipeline_ranks - 1:
+                names = self._stage(first, len(self._layers) - first, not stages, is_last=True)
+                if [*used[:-1], used[-1] + (self._filled(names, rank, used[rank]) or 0)] == buffers:
+                    return [*stages, names]
+            for count in range(len(self._layers) - first + 1):
+                names = self._stage(first, count, not stages, is_last=False)
+                if (filled := self._filled(names, rank, used[rank])) is not None:
                     break
             else:
                 return None
+            used[rank] += filled
             stages.append(names)
             first += count
-        return stages
+        return None
 
-    def _stage(self, first: int, count: int, is_first: bool, is_last: bool) -> list[str]:
+    def _stage(self, first: int, count: int, is_first: bool, *, is_last: bool) -> list[str]:
         """The parameters of a virtual stage with these layers. The last of several stages has a copy of the embedding,
         if it is tied or for multi-token prediction."""
         names = list(self._head) if is_first else []
@@ -183,16 +201,16 @@ class _Unpacking:
                 names.append(EMBEDDING)
         return names
 
-    def _fits(self, number: int, names: list[str]) -> bool:
-        """Whether exactly these parameters fill a virtual stage's dense buffers, on its first rank."""
-        rank, chunk = number % self._stages * self._tensor, number // self._stages
+    def _filled(self, names: list[str], pipeline_rank: int, position: int) -> int | None:
+        """How many dense buffers of a pipeline rank, from this position on, exactly these parameters of a virtual
+        stage fill; None if they fill none. No parameters fill no buffer, if none is left."""
+        rank = pipeline_rank * self._tensor
         groups = self._groups(names, 0)
-        if not groups:  # no parameter, no buffer
-            return (0, rank, chunk) not in self._buffers
-        return all(
-            self._layout(group, (0, rank, chunk * len(groups) + index), 0, self._tensor) is not None
-            for index, group in enumerate(groups)
-        )
+        if not groups:
+            return None if _BufferKey(0, rank, position) in self._buffers else 0
+        keys = (_BufferKey(0, rank, position + at) for at in range(len(groups)))
+        layouts = (self._layout(one, key, 0, self._tensor) for one, key in zip(groups, keys, strict=True))
+        return len(groups) if all(layout is not None for layout in layouts) else None
 
     def _groups(self, names: list[str], optimizer: int) -> list[list[str]]:
         """The names that this optimizer has, in one list for each dtype, since each dtype has its own buffer."""
@@ -203,18 +221,19 @@ class _Unpacking:
         return list(groups.values())
 
     def _unpack_rank(self, optimizer: int, rank: int, width: int, stages: list[list[str]]) -> bool:
-        number = 0
-        for stage in range(rank // width, len(stages), self._stages):
-            for group in self._groups(stages[stage], optimizer):
-                layout = self._layout(group, (optimizer, rank, number), rank % width, width)
+        position = 0
+        for stage in stages[rank // width :: self._pipeline_ranks]:
+            for group in self._groups(stage, optimizer):
+                key = _BufferKey(optimizer, rank, position)
+                layout = self._layout(group, key, rank % width, width)
                 if layout is None:
                     return False
                 for at in layout:
-                    self._take(at, self._buffers[optimizer, rank, number][at.bucket])
-                number += 1
+                    self._take(at, self._buffers[key][at.bucket])
+                position += 1
         return True
 
-    def _layout(self, names: list[str], buffer: tuple[int, int, int], rank: int, width: int) -> list[_At] | None:
+    def _layout(self, names: list[str], buffer: _BufferKey, rank: int, width: int) -> list[_At] | None:
         """Where each parameter is in a buffer, from the last to the first; None unless they fill it exactly."""
         buckets = self._buffers.get(buffer)
         if buckets is None:

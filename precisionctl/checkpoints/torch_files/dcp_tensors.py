@@ -11,7 +11,7 @@ from pathlib import Path
 
 from precisionctl.checkpoints.chunks import Box, Chunk
 from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
-from precisionctl.errors import DamagedCheckpoint
+from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.param import TensorSpec
 
 
@@ -51,7 +51,7 @@ class LogicalTensors:
         for part in self.tensors[name].parts:
             piece, begin = part.piece, part.piece.span.offset
             if not piece.bare:
-                located = torch_zip.one_tensor(piece.span)
+                located = torch_zip.one_tensor(piece.span, name)
                 if (located.dtype, located.shape) != (spec.dtype, piece.sizes):
                     found, wanted = f"{located.dtype} {list(located.shape)}", f"{spec.dtype} {list(piece.sizes)}"
                     raise DamagedCheckpoint(f"{name}: a piece is {found}, not {wanted}", where=piece.span)
@@ -63,16 +63,20 @@ class LogicalTensors:
         return {part.piece.span.path for tensor in self.tensors.values() for part in tensor.parts}
 
 
-def slices(stored: dcp_metadata.DcpTensor, depth: int, where: Path) -> Iterator[tuple[tuple[int, ...], LogicalTensor]]:
+def slices(
+    name: str, stored: dcp_metadata.DcpTensor, depth: int, where: Path
+) -> Iterator[tuple[tuple[int, ...], LogicalTensor]]:
     """The tensors that the first `depth` dimensions of a stored one count, each with its place in them. Raises
-    DamagedCheckpoint for pieces that are cut in more than the first two of their own dimensions."""
+    CheckpointError for pieces that are cut in more than the first two of their own dimensions."""
     counts, spec = stored.shape[:depth], TensorSpec(stored.shape[depth:], stored.dtype)
     found: dict[tuple[int, ...], list[TensorPart]] = {at: [] for at in itertools.product(*map(range, counts))}
     for piece in stored.pieces:
         # Offsets and sizes per dimension, as a box of rows and columns: only the first two dimensions may be cut
         offsets, sizes = piece.offsets[depth:], piece.sizes[depth:]
         if sizes[2:] != spec.shape[2:]:
-            raise DamagedCheckpoint(f"a piece {sizes} at {offsets} of a tensor {spec.shape}", where=where)
+            what = f"`{name}` {list(stored.shape)} is cut in another dimension than the first two of a matrix: "
+            what += f"it has a piece {list(piece.sizes)} at {list(piece.offsets)}"
+            raise CheckpointError(what, where=where, do="Save it whole, or cut by rows.")
         inner = math.prod(spec.shape[2:])
         row, rows = (offsets[0], sizes[0]) if spec.shape else (0, 1)
         column, columns = (offsets[1] * inner, sizes[1] * inner) if len(spec.shape) > 1 else (0, 1)

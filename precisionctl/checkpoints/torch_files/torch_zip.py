@@ -14,13 +14,14 @@ import io
 import math
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from precisionctl.checkpoints.torch_files import dtensors, te_tensors
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint, damage, shown
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.sizes import size
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted import safe_archive, safe_pickle
@@ -66,15 +67,34 @@ class LocatedTensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def one_tensor(span: Span) -> LocatedTensor:
-    """Find the tensor that is saved in `span`, reading its archive's directory and pickle only.
+class StridedTensor(NamedTuple):
+    """A tensor whose elements do not stand in row-major order in its file, such as a transposed one. It is a tuple as
+    LocatedTensor is."""
 
-    Raises DamagedCheckpoint for anything but one whole, plain, uncompressed tensor, UnsafePickle for a pickle that asks
-    for other classes.
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def contiguous(value: object, name: str, where: object) -> LocatedTensor:
+    """A part of a skeleton, as the tensor `name`. Raises CheckpointError for a tensor that is strided, and
+    DamagedCheckpoint for what is none."""
+    if isinstance(value, StridedTensor):
+        what = f"`{name}` {list(value.shape)} is stored transposed, or as a part of each row (strides {value.strides})"
+        raise CheckpointError(what, where=where, do="Save it with .contiguous().")
+    if not isinstance(value, LocatedTensor):
+        raise DamagedCheckpoint(f"`{name}` is {shown(value)}, not a contiguous tensor", where=where)
+    return value
+
+
+def one_tensor(span: Span, name: str) -> LocatedTensor:
+    """Find the tensor that is saved in `span`, reading its archive's directory and pickle only. `name` is for errors.
+
+    Raises as `contiguous`, and DamagedCheckpoint for anything but one whole, plain, uncompressed tensor, UnsafePickle
+    for a pickle that asks for other classes.
     """
-    tensor = _skeleton(span, _TENSOR)
-    if not isinstance(tensor, LocatedTensor) or tensor.part:
-        raise DamagedCheckpoint("not what torch.save writes: it holds no plain tensor", where=span)
+    tensor = contiguous(_skeleton(span, _TENSOR), name, span)
+    if tensor.part:
+        raise DamagedCheckpoint(f"`{name}` is a part of what is stored, where PyTorch stores it alone", where=span)
     return tensor
 
 
@@ -82,11 +102,11 @@ def skeleton(path: Path) -> Any:
     """The object that is saved at `path`, with a LocatedTensor in place of each tensor, whose bytes are not read, or a
     RankShard of one.
 
-    A tensor that is not contiguous becomes Inert. Raises DamagedCheckpoint for a file that is not such an archive, or
-    whose tensors claim many times the stored bytes; UnsafePickle as `load`.
+    A tensor that is not contiguous becomes a StridedTensor. Raises DamagedCheckpoint for a file that is not such an
+    archive, or whose tensors claim many times the stored bytes; UnsafePickle as `load`.
     """
     with open(path, "rb") as file:
-        if file.read(4) != b"PK\3\4":
+        if file.read(len(MAGIC)) != MAGIC:
             check_fetched(path)
             what = "no ZIP archive, as torch.save writes since PyTorch 1.6"
             raise DamagedCheckpoint(what, where=path, do="Is it whole? An older file: load it and save it again.")
@@ -131,12 +151,23 @@ def _skeleton(span: Span, allowed: safe_pickle.Allowed) -> Any:
 
         pickled = archive.read(stored(archive, f"{root}/data.pkl"))
         found = finite(safe_pickle.loads(pickled, allowed, span, storage))
-        tensors = (one.local if isinstance(one, dtensors.RankShard) else one for one in parts(found))
-        described = sum(one.nbytes for one in tensors if isinstance(one, LocatedTensor))
+        described = sum(one.nbytes for one in _located_in(found))
         if described > _MOST_TIMES * span.length:
             what = f"tensors of {described} bytes that share the bytes of a file of {span.length}"
             raise DamagedCheckpoint(what, where=span, do="No trainer saves that: do not trust it.")
         return found
+
+
+def _located_in(value: object) -> Iterator[LocatedTensor]:
+    """Every tensor that is located in a skeleton, also in what is made of one or two."""
+    for one in parts(value):
+        match one:
+            case LocatedTensor():
+                yield one
+            case dtensors.RankShard():
+                yield from _located_in(one.local)
+            case te_tensors.LocatedFp8Weight():
+                yield from _located_in([one.codes, one.scale_inv])
 
 
 class Inert:
@@ -227,7 +258,7 @@ class _Storage(NamedTuple):
     nbytes: int
 
 
-def _located(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> LocatedTensor | Inert:
+def _located(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> LocatedTensor | StridedTensor:
     """Stands in for torch._utils._rebuild_tensor_v2 where storages are only located, not read."""
     shape = sizes(size)
     (start,) = sizes((offset,))
@@ -238,7 +269,7 @@ def _located(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Loca
         raise ValueError(f"a tensor {shown(shape)} with strides {shown(strides)}")
     for n, have in zip(reversed(shape), reversed(strides), strict=True):
         if n > 1 and have != expected:
-            return Inert()
+            return StridedTensor(shape, strides)
         expected *= max(n, 1)
     if begin + length > storage.nbytes:
         raise ValueError(f"a tensor {shown(shape)} at {shown(offset)} in {storage.nbytes} bytes")

@@ -26,7 +26,7 @@ from precisionctl.checkpoints.megatron.norm_names import is_indexed
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, payload_bytes
 from precisionctl.checkpoints.megatron.towers import with_towers
 from precisionctl.checkpoints.torch_files.te_tensors import LocatedFp8Weight
-from precisionctl.checkpoints.torch_files.torch_zip import Inert, LocatedTensor, read_located
+from precisionctl.checkpoints.torch_files.torch_zip import Inert, LocatedTensor, contiguous, read_located
 from precisionctl.checkpoints.torch_legacy.buckets import FILE as BUCKETS, bucket_tensors
 from precisionctl.checkpoints.torch_legacy.fp8_weights import Fp8Weights, codes_of, encodings_of
 from precisionctl.checkpoints.torch_legacy.names import (
@@ -53,7 +53,7 @@ from precisionctl.checkpoints.torch_legacy.rank_shards import (
     gathered,
 )
 from precisionctl.codes.encoding import Encoding
-from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, damage, shown
+from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, damage
 from precisionctl.param import (
     EMBEDDING,
     GATED_ROWS,
@@ -169,9 +169,7 @@ class LegacyReader(MegatronDirectory):
             for name, value in entries.items():
                 if "_extra_state" in name:
                     continue
-                if not isinstance(value, LocatedTensor):
-                    raise DamagedCheckpoint(f"`{name}` is {shown(value)}, not a contiguous tensor", where=rank.path)
-                yield rank, name, value
+                yield rank, name, contiguous(value, name, rank.path)
 
     @property
     def _tied(self) -> bool:
