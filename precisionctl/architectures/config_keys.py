@@ -203,6 +203,14 @@ def is_on(config: Config, key: str, absent: bool = False) -> bool:
     return bool(value)
 
 
+def check_passed_over(config: Config, taken: Config) -> None:
+    """Raise DamagedCheckpoint where keys that transformers' class passes over say something else than it takes."""
+    for key, value in taken.items():
+        if config.get(key) not in (value, None):
+            what = f"{key} is {shown(config[key])}, and transformers, which passes over it, takes {shown(value)}"
+            raise DamagedCheckpoint(what, do="Say it in the words of transformers' class, too.")
+
+
 def size(config: Config, key: str, largest: int = LARGEST) -> int:
     """A size that other fields are computed from."""
     value = config.get(key)

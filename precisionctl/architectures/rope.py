@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from precisionctl.architectures.config_keys import Config, Fields, Rule, size
+from precisionctl.architectures.config_keys import Config, Fields, Rule, check_passed_over, is_on, size
 from precisionctl.architectures.config_layers import by_kind
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import real
@@ -30,17 +30,19 @@ _ORIGINAL = "original_max_position_embeddings"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _ORIGINAL: 8192}
 """What every Llama from 3.1 on says of its scaling beside the factor."""
 _LISTS = ("short_factor", "long_factor")
+_TRUNCATE = "truncate"
 _QUERY_SCALING = "llama_4_scaling_beta"
 
 KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", _ORIGINAL)
 """The keys of config.json that say it."""
 
+_LOCAL = "rope_local_base_freq"
 _IN_WINDOW = {"full_attention": False, "sliding_attention": True}
 _LAYERS = _IN_WINDOW.keys()
 """Kinds of layers with parameters of their own."""
 
 PARAMETERS = frozenset(
-    (*(name for kind in _KINDS.values() for names in kind for name in names), *_LISTS, "truncate")
+    (*(name for kind in _KINDS.values() for names in kind for name in names), *_LISTS, _TRUNCATE)
     + ("rope_type", "type", "rope_theta", "partial_rotary_factor", *_LAYERS)
     + (_QUERY_SCALING, "alpha")
 )
@@ -113,27 +115,44 @@ def rope_with_dim(base: float, head_dim: int, *, heeds_dim: bool) -> Rule:
     return Rule((*KEYS, "rotary_dim"), read, write)
 
 
-def rope_by_kind(base: float, local_base: float, absent: Mapping[str, Mapping[str, Any]] | None = None) -> Rule:
+def rope_by_kind(
+    base: float,
+    local_base: float,
+    absent: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    local_key: bool = False,
+) -> Rule:
     """Rotary embeddings of layers without a window, and of layers with one, which have a base of their own and no
-    scaling. transformers 5 has parameters for each kind of layer; transformers 4 has the usual keys, and perhaps
-    `rope_local_base_freq`. A family that transformers 4 does not know uses `absent` for missing parameters."""
+    scaling. transformers 5 has parameters for each kind of layer; transformers 4 has `rope_theta` and `rope_scaling`
+    for layers without a window, and with `local_key` `rope_local_base_freq` for those with one. A family that
+    transformers 4 does not know uses `absent` for missing parameters, and passes over the bases beside them."""
 
     def read(config: Config) -> Fields:
         # transformers looks for the original context in the parameters of a kind alone
         config = {key: value for key, value in config.items() if key != _ORIGINAL}
         parameters = rotary_parameters(config, base, absent)
+        bases = [base if absent else config.get("rope_theta", base), local_base]
+        if local_key:
+            bases[1] = real(config.get(_LOCAL, local_base), _LOCAL)
+        else:
+            check_passed_over(config, {_LOCAL: local_base})
         if not _LAYERS & parameters.keys():
-            local = config.get("rope_local_base_freq", local_base)
-            fields = read_rope(config, parameters, base, 1.0)
-            _check_whole(fields, config)
-            return {**fields, "rotary_base_local": real(local, "rope_local_base_freq")}
+            if absent or config.get("rope_parameters"):
+                what = "rotary parameters are said for all layers together, and transformers finds none"
+                raise DamagedCheckpoint(what, do=f"Say them in `rope_parameters` by kind: {', '.join(_LAYERS)}.")
+            if rope_type(parameters) != parameters.get("rope_type", "default"):
+                what = f"`type` is {shown(parameters['type'])}, and transformers, which passes over it, scales nothing"
+                raise DamagedCheckpoint(what, do="Say it as `rope_type`, too.")
+            parameters = {"full_attention": parameters}
+        elif not config.get("rope_parameters") and parameters is not absent:
+            raise DamagedCheckpoint("`rope_scaling` has parameters by kind of layer", do="Say them in rope_parameters.")
         said = [parameters.get(kind) for kind in ("full_attention", "sliding_attention")]
         kinds = [{} if each is None else each for each in said]
         if not all(isinstance(each, dict) for each in kinds):
             raise DamagedCheckpoint(f"rotary parameters are {shown(parameters)}")
         beside = {key: value for key, value in config.items() if key != "rope_theta"}
         everywhere, in_window = (
-            read_rope(beside, each, default, 1.0) for each, default in zip(kinds, (base, local_base), strict=True)
+            _read_kind(beside, each, default, 1.0) for each, default in zip(kinds, bases, strict=True)
         )
         for fields in (everywhere, in_window):
             _check_whole(fields, config)
@@ -142,14 +161,16 @@ def rope_by_kind(base: float, local_base: float, absent: Mapping[str, Mapping[st
         return {**everywhere, "rotary_base_local": in_window["rotary_base"]}
 
     def write(model: ModelShape) -> Config:
-        if absent:
+        if absent or (not local_key and model.rotary_base_local != local_base):
             everywhere = {"rope_type": "default", **(model.rope_scaling or {}), "rope_theta": model.rotary_base}
             in_window = {"rope_type": "default", "rope_theta": model.rotary_base_local}
             return {"rope_parameters": {"full_attention": everywhere, "sliding_attention": in_window}}
-        config: dict[str, Any] = {"rope_theta": model.rotary_base, "rope_local_base_freq": model.rotary_base_local}
+        config: dict[str, Any] = {"rope_theta": model.rotary_base}
+        if local_key:
+            config[_LOCAL] = model.rotary_base_local
         return config | ({"rope_scaling": dict(model.rope_scaling)} if model.rope_scaling else {})
 
-    return Rule((*KEYS, "rope_local_base_freq"), read, write)
+    return Rule((*KEYS, _LOCAL), read, write)
 
 
 def rope_of_kinds(
@@ -177,7 +198,7 @@ def rope_of_kinds(
         if "partial_rotary_factor" not in given and config.get("partial_rotary_factor", share) != share:
             what = f"{kind} is without the `partial_rotary_factor` that is beside it"  # heeded if it is scaled
             raise DamagedCheckpoint(what, do="Say it in the parameters of each kind of layers.")
-        return read_rope(sized, given, 1e4, share)
+        return _read_kind(sized, given, 1e4, share)
 
     used = {name for name, in_window in _IN_WINDOW.items() if in_window in windows}
     kinds = {name: read(name) for name in sorted(used)}
@@ -243,8 +264,21 @@ def rotary_parameters(config: Config, base: float, absent: Mapping[str, Any] | N
     return (both[0] if both else taken) or {}
 
 
+def _read_kind(config: Config, parameters: Mapping[str, Any], base: float, percent: float) -> Fields:
+    """As `read_rope`, of the parameters of one kind of layers. Raises DamagedCheckpoint for what transformers
+    (_compute_yarn_parameters in modeling_rope_utils.py) looks for in the parameters of all layers alone."""
+    if rope_type(parameters) == "yarn" and not is_on(parameters, _TRUNCATE, True):
+        what = f"{_TRUNCATE} is {shown(parameters[_TRUNCATE])}, and transformers passes over it by kind of layer"
+        raise DamagedCheckpoint(what, do="Leave it out.")
+    return read_rope(config, parameters, base, percent)
+
+
 def read_rope(config: Config, parameters: Mapping[str, Any], base: float, percent: float) -> Fields:
-    """Fields of ModelShape from the parameters, and from keys of transformers 4 beside them."""
+    """Fields of ModelShape from the parameters, and from keys of transformers 4 beside them. Raises
+    UnknownArchitecture for parameters by kind of layer: no class that asks for those of all layers finds its own."""
+    if kinds := _LAYERS & parameters.keys():
+        what = f"no {config.get('model_type')} known here has rotary parameters of {sorted(kinds)[0]} alone"
+        raise UnknownArchitecture(what, do="Say those of all layers: transformers finds no others.")
     kind = rope_type(parameters)
     rope = {key: value for key, value in parameters.items() if key not in ("rope_type", "type")}
     theta = rope.pop("rope_theta", config.get("rope_theta", base))
@@ -290,8 +324,8 @@ def _scaling(kind: object, rope: dict[str, Any], config: Config) -> dict[str, An
         scaling[name] = _factors(rope.get(name), name)
     if kind == "yarn":  # what transformers takes for what is not said
         scaling = {"beta_fast": 32.0, "beta_slow": 1.0} | {name: value for name, value in scaling.items() if value}
-        if rope.get("truncate") is False:
-            scaling["truncate"] = False
+        if not is_on(rope, _TRUNCATE, True):
+            scaling[_TRUNCATE] = False
     return scaling
 
 

@@ -6,17 +6,10 @@ Trap: two numbers of xIELU that nothing changes are stored beside them.
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, Row, renamed
 from precisionctl.architectures.rearrangements import SAME, SCALAR
-from precisionctl.architectures.rope import rope
+from precisionctl.architectures.rope import LLAMA3, rope
 from precisionctl.architectures.shared import llama_rows as llama
 
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 12000000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 8192,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
+_ROPE = {"rope_type": "llama3", "rope_theta": 12000000.0, "factor": 8.0, **LLAMA3}
 
 _XIELU = tuple(
     Row(
@@ -45,7 +38,7 @@ ARCHITECTURE = Architecture(
         keys.Only("hidden_act", "xielu", "activation", "xielu"),
         keys.Always("gated_linear_unit", False),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        rope(12000000.0, scaling=_LLAMA3),
+        rope(12000000.0, scaling=_ROPE),
         keys.tied(False),
     ),
     names_by="this project",

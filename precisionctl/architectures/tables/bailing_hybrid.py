@@ -88,6 +88,7 @@ def _read_rope(config: keys.Config) -> keys.Fields:
     def whole(said: keys.Config) -> dict[str, Any]:
         return {key: value for key, value in said.items() if key != "partial_rotary_factor"}
 
+    config = {"max_position_embeddings": 262144, **config}  # its class scales before it looks at the other word for it
     inner = config.get("rope_parameters")
     fields = _ROPE.read(whole(config) | ({"rope_parameters": whole(inner)} if isinstance(inner, dict) else {}))
     return fields if fields["rope_scaling"] is None else _ROPE.read(config)

@@ -11,7 +11,7 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import deepseek_keys, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.tables.cohere import COMMON, LAST_NORM, NORM
-from precisionctl.errors import UnknownArchitecture, shown
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
 _DENSE, _PATTERN, _OF_DENSE = "first_k_dense_replace", "sliding_window_pattern", "prefix_dense_sliding_window_pattern"
@@ -84,6 +84,21 @@ def _write_router(model: ModelShape) -> keys.Config:
     return {"expert_selection_fn": model.moe.score_function, "norm_topk_prob": not model.moe.pre_softmax}
 
 
+_ROPE = rope()
+
+
+def _read_rope(config: keys.Config) -> keys.Fields:
+    if config.get("rope_parameters") is None and config.get("rope_scaling") is not None:
+        what = f"rope_scaling is {shown(config['rope_scaling'])}, and transformers passes over it"
+        raise DamagedCheckpoint(what, do="Say it as `rope_parameters`, with `rope_theta` in them.")
+    return _ROPE.read({**config, "rope_scaling": None})
+
+
+def _write_rope(model: ModelShape) -> keys.Config:
+    scaling = model.rope_scaling or {"rope_type": "default"}
+    return {"rope_parameters": {**scaling, "rope_theta": model.rotary_base}}
+
+
 def _read_norm(config: keys.Config) -> keys.Fields:
     epsilon = config.get("rms_norm_eps")
     if epsilon is not None:
@@ -117,7 +132,7 @@ ARCHITECTURE = Architecture(
             _write_sizes,
         ),
         keys.Rule(("expert_selection_fn", "norm_topk_prob"), _read_router, _write_router),
-        rope(),
+        keys.Rule(_ROPE.keys, _read_rope, _write_rope),
         keys.Rule((*_LAYERS.keys, *_WINDOW.keys), _read_layers, _write_layers),
     ),
     names_by="this project",

@@ -6,17 +6,10 @@ Trap: its class scales rotary embeddings as Llama 3's where config.json says not
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import but_first_of_four, sliding_window
 from precisionctl.architectures.param_map import Architecture
-from precisionctl.architectures.rope import rope
+from precisionctl.architectures.rope import LLAMA3, rope
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 
-_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 1000000.0,
-    "factor": 16.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+_ROPE = {"rope_type": "llama3", "rope_theta": 1000000.0, "factor": 16.0, **LLAMA3}
 
 
 ARCHITECTURE = Architecture(

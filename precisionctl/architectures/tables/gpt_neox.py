@@ -24,10 +24,13 @@ NAMES = {
 
 
 def _read_rope(config: keys.Config) -> keys.Fields:
-    """transformers 4 has `rotary_emb_base` and `rotary_pct`."""
+    """transformers 4 has `rotary_emb_base` and `rotary_pct`, and no other word counts beside parameters."""
     older = {"rope_theta": config.get("rotary_emb_base"), "partial_rotary_factor": config.get("rotary_pct")}
-    beside = dict(config) | {key: value for key, value in older.items() if value is not None}
-    return read_rope(beside, rotary_parameters(config, 10000.0), 10000.0, 0.25)
+    beside = {key: value for key, value in {**config, **older}.items() if value is not None}
+    fields = read_rope(beside, rotary_parameters(beside, 10000.0), 10000.0, 0.25)
+    taken = {"rope_theta": fields["rotary_base"], "partial_rotary_factor": fields["rotary_percent"]}
+    keys.check_passed_over(config, taken)
+    return fields
 
 
 def _write_rope(model: ModelShape) -> keys.Config:

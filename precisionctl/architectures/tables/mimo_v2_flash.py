@@ -17,7 +17,6 @@ from precisionctl.architectures.param_map import Architecture, Either, Row, only
 from precisionctl.architectures.rope import KEYS, rope_of_kinds, write_rope_of_kinds
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.tables.gpt_oss import SINKS
-from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model.model_parts import check_count
 from precisionctl.model.model_shape import ModelShape
 
@@ -75,7 +74,7 @@ def _read_attention(config: keys.Config) -> keys.Fields:
         **(_read_window(said) if any(windows) else {}),
         "window_layers": tuple(windows) if any(windows) and not all(windows) else None,
     }
-    _check_published(config, fields, windows, in_global)
+    keys.check_passed_over(config, _in_published_words(windows, in_global, fields))
     return fields
 
 
@@ -85,7 +84,7 @@ def _read_window(said: keys.Config) -> keys.Fields:
     return {"sliding_window": keys.size(said, "sliding_window") if seen is None else seen + 1}
 
 
-def _published(windows: list[bool], in_global: int, fields: keys.Fields) -> keys.Config:
+def _in_published_words(windows: list[bool], in_global: int, fields: keys.Fields) -> keys.Config:
     """What published files say in other words."""
     base, local = fields["rotary_base"], fields["rotary_base_local"]
     return {
@@ -102,14 +101,6 @@ def _published(windows: list[bool], in_global: int, fields: keys.Fields) -> keys
     }
 
 
-def _check_published(config: keys.Config, fields: keys.Fields, windows: list[bool], in_global: int) -> None:
-    """Raise DamagedCheckpoint where the words of published files say another model than transformers makes."""
-    for key, value in _published(windows, in_global, fields).items():
-        if config.get(key, value) not in (value, None):
-            what = f"{key} is {shown(config[key])}, and transformers, which passes over it, takes {shown(value)}"
-            raise DamagedCheckpoint(what, do="Say it in the words of transformers' class, too.")
-
-
 def _write_attention(model: ModelShape) -> keys.Config:
     windows = [model.in_window(layer) for layer in range(model.num_layers)]
     without = model.attention_of(in_window=False)
@@ -118,7 +109,7 @@ def _write_attention(model: ModelShape) -> keys.Config:
     window = model.sliding_window
     seen = {} if window is None else {"sliding_window": window, "sliding_window_size": window - 1}
     return {
-        **_published(windows, in_global, fields),
+        **_in_published_words(windows, in_global, fields),
         **dict(
             zip(_HEADS, (model.num_attention_heads, in_global, model.kv_channels, model.value_channels), strict=True)
         ),

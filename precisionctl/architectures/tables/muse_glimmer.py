@@ -35,14 +35,11 @@ def _write_windows(model: ModelShape) -> keys.Config:
     return {"sliding_window": model.sliding_window, "layer_types": layer_types(model)}
 
 
-def positions(base: float, *, in_parameters: bool = False) -> keys.Rule:
-    """Rotary embeddings, and the layers that have them; `base` is the class's default. `in_parameters` says that the
-    class heeds a base in `rope_parameters` alone."""
-    parameters, key = rope(base), "layer_rope_theta"
+def positions(parameters: keys.Rule) -> keys.Rule:
+    """Rotary embeddings, whose `parameters` are said as everywhere, and the layers that have them."""
+    key = "layer_rope_theta"
 
     def read(config: keys.Config) -> keys.Fields:
-        if in_parameters and config.get("rope_parameters") is None:
-            config = {name: value for name, value in config.items() if name != "rope_theta"}
         fields, number = parameters.read(config), keys.layers(config)
         turning, listed = _all_but_every_fourth(config, number), config.get(key)
         if listed is not None:
@@ -61,9 +58,7 @@ def positions(base: float, *, in_parameters: bool = False) -> keys.Rule:
 
     def write(model: ModelShape) -> keys.Config:
         turning = model.rope_layers or (True,) * model.num_layers
-        kind = {**(model.rope_scaling or {"rope_type": "default"}), "rope_theta": model.rotary_base}
-        said = {"rope_parameters": kind} if in_parameters else parameters.write(model)
-        return {**said, key: [model.rotary_base if each else 0 for each in turning]}
+        return {**parameters.write(model), key: [model.rotary_base if each else 0 for each in turning]}
 
     return keys.Rule((*KEYS, key), read, write)
 
@@ -118,7 +113,7 @@ ARCHITECTURE = Architecture(
         keys.Only("hidden_activation", "silu", "activation", "silu"),
         query_scale(3.87, _HEADS),
         keys.Key("logit_multiplier", "output_multiplier", 0.19611613513818404),
-        positions(10000.0),
+        positions(rope()),
     ),
     names_by="this project",
 )

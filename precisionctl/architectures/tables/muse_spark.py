@@ -10,6 +10,7 @@ text model by itself transformers has no class.
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, Row, as_values, renamed
 from precisionctl.architectures.rearrangements import GAMMA
+from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import deepseek_keys, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.gemma_rows import POST_MLP_NORM, PRE_MLP_NORM
 from precisionctl.architectures.tables.afmoe import GATED_QKV
@@ -87,7 +88,7 @@ ARCHITECTURE = Architecture(
         keys.SILU,
         query_scale(5.4730064863875, _HEADS),
         keys.Rule(("output_multiplier",), _read_multiplier, _write_multiplier),
-        positions(500000.0, in_parameters=True),
+        positions(rope(scaling={"rope_type": "default", "rope_theta": 500000.0})),
         keys.Always("attention_output_norm", True),
         keys.Always("scaled_post_layernorms", True),
         keys.Key("residual_gate_temperature", "residual_gate_temperature", 0.3),
