@@ -10,6 +10,7 @@ from torch import Tensor
 
 from precisionctl.architectures.megatron.megatron_args import to_megatron_args
 from precisionctl.checkpoints.megatron.arguments import recipe_words
+from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.megatron_flags import stateless_words
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import Recipe
@@ -21,7 +22,8 @@ def make_config(
     model: ModelShape, recipe: Recipe, balance: Balance, *, te: bool, dtype: torch.dtype, equal_rows: bool
 ) -> Any:
     """The TransformerConfig that Megatron-LM makes of this model's arguments (core_transformer_config_from_args), with
-    the recipe's parallel sizes and FP8. With `te` layers are Transformer Engine's."""
+    the recipe's parallel sizes and FP8. With `te` layers are Transformer Engine's. Raises UnknownArchitecture for what
+    that class refuses."""
     from megatron.core.activations import quick_gelu, squared_relu
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -67,7 +69,11 @@ def make_config(
         "variable_seq_lengths": not equal_rows,
         "persist_layer_norm": te,
     }
-    config = kind(**given)
+    try:
+        config = kind(**given)
+    except (ValueError, AssertionError) as error:
+        what = f"Megatron-Core does not build this `{model.architecture}`: {shown(str(error))}"
+        raise UnknownArchitecture(what, do="Leave --engine out: the bundled trainer computes it as it is.") from error
     for name, value in args.items():
         if name.startswith("yarn_"):  # no fields of its own, but GPTModel looks for them there
             setattr(config, name, value)

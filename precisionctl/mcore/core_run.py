@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.errors import RecipeError
-from precisionctl.mcore.core_model import make_config, make_stage
+from precisionctl.mcore.core_model import make_stage
 from precisionctl.mcore.core_world import CoreWorld
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import Recipe
@@ -23,7 +23,6 @@ from precisionctl.trainer.data import IGNORED, Batch, Blend, Feed, Rows
 from precisionctl.trainer.measure.flops import bf16_peak, training_flops
 from precisionctl.trainer.measure.meter import PendingStepCost, host_bytes
 from precisionctl.trainer.measure.metrics import StepMetrics
-from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.optimizer.learning_rate import rate_of_update
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.stopping import SkippedSteps
@@ -31,7 +30,8 @@ from precisionctl.trainer.stopping import SkippedSteps
 
 @dataclass
 class CoreRun:
-    """A rank's part of a run, as `trainer.run.Run` is one of the bundled trainer. `stages` are this rank's virtual
+    """A rank's part of a run, as `trainer.run.Run` is one of the bundled trainer. `config` is the TransformerConfig of
+    `make_config`. `stages` are this rank's virtual
     pipeline stages, each in Megatron's DistributedDataParallel; with `te` their layers are Transformer Engine's."""
 
     recipe: Recipe
@@ -39,9 +39,8 @@ class CoreRun:
     rows: Rows | Blend
     world: CoreWorld
     schedule: MegatronSchedule | None
-    balance: Balance
+    config: Any
     te: bool
-    dtype: torch.dtype = torch.bfloat16
     step: int = 0
     position: int = 0
     updates: int = 0
@@ -61,9 +60,7 @@ class CoreRun:
         recipe, settings = self.recipe, self.recipe.optimizer
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.feed = Feed(self.rows, recipe.train, self.device, self.world)
-        config = make_config(
-            self.model, recipe, self.balance, te=self.te, dtype=self.dtype, equal_rows=self.rows.has_equal_rows
-        )
+        config = self.config
         numbers = range(recipe.parallel.virtual) if recipe.parallel.virtual > 1 else [None]
         made = [make_stage(config, self.model, te=self.te, stage=number).to(self.device) for number in numbers]
         grads = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
@@ -81,8 +78,8 @@ class CoreRun:
                 adam_beta2=settings.beta2,
                 adam_eps=settings.epsilon,
                 clip_grad=settings.clip_norm,
-                bf16=self.dtype == torch.bfloat16,
-                params_dtype=self.dtype,
+                bf16=config.bf16,
+                params_dtype=config.params_dtype,
                 use_distributed_optimizer=True,
             ),
             self.stages,

@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from precisionctl.architectures.megatron.megatron_args import otherwise_in_megatron
 from precisionctl.checkpoints.megatron.keys import directory_name
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
@@ -22,6 +24,7 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.mcore import core_checkpoint
 from precisionctl.mcore.core_log import core_log
 from precisionctl.mcore.core_memory import core_changes, core_memory
+from precisionctl.mcore.core_model import make_config
 from precisionctl.mcore.core_run import CoreRun
 from precisionctl.mcore.core_world import CoreWorld, core_world
 from precisionctl.mcore.stand_ins import stand_ins
@@ -34,6 +37,7 @@ from precisionctl.trainer.fp8_start import FC2_OF_EXPERTS, unused
 from precisionctl.trainer.loop import OnStep
 from precisionctl.trainer.measure.metrics import MetricsLog
 from precisionctl.trainer.model.router_balance import Balance
+from precisionctl.trainer.parallel.shards import check_divisions
 from precisionctl.trainer.parallel.world import together
 from precisionctl.trainer.preflight import checkpoint_bytes, require_disk_space, require_memory
 from precisionctl.trainer.resume import Finished, Started, locked, read_data
@@ -163,15 +167,13 @@ def check_model(model: ModelShape, recipe: Recipe) -> None:
     if unbuilt := [part for part, has in parts.items() if has]:
         raise UnknownArchitecture(f"no layers with {unbuilt[0]} are built here in Megatron-Core", do=_BUNDLED)
     sizes = recipe.parallel
-    divided = {
-        "layers": (model.num_layers, sizes.pipeline * sizes.virtual),
-        "attention heads": (model.num_attention_heads, sizes.tensor),
-        "rows of the vocabulary": (model.padded_vocab_size, sizes.tensor),
-        "experts": (model.moe.num_experts if model.moe else sizes.expert, sizes.expert),
-    }
-    for what, (number, ways) in divided.items():
-        if number % ways:
-            raise RecipeError(f"{number} {what} cannot be divided into {ways}", do="Choose other [parallel] sizes.")
+    if model.num_layers % (sizes.pipeline * sizes.virtual):
+        what = f"{model.num_layers} layers cannot be divided into {sizes.pipeline * sizes.virtual}"
+        raise RecipeError(what, do="Choose another parallel.pipeline or parallel.virtual.")
+    check_divisions(model, sizes)
+    if model.moe and model.add_bias_linear and sizes.tensor > 1:
+        what = "experts with biases are not shared by tensor-parallel ranks in Megatron-Core"
+        raise RecipeError(what, do=f"Leave parallel.tensor out. {_BUNDLED}")
     if model.num_query_groups % sizes.tensor and sizes.tensor % model.num_query_groups:
         raise RecipeError(
             f"parallel.tensor is {sizes.tensor}, and there are {model.num_query_groups} groups of queries",
@@ -205,10 +207,12 @@ def _train(
     sizes = recipe.parallel
     rows, _ = read_data(plan, on_tokens, sizes.token_ranks * (2 * sizes.context if sizes.context > 1 else 1))
     identity = plan.identity_with(rows.fingerprint)
+    te = plan.backend == "te"
+    config = make_config(plan.model, recipe, plan.balance, te=te, dtype=torch.bfloat16, equal_rows=rows.has_equal_rows)
     newest = run_folder.newest(plan.out)
     sidecar_state, state_notes = _carried_state(plan, newest)
     begin = None if newest else _convert_source(plan, rows, ranks, world)
-    run = CoreRun(recipe, plan.model, rows, world, plan.schedule, plan.balance, te=plan.backend == "te")
+    run = CoreRun(recipe, plan.model, rows, world, plan.schedule, config, te=te)
     if newest:
         _continue(run, newest, identity, plan)
     if begin:

@@ -155,6 +155,25 @@ def test_groups_of_experts_need_no_number_of_chosen_experts():
     assert from_megatron_args(args, 256, "args", "deepseek_v3") == said
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "difference"),
+    [
+        ("starcoder2", {}, {}),
+        ("starcoder2", {"use_bias": False}, {"activation": ("gelu_tanh", "gelu")}),
+        ("gemma", {}, {}),  # of a gate
+        ("mixtral", {"num_experts_per_tok": 1}, {"moe.pre_softmax": (False, True)}),
+        ("qwen3-moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}, {}),
+    ],
+)
+def test_what_the_config_of_megatron_core_refuses_is_a_difference(
+    family: str, changes: dict[str, object], difference: dict[str, object]
+) -> None:
+    """__post_init__ of TransformerConfig: its fused tanh GELU adds a bias or is a gate's, and a softmax over the one
+    chosen expert has no gradient."""
+    told = otherwise_in_megatron(from_hf_config(config(family) | changes))
+    assert {field: told[field] for field in ("activation", "moe.pre_softmax") if field in told} == difference
+
+
 @pytest.mark.parametrize(("topk_group", "scores"), [(4, None), (3, (2, 0)), (2, (2, 1)), (1, None)])
 def test_groups_that_megatron_chooses_by_other_scores_are_a_difference(
     topk_group: int, scores: tuple[int, int] | None

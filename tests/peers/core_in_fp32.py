@@ -12,6 +12,7 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.mcore import core_checkpoint
+from precisionctl.mcore.core_model import make_config
 from precisionctl.mcore.core_run import CoreRun
 from precisionctl.mcore.core_world import core_world
 from precisionctl.mcore.stand_ins import stand_ins
@@ -53,7 +54,9 @@ def main(folder: Path, keys: list[str]) -> None:
             rows, _ = read_data(plan, lambda count: None, 1)
             execute(plan_command(Request(folder / "source", folder / "start", "megatron")), ranks=ranks)
             world.barrier()
-            run = CoreRun(recipe, plan.model, rows, world, None, plan.balance, te=False, dtype=torch.float32)
+            dtype, equal_rows = torch.float32, rows.has_equal_rows
+            config = make_config(plan.model, recipe, plan.balance, te=False, dtype=dtype, equal_rows=equal_rows)
+            run = CoreRun(recipe, plan.model, rows, world, None, config, te=False)
             core_checkpoint.load(run, TorchDistReader(folder / "start"), None)
             core = [run.update().loss for _ in range(recipe.train.steps)]
             skip_one(run)

@@ -143,7 +143,9 @@ def _activation_args(model: ModelShape) -> dict[str, Any]:
     swiglu = model.gated_linear_unit and model.activation == "silu"
     args: dict[str, Any] = {"swiglu": swiglu, "squared_relu": model.activation == "squared_relu"}
     if model.activation == "gelu_tanh":
-        args["bias_gelu_fusion"] = True  # Megatron's fused kernel is the approximation, and its F.gelu is not
+        # Megatron's fused kernel is the approximation, and its F.gelu is not. It adds a bias, or is a gate's
+        # (transformer_config.py refuses it for others)
+        args["bias_gelu_fusion"] = model.gated_linear_unit or model.add_bias_linear
     if model.activation in ("gelu", "relu"):  # of ReLU no argument says anything
         args["bias_gelu_fusion"] = False
     if model.gated_linear_unit and not swiglu:
@@ -206,12 +208,15 @@ def as_config_says(args: Mapping[str, Any], model: ModelShape) -> dict[str, Any]
 def otherwise_in_megatron(model: ModelShape) -> dict[str, tuple[object, object]]:
     """How the model that Megatron-Core's GPTModel computes differs from this one: each differing field, with the
     model's value and Megatron's; empty if it computes this one. It makes a prediction layer like the decoder's last
-    (get_gpt_mtp_block_spec in megatron/core/models/gpt/gpt_layer_specs.py), and no bias of linear_proj alone."""
+    (get_gpt_mtp_block_spec in megatron/core/models/gpt/gpt_layer_specs.py), and no bias of linear_proj alone. Of one
+    expert for a token it takes no softmax behind the choice, whose gradient would be zero (transformer_config.py)."""
     dense = {"mtp_dense": (True, False)} if model.mtp_dense and model.has_experts(model.num_layers - 1) else {}
     alone = {"proj_bias": (True, False)} if model.proj_bias and not model.add_bias_linear else {}
     moe = model.moe
     unscored = {"moe.group_scores": (moe.group_scores, 0)} if moe and chooses_groups_by_nothing(moe) else {}
-    return differences(model, as_in_megatron(model)) | dense | alone | unscored
+    of_one = moe and moe.topk == 1 and moe.score_function == "softmax" and not moe.pre_softmax
+    softmax = {"moe.pre_softmax": (False, True)} if of_one else {}
+    return differences(model, as_in_megatron(model)) | dense | alone | unscored | softmax
 
 
 def read_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> ModelShape:

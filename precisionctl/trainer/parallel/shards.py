@@ -154,8 +154,8 @@ def _norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def check(model: ModelShape, sizes: ParallelSettings) -> None:
-    """Raise RecipeError for a model that cannot be divided evenly over these tensor and expert ranks."""
-    moe, dense = model.moe, any(map(model.has_dense_mlp, range(model.num_layers)))
+    """Raise RecipeError for a model that the bundled trainer cannot divide over these tensor and expert ranks."""
+    moe = model.moe
     if model.csa and sizes.tensor > 1:
         what = "attention with compressed keys has one key for all heads, and is not shared by tensor-parallel ranks"
         raise RecipeError(what, do="Leave parallel.tensor out.")
@@ -165,11 +165,19 @@ def check(model: ModelShape, sizes: ParallelSettings) -> None:
     if moe and moe.expert_norms and sizes.tensor > 1:
         what = "a norm of what each expert gives cannot be computed of a part of it, as tensor-parallel ranks have it"
         raise RecipeError(what, do="Leave parallel.tensor out.")
+    check_divisions(model, sizes)
+    for each in model.attentions if not model.mla else ():
+        _check_division("query groups", each.num_query_groups, sizes)
+
+
+def check_divisions(model: ModelShape, sizes: ParallelSettings) -> None:
+    """Raise RecipeError for a model whose parts, but for groups of queries, cannot be divided evenly over these tensor
+    and expert ranks."""
+    moe, dense = model.moe, any(map(model.has_dense_mlp, range(model.num_layers)))
     groups = model.mamba is None or model.mamba.dt_rank is None
     mixer = model.mamba.divisible if model.mamba else sizes.tensor
     shared = [
         *(("attention heads", each.num_attention_heads) for each in model.attentions),
-        *(("query groups", each.num_query_groups) for each in model.attentions if not model.mla),
         ("key heads of a gated delta net", model.gdn.num_key_heads if model.gdn else sizes.tensor),
         ("channels of a short convolution", model.hidden_size if model.short_conv else sizes.tensor),
         ("groups of a Mamba-2 mixer's heads" if groups else "channels of a Mamba-1 mixer", mixer),
@@ -179,14 +187,18 @@ def check(model: ModelShape, sizes: ParallelSettings) -> None:
         ("channels of the shared experts", (moe and moe.shared_ffn_hidden_size) or sizes.tensor),
     ]
     for what, size in shared:
-        if size % sizes.tensor:
-            raise RecipeError(
-                f"{size} {what} cannot be shared evenly by {sizes.tensor} ranks",
-                do="Choose a parallel.tensor that divides them.",
-            )
+        _check_division(what, size, sizes)
     experts = moe.num_experts if moe else 0
     if sizes.expert > 1 and (not experts or experts % sizes.expert):
         raise RecipeError(
             f"{experts} experts cannot be divided evenly among parallel.expert = {sizes.expert} ranks",
             do="Choose a number that divides them." if experts else "Leave parallel.expert out.",
+        )
+
+
+def _check_division(what: str, size: int, sizes: ParallelSettings) -> None:
+    if size % sizes.tensor:
+        raise RecipeError(
+            f"{size} {what} cannot be shared evenly by {sizes.tensor} ranks",
+            do="Choose a parallel.tensor that divides them.",
         )

@@ -5,6 +5,7 @@ import logging
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pico
 import pytest
 import torch
 from core_models import logical, peer
+from installed import judge
 from judges import LLAMA_3_1
+from soaking import in_soak
 from training import make_source, make_text, run, settings
 
 from precisionctl import errors
@@ -27,12 +30,14 @@ from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 from precisionctl.mcore import train_in_core
 from precisionctl.mcore.core_log import core_log
 from precisionctl.mcore.core_memory import core_memory
+from precisionctl.mcore.core_model import make_config
 from precisionctl.mcore.train_in_core import CORE
 from precisionctl.recipe import ParallelSettings, load_recipe
 from precisionctl.reports.run import dry_run as lines_of
 from precisionctl.sizes import size
 from precisionctl.trainer import preflight
 from precisionctl.trainer.model.loss import loss_bytes
+from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.parallel.world import World
 from precisionctl.trainer.preflight import require_memory
 from precisionctl.trainer.resume import resume
@@ -142,9 +147,49 @@ def test_models_whose_layers_are_not_built_are_refused(family: str, part: str) -
 
 def test_sizes_must_divide_the_model(place: Path) -> None:
     model, recipe = from_hf_config(LLAMA_3_70B), load_recipe("bf16")
-    for sizes, words in (({"pipeline": 3}, "80 layers"), ({"tensor": 3}, "64 attention heads")):
-        with pytest.raises(RecipeError, match=f"{words} cannot be divided into 3"):
-            train_in_core.check_model(model, replace(recipe, parallel=ParallelSettings(**sizes)))
+    refused = {
+        "80 layers cannot be divided into 3": ParallelSettings(pipeline=3),
+        "64 attention heads cannot be shared evenly by 3 ranks": ParallelSettings(tensor=3),
+        "0 experts cannot be divided evenly among parallel.expert = 2": ParallelSettings(expert=2),
+    }
+    for words, sizes in refused.items():
+        with pytest.raises(RecipeError, match=words):
+            train_in_core.check_model(model, replace(recipe, parallel=sizes))
+
+
+def test_experts_with_biases_are_not_for_tensor_ranks() -> None:
+    model, recipe = pico.shape("gpt-oss"), load_recipe("bf16")
+    train_in_core.check_model(model, recipe)
+    with pytest.raises(RecipeError, match="experts with biases are not shared"):
+        train_in_core.check_model(model, replace(recipe, parallel=ParallelSettings(tensor=2)))
+
+
+VARIANTS: tuple[dict[str, Any], ...] = (
+    *({}, {"use_bias": False}, {"attention_bias": False}, {"num_experts_per_tok": 1}, {"moe_k": 1}),
+    *({"hidden_act": "gelu_pytorch_tanh"}, {"hidden_act": "gelu"}, {"num_experts_per_tok": 1, "norm_topk_prob": True}),
+    {"activation_function": "gelu_new", "enable_bias": False},
+)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:megatron")
+@pytest.mark.parametrize(
+    "sizes", [{}, {"tensor": 2, "sequence": True}, *in_soak({"expert": 2}, {"pipeline": 2})], ids=str
+)
+def test_megatron_core_builds_every_model_that_passes_the_check(sizes: dict[str, Any]) -> None:
+    """Its TransformerConfig, which refuses what it cannot compute when the source has long been converted."""
+    judge("megatron.core", "its TransformerConfig is asked")
+    recipe = replace(load_recipe("bf16"), parallel=ParallelSettings(**sizes))
+    built = set()
+    for family, changes in product(pico.FAMILIES, VARIANTS):
+        try:
+            model = from_hf_config({**pico.settings(family), **changes}).padded(2)
+            train_in_core.check_model(model, recipe)
+        except errors.PrecisionctlError:
+            continue
+        for te in (False, True):
+            make_config(model, recipe, Balance(), te=te, dtype=torch.bfloat16, equal_rows=True)
+        built.add(family)
+    assert "mixtral" in built
 
 
 def test_groups_of_queries_may_be_fewer_than_tensor_ranks_but_must_divide_them() -> None:
