@@ -1,6 +1,6 @@
 """BlockScales: a first pass over a tensor finds the scales of its blocks, so that a second one can encode it.
 
-A block keeps its carried scale if encoding and decoding with it gives back every value: the values were decoded from
+A block keeps its former scale if encoding and decoding with it gives back every value: the values were decoded from
 such codes and have not changed, so the same codes come out again. Otherwise the block gets a new scale from its amax.
 """
 
@@ -23,10 +23,10 @@ class BlockScales:
     """Finds the scales of a tensor `[rows, columns]` in blocks, for codes of an element: show it all rows (`see`), then
     take its `encoding`.
 
-    `carried` is how the values were encoded before, in blocks of any size; None if that is not known. `divides` is None
+    `former` is how the values were encoded before, in blocks of any size; None if that is not known. `divides` is None
     if blocks have no global scale, else whether the global scale is stored as a divisor.
 
-    For each block it keeps, in FP32: `amax`, the largest magnitude seen, and `candidate`, the carried scale_inv (NaN or
+    For each block it keeps, in FP32: `amax`, the largest magnitude seen, and `candidate`, the former scale_inv (NaN or
     0 if there is none). `fits`, bool, says whether every value seen is the value of a code under the candidate.
     `exact` says, where there are zero points, whether every value that fits is its code's to the last bit, and none is
     that value rounded to BF16.
@@ -38,28 +38,28 @@ class BlockScales:
         columns: int,
         block: tuple[int, int],
         element: Element,
-        carried: Encoding | None,
+        former: Encoding | None,
         divides: bool | None = None,
         zero_points: bool = False,
     ) -> None:
-        self.block, self.element, self.carried, self.divides = block, element, carried, divides
+        self.block, self.element, self.former, self.divides = block, element, former, divides
         shape = grid_shape(rows, columns, block)
         self.amax = torch.zeros(shape)
         self.lowest = torch.zeros(shape) if zero_points else None
         self.highest = torch.zeros(shape) if zero_points else None
         self.candidate, self.zeros = torch.zeros(shape), torch.zeros(shape) if zero_points else None
         self.global_scale: GlobalScale | None = None
-        self._as_carried = (
-            carried is not None
-            and (carried.block, carried.element) == (block, element)
-            and (carried.global_divides, carried.zeros is not None) == (divides, zero_points)
+        self._as_before = (
+            former is not None
+            and (former.block, former.element) == (block, element)
+            and (former.global_divides, former.zeros is not None) == (divides, zero_points)
         )
-        if carried and self._as_carried:
-            self.candidate, self.zeros = carried.scale_inv.float(), carried.zeros
-            self.global_scale = carried.global_scale
-        elif carried and carried.zeros is None and divides is None and not zero_points:
-            self.candidate = carried.in_blocks(rows, columns, block)
-        self.fits = torch.zeros(shape, dtype=torch.bool) if carried is None else _usable(self.candidate)
+        if former and self._as_before:
+            self.candidate, self.zeros = former.scale_inv.float(), former.zeros
+            self.global_scale = former.global_scale
+        elif former and former.zeros is None and divides is None and not zero_points:
+            self.candidate = former.in_blocks(rows, columns, block)
+        self.fits = torch.zeros(shape, dtype=torch.bool) if former is None else _usable(self.candidate)
         self.exact = True
         self.has_nan = False
         """Whether any value so far is NaN."""
@@ -80,7 +80,7 @@ class BlockScales:
         if self.lowest is not None and self.highest is not None:
             self._reduce(self.highest[here], values.clamp(min=0), row, work)
             self._reduce(self.lowest[here], values.clamp(max=0), row, work)
-        if self.carried is None:
+        if self.former is None:
             return
         # A value fits if its code decodes to it, in its own dtype or rounded to BF16: values that passed through BF16
         # fit in BF16, whatever dtype they are stored in now. Infinity never fits, as its code is that of fp8_max.
@@ -98,12 +98,12 @@ class BlockScales:
         self.fits[here] &= misfit == 0
 
     def changed(self, values: Tensor, codes: Tensor, row: int, made: Encoding) -> int:
-        """How many of the `codes` of rows from `row` on differ from those under the carried scales. Between two formats
+        """How many of the `codes` of rows from `row` on differ from those under the former scales. Between two formats
         of which one is not FP8, codes cannot be compared: then, how many values the codes do not represent exactly, as
         `made`, the encoding of these rows alone, decodes them."""
-        before = self.carried
+        before = self.former
         assert before is not None
-        if not self._as_carried and not (before.element.is_fp8 and self.element.is_fp8):
+        if not self._as_before and not (before.element.is_fp8 and self.element.is_fp8):
             return int((made.decode_rows(codes, 0).to(values.dtype) != values).sum())
         return self.element.differing(before.encode_rows(values, row), codes)
 
@@ -127,9 +127,9 @@ class BlockScales:
         return replace(whole, scale_inv=self._kept_or(found, whole.scale_inv.dtype, here))
 
     def _kept_or(self, new: Tensor, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
-        """These rows of the grid, in the dtype that is stored: the carried scale where it fits, else the new one."""
+        """These rows of the grid, in the dtype that is stored: the former scale where it fits, else the new one."""
         stored = _stored(new, dtype)
-        if self.carried is None:
+        if self.former is None:
             return stored
         return torch.where(self.fits[rows], self.candidate[rows], stored.float()).to(dtype)
 
@@ -149,18 +149,18 @@ class BlockScales:
             into[block] = torch.maximum(into[block], by_row[first:last].amax(0))
 
     def settle(self, dtype: torch.dtype, numbers: numerics.Numbers = "FP32") -> Encoding:
-        """Decide which carried scales fit and, if that is needed, on a new global scale. Returns the scales to encode
+        """Decide which former scales fit and, if that is needed, on a new global scale. Returns the scales to encode
         with, stored in `dtype`: those that fit, and new ones. New ones of FP8 are rounded up to such `numbers`, those
         of INT8 the nearest; those of four bits are made as in `codes/group_scales.py`, or, where it `searches`, left to
         `searched`. What `dtype` cannot hold does not fit either."""
-        if self.carried is not None:
+        if self.former is not None:
             self.fits &= self.candidate.to(dtype).float() == self.candidate
         if self.divides is not None and self.needs_new_global:
             self.take_global(self.amax.amax())
         if self.lowest is not None and self.highest is not None and self.zeros is not None:
             return self._with_zero_points(dtype, self.lowest, self.highest, self.zeros)
         if self.divides is not None or self.element == INT4:
-            new = self.candidate  # all carried scales fit, or `searched` replaces those that do not
+            new = self.candidate  # all former scales fit, or `searched` replaces those that do not
         elif self.element == E2M1:
             new = group_scales.mxfp4_scales(self.amax)
         else:
@@ -170,7 +170,7 @@ class BlockScales:
 
     @property
     def needs_new_global(self) -> bool:
-        """Whether blocks that have changed need scales that E4M3 does not hold under the carried global scale, or there
+        """Whether blocks that have changed need scales that E4M3 does not hold under the former global scale, or there
         is none. If all values have become smaller, it stays: that costs some of E4M3's range, but unchanged blocks keep
         their codes."""
         if self.global_scale is None:
@@ -179,7 +179,7 @@ class BlockScales:
         return bool((~self.fits & (wanted > self.global_scale.times(torch.ones(())))).any())
 
     def take_global(self, amax: Tensor) -> None:
-        """Make a new global scale of an amax, of this tensor or of all that share it: then no carried scale fits."""
+        """Make a new global scale of an amax, of this tensor or of all that share it: then no former scale fits."""
         assert self.divides is not None
         value = group_scales.nvfp4_global(amax, divisor=self.divides)
         self.global_scale = GlobalScale(value, self.divides)
@@ -209,7 +209,7 @@ def _usable(grid: Tensor) -> Tensor:
 
 
 def share(tensors: Sequence[BlockScales]) -> None:
-    """Give several tensors, each a single block, a common scale: the carried one if it is the same and fits all."""
+    """Give several tensors, each a single block, a common scale: the former one if it is the same and fits all."""
     amax = torch.stack([tensor.amax for tensor in tensors]).amax(0)
     same = all(torch.equal(tensor.candidate, tensors[0].candidate) for tensor in tensors)
     fits = torch.stack([tensor.fits for tensor in tensors]).all(0) & same

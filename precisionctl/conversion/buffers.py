@@ -87,12 +87,12 @@ def worker_memory(plan: Plan) -> int:
         for job in plan.jobs
         if plan.computes(job)
     ]
-    encoded = [6 * BUFFER + _BLOCK * _blocks(job, plan) for job in plan.jobs if job.encode]
+    encoded = [6 * BUFFER + _BLOCK * _blocks(job, plan) for job in plan.jobs if job.codes]
     return 3 * max(BUFFER, *rows) + WIDEST * nibbles.SCRATCH + max(computed, default=0) + max(encoded, default=0)
 
 
 def _blocks(job: Job, plan: Plan) -> int:
-    """The number of blocks with a scale in the tensors that a job encodes."""
-    weights = job.encode.weights if job.encode else {}
+    """The number of blocks with a scale in the tensors that a job looks at to encode its own."""
+    weights = job.codes.measured if job.codes else {}
     specs = ((plan.targets[name], scales.block) for name, scales in weights.items())
     return sum(prod(grid_shape(spec.rows, spec.columns, block)) for spec, block in specs)

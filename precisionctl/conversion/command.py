@@ -82,7 +82,7 @@ class PlannedCommand:
         return WithOptimizer(self.trained) if self.trained else self.reader
 
     @property
-    def coded_before(self) -> Mapping[str, Encoding]:
+    def former(self) -> Mapping[str, Encoding]:
         """The encodings that the values had before, by the target's names; empty if they had none."""
         return self.encodings.by_name if self.encodings else {}
 
@@ -129,7 +129,7 @@ def execute(
             command.writer,
             journal=journal,
             collect_weight_amax=callable(command.states),
-            carried=command.coded_before,
+            former=command.former,
             workers=workers,
             ranks=ranks,
             on_bytes=on_bytes,
@@ -167,7 +167,7 @@ def _read_back(command: PlannedCommand, workers: int, ranks: Ranks, on_bytes: On
         command.plan,
         command.source,
         command.writer,
-        carried=command.coded_before,
+        former=command.former,
         workers=workers,
         ranks=ranks,
         on_bytes=on_bytes,

@@ -51,7 +51,7 @@ def convert(
     *,
     journal: Journal | None = None,
     collect_weight_amax: bool = False,
-    carried: Mapping[str, Encoding] = MappingProxyType({}),
+    former: Mapping[str, Encoding] = MappingProxyType({}),
     workers: int = 1,
     ranks: Ranks = NO_OTHERS,
     on_bytes: OnBytes = lambda count: None,
@@ -59,9 +59,9 @@ def convert(
     """Write this rank's share of a plan's targets, except what its journal says is done. The caller finishes the Writer
     and commits the output.
 
-    `collect_weight_amax` collects the amax of each FP8 GEMM's weight. `carried` are the former encodings of values that
-    become codes, by the target's names. More than one worker needs files on both sides. `on_bytes` is called with
-    numbers of bytes as they are written, first with that of the bytes written before.
+    `collect_weight_amax` collects the amax of each FP8 GEMM's weight. `former` are the encodings that values which
+    become codes had before, by the target's names. More than one worker needs files on both sides. `on_bytes` is called
+    with numbers of bytes as they are written, first with that of the bytes written before.
 
     Returns the outcome of all jobs, also of those done before.
     """
@@ -84,7 +84,7 @@ def convert(
     if before := sum(len(job.outputs) for job in jobs if job.name in done):
         of = sum(len(job.outputs) for job in jobs)
         found.notes.append(f"Continued: {before} of {of} tensors were written before.")
-    worker = Worker(plan, reader, share, collect_weight_amax, carried)
+    worker = Worker(plan, reader, share, collect_weight_amax, former)
     results = in_processes(worker.do, todo, [plan.job_bytes(job) for job in todo], workers)
     with _torch_for(worker, todo), closing(results), _JournalWriter(plan, share, journal) as journaled:
         for job, new in results:
@@ -112,7 +112,7 @@ def read_back(
     reader: TensorSource,
     writer: Chunked,
     *,
-    carried: Mapping[str, Encoding] = MappingProxyType({}),
+    former: Mapping[str, Encoding] = MappingProxyType({}),
     workers: int = 1,
     ranks: Ranks = NO_OTHERS,
     on_bytes: OnBytes = lambda count: None,
@@ -127,7 +127,7 @@ def read_back(
     shares = deal([plan.job_bytes(job) for job in plan.jobs], ranks.count)
     jobs = [plan.jobs[number] for number in shares[ranks.rank]] if ranks.rank < len(shares) else []
     checksums: dict[str, str] = {}
-    checker = Checker(plan, reader, writer, carried=carried)
+    checker = Checker(plan, reader, writer, former=former)
     results = in_processes(checker.check, jobs, [plan.job_bytes(job) for job in jobs], workers)
     with _torch_for(checker, jobs), closing(results):
         for job, found in results:

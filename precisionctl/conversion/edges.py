@@ -50,11 +50,11 @@ def edges(encodings: WeightEncodings, read: Mapping[str, TensorSpec], plan: Plan
     the tensors of the source, codes or values."""
     found = {}
     for job in plan.jobs:
-        for name, scales in (job.encode.weights if job.encode else {}).items():
+        for name, scales in (job.codes.weights if job.codes else {}).items():
             if name in encodings.weights and (encodings.weights[name].packing or plan.targets[name].packing):
                 before = _format(encodings.weights[name], encodings.scales[name], encodings.stored.specs)
                 after = _format(plan.targets[name], scales, plan.targets)
-                powers_of_2 = job.encode is not None and job.encode.numbers == "powers of 2"
+                powers_of_2 = job.codes is not None and job.codes.numbers == "powers of 2"
                 kind = _kind(before, after, powers_of_2)
                 if kind == "same" and encodings.merges(name) and not all(read[each].is_codes for each in job.reads):
                     kind = "same values"
@@ -142,7 +142,7 @@ _OTHERWISE = "codes are others than they would be under the scales from before"
 def _other_scheme(encodings: WeightEncodings, plan: Plan) -> tuple[str, set[str]]:
     """`block to dynamic`, if a directory's codes of the one scheme become the other's, and the weights that get other
     blocks by it."""
-    now = {name: scales for job in plan.jobs if job.encode for name, scales in job.encode.weights.items()}
+    now = {name: scales for job in plan.jobs if job.codes for name, scales in job.codes.weights.items()}
     before = scheme_of(encodings.quantization, encodings.scales, encodings.weights)
     after = scheme_of(plan.quantization, now, plan.targets)
     both = encodings.scales.keys() & now.keys() if before and before != after else set()

@@ -22,7 +22,7 @@ from precisionctl.codes.elements import Element
 from precisionctl.conversion.buffers import BUFFER, WIDEST, Buffers, worker_memory
 from precisionctl.conversion.encoder import Encoder
 from precisionctl.errors import DiskProblem
-from precisionctl.planning.plan import Encode, Plan
+from precisionctl.planning.plan import Job, JobCodes, Plan, ScaleGroup
 from precisionctl.torch_when_used import one_torch_thread, torch
 
 PLANNED = 2100
@@ -106,31 +106,34 @@ def _encode_seconds(plan: Plan) -> float:
     """CPU seconds of one core for all that a plan encodes: for each element, with a global scale or without, some rows
     of the largest weight are encoded as the plan says."""
     elements: Counter[tuple[Element, bool]] = Counter()
-    largest: dict[tuple[Element, bool], tuple[int, str, Encode]] = {}
-    for encode in (job.encode for job in plan.jobs if job.encode):
-        for name, scales in encode.weights.items():
+    largest: dict[tuple[Element, bool], tuple[int, str, Job]] = {}
+    for job in (job for job in plan.jobs if job.codes):
+        for name, scales in job.codes.weights.items() if job.codes else ():
             spec = plan.targets[name]
             kind, count = (spec.element, scales.global_scale is not None), spec.rows * spec.columns
             elements[kind] += count
             if count > largest.get(kind, (0,))[0]:
-                largest[kind] = (count, name, encode)
-    return sum(elements[kind] / _encode_rate(plan, name, encode) for kind, (_, name, encode) in largest.items())
+                largest[kind] = (count, name, job)
+    return sum(elements[kind] / _encode_rate(plan, name, job) for kind, (_, name, job) in largest.items())
 
 
-def _encode_rate(plan: Plan, name: str, encode: Encode) -> float:
+def _encode_rate(plan: Plan, name: str, job: Job) -> float:
     """Values per second that one core encodes of a weight of a plan, from BF16."""
-    spec, scales = plan.targets[name], encode.weights[name]
+    assert job.codes is not None
+    spec, scales = plan.targets[name], job.codes.weights[name]
     buffers = Buffers()
     _, rows = next(buffers.pieces(0, spec.rows, WIDEST * spec.columns))
     values = torch.randn(rows, spec.columns, generator=torch.Generator().manual_seed(0)).bfloat16()
     high = rows if scales.block[0] == spec.rows else scales.block[0]
-    here = replace(encode, weights={name: replace(scales, block=(high, scales.block[1]))}, known={}, alongside={})
+    weights = {name: replace(scales, block=(high, scales.block[1]))}
+    alone = ScaleGroup(weights, (job,), always=True) if job.codes.group else None
+    here = replace(job, codes=JobCodes(weights, {}, alone, job.codes.numbers))
     specs = {**plan.targets, name: replace(spec, shape=(rows, *spec.shape[1:]))}
-    encoder = Encoder(specs, {}, buffers, put=lambda name, row, codes: None, read=lambda name, row, rows: ())
+    encoder = Encoder(specs, {}, buffers, lambda name, row, codes: None, lambda job: [(name, 0, values)])
     seconds = []
     with one_torch_thread():
         for _ in range(3):  # the first fills caches and takes memory
             start = time.perf_counter()
-            encoder.encode(here, lambda: [(name, 0, values)])
+            encoder.encode(here)
             seconds.append(time.perf_counter() - start)
     return values.numel() / min(seconds)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from precisionctl.codes.encoding import Encoding, scale_dtype
 from precisionctl.dtypes import DType
 from precisionctl.param import TensorSpec
-from precisionctl.planning.plan import Encode
+from precisionctl.planning.plan import JobCodes
 from precisionctl.planning.segments import Segment
 from precisionctl.torch_when_used import torch
 
@@ -20,48 +20,42 @@ _SMALLEST = 2.0**-126 * 2.0**16
 
 
 def encodings_if_unchanged(
-    encode: Encode,
+    codes: JobCodes,
     segments: Sequence[Segment],
     stored: Mapping[str, Encoding],
-    carried: Mapping[str, Encoding],
+    former: Mapping[str, Encoding],
     targets: Mapping[str, TensorSpec],
 ) -> dict[str, Encoding] | None:
     """The encodings to write, by the weight's name, where a job can copy its codes; else None.
 
     It can if all its tensors are encoded and keep their names and rows, the source's encodings (`stored`) are the ones
-    to use again (`carried`), and the `targets` have blocks and dtypes that can hold these scales exactly. If weights
+    to use again (`former`), and the `targets` have blocks and dtypes that can hold these scales exactly. If weights
     share a scale, the same must be true of those of other jobs.
     """
     moves = any((each.read, each.read_row) != (each.write, each.write_row) for each in segments)
-    if moves or {segment.write for segment in segments} != encode.weights.keys():
+    if moves or {segment.write for segment in segments} != codes.weights.keys():
         return None
     found: dict[str, Encoding] = {}
-    like = next(iter(encode.weights.values()))
-    others = {
-        name: like.block if like.global_scale else (targets[name].rows, targets[name].columns)
-        for name in encode.alongside
-    }
-    blocks = {name: scales.block for name, scales in encode.weights.items()} | others
-    for name, block in blocks.items():
-        before, spec = carried.get(name), targets[name]
+    for name, scales in codes.measured.items():
+        before, spec = former.get(name), targets[name]
         if before is None or name not in stored or not stored[name].same(before) or before.element != spec.element:
             return None
-        scales = encode.weights.get(name)
         levels = before.global_divides, before.zeros is not None
-        if levels != (like.global_divides, like.zero_points is not None):
+        if levels != (scales.global_divides, scales.zero_points is not None):
             return None
-        if before.block != block:
+        if before.block != scales.block:
             if levels != (None, False):
                 return None
-            before = replace(before, scale_inv=before.in_blocks(spec.rows, spec.columns, block), block=block)
-        if not _can_be_stored(before, targets[scales.weight].dtype if scales else DType.float32):
+            grid = before.in_blocks(spec.rows, spec.columns, scales.block)
+            before = replace(before, scale_inv=grid, block=scales.block)
+        if not _can_be_stored(before, targets[scales.weight].dtype):
             return None
         found[name] = before
-    if encode.shared:
+    if codes.group and codes.group.always:
         grids = [each.global_scale.value if each.global_scale else each.scale_inv.float() for each in found.values()]
         if not all(torch.equal(grid.reshape(-1), grids[0].reshape(-1)) for grid in grids):
             return None
-    return {name: found[name] for name in encode.weights}
+    return {name: found[name] for name in codes.weights}
 
 
 def _can_be_stored(encoding: Encoding, dtype: DType) -> bool:

@@ -38,7 +38,7 @@ from precisionctl.conversion.unchanged_codes import encodings_if_unchanged
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.param import TensorSpec
-from precisionctl.planning.plan import Encode, Job, Plan
+from precisionctl.planning.plan import Job, JobCodes, Plan
 from precisionctl.planning.segments import Segment, lower
 from precisionctl.torch_when_used import torch
 
@@ -69,8 +69,8 @@ class Worker:
     """Does jobs of a plan one after the other, with no more than a piece of a tensor in memory (except in jobs that
     compute).
 
-    `collect_weight_amax` collects the amax of each FP8 GEMM's weight. `carried` are the former encodings of values that
-    are to be encoded, by the target's names.
+    `collect_weight_amax` collects the amax of each FP8 GEMM's weight. `former` are the encodings that values which are
+    to be encoded had before, by the target's names.
     """
 
     def __init__(
@@ -79,20 +79,22 @@ class Worker:
         reader: TensorSource,
         writer: Chunked,
         collect_weight_amax: bool = False,
-        carried: Mapping[str, Encoding] = MappingProxyType({}),
+        former: Mapping[str, Encoding] = MappingProxyType({}),
     ) -> None:
         self._plan, self._reader, self._writer = plan, reader, writer
-        self._collect_weight_amax, self._carried = collect_weight_amax, carried
+        self._collect_weight_amax, self._former = collect_weight_amax, former
         self._buffers = Buffers()
-        before = reader.former_codes if isinstance(reader, OfFormerCodes) else None
+        self._made: tuple[str, list[ValuePiece]] | None = None
+        """The last job whose values were computed, and these."""
+        former_codes = reader.former_codes if isinstance(reader, OfFormerCodes) else None
         self._is_written = not isinstance(writer, Nowhere)  # else it is looked at, and may be anything
         self._encoder = Encoder(
             writer.specs,
-            carried,
+            former,
             self._buffers,
             self._put,
-            self._pieces,
-            before,
+            self._values_of,
+            former_codes,
             refuses_infinity=self._is_written,
         )
 
@@ -113,17 +115,27 @@ class Worker:
             self._check_zero(job)
         elif isinstance(self._writer.specs[job.writes[0]].packing, KeptCodes):
             self._move_codes(job)
+        elif job.codes:
+            if self._plan.computes(job) or not self._copy_codes(job.codes, self._segments(job)):
+                self._encoder.encode(job)
         elif self._plan.computes(job):
             self._compute(job)
+        elif self._only_copies(job):
+            self._copy(self._segments(job))
         else:
-            segments = self._segments(job)
-            if self._only_copies(job):
-                self._copy(segments)
-            elif job.encode is None:
-                self._move(job, segments)
-            elif not self._copy_codes(job.encode, segments):
-                self._encoder.encode(job.encode, lambda: (piece for each in segments for piece in self._moved(each)))
+            self._move(job, self._segments(job))
+        self._made = None
         return self._encoder.found
+
+    def _values_of(self, job: Job) -> Iterable[ValuePiece]:
+        """The values that a job writes before they become codes, piece by piece; computed ones are kept until another
+        job's are asked for."""
+        if not self._plan.computes(job):
+            return (piece for segment in self._segments(job) for piece in self._moved(segment))
+        if self._made is None or self._made[0] != job.name:
+            self._made = None  # first: there is room for those of one job
+            self._made = job.name, self._computed(job, DType.float32)
+        return self._made[1]
 
     def _segments(self, job: Job) -> list[Segment]:
         """The copies that do a job whose row only moves."""
@@ -139,7 +151,7 @@ class Worker:
 
     def _only_copies(self, job: Job) -> bool:
         """Whether a job only moves rows, and their bytes stay the same."""
-        if job.encode or job.factors or self._collects_amax(job) or self._plan.computes(job):
+        if job.codes or job.factors or self._collects_amax(job) or self._plan.computes(job):
             return False
         reads, writes = self._reader.specs, self._writer.specs
         dtypes = {*(reads[name].dtype for name in job.reads), *(writes[name].dtype for name in job.writes)}
@@ -164,20 +176,19 @@ class Worker:
     def _compute(self, job: Job) -> None:
         """Do a job whose row computes and does not only move: on whole tensors, in the wider dtype of the two sides."""
         first = self._writer.specs[job.writes[0]]
-        encoded = job.encode or isinstance(first.packing, CodesInRows)
-        wanted = DType.float32 if encoded else first.dtype
+        made = self._computed(job, DType.float32 if isinstance(first.packing, CodesInRows) else first.dtype)
+        for name, row, values in made:
+            self._encoder.put_values(name, row, values)
+        if self._collects_amax(job):
+            self._encoder.found.amax[job.name] = max(float(numerics.amax(part)) for _, _, part in made)
+
+    def _computed(self, job: Job, wanted: DType) -> list[ValuePiece]:
+        """The whole tensors that a job computes."""
         made = self._plan.compute(job, [self._whole(name, wanted) for name in job.reads])
-        pieces = [
+        return [
             (name, 0, tensor.reshape(self._writer.specs[name].rows, -1))
             for name, tensor in zip(job.writes, made, strict=True)
         ]
-        if job.encode:
-            self._encoder.encode(job.encode, lambda: pieces)
-            return
-        for name, row, values in pieces:
-            self._encoder.put_values(name, row, values)
-        if self._collects_amax(job):
-            self._encoder.found.amax[job.name] = max(float(numerics.amax(part)) for part in made)
 
     def _move(self, job: Job, segments: Sequence[Segment]) -> None:
         """Round values to the target's dtype, or look at them on their way."""
@@ -230,16 +241,16 @@ class Worker:
                 read_row = segment.read_row + first - segment.write_row
                 yield replace(segment, read_row=read_row, write_row=first, rows=rows)
 
-    def _copy_codes(self, encode: Encode, segments: Sequence[Segment]) -> bool:
+    def _copy_codes(self, codes: JobCodes, segments: Sequence[Segment]) -> bool:
         """Copy a job's codes and scales if they are already the ones to write. Otherwise do nothing and return
         False."""
-        encodings = encodings_if_unchanged(encode, segments, self._reader.encodings, self._carried, self._writer.specs)
+        encodings = encodings_if_unchanged(codes, segments, self._reader.encodings, self._former, self._writer.specs)
         if encodings is None:
             return False
         for name, encoding in encodings.items():
-            self._encoder.put_encoding(name, encode.weights[name], encoding)
+            self._encoder.put_encoding(name, codes.weights[name], encoding)
         self._copy(segments)
-        self._encoder.put_known(encode)
+        self._encoder.put_known(codes)
         return True
 
     def _moved(self, segment: Segment) -> Iterator[ValuePiece]:

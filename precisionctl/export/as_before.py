@@ -9,13 +9,14 @@ from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.codes.encoding import grid_shape
 from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError
+from precisionctl.export.encode import with_one_input
 from precisionctl.export.input_scales import is_same_amax
 from precisionctl.export.weight_encodings import method_of
 from precisionctl.fp8.delayed_scaling import recorded_amax
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.planning.checks import check_names
-from precisionctl.planning.plan import Encode, Job, Plan
+from precisionctl.planning.plan import Job, JobCodes, Plan, ScaleGroup
 from precisionctl.quant_methods.base import POWERS_OF_2, CodeFormat, QuantMethod, sized
 from precisionctl.quant_methods.coded_weights import cache_scales, ngram_table
 from precisionctl.quant_methods.scales import Scales
@@ -37,24 +38,32 @@ class AsBefore:
         assert method is not None, "codes of a Hugging Face directory have a method"
         return method
 
-    def encodes(self, plan: Plan) -> Mapping[str, Encode]:
-        """For each job, how it encodes. Raises MissingFp8State or PrecisionError if a fixed scale, of an input or of a
+    def codes(self, plan: Plan) -> Mapping[str, JobCodes]:
+        """For each job, its codes. Raises MissingFp8State or PrecisionError if a fixed scale, of an input or of a
         KV cache, is needed and its weights have changed since; UnmappedTensor for a scale of no module of the model."""
-        encodings, encodes = self.encodings, {}
+        encodings, found = self.encodings, dict[str, JobCodes]()
         formats = self.method.read(encodings.quantization).formats
-        for job in plan.jobs:
-            if names := [name for name in job.writes if name in encodings.weights]:
-                encodes[job.name] = Encode(
-                    {name: replace(encodings.scales[name], block=self._block(name, formats)) for name in names},
-                    known=self._input_scales(names, job),
-                    shared=len({encodings.scales[name].weight for name in names}) < len(names),
-                    numbers="powers of 2" if in_powers_of_2(encodings) else "FP32",
-                )
+        names = {job.name: [name for name in job.writes if name in encodings.weights] for job in plan.jobs}
+        groups: dict[str, ScaleGroup] = {}
+        for jobs in with_one_input([job for job in plan.jobs if names[job.name]]):
+            of_jobs = [name for job in jobs for name in names[job.name]]
+            scales = {name: replace(encodings.scales[name], block=self._block(name, formats)) for name in of_jobs}
+            one_tensor = len({each.weight for each in scales.values()}) < len(scales)
+            groups |= dict.fromkeys((job.name for job in jobs), ScaleGroup(scales, tuple(jobs), always=one_tensor))
+        for job in (job for job in plan.jobs if job.name in groups):
+            group = groups[job.name]
+            shares = group.always or all(each.global_scale for each in group.weights.values())
+            found[job.name] = JobCodes(
+                {name: group.weights[name] for name in names[job.name]},
+                self._input_scales(names[job.name], job),
+                group if shares else None,
+                "powers of 2" if in_powers_of_2(encodings) else "FP32",
+            )
         rest = self._cache_scales(plan)
-        if encodes and rest:  # written by the first job that encodes
-            first, encode = next(iter(encodes.items()))
-            encodes[first] = replace(encode, known={**encode.known, **rest})
-        return encodes
+        if found and rest:  # written by the first job that encodes
+            first, codes = next(iter(found.items()))
+            found[first] = replace(codes, known={**codes.known, **rest})
+        return found
 
     def tensors(self, weight: str, spec: TensorSpec, scales: Scales) -> Mapping[str, TensorSpec]:
         codes, stored = self.encodings.weights[weight], self.encodings.stored.specs
@@ -64,9 +73,9 @@ class AsBefore:
             beside[scales.weight] = replace(beside[scales.weight], shape=grid)
         return {weight: replace(spec, dtype=codes.dtype, packing=codes.packing), **beside}
 
-    def further(self, encodes: Mapping[str, Encode]) -> Mapping[str, TensorSpec]:
+    def further(self, codes: Iterable[JobCodes]) -> Mapping[str, TensorSpec]:
         stored = self.encodings.stored.specs
-        return {name: stored[name] for encode in encodes.values() for name in encode.known}
+        return {name: stored[name] for each in codes for name in each.known}
 
     def quantization(self, kept: Sequence[str]) -> Mapping[str, Any]:
         return self.encodings.quantization

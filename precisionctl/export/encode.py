@@ -17,7 +17,7 @@ from precisionctl.export.input_scales import input_amaxes
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import TensorSpec
-from precisionctl.planning.plan import Encode, Job, Plan
+from precisionctl.planning.plan import Job, JobCodes, Plan, ScaleGroup
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import FOUR_BITS, POWERS_OF_2, SCHEMES, TENSOR, QuantMethod, Scheme, Spelling
 from precisionctl.quant_methods.scales import Scales
@@ -33,15 +33,15 @@ _HEAD = "lm_head"
 class Policy(Protocol):
     """Which weights of a plan become codes, and how."""
 
-    def encodes(self, plan: Plan) -> Mapping[str, Encode]:
-        """For each job that encodes, by its name, how it does; other jobs write values."""
+    def codes(self, plan: Plan) -> Mapping[str, JobCodes]:
+        """For each job that writes codes, by its name, which they are; other jobs write values."""
         ...
 
     def tensors(self, weight: str, spec: TensorSpec, scales: Scales) -> Mapping[str, TensorSpec]:
         """The specs of a weight's codes and of these scales in the result."""
         ...
 
-    def further(self, encodes: Mapping[str, Encode]) -> Mapping[str, TensorSpec]:
+    def further(self, codes: Iterable[JobCodes]) -> Mapping[str, TensorSpec]:
         """Tensors that follow all weights."""
         ...
 
@@ -60,9 +60,9 @@ def encode(plan: Plan, policy: Policy) -> Plan:
     Raises MissingFp8State for input scales, and PrecisionError for weights, that the policy cannot make; PrecisionError
     too for scales under the name of one of the model's tensors.
     """
-    encodes = policy.encodes(plan)
-    scales = {name: each for encode in encodes.values() for name, each in encode.weights.items()}
-    new = {name for encode in encodes.values() for name in encode.scale_tensors}
+    of_jobs = policy.codes(plan)
+    scales = {name: each for codes in of_jobs.values() for name, each in codes.weights.items()}
+    new = {name for codes in of_jobs.values() for name in codes.scale_tensors}
     if taken := min(new & plan.targets.keys(), default=None):
         raise PrecisionError(
             f"a scale would be called `{taken}`, and the model has another tensor of that name",
@@ -71,10 +71,10 @@ def encode(plan: Plan, policy: Policy) -> Plan:
     targets: dict[str, TensorSpec] = {}
     for name, spec in plan.targets.items():
         targets |= policy.tensors(name, spec, scales[name]) if name in scales else {name: spec}
-    targets |= policy.further(encodes)
-    codes = scales.keys()
-    quantization = policy.quantization(with_names_in_memory(modules_in_bf16(plan, codes), plan, codes))
-    jobs = tuple(replace(job, encode=encodes.get(job.name)) for job in plan.jobs)
+    targets |= policy.further(of_jobs.values())
+    coded = scales.keys()
+    quantization = policy.quantization(with_names_in_memory(modules_in_bf16(plan, coded), plan, coded))
+    jobs = tuple(replace(job, codes=of_jobs.get(job.name)) for job in plan.jobs)
     return replace(plan, jobs=jobs, targets=targets, quantization=quantization, files=policy.files(quantization))
 
 
@@ -165,18 +165,18 @@ class InScheme:
     inputs: Mapping[str, Tensor] | None = None
     kept: KeptList | None = None
 
-    def encodes(self, plan: Plan) -> Mapping[str, Encode]:
+    def codes(self, plan: Plan) -> Mapping[str, JobCodes]:
         shared = SCHEMES[self.format.scheme].shared
         # What engines compute as one has one (global) weight scale, and one input scale, the largest of its inputs'.
-        groups = with_one_input(self.jobs) if shared else [[job] for job in self.jobs]
-        encodes = {}
-        for group in groups:
-            for job in group:
+        found = {}
+        for jobs in with_one_input(self.jobs) if shared else [[job] for job in self.jobs]:
+            together = {name: self.scales[name] for job in jobs for name in job.weights}
+            group = ScaleGroup(together, tuple(jobs), always=True) if shared else None
+            for job in jobs:
                 scales = {name: self.scales[name] for name in job.weights}
-                others = {other.writes[0]: other.reads[0] for other in group if other is not job}
-                given = self._input_scales(scales.values(), group)
-                encodes[job.name] = Encode(scales, given, shared, self.format.numbers, others)
-        return encodes
+                given = self._input_scales(scales.values(), jobs)
+                found[job.name] = JobCodes(scales, given, group, self.format.numbers)
+        return found
 
     def _input_scales(self, of_weights: Iterable[Scales], group: Sequence[Job]) -> dict[str, float]:
         """The fixed input scales of a job's weights, of the largest amax of a group's inputs."""
@@ -192,7 +192,7 @@ class InScheme:
         spelling, scheme = self.format.spelling, self.format.scheme
         return {weight: spelling.codes(spec, scheme), **spelling.specs(scales, spec, spelling.form(scheme))}
 
-    def further(self, encodes: Mapping[str, Encode]) -> Mapping[str, TensorSpec]:
+    def further(self, codes: Iterable[JobCodes]) -> Mapping[str, TensorSpec]:
         return {}
 
     def quantization(self, kept: Sequence[str]) -> Mapping[str, Any]:

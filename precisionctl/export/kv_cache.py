@@ -24,7 +24,7 @@ from precisionctl.fp8.delayed_scaling import recorded_amax
 from precisionctl.fp8.state import CACHE, Fp8States
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec
-from precisionctl.planning.plan import Encode, Job, Plan
+from precisionctl.planning.plan import Job, JobCodes, Plan
 from precisionctl.quant_methods.base import QuantMethod
 from precisionctl.sizes import counted
 from precisionctl.torch_when_used import torch
@@ -108,8 +108,8 @@ def with_cache(plan: Plan, form: WeightFormat, scales: Mapping[str, CacheScale])
             found = rounded_up(torch.tensor([scale.k, scale.v]), numbers).tolist()
             values = {f"{stem}.{name}": value for name, value in zip(spelling.names, found, strict=True)}
             targets |= {name: TensorSpec(spelling.shape, DType.float32) for name in values}
-            encode = job.encode or Encode({}, {})
-            job = replace(job, encode=replace(encode, known={**encode.known, **values}))
+            codes = job.codes or JobCodes({}, {})
+            job = replace(job, codes=replace(codes, known={**codes.known, **values}))
         jobs.append(job)
     quantization = {**plan.quantization, **spelling.config}
     files = form.spelling.files(quantization)

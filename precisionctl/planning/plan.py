@@ -35,24 +35,39 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Encode:
+class ScaleGroup:
+    """Weights that get the one scale (with four bits: the one global scale) of their joint amax. Engines compute q/k/v,
+    and gate/up, as one, and would requantize or compute wrong results if their scales differed.
+
+    `jobs` write them: one, but for DeepSeek's latents, MiniMax-M3's indexer and models without a table, of which
+    Megatron, or the table that is read off, has each as a GEMM of its own. `always`: weights that had different scales
+    before, which somebody chose, share one too.
+    """
+
+    weights: Mapping[str, Scales]
+    jobs: tuple[Job, ...]
+    always: bool
+
+
+@dataclass(frozen=True)
+class JobCodes:
     """Which weights of a job become codes, in their target's dtype, and which scales are written with them.
 
     `weights`: for each such weight, its Scales: how many rows and columns share a scale, and the tensors for the grid
     of `scale_inv` and the rest of the encoding. The job's other tensors stay values. `known`: tensors with a
-    single number that is already known, and that number: scales of inputs, or of a KV cache.
-
-    `shared`: all weights get the one scale (with four bits: the one global scale) of their joint amax. Engines compute
-    q/k/v, and gate/up, as one, and would requantize or compute wrong results if their scales differed. `alongside`:
-    weights of other jobs that have the same scale too, and the source's tensors from which they are read. `numbers`:
-    what new scales of weights are rounded up to.
+    single number that is already known, and that number: scales of inputs, or of a KV cache. `group`: the weights with
+    which they share a scale, themselves included. `numbers`: what new scales of weights are rounded up to.
     """
 
     weights: Mapping[str, Scales]
     known: Mapping[str, float]
-    shared: bool = False
+    group: ScaleGroup | None = None
     numbers: Numbers = "FP32"
-    alongside: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def measured(self) -> Mapping[str, Scales]:
+        """The weights on whose values the scales of these depend."""
+        return self.group.weights if self.group else self.weights
 
     @property
     def scale_tensors(self) -> tuple[str, ...]:
@@ -64,7 +79,7 @@ class Encode:
         weights = {
             name: {key: getattr(scales, key) for key in Scales.__slots__} for name, scales in self.weights.items()
         }
-        return vars(self) | {"weights": weights}
+        return vars(self) | {"weights": weights, "group": [*self.group.weights] if self.group else None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +89,7 @@ class Job:
     `name` is the Megatron parameter, `module` its module. `reads` is empty where biases of the target are filled with
     zeros, and `writes` where biases of the source have no place and must be zero. `copies` are tensors that the source
     stores as copies of `reads[0]` (a tied `lm_head`), and must equal it; names in `writes` beyond the row's own are
-    copies of its first. `encode` says which of `writes` become codes, and `factors` of which the products are written.
+    copies of its first. `codes` says which of `writes` become codes, and `factors` of which the products are written.
     """
 
     name: str
@@ -82,7 +97,7 @@ class Job:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     copies: tuple[str, ...] = ()
-    encode: Encode | None = None
+    codes: JobCodes | None = None
     factors: Mapping[str, RowFactors] = field(default_factory=dict)
 
     @property
@@ -100,7 +115,7 @@ class Job:
     @property
     def outputs(self) -> Sequence[str]:
         """The names of all tensors that the job writes, with scales."""
-        return (*self.writes, *self.encode.scale_tensors) if self.encode else self.writes
+        return (*self.writes, *self.codes.scale_tensors) if self.codes else self.writes
 
     @property
     def expert(self) -> int | None:
@@ -135,12 +150,12 @@ class Plan:
     @property
     def encodes(self) -> bool:
         """Whether jobs write codes, or scales."""
-        return any(job.encode for job in self.jobs)
+        return any(job.codes for job in self.jobs)
 
     @property
     def codes(self) -> list[str]:
         """The weights that become codes under scales of their own, of which a job says how they are made."""
-        return [name for job in self.jobs if job.encode for name in job.encode.weights]
+        return [name for job in self.jobs if job.codes for name in job.codes.weights]
 
     @property
     def coded_weights(self) -> int:
@@ -206,7 +221,7 @@ class Plan:
             "parallelism": dataclasses.asdict(self.parallelism),
             "jobs": [
                 {"name": job.name, "reads": job.reads, "writes": job.writes, "copies": job.copies}
-                | ({"encode": job.encode.describe()} if job.encode else {})
+                | ({"codes": job.codes.describe()} if job.codes else {})
                 for job in self.jobs
             ],
             "targets": {name: {"shape": spec.shape, "dtype": spec.stored_dtype} for name, spec in self.targets.items()},

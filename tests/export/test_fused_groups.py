@@ -1,10 +1,12 @@
-"""One static scale for what engines compute as one, where Megatron has it as two GEMMs: DeepSeek's latents."""
+"""One scale for what engines compute as one, where Megatron has it as several GEMMs: DeepSeek's latents, MiniMax-M3's
+indexer."""
 
 import json
 import re
 from functools import partial
 from pathlib import Path
 
+import conversions
 import fp8_directories
 import in_memory
 import pico
@@ -94,6 +96,54 @@ def test_codes_under_one_scale_pass_and_under_two_are_made_anew(exported: Path, 
     one, two = (made[f"{attention(1, name)}.weight_scale"].item() for name in LATENTS)
     values = [before[f"{attention(1, name)}.weight"].float() * before[halved] for name in LATENTS]
     assert one == two == pytest.approx(float(max(values[0].abs().max(), values[1].abs().max() / 2)) / 448)
+
+
+def quotient(numerator: float, denominator: float) -> float:
+    """With one rounding."""
+    return float(torch.tensor(float(numerator)) / torch.tensor(float(denominator)))
+
+
+M3 = [f"model.layers.2.self_attn.{name}_proj" for name in ("q", "k", "v", "index_q", "index_k")]
+
+
+@pytest.mark.parametrize("largest", ["k_proj", "indexer.k_proj"])
+@pytest.mark.parametrize(
+    ("scheme", "kind", "scale"), [("static", "weight_scale", (30, 448)), ("nvfp4", "weight_global_scale", (2688, 30))]
+)
+def test_an_indexer_shares_the_scale_of_queries_keys_and_values(
+    tmp_path: Path, scheme: str, kind: str, scale: tuple[int, int], largest: str
+) -> None:
+    """Whichever of them has the largest weight, from Hugging Face's tensors and from Megatron's fused one."""
+    pico.save(tmp_path / "hf", "minimax-m3", dtype=torch.bfloat16, hidden_size=128, head_dim=32, rotary_dim=16)
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    tensors[f"model.layers.2.self_attn.{largest}.weight"][0, 0] = 30
+    save_file(tensors, file, {"format": "pt"})
+    sidecar.write(tmp_path / "state", in_memory.recorded(HuggingFaceReader(tmp_path / "hf")))
+    conversions.run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    for source in ("hf", "megatron"):
+        out = tmp_path / f"{source} out"
+        carry_out(Request.export(tmp_path / source, out, "vllm", scheme, fp8_state=tmp_path / "state"), workers=2)
+        stored = load_file(out / "model.safetensors")
+        scales = {float(stored[f"{name}.{kind}"]) for name in M3}
+        assert scales == {quotient(*scale)}
+        assert check(HuggingFaceReader(out), engines()["vllm"]) == []
+    assert (out / "model.safetensors").read_bytes() == (tmp_path / "hf out" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("changed", ["k_proj", "indexer.k_proj"])
+def test_an_indexer_shares_their_scale_again_after_one_of_them_has_changed(tmp_path: Path, changed: str) -> None:
+    pico.save(tmp_path / "hf", "minimax-m3", dtype=torch.bfloat16, hidden_size=128, head_dim=32, rotary_dim=16)
+    carry_out(Request.export(tmp_path / "hf", tmp_path / "out", "vllm", "nvfp4a16"), workers=1)
+    conversions.run(tmp_path / "out", tmp_path / "values", "hf", "bf16")
+    file = tmp_path / "values" / "model.safetensors"
+    tensors = load_file(file)
+    tensors[f"model.layers.2.self_attn.{changed}.weight"][0, 0] = 60
+    save_file(tensors, file, {"format": "pt"})
+    conversions.run(tmp_path / "values", tmp_path / "back", "hf", "fp8", workers=2)
+    stored = load_file(tmp_path / "back" / "model.safetensors")
+    assert {float(stored[f"{name}.weight_global_scale"]) for name in M3} == {quotient(2688, 60)}
+    assert check(HuggingFaceReader(tmp_path / "back"), engines()["vllm"]) == []
 
 
 @pytest.mark.parametrize("inputs", ["dynamic", "vllm"])
