@@ -72,10 +72,12 @@ def save(run: CoreRun, plan: RunPlan, identity: Mapping[str, Any], sidecar_state
     output, sizes = Output(plan.out / directory_name(run.step)), run.recipe.parallel
     cut = Parallelism(sizes.tensor, sizes.pipeline, expert=sizes.expert, virtual=sizes.virtual)
     args = training_args(run.recipe, run.schedule, run.position)
-    args |= balance_args(run.balance) if run.model.moe else {}
+    args |= balance_args(plan.balance) if run.model.moe else {}
     args = saved_args(args, run.model, plan.mapping.text.targets, cut, run.step, "torch_dist")
     state: dict[str, Any] = {
-        "args": argparse.Namespace(**args | {"params_dtype": run.dtype}),  # a dtype that Megatron can load
+        "args": argparse.Namespace(
+            **args | {"params_dtype": run.config.params_dtype}
+        ),  # a dtype that Megatron can load
         "checkpoint_version": 3.0,
         "iteration": run.step,
         "num_floating_point_operations_so_far": 0,
@@ -84,7 +86,7 @@ def save(run: CoreRun, plan: RunPlan, identity: Mapping[str, Any], sidecar_state
     with disk_problems(output):
         if run.world.first:
             output.begin()
-            sign(output.partial, saved_run(run, identity, run.balance, fp8=run.recipe.precision.fp8))
+            sign(output.partial, saved_run(run, identity, plan.balance, fp8=run.recipe.precision.fp8))
         run.world.barrier()
         model = _sharded_model(run)
         state |= model | {"optimizer": run.optimizer.sharded_state_dict(model, metadata=_metadata())}

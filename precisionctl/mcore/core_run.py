@@ -31,8 +31,8 @@ from precisionctl.trainer.stopping import SkippedSteps
 @dataclass
 class CoreRun:
     """A rank's part of a run, as `trainer.run.Run` is one of the bundled trainer. `config` is the TransformerConfig of
-    `make_config`. `stages` are this rank's virtual
-    pipeline stages, each in Megatron's DistributedDataParallel; with `te` their layers are Transformer Engine's."""
+    `make_config`. `stages` are this rank's virtual pipeline stages, each in Megatron's DistributedDataParallel; with
+    `te` their layers are Transformer Engine's."""
 
     recipe: Recipe
     model: ModelShape
