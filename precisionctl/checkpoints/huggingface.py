@@ -120,7 +120,8 @@ class HuggingFaceTensors:
         return self.decoded.behind if self.decoded else ()
 
     def notes(self) -> Iterator[str]:
-        if not self._scales and (lone := cache_scales(self.config, self.stored.specs)):  # those of codes travel
+        lone = cache_scales(self.config, self.stored.specs).keys() - (self.decoded.read if self.decoded else set())
+        if lone and not self._scales:  # those of codes travel
             yield f"{counted(len(lone), 'scale')} of a KV cache, beside weights that are no codes, stay behind."
         if self.decoded and self.decoded.specs:
             weights = counted(len(self.decoded.specs), "weight was", "weights were")

@@ -7,7 +7,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints.decoded import hqq_codes, inkling2_loop_codes
+from precisionctl.checkpoints.decoded import hqq_codes, inkling2_loop_codes, quanto_codes
+from precisionctl.checkpoints.decoded.quanto_codes import QUANTIZATION_MAP
 from precisionctl.checkpoints.decoded.transposed_codes import FILES_BESIDE
 from precisionctl.checkpoints.hf_directory.encodings_file import QUANT_CONFIG, said_quantization
 from precisionctl.checkpoints.hf_directory.fused_experts import unpacked
@@ -84,14 +85,17 @@ def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _unsaid_codes(config: Mapping[str, Any], path: Path, names: Collection[str]) -> dict[str, Any] | None:
     """The `quantization_config` of codes that config.json does not describe: that of Inkling 2 Mini's experts, of what
-    hqq saves itself, and what AutoGPTQ or AutoAWQ wrote into a file of its own. None if there are none. Raises
-    DamagedCheckpoint for two files."""
+    hqq and quanto save themselves, and what AutoGPTQ or AutoAWQ wrote into a file of its own. None if there are none.
+    Raises DamagedCheckpoint for two files."""
     if inkling2_loop_codes.are_there(config, names):
         return {"quant_method": inkling2_loop_codes.METHOD}
     if config.get("quantization_config"):
         return None
     if any(name.endswith(".W_q") for name in names):
         return {"quant_method": hqq_codes.METHOD}
+    if any(name.endswith(".weight._scale") for name in names):
+        said = read_json(path / QUANTIZATION_MAP) if has_file(path / QUANTIZATION_MAP, path) else {}
+        return {"quant_method": quanto_codes.METHOD, "modules": said}
     there = [name for name in FILES_BESIDE if has_file(path / name, path)]
     if not there or not any(name.endswith(".qweight") for name in names):
         return None

@@ -27,17 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 AS_VALUES = (
-    "gptq",
-    "awq",
-    "auto-round",
-    "bitsandbytes",
-    "torchao",
-    "inkling2_loop",
-    "bitnet",
-    "gemma",
-    "hqq",
-    "metal",
-    "mlx",
+    *("gptq", "awq", "auto-round", "bitsandbytes", "torchao", "inkling2_loop"),
+    *("bitnet", "gemma", "hqq", "metal", "quanto", "mlx"),
 )
 """Methods whose codes are only read as values (`checkpoints/decoded/`)."""
 

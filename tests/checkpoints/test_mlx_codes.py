@@ -90,7 +90,7 @@ def golden(case: str, *beside: str) -> mlx_codes.MlxCodes:
     stored = {name: (GOLDEN, read_header(GOLDEN)[name]) for name in (*names, *beside)}
     config = {"model_type": "llama", "quantization": said}
     places, published = mlx_names.in_published_names(stored, config, GOLDEN)
-    return mlx_codes.MlxCodes(StoredTensors(places), published["quantization_config"], GOLDEN)
+    return mlx_codes.MlxCodes(StoredTensors(places), published, GOLDEN)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -94,7 +94,9 @@ CASES = sorted(name.removesuffix(".decoded") for name in load_file(GOLDEN) if na
 def test_what_bitsandbytes_has_coded_is_what_it_makes_of_it(case: str) -> None:
     """But for the sign of FP4's second zero, which its vector code and its scalar code give another one."""
     stored = StoredTensors({name: (GOLDEN, tensor) for name, tensor in read_header(GOLDEN).items()})
-    found = read_tensor(BitsAndBytesCodes(stored, {"quant_method": "bitsandbytes"}, GOLDEN), f"{case}.weight")
+    found = read_tensor(
+        BitsAndBytesCodes(stored, {"quantization_config": {"quant_method": "bitsandbytes"}}, GOLDEN), f"{case}.weight"
+    )
     assert torch.equal(found, load_file(GOLDEN)[f"{case}.decoded"].bfloat16())
 
 

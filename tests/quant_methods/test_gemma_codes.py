@@ -90,7 +90,7 @@ def codes_of(directory: Path, quantization: dict[str, Any], module: str) -> Gemm
         {f"{module}.weight": torch.zeros(2, 8, dtype=torch.uint8), f"{module}.weight_scale": torch.ones(2, 1)}, file
     )
     places = {name: (file, tensor) for name, tensor in read_header(file).items()}
-    return GemmaCodes(StoredTensors(places), {"quant_method": "gemma"} | quantization, file)
+    return GemmaCodes(StoredTensors(places), {"quantization_config": {"quant_method": "gemma"} | quantization}, file)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +154,12 @@ def test_settings_that_are_not_read_are_one_error(tmp_path: Path, case: str) -> 
 def test_a_name_that_is_too_long_to_match_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PrecisionError, match="too long to match"):
         codes_of(tmp_path, config(), "a" * 300)
+
+
+def test_matching_all_names_may_take_seconds_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemma_codes, "_SECONDS", -1.0)
+    with pytest.raises(PrecisionError, match="too long to match"):
+        codes_of(tmp_path, config(), "a")
 
 
 def put(name: str, tensor: Tensor | None) -> Callable[[dict[str, Tensor]], None]:

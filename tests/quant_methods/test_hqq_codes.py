@@ -62,7 +62,7 @@ CASES = sorted(name.removesuffix(".decoded") for name in load_file(GOLDEN) if na
 @pytest.mark.parametrize("case", CASES)
 def test_what_hqq_has_coded_is_what_it_makes_of_it(case: str) -> None:
     stored = StoredTensors({name: (GOLDEN, tensor) for name, tensor in read_header(GOLDEN).items()})
-    found = read_tensor(HqqCodes(stored, {"quant_method": "hqq"}, GOLDEN), f"{case}.weight")
+    found = read_tensor(HqqCodes(stored, {"quantization_config": {"quant_method": "hqq"}}, GOLDEN), f"{case}.weight")
     assert torch.equal(found, load_file(GOLDEN)[f"{case}.decoded"].bfloat16())
 
 

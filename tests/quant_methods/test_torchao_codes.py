@@ -65,7 +65,7 @@ def test_values_are_those_of_a_slow_reader_in_bf16_and_through_megatron(tmp_path
 
 def golden() -> TorchaoCodes:
     places = {name: (GOLDEN, tensor) for name, tensor in sliced(read_header(GOLDEN), GOLDEN).items()}
-    return TorchaoCodes(StoredTensors(places), {"quant_method": "torchao"}, GOLDEN)
+    return TorchaoCodes(StoredTensors(places), {"quantization_config": {"quant_method": "torchao"}}, GOLDEN)
 
 
 CASES = sorted(name.removesuffix(".decoded") for name in load_file(GOLDEN) if name.endswith(".decoded"))

@@ -29,7 +29,7 @@ PIECE = 1 << 20
 
 
 class DecodedWeights(ABC):
-    """The coded weights among the `stored` tensors of a directory with this `quantization_config`.
+    """The coded weights among the `stored` tensors of a directory with this config.json.
 
     A subclass finds them in its constructor, without reading values: the `shapes` of the weights by name, the stored
     tensors that they are `read` from, and the `kinds` of codes in words. Raises PrecisionError for a config or a kind
@@ -42,8 +42,9 @@ class DecodedWeights(ABC):
     behind: Set[str] = frozenset()
     """Those among `read` that say nothing of values, such as scales of inputs."""
 
-    def __init__(self, stored: StoredTensors, quantization: Mapping[str, Any], where: object) -> None:
-        self._stored, self._where = stored, where
+    def __init__(self, stored: StoredTensors, config: Mapping[str, Any], where: object) -> None:
+        self._stored, self._config, self._where = stored, config, where
+        quantization = config["quantization_config"]
         self.method: str = quantization["quant_method"]
         self._find(quantization)
         self.specs = {name: TensorSpec(shape, DType.bfloat16) for name, shape in self.shapes.items()}

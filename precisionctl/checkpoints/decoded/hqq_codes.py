@@ -11,12 +11,13 @@ core/utils.py, encode_safetensor_type).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import Box, in_pieces, read_box, read_bytes, read_tensor
 from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
+from precisionctl.checkpoints.decoded.stacked_rows import StackedRows
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.quant_methods.base import FLOATS
@@ -30,22 +31,14 @@ METHOD = "hqq"
 """Its `quant_method`, which transformers writes. hqq itself writes none."""
 
 
-@dataclass(frozen=True)
-class _CodesInWord:
-    """The bits of a code, and how many codes a word of this dtype has."""
-
-    bits: int
-    codes: int
-    word: DType
-
-
-_PACKINGS: Mapping[str, _CodesInWord] = {
-    "8bit_u8": _CodesInWord(8, 1, DType.uint8),
-    "4bit_u8": _CodesInWord(4, 2, DType.uint8),
-    "3bit_32": _CodesInWord(3, 10, DType.int32),
-    "2bit_u8": _CodesInWord(2, 4, DType.uint8),
-    "1bit_u8": _CodesInWord(1, 8, DType.uint8),
+_PACKINGS: Mapping[str, tuple[int, int, DType]] = {
+    "8bit_u8": (8, 1, DType.uint8),
+    "4bit_u8": (4, 2, DType.uint8),
+    "3bit_32": (3, 10, DType.int32),
+    "2bit_u8": (2, 4, DType.uint8),
+    "1bit_u8": (1, 8, DType.uint8),
 }
+"""The bits of a code, how many codes a word has, and its dtype."""
 _LONGEST = 32
 """Letters of a packing or a dtype."""
 _SETTINGS = (
@@ -58,20 +51,15 @@ _NOT_READ = ("view_as_float", "quant_scale", "quant_zero", "offload_meta")
 
 
 @dataclass(frozen=True)
-class _PackedMatrix:
-    """A weight's name and shape, and the matrix `[rows, columns]` in which its codes are packed."""
+class _Grouped:
+    """A weight's name and shape, the matrix in which its codes are packed, along which axis of it there is one scale,
+    and the dtype that is computed in."""
 
     module: str
     shape: tuple[int, int]
-    packing: _CodesInWord
-    rows: int
-    columns: int
+    packed: StackedRows
     axis: int
     dtype: DType
-
-    @property
-    def packed_rows(self) -> int:
-        return -(-self.rows // self.packing.codes)
 
 
 class HqqCodes(DecodedWeights):
@@ -80,36 +68,29 @@ class HqqCodes(DecodedWeights):
     def _find(self, quantization: Mapping[str, Any]) -> None:
         specs = self._stored.specs
         modules = [name.removesuffix(".W_q") for name in specs if name.endswith(".W_q")]
-        self._weights = {f"{module}.weight": self._matrix(module) for module in modules}
-        self.shapes = {name: matrix.shape for name, matrix in self._weights.items()}
+        self._weights = {f"{module}.weight": self._grouped(module) for module in modules}
+        self.shapes = {name: grouped.shape for name, grouped in self._weights.items()}
         kinds = ("W_q", "scale", "zero", *_SETTINGS)
         self.read = {f"{module}.{kind}" for module in modules for kind in kinds}
-        self.kinds = {f"{matrix.packing.bits}-bit integers" for matrix in self._weights.values()}
+        self.kinds = {f"{grouped.packed.bits}-bit integers" for grouped in self._weights.values()}
 
     def rows(self, name: str, row: int, rows: int) -> Tensor:
-        matrix, columns = self._weights[name], self.specs[name].columns
+        grouped, columns = self._weights[name], self.specs[name].columns
         made = []
         for first, count in in_pieces(row, rows, columns, PIECE):
-            boxes = _boxes(first * columns, (first + count) * columns, matrix.columns)
-            values = torch.cat([self._values(matrix, box).view(-1) for box in boxes])
-            made.append(self._in_bf16(name, values.view(count, columns), f"{matrix.module}.scale"))
+            boxes = grouped.packed.boxes(first * columns, (first + count) * columns)
+            values = torch.cat([self._values(grouped, box).view(-1) for box in boxes])
+            made.append(self._in_bf16(name, values.view(count, columns), f"{grouped.module}.scale"))
         return torch.cat(made)
 
-    def _values(self, matrix: _PackedMatrix, box: Box) -> Tensor:
+    def _values(self, grouped: _Grouped, box: Box) -> Tensor:
         """Values of a box of the matrix, in the dtype that the module computed in."""
-        held, packing, dtype = matrix.packed_rows, matrix.packing, matrix.dtype.torch
-        values = torch.empty(box.rows, box.columns, dtype=dtype)
-        for place in range(box.row // held, (box.row + box.rows - 1) // held + 1):
-            first, stop = max(box.row, place * held), min(box.row + box.rows, (place + 1) * held)
-            here = Box(first - place * held, stop - first, box.column, box.columns)
-            words = read_box(self._stored, f"{matrix.module}.W_q", here)
-            codes = words >> packing.bits * (packing.codes - 1 - place) & (1 << packing.bits) - 1
-            values[first - box.row : stop - box.row] = codes
-        along = Box(box.row, box.rows, 0, 1) if matrix.axis else Box(0, 1, box.column, box.columns)
-        zeros, scales = (read_box(self._stored, f"{matrix.module}.{kind}", along) for kind in ("zero", "scale"))
-        return values.sub_(zeros.to(dtype)).mul_(scales.to(dtype))
+        dtype = grouped.dtype.torch
+        along = Box(box.row, box.rows, 0, 1) if grouped.axis else Box(0, 1, box.column, box.columns)
+        zeros, scales = (read_box(self._stored, f"{grouped.module}.{kind}", along) for kind in ("zero", "scale"))
+        return grouped.packed.codes(self._stored, box, dtype).sub_(zeros.to(dtype)).mul_(scales.to(dtype))
 
-    def _matrix(self, module: str) -> _PackedMatrix:
+    def _grouped(self, module: str) -> _Grouped:
         """What a module's tensors say, checked. Raises PrecisionError for codes that are packed otherwise."""
         self._check_alone(f"{module}.weight", f"{module}.W_q")
         for switch in _NOT_READ:
@@ -125,11 +106,12 @@ class HqqCodes(DecodedWeights):
             what = f"{module} has codes of [{out}, {inputs}] in groups of {group} along axis {axis}"
             raise DamagedCheckpoint(what, where=self._where)
         sizes = (out * inputs // group, group) if axis else (group, out * inputs // group)
-        matrix = _PackedMatrix(module, (out, inputs), _PACKINGS[packing], *sizes, axis, DType(dtype))
-        self._check(f"{module}.W_q", (matrix.packed_rows, matrix.columns), matrix.packing.word)
+        bits, in_word, word = _PACKINGS[packing]
+        packed = StackedRows(f"{module}.W_q", *sizes, bits, in_word, from_high=True)
+        self._check(packed.name, (packed.held, packed.columns), word)
         for kind in ("scale", "zero"):
             self._check(f"{module}.{kind}", (sizes[0], 1) if axis else (1, sizes[1]), *FLOATS)
-        return matrix
+        return _Grouped(module, (out, inputs), packed, axis, DType(dtype))
 
     def _word(self, name: str) -> str:
         """The letters of a tensor."""
@@ -142,15 +124,3 @@ class HqqCodes(DecodedWeights):
     def _number(self, name: str) -> int:
         self._check(name, (), DType.int32, DType.uint8)
         return int(read_tensor(self._stored, name))
-
-
-def _boxes(begin: int, end: int, columns: int) -> Iterator[Box]:
-    """Cut elements `[begin, end)` of a flattened matrix into the part of a row, whole rows, and the part of a row."""
-    while begin < end:
-        row, column = divmod(begin, columns)
-        if column or end - begin < columns:
-            box = Box(row, 1, column, min(columns - column, end - begin))
-        else:
-            box = Box(row, (end - begin) // columns, 0, columns)
-        yield box
-        begin += box.rows * box.columns

@@ -12,6 +12,7 @@ from precisionctl.checkpoints.decoded.hqq_codes import HqqCodes
 from precisionctl.checkpoints.decoded.inkling2_loop_codes import Inkling2LoopCodes
 from precisionctl.checkpoints.decoded.metal_codes import MetalCodes
 from precisionctl.checkpoints.decoded.mlx_codes import METHOD, MlxCodes
+from precisionctl.checkpoints.decoded.quanto_codes import QuantoCodes
 from precisionctl.checkpoints.decoded.torchao_codes import TorchaoCodes
 from precisionctl.checkpoints.decoded.transposed_codes import TransposedCodes
 from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
@@ -28,6 +29,7 @@ METHODS: Mapping[str, type[DecodedWeights]] = {
     "gemma": GemmaCodes,
     "hqq": HqqCodes,
     "metal": MetalCodes,
+    "quanto": QuantoCodes,
     METHOD: MlxCodes,
 }
 """The reader of each of `quant_methods.coded_weights.AS_VALUES`."""
@@ -38,4 +40,4 @@ def decoded_weights(config: Mapping[str, Any], stored: StoredTensors, where: obj
     names another method, or none. Raises as DecodedWeights."""
     method = quant_method_of(config)
     found = METHODS.get(method) if isinstance(method, str) else None
-    return found(stored, config["quantization_config"], where) if found else None
+    return found(stored, config, where) if found else None

@@ -78,7 +78,7 @@ KINDS = (
     ),
     LICENCE,
     CompanionKind(
-        ("hf_quant_config.json", "quantize_config.json", "quant_config.json"),
+        ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "quanto_qmap.json"),
         "made anew",
         "how the weights are coded; an export for TensorRT-LLM writes its own",
     ),
