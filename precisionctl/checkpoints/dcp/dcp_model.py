@@ -44,6 +44,7 @@ from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoi
 from precisionctl.model.model_parts import config_parts
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import MOMENTUM, STATE, TensorSpec, state_name
+from precisionctl.paths import above, own_name
 from precisionctl.sizes import counted
 from precisionctl.untrusted.safe_json import parse_json
 from precisionctl.untrusted.safe_pickle import is_count
@@ -132,9 +133,9 @@ class DcpModelReader(TrainerDirectory):
     ) -> None:
         beside = directory / _AUTOMODEL_COMPANIONS
         super().__init__(path, hints, "a PyTorch checkpoint (DCP)", directory, beside)
-        if directory.name == _AUTOMODEL and (directory.parent / _AUTOMODEL_UNFINISHED).exists():
+        if own_name(directory) == _AUTOMODEL and (above(directory) / _AUTOMODEL_UNFINISHED).exists():
             what = f"a save of NeMo Automodel that goes on, or was stopped ({_AUTOMODEL_UNFINISHED})"
-            raise DamagedCheckpoint(what, where=directory.parent, do="Give an earlier step.")
+            raise DamagedCheckpoint(what, where=above(directory), do="Give an earlier step.")
         named = self._named(index, index_of_optimizer)
         tensors = {kind: self._logical(found) for kind, found in named.items()}
         for each in filter(None, (index, index_of_optimizer)):
@@ -159,8 +160,8 @@ class DcpModelReader(TrainerDirectory):
             _, self._optimizer = split_off(index_of_optimizer, self.path)
         payloads = {name: stored.pop(name) for name in list(stored) if EXTRA_STATE in name}
         self._payloads = [name for name, one in payloads.items() if 0 not in one.shape]
-        above = {index.keys_above.get(name) for name in stored}
-        key = above.pop() if len(above) == 1 else None
+        keys = {index.keys_above.get(name) for name in stored}
+        key = keys.pop() if len(keys) == 1 else None
         if key is not None:
             stored = {name.removeprefix(f"{key}."): one for name, one in stored.items()}
         weights = _in_model(stored, self.path, key_is_known=key is not None)

@@ -10,6 +10,7 @@ from precisionctl.checkpoints.deepspeed.zero import read_zero
 from precisionctl.checkpoints.huggingface import recognise as is_hugging_face
 from precisionctl.checkpoints.other_trainers.saved_states import SavedStatesReader
 from precisionctl.errors import CheckpointError
+from precisionctl.paths import above
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file
 
 LATEST = ("latest", "latest_universal")
@@ -63,7 +64,7 @@ class DeepSpeedReader(SavedStatesReader):
         self.container = "deepspeed-universal" if universal else "deepspeed"
         saved = replace((read_universal if universal else read_zero)(directory), left=("loss scaler",))
         # The folder of the run, which has the config and tokenizer if `path` is a step's directory
-        super().__init__(path, hints, "a checkpoint of DeepSpeed", directory, saved, directory.absolute().parent)
+        super().__init__(path, hints, "a checkpoint of DeepSpeed", directory, saved, above(directory))
 
 
 CONTAINER = Container(

@@ -29,6 +29,7 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import differences
 from precisionctl.param import EMBEDDING, OUTPUT, Layout, TensorSpec
+from precisionctl.paths import above, own_name
 from precisionctl.untrusted.safe_files import check_link
 from precisionctl.untrusted.safe_json import parse_json
 
@@ -37,8 +38,8 @@ def companions_of(directory: Path) -> Companions:
     """The Hugging Face files (config, tokenizer) that are kept in an iteration's directory, that verl keeps beside it,
     or, of a tokenizer, that Megatron-Bridge keeps in it."""
     check_link(directory / COMPANIONS, directory)
-    beside = directory.parent / VERL_COMPANIONS
-    verls = directory.name == VERL and not (directory / COMPANIONS).is_dir() and not beside.is_symlink()
+    beside = above(directory) / VERL_COMPANIONS
+    verls = own_name(directory) == VERL and not (directory / COMPANIONS).is_dir() and not beside.is_symlink()
     own = read_companions(beside if verls else directory / COMPANIONS)
     return own if any(map(is_tokenizer, own.files)) else _with_bridges_tokenizer(own, directory)
 

@@ -10,6 +10,7 @@ from typing import Any
 from precisionctl.checkpoints.output import replace_file
 from precisionctl.checkpoints.torch_files import torch_zip
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
+from precisionctl.paths import own_name
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file
 from precisionctl.untrusted.safe_pickle import is_count
@@ -137,7 +138,7 @@ def directory_name(iteration: int | None) -> str:
 
 def iteration_of(directory: Path, common: Mapping[str, Any]) -> int | None:
     """The iteration that a checkpoint's common data names; None for a `release`: weights that belong to no run."""
-    if directory.name == directory_name(None):
+    if own_name(directory) == directory_name(None):
         return None
     iteration = common.get("iteration")
     return iteration if is_count(iteration) else None

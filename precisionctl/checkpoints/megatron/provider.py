@@ -17,6 +17,7 @@ from precisionctl.architectures.megatron.megatron_args import GRANULARITY, WITHO
 from precisionctl.architectures.megatron.recurrent_args import HYBRID_PATTERN
 from precisionctl.errors import DamagedCheckpoint, damage
 from precisionctl.model.model_shape import ModelShape
+from precisionctl.paths import above, own_name
 from precisionctl.untrusted.safe_files import has_file, read_file
 
 BRIDGE = "run_config.yaml"
@@ -159,11 +160,12 @@ def described_args(directory: Path) -> Mapping[str, Any]:
 
     Raises DamagedCheckpoint for a description that cannot be read.
     """
-    bridge, nemo = directory / BRIDGE, directory.parent / NEMO
+    bridge, top = directory / BRIDGE, above(directory)
     if has_file(bridge, directory):
         return from_provider(bridge_section(directory, "model"))
-    if directory.name == "weights" and has_file(nemo, directory.parent):
-        return from_nemo(_part(parse_yaml(read_file(nemo, directory.parent, _MAX_BYTES), nemo), "config", nemo))
+    nemo = top / NEMO
+    if own_name(directory) == "weights" and has_file(nemo, top):
+        return from_nemo(_part(parse_yaml(read_file(nemo, top, _MAX_BYTES), nemo), "config", nemo))
     return {}
 
 

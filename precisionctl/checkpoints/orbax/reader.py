@@ -34,6 +34,7 @@ from precisionctl.errors import (
 )
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import MOMENTS, STATE, TensorSpec, state_name
+from precisionctl.paths import above, own_name
 from precisionctl.sizes import counted, listed
 from precisionctl.untrusted.safe_json import parse_json
 
@@ -63,7 +64,7 @@ class OrbaxReader(TrainerDirectory):
 
     def __init__(self, path: Path, iteration: int | None, hints: Hints) -> None:
         item = item_directory(path, iteration)
-        super().__init__(path, hints, "a checkpoint of Orbax", item, item.parent, item.parent.parent)
+        super().__init__(path, hints, "a checkpoint of Orbax", item, above(item), above(above(item)))
         self._item, tree = item, read_tree(item)
         self.files: Sequence[Path] = sorted(tree.files)
         self._arrays, self.left = tree.arrays, list[str]()
@@ -175,7 +176,7 @@ class OrbaxReader(TrainerDirectory):
         """The step that the state has, else that of the directory; None for weights alone."""
         if "step" in self._arrays:
             return self._number("step")
-        steps = [one.name for one in (self._item, self._item.parent) if one.name.isdecimal()]
+        steps = [name for name in map(own_name, (self._item, above(self._item))) if name.isdecimal()]
         return int(steps[0]) if steps else None
 
     def _number(self, name: str) -> int:

@@ -34,7 +34,7 @@ class TrainerDirectory:
     @cached_property
     def own_companions(self) -> Companions:
         for place in self._beside:
-            if place.is_relative_to(self.path):
+            if place.is_relative_to(self.path) and ".." not in place.parts:  # those above it are the user's, too
                 check_link(place, self.path)
         places = (read_companions(place) for place in dict.fromkeys((self.path, *self._beside)))
         found = next((one for one in places if "config.json" in one.files), None)
