@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar
 
 from precisionctl.checkpoints.base import Writer
 from precisionctl.checkpoints.chunks import Box, Chunk, Chunked, chunk_files, whole
@@ -41,10 +42,11 @@ class LiveModel:
 
     model: ModelShape
     tensors: Mapping[str, Tensor]
-    layout: Layout = "megatron"
-    encodings: Mapping[str, Encoding] = field(default_factory=dict)
     shards: Mapping[str, TensorShard] = field(default_factory=dict)
-    path: None = None
+
+    layout: ClassVar[Layout] = "megatron"
+    encodings: ClassVar[Mapping[str, Encoding]] = MappingProxyType({})
+    path: ClassVar[None] = None
     """None: the model is in memory."""
 
     @cached_property  # it is used several times for each piece that is copied
@@ -59,6 +61,7 @@ class LiveModel:
         if name not in self.tensors:
             return []
         first, mine = _rows(self.tensors[name])
+        mine = mine if mine.dim() else mine[None]  # a scalar is one row
         boxes = self.shards[name].boxes if name in self.shards else [whole(self.specs[name])]
         found, start = [], 0
         for box in boxes:  # its first row is number `start` among the rank's rows
@@ -112,7 +115,8 @@ class Snapshot:
 
     specs: Mapping[str, TensorSpec]
     held: Mapping[str, Sequence[Chunk]]
-    encodings: Mapping[str, Encoding] = field(default_factory=dict)
+
+    encodings: ClassVar[Mapping[str, Encoding]] = MappingProxyType({})
 
     @staticmethod
     def of(live: LiveModel) -> Snapshot:

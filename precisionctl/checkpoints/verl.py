@@ -31,6 +31,7 @@ from precisionctl.checkpoints.torch_files.dtensors import RankShard
 from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor, contiguous, skeleton
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import MOMENTS, TensorSpec
+from precisionctl.paths import above, own_name
 from precisionctl.sizes import counted
 from precisionctl.untrusted.safe_files import has_file
 
@@ -81,7 +82,7 @@ def _read(directory: Path) -> SavedStates:
     if len(optimizers) not in (0, len(models)):
         what = f"the optimizer of {counted(len(optimizers), 'rank')}, the model of {len(models)}"
         raise DamagedCheckpoint(what, where=directory, do="Is the copy whole?")
-    step = _STEP.fullmatch(directory.absolute().parent.name)
+    step = _STEP.fullmatch(own_name(above(directory)))
     files, left = [*models, *optimizers], ("the scheduler's counts",)
     saved = SavedStates(weights, files, int(step[1]) if step else None, left=left)
     parameters = {name: weights[name].spec for name in _parameters(first)}

@@ -131,6 +131,14 @@ def test_nothing_in_an_archive_is_executed(folder: Path, tmp_path: Path) -> None
         open_checkpoint(folder)
 
 
+def test_names_that_are_one_without_their_prefix_are_refused(folder: Path, tmp_path: Path) -> None:
+    state = torch.load(folder / "model_weights.ckpt", weights_only=True)
+    name = next(iter(state))
+    torch.save(state | {f"model.module.{name.removeprefix('model.')}": state[name]}, folder / "model_weights.ckpt")
+    with pytest.raises(DamagedCheckpoint, match=rf"`{name}` and `model.module..*` are both `"):
+        plan_of(folder)
+
+
 def link_out(path: Path) -> None:
     shutil.move(path, path.parents[1] / "outside")
     path.symlink_to(path.parents[1] / "outside")

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dist_checkpoints import LAYER, MODEL, ONCE
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from soaking import in_soak
 from torch import Tensor
 
@@ -164,7 +165,7 @@ def test_a_few_masters_that_are_not_their_weights_are_named_in_a_note(tmp_path, 
 
 
 def test_a_virtual_stage_without_a_dtype_that_another_has_has_no_buffer_of_it() -> None:
-    """A gated delta net's A_log is FP32 in a model in BF16. The first of two virtual stages has none."""
+    """A gated delta net's A_log is FP32 in a model in BF16. The first of a rank's two stages has no such net."""
     inside = ("0.self_attention.linear_qkv.weight", "1.self_attention.A_log", "1.self_attention.in_proj.weight")
     qkv, log, mixer = (f"decoder.layers.{name}" for name in inside)
     dtypes = {HEAD[0]: DType.bfloat16, qkv: DType.bfloat16, mixer: DType.bfloat16, log: DType.float32}

@@ -262,8 +262,9 @@ def test_an_optimizer_whose_tensors_are_of_another_shape_is_not_taken_for_one_by
     write(tmp_path, values(specs(optimizer=True)))
     index = dcp_metadata.read_index(tmp_path)
     key = "optimizer.state.exp_avg.output_layer.weight"
-    flat = index.tensors["optimizer.state.exp_avg.decoder.final_layernorm.weight"]
-    dcp_metadata.write_index(tmp_path, dcp_metadata.Index({**index.tensors, key: flat}, index.objects))
+    tensors = dict(index.tensors)
+    tensors[key] = tensors.pop("optimizer.state.exp_avg.decoder.final_layernorm.weight")
+    dcp_metadata.write_index(tmp_path, dcp_metadata.Index(tensors, index.objects))
     names = TorchDistReader(tmp_path).optimizer_specs
     assert key not in names
     assert "optimizer.flat.exp_avg.output_layer.weight" in names

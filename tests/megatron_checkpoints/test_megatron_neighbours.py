@@ -202,6 +202,9 @@ def test_verls_optimizer_in_a_directory_of_its_own_comes_with_the_model(tmp_path
     assert back.trainer_run.updates == 2 and back.trainer_run.settings["betas"] == (0.9, 0.95)
     for name, tensor in moments(model, optimizer, "exp_avg").items():
         assert torch.equal(read_tensor(WithOptimizer(back), f"optimizer.state.exp_avg.{name}"), tensor), name
+    torch.save([1], actor / "optimizer" / "dist_ckpt" / "common.pt")
+    with pytest.raises(DamagedCheckpoint, match="common data is not a dict .*optimizer/dist_ckpt/common.pt"):
+        run(actor, tmp_path / "never", "hf")
 
 
 def test_a_checkpoint_that_says_no_model_asks_for_a_reference_of_which_config_and_tokenizer_are_enough(

@@ -13,7 +13,7 @@ from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.hf_directory.config_json import config_of_values, write_beside
 from precisionctl.checkpoints.hf_directory.fused_experts import stored_name
 from precisionctl.checkpoints.other_trainers.torchtitan_families import BIAS, GATE
-from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun
+from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun, decays
 from precisionctl.checkpoints.torch_dist.placement import Placement
 from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip, torch_zip_writer
 from precisionctl.dtypes import DType
@@ -109,21 +109,24 @@ class DcpWriter:
         moments = {name.removeprefix(prefix): spec for name, spec in self.specs.items() if name.startswith(prefix)}
         if not self._run or not moments:
             return
-        decays = {stored_name(name)[0]: len(spec.shape) > 1 for name, spec in moments.items()}
+        decayed = {}
+        for name, spec in moments.items():
+            stored = stored_name(name)[0]
+            decayed[stored] = decays(stored, spec.shape)
         count = torch_zip_writer.dump(torch_zip_writer.SmallTensor.of(self._run.updates))
-        for name in decays:
+        for name in decayed:
             yield self._path_of_state(name, "step"), count, ()
         settings = _ADAMW | dict(self._run.settings)
         settings |= {"initial_lr": self._run.settings.get("initial_lr", settings["lr"])} | _SWITCHES
-        for place_of, value in self._settings(decays, settings, self._run.updates):
+        for place_of, value in self._settings(decayed, settings, self._run.updates):
             yield place_of, torch_zip_writer.dump(value), None
 
     def _settings(
-        self, decays: Mapping[str, bool], settings: Mapping[str, Any], updates: int
+        self, decayed: Mapping[str, bool], settings: Mapping[str, Any], updates: int
     ) -> Iterator[tuple[tuple[str | int, ...], Any]]:
         """The `settings` of AdamW, each with its path, in two groups: of the parameters that decay, and of others."""
         for number, undecayed in enumerate((False, True)):
-            group = {**settings, "params": [name for name, many in decays.items() if many != undecayed]}
+            group = {**settings, "params": [name for name, does in decayed.items() if does != undecayed]}
             for key, value in (group | (_UNDECAYED if undecayed else {})).items():
                 yield ("optimizer", "param_groups", number, key), value
 
@@ -149,10 +152,10 @@ class TorchtitanWriter(DcpWriter):
         return "optimizer", f"state.{parameter}.{kind}"
 
     def _settings(
-        self, decays: Mapping[str, bool], settings: Mapping[str, Any], updates: int
+        self, decayed: Mapping[str, bool], settings: Mapping[str, Any], updates: int
     ) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-        for parameter, decayed in decays.items():
-            for key, value in (settings if decayed else {**settings, **_UNDECAYED}).items():
+        for parameter, does in decayed.items():
+            for key, value in (settings if does else {**settings, **_UNDECAYED}).items():
                 yield ("optimizer", f"param_groups.{parameter}.{key}"), value
         yield ("lr_scheduler", "last_epoch"), updates
         yield ("train_state", "step"), updates

@@ -19,6 +19,7 @@ from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import MARKER
 from precisionctl.checkpoints.nemo import config, zarr
 from precisionctl.checkpoints.nemo.files import Files, files_of, read_text
+from precisionctl.checkpoints.other_trainers.trainer_directory import both_are
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
 from precisionctl.checkpoints.torch_files.torch_zip import Span
@@ -27,6 +28,7 @@ from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownFormat, shown
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
+from precisionctl.paths import above, own_name
 from precisionctl.sizes import counted
 from precisionctl.untrusted.safe_json import parse_json
 
@@ -46,7 +48,7 @@ def recognise(path: Path) -> bool:
 
 def _is_weights(path: Path) -> bool:
     """Whether `path` is the `model_weights/` inside a directory of NeMo's."""
-    return path.name == _SHARDED and path.is_dir() and (path.parent / _CONFIG).is_file()
+    return own_name(path) == _SHARDED and path.is_dir() and (above(path) / _CONFIG).is_file()
 
 
 class _Nemo(MegatronDirectory):
@@ -162,16 +164,20 @@ def _state(span: Span) -> Mapping[str, Any]:
     state = torch_zip.skeleton_at(span)
     if not isinstance(state, dict) or not all(type(name) is str for name in state):
         raise DamagedCheckpoint("it holds no state dict", where=span)
-    return {_PREFIX.sub("", name): value for name, value in state.items()}
+    found, names = dict[str, Any](), dict[str, str]()
+    for name, value in state.items():
+        plain = _PREFIX.sub("", name)
+        if (other := names.setdefault(plain, name)) is not name:
+            raise both_are(other, name, plain, span.path)
+        found[plain] = value
+    return found
 
 
 def open_nemo(path: Path, hints: Hints = NO_HINTS) -> NemoSharded | NemoRanks:
     """A Reader for NeMo's checkpoint at `path`. Raises as `files_of` and the Readers do."""
     if _is_weights(path):
         what = f"the weights of a NeMo checkpoint without its {_CONFIG}"
-        raise UnknownFormat(
-            what, where=path, do=f"Give the directory above, {shlex.quote(str(path.absolute().parent))}"
-        )
+        raise UnknownFormat(what, where=path, do=f"Give the directory above, {shlex.quote(str(above(path)))}")
     files = files_of(path)
     if of_ranks := [name for name in files if _RANK.fullmatch(name)]:
         if any(name.startswith(f"{_SHARDED}/") for name in files):

@@ -101,6 +101,8 @@ def _in_memory(name: str) -> str:
 
 
 _UNDECAYED = re.compile(r".*(?:bias|norm(?:_\d)?\.weight|ln_\w\.weight)")
+"""By name, and not by `trainer_run.decays`: Hugging Face's Trainer, whose numbers these are, has vectors that are
+neither norms nor biases decay, such as a mixer's A_log (get_decay_parameter_names)."""
 
 
 def names_by_number(groups: Sequence[Any], names: Sequence[str], where: Path) -> dict[int, str]:

@@ -89,15 +89,19 @@ class ParameterGroup:
         return "adjust_lr_fn" in self.settings
 
     @property
-    def decays(self) -> bool:
+    def has_decay(self) -> bool:
         decay = self.settings.get("weight_decay")
         return _is_number(decay) and decay > 0
 
     def matrices(self, *, others: bool = False) -> list[str]:
-        """The names of the group's matrices and stacks of matrices; with `others`, of its norms and biases (stacks of
-        biases too)."""
-        shapes = (self.shapes or {}).items()
-        return [name for name, shape in shapes if (len(shape) > 1 and not name.endswith("bias")) != others]
+        """The names of the group's parameters that decay in most trainers; with `others`, of those that do not."""
+        return [name for name, shape in (self.shapes or {}).items() if decays(name, shape) != others]
+
+
+def decays(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter has weight decay in most trainers: matrices and stacks of matrices have it, norms and biases,
+    stacks of biases too, do not."""
+    return len(shape) > 1 and not name.endswith("bias")
 
 
 def stored_group(
@@ -130,7 +134,7 @@ def adam_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str,
     Raises DamagedCheckpoint if any group with parameters has settings that AdamW does not accept.
     """
     found = [(group, _numbers(group, (*_NUMBERS, "betas"), "AdamW", where)) for group in with_parameters(groups)]
-    return _of_most([one for one in found if one[0].decays] or found)
+    return _of_most([one for one in found if one[0].has_decay] or found)
 
 
 def muon_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str, float]:
@@ -170,7 +174,7 @@ def lost_settings(groups: Sequence[ParameterGroup]) -> tuple[str, ...]:
     """In words, which settings of these groups are lost in a result, which has one group's settings for all parameters,
     and weight decay for exactly the matrices."""
     groups = with_parameters(groups)
-    decaying, spared = ([group for group in groups if group.decays == does] for does in (True, False))
+    decaying, spared = ([group for group in groups if group.has_decay == does] for does in (True, False))
     values = {key: {repr(group.settings.get(key)) for group in groups} for key in (*_NUMBERS, "betas")}
     values["weight_decay"] = {repr(group.settings["weight_decay"]) for group in decaying}
     lost = [key for key, found in values.items() if len(found) > 1]

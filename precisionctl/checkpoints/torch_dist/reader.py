@@ -188,13 +188,10 @@ class TorchDistReader(MegatronDirectory):
     @cached_property
     def common(self) -> Mapping[str, Any]:
         """The data that is no tensor and the same for all ranks: `args`, `iteration`, the optimizer's settings, ..."""
-        path = self.path / COMMON
-        if has_file(path, self.path):
-            value = torch_zip.load(read_file(path, self.path), path)
-            if self._optimizer_beside and isinstance(value, dict):
-                of_run = self._optimizer_beside / COMMON
-                value = {**torch_zip.load(read_file(of_run, self._optimizer_beside), of_run), **value}
-        elif COMMON_OBJECT in self._index.objects:
+        if has_file(self.path / COMMON, self.path):
+            of_run = _read_common(self._optimizer_beside) if self._optimizer_beside else {}
+            return {**of_run, **_read_common(self.path)}
+        if COMMON_OBJECT in self._index.objects:
             value = self.read_object(COMMON_OBJECT)
         else:  # each has a key of its own in PyTorch's checkpoints
             plain = {key: span for key, span in self._index.objects.items() if key in _COMMON_KEYS}
@@ -205,9 +202,7 @@ class TorchDistReader(MegatronDirectory):
                     where=self.path,
                     do="Copy the checkpoint again.",
                 )
-        if not isinstance(value, dict):
-            raise DamagedCheckpoint("the common data is not a dict", where=path)
-        return value
+        return _as_common(value, self.path)
 
     @property
     def objects(self) -> Sequence[str]:
@@ -275,6 +270,17 @@ class TorchDistReader(MegatronDirectory):
         if not payload:
             self._empty = archive
         return payload
+
+
+def _read_common(directory: Path) -> Mapping[str, Any]:
+    path = directory / COMMON
+    return _as_common(torch_zip.load(read_file(path, directory), path), path)
+
+
+def _as_common(value: object, where: Path) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise DamagedCheckpoint("the common data is not a dict", where=where)
+    return value
 
 
 def _find(path: Path, iteration: int | None, complete: Callable[[Path], bool]) -> tuple[Path, Path | None]:

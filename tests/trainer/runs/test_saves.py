@@ -11,6 +11,7 @@ import torch
 from click.testing import CliRunner
 from training import contents, losses, make_place, run, settings
 
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.module import LiveModel, Snapshot
 from precisionctl.cli import main
 from precisionctl.errors import DiskProblem
@@ -112,6 +113,12 @@ def test_a_copy_is_not_what_is_trained_on_and_what_is_shared_is_copied_once() ->
     shared.zero_()
     assert torch.equal(a.place, torch.arange(6.0).view(2, 3))  # type: ignore[arg-type]
     assert held.specs == live.specs and a.box == live.chunks("a")[0].box
+
+
+def test_a_scalar_of_a_live_model_is_one_row() -> None:
+    live = LiveModel(ModelShape.__new__(ModelShape), {"scale": torch.tensor(3.0)})
+    assert torch.equal(read_tensor(Snapshot.of(live), "scale"), torch.tensor(3.0))
+    assert torch.equal(read_tensor(live, "scale"), torch.tensor(3.0))
 
 
 def test_a_run_that_is_out_of_time_saves_stops_and_goes_on(
