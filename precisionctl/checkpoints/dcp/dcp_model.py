@@ -141,7 +141,12 @@ class DcpModelReader(TrainerDirectory):
         for each in filter(None, (index, index_of_optimizer)):
             dcp_metadata.check_apart(((n, piece.span) for n, one in each.tensors.items() for piece in one.pieces), path)
         self._stored = LogicalTensors({_full(kind, n): one for kind, of in tensors.items() for n, one in of.items()})
-        self._places = self._published(tensors)
+        self.of_torchtitan = any(name in tensors[""] for name in torchtitan_families.EMBEDDINGS)
+        self._unplaced: Sequence[str] = ()  # buffers of torchtitan's that the model has no place for
+        self._places: dict[str, str | Heads | LinearsColumns] = {}
+        for kind, found in tensors.items():
+            placed = self._by_hf_names({name: _full(kind, name) for name in found}, _full(kind, ""))
+            self._places |= {_full(kind, name): place for name, place in placed.items()}
         specs = {name: self._spec(place) for name, place in self._places.items()}
         self.specs: Mapping[str, TensorSpec] = {n: spec for n, spec in specs.items() if not n.startswith(STATE)}
         self._moments: Mapping[str, TensorSpec] = {n: s for n, s in specs.items() if n.startswith(STATE)}
@@ -176,27 +181,16 @@ class DcpModelReader(TrainerDirectory):
             named[kind] = _in_model(moments, self.path, beside, key_is_known=known)
         return named
 
-    def _published(self, tensors: Mapping[str, Mapping[str, LogicalTensor]]) -> dict[str, str | Heads | LinearsColumns]:
-        """For each published name, and each moment of one, the stored tensor that it is, or the rows or columns in one.
-        `tensors` are weights and moments by kind, under the names that `self._stored` has behind that of the kind."""
-        self.of_torchtitan = any(name in tensors[""] for name in torchtitan_families.EMBEDDINGS)
-        self._unplaced: Sequence[str] = ()  # buffers of torchtitan's that the model has no place for
+    def _by_hf_names(self, names: Mapping[str, str], prefix: str) -> Mapping[str, str | Heads | LinearsColumns]:
+        """Hugging Face's names of weights, or of moments, whose names in `_stored` have a `prefix`: for each the stored
+        tensor that it is, or its rows or columns in one. `names` are those in the model, and those in `_stored`."""
         described = self.of_torchtitan and says_its_model(self)
         family = torchtitan_families.FAMILIES.get(self.model.architecture) if described else None
         if family:
-            self._unplaced = [name for name in tensors[""] if family.hf_name(name, self.model) is None]
-        places: dict[str, str | Heads | LinearsColumns] = {}
-        for kind, found in tensors.items():
-            renamed: Mapping[str, str | Heads | LinearsColumns]
-            if family:
-                names = {name: _full(kind, name) for name in found}
-                renamed = torchtitan.by_hf_names(self._stored, names, family, self.model, self.path)
-            elif kind:
-                renamed = automodel.by_hf_names(self._stored, _full(kind, ""), found, self._stored.specs, self.path)
-            else:
-                renamed = {name: name for name in found}
-            places |= {_full(kind, name): place for name, place in renamed.items()}
-        return places
+            if not prefix:
+                self._unplaced = [name for name in names if family.hf_name(name, self.model) is None]
+            return torchtitan.by_hf_names(self._stored, names, family, self.model, self.path)
+        return automodel.by_hf_names(self._stored, prefix, names, self._stored.specs, self.path) if prefix else names
 
     def _check_pieces(self, directory: Path) -> None:
         """Raise DamagedCheckpoint if nothing says that the files of all ranks are there. Pieces in safetensors do not
