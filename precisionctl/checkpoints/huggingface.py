@@ -230,7 +230,7 @@ class HuggingFaceReader(HuggingFaceTensors):
         return self._optimizer.specs if self._optimizer else {}
 
     @property
-    def unread(self) -> str:
+    def unsupported_state(self) -> str:
         """In words, an optimizer that has no state, and files of one in no form that is known here; empty if there are
         none."""
         own = self._optimizer.path if self._optimizer else None

@@ -94,22 +94,22 @@ def _with_optimizer(saved: SavedStates, files: Sequence[Path], parameters: Mappi
     that cannot be read."""
     contents = [(path, skeleton(path)) for path in files]
     if not all(isinstance(one, dict) and {"state", "param_groups"} <= one.keys() for _, one in contents):
-        return replace(saved, unread="it is not under numbers, as torch.optim's is")
+        return replace(saved, unsupported_state="it is not under numbers, as torch.optim's is")
     groups = [dict(group) for group in contents[0][1]["param_groups"]]
     states = [(path, one["state"]) for path, one in contents]
     if others := not_adams(kind for _, one in states for state in one.values() for kind in state):
-        return replace(saved, unread=others)
+        return replace(saved, unsupported_state=others)
     updates = {number(state["step"], path) for path, one in states for state in one.values()}
     if not updates:
         return saved  # it has made none
     if len(updates) > 1:
-        return replace(saved, unread=different_counts(updates))
+        return replace(saved, unsupported_state=different_counts(updates))
     try:
         moments = {kind: _moments(states, kind, groups, parameters) for kind in MOMENTS}
     except DamagedCheckpoint:
         raise
     except CheckpointError as error:  # of another order
-        return replace(saved, unread=error.what)
+        return replace(saved, unsupported_state=error.what)
     settings = [stored_group(group, files[0]) for group in groups if group["params"]]
     return replace(saved, moments=moments, updates=updates.pop(), groups=settings)
 

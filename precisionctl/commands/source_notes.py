@@ -123,8 +123,8 @@ def reading_notes(reader: Reader) -> Iterator[str]:
     """Notes on what is read otherwise than the source has it, and on what nothing here reads or does of its run."""
     if isinstance(reader, OfNotes):
         yield from reader.notes()
-    if of_trainer(reader) and reader.unread:
-        yield f"These parts of the optimizer are not read, and stay behind: {reader.unread}."
+    if of_trainer(reader) and reader.unsupported_state:
+        yield f"These parts of the optimizer are not read, and stay behind: {reader.unsupported_state}."
     if isinstance(reader, HuggingFaceReader) and (step := step_directory(reader.path)):
         yield f"FP32 masters and the optimizer of DeepSpeed stay behind: give {step.name} inside to take them along."
     factor = reader.args.get(CAPACITY) if of_megatron(reader) and reader.model.moe else None

@@ -344,11 +344,12 @@ def test_without_zero_parameters_are_told_by_the_order_of_the_model(tmp_path: Pa
     torch.save(saved := files.without_zero(states, bf16=bf16), path)
     reader = read(tmp_path / "run", llama)
     assert_is(reader, states)
-    assert (reader.unread, reader.trainer_run.updates, reader.trainer_run.settings["initial_lr"]) == ("", 3, 2e-3)
+    run = reader.trainer_run
+    assert (reader.unsupported_state, run.updates, run.settings["initial_lr"]) == ("", 3, 2e-3)
     inner = saved["optimizer"].get("optimizer_state_dict", saved["optimizer"])
     inner["param_groups"][0]["params"].pop()
     torch.save(saved, path)
-    assert "none of this model's; was a part of it frozen?" in read(tmp_path / "run", llama).unread
+    assert "none of this model's; was a part of it frozen?" in read(tmp_path / "run", llama).unsupported_state
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -363,7 +364,7 @@ def test_an_optimizer_that_has_made_no_update_is_none_beside_its_masters(
     torch.save(saved, tmp_path / "run" / "mp_rank_00_model_states.pt")
     reader = read(tmp_path / "run", llama)
     assert_is(reader, {"fp32": states["fp32"]})
-    assert reader.unread == "" and not reader.optimizer_specs
+    assert reader.unsupported_state == "" and not reader.optimizer_specs
 
 
 def test_universal_masters_that_the_model_has_are_held_against_it(tmp_path: Path, llama: Path) -> None:
@@ -374,7 +375,7 @@ def test_universal_masters_that_the_model_has_are_held_against_it(tmp_path: Path
     torch.save({"module": module, "param_shapes": []}, directory / "mp_rank_00_model_states.pt")
     assert read(directory, llama).specs.keys() == module.keys()
     (directory / "zero" / "lm_head.weight" / "exp_avg_old.pt").touch()
-    assert "exp_avg_old.pt" in read(directory, llama).unread
+    assert "exp_avg_old.pt" in read(directory, llama).unsupported_state
     torch.save({"param": states["fp32"]["lm_head.weight"] + 1}, directory / "zero" / "lm_head.weight" / "fp32.pt")
     with pytest.raises(DamagedCheckpoint, match="masters are not those of the weights: 1 of .*, `lm_head.weight`"):
         read(directory, llama)

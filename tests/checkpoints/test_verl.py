@@ -92,7 +92,7 @@ def test_weights_without_an_optimizer_are_a_checkpoint(tmp_path: Path) -> None:
     for rank in range(2):
         (path / f"optim_world_size_2_rank_{rank}.pt").unlink()
     reader = open_checkpoint(path)
-    assert isinstance(reader, VerlReader) and not reader.optimizer_specs and not reader.unread
+    assert isinstance(reader, VerlReader) and not reader.optimizer_specs and not reader.unsupported_state
     for name in reader.specs:
         assert torch.equal(read_tensor(reader, name), live[name]), name
 

@@ -212,9 +212,9 @@ class DcpModelReader(TrainerDirectory):
         raise DamagedCheckpoint(what, where=self.path, do=_ALL_RANKS)
 
     @property
-    def unread(self) -> str:
+    def unsupported_state(self) -> str:
         """In words, the optimizer state that is not AdamW's."""
-        return self._optimizer.unread
+        return self._optimizer.unsupported_state
 
     @property
     def not_carried(self) -> Sequence[str]:

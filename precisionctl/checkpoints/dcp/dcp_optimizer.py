@@ -64,7 +64,7 @@ class DcpOptimizer:
     names: Mapping[int, str] = field(default_factory=dict)
 
     @property
-    def unread(self) -> str:
+    def unsupported_state(self) -> str:
         """The kinds of state that are not AdamW's, such as Muon's `momentum_buffer`, in words; empty if there are
         none."""
         return not_adams(match[2] for key in self.others if (match := _OTHER_STATE.fullmatch(key)))

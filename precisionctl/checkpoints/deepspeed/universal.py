@@ -79,7 +79,7 @@ def read_universal(directory: Path) -> SavedStates:
         moments=kept,
         updates=updates if kept else None,
         groups=[stored_group(group, settings) for group in plain_groups(optimizer.get("param_groups"))],
-        unread=" and ".join(filter(None, (lost, _others(folders)))),
+        unsupported_state=" and ".join(filter(None, (lost, _others(folders)))),
     )
 
 

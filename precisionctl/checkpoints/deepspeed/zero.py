@@ -82,7 +82,7 @@ def read_zero(directory: Path) -> SavedStates:
         moments=found,
         updates=_same_number(contents) if found else None,
         groups=[stored_group(group, contents[0].path, of) for group, of in zip(groups, shapes, strict=True)],
-        unread=contents[0].unread,
+        unsupported_state=contents[0].unsupported_state,
     )
 
 
@@ -115,7 +115,7 @@ class _RankStates:
             if len(self.moments) < len(MOMENTS):
                 self.moments = []
             others = [kind for kind in kinds if kind not in self.moments]
-            self.unread = f"{shown(others)}, which AdamW has not" if others else ""
+            self.unsupported_state = f"{shown(others)}, which AdamW has not" if others else ""
             self._flat |= {kind: [state.get(kind) for state in self._states] for kind in self.moments}
             for kind, parts in self._flat.items():
                 if len(parts) != len(masters) or not all(is_flat(one) for one in parts):
@@ -223,9 +223,9 @@ def _without_zero(states: ModelStates) -> SavedStates:
     with damage(WHAT, path):
         inner = outer.get("optimizer_state_dict", outer)
         if "fp32_groups_flat" in outer or not {"state", "param_groups"} <= inner.keys():
-            return replace(saved, unread="it is flat, without the names of its parameters")
+            return replace(saved, unsupported_state="it is flat, without the names of its parameters")
         if others := not_adams(kind for state in inner["state"].values() for kind in state):
-            return replace(saved, unread=others)
+            return replace(saved, unsupported_state=others)
         firsts = first_names({name: states.module[name] for name in stored})
         buffers = {*states.shared, *states.content.get("buffer_names", ())}
         names = [name for name in dict.fromkeys(firsts.values()) if name not in buffers]
@@ -233,7 +233,7 @@ def _without_zero(states: ModelStates) -> SavedStates:
         try:
             named = names_by_number(groups, names, path)
         except CheckpointError as error:
-            return replace(saved, unread=error.what)
+            return replace(saved, unsupported_state=error.what)
         found: dict[str, dict[str, FlatTensor]] = {kind: {} for kind in (_PARAM, *MOMENTS)}
         for group, masters in zip(groups, outer.get("fp32_groups", ()), strict=False):
             for index, master in zip(group["params"], masters, strict=True):
@@ -247,7 +247,7 @@ def _without_zero(states: ModelStates) -> SavedStates:
                     raise DamagedCheckpoint(f"{kind} of `{name}` is not of its shape", where=path)
         updates = {number(state["step"], path) for state in inner["state"].values()}
     if len(updates) > 1:
-        return replace(saved, unread=different_counts(updates))
+        return replace(saved, unsupported_state=different_counts(updates))
     masters = found.pop(_PARAM)
     check_masters(masters, states)
     weights = stored | {name: masters[first] for name, first in firsts.items() if first in masters}

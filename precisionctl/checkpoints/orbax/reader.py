@@ -56,8 +56,8 @@ class OrbaxReader(TrainerDirectory):
     """MaxText's state in a directory of Orbax. Opening it reads the index and the arrays' descriptions.
 
     Raises DamagedCheckpoint as `read_tree`, UnknownArchitecture for a family whose names in MaxText are not known, and
-    UnmappedTensor for a parameter that none of its names is. `left` are the arrays that are neither weights nor AdamW's
-    moments, and `padding` the rows of a padded vocabulary that are left out.
+    UnmappedTensor for a parameter that none of its names is. `not_carried` are the arrays that are neither weights nor
+    AdamW's moments, and `padding` the rows of a padded vocabulary that are left out.
     """
 
     container = "orbax"
@@ -67,7 +67,7 @@ class OrbaxReader(TrainerDirectory):
         super().__init__(path, hints, "a checkpoint of Orbax", item, above(item), above(above(item)))
         self._item, tree = item, read_tree(item)
         self.files: Sequence[Path] = sorted(tree.files)
-        self._arrays, self.left = tree.arrays, list[str]()
+        self._arrays, self.not_carried = tree.arrays, list[str]()
         self._decoded = DecodedChunks(tree.arrays.values())
         self._places: dict[str, HfRows] = {}
         with at(item):
@@ -94,7 +94,7 @@ class OrbaxReader(TrainerDirectory):
             raise CheckpointError(what, where=path, do="Save the weights in BF16.")
 
     def _by_kind(self) -> dict[str, dict[str, ZarrArray]]:
-        """The arrays of parameters, and of each kind of moments, by the parameter's name. Others go to `left`."""
+        """The arrays of parameters, and of each kind of moments, by the parameter's name. Others are `not_carried`."""
         found: dict[str, dict[str, ZarrArray]] = {}
         for name, array in self._arrays.items():
             if (match := _MOMENT.fullmatch(name)) and array.dtype.is_floating_point and array.dtype.itemsize > 1:
@@ -102,7 +102,7 @@ class OrbaxReader(TrainerDirectory):
             elif name == "step" or _COUNT.fullmatch(name):
                 continue
             elif name.startswith(("opt_state.", AUX)) or _GENERATORS.fullmatch(name):
-                self.left.append(name)
+                self.not_carried.append(name)
                 continue
             else:
                 kind, parameter = "", _parameter(name)
@@ -111,8 +111,9 @@ class OrbaxReader(TrainerDirectory):
         return found
 
     def notes(self) -> Iterator[str]:
-        if self.left:
-            yield f"Not carried over from the run: {counted(len(self.left), 'array')} of its optimizer and other state."
+        if self.not_carried:
+            arrays = counted(len(self.not_carried), "array")
+            yield f"Not carried over from the run: {arrays} of its optimizer and other state."
         if self.padding:
             yield f"{counted(self.padding, 'row')} with which MaxText pads the vocabulary are left out."
         if says_its_model(self) and (family := FAMILIES.get(self.model.architecture)) and family.pairs_by:
@@ -152,9 +153,11 @@ class OrbaxReader(TrainerDirectory):
         return from_hf_config(parse_json(self.companions.files["config.json"], path), path)
 
     @property
-    def unread(self) -> str:
+    def unsupported_state(self) -> str:
         """In words, the optimizer state that is not AdamW's, such as that of MaxText's `adam_pax` or `muon`."""
-        others = [name for name in self.left if name.startswith("opt_state.") and re.search(r"\.(mu|nu)\.", name)]
+        others = [
+            name for name in self.not_carried if name.startswith("opt_state.") and re.search(r"\.(mu|nu)\.", name)
+        ]
         return f"{shown(min(others))} and its like, which are not optax's AdamW" if others else ""
 
     @cached_property
@@ -167,7 +170,7 @@ class OrbaxReader(TrainerDirectory):
         left = [_SETTINGS]
         if any(place.times * place.over != 1.0 for name, place in self._places.items() if name in self.specs):
             left.append(_SCALED)
-        if any(name.startswith(AUX) for name in self.left):
+        if any(name.startswith(AUX) for name in self.not_carried):
             left.append(f"what is in {AUX.rstrip('.')}")
         return adam_run(self._number(counts[0]), (), self.path, *left)
 

@@ -21,8 +21,8 @@ class SavedStates:
     """What a checkpoint holds, under the model's own names.
 
     `weights` are FP32 masters, except those of frozen parameters and buffers, which have the model's dtype. `moments`
-    are AdamW's by kind, of all parameters or of none. `groups` are the parameter groups. `unread` says in words which
-    other optimizer state there is, and `left` what is not carried over from the run.
+    are AdamW's by kind, of all parameters or of none. `groups` are the parameter groups. In words, `unsupported_state`
+    says which other optimizer state there is, and `left` what is not carried over from the run.
     """
 
     weights: Mapping[str, FlatTensor]
@@ -31,7 +31,7 @@ class SavedStates:
     moments: Mapping[str, Mapping[str, FlatTensor]] = field(default_factory=dict)
     updates: int | None = None
     groups: Sequence[ParameterGroup] = ()
-    unread: str = ""
+    unsupported_state: str = ""
     left: tuple[str, ...] = ()
 
 
@@ -52,8 +52,8 @@ class SavedStatesReader(TrainerDirectory):
         super().__init__(path, hints, what, *beside)
         for kind, found in saved.moments.items():
             if odd := [name for name, one in found.items() if not one.spec.dtype.is_floating_point]:
-                unread = f"{kind} of `{odd[0]}` is {found[odd[0]].spec.stored_dtype}, and AdamW's is floating-point"
-                saved = replace(saved, moments={}, unread=unread)
+                why = f"{kind} of `{odd[0]}` is {found[odd[0]].spec.stored_dtype}, and AdamW's is floating-point"
+                saved = replace(saved, moments={}, unsupported_state=why)
                 break
         self._directory, self._saved = directory, saved
         tensors = self._logical(saved.weights)
@@ -79,9 +79,9 @@ class SavedStatesReader(TrainerDirectory):
         return found
 
     @property
-    def unread(self) -> str:
+    def unsupported_state(self) -> str:
         """In words, the optimizer state that is not AdamW's, or whose parameters are not known."""
-        return self._saved.unread
+        return self._saved.unsupported_state
 
     @property
     def trainer_run(self) -> TrainerRun:

@@ -58,7 +58,7 @@ class TrainedReader(Reader, Protocol):
         ...
 
     @property
-    def unread(self) -> str:
+    def unsupported_state(self) -> str:
         """In words, the parts of an optimizer that are not read; empty if there are none."""
         ...
 
