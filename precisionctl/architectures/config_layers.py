@@ -20,17 +20,26 @@ def sliding_window(
     absent: int | None = None,
     also: tuple[str, ...] = (),
     listed: bool = True,
+    null_is_none: bool = False,
 ) -> Rule:
     """`sliding_window`, and the layers that it is for: as `layer_types` lists them, else as the family has them.
 
     `also` are the keys that `local` reads. `switch` names a key that turns the window on; `absent` is the class's
     default window. A class that ignores `layer_types` is not `listed`: a list that contradicts it is refused.
+
+    A null window is refused beside layers that have one, for which transformers makes no mask: listed ones and, unless
+    `null_is_none`, those of `local` where nothing is listed. A class with a `switch`, without a window by default, or
+    with one in all layers takes null for none, too.
     """
+    null_is_none = null_is_none or bool(switch) or absent is None or local is everywhere
 
     def read(config: Config) -> Fields:
-        listed_layers(config, _WINDOWS)  # raises for another kind, also where no window is said
-        window = config.get("sliding_window", absent)
-        if window is None or (switch and not is_on(config, switch)):
+        by_list = listed_layers(config, _WINDOWS)  # raises for another kind, also where no window is said
+        window = None if switch and not is_on(config, switch) else config.get("sliding_window", absent)
+        if window is None:
+            said = by_list if by_list is not None or null_is_none else local(config, layers(config))
+            if listed and any(said or ()):
+                raise DamagedCheckpoint("there are layers with a window, and no sliding_window says how many tokens")
             return {}
         windows = layers_in_window(config, local)
         if not listed and windows != local(config, len(windows)):
@@ -42,7 +51,9 @@ def sliding_window(
 
     def write(model: ModelShape) -> Config:
         if model.sliding_window is None:
-            return {"sliding_window": None} if absent and not switch else {}
+            if not absent or switch:
+                return {}
+            return {"sliding_window": None} | ({} if local is everywhere else {"layer_types": layer_types(model)})
         config: dict[str, Any] = {"sliding_window": model.sliding_window}
         if model.window_layers is not None or local is not everywhere:
             config["layer_types"] = layer_types(model)
@@ -62,15 +73,6 @@ def layers_of(kinds: Mapping[str, bool], config: Config, local: Local) -> list[b
 def layers_in_window(config: Config, local: Local) -> list[bool]:
     """Whether each layer has the window."""
     return layers_of(_WINDOWS, config, local)
-
-
-def layers_with_window(config: Config, local: Local, absent: int) -> list[bool]:
-    """As `layers_in_window`, of a class whose window is `absent` where none is said. Raises DamagedCheckpoint for
-    layers with a window that is null: transformers makes no mask for them."""
-    in_window = layers_in_window(config, local)
-    if any(in_window) and config.get("sliding_window", absent) is None:
-        raise DamagedCheckpoint("layer_types lists layers with a window, and there is no sliding_window")
-    return in_window
 
 
 def window_fields(config: Config, windows: Sequence[bool], absent: int) -> Fields:

@@ -149,7 +149,33 @@ def test_a_key_that_is_left_out_means_what_transformers_takes_it_for(family: str
 def test_a_config_says_that_there_is_no_window_where_the_class_has_one(family: str) -> None:
     theirs = AutoConfig.for_model(**pico.settings(family))
     model = dataclasses.replace(from_hf_config(theirs.to_dict()), sliding_window=None, window_layers=None)
-    assert type(theirs).from_dict(to_hf_config(model, "bfloat16")).sliding_window is None
+    written = type(theirs).from_dict(to_hf_config(model, "bfloat16"))
+    assert written.sliding_window is None and "sliding_attention" not in (getattr(written, "layer_types", None) or ())
+
+
+def test_a_class_that_takes_no_null_for_a_window_gets_one_that_no_layer_has() -> None:
+    settings = pico.settings("cwm") | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    written = to_hf_config(from_hf_config(settings), "bfloat16")
+    assert AutoConfig.for_model(**written).layer_types == ["full_attention"]
+    assert from_hf_config(written).sliding_window is None
+
+
+@pytest.mark.parametrize(
+    "family", ["gpt-oss", "olmo3", "mellum", "vaultgemma", "cohere2", "exaone4", "qwen2-window", "afmoe", "smollm3"]
+)
+def test_a_null_window_beside_layers_that_have_one_is_refused(family: str) -> None:
+    """transformers makes no mask for them (`create_sliding_window_causal_mask`)."""
+    settings = pico.settings(family)
+    kinds = ["sliding_attention"] * (settings["num_hidden_layers"] - 1) + ["full_attention"]
+    with pytest.raises(DamagedCheckpoint, match="there are layers with a window, and no sliding_window says"):
+        from_hf_config(settings | {"layer_types": kinds, "sliding_window": None})
+
+
+@pytest.mark.parametrize(("family", "rope"), [("cohere2", (False,) * 4), ("exaone4", None)])
+def test_a_null_window_says_where_rotary_embeddings_are_if_nothing_is_listed(family: str, rope: object) -> None:
+    settings = pico.settings(family) | {"num_hidden_layers": 4, "layer_types": None, "sliding_window": None}
+    model = from_hf_config(settings)
+    assert (model.sliding_window, model.rope_layers) == (None, rope)
 
 
 UNTOLD = {

@@ -7,7 +7,7 @@ window.
 """
 
 from precisionctl.architectures import config_keys as keys
-from precisionctl.architectures.config_layers import all_but_every, layer_types, layers_with_window, sliding_window
+from precisionctl.architectures.config_layers import all_but_every, layer_types, layers_in_window, sliding_window
 from precisionctl.architectures.head_rearrangements import QGKV
 from precisionctl.architectures.param_map import Architecture, Row, renamed
 from precisionctl.architectures.rope import rope
@@ -17,8 +17,7 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import ROWS
 
 _LOCAL = all_but_every(4, "global_attn_every_n_layers")
-_LENGTH = 1024  # where none is said
-_WINDOW = sliding_window(_LOCAL, absent=_LENGTH, also=("global_attn_every_n_layers",))
+_WINDOW = sliding_window(_LOCAL, absent=1024, also=("global_attn_every_n_layers",))
 
 _RENAMED = {
     "mlp.gate.weight": "mlp.router.gate.weight",
@@ -28,8 +27,7 @@ _RENAMED = {
 
 
 def _read_layers(config: keys.Config) -> keys.Fields:
-    in_window = layers_with_window(config, _LOCAL, _LENGTH)
-    return {**_WINDOW.read(config), "rope_layers": tuple(in_window)}
+    return {**_WINDOW.read(config), "rope_layers": tuple(layers_in_window(config, _LOCAL))}
 
 
 def _write_layers(model: ModelShape) -> keys.Config:

@@ -26,7 +26,7 @@ ARCHITECTURE = Architecture(
         keys.HEADS,
         *LAYER_NORM,
         rope(),
-        sliding_window(_LOCAL, absent=4096, also=("sliding_window_pattern",)),
+        sliding_window(_LOCAL, absent=4096, null_is_none=True, also=("sliding_window_pattern",)),
         keys.Rule(("sliding_window", "layer_types", "sliding_window_pattern"), _read_rope_layers),
     ),
     names_by="this project",

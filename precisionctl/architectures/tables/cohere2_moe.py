@@ -25,7 +25,7 @@ def _local(config: keys.Config, number: int) -> list[bool]:
 
 
 _LENGTH = 4096  # where none is said
-_WINDOW = sliding_window(_local, absent=_LENGTH, also=(_DENSE, _PATTERN, _OF_DENSE))
+_WINDOW = sliding_window(_local, absent=_LENGTH, null_is_none=True, also=(_DENSE, _PATTERN, _OF_DENSE))
 _LAYERS = deepseek_keys.experts_by_list(dense=0, key=_DENSE)
 
 

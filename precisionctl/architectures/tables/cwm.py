@@ -8,8 +8,15 @@ from precisionctl.architectures.config_layers import but_first_of_four, sliding_
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import LLAMA3, rope
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
+from precisionctl.model.model_shape import ModelShape
 
+_LENGTH = 8192  # where none is said
 _ROPE = {"rope_type": "llama3", "rope_theta": 1000000.0, "factor": 16.0, **LLAMA3}
+
+
+def _write_for_class(model: ModelShape) -> keys.Config:
+    """What its class takes no null for; a window, though no layer has it."""
+    return {"bos_token_id": 128000, **({"sliding_window": _LENGTH} if model.sliding_window is None else {})}
 
 
 ARCHITECTURE = Architecture(
@@ -23,8 +30,8 @@ ARCHITECTURE = Architecture(
         keys.Key("mlp_bias", "mlp_bias", False),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(1000000.0, scaling=_ROPE),
-        sliding_window(but_first_of_four, absent=8192),
+        sliding_window(but_first_of_four, absent=_LENGTH),
         keys.tied(False),
-        keys.Rule((), lambda config: {}, lambda model: {"bos_token_id": 128000}),  # its class takes no null
+        keys.Rule((), lambda config: {}, _write_for_class),
     ),
 )

@@ -34,7 +34,7 @@ ARCHITECTURE = Architecture(
         keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope(),
-        sliding_window(_after_the_first, absent=4096, also=("max_window_layers",)),
+        sliding_window(_after_the_first, absent=4096, null_is_none=True, also=("max_window_layers",)),
         keys.tied(False),
     ),
 )

@@ -26,7 +26,7 @@ def windows(local: Local, absent: int, also: tuple[str, ...] = ()) -> tuple[keys
         return {"layer_types": layer_types(model)}
 
     listed = keys.Rule(("sliding_window", "layer_types", *also), read, write)
-    return sliding_window(local, absent=absent, also=also), listed
+    return sliding_window(local, absent=absent, null_is_none=True, also=also), listed
 
 
 _PATTERN = "sliding_window_pattern"

@@ -5,7 +5,7 @@ rotary embeddings; the embedding is the head unless config.json says otherwise.
 """
 
 from precisionctl.architectures import config_keys as keys
-from precisionctl.architectures.config_layers import but_first_of_four, layer_types, layers_with_window, sliding_window
+from precisionctl.architectures.config_layers import but_first_of_four, layer_types, layers_in_window, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama
@@ -16,15 +16,12 @@ from precisionctl.model.model_parts import real
 from precisionctl.model.model_shape import ModelShape
 
 _ROPE = rope()
-
-
-_LENGTH = 128  # where none is said
-_WINDOW = sliding_window(but_first_of_four, absent=_LENGTH)
+_WINDOW = sliding_window(but_first_of_four, absent=128)
 
 
 def _read_layers(config: keys.Config) -> keys.Fields:
     fields = {**_ROPE.read(config), **_WINDOW.read(config), "softmax_offset": True}
-    in_window = layers_with_window(config, but_first_of_four, _LENGTH)
+    in_window = layers_in_window(config, but_first_of_four)
     bases = config.get("layer_rope_theta")
     if bases is None:
         return fields

@@ -8,7 +8,7 @@ is the wrapper alone, and of a text model by itself transformers has no class.
 """
 
 from precisionctl.architectures import config_keys as keys
-from precisionctl.architectures.config_layers import layer_types, layers_with_window, window_fields
+from precisionctl.architectures.config_layers import layer_types, layers_in_window, window_fields
 from precisionctl.architectures.param_map import Architecture, Row
 from precisionctl.architectures.rope import KEYS, rope
 from precisionctl.architectures.shared import llama_rows as llama
@@ -28,7 +28,7 @@ def _all_but_every_fourth(config: keys.Config, layers: int) -> list[bool]:
 
 
 def _read_windows(config: keys.Config) -> keys.Fields:
-    return window_fields(config, layers_with_window(config, _all_but_every_fourth, 2048), 2048)
+    return window_fields(config, layers_in_window(config, _all_but_every_fourth), 2048)
 
 
 def _write_windows(model: ModelShape) -> keys.Config:
