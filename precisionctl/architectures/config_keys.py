@@ -225,6 +225,14 @@ def count(config: Config, key: str) -> int:
     return 0 if config.get(key) in (None, 0) else size(config, key)
 
 
+def whole(config: Config, key: str, absent: int) -> int:
+    """A whole number, which may be 0 or below; `absent` where it is not there or null."""
+    value = absent if config.get(key) is None else config[key]
+    if type(value) is not int:
+        raise DamagedCheckpoint(f"{key} is {shown(value)}, not a whole number")
+    return value
+
+
 def one_or_none(config: Config, key: str, absent: int = 0) -> int:
     """How many layers of multi-token prediction a key says; `absent` where it is not there or null. Raises
     UnknownArchitecture for several."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from precisionctl.architectures.config_keys import Config, Fields, Rule, is_on, layers, size
+from precisionctl.architectures.config_keys import Config, Fields, Rule, is_on, layers, size, whole
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import MOST_LAYERS
 from precisionctl.model.model_shape import ModelShape
@@ -149,6 +149,16 @@ def but_first_of_four(config: Config, layers: int) -> list[bool]:
 def every_other(config: Config, layers: int) -> list[bool]:
     """True for the first layer, the third, and so on."""
     return [layer % 2 == 0 for layer in range(layers)]
+
+
+def beginning_with(key: str, absent: int) -> Local:
+    """True for the layer of the number that a key says, or `absent`, and for all after it."""
+
+    def local(config: Config, layers: int) -> list[bool]:
+        first = whole(config, key, absent)
+        return [layer >= first for layer in range(layers)]
+
+    return local
 
 
 def all_but_every(number: int, key: str = "") -> Local:

@@ -267,6 +267,30 @@ def test_what_says_no_number_of_layers_is_an_error_in_the_file_that_it_is_in(fam
     assert error.value.where == "here/config.json"
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("ernie4-5-moe", {"moe_layer_start_index": [1, 1]}, r"moe_layer_start_index is \[1, 1\], not a whole number"),
+        ("glm-moe-dsa", {"indexer_types": None, "index_topk_freq": "4"}, "index_topk_freq is '4', not a whole number"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers is .*, not 0 or 1 for each of 4 layers"),
+        ("smollm3", {"no_rope_layers": ["0"] * 4}, "no_rope_layers is .*, not 0 or 1 for each of 4 layers"),
+        ("nemotron-h", {"n_groups": 2, "mamba_n_groups": 4}, "mamba_n_groups is 4 and n_groups, which is the same, 2"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": "1"}, "max_window_layers is '1', not a whole"),
+    ],
+)
+def test_a_key_that_says_no_layers_or_contradicts_its_synonym_is_named(
+    family: str, changes: dict[str, object], words: str
+) -> None:
+    with pytest.raises(DamagedCheckpoint, match=words):
+        from_hf_config(pico.settings(family) | changes)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "minimax-m2"])
+def test_noise_of_routers_in_training_makes_no_other_model(family: str) -> None:
+    settings = pico.settings(family)
+    assert from_hf_config(settings | {"router_jitter_noise": 0.1}) == from_hf_config(settings)
+
+
 def test_biases_that_megatrons_one_switch_would_give_to_experts_are_refused(tmp_path: Path) -> None:
     reader = opened(tmp_path, "qwen3-moe", attention_bias=True)
     make_plan(reader, "hf")

@@ -292,6 +292,24 @@ def test_a_missing_argument_is_named():
         from_megatron_args(args, 64, "args")
 
 
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen3-next", "linear_attention_freq"),
+        ("qwen3-next", "linear_num_key_heads"),
+        ("kimi-linear", "kda_lower_bound"),
+        ("deepseek-v4", "csa_compress_ratios"),
+        ("deepseek-v4", "csa_window_size"),
+        ("deepseek-v4", "mhc_sinkhorn_iterations"),
+    ],
+)
+def test_a_missing_argument_of_a_part_is_named(family: str, name: str) -> None:
+    args = to_megatron_args(shape(family)) | {"kda_safe_gate": True}
+    del args[name]
+    with pytest.raises(DamagedCheckpoint, match=f"no `{name}` among Megatron's arguments"):
+        from_megatron_args(args, 256, "args")
+
+
 def test_weights_of_norms_that_have_none_are_zeros_to_which_one_is_added(tmp_path):
     """Without `--apply-layernorm-1p` the zeros that are stored of an OLMo would be its factors."""
     model = shape("olmo")

@@ -263,7 +263,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int) -> ModelShape:
         ffn_hidden_size=needed(args, "ffn_hidden_size"),
         num_attention_heads=heads,
         num_query_groups=needed(args, "num_query_groups") if args.get("group_query_attention") else heads,
-        kv_channels=args["v_head_dim"] if mla or csa else args.get("kv_channels") or hidden // heads,
+        kv_channels=needed(args, "v_head_dim") if mla or csa else args.get("kv_channels") or hidden // heads,
         vocab_size=args.get("vocab_size") or padded_vocab_size,
         padded_vocab_size=padded_vocab_size,
         make_vocab_size_divisible_by=args.get("make_vocab_size_divisible_by", 128),  # Megatron's default

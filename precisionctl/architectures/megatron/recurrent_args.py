@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.architectures.megatron.args_said import all_but_every, one_of
+from precisionctl.architectures.megatron.args_said import all_but_every, needed, one_of
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.recurrent_parts import GatedDeltaNet, Mamba
@@ -54,13 +54,13 @@ def read_delta_net(args: Mapping[str, Any]) -> GatedDeltaNet | None:
     variant = args.get("experimental_attention_variant")
     if variant not in (*DELTA_NET_NAMES, KDA_NAME):
         return None
-    fields = {field: args[argument] for argument, field in _DELTA_NET.items()}
+    fields = {field: needed(args, argument) for argument, field in _DELTA_NET.items()}
     if variant == KDA_NAME:
         rank = args.get("kda_f_lora_rank")
         one_of(args, "kda_gate_lora_rank", (rank,), None)
-        bound = args["kda_lower_bound"] if args.get("kda_safe_gate") else None
+        bound = needed(args, "kda_lower_bound") if args.get("kda_safe_gate") else None
         fields |= {"kda": True, "kda_lora_rank": rank, "kda_lower_bound": bound}
-    return GatedDeltaNet(all_but_every(args["linear_attention_freq"], args["num_layers"]), **fields)
+    return GatedDeltaNet(all_but_every(needed(args, "linear_attention_freq"), args["num_layers"]), **fields)
 
 
 def mamba_args(model: ModelShape) -> dict[str, Any]:

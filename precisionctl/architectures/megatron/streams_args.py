@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from precisionctl.architectures.megatron.args_said import needed
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import HyperConnections
 from precisionctl.model.model_shape import ModelShape
@@ -51,19 +52,21 @@ def read_csa(args: Mapping[str, Any], num_layers: int) -> CSA | None:
         return None
     if args.get("rotary_percent", 1.0) != 1:
         raise UnknownArchitecture(f"no family known here has rotary_percent={args['rotary_percent']} beside {CSA_NAME}")
-    ratios, kinds = args["csa_compress_ratios"], {ratio: kind for kind, ratio in CSA.RATIOS.items()}
+    ratios, kinds = needed(args, "csa_compress_ratios"), {ratio: kind for kind, ratio in CSA.RATIOS.items()}
     if not isinstance(ratios, list | tuple) or len(ratios) < num_layers:
         raise DamagedCheckpoint(f"csa_compress_ratios is {shown(ratios)}, without an entry for each layer")
+    if unknown := [ratio for ratio in ratios[:num_layers] if ratio not in kinds]:
+        raise UnknownArchitecture(f"no family known here has csa_compress_ratios of {shown(unknown[0])}")
     pattern = "".join(kinds[ratio] for ratio in ratios[:num_layers])
-    return CSA(pattern, **{field: args[argument] for argument, field in _CSA.items()})
+    return CSA(pattern, **{field: needed(args, argument) for argument, field in _CSA.items()})
 
 
 def read_csa_rope(args: Mapping[str, Any], yarn: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse, of the fields of ModelShape that say rotary embeddings."""
     return {
-        "rotary_base": float(args["csa_compress_rotary_base"]),
-        "rotary_base_local": float(args["rotary_base"]),
-        "rotary_percent": args["qk_pos_emb_head_dim"] / args["v_head_dim"],
+        "rotary_base": float(needed(args, "csa_compress_rotary_base")),
+        "rotary_base_local": float(needed(args, "rotary_base")),
+        "rotary_percent": needed(args, "qk_pos_emb_head_dim") / needed(args, "v_head_dim"),
         "rope_scaling": None if yarn["factor"] == 1 else {**yarn, "attention_factor": 1.0},
     }
 
@@ -75,4 +78,4 @@ def mhc_args(model: ModelShape) -> dict[str, Any]:
 
 def read_mhc(args: Mapping[str, Any]) -> HyperConnections | None:
     """The inverse."""
-    return HyperConnections(*(args[name] for name in _MHC)) if args.get(MHC_NAME) else None
+    return HyperConnections(**{name: needed(args, name) for name in _MHC}) if args.get(MHC_NAME) else None

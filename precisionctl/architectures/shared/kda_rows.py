@@ -90,7 +90,7 @@ def in_memory(rows: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(joined if row is conv else each for row, each in zip(rows, renamed(rows, _FORGET_GATE), strict=True))
 
 
-def either(rows: Sequence[Row], published: Sequence[Row]) -> tuple[Row | Either, ...]:
+def published_or_in_memory(rows: Sequence[Row], published: Sequence[Row]) -> tuple[Row | Either, ...]:
     """The `published` rows, or the same `rows` with transformers' names in memory, where these are others."""
     pairs = [*zip(published, rows, strict=True)]
     same = [row for row, other in pairs if row.hf == other.hf]

@@ -13,7 +13,7 @@ from precisionctl.architectures.param_map import Architecture, Row, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.row_layers import Layers
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
-from precisionctl.architectures.shared.kda_rows import either
+from precisionctl.architectures.shared.kda_rows import published_or_in_memory
 
 
 def _gate(hf: str, megatron: str, layers: Layers) -> tuple[Row, ...]:
@@ -51,7 +51,7 @@ def _read_layers(config: keys.Config) -> keys.Fields:
 
 ARCHITECTURE = Architecture(
     model_types={"axk2": "AXK2ForCausalLM"},
-    rows=llama.model_rows(*either(_IN_MEMORY, _ROWS), *deepseek_rows.ROUTING, *moe.EXPERTS),
+    rows=llama.model_rows(*published_or_in_memory(_IN_MEMORY, _ROWS), *deepseek_rows.ROUTING, *moe.EXPERTS),
     config=(
         *deepseek_keys.latent_attention(384),
         keys.Always("mla.query_gate", True),

@@ -17,7 +17,7 @@ from precisionctl.architectures.rope import KEYS, rope
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.delta_net_keys import KINDS, write_layers
 from precisionctl.architectures.shared.kda_keys import common
-from precisionctl.architectures.shared.kda_rows import either, in_memory, kda
+from precisionctl.architectures.shared.kda_rows import in_memory, kda, published_or_in_memory
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
@@ -31,10 +31,10 @@ _OF_KDA = kda(low_rank=False)
 _KDA, _OUT = _OF_KDA[:-1], _OF_KDA[-1:]
 
 
-def _either(rows: tuple[Row, ...], dense: bool = False) -> tuple[Row | Either, ...]:
-    """By the names in published files, or those in memory."""
+def _by_published_names(rows: tuple[Row, ...], dense: bool = False) -> tuple[Row | Either, ...]:
+    """Rows by their names in published files, or those in memory."""
     published = renamed(rows, _PUBLISHED)
-    return either(rows, renamed(published, _DENSE) if dense else published)
+    return published_or_in_memory(rows, renamed(published, _DENSE) if dense else published)
 
 
 _ATTENTION = only_in("attention", (*deepseek_rows.LATENT_ATTENTION, *llama.LINEAR_GATE))
@@ -108,16 +108,16 @@ def _read_limits(config: keys.Config) -> keys.Fields:
 ARCHITECTURE = Architecture(
     model_types={"bailing_hybrid": "BailingHybridForCausalLM"},
     rows=(
-        *_either(llama.EMBEDDING),
+        *_by_published_names(llama.EMBEDDING),
         *llama.SEPARATE_NORM,
-        *either(in_memory(_KDA), renamed(_KDA, _PUBLISHED)),
+        *published_or_in_memory(in_memory(_KDA), renamed(_KDA, _PUBLISHED)),
         Either(renamed(_OUT, _PUBLISHED), _OUT, also=renamed(_OUT, _PUBLISHED | _DENSE), second_is="in memory"),
-        *_either(_ATTENTION, dense=True),
+        *_by_published_names(_ATTENTION, dense=True),
         *llama.MLP_NORM,
         *llama.MLP,
         *moe.MOE_NORM,
         *_BESIDE,
-        *_either(moe.EXPERT_BIAS),
+        *_by_published_names(moe.EXPERT_BIAS),
         *moe.EXPERTS,
         *llama.FINAL_NORM,
         *llama.OUTPUT,

@@ -64,11 +64,11 @@ ARCHITECTURE = Architecture(
     ),
     config=(
         keys.Rule(("num_hidden_layers", "attn_layer_indices"), _read_layers, _write_layers),
-        keys.Key("hidden_size", "hidden_size", 4096),
+        keys.Key("hidden_size", "hidden_size"),
         keys.Key("ffn_hidden_size", "intermediate_size", 14336),
         keys.Key("max_position_embeddings", "max_position_embeddings", 262144),
         keys.VOCABULARY,
-        keys.heads(num_attention_heads=32, num_key_value_heads=8),
+        keys.heads(num_key_value_heads=8),
         MIXER_HEADS,
         keys.Key("mamba.num_groups", "mamba_n_groups", 1),
         keys.Key("mamba.state_dim", "mamba_d_state", 256),

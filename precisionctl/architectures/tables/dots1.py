@@ -5,16 +5,10 @@ Traps: without `norm_topk_prob`, which is its class's default, it is another mod
 """
 
 from precisionctl.architectures import config_keys as keys
-from precisionctl.architectures.config_layers import sliding_window
+from precisionctl.architectures.config_layers import beginning_with, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama
-
-
-def _after_the_first(config: keys.Config, layers: int) -> list[bool]:
-    first = config.get("max_window_layers", 62)
-    return [first is not None and layer >= first for layer in range(layers)]
-
 
 ARCHITECTURE = Architecture(
     model_types={"dots1": "Dots1ForCausalLM"},
@@ -34,7 +28,9 @@ ARCHITECTURE = Architecture(
         keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope(),
-        sliding_window(_after_the_first, absent=4096, null_is_none=True, also=("max_window_layers",)),
+        sliding_window(
+            beginning_with("max_window_layers", 62), absent=4096, null_is_none=True, also=("max_window_layers",)
+        ),
         keys.tied(False),
     ),
 )

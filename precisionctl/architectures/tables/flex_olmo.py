@@ -9,7 +9,7 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM
-from precisionctl.architectures.tables.mixtral import EXPERTS_EVERYWHERE
+from precisionctl.architectures.shared.moe_keys import INTERMEDIATE_SIZE_OF_EXPERTS
 from precisionctl.architectures.tables.olmo2 import COMMON
 from precisionctl.architectures.tables.qwen3_moe import SCORES
 
@@ -29,7 +29,7 @@ ARCHITECTURE = Architecture(
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         keys.Key("moe.num_experts", "num_experts", 7, synonym="num_local_experts"),
         keys.Key("moe.topk", "num_experts_per_tok", 5),
-        EXPERTS_EVERYWHERE,
+        INTERMEDIATE_SIZE_OF_EXPERTS,
         SCORES,
         rope(500000.0),
     ),

@@ -17,7 +17,7 @@ from precisionctl.architectures.param_map import Architecture, as_values, rename
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.hyper_connection_rows import hyper_connection
 from precisionctl.architectures.shared.kda_keys import BESIDE, LISTS, checked, layer_lists, read_sizes, write_sizes
-from precisionctl.architectures.shared.kda_rows import either, in_memory, kda
+from precisionctl.architectures.shared.kda_rows import in_memory, kda, published_or_in_memory
 from precisionctl.architectures.tables.glm_moe_dsa import INDEXERS
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
@@ -101,7 +101,7 @@ ARCHITECTURE = Architecture(
     rows=(
         *llama.model_rows(
             *llama.SEPARATE_NORM,
-            *either((*in_memory(_KDA), *_STREAMS), (*_KDA, *renamed(_STREAMS, _PUBLISHED))),
+            *published_or_in_memory((*in_memory(_KDA), *_STREAMS), (*_KDA, *renamed(_STREAMS, _PUBLISHED))),
             *(replace(row, layers="attention") if row.layers == "all" else row for row in _ATTENTION),
             *(*llama.MLP_NORM, *llama.MLP, *moe.MOE_NORM, *deepseek_rows.ROUTING, *moe.EXPERTS),
         ),

@@ -18,7 +18,8 @@ _KINDS = {"full": True, "F": True, "shared": False, "S": False}
 def _read_layers(config: keys.Config) -> keys.Fields:
     listed = next((config[key] for key in ("indexer_types", "index_topk_pattern") if config.get(key) is not None), None)
     if listed is None:
-        every, after = max(config.get("index_topk_freq", 1), 1), config.get("index_skip_topk_offset", 2)
+        every = max(keys.whole(config, "index_topk_freq", 1), 1)
+        after = keys.whole(config, "index_skip_topk_offset", 2)
         numbers = range(keys.layers(config))
         return {"dsa.layers": tuple(max(layer - after + 1, 0) % every == 0 for layer in numbers)}
     if not isinstance(listed, list | str) or len(listed) > MOST_LAYERS or any(kind not in _KINDS for kind in listed):

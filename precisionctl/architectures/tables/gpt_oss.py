@@ -12,7 +12,7 @@ from precisionctl.architectures.param_map import Architecture, Either, Row, rena
 from precisionctl.architectures.rearrangements import SAME, Alternating, Rearrangement, Transposed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
-from precisionctl.architectures.tables.mixtral import EXPERTS_EVERYWHERE
+from precisionctl.architectures.shared.moe_keys import INTERMEDIATE_SIZE_OF_EXPERTS
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS, Parallel
 
 _YARN = {
@@ -85,7 +85,7 @@ ARCHITECTURE = Architecture(
         keys.Always("softmax_offset", True),
         keys.Key("moe.num_experts", "num_local_experts", synonym="num_experts"),
         keys.Key("moe.topk", "num_experts_per_tok"),
-        EXPERTS_EVERYWHERE,
+        INTERMEDIATE_SIZE_OF_EXPERTS,
         keys.Always("moe.router_bias", True),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(150000.0, scaling=_YARN),

@@ -6,8 +6,8 @@ Trap: `input_linear` is gate, then up, of each expert.
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
+from precisionctl.architectures.shared.moe_keys import INTERMEDIATE_SIZE_OF_EXPERTS
 from precisionctl.architectures.tables.granite import COMMON
-from precisionctl.architectures.tables.mixtral import EXPERTS_EVERYWHERE
 
 _NAMES = {
     "mlp.gate.weight": "block_sparse_moe.router.layer.weight",
@@ -22,7 +22,7 @@ EXPERTS = Either(renamed((*moe.ROUTER, *moe.FUSED), _NAMES), IN_MEMORY, second_i
 EXPERT_KEYS: tuple[keys.Entry, ...] = (
     keys.Key("moe.num_experts", "num_local_experts", 8),
     keys.Key("moe.topk", "num_experts_per_tok", 2),
-    EXPERTS_EVERYWHERE,
+    INTERMEDIATE_SIZE_OF_EXPERTS,
 )
 
 ARCHITECTURE = Architecture(

@@ -7,8 +7,8 @@ Traps: `intermediate_size` is an expert's and that MLP's; `moe_topk` may be a li
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
+from precisionctl.architectures.shared.moe_keys import INTERMEDIATE_SIZE_OF_EXPERTS
 from precisionctl.architectures.tables.hunyuan_v1_dense import ATTENTION, ROPE
-from precisionctl.architectures.tables.mixtral import EXPERTS_EVERYWHERE
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
@@ -45,7 +45,7 @@ ARCHITECTURE = Architecture(
         keys.Key("moe.num_experts", "num_experts", 1, synonym="num_local_experts"),
         keys.Rule(("moe_topk",), _read_topk, _write_topk),
         keys.Synonyms({"num_experts_per_tok": "moe_topk"}),
-        EXPERTS_EVERYWHERE,
+        INTERMEDIATE_SIZE_OF_EXPERTS,
         keys.Key("moe.shared_ffn_hidden_size", "intermediate_size"),
         keys.Only("use_mixed_mlp_moe", True),
         keys.Only("moe_layer_num_skipped", 0),

@@ -22,7 +22,7 @@ from precisionctl.architectures.shared.kda_keys import (
     shared_out,
     write_sizes,
 )
-from precisionctl.architectures.shared.kda_rows import either, in_memory, kda
+from precisionctl.architectures.shared.kda_rows import in_memory, kda, published_or_in_memory
 from precisionctl.model.model_shape import ModelShape
 
 _KDA = kda(low_rank=True, a_log=Squeezed((1, 1, -1, 1)))
@@ -57,7 +57,7 @@ ARCHITECTURE = Architecture(
     model_types={"kimi_linear": "KimiLinearForCausalLM"},
     rows=llama.model_rows(
         *llama.SEPARATE_NORM,
-        *either(in_memory(_KDA), _KDA),
+        *published_or_in_memory(in_memory(_KDA), _KDA),
         *only_in("attention", deepseek_rows.LATENT_ATTENTION),
         *llama.MLP_NORM,
         Either(llama.MLP, renamed(llama.MLP, _SPARSE)),

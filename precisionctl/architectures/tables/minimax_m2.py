@@ -8,7 +8,8 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import rope_with_dim
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
-from precisionctl.architectures.tables.mixtral import EXPERTS as MIXTRAL_EXPERTS, EXPERTS_EVERYWHERE
+from precisionctl.architectures.shared.moe_keys import INTERMEDIATE_SIZE_OF_EXPERTS, JITTER
+from precisionctl.architectures.tables.mixtral import EXPERTS as MIXTRAL_EXPERTS
 from precisionctl.architectures.tables.olmo2 import NORM_OVER_HEADS
 
 _HEAD_DIM = 128
@@ -39,7 +40,8 @@ ARCHITECTURE = Architecture(
         keys.Only("qk_norm_type", "per_layer"),
         keys.Key("moe.num_experts", "num_local_experts", 256, synonym="num_experts"),
         keys.Key("moe.topk", "num_experts_per_tok", 8),
-        EXPERTS_EVERYWHERE,
+        INTERMEDIATE_SIZE_OF_EXPERTS,
+        JITTER,
         keys.Only("scoring_func", "sigmoid"),
         keys.Only("use_routing_bias", True),
         keys.Only("shared_intermediate_size", 0),

@@ -61,7 +61,7 @@ _NUMBERED = moe.experts(
 )
 
 
-def _either(in_memory: tuple[Row, ...], published: tuple[Row, ...]) -> Either:
+def _saved_or_published(in_memory: tuple[Row, ...], published: tuple[Row, ...]) -> Either:
     return Either(in_memory, published, only_read=True, second_is="for engines")
 
 
@@ -70,12 +70,12 @@ _ROWS = llama.model_rows(
     *llama.QKV_LINEAR,
     *llama.QK_NORMS,
     *llama.PROJ,
-    _either(_INDEXERS, _PUBLISHED_INDEXERS),
+    _saved_or_published(_INDEXERS, _PUBLISHED_INDEXERS),
     *llama.MLP_NORM,
-    _either(only_in("dense", llama.JOINED_MLP[:1]), llama.MLP[:1]),
+    _saved_or_published(only_in("dense", llama.JOINED_MLP[:1]), llama.MLP[:1]),
     llama.DOWN,
     *moe.MOE_NORM,
-    _either(
+    _saved_or_published(
         (*moe.WIDE_ROUTER, *moe.EXPERT_BIAS, _JOINED_SHARED, *moe.SHARED_EXPERTS[1:], *moe.FUSED),
         renamed((*moe.WIDE_ROUTER, *moe.EXPERT_BIAS, *moe.SHARED_EXPERTS, *_NUMBERED), _BLOCK),
     ),

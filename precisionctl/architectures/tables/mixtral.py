@@ -5,37 +5,21 @@ Trap: w1 is the gate, w3 the up projection and w2 the down projection.
 
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import everywhere, sliding_window
-from precisionctl.architectures.param_map import Architecture, Either, Row
+from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
-from precisionctl.model.model_shape import ModelShape
-
-_ROUTER = ("decoder.layers.{layer}.mlp.router.weight", ("moe.num_experts", "hidden_size"))
-
-
-def _read_experts(config: keys.Config) -> keys.Fields:
-    return {
-        "moe.layer_freq": (True,) * keys.layers(config),
-        "moe.ffn_hidden_size": config.get("intermediate_size"),
-    }
-
-
-def _write_experts(model: ModelShape) -> keys.Config:
-    return {"intermediate_size": model.moe.ffn_hidden_size} if model.moe else {}
-
-
-EXPERTS_EVERYWHERE = keys.Rule((), _read_experts, _write_experts)
+from precisionctl.architectures.shared.moe_keys import INTERMEDIATE_SIZE_OF_EXPERTS, JITTER
 
 EXPERTS = Either(
     (
-        Row("model.layers.{layer}.block_sparse_moe.gate.weight", *_ROUTER, layers="moe"),
+        *renamed(moe.ROUTER, {"mlp.gate": "block_sparse_moe.gate"}),
         *moe.experts(
             "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
             "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",
             "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight",
         ),
     ),
-    (Row("model.layers.{layer}.mlp.gate.weight", *_ROUTER, layers="moe"), *moe.FUSED),
+    (*moe.ROUTER, *moe.FUSED),
     second_is="in memory",
 )
 
@@ -48,7 +32,8 @@ ARCHITECTURE = Architecture(
         keys.SILU,
         keys.Key("moe.num_experts", "num_local_experts", 8, synonym="num_experts"),
         keys.Key("moe.topk", "num_experts_per_tok", 2),
-        EXPERTS_EVERYWHERE,
+        INTERMEDIATE_SIZE_OF_EXPERTS,
+        JITTER,
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(1e6),
         sliding_window(everywhere, listed=False),

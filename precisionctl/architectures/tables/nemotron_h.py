@@ -188,7 +188,7 @@ _EXPERT_KEYS = {
 _MIXER_KEYS: tuple[keys.Entry, ...] = (
     keys.Key("mamba.num_heads", "mamba_num_heads", 128),
     keys.Key("mamba.head_dim", "mamba_head_dim", 64),
-    keys.Key("mamba.num_groups", "n_groups", 8, older="mamba_n_groups"),
+    keys.Key("mamba.num_groups", "n_groups", 8, synonym="mamba_n_groups"),
     keys.Key("mamba.state_dim", "ssm_state_size", 128),
     *(keys.Only(key, 4) for key in ("conv_kernel", "mamba_d_conv")),
     *(keys.Only(key, True) for key in ("use_conv_bias", "mamba_conv_bias")),

@@ -7,7 +7,7 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
-from precisionctl.architectures.tables.mixtral import EXPERTS_EVERYWHERE
+from precisionctl.architectures.shared.moe_keys import INTERMEDIATE_SIZE_OF_EXPERTS
 from precisionctl.architectures.tables.olmo2 import NORM_OVER_HEADS
 from precisionctl.architectures.tables.qwen3_moe import SCORES
 
@@ -31,7 +31,7 @@ ARCHITECTURE = Architecture(
         keys.Only("clip_qkv", None),
         keys.Key("moe.num_experts", "num_experts", 64, synonym="num_local_experts"),
         keys.Key("moe.topk", "num_experts_per_tok", 8),
-        EXPERTS_EVERYWHERE,
+        INTERMEDIATE_SIZE_OF_EXPERTS,
         SCORES,
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(),

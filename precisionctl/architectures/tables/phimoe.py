@@ -14,7 +14,8 @@ from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.param_map import Architecture, Row, only_with, renamed, when
 from precisionctl.architectures.rope import KEYS, rope, rotary_parameters
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
-from precisionctl.architectures.tables.mixtral import EXPERTS, EXPERTS_EVERYWHERE
+from precisionctl.architectures.shared.moe_keys import INTERMEDIATE_SIZE_OF_EXPERTS
+from precisionctl.architectures.tables.mixtral import EXPERTS
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import real
 from precisionctl.model.model_shape import ModelShape
@@ -84,7 +85,7 @@ ARCHITECTURE = Architecture(
         keys.Key("output_bias", "lm_head_bias", False),
         keys.Key("moe.num_experts", "num_local_experts", 16),
         keys.Only("num_experts_per_tok", 2, "moe.topk", 2),
-        EXPERTS_EVERYWHERE,
+        INTERMEDIATE_SIZE_OF_EXPERTS,
         keys.Key("moe.sparsemixer_eps", "router_jitter_noise", 0.01),
         keys.Rule(("input_jitter_noise",), lambda config: {}),  # of training alone
         keys.Rule((*KEYS, *_MSCALES), _read_rope, _write_rope),

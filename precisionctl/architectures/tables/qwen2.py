@@ -4,19 +4,14 @@ Trap: no key of config.json says that those biases are there, and o_proj has non
 """
 
 from precisionctl.architectures import config_keys as keys
-from precisionctl.architectures.config_layers import sliding_window
+from precisionctl.architectures.config_layers import beginning_with, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 
-
-def _after_the_first(config: keys.Config, layers: int) -> list[bool]:
-    """Layers from `max_window_layers` on have the window."""
-    first = config.get("max_window_layers")
-    return [layer >= (28 if first is None else first) for layer in range(layers)]
-
-
-WINDOW = sliding_window(_after_the_first, switch="use_sliding_window", absent=4096, also=("max_window_layers",))
+WINDOW = sliding_window(
+    beginning_with("max_window_layers", 28), switch="use_sliding_window", absent=4096, also=("max_window_layers",)
+)
 
 ARCHITECTURE = Architecture(
     model_types={"qwen2": "Qwen2ForCausalLM"},

@@ -10,8 +10,8 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model.model_parts import MOST_LAYERS
 from precisionctl.model.model_shape import ModelShape
+from precisionctl.sizes import counted
 
 
 def with_rope(config: keys.Config) -> tuple[bool, ...]:
@@ -20,9 +20,10 @@ def with_rope(config: keys.Config) -> tuple[bool, ...]:
     if listed is None:
         every = keys.size({"no_rope_layer_interval": 4} | dict(config), "no_rope_layer_interval")
         return tuple((layer + 1) % every != 0 for layer in range(keys.layers(config)))
-    if not isinstance(listed, list) or len(listed) > MOST_LAYERS:
-        raise DamagedCheckpoint(f"no_rope_layers is {shown(listed)}, not a list of layers")
-    return tuple(bool(each) for each in listed)
+    number = keys.layers(config)
+    if not isinstance(listed, list) or len(listed) != number or any(each not in (0, 1) for each in listed):
+        raise DamagedCheckpoint(f"no_rope_layers is {shown(listed)}, not 0 or 1 for each of {counted(number, 'layer')}")
+    return tuple(map(bool, listed))
 
 
 def _read_rope_layers(config: keys.Config) -> keys.Fields:
