@@ -62,6 +62,17 @@ def state_name(kind: str, parameter: str) -> str:
     return f"{STATE}{kind}.{parameter}"
 
 
+def is_slice(name: str) -> bool:
+    """Whether a tensor is one expert's slice of a stored tensor of all of them, `….mlp.experts.down_proj[3]`."""
+    return name.endswith("]")
+
+
+def stack_and_slice(name: str) -> tuple[str, int | None]:
+    """The stack that holds a tensor, and which slice of it it is; None for all of it."""
+    stack, bracket, number = name.removesuffix("]").partition("[")
+    return stack, int(number) if bracket else None
+
+
 def kind_and_parameter(name: str) -> tuple[str, str]:
     """The inverse of `state_name`; of a tensor of the model itself the kind is empty."""
     kind, _, parameter = name.removeprefix(STATE).partition(".")

@@ -244,7 +244,7 @@ def _merged(recorder: Recorder, shards: ModelShards) -> Mapping[str, Mapping[Rol
     keys = [(module, role) for module, state in sorted(recorder.states().items()) for role in state.roles]
     found = [mine.get(module, {}).get(role, Statistics()) for module, role in keys]
     listed = [
-        (one if shards.contributes_to_sum(module, role, module in recorder.scattered) else Statistics()).numbers()
+        (one if shards.contributes_to_sum(module, role, module in recorder.scattered) else Statistics()).as_row()
         for one, (module, role) in zip(found, keys, strict=True)
     ]
     numbers = torch.tensor(listed, dtype=torch.float64, device=recorder.device)
@@ -253,5 +253,5 @@ def _merged(recorder: Recorder, shards: ModelShards) -> Mapping[str, Mapping[Rol
     merged: dict[str, dict[Role, Statistics]] = {}
     for (module, role), row in zip(keys, total.tolist(), strict=True):
         if row[0]:
-            merged.setdefault(module, {})[role] = Statistics.from_numbers(row)
+            merged.setdefault(module, {})[role] = Statistics.from_row(row)
     return merged

@@ -28,6 +28,7 @@ class BlockScales:
 
     For each block it keeps, in FP32: `amax`, the largest magnitude seen, and `candidate`, the former scale_inv (NaN or
     0 if there is none). `fits`, bool, says whether every value seen is the value of a code under the candidate.
+    Where there are zero points, also `below_zero` and `above_zero`, the largest magnitudes on either side of zero.
     `exact` says, where there are zero points, whether every value that fits is its code's to the last bit, and none is
     that value rounded to BF16.
     """
@@ -45,8 +46,8 @@ class BlockScales:
         self.block, self.element, self.former, self.divides = block, element, former, divides
         shape = grid_shape(rows, columns, block)
         self.amax = torch.zeros(shape)
-        self.lowest = torch.zeros(shape) if zero_points else None
-        self.highest = torch.zeros(shape) if zero_points else None
+        self.below_zero = torch.zeros(shape) if zero_points else None
+        self.above_zero = torch.zeros(shape) if zero_points else None
         self.candidate, self.zeros = torch.zeros(shape), torch.zeros(shape) if zero_points else None
         self.global_scale: GlobalScale | None = None
         self._as_before = (
@@ -77,9 +78,9 @@ class BlockScales:
             self.has_nan |= has_nan
         else:
             self._reduce(self.amax[here], values, row, work)
-        if self.lowest is not None and self.highest is not None:
-            self._reduce(self.highest[here], values.clamp(min=0), row, work)
-            self._reduce(self.lowest[here], values.clamp(max=0), row, work)
+        if self.below_zero is not None and self.above_zero is not None:
+            self._reduce(self.above_zero[here], values.clamp(min=0), row, work)
+            self._reduce(self.below_zero[here], values.clamp(max=0), row, work)
         if self.former is None:
             return
         # A value fits if its code decodes to it, in its own dtype or rounded to BF16: values that passed through BF16
@@ -148,23 +149,23 @@ class BlockScales:
             first, last = max(block * high - row, 0), (block + 1) * high - row
             into[block] = torch.maximum(into[block], by_row[first:last].amax(0))
 
-    def settle(self, dtype: torch.dtype, numbers: numerics.Numbers = "FP32") -> Encoding:
+    def settle(self, dtype: torch.dtype, rounding: numerics.ScaleRounding) -> Encoding:
         """Decide which former scales fit and, if that is needed, on a new global scale. Returns the scales to encode
-        with, stored in `dtype`: those that fit, and new ones. New ones of FP8 are rounded up to such `numbers`, those
+        with, stored in `dtype`: those that fit, and new ones. New ones of FP8 are rounded up as `rounding` says, those
         of INT8 the nearest; those of four bits are made as in `codes/group_scales.py`, or, where it `searches`, left to
         `searched`. What `dtype` cannot hold does not fit either."""
         if self.former is not None:
             self.fits &= self.candidate.to(dtype).float() == self.candidate
         if self.divides is not None and self.needs_new_global:
             self.take_global(self.amax.amax())
-        if self.lowest is not None and self.highest is not None and self.zeros is not None:
-            return self._with_zero_points(dtype, self.lowest, self.highest, self.zeros)
+        if self.below_zero is not None and self.above_zero is not None and self.zeros is not None:
+            return self._with_zero_points(dtype, self.below_zero, self.above_zero, self.zeros)
         if self.divides is not None or self.element == INT4:
             new = self.candidate  # all former scales fit, or `searched` replaces those that do not
         elif self.element == E2M1:
             new = group_scales.mxfp4_scales(self.amax)
         else:
-            asked = "powers of 2" if dtype.itemsize == 1 else numbers
+            asked = "powers of 2" if dtype.itemsize == 1 else rounding
             new = numerics.rounded_up(numerics.scale_inv(self.amax, self.element), asked)
         return Encoding(self.element, self._kept_or(new, dtype), self.block, self.global_scale)
 
@@ -185,14 +186,15 @@ class BlockScales:
         self.global_scale = GlobalScale(value, self.divides)
         self.fits.fill_(False)
 
-    def _with_zero_points(self, dtype: torch.dtype, lowest: Tensor, highest: Tensor, zeros: Tensor) -> Encoding:
-        """compressed-tensors' rule (`calculate_qparams`): as many steps as there are, of INT4 fifteen, from the lowest
-        value, or 0, to the highest."""
+    def _with_zero_points(self, dtype: torch.dtype, below: Tensor, above: Tensor, zeros: Tensor) -> Encoding:
+        """compressed-tensors' rule (`calculate_qparams`): `scale = (above + below) / (last - first)` and `zero_point =
+        below / scale + first`, so that as many steps as there are, of INT4 fifteen, go from the lowest value, or 0, to
+        the highest."""
         first, last = -self.element.largest - 1, self.element.largest
-        wanted = (lowest + highest) / (last - first)
+        wanted = (below + above) / (last - first)
         new = torch.where(wanted > 0, _stored(wanted, dtype).float(), 1.0)
         grid = torch.where(self.fits, self.candidate, new)
-        new_zeros = (lowest / new + first).round().clamp(first, last)
+        new_zeros = (below / new + first).round().clamp(first, last)
         return Encoding(self.element, grid.to(dtype), self.block, zeros=torch.where(self.fits, zeros, new_zeros))
 
 

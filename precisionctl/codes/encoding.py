@@ -26,7 +26,7 @@ class GlobalScale:
     def times(self, stored: Tensor) -> Tensor:
         """The multipliers of codes, FP32, from a grid of blocks' scales as they are stored; rounded once, as ModelOpt
         and compressed-tensors do before they multiply with the code."""
-        grid = _numbers(stored)
+        grid = _in_fp32(stored)
         return grid / self.value if self.divides else grid * self.value
 
     def same(self, other: GlobalScale | None) -> bool:
@@ -59,7 +59,7 @@ class Encoding:
     @property
     def multipliers(self) -> Tensor:
         """The FP32 grid by which codes are multiplied, with the global scale included."""
-        return self.global_scale.times(self.scale_inv) if self.global_scale else _numbers(self.scale_inv)
+        return self.global_scale.times(self.scale_inv) if self.global_scale else _in_fp32(self.scale_inv)
 
     def same(self, other: Encoding) -> bool:
         """Whether two encodings are equal, apart from the dtype in which scales are stored."""
@@ -125,7 +125,7 @@ class Encoding:
     def _grid(self, row: int, rows: int) -> Tensor:
         """FP32 scale_inv of the blocks in each row, `[rows, blocks]`, or `[1, blocks]` where all rows are alike."""
         stored = self._rows_of(self.scale_inv, row, rows)
-        return self.global_scale.times(stored) if self.global_scale else _numbers(stored)
+        return self.global_scale.times(stored) if self.global_scale else _in_fp32(stored)
 
     def _rows_of(self, grid: Tensor, row: int, rows: int) -> Tensor:
         if len(grid) == 1:
@@ -152,7 +152,7 @@ class Encoding:
         return _regrouped(by_block.t(), self.block[1], block[1], wide).t()
 
 
-def _numbers(grid: Tensor) -> Tensor:
+def _in_fp32(grid: Tensor) -> Tensor:
     """Stored scales in FP32."""
     return numerics.code_values(grid) if grid.dtype == torch.float8_e4m3fn else grid.float()
 
@@ -201,7 +201,7 @@ def by_rows(encoding: Encoding, rows: int) -> Tensor:
     return grid[torch.arange(rows) // encoding.block[0]] if len(grid) > 1 else grid.expand(rows, -1)
 
 
-def of_rows(grid: Tensor, like: Encoding, columns: int) -> Encoding:
+def from_rows(grid: Tensor, like: Encoding, columns: int) -> Encoding:
     """The inverse of `by_rows`, after rows of codes of `like` have moved. Tries one scale for the tensor, then blocks
     of the old size, then blocks of one row, which are needed if rows of different blocks are now in one block."""
     assert like.zeros is None, "zero points are not moved"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from precisionctl.codes import group_scales, nibbles, numerics
 from precisionctl.codes.elements import E2M1, INT4, Element
 from precisionctl.codes.encoding import GlobalScale
-from precisionctl.codes.nibbles import NUMBERS
+from precisionctl.codes.nibbles import CODE_VALUES
 from precisionctl.codes.statistics import Loss
 from precisionctl.torch_when_used import torch
 
@@ -48,7 +48,7 @@ def four_bit_losses(values: Tensor, amax: Tensor, scratch: Tensor) -> dict[FourB
         nibbles.encode(rows, element, scales, packed, scratch)
         nibbles.decode(packed, element, scales, decoded, scratch)
         limits, groups = scales.unsqueeze(-1) * _ROUNDING, rows.view(*scales.shape, group)
-        saturated = (groups > max(NUMBERS[element]) * limits) | (groups < min(NUMBERS[element]) * limits)
+        saturated = (groups > max(CODE_VALUES[element]) * limits) | (groups < min(CODE_VALUES[element]) * limits)
         underflows = (decoded == 0) & (rows != 0)
         error = float((decoded - rows).double().square().sum())
         losses[scheme] = Loss(values.numel(), int(underflows.sum()), int(saturated.sum()), power, error)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-NUMBERS: Mapping[Element, tuple[float, ...]] = {
+CODE_VALUES: Mapping[Element, tuple[float, ...]] = {
     E2M1: (*_E2M1, *(-number for number in _E2M1)),
     INT4: tuple(float(number) for number in range(-8, 8)),
 }
@@ -77,7 +77,7 @@ def encode(
         if element == E2M1:
             codes.bitwise_or_(_signs(values[rows]))
         if filling:
-            codes = torch.nn.functional.pad(codes, (0, filling), value=NUMBERS[element].index(0.0))
+            codes = torch.nn.functional.pad(codes, (0, filling), value=CODE_VALUES[element].index(0.0))
         packed[rows] = pack(codes)
 
 
@@ -231,5 +231,5 @@ def _pairs(element: Element, device: torch.device) -> Tensor:
     """For each byte, its two numbers in FP32, bit-cast to one FP64 in this order in memory. An index_select of FP64
     then copies both at once."""
     with torch.inference_mode(False):  # the cached tensor must also work outside inference mode
-        numbers = torch.tensor(NUMBERS[element], device=device)
+        numbers = torch.tensor(CODE_VALUES[element], device=device)
         return numbers[unpack(torch.arange(256, dtype=torch.uint8, device=device)).int()].view(torch.float64)

@@ -191,15 +191,15 @@ def scale_inv(amax: Tensor, element: Element) -> Tensor:
     return torch.where(stored.isfinite() & (stored > 0), stored, 1.0)
 
 
-Numbers = Literal["FP32", "BF16", "powers of 2"]
-"""The values a scale may have: any FP32 number, any BF16 number, or powers of two."""
+ScaleRounding = Literal["FP32", "BF16", "powers of 2"]
+"""The values that new scales are rounded up to: any FP32 number, any BF16 number, or powers of two."""
 
 
-def rounded_up(scales: Tensor, numbers: Numbers) -> Tensor:
-    """Positive scales (as `scale_inv`, FP32) rounded up to `numbers`, FP32: up, so that no value saturates."""
-    if numbers == "BF16":
+def rounded_up(scales: Tensor, rounding: ScaleRounding) -> Tensor:
+    """Positive scales (as `scale_inv`, FP32) rounded up to such numbers, FP32: up, so that no value saturates."""
+    if rounding == "BF16":
         return ((scales.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
-    return power_of_2_above(scales) if numbers == "powers of 2" else scales
+    return power_of_2_above(scales) if rounding == "powers of 2" else scales
 
 
 def power_of_2_above(scales: Tensor) -> Tensor:

@@ -91,15 +91,15 @@ class Statistics:
         finite = self.elements - self.nonfinite
         return finite * self.sum_4 / self.sum_2**2 if self.sum_2 else math.nan
 
-    def numbers(self) -> list[float]:
-        """All of it as NUMBERS FP64 numbers: `_FIELDS` in order, then the fields of `Loss` for each scaling."""
+    def as_row(self) -> list[float]:
+        """All of it as ROW_LENGTH FP64 numbers: `_FIELDS` in order, then the fields of `Loss` for each scaling."""
         own = [float(getattr(self, name)) for name in _FIELDS]
         return own + [float(number) for scaling in SCALINGS for number in astuple(self.losses[scaling])]
 
     @staticmethod
-    def from_numbers(numbers: Sequence[float]) -> "Statistics":
-        """The inverse of `numbers`. Raises ValueError for numbers that no tensor can have produced."""
-        own, rest = numbers[: len(_FIELDS)], numbers[len(_FIELDS) :]
+    def from_row(row: Sequence[float]) -> "Statistics":
+        """The inverse of `as_row`. Raises ValueError for numbers that no tensor can have produced."""
+        own, rest = row[: len(_FIELDS)], row[len(_FIELDS) :]
         size = len(rest) // len(SCALINGS)
         losses = {
             scaling: Loss(*map(_count, rest[i : i + 3]), *map(_not_negative, rest[i + 3 : i + size]))
@@ -117,8 +117,8 @@ class Statistics:
 
 _FIELDS = ("elements", "zeros", "nonfinite", "amax", "sum_2", "sum_4")
 AMAX = _FIELDS.index("amax")
-"""Index of amax in `numbers`: the only one that is merged by maximum instead of by sum."""
-NUMBERS = len(_FIELDS) + 5 * len(SCALINGS)
+"""Index of amax in `as_row`: the only one that is merged by maximum instead of by sum."""
+ROW_LENGTH = len(_FIELDS) + 5 * len(SCALINGS)
 
 
 def _count(number: float) -> int:

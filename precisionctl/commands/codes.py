@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.architectures.families import table_of
-from precisionctl.codes.numerics import Numbers
+from precisionctl.codes.numerics import ScaleRounding
 from precisionctl.codes.statistics import Scaling
 from precisionctl.commands.build import Result
 from precisionctl.commands.misfits import Misfits
@@ -24,16 +24,17 @@ from precisionctl.commands.notes import (
 from precisionctl.commands.request import Codes, EngineExport, numerics
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
-from precisionctl.conversion.edges import edge_notes
+from precisionctl.conversion.recoding import recoding_notes
 from precisionctl.engines.base import Engine, engines
 from precisionctl.engines.serving import ServingLayout, served_config
 from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.export import kv_cache
 from precisionctl.export.as_before import AsBefore, all_mxfp4, in_powers_of_2
-from precisionctl.export.encode import InScheme, WeightFormat, encode, fp8_jobs, in_scheme, is_slice, modules_in_bf16
+from precisionctl.export.encode import InScheme, WeightFormat, encode, fp8_jobs, in_scheme, modules_in_bf16
 from precisionctl.export.model_card import Card, path_in_command
 from precisionctl.export.schemes import best_scheme, kept_in_four_bits
 from precisionctl.model.untabled_model import UntabledModel
+from precisionctl.param import is_slice
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.served_model import served
 from precisionctl.quant_methods.base import FOUR_BITS, SCHEMES, Scheme, quant_methods
@@ -81,7 +82,7 @@ class _EngineCodes:
             # of an export the choice of the scheme names outdated state; a conversion carries state along, used or not
             *(known.notes if kind.export else known_state_notes(known, carried=True)),
             *(unreached_notes(source.states, policy.jobs) if policy.inputs is not None else ()),
-            *edge_notes(source.encodings, source.reader.specs, encoded),
+            *recoding_notes(source.encodings, source.reader.specs, encoded),
             *four_bit_notes(scheme, source.encodings, encoded, source.hinted.path, self.destination),
             *cache_notes,
             *source_notes(source),
@@ -132,12 +133,12 @@ class _EngineCodes:
                 raise RecipeError(f"{what}. It was chosen because {why}", do="Or leave --fp8-state out.")
             raise RecipeError(what, do="Leave --fp8-state out.")
         method = engine.spells[scheme]
-        numbers: Numbers = "BF16" if engine.methods[method].bf16_scales else "FP32"
+        rounding: ScaleRounding = "BF16" if engine.methods[method].bf16_scales else "FP32"
         now = source.encodings_now
         were_powers = now is not None and (in_powers_of_2(now) or all_mxfp4(now))  # values of MXFP4 stay exact
         if scheme == "block" and (were_powers or source.plan.model.architecture in engine.blocks_alone):
-            numbers = "powers of 2"
-        return WeightFormat(quant_methods()[method], scheme, numbers)
+            rounding = "powers of 2"
+        return WeightFormat(quant_methods()[method], scheme, rounding)
 
     def _policy(self, form: WeightFormat, jobs: Sequence[Job]) -> InScheme:
         """Which weights of these jobs become codes, and with which scales. Raises PrecisionError for what the engine
@@ -278,7 +279,7 @@ def as_before(source: Source, destination: Path) -> Result:
     plan = encode(source.plan, policy)
     notes = [
         *format_notes(source.hinted.reference, encodings),
-        *edge_notes(encodings, reader.specs, plan),
+        *recoding_notes(encodings, reader.specs, plan),
         *source_notes(source),
         *rounded_notes(reader, plan),
         *known_state_notes(known, carried=True),

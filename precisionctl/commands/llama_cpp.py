@@ -23,7 +23,6 @@ from precisionctl.checkpoints.gguf.writer import GgufContents
 from precisionctl.checkpoints.hf_directory.companions import LICENCE
 from precisionctl.checkpoints.hf_directory.config_json import config_dtype, made_config
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
-from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice
 from precisionctl.codes.elements import Packing
 from precisionctl.codes.ggml_blocks import BlocksInRows
 from precisionctl.commands.build import Result
@@ -41,6 +40,7 @@ from precisionctl.export.model_card import NAME, Card, path_in_command
 from precisionctl.export.weight_encodings import stored_weight_encodings
 from precisionctl.model.model_parts import config_parts
 from precisionctl.model.model_shape import ModelShape
+from precisionctl.param import stack_and_slice
 from precisionctl.planning.plan import Plan
 from precisionctl.sizes import counted, listed
 from precisionctl.untrusted.safe_json import parse_json

@@ -12,12 +12,11 @@ from precisionctl.codes.four_bit_loss import GAUSSIAN_DB
 from precisionctl.conversion.known_state import KnownState, origin, outdated_note
 from precisionctl.dtypes import DType
 from precisionctl.errors import shown
-from precisionctl.export.encode import is_slice
 from precisionctl.export.input_scales import unreached_experts, why_too_small
 from precisionctl.fp8.carry import StateChange
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import IN_USE, Fp8States
-from precisionctl.param import Parallelism
+from precisionctl.param import Parallelism, is_slice
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import FOUR_BITS, Scheme

@@ -76,8 +76,8 @@ class Codes:
     """A result whose weights are codes that an inference engine reads.
 
     The `recipe` says which modules stay in BF16, and `include` and `exclude` are patterns of names of modules that are
-    to be codes, and that are not (`planning/choice.py`). `export` is None for a conversion, which names no engine.
-    `base_model` is the source's name on the Hub, for the model card.
+    to be codes, and that are not (`planning/gemm_selection.py`). `export` is None for a conversion, which names no
+    engine. `base_model` is the source's name on the Hub, for the model card.
     """
 
     recipe: Precision | None

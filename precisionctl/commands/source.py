@@ -30,7 +30,7 @@ from precisionctl.export.mlx_plan import names_as_codes
 from precisionctl.export.weight_encodings import check_model, method_of, stored_weight_encodings, weight_encodings
 from precisionctl.fp8.carry import filled_in
 from precisionctl.fp8.state import Fp8States
-from precisionctl.planning.choice import choose
+from precisionctl.planning.gemm_selection import choose
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.base import SCHEMES, quant_methods

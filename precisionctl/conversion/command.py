@@ -23,7 +23,6 @@ from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
 from precisionctl.codes.encoding import Encoding
 from precisionctl.conversion.convert import OnBytes, convert, read_back
-from precisionctl.conversion.edges import changed_notes
 from precisionctl.conversion.journal import (
     Fingerprints,
     Journal,
@@ -35,6 +34,7 @@ from precisionctl.conversion.journal import (
 from precisionctl.conversion.manifest import write_manifest
 from precisionctl.conversion.outcome import Outcome, nan_notes, zeroed_notes
 from precisionctl.conversion.ranks import NO_OTHERS, Ranks
+from precisionctl.conversion.recoding import changed_notes
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.conversion.worker import TensorSource
 from precisionctl.errors import DiskProblem, OutputError

@@ -87,7 +87,7 @@ class Encoder:
         assert codes is not None
         seen = self._first_pass(job, codes)
         weights = {
-            name: _WeightCodes(self, name, scales, codes.numbers, seen.get(name))
+            name: _WeightCodes(self, name, scales, codes.scale_rounding, seen.get(name))
             for name, scales in codes.weights.items()
         }
         for name, row, values in self._values(job):
@@ -205,9 +205,9 @@ class _WeightCodes:
     pass found; None if each row has a scale of its own, which is found here."""
 
     def __init__(
-        self, encoder: Encoder, name: str, scales: Scales, numbers: numerics.Numbers, seen: BlockScales | None
+        self, encoder: Encoder, name: str, scales: Scales, rounding: numerics.ScaleRounding, seen: BlockScales | None
     ) -> None:
-        self._encoder, self._name, self._scales, self._numbers, self._seen = encoder, name, scales, numbers, seen
+        self._encoder, self._name, self._scales, self._rounding, self._seen = encoder, name, scales, rounding, seen
         self._whole = None if seen is None else self._settled(seen)
         self._searches = seen is not None and seen.searches
         has_changed = seen is not None and seen.former is not None and not bool(seen.fits.all())
@@ -218,7 +218,7 @@ class _WeightCodes:
     def _settled(self, seen: BlockScales) -> Encoding:
         """The encoding of the tensor after the first pass. The parts that are final by now are written."""
         encoder, scales = self._encoder, self._scales
-        encoding = seen.settle(scale_dtype(encoder.specs[scales.weight].dtype).torch, self._numbers)
+        encoding = seen.settle(scale_dtype(encoder.specs[scales.weight].dtype).torch, self._rounding)
         if not seen.searches:
             encoder.put_grid(scales, encoding)
         encoder.put_further(self._name, scales, encoding)
@@ -253,7 +253,7 @@ class _WeightCodes:
         _check_finite(self._name, amax)
         if has_nan:
             encoder.found.with_nan.add(self._name)
-        scale_inv = numerics.rounded_up(numerics.scale_inv(amax, element), self._numbers)
+        scale_inv = numerics.rounded_up(numerics.scale_inv(amax, element), self._rounding)
         encoder.put(self._scales.weight, row, scale_inv)
         return Encoding(element, scale_inv, (1, values.shape[1]))
 

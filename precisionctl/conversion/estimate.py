@@ -127,7 +127,7 @@ def _encode_rate(plan: Plan, name: str, job: Job) -> float:
     high = rows if scales.block[0] == spec.rows else scales.block[0]
     weights = {name: replace(scales, block=(high, scales.block[1]))}
     alone = ScaleGroup(weights, (job,), always=True) if job.codes.group else None
-    here = replace(job, codes=JobCodes(weights, {}, alone, job.codes.numbers))
+    here = replace(job, codes=JobCodes(weights, {}, alone, job.codes.scale_rounding))
     specs = {**plan.targets, name: replace(spec, shape=(rows, *spec.shape[1:]))}
     encoder = Encoder(specs, {}, buffers, lambda name, row, codes: None, lambda job: [(name, 0, values)])
     seconds = []

@@ -12,8 +12,8 @@ class Outcome:
     """What jobs found out, and the `notes` for the user that follow from it.
 
     `amax` is the amax of each FP8 GEMM's weight, by Megatron's name, if the command collects it. `changed` has, for
-    each tensor that could not keep all its scales, the number of codes that differ from before, or, on an edge that
-    rounds (`conversion/edges.py`), of values. `with_nan` are tensors with NaN, among those whose values were cast or
+    each tensor that could not keep all its scales, the number of codes that differ from before, or, of a recoding that
+    rounds (`conversion/recoding.py`), of values. `with_nan` are tensors with NaN, among those whose values were cast or
     encoded. `rounded` are tensors of codes with zero points of which some values had been rounded to BF16. `zeroed` has
     the share of elements that became zero, for tensors where it exceeds the limit beyond which `inspect --fp8` advises
     against FP8 (codes.statistics.UNDERFLOW).

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from precisionctl.model.model_parts import text_part
-from precisionctl.param import TensorSpec, divides_heads, gemm_misfit
+from precisionctl.param import TensorSpec, divides_heads, gemm_misfit, is_slice
 from precisionctl.quant_methods.base import SQUARE, Block
 from precisionctl.sizes import listed
 
@@ -95,7 +95,7 @@ _UNCUT = (*LATENT, "index_k_proj")
 _EXPERTS = re.compile(r"(.+\.experts)\.\d+\..+")
 
 
-def in_step(weight: str) -> str:
+def precision_group(weight: str) -> str:
     """The name of the group of a weight: engines require all weights of a group in FP8, or none."""
     match = _EXPERTS.fullmatch(weight)
     return match[1] if match else fused(weight)
@@ -172,7 +172,7 @@ class ServingLayout:
         if self.ranks == 1:
             return []
         whole = self.expert_parallel
-        cut = (name for name in weights if not (whole and (name.endswith("]") or _EXPERTS.fullmatch(name))))
+        cut = (name for name in weights if not (whole and (is_slice(name) or _EXPERTS.fullmatch(name))))
         return [name for name in cut if self._cut(name) is None]
 
     def refusal(self, name: str, spec: TensorSpec, block: Block, ragged: Ragged, *, aligned: bool = True) -> str | None:

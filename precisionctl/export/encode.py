@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from precisionctl.architectures.families import table_of
-from precisionctl.codes.numerics import Numbers, rounded_up
-from precisionctl.engines.serving import fused, in_step
+from precisionctl.codes.numerics import ScaleRounding, rounded_up
+from precisionctl.engines.serving import fused, precision_group
 from precisionctl.errors import PrecisionError
 from precisionctl.export.input_scales import input_amaxes
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model.untabled_model import UntabledModel
-from precisionctl.param import TensorSpec
+from precisionctl.param import TensorSpec, is_slice
 from precisionctl.planning.plan import Job, JobCodes, Plan, ScaleGroup
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import FOUR_BITS, POWERS_OF_2, SCHEMES, TENSOR, QuantMethod, Scheme, Spelling
@@ -115,27 +115,22 @@ _WRAPPED = ("language_model", "visual", "vision_tower", "vision_model", "audio_t
 """Words in the names of wrappers, whose towers have no table and whose text model may stand in another place."""
 
 
-def is_slice(name: str) -> bool:
-    """Whether a tensor is one expert's slice of a stored tensor of all of them, `….mlp.experts.down_proj[3]`."""
-    return name.endswith("]")
-
-
 def fp8_jobs(plan: Plan, precision: Precision) -> list[Job]:
     """The jobs whose weights become codes. Left out are experts that a family stores as one tensor, since no engine
     reads codes of such a tensor, and weights that engines want in the same form as one that stays in BF16."""
     jobs = [job for job in plan.jobs if job.row.may_be_codes and job.weights and not is_slice(job.writes[0])]
-    kept = {in_step(name) for job in jobs if not precision.in_fp8(job.module) for name in job.weights}
-    return [job for job in jobs if kept.isdisjoint(map(in_step, job.weights))]
+    kept = {precision_group(name) for job in jobs if not precision.in_fp8(job.module) for name in job.weights}
+    return [job for job in jobs if kept.isdisjoint(map(precision_group, job.weights))]
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How weights are stored as codes: the `scheme` (element and grid of scales), the `numbers` that new scales are
-    rounded to, and the `method` that spells them."""
+    """How weights are stored as codes: the `scheme` (element and grid of scales), the `scale_rounding` of new
+    scales, and the `method` that spells them."""
 
     method: QuantMethod
     scheme: Scheme
-    numbers: Numbers = "FP32"
+    scale_rounding: ScaleRounding = "FP32"
 
     @property
     def spelling(self) -> Spelling:
@@ -175,7 +170,7 @@ class InScheme:
             for job in jobs:
                 scales = {name: self.scales[name] for name in job.weights}
                 given = self._input_scales(scales.values(), jobs)
-                found[job.name] = JobCodes(scales, given, group, self.format.numbers)
+                found[job.name] = JobCodes(scales, given, group, self.format.scale_rounding)
         return found
 
     def _input_scales(self, of_weights: Iterable[Scales], group: Sequence[Job]) -> dict[str, float]:
@@ -185,8 +180,8 @@ class InScheme:
         amax = torch.stack([self.inputs[job.module] for job in group if job.module in self.inputs]).amax()
         found = {scales.input: scales.of_input_amax(amax) for scales in of_weights if scales.input}
         of_groups = self.format.scheme in FOUR_BITS  # engines load global scales without rounding them
-        numbers = "FP32" if of_groups else self.format.numbers
-        return {name: float(rounded_up(scale, numbers)) for name, scale in found.items()}
+        rounding = "FP32" if of_groups else self.format.scale_rounding
+        return {name: float(rounded_up(scale, rounding)) for name, scale in found.items()}
 
     def tensors(self, weight: str, spec: TensorSpec, scales: Scales) -> Mapping[str, TensorSpec]:
         spelling, scheme = self.format.spelling, self.format.scheme
@@ -198,7 +193,7 @@ class InScheme:
     def quantization(self, kept: Sequence[str]) -> Mapping[str, Any]:
         coded = [name.removesuffix(".weight") for job in self.jobs for name in job.weights]
         kept = self.kept(kept, coded) if self.kept else kept
-        powers = POWERS_OF_2 if self.format.numbers == "powers of 2" else {}
+        powers = POWERS_OF_2 if self.format.scale_rounding == "powers of 2" else {}
         if self.format.spelling.ignored_by_part:
             # A router `mlp.gate` would take `mlp.gate_proj` along (verl#7519); a glob matches whole names
             codes = "\n".join(coded)
@@ -275,8 +270,8 @@ def along_with(refused: Mapping[str, str], weights: Iterable[str]) -> dict[str, 
     words."""
     first: dict[str, str] = {}
     for name in refused:
-        first.setdefault(in_step(name), name)
-    groups = ((name, first.get(in_step(name))) for name in weights if name not in refused)
+        first.setdefault(precision_group(name), name)
+    groups = ((name, first.get(precision_group(name))) for name in weights if name not in refused)
     return {name: f"computed with `{other}`" for name, other in groups if other}
 
 

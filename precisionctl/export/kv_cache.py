@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.keys import layer_of
-from precisionctl.codes.numerics import Numbers, rounded_up
+from precisionctl.codes.numerics import ScaleRounding, rounded_up
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import Engine
 from precisionctl.engines.rules.cache_rules import attention_and_kind
@@ -98,14 +98,14 @@ def scales_of_state(states: Fp8States, plan: Plan) -> dict[str, CacheScale]:
 def with_cache(plan: Plan, form: WeightFormat, scales: Mapping[str, CacheScale]) -> Plan:
     """Add these scales to an encoded plan; they are written by the job of the attention's output projection."""
     spelling = form.spelling.cache
-    numbers: Numbers = "BF16" if spelling.as_bf16 or form.numbers == "BF16" else "FP32"
+    rounding: ScaleRounding = "BF16" if spelling.as_bf16 or form.scale_rounding == "BF16" else "FP32"
     targets = dict(plan.targets)
     attentions = {job.name: stem for stem, job in _attentions(plan).items()}
     jobs = []
     for job in plan.jobs:
         if stem := attentions.get(job.name):
             scale = scales[stem]
-            found = rounded_up(torch.tensor([scale.k, scale.v]), numbers).tolist()
+            found = rounded_up(torch.tensor([scale.k, scale.v]), rounding).tolist()
             values = {f"{stem}.{name}": value for name, value in zip(spelling.names, found, strict=True)}
             targets |= {name: TensorSpec(spelling.shape, DType.float32) for name in values}
             codes = job.codes or JobCodes({}, {})

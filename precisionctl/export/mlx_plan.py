@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice
 from precisionctl.checkpoints.mlx.mlx_names import in_mlx_names, mlx_shape, within
 from precisionctl.checkpoints.tensor_changes import (
     GATE_THEN_UP,
@@ -21,7 +20,7 @@ from precisionctl.codes.mlx_groups import MXFP4, MlxGroups, mlx_groups
 from precisionctl.dtypes import DType
 from precisionctl.export.changed_parts import jobs_in_format
 from precisionctl.model.model_shape import ModelShape
-from precisionctl.param import TensorSpec, shared_spec
+from precisionctl.param import TensorSpec, shared_spec, stack_and_slice
 from precisionctl.planning.plan import Job, Plan
 
 MlxScheme = Literal["bf16", "f16", "4bit", "8bit", "mxfp4", "mxfp8", "nvfp4"]

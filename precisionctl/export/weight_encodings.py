@@ -16,12 +16,12 @@ from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.hf_directory import encodings_file
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceTensors
-from precisionctl.codes.encoding import Encoding, by_rows, of_rows
+from precisionctl.codes.encoding import Encoding, by_rows, from_rows
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.errors import MappingError
 from precisionctl.model.untabled_model import UntabledModel
-from precisionctl.param import TensorSpec
+from precisionctl.param import TensorSpec, is_slice
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.quant_methods.base import QuantMethod
@@ -42,7 +42,7 @@ def weight_encodings(reader: Reader) -> WeightEncodings | None:
     method = method_of(encodings)
     if method and method.own_names:  # gpt-oss: codes are `[out, in]` under them
         return encodings
-    in_one = any(name.endswith("]") for name in reader.encodings) and not isinstance(reader.model, UntabledModel)
+    in_one = any(is_slice(name) for name in reader.encodings) and not isinstance(reader.model, UntabledModel)
     if reader.encodings and (reader.layout == "megatron" or in_one):
         encodings = _moved(reader, encodings)
     if reader.encodings and encodings and encodings.has_fixed_scales:
@@ -100,7 +100,7 @@ def _encodings(reader: Reader, job: Job, plan: Plan) -> list[Encoding]:
     whole_grid = parts[0] if plan.from_layout == "megatron" else job.row.source.merge(parts, plan.model)
     grids = job.row.split(whole_grid, plan.model)
     columns = [plan.targets[name].columns for name in job.writes]
-    return [of_rows(grid, read[0], wide) for grid, wide in zip(grids, columns, strict=False)]
+    return [from_rows(grid, read[0], wide) for grid, wide in zip(grids, columns, strict=False)]
 
 
 class _Moved:

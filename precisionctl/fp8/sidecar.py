@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from precisionctl.codes.statistics import NUMBERS, Statistics
+from precisionctl.codes.statistics import ROW_LENGTH, Statistics
 from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownFormat
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8State, Fp8States, Role, RoleState
 from precisionctl.sizes import size
@@ -60,7 +60,7 @@ def write(path: Path, states: Fp8States) -> None:
             tensors[f"{module}/{role}.amax_history"] = _own(part.amax_history)
     for module, measured in states.statistics.items():
         for role, statistics in measured.items():
-            tensors[f"{module}/{role}{_STATISTICS}"] = torch.tensor(statistics.numbers(), dtype=torch.float64)
+            tensors[f"{module}/{role}{_STATISTICS}"] = torch.tensor(statistics.as_row(), dtype=torch.float64)
     metadata = {
         "format_version": FORMAT_VERSION,
         "recipe": asdict(states.recipe),
@@ -200,10 +200,10 @@ def _read_statistics(tensors: Mapping[str, Tensor], path: Path) -> Mapping[str, 
     for name, numbers in sorted(tensors.items()):
         module, _, leaf = name.removesuffix(_STATISTICS).rpartition("/")
         role = next((role for role in ROLES + ATTENTION if role == leaf), None)
-        if not module or role is None or numbers.dtype != torch.float64 or numbers.shape != (NUMBERS,):
+        if not module or role is None or numbers.dtype != torch.float64 or numbers.shape != (ROW_LENGTH,):
             raise DamagedCheckpoint(f"an FP8 sidecar with a tensor {name!r}", where=path)
         try:
-            found.setdefault(module, {})[role] = Statistics.from_numbers(numbers.tolist())
+            found.setdefault(module, {})[role] = Statistics.from_row(numbers.tolist())
         except ValueError as error:
             raise DamagedCheckpoint(f"{name} in an FP8 sidecar: {error}", where=path) from error
     return found

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from precisionctl.architectures.param_map import Row
 from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.codes.elements import CodesInRows
-from precisionctl.codes.numerics import Numbers
+from precisionctl.codes.numerics import ScaleRounding
 from precisionctl.codes.row_factors import RowFactors
 from precisionctl.errors import PrecisionError, at
 from precisionctl.model.model_shape import ModelShape
@@ -56,13 +56,13 @@ class JobCodes:
     `weights`: for each such weight, its Scales: how many rows and columns share a scale, and the tensors for the grid
     of `scale_inv` and the rest of the encoding. The job's other tensors stay values. `known`: tensors with a
     single number that is already known, and that number: scales of inputs, or of a KV cache. `group`: the weights with
-    which they share a scale, themselves included. `numbers`: what new scales of weights are rounded up to.
+    which they share a scale, themselves included. `scale_rounding`: what new scales of weights are rounded up to.
     """
 
     weights: Mapping[str, Scales]
     known: Mapping[str, float]
     group: ScaleGroup | None = None
-    numbers: Numbers = "FP32"
+    scale_rounding: ScaleRounding = "FP32"
 
     @property
     def measured(self) -> Mapping[str, Scales]:

@@ -14,7 +14,7 @@ from precisionctl.architectures.rearrangements import BY_HEAD, SAME, Transposed
 from precisionctl.engines.serving import WHOLE, Cut, HeadCounts, Part, ServingLayout
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.untabled_model import UntabledModel
-from precisionctl.param import MIXER_PARTS, TensorSpec
+from precisionctl.param import MIXER_PARTS, TensorSpec, is_slice
 
 _OUTPUT_GROUPS = ".linear_o_group_proj"
 """DeepSeek-V4's projection of each group of heads: whole on Megatron's ranks, while engines cut it by groups (wo_a in
@@ -67,7 +67,7 @@ def _cuts(row: Row, model: ModelShape) -> Sequence[Cut]:
     parallel, of_gemm = row.cut(model), row.gemm or row.only_exported
     if isinstance(row, TensorRow):  # of a wrapper's tower
         return []
-    if row.hf[0].endswith("]"):  # MXFP4 experts in one tensor, of which vLLM rounds shares up (models/gpt_oss.py)
+    if is_slice(row.hf[0]):  # MXFP4 experts in one tensor, of which vLLM rounds shares up (models/gpt_oss.py)
         return []
     if row.megatron.endswith(_OUTPUT_GROUPS):
         return [Cut("outputs")]

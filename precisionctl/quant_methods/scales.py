@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from precisionctl.codes.elements import E2M1, E4M3
+from precisionctl.param import is_slice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,6 +77,6 @@ _SLICE = re.compile(r"(.+)(\[\d+\])")
 def sibling(weight: str, kind: str) -> str:
     """The name of a scale beside a weight: `<module>.weight_scale` of `<module>.weight`, and of experts that are
     stored as one tensor `experts.gate_up_proj_scale[3]` of `experts.gate_up_proj[3]`, and of its `_blocks[3]`."""
-    if weight.endswith("]") and (match := _SLICE.fullmatch(weight)):
+    if is_slice(weight) and (match := _SLICE.fullmatch(weight)):
         return f"{match[1].removesuffix('_blocks')}_{kind.removeprefix('weight_')}{match[2]}"
     return f"{weight.removesuffix('.weight')}.{kind}"

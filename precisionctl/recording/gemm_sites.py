@@ -12,6 +12,7 @@ from precisionctl.architectures.families import supported
 from precisionctl.architectures.param_map import Row
 from precisionctl.errors import PrecisionError, UnknownArchitecture
 from precisionctl.model.model_shape import ModelShape
+from precisionctl.param import is_slice
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job
 from precisionctl.precision import Precision
@@ -84,7 +85,7 @@ def _of_transformers(model: nn.Module, precision: Precision) -> Sites:
             module = model.get_submodule(names[0].rpartition(".")[0])
             attention[module] = job.module.replace("linear_proj", "core_attention")
         if precision.in_fp8(job.module):
-            if job.reads[0].endswith("]"):  # a slice
+            if is_slice(job.reads[0]):
                 raise _no_linears(names[0])
             linears = tuple(model.get_submodule(name) for name in names)
             gemms.append(GemmSite(job.module, linears, _norm_before(job.module, jobs, model, plan.model), job.expert))

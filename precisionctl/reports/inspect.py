@@ -21,12 +21,12 @@ from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
 from precisionctl.codes.statistics import NAMES
 from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import CheckpointError, PrecisionctlError
-from precisionctl.export.encode import along_with, is_slice
+from precisionctl.export.encode import along_with
 from precisionctl.export.weight_encodings import stored_weight_encodings
 from precisionctl.fp8.state import Fp8States
 from precisionctl.megatron_flags import PARALLEL_SIZES
 from precisionctl.model.untabled_model import UntabledModel
-from precisionctl.param import TensorSpec
+from precisionctl.param import TensorSpec, is_slice
 from precisionctl.planning.make_plan import plan_weights, stored_model
 from precisionctl.quant_methods.base import CHANNEL
 from precisionctl.reports.model_sizes import size_rows

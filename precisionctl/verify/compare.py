@@ -378,7 +378,7 @@ def _state_differences(a: Fp8States, b: Fp8States) -> Iterator[str]:
     for name in sorted(a.statistics.keys() & b.statistics.keys()):
         measured, others = a.statistics[name], b.statistics[name]
         for role in sorted(measured.keys() & others.keys()):
-            if measured[role].numbers() != others[role].numbers():
+            if measured[role].as_row() != others[role].as_row():
                 yield f"{name} {role}: the statistics differ"
 
 

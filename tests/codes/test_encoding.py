@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from precisionctl.codes import nibbles, numerics
 from precisionctl.codes.blocks import BlockScales, share
 from precisionctl.codes.elements import E4M3, INT4, INT8, Element, element_of
-from precisionctl.codes.encoding import Encoding, by_rows, grid_shape, of_rows
+from precisionctl.codes.encoding import Encoding, by_rows, from_rows, grid_shape
 from precisionctl.dtypes import DType
 
 FORMATS = pytest.mark.parametrize("dtype", fp8_directories.LAYOUTS)
@@ -66,7 +66,7 @@ def test_a_carried_grid_gives_the_same_codes_and_is_kept(
     fit = BlockScales(rows, columns, block, element_of(DType.of(codes.dtype)), carried)
     for row in range(0, rows, 7):
         fit.see(values[row : row + 7], row)
-    kept = fit.settle(torch.float32)
+    kept = fit.settle(torch.float32, "FP32")
     assert bool(fit.fits.all()) and torch.equal(kept.scale_inv, grid)
     for row in range(0, rows, 5):
         again = kept.encode_rows(values[row : row + 5], row)
@@ -89,7 +89,7 @@ def test_a_block_that_has_changed_and_no_other_gets_a_new_scale(sample: Sample, 
     expected[place] = False
     assert torch.equal(fit.fits, expected)
     inside = values[place[0] * block[0] :][: block[0], place[1] * block[1] :][:, : block[1]]
-    made = fit.settle(torch.float32).scale_inv
+    made = fit.settle(torch.float32, "FP32").scale_inv
     assert made[place] == inside.abs().max().float() / 448
     assert torch.equal(made[expected], grid[expected])
 
@@ -111,7 +111,7 @@ def test_codes_are_numbers_under_scales_that_fp16_has_no_number_for(
     values[1], values[2] = values[1] * factor, 0
     fit = BlockScales(3, 128, (1, 128), element, carried, zero_points=shifted)
     fit.see(values, 0)
-    made, scratch = fit.settle(torch.float16), torch.empty(nibbles.SCRATCH)
+    made, scratch = fit.settle(torch.float16, "FP32"), torch.empty(nibbles.SCRATCH)
     made = fit.searched(values, 0, made, scratch) if fit.searches else made
     limits = torch.finfo(torch.float16)
     assert made.scale_inv[1] == (2.0**-24 if factor < 1 else limits.max)
@@ -141,7 +141,7 @@ def test_infinity_tells_nothing_of_its_code() -> None:
 def test_new_powers_of_two_are_the_smallest_under_which_nothing_saturates(amax: float, expected: float | None) -> None:
     fit = BlockScales(1, 2, (1, 2), E4M3, None)
     fit.see(torch.tensor([[amax, -amax / 2]]), 0)
-    for made in (fit.settle(torch.float8_e8m0fnu), fit.settle(torch.float32, "powers of 2")):
+    for made in (fit.settle(torch.float8_e8m0fnu, "FP32"), fit.settle(torch.float32, "powers of 2")):
         scale = float(made.scale_inv.float())
         assert expected in (None, scale)
         assert amax <= 448 * scale and (amax == 0 or 448 * scale < 2 * amax)
@@ -155,8 +155,8 @@ def test_tensors_that_share_a_scale_keep_the_carried_one_only_together() -> None
         share(found)
         return found
 
-    assert [float(fit.settle(torch.float32).scale_inv) for fit in fits(0.25, 0.25)] == [0.25, 0.25]
-    assert [float(fit.settle(torch.float32).scale_inv) for fit in fits(0.25, 0.5)] == [0.5, 0.5]
+    assert [float(fit.settle(torch.float32, "FP32").scale_inv) for fit in fits(0.25, 0.25)] == [0.25, 0.25]
+    assert [float(fit.settle(torch.float32, "FP32").scale_inv) for fit in fits(0.25, 0.5)] == [0.5, 0.5]
     assert not any(bool(fit.fits.any()) for fit in fits(0.25, 0.5))
 
 
@@ -166,10 +166,10 @@ def test_scales_move_with_their_rows(sample: Sample, seed: int) -> None:
     rows, columns, block, grid = sample
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
     encoding = Encoding(E4M3, grid, block)
-    moved = of_rows(by_rows(encoding, rows)[order], encoding, columns)
+    moved = from_rows(by_rows(encoding, rows)[order], encoding, columns)
     dense = encoding.scales(0, rows, columns).expand(rows, columns)
     assert torch.equal(moved.scales(0, rows, columns).expand(rows, columns), dense[order])
-    still = of_rows(by_rows(encoding, rows), encoding, columns)
+    still = from_rows(by_rows(encoding, rows), encoding, columns)
     assert still.scale_inv.numel() <= grid.numel()
 
 

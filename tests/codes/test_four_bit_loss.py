@@ -32,7 +32,7 @@ def test_the_losses_of_gaussian_weights_are_in_the_order_that_is_known() -> None
 
 
 def test_what_is_a_number_of_the_format_loses_nothing() -> None:
-    numbers = torch.tensor(nibbles.NUMBERS[E2M1]).repeat(4, 16) / 4
+    numbers = torch.tensor(nibbles.CODE_VALUES[E2M1]).repeat(4, 16) / 4
     found = losses(numbers)
     assert found["mxfp4"] == found["nvfp4"] == Loss(1024, 0, 0, found["mxfp4"].power, 0.0)
     assert found["mxfp4"].sqnr == math.inf and found["w4a16"].sqnr < 40

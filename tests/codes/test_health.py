@@ -11,7 +11,7 @@ from soaking import in_soak
 
 from precisionctl.codes import health, numerics
 from precisionctl.codes.health import measure
-from precisionctl.codes.statistics import NUMBERS, SCALINGS, Loss, Statistics
+from precisionctl.codes.statistics import ROW_LENGTH, SCALINGS, Loss, Statistics
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -274,16 +274,16 @@ def test_any_shape_is_taken_as_rows(shape):
 
 def test_statistics_are_the_same_after_being_numbers():
     found = measure(gaussian(70, 70) * 1e3, E5M2, torch.tensor(7.0))
-    numbers = found.numbers()
-    assert len(numbers) == NUMBERS
-    assert Statistics.from_numbers(torch.tensor(numbers, dtype=torch.float64).tolist()) == found
+    numbers = found.as_row()
+    assert len(numbers) == ROW_LENGTH
+    assert Statistics.from_row(torch.tensor(numbers, dtype=torch.float64).tolist()) == found
 
 
 @pytest.mark.parametrize(
     ("place", "number"), [(0, 0.5), (0, -1), (1, 5000), (3, math.nan), (3, -1.0), (7, 9999), (9, math.nan), (2, 2**60)]
 )
 def test_numbers_that_no_tensor_gives_are_refused(place, number):
-    numbers = measure(gaussian(70, 70), E4M3, None).numbers()
+    numbers = measure(gaussian(70, 70), E4M3, None).as_row()
     numbers[place] = number
     with pytest.raises(ValueError, match="not a|more elements"):
-        Statistics.from_numbers(numbers)
+        Statistics.from_row(numbers)

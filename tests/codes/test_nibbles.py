@@ -87,7 +87,7 @@ def test_eight_in_an_int32_are_the_same_bytes() -> None:
 
 def test_numbers_of_e2m1_are_those_of_its_bits() -> None:
     """Sign, two bits of exponent of bias 1, one of mantissa."""
-    for code, number in enumerate(nibbles.NUMBERS[E2M1]):
+    for code, number in enumerate(nibbles.CODE_VALUES[E2M1]):
         exponent, mantissa = code >> 1 & 3, code & 1
         magnitude = (1 + mantissa / 2) * 2 ** (exponent - 1) if exponent else mantissa / 2
         assert number == magnitude * (-1) ** (code >> 3) and math.copysign(1, number) == (-1) ** (code >> 3)

@@ -308,4 +308,4 @@ def test_of_scattered_outputs_all_tensor_ranks_tokens_are_counted(sequence: bool
     total = (counted[0] + counted[2])[roles.index("grad_output")].tolist()
     expected = measure(gradient, torch.float8_e5m2, None)
     assert total[0] == expected.elements == 128
-    assert Statistics.from_numbers(total).sum_2 == pytest.approx(expected.sum_2)
+    assert Statistics.from_row(total).sum_2 == pytest.approx(expected.sum_2)

@@ -15,7 +15,7 @@ from precisionctl.checkpoints.base import Companions, Reader
 from precisionctl.checkpoints.chunks import Chunk, read_tensor, whole
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter
 from precisionctl.codes.encoding import Encoding
-from precisionctl.codes.numerics import Numbers
+from precisionctl.codes.numerics import ScaleRounding
 from precisionctl.conversion.convert import convert
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
@@ -119,10 +119,10 @@ def with_state(reader: Reader, *, seed: int = 0) -> InMemory:
 
 
 def export(
-    source: Reader, directory: Path, method: str, scheme: Scheme, numbers: Numbers = "FP32"
+    source: Reader, directory: Path, method: str, scheme: Scheme, rounding: ScaleRounding = "FP32"
 ) -> HuggingFaceReader:
     """`source` exported for inference, with what any engine looks for in config.json, and opened."""
-    form = WeightFormat(quant_methods()[method], scheme, numbers)
+    form = WeightFormat(quant_methods()[method], scheme, rounding)
     values = make_plan(source, "hf", dtype=DType.bfloat16, naming="as saved")
     layout = served(values.model, values.targets)
     shapes, block = engines()["vllm"].shapes, SCHEMES[scheme].block

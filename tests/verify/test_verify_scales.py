@@ -290,8 +290,8 @@ def test_one_outlier_is_told_and_is_no_difference(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("outlier", [1.0, 1e3, 1e6, 1e9])
-@pytest.mark.parametrize("numbers", ["FP32", "BF16", "powers of 2"])
-def test_no_scale_that_an_amax_gives_falls_below_the_floor(outlier: float, numbers: numerics.Numbers) -> None:
+@pytest.mark.parametrize("rounding", ["FP32", "BF16", "powers of 2"])
+def test_no_scale_that_an_amax_gives_falls_below_the_floor(outlier: float, rounding: numerics.ScaleRounding) -> None:
     """Whatever the values: the arithmetic in verify/losses.py, tried."""
     generator = torch.Generator().manual_seed(0)
     for values in (
@@ -302,7 +302,7 @@ def test_no_scale_that_an_amax_gives_falls_below_the_floor(outlier: float, numbe
     ):
         values = values.clone()
         values[3, 5] = outlier
-        scale = numerics.rounded_up(numerics.scale_inv(values.abs().max(), E4M3), numbers)
+        scale = numerics.rounded_up(numerics.scale_inv(values.abs().max(), E4M3), rounding)
         codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn)
         numerics.encode_by_scale_inv(values, scale, codes, numerics.scratch_for(values))
         losses = Losses(256, 256, (256, 256))

@@ -16,9 +16,9 @@ import numpy as np
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.gguf.head import GgufTensor
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
-from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint
+from precisionctl.param import stack_and_slice
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

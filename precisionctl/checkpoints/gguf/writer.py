@@ -15,13 +15,13 @@ from precisionctl.checkpoints.gguf.global_scales import scales_of
 from precisionctl.checkpoints.gguf.head import MAGIC, VERSIONS, aligned
 from precisionctl.checkpoints.gguf.metadata_bytes import Metadata, metadata_bytes, string_bytes
 from precisionctl.checkpoints.hf_directory.companions import write_companions
-from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice, stacked
+from precisionctl.checkpoints.hf_directory.fused_experts import stacked
 from precisionctl.checkpoints.output import lay_out_file
 from precisionctl.codes.elements import KeptCodes
 from precisionctl.codes.ggml_formats import FORMATS
 from precisionctl.dtypes import DType
 from precisionctl.fp8.state import Fp8States
-from precisionctl.param import TensorSpec
+from precisionctl.param import TensorSpec, stack_and_slice
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -67,12 +67,6 @@ def stored_name(name: str) -> tuple[str, int | None]:
     return (match[1], int(match[2])) if match else (name, None)
 
 
-def stack_and_slice(name: str) -> tuple[str, int | None]:
-    """The stack that holds a tensor, of GGUF's or mlx-lm's names, and which slice of it it is; None for all of it."""
-    stack, bracket, number = name.removesuffix("]").partition("[")
-    return stack, int(number) if bracket else None
-
-
 def stacked(
     specs: Mapping[str, TensorSpec], stored_name: Callable[[str], tuple[str, int | None]] = stored_name
 ) -> dict[str, TensorSpec]:

@@ -9,12 +9,12 @@ from typing import Any
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Box, Chunk
 from precisionctl.checkpoints.hf_directory.config_json import config_of_values, write_beside
-from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice, stacked
+from precisionctl.checkpoints.hf_directory.fused_experts import stacked
 from precisionctl.checkpoints.hf_directory.huggingface_files import MAX_SHARD_SIZE, MLX_SAFETENSORS, WeightFiles
 from precisionctl.checkpoints.mlx.mlx_config import as_mlx_reads
 from precisionctl.codes.mlx_groups import MlxGroups
 from precisionctl.fp8.state import Fp8States
-from precisionctl.param import TensorSpec
+from precisionctl.param import TensorSpec, stack_and_slice
 from precisionctl.quant_methods.coded_weights import MLX_KEY
 
 

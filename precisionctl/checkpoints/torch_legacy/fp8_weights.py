@@ -12,7 +12,7 @@ from precisionctl.checkpoints.torch_files.te_tensors import LocatedFp8Weight
 from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor, read_located
 from precisionctl.checkpoints.torch_legacy.rank_shards import Shard, ShardedTensor
 from precisionctl.codes.elements import E4M3
-from precisionctl.codes.encoding import Encoding, by_rows, grid_shape, of_rows
+from precisionctl.codes.encoding import Encoding, by_rows, from_rows, grid_shape
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.param import TensorSpec
@@ -74,7 +74,7 @@ def encodings_of(tensors: Mapping[str, ShardedTensor], found: Fp8Weights) -> Enc
                 parts.append((box.row, rows[first : first + box.rows]))
                 first += box.rows
         whole = torch.cat([rows for _, rows in sorted(parts, key=lambda part: part[0])])
-        return of_rows(whole, shards[0], weights[name].spec.columns)
+        return from_rows(whole, shards[0], weights[name].spec.columns)
 
     return EncodingsOnDemand(weights, read)
 

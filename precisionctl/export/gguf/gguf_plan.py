@@ -10,7 +10,6 @@ from typing import Literal
 from precisionctl.architectures.param_map import filled
 from precisionctl.checkpoints.gguf.families import FAMILIES
 from precisionctl.checkpoints.gguf.family import GgufFamily
-from precisionctl.checkpoints.hf_directory.fused_experts import stack_and_slice
 from precisionctl.checkpoints.tensor_changes import Multiplied, TensorChange, factors_of
 from precisionctl.codes.ggml_blocks import MXFP4, NVFP4, BlocksInRows, GgmlBlocks, blocks_of
 from precisionctl.codes.ggml_formats import named
@@ -19,7 +18,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import UnmappedTensor
 from precisionctl.export.changed_parts import jobs_in_format
 from precisionctl.model.model_shape import ModelShape
-from precisionctl.param import TensorSpec, shared_spec
+from precisionctl.param import TensorSpec, shared_spec, stack_and_slice
 from precisionctl.planning.plan import Job, Plan
 
 GgufType = Literal["bf16", "f16", "q8_0", "q4_0", "mxfp4", "nvfp4"]

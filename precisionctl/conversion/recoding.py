@@ -1,4 +1,4 @@
-"""Edges: from one format of codes to another. What the conversion of packed codes keeps exactly and what it rounds:
+"""Recoding: from one format of codes to another. What the conversion of packed codes keeps exactly and what it rounds:
 announced before a conversion, counted after it."""
 
 from collections import Counter
@@ -17,13 +17,13 @@ from precisionctl.quant_methods.coded_weights import scheme_of
 from precisionctl.quant_methods.scales import Scales
 from precisionctl.sizes import counted
 
-EdgeKind = Literal["same", "same values", "exact", "in reach", "rounded"]
+RecodingKind = Literal["same", "same values", "exact", "in reach", "rounded"]
 """What happens to codes whose values have not changed. `same`: the codes stay. `same values`: the scales stay, and the
 codes where values have not been BF16, in which several codes may be one (`WeightEncodings.merges`). `exact`: new codes
 for the same values. `in reach`: the same, except for values that E4M3 does not reach from the largest one of a block
 down (from 6 * 2^6 to 2^-9). `rounded`: values are rounded once more."""
 
-_IN_WORDS: Mapping[EdgeKind, str] = {
+_IN_WORDS: Mapping[RecodingKind, str] = {
     "same": "the same codes again, where values, and global scales if there are any, are unchanged",
     "same values": "codes of the same values, where these are unchanged; of values that have been BF16, neighbouring "
     "codes may be one",
@@ -34,36 +34,36 @@ _IN_WORDS: Mapping[EdgeKind, str] = {
 
 
 @dataclass(frozen=True)
-class Edge:
+class Recoding:
     """A conversion of a weight's codes, from the format `before` to the format `after`."""
 
     before: str
     after: str
-    kind: EdgeKind
+    kind: RecodingKind
 
     def __str__(self) -> str:
         return f"from {self.before} to {self.after}" if self.before != self.after else f"in {self.after}"
 
 
-def edges(encodings: WeightEncodings, read: Mapping[str, TensorSpec], plan: Plan) -> dict[str, Edge]:
-    """For each weight that was codes before and will be codes, packed ones on at least one side, its edge. `read` are
-    the tensors of the source, codes or values."""
+def recodings(encodings: WeightEncodings, read: Mapping[str, TensorSpec], plan: Plan) -> dict[str, Recoding]:
+    """For each weight that was codes before and will be codes, packed ones on at least one side, its recoding. `read`
+    are the tensors of the source, codes or values."""
     found = {}
     for job in plan.jobs:
         for name, scales in (job.codes.weights if job.codes else {}).items():
             if name in encodings.weights and (encodings.weights[name].packing or plan.targets[name].packing):
                 before = _format(encodings.weights[name], encodings.scales[name], encodings.stored.specs)
                 after = _format(plan.targets[name], scales, plan.targets)
-                powers_of_2 = job.codes is not None and job.codes.numbers == "powers of 2"
+                powers_of_2 = job.codes is not None and job.codes.scale_rounding == "powers of 2"
                 kind = _kind(before, after, powers_of_2)
                 if kind == "same" and encodings.merges(name) and not all(read[each].is_codes for each in job.reads):
                     kind = "same values"
-                found[name] = Edge(before.name, after.name, kind)
+                found[name] = Recoding(before.name, after.name, kind)
     return found
 
 
 @dataclass(frozen=True)
-class _EdgeEnd:
+class _CodedAs:
     """The format of a weight's codes and of its stored scales, as far as the codes depend on it."""
 
     name: str
@@ -73,13 +73,13 @@ class _EdgeEnd:
     zero_points: bool
 
 
-def _format(weight: TensorSpec, scales: Scales, stored: Mapping[str, TensorSpec]) -> _EdgeEnd:
+def _format(weight: TensorSpec, scales: Scales, stored: Mapping[str, TensorSpec]) -> _CodedAs:
     exponents = scales.block == (1, MXFP4_GROUP) and stored[scales.weight].dtype in EXPONENTS
     name = "MXFP8" if exponents and not weight.packing else weight.codes_name
-    return _EdgeEnd(name, weight.element, scales.block, scales.global_divides, scales.zero_points is not None)
+    return _CodedAs(name, weight.element, scales.block, scales.global_divides, scales.zero_points is not None)
 
 
-def _kind(before: _EdgeEnd, after: _EdgeEnd, powers_of_2: bool) -> EdgeKind:
+def _kind(before: _CodedAs, after: _CodedAs, powers_of_2: bool) -> RecodingKind:
     if before == after:
         return "same"
     if (before.name, after.name) == ("MXFP4", "MXFP8"):
@@ -87,25 +87,28 @@ def _kind(before: _EdgeEnd, after: _EdgeEnd, powers_of_2: bool) -> EdgeKind:
     return "in reach" if (before.name, after.name) == ("MXFP4", "FP8") and powers_of_2 else "rounded"
 
 
-def edge_notes(encodings: WeightEncodings | None, read: Mapping[str, TensorSpec], plan: Plan) -> Iterator[str]:
-    """Before a conversion: which kind of edge weights take, as in `edges`."""
-    for edge, count in Counter(edges(encodings, read, plan).values() if encodings else ()).items():
-        yield f"{counted(count, 'weight')} {edge}: {_IN_WORDS[edge.kind]}."
+def recoding_notes(encodings: WeightEncodings | None, read: Mapping[str, TensorSpec], plan: Plan) -> Iterator[str]:
+    """Before a conversion: how weights are recoded, as in `recodings`."""
+    for recoding, count in Counter(recodings(encodings, read, plan).values() if encodings else ()).items():
+        yield f"{counted(count, 'weight')} {recoding}: {_IN_WORDS[recoding.kind]}."
 
 
 def changed_notes(
     outcome: Outcome, encodings: WeightEncodings, read: Mapping[str, TensorSpec], plan: Plan
 ) -> Iterator[str]:
-    """After a conversion: what became of those weights of a plan's result that were codes before; `read` as in `edges`.
+    """After a conversion: what became of those weights of a plan's result that were codes before; `read` as in
+    `recodings`.
 
     Of a weight with zero points it says "the same codes" only if each value is what its code decodes to, to the last
     bit, as no other code decodes to that. A value that has been BF16 may have been one of two codes."""
     changed = outcome.changed
     again = [name for name in plan.codes if name in encodings.weights]
-    each = edges(encodings, read, plan)
-    found = {name: edge for name, edge in each.items() if not edge.kind.startswith("same")}
+    each = recodings(encodings, read, plan)
+    found = {name: recoding for name, recoding in each.items() if not recoding.kind.startswith("same")}
     kept = [name for name in again if name not in found]
-    merged = {name for name, edge in each.items() if edge.kind == "same values"} & outcome.rounded - changed.keys()
+    merged = {
+        name for name, recoding in each.items() if recoding.kind == "same values"
+    } & outcome.rounded - changed.keys()
     if kept:
         same = len(set(kept) - merged - changed.keys())
         yield f"{same} of {len(kept)} weights have the same codes and scales as before."
@@ -129,11 +132,11 @@ def changed_notes(
             f"other blocks were asked for). With their new scales {codes} What new values changed is not counted "
             "here: `verify --fp8` with the codes from before does that."
         )
-    for edge in dict.fromkeys(found.values()):
-        names = [name for name in found if found[name] == edge]
+    for recoding in dict.fromkeys(found.values()):
+        names = [name for name in found if found[name] == recoding]
         rounded = [name for name in names if changed.get(name)]
         what = _counted("values differ", rounded, changed, encodings) if rounded else "no value differs."
-        yield f"{len(names) - len(rounded)} of {len(names)} weights {edge} are exactly what they were: {what}"
+        yield f"{len(names) - len(rounded)} of {len(names)} weights {recoding} are exactly what they were: {what}"
 
 
 _OTHERWISE = "codes are others than they would be under the scales from before"

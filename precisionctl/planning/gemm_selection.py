@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from precisionctl.architectures.param_map import Row
 from precisionctl.architectures.read_off import may_be_asked_for, why_not_gemms
-from precisionctl.engines.serving import in_step
+from precisionctl.engines.serving import precision_group
 from precisionctl.errors import RecipeError
 from precisionctl.planning.plan import Job, Plan
 
@@ -23,8 +23,8 @@ def choose(plan: Plan, include: Sequence[str], exclude: Sequence[str]) -> Plan:
     reasons = why_not_gemms(plan.targets)
     linears = [name for name in plan.targets if name in gemms or may_be_asked_for(reasons.get(name, ""))]
     wanted, unwanted = (_groups(linears, patterns, reasons) for patterns in (include, exclude))
-    chosen = (gemms | {name for name in linears if in_step(name) in wanted}) - {
-        name for name in linears if in_step(name) in unwanted
+    chosen = (gemms | {name for name in linears if precision_group(name) in wanted}) - {
+        name for name in linears if precision_group(name) in unwanted
     }
     return replace(plan, jobs=tuple(replace(job, row=_with(chosen, job)) for job in plan.jobs))
 
@@ -43,7 +43,7 @@ def _groups(linears: Iterable[str], patterns: Sequence[str], reasons: Mapping[st
     weight."""
     found = set()
     for pattern in patterns:
-        groups = {in_step(name) for name in linears if fnmatchcase(name.removesuffix(".weight"), pattern)}
+        groups = {precision_group(name) for name in linears if fnmatchcase(name.removesuffix(".weight"), pattern)}
         if not groups:
             for name, why in reasons.items():
                 if fnmatchcase(name.removesuffix(".weight"), pattern):
