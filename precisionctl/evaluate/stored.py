@@ -27,7 +27,7 @@ from precisionctl.param import EMBEDDING
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.precision import Precision
-from precisionctl.quant_methods.base import caches_in_fp8
+from precisionctl.quant_methods.coded_weights import caches_in_fp8
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.undrawn import Undrawn

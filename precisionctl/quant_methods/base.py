@@ -253,17 +253,6 @@ class CacheSpelling:
     as_bf16: bool = True
 
 
-def caches_in_fp8(quantization: Mapping[str, Any]) -> bool:
-    """Whether a `quantization_config` says that keys and values are cached in FP8."""
-    if quantization.get("quant_method") == "quark":  # all else than FP8 is not read
-        export = quantization.get("export")
-        return isinstance(export, Mapping) and bool(export.get("kv_cache_group"))
-    scheme = quantization.get("kv_cache_scheme")
-    if isinstance(scheme, Mapping):
-        return scheme.get("num_bits") == 8 and scheme.get("type") == "float"
-    return quantization.get("kv_cache_quant_algo") == "FP8"
-
-
 _FP8_FORMATS: Mapping[Scheme, CodeFormat] = {
     name: CodeFormat(scheme.block, scales=(DType.uint8 if name == "mxfp8" else DType.float32,))
     for name, scheme in SCHEMES.items()

@@ -100,81 +100,155 @@ def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class TensorArguments:
+    """What a config says of weights, inputs or a KV cache, with the defaults of compressed-tensors 0.20
+    (quantization/quant_args.py, QuantizationArgs). A stranger's config may have anything in the place of a value."""
+
+    bits: object = 8
+    kind: object = "int"
+    strategy: object = "tensor"
+    group_size: object = None
+    symmetric: object = True
+    dynamic: object = False
+    block: object = None
+    order: object = None
+
+    @classmethod
+    def of(cls, said: object) -> "TensorArguments | None":
+        """None where nothing is said, or what are no arguments."""
+        if not isinstance(said, Mapping) or not said:
+            return None
+        size = said.get("group_size")
+        by_size = "tensor" if size is None else "channel" if size == -1 else "group"
+        return cls(
+            bits=said.get("num_bits", cls.bits),
+            kind=said.get("type", cls.kind),
+            strategy=by_size if said.get("strategy") is None else said["strategy"],
+            group_size=size,
+            symmetric=said.get("symmetric", cls.symmetric),
+            dynamic=said.get("dynamic", cls.dynamic),
+            block=said.get("block_structure"),
+            order=said.get("actorder"),
+        )
+
+    def are(self, element: Element) -> bool:
+        """Whether values become codes of this element."""
+        return (self.bits, self.kind) == (element.bits, "int" if element.is_integer else "float")
+
+    @property
+    def are_fp8(self) -> bool:
+        return self.are(E4M3)
+
+    @property
+    def are_int8(self) -> bool:
+        return self.are(INT8)
+
+    @property
+    def are_fixed(self) -> bool:
+        """Whether inputs have one fixed scale."""
+        return not self.dynamic and self.strategy == "tensor"
+
+    @property
+    def are_by_token(self) -> bool:
+        """Whether inputs have a scale for each token, which engines find."""
+        return self.dynamic is True and self.strategy == "token"
+
+
+@dataclass(frozen=True)
+class ConfigGroup:
+    """One of the `config_groups`: the names, patterns and classes of modules that it is for, what their weights and
+    inputs become, None where they stay as they are, and how codes are laid out: its own `format` or the config's."""
+
+    targets: tuple[str, ...]
+    weights: TensorArguments | None
+    inputs: TensorArguments | None
+    layout: object
+
+    @property
+    def fixes_inputs(self) -> bool:
+        """Whether inputs have a fixed scale, which may be a global one."""
+        inputs = self.inputs
+        return inputs is not None and inputs.dynamic is not True and inputs.strategy in ("tensor", "tensor_group")
+
+
+def config_groups(config: Mapping[str, Any]) -> dict[str, ConfigGroup]:
+    """The groups of a `quantization_config`, by their names; none where a stranger's config has something else."""
+    found = config.get("config_groups")
+    return {name: _group(group, config) for name, group in found.items()} if isinstance(found, Mapping) else {}
+
+
+def _group(said: object, config: Mapping[str, Any]) -> ConfigGroup:
+    group = said if isinstance(said, Mapping) else {}
+    targets = found if isinstance(found := group.get("targets"), list | tuple) else ()
+    return ConfigGroup(
+        tuple(target for target in targets if isinstance(target, str)),
+        TensorArguments.of(group.get("weights")),
+        TensorArguments.of(group.get("input_activations")),
+        group.get("format") or config.get("format"),
+    )
+
+
+def cache_arguments(config: Mapping[str, Any]) -> TensorArguments | None:
+    """What a `quantization_config` says of the KV cache."""
+    return TensorArguments.of(config.get("kv_cache_scheme"))
+
+
 def read(config: Mapping[str, Any]) -> Quantization:
     """Reads what llm-compressor and others write too: several groups, blocks, weights alone, MXFP8, INT8.
 
     Raises PrecisionError for others.
     """
-    found = config.get("config_groups")
-    groups = list(found.values()) if isinstance(found, Mapping) else []
-    parts = [(_targets(group), _group(group, config.get("format"))) for group in groups]
-    cache = config.get("kv_cache_scheme")
-    if not (parts or isinstance(cache, Mapping)):
+    parts = [(group.targets, read_group(group)) for group in config_groups(config).values()]
+    cache = cache_arguments(config)
+    if not (parts or cache):
         raise _unread("there are no groups")
     if _is_there(config.get("sparsity_config")) or _is_there(config.get("transform_config")):
         raise _unread("weights are packed as sparse, or were transformed")
-    if isinstance(cache, Mapping) and (cache.get("num_bits", 8), cache.get("type", "int")) != (8, "float"):
+    if cache and not cache.are_fp8:
         raise _unread("the KV cache is not in FP8")
     return combined(parts) if parts else OF_CACHE_ALONE
 
 
-def _group(group: object, layout: object) -> Quantization:
-    """`layout` is the config's `format`, for groups that have none of their own."""
-    weights, inputs = (_arguments(group, part) for part in ("weights", "input_activations"))
-    own = group.get("format") if isinstance(group, Mapping) else None
-    if weights is not None and weights.get("num_bits") == 4:
-        return Quantization((_four_bits(weights, inputs, own or layout),), None)
-    if weights is not None and (weights.get("num_bits", 8), weights.get("type", "int")) == (8, "int"):
-        return _int8(weights, inputs, own or layout)
-    if weights is None or weights.get("num_bits") != 8 or weights.get("type") != "float":
+def read_group(group: ConfigGroup) -> Quantization:
+    """What a group's weights and inputs are. Raises PrecisionError as `read`."""
+    weights, inputs = group.weights, group.inputs
+    if weights is not None and weights.bits == 4:
+        return Quantization((_four_bits(weights, inputs, group.layout),), None)
+    if weights is not None and weights.are_int8:
+        return _int8(weights, inputs, group.layout)
+    if weights is None or not weights.are_fp8:
         raise _unread("weights are neither of 4 bits nor of 8")
-    if weights.get("symmetric") is False or weights.get("dynamic"):
+    if weights.symmetric is False or weights.dynamic:
         raise _unread("weights have zero points, or no scales")
-    strategy = weights.get("strategy")
-    if strategy == "block":
-        block: Block = block_of(weights.get("block_structure"))
-    elif strategy == "group" and type(size := weights.get("group_size")) is int and size > 0:
+    if weights.strategy == "block":
+        block: Block = block_of(weights.block)
+    elif weights.strategy == "group" and type(size := weights.group_size) is int and size > 0:
         block = (1, size)
-    elif strategy in ("tensor", "channel"):
-        block = TENSOR if strategy == "tensor" else CHANNEL
+    elif weights.strategy in ("tensor", "channel"):
+        block = TENSOR if weights.strategy == "tensor" else CHANNEL
     else:
-        raise _unread(f"strategy {shown(strategy)}")
-    static = inputs is not None and not inputs.get("dynamic") and inputs.get("strategy") == "tensor"
-    found = in_fp8([block], static, inputs=_inputs(inputs, (E4M3,)))
-    is_mxfp8 = (own or layout) not in ("float-quantized", "naive-quantized")  # its layout has its name
+        raise _unread(f"strategy {shown(weights.strategy)}")
+    found = in_fp8([block], inputs is not None and inputs.are_fixed, inputs=_inputs(inputs, (E4M3,)))
+    is_mxfp8 = group.layout not in ("float-quantized", "naive-quantized")  # its layout has its name
     if block == SCHEMES["mxfp8"].block and not is_mxfp8:
         return replace(found, formats=tuple(replace(form, scales=FLOATS) for form in found.formats))
     return found
 
 
-def _inputs(inputs: Mapping[str, Any] | None, known: Sequence[Element]) -> InputFormat | None:
+def _inputs(inputs: TensorArguments | None, known: Sequence[Element]) -> InputFormat | None:
     """What inputs become, of the formats that are `known` beside such weights; None where they stay as they are."""
     if inputs is None:
         return None
-    bits, kind = inputs.get("num_bits", 8), inputs.get("type", "int")
     for element in known:
-        if (bits, kind) == (element.bits, "int" if element.is_integer else "float"):
-            return InputFormat(element, zero_point=element.is_integer and inputs.get("symmetric", True) is not True)
-    said = (f"{key} {shown(inputs[key])}" for key in ("num_bits", "type", "strategy", "dynamic") if key in inputs)
-    return InputFormat(None, ", ".join(said))
+        if inputs.are(element):
+            return InputFormat(element, zero_point=element.is_integer and inputs.symmetric is not True)
+    said = {"num_bits": inputs.bits, "type": inputs.kind, "strategy": inputs.strategy, "dynamic": inputs.dynamic}
+    return InputFormat(None, ", ".join(f"{key} {shown(value)}" for key, value in said.items()))
 
 
-def fixes_inputs(group: Mapping[str, Any]) -> bool:
-    """Whether a config group says that inputs have a fixed scale, which may be a global one."""
-    inputs = _arguments(group, "input_activations")
-    if inputs is None or inputs.get("dynamic") is True:
-        return False
-    return inputs.get("strategy") in ("tensor", "tensor_group")
-
-
-def _targets(group: object) -> list[str]:
-    """The names, patterns and classes of modules that a group is for."""
-    found = group.get("targets") if isinstance(group, Mapping) else None
-    return [target for target in found if isinstance(target, str)] if isinstance(found, list) else []
-
-
-def _four_bits(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout: object) -> CodeFormat:
-    kind, strategy, size = (weights.get(key) for key in ("type", "strategy", "group_size"))
+def _four_bits(weights: TensorArguments, inputs: TensorArguments | None, layout: object) -> CodeFormat:
+    kind, strategy, size = weights.kind, weights.strategy, weights.group_size
     symmetric = _symmetric(weights)
     if kind == "float" and symmetric and (strategy, size) == ("tensor_group", 16):
         made = _inputs(inputs, (E2M1,))
@@ -190,7 +264,7 @@ def _four_bits(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, lay
             where="config.json",
             do='INT4 is read in words of eight: save the model again with `quantization_format="pack-quantized"`.',
         )
-    by_token = inputs is None or (inputs.get("strategy"), inputs.get("dynamic", False)) == ("token", True)
+    by_token = inputs is None or inputs.are_by_token
     form = replace(_INT4, block=_block_of_integers(weights), inputs=_inputs(inputs, (E4M3,) if by_token else ()))
     return form if symmetric else replace(form, zero_points="weight_zero_point")
 
@@ -199,11 +273,11 @@ _IN_BYTES = ("int-quantized", "naive-quantized")
 _LAYOUTS = {**dict.fromkeys(_IN_BYTES, (_INT8,)), "pack-quantized": (_INT8_PACKED,)}
 
 
-def _int8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout: object) -> Quantization:
+def _int8(weights: TensorArguments, inputs: TensorArguments | None, layout: object) -> Quantization:
     """Bytes, or words of four; zero points are read beside words alone. Inputs are rounded to INT8 too, by one fixed
     scale or by one for each token, or stay as they are."""
     symmetric = _symmetric(weights)
-    block = TENSOR if weights.get("strategy") == "tensor" and symmetric else _block_of_integers(weights)
+    block = TENSOR if weights.strategy == "tensor" and symmetric else _block_of_integers(weights)
     known = _LAYOUTS.get(layout, (_INT8, _INT8_PACKED)) if isinstance(layout, str) else (_INT8, _INT8_PACKED)
     forms = [replace(form, block=block) for form in known]
     if not symmetric:
@@ -212,40 +286,32 @@ def _int8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout: 
         raise _unread("8-bit weights have zero points that are not packed")
     if inputs is None:
         return Quantization(tuple(forms), None)
-    fixed = (inputs.get("strategy"), inputs.get("dynamic", False)) == ("tensor", False)
-    by_token = (inputs.get("strategy"), inputs.get("dynamic", False)) == ("token", True)
-    if (inputs.get("num_bits", 8), inputs.get("type", "int")) != (8, "int") or not (fixed or by_token):
+    fixed, by_token = inputs.are_fixed, inputs.are_by_token
+    if not inputs.are_int8 or not (fixed or by_token):
         raise _unread("inputs of 8-bit integer weights are no 8-bit integers under one fixed scale, or one of a token")
     made = _inputs(inputs, (INT8,)) if by_token else None
-    zero_point = None if by_token or inputs.get("symmetric", True) is True else "input_zero_point"
+    zero_point = None if by_token or inputs.symmetric is True else "input_zero_point"
     given = "input_scale" if fixed else None
     forms = [replace(form, input=given, input_zero_point=zero_point, inputs=made) for form in forms]
     return Quantization(tuple(forms), fixed)
 
 
-def _symmetric(weights: Mapping[str, Any]) -> bool:
+def _symmetric(weights: TensorArguments) -> bool:
     """Whether weights have no zero points. Raises PrecisionError for those that have no scales."""
-    symmetric = weights.get("symmetric", True)
-    if weights.get("dynamic") or type(symmetric) is not bool:
+    if weights.dynamic or type(weights.symmetric) is not bool:
         raise _unread("weights have no scales")
-    return symmetric
+    return weights.symmetric
 
 
-def _block_of_integers(weights: Mapping[str, Any]) -> Block:
+def _block_of_integers(weights: TensorArguments) -> Block:
     """The groups or channels of integers. Raises PrecisionError for groups of inputs in another order."""
-    strategy, size = weights.get("strategy"), weights.get("group_size")
-    if weights.get("actorder") in ("group", "dynamic"):
+    strategy, size = weights.strategy, weights.group_size
+    if weights.order in ("group", "dynamic"):
         raise _unread("groups are of inputs in another order (actorder)")
     groups = strategy == "group" and type(size) is int and 0 < size < 1 << 31
     if not (groups or strategy == "channel"):
-        bits = weights.get("num_bits", 8)
-        raise _unread(f"{bits}-bit 'int' weights of strategy {shown(strategy)}, groups of {shown(size)}")
-    return (1, size if groups else None)
-
-
-def _arguments(group: object, part: str) -> Mapping[str, Any] | None:
-    found = group.get(part) if isinstance(group, Mapping) else None
-    return found if isinstance(found, Mapping) else None
+        raise _unread(f"{weights.bits}-bit 'int' weights of strategy {shown(strategy)}, groups of {shown(size)}")
+    return (1, size if type(size) is int and groups else None)
 
 
 def _is_there(part: object) -> bool:

@@ -323,6 +323,14 @@ def test_an_export_tells_of_scales_that_are_of_no_cache(source: Path, tmp_path: 
     ]
 
 
+def test_eight_bits_of_a_cache_need_not_be_said(source: Path, tmp_path: Path) -> None:
+    """They are compressed-tensors' default, and vLLM 0.33 (validate_kv_cache_scheme) takes any number of a `float`."""
+    stored = export(source, tmp_path / "out", "vllm", "dynamic")
+    reader = HuggingFaceReader(tmp_path / "out")
+    del reader.config["quantization_config"]["kv_cache_scheme"]["num_bits"]
+    assert engines()["vllm"].check(reader.config, reader.stored.specs, stored.__getitem__) == []
+
+
 BROKEN = {
     "keys' is missing": (lambda q, t: t.pop("model.layers.0.self_attn.k_scale"), "a v_scale without a k_scale", True),
     "values' is missing": (
@@ -346,6 +354,11 @@ BROKEN = {
         True,
     ),
     "zero": (lambda q, t: t["model.layers.0.self_attn.k_scale"].zero_(), "a scale of 0; .*positive numbers", True),
+    "no strategy is said": (
+        lambda q, t: q["kv_cache_scheme"].pop("strategy"),
+        "kv_cache_scheme with strategy None",
+        True,
+    ),
     "nothing says FP8": (lambda q, t: q.pop("kv_cache_scheme"), "nothing says to be FP8", False),
 }
 

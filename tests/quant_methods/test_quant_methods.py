@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from installed import judge
 
 from precisionctl.codes import elements
 from precisionctl.dtypes import DType
@@ -11,6 +12,7 @@ from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CHANNEL, CODES, TENSOR, InputFormat, Scheme, block_of, quant_methods
 from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights, encoding, recognise
+from precisionctl.quant_methods.compressed_tensors import TensorArguments
 from precisionctl.quant_methods.scales import Scales
 
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
@@ -121,7 +123,7 @@ def test_llm_compressors_longer_config_reads_as_the_scheme_that_it_is():
 
 def test_groups_of_no_size_and_eight_bit_integers_are_refused_and_a_block_without_a_size_too():
     config = METHODS["compressed-tensors"].spelling.config("dynamic", [])
-    for weights in ({"num_bits": 4, "type": "float", "strategy": "tensor_group"}, {"num_bits": 8, "type": "int"}):
+    for weights in ({"num_bits": 4, "type": "float", "strategy": "tensor_group"}, {"strategy": "group"}):
         config["config_groups"]["group_0"]["weights"] = weights
         with pytest.raises(
             PrecisionError, match="(?s)of a kind that can be read.*(no 8-bit floating point|groups of None)"
@@ -134,6 +136,26 @@ def test_groups_of_no_size_and_eight_bit_integers_are_refused_and_a_block_withou
     for config in ({"quant_algo": "NVFP4_AWQ"}, {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}):
         with pytest.raises(PrecisionError, match="NVFP4_AWQ.* inputs are scaled too"):
             METHODS["modelopt"].read(config)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"num_bits": 8},
+        {"type": "float"},
+        {"type": "float", "strategy": None, "symmetric": False},
+        {"group_size": 64, "num_bits": 4},
+        {"group_size": -1, "type": "float"},
+        {"dynamic": True, "strategy": "token"},
+    ],
+)
+def test_what_arguments_leave_out_is_as_compressed_tensors_has_it(said):
+    judge("compressed_tensors", "its own arguments")
+    from compressed_tensors.quantization import QuantizationArgs
+
+    theirs, ours = QuantizationArgs(**said), TensorArguments.of(said)
+    assert (ours.bits, ours.kind, ours.strategy) == (theirs.num_bits, theirs.type, theirs.strategy)
+    assert (ours.group_size, ours.symmetric, ours.dynamic) == (theirs.group_size, theirs.symmetric, theirs.dynamic)
 
 
 @pytest.mark.parametrize("beside", [{}, {"format": "mixed-precision"}])

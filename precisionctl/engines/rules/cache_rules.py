@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from precisionctl.engines.rules.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.engines.serving import LATENT
-from precisionctl.quant_methods.base import caches_in_fp8
+from precisionctl.quant_methods.coded_weights import caches_in_fp8
+from precisionctl.quant_methods.compressed_tensors import cache_arguments
 from precisionctl.torch_when_used import torch
 
 _SCALE = re.compile(
@@ -72,8 +73,8 @@ def cache_scales_of_values_alone(directory: QuantizedDirectory) -> Breaches:
 
 def cache_scales_several(directory: QuantizedDirectory) -> Breaches:
     """Several scales for keys, or for values, where the config does not say so."""
-    scheme = directory.quantization.get("kv_cache_scheme")
-    by_head = isinstance(scheme, Mapping) and scheme.get("strategy") == "attn_head"
+    cache = cache_arguments(directory.quantization)
+    by_head = cache is not None and cache.strategy == "attn_head"
     for name in _scales(directory):
         spec = directory.specs[name]
         if spec.rows * spec.columns != 1 and not by_head:
@@ -115,13 +116,13 @@ def cache_scales_beyond_bf16(directory: QuantizedDirectory) -> Breaches:
 
 
 def cache_by(*strategies: str) -> Demand:
-    """A `kv_cache_scheme` of compressed-tensors whose strategy is none of these, or that is dynamic or not
-    symmetric."""
+    """A `kv_cache_scheme` of compressed-tensors that does not say, without the defaults of that, one of these
+    strategies, and to be symmetric; or that is dynamic."""
 
     def broken(directory: QuantizedDirectory) -> Breaches:
         scheme = directory.quantization.get("kv_cache_scheme")
         if directory.method == "compressed-tensors" and isinstance(scheme, Mapping):
-            strategy = scheme.get("strategy", "tensor")
+            strategy = scheme.get("strategy")
             if strategy not in strategies or scheme.get("dynamic") or scheme.get("symmetric") is not True:
                 yield "config.json", f"kv_cache_scheme with strategy {strategy!r}, or not static and symmetric"
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
-from typing import Any
 
 from precisionctl.engines.rules.code_rules import EXPERT, linears
-from precisionctl.engines.rules.ignore_lists import BY_END_OR_REGEX, BY_NAME_OR_REGEX, config_groups, words
+from precisionctl.engines.rules.ignore_lists import BY_END_OR_REGEX, BY_NAME_OR_REGEX, words
 from precisionctl.engines.rules.ignored_modules import Unquantized
 from precisionctl.engines.rules.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.quant_methods.base import codes_kind
-from precisionctl.quant_methods.compressed_tensors import fixes_inputs, read
+from precisionctl.quant_methods.compressed_tensors import ConfigGroup, config_groups, read_group
 from precisionctl.quant_methods.scales import sibling
 
 _CLASS = "Linear"
@@ -62,7 +61,7 @@ def in_another_group(*, fuses: bool, class_first: bool = False) -> Demand:
 
     def broken(directory: QuantizedDirectory) -> Breaches:
         groups = _groups(directory)
-        kinds = {name: _kinds(directory.quantization, group) for name, group in groups.items()}
+        kinds = {name: _kinds(group) for name, group in groups.items()}
         for weight, group in _chosen(directory, fuses, class_first) if len(groups) > 1 else ():
             if (codes := directory.kinds[weight]) not in kinds[group]:
                 yield weight, f"codes of {codes}, decoded as those of config group {group}: {' or '.join(kinds[group])}"
@@ -84,7 +83,7 @@ def without_scale_of_inputs(*, fuses: bool, class_first: bool = False) -> Demand
         groups = _groups(directory)
         for weight, group in _chosen(directory, fuses, class_first):
             stored = (sibling(weight, kind) in directory.specs for kind in ("input_scale", "input_global_scale"))
-            if fixes_inputs(groups[group]) and not any(stored):
+            if groups[group].fixes_inputs and not any(stored):
                 yield weight, f"no scale of inputs, which are fixed in config group {group}"
 
     return broken
@@ -93,7 +92,7 @@ def without_scale_of_inputs(*, fuses: bool, class_first: bool = False) -> Demand
 def _chosen(directory: QuantizedDirectory, fuses: bool, class_first: bool) -> Iterator[tuple[str, str]]:
     """The weights that are codes, with the group that an engine takes for each: without those that have no target,
     which are as ignored, and, of an engine that does not fuse, experts, whose rule is another (`joined_tensors.py`)."""
-    of_target = {target: name for name, group in _groups(directory).items() for target in words(group.get("targets"))}
+    of_target = {target: name for name, group in _groups(directory).items() for target in group.targets}
     targets = Targets(of_target, _modules(directory), fuses=fuses, class_first=class_first)
     for weight in directory.scales:
         target = None if EXPERT.fullmatch(weight) and not fuses else targets.of(weight.removesuffix(".weight"))
@@ -101,7 +100,7 @@ def _chosen(directory: QuantizedDirectory, fuses: bool, class_first: bool) -> It
             yield weight, of_target[target]
 
 
-def _groups(directory: QuantizedDirectory) -> Mapping[str, Any]:
+def _groups(directory: QuantizedDirectory) -> Mapping[str, ConfigGroup]:
     return config_groups(directory.quantization) if directory.method == "compressed-tensors" else {}
 
 
@@ -110,7 +109,7 @@ def without_target(unquantized: Unquantized) -> Demand:
     are taken for fused, and a class counts before their parts."""
 
     def broken(directory: QuantizedDirectory) -> Breaches:
-        named = [target for group in _groups(directory).values() for target in words(group.get("targets"))]
+        named = [target for group in _groups(directory).values() for target in group.targets]
         targets = Targets(named, _modules(directory), fuses=True, class_first=True)
         ignored = BY_END_OR_REGEX.of(words(directory.quantization.get("ignore")))
         for weight in linears(directory.specs) if named else ():
@@ -127,6 +126,6 @@ def _modules(directory: QuantizedDirectory) -> set[str]:
     return {name.removesuffix(".weight") for name in directory.specs}
 
 
-def _kinds(quantization: Mapping[str, object], group: object) -> list[str]:
-    said = read({**quantization, "config_groups": {"": group}})
+def _kinds(group: ConfigGroup) -> list[str]:
+    said = read_group(group)
     return list(dict.fromkeys(codes_kind(form, said.static) for form in said.formats))

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from precisionctl.dtypes import DType
-from precisionctl.engines.rules.ignore_lists import BY_NAME_OR_REGEX, config_groups, is_of_a_class, words
+from precisionctl.engines.rules.ignore_lists import BY_NAME_OR_REGEX, is_of_a_class, words
 from precisionctl.engines.rules.ignored_modules import IgnoreList
 from precisionctl.engines.rules.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.errors import shown
+from precisionctl.param import is_slice
 from precisionctl.quant_methods.base import POWERS_OF_2, SCHEMES, TENSOR, sized
 from precisionctl.quant_methods.coded_weights import cache_scales, ngram_table
+from precisionctl.quant_methods.compressed_tensors import config_groups
 from precisionctl.quant_methods.scales import sibling
 from precisionctl.torch_when_used import torch
 
@@ -129,7 +131,7 @@ def exponents_named(wanted: str, renamed: Mapping[str, str] | None = None) -> De
 
     def broken(directory: QuantizedDirectory) -> Breaches:
         for name, scales in directory.scales.items() if directory.method == "mxfp8" else ():
-            of_model = renamed.get(directory.model_type) if renamed and name.endswith("]") else None
+            of_model = renamed.get(directory.model_type) if renamed and is_slice(name) else None
             if scales.weight != sibling(name, of_model or wanted):
                 yield scales.weight, f"not named {of_model or wanted}"
 
@@ -139,7 +141,7 @@ def exponents_named(wanted: str, renamed: Mapping[str, str] | None = None) -> De
 def stored_as_one(directory: QuantizedDirectory) -> Breaches:
     """Codes of all experts of a layer, stored in one tensor."""
     for name in directory.scales:
-        if name.endswith("]"):
+        if is_slice(name):
             yield name.partition("[")[0], "FP8 codes of all experts in one tensor"
             return
 
@@ -182,10 +184,8 @@ def format_of_weights_alone(directory: QuantizedDirectory) -> Breaches:
     ):
         return
     groups = config_groups(directory.quantization).values()
-    weights = ((group, group.get("weights")) for group in groups)
-    of_eight = [group for group, each in weights if isinstance(each, Mapping) and each.get("num_bits") == 8]
-    for group in of_eight or [{}]:
-        written = group.get("format") or directory.quantization.get("format")
+    of_eight = [group.layout for group in groups if group.weights and group.weights.bits == 8]
+    for written in of_eight or [directory.quantization.get("format")]:
         if written not in ACTIVATION_FORMATS:
             yield CONFIG, f"format {written!r}"
             return
@@ -196,7 +196,7 @@ def classes_in_several_groups(directory: QuantizedDirectory) -> Breaches:
     groups = config_groups(directory.quantization)
     if directory.method == "compressed-tensors" and len(groups) > 1:
         for name, group in groups.items():
-            if any(is_of_a_class(target) for target in words(group.get("targets"))):
+            if any(map(is_of_a_class, group.targets)):
                 yield CONFIG, f"config group {name} of several targets a class of modules"
 
 

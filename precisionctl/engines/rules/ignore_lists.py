@@ -4,13 +4,12 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any
 
 from precisionctl.errors import PrecisionError, shown
 
@@ -70,13 +69,6 @@ def words(value: object) -> Iterator[str]:
     """The entries of a list that are text; none of anything else, as a stranger's config may have."""
     if isinstance(value, list | tuple):
         yield from (entry for entry in value if isinstance(entry, str))
-
-
-def config_groups(quantization: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The config groups of compressed-tensors, by their names; none where a stranger's config has something else."""
-    found = quantization.get("config_groups")
-    groups = found.items() if isinstance(found, Mapping) else ()
-    return {name: group for name, group in groups if isinstance(group, Mapping)}
 
 
 def is_of_a_class(target: str) -> bool:

@@ -12,13 +12,14 @@ from precisionctl.engines.rules.code_rules import EXPERT, experts_module, linear
 from precisionctl.engines.rules.ignore_lists import (
     BY_NAME_OR_REGEX,
     Matching,
-    config_groups,
     is_of_a_class,
     names_in_layers,
     words,
 )
 from precisionctl.engines.rules.names_in_memory import module_names, possible
 from precisionctl.engines.rules.rule import Breaches, QuantizedDirectory
+from precisionctl.param import is_slice
+from precisionctl.quant_methods.compressed_tensors import config_groups
 
 FIRST_EXPERT = (".0.gate_proj", ".0.up_proj", ".0.down_proj")
 """How vLLM and SGLang look for a layer's experts in the list of compressed-tensors: as linears of the first one."""
@@ -91,7 +92,7 @@ class IgnoreList:
         groups = config_groups(quantization)
         if quantization.get("quant_method") == "compressed-tensors" and not groups:
             return lambda module: False
-        targets = [target for group in groups.values() for target in words(group.get("targets"))]
+        targets = [target for group in groups.values() for target in group.targets]
         is_named = BY_NAME_OR_REGEX.of(targets)
         if targets and not any(map(is_of_a_class, targets)):
             return is_named
@@ -141,7 +142,7 @@ class IgnoreList:
     def misread_experts(self, directory: QuantizedDirectory) -> Breaches:
         """Experts of a layer in one tensor, as values, that the engine takes for codes."""
         ignored = self.of(directory.quantization)
-        sliced = [name for name in directory.specs if name.endswith("]")]
+        sliced = [name for name in directory.specs if is_slice(name)]
         stacked = {experts: name for name in sliced if (experts := experts_module(name.partition("[")[0]))}
         for experts, name in stacked.items():
             looked_up = [f"{experts}{suffix}" for suffix in self.experts] if name not in directory.scales else []

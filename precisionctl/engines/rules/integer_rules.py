@@ -11,10 +11,10 @@ from typing import Any
 from precisionctl.engines.rules.code_rules import EXPERT
 from precisionctl.engines.rules.demands import CONFIG, beyond_bf16
 from precisionctl.engines.rules.fused_rules import fused_weights
-from precisionctl.engines.rules.ignore_lists import config_groups
 from precisionctl.engines.rules.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.engines.serving import FUSED, LATENT
 from precisionctl.quant_methods.base import TENSOR, sized
+from precisionctl.quant_methods.compressed_tensors import ConfigGroup, config_groups
 from precisionctl.quant_methods.scales import Scales
 
 _BYTES, _WORDS = ("int-quantized", "naive-quantized"), "pack-quantized"
@@ -27,12 +27,12 @@ def int8_of_no_scheme(*, inputs_of_words: bool) -> Demand:
 
     def broken(directory: QuantizedDirectory) -> Breaches:
         for name, group in _int8_groups(directory.quantization):
-            weights, inputs = group["weights"], group.get("input_activations")
-            layout, strategy = group.get("format") or directory.quantization.get("format"), weights.get("strategy")
+            assert group.weights is not None
+            inputs, layout, strategy = group.inputs, group.layout, group.weights.strategy
             if layout in _BYTES:
-                fits = strategy in ("tensor", "channel") and bool(inputs)
+                fits = strategy in ("tensor", "channel") and inputs is not None
             else:
-                by_token = isinstance(inputs, Mapping) and inputs.get("dynamic") and inputs.get("symmetric", True)
+                by_token = inputs is not None and inputs.dynamic and inputs.symmetric
                 of_words = layout == _WORDS and strategy in ("channel", "group")
                 fits = of_words and (not inputs or bool(inputs_of_words and by_token))
             if not fits:
@@ -74,8 +74,7 @@ def int8_inputs_fixed(directory: QuantizedDirectory) -> Breaches:
 def int8_inputs_shifted(directory: QuantizedDirectory) -> Breaches:
     """Inputs in INT8 with zero points."""
     for name, group in _int8_groups(directory.quantization):
-        inputs = group.get("input_activations")
-        if isinstance(inputs, Mapping) and inputs.get("symmetric") is False:
+        if group.inputs and group.inputs.symmetric is False:
             yield CONFIG, f"config group {name}: inputs with zero points"
 
 
@@ -121,9 +120,8 @@ def _fixed_input(directory: QuantizedDirectory, scales: Scales) -> tuple[float, 
     return scale, zero
 
 
-def _int8_groups(quantization: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _int8_groups(quantization: Mapping[str, Any]) -> Iterator[tuple[str, ConfigGroup]]:
     """The config groups with weights in INT8, by their names."""
     for name, group in config_groups(quantization).items():
-        weights = group.get("weights")
-        if isinstance(weights, Mapping) and (weights.get("num_bits", 8), weights.get("type", "int")) == (8, "int"):
+        if group.weights and group.weights.are_int8:
             yield name, group

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-from precisionctl.engines.rules.ignore_lists import words
 from precisionctl.engines.rules.names_in_memory import joined_weights
 from precisionctl.engines.rules.rule import Breaches
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.compressed_tensors import read
+from precisionctl.quant_methods.compressed_tensors import ConfigGroup, config_groups, read_group
 
 
 def wrongly_joined(
@@ -23,7 +22,7 @@ def wrongly_joined(
     """The weights among these tensors that are joined or divided, and not in the format of the group by which they are
     decoded. Of those whose names differ in numbers alone the first. transformers 5.24, quantizers/base.py
     update_weight_conversions, integrations/compressed_tensors.py CompressedTensorsDequantize."""
-    forms = read({**quantization, "config_groups": {"": _group_of_joined(quantization)}}).formats
+    forms = read_group(_group_of_joined(quantization)).formats
     packings = {form.packing for form in forms}
     found = {packing for packing in packings if packing is None or packing.suffix}  # INT8 in bytes it does not find
     wrong = [name for name, spec in specs.items() if name.endswith(".weight") and spec.packing not in found]
@@ -37,11 +36,11 @@ def _in_words(spec: TensorSpec) -> str:
     return f"{spec.codes_name} codes" if spec.is_codes else f"{spec.dtype} values"
 
 
-def _group_of_joined(quantization: Mapping[str, Any]) -> Mapping[str, Any]:
+def _group_of_joined(quantization: Mapping[str, Any]) -> ConfigGroup:
     """The config group by which what is joined is decoded: the first with an expression that says `experts`, else the
     first that targets a class or a name, else the first (CompressedTensorsDequantize: get_experts_scheme)."""
-    groups: list[Mapping[str, Any]] = list(quantization["config_groups"].values())
-    targets = {at: [*words(group.get("targets"))] for at, group in enumerate(groups)}
+    groups = list(config_groups(quantization).values())
+    targets = {at: group.targets for at, group in enumerate(groups)}
     of_experts = (at for at in targets if any(each.startswith("re:") and "experts" in each for each in targets[at]))
     of_names = (at for at in targets if any(not each.startswith("re:") for each in targets[at]))
     return groups[next(chain(of_experts, of_names), 0)]
