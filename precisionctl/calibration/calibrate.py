@@ -18,9 +18,9 @@ import torch
 from precisionctl.calibration.progress import Progress
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.module import LiveModel
-from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.codes.statistics import AMAX, Statistics
+from precisionctl.commands.hinted_path import HintedPath, open_hinted
 from precisionctl.conversion.convert import convert
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
@@ -62,7 +62,7 @@ class Calibration:
     """The arguments of `calibrate`; paths may be strings. `out` is a file that must not exist yet; without `data` the
     recipe's is used. `recipe` is a bundled name or a TOML file, by default fp8-delayed, and `overrides` are
     `section.key=value`, e.g. `data.sequence_length=256` (tokens of a row). Each of `passes` fills one row of the
-    histories."""
+    histories. `reference` has the config and tokenizer of a checkpoint that lacks them."""
 
     checkpoint: Path
     data: StrPath | None
@@ -72,10 +72,13 @@ class Calibration:
     passes: int = PASSES
     backend: Literal["auto", "te", "emulated"] = "auto"
     iteration: int | None = None
+    reference: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("checkpoint", "out"):
             object.__setattr__(self, name, Path(getattr(self, name)))
+        if self.reference is not None:
+            object.__setattr__(self, "reference", Path(self.reference))
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def calibrate(calibration: Calibration, on_pass: OnPass = lambda done, total: No
     divide the rows of each pass, and the first rank calls `on_pass`.
 
     Raises RecipeError, DataError, DestinationExists, OutputError (another process is calibrating to this file),
-    PrecisionError (a loss that is not finite), and as `open_checkpoint`. If several ranks fail, one raises the error
+    PrecisionError (a loss that is not finite), and as `open_hinted`. If several ranks fail, one raises the error
     and the others SystemExit.
     """
     with together() as ranks:
@@ -111,7 +114,7 @@ def calibrate(calibration: Calibration, on_pass: OnPass = lambda done, total: No
 
 def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: OnPass) -> Calibrated:
     backend, output = choose_backend(calibration.backend), _output(calibration)
-    source = open_checkpoint(calibration.checkpoint, calibration.iteration)
+    source = open_hinted(HintedPath(calibration.checkpoint, calibration.iteration, reference=calibration.reference))
     check_length(recipe, source.model, "--sequence-length ")
     shards.check(make_plan(source, "megatron").model, recipe.parallel)
     recipe = replace(recipe, precision=recipe.precision.of_layers(source.model.num_layers))

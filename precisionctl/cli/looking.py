@@ -162,8 +162,8 @@ def compare(
     ],
     sections={
         "Perplexity": ["--data", "--against", "--sequence-length"],
-        "lm-eval's tasks": ["--tasks", "--limit"],
-        "CHECKPOINT": ["--card", "--iteration"],
+        "lm-eval's tasks": ["--tasks", "--limit", "--chat-template"],
+        "CHECKPOINT": ["--card", "--reference", "--iteration"],
     },
 )
 @click.argument("checkpoint", type=CHECKPOINT)
@@ -180,7 +180,11 @@ def compare(
 )
 @click.option("--tasks", help="Instead of --data: lm-eval tasks (names or YAML files), comma-separated.")
 @click.option("--limit", type=POSITIVE, help="With --tasks: maximum number of examples per task.")
+@click.option(
+    "--chat-template", is_flag=True, help="With --tasks: put questions as conversations, for an instruct model."
+)
 @click.option("--card", is_flag=True, help="Add the result to the model card of an exported CHECKPOINT.")
+@reference_option
 @iteration_option
 @json_option
 def evaluate(
@@ -190,41 +194,48 @@ def evaluate(
     sequence_length: int,
     tasks: str | None,
     limit: int | None,
+    chat_template: bool,
     card: bool,
+    reference: Path | None,
     iteration: int | None,
     json_wanted: bool,
 ) -> None:
     """Measure the perplexity of CHECKPOINT in the precision that it is stored in, or run lm-eval's tasks."""
     of_data = against or is_given("sequence_length")
-    if (data is None) == (tasks is None) or (tasks is not None and of_data) or (limit and tasks is None):
+    of_tasks = limit or chat_template
+    if (data is None) == (tasks is None) or (of_data if tasks is not None else of_tasks):
         raise click.UsageError(
-            "eval needs either --data (--against and --sequence-length are for it) or --tasks (--limit is for it)."
+            "eval needs either --data (--against and --sequence-length are for it) or --tasks (--limit and "
+            "--chat-template are for it)."
         )
     names = [] if tasks is None else [name.strip() for name in tasks.split(",")]
     if not all(names):
         raise click.UsageError("--tasks has a name that is empty.")
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
+    from precisionctl.commands.hinted_path import HintedPath, open_hinted
     from precisionctl.export.model_card import NAME as CARD, around_quality, write_quality
+    from precisionctl.paths import own_name
     from precisionctl.reports import evaluation as report
 
     if card:
         around_quality(checkpoint)  # what cannot be written is found before hours of measuring
-    reader, reference = open_checkpoint(checkpoint, iteration), open_checkpoint(against) if against else None
+    reader = open_hinted(HintedPath(checkpoint, iteration, reference=reference))
+    source = open_checkpoint(against) if against else None
     if names:
         from precisionctl.evaluate.harness import run_tasks
 
-        result = run_tasks(reader, names, limit=limit)
+        result = run_tasks(reader, names, limit=limit, chat_template=chat_template)
         lines = report.task_lines(result)
     else:
         from precisionctl.evaluate import evaluate as measure
 
         assert data is not None
         with console.rows_progress("evaluating") as on_rows:
-            found = measure(reader, data, against=reference, sequence_length=sequence_length, on_rows=on_rows)
+            found = measure(reader, data, against=source, sequence_length=sequence_length, on_rows=on_rows)
         lines, result = report.lines(found, sequence_length), found.as_json()
     if card:
-        write_quality(checkpoint, [f"{Path(data).name}: {line}" for line in lines] if data else lines)
+        write_quality(checkpoint, [f"{own_name(Path(data))}: {line}" for line in lines] if data else lines)
     if json_wanted:
         print_json(result)
     else:

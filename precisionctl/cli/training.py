@@ -176,7 +176,7 @@ def resume(
     sections={
         "Passes": ["--data", "--out", "--passes", "--sequence-length", "--batch-size", "--backend"],
         "The coming run": ["--recipe", "--set"],
-        "Input": ["--iteration"],
+        "CHECKPOINT": ["--reference", "--iteration"],
     },
 )
 @click.argument("checkpoint", type=CHECKPOINT)
@@ -207,6 +207,7 @@ def resume(
 @click.option("--sequence-length", type=POSITIVE, help="Tokens per row. Default: the recipe's data.sequence_length.")
 @click.option("--batch-size", type=POSITIVE, help="Rows per pass. Default: the recipe's train.micro_batch_size.")
 @backend_option
+@reference_option
 @iteration_option
 @megatron_fp8_options
 @json_option

@@ -6,7 +6,8 @@ generation.
 
 import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Reader
-from precisionctl.errors import DataError, EnvironmentProblem
+from precisionctl.checkpoints.base import Companions, Reader
+from precisionctl.errors import DataError, EnvironmentProblem, meant
 from precisionctl.evaluate.measure import best_device
 from precisionctl.evaluate.stored import load
 from precisionctl.tokens.tokenizer import Tokenizer, open_tokenizer
 from precisionctl.trainer.model.computes import longest_text
 from precisionctl.trainer.model.gpt import GPT
+from precisionctl.untrusted.safe_json import parse_json
 
 try:
     from lm_eval import simple_evaluate
@@ -40,30 +42,48 @@ Scored = tuple[float, bool]
 
 
 class StoredModel(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
-    """A model and its tokenizer behind lm-eval's interface. `longest` is the most tokens of a text."""
+    """A model and its tokenizer behind lm-eval's interface, as its own `hf` model (lm_eval/models/huggingface.py) is.
+    `longest` is the most tokens of a text; `ends` are tokens that end a generated one beside the tokenizer's own."""
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, longest: int) -> None:
+    def __init__(self, model: GPT, tokenizer: Tokenizer, longest: int, ends: Set[int]) -> None:
         super().__init__()
-        self.model, self.tokenizer, self.longest = model, tokenizer, longest
+        self.model, self.tokenizer, self.longest, self.ends = model, tokenizer, longest, ends
 
     @property
     def eot_token_id(self) -> int:
         return int(self.tokenizer.end)
 
     @property
+    def prefix_token_id(self) -> int:
+        return self.eot_token_id if self.tokenizer.begin is None else self.tokenizer.begin
+
+    @cached_property
+    def _prefix(self) -> str:
+        return self.tokenizer.decode([self.prefix_token_id])
+
+    @property
     def tokenizer_name(self) -> str:
         return self.tokenizer.key
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """The tokens of a text; one that begins as texts do, as by a chat template, gets no second token for that."""
+        if add_special_tokens is None and string.startswith(self._prefix):
+            add_special_tokens = False
         special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return self.tokenizer.encode(string, **special)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self.tokenizer.render(
-            chat_history,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+        }
+        try:
+            return self.tokenizer.render(chat_history, **options)
+        except DataError:
+            without = [message for message in chat_history if message["role"] != "system"]
+            if without == chat_history:
+                raise
+            return self.tokenizer.render(without, **options)  # as many templates know no system's message
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[Scored]:
         return [self._scored(context, continuation) for _, context, continuation in requests]
@@ -100,12 +120,13 @@ class StoredModel(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         start = len(tokens)
         for _ in range(count):
             following = int(self._logits(tokens, 1).argmax())
-            if following == self.eot_token_id:
+            if following == self.eot_token_id or following in self.ends:
                 break
             tokens.append(following)
             text = self.tokenizer.decode(tokens[start:])
             if any(stop in text for stop in stops):
                 break
+        text = self.tokenizer.decode(tokens[start:], skip_special_tokens=True)
         ends = [text.index(stop) for stop in stops if stop in text]
         return text[: min(ends)] if ends else text
 
@@ -120,24 +141,39 @@ class StoredModel(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
             return self.model.logits(hidden)[:, : self.model.model.vocab_size].float()
 
 
-def run_tasks(reader: Reader, tasks: Sequence[str], *, limit: int | None) -> dict[str, Any]:
-    """Run lm-eval's tasks, given by name or YAML file, on a checkpoint, with at most `limit` examples of each. Returns
-    the `precision` in words, lm-eval's `results` by task, and `samples`, the number of examples by task.
+def run_tasks(reader: Reader, tasks: Sequence[str], *, limit: int | None, chat_template: bool) -> dict[str, Any]:
+    """Run lm-eval's tasks, given by name or YAML file, on a checkpoint, with at most `limit` examples of each, and with
+    `chat_template` as conversations. Returns the `precision` in words, lm-eval's `results` by task, and `samples`, the
+    number of examples by task.
 
-    Raises DataError for a task that does not load or run."""
-    model, precision = load(reader, best_device())
+    Raises DataError for a task that is not known, before the model is loaded, and for one that does not load or run."""
     files = {task: _name_in(Path(task)) for task in tasks if task.endswith((".yaml", ".yml"))}
+    names = [files.get(task, task) for task in tasks]
+    manager = TaskManager(include_path=sorted({str(Path(file).parent) for file in files}) or None)
+    known = set(manager.all_tasks)
+    if unknown := next((name for name in names if name not in known), None):
+        do = f"{meant(unknown, known)} See `lm-eval ls tasks` for the names of tasks.".strip()
+        raise DataError(f"lm-eval knows no task {unknown!r}", do=do)
     with open_tokenizer(reader.companions, reader.path) as tokenizer:
-        adapter = StoredModel(model, tokenizer, longest_text(reader.model))
+        tokenizer.check()
+        model, precision = load(reader, best_device())
+        adapter = StoredModel(model, tokenizer, longest_text(reader.model), _ends(reader.companions))
+        settings = {"limit": limit, "apply_chat_template": chat_template}
         try:
-            manager = TaskManager(include_path=sorted({str(Path(file).parent) for file in files}) or None)
-            names = [files.get(task, task) for task in tasks]
-            found = simple_evaluate(adapter, tasks=names, limit=limit, task_manager=manager, log_samples=False)
+            found = simple_evaluate(adapter, tasks=names, task_manager=manager, log_samples=False, **settings)
         except (ValueError, KeyError, OSError, TypeError, AssertionError) as error:
             if _of_model(error):
                 raise
             raise DataError(f"lm-eval: {error}", do="See `lm-eval ls tasks` for its names.") from None
     return {"precision": precision, "results": found["results"], "samples": found["n-samples"]}
+
+
+def _ends(companions: Companions) -> Set[int]:
+    """The tokens at which generation_config.json ends a text, such as those that end a turn."""
+    name = "generation_config.json"
+    config = parse_json(companions.files[name], name) if name in companions.files else {}
+    ends = config.get("eos_token_id")
+    return frozenset(end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int)
 
 
 def _of_model(error: Exception) -> bool:

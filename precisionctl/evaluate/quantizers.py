@@ -14,6 +14,7 @@ from precisionctl.codes import nibbles, numerics
 from precisionctl.codes.elements import E2M1, E4M3
 from precisionctl.codes.encoding import Encoding
 from precisionctl.codes.group_scales import MXFP4_GROUP, NVFP4_GROUP, mxfp4_scales
+from precisionctl.param import gemm_misfit
 from precisionctl.quant_methods.base import CODES
 from precisionctl.trainer.backends.fp8_gemm import NativeBlocks, NativeOperand, Operand, Quantized
 
@@ -53,14 +54,14 @@ def has_block_gemms(device: torch.device) -> bool:
 @dataclass(frozen=True)
 class StoredWeight:
     """A weight that is stored as codes `[out, in]`; `scale_inv` is FP32 `[out, 1]`. Uses the GPU's FP8 GEMM where it
-    has one."""
+    has one that takes its sizes."""
 
     codes: Tensor
     scale_inv: Tensor
 
     def quantize(self, values: Tensor) -> Quantized:
-        kind = NativeOperand if _has_fp8_gemms(self.codes.device) else Operand
-        return Quantized(kind(self.codes, self.scale_inv))
+        native = _has_fp8_gemms(self.codes.device) and gemm_misfit(self.codes.shape) is None
+        return Quantized((NativeOperand if native else Operand)(self.codes, self.scale_inv))
 
 
 def _has_fp8_gemms(device: torch.device) -> bool:

@@ -27,6 +27,7 @@ from precisionctl.evaluate.quantizers import (
     has_block_gemms,
 )
 from precisionctl.export.weight_encodings import method_of, stored_weight_encodings
+from precisionctl.param import gemm_misfit
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.quant_methods.base import CODES, IN_FP8, InputFormat
 from precisionctl.trainer.backends.emulated import GroupedLinear, Linear
@@ -188,7 +189,7 @@ class StoredCodes:
         codes, grid = self._codes(job), self._merged(job, grids)
         rows, columns = codes.shape
         squares = Encoding(E4M3, grid, (1, BLOCK)).in_blocks(rows, columns, (BLOCK, BLOCK))
-        if rows % 16 or columns % BLOCK or bool(squares.isnan().any()):
+        if gemm_misfit((rows, columns)) or columns % BLOCK or bool(squares.isnan().any()):
             return None
         return NativeStoredBlocks(codes.to(self.device), squares.contiguous().to(self.device))
 

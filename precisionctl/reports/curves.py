@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.errors import DataError
+from precisionctl.paths import own_name
 from precisionctl.trainer.measure.metrics import FILE, SHADOWS, read_metrics, relative_gap
 
 
@@ -37,8 +38,9 @@ def read_shadows(path: Path) -> list[dict[str, Any]]:
 
 def read_curves(paths: Sequence[Path]) -> list[Curve]:
     """The curves of several runs, named by their folders; by their whole paths where those are the same."""
-    names = [path.name for path in paths]
-    return [read_curve(path, str(path) if names.count(path.name) > 1 else path.name) for path in paths]
+    names = [own_name(path) for path in paths]
+    named = zip(paths, names, strict=True)
+    return [read_curve(path, str(path) if names.count(name) > 1 else name) for path, name in named]
 
 
 def read_curve(path: Path, name: str) -> Curve:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from precisionctl.codes.statistics import NAMES, SCALINGS
+from precisionctl.paths import own_name
 from precisionctl.readiness.history import headroom
 from precisionctl.readiness.judge import Readiness, RoleHealth
 from precisionctl.readiness.patterns import split_name
@@ -71,7 +72,7 @@ def whole_page(description: Description, readiness: Readiness) -> str:
         html_table(Table("Limits that the verdict rests on", ("limit", "value", "source"), limits)),
         html_table(summary(description)),
     ]
-    name = Path(str(description["path"])).name
+    name = own_name(Path(str(description["path"])))
     return page(f"Is {name} ready for FP8?", parts, style=heat.STYLE + _CARDS)
 
 

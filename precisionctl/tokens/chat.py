@@ -22,14 +22,21 @@ from precisionctl.tokens.samples import Completion, Conversation, Message
 from precisionctl.tokens.wire import IDS
 
 _DAY = datetime(2024, 7, 26)
+_CODES = ["%" + letter for letter in "aAbBcCdDeFgGhHIjklmMpPrRSTuUVwWxXyYzZ"] + [
+    "%-" + letter for letter in "dHIjmMSUWy"
+]
+_PERCENT = "\ufdef"
 _FIXED_CLOCK = (
-    "{% macro strftime_now(format) %}{{ format"
-    + "".join(f" | replace('%{letter}', '{_DAY.strftime('%' + letter)}')" for letter in "aAdbBmyYHMS")
-    + " }}{% endmacro %}{{ '' }}"
+    f"{{% macro strftime_now(format) %}}{{% set made = format | replace('%%', '{_PERCENT}')"
+    + "".join(f" | replace('{code}', '{_DAY.strftime(code)}')" for code in _CODES)
+    + " %}{% if '%' in made %}{{ raise_exception('a date of an unknown format: ' ~ format) }}{% endif %}"
+    + f"{{{{ made | replace('{_PERCENT}', '%') }}}}{{% endmacro %}}{{{{ '' }}}}"
 )
 """Templates that print the date get a fixed day, Llama 3.1's own fallback, so that a run that is resumed tomorrow sees
 the same tokens. It is prepended to the template, as transformers passes no function of ours to it."""
 
+
+_COMPARE = "Compare the checkpoint's chat template with that of the model that it comes from."
 
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _NONCHARACTERS = [chr(number) for number in range(0xFDD0, 0xFDF0)]
@@ -98,7 +105,7 @@ class ChatTemplate:
         except Exception as error:  # a template is a program (in a sandbox) and may raise anything
             problem = str(error) or type(error).__name__
             own = "These are the template's own words: change the conversation, or the template (chat_template.jinja)."
-            do = own if isinstance(error, TemplateError) else ""
+            do = own if isinstance(error, TemplateError) else _COMPARE
             raise DataError(f"the chat template refuses {str(messages)[:80]}: {problem}", where=where, do=do) from None
         texts, _ = made
         return str(texts[0])
@@ -142,7 +149,8 @@ def chat_row(chat: Conversation, template: ChatTemplate, tokenizer: PreTrainedTo
     elif chat.prompt:
         prompt = template.render(chat.messages[: chat.prompt], chat, where)
         if not text.startswith(prompt):
-            raise DataError("the chat template rewrites the prompt, so its end cannot be found", where=where)
+            what = "the chat template rewrites the prompt, so its end cannot be found"
+            raise DataError(what, where=where, do=_COMPARE)
         spans = [span for span in spans if span[0] >= len(prompt)]
     # Not by transformers' own mask, which marks everything after a marked span that ends in a space without a token
     made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -200,7 +208,8 @@ def require_utf8(text: str, where: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(f"not UTF-8 text: {error}", where=where) from None
+        do = "It has half of a pair of surrogates: mend the text, or leave the row out."
+        raise DataError(f"not UTF-8 text: {error}", where=where, do=do) from None
 
 
 def _row(ids: Sequence[int], places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> ChatRow:

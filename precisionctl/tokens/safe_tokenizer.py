@@ -82,7 +82,7 @@ def _load_error(error: Exception, folder: Path) -> DataError:
             do="pip install sentencepiece tiktoken; or let transformers' save_pretrained write a tokenizer.json, where "
             "it loads.",
         )
-    return DataError(what)
+    return DataError(what, do="Copy its files from the model that it belongs to.")
 
 
 def _check_templates(folder: Path) -> None:

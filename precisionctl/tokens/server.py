@@ -40,7 +40,7 @@ def main(parent: int) -> None:
         nonlocal tokenizer
         tokenizer = safe_tokenizer.load(Path(fields["folder"]))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-        yield {"end": tokenizer.eos_token_id, "size": len(tokenizer)}, []
+        yield {"begin": tokenizer.bos_token_id, "end": tokenizer.eos_token_id, "size": len(tokenizer)}, []
 
     def samples(fields: PacketFields, parts: Parts) -> Answers:
         """For each sample the token ids, and whether each is learned."""
@@ -63,10 +63,11 @@ def main(parent: int) -> None:
     def encode(fields: PacketFields, parts: Parts) -> Answers:
         yield {}, [np.asarray(ids, IDS).tobytes() for ids in _tokens(tokenizer, [str(parts[0], "utf-8")], **fields)]
 
-    def decode(_: PacketFields, parts: Parts) -> Answers:
-        yield {}, [str(tokenizer.decode(np.frombuffer(parts[0], IDS).tolist())).encode()]
+    def decode(fields: PacketFields, parts: Parts) -> Answers:
+        yield {}, [str(tokenizer.decode(np.frombuffer(parts[0], IDS).tolist(), **fields)).encode()]
 
     def render(fields: PacketFields, parts: Parts) -> Answers:
+        chat.ChatTemplate.of(tokenizer, None, "")  # which says it where there is none
         yield {}, [str(tokenizer.apply_chat_template(json.loads(parts[0]), tokenize=False, **fields)).encode()]
 
     known = {work.__name__: work for work in (load, samples, texts, encode, decode, render)}
@@ -87,7 +88,7 @@ def _answer(pipe: "_Pipe", query: Packet, known: Mapping[str, Callable[[PacketFi
         send(pipe, {"error": {"what": error.what, "where": error.where, "do": error.do}})
     except BaseException as error:  # libraries raise nearly anything, and Rust's panics are not an Exception
         problem = DataError(f"the checkpoint's tokenizer fails: {type(error).__name__}: {error}")
-        send(pipe, {"error": {"what": problem.what, "where": "", "do": ""}})
+        send(pipe, {"error": {"what": problem.what, "where": "", "do": None}})
 
 
 def _tokens(tokenizer: Any, texts: list[str], **options: Any) -> list[list[int]]:

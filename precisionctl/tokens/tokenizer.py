@@ -102,6 +102,11 @@ class Tokenizer:
         return any(fnmatchcase(name, each) for name in self._files for each in _WITH_TOKENS)
 
     @property
+    def begin(self) -> int | None:
+        """The token that texts begin with, if there is one."""
+        return self._loads().begin
+
+    @property
     def end(self) -> int:
         """The end-of-text token."""
         return self._loads().end
@@ -153,10 +158,10 @@ class Tokenizer:
         ids: list[int] = _ids(reply.parts[0], "").tolist()
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
+    def decode(self, ids: Sequence[int], **options: bool) -> str:
+        """The text of token ids, with options of transformers' tokenizers."""
         query = _Query("", to_tokenize(4 * len(ids)), _room(4 * len(ids)))
-        (reply,) = self._answers("decode", {}, [np.asarray(ids, IDS).tobytes()], [query])
+        (reply,) = self._answers("decode", options, [np.asarray(ids, IDS).tobytes()], [query])
         return str(reply.parts[0], "utf-8")
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: bool) -> str:
@@ -177,7 +182,7 @@ class Tokenizer:
         nbytes, named = sum(map(len, self._files.values())), ", ".join(self._files)
         do = (
             "Copy its files (tokenizer.json, tokenizer_config.json, ...) from the model that it belongs to, to where "
-            "config.json is; in a Megatron checkpoint that is precisionctl/hf. `resume` also takes a --reference."
+            "config.json is; in a Megatron checkpoint that is precisionctl/hf. Or give a --reference that has them."
         )
         if not self.is_there:
             raise DataError("the checkpoint has no tokenizer", where=self._path or named, do=do)
@@ -194,14 +199,17 @@ class Tokenizer:
                     file.write_bytes(content)
                 query = _Query(named, to_load(nbytes), 0, do)
                 (reply,) = _fetched(process, {"do": "load", "folder": folder}, [], [query])
-            end: int = reply.fields["end"]
-            if not 0 <= end <= _LARGEST_ID:
-                raise DataError(f"the checkpoint's end-of-text token is {end}", where=named, do=_DO)
+            begin, end = reply.fields["begin"], reply.fields["end"]
+            for token in (end, *([] if begin is None else [begin])):
+                if not (isinstance(token, int) and 0 <= token <= _LARGEST_ID):
+                    raise DataError(
+                        f"the checkpoint's tokenizer begins or ends texts with {token}", where=named, do=_DO
+                    )
         except BaseException:
             process.close()
             raise
         self._process = process
-        return _Known(end, int(reply.fields["size"]))
+        return _Known(begin, end, int(reply.fields["size"]))
 
     def _answers(
         self, do: str, fields: Mapping[str, Any], parts: Sequence[bytes], queries: "Sequence[_Query]"
@@ -212,8 +220,9 @@ class Tokenizer:
 
 
 class _Known(NamedTuple):
-    """The end-of-text token, and the number of tokens."""
+    """The tokens that texts begin and end with, and the number of tokens."""
 
+    begin: int | None
     end: int
     size: int
 
@@ -250,7 +259,8 @@ def _fetched(
             replies.append(process.answer(query.limits, query.most))
             if "error" in replies[-1].fields:
                 error = replies[-1].fields["error"]
-                raise DataError(error["what"], where=error["where"] or query.where, do=error["do"] or query.do)
+                do = query.do if error["do"] is None else error["do"]
+                raise DataError(error["what"], where=error["where"] or query.where, do=do)
     except Ended as problem:
         query = queries[len(replies)]
         raise DataError(

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import Precision
 from precisionctl.reports.evaluation import lines
 from precisionctl.trainer.backends.base import fp8_linears
+from precisionctl.trainer.backends.fp8_gemm import NativeOperand
 from precisionctl.trainer.model.gpt import GPT
 
 
@@ -183,6 +185,16 @@ def test_the_command_prints_both_perplexities_and_json_has_every_number(tmp_path
         "kl": 0,
         "top1": 1,
     }
+
+
+def test_a_checkpoint_without_a_tokenizer_is_evaluated_with_that_of_a_reference(tmp_path, text):
+    save(tmp_path / "model", dtype=torch.bfloat16)
+    shutil.copytree(tmp_path / "model", tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    words = ["eval", str(tmp_path / "bare"), "--data", str(text)]
+    refused = CliRunner().invoke(main, words)
+    assert refused.exit_code == 1 and "no tokenizer" in refused.stderr and "--reference" in refused.stderr
+    found = CliRunner().invoke(main, [*words, "--reference", str(tmp_path / "model")])
+    assert found.stdout == CliRunner().invoke(main, ["eval", str(tmp_path / "model"), "--data", str(text)]).stdout != ""
 
 
 def test_a_reference_with_another_vocabulary_is_refused(tmp_path, text):
@@ -420,6 +432,14 @@ def test_pytorchs_own_fp8_gemm_gives_the_logits_that_are_emulated(tmp_path, sche
         found = model(TOKENS).float()
     assert len(calls) >= 8
     assert (found - emulated).norm() < 0.01 * emulated.norm()  # sums in another order, rounded to BF16 layer by layer
+
+
+def test_sizes_that_no_fp8_gemm_takes_are_computed_without_one(monkeypatch):
+    monkeypatch.setattr(quantizers, "_has_fp8_gemms", lambda device: True)
+    for rows, columns, native in ((32, 48, True), (32, 40, False), (24, 48, False)):
+        codes = torch.zeros(rows, columns).to(torch.float8_e4m3fn)
+        weight = quantizers.StoredWeight(codes, torch.ones(rows, 1)).quantize(torch.zeros(1, columns))
+        assert isinstance(weight.rows, NativeOperand) is native
 
 
 def product_by_blocks(a, b, scale_a, recipe_a, scale_b, recipe_b, output_dtype):

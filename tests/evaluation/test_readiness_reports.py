@@ -5,6 +5,7 @@ import os
 from contextlib import nullcontext
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pico
 import pytest
@@ -39,6 +40,13 @@ def with_everything():
     del statistics[MODULES[3]]
     states = replace(states, modules={**states.modules, MODULES[1]: grown}, statistics=statistics)
     return judged(MODULES, weights, states.without([MODULES[2]]))
+
+
+def test_the_page_of_a_checkpoint_that_is_where_we_are_has_its_name(tmp_path, monkeypatch):
+    pico.save(tmp_path / "model", dtype=torch.bfloat16)
+    monkeypatch.chdir(tmp_path / "model")
+    text = whole_page(describe(open_checkpoint(Path())), judged([], {}, None))
+    assert "<title>Is model ready for FP8?" in text
 
 
 def test_json_has_every_role_of_every_module_and_keeps_its_form():

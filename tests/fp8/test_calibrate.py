@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -31,6 +32,7 @@ from precisionctl.conversion.command import execute
 from precisionctl.conversion.known_state import KnownState
 from precisionctl.errors import (
     DamagedCheckpoint,
+    DataError,
     DestinationExists,
     MappingError,
     MissingFp8State,
@@ -309,6 +311,20 @@ def test_collected_histories_go_on_from_those_that_the_checkpoint_had(place: Pat
         for role, part in state.roles.items():
             if part.recorded:  # two passes more, in a history of four rows
                 assert torch.equal(part.amax_history[1:2], before[name].roles[role].amax_history[3:]), (name, role)
+
+
+def test_a_checkpoint_without_a_tokenizer_is_calibrated_with_that_of_a_reference(place: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(place / "source", bare, ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
+    alone = replace(asked(place, tmp_path / "alone"), checkpoint=bare)
+    with pytest.raises(DataError, match="no tokenizer.*Or give a --reference"):
+        calibrate(alone)
+    made = calibrate(replace(alone, reference=place / "source"))
+    same = calibrate(asked(place, tmp_path / "same"))
+    assert made.states.modules.keys() == same.states.modules.keys()
+    for name, state in same.states.modules.items():
+        for role, part in state.roles.items():
+            assert torch.equal(made.states.modules[name].roles[role].amax_history, part.amax_history), (name, role)
 
 
 def test_an_fp8_run_collects_by_itself_and_a_model_that_no_fp8_run_takes_is_told_before(

@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dist_checkpoints import LAYER, MODEL, ONCE
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from soaking import in_soak
 from torch import Tensor
 

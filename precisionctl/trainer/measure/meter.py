@@ -1,10 +1,11 @@
 """Measure each update of a run: FLOPs, memory and FP8 health, the latter from the state of delayed scaling."""
 
 import math
+import re
 import resource
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,12 +102,14 @@ class Meter:
 
 
 def host_bytes() -> int:
-    """The peak of this process's resident memory in bytes. (Linux's `ru_maxrss`, in KiB, would be the parent's where
-    that had more when it began this process.)"""
-    if sys.platform == "darwin":  # in bytes there
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
+    """The peak of this process's resident memory in bytes. (Linux's `ru_maxrss`, in KiB, is the parent's where that had
+    more when it began this process; some systems, such as gVisor, say no more.)"""
+    if sys.platform != "darwin":
+        with suppress(OSError):
+            if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
+                return int(found[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 @dataclass(frozen=True)

@@ -304,7 +304,7 @@ def test_a_pipe_is_no_data(place: Path) -> None:
 PLANNING = {
     "tokenize": "precisionctl.trainer.data.corpus.open_tokenizer",
     "resume": "precisionctl.trainer.resume.plan_run",
-    "calibrate": "precisionctl.calibration.calibrate.open_checkpoint",
+    "calibrate": "precisionctl.calibration.calibrate.open_hinted",
 }
 
 

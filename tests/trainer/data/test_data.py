@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,30 @@ def test_a_template_that_prints_the_date_makes_the_same_tokens_on_any_day(tmp_pa
     dated = "{% if strftime_now('%d %b %Y') == '26 Jul 2024' %}a {% else %}b {% endif %}" + MARKING_TEMPLATE
     path = write_rows(tmp_path / "chat.jsonl", [{"messages": CONVERSATION}])
     assert read(load_rows(path, tokenizer(dated), 64).tokens.tolist()).startswith("a <user>")
+
+
+DATES = ["%-d %B %Y", "%d/%m/%y, %I:%M %p", "%A, the %e.", "day %j of %G, %F %T", "100%% on %a", "%%d"]
+
+
+@pytest.mark.parametrize("form", DATES)
+def test_a_template_may_print_the_date_in_any_form(tmp_path: Path, form: str) -> None:
+    on_that_day = datetime(2024, 7, 26).strftime(form)
+    dated = f"{{% if strftime_now('{form}') == '{on_that_day}' %}}a {{% else %}}b {{% endif %}}" + MARKING_TEMPLATE
+    path = write_rows(tmp_path / "chat.jsonl", [{"messages": CONVERSATION}])
+    assert read(load_rows(path, tokenizer(dated), 64).tokens.tolist()).startswith("a <user>")
+
+
+def test_a_form_of_dates_that_nothing_knows_is_refused_and_not_printed(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "chat.jsonl", [{"messages": CONVERSATION}])
+    with pytest.raises(DataError, match="a date of an unknown format: %Q"):
+        load_rows(path, tokenizer("{{ strftime_now('%Q') }}" + MARKING_TEMPLATE), 64)
+
+
+def test_what_is_wrong_with_the_data_is_not_blamed_on_the_tokenizer(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "chat.jsonl", [{"prompt": "a", "completion": "\ud800"}])
+    with pytest.raises(DataError, match="not UTF-8 text") as error:
+        load_rows(path, tokenizer(), 64)
+    assert "mend the text" in error.value.do and "tokenizer" not in error.value.do
 
 
 def test_a_template_that_rewrites_earlier_messages_is_refused(tmp_path: Path) -> None:

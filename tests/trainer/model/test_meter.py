@@ -21,7 +21,7 @@ from precisionctl.precision import Precision
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.data.batch import Piece, make_batch
 from precisionctl.trainer.measure.flops import training_flops
-from precisionctl.trainer.measure.meter import Fp8Health
+from precisionctl.trainer.measure.meter import Fp8Health, host_bytes
 from precisionctl.trainer.measure.metrics import FILE
 from precisionctl.trainer.model.gpt import GPT
 
@@ -120,6 +120,22 @@ def test_without_delayed_scaling_there_is_nothing_to_see() -> None:
         with seen.watch():
             model(torch.arange(16).view(1, 16)).sum().backward()
         assert seen.fractions is None
+
+
+@pytest.mark.parametrize("status", ["Name:\tpython\nVmRSS:\t 90 kB\n", None], ids=["without it", "not there"])
+def test_the_peak_of_a_process_is_told_where_proc_does_not_have_it(
+    monkeypatch: pytest.MonkeyPatch, status: str | None
+) -> None:
+    """As under gVisor."""
+
+    def read(_: Path) -> str:
+        if status is None:
+            raise FileNotFoundError
+        return status
+
+    known = host_bytes()
+    monkeypatch.setattr(Path, "read_text", read)
+    assert host_bytes() > 0.5 * known > 25e6
 
 
 @pytest.mark.soak

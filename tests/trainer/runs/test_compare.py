@@ -2,6 +2,7 @@ import json
 import math
 import xml.etree.ElementTree
 from html import escape
+from pathlib import Path
 
 import pytest
 from soaking import in_soak
@@ -84,6 +85,14 @@ def test_settings_that_differ_are_shown_beside_the_curves(tmp_path):
     shown = compare([tmp_path / name for name in "abc"])
     assert shown.settings == {"data": ["1f", ["77"], None], "optimizer.lr": [1e-5, 2e-5, None]}
     assert shown.tables()[-1].rows == [("data", "A", "B", "-"), ("optimizer.lr", "1e-05", "2e-05", "-")]
+
+
+def test_a_run_that_is_where_we_are_has_its_folder_s_name(tmp_path, monkeypatch):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    monkeypatch.chdir(tmp_path / "here")
+    assert [each.name for each in read_curves([Path(), Path("../there")])] == ["here", "there"]
 
 
 def test_runs_without_a_common_step_cannot_be_compared():
