@@ -78,6 +78,16 @@ class Computed(Protocol):
         ...
 
 
+class ComputedTensor(Computed, Protocol):
+    """The same with the tensor's shape, of a tensor that is computed from the stored tensor `name` and has its
+    dtype."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A box of a logical tensor and where its row-major bytes are.
@@ -189,13 +199,23 @@ def _read_box(source: Chunked, name: str, box: Box, into: Bytes) -> None:
 
 @dataclass(frozen=True)
 class TransposedRows:
-    """The transpose of a stored matrix, as rows that are computed."""
+    """The transpose of a stored matrix, or of a box of it, as rows that are computed."""
 
     stored: Chunked
     name: str
+    box: Box | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._box.columns, self._box.rows
+
+    @property
+    def _box(self) -> Box:
+        return self.box or whole(self.stored.specs[self.name])
 
     def rows(self, row: int, rows: int) -> Tensor:
-        return read_box(self.stored, self.name, Box(0, self.stored.specs[self.name].rows, row, rows)).t().contiguous()
+        box = self._box
+        return read_box(self.stored, self.name, Box(box.row, box.rows, box.column + row, rows)).t().contiguous()
 
 
 def in_pieces(row: int, rows: int, width: int, room: int) -> Iterator[tuple[int, int]]:

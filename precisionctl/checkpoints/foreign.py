@@ -13,6 +13,7 @@ from typing import Any
 from precisionctl.architectures.read_off import HEAD_OF_NUMBERS
 from precisionctl.checkpoints.base import WITH_REFERENCE, Reader
 from precisionctl.checkpoints.hf_directory.safetensors_file import read_described
+from precisionctl.checkpoints.other_trainers.olmo_core_families import LAST_NORM
 from precisionctl.checkpoints.other_trainers.torchtitan_families import EMBEDDINGS
 from precisionctl.checkpoints.other_trainers.trainer_directory import says_its_model
 from precisionctl.checkpoints.output import GOES_ON, UNFINISHED, is_unfinished
@@ -157,6 +158,13 @@ TENSORS = (
         lambda reader: (
             _first(reader.specs, EMBEDDINGS.__contains__) if _is_dcp(reader) and says_its_model(reader) else None
         ),
+    ),
+    Foreign(
+        "a checkpoint of OLMo-core, of a model whose names are not known (docs/trainers.md has those that are)",
+        f"`{dcp_metadata.FILE}`, and a tensor `{LAST_NORM}`",
+        "In a clone of OLMo-core: `python src/examples/huggingface/convert_checkpoint_to_hf.py -i {path} -o OUT`; then "
+        "give OUT.",
+        lambda reader: "" if _is_dcp(reader) and says_its_model(reader) and LAST_NORM in reader.specs else None,
     ),
     Foreign(
         "the optimizer of a PyTorch checkpoint (DCP), without its model",

@@ -60,7 +60,7 @@ def describe(reader: Reader) -> Description:
         "path": str(reader.path),
         "container": reader.container,
         "layout": reader.layout,
-        "stored_names": "torchtitan" if isinstance(reader, DcpModelReader) and reader.of_torchtitan else None,
+        "stored_names": reader.names_of if isinstance(reader, DcpModelReader) else None,
         "architecture": model.model_type if model else None,
         "iteration": reader.iteration,
         "parameters": sum(spec.rows * spec.columns for spec in specs),

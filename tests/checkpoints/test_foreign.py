@@ -125,6 +125,11 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "torchtitan",
         "convert_to_hf.py",
     ),
+    "OLMo-core": (
+        dcp(lambda name: name.replace("model.norm.", "lm_head.norm."), config={"model_type": "mamba"}),
+        "OLMo-core",
+        "convert_checkpoint_to_hf.py -i .*here -o OUT",
+    ),
     "a step of verl": (files("actor/model_world_size_1_rank_0.pt"), "a folder with a model", "here/actor"),
     "PaddlePaddle": (as_paddle, "linears are transposed", "save_to_hf=True"),
     "NeMo 1": (files("model.nemo"), "NeMo 1", r"here/model\.nemo"),

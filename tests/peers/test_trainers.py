@@ -26,7 +26,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer, trainer_run_of
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.commands.hinted_path import HintedPath, open_hinted
 from precisionctl.param import KINDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -206,6 +208,44 @@ def test_torchtitans_weights_and_moments_are_its_own_adapters_and_it_goes_on_fro
         conversions.run(tmp_path / "megatron", tmp_path / "back", "hf", container="dcp")
         expected = as_state_dict(live["param"], exp_avg=live["exp_avg"], exp_avg_sq=live["exp_avg_sq"])
         assert_same(read_by_torch(tmp_path / "back", expected), expected)
+
+
+def olmo_core() -> Path:
+    versions = (f"torch=={torch.__version__.partition('+')[0]}", f"transformers=={transformers.__version__}")
+    return environments.python_with("olmo_core", (*versions, "ai2-olmo-core==3.0.0"))
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks"),
+    [
+        *((model, 1) for model in ("olmo2", "olmo3", "flex_olmo", "flex_olmo_dropless", "llama", "qwen3")),
+        *((model, 2) for model in ("olmo2", "flex_olmo")),
+        ("olmo_hybrid", 1),
+    ],
+)
+def test_olmo_cores_weights_and_moments_are_its_own_converters(tmp_path: Path, model: str, ranks: int) -> None:
+    """Of experts and delta nets there are no logits, and of the latter no optimizer: OLMo-core computes them with
+    kernels alone."""
+    run_ranks(olmo_core(), ranks, "olmo_core_save.py", tmp_path, model)
+    made, reference = tmp_path / "step2", tmp_path / "config"
+    conversions.run(made, tmp_path / "out", "hf", reference=reference, verify=True)
+    live = torch.load(tmp_path / "live.pt")
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert weights.keys() == live["param"].keys()
+    assert_same({"": weights}, {"": live["param"]})
+    if "logits" in live:
+        ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+        with torch.no_grad():
+            logits = ours(torch.arange(16).view(1, 16) * 5).logits
+        assert torch.allclose(logits, live["logits"], atol=1e-6)
+    if model == "olmo_hybrid":
+        return
+    reader = open_hinted(HintedPath(made, reference=reference))
+    assert of_trainer(reader) and reader.trainer_run.updates == 2
+    for kind in ("exp_avg", "exp_avg_sq"):
+        found = {name: read_tensor(WithOptimizer(reader), f"optimizer.state.{kind}.{name}") for name in live[kind]}
+        assert_same({"": found}, {"": live[kind]})
+    conversions.run(made, tmp_path / "megatron", "megatron", "bf16", reference=reference, verify=True)
 
 
 def verl() -> Path:

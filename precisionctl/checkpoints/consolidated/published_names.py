@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from precisionctl.architectures.config_keys import size
 from precisionctl.architectures.wrappers import WRAPPERS
+from precisionctl.checkpoints.other_trainers.name_patterns import pattern_of, with_numbers
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model.model_shape import ModelShape
 
@@ -62,7 +63,6 @@ _TOWERS: Mapping[str, str] = {
 _SCALES = {"qscale_weight": "weight_scale_inv", "qscale_act": "activation_scale"}
 """Kinds of tensors that Mistral has words of its own for, and transformers' for `quant_method: fp8`."""
 
-_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9]\d{0,8})(?=\.)")
 _TURNED = re.compile(r"(vision_encoder\.transformer\.)?layers\.\d+\.attention\.w([qk])")
 
 LEFT = re.compile(
@@ -97,7 +97,7 @@ class PublishedNames:
     def of(self, name: str) -> str | None:
         """The published name of a tensor; None for one that no such model has."""
         module, _, kind = name.rpartition(".")
-        pattern, numbers = _NUMBER.sub("#", module), _NUMBER.findall(module)
+        pattern, numbers = pattern_of(module)
         if pattern == _HEAD:
             found = self._wrapper.head if self._wrapper else "lm_head."
         elif pattern in _BODY:
@@ -106,9 +106,7 @@ class PublishedNames:
             found = f"{_TOWERS[pattern]}."
         else:
             return None
-        for number in numbers:
-            found = found.replace("#", number, 1)
-        return f"{found}{_SCALES.get(kind, kind)}"
+        return f"{with_numbers(found, numbers)}{_SCALES.get(kind, kind)}"
 
     def heads(self, name: str) -> RotaryHeads | None:
         """The heads whose rows stand in another order in a tensor than in the published one; None of any other."""

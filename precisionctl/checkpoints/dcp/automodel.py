@@ -10,54 +10,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from precisionctl.checkpoints.chunks import Chunked, TransposedRows
+from precisionctl.checkpoints.chunks import Box, Chunked, TransposedRows
 from precisionctl.checkpoints.other_trainers.trainer_directory import both_are
 from precisionctl.param import TensorSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _OF_EXPERT = re.compile(r"(.+\.experts)\.(gate_and_up|down)_projs\[(\d+)\]")
 _PARTS = {"gate_and_up": (("gate", "up"), ("up",)), "down": (("down",),)}
 """The linears whose columns follow each other in such a matrix: those of gated experts, and of others."""
 
 
-@dataclass(frozen=True)
-class LinearsColumns:
-    """A linear's weight `[count, in]`, whose rows are the columns from `first` on of the stored matrix `name`."""
-
-    stored: Chunked
-    name: str
-    first: int
-    count: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.count, self.stored.specs[self.name].rows
-
-    def rows(self, row: int, rows: int) -> Tensor:
-        """Rows `[row, row + rows)` as `[rows, in]`."""
-        return TransposedRows(self.stored, self.name).rows(self.first + row, rows)
-
-
 def by_hf_names(
     stored: Chunked, prefix: str, names: Iterable[str], weights: Mapping[str, TensorSpec], where: Path
-) -> dict[str, str | LinearsColumns]:
+) -> dict[str, str | TransposedRows]:
     """Moments by the names of their `weights`, and for each the stored tensor that it is, or its columns in one.
     `names` are those of stored moments without the `prefix` that each has in `stored`. Raises DamagedCheckpoint for two
     moments of one weight."""
-    found: dict[str, str | LinearsColumns] = {}
+    found: dict[str, str | TransposedRows] = {}
     seen: dict[str, str] = {}
     for name in names:
-        made: dict[str, str | LinearsColumns] = {}
+        made: dict[str, str | TransposedRows] = {}
         first = 0
         for linear in _linears(name, stored.specs[prefix + name], weights):
-            count = weights[linear].rows
-            made[linear] = LinearsColumns(stored, prefix + name, first, count)
+            count, inputs = weights[linear].shape
+            made[linear] = TransposedRows(stored, prefix + name, Box(0, inputs, first, count))
             first += count
         for new in made or (name,):
             if (other := seen.setdefault(new, name)) != name:

@@ -1,16 +1,16 @@
 """Read a model in PyTorch's own checkpoint (DCP) with Hugging Face's names.
 
 Trainers without names of their own save it: accelerate's FSDP 1 and 2, `dcp.save` of a state dict, megatron-fsdp.
-torchtitan's names are read, too. AdamW's state is read if it is stored by parameter name. `.metadata` says where the
-pieces are, or files of safetensors do. A config.json, beside the checkpoint or in the reference, says which model it
-is.
+torchtitan's names and OLMo-core's are read, too. AdamW's state is read if it is stored by parameter name. `.metadata`
+says where the pieces are, or files of safetensors do. A config.json, beside the checkpoint or in the reference, says
+which model it is.
 
 NeMo Automodel (0.7) has a model's pieces in safetensors in `model/` of a step, with config.json and
 the tokenizer in `model/.hf_metadata`, and its optimizer in `optim/`.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -19,15 +19,14 @@ from pathlib import Path
 
 from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.base import Hints
-from precisionctl.checkpoints.chunks import Chunk, whole
-from precisionctl.checkpoints.dcp import automodel, torchtitan
-from precisionctl.checkpoints.dcp.automodel import LinearsColumns
+from precisionctl.checkpoints.chunks import Chunk, ComputedTensor, whole
+from precisionctl.checkpoints.dcp import automodel, olmo_core, torchtitan
 from precisionctl.checkpoints.dcp.dcp_optimizer import split_off, with_names
 from precisionctl.checkpoints.hf_directory import safetensors_pieces
 from precisionctl.checkpoints.hf_directory.fused_experts import stacks
 from precisionctl.checkpoints.hf_directory.wrapped_names import names_inside
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE
-from precisionctl.checkpoints.other_trainers import torchtitan_families
+from precisionctl.checkpoints.other_trainers import olmo_core_families, torchtitan_families
 from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, says_its_model
 from precisionctl.checkpoints.other_trainers.trainer_run import (
     ParameterGroup,
@@ -37,7 +36,6 @@ from precisionctl.checkpoints.other_trainers.trainer_run import (
     trainer_step,
     with_parameters,
 )
-from precisionctl.checkpoints.rotary_heads import Heads
 from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensor, LogicalTensors, check_whole, slices
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint, shown
@@ -66,6 +64,9 @@ _AUTOMODEL_COMPANIONS = ".hf_metadata"
 
 _AUTOMODEL_UNFINISHED = ".incomplete"
 """What is in the directory of a step while it is saved, and after a save that was stopped."""
+
+TORCHTITAN, OLMO_CORE = "torchtitan", "OLMo-core"
+"""Trainers that have names of their own for a model's tensors."""
 
 _ALL_RANKS = "Copy the files of all ranks. If they are there, let PyTorch join them: consolidate_safetensors_files."
 
@@ -100,10 +101,12 @@ def read_dcp(directory: Path) -> dcp_metadata.Index:
 
 
 def directories_of(path: Path) -> tuple[Path, Path | None] | None:
-    """The directory of a model in pieces, and that of its optimizer if it is apart: a path itself, or what accelerate
-    and Automodel have in it. None where there is none."""
+    """The directory of a model in pieces, and that of its optimizer if it is apart: a path itself, or what accelerate,
+    OLMo-core and Automodel have in it. None where there is none."""
     if is_dcp(path):
         return path, None
+    if (path / olmo_core.DIRECTORY / dcp_metadata.FILE).is_file():
+        return path / olmo_core.DIRECTORY, None
     if is_dcp(path / ACCELERATE):
         apart = path / ACCELERATE_OPTIMIZER
         return path / ACCELERATE, apart if (apart / dcp_metadata.FILE).is_file() else None
@@ -118,7 +121,7 @@ class DcpModelReader(TrainerDirectory):
 
     Raises DamagedCheckpoint where pieces and files contradict each other, for a save that was stopped, and if pieces in
     safetensors cannot be all of their tensors; UnsafePickle; and CheckpointError where no config.json says which model
-    it is, or weights are FP8 codes. `of_torchtitan` says that names are torchtitan's.
+    it is, or weights are FP8 codes. `names_of` is the trainer that has these names, if they are not Hugging Face's.
     """
 
     container = "dcp"
@@ -141,9 +144,9 @@ class DcpModelReader(TrainerDirectory):
         for each in filter(None, (index, index_of_optimizer)):
             dcp_metadata.check_apart(((n, piece.span) for n, one in each.tensors.items() for piece in one.pieces), path)
         self._stored = LogicalTensors({_full(kind, n): one for kind, of in tensors.items() for n, one in of.items()})
-        self.of_torchtitan = any(name in tensors[""] for name in torchtitan_families.EMBEDDINGS)
+        self.names_of = _trainer_with(tensors[""])
         self._unplaced: Sequence[str] = ()  # buffers of torchtitan's that the model has no place for
-        self._places: dict[str, str | Heads | LinearsColumns] = {}
+        self._places: dict[str, str | ComputedTensor] = {}
         for kind, found in tensors.items():
             placed = self._by_hf_names({name: _full(kind, name) for name in found}, _full(kind, ""))
             self._places |= {_full(kind, name): place for name, place in placed.items()}
@@ -181,15 +184,18 @@ class DcpModelReader(TrainerDirectory):
             named[kind] = _in_model(moments, self.path, beside, key_is_known=known)
         return named
 
-    def _by_hf_names(self, names: Mapping[str, str], prefix: str) -> Mapping[str, str | Heads | LinearsColumns]:
+    def _by_hf_names(self, names: Mapping[str, str], prefix: str) -> Mapping[str, str | ComputedTensor]:
         """Hugging Face's names of weights, or of moments, whose names in `_stored` have a `prefix`: for each the stored
-        tensor that it is, or its rows or columns in one. `names` are those in the model, and those in `_stored`."""
-        described = self.of_torchtitan and says_its_model(self)
-        family = torchtitan_families.FAMILIES.get(self.model.architecture) if described else None
-        if family:
+        tensor that it is, or its rows. `names` are a trainer's, and those in `_stored`; they stay what they are where
+        nothing says the model, or the family's are not known."""
+        described = self.names_of and says_its_model(self)
+        family = self.model.architecture if described else ""
+        if self.names_of == TORCHTITAN and (titans := torchtitan_families.FAMILIES.get(family)):
             if not prefix:
-                self._unplaced = [name for name in names if family.hf_name(name, self.model) is None]
-            return torchtitan.by_hf_names(self._stored, names, family, self.model, self.path)
+                self._unplaced = [name for name in names if titans.hf_name(name, self.model) is None]
+            return torchtitan.by_hf_names(self._stored, names, titans, self.model, self.path)
+        if self.names_of == OLMO_CORE and (olmos := olmo_core_families.FAMILIES.get(family)):
+            return olmo_core.by_hf_names(self._stored, names, olmos, self.model, self.path)
         return automodel.by_hf_names(self._stored, prefix, names, self._stored.specs, self.path) if prefix else names
 
     def _check_pieces(self, directory: Path) -> None:
@@ -233,6 +239,11 @@ class DcpModelReader(TrainerDirectory):
                 f"{self.model.model_type} chooses experts by their scores alone, and so perhaps others."
             )
 
+        embeddings = self._places.get("model.embed_tokens.weight")
+        if isinstance(embeddings, olmo_core.SomeRows):
+            padding = self._stored.specs[embeddings.name].rows - embeddings.count
+            yield f"{counted(padding, 'row')} with which OLMo-core pads the vocabulary are left out."
+
     def _logical(self, stored: Mapping[str, dcp_metadata.DcpTensor]) -> dict[str, LogicalTensor]:
         """The tensors by name, one for each expert of a stack."""
         fused = stacks({name: TensorSpec(one.shape, one.dtype) for name, one in stored.items()}, self.path)
@@ -261,7 +272,7 @@ class DcpModelReader(TrainerDirectory):
             raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
         return self._moments
 
-    def _spec(self, place: str | Heads | LinearsColumns) -> TensorSpec:
+    def _spec(self, place: str | ComputedTensor) -> TensorSpec:
         if isinstance(place, str):
             return self._stored.specs[place]
         return TensorSpec(place.shape, self._stored.specs[place.name].dtype)
@@ -299,6 +310,13 @@ class DcpModelReader(TrainerDirectory):
 def _full(kind: str, name: str) -> str:
     """The name of a weight, of which the kind is empty, or of a moment of this kind."""
     return state_name(kind, name) if kind else name
+
+
+def _trainer_with(names: Collection[str]) -> str | None:
+    """The trainer that has such names; None where they are Hugging Face's, or unknown."""
+    if any(name in names for name in torchtitan_families.EMBEDDINGS):
+        return TORCHTITAN
+    return OLMO_CORE if olmo_core_families.LAST_NORM in names else None
 
 
 def _in_model(

@@ -1,7 +1,7 @@
 """`.metadata` of PyTorch's distributed checkpoints (DCP): which file holds which box of which tensor.
 
-It is a pickle of PyTorch's classes, and of Megatron's in some versions. It is read into inert stand-ins and checked.
-It is written opcode by opcode: equal content gives equal bytes, and `torch.distributed` is not needed.
+It is a pickle of PyTorch's classes, and of Megatron's in some versions, or OLMo-core's. It is read into inert stand-ins
+and checked. It is written opcode by opcode: equal content gives equal bytes, and `torch.distributed` is not needed.
 """
 
 import itertools
@@ -99,9 +99,11 @@ class _Allowed(dict[tuple[str, str], Any]):
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _PLANNER = "torch.distributed.checkpoint.planner"
+_OLMO_CORE = "olmo_core.distributed.checkpoint.filesystem"
 _PLAIN = {
     _METADATA: ("Metadata", "ChunkStorageMetadata", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
     _FILESYSTEM: ("_StorageInfo",),
+    _OLMO_CORE: ("_StorageInfo",),  # a copy of PyTorch's
     _PLANNER: ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
     "pathlib": ("PosixPath",),  # the path of the directory that was written
     "pathlib._local": ("PosixPath",),  # the same, as Python 3.13 calls it
@@ -123,7 +125,7 @@ def read_index(directory: Path) -> Index:
     """Read `.metadata` and check that every piece lies inside a file of the directory.
 
     Raises DamagedCheckpoint for an index that contradicts itself or its files, UnsafePickle for other classes than
-    PyTorch's and Megatron's. Tensor data is not read.
+    PyTorch's, Megatron's and OLMo-core's. Tensor data is not read.
     """
     path = directory / FILE
     return parse_index(read_file(path, directory, _MAX_BYTES), _Files(directory).whole, path)

@@ -1,0 +1,119 @@
+"""Where OLMo-core has the tensors that Hugging Face's names stand for: weights and moments.
+
+A step is a directory `stepN` with a DCP in `model_and_optim`, beside the config.json of the run, which is none of
+Hugging Face's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from precisionctl.checkpoints.chunks import Box, Chunked, ComputedTensor, TransposedRows, read_rows
+from precisionctl.checkpoints.other_trainers.name_patterns import pattern_of, with_numbers
+from precisionctl.checkpoints.other_trainers.olmo_core_families import (
+    DECAY,
+    DELTA_NET,
+    EXPERTS,
+    LAYER,
+    ROUTER,
+    VOCABULARY,
+)
+from precisionctl.checkpoints.other_trainers.trainer_directory import both_are
+from precisionctl.errors import CheckpointError, DamagedCheckpoint
+from precisionctl.model.model_parts import MoE
+from precisionctl.model.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DIRECTORY = "model_and_optim"
+"""Where OLMo-core has model and optimizer, in the directory of a step."""
+
+
+@dataclass(frozen=True)
+class SomeRows:
+    """The rows `[first, first + count)` of the stored tensor `name`."""
+
+    stored: Chunked
+    name: str
+    first: int
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.count, *self.stored.specs[self.name].shape[1:])
+
+    def rows(self, row: int, rows: int) -> Tensor:
+        """Rows `[row, row + rows)` of these."""
+        return read_rows(self.stored, self.name, self.first + row, rows)
+
+
+@dataclass(frozen=True)
+class FoldedRows:
+    """A matrix with this many columns, whose rows follow each other in the stored vector `name`."""
+
+    stored: Chunked
+    name: str
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.specs[self.name].rows // self.columns, self.columns
+
+    def rows(self, row: int, rows: int) -> Tensor:
+        """Rows `[row, row + rows)` as `[rows, columns]`."""
+        vector = read_rows(self.stored, self.name, row * self.columns, rows * self.columns)
+        return vector.reshape(rows, self.columns)
+
+
+def by_hf_names(
+    stored: Chunked, names: Mapping[str, str], family: Mapping[str, str], model: ModelShape, where: Path
+) -> dict[str, str | ComputedTensor]:
+    """Hugging Face's names, and for each the stored tensor that it is, or its rows in one. `names` are OLMo-core's
+    names of stored tensors; any that the family has not stay as they are. Rows that pad the vocabulary are left out.
+    Raises DamagedCheckpoint for two that are the same tensor, and for experts of other sizes than the model's;
+    CheckpointError for square ones."""
+    found, seen = dict[str, str | ComputedTensor](), dict[str, str]()
+    patterns = {olmo: pattern_of(olmo) for olmo in names}
+    delta_nets = {numbers[0] for pattern, numbers in patterns.values() if pattern == DECAY}
+    for olmo, name in names.items():
+        pattern, numbers = patterns[olmo]
+        module, _, kind = pattern.rpartition(".")
+        modules = DELTA_NET if numbers and numbers[0] in delta_nets else family
+        made, spec = dict[str, str | ComputedTensor](), stored.specs[name]
+        if module in modules:
+            padded = module in VOCABULARY and spec.rows > model.vocab_size
+            place = SomeRows(stored, name, 0, model.vocab_size) if padded else name
+            made[with_numbers(f"{modules[module]}.{kind}", numbers)] = place
+        elif pattern == ROUTER and spec.rows % model.hidden_size == 0:
+            made[with_numbers(f"{LAYER}mlp.gate.weight", numbers)] = FoldedRows(stored, name, model.hidden_size)
+        elif (linear := EXPERTS.get(pattern)) and model.moe:
+            experts = _experts(stored, olmo, name, model.hidden_size, model.moe, where)
+            made |= {with_numbers(linear, [*numbers, str(expert)]): place for expert, place in enumerate(experts)}
+        else:
+            made[olmo] = name
+        for new in made:
+            if (first := seen.setdefault(new, olmo)) != olmo:
+                raise both_are(first, olmo, new, where)
+        found |= made
+    return found
+
+
+def _experts(stored: Chunked, olmo: str, name: str, hidden: int, moe: MoE, where: Path) -> Sequence[ComputedTensor]:
+    """The matrices of the experts, one below the other: `[in, out]`, or `[out, in]` of gate and up where no tokens are
+    dropped (`MoEType.dropless`)."""
+    shape, size, down = stored.specs[name].shape, moe.ffn_hidden_size, olmo.endswith(".w2")
+    rows = size if down or shape[-1] == hidden else hidden
+    if shape != (moe.num_experts * rows, hidden if rows == size else size):
+        what = f"`{olmo}` is {list(shape)}, and by the config its {moe.num_experts} experts are {hidden} by {size}"
+        raise DamagedCheckpoint(what, where=where, do="Does the config belong to this checkpoint?")
+    if hidden == size and not down:
+        what = f"`{olmo}` has square matrices, which experts that drop tokens have transposed, and others have not"
+        raise CheckpointError(what, where=where, do="Convert it with OLMo-core, whose config says which these are.")
+    starts = range(0, shape[0], rows)
+    if rows == size and not down:
+        return [SomeRows(stored, name, start, rows) for start in starts]
+    return [TransposedRows(stored, name, Box(start, rows, 0, shape[1])) for start in starts]
