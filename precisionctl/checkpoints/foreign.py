@@ -13,6 +13,7 @@ from typing import Any
 from precisionctl.architectures.read_off import HEAD_OF_NUMBERS
 from precisionctl.checkpoints.base import WITH_REFERENCE, Reader
 from precisionctl.checkpoints.hf_directory.safetensors_file import read_described
+from precisionctl.checkpoints.other_trainers import litgpt_families
 from precisionctl.checkpoints.other_trainers.olmo_core_families import LAST_NORM
 from precisionctl.checkpoints.other_trainers.torchtitan_families import EMBEDDINGS
 from precisionctl.checkpoints.other_trainers.trainer_directory import says_its_model
@@ -167,6 +168,17 @@ TENSORS = (
         lambda reader: "" if _is_dcp(reader) and says_its_model(reader) and LAST_NORM in reader.specs else None,
     ),
     Foreign(
+        "a checkpoint of LitGPT, of a model whose names are not known (docs/trainers.md has those that are)",
+        "`lit_model.pth`, and a tensor `transformer.wte.weight`",
+        "Convert it with LitGPT: `litgpt convert_from_litgpt {path} OUT`, and rename OUT/model.pth to "
+        f"pytorch_model.bin; {_THEN}.",
+        lambda reader: (
+            ""
+            if reader.container == "litgpt" and says_its_model(reader) and litgpt_families.EMBEDDINGS in reader.specs
+            else None
+        ),
+    ),
+    Foreign(
         "the optimizer of a PyTorch checkpoint (DCP), without its model",
         f"`{dcp_metadata.FILE}`, and tensors of an optimizer alone",
         "Its model is in another directory, accelerate's in `pytorch_model_fsdp_0` beside it: give that.",
@@ -214,6 +226,12 @@ UNREAD = (
         "`*.nemo`",
         "Give {path}/{found}.",
         _has("*.nemo"),
+    ),
+    Foreign(
+        "LoRA of LitGPT, without the model that it is merged into",
+        "`lit_model.pth.lora`",
+        "Merge it: `litgpt merge_lora {path}`, which writes lit_model.pth beside it; then give {path}.",
+        _has("lit_model.pth.lora"),
     ),
     Foreign(
         "weights in Mistral's own files or Meta's, without their params.json",

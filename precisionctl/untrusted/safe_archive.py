@@ -14,7 +14,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import damage, shown
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted import safe_pickle
-from precisionctl.untrusted.safe_pickle import finite
+from precisionctl.untrusted.safe_pickle import finite, is_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,9 +49,10 @@ def loads(data: bytes, allowed: safe_pickle.Allowed, where: object) -> Any:
 
 
 def reference_of(identifier: Any) -> tuple[DType, str]:
-    """dtype and name of a storage from its persistent id, ("storage", dtype, name, device, elements). Raises ValueError
-    for anything else."""
+    """dtype and name of a storage from its persistent id, ("storage", dtype, name, device, elements). LitGPT writes the
+    name as a number. Raises ValueError for anything else."""
     _, dtype, name, *_ = identifier
+    name = str(name) if is_count(name) else name
     if not isinstance(dtype, DType) or type(name) is not str:
         raise ValueError(f"{shown(identifier)} as a storage")
     return dtype, name

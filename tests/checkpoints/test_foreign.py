@@ -54,6 +54,11 @@ def as_torchtitan(name: str) -> str:
     return name.removeprefix("model.").replace("embed_tokens", "tok_embeddings").replace("self_attn.q", "attention.w")
 
 
+def as_litgpt(directory: Path) -> None:
+    torch.save({"transformer.wte.weight": torch.ones(3, 4)}, directory / "lit_model.pth")
+    (directory / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+
+
 def renamed(change: Callable[[str], str], **more: torch.Tensor) -> Callable[[Path], object]:
     """A Hugging Face directory whose tensors have other names, and some more."""
 
@@ -130,6 +135,8 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "OLMo-core",
         "convert_checkpoint_to_hf.py -i .*here -o OUT",
     ),
+    "LitGPT": (as_litgpt, "LitGPT", "convert_from_litgpt .*here OUT"),
+    "LitGPT's LoRA": (files("lit_model.pth.lora"), "LoRA of LitGPT", "merge_lora .*here"),
     "a step of verl": (files("actor/model_world_size_1_rank_0.pt"), "a folder with a model", "here/actor"),
     "PaddlePaddle": (as_paddle, "linears are transposed", "save_to_hf=True"),
     "NeMo 1": (files("model.nemo"), "NeMo 1", r"here/model\.nemo"),

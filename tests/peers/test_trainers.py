@@ -248,6 +248,94 @@ def test_olmo_cores_weights_and_moments_are_its_own_converters(tmp_path: Path, m
     conversions.run(made, tmp_path / "megatron", "megatron", "bf16", reference=reference, verify=True)
 
 
+def litgpt() -> Path:
+    version = torch.__version__.partition("+")[0]
+    return environments.python_with("litgpt", (f"torch=={version}", "litgpt==0.5.13"))
+
+
+_IN_LITGPT = {
+    "n_layer": 2,
+    "n_embd": 64,
+    "n_head": 4,
+    "n_query_groups": 2,
+    "head_size": 16,
+    "intermediate_size": 48,
+    "vocab_size": 90,
+    "padded_vocab_size": 96,
+}
+_IN_TRANSFORMERS = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "vocab_size": 90,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_EXPERTS = {"n_expert": 4, "n_expert_per_token": 2}
+_SQUARE = ({"n_query_groups": 4}, {"num_key_value_heads": 4, "layer_norm_eps": 1e-5})
+_WINDOW = (
+    {"attention_scores_scalar": 16, "sliding_window_size": 8},
+    {"query_pre_attn_scalar": 16, "sliding_window": 8},
+)
+_OF_LITGPT: dict[str, tuple[str, float, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("Llama-3-8B", 5e5, {}, {}),
+    "mistral": ("Mistral-7B-v0.3", 1e6, {}, {"sliding_window": None}),
+    "qwen2": ("Qwen2.5-0.5B", 1e6, {}, {"rms_norm_eps": 1e-6}),
+    "qwen3": ("Qwen3-0.6B", 1e6, {}, {"rms_norm_eps": 1e-6}),
+    "qwen3_moe": (
+        "Qwen3-30B-A3B",
+        1e6,
+        {**_EXPERTS, "moe_intermediate_size": 24},
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "rms_norm_eps": 1e-6}
+        | {"norm_topk_prob": True},
+    ),
+    "mixtral": ("Mixtral-8x7B-v0.1", 1e6, _EXPERTS, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma": ("Gemma-7b", 1e4, {}, {}),
+    "gemma2": ("Gemma-2-2b", 1e4, *_WINDOW),
+    "gemma3_text": ("Gemma-3-1b-it", 0, {"n_layer": 6, **_WINDOW[0]}, {"num_hidden_layers": 6, **_WINDOW[1]}),
+    "olmo2": ("OLMo-2-1124-7B", 5e5, {}, {"rms_norm_eps": 1e-6}),
+    "phi": ("phi-2", 1e4, *_SQUARE),
+    "phi3": ("Phi-3-mini-4k-instruct", 1e4, {}, {"sliding_window": None}),
+    "gpt_neox": ("pythia-14m", 1e4, *_SQUARE),
+    "stablelm": ("stablelm-3b-4e1t", 1e4, *_SQUARE),
+}
+"""Families, with a config of LitGPT, its rotary base, and what is changed of that and of Hugging Face's."""
+_ROTARY_PART = {"phi": 0.4, "gpt_neox": 0.25, "stablelm": 0.25}
+
+
+@pytest.mark.parametrize("family", _OF_LITGPT)
+def test_litgpts_models_are_its_own_converters_and_compute_what_it_computes(tmp_path: Path, family: str) -> None:
+    """Its converter drops the output layer of Gemma, which is LitGPT's own, and gives OLMo 2 up: there logits judge."""
+    name, base, own, changes = _OF_LITGPT[family]
+    run = [litgpt(), HERE / "litgpt_save.py", tmp_path, name, json.dumps(_IN_LITGPT | own)]
+    subprocess.run(run, check=True, capture_output=True, timeout=300)
+    rope = {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": _ROTARY_PART.get(family, 1.0)}
+    settings = _IN_TRANSFORMERS | changes | ({"rope_parameters": rope} if base else {})
+    transformers.AutoConfig.for_model(family, **settings).save_pretrained(tmp_path / "config")
+    for kind in ("lit", "older"):
+        conversions.run(tmp_path / kind, tmp_path / f"{kind}-out", "hf", reference=tmp_path / "config", verify=True)
+    weights, older = (load_file(tmp_path / kind / "model.safetensors") for kind in ("lit-out", "older-out"))
+    assert weights.keys() == older.keys()
+    assert_same({"": older}, {"": weights})
+    theirs = tmp_path / "theirs" / "model.pth"
+    if theirs.exists():
+        converted = {name: tensor[: len(weights[name])] for name, tensor in torch.load(theirs).items()}
+        assert weights.keys() - converted.keys() <= {"lm_head.weight"}
+        assert_same({"": weights}, {"": converted})
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "lit-out", dtype=torch.float32)
+    with torch.no_grad():
+        logits = ours(torch.arange(16).view(1, 16) * 5).logits
+    assert torch.allclose(logits, torch.load(tmp_path / "logits.pt")[..., :90], atol=1e-5)
+    conversions.run(tmp_path / "lit", tmp_path / "megatron", "megatron", reference=tmp_path / "config", verify=True)
+
+
 def verl() -> Path:
     versions = (f"torch=={torch.__version__.partition('+')[0]}", f"transformers=={transformers.__version__}")
     also = "accelerate peft omegaconf tensordict pytest".split()  # pytest for `core_models`, which the script imports

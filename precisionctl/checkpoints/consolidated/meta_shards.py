@@ -7,12 +7,11 @@ and by rows since (VocabParallelEmbedding), which the shapes tell.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from precisionctl.checkpoints.chunks import Box, Chunk
 from precisionctl.checkpoints.hf_directory.huggingface_files import read_bin
-from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor
+from precisionctl.checkpoints.hf_directory.safetensors_file import JoinedTensor, StoredTensor
 from precisionctl.checkpoints.mlx.mlx_names import Places
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import TensorSpec
@@ -23,16 +22,6 @@ EMBEDDING = "tok_embeddings.weight"
 _SIDE_BY_SIDE = re.compile(r"layers\.\d+\.(?:attention\.wo|feed_forward\.w2)\.weight")
 _IN_EVERY_FILE = re.compile(r"(?:layers\.\d+\.(?:attention|ffn)_norm|norm)\.weight|(?:.+\.)?rope\.freqs")
 _AGAIN = "Copy the files of the release again."
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedTensor(StoredTensor):
-    """A tensor whose parts are in several files."""
-
-    parts: tuple[Chunk, ...]
-
-    def chunks(self, file: Path) -> Sequence[Chunk]:
-        return self.parts
 
 
 def shard_files(path: Path) -> list[Path]:

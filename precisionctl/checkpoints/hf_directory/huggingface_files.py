@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.hf_directory.fused_experts import sliced, stacked, stored_name, stored_tensor
@@ -80,7 +81,11 @@ def read_bin(path: Path) -> dict[str, StoredTensor]:
 
     Tensors may share bytes, as those of tied embeddings do.
     """
-    saved = torch_zip.skeleton(path)
+    return tensors_of(torch_zip.skeleton(path), path)
+
+
+def tensors_of(saved: Any, path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a state dict that `skeleton` found in a file. Raises DamagedCheckpoint for anything else."""
     if not isinstance(saved, dict):
         raise DamagedCheckpoint("it does not hold a dict of tensors", where=path)
     found = {}

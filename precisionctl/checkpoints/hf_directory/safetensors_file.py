@@ -73,6 +73,16 @@ class StoredTensor:
         return [Chunk(whole(self.spec), file, self.offset)]
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedTensor(StoredTensor):
+    """A tensor whose parts are in several places, perhaps of several files."""
+
+    parts: tuple[Chunk, ...]
+
+    def chunks(self, file: Path) -> Sequence[Chunk]:
+        return self.parts
+
+
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Every tensor of a file, by name. Raises as `read_described`, and DamagedCheckpoint for a piece of a tensor. No
     tensor data is read."""

@@ -1,0 +1,238 @@
+"""Read a checkpoint of LitGPT: `lit_model.pth`, which torch.save or Lightning Fabric wrote, beside `model_config.yaml`
+and, after `litgpt download`, config.json and the tokenizer.
+
+LitGPT's output layer is a parameter of its own, also of a model whose embeddings are tied: what it trained has two
+matrices, and is tied no longer.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
+from precisionctl.checkpoints.chunks import Box, Chunk
+from precisionctl.checkpoints.hf_directory.companions import to_json
+from precisionctl.checkpoints.hf_directory.huggingface_files import tensors_of
+from precisionctl.checkpoints.hf_directory.safetensors_file import JoinedTensor, StoredTensor
+from precisionctl.checkpoints.hf_directory.wrapped_names import names_inside
+from precisionctl.checkpoints.megatron.provider import parse_yaml
+from precisionctl.checkpoints.other_trainers.litgpt_families import (
+    EMBEDDINGS,
+    FAMILIES,
+    OLDER_QKV,
+    OUTPUT,
+    QKV,
+    VOCABULARY,
+    LitGptFamily,
+)
+from precisionctl.checkpoints.other_trainers.name_patterns import pattern_of, with_numbers
+from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, both_are, says_its_model
+from precisionctl.checkpoints.torch_files import torch_zip
+from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.untabled_model import UntabledModel
+from precisionctl.param import TensorSpec
+from precisionctl.sizes import counted, listed
+from precisionctl.untrusted.safe_files import check_link, has_file, read_file
+from precisionctl.untrusted.safe_json import parse_json
+
+FILE = "lit_model.pth"
+_CONFIG = "model_config.yaml"
+
+_SAME = {
+    "n_layer": "num_layers",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_query_groups": "num_query_groups",
+    "head_size": "kv_channels",
+}
+"""Sizes on which model_config.yaml and config.json must agree, as shapes of tensors do not tell all of them."""
+
+_NUMBERS = {"norm_eps": "norm_epsilon", "rope_base": "rotary_base"}
+"""What has no tensor. LitGPT's own configs of Gemma have another epsilon than Hugging Face's."""
+
+
+class LitGptReader(TrainerDirectory):
+    """A model of LitGPT as a Reader. Opening it reads the pickle of its file, and some rows of tied embeddings.
+
+    Without a config.json tensors keep LitGPT's names. Raises DamagedCheckpoint for files that contradict one another,
+    and UnsafePickle.
+    """
+
+    container = "litgpt"
+    iteration = None
+
+    def __init__(self, path: Path, hints: Hints = NO_HINTS) -> None:
+        super().__init__(path, hints, "a checkpoint of LitGPT")
+        self._file = path / FILE
+        check_link(self._file, path)
+        saved = torch_zip.skeleton(self._file)
+        state, self._left = saved, list[str]()
+        if isinstance(saved, dict) and isinstance(saved.get("model"), dict):
+            state = saved["model"]
+            self._left = sorted(f"{key:.40}" for key in saved if isinstance(key, str) and key != "model")
+        stored = tensors_of(state, self._file)
+        inside = names_inside(stored, self._file)
+        self._tensors = {inside[name]: one for name, one in stored.items()}
+        self._untied = False
+        model = self.model_with(self._tensors) if says_its_model(self) else None
+        if model and not isinstance(model, UntabledModel) and model.tied_embeddings and self._has_two_matrices():
+            self._untied, model = True, replace(model, tied_embeddings=False)
+        self._otherwise = _otherwise(model, path) if model and not isinstance(model, UntabledModel) else []
+        self._padding = 0
+        if model and model.wrapper is None and (family := FAMILIES.get(model.architecture)):
+            rows = self._tensors[EMBEDDINGS].spec.rows if EMBEDDINGS in self._tensors else 0
+            self._padding = max(rows - model.vocab_size, 0)
+            self._tensors = by_hf_names(self._tensors, family, model, self._file)
+        self.specs: Mapping[str, TensorSpec] = {name: one.spec for name, one in self._tensors.items()}
+
+    @property
+    def files(self) -> Sequence[Path]:
+        return [self._file]
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return self._tensors[name].chunks(self._file)
+
+    @property
+    def companions(self) -> Companions:
+        """Those of a directory, whose config.json says that embeddings are tied only where they are."""
+        found = super().companions
+        if not self._untied:
+            return found
+        config = parse_json(found.files["config.json"], found.config_path) | {"tie_word_embeddings": False}
+        return replace(found, files={**found.files, "config.json": to_json(config)})
+
+    def notes(self) -> Iterator[str]:
+        if self._untied:
+            yield "config.json says `tie_word_embeddings: false` now: LitGPT trained an output layer of its own."
+        for one in self._otherwise:
+            yield f"{_CONFIG} says what LitGPT computed, and the result computes otherwise: {one}."
+        if self._padding:
+            yield f"{counted(self._padding, 'row')} with which LitGPT pads the vocabulary are left out."
+        if self._left:
+            yield f"Not carried over from the run: {listed(self._left)}."
+
+    def _has_two_matrices(self) -> bool:
+        """Whether the output layer has other numbers than the embeddings, by rows that are spread over them."""
+        two = [self._tensors[name] for name in (EMBEDDINGS, OUTPUT) if name in self._tensors]
+        if len(two) < 2 or two[0].spec != two[1].spec:
+            return len(two) == 2
+        if two[0].offset == two[1].offset:
+            return False
+        spec = two[0].spec
+        length = spec.columns * spec.dtype.itemsize
+        with open(self._file, "rb") as file:
+            for row in range(0, spec.rows, max(spec.rows // _COMPARED, 1)):
+                one, other = (os.pread(file.fileno(), length, tensor.offset + row * length) for tensor in two)
+                if one != other:
+                    return True
+        return False
+
+
+_COMPARED = 256
+"""Rows of embeddings that are compared when a checkpoint is opened. If these are equal, a conversion compares all."""
+
+
+def _otherwise(model: ModelShape, path: Path) -> list[str]:
+    """In words, what model_config.yaml says otherwise than config.json. Raises DamagedCheckpoint for other sizes."""
+    where = path / _CONFIG
+    if not has_file(where, path):
+        return []
+    said = parse_yaml(read_file(where, path), where)
+    if not isinstance(said, dict):
+        raise DamagedCheckpoint("it holds no settings", where=where)
+    sizes, numbers = (
+        [
+            f"{own} is {shown(said[own])} ({getattr(model, name)} by config.json)"
+            for own, name in names.items()
+            if said.get(own) is not None and said[own] != getattr(model, name)
+        ]
+        for names in (_SAME, _NUMBERS)
+    )
+    if sizes:
+        raise DamagedCheckpoint(listed(sizes, 4), where=where, do="Does the config belong to this checkpoint?")
+    return numbers
+
+
+def by_hf_names(
+    stored: Mapping[str, StoredTensor], family: LitGptFamily, model: ModelShape, file: Path
+) -> dict[str, StoredTensor]:
+    """The tensors under Hugging Face's names, with rows in its order. Any that the family has not stay as they are.
+    Rows that pad the vocabulary are left out. Raises DamagedCheckpoint for two that are the same tensor, and for
+    attention of other sizes than the model's."""
+    found, seen = dict[str, StoredTensor](), dict[str, str]()
+    joined = {part: hf for hf, parts in family.joined.items() for part in parts}
+    for name, tensor in stored.items():
+        module, _, kind = name.rpartition(".")
+        pattern, numbers = pattern_of(module)
+        made, source = dict[str, StoredTensor](), name
+        if pattern in (QKV, OLDER_QKV):
+            heads = _attention(tensor, family, model, file, name, by_groups=pattern == OLDER_QKV)
+            made = dict(zip(family.qkv, heads, strict=True))
+        elif hf := joined.get(pattern):
+            parts = [stored.get(f"{with_numbers(part, numbers)}.{kind}") for part in family.joined[hf]]
+            made = {hf: one} if (one := _joined(parts, file)) else {}
+            source = with_numbers(family.joined[hf][0], numbers)
+        elif pattern in family.names:
+            padded = pattern in VOCABULARY and tensor.spec.rows > model.vocab_size
+            made = {family.names[pattern]: _rows(tensor, [(0, model.vocab_size)], file) if padded else tensor}
+        named = {f"{with_numbers(hf, numbers)}.{kind}": one for hf, one in made.items()} or {name: tensor}
+        for new in named:
+            if (first := seen.setdefault(new, source)) != source:
+                raise both_are(first, source, new, file)
+        found |= named
+    return found
+
+
+def _attention(
+    tensor: StoredTensor, family: LitGptFamily, model: ModelShape, file: Path, name: str, *, by_groups: bool
+) -> list[StoredTensor]:
+    """Queries, keys and values, or all of them in one."""
+    queries, groups, size = model.num_attention_heads, model.num_query_groups, model.kv_channels
+    heads = queries + 2 * groups
+    if tensor.spec.rows != heads * size:
+        what = f"`{name}` has {tensor.spec.rows} rows, the model's sizes say {heads * size}"
+        raise DamagedCheckpoint(what, where=file, do="Does the config belong to this checkpoint?")
+    apart = [range(queries), range(queries, queries + groups), range(queries + groups, heads)]
+    grouped = [head for group in range(groups) for head in _group(group, queries, groups)]
+    # Where the heads, as they are numbered one kind after the other, are stored
+    places = sorted(range(heads), key=grouped.__getitem__) if by_groups else range(heads)
+    wanted = apart if len(family.qkv) > 1 else [grouped if family.by_groups else range(heads)]
+    return [_rows(tensor, [(places[head] * size, size) for head in part], file) for part in wanted]
+
+
+def _group(group: int, queries: int, groups: int) -> list[int]:
+    """The queries, the key and the value of a group, of heads that stand one kind after the other."""
+    per = queries // groups
+    return [*range(group * per, (group + 1) * per), queries + group, queries + groups + group]
+
+
+def _rows(tensor: StoredTensor, runs: Sequence[tuple[int, int]], file: Path) -> JoinedTensor:
+    """These rows of a tensor, by their first and their number, one run after the other."""
+    spec = tensor.spec
+    chunks, row, length = list[Chunk](), 0, spec.columns * spec.dtype.itemsize
+    for first, count in runs:
+        chunks.append(Chunk(Box(row, count, 0, spec.columns), file, tensor.offset + first * length))
+        row += count
+    return JoinedTensor(replace(spec, shape=(row, *spec.shape[1:])), tensor.offset, tuple(chunks))
+
+
+def _joined(parts: Sequence[StoredTensor | None], file: Path) -> JoinedTensor | None:
+    """Tensors one below the other; None where one is missing, or they are not of one width and dtype."""
+    there = [part for part in parts if part]
+    if len(there) < len(parts) or len({(one.spec.shape[1:], one.spec.dtype) for one in there}) > 1:
+        return None
+    chunks, row, spec = list[Chunk](), 0, there[0].spec
+    for part in there:
+        chunks.append(Chunk(Box(row, part.spec.rows, 0, spec.columns), file, part.offset))
+        row += part.spec.rows
+    return JoinedTensor(replace(spec, shape=(row, *spec.shape[1:])), there[0].offset, tuple(chunks))
+
+
+def recognise(path: Path) -> bool:
+    """Whether a directory has a model of LitGPT."""
+    return (path / FILE).is_file()
+
+
+CONTAINER = Container(recognise, without_iterations(LitGptReader), f"{FILE} of LitGPT")
