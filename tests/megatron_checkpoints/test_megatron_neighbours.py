@@ -267,6 +267,16 @@ def fsdp_name(name: str) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_the_index_of_megatron_fsdps_checkpoint_is_read_once(tmp_path, monkeypatch):
+    """Of a large model it takes seconds."""
+    state = {fsdp_name(name): tensor for name, tensor in values(specs()).items()}
+    torch.distributed.checkpoint.save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    read, times = dcp_metadata.read_index, list[Path]()
+    monkeypatch.setattr(dcp_metadata, "read_index", lambda directory: times.append(directory) or read(directory))
+    assert open_checkpoint(tmp_path).container == "fsdp_dtensor" and times == [tmp_path]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_megatron_fsdps_checkpoint_is_read(tmp_path):
     """As megatron/core/transformer/fsdp_dtensor_checkpoint.py names it, written by PyTorch."""
     tensors = values(specs())
