@@ -10,6 +10,10 @@ from conversions import assert_same_tensors, run
 from core_models import peer
 from judges import CORE_FIRST, CORE_LATER, CORE_LOADS
 
+from precisionctl.checkpoints.chunks import read_tensor
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.dtypes import DType
+
 TOKENS = torch.arange(24).view(2, 12) * 7 % 250
 
 
@@ -67,3 +71,17 @@ def test_megatron_core_computes_the_logits_of_the_others_too(later: Path, family
 @pytest.mark.parametrize("family", CORE_LOADS)
 def test_megatron_core_carries_the_parameters_of_what_it_computes_otherwise(later: Path, family: str) -> None:
     assert_comes_back(later, family)
+
+
+@pytest.mark.soak
+def test_megatron_core_loads_routers_in_fp32_into_a_model_in_bf16(tmp_path: Path) -> None:
+    """As the rounding that its own router would have, which it saves."""
+    pico.make_and_save(tmp_path / "source", "deepseek-v3", num_nextn_predict_layers=0)
+    run(tmp_path / "source", tmp_path / "ours", "megatron", precision="bf16")
+    written = TorchDistReader(tmp_path / "ours")
+    job = {"do": "load", "directory": str(written.path), "again": str(tmp_path / "theirs"), "te_names": True}
+    peer(tmp_path, [job | {"out": str(tmp_path / "found.pt"), "tokens": TOKENS.tolist()}])
+    saved = TorchDistReader(tmp_path / "theirs")
+    for name in (f"decoder.layers.{layer}.mlp.router.weight" for layer in (1, 2)):
+        assert (written.specs[name].dtype, saved.specs[name].dtype) == (DType.float32, DType.bfloat16)
+        assert torch.equal(read_tensor(written, name).bfloat16(), read_tensor(saved, name))
