@@ -120,10 +120,10 @@ def test_a_granite_with_a_shared_expert_is_read_as_one(tmp_path: Path, shared: i
     ("family", "changes", "why"),
     [
         ("cohere2-moe", {"shared_expert_combination_strategy": "sum"}, "shared_average"),
-        ("cohere2-moe", {"sliding_window": None}, "rope_layers"),
+        ("cohere2-moe", {"sliding_window": None, "layer_types": ["full_attention"] * 5}, "rope_layers"),
         ("cohere2-moe", {"prefix_dense_sliding_window_pattern": 2, "first_k_dense_replace": 2}, "rope_layers"),
         ("arcee", {"mlp_bias": True}, "mlp_bias"),
-        ("exaone-moe", {"sliding_window": None}, "without a window"),
+        ("exaone-moe", {"sliding_window": None, "layer_types": ["full_attention"] * 4}, "without a window"),
         ("jamba", {"mamba_expand": 4}, "256 channels"),
         ("phi", {"hidden_act": "gelu"}, "activation"),
         ("stablelm", {"tie_word_embeddings": True}, "tied_embeddings"),
