@@ -218,6 +218,24 @@ class TransposedRows:
         return read_box(self.stored, self.name, Box(box.row, box.rows, box.column + row, rows)).t().contiguous()
 
 
+@dataclass(frozen=True)
+class SomeRows:
+    """The rows `[first, first + count)` of the stored tensor `name`."""
+
+    stored: Chunked
+    name: str
+    first: int
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.count, *self.stored.specs[self.name].shape[1:])
+
+    def rows(self, row: int, rows: int) -> Tensor:
+        """Rows `[row, row + rows)` of these."""
+        return read_rows(self.stored, self.name, self.first + row, rows)
+
+
 def in_pieces(row: int, rows: int, width: int, room: int) -> Iterator[tuple[int, int]]:
     """Cut rows `[row, row + rows)` of `width` each into runs of at most `room`, but of at least one row: the first row
     of each run and its number of rows. `width` and `room` are both in elements, or both in bytes."""

@@ -336,6 +336,28 @@ def test_litgpts_models_are_its_own_converters_and_compute_what_it_computes(tmp_
     conversions.run(tmp_path / "lit", tmp_path / "megatron", "megatron", reference=tmp_path / "config", verify=True)
 
 
+def nanotron() -> Path:
+    """What nanotron needs: it is a clone, for no release saves as it does now."""
+    version = torch.__version__.partition("+")[0]
+    also = "numpy packaging safetensors dacite tqdm pyyaml".split()
+    versions = (f"torch=={version}", f"transformers=={transformers.__version__}")
+    return environments.python_with("nanotron", (*environments.OUR_VERSIONS, *versions, *also))
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("plain", 1), ("plain", 2), ("interleaved", 1), ("interleaved", 2), ("tied", 2)]
+)
+def test_what_nanotron_saves_is_what_its_converter_makes_of_it(tmp_path: Path, kind: str, ranks: int) -> None:
+    if "NANOTRON" not in os.environ:
+        pytest.skip("NANOTRON names no clone of nanotron")
+    run_ranks(nanotron(), ranks, "nanotron_save.py", tmp_path, kind)
+    run_ranks(nanotron(), 1, "nanotron_save.py", tmp_path, kind, "judge")
+    conversions.run(tmp_path / "10", tmp_path / "out", "hf", verify=True)
+    theirs, ours = torch.load(tmp_path / "theirs.pt"), load_file(tmp_path / "out" / "model.safetensors")
+    assert theirs.keys() - ours.keys() == ({"lm_head.weight"} if kind == "tied" else set())
+    assert_same({"": theirs}, {"": ours})
+
+
 def verl() -> Path:
     versions = (f"torch=={torch.__version__.partition('+')[0]}", f"transformers=={transformers.__version__}")
     also = "accelerate peft omegaconf tensordict pytest".split()  # pytest for `core_models`, which the script imports

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.base import Hints
-from precisionctl.checkpoints.chunks import Chunk, ComputedTensor, whole
+from precisionctl.checkpoints.chunks import Chunk, ComputedTensor, SomeRows, whole
 from precisionctl.checkpoints.dcp import automodel, olmo_core, torchtitan
 from precisionctl.checkpoints.dcp.dcp_optimizer import split_off, with_names
 from precisionctl.checkpoints.hf_directory import safetensors_pieces
@@ -240,7 +240,7 @@ class DcpModelReader(TrainerDirectory):
             )
 
         embeddings = self._places.get("model.embed_tokens.weight")
-        if isinstance(embeddings, olmo_core.SomeRows):
+        if isinstance(embeddings, SomeRows):
             padding = self._stored.specs[embeddings.name].rows - embeddings.count
             yield f"{counted(padding, 'row')} with which OLMo-core pads the vocabulary are left out."
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from precisionctl.checkpoints.chunks import Box, Chunked, ComputedTensor, TransposedRows, read_rows
+from precisionctl.checkpoints.chunks import Box, Chunked, ComputedTensor, SomeRows, TransposedRows, read_rows
 from precisionctl.checkpoints.other_trainers.name_patterns import pattern_of, with_numbers
 from precisionctl.checkpoints.other_trainers.olmo_core_families import (
     DECAY,
@@ -31,24 +31,6 @@ if TYPE_CHECKING:
 
 DIRECTORY = "model_and_optim"
 """Where OLMo-core has model and optimizer, in the directory of a step."""
-
-
-@dataclass(frozen=True)
-class SomeRows:
-    """The rows `[first, first + count)` of the stored tensor `name`."""
-
-    stored: Chunked
-    name: str
-    first: int
-    count: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.count, *self.stored.specs[self.name].shape[1:])
-
-    def rows(self, row: int, rows: int) -> Tensor:
-        """Rows `[row, row + rows)` of these."""
-        return read_rows(self.stored, self.name, self.first + row, rows)
 
 
 @dataclass(frozen=True)
