@@ -28,6 +28,7 @@ from precisionctl.errors import OutputError, PrecisionError, RecipeError
 from precisionctl.fp8.state import CALIBRATED, Fp8States, Role
 from precisionctl.paths import StrPath
 from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.plan import Plan
 from precisionctl.recipe import Recipe, load_recipe
 from precisionctl.sizes import counted
 from precisionctl.tokens.tokenizer import open_tokenizer
@@ -116,7 +117,8 @@ def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: 
     backend, output = choose_backend(calibration.backend), _output(calibration)
     source = open_hinted(HintedPath(calibration.checkpoint, calibration.iteration, reference=calibration.reference))
     check_length(recipe, source.model, "--sequence-length ")
-    shards.check(make_plan(source, "megatron").model, recipe.parallel)
+    plan = make_plan(source, "megatron", dtype=DType.bfloat16 if world.count == 1 else DType.float32)
+    shards.check(plan.model, recipe.parallel)
     recipe = replace(recipe, precision=recipe.precision.of_layers(source.model.num_layers))
     with open_tokenizer(source.companions, source.path) as tokenizer:
         rows = tokenized_rows(recipe.data, tokenizer, source.model)
@@ -135,7 +137,7 @@ def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: 
             notes = (*notes, "it was written before: this command was killed right after")
             return Calibrated(calibration.out, written, passes, at_once, (*rows.notes, *notes), None, world.first)
         before = progress.load(recorder)
-        model = _model(source, recipe, backend, device, world)
+        model = _model(source, plan, recipe, backend, device, world)
         stopped = None
         for done in _record(model, recorder, rows, recipe, range(before, passes)):
             if world.first:
@@ -189,12 +191,12 @@ def _passes(asked: int, rows: int, at_once: int) -> tuple[int, tuple[str, ...]]:
     return passes, (f"{counted(passes, 'pass', 'passes')} instead of {asked}: {have}",)
 
 
-def _model(source: Reader, recipe: Recipe, backend: BackendName, device: torch.device, world: World) -> GPT:
-    """The model in BF16. Its weights take no gradients: that saves a third of the work and changes nothing recorded."""
-    shape = make_plan(source, "megatron").model
+def _model(source: Reader, plan: Plan, recipe: Recipe, backend: BackendName, device: torch.device, world: World) -> GPT:
+    """The model in BF16. Its weights take no gradients: that saves a third of the work and changes nothing recorded.
+    In `plan` parameters that FSDP2 shards are FP32, which are rounded when they are gathered."""
     with Undrawn():
         model = GPT(
-            shape,
+            plan.model,
             recipe.precision,
             backend,
             torch.bfloat16,
@@ -204,9 +206,7 @@ def _model(source: Reader, recipe: Recipe, backend: BackendName, device: torch.d
             balance=balance_of(source, recipe.router),
         )
     parameters = dict(model.named_parameters())
-    # Parameters that FSDP2 shards are FP32, and rounded when they are gathered
-    plan = make_plan(source, "megatron", dtype=DType.bfloat16 if world.count == 1 else DType.float32).text
-    convert(plan, source, LiveModel(shape, parameters, shards=model.shards.tensors))
+    convert(plan.text, source, LiveModel(plan.model, parameters, shards=model.shards.tensors))
     return model.requires_grad_(False)
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
-from precisionctl.codes.elements import E4M3
 from precisionctl.engines.serving import fused
 from precisionctl.errors import MissingFp8State, Unrecordable
 from precisionctl.fp8.delayed_scaling import after_one_update, recorded_amax
@@ -102,16 +101,6 @@ def why_too_small(states: Fp8States) -> str:
     if states.recipe.amax_history_len == 1:
         return OF_ONE_STEP
     return WITH_ROUTERS if states.has_router_weights else ""
-
-
-def scale_of(amax: Tensor) -> Tensor:
-    """The fixed scale_inv of FP8 codes for an amax, of the same shape."""
-    return amax / E4M3.largest
-
-
-def amax_of(scale_inv: float) -> float:
-    """The inverse of `scale_of`, in FP32 as well."""
-    return float(torch.tensor(scale_inv) * E4M3.largest)
 
 
 _TWO_ROUNDINGS = 2.0**-22

@@ -19,13 +19,14 @@ from precisionctl.engines.base import Engine
 from precisionctl.engines.rules.cache_rules import attention_and_kind
 from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError, Unrecordable, shown
 from precisionctl.export.encode import WeightFormat
-from precisionctl.export.input_scales import OF_PREDICTION, prediction_in_bf16, scale_of
+from precisionctl.export.input_scales import OF_PREDICTION, prediction_in_bf16
 from precisionctl.fp8.delayed_scaling import recorded_amax
 from precisionctl.fp8.state import CACHE, Fp8States
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Job, JobCodes, Plan
 from precisionctl.quant_methods.base import QuantMethod
+from precisionctl.quant_methods.scales import scale_of
 from precisionctl.sizes import counted
 from precisionctl.torch_when_used import torch
 

@@ -61,14 +61,24 @@ class Scales:
         largest block's scale is 448."""
         if self.global_scale is None:
             beyond = abs(zero_point + 0.5) if self.input_zero_point else 0.0
-            return stored * (self.input_largest + beyond)
+            return amax_of(stored, self.input_largest + beyond)
         return E4M3.largest * E2M1.largest / stored if self.divides else stored * (E4M3.largest * E2M1.largest)
 
     def of_input_amax(self, amax: Tensor) -> Tensor:
         """The inverse of `input_amax`, for a zero point of 0 where there is one."""
         if self.global_scale is None:
-            return amax / (self.input_largest + (0.5 if self.input_zero_point else 0.0))
+            return scale_of(amax, self.input_largest + (0.5 if self.input_zero_point else 0.0))
         return E4M3.largest * E2M1.largest / amax if self.divides else amax / (E4M3.largest * E2M1.largest)
+
+
+def scale_of(amax: Tensor, largest: float = E4M3.of_amax) -> Tensor:
+    """The fixed scale_inv of codes for an amax that is to become the number `largest`, of the same shape, FP32."""
+    return amax / largest
+
+
+def amax_of(scale_inv: Tensor, largest: float = E4M3.of_amax) -> Tensor:
+    """The inverse of `scale_of`, in FP32 as well."""
+    return scale_inv * largest
 
 
 _SLICE = re.compile(r"(.+)(\[\d+\])")

@@ -17,12 +17,13 @@ from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.codes.numerics import rounded_up
 from precisionctl.engines.rules.cache_rules import attention_and_kind
 from precisionctl.export.encode import with_one_input
-from precisionctl.export.input_scales import amax_of, is_same_amax, scale_of
+from precisionctl.export.input_scales import is_same_amax
 from precisionctl.export.kv_cache import scales_of_state
 from precisionctl.fp8.delayed_scaling import recorded_amax
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.coded_weights import CACHE_SCALES
+from precisionctl.quant_methods.scales import amax_of, scale_of
 from precisionctl.sizes import listed
 from precisionctl.torch_when_used import torch
 from precisionctl.verify.configs import Found
@@ -99,7 +100,8 @@ class FixedScales:
             if amax > 0:
                 found |= {f"input scale of {name}": amax for job in group for name in job.writes}
         for stem, scale in scales_of_state(self.state, self.plan).items():
-            found |= {f"{kind} scale of {stem}": amax_of(value) for kind, value in (("k", scale.k), ("v", scale.v))}
+            for kind, value in (("k", scale.k), ("v", scale.v)):
+                found[f"{kind} scale of {stem}"] = float(amax_of(torch.tensor(value)))
         return found
 
 
@@ -163,7 +165,7 @@ def _from_state(name: str, having: FixedScales, recording: FixedScales) -> bool:
     scale, amax = having.stored[name], recording.recorded.get(name)
     if amax is None or scale.numel() != 1:
         return False
-    back = amax_of(float(scale))
+    back = float(amax_of(scale))
     same = is_same_amax(back, amax) if having.is_computed(name) else back == amax
     return same or _same(scale, scale_of(torch.tensor([amax])), having.in_bf16, False)
 
