@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -15,6 +16,15 @@ from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
+
+
+class TensorSource(Chunked, Protocol):
+    """The part of a Reader that gives tensors, codes among them."""
+
+    @property
+    def encodings(self) -> Mapping[str, Encoding]:
+        """How the codes among `specs` decode, by tensor name."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -135,6 +145,34 @@ class OfNotes(Protocol):
     def notes(self) -> Iterator[str]:
         """That, in sentences for the user."""
         ...
+
+
+@runtime_checkable
+class OfOptimizer(TensorSource, Protocol):
+    """A Reader of which an optimizer's tensors are read, too."""
+
+    @property
+    def optimizer_specs(self) -> Mapping[str, TensorSpec]:
+        """What `specs` are of the model's tensors, of the optimizer's; empty where there is none."""
+        ...
+
+
+@dataclass(frozen=True)
+class WithOptimizer:
+    """A reader's model and optimizer as one source of tensors."""
+
+    reader: OfOptimizer
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return {**self.reader.specs, **self.reader.optimizer_specs}
+
+    @property
+    def encodings(self) -> Mapping[str, Encoding]:
+        return self.reader.encodings
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return self.reader.chunks(name)
 
 
 WITH_REFERENCE = (

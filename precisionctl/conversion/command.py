@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from precisionctl import __version__
-from precisionctl.checkpoints.base import Reader, Writer
+from precisionctl.checkpoints.base import Reader, TensorSource, WithOptimizer, Writer
 from precisionctl.checkpoints.hf_directory import encodings_file
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
-from precisionctl.checkpoints.megatron.carried_run import MegatronReader, WithOptimizer
+from precisionctl.checkpoints.megatron.carried_run import MegatronReader
 from precisionctl.checkpoints.megatron.keys import write_tracker
 from precisionctl.checkpoints.megatron.towers import WithTowers
 from precisionctl.checkpoints.open import open_checkpoint
@@ -36,7 +36,6 @@ from precisionctl.conversion.outcome import Outcome, nan_notes, zeroed_notes
 from precisionctl.conversion.ranks import NO_OTHERS, Ranks
 from precisionctl.conversion.recoding import changed_notes
 from precisionctl.conversion.weights_digest import digest_weights
-from precisionctl.conversion.worker import TensorSource
 from precisionctl.errors import DiskProblem, OutputError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States

@@ -14,13 +14,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
+from precisionctl.checkpoints.base import TensorSource
 from precisionctl.checkpoints.chunks import Chunk, Chunked, chunk_files
 from precisionctl.checkpoints.output import forget, sync_all
 from precisionctl.codes.encoding import Encoding
 from precisionctl.conversion.journal import Journal
 from precisionctl.conversion.outcome import Outcome
 from precisionctl.conversion.ranks import NO_OTHERS, Ranks
-from precisionctl.conversion.worker import Checker, TensorSource, Worker
+from precisionctl.conversion.worker import Checker, Worker
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.processes import deal, in_processes
 from precisionctl.torch_when_used import one_torch_thread

@@ -16,9 +16,10 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Protocol
 
 from precisionctl.architectures.rearrangements import Vocabulary
+from precisionctl.checkpoints.base import TensorSource
 from precisionctl.checkpoints.chunks import Chunk, Chunked
 from precisionctl.codes.encoding import Encoding
-from precisionctl.conversion.worker import Nowhere, TensorSource, Worker
+from precisionctl.conversion.worker import Nowhere, Worker
 from precisionctl.dtypes import DType
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import PlanSource, plan_weights

@@ -14,9 +14,9 @@ from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from precisionctl.checkpoints.base import OfFormerCodes
+from precisionctl.checkpoints.base import OfFormerCodes, TensorSource
 from precisionctl.checkpoints.chunks import (
     Bytes,
     Chunk,
@@ -44,15 +44,6 @@ from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class TensorSource(Chunked, Protocol):
-    """The part of a Reader that a conversion needs."""
-
-    @property
-    def encodings(self) -> Mapping[str, Encoding]:
-        """How the codes among `specs` decode, by tensor name."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from precisionctl.architectures.read_off import rows as rows_of
-from precisionctl.checkpoints.base import OfCasts
-from precisionctl.checkpoints.chunks import Bytes, Chunked, bytes_of, in_pieces, read_bytes, read_tensor, read_values
+from precisionctl.checkpoints.base import OfCasts, TensorSource
+from precisionctl.checkpoints.chunks import Bytes, bytes_of, in_pieces, read_bytes, read_tensor, read_values
 from precisionctl.codes import numerics
 from precisionctl.codes.elements import Cast, Element
 from precisionctl.codes.encoding import Encoding, joined
@@ -83,13 +83,6 @@ class StoredRows:
         return torch.equal(self.encoding.decode_rows(codes, 0), self.values)  # ggml has no negative zero
 
 
-class MaybeCodes(Chunked, Protocol):
-    """The part of a Reader that has the tensors, codes among them."""
-
-    @property
-    def encodings(self) -> Mapping[str, Encoding]: ...
-
-
 class HfTensors:
     """A checkpoint's tensors under the names that `plan` gives them, which are Hugging Face's, whatever its layout.
 
@@ -97,7 +90,7 @@ class HfTensors:
     the name of the copy, and the name of the original. They are among `specs`.
     """
 
-    def __init__(self, reader: MaybeCodes, plan: Plan) -> None:
+    def __init__(self, reader: TensorSource, plan: Plan) -> None:
         self.reader, self.plan = reader, plan
         self._kept: tuple[str, Tensor] | None = None
         self._mixed: dict[str, bool] = {}
@@ -119,7 +112,7 @@ class HfTensors:
             self._segments[copy] = [Segment(copy, 0, copy, 0, spec.rows)]
 
     @classmethod
-    def as_stored(cls, reader: MaybeCodes, model: ModelShape, names: Iterable[str]) -> HfTensors:
+    def as_stored(cls, reader: TensorSource, model: ModelShape, names: Iterable[str]) -> HfTensors:
         """Tensors by the names and in the shapes that the checkpoint itself has for them."""
         specs = {name: reader.specs[name] for name in names}
         jobs = (Job(row.hf[0], row, row.hf, row.hf) for row in rows_of(specs))

@@ -1,17 +1,15 @@
 """Optimizers of two checkpoints, to be compared parameter by parameter: under Megatron's names where both have them,
 else under Hugging Face's."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from precisionctl.architectures.families import table_of
-from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.chunks import Chunk, in_pieces, read_bytes
-from precisionctl.codes.encoding import Encoding
+from precisionctl.checkpoints.base import OfOptimizer, Reader, WithOptimizer
+from precisionctl.checkpoints.chunks import in_pieces, read_bytes
 from precisionctl.errors import CheckpointError, MappingError
 from precisionctl.param import STATE, TensorSpec, kind_and_parameter
 from precisionctl.planning.make_plan import make_plan
-from precisionctl.planning.optimizer_jobs import OptimizerSource
 from precisionctl.verify.hf_tensors import PIECE, HfTensors, StoredRows
 from precisionctl.verify.not_compared import NotCompared
 
@@ -21,12 +19,13 @@ class OptimizerTensors:
     DamagedCheckpoint where they are not of the model's parameters."""
 
     def __init__(self, reader: Reader) -> None:
-        self._stored = _WithOptimizer(reader, _optimizer_specs(reader))
-        self.specs = dict(self._stored.specs)
+        assert isinstance(reader, OfOptimizer)
+        self._stored = WithOptimizer(reader)
+        self.specs = dict(reader.optimizer_specs)
         model = reader.model
         rows = table_of(model).spelled({}, model)
         padded = {row.megatron for row in rows if row.sizes[:1] == ("padded_vocab_size",)}
-        for name, spec in self._stored.specs.items():
+        for name, spec in reader.optimizer_specs.items():
             if kind_and_parameter(name)[1] in padded and spec.shape[:1] == (model.padded_vocab_size,):
                 self.specs[name] = replace(spec, shape=(model.vocab_size, *spec.shape[1:]))
 
@@ -47,23 +46,8 @@ class OptimizerTensors:
         return StoredRows(read_bytes(self._stored, name, row, rows), self.specs[name].dtype, None)
 
 
-@dataclass(frozen=True)
-class _WithOptimizer:
-    """The tensors of a Reader of which also an optimizer's are read."""
-
-    reader: Reader
-    specs: Mapping[str, TensorSpec]
-
-    @property
-    def encodings(self) -> Mapping[str, Encoding]:
-        return self.reader.encodings
-
-    def chunks(self, name: str) -> Sequence[Chunk]:
-        return self.reader.chunks(name)
-
-
 def _optimizer_specs(reader: Reader) -> Mapping[str, TensorSpec]:
-    return reader.optimizer_specs if isinstance(reader, OptimizerSource) else {}
+    return reader.optimizer_specs if isinstance(reader, OfOptimizer) else {}
 
 
 def _by_hf_names(reader: Reader) -> HfTensors:
@@ -71,8 +55,8 @@ def _by_hf_names(reader: Reader) -> HfTensors:
     plan = make_plan(reader, "hf", naming="as saved", optimizer=True)
     jobs = tuple(job for job in plan.jobs if job.name.startswith(STATE))
     targets = {name: plan.targets[name] for job in jobs for name in job.writes}
-    stored = _WithOptimizer(reader, {**reader.specs, **_optimizer_specs(reader)})
-    return HfTensors(stored, replace(plan, jobs=jobs, targets=targets))
+    assert isinstance(reader, OfOptimizer)
+    return HfTensors(WithOptimizer(reader), replace(plan, jobs=jobs, targets=targets))
 
 
 Tensors = HfTensors | OptimizerTensors

@@ -29,13 +29,12 @@ from safetensors.torch import load_file, save_file
 from soaking import in_soak
 
 from precisionctl.architectures.megatron.megatron_args import read_megatron_args
-from precisionctl.checkpoints.base import Hints
+from precisionctl.checkpoints.base import Hints, WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.dcp.dcp_model import DcpModelReader
 from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
 from precisionctl.checkpoints.hf_directory import encodings_file
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.checkpoints.verl import VerlReader

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from trained_models import config_of, save, states, trained
 
+from precisionctl.checkpoints.base import WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.dcp.dcp_model import _wrapper
-from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_files.dcp_metadata import DcpPiece, DcpTensor, Index, read_index, write_index

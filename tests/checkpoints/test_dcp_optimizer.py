@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from trained_models import MOMENTS, config_of, moments, save, states, train, trained
 from trainer_directories import automodel, pytorch
 
+from precisionctl.checkpoints.base import WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.dcp.dcp_model import DcpModelReader
-from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.other_trainers.trainer_run import ParameterGroup, muon_settings
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader

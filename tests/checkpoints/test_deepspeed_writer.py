@@ -12,8 +12,8 @@ from soaking import in_soak
 from torch import Tensor
 from trained_models import config_of, moments, save, states, trained
 
+from precisionctl.checkpoints.base import WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
-from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import MappingError, RecipeError
 

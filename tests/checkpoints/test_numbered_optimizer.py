@@ -12,8 +12,8 @@ from soaking import first, in_soak
 from trained_models import RATE, moments, states, train
 
 from precisionctl.architectures.families import table_of
+from precisionctl.checkpoints.base import WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
-from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.other_trainers.numbered_optimizer import NumberedOptimizer, parameter_order
 from precisionctl.checkpoints.other_trainers.trainer_run import ParameterGroup, adam_settings, lost_settings

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from trained_models import config_of, trained
 
+from precisionctl.checkpoints.base import WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.dcp.dcp_model import DcpModelReader
 from precisionctl.checkpoints.hf_directory.safetensors_pieces import read_pieces
-from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, MissingTensor, ShapeMismatch, UnknownFormat
 

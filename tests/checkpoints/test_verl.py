@@ -13,8 +13,8 @@ from soaking import in_soak
 from torch import Tensor
 from trained_models import moments, trained
 
+from precisionctl.checkpoints.base import WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
-from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.verl import VerlReader
 from precisionctl.commands.source_notes import reading_notes

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from soaking import first, in_soak
 from training import make_text, run as train, settings
 
+from precisionctl.checkpoints.base import TensorSource
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
@@ -23,7 +24,6 @@ from precisionctl.conversion import weights_digest
 from precisionctl.conversion.command import PlannedCommand, execute
 from precisionctl.conversion.known_state import known_state
 from precisionctl.conversion.weights_digest import _digest, digest_weights
-from precisionctl.conversion.worker import TensorSource
 from precisionctl.errors import MappingError, MissingFp8State, PrecisionError
 from precisionctl.evaluate.stored import load
 from precisionctl.fp8 import sidecar

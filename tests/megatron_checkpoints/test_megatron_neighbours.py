@@ -19,8 +19,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 from trained_models import config_of, moments, save, states, trained
 
 from precisionctl.architectures.megatron.megatron_args import read_megatron_args, to_megatron_args
+from precisionctl.checkpoints.base import WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
-from precisionctl.checkpoints.megatron.carried_run import CarriedRun, WithOptimizer
+from precisionctl.checkpoints.megatron.carried_run import CarriedRun
 from precisionctl.checkpoints.megatron.provider import describes, from_provider, to_provider
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader

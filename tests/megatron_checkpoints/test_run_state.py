@@ -8,8 +8,9 @@ import pytest
 import torch
 from conversions import carry_out
 
+from precisionctl.checkpoints.base import WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor, write_rows
-from precisionctl.checkpoints.megatron.carried_run import CarriedRun, WithOptimizer
+from precisionctl.checkpoints.megatron.carried_run import CarriedRun
 from precisionctl.checkpoints.megatron.keys import write_tracker
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader

@@ -28,13 +28,12 @@ import verl_files
 sys.modules.pop("pickle")  # imported again below, instrumented: opcodes are half of what there is to cover
 with atheris.instrument_imports(include=["pickle", "precisionctl"]):
     from precisionctl.checkpoints.adapter import lora_config
-    from precisionctl.checkpoints.base import NO_HINTS, Companions
+    from precisionctl.checkpoints.base import NO_HINTS, Companions, WithOptimizer
     from precisionctl.checkpoints.chunks import read_tensor
     from precisionctl.checkpoints.dcp.dcp_model import DcpModelReader
     from precisionctl.checkpoints.dcp.dcp_writer import DcpWriter
     from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
     from precisionctl.checkpoints.hf_directory import safetensors_file
-    from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
     from precisionctl.checkpoints.nemo.reader import open_nemo
     from precisionctl.checkpoints.other_trainers.numbered_optimizer import NumberedOptimizer
     from precisionctl.checkpoints.other_trainers.saved_states import SavedStatesReader

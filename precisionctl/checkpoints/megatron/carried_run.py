@@ -9,12 +9,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 from precisionctl.checkpoints.base import Companions, Reader
-from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.megatron.arguments import STAGES
 from precisionctl.checkpoints.megatron.keys import OURS
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
@@ -27,7 +25,6 @@ from precisionctl.checkpoints.other_trainers.trainer_run import (
     stored_group,
 )
 from precisionctl.checkpoints.torch_files.torch_zip import Span
-from precisionctl.codes.encoding import Encoding
 from precisionctl.dtypes import DType
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
 from precisionctl.param import MOMENTUM, Parallelism, TensorSpec, state_name
@@ -89,24 +86,6 @@ class MegatronReader(Reader, Protocol):
 def of_megatron(reader: Reader) -> TypeGuard[MegatronReader]:
     """Whether a checkpoint is Megatron's."""
     return reader.layout == "megatron"
-
-
-@dataclass(frozen=True)
-class WithOptimizer:
-    """A reader's model and optimizer as one source of tensors."""
-
-    reader: MegatronReader | TrainedReader
-
-    @cached_property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        return {**self.reader.specs, **self.reader.optimizer_specs}
-
-    @property
-    def encodings(self) -> Mapping[str, Encoding]:
-        return self.reader.encodings
-
-    def chunks(self, name: str) -> Sequence[Chunk]:
-        return self.reader.chunks(name)
 
 
 def carry_run(reader: MegatronReader, parallelism: Parallelism, *, generators: bool = True) -> CarriedRun:

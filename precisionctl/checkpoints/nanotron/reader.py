@@ -63,7 +63,7 @@ class NanotronReader(TrainerDirectory):
         if self._config.get("is_llama_config") is not True:
             what = "a model of nanotron that is no Llama, whose names are not known here"
             raise UnknownArchitecture(what, where=where, do="Convert it with nanotron's own examples.")
-        tensors = {name: one for name, part in read_parts(path).items() for _, one in slices(part, 0, path)}
+        tensors = {name: one for name, part in read_parts(path).items() for _, one in slices(name, part, 0, path)}
         for name, tensor in tensors.items():
             check_whole(name, tensor, path)
             if tensor.spec.is_codes:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from precisionctl.checkpoints.base import WithOptimizer
 from precisionctl.checkpoints.chunks import in_pieces, read_rows
-from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.megatron.logical import MASTER
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint
 from precisionctl.sizes import listed

@@ -12,11 +12,10 @@ from typing import Literal, TypeGuard
 
 import torch
 
-from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.base import Reader, WithOptimizer
 from precisionctl.checkpoints.megatron.carried_run import (
     ONLY_MEGATRONS,
     MegatronReader,
-    WithOptimizer,
     of_megatron,
     trainer_run_of,
 )

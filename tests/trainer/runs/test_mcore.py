@@ -20,8 +20,8 @@ from training import make_source, make_text, run, settings
 
 from precisionctl import errors
 from precisionctl.architectures.families import from_hf_config
+from precisionctl.checkpoints.base import WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
-from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.known_state import KnownState
 from precisionctl.conversion.ranks import NO_OTHERS

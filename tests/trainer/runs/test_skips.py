@@ -11,8 +11,8 @@ import torch
 from soaking import in_soak
 from training import contents, losses, run, run_with_kills, scales, settings
 
+from precisionctl.checkpoints.base import WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
-from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.fp8 import sidecar
