@@ -113,10 +113,10 @@ def read_back(
     reader: TensorSource,
     writer: Chunked,
     *,
-    former: Mapping[str, Encoding] = MappingProxyType({}),
-    workers: int = 1,
-    ranks: Ranks = NO_OTHERS,
-    on_bytes: OnBytes = lambda count: None,
+    former: Mapping[str, Encoding],
+    workers: int,
+    ranks: Ranks,
+    on_bytes: OnBytes,
 ) -> dict[str, str]:
     """Read this rank's share of the targets back from the disk, and compare it with the source, converted again.
 

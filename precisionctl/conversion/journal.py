@@ -92,9 +92,7 @@ def open_share_journal(output: Output, rank: int) -> Iterator[Journal]:
 
 
 @contextmanager
-def open_journal(
-    output: Output, digest: str, source: Fingerprints, *, ranks: int = 1, restart: bool = False
-) -> Iterator[Journal]:
+def open_journal(output: Output, digest: str, source: Fingerprints, *, ranks: int, restart: bool) -> Iterator[Journal]:
     """The locked journal of an output, with a partial directory that belongs to it. Both are created anew for a
     `restart`, and if there is nothing to continue.
 

@@ -52,7 +52,7 @@ class KnownState:
 def known_state(
     reader: Reader,
     gemms: Mapping[str, tuple[int, ...]],
-    file: Path | None = None,
+    file: Path | None,
     recipe: DelayedScaling | None = None,
     *,
     drop: bool = False,

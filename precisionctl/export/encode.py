@@ -221,9 +221,9 @@ def in_scheme(
     refusal: Refusal,
     *,
     why_no_state: str,
-    advice: Callable[[Sequence[Job]], str] = lambda left: "Name modules in --exclude.",
-    keep_refused: bool = False,
-    kept: KeptList | None = None,
+    advice: Callable[[Sequence[Job]], str],
+    keep_refused: bool,
+    kept: KeptList | None,
 ) -> InScheme:
     """The policy that encodes the weights of these `jobs`, of a plan of BF16 values, in a format.
 

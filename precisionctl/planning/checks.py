@@ -76,7 +76,7 @@ def check_names(missing: Sequence[str], unexpected: Sequence[str], do: str = "",
     raise kind("\n".join([f"the checkpoint's tensors are not the model's: {counts}", *lines]), where=where, do=do)
 
 
-def check_dtypes(stored: Mapping[str, TensorSpec], *, integers: bool = False) -> None:
+def check_dtypes(stored: Mapping[str, TensorSpec], *, integers: bool) -> None:
     """Raise PrecisionError for a dtype that no weight has, or no table of `integers`."""
     for name, spec in stored.items():
         if spec.dtype not in (_INTEGERS if integers else _VALUES) and spec.packing is None:

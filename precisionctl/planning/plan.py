@@ -3,7 +3,8 @@
 Names are logical: one per layer and expert, with no rank, stage or stacking. Each of the source's weights is consumed
 by exactly one job, and each target tensor is produced by exactly one. Jobs of an optimizer also read weights that have
 no master, as their own, and those of a model that becomes its masters read these in their place. A job is one Megatron
-row (the fused group), also from Hugging Face to Hugging Face, because q/k/v and gate/up share an FP8 scale.
+row (the fused group), also from Hugging Face to Hugging Face, because q/k/v and gate/up share an FP8 scale; where
+several jobs have what shares one, a ScaleGroup names their weights.
 """
 
 from __future__ import annotations

@@ -29,9 +29,7 @@ _BEFORE_PREDICTION = (".eh_proj.weight", ".e_proj.weight", ".h_proj.weight")
 """
 
 
-def served(
-    model: ModelShape, stored: Mapping[str, TensorSpec], ranks: int = 1, *, expert_parallel: bool = False
-) -> ServingLayout:
+def served(model: ModelShape, stored: Mapping[str, TensorSpec], ranks: int, *, expert_parallel: bool) -> ServingLayout:
     """How a model, of which these Hugging Face tensors are `stored`, is laid out on this many GPUs, with experts whole
     if `expert_parallel`."""
     if isinstance(model, UntabledModel):

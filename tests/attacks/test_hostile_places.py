@@ -52,7 +52,10 @@ def test_what_lies_in_the_place_of_a_lock_or_a_journal_is_left_alone(
     output.token.write_text("of the first rank's journal")
     WAITING["a link" if waiting == "a link to itself" else waiting](tmp_path / "lock")
     WAITING[waiting](output.share_journal(1))
-    with pytest.raises(OutputError, match="a link, a folder or a device"), open_journal(output, "plan", []):
+    with (
+        pytest.raises(OutputError, match="a link, a folder or a device"),
+        open_journal(output, "plan", [], ranks=1, restart=False),
+    ):
         pass
     with pytest.raises(OutputError, match="a link, a folder or a device"), open_share_journal(output, 1):
         pass

@@ -26,7 +26,7 @@ def sequence(*steps: Any) -> dict[str, Any]:
 def found(processor: object, config: Any = None, *, adds_bos: bool = False, **said: Any) -> dict[str, Any]:
     added = [{"content": text, "id": number} for text, number in IDS.items()]
     tokenizer = {"added_tokens": added, "post_processor": processor}
-    metadata = special_tokens(tokenizer, said, config or {}, 10, adds_bos=adds_bos)
+    metadata = special_tokens(tokenizer, said, config or {}, 10, adds_bos=adds_bos, named={})
     return {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
 
 

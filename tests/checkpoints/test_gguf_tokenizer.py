@@ -25,7 +25,7 @@ def written(tokenizer: Any, folder: Path, said: Any = None, **changes: Any) -> t
     files = gguf_tokenizers.files(tokenizer, folder)
     for name, changed in (("tokenizer.json", changes), ("tokenizer_config.json", said or {})):
         files[name] = json.dumps(json.loads(files[name]) | changed).encode()
-    found, notes = tokenizer_metadata(files, {"pad_token_id": 5}, SIZE, "here")
+    found, notes = tokenizer_metadata(files, {"pad_token_id": 5}, SIZE, "here", {}, sentencepiece="llama")
     return {key.removeprefix("tokenizer.ggml."): value for key, value in found.items()}, notes
 
 
@@ -246,7 +246,7 @@ def test_a_gemma_4_is_merged_by_ranks_line_by_line_behind_its_first_token(tmp_pa
         saved = json.loads(files["tokenizer.json"]) | changes
         saved["model"]["vocab"][also] = SIZE - 1
         files["tokenizer.json"] = json.dumps(saved).encode()
-        return tokenizer_metadata(files, {}, SIZE, "here", sentencepiece="gemma4")[0]
+        return tokenizer_metadata(files, {}, SIZE, "here", {}, sentencepiece="gemma4")[0]
 
     found = of_gemma4("a")
     assert found["tokenizer.ggml.model"] == "gemma4" and found["tokenizer.ggml.add_bos_token"] is True
@@ -261,7 +261,7 @@ def test_a_gemma_4_is_merged_by_ranks_line_by_line_behind_its_first_token(tmp_pa
 def test_named_chat_templates_have_keys_of_their_own(tmp_path: Path) -> None:
     tokenizer = gguf_tokenizers.byte_level(known.QWEN2)
     files = gguf_tokenizers.files(tokenizer, tmp_path) | {"additional_chat_templates/tool_use.jinja": b"tools"}
-    found, _ = tokenizer_metadata(files, {}, SIZE, "here")
+    found, _ = tokenizer_metadata(files, {}, SIZE, "here", {}, sentencepiece="llama")
     assert found["tokenizer.chat_template.tool_use"] == "tools" and found["tokenizer.chat_templates"] == ["tool_use"]
     assert found["tokenizer.chat_template"] == gguf_tokenizers.TEMPLATE
 
@@ -273,13 +273,13 @@ def test_templates_without_a_name_and_tokens_that_are_no_text_are_passed_over(tm
     saved = json.loads(files["tokenizer.json"])
     added = [{"content": "ab\udfff", "id": SIZE - 2}, {"content": "\udfffcdef", "id": SIZE - 1}]
     files["tokenizer.json"] = json.dumps(saved | {"added_tokens": [*saved["added_tokens"], *added]}).encode()
-    found, _ = tokenizer_metadata(files, {}, SIZE, "here")
+    found, _ = tokenizer_metadata(files, {}, SIZE, "here", {}, sentencepiece="llama")
     assert found["tokenizer.chat_templates"] == ["tools"]
 
 
 def test_no_tokenizer_and_tokenizers_of_other_kinds_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
-        tokenizer_metadata({"tokenizer.model": b"..."}, {}, SIZE, "here")
+        tokenizer_metadata({"tokenizer.model": b"..."}, {}, SIZE, "here", {}, sentencepiece="llama")
     with pytest.raises(PrecisionError, match="type 'Unigram'"):
         metadata(gguf_tokenizers.byte_level(known.QWEN2), tmp_path, model={"type": "Unigram", "vocab": []})
 

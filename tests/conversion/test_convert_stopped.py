@@ -146,7 +146,7 @@ def test_a_journal_that_is_none_is_refused_or_begun_anew(tmp_path: Path, said: b
     output.token.write_bytes(b"\xff")
     output.journal.write_bytes(said)
     try:
-        with open_journal(output, "plan", []) as kept:
+        with open_journal(output, "plan", [], ranks=1, restart=False) as kept:
             assert not kept.done and kept.found == Outcome()
     except OutputError as error:
         assert "another conversion" in str(error)
@@ -154,12 +154,15 @@ def test_a_journal_that_is_none_is_refused_or_begun_anew(tmp_path: Path, said: b
 
 def test_another_number_of_ranks_is_told_so(tmp_path: Path) -> None:
     output = Output(tmp_path / "out")
-    with open_journal(output, "plan", [], ranks=2):
+    with open_journal(output, "plan", [], ranks=2, restart=False):
         pass
     with pytest.raises(OutputError, match="same conversion .* by 2 ranks instead of 3.*\n?.*Run it with 2 "):
-        with open_journal(output, "plan", [], ranks=3):
+        with open_journal(output, "plan", [], ranks=3, restart=False):
             pass
-    with pytest.raises(OutputError, match="another conversion"), open_journal(output, "another", [], ranks=3):
+    with (
+        pytest.raises(OutputError, match="another conversion"),
+        open_journal(output, "another", [], ranks=3, restart=False),
+    ):
         pass
 
 
@@ -167,7 +170,7 @@ def test_a_journal_of_holes_is_not_read(tmp_path: Path) -> None:
     output = Output(tmp_path / "out")
     output.journal.touch()
     os.truncate(output.journal, 1 << 40)
-    with pytest.raises(OutputError, match="larger than"), open_journal(output, "plan", []):
+    with pytest.raises(OutputError, match="larger than"), open_journal(output, "plan", [], ranks=1, restart=False):
         pass
 
 
@@ -340,7 +343,7 @@ def test_two_runs_do_not_write_one_output(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(journal, "PATIENCE", 0.1)
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     work = plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron"))
-    with open_journal(work.output, work.digest, work.files):
+    with open_journal(work.output, work.digest, work.files, ranks=1, restart=False):
         with pytest.raises(OutputError, match="another run"):
             execute(work)
         with pytest.raises(OutputError, match="another run"):
@@ -349,14 +352,14 @@ def test_two_runs_do_not_write_one_output(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_torn_last_line_of_the_journal_is_ignored(tmp_path: Path) -> None:
     output = Output(tmp_path / "out")
-    with open_journal(output, "plan", []) as kept:
+    with open_journal(output, "plan", [], ranks=1, restart=False) as kept:
         kept.record(["a", "b"], Outcome(amax={"a": 1.5}, with_nan={"b"}))
     with open(output.journal, "a") as file:
         file.write('{"done": ["c"], "am')
-    with open_journal(output, "plan", []) as kept:
+    with open_journal(output, "plan", [], ranks=1, restart=False) as kept:
         assert kept.done == {"a", "b"} and kept.found == Outcome(amax={"a": 1.5}, with_nan={"b"})
         kept.record(["c"], Outcome())
-    with open_journal(output, "plan", []) as kept:
+    with open_journal(output, "plan", [], ranks=1, restart=False) as kept:
         assert kept.done == {"a", "b", "c"}
 
 
@@ -390,32 +393,35 @@ def test_a_rank_that_outlives_the_first_one_is_not_written_beside(
     """It opens files by their paths, so what it planned would get into a new result at the same place."""
     monkeypatch.setattr(journal, "PATIENCE", 0.1)
     output = Output(tmp_path / "out")
-    with open_journal(output, "plan", [], ranks=2):
+    with open_journal(output, "plan", [], ranks=2, restart=False):
         other = open_share_journal(output, 1)
         other.__enter__()
-    with pytest.raises(OutputError, match="another run"), open_journal(output, "another plan", [], restart=True):
+    with (
+        pytest.raises(OutputError, match="another run"),
+        open_journal(output, "another plan", [], restart=True, ranks=1),
+    ):
         pass
     assert output.share_journal(1).is_file()
     other.__exit__(None, None, None)
-    with open_journal(output, "another plan", [], restart=True):
+    with open_journal(output, "another plan", [], restart=True, ranks=1):
         assert not output.share_journal(1).exists()
 
 
 def test_whatever_a_crash_leaves_in_the_journal_is_gone_on_from_or_refused(tmp_path: Path) -> None:
     output = Output(tmp_path / "out")
-    with open_journal(output, "plan", []) as kept:
+    with open_journal(output, "plan", [], ranks=1, restart=False) as kept:
         kept.record(["a"], Outcome())
     whole = output.journal.read_bytes()
     for junk in (b"\xff\x00\x85", b'{"done": ["\xff"], "found"', b"\x00" * 99 + b"\n", b"\xe2\x80\xa8\x1c\x0b\n"):
         output.journal.write_bytes(whole + junk)
-        with open_journal(output, "plan", []) as kept:
+        with open_journal(output, "plan", [], ranks=1, restart=False) as kept:
             assert kept.done == {"a"}
         assert output.journal.read_bytes() == whole
         output.journal.write_bytes(junk)
-        with pytest.raises(OutputError, match="--restart"), open_journal(output, "plan", []):
+        with pytest.raises(OutputError, match="--restart"), open_journal(output, "plan", [], ranks=1, restart=False):
             pass
         assert output.journal.read_bytes() == junk
-    with open_journal(output, "plan", [], restart=True) as kept:
+    with open_journal(output, "plan", [], restart=True, ranks=1) as kept:
         assert kept.done == set()
     of_another = b'{"id": "of another"}\n{"done": ["a"], "found": {}}\n'
     for junk in (b"{}\n", b'{"done": [], "found": {}}\n', of_another, b"\0"):
@@ -430,7 +436,7 @@ def test_whatever_a_crash_leaves_in_the_journal_is_gone_on_from_or_refused(tmp_p
 def test_a_journal_of_a_share_that_is_too_large_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "_MAX_BYTES", 1000)
     output = Output(tmp_path / "out")
-    with open_journal(output, "plan", [], ranks=2):
+    with open_journal(output, "plan", [], ranks=2, restart=False):
         output.share_journal(1).write_bytes(bytes(1001))
         with pytest.raises(OutputError) as refused, open_share_journal(output, 1):
             pass
@@ -442,7 +448,10 @@ def test_a_file_system_without_locks_is_told_from_another_run(tmp_path: Path, mo
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(output.fcntl, "flock", no_locks)
-    with pytest.raises(OutputError, match="has no locks"), open_journal(Output(tmp_path / "out"), "plan", []):
+    with (
+        pytest.raises(OutputError, match="has no locks"),
+        open_journal(Output(tmp_path / "out"), "plan", [], ranks=1, restart=False),
+    ):
         pass
 
 

@@ -154,7 +154,7 @@ def test_state_in_a_file_that_does_not_say_whose_it_is_becomes_that_of_these_wei
         notes = run(edited, out, container, "bf16", fp8_state=file, drop_fp8_state=True).notes
         assert any("taken to be these" in note for note in notes)
         reader = open_checkpoint(out)
-        assert known_state(reader, make_plan(reader, "hf").gemms).current is not None
+        assert known_state(reader, make_plan(reader, "hf").gemms, None).current is not None
 
 
 def test_state_of_other_weights_is_so_also_where_the_user_has_had_it_written(edited: Path) -> None:
@@ -163,7 +163,7 @@ def test_state_of_other_weights_is_so_also_where_the_user_has_had_it_written(edi
     notes = run(edited, edited.parent / "out", "megatron", "fp8", fp8_state=file).notes
     assert any("later commands need --fp8-state again" in note for note in notes)
     reader = open_checkpoint(edited.parent / "out")
-    assert known_state(reader, make_plan(reader, "hf").gemms).current is None
+    assert known_state(reader, make_plan(reader, "hf").gemms, None).current is None
 
 
 def test_a_default_export_takes_dynamic_and_says_why_in_one_line(edited: Path) -> None:
@@ -238,7 +238,7 @@ def test_convert_carries_state_of_other_weights_with_its_mark(edited: Path, to: 
     reader = open_checkpoint(out)
     assert reader.fp8 is not None and reader.fp8.of_weights == before.of_weights
     assert inputs(reader.fp8) == inputs(before)
-    assert known_state(reader, make_plan(reader, "megatron").gemms).current is None
+    assert known_state(reader, make_plan(reader, "megatron").gemms, None).current is None
     assert any("is carried in the sidecar and used for nothing" in note for note in work.notes)
 
 
@@ -276,8 +276,8 @@ def test_state_of_another_model_is_refused_and_can_be_left_behind(tmp_path: Path
     ):
         strange = replace(made.fp8, modules={**made.fp8.modules, name: other})  # type: ignore[union-attr]
         with pytest.raises(MappingError, match=f"{name}`, {what}.*--drop-fp8-state"):
-            known_state(replace(made, fp8=strange), gemms)
-        assert known_state(replace(made, fp8=strange), gemms, drop=True).current is None
+            known_state(replace(made, fp8=strange), gemms, None)
+        assert known_state(replace(made, fp8=strange), gemms, None, drop=True).current is None
         sidecar.write(tmp_path / "state", strange)
         with pytest.raises(MappingError, match=f"{name}`, {what}.*Give a file"):
             known_state(made, gemms, tmp_path / "state")
@@ -305,9 +305,9 @@ def test_state_without_a_digest_is_of_the_weights_only_in_a_megatron_checkpoint_
     assert reader.fp8 is not None
     reader.fp8 = replace(reader.fp8, of_weights=None)
     for iteration, used in ((7, True), (8, False), (None, False)):
-        assert (known_state(replace(reader, iteration=iteration), gemms).current is not None) == used
+        assert (known_state(replace(reader, iteration=iteration), gemms, None).current is not None) == used
     hugging_face = replace(in_memory.to_hf(reader), fp8=reader.fp8, iteration=7)
-    assert known_state(hugging_face, gemms).current is None
+    assert known_state(hugging_face, gemms, None).current is None
 
 
 def test_a_weight_amax_that_does_not_fit_leaves_no_state_that_is_used_by_itself(tmp_path: Path) -> None:
@@ -330,7 +330,9 @@ def test_a_weight_amax_that_does_not_fit_leaves_no_state_that_is_used_by_itself(
 def test_a_state_of_one_step_is_not_chosen_by_itself_and_says_what_it_rests_on(tmp_path: Path) -> None:
     source = with_state(tmp_path / "hf")
     one = DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent")
-    known = known_state(HuggingFaceReader(source), make_plan(HuggingFaceReader(source), "hf").gemms, recipe=one).current
+    known = known_state(
+        HuggingFaceReader(source), make_plan(HuggingFaceReader(source), "hf").gemms, None, recipe=one
+    ).current
     assert known is not None
     sidecar.write(source / sidecar.RELATIVE, known)
     notes = export(source).notes
@@ -358,7 +360,7 @@ def test_no_recorded_row_of_a_file_is_cut_off_where_the_checkpoint_keeps_fewer(t
     source = with_state(tmp_path / "hf")
     one = DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent")
     gemms = make_plan(HuggingFaceReader(source), "hf").gemms
-    known = known_state(HuggingFaceReader(source), gemms, recipe=one).current
+    known = known_state(HuggingFaceReader(source), gemms, None, recipe=one).current
     assert known is not None
     sidecar.write(source / sidecar.RELATIVE, known)
     file = calibrated(source, tmp_path / "state")
@@ -437,7 +439,7 @@ def test_codes_that_are_made_of_the_weights_keep_their_state(tmp_path: Path) -> 
     run(tmp_path / "bf16", tmp_path / "again", "hf", "fp8")
     reader = open_checkpoint(tmp_path / "again")
     assert digest_weights(reader) != digest_weights(open_checkpoint(tmp_path / "bf16"))
-    assert known_state(reader, make_plan(reader, "megatron").gemms).current is not None
+    assert known_state(reader, make_plan(reader, "megatron").gemms, None).current is not None
 
 
 # Runs

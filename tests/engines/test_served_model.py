@@ -80,7 +80,7 @@ def cut(model: ModelShape, module: str, spelling: Spelling = "first") -> tuple[C
     """That of the first weight whose module ends so, and the weight."""
     weights = coded(model, spelling)
     name = next(name for name in weights if name.endswith(f"{module}.weight"))
-    found = served(model, weights).cuts
+    found = served(model, weights, 1, expert_parallel=False).cuts
     assert found is not None
     return found[name], weights[name]
 
@@ -90,7 +90,7 @@ def cut(model: ModelShape, module: str, spelling: Spelling = "first") -> tuple[C
 def test_every_weight_is_cut_as_vllm_cuts_it(family: str, spelling: Spelling) -> None:
     model = pico.shape(family)
     weights = coded(model, spelling)
-    found = served(model, weights).cuts
+    found = served(model, weights, 1, expert_parallel=False).cuts
     assert found is not None and found.keys() >= weights.keys()
     for name in weights:
         assert found[name].along == READ_IN_VLLM[name.removesuffix(".weight").rpartition(".")[2]], name
@@ -171,7 +171,7 @@ def test_weights_stored_as_one_are_served_on_as_many_gpus_as_others(heads: int, 
     passes = []
     for family in ("llama-3", "phi3"):
         model = model_of(family, **sizes, intermediate_size=128)
-        layout = served(model, coded(model), ranks)
+        layout = served(model, coded(model), ranks, expert_parallel=False)
         refused = (layout.refusal(name, spec, CHANNEL, "last") for name, spec in coded(model).items())
         passes.append(layout.uneven is None and not any(refused))
     assert passes[0] == passes[1] == (heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0))
@@ -208,7 +208,7 @@ def test_the_one_group_of_a_mixer_goes_to_every_gpu_and_needs_scales_of_rows() -
     assert model.mamba
     gates, state, heads = model.mamba.num_heads * model.mamba.head_dim, model.mamba.state_dim, model.mamba.num_heads
     assert found.share(weight.rows, 64, 2)[0] == [gates // 2, gates // 2, state, state, heads // 2]
-    layout = served(model, coded(model), 2)
+    layout = served(model, coded(model), 2, expert_parallel=False)
     name = next(name for name in coded(model) if name.endswith("in_proj.weight"))
     assert layout.refusal(name, weight, CHANNEL, "last") is None
     for block in (TENSOR, SQUARE):
@@ -216,8 +216,8 @@ def test_the_one_group_of_a_mixer_goes_to_every_gpu_and_needs_scales_of_rows() -
     assert layout.uneven is None
     shared = {name: engine.division.check_groups(layout) for name, engine in engines().items()}
     assert [name for name, found in shared.items() if found] == ["sglang"]  # MambaMixer2 asserts it
-    assert not engines()["sglang"].division.check_groups(served(model, coded(model), 1))
-    of_two = served(model_of("granite-hybrid", mamba_n_groups=2), {}, 4)
+    assert not engines()["sglang"].division.check_groups(served(model, coded(model), 1, expert_parallel=False))
+    of_two = served(model_of("granite-hybrid", mamba_n_groups=2), {}, 4, expert_parallel=False)
     assert of_two.uneven == "2 groups of mixers on 4 GPUs"
 
 
@@ -225,7 +225,7 @@ def test_the_one_group_of_a_mixer_goes_to_every_gpu_and_needs_scales_of_rows() -
 def test_the_text_model_of_a_wrapper_is_cut_as_ever_and_its_towers_are_not_known(tmp_path: Path, kind: str) -> None:
     tiny_wrappers.save(tmp_path, kind, dtype=torch.bfloat16)
     reader = open_checkpoint(tmp_path)
-    layout = served(reader.model, reader.specs, 2)
+    layout = served(reader.model, reader.specs, 2, expert_parallel=False)
     found = {name: cut.along for name, cut in (layout.cuts or {}).items()}
     assert reader.model.wrapper
     assert any(name.endswith("mlp.down_proj.weight") and along == "inputs" for name, along in found.items())

@@ -47,7 +47,17 @@ def test_encode_makes_another_plan_and_the_same_one_each_time(tmp_path: Path, po
         form = WeightFormat(quant_methods()["compressed-tensors"], policy)  # type: ignore[arg-type]
         states = in_memory.recorded(reader)
         jobs = fp8_jobs(plan, PRESETS["fp8-delayed"])
-        made = in_scheme(plan, jobs, states, form, lambda name, spec, scales: None, why_no_state="")
+        made = in_scheme(
+            plan,
+            jobs,
+            states,
+            form,
+            lambda name, spec, scales: None,
+            why_no_state="",
+            advice=lambda left: "",
+            keep_refused=False,
+            kept=None,
+        )
     before = plan.digest
     first, second = encode(plan, made), encode(plan, made)
     assert plan.digest == before and not plan.encodes and not plan.codes

@@ -84,7 +84,7 @@ def test_each_spelling_has_amax_over_448_and_breaks_no_rule(
                 assert amax / 448 <= scale.item() == scale.bfloat16().item() < amax / 448 * (1 + 2**-7)
     reader = HuggingFaceReader(tmp_path / "out")
     ranks = 1 if scheme in ("block", "w4a16") else 2  # whose blocks are as wide as the model
-    layout = served(reader.model, reader.specs, ranks)
+    layout = served(reader.model, reader.specs, ranks, expert_parallel=False)
     found = engine.check(reader.config, reader.stored.specs, stored.__getitem__, layout)
     said = ["its FP8 cache has scale 1, whatever is stored"] if target == "tensorrt-llm" else []
     assert [finding.rule.text for finding in found if not finding.rule.fatal] == said

@@ -124,14 +124,27 @@ def export(
     """`source` exported for inference, with what any engine looks for in config.json, and opened."""
     form = WeightFormat(quant_methods()[method], scheme, rounding)
     values = make_plan(source, "hf", dtype=DType.bfloat16, naming="as saved")
-    layout = served(values.model, values.targets)
+    layout = served(values.model, values.targets, 1, expert_parallel=False)
     shapes, block = engines()["vllm"].shapes, SCHEMES[scheme].block
 
     def refusal(name: str, spec: TensorSpec, scales: Scales) -> str | None:
         return shapes.refusal(name, spec, block, layout, method)
 
     jobs = fp8_jobs(values, PRESETS["fp8-delayed"])
-    plan = encode(values, in_scheme(values, jobs, source.fp8, form, refusal, why_no_state=""))
+    plan = encode(
+        values,
+        in_scheme(
+            values,
+            jobs,
+            source.fp8,
+            form,
+            refusal,
+            why_no_state="",
+            advice=lambda left: "",
+            keep_refused=False,
+            kept=None,
+        ),
+    )
     directory.mkdir()
     writer = HuggingFaceWriter(
         directory,

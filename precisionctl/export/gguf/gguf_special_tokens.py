@@ -8,7 +8,6 @@ Source: SpecialVocab in gguf-py/gguf/vocab.py, as llama-cpp-python 0.3.36 has it
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ def special_tokens(
     size: int,
     *,
     adds_bos: bool,
-    named: Mapping[str, str] = MappingProxyType({}),
+    named: Mapping[str, str],
 ) -> dict[str, GgufValue]:
     """The metadata of the special tokens of this tokenizer.json, for a model with so many tokens. `said` is
     tokenizer_config.json, `config` config.json; `adds_bos`: llama.cpp puts bos before a text if nothing is said;

@@ -9,7 +9,6 @@ Source: llama.cpp's src/llama-vocab.cpp, and conversion/base.py and gguf-py/gguf
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -51,9 +50,9 @@ def tokenizer_metadata(
     config: Mapping[str, Any],
     vocab_size: int,
     where: object,
-    named: Mapping[str, str] = MappingProxyType({}),
+    named: Mapping[str, str],
     *,
-    sentencepiece: str = "llama",
+    sentencepiece: str,
 ) -> tuple[dict[str, GgufValue], list[str]]:
     """The metadata of a tokenizer in these companion files, for a model with so many tokens, and notes on texts of
     which llama.cpp makes other tokens. `config` is config.json, `named` as in `special_tokens`, and `sentencepiece`
