@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from trained_models import save
 
+from precisionctl.checkpoints.base import WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
-from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
 from precisionctl.commands.hinted_path import HintedPath, open_hinted
 from precisionctl.errors import PrecisionctlError
