@@ -62,7 +62,7 @@ def _linear(name: BackendName, kind: str, preset: str, sizes: tuple[int, int], p
     module = "decoder.layers.0.mlp.linear_fc1"
     if kind == "linear":
         return backend, backend.linear(module, *sizes, False)
-    return backend, backend.layer_norm_linear(module, *sizes, False, Norm("RMSNorm", 1e-5))
+    return backend, backend.layer_norm_linear(module, *sizes, False, Norm("RMSNorm", 1e-5), None)
 
 
 def _pass(backend, module: nn.Module, values: Tensor, gradient: Tensor) -> dict[str, Tensor]:

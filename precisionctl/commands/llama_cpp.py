@@ -5,7 +5,8 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from precisionctl.checkpoints.gguf.writer import GgufContents
 from precisionctl.checkpoints.hf_directory.companions import LICENCE
 from precisionctl.checkpoints.hf_directory.config_json import config_dtype, made_config
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
-from precisionctl.codes.elements import Packing
 from precisionctl.codes.ggml_blocks import BlocksInRows
 from precisionctl.commands.build import Result
 from precisionctl.commands.mmproj import Mmproj, mmproj_of
@@ -33,7 +33,7 @@ from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError, UnknownArchitecture, shown
-from precisionctl.export.gguf.gguf_plan import FILE_TYPES, KEPT, GgufType, in_gguf
+from precisionctl.export.gguf.gguf_plan import FILE_TYPES, KEPT, GgufPlan, GgufType, in_gguf
 from precisionctl.export.gguf.gguf_tokenizer import tokenizer_metadata
 from precisionctl.export.gguf.towers_plan import TowerType
 from precisionctl.export.model_card import NAME, Card, path_in_command
@@ -46,7 +46,7 @@ from precisionctl.sizes import counted, listed
 from precisionctl.untrusted.safe_json import parse_json
 
 
-def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
+def for_llama_cpp(wanted: Gguf, source: Source, destination: Path) -> Result:
     """A result that is a GGUF file in the destination, beside a card and licences, and the file of a wrapper's towers.
 
     Raises UnknownArchitecture for a model that llama.cpp does not compute, PrecisionError or CheckpointError for a
@@ -58,36 +58,28 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
         raise PrecisionError(what, do="Choose another name for the result.")
     family = of_llama_cpp(model)  # first, as no type and no tokenizer would help
     of_values: TowerType = "f16" if config_dtype(source.plan.targets) == DType.float16.value else "bf16"
-    type_ = kind.scheme or of_values
-    packings = packings_of(reader)
-    encodings = stored_weight_encodings(reader) if packings else None
-    codes = {kind: _codes_of(form, packings, encodings) for kind, form in KEPT.items()}
-    gguf = in_gguf(source.plan, type_, codes.get(type_, ()))
-    plan, kept = gguf.plan, gguf.kept
-    if type_ in KEPT and not kept:
-        raise _nothing_to_keep(type_, model, bool(codes[type_]))
-    scaled = encodings if type_ in KEPT and KEPT[type_].format.has_global_scale else None
-    scales = scale_tensors(kept, scaled) if scaled else {}
-    files, config = reader.companions.files, _config(reader, model)
+    type_ = wanted.scheme or of_values
+    codes = _Codes.of(reader)
+    gguf = codes.kept_in(source.plan, type_)
+    about = partial(_about, wanted, reader, destination)
+    config = _config(reader, model)
     if family.images:
         family.images.check(config)
-    where = reader.path or ""
     tokenizer, tokenizer_notes = tokenizer_metadata(
-        files, config, model.vocab_size, where, family.tokens, sentencepiece=family.sentencepiece
+        reader.companions.files,
+        config,
+        model.vocab_size,
+        reader.path or "",
+        family.tokens,
+        sentencepiece=family.sentencepiece,
     )
-    sampling, title = dict(_sampling(reader.companions)), (kind.base_model or destination.name).rpartition("/")[2]
-
-    def about(plan: Plan) -> dict[str, GgufValue]:
-        label = {"general.name": title, "general.size_label": _size_label(plan)}
-        return {**sampling, **label, **_base_model(kind.base_model)}
-
     metadata: dict[str, GgufValue] = {
         "general.architecture": family.architecture,
         "general.type": "model",
-        **about(plan),
+        **about(gguf.plan),
         **family.metadata(model, FILE_TYPES[type_]),
         "general.quantization_version": np.uint32(2),
-        **(_inputs_as_they_are(kept, scaled) if scaled else {}),
+        **codes.inputs_as_they_are(gguf.kept, type_),
         **tokenizer,
     }
     name = f"{destination.name}-{type_.upper()}.gguf"
@@ -98,13 +90,12 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
         *source_notes(source),
         *tower_notes,
         *_notes_of_the_model(model, family, options),
-        *_notes_of_codes(codes, type_, family, set(kept.values())),
+        *codes.notes(type_, family, set(gguf.kept.values())),
         *tokenizer_notes,
         *(_quantize_notes(destination, name) if type_ in ("bf16", "f16") else ()),
         f"Run it with: {_run(shlex.quote(str(destination)), names, options)}",
     ]
-    licences = {file: data for file, data in files.items() if LICENCE.has(file)}
-    of_main_type, others = _of_main_type(plan, mmproj.plan if mmproj else None, KEPT.get(type_))
+    of_main_type, others = _of_main_type(gguf.plan, mmproj.plan if mmproj else None, KEPT.get(type_))
     card = Card(
         name=destination.name,
         title=OTHER_TARGETS[LLAMA_CPP],
@@ -113,14 +104,84 @@ def for_llama_cpp(kind: Gguf, source: Source, destination: Path) -> Result:
         facts={"weights": type_.upper(), "file": name, **({"towers": mmproj.contents.name} if mmproj else {})},
         quantized=of_main_type,
         kept=others,
-        base_model=kind.base_model,
+        base_model=wanted.base_model,
         codes=type_.upper(),
     )
-    gguf_files = [GgufContents(name, metadata, plan.targets, scales | rotary_tensors(model))]
+    scales = codes.global_scales(gguf.kept, type_) | rotary_tensors(model)
+    plan, files = gguf.plan, [GgufContents(name, metadata, gguf.plan.targets, scales)]
     if mmproj:
         plan = replace(plan, jobs=plan.jobs + mmproj.plan.jobs, targets={**plan.targets, **mmproj.plan.targets})
-        gguf_files.append(mmproj.contents)
-    return Result(plan, notes, gguf=gguf_files, beside={**licences, NAME: card.text(reader)})
+        files.append(mmproj.contents)
+    licences = {file: data for file, data in reader.companions.files.items() if LICENCE.has(file)}
+    return Result(plan, notes, gguf=files, beside={**licences, NAME: card.text(reader)})
+
+
+def _about(wanted: Gguf, reader: Reader, destination: Path, plan: Plan) -> dict[str, GgufValue]:
+    """What the file of a plan says of its name, its size, and how the model is sampled from."""
+    title = (wanted.base_model or destination.name).rpartition("/")[2]
+    label = {"general.name": title, "general.size_label": _size_label(plan)}
+    return {**dict(_sampling(reader.companions)), **label, **_base_model(wanted.base_model)}
+
+
+@dataclass(frozen=True)
+class _Codes:
+    """The source's weights that are codes of types that a file can keep, by type: of those with a global scale, the
+    weights of which it is known. `encodings` are those of all its codes."""
+
+    by_type: Mapping[GgufType, Sequence[str]]
+    encodings: WeightEncodings | None
+
+    @classmethod
+    def of(cls, reader: Reader) -> "_Codes":
+        packings = packings_of(reader)
+        encodings = stored_weight_encodings(reader) if packings else None
+        scaled = encodings.scales if encodings else {}
+        by_type = {
+            type_: [
+                name
+                for name, packing in packings.items()
+                if packing.name == form.name and (name in scaled or not form.format.has_global_scale)
+            ]
+            for type_, form in KEPT.items()
+        }
+        return cls(by_type, encodings)
+
+    def kept_in(self, plan: Plan, type_: GgufType) -> GgufPlan:
+        """The plan of a file of a type. Raises PrecisionError for one that keeps codes, where there are none."""
+        gguf = in_gguf(plan, type_, self.by_type.get(type_, ()))
+        if type_ in KEPT and not gguf.kept:
+            raise _nothing_to_keep(type_, plan.model, bool(self.by_type[type_]))
+        return gguf
+
+    def _scaled(self, type_: GgufType) -> WeightEncodings | None:
+        """The encodings of kept codes that have a global scale."""
+        return self.encodings if type_ in KEPT and KEPT[type_].format.has_global_scale else None
+
+    def global_scales(self, kept: Mapping[str, str], type_: GgufType) -> dict[str, Any]:
+        """The tensors of global scales beside kept codes."""
+        scaled = self._scaled(type_)
+        return dict(scale_tensors(kept, scaled)) if scaled else {}
+
+    def inputs_as_they_are(self, kept: Mapping[str, str], type_: GgufType) -> dict[str, GgufValue]:
+        """That llama.cpp is not to make four bits of inputs of a weight, where the source has no scale for them."""
+        scaled = self._scaled(type_)
+        there = kept.items() if scaled else ()
+        names = sorted({stack_and_slice(name)[0] for name, of in there if scaled and scaled.scales[of].input is None})
+        if not names:
+            return {}
+        return {"general.tensor_extra.name": names, "general.tensor_extra.prec_a4": np.zeros(len(names), np.bool_)}
+
+    def notes(self, type_: GgufType, family: GgufFamily, kept: Collection[str]) -> Iterator[str]:
+        """Notes on codes of the source that are decoded."""
+        for each, names in self.by_type.items():
+            decoded = sorted({*names} - {*kept})
+            if each == type_ and decoded:
+                yield (
+                    f"{counted(len(decoded), 'weight')} in {KEPT[each].name} {'is' if len(decoded) == 1 else 'are'} "
+                    f"decoded, as llama.cpp computes with none there: {listed(decoded)}."
+                )
+            elif names and each != type_ and (family.scaled or not KEPT[each].format.has_global_scale):
+                yield decoded_note(KEPT[each].name, each)
 
 
 _HOW_TO_MAKE = {
@@ -130,12 +191,6 @@ _HOW_TO_MAKE = {
 }
 
 
-def _codes_of(form: BlocksInRows, packings: Mapping[str, Packing], encodings: WeightEncodings | None) -> list[str]:
-    """The weights that are such codes, with a global scale that is known if they have one."""
-    found = [name for name, packing in packings.items() if packing.name == form.name]
-    return [name for name in found if encodings and name in encodings.scales] if form.format.has_global_scale else found
-
-
 def _nothing_to_keep(kind: GgufType, model: ModelShape, are_codes: bool) -> PrecisionError:
     name = KEPT[kind].name
     if not are_codes:
@@ -143,29 +198,6 @@ def _nothing_to_keep(kind: GgufType, model: ModelShape, are_codes: bool) -> Prec
         return PrecisionError(what, do=_HOW_TO_MAKE[kind])
     what = f"llama.cpp computes with no {name} codes of a `{model.architecture}` as these are"
     return PrecisionError(what, do="Choose --scheme bf16, which decodes them.")
-
-
-def _notes_of_codes(
-    codes: Mapping[GgufType, Collection[str]], kind: GgufType, family: GgufFamily, kept: Collection[str]
-) -> Iterator[str]:
-    """Notes on codes of the source that are decoded."""
-    for each, names in codes.items():
-        decoded = sorted({*names} - {*kept})
-        if each == kind and decoded:
-            yield (
-                f"{counted(len(decoded), 'weight')} in {KEPT[each].name} {'is' if len(decoded) == 1 else 'are'} "
-                f"decoded, as llama.cpp computes with none there: {listed(decoded)}."
-            )
-        elif names and each != kind and (family.scaled or not KEPT[each].format.has_global_scale):
-            yield decoded_note(KEPT[each].name, each)
-
-
-def _inputs_as_they_are(kept: Mapping[str, str], encodings: WeightEncodings) -> dict[str, GgufValue]:
-    """That llama.cpp is not to make four bits of inputs of a weight, where the source has no scale for them."""
-    names = sorted({stack_and_slice(name)[0] for name, of in kept.items() if encodings.scales[of].input is None})
-    if not names:
-        return {}
-    return {"general.tensor_extra.name": names, "general.tensor_extra.prec_a4": np.zeros(len(names), np.bool_)}
 
 
 def _run(directory: str, names: Sequence[str], options: str) -> str:

@@ -30,7 +30,7 @@ class TargetCheck:
 
 
 def check_directory(
-    path: Path, target: str, ranks: int = 1, *, expert_parallel: bool = False, reference: Path | None = None
+    path: Path, target: str, ranks: int, *, expert_parallel: bool, reference: Path | None
 ) -> TargetCheck:
     """The rules of `target`, an engine's name or one of OTHER_TARGETS, that a directory or a file breaks, served on
     `ranks` GPUs, with experts whole if `expert_parallel`. A `reference` describes a file that does not do so itself.

@@ -15,7 +15,7 @@ FRAMEWORKS: Mapping[str, Callable[[LaunchSource], Launch]] = {
 }
 
 
-def launch(checkpoint: Path, framework: str, iteration: int | None = None) -> Launch:
+def launch(checkpoint: Path, framework: str, iteration: int | None) -> Launch:
     """How to start this framework, a key of FRAMEWORKS, from a checkpoint; `iteration` as for open_checkpoint. Raises
     CheckpointError if the framework cannot load the checkpoint, and the errors of open_checkpoint."""
     return FRAMEWORKS[framework](LaunchSource(open_checkpoint(checkpoint, iteration), checkpoint))

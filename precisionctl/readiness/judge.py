@@ -155,10 +155,10 @@ def judge(
 ) -> Readiness:
     """Judge the modules `gemms`, which would be in FP8 and have weights of these shapes, by statistics of the weights
     and by what `states` recorded and measured. `outdated` says that `states` were recorded with other weights."""
-    attention = sorted((states.modules.keys() | states.statistics.keys()) - set(gemms)) if states else []
+    others = sorted((states.modules.keys() | states.statistics.keys()) - set(gemms)) if states else []
     roles = [
         _judge_role(module, role, gemms.get(module, ()), weights.get(module, ()), states, outdated)
-        for module in (*gemms, *attention)
+        for module in (*gemms, *others)
         for role in _roles_of(module, module in weights, states)
     ]
     return Readiness(tuple(roles), {scaling: _verdict(scaling, gemms, roles, states) for scaling in SCALINGS})

@@ -138,7 +138,7 @@ class RunComparison:
         return Table(f"Training loss against {self.curves[0].name}", columns, rows)
 
 
-def compare(paths: Sequence[Path], last: int = LAST_STEPS) -> RunComparison:
+def compare(paths: Sequence[Path], last: int) -> RunComparison:
     """Read the runs at `paths` and set them against the first; mean gaps are over the `last` common steps. Raises
     DataError for a run without metrics."""
     curves = read_curves(paths)
@@ -182,7 +182,7 @@ def find_shadows(path: Path, name: str) -> ShadowSummary | None:
     )
 
 
-def find_gap(curve: Curve, first: Curve, averaged: int = LAST_STEPS) -> Gap:
+def find_gap(curve: Curve, first: Curve, averaged: int) -> Gap:
     """Raises DataError where the two runs have no step in common."""
     by_step = curve.against(first)
     if not by_step:

@@ -238,7 +238,7 @@ class _Query(NamedTuple):
 
 
 @contextmanager
-def open_tokenizer(companions: Companions, path: Path | None = None, *, one_core: bool = False) -> Iterator[Tokenizer]:
+def open_tokenizer(companions: Companions, path: Path | None, *, one_core: bool = False) -> Iterator[Tokenizer]:
     """A context with the tokenizer of the checkpoint at `path`, which errors name, and at whose end its process
     ends."""
     tokenizer = Tokenizer(companions.files, path=path, one_core=one_core)

@@ -228,8 +228,8 @@ def test_a_dense_prediction_layer_beside_experts_is_not_what_megatron_core_build
     assert "launch-args" not in next_step(request, command, compared=False)
     execute(command)
     with pytest.raises(UnknownArchitecture, match="mtp_dense"):
-        launch(tmp_path / "megatron", "megatron-lm")
-    assert any("mtp_dense" in note for note in launch(tmp_path / "megatron", "megatron-bridge").notes)
+        launch(tmp_path / "megatron", "megatron-lm", None)
+    assert any("mtp_dense" in note for note in launch(tmp_path / "megatron", "megatron-bridge", None).notes)
 
 
 def test_nothing_is_said_of_a_prediction_layer_that_only_config_json_has(tmp_path: Path) -> None:

@@ -998,14 +998,14 @@ def test_what_megatron_computes_otherwise_is_said_and_comes_back(tmp_path: Path,
     assert any("computed another one" in note and words in note for note in back.notes)
     assert differences(back.reader.model, from_hf_config(theirs.config.to_dict())) == {}
     with pytest.raises(UnknownArchitecture) as refused:
-        launch(tmp_path / "megatron", "megatron-lm")
+        launch(tmp_path / "megatron", "megatron-lm", None)
     if "--framework megatron-bridge" in str(refused.value):
-        notes = launch(tmp_path / "megatron", "megatron-bridge").notes
+        notes = launch(tmp_path / "megatron", "megatron-bridge", None).notes
         assert any("attn_logit_softcapping" in note and "AutoBridge" in note for note in notes)
     else:
         assert case != "caps" and "`precisionctl resume`" in str(refused.value)
         with pytest.raises(UnknownArchitecture, match=words.split()[0]):
-            launch(tmp_path / "megatron", "megatron-bridge")
+            launch(tmp_path / "megatron", "megatron-bridge", None)
 
 
 @pytest.mark.parametrize("case", COMPUTES)

@@ -13,6 +13,7 @@ import tiny_wrappers
 import torch
 from safetensors.torch import save_file
 from soaking import few, in_soak
+from target_checks import check_directory
 from torch import Tensor
 
 from precisionctl.architectures.families import from_hf_config
@@ -23,7 +24,6 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.ggml_formats import FORMATS
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import LLAMA_CPP, Request
-from precisionctl.commands.target_rules import check_directory
 from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, UnknownArchitecture, UnknownFormat
 from precisionctl.reports.inspect import describe, summary

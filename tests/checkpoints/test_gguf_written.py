@@ -22,6 +22,7 @@ from gguf_files import export, source, stored_tensors
 from gguf_tokenizers import SIZE
 from prediction_layer import add_mtp
 from safetensors.torch import save_file
+from target_checks import check_directory
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import Hints
@@ -35,7 +36,6 @@ from precisionctl.codes.ggml_blocks import blocks_of
 from precisionctl.codes.ggml_formats import named
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import LLAMA_CPP, Request
-from precisionctl.commands.target_rules import check_directory
 from precisionctl.conversion.command import execute
 from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture, UnknownFormat
 from precisionctl.export.gguf.gguf_pretokenizers import QWEN2

@@ -18,6 +18,7 @@ import tiny_wrappers
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from target_checks import check_directory
 from transformers import AutoConfig
 
 from precisionctl.architectures.families import from_hf_config, read_model, to_hf_config
@@ -28,7 +29,6 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.mlx_groups import mlx_groups
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import LLAMA_CPP, MLX, OTHER_TARGETS, TE, Request
-from precisionctl.commands.target_rules import check_directory
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionctlError, PrecisionError, RecipeError, UnknownArchitecture, UnknownFormat
 from precisionctl.reports.verify import verdict

@@ -11,13 +11,13 @@ from any_models import export
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from soaking import in_soak
+from target_checks import check_directory
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE
 from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.request import Request
-from precisionctl.commands.target_rules import check_directory
 from precisionctl.errors import DamagedCheckpoint
 
 

@@ -10,6 +10,7 @@ import pico
 import pytest
 import tiny_wrappers
 import torch
+from target_checks import check_directory
 from transformers import AutoConfig
 
 from precisionctl.architectures.families import from_hf_config, table_of
@@ -17,7 +18,6 @@ from precisionctl.architectures.param_map import Row, filled
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
-from precisionctl.commands.target_rules import check_directory
 from precisionctl.conversion.command import execute
 from precisionctl.engines.base import engines
 from precisionctl.engines.serving import Cut, ServingLayout

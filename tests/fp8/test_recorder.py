@@ -23,7 +23,7 @@ from precisionctl.param import COLUMNS, TensorSpec
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.gpt import GPT
-from precisionctl.trainer.parallel.group_ranks import TensorRanks
+from precisionctl.trainer.parallel.group_ranks import TensorRanks, TokenDispatch
 from precisionctl.trainer.parallel.shards import ModelShards
 from precisionctl.trainer.parallel.world import World
 
@@ -235,7 +235,7 @@ def test_experts_are_recorded_one_by_one_without_padding() -> None:
     tokens = torch.tensor([0, 1, 3, 2, 0, 3, 1, 2])  # the token at each place, expert by expert
     arranged = values.flatten(0, 1)[tokens].requires_grad_()
     gradient = torch.randn(8, 16)
-    with recorder.forward_pass(real), recorder.reordered(tokens):
+    with recorder.forward_pass(real), recorder.reordered(tokens, TokenDispatch()):
         out = torch.cat([part @ weight.T for part, weight in zip(arranged.split(counts), weights, strict=True)])
         recorder.grouped_gemm("experts", arranged, counts, weights, out)
     out.backward(gradient)

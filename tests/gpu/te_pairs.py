@@ -51,7 +51,7 @@ def make(name: BackendName, precision: Precision, kind: str) -> tuple[Backend, A
     if kind == "linear":
         return backend, backend.linear(module, IN, OUT, True)
     norm = Norm("LayerNorm", 1e-5, zero_centered=True) if kind == "layer_norm_1p_linear" else Norm("RMSNorm", 1e-5)
-    return backend, backend.layer_norm_linear(module, IN, OUT, True, norm)
+    return backend, backend.layer_norm_linear(module, IN, OUT, True, norm, None)
 
 
 def pair(precision: Precision, kind: str) -> list[tuple[Backend, Any]]:

@@ -60,7 +60,7 @@ def test_grouped_linears_agree_and_an_expert_without_tokens_keeps_its_state(pres
     values, gradient = (torch.randn(256, size, device="cuda").bfloat16() for size in (IN, OUT))
     for name in ("te", "emulated"):
         backend = make_backend(name, PRESETS[preset], torch.bfloat16, torch.device("cuda"))
-        module = backend.grouped_linear("decoder.layers.0.mlp.experts.linear_fc1", 4, IN, OUT, True)
+        module = backend.grouped_linear("decoder.layers.0.mlp.experts.linear_fc1", 4, IN, OUT, True, None)
         if made:
             module.load_state_dict(made[0][0].state_dict())
         with backend.forward_pass():

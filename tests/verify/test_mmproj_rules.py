@@ -7,12 +7,12 @@ from pathlib import Path
 import gguf_files
 import gguf_towers
 import pytest
+from target_checks import check_directory
 
 from precisionctl.checkpoints.gguf.head import read_head
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import LLAMA_CPP, Request
-from precisionctl.commands.target_rules import check_directory
 from precisionctl.conversion.command import execute
 from precisionctl.verify.compare import compare
 

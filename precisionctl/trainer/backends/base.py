@@ -117,11 +117,11 @@ class Backend(Protocol):
         self, name: str, in_features: int, out_features: int, bias: bool, mode: Mode | None = None
     ) -> nn.Module: ...
     def layer_norm_linear(
-        self, name: str, in_features: int, out_features: int, bias: bool, norm: Norm, mode: Mode | None = None
+        self, name: str, in_features: int, out_features: int, bias: bool, norm: Norm, mode: Mode | None
     ) -> nn.Module: ...
     def norm(self, size: int, norm: Norm) -> nn.Module: ...
     def grouped_linear(
-        self, name: str, experts: int, in_features: int, out_features: int, bias: bool, mode: Mode | None = None
+        self, name: str, experts: int, in_features: int, out_features: int, bias: bool, mode: Mode | None
     ) -> nn.Module:
         """A linear for each of this rank's experts (`world.experts`), with parameters `weight{expert}` and
         `bias{expert}`.

@@ -214,7 +214,7 @@ class EmulatedBackend:
         return Linear(self, name, in_features, out_features, bias, mode)
 
     def layer_norm_linear(
-        self, name: str, in_features: int, out_features: int, bias: bool, norm: Norm, mode: Mode | None = None
+        self, name: str, in_features: int, out_features: int, bias: bool, norm: Norm, mode: Mode | None
     ) -> LayerNormLinear:
         return LayerNormLinear(self, name, in_features, out_features, bias, norm, mode)
 
@@ -222,7 +222,7 @@ class EmulatedBackend:
         return NormModule(self, size, norm)
 
     def grouped_linear(
-        self, name: str, experts: int, in_features: int, out_features: int, bias: bool, mode: Mode | None = None
+        self, name: str, experts: int, in_features: int, out_features: int, bias: bool, mode: Mode | None
     ) -> GroupedLinear:
         return GroupedLinear(self, name, experts, in_features, out_features, bias, mode)
 

@@ -23,7 +23,7 @@ from precisionctl.codes.statistics import Statistics
 from precisionctl.fp8.state import ATTENTION_BACKWARD, BACKWARD, ROLES, Fp8State, Role, RoleState
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.scaling_buffers import ScalingBuffers, Slot
-from precisionctl.trainer.parallel.group_ranks import LOCAL_DISPATCH, TokenDispatch
+from precisionctl.trainer.parallel.group_ranks import TokenDispatch
 from precisionctl.trainer.parallel.world import ALONE, World
 
 
@@ -64,7 +64,7 @@ class Recorder:
         self._backward.forget_infinite(skipped)
 
     @contextmanager
-    def reordered(self, tokens: Tensor, dispatch: TokenDispatch = LOCAL_DISPATCH) -> Iterator[None]:
+    def reordered(self, tokens: Tensor, dispatch: TokenDispatch) -> Iterator[None]:
         """A context for modules that get the pass's tokens in another order, or several times: `tokens` are their
         numbers in the pass. `dispatch` then sends them to their experts' ranks."""
         before = self._padding_mask

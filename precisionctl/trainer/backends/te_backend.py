@@ -101,7 +101,7 @@ class TransformerEngineBackend:
         return self._adopt(module, name, mode, in_features, out_features)
 
     def layer_norm_linear(
-        self, name: str, in_features: int, out_features: int, bias: bool, norm: Norm, mode: Mode | None = None
+        self, name: str, in_features: int, out_features: int, bias: bool, norm: Norm, mode: Mode | None
     ) -> nn.Module:
         with self._weights(name):
             module = LayerNormLinear(
@@ -129,7 +129,7 @@ class TransformerEngineBackend:
         )
 
     def grouped_linear(
-        self, name: str, experts: int, in_features: int, out_features: int, bias: bool, mode: Mode | None = None
+        self, name: str, experts: int, in_features: int, out_features: int, bias: bool, mode: Mode | None
     ) -> nn.Module:
         in_features, out_features = cut_sizes(mode, self.world.tensor.size, in_features, out_features)
         apart = bias and mode == "row" and self.world.tensor.size > 1

@@ -71,7 +71,7 @@ class Batch:
         return Batch(tokens, labels, mask, self.packed, self)
 
 
-def make_batch(rows: Sequence[Sequence[Piece]], padding: int, ranks: int = 1) -> Batch:
+def make_batch(rows: Sequence[Sequence[Piece]], padding: int, ranks: int) -> Batch:
     """A batch of rows of pieces, padded at the right with the token `padding` to the longest row, rounded up so that
     each of `ranks` ranks that divide the tokens gets a multiple of MX_BLOCK, as FP8 GEMMs need under any scaling."""
     from precisionctl.trainer.sequences import PackedSequences  # takes PyTorch with it

@@ -60,9 +60,7 @@ class Blend:
         return BlendedOrder([len(part) for part in self.parts], self.weights, seed)
 
 
-def load_data(
-    data: Data, tokenizer: Tokenizer, cache: Path | None, on_tokens: OnTokens = lambda count: None
-) -> Rows | Blend:
+def load_data(data: Data, tokenizer: Tokenizer, cache: Path | None, on_tokens: OnTokens) -> Rows | Blend:
     """The data of a recipe. Raises as `load_rows`."""
 
     def load(path: str) -> Rows:

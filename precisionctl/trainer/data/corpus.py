@@ -208,7 +208,7 @@ def _write(partial: Path, made: Corpus, rows: Iterator[Record], tokenizers: Sequ
                 documents=made.documents + 1,
                 tokens=made.tokens + len(sample.tokens),
                 learned=to_learn,
-                notes=sample.notes,
+                notes=[*dict.fromkeys((*made.notes, *sample.notes))] if sample.notes else made.notes,
             )
             if received:
                 made = replace(made, signal=received[0].name)

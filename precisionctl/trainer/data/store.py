@@ -67,9 +67,7 @@ class Tokens:
     samples: Samples | None = None
 
 
-def tokenized(
-    source: DataSource, tokenizer: Tokenizer, cache: Path | None, on_tokens: OnTokens = lambda count: None
-) -> Tokens:
+def tokenized(source: DataSource, tokenizer: Tokenizer, cache: Path | None, on_tokens: OnTokens) -> Tokens:
     """The tokens of some data, from `cache` if they are there. Raises DataError for data that cannot be read,
     DiskProblem for a cache that cannot be written."""
 
@@ -184,7 +182,7 @@ def _write(folder: Path, samples: Iterator[Tokenized], end: int, on_tokens: OnTo
     names = (TOKENS, LEARNED, ENDS, FIRST)
     digests = {name: hashlib.sha256() for name in names}
     count, number, largest, learns_all = 0, 0, 0, True
-    notes: tuple[str, ...] = ()
+    notes: dict[str, None] = {}
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(folder / name, "wb")) for name in names}
 
@@ -195,7 +193,8 @@ def _write(folder: Path, samples: Iterator[Tokenized], end: int, on_tokens: OnTo
         for sample in samples:
             put(TOKENS, np.ascontiguousarray(sample.tokens, np.int32))
             before, count = count, count + len(sample.tokens)
-            number, notes = number + 1, sample.notes
+            number += 1
+            notes |= dict.fromkeys(sample.notes)
             if count // CALL_EVERY > before // CALL_EVERY:
                 on_tokens(count)
             largest = max(largest, int(sample.tokens.max(initial=0)))
@@ -208,7 +207,7 @@ def _write(folder: Path, samples: Iterator[Tokenized], end: int, on_tokens: OnTo
     for name in names[1:] if learns_all else ():
         (folder / name).unlink()
     whole = hashlib.sha256(b"".join(digests[name].digest() for name in names))
-    return About(count, None if learns_all else number, largest, whole.hexdigest(), end, notes)
+    return About(count, None if learns_all else number, largest, whole.hexdigest(), end, [*notes])
 
 
 def mapped(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:

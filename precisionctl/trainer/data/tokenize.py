@@ -28,7 +28,7 @@ tokenized alone."""
 @dataclass(frozen=True)
 class Tokenized:
     """A document or a conversation: token ids, int32, and whether each is to be learned, bool, both `[tokens]`. With
-    None all are learned. `notes` are for all samples so far."""
+    None all are learned. `notes` are for the user, on this one."""
 
     tokens: NDArray[np.int32]
     learned: NDArray[np.bool_] | None = None

@@ -32,7 +32,10 @@ def pass_bytes(
     kernels: bool = False,
 ) -> int:
     """Bytes that are allocated and freed within a pass: activations, and the larger of what the loss takes for so many
-    logits, and what a layer's backward takes besides. `kernels` as in BytesKept."""
+    logits, and what a layer's backward takes besides. `kernels` as in BytesKept.
+
+    All here is in bytes of the pass, but for `activated` and `others`, elements for each token, and `_layer`, `beside`
+    and the norms and embeddings of `last`, bytes for each token: these are multiplied by `tokens`."""
     kept, length = BytesKept.of(model, recipe, backend, kernels), recipe.data.sequence_length
     tokens, parameters = length * recipe.train.micro_batch_size, Parameters.of(model)
     codes = [kept.codes * each for each in parameters.layers(recipe.parallel)]

@@ -208,7 +208,3 @@ class TokenDispatch:
         out = values.new_empty(sum(received), *values.shape[1:])
         dist.all_to_all_single(out, values.contiguous(), list(received), list(sent), group=self.group)
         return out
-
-
-LOCAL_DISPATCH = TokenDispatch()
-"""All experts are on this rank."""

@@ -51,8 +51,8 @@ _POLL_SECONDS = 0.05
 class Saver:
     """Saves a run as iterations in the folder `out`. `identity` says which run it is (`run_folder.identity`). What
     belongs to the model and is not trained is saved with it: the companion files of the `source` and a wrapper's
-    towers, and the FP8 state in `sidecar_state` that the run does not use. With the encodings of the source's weights,
-    one that training did not change can become the same codes again.
+    towers, and the FP8 state that the run does not use and has `carried` along. With the encodings of the source's
+    weights, one that training did not change can become the same codes again.
 
     The bytes are the same for any number of ranks, with `async_save` or without. An iteration under its final name is
     complete. Raises DiskProblem.
@@ -64,10 +64,10 @@ class Saver:
         out: Path,
         identity: Mapping[str, Any],
         source: Reader,
-        sidecar_state: Fp8States | None,
+        carried: Fp8States | None,
     ) -> None:
         self._run, self._out, self._identity = run, out, identity
-        self._source, self._sidecar_state, self._encodings = source, sidecar_state, weight_encodings(source)
+        self._source, self._carried, self._encodings = source, carried, weight_encodings(source)
         self._towers = make_plan(source, "megatron").towers if source.model.wrapper else None
         self._pending: PendingSave | None = None
         self.newest: int | None = None
@@ -129,7 +129,7 @@ class Saver:
                 sign(output.partial, saved)
                 writer.lay_out()
         run.world.barrier()
-        return _Iteration(run.step, plan, output, writer, *_fp8_states(run, self._sidecar_state), self._sidecar_state)
+        return _Iteration(run.step, plan, output, writer, *_fp8_states(run, self._carried), self._carried)
 
     def _end(self, iteration: "_Iteration") -> None:
         world = self._run.world
@@ -137,8 +137,8 @@ class Saver:
         if world.first:
             with disk_problems(iteration.output):
                 iteration.writer.finish(iteration.of_its_weights(iteration.fp8))
-                beside = iteration.of_its_weights(iteration.collected) or iteration.carried
-                complete(iteration.output, iteration.step, beside, self._encodings, self._run.recipe.train.keep)
+                sidecar_state = iteration.of_its_weights(iteration.collected) or iteration.carried
+                complete(iteration.output, iteration.step, sidecar_state, self._encodings, self._run.recipe.train.keep)
         world.barrier()
         self.newest = iteration.step
 
@@ -261,12 +261,9 @@ def _fp8_states(run: Run, carried: Fp8States | None) -> tuple[Fp8States | None, 
     """The state of the modules that compute in FP8 (from the recorder while the run computes in BF16), and the state
     that a BF16 run has collected, which continues what was `carried`."""
     recipe, recorded = run.recipe.precision.delayed, run.recorder.states() if run.recorder else {}
-    live = {
-        name: state
-        for name, linear in fp8_linears(run.model).items()
-        if (state := recorded.get(name) or linear.fp8_state())
-    }
-    fp8 = Fp8States(recipe, live, producer=BY_RUN, iteration=run.step) if live else None
+    linears = fp8_linears(run.model).items()
+    modules = {name: state for name, linear in linears if (state := recorded.get(name) or linear.fp8_state())}
+    fp8 = Fp8States(recipe, modules, producer=BY_RUN, iteration=run.step) if modules else None
     if run.recorder is None or run.recipe.precision.fp8:
         return fp8, None
     collected = Fp8States(recipe, recorded, producer=COLLECTED, iteration=run.step)

@@ -160,7 +160,7 @@ def test_a_conversation_with_tools_has_the_text_that_transformers_makes_of_it(tm
     files = read_companions(tmp_path).files
     conversations = [{"messages": CONVERSATION, **more} for more in ({}, {"tools": TOOLS}, {"tools": None})]
     path = write_rows(tmp_path / "chat.jsonl", conversations)
-    with open_tokenizer(Companions(files)) as ours:
+    with open_tokenizer(Companions(files), None) as ours:
         rows = load_rows(path, ours, 64)
     texts = [theirs.apply_chat_template(CONVERSATION, each.get("tools"), tokenize=False) for each in conversations]
     assert read(rows.tokens.tolist()).split() == " ".join(texts).split()
@@ -171,7 +171,10 @@ def test_templates_without_a_default_are_named(tmp_path: Path) -> None:
     with_templates({"tool_use": MARKING_TEMPLATE, "rag": MARKING_TEMPLATE}).save_pretrained(tmp_path)
     path = write_rows(tmp_path / "chat.jsonl", [{"messages": CONVERSATION}])
     files = read_companions(tmp_path).files
-    with open_tokenizer(Companions(files)) as ours, pytest.raises(DataError, match="is the default: rag, tool_use"):
+    with (
+        open_tokenizer(Companions(files), None) as ours,
+        pytest.raises(DataError, match="is the default: rag, tool_use"),
+    ):
         load_rows(path, ours, 64)
 
 
@@ -250,7 +253,7 @@ def test_a_tokenizer_comes_from_the_checkpoints_files_alone(tmp_path: Path) -> N
     loaded = tokenizer(PLAIN_TEMPLATE)
     assert loaded.encode("a e") == [4, 8] and loaded.decode([4, 8]) == "a e" and loaded.end == 0
     assert loaded.render(CONVERSATION[:1], add_generation_prompt=True) == "<user> a b ? <end> <bot> "
-    with pytest.raises(DataError, match="has no tokenizer"), open_tokenizer(Companions({})) as none:
+    with pytest.raises(DataError, match="has no tokenizer"), open_tokenizer(Companions({}), None) as none:
         assert none.end
 
 
@@ -260,5 +263,5 @@ def test_a_tokenizer_that_wants_to_run_code_is_refused() -> None:
     config["auto_map"] = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
     config["tokenizer_class"] = "Evil"
     files = files | {"tokenizer_config.json": json.dumps(config).encode(), "evil.py": b"raise SystemExit('ran')"}
-    with pytest.raises(DataError, match="does not load"), open_tokenizer(Companions(files)) as loaded:
+    with pytest.raises(DataError, match="does not load"), open_tokenizer(Companions(files), None) as loaded:
         assert loaded.end

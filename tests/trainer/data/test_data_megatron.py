@@ -172,7 +172,7 @@ def test_bin_without_idx_says_so_and_other_paths_are_not_megatrons(tmp_path: Pat
 def test_a_checkpoint_without_a_tokenizer_reads_the_same_ids_and_says_what_it_does_not_know(tmp_path: Path) -> None:
     prefix = write(tmp_path / "x", SMALL)
     (tmp_path / "text.txt").write_text("a b")
-    with open_tokenizer(Companions({})) as none:
+    with open_tokenizer(Companions({}), None) as none:
         check_there(prefix, none)
         rows = load_rows(prefix, none, 3)
         with pytest.raises(DataError, match="has no tokenizer"):

@@ -107,7 +107,9 @@ def blend_of(folder: Path, *weights: float) -> Blend:
         write_rows(folder / "chats.jsonl", [{"messages": CONVERSATION}]),
     ]
     shares = tuple(Share(str(path), weight) for path, weight in zip(paths, weights, strict=False))
-    made = load_data(Data(blend=shares, sequence_length=8), tokenizer(MARKING_TEMPLATE), folder / "cache")
+    made = load_data(
+        Data(blend=shares, sequence_length=8), tokenizer(MARKING_TEMPLATE), folder / "cache", lambda count: None
+    )
     assert isinstance(made, Blend)
     return made
 

@@ -39,7 +39,7 @@ def batches() -> tuple[Batch, Batch]:
     pieces = texts()
     rows = pack_texts([piece.positions for piece in pieces], 110)
     assert sorted(map(len, rows)) == [2, 2, 3]
-    return make_batch([[piece] for piece in pieces], 0), make_batch([[pieces[i] for i in row] for row in rows], 0)
+    return make_batch([[piece] for piece in pieces], 0, 1), make_batch([[pieces[i] for i in row] for row in rows], 0, 1)
 
 
 def judged_by(theirs: PreTrainedModel) -> tuple[float, float]:
@@ -110,7 +110,7 @@ def test_longrope_turns_each_text_by_its_own_length(tmp_path: Path, packed: bool
     model = as_gpt(converted(theirs, tmp_path))
     pick = np.random.default_rng(1)
     pieces = [Piece(pick.integers(VOCABULARY, size=size), None) for size in (30, 60, 20, 18)]
-    batch = make_batch([pieces[:3], pieces[3:]] if packed else [[piece] for piece in pieces], 0)
+    batch = make_batch([pieces[:3], pieces[3:]] if packed else [[piece] for piece in pieces], 0, 1)
     expected = 0.0
     for piece in pieces:
         tokens = torch.from_numpy(piece.tokens)

@@ -199,7 +199,7 @@ def test_each_product_multiplies_the_copies_along_what_it_sums_over(recipe: str,
 def test_a_norm_is_rounded_before_it_is_cast(recipe: str) -> None:
     """normalization.cpp, rmsnorm_fwd: both are UNFUSED, norm first and cast after."""
     backend = backend_of(RECIPES[recipe])
-    fused = backend.layer_norm_linear("fused", 64, 64, False, Norm("RMSNorm", 1e-5))
+    fused = backend.layer_norm_linear("fused", 64, 64, False, Norm("RMSNorm", 1e-5), None)
     torch.nn.init.normal_(fused.layer_norm_weight)
     alone = backend.linear("alone", 64, 64, False)
     alone.load_state_dict({"weight": fused.weight})
@@ -226,7 +226,7 @@ def test_sizes_are_held_to_what_te_takes_of_each() -> None:
 def test_experts_are_linears_of_their_own_tokens_and_blocks_begin_with_each(recipe: str) -> None:
     counts = [40, 0, 3, 90]
     backend = backend_of(RECIPES[recipe])
-    grouped = backend.grouped_linear("experts", len(counts), 64, 96, False)
+    grouped = backend.grouped_linear("experts", len(counts), 64, 96, False, None)
     values, gradient = torch.randn(sum(counts), 64).bfloat16(), torch.randn(sum(counts), 96).bfloat16()
     values.requires_grad_()
     out = grouped(values, counts)

@@ -30,7 +30,7 @@ def of(expert: int, history: int) -> Fp8State:
 def pair(precision: Precision, bias: bool) -> tuple[EmulatedBackend, GroupedLinear, EmulatedBackend, list[Linear]]:
     """A grouped linear, and linears of the same weights, biases and states in another backend."""
     backend, alone = backend_of(precision), backend_of(precision)
-    grouped = backend.grouped_linear(NAME, EXPERTS, IN, OUT, bias)
+    grouped = backend.grouped_linear(NAME, EXPERTS, IN, OUT, bias, None)
     linears = [alone.linear(f"expert {expert}", IN, OUT, bias) for expert in range(EXPERTS)]
     if grouped.fp8_state():
         states = [of(expert, 4) for expert in range(EXPERTS)]
@@ -120,7 +120,7 @@ def test_rows_of_zeros_as_te_pads_with_change_neither_state_nor_result() -> None
 
 
 def test_state_of_experts_is_given_back_and_a_shorter_history_keeps_the_newest_rows() -> None:
-    grouped = backend_of(delayed(amax_history_len=3)).grouped_linear(NAME, EXPERTS, IN, OUT, False)
+    grouped = backend_of(delayed(amax_history_len=3)).grouped_linear(NAME, EXPERTS, IN, OUT, False, None)
     state = Fp8State.of_experts([of(expert, 8) for expert in range(EXPERTS)])
     grouped.set_fp8_state(state)
     for role, part in grouped.fp8_state().roles.items():
@@ -130,7 +130,7 @@ def test_state_of_experts_is_given_back_and_a_shorter_history_keeps_the_newest_r
 
 @pytest.mark.parametrize("precision", [PRESETS["bf16"], PRESETS["fp8-current"], KEPT])
 def test_experts_that_keep_no_state_refuse_one(precision: Precision) -> None:
-    grouped = backend_of(precision).grouped_linear(NAME, EXPERTS, IN, OUT, False)
+    grouped = backend_of(precision).grouped_linear(NAME, EXPERTS, IN, OUT, False, None)
     assert grouped.fp8_state() is None
     with pytest.raises(PrecisionError, match=r"keeps no FP8 state .*experts.linear_fc1"):
         grouped.set_fp8_state(Fp8State.of_experts([trained(4)] * EXPERTS))
@@ -138,7 +138,7 @@ def test_experts_that_keep_no_state_refuse_one(precision: Precision) -> None:
 
 def test_weights_that_an_fp8_gemm_cannot_take_are_refused() -> None:
     with pytest.raises(PrecisionError, match=r"80 by 24.*experts.linear_fc1"):
-        backend_of(delayed()).grouped_linear(NAME, EXPERTS, 24, OUT, False)
+        backend_of(delayed()).grouped_linear(NAME, EXPERTS, 24, OUT, False, None)
 
 
 def test_what_one_expert_sees_no_other_does() -> None:

@@ -185,7 +185,7 @@ def measured(model: ModelShape, made: Recipe) -> int:
         optimizer = Fp8LmAdamW(gpt, made.optimizer) if fp8_lm else MasterAdamW(gpt, made.optimizer)
         for _ in range(2):
             for _ in range(train.batch_size // train.micro_batch_size):
-                backward(gpt, make_batch([[row]] * train.micro_batch_size, 0), length * train.batch_size)
+                backward(gpt, make_batch([[row]] * train.micro_batch_size, 0, 1), length * train.batch_size)
                 optimizer.collect()
             optimizer.reduce(ALONE)
             optimizer.clip()

@@ -41,8 +41,8 @@ def test_a_run_says_of_each_step_what_it_took(tmp_path: Path) -> None:
 
 def test_padding_is_no_token_and_texts_of_a_row_are_counted_apart() -> None:
     text = [Piece(torch.arange(count + 1).numpy(), None) for count in (5, 7, 3)]
-    assert make_batch([[text[0]], [text[1]]], 0).lengths == [5, 7]
-    assert make_batch([[text[0], text[1]], [text[2]]], 0).lengths == [5, 7, 3]
+    assert make_batch([[text[0]], [text[1]]], 0, 1).lengths == [5, 7]
+    assert make_batch([[text[0], text[1]], [text[2]]], 0, 1).lengths == [5, 7, 3]
 
 
 TOKENS = torch.arange(32).view(2, 16)

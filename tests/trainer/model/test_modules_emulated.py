@@ -115,7 +115,7 @@ def test_in_bf16_gradients_are_those_of_a_plain_linear() -> None:
 
 
 def test_layer_norm_linear_in_bf16_is_rms_norm_and_a_linear() -> None:
-    linear = backend_of(PRESETS["bf16"], torch.float32).layer_norm_linear("linear", IN, OUT, False, RMS_NORM)
+    linear = backend_of(PRESETS["bf16"], torch.float32).layer_norm_linear("linear", IN, OUT, False, RMS_NORM, None)
     torch.nn.init.normal_(linear.layer_norm_weight)
     values = randn(TOKENS, IN, dtype=torch.float32)
     expected = F.linear(F.rms_norm(values, (IN,), linear.layer_norm_weight, 1e-5), linear.weight)
@@ -126,7 +126,7 @@ def test_layer_norm_linear_in_bf16_is_rms_norm_and_a_linear() -> None:
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
 def test_each_norm_is_torch_s_own_alone_and_before_a_linear(kind: str, zero_centered: bool) -> None:
     backend, norm = backend_of(PRESETS["bf16"], torch.float32), Norm(kind, 1e-3, zero_centered)
-    linear, alone = backend.layer_norm_linear("linear", IN, OUT, True, norm), backend.norm(IN, norm)
+    linear, alone = backend.layer_norm_linear("linear", IN, OUT, True, norm, None), backend.norm(IN, norm)
     values = randn(TOKENS, IN, dtype=torch.float32) + 0.3
     plain = F.layer_norm(values, (IN,), eps=1e-3) if kind == "LayerNorm" else F.rms_norm(values, (IN,), eps=1e-3)
     torch.testing.assert_close(alone(values), plain)  # a fresh norm multiplies by one
@@ -144,7 +144,7 @@ def test_each_norm_is_torch_s_own_alone_and_before_a_linear(kind: str, zero_cent
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_grouped_linear_is_each_expert_s_own_for_its_tokens(bias: bool) -> None:
-    grouped = backend_of(PRESETS["bf16"], torch.float32).grouped_linear("experts", 4, IN, OUT, bias)
+    grouped = backend_of(PRESETS["bf16"], torch.float32).grouped_linear("experts", 4, IN, OUT, bias, None)
     for parameter in grouped.parameters():
         torch.nn.init.normal_(parameter)
     assert [name for name, _ in grouped.named_parameters() if "bias" in name] == [f"bias{i}" for i in range(4 * bias)]
@@ -170,7 +170,7 @@ def test_delayed_scaling_casts_the_norm_before_it_is_rounded_and_current_scaling
     results = {}
     for preset in ("fp8-delayed", "fp8-current"):
         backend = backend_of(PRESETS[preset])
-        linear = backend.layer_norm_linear("linear", IN, IN, False, RMS_NORM)
+        linear = backend.layer_norm_linear("linear", IN, IN, False, RMS_NORM, None)
         torch.nn.init.normal_(linear.layer_norm_weight, generator=torch.Generator().manual_seed(0))
         if preset == "fp8-delayed":
             linear.set_fp8_state(Fp8State({r: RoleState(torch.tensor(scale), torch.zeros(4)) for r in ROLES}))
@@ -193,7 +193,7 @@ def test_delayed_scaling_casts_the_norm_before_it_is_rounded_and_current_scaling
 
 def test_the_gradient_of_the_norm_is_taken_at_the_rounded_gradient_of_the_gemm() -> None:
     backend = backend_of(delayed())
-    linear = with_scales(backend.layer_norm_linear("linear", IN, OUT, False, RMS_NORM))
+    linear = with_scales(backend.layer_norm_linear("linear", IN, OUT, False, RMS_NORM, None))
     values, gradient = randn(TOKENS, IN, requires_grad=True), randn(TOKENS, OUT) / 100
     linear(values).backward(gradient)
     g, w = codes(gradient, 5000.0, torch.float8_e5m2), codes(linear.weight, 900.0, torch.float8_e4m3fn)
@@ -265,7 +265,7 @@ def test_a_gemm_without_state_refuses_one(preset: str) -> None:
     "attempt",
     [
         lambda backend: backend.linear("odd", IN + 8, OUT, False),
-        lambda backend: backend.layer_norm_linear("odd", IN, OUT + 1, False, RMS_NORM),
+        lambda backend: backend.layer_norm_linear("odd", IN, OUT + 1, False, RMS_NORM, None),
         lambda backend: backend.linear("odd", IN, OUT, False)(randn(TOKENS - 8, IN)),
     ],
     ids=["in", "out", "tokens"],

@@ -9,7 +9,7 @@ from soaking import in_soak
 
 from precisionctl.errors import DataError, printable
 from precisionctl.reports import plot
-from precisionctl.reports.compare_runs import RunComparison, compare, draw, find_gap
+from precisionctl.reports.compare_runs import LAST_STEPS, RunComparison, compare, draw, find_gap
 from precisionctl.reports.curves import Curve, read_curve, read_curves
 from precisionctl.reports.plot import smoothed
 from precisionctl.trainer.saved.run_folder import Saved, sign
@@ -21,7 +21,7 @@ def curve(losses, name="run"):
 
 def test_gaps_are_relative_to_the_first_run_over_the_steps_that_both_have():
     first, other = curve({1: 4.0, 2: 2.0, 3: 2.0}), curve({2: 3.0, 3: 1.9, 4: 9.0})
-    gap = find_gap(other, first)
+    gap = find_gap(other, first, LAST_STEPS)
     assert (gap.steps, gap.loss, gap.worst_step) == (2, 1.9, 2)
     assert gap.now == pytest.approx(-0.05)
     assert gap.worst == pytest.approx(0.5)
@@ -31,23 +31,23 @@ def test_gaps_are_relative_to_the_first_run_over_the_steps_that_both_have():
 def test_the_mean_gap_leaves_out_what_came_before_the_last_hundred_steps():
     first = curve(dict.fromkeys(range(1, 201), 2.0))
     other = curve({step: 8.0 if step <= 100 else 2.0 for step in range(1, 201)})
-    assert find_gap(other, first).mean == 0.0
+    assert find_gap(other, first, LAST_STEPS).mean == 0.0
 
 
 def test_a_loss_that_is_no_number_is_the_worst_and_passes_no_gate():
     first, other = curve({1: 2.0, 2: 2.0}), curve({1: 100.0, 2: math.nan})
-    gap = find_gap(other, first)
+    gap = find_gap(other, first, LAST_STEPS)
     assert gap.worst_step == 2
     assert math.isnan(gap.mean)
 
 
 def test_a_first_loss_of_zero_is_infinitely_far_from_every_other_and_passes_no_gate():
     first = curve({1: 2.0, 2: 0.0})
-    gap = find_gap(curve({1: 2.0, 2: 0.1}), first)
+    gap = find_gap(curve({1: 2.0, 2: 0.1}), first, LAST_STEPS)
     assert (gap.now, gap.worst, gap.worst_step) == (math.inf, math.inf, 2)
-    assert find_gap(curve({2: 0.0}), first).mean == 0.0
+    assert find_gap(curve({2: 0.0}), first, LAST_STEPS).mean == 0.0
     never = curve({1: 0.0})
-    assert RunComparison([never], [find_gap(curve({1: 0.1}), never)], last=1).beyond(1e9)
+    assert RunComparison([never], [find_gap(curve({1: 0.1}), never, LAST_STEPS)], last=1).beyond(1e9)
 
 
 def test_a_gate_wants_as_many_steps_as_it_takes_the_mean_of():
@@ -82,7 +82,7 @@ def test_settings_that_differ_are_shown_beside_the_curves(tmp_path):
         if changes is not None:
             (tmp_path / name / "iter_0000001").mkdir()
             sign(tmp_path / name / "iter_0000001", Saved(1, 1, started | changes))
-    shown = compare([tmp_path / name for name in "abc"])
+    shown = compare([tmp_path / name for name in "abc"], LAST_STEPS)
     assert shown.settings == {"data": ["1f", ["77"], None], "optimizer.lr": [1e-5, 2e-5, None]}
     assert shown.tables()[-1].rows == [("data", "A", "B", "-"), ("optimizer.lr", "1e-05", "2e-05", "-")]
 
@@ -97,7 +97,7 @@ def test_a_run_that_is_where_we_are_has_its_folder_s_name(tmp_path, monkeypatch)
 
 def test_runs_without_a_common_step_cannot_be_compared():
     with pytest.raises(DataError, match="no step in common"):
-        find_gap(curve({1: 2.0}), curve({2: 2.0}))
+        find_gap(curve({1: 2.0}), curve({2: 2.0}), LAST_STEPS)
 
 
 def test_a_step_run_again_counts_as_run_last_and_a_line_still_being_written_is_left_out(tmp_path):
@@ -124,7 +124,7 @@ def test_runs_with_and_without_what_their_steps_took_are_compared(tmp_path):
         rows = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0, **more}]
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     first, *others = read_curves([tmp_path / name for name in ("old", "new", "newer")])
-    assert [find_gap(other, first).steps for other in others] == [2, 1]
+    assert [find_gap(other, first, LAST_STEPS).steps for other in others] == [2, 1]
 
 
 @pytest.mark.parametrize("content", ["[]\n", "nonsense\n", '{"loss": 1.0}\n', ""])

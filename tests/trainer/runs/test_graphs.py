@@ -34,8 +34,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rows | Blend]:
     chats = folder / "chats.jsonl"
     chats.write_text("".join(json.dumps(CONVERSATION) + "\n" for _ in range(4)))
     data = Data(sequence_length=32)
-    text = load_data(replace(data, path=str(make_text(folder / "text.txt"))), tokenizer, folder)
-    talk = load_data(replace(data, path=str(chats)), tokenizer, folder)
+    text = load_data(replace(data, path=str(make_text(folder / "text.txt"))), tokenizer, folder, lambda count: None)
+    talk = load_data(replace(data, path=str(chats)), tokenizer, folder, lambda count: None)
     assert isinstance(text, Rows) and isinstance(talk, Rows)
     return {"text": text, "conversations": talk, "both": Blend([text, talk], [1, 1]), "texts": Blend([text], [1])}
 

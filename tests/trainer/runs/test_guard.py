@@ -24,7 +24,7 @@ from precisionctl.errors import DamagedCheckpoint, DataError, PrecisionError, Re
 from precisionctl.evaluate import load
 from precisionctl.precision import Precision
 from precisionctl.recipe import load_recipe
-from precisionctl.reports.compare_runs import compare
+from precisionctl.reports.compare_runs import LAST_STEPS, compare
 from precisionctl.reports.run import warnings
 from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import IGNORED, Batch, Feed
@@ -331,11 +331,11 @@ def test_compare_tells_what_the_guards_of_runs_have_seen(tmp_path: Path) -> None
     ]
     file = tmp_path / "b" / SHADOWS
     file.write_text("".join(json.dumps(shadow.as_dict()) + "\n" for shadow in shadows))
-    (found,) = compare([tmp_path / "a", tmp_path / "b"]).tables()[1].rows
+    (found,) = compare([tmp_path / "a", tmp_path / "b"], LAST_STEPS).tables()[1].rows
     assert list(found) == ["b", "2", "-0.50 %", "+0.25 %", "+1.00 %", "1", "0.8500", "0.7500", "1"]
     file.write_text('{"step": 1, "loss": 2.0}\n')
     with pytest.raises(DataError, match="not what a guard writes"):
-        compare([tmp_path / "a", tmp_path / "b"])
+        compare([tmp_path / "a", tmp_path / "b"], LAST_STEPS)
 
 
 WORTHLESS = {

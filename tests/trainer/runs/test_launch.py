@@ -37,8 +37,9 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownArchitecture
+from precisionctl.launch import frameworks
 from precisionctl.launch.base import Launch, LaunchSource
-from precisionctl.launch.frameworks import FRAMEWORKS, launch
+from precisionctl.launch.frameworks import FRAMEWORKS
 from precisionctl.param import Parallelism
 
 with warnings.catch_warnings():
@@ -54,6 +55,10 @@ READERS: dict[str, Any] = {
     "moe_freq_type": lambda text: ast.literal_eval(text),
 }
 """What Megatron's types make of a text."""
+
+
+def launch(checkpoint: Path, framework: str, iteration: int | None = None) -> Launch:
+    return frameworks.launch(checkpoint, framework, iteration)
 
 
 def parse(version: str, words: list[str]) -> argparse.Namespace:

@@ -16,7 +16,7 @@ from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.fp8 import sidecar
-from precisionctl.reports.compare_runs import compare
+from precisionctl.reports.compare_runs import LAST_STEPS, compare
 from precisionctl.reports.run import warnings
 from precisionctl.trainer import resume as trainer
 from precisionctl.trainer.measure.metrics import FILE, read_metrics
@@ -64,7 +64,7 @@ def test_a_skipped_step_leaves_the_weights_the_optimizer_and_the_scales_as_they_
             found = sidecar.find(reader.path) if collect else reader.fp8
             numbers = [number for scale, history in scales(found).values() for number in (scale, *history)]
             assert all(map(math.isfinite, numbers)) and any(numbers)
-    (gap,) = compare([tmp_path / "run", tmp_path / "run"]).gaps
+    (gap,) = compare([tmp_path / "run", tmp_path / "run"], LAST_STEPS).gaps
     assert (gap.steps, gap.mean) == (5, 0.0)
 
 

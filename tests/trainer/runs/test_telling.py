@@ -78,7 +78,7 @@ class Texts:
         return list(range(rows))
 
     def batch(self, numbers: list[int]) -> Batch:
-        return make_batch([self.pieces for _ in numbers], 0)
+        return make_batch([self.pieces for _ in numbers], 0, 1)
 
 
 @contextmanager
