@@ -14,6 +14,7 @@ import pytest
 import torch
 from conversions import carry_out
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -106,7 +107,7 @@ def quotient(numerator: float, denominator: float) -> float:
 M3 = [f"model.layers.2.self_attn.{name}_proj" for name in ("q", "k", "v", "index_q", "index_k")]
 
 
-@pytest.mark.parametrize("largest", ["k_proj", "indexer.k_proj"])
+@pytest.mark.parametrize("largest", ["k_proj", *in_soak("indexer.k_proj")])
 @pytest.mark.parametrize(
     ("scheme", "kind", "scale"), [("static", "weight_scale", (30, 448)), ("nvfp4", "weight_global_scale", (2688, 30))]
 )
@@ -131,7 +132,7 @@ def test_an_indexer_shares_the_scale_of_queries_keys_and_values(
     assert (out / "model.safetensors").read_bytes() == (tmp_path / "hf out" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("changed", ["k_proj", "indexer.k_proj"])
+@pytest.mark.parametrize("changed", ["indexer.k_proj", *in_soak("k_proj")])
 def test_an_indexer_shares_their_scale_again_after_one_of_them_has_changed(tmp_path: Path, changed: str) -> None:
     pico.save(tmp_path / "hf", "minimax-m3", dtype=torch.bfloat16, hidden_size=128, head_dim=32, rotary_dim=16)
     carry_out(Request.export(tmp_path / "hf", tmp_path / "out", "vllm", "nvfp4a16"), workers=1)
