@@ -140,7 +140,7 @@ def test_what_a_tokenizer_may_take_and_answer_is_bounded(
 ) -> None:
     files, text, message = TOKENIZERS[name]
     hurry(message)
-    with pytest.raises(DataError, match=message), open_tokenizer(Companions(files)) as tokenizer:
+    with pytest.raises(DataError, match=message), open_tokenizer(Companions(files), None) as tokenizer:
         tokenizer.texts([TextPiece("text.txt", text.encode())])
 
 
@@ -173,7 +173,7 @@ def test_no_key_leads_to_another_file(tmp_path: Path, name: str) -> None:
         "sp_model_kwargs": {"model_file": str(tmp_path / "pipe")}
     }
     keys |= {"init_inputs": [str(tmp_path / "pipe")], "fast_tokenizer_files": [str(tmp_path / "tokenizer.1.json")]}
-    with open_tokenizer(Companions(changed(name, **keys))) as tokenizer:
+    with open_tokenizer(Companions(changed(name, **keys)), None) as tokenizer:
         assert tokenizer.encode("a e") == [4, 8]
 
 
