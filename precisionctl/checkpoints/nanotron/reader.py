@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
-from precisionctl.checkpoints.chunks import Chunk, ComputedTensor, SomeRows, whole
+from precisionctl.checkpoints.chunks import Chunk, ComputedTensor, SomeRows
 from precisionctl.checkpoints.hf_directory.companions import to_json
 from precisionctl.checkpoints.nanotron.nanotron_files import CONFIG, is_step, read_parts
 from precisionctl.checkpoints.other_trainers.name_patterns import pattern_of, with_numbers
@@ -78,7 +78,9 @@ class NanotronReader(TrainerDirectory):
                 if (first := sources.setdefault(new, name)) != name:
                     raise both_are(first, name, new, path)
             self._places |= made
-        self.specs: Mapping[str, TensorSpec] = {name: self._spec(place) for name, place in self._places.items()}
+        self.specs: Mapping[str, TensorSpec] = {
+            name: self._stored.spec_at(place) for name, place in self._places.items()
+        }
 
     @cached_property
     def own_companions(self) -> Companions:
@@ -100,19 +102,13 @@ class NanotronReader(TrainerDirectory):
         return sorted(self._stored.files)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        place = self._places[name]
-        return self._stored.chunks(place) if isinstance(place, str) else [Chunk(whole(self._spec(place)), place)]
+        return self._stored.chunks_at(self._places[name])
 
     def notes(self) -> Iterator[str]:
         if not (self.path / "config.json").is_file():
             yield f"config.json is made of {CONFIG}."
         if (self.path / "optimizer").is_dir():
             yield "Not carried over from the run: the optimizer, random generators."
-
-    def _spec(self, place: str | ComputedTensor) -> TensorSpec:
-        if isinstance(place, str):
-            return self._stored.specs[place]
-        return TensorSpec(place.shape, self._stored.specs[place.name].dtype)
 
     def _by_hf_names(self, name: str) -> dict[str, str | ComputedTensor]:
         """The tensors of Hugging Face's that a stored one is, or has the rows of."""

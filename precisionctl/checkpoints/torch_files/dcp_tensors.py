@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from precisionctl.checkpoints.chunks import Box, Chunk
+from precisionctl.checkpoints.chunks import Box, Chunk, ComputedTensor, whole
 from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.param import TensorSpec
@@ -45,6 +45,13 @@ class LogicalTensors:
         if name not in self._chunks:
             self._chunks[name] = tuple(self._located(name))
         return self._chunks[name]
+
+    def spec_at(self, place: str | ComputedTensor) -> TensorSpec:
+        """Of one of these tensors, or of one that is computed from one."""
+        return self.specs[place] if isinstance(place, str) else TensorSpec(place.shape, self.specs[place.name].dtype)
+
+    def chunks_at(self, place: str | ComputedTensor) -> Sequence[Chunk]:
+        return self.chunks(place) if isinstance(place, str) else [Chunk(whole(self.spec_at(place)), place)]
 
     def _located(self, name: str) -> Iterator[Chunk]:
         spec = self.specs[name]
