@@ -19,7 +19,7 @@ from pathlib import Path
 
 from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.base import Hints
-from precisionctl.checkpoints.chunks import Chunk, ComputedTensor, SomeRows, whole
+from precisionctl.checkpoints.chunks import Chunk, ComputedTensor, SomeRows
 from precisionctl.checkpoints.dcp import automodel, olmo_core, torchtitan
 from precisionctl.checkpoints.dcp.dcp_optimizer import split_off, with_names
 from precisionctl.checkpoints.hf_directory import safetensors_pieces
@@ -150,7 +150,7 @@ class DcpModelReader(TrainerDirectory):
         for kind, found in tensors.items():
             placed = self._by_hf_names({name: _full(kind, name) for name in found}, _full(kind, ""))
             self._places |= {_full(kind, name): place for name, place in placed.items()}
-        specs = {name: self._spec(place) for name, place in self._places.items()}
+        specs = {name: self._stored.spec_at(place) for name, place in self._places.items()}
         self.specs: Mapping[str, TensorSpec] = {n: spec for n, spec in specs.items() if not n.startswith(STATE)}
         self._moments: Mapping[str, TensorSpec] = {n: s for n, s in specs.items() if n.startswith(STATE)}
         if codes := [name for name, spec in self.specs.items() if spec.is_codes]:
@@ -272,11 +272,6 @@ class DcpModelReader(TrainerDirectory):
             raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
         return self._moments
 
-    def _spec(self, place: str | ComputedTensor) -> TensorSpec:
-        if isinstance(place, str):
-            return self._stored.specs[place]
-        return TensorSpec(place.shape, self._stored.specs[place.name].dtype)
-
     @cached_property
     def trainer_run(self) -> TrainerRun:
         """AdamW's count and settings. Raises CheckpointError where parameters differ in their counts."""
@@ -301,10 +296,7 @@ class DcpModelReader(TrainerDirectory):
         return sorted(self._stored.files)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        place = self._places[name]
-        if isinstance(place, str):
-            return self._stored.chunks(place)
-        return [Chunk(whole(self._spec(place)), place)]
+        return self._stored.chunks_at(self._places[name])
 
 
 def _full(kind: str, name: str) -> str:
