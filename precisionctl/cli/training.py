@@ -151,7 +151,7 @@ def resume(
             begun = started
             if not json_wanted:
                 console.show_lines(report.beginning(started))
-            view.start(report.precision(started), started.step, started.recipe.train.steps)
+            view.start(report.precision(started.plan), started.step, started.plan.recipe.train.steps)
 
         def on_step(step: StepMetrics) -> None:
             nonlocal last

@@ -223,9 +223,7 @@ def _train(
             log = stack.enter_context(closing(MetricsLog(plan.out, run.step, recipe.tracking, asdict(recipe))))
             run.tokens = log.tokens
             notes = (*memory_notes, *_notes(plan, run.step, ranks.count), *state_notes, *rows.notes)
-            continues = newest is not None
-            loaded = (plan.load, plan.skipped, plan.backend, disk)
-            on_start(Started(recipe, plan.out, run.step, continues, *loaded, fp8={}, notes=notes))
+            on_start(Started(plan, run.step, newest is not None, disk, fp8={}, notes=notes))
         received = stack.enter_context(stop_signals())
         while run.step < recipe.train.steps:
             metrics = run.update()

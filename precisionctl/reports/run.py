@@ -19,10 +19,10 @@ from precisionctl.trainer.shadow import Shadow
 
 def beginning(started: Started) -> list[str]:
     """The run's precision, steps and backend, the origin of each role's FP8 state, disk space and notes."""
-    recipe = started.recipe
+    plan = started.plan
     lines = [
-        f"{precision(started)} in {started.out}: from step {started.step} to {recipe.train.steps}, "
-        f"{_taken(started)}, {computed(started)}"
+        f"{precision(plan)} in {plan.out}: from step {started.step} to {plan.recipe.train.steps}, "
+        f"{_taken(started)}, {computed(plan)}"
     ]
     if started.fp8:
         lines.append(f"FP8 state: {fp8_sources(started.fp8)}")
@@ -72,7 +72,7 @@ def result_json(started: Started, finished: Finished, last: StepMetrics | None) 
     """What `resume --json` prints at the end (docs/json.md); `last` is the last step that this command made, None if it
     made none."""
     return {
-        **_chosen(started),
+        **_chosen(started.plan),
         **_from(started),
         "fp8": started.fp8,
         "last_step": finished.step,
@@ -85,15 +85,15 @@ def result_json(started: Started, finished: Finished, last: StepMetrics | None) 
     }
 
 
-def _chosen(run: Started | RunPlan) -> dict[str, Any]:
+def _chosen(plan: RunPlan) -> dict[str, Any]:
     """What a run is, as JSON."""
     return {
-        "out": str(run.out),
-        "precision": precision(run),
-        "backend": run.backend,
-        "steps": run.recipe.train.steps,
-        "load": run.load,
-        "skipped": sorted(run.skipped),
+        "out": str(plan.out),
+        "precision": precision(plan),
+        "backend": plan.backend,
+        "steps": plan.recipe.train.steps,
+        "load": plan.load,
+        "skipped": sorted(plan.skipped),
     }
 
 
@@ -119,8 +119,7 @@ def _taken(run: Started | DryRun) -> str:
     """What a run begins with."""
     if run.continues:
         return "continued"
-    skipped = run.skipped if isinstance(run, Started) else run.plan.skipped
-    return "weights only" if "optimizer" in skipped else "weights and optimizer"
+    return "weights only" if "optimizer" in run.plan.skipped else "weights and optimizer"
 
 
 def _disk(space: DiskSpace) -> list[str]:
@@ -136,17 +135,17 @@ def _disk(space: DiskSpace) -> list[str]:
     return lines
 
 
-def precision(started: Started | RunPlan) -> str:
+def precision(plan: RunPlan) -> str:
     """A run's precision as the title of a panel: `FP8, delayed scaling` or `BF16`."""
-    chosen = started.recipe.precision
+    chosen = plan.recipe.precision
     return f"FP8, {NAMES[chosen.scaling]} scaling" if chosen.fp8 else "BF16"
 
 
-def computed(run: Started | RunPlan) -> str:
+def computed(plan: RunPlan) -> str:
     """What computes a run's GEMMs."""
-    if run.backend == "te":
+    if plan.backend == "te":
         return "computed by Transformer Engine"
-    return "FP8 emulated in PyTorch" if run.recipe.precision.fp8 else "computed by PyTorch"
+    return "FP8 emulated in PyTorch" if plan.recipe.precision.fp8 else "computed by PyTorch"
 
 
 def fp8_sources(counts: Mapping[StateOrigin, Mapping[Role, int]]) -> str:

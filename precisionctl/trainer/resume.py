@@ -17,9 +17,8 @@ from precisionctl.conversion.known_state import outdated_words
 from precisionctl.errors import DataError, OutputError, PrecisionctlError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Role
-from precisionctl.recipe import Data, Recipe
+from precisionctl.recipe import Data
 from precisionctl.tokens.tokenizer import open_tokenizer
-from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.data import Blend, OnTokens, Rows
 from precisionctl.trainer.fp8_start import Fp8Start, StateOrigin, continue_fp8, start_collecting, start_fp8
 from precisionctl.trainer.guard import Guard
@@ -40,7 +39,6 @@ from precisionctl.trainer.rollback import Rollback, read_rollback, write_rollbac
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.run_plan import BUNDLED, RunPlan, check_graph_rows, plan_run
 from precisionctl.trainer.saved import loading, run_folder
-from precisionctl.trainer.saved.loading import Load, StatePart
 from precisionctl.trainer.saved.saving import Saver
 from precisionctl.trainer.settings import Settings, is_guarded, read_recipe, tokenized_rows
 from precisionctl.trainer.stopping import SkippedSteps, Stop, deadline
@@ -49,16 +47,11 @@ from precisionctl.trainer.stopping import SkippedSteps, Stop, deadline
 @dataclass(frozen=True)
 class Started:
     """What the user sees before the first step. `continues` is True if the run continues from an iteration in its own
-    folder. `skipped` are the parts of the checkpoint that were not loaded. `fp8` has the number of GEMMs by where their
-    state is from, then by role."""
+    folder. `fp8` has the number of GEMMs by where their state is from, then by role."""
 
-    recipe: Recipe
-    out: Path
+    plan: RunPlan
     step: int
     continues: bool
-    load: Load
-    skipped: frozenset[StatePart]
-    backend: BackendName
     disk: DiskSpace
     fp8: Mapping[StateOrigin, Mapping[Role, int]]
     notes: tuple[str, ...]
@@ -190,20 +183,7 @@ def _attempt(setup: _Setup, on_start: Callable[[Started], None], on_step: OnStep
             log = stack.enter_context(closing(MetricsLog(out, run.step, run.recipe.tracking, asdict(run.recipe))))
             rolled_back = (rollback.words,) if rollback else ()
             notes = (*rolled_back, *setup.memory_notes, *_notes(setup, run), *setup.rows.notes, *fp8.notes)
-            on_start(
-                Started(
-                    recipe=plan.recipe,
-                    out=out,
-                    step=run.step,
-                    continues=newest is not None,
-                    load=plan.load,
-                    skipped=plan.skipped,
-                    backend=plan.backend,
-                    disk=setup.disk,
-                    fp8=fp8.counts,
-                    notes=notes,
-                )
-            )
+            on_start(Started(plan, run.step, newest is not None, setup.disk, fp8.counts, notes))
         saver = Saver(run, out, setup.identity, source, fp8.carried)
         ended = train(run, log, saver, on_step, until)
     if isinstance(ended, Rollback):

@@ -299,7 +299,7 @@ def test_either_optimizer_goes_on_from_what_the_other_left_also_when_converted(
         for number, source in enumerate((place / first, tmp_path / "back"))
     ]
     stayed = run(train_on(place / first, place, tmp_path / "stayed", first, 8, "more.txt"))
-    assert [started.load for started, _, _ in on] == ["full", "full"]
+    assert [started.plan.load for started, _, _ in on] == ["full", "full"]
     assert on[0][2] == on[1][2] and len(on[0][2]) == 4
     assert on[0][2] == pytest.approx(stayed[2], rel=2e-3)
     moved, kept = (TorchDistReader(tmp_path / name) for name in ("on 0", "stayed"))

@@ -98,7 +98,7 @@ def test_resume_goes_on_from_a_trainers_directory_and_says_with_what(tmp_path: P
     with pytest.raises(CheckpointError, match="does not say which model it is.*`resume`.* a Hugging Face directory"):
         run_plan.dry_run(made)
     started, finished, _ = training.run(replace(made, reference=reference))
-    assert (started.load, started.step, finished.step) == ("full", 2, 3)
+    assert (started.plan.load, started.step, finished.step) == ("full", 2, 3)
     said = "\n".join(beginning(started))
     assert "optimizer: masters and moments of the checkpoint, after 2 updates; it had beta2 0.999, here 0.95" in said
     assert "here 0.95 (--set optimizer.beta2=0.999 keeps it)" in said

@@ -150,7 +150,7 @@ def test_a_run_goes_on_with_megatron_s_optimizer_at_its_rate_and_says_so(
 ) -> None:
     _, made = from_megatron(megatron, tmp_path / "run", way)
     started, finished, losses = run(made)
-    assert (started.load, started.step, finished.step, len(losses)) == ("full", 5, 8, 3)
+    assert (started.plan.load, started.step, finished.step, len(losses)) == ("full", 5, 8, 3)
     assert rates_of(tmp_path / "run") == pytest.approx(expected_rates(megatron, range(6, 9)), rel=1e-12)
     said = "\n".join(beginning(started))
     assert "from step 5 to 8, weights and optimizer" in said
@@ -235,7 +235,7 @@ def test_weights_alone_are_a_new_run_with_nothing_else_of_the_old_one(megatron: 
     for way in ("plain", "dp_reshardable"):
         _, made = from_megatron(megatron, tmp_path / way, way, load="weights")
         started, _, _ = run(made)
-        assert (started.load, started.step) == ("weights", 0)
+        assert (started.plan.load, started.step) == ("weights", 0)
         assert "the checkpoint's optimizer state is left behind" in started.notes
     full = settings(megatron / "source", megatron / "text.txt", tmp_path / "out", load="full")
     with pytest.raises(CheckpointError, match=r"no optimizer state that can be read .*--skip optimizer"):

@@ -242,10 +242,10 @@ def test_full_goes_on_with_step_optimizer_and_data_and_weights_begin_anew(place:
     _, _, whole = run(settings(place / "source", place / "text.txt", first))
     branch = first / "iter_0000004"
     started, _, made = run(settings(branch, place / "text.txt", tmp_path / "full"))
-    assert (started.load, started.step) == ("full", 4)
+    assert (started.plan.load, started.step) == ("full", 4)
     assert made == whole[4:]
     started, _, made = run(settings(branch, place / "text.txt", tmp_path / "weights", load="weights"))
-    assert (started.load, started.step, len(made)) == ("weights", 0, 6)
+    assert (started.plan.load, started.step, len(made)) == ("weights", 0, 6)
     assert any("left behind" in note for note in started.notes)
 
 

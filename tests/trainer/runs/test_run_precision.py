@@ -57,13 +57,13 @@ def test_without_a_recipe_delayed_scaling_has_the_settings_of_the_run_before(pla
     assert told(started) == [
         f"FP8 settings from precisionctl/run.json and the FP8 state: {SAID}; --recipe gives others"
     ]
-    delayed = started.recipe.precision.delayed
+    delayed = started.plan.recipe.precision.delayed
     assert delayed == DelayedScaling(1, amax_history_len=4, amax_compute_algo="most_recent")
     assert not any("the FP8 state is of a run with" in note for note in started.notes)
     states = open_checkpoint(finished.checkpoint).fp8
     assert states is not None and states.recipe == delayed
     again, _, _ = run(asked(place / "delayed", place, tmp_path / "run"))
-    assert again.continues and again.recipe == started.recipe and not told(again)
+    assert again.continues and again.plan.recipe == started.plan.recipe and not told(again)
 
 
 def test_by_way_of_hugging_face_the_state_alone_says_them(place: Path, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_by_way_of_hugging_face_the_state_alone_says_them(place: Path, tmp_path:
 
 def test_a_recipe_and_set_count_before_the_run_before(place: Path, tmp_path: Path) -> None:
     named, _, _ = run(asked(place / "delayed", place, tmp_path / "named", recipe="fp8-delayed"))
-    assert named.recipe.precision.delayed == DelayedScaling() and not told(named)
+    assert named.plan.recipe.precision.delayed == DelayedScaling() and not told(named)
     assert any("the FP8 state is of a run with margin 1, amax_history_len 4, amax_comp" in note for note in named.notes)
     planned = dry_run(asked(place / "delayed", place, tmp_path / "a", precision__delayed__margin=2)).plan
     assert planned.recipe.precision.delayed == DelayedScaling(2, amax_history_len=4, amax_compute_algo="most_recent")
@@ -94,7 +94,7 @@ def test_state_that_is_not_of_these_weights_or_is_skipped_says_nothing(place: Pa
 def test_collected_amaxes_go_on_under_the_settings_of_their_state(place: Path, tmp_path: Path) -> None:
     convert(place / "delayed", tmp_path / "hf", "hf")
     started, _, _ = run(asked(tmp_path / "hf", place, tmp_path / "a", "bf16", collect_amax=True))
-    assert started.recipe.precision.delayed.amax_history_len == 4 and told(started)
+    assert started.plan.recipe.precision.delayed.amax_history_len == 4 and told(started)
     plain = dry_run(asked(tmp_path / "hf", place, tmp_path / "b", "bf16")).plan
     assert plain.recipe.precision == Precision(fp8=False) and plain.precision_notes == ()
 
@@ -120,7 +120,7 @@ def test_a_file_of_state_brings_the_recipe_it_was_recorded_under_and_not_before_
 def test_a_run_of_ours_without_state_goes_on_as_it_was(place: Path, tmp_path: Path) -> None:
     started, _, _ = run(asked(place / "block", place, tmp_path / "run"))
     expected = Precision(True, "block", DelayedScaling(amax_history_len=4), keep_bf16=("*.linear_proj",))
-    assert started.recipe.precision == expected
+    assert started.plan.recipe.precision == expected
     (said,) = told(started)
     assert said.startswith("FP8 settings from precisionctl/run.json: precision.scaling block, ")
     assert "precision.keep_bf16 ('*.linear_proj',)" in said
@@ -185,7 +185,7 @@ def test_a_megatron_run_without_state_goes_on_as_its_arguments_say(place: Path, 
     shutil.copytree(place / "megatron", tmp_path / "megatron")
     change_args(tmp_path / "megatron" / "release", fp8="hybrid", fp8_recipe="tensorwise", **MEGATRONS, **ENDS)
     started, _, _ = run(asked(tmp_path / "megatron", place, tmp_path / "run"))
-    assert started.recipe.precision == Precision(fp8=True, scaling="current")
+    assert started.plan.recipe.precision == Precision(fp8=True, scaling="current")
     said = "FP8 settings from Megatron's arguments: precision.scaling current; --recipe gives others"
     assert told(started) == [said] and started.fp8 == {}
     reader = open_checkpoint(tmp_path / "megatron")

@@ -42,7 +42,7 @@ def test_a_run_in_two_parts_is_the_run_in_one_and_saves_no_state(place: Path, tm
     )
     started, finished, _ = run(whole)
     assert started.fp8 == {}
-    assert run_report.precision(started) == f"FP8, {NAMES[scaling]} scaling"
+    assert run_report.precision(started.plan) == f"FP8, {NAMES[scaling]} scaling"
     parts = replace(whole, out=tmp_path / "parts")
     run(replace(parts, overrides=(*parts.overrides, "train.steps=2")))
     run(parts)
