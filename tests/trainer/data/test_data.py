@@ -64,6 +64,8 @@ def test_finding_the_assistants_words_from_the_text_is_said(tmp_path: Path) -> N
     path = write_rows(tmp_path / "chat.jsonl", [{"messages": CONVERSATION}])
     assert load_rows(path, tokenizer(MARKING_TEMPLATE), 64).notes == ()
     assert "marks no assistant words" in load_rows(path, tokenizer(PLAIN_TEMPLATE), 64).notes[0]
+    both = write_rows(tmp_path / "both.jsonl", [{"messages": CONVERSATION}, {"prompt": "a", "completion": "b"}])
+    assert "marks no assistant words" in load_rows(both, tokenizer(PLAIN_TEMPLATE), 64).notes[0]  # of the first alone
 
 
 def test_a_conversation_is_cut_to_length_and_left_out_when_nothing_to_learn_is_left(tmp_path: Path) -> None:
