@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from precisionctl.architectures.head_rearrangements import QKV, RotaryPairs
 from precisionctl.architectures.rearrangements import SAME
-from precisionctl.checkpoints.other_trainers.torchtitan_families import FAMILIES, Family
+from precisionctl.checkpoints.other_trainers.torchtitan_families import FAMILIES, TorchtitanFamily
 from precisionctl.errors import MappingError
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import STATE, TensorSpec, kind_and_parameter, state_name
@@ -44,7 +44,7 @@ def with_torchtitan_names(plan: Plan) -> Plan:
     return replace(plan, jobs=tuple(jobs), targets=targets)
 
 
-def _torchtitan_name(name: str, family: Family, model: ModelShape) -> str | None:
+def _torchtitan_name(name: str, family: TorchtitanFamily, model: ModelShape) -> str | None:
     """torchtitan's name of a weight, or of a weight's optimizer state."""
     kind, parameter = kind_and_parameter(name)
     found = family.titan_name(parameter if kind else name, model)

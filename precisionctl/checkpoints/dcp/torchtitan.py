@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from precisionctl.checkpoints.chunks import Chunked
-from precisionctl.checkpoints.other_trainers.torchtitan_families import Family
+from precisionctl.checkpoints.other_trainers.torchtitan_families import TorchtitanFamily
 from precisionctl.checkpoints.other_trainers.trainer_directory import both_are
 from precisionctl.checkpoints.rotary_heads import Heads
 from precisionctl.errors import DamagedCheckpoint
@@ -22,7 +22,7 @@ _TURNED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
 
 
 def by_hf_names(
-    stored: Chunked, names: Mapping[str, str], family: Family, model: ModelShape, where: Path
+    stored: Chunked, names: Mapping[str, str], family: TorchtitanFamily, model: ModelShape, where: Path
 ) -> dict[str, str | Heads]:
     """Hugging Face's names, and for each the stored tensor that it is, or its rows in one. `names` are torchtitan's
     names of stored tensors; buffers that Hugging Face has no place for are left out. Raises DamagedCheckpoint for two

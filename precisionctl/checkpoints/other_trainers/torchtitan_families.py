@@ -21,7 +21,7 @@ GATE, BIAS = "moe.router.gate.weight", "moe.expert_bias_E"
 
 
 @dataclass(frozen=True)
-class Family:
+class TorchtitanFamily:
     """A family in torchtitan.
 
     `names` are its modules, those inside a layer too, and parameters that are no module's weight or bias, with Hugging
@@ -131,16 +131,16 @@ _LLAMA4 = {
     titan: hf.replace("mlp.", "feed_forward.").replace("shared_experts", "shared_expert")
     for titan, hf in {**_LLAMA, **_EXPERTS, **_SHARED_EXPERTS}.items()
 }
-_DEEPSEEK_V3 = Family({**_DEEPSEEK, **_PREDICTION, BIAS: "mlp.gate.e_score_correction_bias"})
+_DEEPSEEK_V3 = TorchtitanFamily({**_DEEPSEEK, **_PREDICTION, BIAS: "mlp.gate.e_score_correction_bias"})
 
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(_LLAMA, pairs=True),
-    "qwen3": Family({**_LLAMA, **_HEAD_NORMS}),
-    "qwen3_moe": Family({**_LLAMA, **_HEAD_NORMS, **_EXPERTS, BIAS: None}),
-    "deepseek_v2": Family({**_DEEPSEEK, BIAS: None}),
+FAMILIES: Mapping[str, TorchtitanFamily] = {
+    "llama": TorchtitanFamily(_LLAMA, pairs=True),
+    "qwen3": TorchtitanFamily({**_LLAMA, **_HEAD_NORMS}),
+    "qwen3_moe": TorchtitanFamily({**_LLAMA, **_HEAD_NORMS, **_EXPERTS, BIAS: None}),
+    "deepseek_v2": TorchtitanFamily({**_DEEPSEEK, BIAS: None}),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
-    "gpt_oss": Family(
+    "gpt_oss": TorchtitanFamily(
         {
             **_LLAMA,
             "attention.sinks": "self_attn.sinks",
@@ -150,7 +150,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         biases=True,
     ),
-    "llama4_text": Family({**_LLAMA4, _ROUTER: "feed_forward.router", BIAS: None}, current=False),
+    "llama4_text": TorchtitanFamily({**_LLAMA4, _ROUTER: "feed_forward.router", BIAS: None}, current=False),
 }
 """By the `model_type` of Hugging Face's model."""
 
