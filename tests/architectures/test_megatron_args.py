@@ -327,7 +327,8 @@ def test_what_nothing_turns_by_is_no_argument(kind: str) -> None:
     """Cohere2 without a window has rotary embeddings nowhere, whatever its config.json says of their scaling."""
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
     rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
-    model = from_hf_config(config("cohere2", sliding_window=None, rope_parameters=rope))
+    nowhere = {"sliding_window": None, "layer_types": ["full_attention"] * 4}
+    model = from_hf_config(config("cohere2", **nowhere, rope_parameters=rope))
     args = to_megatron_args(model)
     assert args["position_embedding_type"] == "none"
     assert not args.get("use_rope_scaling") and not args.get("rotary_seq_len_interpolation_factor")
