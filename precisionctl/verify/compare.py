@@ -19,6 +19,7 @@ from precisionctl.checkpoints.gguf.reader import GgufReader
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.checkpoints.mlx.mlx_names import saved_by_mlx
 from precisionctl.codes.statistics import decibels
+from precisionctl.errors import CheckpointError
 from precisionctl.export.mlx_plan import mlx_has, names_as_codes
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.state import Fp8State, Fp8States
@@ -262,8 +263,11 @@ def _left_out(a: Reader, b: Reader, towers: TowersOfBoth | None, derived: Sequen
 
 
 def _has_run(reader: Reader) -> bool:
-    """Whether a checkpoint is that of a run, with its step or an optimizer."""
-    return reader.iteration is not None or isinstance(reader, OptimizerSource) and bool(reader.optimizer_specs)
+    """Whether a checkpoint is that of a run, with its step or an optimizer, also one that cannot be read."""
+    try:
+        return reader.iteration is not None or isinstance(reader, OptimizerSource) and bool(reader.optimizer_specs)
+    except CheckpointError:
+        return True
 
 
 def _compare_tensor(name: str, a: Tensors, b: Tensors) -> TensorComparison:

@@ -1,6 +1,7 @@
 """AdamW's state in PyTorch's own checkpoints goes where its parameters go, and runs go on from it."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -35,11 +36,13 @@ from precisionctl.errors import (
 )
 from precisionctl.param import STATE, Parallelism
 from precisionctl.recipe import load_recipe
+from precisionctl.reports import inspect
 from precisionctl.trainer.data.rows import EqualRows, Rows
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved import loading
+from precisionctl.verify.compare import compare
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -278,7 +281,7 @@ def test_moments_of_experts_that_no_weight_or_two_have_are_refused(tmp_path: Pat
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     first(
-        5,
+        6,
         [
             (
                 lambda state: state["model.norm.weight"]["step"].add_(1),
@@ -286,6 +289,11 @@ def test_moments_of_experts_that_no_weight_or_two_have_are_refused(tmp_path: Pat
                 "different numbers of updates: .* 2 and",
             ),
             (lambda state: [one.pop("step") for one in state.values()], CheckpointError, "how many updates"),
+            (
+                lambda state: state["model.norm.weight"].pop("step"),
+                CheckpointError,
+                "updates .* of `model.norm.weight`",
+            ),
             *(
                 (
                     lambda state, step=step: [one.update(step=torch.tensor(step)) for one in state.values()],
@@ -457,7 +465,80 @@ def test_an_optimizer_under_numbers_is_that_of_the_parameters_in_their_order(tmp
                     f"{place}.{index}.{each}.weight": half.clone() for each, half in zip(kinds, halves, strict=True)
                 }
     reader = open_checkpoint(config_of(model, save(tmp_path / "one-by-one", saved | {"model": one_by_one})))
-    assert not reader.optimizer_specs and len(reader.not_carried) > 9
-    del saved["optimizer"]["state"][4]["exp_avg"]
-    reader = open_checkpoint(config_of(model, save(tmp_path / "other", saved)))
-    assert not reader.optimizer_specs and len(reader.not_carried) > 9
+    with pytest.raises(CheckpointError, match=r"gate_proj\.weight` and its like in one tensor, .*--drop-optimizer"):
+        _ = reader.optimizer_specs
+
+
+def _another_optimizer(saved: dict[str, Any]) -> None:
+    saved["optim"] = saved["optimizer"]
+
+
+def _names_too(saved: dict[str, Any]) -> None:
+    kinds: dict[str, Tensor] = {"step": torch.tensor(2.0), **dict.fromkeys(MOMENTS, torch.ones(64))}
+    saved["optim"] = {"state": {"model.norm.weight": kinds}, "param_groups": []}
+
+
+def _in_state(change: Any) -> Any:
+    return lambda saved: change(saved["optimizer"]["state"])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_in_state(lambda state: state[4].pop("step")), "state of parameter 4 has no `step`"),
+        *in_soak((_in_state(lambda state: state[4].pop("exp_avg")), "state of parameter 4 has no `exp_avg`")),
+        *in_soak(
+            (
+                _in_state(lambda state: state[3].update(dict.fromkeys(MOMENTS, torch.ones(5)))),
+                r"state of `model\.layers\.0\.self_attn\.v_proj\.weight` is not of its shape",
+            ),
+        ),
+        (lambda saved: saved["optimizer"]["param_groups"][0]["params"].pop(), "groups of 15 and 5 parameters"),
+        (
+            _in_state(lambda state: [one.update(max_exp_avg_sq=one["exp_avg"]) for one in state.values()]),
+            r"its optimizer has \['max_exp_avg_sq'\], which AdamW has not",
+        ),
+        *in_soak((_in_state(lambda state: state.update({1 << 40: state[0]})), "1099511627776.* that no optimizer has")),
+        (_another_optimizer, "`optimizer`, `optim` number their parameters, and nothing says which they are"),
+        (_names_too, "`optimizer` has numbers for parameters, and another optimizer has names"),
+    ],
+)
+def test_an_optimizer_under_numbers_that_is_not_known_is_refused_with_the_reason(
+    tmp_path: Path, spoil: Any, message: str
+) -> None:
+    model, optimizer = trained("llama-3")
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    spoil(saved)
+    path = config_of(model, save(tmp_path / "run", saved))
+    for container in ("dcp", "deepspeed-universal"):
+        with pytest.raises(CheckpointError, match=f"{message}.*--drop-optimizer"):
+            conversions.run(path, tmp_path / container, "hf", container=container)
+    with pytest.raises(CheckpointError, match=f"{message}.*--skip optimizer"):
+        loading.first_step(open_checkpoint(path), (), 10)
+    assert re.search(message, inspect.describe(open_checkpoint(path))["optimizer"]["unreadable"])
+    told = conversions.run(path, tmp_path / "out", "hf")
+    assert any(re.search(f"The optimizer stays behind: .*{message}", note) for note in told.notes)
+    with_run = compare(open_checkpoint(tmp_path / "out"), open_checkpoint(path))
+    assert with_run.equal and any("run" in str(one) for one in with_run.not_compared)
+
+
+@pytest.mark.parametrize("family", ["falcon", *in_soak("gpt-j")])
+def test_an_optimizer_under_numbers_of_a_family_whose_order_is_not_known_is_refused(
+    tmp_path: Path, family: str
+) -> None:
+    model, optimizer = trained(family)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    path = config_of(model, save(tmp_path / "run", saved))
+    with pytest.raises(CheckpointError, match="the order of this model's .* is not known.*--drop-optimizer"):
+        conversions.run(path, tmp_path / "out", "megatron")
+    conversions.run(path, tmp_path / "out", "megatron", drop_optimizer=True)
+
+
+def test_amsgrads_largest_moments_are_refused_under_names_too(tmp_path: Path) -> None:
+    model, optimizer = trained("llama-3")
+    whole = states(model, optimizer)
+    for one in whole["optimizer"]["state"].values():
+        one["max_exp_avg_sq"] = one["exp_avg_sq"]
+    path = config_of(model, save(tmp_path / "run", whole))
+    with pytest.raises(CheckpointError, match=r"has \['max_exp_avg_sq'\], which AdamW has not.*--drop-optimizer"):
+        conversions.run(path, tmp_path / "out", "megatron")

@@ -125,6 +125,7 @@ class DcpModelReader(TrainerDirectory):
     """
 
     container = "dcp"
+    unsupported_state = ""  # what is not read is refused by `optimizer_specs`
 
     def __init__(
         self,
@@ -218,11 +219,6 @@ class DcpModelReader(TrainerDirectory):
         raise DamagedCheckpoint(what, where=self.path, do=_ALL_RANKS)
 
     @property
-    def unsupported_state(self) -> str:
-        """In words, the optimizer state that is not AdamW's."""
-        return self._optimizer.unsupported_state
-
-    @property
     def not_carried(self) -> Sequence[str]:
         """Tensors of the optimizer and of other state that nothing is made of."""
         return self._optimizer.others
@@ -261,8 +257,9 @@ class DcpModelReader(TrainerDirectory):
 
     @cached_property
     def optimizer_specs(self) -> Mapping[str, TensorSpec]:
-        """AdamW's moments, and Muon's. Raises CheckpointError for some that are none of these."""
-        what = ""
+        """AdamW's moments, and Muon's. Raises CheckpointError for some that are none of these, or whose parameters are
+        not known."""
+        what = self._optimizer.unread
         dtypes = {name: spec.dtype for name, spec in self._moments.items()}
         if odd := [name for name, one in dtypes.items() if not one.is_floating_point or one.itemsize < 2]:
             what = f"`{odd[0]}` is {dtypes[odd[0]]}, and AdamW's is floating-point, of 16 bits or more"

@@ -29,6 +29,7 @@ from precisionctl.checkpoints.torch_files.dcp_metadata import DcpTensor, Index
 from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
 from precisionctl.param import MOMENTS, MOMENTUM, TensorSpec
+from precisionctl.sizes import listed
 
 _INSIDE = r"(?:[^.]+\.){0,2}?"  # the keys under which a program saves model and optimizer
 _OPTIM = r"optim(?:izers?)?(?:_\d+)?"
@@ -39,6 +40,8 @@ _SETTING = re.compile(rf"{_OPTIMIZER}param_groups\.(.+)\.(lr|initial_lr|betas|ep
 _PARAMETERS = re.compile(rf"{_OPTIMIZER}param_groups\.(\d{{1,9}})\.params")
 _OF_RUN = re.compile(rf"{_INSIDE}(?:{_OPTIM}|(?:lr_)?schedulers?|train_state|dataloader|rng_state|extra_state)\..+")
 
+_LONGEST = 10
+"""More digits than the number of a parameter has."""
 
 Group: TypeAlias = tuple[str, str]
 """A parameter group: its optimizer's key, and its own in that: a number, or in torchtitan its parameter's name."""
@@ -51,7 +54,8 @@ class DcpOptimizer:
     `moments` are AdamW's (and Muon's) tensors by kind, and `steps` AdamW's counts of updates. `settings` has, for each
     parameter group, where each setting is stored. `parameters` has, for each group, where the list of its parameters is
     stored: names or numbers; `names` are the names of the numbers. `others` are tensors that are neither weights nor
-    AdamW's; those whose parameters have numbers are also in `numbered`, if they are of one optimizer.
+    AdamW's; those whose parameters have numbers are also in `numbered`, by optimizer. `unread` says in words why an
+    optimizer that is there cannot be read; empty if it can.
     """
 
     where: Path
@@ -59,21 +63,16 @@ class DcpOptimizer:
     steps: Mapping[str, DcpTensor]
     settings: Mapping[Group, Mapping[str, Span]]
     others: tuple[str, ...]
-    numbered: Mapping[int, Mapping[str, str]]
+    numbered: Mapping[str, Mapping[int, Mapping[str, str]]]
     parameters: Mapping[Group, Span]
     names: Mapping[int, str] = field(default_factory=dict)
-
-    @property
-    def unsupported_state(self) -> str:
-        """The kinds of state that are not AdamW's, such as Muon's `momentum_buffer`, in words; empty if there are
-        none."""
-        return not_adams(match[2] for key in self.others if (match := _OTHER_STATE.fullmatch(key)))
+    unread: str = ""
 
     @cached_property  # it opens an archive of each parameter
     def updates(self) -> int:
-        """AdamW's count of updates. Raises CheckpointError if there is none, or if it differs between parameters
-        (Megatron has one count for all), or is in safetensors, where no trainer has it; and DamagedCheckpoint if it is
-        no count."""
+        """AdamW's count of updates. Raises CheckpointError if there is none, or none of some parameters, or if it
+        differs between parameters (Megatron has one count for all), or is in safetensors, where no trainer has it; and
+        DamagedCheckpoint if it is no count."""
         counts = dict[int, str]()
         for name, tensor in self.steps.items():
             span = tensor.pieces[0].span
@@ -88,6 +87,9 @@ class DcpOptimizer:
         if len(counts) > 1:
             examples = " and ".join(f"`{name}` {count}" for count, name in sorted(counts.items())[:2])
             raise CheckpointError(f"{DIFFERENT_COUNTS}: {examples}", where=self.where, do=DROP_OPTIMIZER)
+        if uncounted := self.moments[MOMENTS[0]].keys() - self.steps.keys():
+            what = f"nothing says how many updates the optimizer made of `{min(uncounted)}`"
+            raise CheckpointError(what, where=self.where, do=DROP_OPTIMIZER)
         return next(iter(counts))
 
     def groups(self) -> Iterator[ParameterGroup]:
@@ -125,7 +127,7 @@ def split_off(index: Index, where: Path) -> tuple[dict[str, DcpTensor], DcpOptim
             states[match[3]][match[2]] = tensor
             continue
         others.append(key)
-        if match and len(match[2]) < 10:
+        if match and len(match[2]) < _LONGEST:
             numbered.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = key
     for key, span in index.objects.items():
         if match := _SETTING.fullmatch(key):
@@ -133,33 +135,57 @@ def split_off(index: Index, where: Path) -> tuple[dict[str, DcpTensor], DcpOptim
         elif match := _PARAMETERS.fullmatch(key):
             parameters[match[1], match[2]] = span
     steps = states.pop("step")
-    by_number = next(iter(numbered.values())) if len(numbered) == 1 else {}
-    return weights, DcpOptimizer(where, states, steps, settings, tuple(others), by_number, parameters)
+    found = DcpOptimizer(where, states, steps, settings, tuple(others), numbered, parameters)
+    return weights, replace(found, unread=_unread(found))
+
+
+def _unread(found: DcpOptimizer) -> str:
+    """In words, why an optimizer cannot be read, whatever the model is; empty if that is not so."""
+    kinds = {key: match[2] for key in found.others if (match := _OTHER_STATE.fullmatch(key))}
+    if others := not_adams(kinds.values()):
+        return f"its optimizer has {others}"
+    numbered = {key for states in found.numbered.values() for one in states.values() for key in one.values()}
+    if odd := [key for key in kinds if key not in numbered]:
+        return f"`{odd[0]:.90}` is of a parameter with a number that no optimizer has"
+    if len(found.numbered) > 1:
+        both = listed(f"`{one}`" for one in found.numbered)
+        return f"{both} number their parameters, and nothing says which they are"
+    if found.numbered and any(found.moments.values()):
+        return f"`{next(iter(found.numbered))}` has numbers for parameters, and another optimizer has names"
+    for states in found.numbered.values():
+        for number, kinds_there in sorted(states.items()):
+            if lacking := [kind for kind in ("step", *MOMENTS) if kind not in kinds_there]:
+                return f"the optimizer's state of parameter {number} has no `{lacking[0]}`"
+    return ""
 
 
 def with_names(
     found: DcpOptimizer, index: Index, weights: Mapping[str, DcpTensor], behind: Mapping[str, str]
 ) -> DcpOptimizer:
-    """The optimizer with its numbered states under the names of `weights`, if the order of those is known and shapes
-    fit; else as it is. `behind` is as for parameter_order."""
-    if not found.numbered or any(kinds.keys() != {"step", *MOMENTS} for kinds in found.numbered.values()):
+    """The optimizer with its numbered states under the names of `weights`, or with the reason that it is `unread`: the
+    order of those is not known, or shapes do not fit. `behind` is as for parameter_order."""
+    if not found.numbered or found.unread:
         return found
-    shapes = {number: index.tensors[kinds["exp_avg"]].shape for number, kinds in found.numbered.items()}
+    (numbered,) = found.numbered.values()
+    shapes = {number: index.tensors[kinds["exp_avg"]].shape for number, kinds in numbered.items()}
     specs = {name: TensorSpec(tensor.shape, tensor.dtype) for name, tensor in weights.items()}
     ordered = [span for _, span in sorted(found.parameters.items(), key=lambda item: int(item[0][1]))]
     groups = [{"params": torch_zip.load(span.read(), span)} for span in ordered]
     with damage("groups of parameters that PyTorch does not save", found.where):
         try:
             named = parameters_by_number(groups, shapes, specs, behind, found.where)
-        except CheckpointError:
-            return found
-        if any(len(held) > 1 for held in named.values()):  # experts, which the weights have one by one
-            return found
+        except CheckpointError as error:
+            return replace(found, unread=error.what)
+        if stacked := [held for held in named.values() if len(held) > 1]:
+            what = (
+                f"its optimizer has `{stacked[0][0]}` and its like in one tensor, and the weights have them one by one"
+            )
+            return replace(found, unread=what)
         states = {
-            kind: {name: index.tensors[found.numbered[number][kind]] for number, (name,) in named.items()}
+            kind: {name: index.tensors[numbered[number][kind]] for number, (name,) in named.items()}
             for kind in ("step", *MOMENTS)
         }
-    taken = {key for kinds in found.numbered.values() for key in kinds.values()}
+    taken = {key for kinds in numbered.values() for key in kinds.values()}
     others = tuple(key for key in found.others if key not in taken)
     names = {number: name for number, (name,) in named.items()}
     steps = states.pop("step")
