@@ -51,7 +51,7 @@ def open_hinted(hinted: HintedPath) -> Reader:
     for a reference whose config.json describes no model, and as `open_checkpoint`."""
     reference, companions, towers = hinted.reference, None, None
     if reference:
-        companions = _companions_of(reference)
+        companions = _companions_of(reference, hinted.path)
         # one that is broken is not taken for one of another model
         read_model(parse_json(companions.files["config.json"], companions.config_path), companions.config_path)
         towers = _towers_of(reference, companions)
@@ -121,11 +121,11 @@ def _check_same_model(reader: Reader, companions: Companions, reference: Path) -
 _REFERENCE = "--reference takes a Hugging Face directory of the same model: its config.json and tokenizer are enough."
 
 
-def _companions_of(reference: Path) -> Companions:
-    """Config and tokenizer of a directory, or of a Megatron checkpoint that has them. Raises RecipeError for one that
-    has none, UnknownFormat for a file."""
+def _companions_of(reference: Path, source: Path) -> Companions:
+    """Config and tokenizer of a directory, in which the source may be, or of a Megatron checkpoint that has them.
+    Raises RecipeError for one that has none, UnknownFormat for a file."""
     if (reference / "config.json").is_file():
-        return read_companions(reference)
+        return read_companions(reference, source)
     if reference.is_file() and reference.suffix != ".nemo":
         raise UnknownFormat("the reference is a file", where=reference, do=_REFERENCE)
     companions = open_checkpoint(reference, wanted=_REFERENCE).companions

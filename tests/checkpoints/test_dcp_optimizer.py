@@ -252,6 +252,37 @@ def test_accelerates_optimizer_beside_its_model_at_the_step_that_the_trainer_nam
         conversions.run(step, tmp_path / "other", "megatron")
 
 
+def test_an_optimizer_of_accelerates_that_was_not_saved_whole_is_refused(tmp_path: Path) -> None:
+    """torch writes `.metadata` last."""
+    model, optimizer = trained("llama-3")
+    whole, step = states(model, optimizer), tmp_path / "checkpoint-7"
+    save(step / "pytorch_model_fsdp_0", {"model": whole["model"]})
+    apart = save(step / "optimizer_0", {"optimizer": whole["optimizer"]})
+    config_of(model, step)
+    (apart / ".metadata").rename(tmp_path / "metadata")
+    with pytest.raises(CheckpointError, match=r"optimizer_0/ has no \.metadata, .* stopped.*--drop-optimizer"):
+        conversions.run(step, tmp_path / "out", "megatron")
+    told = conversions.run(step, tmp_path / "out", "megatron", drop_optimizer=True)
+    assert any("The optimizer stays behind: optimizer_0/ has no .metadata" in note for note in told.notes)
+    (tmp_path / "metadata").rename(apart / ".metadata")
+    shutil.copytree(apart, step / "optimizer_1")
+    with pytest.raises(CheckpointError, match="in optimizer_0, optimizer_1, of which one alone is read"):
+        conversions.run(step, tmp_path / "other", "megatron")
+    shutil.rmtree(apart)  # it holds what its names say
+    told = conversions.run(step / "pytorch_model_fsdp_0", tmp_path / "weights", "hf", reference=step)
+    assert any("Folders are left behind: optimizer_1/." in note for note in told.notes)
+    assert not any("pytorch_model_fsdp_0" in note for note in told.notes)
+    reader = open_checkpoint(step)
+    assert isinstance(reader, DcpModelReader) and len(reader.optimizer_specs) == 2 * len(reader.specs)
+
+
+def test_automodels_optimizer_that_was_not_saved_whole_is_refused(tmp_path: Path) -> None:
+    step = automodel(tmp_path / "epoch_0_step_2", *trained("llama-3"))
+    (step / "optim" / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=r"optim/ has no \.metadata, .* stopped.*--drop-optimizer"):
+        conversions.run(step, tmp_path / "out", "megatron")
+
+
 def test_automodels_moments_of_experts_are_those_of_their_linears(tmp_path: Path) -> None:
     model, optimizer = trained("qwen3-moe")
     conversions.run(pytorch(tmp_path / "dcp", model, optimizer), tmp_path / "expected", "megatron")

@@ -43,15 +43,16 @@ from precisionctl.model.model_parts import config_parts
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import MOMENTUM, STATE, TensorSpec, state_name
 from precisionctl.paths import above, own_name
-from precisionctl.sizes import counted
+from precisionctl.sizes import counted, listed
+from precisionctl.untrusted.safe_files import check_link
 from precisionctl.untrusted.safe_json import parse_json
 from precisionctl.untrusted.safe_pickle import is_count
 
 ACCELERATE = "pytorch_model_fsdp_0"
 """Where accelerate has the model, in the directory of a step."""
 
-ACCELERATE_OPTIMIZER = "optimizer_0"
-"""Where it has the optimizer."""
+_ACCELERATE_OPTIMIZER = re.compile(r"optimizer_\d+")
+"""Where it has optimizers: `optimizer_0`, and others if a program has several."""
 
 _AUTOMODEL = "model"
 """Where NeMo Automodel has the model, in the directory of a step."""
@@ -100,24 +101,35 @@ def read_dcp(directory: Path) -> dcp_metadata.Index:
     return dcp_metadata.read_index(directory) if in_archives else safetensors_pieces.read_pieces(directory)
 
 
-def directories_of(path: Path) -> tuple[Path, Path | None] | None:
-    """The directory of a model in pieces, and that of its optimizer if it is apart: a path itself, or what accelerate,
-    OLMo-core and Automodel have in it. None where there is none."""
+def directories_of(path: Path) -> tuple[Path, Sequence[Path]] | None:
+    """The directory of a model in pieces, and those of its optimizers that are apart, whole or not: a path itself, or
+    what accelerate, OLMo-core and Automodel have in it. None where there is none."""
     if is_dcp(path):
-        return path, None
+        return path, ()
     if (path / olmo_core.DIRECTORY / dcp_metadata.FILE).is_file():
-        return path / olmo_core.DIRECTORY, None
+        return path / olmo_core.DIRECTORY, ()
     if is_dcp(path / ACCELERATE):
-        apart = path / ACCELERATE_OPTIMIZER
-        return path / ACCELERATE, apart if (apart / dcp_metadata.FILE).is_file() else None
+        named = (one for one in path.iterdir() if _ACCELERATE_OPTIMIZER.fullmatch(one.name))
+        return path / ACCELERATE, sorted(one for one in named if one.is_dir())
     apart = path / _AUTOMODEL_OPTIMIZER
-    return (path / _AUTOMODEL, apart) if (apart / dcp_metadata.FILE).is_file() and is_dcp(path / _AUTOMODEL) else None
+    return (path / _AUTOMODEL, [apart]) if apart.is_dir() and is_dcp(path / _AUTOMODEL) else None
+
+
+def _of_optimizers(apart: Sequence[Path], path: Path) -> tuple[dcp_metadata.Index | None, str]:
+    """What the directory of an optimizer holds; or in words why none is read."""
+    for one in apart:
+        check_link(one, path)
+        if not (one / dcp_metadata.FILE).is_file():
+            why = "which is saved last: a save was stopped, or the copy is not whole"
+            return None, f"{one.name}/ has no {dcp_metadata.FILE}, {why}"
+    if len(apart) > 1:
+        return None, f"optimizers in {listed(one.name for one in apart)}, of which one alone is read"
+    return (dcp_metadata.read_index(apart[0]), "") if apart else (None, "")
 
 
 class DcpModelReader(TrainerDirectory):
-    """A model's weights in a DCP directory, and AdamW's moments, in the same one or in accelerate's beside it
-    (`index_of_optimizer`). Opening it reads `.metadata` alone, or headers of safetensors. A weight in FP32 is its own
-    master.
+    """A model's weights in a DCP directory, and AdamW's moments, in the same one or in one that is `apart`. Opening it
+    reads `.metadata` alone, or headers of safetensors. A weight in FP32 is its own master.
 
     Raises DamagedCheckpoint where pieces and files contradict each other, for a save that was stopped, and if pieces in
     safetensors cannot be all of their tensors; UnsafePickle; and CheckpointError where no config.json says which model
@@ -133,14 +145,16 @@ class DcpModelReader(TrainerDirectory):
         directory: Path,
         index: dcp_metadata.Index,
         hints: Hints,
-        index_of_optimizer: dcp_metadata.Index | None = None,
+        apart: Sequence[Path] = (),
     ) -> None:
         beside = directory / _AUTOMODEL_COMPANIONS
         super().__init__(path, hints, "a PyTorch checkpoint (DCP)", directory, beside)
         if own_name(directory) == _AUTOMODEL and (above(directory) / _AUTOMODEL_UNFINISHED).exists():
             what = f"a save of NeMo Automodel that goes on, or was stopped ({_AUTOMODEL_UNFINISHED})"
             raise DamagedCheckpoint(what, where=above(directory), do="Give an earlier step.")
+        index_of_optimizer, unread = _of_optimizers(apart, path)
         named = self._named(index, index_of_optimizer)
+        self._optimizer = replace(self._optimizer, unread=unread or self._optimizer.unread)
         tensors = {kind: self._logical(found) for kind, found in named.items()}
         for each in filter(None, (index, index_of_optimizer)):
             dcp_metadata.check_apart(((n, piece.span) for n, one in each.tensors.items() for piece in one.pieces), path)

@@ -125,10 +125,7 @@ def open_reader(
         else:
             if iteration is not None:
                 raise no_iterations(path)
-            if not apart:
-                return DcpModelReader(path, directory, index, hints)
-            check_link(apart, path)
-            return DcpModelReader(path, directory, index, hints, dcp_metadata.read_index(apart))
+            return DcpModelReader(path, directory, index, hints, apart)
     return FsdpDtensorReader(path, iteration, hints)
 
 

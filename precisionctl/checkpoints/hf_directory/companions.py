@@ -2,6 +2,7 @@
 why."""
 
 import json
+import os
 import re
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -151,13 +152,17 @@ def without_tokenizer(companions: Companions) -> bool:
     return "config.json" in companions.files and not any(map(is_tokenizer, companions.files))
 
 
-def read_companions(directory: Path) -> Companions:
-    """The files in a directory that travel with the model, and the code that they name; empty without a directory.
+def read_companions(directory: Path, source: Path | None = None) -> Companions:
+    """The files in a directory that travel with the model, and the code that they name; empty without a directory. What
+    in it is the `source`, or has it, is not left behind.
 
     Raises DamagedCheckpoint for a link to elsewhere (except those of the hub's cache), for something that is not a
     file, and for files that are too large to hold in memory.
     """
     there = {path.name: path for path in sorted(directory.iterdir())} if directory.is_dir() else {}
+    if source:
+        converted = Path(os.path.realpath(source))
+        there = {name: path for name, path in there.items() if not converted.is_relative_to(os.path.realpath(path))}
     there.pop(sidecar.RELATIVE.parent.name, None)
     if TEMPLATES in there and there[TEMPLATES].is_dir():
         check_link(there[TEMPLATES], directory)
