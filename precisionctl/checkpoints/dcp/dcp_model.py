@@ -21,7 +21,7 @@ from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import Chunk, ComputedTensor, SomeRows
 from precisionctl.checkpoints.dcp import automodel, olmo_core, torchtitan
-from precisionctl.checkpoints.dcp.dcp_optimizer import split_off, with_names
+from precisionctl.checkpoints.dcp.dcp_optimizer import DcpOptimizer, split_off, with_names
 from precisionctl.checkpoints.hf_directory import safetensors_pieces
 from precisionctl.checkpoints.hf_directory.fused_experts import stacks
 from precisionctl.checkpoints.hf_directory.wrapped_names import names_inside
@@ -137,6 +137,7 @@ class DcpModelReader(TrainerDirectory):
     """
 
     container = "dcp"
+    _optimizer: DcpOptimizer
     unsupported_state = ""  # what is not read is refused by `optimizer_specs`
 
     def __init__(
