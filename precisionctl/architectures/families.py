@@ -236,21 +236,21 @@ def to_hf_config(model: ModelShape, dtype: str) -> dict[str, Any]:
 
 
 def from_megatron_args(
-    args: Mapping[str, Any], padded_vocab_size: int, where: object, family: str | None = None
+    args: Mapping[str, Any], padded_vocab_size: int, where: object, architecture: str | None = None
 ) -> ModelShape:
-    """The model that Megatron's arguments alone describe: one of `family`, else of the first family whose config.json
-    can express it.
+    """The model that Megatron's arguments alone describe: one of `architecture`, else of the first family whose
+    config.json can express it.
 
     Raises UnknownArchitecture where there is none, and DamagedCheckpoint where an argument is missing.
     """
     fitting = []
     for model in models_of_megatron_args(args, padded_vocab_size, where):
-        if family in (None, model.architecture):
+        if architecture in (None, model.architecture):
             return model
         fitting.append(model.architecture)
     if fitting:
         raise UnknownArchitecture(
-            f"Megatron's arguments do not describe {family}: they fit {', '.join(fitting)}",
+            f"Megatron's arguments do not describe {architecture}: they fit {', '.join(fitting)}",
             where=where,
             do="Choose one of these.",
         )

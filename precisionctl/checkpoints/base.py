@@ -191,18 +191,18 @@ NO_WAY_BACK = "There is no way back to those codes."
 class Hints:
     """What the user says about a checkpoint that it does not say itself.
 
-    `family` is the family of a Megatron checkpoint without a config.json. `reference` is the directory that
-    `--reference` names: the same model, or an adapter's base; `companions` are its companion files, and `towers` its
-    towers if it is a wrapper; `trusted` says that its config.json overrules Megatron's arguments. `grouped_columns` is
-    the order of columns in the FP8 state of grouped linears.
+    `architecture` is the family (`model_type`) of a Megatron checkpoint without a config.json. `reference` is the
+    directory that `--reference` names: the same model, or an adapter's base; `companions` are its companion files, and
+    `towers` its towers if it is a wrapper; `trust_reference` says that its config.json overrules Megatron's arguments.
+    `grouped_columns` is the order of columns in the FP8 state of grouped linears.
     """
 
-    family: str | None = None
+    architecture: str | None = None
     companions: Companions | None = None
     grouped_columns: ColumnOrder | None = None
     reference: Path | None = None
     towers: Chunked | None = None
-    trusted: bool = False
+    trust_reference: bool = False
 
 
 NO_HINTS = Hints()

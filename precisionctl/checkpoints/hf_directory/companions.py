@@ -128,7 +128,7 @@ def needed_hints(hints: Hints, own: Companions) -> Hints:
     the tokenizer if it has one. With a config.json and no tokenizer: the files that it lacks, and no towers. With both:
     nothing. The result's `companions` are those that it then has; None means its own."""
     given = hints.companions
-    if given is None or hints.family:
+    if given is None or hints.architecture:
         return hints
     if "config.json" not in own.files:
         if not any(map(is_tokenizer, own.files)):

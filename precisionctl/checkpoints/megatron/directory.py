@@ -69,12 +69,12 @@ def model_of(
     args: Mapping[str, Any],
     companions: Companions,
     specs: Mapping[str, TensorSpec],
-    family: str | None = None,
+    architecture: str | None = None,
     *,
-    trusted: bool = False,
+    trust_reference: bool = False,
 ) -> ModelShape:
-    """The model: from the companions' config.json, checked against Megatron's arguments, which give way to one that is
-    `trusted`; without one from the arguments alone, as a model of `family` if given.
+    """The model: from the companions' config.json, checked against Megatron's arguments, which give way to it with
+    `trust_reference`; without one from the arguments alone, as a model of `architecture` if given.
 
     Raises DamagedCheckpoint where the two contradict each other or there is no embedding; otherwise as
     `from_hf_config` and `from_megatron_args`.
@@ -83,7 +83,7 @@ def model_of(
         raise DamagedCheckpoint(f"no {EMBEDDING}", where=directory)
     rows = specs[EMBEDDING].rows
     if "config.json" not in companions.files:
-        return from_megatron_args(args, rows, directory, family)
+        return from_megatron_args(args, rows, directory, architecture)
     path, config = companions.config_path, config_of(companions)
     model = dataclasses.replace(from_hf_config(config, path), padded_vocab_size=rows)
     if model.wrapper:
@@ -91,12 +91,12 @@ def model_of(
         model = beside_towers(model, config, towers, has_head=OUTPUT in specs)
     if not args:
         return model
-    by_args = by_arguments(as_config_says(args, model) if trusted else args, model, directory)
+    by_args = by_arguments(as_config_says(args, model) if trust_reference else args, model, directory)
     model = dataclasses.replace(model, **{field: getattr(by_args, field) for field in MEGATRON_ONLY})
     # config.json was copied when the run began; the run may have changed the model since
     if found := contradictions(model, by_args):
         do = f"By which did it train? If by the arguments, remove config.json. If by config.json: {TRUST_REFERENCE}"
-        if trusted:
+        if trust_reference:
             do = "--trust-reference cannot take back what no argument switches off. Give the run's own config.json."
         raise DamagedCheckpoint(f"it contradicts the arguments of Megatron: {found}", where=path, do=do)
     return model
@@ -190,7 +190,9 @@ class MegatronDirectory(ABC):
                 do=WITH_REFERENCE,
             )
         hints = self.hints
-        return model_of(self.path, self.args, self.companions, self.specs, hints.family, trusted=hints.trusted)
+        return model_of(
+            self.path, self.args, self.companions, self.specs, hints.architecture, trust_reference=hints.trust_reference
+        )
 
     @cached_property
     def fp8(self) -> Fp8States | None:
