@@ -119,6 +119,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def test_bare_numbers_of_a_linear_that_nobody_left_out_are_damage(tmp_path: Path) -> None:
+    """What transformers has saved again is -1, 0 and 1 beside a scale. Without the scale they look like values."""
+    bitnet_directories.make(tmp_path, "autobitlinear-saved-again")
+    tensors, path = load_file(tmp_path / "model.safetensors"), tmp_path / "config.json"
+    del tensors[SCALE]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(DamagedCheckpoint, match="no .*up_proj.weight_scale for its codes"):
+        open_checkpoint(tmp_path)
+    config = json.loads(path.read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["lm_head", "mlp.up_proj"]
+    path.write_text(json.dumps(config))
+    assert torch.equal(read_tensor(open_checkpoint(tmp_path), UP), tensors[UP])
+
+
 @pytest.mark.parametrize("case", HOSTILE)
 def test_what_contradicts_itself_or_is_not_read_is_one_error(tmp_path: Path, made: Path, case: str) -> None:
     changed, error, match = HOSTILE[case]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from precisionctl.architectures.read_off import why_not_gemms
 from precisionctl.checkpoints.chunks import in_pieces, read_rows, read_tensor
 from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
 from precisionctl.dtypes import DType
@@ -45,6 +46,12 @@ class BitNetCodes(DecodedWeights):
         for name, spec in specs.items():
             if name.endswith(".weight") and spec.dtype == DType.uint8 and name not in scales:
                 self._present(f"{name}_scale")
+        if any(specs[name].dtype != DType.uint8 for name in scales):  # bare numbers look like values
+            said = quantization.get("modules_to_not_convert")
+            left_out = [each for each in said if isinstance(each, str)] if isinstance(said, list) else []
+            for name in sorted(specs.keys() - scales.keys() - why_not_gemms(specs).keys()):
+                if not any(part in name.removesuffix(".weight") for part in left_out):
+                    self._present(f"{name}_scale")
         self.shapes = {name: _shape(specs[name]) for name in scales}
         self.read = {*scales, *scales.values()}
         self.kinds = {"ternary codes"}
