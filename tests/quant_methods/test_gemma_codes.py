@@ -84,11 +84,11 @@ def test_how_rows_are_cut_does_not_matter(small: Made, monkeypatch: pytest.Monke
         assert torch.equal(read_rows(reader, name, 31, 33), values[name][31:64])
 
 
-def codes_of(directory: Path, quantization: dict[str, Any], module: str) -> GemmaCodes:
+def codes_of(
+    directory: Path, quantization: dict[str, Any], module: str, dtype: torch.dtype = torch.uint8
+) -> GemmaCodes:
     file = directory / "model.safetensors"
-    save_file(
-        {f"{module}.weight": torch.zeros(2, 8, dtype=torch.uint8), f"{module}.weight_scale": torch.ones(2, 1)}, file
-    )
+    save_file({f"{module}.weight": torch.zeros(2, 8, dtype=dtype), f"{module}.weight_scale": torch.ones(2, 1)}, file)
     places = {name: (file, tensor) for name, tensor in read_header(file).items()}
     return GemmaCodes(StoredTensors(places), {"quantization_config": {"quant_method": "gemma"} | quantization}, file)
 
@@ -112,10 +112,14 @@ def test_the_pattern_that_counts_is_the_one_that_counts_in_transformers(tmp_path
     model.a.add_module("b", nn.Sequential())
     model.a.b.add_module("c", nn.Linear(64, 2))
     replace_with_quant_layers(model, GemmaQuantizationConfig(**said))
-    assert codes_of(tmp_path, said, "a.b.c").shapes["a.b.c.weight"] == (2, 64 // model.a.b.c.num_bits)
+    codes = codes_of(tmp_path, said, "a.b.c", model.a.b.c.weight.dtype)
+    assert codes.shapes["a.b.c.weight"] == (2, 64 // model.a.b.c.num_bits)
 
 
-COSTLY = ("(a+)+$", "(a|b)*c", r"(.)\1", "(?<=a)b", "(?i)a", "(?P<g1>a)", ".*a.*b.*", "a" * 300, "[[a]]", "(?>a)")
+COSTLY = (
+    *("(a+)+$", "(a|b)*c", r"(.)\1", "(?<=a)b", "(?i)a", "(?P<g1>a)", ".*a.*b.*", "a" * 300, "[[a]]", "(?>a)"),
+    *("(?:a|aa)" * 14 + "z", "(?:a|(?:b|c))" * 9),
+)
 
 
 @pytest.mark.parametrize("pattern", COSTLY)
@@ -130,6 +134,12 @@ def config(**changed: Any) -> dict[str, Any]:
 
 SETTINGS: dict[str, tuple[dict[str, Any], type[PrecisionctlError], str]] = {
     "a wrong pattern": (config(module_quant_configs={"(": {}}), DamagedCheckpoint, "wrong pattern"),
+    "a count too large": (config(module_quant_configs={"a{99999999999}": {}}), DamagedCheckpoint, "wrong pattern"),
+    "patterns that are costly together": (
+        config(module_quant_configs={f".*a.*{at}": {} for at in range(12)}),
+        PrecisionError,
+        "which is not matched",
+    ),
     "many patterns": (config(module_quant_configs={f"a{at}": {} for at in range(65)}), PrecisionError, "more than 64"),
     "a list of patterns": (config(module_quant_configs=["a"]), DamagedCheckpoint, "not an object of objects"),
     "a pattern of bits": (config(module_quant_configs={"a": 2}), DamagedCheckpoint, "not an object of objects"),
@@ -184,6 +194,11 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     "uneven parts": (put(f"{EMBEDDING}.embedding_scale", torch.ones(250, 7)), "are no codes of 2 bits"),
     "flat codes": (put(f"{UP}.weight", torch.zeros(96, dtype=torch.uint8)), "are no codes of 4 bits"),
     "codes of nothing": (put(f"{UP}.weight", torch.zeros(96, 0, dtype=torch.uint8)), "are no codes of 4 bits"),
+    "bytes of four bits in INT8": (put(f"{UP}.weight", torch.zeros(96, 32, dtype=torch.int8)), "no codes of 4 bits"),
+    "bytes of eight bits in UINT8": (
+        put("model.layers.0.per_layer_input_gate.weight", torch.zeros(16, 64, dtype=torch.uint8)),
+        "are no codes of 8 bits",
+    ),
     "codes of values": (put(f"{UP}.weight", torch.ones(96, 64)), "weight_scale is there, and no codes"),
     "an embedding in FP32": (put(f"{EMBEDDING}.embedding_quantized", torch.ones(250, 16)), "are no codes of 2 bits"),
     "an embedding twice": (put(f"{EMBEDDING}.weight", torch.ones(250, 64)), "as values, and as codes"),

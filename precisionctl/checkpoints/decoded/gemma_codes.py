@@ -4,9 +4,10 @@ A linear has `weight` U8 `[out, in * bits / 8]`, the first code in the lowest bi
 bits I8 `[out, in]`, stored as it is; and `weight_scale` FP32 `[out, 1]`. An embedding has `embedding_quantized` and
 `embedding_scale` in their place; of embeddings for each layer, a row has a scale for each layer's part. A value is
 `code * bf16(scale)`, rounded to BF16, as transformers computes in BF16. How many bits a module has, the config says by
-patterns of names, and nothing else: there are no shapes. Scales by which inputs, outputs and a KV cache are rounded
-stay behind. Source: transformers 5.24 (integrations/gemma_quant.py, QuantizedLinear, QuantizedEmbedding,
-replace_with_quant_layers; quantizers/quantizer_gemma.py).
+patterns of names, and nothing else: there are no shapes. So a width is taken for a whole number of bytes. transformers
+fills up the last byte of others: the text's table refuses such ones, and a tower's would be too wide. Scales by which
+inputs, outputs and a KV cache are rounded stay behind. Source: transformers 5.24 (integrations/gemma_quant.py,
+QuantizedLinear, QuantizedEmbedding, replace_with_quant_layers; quantizers/quantizer_gemma.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import in_pieces, read_rows
@@ -31,8 +33,11 @@ _SCALES = {"weight": "weight_scale", "embedding_quantized": "embedding_scale"}
 _BEHIND = ("input_activation_scale", "output_activation_scale", "k_cache_scale", "v_cache_scale")
 _BITS = (2, 4, 8)
 
-_LONGEST, _MOST, _SECONDS = 256, 64, 10.0
-"""Characters of a pattern or a name, patterns, and how long matching all names may take."""
+_LONGEST, _MOST, _SECONDS = 128, 64, 10.0
+"""Characters of a pattern or a name, patterns, and how long matching all names may take, which is looked at between two
+of them."""
+_STEPS = 1 << 20
+"""Steps that all patterns together may take from one place in a name."""
 _ESCAPED = re.compile(r"\\[^0-9]|\[\^?[^\]\\]+\]")
 _COSTLY = re.compile(r"[][\\]|\)[*+?{]|\(\?[^:=!]")
 _REPEATED = re.compile(r"[*+{]|(?<!\()\?")
@@ -84,17 +89,18 @@ class GemmaCodes(DecodedWeights):
         """The numbers of codes of rows, FP32, flat."""
         packed = read_rows(self._stored, coded.codes, row, rows).reshape(-1)
         if coded.bits == 8:
-            return packed.view(torch.int8).float()
+            return packed.float()
         if coded.bits not in self._tables:
             half = 1 << coded.bits - 1
             self._tables[coded.bits] = nibbles.numbers_in_bytes(coded.bits, range(-half, half))
-        return self._tables[coded.bits].index_select(0, packed.view(torch.uint8).int()).view(torch.float32)
+        return self._tables[coded.bits].index_select(0, packed.int()).view(torch.float32)
 
     def _shape(self, coded: _WeightOfBits) -> tuple[int, int]:
         """The shape of a weight, `[out, in]`. Raises DamagedCheckpoint for tensors that are no codes and their
         scales."""
         codes, scale = self._stored.specs[coded.codes], self._present(coded.scale)
-        fits = codes.dtype in (DType.uint8, DType.int8) and len(codes.shape) == 2 and all(codes.shape)
+        word = DType.int8 if coded.bits == 8 else DType.uint8
+        fits = codes.dtype == word and len(codes.shape) == 2 and all(codes.shape)
         columns = codes.columns * 8 // coded.bits if fits else 0
         fits = fits and scale.dtype == DType.float32 and len(scale.shape) == 2 and scale.rows == codes.rows
         parts = scale.columns if fits else 0
@@ -129,14 +135,18 @@ class GemmaCodes(DecodedWeights):
 
     def _matcher(self, patterns: list[str]) -> re.Pattern[str]:
         """All patterns in one, as transformers joins them. Raises PrecisionError for a stranger's pattern that could
-        take exponential time, or the third power of a name's length."""
+        take too many steps: from one place, a part that is repeated ends in as many as a name has, and each group
+        continues in as many ways as it has alternatives. Groups themselves are not repeated."""
+        steps = 0
         for pattern in patterns:
-            bare = _ESCAPED.sub("a", pattern)
-            if len(pattern) > _LONGEST or _COSTLY.search(bare) or len(_REPEATED.findall(bare)) > 2:
+            bare = _ESCAPED.sub("a", pattern[: _LONGEST + 1])
+            ways = prod(1 + part.count("|") for part in re.split("[()]", bare))
+            steps += len(pattern) * ways * _LONGEST ** len(_REPEATED.findall(bare))
+            if len(pattern) > _LONGEST or _COSTLY.search(bare) or steps > _STEPS:
                 raise self._unread(f"the pattern {shown(pattern)} in `module_quant_configs`, which is not matched")
         if len(patterns) > _MOST:
             raise self._unread(f"more than {_MOST} patterns in `module_quant_configs`")
         try:
             return re.compile("|".join(f"(?P<g{at}>{pattern})" for at, pattern in enumerate(patterns)) or "(?!)")
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise DamagedCheckpoint(f"`module_quant_configs` has a wrong pattern: {error}", where=self._where) from None
