@@ -180,6 +180,12 @@ def _check_ours(output: Output, text: str, lines: list[dict[str, Any]], header: 
             where=output.journal,
             do=f"Run it with {ranks} to continue, or with --restart to discard that.",
         )
+    if lines and _is_of(lines, {**header, "source": lines[0].get("source")}):
+        raise OutputError(
+            "unfinished output of the same conversion is there, and the source has changed since",
+            where=output.journal,
+            do="Run with --restart to begin anew.",
+        )
     raise OutputError(
         "unfinished output of another conversion is there, or of a source that has changed since",
         where=output.journal if text else output.partial,

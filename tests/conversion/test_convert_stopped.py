@@ -274,7 +274,7 @@ def test_a_source_that_changed_is_not_gone_on_with(tmp_path: Path, monkeypatch: 
         with pytest.raises(DiskProblem):
             run(tmp_path / "hf", tmp_path / "out", "megatron", workers=2)
     os.utime(tmp_path / "hf" / "model.safetensors")
-    with pytest.raises(OutputError, match="--restart"):
+    with pytest.raises(OutputError, match="same conversion .* source has changed since.*\n?.*--restart"):
         run(tmp_path / "hf", tmp_path / "out", "megatron")
     execute(plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron")), restart=True)
     assert (tmp_path / "out" / "release" / "metadata.json").is_file()
