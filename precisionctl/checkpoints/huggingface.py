@@ -120,9 +120,9 @@ class HuggingFaceTensors:
         return self.decoded.behind if self.decoded else ()
 
     def notes(self) -> Iterator[str]:
-        lone = cache_scales(self.config, self.stored.specs).keys() - (self.decoded.read if self.decoded else set())
-        if lone and not self._scales:  # those of codes travel
-            yield f"{counted(len(lone), 'scale')} of a KV cache, beside weights that are no codes, stay behind."
+        if lone := self.lone_cache_scales:
+            what = f"{counted(len(lone.stored.specs), 'scale')} of a KV cache, beside weights that are no codes,"
+            yield f"{what} stay behind, but for `--kv-cache fp8`."
         if self.decoded and self.decoded.specs:
             weights = counted(len(self.decoded.specs), "weight was", "weights were")
             of_mlx = isinstance(self.decoded, MlxCodes)  # of which the same may be made again
@@ -149,6 +149,16 @@ class HuggingFaceTensors:
         beside = self.path / QUANT_CONFIG
         files = {QUANT_CONFIG: _read_text(beside)} if has_file(beside, self.path) else {}
         return WeightEncodings(weights, self._scales, stored, self.config["quantization_config"], files, self.path)
+
+    @property
+    def lone_cache_scales(self) -> WeightEncodings | None:
+        """The scales of a KV cache beside weights that are no codes; None if there are none. Those of codes travel with
+        them, in `weight_encodings`."""
+        lone = cache_scales(self.config, self.stored.specs).keys() - (self.decoded.read if self.decoded else set())
+        if not lone or self._scales:
+            return None
+        stored = StoredTensors({name: self.stored.places[name] for name in sorted(lone)})
+        return WeightEncodings({}, {}, stored, path=self.path)
 
     def cast(self, name: str) -> Cast | None:
         return self.decoded.cast(name) if self.decoded and name in self.decoded.specs else None

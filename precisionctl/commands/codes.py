@@ -212,7 +212,7 @@ class _EngineCodes:
         if self.export.kv_cache:
             recorded = source.known.current
             kv_cache.check_engine(source.plan, engine, form.method)
-            plan = kv_cache.with_cache(plan, form, kv_cache.recorded_scales(recorded, source.fixed_scales, source.plan))
+            plan = kv_cache.with_cache(plan, form, kv_cache.recorded_scales(recorded, source.cache_scales, source.plan))
             notes = [*kv_cache.notes(engine, form.method, recorded)]
         else:
             notes = [*kv_cache.left_out(source.encodings, source.plan)]

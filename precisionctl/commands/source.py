@@ -10,7 +10,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings, said_quantization
 from precisionctl.checkpoints.hf_directory.huggingface_files import file_format_of
-from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceTensors
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_megatron
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader, of_trainer
@@ -84,6 +84,13 @@ class Source:
         came with, or the values that these decode to."""
         encodings = self.encodings
         return encodings if encodings and (self.encodings_now or encodings.of_weights == self.weights_digest) else None
+
+    @property
+    def cache_scales(self) -> WeightEncodings | None:
+        """What holds the source's scales of a KV cache that are still valid: `fixed_scales`, or those that are stored
+        beside values."""
+        lone = self.reader.lone_cache_scales if isinstance(self.reader, HuggingFaceTensors) else None
+        return lone or self.fixed_scales
 
 
 def open_source(request: Request) -> Source:

@@ -27,7 +27,7 @@ from precisionctl.param import EMBEDDING
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.precision import Precision
-from precisionctl.quant_methods.coded_weights import caches_in_fp8
+from precisionctl.quant_methods.caches import caches_in_fp8
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.undrawn import Undrawn
@@ -67,7 +67,7 @@ def _round_cache(model: GPT, reader: Reader, plan: Plan) -> str:
         return ""
     if not caches_in_fp8(reader.config.get("quantization_config") or {}):
         return ""
-    scales = stored_scales(reader.weight_encodings, plan)
+    scales = stored_scales(reader.lone_cache_scales or reader.weight_encodings, plan)
     for name, scale in scales.items():
         round_cached(model.get_submodule(name), scale)
     return ", FP8 KV cache" if scales else ""

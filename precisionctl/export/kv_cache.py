@@ -72,7 +72,7 @@ def check_engine(plan: Plan, engine: Engine, method: QuantMethod) -> None:
 
 def recorded_scales(states: Fp8States | None, encodings: WeightEncodings | None, plan: Plan) -> dict[str, CacheScale]:
     """The scales of each attention layer, by Hugging Face name: from recorded state, else those stored in the source's
-    FP8 directory. A layer that reads what another caches has that one's. Raises MissingFp8State if there are
+    directory. A layer that reads what another caches has that one's. Raises MissingFp8State if there are
     neither."""
     found, places, attentions = {}, _places(encodings), _attentions(plan)
     stems = {job.module: stem for stem, job in attentions.items()}

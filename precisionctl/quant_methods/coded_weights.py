@@ -19,7 +19,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import FLOATS, TENSOR, CodeFormat, Quantization, QuantMethod, quant_methods, sized
-from precisionctl.quant_methods.compressed_tensors import OLDER_KEY, cache_arguments
+from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
 from precisionctl.quant_methods.scales import Scales, sibling
 from precisionctl.torch_when_used import torch
 
@@ -368,13 +368,3 @@ def complete_encoding(
         what = f"{scales.global_scale} holds {float(value):.6g}, which is no global scale of these scales"
         raise DamagedCheckpoint(what, where=where)
     return made
-
-
-def caches_in_fp8(quantization: Mapping[str, Any]) -> bool:
-    """Whether a `quantization_config` says that keys and values are cached in FP8."""
-    if quantization.get("quant_method") == "quark":  # all else than FP8 is not read
-        export = quantization.get("export")
-        return isinstance(export, Mapping) and bool(export.get("kv_cache_group"))
-    if cache := cache_arguments(quantization):
-        return cache.are_fp8
-    return quantization.get("kv_cache_quant_algo") == "FP8"

@@ -29,6 +29,7 @@ from precisionctl.quant_methods.base import (
     combined,
     in_fp8,
 )
+from precisionctl.quant_methods.caches import caches_in_fp8
 
 _ALGORITHMS: Mapping[Scheme, str] = {
     "static": "FP8",
@@ -118,7 +119,7 @@ def read(config: Mapping[str, Any]) -> Quantization:
         layers = found if isinstance(found, Mapping) else {}
         algorithms = [layer.get("quant_algo") if isinstance(layer, Mapping) else None for layer in layers.values()]
         named = list(layers)
-    if algorithms == [None] and "FP8" == config.get("kv_cache_quant_algo"):
+    if algorithms == [None] and caches_in_fp8(config):
         return OF_CACHE_ALONE
     parts = [_READ.get(name.upper()) if isinstance(name, str) else None for name in algorithms]
     if not parts or None in parts:

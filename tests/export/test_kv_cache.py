@@ -198,7 +198,7 @@ def test_scales_beside_weights_that_are_no_codes_stay_behind_with_a_note(tmp_pat
     file = tmp_path / "hf" / "model.safetensors"
     scales = {f"model.layers.0.self_attn.{kind}_proj.{kind}_scale": torch.ones(1) for kind in "kv"}
     save_file(load_file(file) | scales, file, metadata={"format": "pt"})
-    said = "2 scales of a KV cache, beside weights that are no codes, stay behind."
+    said = "2 scales of a KV cache, beside weights that are no codes, stay behind, but for `--kv-cache fp8`."
     assert said in plan_command(Request(tmp_path / "hf", tmp_path / "megatron", "megatron")).notes
     assert said in plan_command(Request.export(tmp_path / "hf", tmp_path / "out", "vllm")).notes
 
@@ -211,27 +211,36 @@ OF_CACHE_ALONE = {
         "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
     },
     "modelopt": {"quant_algo": None, "kv_cache_quant_algo": "FP8", "producer": {"name": "modelopt"}},
+    "modelopt, flat": {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}},
 }
 """As llm-compressor (its example of an FP8 cache alone) and ModelOpt (of `--qformat none`) write it."""
 
 
-@pytest.mark.parametrize("method", OF_CACHE_ALONE)
-def test_a_directory_whose_cache_alone_is_in_fp8_is_read_as_its_values(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize("said", OF_CACHE_ALONE)
+def test_a_directory_whose_cache_alone_is_in_fp8_is_read_as_its_values(tmp_path: Path, said: str) -> None:
+    """And its scales go into an export that is asked for them."""
+    method = said.partition(",")[0]
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method, **OF_CACHE_ALONE[method]}
+    config["quantization_config"] = {"quant_method": method, **OF_CACHE_ALONE[said]}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     file = tmp_path / "hf" / "model.safetensors"
     values = load_file(file)
     scales = [f"model.layers.{layer}.self_attn.{name}" for layer in LAYERS for name in BELOW[method]]
     save_file(values | {name: torch.full((1,), 0.5) for name in scales}, file, metadata={"format": "pt"})
     work = plan_command(Request(tmp_path / "hf", tmp_path / "out", "hf"))
-    assert "4 scales of a KV cache, beside weights that are no codes, stay behind." in work.notes
+    note = "4 scales of a KV cache, beside weights that are no codes, stay behind, but for `--kv-cache fp8`."
+    assert note in work.notes
     execute(work)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == values.keys()
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     refused = [each for each in check(open_checkpoint(tmp_path / "hf"), engine_named("vllm")) if each.rule.fatal]
     assert bool(refused) == (method == "modelopt")  # of which vLLM wants a `quant_algo`
+    assert load(open_checkpoint(tmp_path / "hf"))[1].endswith(", FP8 KV cache")
+    exported = export(tmp_path / "hf", tmp_path / "exported", "vllm", "dynamic")
+    taken = {name: scale.item() for name, scale in exported.items() if name.endswith(("k_scale", "v_scale"))}
+    below = BELOW["compressed-tensors"]
+    assert taken == {f"model.layers.{layer}.self_attn.{name}": 0.5 for layer in LAYERS for name in below}
 
 
 @pytest.mark.parametrize(

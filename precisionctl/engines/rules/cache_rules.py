@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from precisionctl.engines.rules.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.engines.serving import LATENT
-from precisionctl.quant_methods.coded_weights import caches_in_fp8
+from precisionctl.quant_methods.caches import caches_in_fp8
 from precisionctl.quant_methods.compressed_tensors import cache_arguments
 from precisionctl.torch_when_used import torch
 
