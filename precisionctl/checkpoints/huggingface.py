@@ -1,5 +1,6 @@
 """Hugging Face directories: files of weights beside config.json and a tokenizer, whose parts are in `hf_directory/`."""
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -46,7 +47,7 @@ from precisionctl.checkpoints.published_tensors import read_json, read_published
 from precisionctl.codes.elements import FP8, Cast
 from precisionctl.codes.encoding import Encoding
 from precisionctl.dtypes import DType
-from precisionctl.errors import CheckpointError, PrecisionError, damage, shown
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, damage, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model.model_parts import text_part
@@ -114,6 +115,8 @@ class HuggingFaceTensors:
             del self.specs[name]
         if self.config.get("quantization_config"):
             _check_packed(self.specs, self._scales, self.path)
+        else:
+            _check_unscaled(self.specs, where)
 
     @property
     def behind(self) -> Collection[str]:
@@ -349,7 +352,10 @@ def _idle_biases(reader: HuggingFaceTensors, decoded: DecodedWeights) -> list[st
     return [name for name, rows in found.items() if adds_nothing(name, rows)]
 
 
-_PACKED, _OF_WEIGHTS = (DType.uint8, DType.int8, DType.int32, DType.uint32), ("weight", "_packed", "_blocks")
+_PACKED = (DType.uint8, DType.int8, DType.int32, DType.uint32)
+_OF_WEIGHTS = ("weight", "_packed", "_blocks", "_quantized", "_qdata")
+_OF_SCALES = re.compile(r"(?:.*_)?(?:scales?|absmax|SCB)")
+"""The last word of names that tools give to codes, and to their scales."""
 
 
 def _check_packed(specs: Mapping[str, TensorSpec], scaled: Collection[str], path: Path) -> None:
@@ -357,10 +363,27 @@ def _check_packed(specs: Mapping[str, TensorSpec], scaled: Collection[str], path
     codes. They must be codes in a format that is not read here, and without the `quantization_config` nothing could
     decode them."""
     for name, spec in specs.items():
-        integers = spec.dtype in _PACKED and len(spec.shape) > 1 and stored_name(name)[0].endswith(_OF_WEIGHTS)
-        if spec.packing is None and (integers or (spec.dtype in FP8 and name not in scaled)):
+        if spec.packing is None and (_are_integers(name, spec) or (spec.dtype in FP8 and name not in scaled)):
             raise PrecisionError(
                 f"`{name}` is {spec.dtype}: codes of a kind that cannot be read",
                 where=path,
                 do="Let the tool that made them decode them, or start from the release in BF16.",
             )
+
+
+def _check_unscaled(specs: Mapping[str, TensorSpec], where: object) -> None:
+    """Raise DamagedCheckpoint for a matrix of integers with scales beside it, in a directory that does not say to have
+    codes. Integers without any are values."""
+    scaled = {name.rpartition(".")[0] for name in specs if _OF_SCALES.fullmatch(name.rpartition(".")[2])}
+    for name, spec in specs.items():
+        if _are_integers(name, spec) and not scaled.isdisjoint((name, name.rpartition(".")[0])):
+            raise DamagedCheckpoint(
+                f"{name} is {spec.stored_dtype} codes, with scales beside them, but there is no `quantization_config`",
+                where=where,
+                do="Take config.json from where the weights are from.",
+            )
+
+
+def _are_integers(name: str, spec: TensorSpec) -> bool:
+    """Whether a tensor is a matrix of integers with a name of codes."""
+    return spec.dtype in _PACKED and len(spec.shape) > 1 and stored_name(name)[0].endswith(_OF_WEIGHTS)

@@ -359,6 +359,48 @@ def test_integers_beside_a_quantization_are_not_taken_for_values(tmp_path: Path)
         run(tmp_path / "source", tmp_path / "out", "hf", "bf16", workers=1)
 
 
+@pytest.mark.parametrize(
+    ("codes", "scales"),
+    [
+        ("weight", "weight_scale"),
+        ("weight", "weight.absmax"),
+        ("weight", "SCB"),
+        ("weight", "scales"),
+        ("weight_packed", "weight_scale"),
+        ("qweight", "scales"),
+        ("embedding_quantized", "embedding_scale"),
+        ("_weight_qdata", "_weight_scale"),
+    ],
+)
+def test_integers_with_scales_and_no_word_of_how_they_are_coded_are_damage(
+    tmp_path: Path, codes: str, scales: str
+) -> None:
+    """As after the loss of a `quantization_config`, under the names that tools give them."""
+    module = "model.layers.0.mlp.up_proj"
+    tensors = {f"{module}.{codes}": torch.ones(16, 8, dtype=torch.int8), f"{module}.{scales}": torch.ones(16, 1)}
+    save_file(tensors, _made(tmp_path / "source") / "model.safetensors")
+    (tmp_path / "source" / "config.json").write_text('{"model_type": "of_tomorrow"}')
+    with pytest.raises(DamagedCheckpoint, match=r"is int8 codes, .* but there is no `quantization_config`"):
+        open_checkpoint(tmp_path / "source")
+
+
+def test_integers_that_are_values_travel_beside_scales_of_something_else(tmp_path: Path) -> None:
+    tensors = {
+        "model.layers.0.attn.relative_position_index": torch.ones(4, 4, dtype=torch.int32),
+        "model.layers.0.attn.logit_scale": torch.ones(4, 1),
+        "model.hashes.weight": torch.ones(4, 4, dtype=torch.int32),
+        "model.layers.0.mlp.up_proj.weight_scale": torch.ones(16, 1),
+        "model.layers.0.mlp.up_proj.mask": torch.ones(4, 4, dtype=torch.uint8),
+        "model.layers.0.ids.weight": torch.ones(4, dtype=torch.int32),
+        "model.layers.0.ids.scale": torch.ones(4),
+    }
+    save_file(tensors, _made(tmp_path / "source") / "model.safetensors")
+    (tmp_path / "source" / "config.json").write_text('{"model_type": "of_tomorrow"}')
+    run(tmp_path / "source", tmp_path / "out", "hf", workers=1)
+    back = stored(tmp_path / "out")
+    assert back.keys() == tensors.keys() and all(torch.equal(back[name], each) for name, each in tensors.items())
+
+
 def test_any_number_of_workers_writes_the_same_bytes_and_a_dry_run_none(tmp_path: Path) -> None:
     any_models.save(tmp_path / "source", "glm4_moe")
     request = Request.export(tmp_path / "source", tmp_path / "out", "vllm", "dynamic")
