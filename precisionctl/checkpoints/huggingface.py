@@ -125,7 +125,7 @@ class HuggingFaceTensors:
     def notes(self) -> Iterator[str]:
         if lone := self.lone_cache_scales:
             what = f"{counted(len(lone.stored.specs), 'scale')} of a KV cache, beside weights that are no codes,"
-            yield f"{what} stay behind, but for `--kv-cache fp8`."
+            yield f"{what} stay behind unless `--kv-cache fp8` takes them along."
         if self.decoded and self.decoded.specs:
             weights = counted(len(self.decoded.specs), "weight was", "weights were")
             of_mlx = isinstance(self.decoded, MlxCodes)  # of which the same may be made again

@@ -369,7 +369,7 @@ def test_a_source_that_changes_while_it_is_read_is_no_result(tmp_path: Path) -> 
     with pytest.raises(OutputError, match="changed after it was opened"):
         execute(work, on_bytes=lambda count: os.utime(tmp_path / "hf" / "model.safetensors"))
     assert not (tmp_path / "out").exists()
-    with pytest.raises(OutputError, match="source that has changed"):
+    with pytest.raises(OutputError, match="source has changed since"):
         run(tmp_path / "hf", tmp_path / "out", "megatron")
     work = plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron"))
     execute(work, restart=True)

@@ -189,6 +189,9 @@ def test_an_output_projection_in_bf16_does_not_lose_its_layers_scales(source: Pa
     assert stored["model.layers.0.self_attn.k_scale"] > 0
 
 
+STAY = "of a KV cache, beside weights that are no codes, stay behind unless `--kv-cache fp8` takes them along."
+
+
 def test_scales_beside_weights_that_are_no_codes_stay_behind_with_a_note(tmp_path: Path) -> None:
     """In a directory that says to be FP8, and keeps all weights in BF16."""
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
@@ -198,7 +201,7 @@ def test_scales_beside_weights_that_are_no_codes_stay_behind_with_a_note(tmp_pat
     file = tmp_path / "hf" / "model.safetensors"
     scales = {f"model.layers.0.self_attn.{kind}_proj.{kind}_scale": torch.ones(1) for kind in "kv"}
     save_file(load_file(file) | scales, file, metadata={"format": "pt"})
-    said = "2 scales of a KV cache, beside weights that are no codes, stay behind, but for `--kv-cache fp8`."
+    said = f"2 scales {STAY}"
     assert said in plan_command(Request(tmp_path / "hf", tmp_path / "megatron", "megatron")).notes
     assert said in plan_command(Request.export(tmp_path / "hf", tmp_path / "out", "vllm")).notes
 
@@ -229,8 +232,7 @@ def test_a_directory_whose_cache_alone_is_in_fp8_is_read_as_its_values(tmp_path:
     scales = [f"model.layers.{layer}.self_attn.{name}" for layer in LAYERS for name in BELOW[method]]
     save_file(values | {name: torch.full((1,), 0.5) for name in scales}, file, metadata={"format": "pt"})
     work = plan_command(Request(tmp_path / "hf", tmp_path / "out", "hf"))
-    note = "4 scales of a KV cache, beside weights that are no codes, stay behind, but for `--kv-cache fp8`."
-    assert note in work.notes
+    assert f"4 scales {STAY}" in work.notes
     execute(work)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == values.keys()
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
