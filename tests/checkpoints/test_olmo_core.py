@@ -162,6 +162,14 @@ def _fewer(state: dict[str, Tensor]) -> None:
     state[name] = state[name][1:]
 
 
+def _without_dimensions(state: dict[str, Tensor]) -> None:
+    state["blocks.0.feed_forward_moe.experts.mlp.w1"] = torch.ones(())
+
+
+def _many_rows(state: dict[str, Tensor]) -> None:
+    state["embeddings.weight"] = torch.ones(len(state["embeddings.weight"]) + 128, 64)
+
+
 def _twice(state: dict[str, Tensor]) -> None:
     state["model.norm.weight"] = torch.ones(64)
 
@@ -171,6 +179,8 @@ def _twice(state: dict[str, Tensor]) -> None:
     [
         (_fewer, r"mlp\.w2` is \[\d+, 64\], and by the config its 8 experts are 64 by \d+"),
         (_twice, r"are both `model\.norm\.weight`"),
+        (_without_dimensions, r"mlp\.w1` is \[\], and by the config its 8 experts are"),
+        (_many_rows, r"`embeddings\.weight` has 378 rows, and by the config there are 250 tokens: more than pad them"),
     ],
 )
 def test_experts_of_another_form_and_two_names_of_one_tensor_are_refused(
@@ -180,3 +190,73 @@ def test_experts_of_another_form_and_two_names_of_one_tensor_are_refused(
     change(state)
     with pytest.raises(PrecisionctlError, match=message):
         open_hinted(HintedPath(save_step(tmp_path / "step1", state), reference=tmp_path / "hf"))
+
+
+def config_of_a_run(heads: int, *, older: bool = False) -> dict[str, Any]:
+    """As ConfigSaverCallback writes it (3.0.0; `older`: with the name that attention had before): what FlexOlmo's
+    reference says, and its number of tokens."""
+    rope = {"name": "default", "theta": 500000, "_CLASS_": "olmo_core.nn.rope.RoPEConfig"}
+    attention = {"name": "default", "n_heads": heads, "n_kv_heads": 2, "bias": False, "rope": rope}
+    block: dict[str, Any] = {"layer_norm": {"name": "rms", "eps": 1e-6}, "name": "moe_reordered_norm"}
+    block["feed_forward_moe"] = {"name": "default", "num_experts": 8, "router": {"name": "default", "top_k": 3}}
+    block |= {"attention": attention} if older else {"sequence_mixer": {**attention, "type": "attention"}}
+    model = {"d_model": 64, "vocab_size": 256, "n_layers": 2, "block": block}
+    return {"run_name": "OLMo", "model": model, "dataset": {"tokenizer": {"vocab_size": 250}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, ""),
+        (
+            {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+            "n_heads is 4 .2 by .*, n_kv_heads is 2",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 123.0}},
+            r"theta is 500000 .123\.0 by the reference",
+        ),
+        ({"rms_norm_eps": 0.1}, r"eps is 1e-06 .0\.1 by"),
+        ({"num_experts_per_tok": 1}, r"top_k is 3 .1 by"),
+        ({"vocab_size": 240}, r"vocab_size is 250 .240 by"),
+    ],
+)
+@pytest.mark.parametrize("older", [False, *in_soak(True)])
+def test_a_reference_that_the_runs_config_contradicts_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str, older: bool
+) -> None:
+    state = in_olmo_core(published(tmp_path / "hf", "flex-olmo"))
+    step = save_step(tmp_path / "step1", state)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (step / "config.json").write_text(json.dumps(config_of_a_run(config["num_attention_heads"], older=older)))
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | changes))
+    for path in (step, step / "model_and_optim"):
+        if message:
+            with pytest.raises(PrecisionctlError, match=f"{message}.*Is the reference of this model"):
+                open_hinted(HintedPath(path, reference=tmp_path / "hf"))
+        else:
+            open_hinted(HintedPath(path, reference=tmp_path / "hf"))
+
+
+@pytest.mark.parametrize("model", [[], {"block": 3}, {"block": {"attention": []}, "block_overrides": {"0": None}}])
+def test_a_runs_config_that_says_nothing_is_none(tmp_path: Path, model: object) -> None:
+    step = save_step(tmp_path / "step1", in_olmo_core(published(tmp_path / "hf", "olmo2")))
+    (step / "config.json").write_text(json.dumps({"model": model, "dataset": 5}))
+    if model:
+        open_hinted(HintedPath(step, reference=tmp_path / "hf"))
+
+
+def test_blocks_of_a_runs_config_may_have_names(tmp_path: Path) -> None:
+    """As OLMo Hybrid's, whose delta nets have other heads."""
+    state = in_olmo_core(published(tmp_path / "hf", "flex-olmo"))
+    step = save_step(tmp_path / "step1", state)
+    for heads, message in ((4, ""), (2, r"n_heads is 2 .4 by")):
+        config = config_of_a_run(heads)
+        net = {"sequence_mixer": {"type": "gated_delta_net", "n_heads": 9}}
+        config["model"]["block"] = {"gdn": net, "attn": config["model"]["block"]}
+        (step / "config.json").write_text(json.dumps(config))
+        if not message:
+            open_hinted(HintedPath(step, reference=tmp_path / "hf"))
+            continue
+        with pytest.raises(PrecisionctlError, match=message):
+            open_hinted(HintedPath(step, reference=tmp_path / "hf"))

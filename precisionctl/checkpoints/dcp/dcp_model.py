@@ -161,6 +161,8 @@ class DcpModelReader(TrainerDirectory):
             dcp_metadata.check_apart(((n, piece.span) for n, one in each.tensors.items() for piece in one.pieces), path)
         self._stored = LogicalTensors({_full(kind, n): one for kind, of in tensors.items() for n, one in of.items()})
         self.names_of = _trainer_with(tensors[""])
+        if self.names_of == OLMO_CORE and says_its_model(self) and not isinstance(self.model, UntabledModel):
+            olmo_core.check_config(self.model, directory)
         self._unplaced: Sequence[str] = ()  # buffers of torchtitan's that the model has no place for
         self._places: dict[str, str | ComputedTensor] = {}
         for kind, found in tensors.items():

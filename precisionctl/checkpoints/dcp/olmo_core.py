@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import Box, Chunked, ComputedTensor, SomeRows, TransposedRows, read_rows
 from precisionctl.checkpoints.other_trainers.name_patterns import pattern_of, with_numbers
@@ -22,15 +22,25 @@ from precisionctl.checkpoints.other_trainers.olmo_core_families import (
     VOCABULARY,
 )
 from precisionctl.checkpoints.other_trainers.trainer_directory import both_are
-from precisionctl.errors import CheckpointError, DamagedCheckpoint
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, shown
 from precisionctl.model.model_parts import MoE
 from precisionctl.model.model_shape import ModelShape
+from precisionctl.paths import above, own_name
+from precisionctl.sizes import listed
+from precisionctl.untrusted.safe_files import has_file, read_file
+from precisionctl.untrusted.safe_json import parse_json
+from precisionctl.untrusted.safe_pickle import is_count
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 DIRECTORY = "model_and_optim"
 """Where OLMo-core has model and optimizer, in the directory of a step."""
+
+_PADDED_TO = 128
+"""What its scripts round the rows of a vocabulary up to a multiple of (TokenizerConfig.padded_vocab_size)."""
+
+_WHOSE_CONFIG = "Does the config belong to this checkpoint?"
 
 
 @dataclass(frozen=True)
@@ -51,13 +61,60 @@ class FoldedRows:
         return vector.reshape(rows, self.columns)
 
 
+def check_config(model: ModelShape, directory: Path) -> None:
+    """Raise DamagedCheckpoint where the run's config.json, above the `directory` of model and optimizer, says otherwise
+    than the model. Only what is there is compared, as ai2-olmo-core 3.0.0 has it, and 2 before it (`attention`)."""
+    path = above(directory) / "config.json"
+    if own_name(directory) != DIRECTORY or not has_file(path, above(directory)):
+        return
+    config = parse_json(read_file(path, above(directory)), path)
+    said = _dict(config.get("model"))
+    found = dict[str, tuple[object, object]]()
+    for block in _blocks(said):
+        attention, norm = (_dict(block.get(key)) for key in ("attention", "layer_norm"))
+        mixer = _dict(block.get("sequence_mixer"))
+        attention = attention or (mixer if mixer.get("type") == "attention" else {})
+        heads, size = attention.get("n_heads"), attention.get("head_dim")
+        groups = heads if attention.get("n_kv_heads") is None else attention["n_kv_heads"]
+        router = _dict(_dict(block.get("feed_forward_moe")).get("router"))
+        for key, its, ours in (
+            ("n_heads", heads, model.num_attention_heads),
+            ("n_kv_heads", groups, model.num_query_groups),
+            ("head_dim", size, model.kv_channels),
+            ("theta", _dict(attention.get("rope")).get("theta"), model.rotary_base),
+            ("eps", norm.get("eps"), model.norm_epsilon),
+            ("top_k", router.get("top_k"), model.moe.topk if model.moe else None),
+        ):
+            if its is not None and its != ours:
+                found.setdefault(key, (its, ours))
+    tokens = _dict(_dict(config.get("dataset")).get("tokenizer")).get("vocab_size")
+    if is_count(tokens) and tokens > model.vocab_size:
+        found["vocab_size"] = tokens, model.vocab_size
+    if found:
+        differing = (f"{key} is {shown(its)} ({shown(ours)} by the reference)" for key, (its, ours) in found.items())
+        raise DamagedCheckpoint(listed(differing), where=path, do="Is the reference of this model?")
+
+
+def _blocks(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What a config says of blocks: of all of them, or of some by name, and of single ones."""
+    every = _dict(model.get("block"))
+    apart = [_dict(one) for one in every.values()]
+    named = [] if any(key in every for key in ("attention", "sequence_mixer")) else apart
+    return [every, *named, *(_dict(one) for one in _dict(model.get("block_overrides")).values())]
+
+
+def _dict(value: object) -> Mapping[str, Any]:
+    """A value of a config where a mapping is expected; empty for any other."""
+    return value if isinstance(value, dict) else {}
+
+
 def by_hf_names(
     stored: Chunked, names: Mapping[str, str], family: Mapping[str, str], model: ModelShape, where: Path
 ) -> dict[str, str | ComputedTensor]:
     """Hugging Face's names, and for each the stored tensor that it is, or its rows in one. `names` are OLMo-core's
     names of stored tensors; any that the family has not stay as they are. Rows that pad the vocabulary are left out.
-    Raises DamagedCheckpoint for two that are the same tensor, and for experts of other sizes than the model's;
-    CheckpointError for square ones."""
+    Raises DamagedCheckpoint for two that are the same tensor, for more rows than pad a vocabulary, and for experts of
+    other sizes than the model's; CheckpointError for square ones."""
     found, seen = dict[str, str | ComputedTensor](), dict[str, str]()
     patterns = {olmo: pattern_of(olmo) for olmo in names}
     delta_nets = {numbers[0] for pattern, numbers in patterns.values() if pattern == DECAY}
@@ -68,6 +125,10 @@ def by_hf_names(
         made, spec = dict[str, str | ComputedTensor](), stored.specs[name]
         if module in modules:
             padded = module in VOCABULARY and spec.rows > model.vocab_size
+            if padded and spec.rows - model.vocab_size >= _PADDED_TO:
+                what = f"`{olmo}` has {spec.rows} rows, and by the config there are {model.vocab_size} tokens"
+                why = f": more than pad them to a multiple of {_PADDED_TO}"
+                raise DamagedCheckpoint(what + why, where=where, do=_WHOSE_CONFIG)
             place = SomeRows(stored, name, 0, model.vocab_size) if padded else name
             made[with_numbers(f"{modules[module]}.{kind}", numbers)] = place
         elif pattern == ROUTER and spec.rows % model.hidden_size == 0:
@@ -88,10 +149,10 @@ def _experts(stored: Chunked, olmo: str, name: str, hidden: int, moe: MoE, where
     """The matrices of the experts, one below the other: `[in, out]`, or `[out, in]` of gate and up where no tokens are
     dropped (`MoEType.dropless`)."""
     shape, size, down = stored.specs[name].shape, moe.ffn_hidden_size, olmo.endswith(".w2")
-    rows = size if down or shape[-1] == hidden else hidden
+    rows = size if down or shape[-1:] == (hidden,) else hidden
     if shape != (moe.num_experts * rows, hidden if rows == size else size):
         what = f"`{olmo}` is {list(shape)}, and by the config its {moe.num_experts} experts are {hidden} by {size}"
-        raise DamagedCheckpoint(what, where=where, do="Does the config belong to this checkpoint?")
+        raise DamagedCheckpoint(what, where=where, do=_WHOSE_CONFIG)
     if hidden == size and not down:
         what = f"`{olmo}` has square matrices, which experts that drop tokens have transposed, and others have not"
         raise CheckpointError(what, where=where, do="Convert it with OLMo-core, whose config says which these are.")
