@@ -1,8 +1,10 @@
 """LitGPT's checkpoints are read under its names. tests/peers has LitGPT itself."""
 
 import io
+import json
 import pickle
 import re
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -86,7 +88,7 @@ def in_litgpt(family: str, state: dict[str, Tensor], *, older: bool = False) -> 
 def save(directory: Path, state: dict[str, Any], **config: Any) -> Path:
     directory.mkdir()
     torch.save(state, directory / "lit_model.pth")
-    (directory / "model_config.yaml").write_text(yaml.safe_dump({"name": "any", "rope_adjustments": None} | config))
+    (directory / "model_config.yaml").write_text(yaml.safe_dump({"name": "any"} | config))
     return directory
 
 
@@ -176,11 +178,90 @@ def test_without_a_config_it_is_shown_under_its_own_names(tmp_path: Path) -> Non
         conversions.run(made, tmp_path / "out", "hf")
 
 
+SAID = {
+    "parallel_residual": False,
+    "rotary_percentage": 1.0,
+    "rope_base": 500000,
+    "rope_condense_ratio": 1,
+    "rope_adjustments": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_seq_len": 32,
+    },
+    "n_expert_per_token": 0,
+    "vocab_size": 243,
+    "padded_vocab_size": 250,
+}
+"""What LitGPT's config says of a Llama 3.1 of these sizes; its own of Llama 3 have fewer tokens than rows, too."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, ""),
+        ({"parallel_residual": True}, "parallel_residual is True .False by config"),
+        ({"rotary_percentage": 0.25}, r"rotary_percentage is 0\.25 .1\.0 by config"),
+        ({"rope_base": 10000}, r"rope_base is 10000 .500000\.0 by config"),
+        ({"rope_adjustments": None}, "rope_adjustments: rope_type is None .'llama3' by config"),
+        ({"rope_adjustments": {"factor": 8.0}}, "rope_type is 'linear' .'llama3' by config"),
+        ({"rope_adjustments": None, "rope_condense_ratio": 4}, "rope_type is 'linear' .'llama3' by config"),
+        (
+            {"rope_adjustments": SAID["rope_adjustments"] | {"factor": 32.0}},  # type: ignore[operator]
+            r"rope_adjustments: factor is 32\.0 .8\.0 by config",
+        ),
+        ({"rope_adjustments": [8.0]}, "its rope_adjustments are no settings"),
+        ({"vocab_size": 251, "padded_vocab_size": 251}, "vocab_size is 251 .250 by config"),
+    ],
+)
+def test_a_config_of_a_sibling_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    stored = in_litgpt("llama-3", published(tmp_path / "hf", "llama-3"))
+    hinted = HintedPath(save(tmp_path / "lit", stored, **SAID | changes), reference=tmp_path / "hf")
+    if not message:
+        open_hinted(hinted)
+        return
+    with pytest.raises(PrecisionctlError, match=message):
+        open_hinted(hinted)
+
+
+def test_a_scaling_of_a_kind_that_litgpt_lacks_is_told(tmp_path: Path) -> None:
+    """As of Phi-4-mini, which LitGPT computes without the `longrope` of its config.json."""
+    factors = [1.0] * 8
+    scaling = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": factors, "long_factor": factors}
+    more = {"original_max_position_embeddings": 32}
+    stored = in_litgpt("phi3", published(tmp_path / "hf", "phi3", rope_parameters=scaling | more, **more))
+    made = save(tmp_path / "lit", stored, rope_adjustments=None)
+    done = conversions.run(made, tmp_path / "out", "hf", reference=tmp_path / "hf")
+    assert any("rope_adjustments: rope_type is None ('longrope' by config.json)" in note for note in done.notes)
+
+
+def test_heads_without_numbers_are_refused_before_they_are_counted(tmp_path: Path) -> None:
+    """A file of a few kilobytes says ten million heads."""
+    heads, stored = 10**7, in_litgpt("llama-3", published(tmp_path / "hf", "llama-3"))
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    more = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": 1}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | more))
+    made = save(tmp_path / "lit", stored | {"transformer.h.0.attn.qkv.weight": torch.empty(3 * heads, 0)})
+    hinted = HintedPath(made, reference=tmp_path / "hf")
+    tracemalloc.start()
+    try:
+        with pytest.raises(PrecisionctlError, match=r"is \[30000000, 0\], the model's sizes say \[30000000, 64\]"):
+            open_hinted(hinted)
+        assert tracemalloc.get_traced_memory()[1] < 50_000_000
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize(
     ("config", "more", "message"),
     [
         ({"n_head": 2, "n_embd": 8}, {}, r"n_embd is 8 \(64 by config\.json\), n_head is 2 \(4"),
-        ({}, {"transformer.h.0.attn.qkv.weight": torch.ones(7, 64)}, "has 7 rows, the model's sizes say"),
+        (
+            {},
+            {"transformer.h.0.attn.qkv.weight": torch.ones(7, 64)},
+            r"is \[7, 64\], the model's sizes say \[128",
+        ),
+        ({}, {"transformer.h.0.attn.qkv.weight": torch.ones(128, 0)}, r"is \[128, 0\], the model's sizes say"),
         ({}, {"model.norm.weight": torch.ones(64)}, r"are both `model\.norm\.weight`"),
     ],
 )

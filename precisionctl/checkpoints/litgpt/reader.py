@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
 from precisionctl.checkpoints.chunks import Box, Chunk
@@ -31,11 +32,13 @@ from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDir
 from precisionctl.checkpoints.torch_files import torch_zip
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.same_model import used
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import TensorSpec
 from precisionctl.sizes import counted, listed
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file
 from precisionctl.untrusted.safe_json import parse_json
+from precisionctl.untrusted.safe_pickle import is_count
 
 FILE = "lit_model.pth"
 _CONFIG = "model_config.yaml"
@@ -46,11 +49,20 @@ _SAME = {
     "n_head": "num_attention_heads",
     "n_query_groups": "num_query_groups",
     "head_size": "kv_channels",
+    "parallel_residual": "parallel_residual",
+    "rotary_percentage": "rotary_percent",
+    "rope_base": "rotary_base",
 }
-"""Sizes on which model_config.yaml and config.json must agree, as shapes of tensors do not tell all of them."""
+"""What model_config.yaml and config.json must agree on, as shapes of tensors do not tell all of it."""
 
-_NUMBERS = {"norm_eps": "norm_epsilon", "rope_base": "rotary_base"}
-"""What has no tensor. LitGPT's own configs of Gemma have another epsilon than Hugging Face's."""
+_KINDS_OF_SCALING = {
+    "low_freq_factor": "llama3",
+    "high_freq_factor": "llama3",
+    "beta_fast": "yarn",
+    "beta_slow": "yarn",
+    "factor": "linear",
+}
+"""The kind of rotary scaling, by its numbers: the first that is there tells (litgpt 0.5.13, GPT.rope_cache)."""
 
 
 class LitGptReader(TrainerDirectory):
@@ -131,28 +143,58 @@ class LitGptReader(TrainerDirectory):
 
 
 _COMPARED = 256
-"""Rows of embeddings that are compared when a checkpoint is opened. If these are equal, a conversion compares all."""
+"""Rows of embeddings that are compared when a checkpoint is opened, as training moves all. If these are equal, a
+conversion compares all, and refuses any that differ."""
 
 
 def _otherwise(model: ModelShape, path: Path) -> list[str]:
-    """In words, what model_config.yaml says otherwise than config.json. Raises DamagedCheckpoint for other sizes."""
+    """In words, what model_config.yaml says otherwise than config.json of the same model. Raises DamagedCheckpoint for
+    another model."""
     where = path / _CONFIG
     if not has_file(where, path):
         return []
     said = parse_yaml(read_file(where, path), where)
     if not isinstance(said, dict):
         raise DamagedCheckpoint("it holds no settings", where=where)
-    sizes, numbers = (
-        [
-            f"{own} is {shown(said[own])} ({getattr(model, name)} by config.json)"
-            for own, name in names.items()
-            if said.get(own) is not None and said[own] != getattr(model, name)
-        ]
-        for names in (_SAME, _NUMBERS)
-    )
-    if sizes:
-        raise DamagedCheckpoint(listed(sizes, 4), where=where, do="Does the config belong to this checkpoint?")
-    return numbers
+    ours: dict[str, object] = {own: getattr(model, name) for own, name in _SAME.items()}
+    if model.moe:
+        ours["n_expert_per_token"] = model.moe.topk
+    another = [_said(own, said[own], its) for own, its in ours.items() if said.get(own) not in (None, its)]
+    if is_count(tokens := said.get("vocab_size")) and tokens > model.vocab_size:
+        another.append(_said("vocab_size", tokens, model.vocab_size))
+    notes = list[str]()
+    if "rope_adjustments" in said:
+        theirs, scaling = _scaling(said, where), _mapping(used(model)["rope_scaling"])
+        keys = [key for key in theirs or scaling if theirs.get(key) != scaling.get(key)]
+        # LitGPT computes Phi-4-mini without its scaling, as it has none of that kind
+        known = not scaling or scaling["rope_type"] in _KINDS_OF_SCALING.values()
+        differing = [_said(f"rope_adjustments: {key}", theirs.get(key), scaling.get(key)) for key in keys[:1]]
+        (another if known else notes).extend(differing)
+    if said.get("norm_eps") not in (None, model.norm_epsilon):  # LitGPT's own configs of Gemma have another
+        notes.append(_said("norm_eps", said["norm_eps"], model.norm_epsilon))
+    if another:
+        raise DamagedCheckpoint(listed(another, 4), where=where, do="Does the config belong to this checkpoint?")
+    return notes
+
+
+def _said(key: str, theirs: object, ours: object) -> str:
+    return f"{key} is {shown(theirs)} ({shown(ours)} by config.json)"
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _scaling(said: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
+    """The rotary scaling of model_config.yaml in Hugging Face's words; empty for none. Positions that LitGPT divides
+    are a linear one."""
+    if not isinstance(stored := said["rope_adjustments"] or {}, dict):
+        raise DamagedCheckpoint("its rope_adjustments are no settings", where=where)
+    found = dict(stored) if said.get("rope_condense_ratio") in (None, 1) else {"factor": said["rope_condense_ratio"]}
+    if "original_max_seq_len" in found:
+        found["original_max_position_embeddings"] = found.pop("original_max_seq_len")
+    kind = next((kind for number, kind in _KINDS_OF_SCALING.items() if number in found), None)
+    return {"rope_type": kind, **found} if kind else {}
 
 
 def by_hf_names(
@@ -191,8 +233,9 @@ def _attention(
     """Queries, keys and values, or all of them in one."""
     queries, groups, size = model.num_attention_heads, model.num_query_groups, model.kv_channels
     heads = queries + 2 * groups
-    if tensor.spec.rows != heads * size:
-        what = f"`{name}` has {tensor.spec.rows} rows, the model's sizes say {heads * size}"
+    wanted_shape = (heads * size,) if name.endswith(".bias") else (heads * size, model.hidden_size)
+    if tensor.spec.shape != wanted_shape:
+        what = f"`{name}` is {list(tensor.spec.shape)}, the model's sizes say {list(wanted_shape)}"
         raise DamagedCheckpoint(what, where=file, do="Does the config belong to this checkpoint?")
     apart = [range(queries), range(queries, queries + groups), range(queries + groups, heads)]
     grouped = [head for group in range(groups) for head in _group(group, queries, groups)]
@@ -211,8 +254,13 @@ def _group(group: int, queries: int, groups: int) -> list[int]:
 def _rows(tensor: StoredTensor, runs: Sequence[tuple[int, int]], file: Path) -> JoinedTensor:
     """These rows of a tensor, by their first and their number, one run after the other."""
     spec = tensor.spec
-    chunks, row, length = list[Chunk](), 0, spec.columns * spec.dtype.itemsize
+    joined = list[tuple[int, int]]()
     for first, count in runs:
+        if joined and sum(joined[-1]) == first:
+            first, count = joined[-1][0], joined.pop()[1] + count
+        joined.append((first, count))
+    chunks, row, length = list[Chunk](), 0, spec.columns * spec.dtype.itemsize
+    for first, count in joined:
         chunks.append(Chunk(Box(row, count, 0, spec.columns), file, tensor.offset + first * length))
         row += count
     return JoinedTensor(replace(spec, shape=(row, *spec.shape[1:])), tensor.offset, tuple(chunks))
