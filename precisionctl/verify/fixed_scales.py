@@ -106,17 +106,18 @@ class FixedScales:
 
 
 def compare_fixed_scales(a: FixedScales, b: FixedScales) -> Found:
-    """Compare each fixed scale with the other side's. If one side is codes and the other values, a scale is also
-    accepted if it follows from the amax that the other side recorded, since training since then counts more than the
-    scales of former codes."""
+    """Compare each fixed scale with the other side's. If one side is codes and the other values, a scale of the codes
+    is also accepted if it follows from the amax that the values' side recorded, since training since then counts more
+    than the scales of former codes."""
     alike = bool(a.reader.encodings) == bool(b.reader.encodings)  # both are codes, or both are values
+    coded, values = (a, b) if a.reader.encodings else (b, a)
     lines: list[str] = []
     missing: dict[str, list[str]] = {}
     unknown: list[str] = []
     for name in dict.fromkeys((*a.stored, *b.stored)):
         left, right = a.stored.get(name), b.stored.get(name)
         if left is not None and right is not None:
-            recorded = not alike and (_from_state(name, a, b) or _from_state(name, b, a))
+            recorded = not alike and _from_state(name, coded, values)
             same = _same(left, right, a.in_bf16, b.in_bf16)
             if not (same and _are_same_as_stored(name, a, b)) and not recorded:
                 lines.append(f"{name} is {_shown(left)} in A, {_shown(right)} in B")

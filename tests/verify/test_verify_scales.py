@@ -205,6 +205,18 @@ def test_a_scale_recorded_since_explains_one_of_codes_and_no_other_of_former_cod
     assert line.startswith(f"input scale of {DOWN}.weight is ")
 
 
+def test_former_scales_that_follow_from_the_state_beside_codes_clear_no_scale_of_the_codes(tmp_path: Path) -> None:
+    """Values that were codes, against codes of another scale beside the state that the values came with."""
+    fp8_directories.make(tmp_path / "fp8", "modelopt-tensor", num_hidden_layers=1)
+    run(tmp_path / "fp8", tmp_path / "values", "hf", "bf16")
+    run(tmp_path / "values", tmp_path / "again", "hf", "fp8")
+    assert open_checkpoint(tmp_path / "again").fp8 is not None
+    other = changed(tmp_path / "again", tmp_path / "other", lambda t: t[f"{DOWN}.input_scale"].mul_(100))
+    for a, b in (("values", other), (other, "values")):
+        (line,) = compared(tmp_path / a, tmp_path / b).settings
+        assert line.startswith(f"input scale of {DOWN}.weight is ")
+
+
 def test_one_scale_of_a_cache_is_not_one_for_each_head(static: Path, tmp_path: Path) -> None:
     other = changed(static, tmp_path / "other", lambda tensors: tensors.update({K: tensors[K].expand(4).clone()}))
     for a, b in ((static, other), (other, static)):
