@@ -128,8 +128,7 @@ def rope_by_kind(
     transformers 4 does not know uses `absent` for missing parameters, and passes over the bases beside them."""
 
     def read(config: Config) -> Fields:
-        # transformers looks for the original context in the parameters of a kind alone
-        config = {key: value for key, value in config.items() if key != _ORIGINAL}
+        config = beside_kinds(config)
         parameters = rotary_parameters(config, base, absent)
         bases = [base if absent else config.get("rope_theta", base), local_base]
         if local_key:
@@ -150,9 +149,12 @@ def rope_by_kind(
         kinds = [{} if each is None else each for each in said]
         if not all(isinstance(each, dict) for each in kinds):
             raise DamagedCheckpoint(f"rotary parameters are {shown(parameters)}")
+        if absent and any(each is not None and "rope_theta" not in each for each in said):
+            what = f"a kind is without a `rope_theta` in {shown(parameters)}, and transformers takes another or fails"
+            raise DamagedCheckpoint(what, do="Say one in the parameters of each kind of layers.")
         beside = {key: value for key, value in config.items() if key != "rope_theta"}
         everywhere, in_window = (
-            _read_kind(beside, each, default, 1.0) for each, default in zip(kinds, bases, strict=True)
+            read_kind(beside, each, default, 1.0) for each, default in zip(kinds, bases, strict=True)
         )
         for fields in (everywhere, in_window):
             _check_whole(fields, config)
@@ -186,7 +188,7 @@ def rope_of_kinds(
     where there are none, `percent` the share where a kind says none and has no scaling. Raises DamagedCheckpoint for a
     kind without parameters or a base. `partial` as in `rope`."""
     sized = {key: value for key, value in config.items() if key == "max_position_embeddings"}
-    parameters = rotary_parameters({key: value for key, value in config.items() if key != _ORIGINAL}, 1e4, absent)
+    parameters = rotary_parameters(beside_kinds(config), 1e4, absent)
 
     def read(kind: str) -> Fields:
         given = parameters.get(kind)
@@ -198,7 +200,7 @@ def rope_of_kinds(
         if "partial_rotary_factor" not in given and config.get("partial_rotary_factor", share) != share:
             what = f"{kind} is without the `partial_rotary_factor` that is beside it"  # heeded if it is scaled
             raise DamagedCheckpoint(what, do="Say it in the parameters of each kind of layers.")
-        return _read_kind(sized, given, 1e4, share)
+        return read_kind(sized, given, 1e4, share)
 
     used = {name for name, in_window in _IN_WINDOW.items() if in_window in windows}
     kinds = {name: read(name) for name in sorted(used)}
@@ -264,7 +266,12 @@ def rotary_parameters(config: Config, base: float, absent: Mapping[str, Any] | N
     return (both[0] if both else taken) or {}
 
 
-def _read_kind(config: Config, parameters: Mapping[str, Any], base: float, percent: float) -> Fields:
+def beside_kinds(config: Config) -> Config:
+    """What counts beside parameters by kind of layer: transformers looks for the original context in these alone."""
+    return {key: value for key, value in config.items() if key != _ORIGINAL}
+
+
+def read_kind(config: Config, parameters: Mapping[str, Any], base: float, percent: float) -> Fields:
     """As `read_rope`, of the parameters of one kind of layers. Raises DamagedCheckpoint for what transformers
     (_compute_yarn_parameters in modeling_rope_utils.py) looks for in the parameters of all layers alone."""
     if rope_type(parameters) == "yarn" and not is_on(parameters, _TRUNCATE, True):
@@ -283,11 +290,15 @@ def read_rope(config: Config, parameters: Mapping[str, Any], base: float, percen
     rope = {key: value for key, value in parameters.items() if key not in ("rope_type", "type")}
     theta = rope.pop("rope_theta", config.get("rope_theta", base))
     part = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", percent))
+    if part is None and percent != 1:
+        what = "partial_rotary_factor is null: some classes of transformers turn whole heads then, and others fail"
+        raise DamagedCheckpoint(what, do=f"Say the share; this family's is {percent}.")
+    part = 1.0 if part is None else part
     if kind == "proportional":  # of all pairs, whose frequencies beyond this part are 0
-        rope["partial_rotary_factor"], part = 1.0 if part is None else part, 1.0
+        rope["partial_rotary_factor"], part = part, 1.0
     return {
         "rotary_base": real(theta, "rope_theta"),
-        "rotary_percent": real(percent if part is None else part, "partial_rotary_factor"),
+        "rotary_percent": real(part, "partial_rotary_factor"),
         "rope_scaling": _scaling(kind, rope, config),
     }
 

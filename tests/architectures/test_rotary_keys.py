@@ -7,6 +7,7 @@ from typing import Any
 import pico
 import pytest
 from huggingface_hub.errors import StrictDataclassError
+from soaking import in_soak
 from transformers import AutoConfig
 
 from precisionctl.architectures.families import architecture_of, from_hf_config
@@ -21,6 +22,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "a base": {"rope_theta": 7e4},
     "a share": {"partial_rotary_factor": 0.5},
+    "a share that is null": {"partial_rotary_factor": None},
     "both of version 4": {"rope_theta": 7e4, "partial_rotary_factor": 0.5},
     "a base in windows": {"rope_theta": 7e4, "rope_local_base_freq": 3e4},
     "nulls": {"rope_parameters": None, "rope_scaling": None},
@@ -55,6 +57,10 @@ SPELLINGS: dict[str, dict[str, Any]] = {
         "rope_theta": 7e4,
         "rope_local_base_freq": 3e4,
     },
+    "by kind without bases, scaled": {
+        "rope_parameters": {"full_attention": LINEAR, "sliding_attention": PLAIN},
+        "rope_theta": 7e4,
+    },
     "of one kind": {"rope_parameters": {"full_attention": PLAIN | {"rope_theta": 5e4}}},
     "YaRN by kind": {
         "rope_parameters": {
@@ -62,6 +68,10 @@ SPELLINGS: dict[str, dict[str, Any]] = {
             "sliding_attention": PLAIN | {"rope_theta": 6e4},
         },
         "original_max_position_embeddings": 256,
+    },
+    "YaRN of as many tokens, beside another length": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+        "original_max_position_embeddings": 32,
     },
     "Pythia's": {"rotary_emb_base": 7e4, "rotary_pct": 0.5},
 }
@@ -108,6 +118,9 @@ def test_rotary_parameters_by_kind_are_refused_where_the_class_asks_for_those_of
         ("olmo3", "a base in windows", "rope_local_base_freq is 30000.0, .* takes 500000.0"),
         ("gemma3", "scaled by the older word", "`type` is 'linear', and transformers, which passes over it"),
         ("olmo3", "YaRN by kind", "truncate is False, and transformers passes over it"),
+        ("deepseek-v4", "YaRN of ends that are not whole", "truncate is None, and transformers passes over it"),
+        ("gemma4", "by kind without bases, scaled", "a kind is without a `rope_theta`"),
+        ("mellum", "by kind without bases, scaled", "a kind is without a `rope_theta`"),
         ("gpt-neox", "a base", "rope_theta is 70000.0, .* takes 10000.0"),
         ("cohere2-moe", "scaled", "rope_scaling is .*, and transformers passes over it"),
     ],
@@ -115,6 +128,22 @@ def test_rotary_parameters_by_kind_are_refused_where_the_class_asks_for_those_of
 def test_keys_that_transformers_passes_over_are_refused(family: str, spelling: str, words: str) -> None:
     with pytest.raises(DamagedCheckpoint, match=words):
         from_hf_config(spelled(family, SPELLINGS[spelling]))
+
+
+@pytest.mark.parametrize("family", ["glm4-moe", *in_soak("glm", "qwen3-next", "nemotron", "phi", "stablelm")])
+def test_a_share_that_is_null_is_no_familys_default(family: str) -> None:
+    """Of GLM-4.5, GLM-4 and Qwen3-Next transformers turns whole heads, and fails of the others."""
+    with pytest.raises(DamagedCheckpoint, match="partial_rotary_factor is null"):
+        from_hf_config(spelled(family, SPELLINGS["a share that is null"]))
+    assert from_hf_config(spelled(family, {"partial_rotary_factor": 1.0})).rotary_percent == 1
+
+
+def test_the_original_context_of_deepseek_v4_is_that_of_its_parameters_alone() -> None:
+    said = spelled("deepseek-v4", SPELLINGS["YaRN of as many tokens, beside another length"])
+    told = AutoConfig.for_model(**json.loads(json.dumps(said))).rope_parameters["compress"]
+    scaling = from_hf_config(said).rope_scaling
+    assert scaling and scaling["original_max_position_embeddings"] == told["original_max_position_embeddings"]
+    assert told["original_max_position_embeddings"] == said["max_position_embeddings"] != 32
 
 
 def test_a_base_beside_parameters_by_kind_is_that_of_kinds_that_say_none() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture
-from precisionctl.architectures.rope import PARAMETERS, read_rope, rope_type
+from precisionctl.architectures.rope import PARAMETERS, beside_kinds, read_kind, rope_type
 from precisionctl.architectures.shared.deepseek_v4_rows import ROWS_OF_MODEL
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import MOST_LAYERS, check_count, real
@@ -101,7 +101,7 @@ _KEYS_OF_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "compress_rope
 
 
 def _read_rope(config: keys.Config) -> keys.Fields:
-    config = {"max_position_embeddings": 1 << 20, "head_dim": 512} | dict(config)
+    config = {"max_position_embeddings": 1 << 20, "head_dim": 512} | dict(beside_kinds(config))
     both = (config.get(key) for key in ("rope_scaling", "rope_parameters"))
     said: Any = next((each for each in both if each not in (None, {})), {})
     if not isinstance(said, Mapping):
@@ -123,7 +123,7 @@ def _read_rope(config: keys.Config) -> keys.Fields:
         compressed |= {"partial_rotary_factor": turning}
         if rope_type(compressed) == "yarn":
             compressed = {"attention_factor": 1.0} | compressed
-    in_window, fields = (read_rope(config, dict(each), _BASE, 1.0) for each in (main, compressed))
+    in_window, fields = (read_kind(config, dict(each), _BASE, 1.0) for each in (main, compressed))
     if in_window["rope_scaling"] or in_window["rotary_percent"] != fields["rotary_percent"]:
         raise UnknownArchitecture("rotary embeddings of a window that are scaled, or turn another part")
     scaling = fields["rope_scaling"]
