@@ -2,6 +2,7 @@
 
 from precisionctl.errors import CheckpointError
 from precisionctl.launch.base import Launch, LaunchSource
+from precisionctl.param import gemm_misfit
 
 
 def launch(source: LaunchSource) -> Launch:
@@ -28,5 +29,12 @@ def launch(source: LaunchSource) -> Launch:
         ("accelerate", "launch"),
         tuple(options),
         yours=(f"your script, with {source.directory} as its model",),
-        notes=(note,) if source.state else (),
+        notes=(note, *source.fp8_notes(_te_linears(source))) if source.state else (),
     )
+
+
+def _te_linears(source: LaunchSource) -> list[str]:
+    """The modules that accelerate makes Transformer Engine's: linears whose sizes FP8 takes, and no stacks of experts
+    (utils/transformer_engine.py, convert_model)."""
+    jobs = (job for job in source.plan.jobs if job.row.gemm and not job.row.of_experts)
+    return [job.module for job in jobs if not any(gemm_misfit(source.reader.specs[name].shape) for name in job.reads)]

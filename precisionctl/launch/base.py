@@ -1,8 +1,8 @@
 """The checkpoint to continue from, and the command line or config that a framework is started with."""
 
 import shlex
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,16 @@ from precisionctl.checkpoints.megatron.keys import EXTRA_STATE
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.notes import GATE
 from precisionctl.doctor import examine_payloads
-from precisionctl.errors import CheckpointError, UnknownArchitecture
+from precisionctl.errors import CheckpointError, PrecisionError, UnknownArchitecture
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.model.model_parts import check_size
 from precisionctl.model.model_shape import ModelShape
-from precisionctl.planning.make_plan import stored_model
+from precisionctl.planning.make_plan import plan_weights, stored_model
+from precisionctl.planning.plan import Plan, check_fp8_gemms
 from precisionctl.precision import Precision
+from precisionctl.readiness.patterns import shortened
 from precisionctl.recipe import Recipe
+from precisionctl.sizes import counted, listed
 from precisionctl.trainer.saved.run_folder import recipe_of_run
 from precisionctl.trainer.saved.run_precision import precision_of_run
 from precisionctl.untrusted.safe_files import check_link
@@ -161,6 +164,53 @@ class LaunchSource:
         block or MXFP8 scaling), as run.json or Megatron's arguments say; None otherwise."""
         run = precision_of_run(self.reader)
         return run.precision if run and not run.precision.keeps_state else None
+
+    @cached_property
+    def in_fp8(self) -> Precision | None:
+        """The precision in which a framework goes on that takes the recipe of `state`, or that of `stateless`: no
+        framework has a flag for keep_bf16, and under delayed scaling none keeps layers in BF16 by their number. None
+        for BF16."""
+        if self.state:
+            return Precision(fp8=True, delayed=self.state)
+        return replace(self.stateless, keep_bf16=()).of_layers(self.model.num_layers) if self.stateless else None
+
+    def require_fp8_sizes(self, framework: str) -> None:
+        """Raise PrecisionError if the framework would have a weight in FP8 whose shape no FP8 GEMM takes: Transformer
+        Engine ends its run at the first pass."""
+        if self.in_fp8:
+            try:
+                check_fp8_gemms(self.plan, self.in_fp8)
+            except PrecisionError as misfit:
+                raise PrecisionError(
+                    f"{framework} cannot go on in FP8, and has no flag that keeps modules in BF16: {misfit.what}",
+                    where=self.path,
+                    do="Convert it with --precision bf16 and continue from that, or in FP8 with `precisionctl resume`.",
+                ) from None
+
+    def fp8_notes(self, gemms: Sequence[str]) -> list[str]:
+        """Notes on the modules that were in BF16 and go on `in_fp8`, where the framework has these `gemms`."""
+        if self.in_fp8 is None:
+            return []
+        notes, recipe = [], self.recipe
+        if recipe and recipe.precision.fp8 and recipe.precision.keep_bf16:
+            kept = ", ".join(recipe.precision.keep_bf16)
+            notes.append(f"there is no flag for precision.keep_bf16: {kept} go on in FP8")
+        if recipe and recipe.precision.keeps_state and recipe.precision.counts_layers:
+            notes.append("the first and last layers go on in FP8: no flag keeps any in BF16 under delayed scaling")
+        if self.state and self.reader.fp8:
+            if lacking := set(gemms) - self.reader.fp8.modules.keys():
+                have = counted(len(lacking), "module has no FP8 state, and goes", "modules have no FP8 state, and go")
+                notes.append(f"{have} on in FP8 from empty scales: {listed(shortened(lacking, gemms))}")
+        return notes
+
+    @property
+    def gemms(self) -> list[str]:
+        """The modules that an FP8 recipe has in FP8, by Megatron name."""
+        return list(self.plan.gemms)
+
+    @cached_property
+    def plan(self) -> Plan:
+        return plan_weights(self.reader)
 
     @cached_property
     def _refused(self) -> int:

@@ -10,10 +10,12 @@ _MIXED = "megatron.bridge.training.mixed_precision"
 
 def launch(source: LaunchSource) -> Launch:
     """The lines of a recipe. Raises CheckpointError for a checkpoint that is not Megatron's, and UnknownArchitecture
-    for a model that neither Megatron-Core nor a provider of Bridge computes."""
+    for a model that neither Megatron-Core nor a provider of Bridge computes, and PrecisionError as
+    `require_fp8_sizes`."""
     source.require_megatron(
         "Megatron-Bridge", "Write one with `convert --to megatron`, or let Bridge import the Hugging Face directory."
     )
+    source.require_fp8_sizes("Megatron-Bridge")
     of_its_provider = left_to_provider(source.model)
     recipe = "bf16_with_fp8_delayed_scaling_mixed" if source.state else "bf16_mixed"
     lines = [
@@ -41,7 +43,7 @@ def launch(source: LaunchSource) -> Launch:
     if words:
         lines += [f"cfg.mixed_precision.{name} = {value!r}" for name, value in words.items()]
         lines.append("cfg.mixed_precision.fp8_param_gather = False")
-    notes = ["weights alone are taken: Bridge's optimizer has files of its own"]
+    notes = ["weights alone are taken: Bridge's optimizer has files of its own", *source.fp8_notes(source.gemms)]
     if source.state:
         notes.append("whether FP8 state is taken up depends on Bridge's version; its import and export drop it")
     if of_its_provider:

@@ -18,7 +18,7 @@ from precisionctl.megatron_flags import PARALLEL_SIZES, stateless_words
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import differences
 from precisionctl.param import Parallelism
-from precisionctl.recipe import Recipe, RouterSettings
+from precisionctl.recipe import RouterSettings
 from precisionctl.trainer.optimizer.megatron_schedule import DECAY_STYLES, WSD_STYLES
 from precisionctl.trainer.saved.balance import balance_of
 
@@ -60,9 +60,10 @@ _BALANCE_KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
 def launch(source: LaunchSource) -> Launch:
-    """The flags of `pretrain_gpt.py`. Raises CheckpointError for a checkpoint that is not Megatron's, and
-    UnknownArchitecture for a model that flags cannot describe."""
+    """The flags of `pretrain_gpt.py`. Raises CheckpointError for a checkpoint that is not Megatron's,
+    UnknownArchitecture for a model that flags cannot describe, and PrecisionError as `require_fp8_sizes`."""
     source.require_megatron("Megatron-LM", "Write one: `precisionctl convert CKPT NEW --to megatron`.")
+    source.require_fp8_sizes("Megatron-LM")
     sizes = source.sizes(argument for _, argument in PARALLEL_SIZES.values())
     parallel = Parallelism(**{field: sizes[name] for field, (_, name) in PARALLEL_SIZES.items() if name in sizes})
     options = [*_model_options(source.model), *_loading_options(source)]
@@ -93,8 +94,9 @@ def launch(source: LaunchSource) -> Launch:
             f"Megatron has no loss of the loads of all layers together, as router.pooled_loss {pooled_loss:g} is: "
             "--moe-router-load-balancing-type aux_loss is that of each layer"
         )
-    if source.recipe:
-        notes += _not_in_megatron(source.recipe)
+    notes += source.fp8_notes(source.gemms)
+    if source.recipe and source.recipe.optimizer.preset == "fp8-lm":
+        notes.append("masters and moments are kept as fp8-lm keeps them; gradients are BF16, and go between ranks so")
     if source.state:
         notes.append(
             "to go on in BF16, leave the --fp8 flags out, and convert with --precision bf16 so that no pickle is met"
@@ -231,15 +233,3 @@ def _precision_options(source: LaunchSource) -> list[Option]:
         flag = _flag("fp8_format" if name == "fp8" else name)
         options.append((flag,) if value is True else (flag, str(value)))
     return options
-
-
-def _not_in_megatron(recipe: Recipe) -> list[str]:
-    """Notes on the settings of a recipe that Megatron-LM cannot follow."""
-    precision, notes = recipe.precision, []
-    if precision.fp8 and precision.keep_bf16:
-        notes.append(f"there is no flag for precision.keep_bf16: {', '.join(precision.keep_bf16)} go on in FP8")
-    if precision.keeps_state and (precision.num_layers_at_start_in_bf16 or precision.num_layers_at_end_in_bf16):
-        notes.append("the first and last layers go on in FP8: Megatron keeps none in BF16 under delayed scaling")
-    if recipe.optimizer.preset == "fp8-lm":
-        notes.append("masters and moments are kept as fp8-lm keeps them; gradients are BF16, and go between ranks so")
-    return notes

@@ -33,7 +33,8 @@ _IMPORTED: Mapping[str, str] = {
 
 
 def launch(source: LaunchSource) -> Launch:
-    """The lines of a script. Raises CheckpointError for other checkpoints, which NeMo 2 cannot open."""
+    """The lines of a script. Raises CheckpointError for other checkpoints, which NeMo 2 cannot open, and
+    PrecisionError as `require_fp8_sizes`."""
     its_own = source.path / NEMO
     lines = ["from nemo import lightning as nl"]
     model: tuple[str, ...] = ()
@@ -62,10 +63,13 @@ def launch(source: LaunchSource) -> Launch:
             "--framework megatron-bridge.",
         )
     lines.append(f"resume = nl.AutoResume(restore_config=nl.RestoreConfig(path={restored!r}, load_optim_state=False))")
+    if source.state:
+        source.require_fp8_sizes("NeMo")
     words = {"precision": "bf16-mixed", **(recipe_words(source.state) if source.state else {})}
     lines.append(
         f"plugin = nl.MegatronMixedPrecision({', '.join(f'{name}={value!r}' for name, value in words.items())})"
     )
-    state = ("amax histories stay behind: NeMo's import takes weights alone",) if source.state else ()
+    stays = "amax histories stay behind: NeMo's import takes weights alone"
+    notes = (stays, *source.fp8_notes(source.gemms)) if source.state else ()
     yours = (*model, "nl.Trainer with this plugin", "data", "llm.finetune or llm.pretrain with this resume")
-    return Launch("nemo", environment=source.environment, config="\n".join(lines), yours=yours, notes=state)
+    return Launch("nemo", environment=source.environment, config="\n".join(lines), yours=yours, notes=notes)

@@ -10,7 +10,7 @@ import json
 import shlex
 import shutil
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,12 @@ from precisionctl.cli import main
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
-from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownArchitecture
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, UnknownArchitecture
 from precisionctl.launch import frameworks
 from precisionctl.launch.base import Launch, LaunchSource
 from precisionctl.launch.frameworks import FRAMEWORKS
 from precisionctl.param import Parallelism
+from precisionctl.precision import PRESETS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, of what megatron-core imports from it
@@ -318,9 +319,43 @@ def test_a_run_of_ours_brings_a_recipe_without_state(
         assert config.fp8_recipe == word
     assert "NVTE_FP8_BLOCK_SCALING_FP32_SCALES" in found.environment
     assert any("no flag for precision.keep_bf16: *.linear_proj" in note for note in found.notes)
-    lines = launch(tmp_path / "run", "megatron-bridge").config.splitlines()
+    bridge = launch(tmp_path / "run", "megatron-bridge")
+    lines = bridge.config.splitlines()
+    assert any("no flag for precision.keep_bf16: *.linear_proj" in note for note in bridge.notes)
     assert f"cfg.mixed_precision.fp8_recipe = {word!r}" in lines
     assert "cfg.mixed_precision.num_layers_at_end_in_bf16 = 1" in lines
+
+
+def kept_in_bf16(folder: Path, *kept: str, **sizes: int) -> dict[str, Path]:
+    """A checkpoint for each framework, of a model that keeps these modules in BF16 and has FP8 state of the others."""
+    save(folder / "source", "llama-2", **sizes)
+    recipe = replace(PRESETS["fp8-delayed"], keep_bf16=kept)
+    into = {"precision": "fp8", "recipe": recipe}
+    execute(plan_command(Request(folder / "source", folder / "megatron", "megatron", **into)))
+    execute(plan_command(Request(folder / "megatron", folder / "hf", "hf", precision="bf16")))
+    frameworks_of = {"megatron": ("megatron-lm", "megatron-bridge"), "hf": ("nemo", "accelerate")}
+    return {framework: folder / name for name, each in frameworks_of.items() for framework in each}
+
+
+def test_every_framework_says_which_modules_leave_bf16(tmp_path: Path) -> None:
+    """No framework has a flag for them, and a conversion has no recipe of a run to say so, only their lack of state."""
+    for framework, checkpoint in kept_in_bf16(tmp_path, "*.linear_fc2").items():
+        said = [note for note in launch(checkpoint, framework).notes if "no FP8 state" in note]
+        assert len(said) == 1 and said[0].startswith("2 modules have no FP8 state"), (framework, said)
+        assert said[0].endswith(": decoder.layers.*.mlp.linear_fc2")
+
+
+def test_fp8_that_transformer_engine_would_refuse_at_the_first_pass_is_refused(tmp_path: Path) -> None:
+    """104 is no multiple of 16. accelerate leaves such linears as they are (utils/transformer_engine.py,
+    convert_model), and so is no way out of BF16 for them."""
+    of_frameworks = kept_in_bf16(tmp_path, "*.linear_fc2", intermediate_size=104)
+    accelerated = launch(of_frameworks.pop("accelerate"), "accelerate")
+    assert "fp8" in flags_of(accelerated) and not any("no FP8 state" in note for note in accelerated.notes)
+    for framework, checkpoint in of_frameworks.items():
+        with pytest.raises(PrecisionError, match=r"linear_fc2.*\[64, 104\].*multiples of 16.*--precision bf16"):
+            launch(checkpoint, framework)
+    execute(plan_command(Request(tmp_path / "megatron", tmp_path / "again", "megatron", precision="bf16")))
+    assert "--fp8-format" not in flags_of(launch(tmp_path / "again", "megatron-lm"))
 
 
 def test_an_fp8_lm_run_brings_megatrons_precision_aware_optimizer(place: Path, tmp_path: Path) -> None:
