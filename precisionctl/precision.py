@@ -45,7 +45,7 @@ class Precision:
     layers, and for phases that do not lead to the run's end.
     """
 
-    fp8: bool
+    fp8: bool = False
     scaling: Scaling = "delayed"
     delayed: DelayedScaling = field(default_factory=DelayedScaling)
     block: BlockScaling = field(default_factory=BlockScaling)

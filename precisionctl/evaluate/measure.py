@@ -48,7 +48,8 @@ class ReferenceComparison:
 @dataclass(frozen=True)
 class Evaluation:
     """`loss` is the mean cross entropy in nats over `tokens` targets, in `rows` of `sequence_length`; `perplexity` is
-    its exponential; `precision` says in words how the model computed; `against` compares it with a reference."""
+    its exponential; `precision` says in words how the model computed; `notes` what was left out of the data;
+    `against` compares it with a reference."""
 
     perplexity: float
     loss: float
@@ -56,6 +57,7 @@ class Evaluation:
     rows: int
     sequence_length: int
     precision: str
+    notes: tuple[str, ...] = ()
     against: ReferenceComparison | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def evaluate(
         on_rows(end, len(rows))
     loss, other, kl, agreed = (total / tokens).tolist()
     compared = ReferenceComparison(_perplexity(other), other, reference_precision, kl, agreed) if reference else None
-    return Evaluation(_perplexity(loss), loss, tokens, len(rows), length, precision, compared)
+    return Evaluation(_perplexity(loss), loss, tokens, len(rows), length, precision, rows.notes, compared)
 
 
 def _perplexity(loss: float) -> float:

@@ -148,11 +148,10 @@ def _make(kind: type[Section], table: TomlTable, prefix: str, where: object) -> 
     for key in table:
         if key not in hints:
             raise _unknown_key(prefix + key, where)
-    fields = {key: _value(hints[key], value, prefix + key, where) for key, value in table.items()}
-    try:
-        return kind(**fields)
-    except TypeError:
-        raise RecipeError(f"[{prefix.rstrip('.')}] lacks a key it needs", where=where) from None
+    needed = (one for one in dataclasses.fields(kind) if one.default is one.default_factory is dataclasses.MISSING)
+    if lacking := [one.name for one in needed if one.name not in table]:
+        raise RecipeError(f"[{prefix.rstrip('.')}] lacks {' and '.join(lacking)}", where=where)
+    return kind(**{key: _value(hints[key], value, prefix + key, where) for key, value in table.items()})
 
 
 def _value(hint: Any, value: Any, key: str, where: object) -> Any:

@@ -257,7 +257,7 @@ class Tracking:
 class Recipe:
     """Everything that decides a run besides its checkpoint."""
 
-    precision: Precision = field(default_factory=lambda: Precision(fp8=False))
+    precision: Precision = field(default_factory=Precision)
     train: Train = field(default_factory=Train)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)

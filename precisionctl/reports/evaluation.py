@@ -9,8 +9,8 @@ from precisionctl.sizes import counted
 
 
 def lines(found: Evaluation, sequence_length: int) -> list[str]:
-    """Perplexity on rows of the `sequence_length` that was wanted, or the longest that the models take; and the
-    comparison with the reference if there is one."""
+    """Perplexity on rows of the `sequence_length` that was wanted, or the longest that the models take; the
+    comparison with the reference if there is one; and notes on the data."""
     text = f"{counted(found.tokens, 'token')} in rows of {found.sequence_length:,}"
     if found.sequence_length < sequence_length:
         text += f" (not {sequence_length:,}: the model takes no longer ones)"
@@ -22,7 +22,7 @@ def lines(found: Evaluation, sequence_length: int) -> list[str]:
             f"perplexity {other.perplexity:.4f} of the source, {other.precision}",
             f"KL divergence {other.kl:.3g} nats a token, top-1 agreement {other.top1:.2%}",
         ]
-    return lines
+    return [*lines, *found.notes]
 
 
 def task_lines(found: Mapping[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import conversations
 import four_bit_directories
 import fp8_directories
 import in_memory
@@ -185,6 +186,19 @@ def test_the_command_prints_both_perplexities_and_json_has_every_number(tmp_path
         "kl": 0,
         "top1": 1,
     }
+
+
+def test_conversations_that_were_cut_or_left_out_are_told(tmp_path):
+    """The first has 11 tokens, of which rows of 8 targets have 9."""
+    save(tmp_path / "model", dtype=torch.bfloat16)
+    conversations.with_templates(conversations.PLAIN_TEMPLATE).save_pretrained(tmp_path / "model")
+    asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "c d c d c d"}
+    rows = [{"messages": [asked, answer]}, {"messages": [asked]}]
+    conversations.write_rows(tmp_path / "rows.jsonl", rows)
+    words = ["eval", str(tmp_path / "model"), "--data", str(tmp_path / "rows.jsonl"), "--sequence-length", "8"]
+    shown, found = (CliRunner().invoke(main, [*words, *more]) for more in ([], ["--json"]))
+    for note in ("1 conversation was cut to 8 tokens", "1 conversation was left out: nothing there to learn"):
+        assert note in shown.stdout.splitlines() and note in json.loads(found.stdout)["notes"]
 
 
 def test_a_checkpoint_without_a_tokenizer_is_evaluated_with_that_of_a_reference(tmp_path, text):

@@ -9,7 +9,7 @@ import pytest
 from training import PLAIN_RECIPES
 
 from precisionctl.errors import RecipeError
-from precisionctl.precision import PRESETS
+from precisionctl.precision import PRESETS, Precision
 from precisionctl.recipe import Data, Optimizer, Recipe, Schedule, Share, Train, bundled_recipes, load_recipe
 
 
@@ -26,6 +26,15 @@ def test_a_preset_and_the_recipe_of_its_name_are_the_same_precision(name: str) -
 def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
     (tmp_path / "empty.toml").write_text("")
     assert load_recipe(tmp_path / "empty.toml") == Recipe()
+
+
+def test_what_inspect_tells_to_paste_is_a_recipe(tmp_path: Path) -> None:
+    """`--precision` says whether there is FP8 (docs/recipes.md)."""
+    (tmp_path / "pasted.toml").write_text('[precision]\nkeep_bf16 = ["*.linear_fc2"]\n')
+    (tmp_path / "other.toml").write_text("[train]\nsteps = 7\n")
+    expected = Precision(fp8=False, keep_bf16=("*.linear_fc2",))
+    assert load_recipe(tmp_path / "pasted.toml").precision == expected
+    assert load_recipe(tmp_path / "other.toml", ['precision.keep_bf16=["*.linear_fc2"]']).precision == expected
 
 
 def test_a_path_comes_before_a_bundled_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +147,7 @@ def test_a_blend_is_a_list_of_paths_and_weights() -> None:
     ("blend", "message"),
     [
         ('[{path = "a", wieght = 1}]', "unknown key data.blend.wieght.*Did you mean data.blend.weight?"),
-        ("[{weight = 1}]", r"\[data.blend\] lacks a key it needs"),
+        ("[{weight = 1}]", r"\[data.blend\] lacks path"),
         ('[{path = "a", weight = 0}]', "data.blend.weight = 0.0 must be above 0"),
         ('["a"]', "data.blend = .* is not a list of tables"),
         ('{path = "a"}', "data.blend = .* is not a list of tables"),
