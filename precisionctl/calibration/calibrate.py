@@ -128,16 +128,18 @@ def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: 
     # With several ranks a pass has the rows of all
     shared = {"ranks": world.data_count} if world.data_count > 1 else {}
     identity = run_folder.identity(source, rows.fingerprint, recipe, passes=passes, backend=backend, **shared)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = _model(source, plan, recipe, backend, device, world)  # what it refuses leaves nothing at `output`
     progress = Progress(output, identity, world)
     with disk_problems(output), progress.locked(), stop_signals() as received:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         recorder, weights = Recorder(recipe.precision, device, world), digest_weights(source)
         if written := progress.finished():
             progress.clear()
             notes = (*notes, "it was written before: this command was killed right after")
             return Calibrated(calibration.out, written, passes, at_once, (*rows.notes, *notes), None, world.first)
         before = progress.load(recorder)
-        model = _model(source, plan, recipe, backend, device, world)
+        parameters = dict(model.named_parameters())
+        convert(plan.text, source, LiveModel(plan.model, parameters, shards=model.shards.tensors))
         stopped = None
         for done in _record(model, recorder, rows, recipe, range(before, passes)):
             if world.first:
@@ -192,7 +194,7 @@ def _passes(asked: int, rows: int, at_once: int) -> tuple[int, tuple[str, ...]]:
 
 
 def _model(source: Reader, plan: Plan, recipe: Recipe, backend: BackendName, device: torch.device, world: World) -> GPT:
-    """The model in BF16. Its weights take no gradients: that saves a third of the work and changes nothing recorded.
+    """The model in BF16, without its values yet. Its weights take no gradients: that saves a third of the work and changes nothing recorded.
     In `plan` parameters that FSDP2 shards are FP32, which are rounded when they are gathered."""
     with Undrawn():
         model = GPT(
@@ -205,8 +207,6 @@ def _model(source: Reader, plan: Plan, recipe: Recipe, backend: BackendName, dev
             recompute=recipe.train.recompute == "layer",
             balance=balance_of(source, recipe.router),
         )
-    parameters = dict(model.named_parameters())
-    convert(plan.text, source, LiveModel(plan.model, parameters, shards=model.shards.tensors))
     return model.requires_grad_(False)
 
 

@@ -189,6 +189,15 @@ def test_what_is_there_is_never_written_over_nor_the_source_written_to(place: Pa
         calibrate(asked(place, tmp_path / "other"))
 
 
+def test_what_is_refused_before_a_pass_does_not_stand_in_the_way_of_the_corrected_command(tmp_path: Path) -> None:
+    make_source(tmp_path / "source", intermediate_size=104)
+    make_text(tmp_path / "text.txt")
+    with pytest.raises(PrecisionError, match="FP8 GEMMs need multiples of 16"):
+        calibrate(asked(tmp_path, tmp_path / "state", passes=1))
+    kept = {"precision.keep_bf16": '["*.linear_fc2"]'}
+    assert calibrate(asked(tmp_path, tmp_path / "state", passes=1, keys=kept)).passes == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
