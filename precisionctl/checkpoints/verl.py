@@ -16,7 +16,7 @@ Config and tokenizer are in `huggingface/`; `extra_state_*.pt` has generators an
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -70,6 +70,8 @@ CONTAINER = Container(recognise, without_iterations(VerlReader), "model_world_si
 def _read(directory: Path) -> SavedStates:
     models = _rank_files(directory, "model")
     states = [(path, _state_dict(path)) for path in models]
+    for rank, (path, state) in enumerate(states):
+        _check_rank(state.values(), rank, path)
     first = states[0][1]
     if any(state.keys() != first.keys() for _, state in states):
         raise DamagedCheckpoint("ranks have tensors of other names", where=directory, do="Is the copy whole?")
@@ -97,6 +99,8 @@ def _with_optimizer(saved: SavedStates, files: Sequence[Path], parameters: Mappi
         return replace(saved, unsupported_state="it is not under numbers, as torch.optim's is")
     groups = [dict(group) for group in contents[0][1]["param_groups"]]
     states = [(path, one["state"]) for path, one in contents]
+    for rank, (path, one) in enumerate(states):
+        _check_rank((value for state in one.values() for value in state.values()), rank, path)
     if others := not_adams(kind for _, one in states for state in one.values() for kind in state):
         return replace(saved, unsupported_state=others)
     updates = {number(state["step"], path) for path, one in states for state in one.values()}
@@ -128,6 +132,13 @@ def _rank_files(directory: Path, kind: str) -> list[Path]:
     for _, name in ranks:
         has_file(directory / name, directory)  # raises for what is none
     return [directory / name for _, name in ranks]
+
+
+def _check_rank(values: Iterable[object], rank: int, path: Path) -> None:
+    """Raise DamagedCheckpoint for a file of another rank than its name says, as far as its tensors tell."""
+    told = (one.rank for one in values if isinstance(one, RankShard))
+    if (other := next((one for one in told if one not in (None, rank)), None)) is not None:
+        raise DamagedCheckpoint(f"a file that rank {other} saved", where=path, do="Copy the files of all ranks again.")
 
 
 def _state_dict(path: Path) -> Mapping[str, Any]:
@@ -167,7 +178,7 @@ def _joined(parts: RankParts, name: str, shape: tuple[int, ...] | None = None) -
     """A tensor of its parts. A `shape` is that of flat ones, which do not say it."""
     path, first = parts[0]
     if isinstance(first, RankShard):
-        if any(not isinstance(one, RankShard) or one[1:] != first[1:] for _, one in parts):
+        if any(not isinstance(one, RankShard) or (one.shape, one.cut) != (first.shape, first.cut) for _, one in parts):
             raise DamagedCheckpoint(f"`{name}` is another tensor on other ranks", where=path, do="Is the copy whole?")
         shape = first.shape
         parts = [(path, one.local) for path, one in (parts if first.cut else parts[:1])]

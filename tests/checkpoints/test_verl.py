@@ -1,6 +1,7 @@
 """verl's files of FSDP ranks are read as what the ranks had together."""
 
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,39 @@ def test_files_that_are_not_of_one_checkpoint_are_refused(tmp_path: Path, spoil:
     path, _ = actor(tmp_path, "llama-3", 3)
     spoil(path)
     with pytest.raises(DamagedCheckpoint, match=why):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("kind", ["model", "optim"])
+@pytest.mark.parametrize("replicas", [1, *in_soak(2)])
+def test_a_file_under_another_ranks_name_is_refused(tmp_path: Path, kind: str, replicas: int) -> None:
+    """Two that changed places have all rows, in another order."""
+    path, _ = actor(tmp_path, "llama-3", 2, replicas=replicas)
+    one, other = (path / f"{kind}_world_size_{2 * replicas}_rank_{rank}.pt" for rank in range(2))
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match=f"a file that rank 1 saved.*{kind}_world_size_._rank_0"):
+        open_checkpoint(path)
+
+
+def test_a_mesh_of_an_older_torch_tells_its_place(tmp_path: Path) -> None:
+    """Before 2.9 it has no `_rank`: of one dimension, the place is the rank."""
+    path, live = actor(tmp_path, "llama-3", 2)
+    for rank in range(2):
+        for kind in ("model", "optim"):
+            file = path / f"{kind}_world_size_2_rank_{rank}.pt"
+            with zipfile.ZipFile(file) as archive:
+                members = {name: archive.read(name) for name in archive.namelist()}
+            (pickled,) = (name for name in members if name.endswith("data.pkl"))
+            assert members[pickled].count(b"\5\0\0\0_rank") == 1
+            members[pickled] = members[pickled].replace(b"\5\0\0\0_rank", b"\5\0\0\0_none")
+            with zipfile.ZipFile(file, "w") as archive:
+                for name, data in members.items():
+                    archive.writestr(name, data)
+    assert_is(path, live)
+    shutil.copy(path / "model_world_size_2_rank_0.pt", path / "model_world_size_2_rank_1.pt")
+    with pytest.raises(DamagedCheckpoint, match="a file that rank 0 saved.*rank_1"):
         open_checkpoint(path)
 
 

@@ -9,6 +9,7 @@ NeMo Automodel (0.7) has a model's pieces in safetensors in `model/` of a step, 
 the tokenizer in `model/.hf_metadata`, and its optimizer in `optim/`.
 """
 
+import io
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -36,8 +37,9 @@ from precisionctl.checkpoints.other_trainers.trainer_run import (
     trainer_step,
     with_parameters,
 )
-from precisionctl.checkpoints.torch_files import dcp_metadata
+from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
 from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensor, LogicalTensors, check_whole, slices
+from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint, shown
 from precisionctl.model.model_parts import config_parts
 from precisionctl.model.untabled_model import UntabledModel
@@ -186,6 +188,7 @@ class DcpModelReader(TrainerDirectory):
             _, self._optimizer = split_off(index_of_optimizer, self.path)
         payloads = {name: stored.pop(name) for name in list(stored) if EXTRA_STATE in name}
         self._payloads = [name for name, one in payloads.items() if 0 not in one.shape]
+        self._pickled = [span for name, span in index.objects.items() if EXTRA_STATE in name]
         keys = {index.keys_above.get(name) for name in stored}
         key = keys.pop() if len(keys) == 1 else None
         if key is not None:
@@ -244,8 +247,8 @@ class DcpModelReader(TrainerDirectory):
         if self.not_carried:
             left = counted(len(self.not_carried), "tensor")
             yield f"Not carried over from the run: {left} of its optimizer and other state."
-        if self._payloads:
-            yield f"FP8 state of Transformer Engine stays behind: {counted(len(self._payloads), 'module')}."
+        if modules := len(self._payloads) + sum(map(_has_state, self._pickled)):
+            yield f"FP8 state of Transformer Engine stays behind: {counted(modules, 'module')}."
         if self._unplaced:
             yield (
                 f"`{self._unplaced[0]}` and its like, by which torchtitan balanced experts, stay behind: a "
@@ -311,6 +314,17 @@ class DcpModelReader(TrainerDirectory):
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self._stored.chunks_at(self._places[name])
+
+
+def _has_state(span: Span) -> bool:
+    """Whether an object is FP8 state: TE 0.12 to 1.13 have a file in memory for it, of None outside of FP8."""
+    try:
+        value = torch_zip.load(span.read(), span)
+        return value is not None and (
+            not isinstance(value, io.BytesIO) or torch_zip.load(value.getvalue(), span) is not None
+        )
+    except CheckpointError:  # of a form of its own
+        return True
 
 
 def _full(kind: str, name: str) -> str:

@@ -2,14 +2,14 @@
 
 A rank pickles its local tensor, and beside it a spec: the shape of the whole, and for each dimension of the mesh of
 ranks how the tensor is placed on it (torch/distributed/tensor/_dtensor_spec.py, of 2.4 to 2.13, in which the modules
-moved). The mesh itself is not needed: ranks are numbered in its order.
+moved). Of the mesh only the rank is needed: ranks are numbered in its order.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from precisionctl.errors import shown
-from precisionctl.untrusted.safe_pickle import MOST_DIMENSIONS, itself, sizes
+from precisionctl.untrusted.safe_pickle import MOST_DIMENSIONS, is_count, itself, sizes
 
 
 class Sharded:
@@ -41,12 +41,13 @@ class _Described:
 
 
 class RankShard(NamedTuple):
-    """A rank's part of a tensor of this `shape`: `local` is all of it or, if it is `cut`, a run of rows. It is a tuple
-    because a pickle cannot modify a tuple that it has made."""
+    """A rank's part of a tensor of this `shape`: `local` is all of it or, if it is `cut`, a run of rows. `rank` is that
+    which saved it, None where nothing tells. It is a tuple because a pickle cannot modify a tuple that it has made."""
 
     local: Any
     shape: tuple[int, ...]
     cut: bool
+    rank: int | None
 
 
 def rebuilt(arguments: Any, state: Any) -> RankShard:
@@ -54,13 +55,26 @@ def rebuilt(arguments: Any, state: Any) -> RankShard:
     it. Raises ValueError for a tensor that is cut in another way than by rows, once."""
     _, _, size, *_ = arguments
     attributes = state[1]
-    placements = attributes["_spec"].fields["placements"]
+    spec = attributes["_spec"].fields
+    placements = spec["placements"]
     if type(placements) not in (tuple, list) or len(placements) > MOST_DIMENSIONS:  # many tensors can share it
         raise ValueError(f"a DTensor placed as {shown(placements)}")
     cuts = [one for one in placements if type(one) is not Replicated]
     if len(cuts) > 1 or any(type(one) is not Sharded or type(one.dim) is not int or one.dim != 0 for one in cuts):
         raise ValueError(f"a DTensor placed as {shown(placements)}; only cuts by rows are read")
-    return RankShard(attributes["_local_tensor"], sizes(size), bool(cuts))
+    return RankShard(attributes["_local_tensor"], sizes(size), bool(cuts), _rank(spec.get("mesh")))
+
+
+def _rank(mesh: object) -> int | None:
+    """The rank that pickled a mesh: from torch 2.9 on a mesh tells it, and before, one of a single dimension its
+    place. None where it does not tell."""
+    fields = mesh.fields if isinstance(mesh, _Described) else None
+    if not isinstance(fields, dict):
+        return None
+    rank, place = fields.get("_rank"), fields.get("_coordinate_on_dim")
+    if rank is None and isinstance(place, tuple | list) and len(place) == 1:
+        rank = place[0]
+    return rank if is_count(rank) else None
 
 
 def wrapper_subclass(*_: object) -> None:
