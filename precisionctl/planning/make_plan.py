@@ -14,10 +14,19 @@ from precisionctl.architectures.param_map import OF_TRAINERS, Alias, Naming, Pla
 from precisionctl.architectures.read_off import TensorRow
 from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.dtypes import DType
-from precisionctl.errors import MissingTensor, at
+from precisionctl.errors import DROP_OPTIMIZER, MappingError, MissingTensor, at
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.untabled_model import UntabledModel
-from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec, shared_spec, state_name
+from precisionctl.param import (
+    ONE_RANK,
+    REPLICATED,
+    Layout,
+    Parallelism,
+    TensorSpec,
+    kind_and_parameter,
+    shared_spec,
+    state_name,
+)
 from precisionctl.planning import checks
 from precisionctl.planning.optimizer_jobs import OptimizerSource, optimizer_jobs, reading_masters
 from precisionctl.planning.plan import Job, Plan
@@ -251,6 +260,10 @@ def _with_optimizer(
     Raises as `optimizer_jobs`, and ShapeMismatch."""
     to_hf = plan.to_layout == "hf"
     placed = [job for job in jobs if to_hf or not isinstance(job.row, TensorRow)]  # Megatron trains no towers
+    unplaced = {name for job in jobs for name in job.reads} - {name for job in placed for name in job.reads}
+    if trained_towers := [name for name in trained.optimizer_specs if kind_and_parameter(name)[1] in unplaced]:
+        what = f"`{trained_towers[0]}` is the state of a tower, and Megatron has moments of the text model alone"
+        raise MappingError(what, do=DROP_OPTIMIZER)
     of_parameters = optimizer_jobs(placed, trained, plan.to_layout, masters=masters)
     targets = dict(plan.targets)
     for job in of_parameters:  # tensors as large as their parameters, which may be padded otherwise than stored

@@ -12,6 +12,7 @@ import conversions
 import numpy as np
 import pico
 import pytest
+import tiny_wrappers
 import torch
 from core_models import of_stages, peer
 from soaking import first, in_soak
@@ -233,6 +234,21 @@ def test_moments_have_the_names_of_their_weights_when_a_part_of_the_model_was_tr
     reader = open_checkpoint(made)
     assert isinstance(reader, DcpModelReader) and set(names) <= reader.specs.keys()
     assert reader.optimizer_specs.keys() == {f"{STATE}{kind}.{name}" for kind in MOMENTS for name in names}
+
+
+def test_a_tower_that_was_trained_goes_to_megatron_without_the_optimizer(tmp_path: Path) -> None:
+    model = tiny_wrappers.make("llava")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    tiny_wrappers.save(tmp_path / "hf", "llava")
+    made = save(tmp_path / "dcp", states(model, optimizer))
+    message = r"`optimizer\.state\.exp_avg\.model\.\S+` is the state of a tower, and Megatron has .*--drop-optimizer"
+    with pytest.raises(MappingError, match=message):
+        conversions.run(made, tmp_path / "out", "megatron", reference=tmp_path / "hf")
+    conversions.run(made, tmp_path / "out", "megatron", reference=tmp_path / "hf", drop_optimizer=True)
+    conversions.run(made, tmp_path / "again", "hf", reference=tmp_path / "hf", container="dcp")
 
 
 def test_accelerates_optimizer_beside_its_model_at_the_step_that_the_trainer_names(tmp_path: Path) -> None:
