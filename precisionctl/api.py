@@ -28,7 +28,6 @@ from precisionctl.conversion.convert import OnBytes
 from precisionctl.engines.rules.rule import Finding
 from precisionctl.errors import PrecisionctlError
 from precisionctl.evaluate.measure import Evaluation, evaluate as evaluate_reader
-from precisionctl.fp8 import sidecar
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model.model_shape import ModelShape
@@ -130,8 +129,8 @@ def verify(
     a Request. `workers` are forked processes. Raises CheckpointError; MappingError for a checkpoint that does not fit
     its own architecture; RecipeError for a reference that contradicts one; OutputError if a worker was killed."""
     readers = (_opened(path, None, reference) for path in (a, b))
-    state = sidecar.read(Path(fp8_state)) if fp8_state else None
-    return compare(*readers, fp8=fp8, state=state, workers=workers, progress=lambda total: nullcontext(on_bytes))
+    file = Path(fp8_state) if fp8_state else None
+    return compare(*readers, fp8=fp8, state_file=file, workers=workers, progress=lambda total: nullcontext(on_bytes))
 
 
 def _opened(path: StrPath, iteration: int | None, reference: StrPath | None) -> Reader:

@@ -98,14 +98,12 @@ def compare_checkpoints(
     from precisionctl import console
     from precisionctl.commands.hinted_path import HintedPath, open_hinted
     from precisionctl.commands.source_notes import vocabulary_notes
-    from precisionctl.fp8 import sidecar
     from precisionctl.reports import verify as report
     from precisionctl.verify.compare import compare
 
     left, right = (open_hinted(HintedPath(path, reference=reference)) for path in (a, b))
-    state = sidecar.read(fp8_state) if fp8_state else None
     progress = partial(console.bytes_progress, "comparing")
-    comparison = compare(left, right, fp8=fp8, state=state, workers=workers, progress=progress)
+    comparison = compare(left, right, fp8=fp8, state_file=fp8_state, workers=workers, progress=progress)
     if json_wanted:
         print_json(comparison.as_json())
     else:

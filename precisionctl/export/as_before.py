@@ -1,15 +1,17 @@
 """The encoding policy for going back to codes: weights that were codes get their old codes."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.codes.encoding import grid_shape
 from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError
-from precisionctl.export.encode import with_one_input
+from precisionctl.export.encode import with_joint_amax, with_one_input
 from precisionctl.export.input_scales import is_same_amax
 from precisionctl.export.weight_encodings import method_of
 from precisionctl.fp8.delayed_scaling import recorded_amax
@@ -21,12 +23,15 @@ from precisionctl.quant_methods.base import POWERS_OF_2, CodeFormat, QuantMethod
 from precisionctl.quant_methods.coded_weights import cache_scales, ngram_table
 from precisionctl.quant_methods.scales import Scales
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @dataclass(frozen=True)
 class AsBefore:
     """Encodes weights that once were codes. Unchanged blocks get their old codes; changed blocks get new scales, and
-    have the old size. Input scales come from the amaxes recorded in `states`, else the old ones are used if they are
-    still valid (`fixed_hold`). Other tensors stay values."""
+    have the old size. Input scales come from the amaxes recorded in `states`, joint as engines take them, else the old
+    ones are used if they are still valid (`fixed_hold`). Other tensors stay values."""
 
     encodings: WeightEncodings
     states: Fp8States | None
@@ -45,7 +50,9 @@ class AsBefore:
         formats = self.method.read(encodings.quantization).formats
         names = {job.name: [name for name in job.writes if name in encodings.weights] for job in plan.jobs}
         groups: dict[str, ScaleGroup] = {}
-        for jobs in with_one_input([job for job in plan.jobs if names[job.name]]):
+        coded = [job for job in plan.jobs if names[job.name]]
+        since = self._recorded_since(coded, names)
+        for jobs in with_one_input(coded):
             of_jobs = [name for job in jobs for name in names[job.name]]
             scales = {name: replace(encodings.scales[name], block=self._block(name, formats)) for name in of_jobs}
             one_tensor = len({each.weight for each in scales.values()}) < len(scales)
@@ -55,7 +62,7 @@ class AsBefore:
             shares = group.always or all(each.global_scale for each in group.weights.values())
             found[job.name] = JobCodes(
                 {name: group.weights[name] for name in names[job.name]},
-                self._input_scales(names[job.name], job),
+                self._input_scales(names[job.name], since.get(job.name)),
                 group if shares else None,
                 "powers of 2" if in_powers_of_2(encodings) else "FP32",
             )
@@ -94,9 +101,30 @@ class AsBefore:
         had = self.encodings.scales[name].block
         return had if had in blocks or ngram_table(name) else blocks[0]
 
-    def _input_scales(self, names: Sequence[str], job: Job) -> dict[str, float]:
-        """The fixed scales of the inputs: the old ones, or, if the module or expert has recorded another amax since,
-        the scale from that amax."""
+    def _recorded_since(self, jobs: Sequence[Job], names: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
+        """The joint amaxes, by job, of what shares an input scale, where the module or expert of one of these has
+        recorded another amax since the old scales were made."""
+        groups = with_joint_amax(jobs, self.states) if self.states else ()
+        return {
+            job.name: amax
+            for group, amax in groups
+            if any(self._recorded_another(job, names[job.name]) for job in group)
+            for job in group
+        }
+
+    def _recorded_another(self, job: Job, names: Sequence[str]) -> bool:
+        amaxes = [amax for name in names if (amax := self.encodings.input_amax(name)) is not None]
+        before = max(map(float, amaxes), default=0.0)
+        state = self.states.modules.get(job.module) if self.states else None
+        if state and job.expert is not None:
+            state = state.of_expert(job.expert)
+        if not (self.states and state and before and state.roles["input"].recorded):
+            return False
+        recorded = recorded_amax(state.roles["input"], "input", self.states.recipe)
+        return not (self.fixed_hold and is_same_amax(before, float(recorded)))
+
+    def _input_scales(self, names: Sequence[str], since: Tensor | None) -> dict[str, float]:
+        """The fixed scales of the inputs: the old ones, or those from the amax that was recorded `since`."""
         amaxes = {name: amax for name in names if (amax := self.encodings.input_amax(name)) is not None}
         carried = {
             given: float(read_tensor(self.encodings.stored, given).float().reshape(()))
@@ -104,19 +132,13 @@ class AsBefore:
             for given in (self.encodings.scales[name].input, self.encodings.scales[name].input_zero_point)
             if given
         }
-        state = self.states.modules.get(job.module) if self.states else None
-        if state and job.expert is not None:
-            state = state.of_expert(job.expert)
-        if self.states and state and carried and state.roles["input"].recorded:
-            recorded = recorded_amax(state.roles["input"], "input", self.states.recipe)
-            before = max(map(float, amaxes.values()))
-            same = self.fixed_hold and is_same_amax(before, float(recorded))
+        if since is not None:
             made = {
-                given: float(self.encodings.scales[name].of_input_amax(recorded))
+                given: float(self.encodings.scales[name].of_input_amax(since))
                 for name in amaxes
                 if (given := self.encodings.scales[name].input)
             }
-            return carried if same else dict.fromkeys(carried, 0.0) | made  # an amax gives zero points of 0
+            return dict.fromkeys(carried, 0.0) | made  # an amax gives zero points of 0
         if carried and not self.fixed_hold:
             raise MissingFp8State(
                 f"the weights have changed since the fixed input scales of their codes were made, e.g. of `{names[0]}`",

@@ -5,7 +5,7 @@ A plan without such a pass writes values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,6 +14,7 @@ from precisionctl.codes.numerics import ScaleRounding, rounded_up
 from precisionctl.engines.serving import fused, precision_group
 from precisionctl.errors import PrecisionError
 from precisionctl.export.input_scales import input_amaxes
+from precisionctl.fp8.delayed_scaling import recorded_amax
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import TensorSpec, is_slice
@@ -282,3 +283,16 @@ def with_one_input(jobs: Sequence[Job]) -> list[list[Job]]:
     for job in jobs:
         groups.setdefault(fused(job.writes[0]), []).append(job)
     return list(groups.values())
+
+
+def with_joint_amax(jobs: Sequence[Job], states: Fp8States) -> Iterator[tuple[list[Job], Tensor]]:
+    """The same with all experts of a layer in one group, which share an input scale as in engines; with the largest
+    recorded amax of each group's inputs, FP32 `[]`, which is 0 where none was recorded. Groups without state are left
+    out."""
+    groups: dict[tuple[str, ...], list[Job]] = {}
+    for group in with_one_input(jobs):
+        groups.setdefault(tuple(job.module for job in group), []).extend(group)
+    for modules, group in groups.items():
+        inputs = [states.modules[module].roles["input"] for module in modules if module in states.modules]
+        if inputs:
+            yield group, torch.stack([recorded_amax(each, "input", states.recipe).amax() for each in inputs]).amax()

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from precisionctl.architectures.param_map import Naming
@@ -19,6 +20,7 @@ from precisionctl.checkpoints.gguf.reader import GgufReader
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.checkpoints.mlx.mlx_names import saved_by_mlx
 from precisionctl.codes.statistics import decibels
+from precisionctl.conversion.known_state import known_state
 from precisionctl.errors import CheckpointError
 from precisionctl.export.mlx_plan import mlx_has, names_as_codes
 from precisionctl.export.weight_encodings import weight_encodings
@@ -100,16 +102,17 @@ def compare(
     b: Reader,
     *,
     fp8: bool = False,
-    state: Fp8States | None = None,
+    state_file: Path | None = None,
     workers: int = 1,
     progress: BytesProgress = lambda total: nullcontext(lambda n: None),
 ) -> Comparison:
     """Compare every tensor of two checkpoints, and their FP8 state where both have one.
 
     With `fp8`, state is compared also where only one has any, and FP8 weights are compared code by code too. Fixed
-    scales are held against `state`, if that is given, in place of what a checkpoint recorded. `workers` is the number
-    of processes; what is found does not depend on it. `progress` is opened for A's stored bytes. Raises MappingError
-    where one of them does not fit its own architecture; OutputError if a worker was killed.
+    scales are held against the state in `state_file`, if that is given, filled in as a conversion does
+    (`known_state`): it stands for what the side of values recorded, or A. `workers` is the number of processes; what
+    is found does not depend on it. `progress` is opened for A's stored bytes. Raises MappingError where a checkpoint,
+    or the state, does not fit its architecture; OutputError if a worker was killed.
     """
     plans = _plan(a, b), _plan(b, a)
     left, right = (_tensors(*each) for each in ((a, b, plans[0]), (b, a, plans[1])))
@@ -129,12 +132,17 @@ def compare(
             tensors += _compare_tensors(towers.a, towers.b, on_bytes, workers)
             side: Status = "only in A" if towers.file == "A" else "only in B"
             tensors += [TensorComparison(name, side, dtype) for name, dtype in towers.others.items()]
+    recorder = int(bool(a.encodings) and not b.encodings)  # of A and B
+    state = known_state((a, b)[recorder], plans[recorder].gemms, state_file).current if state_file else None
     fixed = (
         FixedScales(reader, side.plan, coded, state or reader.fp8)
         for reader, side, coded in zip((a, b), (left, right), encodings, strict=True)
     )
     settings, of_settings = _compare_settings(a, b, encodings, fixed)
-    states, of_states = _compare_states(a.fp8, b.fp8, one_sided=fp8)
+    both_states = [a.fp8, b.fp8]
+    if state and both_states[1 - recorder]:
+        both_states[recorder] = state
+    states, of_states = _compare_states(*both_states, one_sided=fp8)
     before = (None if a.encodings else encodings[0], None if b.encodings else encodings[1])
     codes = tuple(compare_codes(left, right, before, workers)) if fp8 else ()
     derived = [name for plan in plans for name in plan.derived]

@@ -16,10 +16,9 @@ from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.codes.numerics import rounded_up
 from precisionctl.engines.rules.cache_rules import attention_and_kind
-from precisionctl.export.encode import with_one_input
+from precisionctl.export.encode import with_joint_amax
 from precisionctl.export.input_scales import is_same_amax
 from precisionctl.export.kv_cache import scales_of_state
-from precisionctl.fp8.delayed_scaling import recorded_amax
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.coded_weights import CACHE_SCALES
@@ -92,13 +91,10 @@ class FixedScales:
         """The amax that each scale would have been made of, as far as it was recorded."""
         if self.state is None:
             return {}
-        jobs = [job for job in self.plan.jobs if job.row.gemm and job.module in self.state.modules]
         found: dict[str, float] = {}
-        for group in with_one_input(jobs):
-            states = [self.state.modules[job.module].roles for job in group]
-            amax = max(float(recorded_amax(roles["input"], "input", self.state.recipe).amax()) for roles in states)
+        for group, amax in with_joint_amax([job for job in self.plan.jobs if job.row.may_be_codes], self.state):
             if amax > 0:
-                found |= {f"input scale of {name}": amax for job in group for name in job.writes}
+                found |= {f"input scale of {name}": float(amax) for job in group for name in job.writes}
         for stem, scale in scales_of_state(self.state, self.plan).items():
             for kind, value in (("k", scale.k), ("v", scale.v)):
                 found[f"{kind} scale of {stem}"] = float(amax_of(torch.tensor(value)))

@@ -217,6 +217,34 @@ def test_former_scales_that_follow_from_the_state_beside_codes_clear_no_scale_of
         assert line.startswith(f"input scale of {DOWN}.weight is ")
 
 
+@pytest.mark.parametrize("family", ["qwen3-moe", *in_soak("deepseek-v3")])
+def test_experts_get_one_input_scale_on_the_way_back_to_codes_as_in_exports(tmp_path: Path, family: str) -> None:
+    """As engines take the largest of a layer's; and the file that it came from explains it, and the result's state."""
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, **matrix.sizes(family, "block"))
+    reader = HuggingFaceReader(tmp_path / "hf")
+    for seed in (0, 1):
+        sidecar.write(tmp_path / f"{seed}.safetensors", in_memory.recorded(reader, seed=seed))
+    files = [["--fp8-state", str(tmp_path / f"{seed}.safetensors")] for seed in (0, 1)]
+    static = export(tmp_path / "hf", tmp_path / "static", "static", *files[0])
+    run(static, tmp_path / "values", "hf", "bf16")
+    cli = CliRunner()
+    arguments = ["convert", str(tmp_path / "values"), str(tmp_path / "again"), "--to", "hf", "--precision", "fp8"]
+    result = cli.invoke(main, [*arguments, *files[1]])
+    assert result.exit_code == 0, result.output
+    anew = load_file(export(tmp_path / "hf", tmp_path / "anew", "static", *files[1]) / "model.safetensors")
+    made = load_file(tmp_path / "again" / "model.safetensors")
+    scales = [name for name in anew if name.endswith(".input_scale")]
+    assert scales and all(torch.equal(made[name], anew[name]) for name in scales)
+    again, values = str(tmp_path / "again"), str(tmp_path / "values")
+    for a, b in ((values, again), (again, values)):
+        result = cli.invoke(main, ["verify", a, b, *files[1]])
+        assert result.exit_code == 0, result.output
+        assert cli.invoke(main, ["verify", a, b, *files[0]]).exit_code == 1
+    name = next(name for name in scales if ".experts.1." in name)
+    other = changed(tmp_path / "again", tmp_path / "other", lambda tensors: tensors[name].mul_(2))
+    assert cli.invoke(main, ["verify", values, str(other), *files[1]]).exit_code == 1
+
+
 def test_one_scale_of_a_cache_is_not_one_for_each_head(static: Path, tmp_path: Path) -> None:
     other = changed(static, tmp_path / "other", lambda tensors: tensors.update({K: tensors[K].expand(4).clone()}))
     for a, b in ((static, other), (other, static)):
