@@ -194,8 +194,9 @@ def _passes(asked: int, rows: int, at_once: int) -> tuple[int, tuple[str, ...]]:
 
 
 def _model(source: Reader, plan: Plan, recipe: Recipe, backend: BackendName, device: torch.device, world: World) -> GPT:
-    """The model in BF16, without its values yet. Its weights take no gradients: that saves a third of the work and changes nothing recorded.
-    In `plan` parameters that FSDP2 shards are FP32, which are rounded when they are gathered."""
+    """The model in BF16, without its values yet. Its weights take no gradients: that saves a third of the work and
+    changes nothing recorded. In `plan` parameters that FSDP2 shards are FP32, which are rounded when they are
+    gathered."""
     with Undrawn():
         model = GPT(
             plan.model,

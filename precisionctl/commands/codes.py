@@ -104,6 +104,7 @@ class _EngineCodes:
             return _SCHEMES[kind.recipe.scaling if kind.recipe else "current" if untrained else "delayed"], ""
         if kind.export.scheme:
             return kind.export.scheme, ""
+        asked = source.states is not None and "static" in engine.spells
         scheme, why = best_scheme(
             engine,
             source.plan.model,
@@ -111,6 +112,7 @@ class _EngineCodes:
             source.states,
             source.encodings,
             source.known.why_none,
+            static_jobs=self._misfits(jobs, self._format("static", "")).left() if asked else jobs,
             are_codes=bool(source.reader.encodings),
         )
         if source.encodings_now and (own := kept_in_four_bits(engine, source.encodings_now)):
@@ -148,7 +150,7 @@ class _EngineCodes:
         if rule := engine.no_codes.get(str(config.get("model_type"))):
             what = f"{engine.title} computes no codes of a {config['model_type']}: {rule.text}"
             raise PrecisionError(what, do="Or choose another --target.")
-        misfits = Misfits(engine, plan, jobs, form, self._layout(), config)
+        misfits = self._misfits(jobs, form)
         keep_misfits = self.export.keep_misfits or untabled
         if not keep_misfits:
             misfits.check_taken(jobs)  # first, as no advice on shapes would help
@@ -169,6 +171,10 @@ class _EngineCodes:
         self._check_blocks(form.scheme, (name for name in plan.targets if name not in coded))
         return policy
 
+    def _misfits(self, jobs: Sequence[Job], form: WeightFormat) -> Misfits:
+        return Misfits(self.engine, self.source.plan, jobs, form, self._layout, self._config)
+
+    @cached_property
     def _layout(self) -> ServingLayout:
         """How the engine divides the model over its GPUs. Raises PrecisionError where it cannot, UnknownArchitecture
         where no table says how several would divide it."""

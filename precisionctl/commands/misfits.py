@@ -11,7 +11,7 @@ from precisionctl.engines.rules.code_rules import EXPERT
 from precisionctl.engines.rules.rule import Finding
 from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import PrecisionError
-from precisionctl.export.encode import WeightFormat
+from precisionctl.export.encode import WeightFormat, without_refused
 from precisionctl.export.schemes import schemes_of
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Job, Plan
@@ -37,6 +37,10 @@ class Misfits:
         refused = self.engine.shapes.refusal(name, spec, block, self.layout, self.form.method.name)
         moved = self.engine.shapes.check_moved(name, spec, scales, self.layout)
         return refused or (moved.what if moved else None)
+
+    def left(self) -> list[Job]:
+        """The jobs without weights that do not fit, and without those that are computed with them."""
+        return without_refused(self.plan, self.jobs, self.form.scales(self.jobs, self.plan), self.refusal)[0]
 
     def check_taken(self, jobs: Iterable[Job]) -> None:
         """Raise PrecisionError if the engine does not load weights of these jobs, of this model or of experts, as

@@ -237,9 +237,7 @@ def in_scheme(
     are refused and for weights that a family stores transposed (GPT-2's Conv1D).
     """
     scales = form.scales(jobs, plan)
-    refused = {name: why for name, each in scales.items() if (why := refusal(name, plan.targets[name], each))}
-    misfits = refused | along_with(refused, scales)
-    jobs = [job for job in jobs if misfits.keys().isdisjoint(job.weights)]
+    jobs, refused, misfits = without_refused(plan, jobs, scales, refusal)
     if refused and not keep_refused:
         name, why = next(iter(refused.items()))
         weights = counted(len(refused), "weight has a shape", "weights have shapes")
@@ -264,6 +262,16 @@ def in_scheme(
                 do="`export-inference --scheme static` has one scale for all of a weight.",
             )
     return InScheme(form, jobs, scales, misfits, inputs, kept)
+
+
+def without_refused(
+    plan: Plan, jobs: Iterable[Job], scales: Mapping[str, Scales], refusal: Refusal
+) -> tuple[list[Job], Mapping[str, str], Mapping[str, str]]:
+    """The jobs without those of refused weights, and of weights that engines want in the same form; the refused weights
+    and why; and these with the others."""
+    refused = {name: why for name, each in scales.items() if (why := refusal(name, plan.targets[name], each))}
+    misfits = refused | along_with(refused, scales)
+    return [job for job in jobs if misfits.keys().isdisjoint(job.weights)], refused, misfits
 
 
 def along_with(refused: Mapping[str, str], weights: Iterable[str]) -> dict[str, str]:

@@ -36,10 +36,12 @@ def best_scheme(
     encodings: WeightEncodings | None,
     why_no_state: str,
     *,
+    static_jobs: Sequence[Job],
     are_codes: bool,
 ) -> tuple[Scheme, str]:
     """The scheme for the weights of these jobs, and the reason in words. `encodings` is how the source's weights are
-    encoded (`are_codes`), or once were; `why_no_state` says why there are no `states`.
+    encoded (`are_codes`), or once were; `why_no_state` says why there are no `states`. Of the `static_jobs` the weights
+    have shapes that the engine takes in `static`: no calibration records inputs of others.
 
     The order of preference: a scheme of FP8 with which existing codes can stay as they are; `static`, if inputs were
     recorded over several steps, as it saves the engine a pass over each input; the scheme of the codes that weights
@@ -54,7 +56,7 @@ def best_scheme(
     why = f"{engine.title} takes no fixed input scales for this model"
     if "static" in schemes:
         try:
-            input_amaxes(states, jobs, why_no_state, tabled=not isinstance(model, UntabledModel))
+            input_amaxes(states, static_jobs, why_no_state, tabled=not isinstance(model, UntabledModel))
             too_small = why_too_small(states) if states else ""
             if not too_small or len(schemes) == 1:
                 return "static", "the FP8 state has an amax for every input, so input scales are fixed"

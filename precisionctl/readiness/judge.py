@@ -185,7 +185,8 @@ def _judge_role(
     measured_before = states.statistics.get(module, {}).get(role) if states else None
     measured = weights if role == "weight" else (measured_before,) if measured_before else ()
     measured = [one for one in measured if one.elements]
-    findings = [*(_by_size(shape) if role == "weight" else ()), *_by_statistics(measured, role)]
+    sizes = [*_by_size(shape)]
+    findings = [*(sizes if role == "weight" else ()), *_by_statistics(measured, role)]
     history = None
     never = [] if _is_all_zero(measured) else [_NEVER]  # the amax of a tensor of zeros is never recorded
     if states and not part and role in IN_USE:
@@ -198,6 +199,8 @@ def _judge_role(
         elif role == "weight" and history and _is_stale(measured, recorded_amax(part, role, states.recipe)):
             words = f"the recorded amax is more than {STALE.shown} off the weights' own"
             findings.append(RoleFinding("recalibrate", "stale", ("delayed",), words))
+    if any("delayed" in finding.scalings for finding in sizes):  # nothing records a module that no FP8 GEMM takes
+        findings = [finding for finding in findings if finding.remedy != "recalibrate"]
     return RoleHealth(module, role, measured, history, tuple(findings))
 
 

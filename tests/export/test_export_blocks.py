@@ -432,6 +432,19 @@ def test_the_target_alone_gets_the_best_scheme_that_the_state_allows(tmp_path: P
     assert "`decoder.layers.1.mlp.linear_fc1` was never recorded" in best(source)
 
 
+def test_the_best_scheme_asks_for_no_input_of_what_the_engine_takes_in_no_fp8(tmp_path: Path) -> None:
+    """104 is no multiple of 16, so no calibration records these inputs."""
+    source = tmp_path / "hf"
+    pico.save(source, dtype=torch.bfloat16, **(WHOLE | {"intermediate_size": 104}))
+    states = in_memory.recorded(HuggingFaceReader(source))
+    recordable = {name: state for name, state in states.modules.items() if "mlp.linear_fc2" not in name}
+    sidecar.write(source / sidecar.RELATIVE, replace(states, modules=recordable))
+    with pytest.raises(PrecisionError, match=r"shape \[104, .*multiples of 16.*--keep-misfits"):
+        best(source)
+    work = plan_command(Request.export(source, tmp_path / "out", "vllm", keep_misfits=True))
+    assert any(note.startswith("Scheme static: the FP8 state has an amax for every input") for note in work.notes)
+
+
 def test_groups_of_32_under_floats_are_not_taken_for_mxfp8(tmp_path: Path) -> None:
     fp8_directories.make(tmp_path / "fp8", "compressed-mxfp8")
     assert best(tmp_path / "fp8").startswith("Scheme mxfp8: the weights are FP8 codes of that kind already")
