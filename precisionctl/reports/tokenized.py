@@ -20,6 +20,6 @@ def corpus(made: Corpus, out: Path) -> list[str]:
     documents, tokens = counted(made.documents, "document"), counted(made.tokens, "token")
     return [
         f"Wrote {out}{BIN} and {out}{IDX}: {documents}, {tokens}{of_them}.",
-        *made.notes,
+        *made.told(),
         *masked,
     ]

@@ -5,7 +5,7 @@ what the template adds to the text for an assistant message is that message.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import accumulate
@@ -45,10 +45,12 @@ _NONCHARACTERS = [chr(number) for number in range(0xFDD0, 0xFDF0)]
 
 @dataclass(frozen=True)
 class ChatRow:
-    """Token ids, of dtype IDS, and whether each is learned, bool; both `[tokens]`."""
+    """Token ids, of dtype IDS, and whether each is learned, bool; both `[tokens]`. `unprinted` are keys of the
+    conversation of which the template prints nothing."""
 
     tokens: NDArray[np.uint32]
     learned: NDArray[np.bool_]
+    unprinted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,15 +156,39 @@ def chat_row(chat: Conversation, template: ChatTemplate, tokenizer: PreTrainedTo
         spans = [span for span in spans if span[0] >= len(prompt)]
     # Not by transformers' own mask, which marks everything after a marked span that ends in a space without a token
     made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return _row(made["input_ids"], made["offset_mapping"], spans)
+    row = _row(made["input_ids"], made["offset_mapping"], spans)
+    return replace(row, unprinted=tuple(_unprinted(text, chat, template, where)))
+
+
+SPOKEN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Keys of a message, beside `content`, under which an assistant says something."""
+
+
+def _unprinted(text: str, chat: Conversation, template: ChatTemplate, where: str) -> Iterator[str]:
+    """`tools` and keys of SPOKEN that a conversation has, and without which it is rendered as the same `text`."""
+    if chat.tools and _renders(text, replace(chat, tools=None), template, where):
+        yield "tools"
+    for key in SPOKEN:
+        if any(message.get(key) for message in chat.messages):
+            without = [{name: value for name, value in message.items() if name != key} for message in chat.messages]
+            if _renders(text, replace(chat, messages=without), template, where):
+                yield key
+
+
+def _renders(text: str, chat: Conversation, template: ChatTemplate, where: str) -> bool:
+    """Whether a conversation is rendered as this text."""
+    try:
+        return template.render(chat.messages, chat, where) == text
+    except DataError:
+        return False
 
 
 def _require_understood(text: str, chat: Conversation, template: ChatTemplate, where: str) -> None:
     """Raise DataError if the content of a message is not a string and the template prints its Python form, such as
-    `None` or a list with brackets."""
+    `None`, a number or a list with brackets."""
     for number, message in enumerate(chat.messages):
         content = message.get("content", "")
-        if isinstance(content, list | dict | None) and _prints(number, str(content), text, chat, template, where):
+        if not isinstance(content, str) and _prints(number, str(content), text, chat, template, where):
             raise DataError(
                 f"the chat template prints the content {str(content)[:80]} as it is",
                 where=where,
@@ -174,10 +200,7 @@ def _prints(number: int, content: str, text: str, chat: Conversation, template: 
     """Whether a conversation is rendered as the same `text` if message `number` has this `content`."""
     messages = [*chat.messages]
     messages[number] = {**messages[number], "content": content}
-    try:
-        return template.render(messages, chat, where) == text
-    except DataError:
-        return False
+    return _renders(text, replace(chat, messages=messages), template, where)
 
 
 def _require_places(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -50,7 +50,11 @@ def main(parent: int) -> None:
             if "messages" in sample:
                 conversation = Conversation(**sample)
                 template = chat.ChatTemplate.of(tokenizer, conversation.tools, where)
-                made, notes = chat.chat_row(conversation, template, tokenizer, where), template.notes
+                made = chat.chat_row(conversation, template, tokenizer, where)
+                left_out = (
+                    f"the chat template prints no `{key}` of conversations that have it" for key in made.unprinted
+                )
+                notes = (*template.notes, *left_out)
             else:
                 made = chat.completion_row(Completion(**sample), tokenizer, where)
             yield {"notes": notes}, [made.tokens.tobytes(), made.learned.tobytes()]

@@ -51,6 +51,9 @@ _FEW, _MANY = 1 << 16, 32
 Unicode normalisation makes up to 18 characters of one, and a template adds text to a conversation. The limit protects
 the disk that tokens are written to."""
 
+_MORE = 6
+"""Renders of a conversation without `tools`, or a key that the template may not print (chat.py: SPOKEN)."""
+
 _DO = "Compare the checkpoint's tokenizer files and chat template with those of the model that it comes from."
 _FOR_LARGE = "Give it as several documents: a tokenizer takes some 150 bytes of memory for each byte of one."
 _LARGE = 16 << 20
@@ -138,7 +141,7 @@ class Tokenizer:
     def samples(self, pieces: Sequence[TextPiece]) -> list[TokenizedSample]:
         """The tokens of conversations, by the chat template, and of completions."""
         queries = [
-            _Query(piece.where, to_tokenize(len(piece.content), 2 * piece.messages), _room(len(piece.content)))
+            _Query(piece.where, to_tokenize(len(piece.content), 2 * piece.messages + _MORE), _room(len(piece.content)))
             for piece in pieces
         ]
         fields = {"where": [piece.where for piece in pieces]}

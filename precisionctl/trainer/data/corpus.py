@@ -12,7 +12,6 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from precisionctl.checkpoints.hf_directory.companions import is_tokenizer, read_
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output, disk_problems, lock, open_kept, replace_file, sync
 from precisionctl.errors import DataError, OutputError
+from precisionctl.sizes import counted
 from precisionctl.tokens.tokenizer import Tokenizer, open_tokenizer
 from precisionctl.trainer.data.megatron import BIN, ID_TYPES, IDX, LEARNED, with_suffix, write_index
 from precisionctl.trainer.data.records import DataSource, Record
@@ -49,11 +49,18 @@ class Corpus:
     documents: int = 0
     tokens: int = 0
     learned: int | None = None
+    silent: int = 0
+    """Conversations of which nothing is to be learned."""
     notes: Sequence[str] = ()
     signal: str = ""
     """The signal that stopped it; empty if it is complete."""
     written: bool = False
     """Whether all is written, so that some of it may have its name already."""
+
+    def told(self) -> list[str]:
+        """The notes, and how many conversations a run leaves out."""
+        have = counted(self.silent, "conversation has", "conversations have")
+        return [*self.notes, *([f"{have} nothing to learn: `resume` leaves them out"] if self.silent else [])]
 
     def as_json(self, out: Path) -> dict[str, Any]:
         """What `--json` prints."""
@@ -65,7 +72,7 @@ class Corpus:
             "ids": np.dtype(ID_TYPES[self.code]).name,
             "stopped": self.signal or None,
             "kept": True if self.signal else None,
-            "notes": list(self.notes),
+            "notes": self.told(),
         }
 
 
@@ -104,12 +111,12 @@ def make_corpus(
                 opened = (open_tokenizer(companions, tokenizer, one_core=True) for _ in range(workers))
                 tokenizers = [stack.enter_context(one) for one in opened]
                 code = 8 if tokenizers[0].size < _MOST_OF_16_BITS else 4
-                begun = Corpus(cache_key(source.identity, tokenizers[0]), code)
+                begun = Corpus(cache_key(source.identity, tokenizers[0]), code, notes=source.notes)
                 made = _begin(partial, out, begun, restart)
                 if not made.written:
                     made = _write(partial, made, _counting_text(source.records(), on_text), tokenizers)
                 if not made.signal:
-                    _finish(partial, out, made)
+                    _finish(partial, out, made, source.name)
             except DataError:
                 if not ((noted := _noted(partial)) and noted.tokens and noted.learned != 0):  # nothing to continue from
                     shutil.rmtree(partial)
@@ -193,21 +200,23 @@ def _write(partial: Path, made: Corpus, rows: Iterator[Record], tokenizers: Sequ
                 os.fsync(file.fileno())
             replace_file(partial / _JOURNAL, json.dumps(asdict(made)))
 
-        samples = stack.enter_context(closing(tokenize(islice(rows, made.documents, None), tokenizers)))
+        samples = stack.enter_context(closing(tokenize(rows, tokenizers, made.documents)))
         for sample in samples:
             if int(sample.tokens.max(initial=0)) > largest:
                 raise DataError(f"the tokenizer makes token {sample.tokens.max()}, beyond those that it says it has")
             ids.write(sample.tokens.astype(dtype).data)
             lengths.write(struct.pack("<i", len(sample.tokens)))
-            to_learn = made.learned
+            to_learn, silent = made.learned, made.silent
             if sample.learned is not None:
                 learned.write(np.ascontiguousarray(sample.learned).data)
                 to_learn = (made.learned or 0) + int(sample.learned.sum())
+                silent += not sample.learned[1:].any()  # a first token is no target
             made = replace(
                 made,
                 documents=made.documents + 1,
                 tokens=made.tokens + len(sample.tokens),
                 learned=to_learn,
+                silent=silent,
                 notes=[*dict.fromkeys((*made.notes, *sample.notes))] if sample.notes else made.notes,
             )
             if received:
@@ -220,13 +229,13 @@ def _write(partial: Path, made: Corpus, rows: Iterator[Record], tokenizers: Sequ
     return made
 
 
-def _finish(partial: Path, out: Path, made: Corpus) -> None:
+def _finish(partial: Path, out: Path, made: Corpus, data: str) -> None:
     """Write the index, and give all files their names."""
     if not made.tokens:
-        raise DataError("nothing to tokenize", where=out)
+        raise DataError("there is no text in it, and no row", where=data)
     if made.learned == 0:
         do = "Is there a message of the assistant, and does the chat template mark its words ({% generation %})?"
-        raise DataError("no conversation has text of the assistant to learn", where=out, do=do)
+        raise DataError("no conversation has text of the assistant to learn", where=data, do=do)
     if not made.written:
         write_index(partial / IDX, np.memmap(partial / _LENGTHS, "<i4", "r"), made.code)
         sync(partial / IDX)

@@ -49,7 +49,7 @@ def _source_at(place: str, column: str | None, cache: Path | None) -> DataSource
     if named and named.on_hub:
         pinned = named.pinned(cache)
         notes = (f"{named} is read at {pinned.revision}",) * (pinned != named)
-        return DataSource(partial(pinned.records, column), str(pinned), notes=notes)
+        return DataSource(place, partial(pinned.records, column), str(pinned), notes=notes)
     path = Path(named.place if named else place)
     if not named and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         raise DataError("`datasets` wrote it, and reads it by split", where=path, do=f"Give {path}:train.")
@@ -61,9 +61,9 @@ def _source_at(place: str, column: str | None, cache: Path | None) -> DataSource
     stats = stats_of(files)
     nbytes = 0 if any(file.suffix == ".gz" for file in files) else sum(stat.size for stat in stats)
     if named:
-        return DataSource(partial(named.pinned(cache).records, column), [str(named), stats], nbytes)
+        return DataSource(place, partial(named.pinned(cache).records, column), [str(named), stats], nbytes)
     notes = tuple(f"{file} describes the data beside it, and is no document" for file in cards)
-    return DataSource(partial(records, files, column), stats, nbytes, notes)
+    return DataSource(place, partial(records, files, column), stats, nbytes, notes)
 
 
 def check_named(data: StrPath) -> None:
@@ -107,7 +107,7 @@ def files_of(path: Path) -> list[Path]:
 
 def _cards(files: Sequence[Path]) -> list[Path]:
     """The cards of a data set, as the Hub has them, among its files."""
-    cards = [file for file in files if file.name == "README.md"]
+    cards = [file for file in files if file.name.lower() == "readme.md"]
     return cards if cards and len(files) > 1 and any(_format_of(file) for file in files) else []
 
 

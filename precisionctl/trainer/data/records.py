@@ -14,9 +14,11 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class DataSource:
-    """Data, wherever it is. `records` reads all of it, lazily; what it yields changes only if `identity`, JSON, does.
-    `nbytes` is its size, 0 where that is not known; `notes` are for the user."""
+    """Data, wherever it is; `name` is what the user called it. `records` reads all of it, lazily; what it yields
+    changes only if `identity`, JSON, does. `nbytes` is its size, 0 where that is not known; `notes` are for the
+    user."""
 
+    name: str
     records: Callable[[], Iterator[Record]]
     identity: object
     nbytes: int = 0

@@ -159,6 +159,8 @@ def load_rows(
     if tokens.samples is not None:
         return _sample_rows(tokens, tokens.samples, sequence_length, packing, data)
     count = (len(tokens.ids) - 1) // sequence_length
+    if not len(tokens.ids):
+        raise DataError("there is no text in it, and no row", where=data)
     if count < 1:
         raise DataError(
             f"{counted(len(tokens.ids), 'token is', 'tokens are')} fewer than one row of {sequence_length}",

@@ -21,7 +21,7 @@ from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data.records import DataSource
 from precisionctl.trainer.data.tokenize import Tokenized, tokenize
 
-VERSION = 4
+VERSION = 5
 """The version of a folder's format; tokens of another version are made anew."""
 
 OnTokens = Callable[[int], None]

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -35,12 +35,14 @@ class Tokenized:
     notes: tuple[str, ...] = ()
 
 
-def tokenize(records: Iterator[Record], tokenizers: Sequence[Tokenizer]) -> Generator[Tokenized]:
-    """Tokenize records lazily, in their order, by several processes of one tokenizer. The first record decides whether
-    they are text or conversations.
+def tokenize(records: Iterator[Record], tokenizers: Sequence[Tokenizer], done: int = 0) -> Generator[Tokenized]:
+    """Tokenize records lazily, in their order, by several processes of one tokenizer, but for the first ones that are
+    `done`. An empty text is no document, as in Megatron's preprocess_data.py. The first record decides whether they are
+    text or conversations.
 
     Raises DataError for a record of the other kind, and as `Tokenizer.texts` and `Tokenizer.samples`.
     """
+    records = islice((record for record in records if not _is_empty(record)), done, None)
     first = next(records, None)
     if first is None:
         return
@@ -49,6 +51,10 @@ def tokenize(records: Iterator[Record], tokenizers: Sequence[Tokenizer]) -> Gene
         yield from _documents(everything, tokenizers, first.where)
     else:
         yield from _conversations(everything, tokenizers, first.where)
+
+
+def _is_empty(record: Record) -> bool:
+    return record.row.get("text") == "" and isinstance(sample_of(record), Text)
 
 
 def _documents(records: Iterator[Record], tokenizers: Sequence[Tokenizer], first: str) -> Iterator[Tokenized]:

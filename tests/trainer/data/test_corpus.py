@@ -23,6 +23,7 @@ from precisionctl.trainer.data.find import source_of
 from precisionctl.trainer.data.store import cache_key
 
 TEXTS = [" ".join("abcde"[(i * j) % 5] for j in range(i % 7)) for i in range(40)]
+DOCUMENTS = [text for text in TEXTS if text]
 
 
 @pytest.fixture
@@ -63,10 +64,10 @@ def test_megatron_reads_each_document_s_tokens_and_any_number_of_workers_makes_t
     assert (one, sum(told)) == (made(place, "three", 3), sum(map(len, TEXTS)))
     assert bytes_of(place, "one") == bytes_of(place, "three") and bytes_of(place, "one").keys() == {".bin", ".idx"}
     theirs = of_megatron(place / "one")
-    with_end = [[*tokenizer().encode(text), 0] for text in TEXTS]
+    with_end = [[*tokenizer().encode(text), 0] for text in DOCUMENTS]
     assert [theirs[i].tolist() for i in range(len(theirs))] == with_end
-    assert theirs.document_indices.tolist() == list(range(len(TEXTS) + 1)) and theirs[0].dtype == np.uint16
-    assert (one.documents, one.tokens, one.learned) == (len(TEXTS), sum(map(len, with_end)), None)
+    assert theirs.document_indices.tolist() == list(range(len(DOCUMENTS) + 1)) and theirs[0].dtype == np.uint16
+    assert (one.documents, one.tokens, one.learned) == (len(DOCUMENTS), sum(map(len, with_end)), None)
 
 
 def test_resume_trains_on_the_same_rows_as_on_the_text_itself(place: Path) -> None:
@@ -149,7 +150,7 @@ def test_a_tokenizer_alone_may_be_gpt_2s_two_files(place: Path) -> None:
     (place / "words" / "vocab.json").write_text(json.dumps(letters))
     (place / "words" / "merges.txt").write_text("#version: 0.2\n")
     theirs = AutoTokenizer.from_pretrained(place / "words")
-    assert made(place, "x").tokens == sum(len(theirs.encode(text)) + 1 for text in TEXTS)  # each with its end
+    assert made(place, "x").tokens == sum(len(theirs.encode(text)) + 1 for text in DOCUMENTS)  # each with its end
 
 
 def test_a_signal_stops_it_and_the_same_command_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,8 +165,8 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(place: Path, monkeypatch
     assert stopped.exit_code == 75 and "Stopped by SIGTERM." in stopped.stdout
     assert not (place / "x.bin").exists()
     done = run(*words)
-    assert done.exit_code == 0 and f"{len(TEXTS)} documents" in done.stdout
-    assert made(place, "y").documents == len(TEXTS) and bytes_of(place, "x") == bytes_of(place, "y")
+    assert done.exit_code == 0 and f"{len(DOCUMENTS)} documents" in done.stdout
+    assert made(place, "y").documents == len(DOCUMENTS) and bytes_of(place, "x") == bytes_of(place, "y")
 
 
 def test_a_kill_between_the_last_two_names_is_mended(place: Path) -> None:
@@ -198,7 +199,7 @@ def test_a_kill_after_the_last_name_is_mended_and_is_no_leave_to_write_over(
     write_rows(place / "others.jsonl", [{"text": "e d c"}])
     with pytest.raises(OutputError, match="already exists"):
         made(place, "x", data="others.jsonl")
-    assert made(place, "x").documents == len(TEXTS)
+    assert made(place, "x").documents == len(DOCUMENTS)
     assert bytes_of(place, "x") == whole and not (place / "x.partial").exists()
 
 
@@ -247,8 +248,12 @@ def test_a_folder_of_another_program_is_left_alone(place: Path) -> None:
 def test_data_without_a_token_and_data_that_is_not_there_are_refused(place: Path) -> None:
     (place / "none.jsonl").write_text("")
     (place / "broken.jsonl").write_text('{"text": "a"}\n{')
-    with pytest.raises(DataError, match="nothing to tokenize"):
-        made(place, "x", data="none.jsonl")
+    (place / "nothing.json").write_text("[ ]")
+    write_rows(place / "empty.jsonl", [{"text": ""}])
+    for name in ("none.jsonl", "nothing.json", "empty.jsonl"):
+        with pytest.raises(DataError, match="no text in it, and no row") as refused:
+            made(place, "x", data=name)
+        assert refused.value.where == str(place / name)
     with pytest.raises(DataError, match="JSON"):
         made(place, "x", data="broken.jsonl")
     with pytest.raises(DataError, match="no such file or directory"):
@@ -261,6 +266,31 @@ def test_conversations_without_a_word_to_learn_are_refused_and_leave_nothing(pla
     with pytest.raises(DataError, match="no conversation has text of the assistant to learn"):
         made(place, "chats", data="chats.jsonl")
     assert not [*place.glob("chats.bin"), *place.glob("chats.partial")]
+
+
+def test_conversations_of_which_nothing_is_learned_are_counted_also_after_a_kill(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"messages": CONVERSATION}, {"messages": CONVERSATION[:1]}, {"messages": []}]
+    write_rows(place / "chats.jsonl", rows * 3)
+    monkeypatch.setattr(corpus, "TOKENS_AT_ONCE", 1)
+    monkeypatch.setattr(tokenize, "PIECES_AT_ONCE", 2)
+    dies = Dies(3, Tokenizer.samples)
+    with monkeypatch.context() as dying:
+        dying.setattr(Tokenizer, "samples", lambda each, pieces: dies(each, pieces))
+        with pytest.raises(KeyboardInterrupt):
+            made(place, "chats", data="chats.jsonl")
+    assert json.loads((place / "chats.partial" / "journal.json").read_text())["silent"] in range(1, 6)
+    note = "6 conversations have nothing to learn: `resume` leaves them out"
+    assert made(place, "chats", data="chats.jsonl").told()[-1] == note
+
+
+def test_an_empty_text_is_no_document(place: Path) -> None:
+    """Nor is it in Megatron's preprocess_data.py (`if len(doc_ids) > 0`)."""
+    write_rows(place / "some.jsonl", [{"text": text} for text in ("", "a b", "", "c")])
+    write_rows(place / "same.jsonl", [{"text": text} for text in ("a b", "c")])
+    assert made(place, "some", data="some.jsonl").documents == made(place, "same", data="same.jsonl").documents == 2
+    assert all((place / f"some{end}").read_bytes() == (place / f"same{end}").read_bytes() for end in (".bin", ".idx"))
 
 
 @pytest.mark.parametrize("listed", [True, False])

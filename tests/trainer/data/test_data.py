@@ -128,7 +128,7 @@ def test_a_template_that_rewrites_earlier_messages_is_refused(tmp_path: Path) ->
         ('{"text": 3}', "`text` is not a string"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no conversation has text"),
         ('{"text": "a"}', "2 tokens are fewer than one row of 4"),
-        ("", "0 tokens are fewer"),
+        ("", "no text in it, and no row"),
     ],
 )
 def test_unusable_rows_are_one_clear_error(tmp_path: Path, content: str, message: str) -> None:
@@ -167,6 +167,18 @@ def test_a_conversation_with_tools_has_the_text_that_transformers_makes_of_it(tm
     texts = [theirs.apply_chat_template(CONVERSATION, each.get("tools"), tokenize=False) for each in conversations]
     assert read(rows.tokens.tolist()).split() == " ".join(texts).split()
     assert texts[1].startswith("e e") and texts[0] == texts[2] != texts[1]
+
+
+def test_what_a_template_does_not_print_of_a_conversation_is_told_once(tmp_path: Path) -> None:
+    calls = [{"type": "function", "function": {"name": "a", "arguments": {}}}]
+    called = [CONVERSATION[0], {"role": "assistant", "content": "", "tool_calls": calls, "reasoning_content": "b"}]
+    rows = [{"messages": CONVERSATION, "tools": TOOLS}, *[{"messages": [*called, *CONVERSATION[2:]]}] * 2]
+    path = write_rows(tmp_path / "chat.jsonl", rows)
+    silent = [f"the chat template prints no `{key}`" for key in ("tools", "tool_calls", "reasoning_content")]
+    notes = load_rows(path, tokenizer(MARKING_TEMPLATE), 64).notes
+    assert [note.partition(" of conversations")[0] for note in notes] == silent
+    thinking = "{% for m in messages if m.reasoning_content %}<bot> {% endfor %}" + MARKING_TEMPLATE
+    assert [note.split("`")[1] for note in load_rows(path, tokenizer(thinking), 64).notes] == ["tools", "tool_calls"]
 
 
 def test_templates_without_a_default_are_named(tmp_path: Path) -> None:

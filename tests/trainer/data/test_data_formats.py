@@ -199,13 +199,13 @@ def test_a_completion_is_learned_with_its_end_and_needs_no_template(tmp_path: Pa
 
 
 @pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKING_TEMPLATE])
-@pytest.mark.parametrize("content", [None, [{"type": "text", "text": "c"}], {"text": "c"}])
+@pytest.mark.parametrize("content", [None, [{"type": "text", "text": "c"}], {"text": "c"}, True, 5, 1.5])
 def test_content_that_a_template_would_print_as_python_does_is_refused(
     tmp_path: Path, template: str, content: object
 ) -> None:
     """A model would learn to say None."""
     path = write_rows(tmp_path / "rows.jsonl", [{"messages": [{"role": "assistant", "content": content}]}])
-    with pytest.raises(DataError, match=r"prints the content (None|[\[{]).* as it is \(.*line 1\)"):
+    with pytest.raises(DataError, match=r"prints the content (None|True|5|1.5|[\[{]).* as it is \(.*line 1\)"):
         load_rows(path, tokenizer(template), 64)
 
 
@@ -274,15 +274,16 @@ def test_what_is_neither_rows_nor_text_is_refused_with_what_to_do(tmp_path: Path
         load_rows(tmp_path / name, tokenizer(), 2)
 
 
-def test_the_card_of_a_data_set_is_no_document_and_is_said_to_be_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("card", ["README.md", "readme.md"])
+def test_the_card_of_a_data_set_is_no_document_and_is_said_to_be_left_out(tmp_path: Path, card: str) -> None:
     """As `hf download --repo-type dataset` leaves it."""
-    (tmp_path / "README.md").write_text("a a a a a a")
+    (tmp_path / card).write_text("a a a a a a")
     write = tmp_path / "data" / "train.jsonl"
     write.parent.mkdir()
     write_rows(write, [{"text": "b c"}, {"text": "d"}])
     rows = load_rows(tmp_path, tokenizer(), 2)
     assert read(rows.tokens.tolist()) == "b c <eos> d <eos>"
-    assert any("README.md describes the data beside it" in note for note in rows.notes)
+    assert any(f"{card} describes the data beside it" in note for note in rows.notes)
     (tmp_path / "data" / "train.jsonl").rename(tmp_path / "text.txt")
     alone = load_rows(tmp_path, tokenizer(), 2)
     assert read(alone.tokens.tolist()).startswith("a a a a a a <eos>") and not alone.notes
@@ -390,6 +391,23 @@ def test_what_gzip_packed_gives_the_rows_that_are_in_it(tmp_path: Path, name: st
     found = list(records([tmp_path / name]))
     assert [record.row for record in found] == rows
     assert [record.where for record in found] == [f"{tmp_path / name}, line {number}" for number in (1, 2)]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_packed_list_is_read_as_one_that_is_not_packed(tmp_path: Path, indent: int | None) -> None:
+    rows = [{"text": "a"}, {"text": "b"}]
+    (tmp_path / "rows.json.gz").write_bytes(gzip.compress(json.dumps(rows, indent=indent).encode()))
+    assert [record.row for record in records([tmp_path / "rows.json.gz"])] == rows
+    (tmp_path / "cut.json.gz").write_bytes((tmp_path / "rows.json.gz").read_bytes()[:-9])
+    with pytest.raises(DataError, match="not a whole gzip file"):
+        list(records([tmp_path / "cut.json.gz"]))
+
+
+def test_a_list_and_a_file_of_nothing_have_no_rows(tmp_path: Path) -> None:
+    for name, content in (("list.json", " [\n]\n"), ("lines.jsonl", "\n"), ("text.txt", "")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(DataError, match="there is no text in it, and no row"):
+            load_rows(tmp_path / name, tokenizer(), 2)
 
 
 def test_a_json_file_of_lines_is_not_one_document(tmp_path: Path) -> None:

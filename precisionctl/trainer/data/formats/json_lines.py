@@ -1,8 +1,10 @@
 """JSON lines (`.jsonl`, `.ndjson`, each also with `.gz`): a JSON object on each line. So is `.json.gz`, as C4 and Dolma
-come, and a `.json` whose first two lines are an object each, as it is unpacked of these."""
+come, unless it is a list, and a `.json` whose first two lines are an object each, as it is unpacked of these."""
 
 import json
+import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from precisionctl.errors import DataError
@@ -42,8 +44,17 @@ def _records(path: Path, _column: str | None) -> Iterator[Record]:
 def is_json_lines(path: Path) -> bool:
     """Whether a file is named as JSON lines, or is a `.json` that begins with two of them."""
     name = path.name.lower()
-    named = name.removesuffix(".gz").endswith((".jsonl", ".ndjson")) or name.endswith(".json.gz")
+    if name.endswith(".json.gz"):
+        return not _is_list(path)
+    named = name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
     return named or (name.endswith(".json") and _begins_with_two_objects(path))
+
+
+def _is_list(path: Path) -> bool:
+    begin = begins_with(path, 1 << 12)
+    with suppress(zlib.error):  # of a damaged file, or one that gzip has not packed
+        begin = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(begin, 64)
+    return begin.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
 def _begins_with_two_objects(path: Path) -> bool:

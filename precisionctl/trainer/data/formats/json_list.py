@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from precisionctl.errors import DataError
-from precisionctl.trainer.data.formats.base import Format, a_row, check_document
+from precisionctl.trainer.data.formats.base import Format, a_row, check_document, open_text
 from precisionctl.trainer.data.formats.json_lines import is_json_lines
 from precisionctl.trainer.data.records import Record
 from precisionctl.trainer.data.shapes import makes_samples
@@ -16,7 +16,7 @@ _SPACE = re.compile(r"[ \t\n\r]*")  # JSON's own
 
 
 def _recognises(path: Path) -> bool:
-    return path.suffix.lower() == ".json" and not is_json_lines(path)
+    return path.name.lower().removesuffix(".gz").endswith(".json") and not is_json_lines(path)
 
 
 def _records(path: Path, column: str | None) -> Iterator[Record]:
@@ -29,12 +29,14 @@ def _records(path: Path, column: str | None) -> Iterator[Record]:
             return
         text.skip("[")
         number = 0
-        while True:
+        while number or text.next() != "]":
             number += 1
             where = f"{path}, entry {number}"
             yield a_row(text.value(where), where)
             if text.skip(",]") == "]":
                 break
+        else:
+            text.skip("]")
         text.skip("")
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8 text: {error}", where=path) from None
@@ -110,7 +112,7 @@ _DECODER = json.JSONDecoder()
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    with open(path, encoding="utf-8-sig") as file:
+    with open_text(path) as file:
         while piece := file.read(_PIECE):
             yield piece
 
