@@ -148,7 +148,8 @@ def _make(kind: type[Section], table: TomlTable, prefix: str, where: object) -> 
     for key in table:
         if key not in hints:
             raise _unknown_key(prefix + key, where)
-    needed = (one for one in dataclasses.fields(kind) if one.default is one.default_factory is dataclasses.MISSING)
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]  # which has no public name for what it takes
+    needed = (one for one in fields if one.default is one.default_factory is dataclasses.MISSING)
     if lacking := [one.name for one in needed if one.name not in table]:
         raise RecipeError(f"[{prefix.rstrip('.')}] lacks {' and '.join(lacking)}", where=where)
     return kind(**{key: _value(hints[key], value, prefix + key, where) for key, value in table.items()})
