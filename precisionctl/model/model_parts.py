@@ -236,8 +236,22 @@ def text_part(config: Mapping[str, Any]) -> Any:
     """What a wrapper's config.json has of its text model; None where it has nothing. `llm_config` is the word of
     InternVL's code, which NVIDIA's published Nemotrons have. Models that also speak (Qwen Omni) have a part for what
     thinks, and the text model's within it."""
-    said = (part.get(key) for part in _around_text(config) for key in ("text_config", "llm_config"))
-    return next((text for text in said if text is not None), None)
+    *above, last = text_path(config) or ("text_config",)
+    for key in above:
+        config = config[key]
+    return config.get(last)
+
+
+def text_path(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys that lead to `text_part`; none where there is none."""
+    places = ((config, ()), (config.get("thinker_config"), ("thinker_config",)))
+    said = (
+        (*above, key)
+        for part, above in places
+        for key in ("text_config", "llm_config")
+        if isinstance(part, Mapping) and part.get(key) is not None
+    )
+    return next(said, ())
 
 
 def config_parts(config: Mapping[str, Any]) -> list[Any]:

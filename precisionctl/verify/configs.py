@@ -3,12 +3,14 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from precisionctl.architectures.families import table_of
+from precisionctl.architectures.families import architecture_of
 from precisionctl.architectures.rope import PARAMETERS
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.hf_directory.encodings_file import without_quantization
 from precisionctl.engines.base import engines
 from precisionctl.engines.rules.ignore_lists import in_time
+from precisionctl.model.model_parts import text_path
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import differences
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.sizes import listed
@@ -35,19 +37,21 @@ Found = tuple[list[str], list[NotCompared]]
 
 def compare_configs(a: Reader, b: Reader) -> Found:
     """The keys of config.json that differ, and those that were left out: where both models have a table, keys that
-    these read, since ModelShape compares their meaning, and those that follow (`_FOLLOWS`), also of parts of a
-    wrapper's. Null and absent differ, as a class may have a default. `quantization_config`, also that of a part around
-    a wrapper's text model, is compared elsewhere."""
+    these read, also in a wrapper's part of the text model, since ModelShape compares their meaning, and those that
+    follow (`_FOLLOWS`), also of other parts of a wrapper's. Null and absent differ, as a class may have a default.
+    `quantization_config`, also that of a part around a wrapper's text model, is compared elsewhere."""
     models = (a.model, b.model)
     have_tables = not any(isinstance(model, UntabledModel) for model in models)
     here, there = (_config(reader, with_family=not have_tables) for reader in (a, b))
     if here is None or there is None:
         return [], [] if here is there else [NotCompared("one config", f"only {'B' if here is None else 'A'} has one")]
-    read = {key for model in models for entry in table_of(model).config for key in entry.keys} if have_tables else set()
+    read = {path for model in models for path in _read_paths(model)} if have_tables else set()
+    in_texts = {text_path(config) if model.wrapper else () for config, model in zip((here, there), models, strict=True)}
     differing, left_out = [], dict[str, list[str]]()
     for path, left, right in _unequal(here, there):
         key, name = path[0], ".".join(path)
-        known = _is_read(path, read) or have_tables and path[-1] in _FOLLOWS
+        of_text = (path[len(text) :] for text in in_texts if path[: len(text)] == text)
+        known = any(_is_read(each, read) for each in of_text) or have_tables and path[-1] in _FOLLOWS
         topic = "spelled otherwise" if known else _TOPIC.get(key)
         if topic == "spelled otherwise" and differences(*models):
             continue  # which are told as such
@@ -109,9 +113,20 @@ def _config(reader: Reader, *, with_family: bool) -> Mapping[str, Any] | None:
     return {key: value for key, value in config.items() if with_family or key != "model_type"}
 
 
-def _is_read(path: tuple[str, ...], read: set[str]) -> bool:
+_Path = tuple[str, ...]
+
+
+def _read_paths(model: ModelShape) -> Iterator[_Path]:
+    """The keys that the table of a text model's family looks at, and those within their objects that it also writes."""
+    for entry in architecture_of(model.architecture).config:
+        yield from ((key,) for key in entry.keys)
+        for key, value in entry.write(model).items():
+            yield from ((key, inner) for inner in (value if isinstance(value, Mapping) else ()))
+
+
+def _is_read(path: _Path, read: set[_Path]) -> bool:
     """Whether a family's table looks at a key, and, of rotary parameters, at the one within."""
-    return path[0] in read and all(part in PARAMETERS for part in path[1:])
+    return path[:2] in read or path[:1] in read and all(part in PARAMETERS for part in path[1:])
 
 
 def _unequal(a: object, b: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object, object]]:

@@ -4,23 +4,29 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import in_memory
 import pico
 import pytest
 import repository
+import tiny_wrappers
 import torch
 from checkpoint_mutations import changed_configs
-from soaking import in_soak
+from soaking import few, in_soak
 from transformers import AutoModelForCausalLM
 
+from precisionctl.architectures.families import from_hf_config, to_hf_config
+from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import read_tensor
-from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter
+from precisionctl.engines.base import engines
 from precisionctl.errors import PrecisionctlError
+from precisionctl.model.model_parts import config_parts
 from precisionctl.model.same_model import differences
 from precisionctl.verify import not_compared
 from precisionctl.verify.compare import compare
-from precisionctl.verify.configs import compare_quantization
+from precisionctl.verify.configs import compare_configs, compare_quantization
 from precisionctl.verify.not_compared import CONFIG_KEYS, LIST, QUANTIZER_KEYS
 
 TOKENS = torch.arange(3, 51).view(1, -1)  # beyond every window, and beyond the original context of every scaling
@@ -140,3 +146,62 @@ def test_every_line_of_the_list_is_used() -> None:
     source = "".join(path.read_text() for path in folder.glob("*.py") if path.name != "not_compared.py")
     unused = [topic for topic in LIST if f'"{topic}"' not in source and topic not in CONFIG_KEYS]
     assert unused == []
+
+
+def with_what_engines_ask_for(directory: Path, config: dict[str, object]) -> list[str]:
+    """The settings that differ between a config.json and that of an export, with what any engine asks for."""
+    files, before = {"config.json": json.dumps(config).encode()}, json.loads(json.dumps(config))
+    model = from_hf_config(before)
+    writer = HuggingFaceWriter(
+        directory,
+        {},
+        Companions(files),
+        to_hf_config(model, "bfloat16"),
+        lacks=lambda said: [key for engine in engines().values() for key in engine.lacks(said)],
+    )
+    writer.finish(None)
+    made = (directory / "config.json").read_bytes()
+    readers = (
+        SimpleNamespace(model=from_hf_config(json.loads(file)), companions=Companions({"config.json": file}))
+        for file in (files["config.json"], made)
+    )
+    lines, _ = compare_configs(*readers)  # type: ignore[arg-type]
+    assert differences(model, from_hf_config(json.loads(made))) == {}
+    return lines
+
+
+def test_what_exports_add_to_a_config_for_engines_is_no_difference(tmp_path: Path) -> None:
+    for family in pico.FAMILIES:
+        (tmp_path / family).mkdir()
+        assert with_what_engines_ask_for(tmp_path / family, pico.config(family)) == [], family
+
+
+@pytest.mark.parametrize("kind", few(tiny_wrappers.WRAPPERS, "kimi_k25"))
+def test_what_exports_add_to_a_wrappers_config_for_engines_is_no_difference(tmp_path: Path, kind: str) -> None:
+    config = json.loads(tiny_wrappers.make(kind).config.to_json_string(use_diff=False))
+    for part in config_parts(config):
+        part["dtype"] = "bfloat16"
+    assert with_what_engines_ask_for(tmp_path, config) == []
+
+
+def test_of_a_wrapper_only_the_keys_that_its_text_model_reads_are_spelled_otherwise(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "a", "qwen3_vl_moe")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    path = tmp_path / "b" / "config.json"
+    config = json.loads(path.read_text())
+    text = config["text_config"]
+    text["rope_theta"] = text["rope_parameters"]["rope_theta"]
+    text["rope_parameters"]["mrope_section"] = text["rope_parameters"]["mrope_section"][::-1]
+    text["strange"] = config["rope_theta"] = 7.0
+    config["vision_config"]["num_heads"] *= 2
+    path.write_text(json.dumps(config))
+    found = compare(HuggingFaceReader(tmp_path / "a"), HuggingFaceReader(tmp_path / "b"))
+    (told,) = [each.what for each in found.not_compared if each.topic == "spelled otherwise"]
+    assert told == "text_config.rope_theta"
+    names = [line.split()[1] for line in found.settings]
+    assert names == [
+        "text_config.rope_parameters.mrope_section",
+        "text_config.strange",
+        "vision_config.num_heads",
+        "rope_theta",
+    ]
