@@ -318,8 +318,10 @@ def _scaling(kind: object, rope: dict[str, Any], config: Config) -> dict[str, An
         return None
     needed, possible = _KINDS[kind]
     if _ORIGINAL in (*needed, *possible):  # transformers asks in the same order
-        asked = (config.get(_ORIGINAL), rope.get(_ORIGINAL), config.get("max_position_embeddings"))
-        rope[_ORIGINAL] = next((value for value in asked if value is not None), None)
+        said = [each[_ORIGINAL] for each in (config, rope) if _ORIGINAL in each]
+        if said and said[0] is None:
+            raise DamagedCheckpoint(f"{_ORIGINAL} is null", do="Leave it out, or say the length.")
+        rope[_ORIGINAL] = said[0] if said else config.get("max_position_embeddings")
     scaling: dict[str, Any] = {"rope_type": kind}
     for name in (*needed, *possible):
         if rope.get(name) is None and name in needed:

@@ -8,7 +8,7 @@ import pico
 import pytest
 from huggingface_hub.errors import StrictDataclassError
 from soaking import in_soak
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from precisionctl.architectures.families import architecture_of, from_hf_config
 from precisionctl.architectures.rope import KEYS
@@ -136,6 +136,17 @@ def test_a_share_that_is_null_is_no_familys_default(family: str) -> None:
     with pytest.raises(DamagedCheckpoint, match="partial_rotary_factor is null"):
         from_hf_config(spelled(family, SPELLINGS["a share that is null"]))
     assert from_hf_config(spelled(family, {"partial_rotary_factor": 1.0})).rotary_percent == 1
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_an_original_context_that_is_null_is_no_other_length(within: bool) -> None:
+    """transformers computes with the null (modeling_rope_utils.py, standardize_rope_params), and fails."""
+    null = {"original_max_position_embeddings": None}
+    said = {"rope_scaling": YARN | null} if within else {"rope_scaling": YARN} | null
+    with pytest.raises(DamagedCheckpoint, match="original_max_position_embeddings is null"):
+        from_hf_config(spelled("llama-3", said))
+    with pytest.raises((TypeError, StrictDataclassError)):
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**spelled("llama-3", said)))
 
 
 def test_the_original_context_of_deepseek_v4_is_that_of_its_parameters_alone() -> None:
