@@ -10,13 +10,16 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import GenericAlias, MappingProxyType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from precisionctl.errors import NEAR, RecipeError, most_alike, nearest, nearest_path
 from precisionctl.recipe.sections import Recipe
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 TomlTable = dict[str, Any]
-Section = TypeVar("Section")
+Section = TypeVar("Section", bound="DataclassInstance")
 _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 """The types of a section's keys, whose annotations are compiled once."""
 

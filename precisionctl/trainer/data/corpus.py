@@ -59,8 +59,8 @@ class Corpus:
 
     def told(self) -> list[str]:
         """The notes, and how many conversations a run leaves out."""
-        have = counted(self.silent, "conversation has", "conversations have")
-        return [*self.notes, *([f"{have} nothing to learn: `resume` leaves them out"] if self.silent else [])]
+        silent = counted(self.silent, "conversation has", "conversations have")
+        return [*self.notes, *([f"{silent} nothing to learn, and no place in `resume`"] if self.silent else [])]
 
     def as_json(self, out: Path) -> dict[str, Any]:
         """What `--json` prints."""

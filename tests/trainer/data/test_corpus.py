@@ -281,7 +281,7 @@ def test_conversations_of_which_nothing_is_learned_are_counted_also_after_a_kill
         with pytest.raises(KeyboardInterrupt):
             made(place, "chats", data="chats.jsonl")
     assert json.loads((place / "chats.partial" / "journal.json").read_text())["silent"] in range(1, 6)
-    note = "6 conversations have nothing to learn: `resume` leaves them out"
+    note = "6 conversations have nothing to learn, and no place in `resume`"
     assert made(place, "chats", data="chats.jsonl").told()[-1] == note
 
 
