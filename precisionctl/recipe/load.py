@@ -10,16 +10,13 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import GenericAlias, MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from precisionctl.errors import NEAR, RecipeError, most_alike, nearest, nearest_path
 from precisionctl.recipe.sections import Recipe
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 TomlTable = dict[str, Any]
-Section = TypeVar("Section", bound="DataclassInstance")
+Section = TypeVar("Section")
 _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 """The types of a section's keys, whose annotations are compiled once."""
 
@@ -151,8 +148,8 @@ def _make(kind: type[Section], table: TomlTable, prefix: str, where: object) -> 
     for key in table:
         if key not in hints:
             raise _unknown_key(prefix + key, where)
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]  # which has no public name for what it takes
-    needed = (one for one in fields if one.default is one.default_factory is dataclasses.MISSING)
+    known = dataclasses.fields(kind)  # type: ignore[arg-type]  # a section is a dataclass
+    needed = (one for one in known if one.default is one.default_factory is dataclasses.MISSING)
     if lacking := [one.name for one in needed if one.name not in table]:
         raise RecipeError(f"[{prefix.rstrip('.')}] lacks {' and '.join(lacking)}", where=where)
     return kind(**{key: _value(hints[key], value, prefix + key, where) for key, value in table.items()})
