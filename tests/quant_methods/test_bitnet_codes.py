@@ -9,6 +9,7 @@ import bitnet_directories
 import conversions
 import pytest
 import torch
+from read_as_values import assert_read_as_values
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitNetConfig
@@ -17,9 +18,6 @@ from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.decoded import bitnet_codes
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, PrecisionError
-from precisionctl.param import Parallelism
-from precisionctl.reports.inspect import describe
-from precisionctl.verify.compare import compare
 
 UP = "model.layers.0.mlp.up_proj.weight"
 
@@ -27,20 +25,9 @@ UP = "model.layers.0.mlp.up_proj.weight"
 @pytest.mark.parametrize("spelling", bitnet_directories.SPELLINGS)
 def test_values_are_those_that_transformers_computes_with(tmp_path: Path, spelling: str) -> None:
     values = bitnet_directories.make(tmp_path / "source", spelling)
-    notes = conversions.run(tmp_path / "source", tmp_path / "bf16", "hf", verify=True).notes
     words = "ternary codes of bitnet, read as bfloat16"
-    assert f"7 weights were {words}. There is no way back to those codes." in notes
-    found = load_file(tmp_path / "bf16" / "model.safetensors")
+    _, found = assert_read_as_values(tmp_path / "source", values, words, megatron=spelling == "bitlinear")
     assert len(values) == 7 and not any(name.endswith("scale") for name in found)
-    for name, expected in values.items():
-        assert torch.equal(found[name], expected), name
-    assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
-    source = open_checkpoint(tmp_path / "source")
-    assert compare(source, open_checkpoint(tmp_path / "bf16")).equal
-    assert describe(source)["precision"] == words
-    if spelling == "bitlinear":
-        conversions.run(tmp_path / "source", tmp_path / "megatron", "megatron", parallelism=Parallelism(2))
-        assert compare(source, open_checkpoint(tmp_path / "megatron")).equal
 
 
 def test_microsofts_own_family_converts_without_a_table(tmp_path: Path) -> None:

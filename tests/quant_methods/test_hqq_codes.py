@@ -4,12 +4,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import conversions
 import hqq_directories
 import pytest
 import repository
 import torch
 from hqq_directories import letters
+from read_as_values import assert_read_as_values
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,9 +20,6 @@ from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
 from precisionctl.checkpoints.hf_directory.safetensors_file import read_header
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, PrecisionError
-from precisionctl.param import Parallelism
-from precisionctl.reports.inspect import describe
-from precisionctl.verify.compare import compare
 
 MODULE = "model.layers.0.mlp.up_proj"
 UP = f"{MODULE}.weight"
@@ -32,20 +29,9 @@ GOLDEN = repository.GOLDEN / "hqq_codes.safetensors"
 @pytest.mark.parametrize("spelling", hqq_directories.SPELLINGS)
 def test_values_are_those_of_a_slow_reader_in_bf16_and_through_megatron(tmp_path: Path, spelling: str) -> None:
     values = hqq_directories.make(tmp_path / "source", spelling)
-    notes = conversions.run(tmp_path / "source", tmp_path / "bf16", "hf", verify=True).notes
     words = f"{spelling[4]}-bit integers of hqq, read as bfloat16"
-    assert f"7 weights were {words}. There is no way back to those codes." in notes
-    found = load_file(tmp_path / "bf16" / "model.safetensors")
+    _, found = assert_read_as_values(tmp_path / "source", values, words, megatron=spelling == "hqq-3-columns")
     assert len(values) == 7 and {name.rpartition(".")[2] for name in found} == {"weight"}
-    for name, expected in values.items():
-        assert torch.equal(found[name], expected), name
-    assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
-    source = open_checkpoint(tmp_path / "source")
-    assert compare(source, open_checkpoint(tmp_path / "bf16")).equal
-    assert describe(source)["precision"] == words
-    if spelling == "hqq-3-columns":
-        conversions.run(tmp_path / "source", tmp_path / "megatron", "megatron", parallelism=Parallelism(2))
-        assert compare(source, open_checkpoint(tmp_path / "megatron")).equal
 
 
 def test_a_directory_that_hqq_saved_itself_names_no_method(tmp_path: Path) -> None:

@@ -4,11 +4,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import conversions
 import pico
 import pytest
 import repository
 import torch
+from read_as_values import assert_read_as_values
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -16,9 +16,6 @@ from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.decoded import quanto_codes
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, PrecisionError
-from precisionctl.param import Parallelism
-from precisionctl.reports.inspect import describe
-from precisionctl.verify.compare import compare
 
 GOLDEN = repository.GOLDEN / "quanto_codes.safetensors"
 MAP = "quanto_qmap.json"
@@ -44,20 +41,11 @@ def make(directory: Path, activations: str = "none") -> dict[str, Tensor]:
 def test_what_quanto_has_coded_is_what_it_makes_of_it(tmp_path: Path) -> None:
     """Of INT8 and FP8, of integers in groups and in rows, with shifts that are integers and that are not."""
     values = make(tmp_path / "source")
-    notes = conversions.run(tmp_path / "source", tmp_path / "bf16", "hf", verify=True).notes
     words = "2-bit integers and 4-bit integers and FP8 codes and INT8 codes of quanto, read as bfloat16"
-    assert f"7 weights were {words}. There is no way back to those codes." in notes
+    notes, found = assert_read_as_values(tmp_path / "source", values, words, megatron=True)
     assert not any("stay behind" in note for note in notes)
-    found = load_file(tmp_path / "bf16" / "model.safetensors")
     assert len(values) == 7 and {name.rpartition(".")[2] for name in found} == {"weight"}
-    for name, expected in values.items():
-        assert torch.equal(found[name], expected.bfloat16()), name
     assert not (tmp_path / "bf16" / MAP).exists()
-    source = open_checkpoint(tmp_path / "source")
-    assert compare(source, open_checkpoint(tmp_path / "bf16")).equal
-    assert describe(source)["precision"] == words
-    conversions.run(tmp_path / "source", tmp_path / "megatron", "megatron", parallelism=Parallelism(2))
-    assert compare(source, open_checkpoint(tmp_path / "megatron")).equal
 
 
 def test_scales_of_inputs_that_are_quantized_stay_behind_with_a_note(tmp_path: Path) -> None:

@@ -1,0 +1,36 @@
+"""What holds of every directory of codes that are read as values alone."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import conversions
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.param import Parallelism
+from precisionctl.reports.inspect import describe
+from precisionctl.verify.compare import compare
+
+
+def assert_read_as_values(
+    source: Path, values: Mapping[str, Tensor], words: str, *, megatron: bool = False
+) -> tuple[tuple[str, ...], dict[str, Tensor]]:
+    """That a directory converts to these values, rounded to BF16, and is told in these words; through Megatron too, if
+    asked. Returns the notes and the tensors of the result."""
+    out = source.parent / "bf16"
+    notes = conversions.run(source, out, "hf", verify=True).notes
+    assert f"{len(values)} weights were {words}. There is no way back to those codes." in notes
+    found = load_file(out / "model.safetensors")
+    for name, expected in values.items():
+        assert torch.equal(found[name], expected.bfloat16()), name
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    reader = open_checkpoint(source)
+    assert compare(reader, open_checkpoint(out)).equal
+    assert describe(reader)["precision"] == words
+    if megatron:
+        conversions.run(source, source.parent / "megatron", "megatron", parallelism=Parallelism(2))
+        assert compare(reader, open_checkpoint(source.parent / "megatron")).equal
+    return notes, found
