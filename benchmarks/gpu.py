@@ -122,7 +122,7 @@ def machine(small: bool) -> dict[str, Any]:
         query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
         found |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
         found["nvidia_smi"] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-        found["cudnn"] = torch.backends.cudnn.version()
+        found["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     return found
 
 

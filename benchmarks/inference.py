@@ -79,8 +79,9 @@ def load(name: str, directories: dict[str, Path], place: Place) -> Any:
     from precisionctl.te import load_te
 
     if weights := MODELS[name]:
-        backend = "emulated" if place.small else "te"
-        return load_te(directories["FP8"], weights=weights, device=place.device, backend=backend)
+        return load_te(
+            directories["FP8"], weights=weights, device=place.device, backend="emulated" if place.small else "te"
+        )
     built: Any = AutoModelForCausalLM.from_pretrained(directories["BF16"], dtype=torch.bfloat16)
     return built.to(place.device).eval().requires_grad_(False)
 

@@ -66,7 +66,7 @@ def make_sparse(directory: Path, repository: str, layers: int, *, codes: bool) -
                 coded = codes and row.gemm
                 specs[name] = TensorSpec(shape, DType.float8_e4m3fn if coded else DType.bfloat16)
                 if coded:
-                    specs[f"{name}_scale_inv"] = TensorSpec(grid_shape(*shape, (128, 128)), DType.float32)
+                    specs[f"{name}_scale_inv"] = TensorSpec(grid_shape(shape[0], shape[1], (128, 128)), DType.float32)
     directory.mkdir()
     writer = HuggingFaceWriter(directory, specs, Companions(), config, quantization if codes else None)
     writer.lay_out()
@@ -103,7 +103,7 @@ def child(source: Path, target: str) -> dict[str, Any]:
     before, start = memory_mb("VmRSS"), time.process_time()
     destination = source.with_name("none")
     if target in EXPORTS:
-        request = Request.export(source, destination, "vllm", target)
+        request = Request.export(source, destination, "vllm", target)  # type: ignore[arg-type]
     else:
         request = Request(source, destination, "hf" if target == "hf" else "megatron")
     command = plan_command(request)

@@ -108,7 +108,7 @@ class Hands:
     @classmethod
     def of(cls, size: int, place: Place) -> "Hands":
         read, written = (torch.empty(size, dtype=torch.uint8, pin_memory=not place.small) for _ in range(2))
-        return cls(read, written, nullcontext() if place.small else torch.cuda.stream(torch.cuda.Stream()), place)
+        return cls(read, written, nullcontext() if place.small else torch.cuda.stream(torch.cuda.Stream()), place)  # type: ignore[no-untyped-call]
 
     def cast(self, one: Stored, block: tuple[int, int]) -> Tensor:
         """Codes of what was read, in pinned memory; there when this returns."""
@@ -169,13 +169,13 @@ def by_device(scheme: str, source: Path, target: Path, threads: int, place: Plac
 
 
 def _read(file: int, into: Tensor, start: int) -> None:
-    view, done = memoryview(into.numpy()), 0
+    view, done = memoryview(into.numpy().data), 0
     while done < len(view):
         done += os.preadv(file, [view[done:]], start + done)
 
 
 def _write(file: int, values: Tensor, start: int) -> None:
-    view, done = memoryview(values.numpy()), 0
+    view, done = memoryview(values.numpy().data), 0
     while done < len(view):
         done += os.pwrite(file, view[done:], start + done)
 

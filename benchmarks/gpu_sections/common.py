@@ -147,7 +147,7 @@ def train_loss(model: GPT, tokens: Tensor) -> Tensor:
 def update(model: GPT, optimizer: MasterAdamW, tokens: Tensor, lr: float = SETTINGS.lr) -> Tensor:
     """A step as the trainer makes it, which waits for no device; its loss, `[]`."""
     value = train_loss(model, tokens)
-    value.backward()
+    value.backward()  # type: ignore[no-untyped-call]
     optimizer.collect()
     numbers = torch.stack([value.detach(), optimizer.clip()])
     optimizer.step(lr, ~numbers.isfinite().all())
@@ -180,7 +180,7 @@ def _clock(place: Place) -> Iterator[Callable[[], float]]:
         yield lambda: times[1] - times[0]
         times.append(time.perf_counter())
         return
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     before.record()
     yield lambda: before.elapsed_time(after) / 1000
     after.record()

@@ -10,6 +10,7 @@ import sysconfig
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,13 +80,13 @@ class Training:
         self.optimizer = MasterAdamW(self.model, SETTINGS)
         self.losses: list[Tensor] = []
 
-    def kept(self) -> dict:
+    def kept(self) -> dict[str, Any]:
         """All that another training goes on from."""
         kinds = {kind: {n: t.clone() for n, t in by.items()} for kind, by in self.optimizer.tensors.items()}
         states = {name: linear.fp8_state() for name, linear in fp8_linears(self.model).items()}
         return {"tensors": kinds, "steps": self.optimizer.steps, "step": self.step, "states": states}
 
-    def go_on_from(self, kept: dict) -> "Training":
+    def go_on_from(self, kept: dict[str, Any]) -> "Training":
         for kind, by_name in kept["tensors"].items():
             for name, values in by_name.items():
                 self.optimizer.tensors[kind][name].copy_(values)
@@ -107,7 +108,7 @@ class Training:
             total = torch.zeros((), device=self.place.device)
             for part in parts:
                 loss = train_loss(self.model, part) / len(parts)
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 self.optimizer.collect()
                 total += loss.detach()
             self.optimizer.clip()
@@ -126,7 +127,7 @@ def measure(place: Place, report: Report) -> None:
     text = Text(plan, place)
     report({"model": plan.shape.name, "start": plan.start, "steps": plan.steps, "lr": LR, "history": 1024})
     runs: dict[str, list[float]] = {}
-    kept: dict[str, dict] = {}
+    kept: dict[str, dict[str, Any]] = {}
     for name, precision in {"BF16": "bf16", "FP8": PRECISION}.items():
         attempt(report, {"run": name}, partial(throughout, name, precision, plan, place, text, runs, kept))
     ways = {
@@ -142,7 +143,9 @@ def measure(place: Place, report: Report) -> None:
             attempt(report, row, partial(switched, kept[source], runs[source], precision, way, plan, place, text))
 
 
-def throughout(name: str, precision: str, plan: Plan, place: Place, text: Text, runs: dict, kept: dict) -> Row:
+def throughout(
+    name: str, precision: str, plan: Plan, place: Place, text: Text, runs: dict[str, Any], kept: dict[str, Any]
+) -> Row:
     """In one precision; its state at the switch is kept. BF16 collects histories in its last 32 steps before it."""
     with alone(place):
         training = Training(plan, place, text, precision)
@@ -160,7 +163,9 @@ def throughout(name: str, precision: str, plan: Plan, place: Place, text: Text, 
     return {"losses": runs[name]}
 
 
-def switched(kept: dict, before: list[float], precision: str, way: str, plan: Plan, place: Place, text: Text) -> Row:
+def switched(
+    kept: dict[str, Any], before: list[float], precision: str, way: str, plan: Plan, place: Place, text: Text
+) -> Row:
     """On from a kept state; its gaps to the run that was not switched."""
     states = {"carried": kept.get("collected"), "again": None, "plain": None}.get(way)
     with alone(place):
@@ -180,6 +185,6 @@ def _calibrated(training: Training, plan: Plan, text: Text) -> dict[str, Fp8Stat
     recorder = Recorder(PRESETS[PRECISION], training.place.device)
     with training.model.recorded_by(recorder):
         for number in range(CALIBRATION):
-            train_loss(training.model, text.batch(plan.start + plan.steps + number)).backward()
+            train_loss(training.model, text.batch(plan.start + plan.steps + number)).backward()  # type: ignore[no-untyped-call]
             training.model.zero_grad()
     return recorder.states()

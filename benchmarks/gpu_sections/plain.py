@@ -54,7 +54,8 @@ class Linear(nn.Linear):
         if not self.fp8:
             return F.linear(values, self.weight)
         rows = values.flatten(0, -2).bfloat16()
-        return ScaledProduct.apply(rows, self.weight.bfloat16()).view(*values.shape[:-1], -1)
+        product: Tensor = ScaledProduct.apply(rows, self.weight.bfloat16())  # type: ignore[no-untyped-call]
+        return product.view(*values.shape[:-1], -1)
 
 
 def half_turned(heads: Tensor) -> Tensor:
@@ -84,7 +85,8 @@ class Layer(nn.Module):
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         hidden = hidden + self.linears["proj"](attended.transpose(1, 2).flatten(2))
         gate, up = self.linears["fc1"](self.norms[1](hidden)).chunk(2, -1)
-        return hidden + self.linears["fc2"](F.silu(gate) * up)
+        out: Tensor = hidden + self.linears["fc2"](F.silu(gate) * up)
+        return out
 
 
 class Llama(nn.Module):
@@ -109,7 +111,8 @@ class Llama(nn.Module):
         hidden = self.embedding(tokens).bfloat16()
         for layer in self.layers:
             hidden = layer(hidden, self.cos, self.sin)
-        return self.output(self.norm(hidden))
+        logits: Tensor = self.output(self.norm(hidden))
+        return logits
 
 
 def stepper(
@@ -126,7 +129,7 @@ def stepper(
     def step(tokens: Tensor) -> None:
         with torch.autocast(place.device.type, torch.bfloat16):
             logits = model(tokens[:, :-1])
-        F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+        F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 from gpu_sections.common import (
     SETTINGS,
@@ -165,7 +165,7 @@ def _accumulate(
 ) -> None:
     with around():
         for _ in range(PASSES):
-            (train_loss(model, tokens) / PASSES).backward()
+            (train_loss(model, tokens) / PASSES).backward()  # type: ignore[no-untyped-call]
             optimizer.collect()
     optimizer.clip()
     optimizer.step(SETTINGS.lr)

@@ -15,7 +15,7 @@ from gpu_sections.common import SETTINGS, Place, Report, Row, Shape, alone, atte
 from precisionctl.fp8 import delayed_scaling
 from precisionctl.fp8.state import IN_USE, DelayedScaling, Fp8State
 from precisionctl.precision import PRESETS, Precision
-from precisionctl.trainer.backends.base import Norm, fp8_linears
+from precisionctl.trainer.backends.base import Backend, Norm, fp8_linears
 from precisionctl.trainer.backends.choose import BackendName, make_backend
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.gpt import GPT
@@ -30,7 +30,7 @@ def measure(place: Place, report: Report) -> None:
     presets = recipes(place, report)
     for preset in ("bf16", *presets):
         for kind in ("linear", "layer_norm_linear"):
-            row = {"module": kind, "recipe": preset}
+            row: Row = {"module": kind, "recipe": preset}
             attempt(report, row, partial(of_module, kind, preset, place))
     steps = 5 if place.small else 50
     delayed = Precision(fp8=True, delayed=DelayedScaling(amax_history_len=16))
@@ -57,7 +57,9 @@ def of_module(kind: str, preset: str, place: Place) -> Row:
     return {"decibels": least}
 
 
-def _linear(name: BackendName, kind: str, preset: str, sizes: tuple[int, int], place: Place) -> tuple:
+def _linear(
+    name: BackendName, kind: str, preset: str, sizes: tuple[int, int], place: Place
+) -> tuple[Backend, nn.Module]:
     backend = make_backend(name, PRESETS[preset], torch.bfloat16, place.device)
     module = "decoder.layers.0.mlp.linear_fc1"
     if kind == "linear":
@@ -65,7 +67,7 @@ def _linear(name: BackendName, kind: str, preset: str, sizes: tuple[int, int], p
     return backend, backend.layer_norm_linear(module, *sizes, False, Norm("RMSNorm", 1e-5), None)
 
 
-def _pass(backend, module: nn.Module, values: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+def _pass(backend: Backend, module: nn.Module, values: Tensor, gradient: Tensor) -> dict[str, Tensor]:
     values = values.detach().requires_grad_()
     module.zero_grad()
     with backend.forward_pass():

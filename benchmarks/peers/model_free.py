@@ -48,7 +48,7 @@ def child(source: str, target: str, workers: int) -> None:
 
 def run_theirs(python: Path, source: Path, target: Path, workers: int) -> dict[str, float]:
     subprocess.run(["sync"], check=True)
-    command = [python, __file__, "--child", source, target, "--workers", str(workers)]
+    command = [str(each) for each in (python, __file__, "--child", source, target, "--workers", workers)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     measured: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -139,7 +139,8 @@ def main() -> None:
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child(*options.child, options.workers)
+        source, target = options.child
+        child(source, target, options.workers)
         return
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         sizes = options.gigabytes, options.pairs, options.workers, Path(scratch)

@@ -125,7 +125,7 @@ def measure(run: Path, text: Path, python: Path, count: int, scratch: Path) -> d
         subprocess.run([sys.executable, "-m", "precisionctl", *words], check=True, stdout=subprocess.DEVNULL)
     rows.write_text(json.dumps(calibration_rows(source, text / "train", count)))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [python, __file__, "--child", source, theirs, rows]
+    command = [str(each) for each in (python, __file__, "--child", source, theirs, rows)]
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
     exports = {"ours": ours, "ours for transformers": in_bf16, "theirs": theirs}
     exports |= {f"ours times {factor:.2f}": shifted(ours, factor, scratch / str(factor)) for factor in FACTORS}

@@ -21,11 +21,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_checkpoint(folder: Path, text: Path) -> None:
+def make_checkpoint(folder: Path, text: Path, seed: int) -> None:
     """Write a random BF16 Llama of 2.4 million parameters with a tokenizer for the files in `text`."""
     logging.disable_progress_bar()
     tokenizer = _train_tokenizer(text)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=192,

@@ -105,7 +105,7 @@ def prepare(folder: Path, say: Say) -> None:
         raise DestinationExists("a demo was run there", where=folder, do="Remove it or choose another --out.")
     folder.mkdir(parents=True)
     text = write_text(folder / "text")
-    make_checkpoint(folder / "hf", text.train)
+    make_checkpoint(folder / "hf", text.train, seed=0)
     (folder / "demo.toml").write_text(RECIPE, encoding="utf-8")
     say("Made from Python's standard library: text/train, text/held-out, text/chats.jsonl; a tokenizer of their words")
     say("and a random Llama of 2.4 million parameters in hf/; the settings of all runs in demo.toml.")
