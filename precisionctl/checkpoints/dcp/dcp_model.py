@@ -254,7 +254,6 @@ class DcpModelReader(TrainerDirectory):
                 f"`{self._unplaced[0]}` and its like, by which torchtitan balanced experts, stay behind: a "
                 f"{self.model.model_type} chooses experts by their scores alone, and so perhaps others."
             )
-
         embeddings = self._places.get("model.embed_tokens.weight")
         if isinstance(embeddings, SomeRows):
             padding = self._stored.specs[embeddings.name].rows - embeddings.count

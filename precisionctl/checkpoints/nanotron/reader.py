@@ -22,6 +22,7 @@ from precisionctl.checkpoints.rotary_heads import Heads
 from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensors, check_whole, slices
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownArchitecture
 from precisionctl.param import TensorSpec
+from precisionctl.paths import own_name
 from precisionctl.untrusted.safe_files import read_file
 from precisionctl.untrusted.safe_json import parse_json
 
@@ -94,7 +95,7 @@ class NanotronReader(TrainerDirectory):
     @property
     def iteration(self) -> int | None:
         """The step, by which nanotron names the directory."""
-        name = self.path.absolute().name
+        name = own_name(self.path)
         return int(name) if name.isdecimal() and len(name) < 19 else None
 
     @property
