@@ -74,10 +74,9 @@ def save(run: CoreRun, plan: RunPlan, identity: Mapping[str, Any], sidecar_state
     args = training_args(run.recipe, run.schedule, run.position)
     args |= balance_args(plan.balance) if run.model.moe else {}
     args = saved_args(args, run.model, plan.mapping.text.targets, cut, run.step, "torch_dist")
+    loadable = args | {"params_dtype": run.config.params_dtype}  # by Megatron, which takes a dtype of PyTorch
     state: dict[str, Any] = {
-        "args": argparse.Namespace(
-            **args | {"params_dtype": run.config.params_dtype}
-        ),  # a dtype that Megatron can load
+        "args": argparse.Namespace(**loadable),
         "checkpoint_version": 3.0,
         "iteration": run.step,
         "num_floating_point_operations_so_far": 0,
