@@ -9,7 +9,7 @@ from precisionctl import checkpoints
 from precisionctl.checkpoints import foreign, huggingface
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, Reader
 from precisionctl.discover import discover
-from precisionctl.errors import PrecisionctlError, UnknownFormat
+from precisionctl.errors import PrecisionctlError, UnknownFormat, nearest_path
 
 _log = logging.getLogger(__name__)
 _LOOKED_INTO, _SHOWN = 100, 10
@@ -25,7 +25,7 @@ def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_
     DamagedCheckpoint if it is recognised and broken.
     """
     if not path.exists():
-        raise UnknownFormat("no such file or directory", where=path)
+        raise UnknownFormat("no such file or directory", where=path, do=nearest_path(path) or "Check the path.")
     containers = discover(checkpoints, "CONTAINER", Container)
     container = next((each for each in containers if each.recognise(path)), None)
     if container is None and hints.companions and huggingface.has_weight_files(path):

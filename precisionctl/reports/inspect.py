@@ -240,7 +240,7 @@ def summary(description: Description) -> Table:
         *([("split for", _cut_words(cut))] if (cut := description["cut"]) is not None else []),
         ("stored as", ", ".join(f"{dtype} {size(count)}" for dtype, count in description["bytes_by_dtype"].items())),
         ("precision", description["precision"]),
-        *([("trained in", _run_words(run))] if (run := description["run"]) else []),
+        *([("goes on in", _run_words(run))] if (run := description["run"]) else []),
     ]
     if description["layout"] == "megatron" or description["optimizer"]:
         rows.append(("optimizer", _optimizer_words(description["optimizer"])))

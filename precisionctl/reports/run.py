@@ -25,7 +25,7 @@ def beginning(started: Started) -> list[str]:
         f"{_taken(started)}, {computed(plan)}"
     ]
     if started.fp8:
-        lines.append(f"FP8 state: {fp8_sources(started.fp8)}")
+        lines.append(f"FP8 state of modules: {fp8_sources(started.fp8)}")
     return [*lines, *_disk(started.disk), *started.notes]
 
 

@@ -31,7 +31,8 @@ def train(
 ) -> Stop | Rollback | None:
     """Train to the recipe's last step, saving as the recipe says, and return None.
 
-    On SIGTERM or SIGINT, and when `time.monotonic()` reaches `until`, save and return the reason. If the guard decides
+    On SIGTERM or SIGINT, and when `time.monotonic()` reaches `until`, save and return the reason, unless that was the
+    last step. If the guard decides
     on a rollback, return it once a pending save is complete. With several ranks only the first has a log and calls
     `on_step`, and what stops one rank stops all.
 
@@ -58,7 +59,7 @@ def train(
                     if log:
                         log.sync()
                     saver.save()
-                if stop:
+                if stop and run.step < train.steps:
                     saver.finish()
                     return stop
         except PrecisionError:  # raised on all ranks alike

@@ -67,9 +67,16 @@ def test_by_way_of_megatron_every_code_and_scale_comes_back(tmp_path: Path, spel
     assert any("14 of 14 weights have the same codes" in note for note in work.notes)
 
 
-def test_every_way_to_hugging_face_says_which_files_are_missing(tmp_path: Path) -> None:
+def test_every_way_says_which_files_are_missing(tmp_path: Path) -> None:
     fp8_directories.make(tmp_path / "fp8", "fp8-block", **fp8_directories.RAGGED)
-    run(tmp_path / "fp8", tmp_path / "megatron", "megatron")
+    work = run(tmp_path / "fp8", tmp_path / "megatron", "megatron")
+    missing = "so in the result: tokenizer. --reference HF_DIR takes them from a Hugging Face directory."
+    assert any(note.endswith(missing) for note in work.notes)  # which `resume` and `eval` need
+    work = run(tmp_path / "fp8", tmp_path / "referred", "megatron", reference=tmp_path / "fp8")
+    missing = f"Missing in the source, in the reference {tmp_path / 'fp8'}, and so in the result: tokenizer."
+    assert missing in work.notes
+    resharded = run(tmp_path / "megatron", tmp_path / "resharded", "megatron", parallelism=Parallelism(2))
+    assert not any("tokenizer" in note for note in resharded.notes)  # it has its own beside the run, or none
     for precision in ("keep", "bf16", "fp8"):
         work = run(tmp_path / "megatron", tmp_path / f"{precision} again", "hf", precision=precision)
         assert any("Missing in the source, and so in the result: tokenizer" in note for note in work.notes)

@@ -27,7 +27,9 @@ def test_the_page_runs_as_it_stands(
     for code in re.findall(r"```python\n(.+?)```", PAGE, re.DOTALL):
         exec(code, names)
     shown = capsys.readouterr().out
-    assert "torch.float32 torch.float8_e4m3fn" in shown and "no such file or directory somewhere" in shown
+    assert (
+        "torch.float32 torch.float8_e4m3fn" in shown and "no such file or directory somewhere Check the path." in shown
+    )
 
 
 def test_the_page_has_every_function_and_nothing_else() -> None:

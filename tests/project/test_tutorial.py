@@ -28,7 +28,7 @@ def test_each_command_ends_well_and_says_what_the_page_says(tmp_path: Path, monk
             shown += result.output
     for sentence in (
         "The same: all 39 tensors.",
-        "FP8 state: warm-up: input 16",
+        "FP8 state of modules: warm-up: input 16",
         "every rule is kept",
         "KL divergence",
     ):

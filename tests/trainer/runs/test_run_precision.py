@@ -192,7 +192,7 @@ def test_a_megatron_run_without_state_goes_on_as_its_arguments_say(place: Path, 
     assert LaunchSource(reader, tmp_path / "megatron").stateless == Precision(fp8=True, scaling="current")
     found = describe(reader)
     assert found["run"]["scaling"] == "current" and found["run"]["said_by"] == "Megatron's arguments"
-    assert ("trained in", "FP8 with current scaling, by Megatron's arguments") in tables(found)[0].rows
+    assert ("goes on in", "FP8 with current scaling, by Megatron's arguments") in tables(found)[0].rows
 
 
 def test_arguments_of_which_no_recipe_can_be_made_are_left_alone(place: Path, tmp_path: Path) -> None:
