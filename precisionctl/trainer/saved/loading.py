@@ -68,8 +68,10 @@ def schedule_of(source: Reader, skipped: Collection[StatePart], overrides: Seque
     """
     if "schedule" in skipped or sets_rates(overrides) or not of_megatron(source):
         return None
-    if saved := saved_of(source):
-        return MegatronSchedule(**saved.schedule) if saved.schedule else None
+    saved = saved_of(source)
+    if saved and saved.schedule is None:
+        return None
+    # Also that of a run of ours is read as Megatron's: the one in run.json does not count what the run itself has seen
     return read_schedule(source.common, source.args, source.iteration or 0, source.path)
 
 

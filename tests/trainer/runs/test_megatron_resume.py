@@ -164,6 +164,15 @@ def test_a_run_goes_on_with_megatron_s_optimizer_at_its_rate_and_says_so(
     assert (started.step, losses) == (8, [])
 
 
+def test_a_branch_with_another_batch_size_counts_the_samples_that_were_seen(megatron: Path, tmp_path: Path) -> None:
+    """Before step 9 a scheduler has seen the same samples whatever the branch's batches, and after it two as large."""
+    _, finished, _ = run(from_megatron(megatron, tmp_path / "run")[1])
+    schedule = loading.schedule_of(TorchDistReader(finished.checkpoint), (), ())
+    assert schedule is not None
+    found = [schedule.rate(step, 2 * BATCH) for step in (9, 10)]
+    assert found == pytest.approx([*expected_rates(megatron, range(9, 12, 2))], rel=1e-12)
+
+
 @pytest.mark.soak
 def test_a_branch_of_a_run_that_goes_on_with_megatron_s_schedule_does_so_too(megatron: Path, tmp_path: Path) -> None:
     _, made = from_megatron(megatron, tmp_path / "run")
