@@ -171,7 +171,7 @@ def update(run: Run) -> tuple[Tensor, int]:
     if run.guard and bf16:
         run.guard.compare(run.step + 1, bf16, float(total) / targets, run.optimizer.gradients, run.model.shards)
     numbers = torch.stack([total, run.optimizer.clip(), *router])
-    skip = ~numbers.isfinite().all()
+    skip = ~numbers[:2].isfinite().all()  # as `SkippedSteps.count`
     run.optimizer.step(run.learning_rate(run.step + 1), skip)
     if run.model.router_losses:
         run.model.router_losses.update_biases(skip)

@@ -115,8 +115,13 @@ def free_memory() -> int:
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except OSError:  # elsewhere all memory
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    ranks_here = max(1, number_in(os.environ, "LOCAL_WORLD_SIZE", 1))
-    return min((available, *_container())) // ranks_here
+    return min((available, *_container())) // _ranks_here()
+
+
+def _ranks_here() -> int:
+    """The number of ranks on this machine: torchrun says it; Slurm gives each machine so many, or one less."""
+    tasks, nodes = number_in(os.environ, "SLURM_STEP_NUM_TASKS", 1), number_in(os.environ, "SLURM_STEP_NUM_NODES", 1)
+    return max(1, number_in(os.environ, "LOCAL_WORLD_SIZE", -(-tasks // max(1, nodes))))
 
 
 def _container(group: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:

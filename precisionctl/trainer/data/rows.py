@@ -163,7 +163,7 @@ def load_rows(
         raise DataError("there is no text in it, and no row", where=data)
     if count < 1:
         raise DataError(
-            f"{counted(len(tokens.ids), 'token is', 'tokens are')} fewer than one row of {sequence_length}",
+            f"{counted(len(tokens.ids), 'token is', 'tokens are')} fewer than the {sequence_length + 1} of one row",
             where=data,
             do="Give more text or a smaller data.sequence_length.",
         )

@@ -127,7 +127,7 @@ def test_a_template_that_rewrites_earlier_messages_is_refused(tmp_path: Path) ->
         ('{"messages": [{"role": "assistant", "content": "\\ud800"}]}', r"not UTF-8 text.*line 1\)"),
         ('{"text": 3}', "`text` is not a string"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no conversation has text"),
-        ('{"text": "a"}', "2 tokens are fewer than one row of 4"),
+        ('{"text": "a"}', "2 tokens are fewer than the 5 of one row"),
         ("", "no text in it, and no row"),
     ],
 )

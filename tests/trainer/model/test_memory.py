@@ -347,3 +347,16 @@ def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert 0 < preflight.free_memory() < 1 << 50
     monkeypatch.setattr(preflight, "_container", lambda: iter(()))  # of a system without cgroups
     assert 0 < preflight.free_memory() < 1 << 50
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"LOCAL_WORLD_SIZE": "4"}, {"SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_NUM_NODES": "2"}],
+    ids=str,
+)
+def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    """Slurm gives seven tasks to two nodes as four and three."""
+    monkeypatch.setattr(preflight, "_container", lambda: iter([4000]))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert preflight.free_memory() == 1000

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from soaking import in_soak
@@ -13,13 +14,21 @@ from training import contents, losses, run, run_with_kills, scales, settings
 
 from precisionctl.checkpoints.base import WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.fp8 import sidecar
+from precisionctl.recipe import load_recipe
 from precisionctl.reports.compare_runs import LAST_STEPS, compare
 from precisionctl.reports.run import warnings
+from precisionctl.trainer import loop
 from precisionctl.trainer import resume as trainer
+from precisionctl.trainer.data.rows import EqualRows, Rows
 from precisionctl.trainer.measure.metrics import FILE, read_metrics
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.optimizer.adamw import MasterAdamW
+from precisionctl.trainer.passes import accumulate_gradients
+from precisionctl.trainer.run import Run
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -124,6 +133,25 @@ def test_weights_of_a_run_that_goes_on_from_a_later_step_are_looked_at_before_th
     with pytest.raises(PrecisionError, match="step 5 has loss nan .* the last of 3") as refused:
         run_with_kills(made, {3})
     assert "Are the weights finite?" in refused.value.do
+
+
+def test_a_step_is_made_where_only_a_loss_of_routers_is_not_finite(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A z-loss has squares, which overflow before its gradient does. What counts skipped steps reads no such loss."""
+    source, recipe = open_checkpoint(place / "source"), load_recipe("bf16")
+    model = GPT(source.model, recipe.precision)
+    rows = Rows(np.zeros(9, np.int32), None, EqualRows(1, 8), padding=0, largest=0, digest="")
+    held = Run(recipe, model, MasterAdamW(model, recipe.optimizer), rows)
+    before = {name: weight.clone() for name, weight in held.optimizer.tensors["param"].items()}
+
+    def with_router(*given: Any) -> torch.Tensor:
+        return torch.cat([accumulate_gradients(*given), torch.tensor([math.inf])])
+
+    monkeypatch.setattr(loop, "accumulate_gradients", with_router)
+    numbers, _ = loop.update(held)
+    assert [math.isfinite(number) for number in numbers.tolist()] == [True, True, False]
+    assert any(not torch.equal(weight, before[name]) for name, weight in held.optimizer.tensors["param"].items())
 
 
 def test_a_damaged_count_is_one_clear_error(place: Path, tmp_path: Path) -> None:
