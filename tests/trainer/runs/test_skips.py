@@ -21,8 +21,7 @@ from precisionctl.fp8 import sidecar
 from precisionctl.recipe import load_recipe
 from precisionctl.reports.compare_runs import LAST_STEPS, compare
 from precisionctl.reports.run import warnings
-from precisionctl.trainer import loop
-from precisionctl.trainer import resume as trainer
+from precisionctl.trainer import loop, resume as trainer
 from precisionctl.trainer.data.rows import EqualRows, Rows
 from precisionctl.trainer.measure.metrics import FILE, read_metrics
 from precisionctl.trainer.model.gpt import GPT
