@@ -25,8 +25,8 @@ class Guard:
 
     `gaps` are the gaps of the last shadow passes, the newest last. The run is held in BF16 up to and including step
     `bf16_until`. `recent` are the last losses before the run switched to FP8 (after step `switched`); once the loss is
-    no longer watched for a jump, they are the last losses. After a `rollback` whose jump exceeds the present bound, the
-    run stays in BF16.
+    no longer watched for a jump, they are the last losses. `in_fp8` says whether the last update computed in FP8, as
+    none has before the first. After a `rollback` whose jump exceeds the present bound, the run stays in BF16.
     """
 
     def __init__(
@@ -37,10 +37,11 @@ class Guard:
         recent: Sequence[float] = (),
         switched: int = 0,
         *,
+        in_fp8: bool = False,
         rollback: Rollback | None = None,
     ) -> None:
         self.settings, self.gaps, self.bf16_until = recipe.guard, list(gaps), bf16_until
-        self.recent, self.switched = list(recent), switched
+        self.recent, self.switched, self._in_fp8 = list(recent), switched, in_fp8
         self._stays_in_bf16 = rollback is not None and self._is_beyond_bound(rollback)
         self._phases = [(round(phase.until * recipe.train.steps), phase.fp8) for phase in recipe.precision.schedule]
         self._shadow: Shadow | None = None
@@ -70,10 +71,6 @@ class Guard:
             count += 1
         return count
 
-    def start(self, step: int) -> None:
-        """Tell the guard that a new run begins after `step`."""
-        self.switched = step
-
     def before_step(self, step: int) -> bool:
         """Decide whether the update after `step` computes in FP8. Raises PrecisionError if the run must stop."""
         if self.stops:
@@ -86,10 +83,10 @@ class Guard:
             )
         if self._acts:
             self.gaps, self.bf16_until = [], step + self.settings.bf16_steps
-        in_fp8 = self._in_fp8(step + 1)
-        if in_fp8 and not self._in_fp8(step):
+        before, self._in_fp8 = self._in_fp8, self._may_compute_in_fp8(step + 1)
+        if self._in_fp8 and not before:
             self.switched = step
-        return in_fp8
+        return self._in_fp8
 
     def wants_bf16_passes(self, step: int) -> bool:
         """Whether the update number `step`, which computes in FP8, is also to be computed in BF16: to compare the two,
@@ -112,11 +109,11 @@ class Guard:
             decision = self.settings.act
         self._shadow = replace(shadow, decision=decision, beyond=self._beyond)
 
-    def after_step(self, step: int, loss: float, in_fp8: bool) -> Rollback | None:
+    def after_step(self, step: int, loss: float) -> Rollback | None:
         """Return the rollback to the last checkpoint if the loss of update `step` has jumped since the switch to FP8,
         else None."""
         within = self.settings.jump_within
-        just_switched = in_fp8 and step <= self.switched + within
+        just_switched = self._in_fp8 and step <= self.switched + within
         if not self.settings.jump_at or not (just_switched or math.isfinite(loss)):
             return None
         if not just_switched:
@@ -144,7 +141,7 @@ class Guard:
     def _is_beyond_bound(self, rollback: Rollback) -> bool:
         return 0 < self.settings.jump_at < rollback.jump
 
-    def _in_fp8(self, step: int) -> bool:
+    def _may_compute_in_fp8(self, step: int) -> bool:
         if self._stays_in_bf16 or step <= self.bf16_until:
             return False
         return next((fp8 for until, fp8 in self._phases if step <= until), True)

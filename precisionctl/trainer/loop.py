@@ -50,7 +50,7 @@ def train(
                 with run.recording():
                     loss = reporter.report(_measured_update(run))
                 saver.poll()
-                if run.guard and (rollback := run.guard.after_step(run.step, loss, run.in_fp8)):
+                if run.guard and (rollback := run.guard.after_step(run.step, loss)):
                     saver.finish()
                     return rollback
                 stop = agreed_stop(run.world, received, until)

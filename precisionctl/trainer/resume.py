@@ -225,8 +225,8 @@ def _continue(run: Run, newest: TorchDistReader, setup: _Setup, rollback: Rollba
     loading.load_rng(newest)
     loading.load_with_optimizer(newest, run)
     run.step, run.position, run.skipped = saved.step, saved.position, SkippedSteps(**saved.skips)
-    if run.guard and saved.guard:
-        run.guard = Guard(run.recipe, **saved.guard, rollback=rollback)
+    if run.guard:
+        run.guard = Guard(run.recipe, **(saved.guard or {}), in_fp8=saved.fp8 is not False, rollback=rollback)
     sidecar_state = sidecar.find(newest.path)
     if setup.plan.settings.collect_amax:
         return start_collecting(run, sidecar_state)
@@ -238,8 +238,6 @@ def _start(run: Run, setup: _Setup) -> Fp8Start:
     plan = setup.plan
     source = plan.source
     loading.load_run(run, source, plan.skipped)
-    if run.guard:
-        run.guard.start(run.step)
     known, path = plan.known, source.path
     if plan.settings.collect_amax:
         started = start_collecting(run, known.current)

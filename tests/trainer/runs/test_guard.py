@@ -420,6 +420,21 @@ def test_a_run_that_begins_in_fp8_is_held_against_its_first_batch_in_bf16_and_ma
     assert jump_of(tmp_path / "run") == jump
 
 
+def test_a_run_that_went_back_and_returns_to_fp8_is_watched_again(place: Path, tmp_path: Path) -> None:
+    """It returns long after the switch that it went back for, which its checkpoints still tell of."""
+    changes = WORTHLESS | {"guard__jump_within": 3, "guard__jump_at": 0.03, "train__save_every": 8, "train__steps": 12}
+    changes |= {"precision__schedule": "[{until = 0.33, fp8 = false}, {fp8 = true}]"}
+    made = watched(place, tmp_path / "run", checkpoint="trained", **changes)
+    with pytest.raises(Killed):
+        die_at(made, 9)
+    assert jump_of(tmp_path / "run")["switched"] == 4
+    (tmp_path / "run/rollback.json").unlink()
+    run(made)
+    jump = jump_of(tmp_path / "run")
+    assert (jump["switched"], jump["back_to"]) == (8, 8) and jump["step"] in (9, 10, 11)
+    assert not any(dict(row)["fp8"] for row in losses(tmp_path / "run"))
+
+
 def die_at(made: Settings, at: int) -> None:
     made_once: list[int] = []
 
@@ -458,12 +473,11 @@ def test_a_jump_from_a_loss_of_0_is_no_crash(loss: float | None, jump: float) ->
 
 def test_a_first_loss_that_is_no_number_in_bf16_either_is_not_what_later_ones_are_held_against() -> None:
     guard = Guard(load_recipe("fp8-delayed", ["guard.jump_at=0.5", "guard.jump_within=20"]))
-    guard.start(0)
     for step, bf16 in ((1, math.nan), (2, 2.0)):
         assert guard.before_step(step - 1) and guard.wants_bf16_passes(step)
         guard.compare(step, Bf16Passes(bf16, {}, None), 1e9, {}, UNSHARDED)
         assert json.dumps(guard.saved_state, allow_nan=False)
-        taken_back = guard.after_step(step, 1e9, in_fp8=True)
+        taken_back = guard.after_step(step, 1e9)
         assert (taken_back is not None) == (step == 2)
     assert taken_back and taken_back.before == 2.0
-    assert Guard(load_recipe("fp8-delayed", ["guard.jump_at=0.5"])).after_step(1, math.nan, in_fp8=True) is None
+    assert Guard(load_recipe("fp8-delayed", ["guard.jump_at=0.5"]), in_fp8=True).after_step(1, math.nan) is None
