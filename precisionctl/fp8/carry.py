@@ -110,6 +110,13 @@ def filled_in(first: Fp8States, second: Fp8States) -> Fp8States:
     return replace(first, modules=modules, raw={**second.raw, **first.raw}, statistics=statistics)
 
 
+def is_stale(weight: RoleState, own: Tensor, recipe: DelayedScaling) -> Tensor:
+    """Whether what was recorded of a weight, or of each expert's, is STALE: bool of the scale's shape. `own` is the
+    weights' own amax, of that shape. What was never recorded is not."""
+    recorded, own = recorded_amax(weight, "weight", recipe).double(), own.double()
+    return weight.recorded_each & (own > 0) & ((recorded > STALE * own) | (recorded * STALE < own))
+
+
 def carry_state(
     checkpoint_state: Fp8States | None, weight_amax: Mapping[str, Tensor], recipe: DelayedScaling | None
 ) -> StateChange:
@@ -135,9 +142,7 @@ def carry_state(
     for name, amax in weight_amax.items():
         weight = modules[name].roles["weight"]
         unrecorded[name] = ~weight.recorded_each
-        recorded, own = recorded_amax(weight, "weight", new).double(), amax.double()
-        far_off = (own > 0) & ((recorded > STALE * own) | (recorded * STALE < own))
-        stale[name] = weight.recorded_each & far_off
+        stale[name] = is_stale(weight, amax, new)
         weight = weight.replaced(unrecorded[name] | stale[name], after_one_update(amax, "weight", new))
         modules[name] = Fp8State({**modules[name].roles, "weight": weight})
     return StateChange(replace(states, modules=modules), _any(unrecorded), _any(stale))

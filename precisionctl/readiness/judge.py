@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from precisionctl.codes.statistics import NAMES, SCALINGS, Loss, Scaling, Statistics
-from precisionctl.fp8.delayed_scaling import recorded_amax
-from precisionctl.fp8.state import ATTENTION, BACKWARD, IN_USE, ROLES, Fp8States, Role
+from precisionctl.fp8.carry import is_stale
+from precisionctl.fp8.state import ATTENTION, BACKWARD, IN_USE, ROLES, DelayedScaling, Fp8States, Role, RoleState
 from precisionctl.precision import Precision
 from precisionctl.readiness.four_bits import FourBitCost
 from precisionctl.readiness.history import History, read_history
@@ -196,7 +195,7 @@ def _judge_role(
         findings += _by_history(history) if history else never
         if history and outdated:
             findings.append(_OUTDATED)
-        elif role == "weight" and history and _is_stale(measured, recorded_amax(part, role, states.recipe)):
+        elif role == "weight" and history and _any_stale(measured, part, states.recipe):
             words = f"the recorded amax is more than {STALE.shown} off the weights' own"
             findings.append(RoleFinding("recalibrate", "stale", ("delayed",), words))
     if any("delayed" in finding.scalings for finding in sizes):  # nothing records a module that no FP8 GEMM takes
@@ -258,13 +257,12 @@ def _by_history(history: History) -> Iterator[RoleFinding]:
         yield RoleFinding("watch", "silent", ("delayed",), f"{counted(history.silent, 'expert')} recorded nothing")
 
 
-def _is_stale(weights: Sequence[Statistics], recorded: Tensor) -> bool:
+def _any_stale(weights: Sequence[Statistics], recorded: RoleState, recipe: DelayedScaling) -> bool:
     """Whether the recorded amax of a weight, or of any expert, differs from its own by more than STALE."""
-    own = torch.tensor([one.amax for one in weights], dtype=torch.float64)
-    if len(own) != recorded.numel():
+    own = torch.tensor([one.amax for one in weights])
+    if len(own) != recorded.scale.numel():
         return False
-    ratio = recorded.reshape(-1).double() / own
-    return bool(((ratio > STALE.value) | (ratio < 1 / STALE.value))[own > 0].any())
+    return bool(is_stale(recorded, own.reshape(recorded.scale.shape), recipe).any())
 
 
 def _verdict(

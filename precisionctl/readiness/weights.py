@@ -151,8 +151,9 @@ def _scales(jobs: Sequence[Job], states: Fp8States | None) -> Iterator[Tensor | 
     for job in jobs:
         state = states.modules.get(job.module) if states else None
         part = state.roles.get("weight") if state else None
-        if part is None or not part.recorded:
+        expert = seen[job.module]
+        if part is None or not part.recorded_each.reshape(-1)[expert]:
             yield None
         else:
-            yield part.scale[seen[job.module]] if part.scale.dim() else part.scale
+            yield part.scale.reshape(-1)[expert]
         seen[job.module] += 1

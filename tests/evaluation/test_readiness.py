@@ -26,6 +26,7 @@ from precisionctl.conversion import buffers
 from precisionctl.conversion.command import execute
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import sidecar
+from precisionctl.fp8.carry import carry_state
 from precisionctl.fp8.delayed_scaling import after_one_update
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.precision import Precision
@@ -125,6 +126,23 @@ def test_weights_are_measured_under_the_delayed_scale_that_was_recorded(tmp_path
     beyond = (weight.abs() > weight.abs().amax() / 2).sum()
     assert found[module][0].losses["delayed"].saturated == beyond > 0
     assert found["decoder.layers.0.mlp.linear_fc2"][0].losses["delayed"].elements == 0
+
+
+def test_an_expert_of_which_nothing_was_recorded_is_neither_measured_under_a_scale_nor_stale(tmp_path):
+    """`convert` makes the scale of such an expert from its weights, so nothing has to be calibrated for it."""
+    pico.save(tmp_path, "mixtral", dtype=torch.bfloat16)
+    module = "decoder.layers.0.mlp.experts.linear_fc1"
+    amaxes = torch.tensor([one.amax for one in measured(tmp_path)[module]])
+    seen = {role: after_one_update(amaxes, role, RECIPE) for role in ("input", "weight", "grad_output")}
+    silent = torch.arange(len(amaxes)) == 1
+    roles = {role: part.replaced(silent, RoleState.fresh(17, amaxes.shape)) for role, part in seen.items()}
+    states = Fp8States(RECIPE, {module: Fp8State({**Fp8State.fresh(17, amaxes.shape).roles, **roles})})
+    weights = measured(tmp_path, states)[module]
+    assert [one.losses["delayed"].elements > 0 for one in weights] == [True, False, True, True]
+    readiness = judged([module], {module: weights}, states)
+    (weight,) = (health for health in readiness.roles if health.role == "weight")
+    assert [finding.kind for finding in weight.findings] == ["silent"]
+    assert not carry_state(states, {module: amaxes}, None).stale
 
 
 def test_growth_is_of_medians_so_a_single_batch_does_not_make_it():
