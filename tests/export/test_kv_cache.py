@@ -9,8 +9,9 @@ from typing import Any
 
 import pico
 import pytest
+import tiny_wrappers
 import torch
-from cache_states import cached_amaxes, with_cache_state
+from cache_states import SHORT, cached_amaxes, with_cache_state
 from installed import CACHE, need_loader
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -29,6 +30,8 @@ from precisionctl.engines.base import engine_named, engines
 from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError, UnmappedTensor
 from precisionctl.evaluate import load
 from precisionctl.fp8 import sidecar
+from precisionctl.fp8.delayed_scaling import after_one_update
+from precisionctl.fp8.state import CACHE as FP8_CACHE, Fp8State, Fp8States
 from precisionctl.planning.served_model import served
 from precisionctl.precision import PRESETS
 from precisionctl.verify.engine_rules import check
@@ -385,6 +388,25 @@ def test_every_mistake_is_found(source: Path, tmp_path: Path, broken: str) -> No
     found = engines()["vllm"].check(config, specs, stored.__getitem__)
     assert any(re.search(what, str(finding)) and finding.rule.fatal is fatal for finding in found), found
     assert fatal or not any(finding.rule.fatal for finding in found)
+
+
+def test_a_tower_that_attends_and_caches_nothing_has_no_scales_to_miss(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "gemma3")
+    reader = open_checkpoint(tmp_path / "hf")
+    cached = {role: after_one_update(torch.tensor(3.0), role, SHORT) for role in FP8_CACHE}
+    layers = range(reader.model.num_layers)
+    modules = {f"decoder.layers.{layer}.self_attention.core_attention": Fp8State(cached) for layer in layers}
+    sidecar.write(tmp_path / "state", Fp8States(SHORT, modules))
+    settings = {"fp8_state": tmp_path / "state", "keep_misfits": True}
+    stored = export(tmp_path / "hf", tmp_path / "out", "vllm", "dynamic", **settings)
+    assert any("vision_tower" in name and ".self_attn." in name for name in stored)
+    engine = engine_named("vllm")
+    assert not check(open_checkpoint(tmp_path / "out"), engine)
+    missing = min(name for name in stored if name.endswith(".k_scale"))
+    del stored[missing]
+    save_file(stored, tmp_path / "out" / "model.safetensors")
+    whats = [finding.what for finding in check(open_checkpoint(tmp_path / "out"), engine)]
+    assert f"no k_scale and v_scale, in 1 of {len(layers)} layers" in whats
 
 
 def test_a_cache_that_an_engine_takes_no_notice_of_is_remarked_upon(source: Path, tmp_path: Path) -> None:

@@ -24,11 +24,13 @@ _LAYER = re.compile(r"(.+\.self_attn)\..+")
 
 
 def cache_without_scales(directory: QuantizedDirectory) -> Breaches:
-    """An FP8 cache without scales of keys and values in every layer."""
+    """An FP8 cache without scales of keys and values in every layer, of those that a family's table knows: towers of
+    wrappers attend too, and cache nothing."""
     if not caches_in_fp8(directory.quantization):
         return
-    scaled = set(filter(None, map(attention_and_kind, directory.specs)))
-    layers = dict.fromkeys(match[1] for match in map(_LAYER.fullmatch, directory.specs) if match)
+    scaled, known = set(filter(None, map(attention_and_kind, directory.specs))), directory.served.cuts
+    names = (name for name in directory.specs if known is None or name in known)
+    layers = dict.fromkeys(match[1] for match in map(_LAYER.fullmatch, names) if match)
     missing = [layer for layer in layers if not {(layer, "k"), (layer, "v")} <= scaled]
     if missing:
         yield missing[0], f"no k_scale and v_scale, in {len(missing)} of {len(layers)} layers"
