@@ -266,6 +266,22 @@ def test_named_chat_templates_have_keys_of_their_own(tmp_path: Path) -> None:
     assert found["tokenizer.chat_template"] == gguf_tokenizers.TEMPLATE
 
 
+def test_a_chat_template_that_a_processor_has_is_taken_where_there_is_no_other(tmp_path: Path) -> None:
+    """As gguf-py's SpecialVocab does: tokenizer_config.json counts first, then chat_template.jinja."""
+    tokenizer = gguf_tokenizers.byte_level(known.QWEN2)
+    files = gguf_tokenizers.files(tokenizer, tmp_path)
+    del files["chat_template.jinja"]
+    files["chat_template.json"] = json.dumps({"chat_template": "of the processor"}).encode()
+
+    def template(**others: bytes) -> object:
+        found, _ = tokenizer_metadata(files | others, {}, SIZE, "here", {}, sentencepiece="llama")
+        return found.get("tokenizer.chat_template")
+
+    assert template() == "of the processor"
+    assert template(**{"chat_template.jinja": b"in a file"}) == "in a file"
+    assert template(**{"tokenizer_config.json": b'{"chat_template": "said"}'}) == "said"
+
+
 def test_templates_without_a_name_and_tokens_that_are_no_text_are_passed_over(tmp_path: Path) -> None:
     files = gguf_tokenizers.files(gguf_tokenizers.byte_level(known.QWEN2), tmp_path)
     listed = [{"name": name, "template": "y"} for name in (["x"], {"a": 1}, 3, "tools")]

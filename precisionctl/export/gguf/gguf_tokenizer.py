@@ -211,10 +211,11 @@ def _scores(
 
 
 def _templates(files: Mapping[str, bytes], said: Mapping[str, Any]) -> Iterator[tuple[str, GgufValue]]:
-    """The chat templates: those in files of their own, else those in tokenizer_config.json."""
+    """The chat templates: those in tokenizer_config.json, else those in files of their own, else that of a processor,
+    which older wrappers have in chat_template.json."""
     own = {name: files[name].decode(errors="replace") for name in files if name.endswith(".jinja")}
     if "chat_template" in said or not own:
-        template = said.get("chat_template")
+        template = (said if "chat_template" in said else _parsed(files, "chat_template.json")).get("chat_template")
         listed = template if isinstance(template, list) else [{"name": "default", "template": template}]
         named = {
             each["name"]: each.get("template")
