@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from precisionctl.engines.base import Engine
-from precisionctl.engines.rules.code_rules import EXPERT
 from precisionctl.engines.rules.rule import Finding
-from precisionctl.engines.serving import ServingLayout
+from precisionctl.engines.serving import EXPERT, ServingLayout
 from precisionctl.errors import PrecisionError
 from precisionctl.export.encode import WeightFormat, without_refused
 from precisionctl.export.schemes import schemes_of

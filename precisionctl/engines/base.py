@@ -15,17 +15,15 @@ from typing import TYPE_CHECKING, Any
 import precisionctl.engines
 from precisionctl.discover import discover_names
 from precisionctl.engines.rules.cache_rules import cache_scales_of_latents
-from precisionctl.engines.rules.code_rules import EXPERT, other_codes, wrong_scales
-from precisionctl.engines.rules.demands import scales_of_no_use
+from precisionctl.engines.rules.config_groups import wrongly_joined
+from precisionctl.engines.rules.demands import other_codes, scales_of_no_use, wrong_scales
 from precisionctl.engines.rules.fused_rules import FusedLinears
 from precisionctl.engines.rules.ignore_lists import in_time
-from precisionctl.engines.rules.joined_tensors import wrongly_joined
-from precisionctl.engines.rules.method_rules import MethodRules
-from precisionctl.engines.rules.model_rules import BlocksAlone, ExpertDtype
+from precisionctl.engines.rules.method_rules import BlocksAlone, ExpertDtype, MethodRules
 from precisionctl.engines.rules.required_keys import MissingKeys
 from precisionctl.engines.rules.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
 from precisionctl.engines.rules.serving_rules import Division, ShapeRules
-from precisionctl.engines.serving import ServingLayout, served_config
+from precisionctl.engines.serving import EXPERT, ServingLayout, served_config
 from precisionctl.errors import CheckpointError, MappingError, PrecisionError, RecipeError, nearest, shown
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import FOUR_BITS, Quantization, QuantMethod, Scheme, codes_kind, form_in_words

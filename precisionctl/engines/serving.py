@@ -92,12 +92,22 @@ _OF_KEYS = ("k_proj", "v_proj", "index_q_proj")
 _BY_OUTPUTS = ("gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj")
 _BY_INPUTS = ("o_proj", "down_proj", "w2")
 _UNCUT = (*LATENT, "index_k_proj")
-_EXPERTS = re.compile(r"(.+\.experts)\.\d+\..+")
+
+EXPERT = re.compile(r"(.+\.experts)\.\d+\.(.+)\.weight")
+"""The weight of an expert that is stored by itself: the module of all of its layer, and its linear."""
+_STACKED = re.compile(r"(.+\.experts)(?:\.[a-z_]+)?|(.+\.block_sparse_moe)\.(?:input|output)_linear(?:\.weight)?")
+
+
+def experts_module(name: str) -> str | None:
+    """What engines call the module of a layer's experts, of a tensor or module in which all of them are: Granite calls
+    the tensors by other names. None for any other name."""
+    match = _STACKED.fullmatch(name)
+    return match and (match[1] or f"{match[2]}.experts")
 
 
 def precision_group(weight: str) -> str:
     """The name of the group of a weight: engines require all weights of a group in FP8, or none."""
-    match = _EXPERTS.fullmatch(weight)
+    match = EXPERT.fullmatch(weight)
     return match[1] if match else fused(weight)
 
 
@@ -172,13 +182,13 @@ class ServingLayout:
         if self.ranks == 1:
             return []
         whole = self.expert_parallel
-        cut = (name for name in weights if not (whole and (is_slice(name) or _EXPERTS.fullmatch(name))))
+        cut = (name for name in weights if not (whole and (is_slice(name) or EXPERT.fullmatch(name))))
         return [name for name in cut if self._cut(name) is None]
 
     def refusal(self, name: str, spec: TensorSpec, block: Block, ragged: Ragged, *, aligned: bool = True) -> str | None:
         """Why an engine refuses the shape of a weight `[out, in]` with a scale for each block, in words; None if it
         takes it. Blocks are cut with a weight, so a part must have whole ones. `aligned`: it multiplies codes."""
-        if self.ranks == 1 or not _EXPERTS.fullmatch(name):
+        if self.ranks == 1 or not EXPERT.fullmatch(name):
             return self._refusal_of_share(name, spec, block, ragged, aligned)
         whole = replace(self, ranks=1)._refusal_of_share(name, spec, block, ragged, aligned)
         if self.expert_parallel:

@@ -28,11 +28,10 @@ from precisionctl.engines.rules.fused_rules import FusedLinears
 from precisionctl.engines.rules.ignore_lists import BY_NAME_OR_REGEX, BY_START_REGEX_OR_END
 from precisionctl.engines.rules.ignored_modules import BY_MODULE, ROUTERS, IgnoreList, Unquantized
 from precisionctl.engines.rules.integer_rules import zero_points_of
-from precisionctl.engines.rules.method_rules import ExpertsAsValues, MethodRules, ScalesInFP32
-from precisionctl.engines.rules.model_rules import ExpertDtype, RowsMoved
+from precisionctl.engines.rules.method_rules import ExpertDtype, ExpertsAsValues, MethodRules, ScalesInFP32
 from precisionctl.engines.rules.required_keys import quantization_config_under_this_name
 from precisionctl.engines.rules.rule import EngineRule
-from precisionctl.engines.rules.serving_rules import ShapeRules
+from precisionctl.engines.rules.serving_rules import RowsMoved, ShapeRules
 
 _LLAMA4_EXPERTS = re.compile(r".+\.feed_forward\.experts\.(gate_up_proj|down_proj)\[\d+\]")
 """Of these it makes linears (5.24 quantizers/base.py MODULES_TO_PATCH_FOR_QUANTIZATION)."""

@@ -18,6 +18,8 @@ from precisionctl.engines.rules.demands import (
     format_of_weights_alone,
     lost_by_renaming,
     named,
+    quark_channels_in_columns,
+    quark_keys_unsaid,
     stored_as_one,
     unsaid_activations,
     unsaid_size,
@@ -38,9 +40,7 @@ from precisionctl.engines.rules.integer_rules import (
     scales_of_words_beyond_bf16,
     zero_points_of,
 )
-from precisionctl.engines.rules.method_rules import MethodRules
-from precisionctl.engines.rules.model_rules import BlocksAlone, ExpertDtype, RowsMoved
-from precisionctl.engines.rules.quark_rules import quark_channels_in_columns, quark_keys_unsaid
+from precisionctl.engines.rules.method_rules import BlocksAlone, ExpertDtype, MethodRules
 from precisionctl.engines.rules.required_keys import (
     ADDED,
     GLM5_NEXT,
@@ -54,7 +54,7 @@ from precisionctl.engines.rules.required_keys import (
     published_by,
 )
 from precisionctl.engines.rules.rule import EngineRule
-from precisionctl.engines.rules.serving_rules import Division, ShapeRules
+from precisionctl.engines.rules.serving_rules import Division, RowsMoved, ShapeRules
 from precisionctl.engines.serving import FUSED, LATENT
 
 _UNQUANTIZED = Unquantized(ROUTERS_AND_GATES, ("qwen3_moe", "qwen3_vl_moe_text", "lfm2_moe", "k2_horizon"))

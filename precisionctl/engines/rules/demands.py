@@ -1,5 +1,5 @@
-"""Demands that only some engines make. Each function yields where a directory breaks a demand, and how; an engine pairs
-it with its own text and source."""
+"""Demands on codes, their scales and what config.json says of them. Each function yields where a directory breaks a
+demand, and how; an engine pairs it with its own text and source. The first three are made by every engine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,60 @@ from precisionctl.engines.rules.ignored_modules import IgnoreList
 from precisionctl.engines.rules.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.errors import shown
 from precisionctl.param import is_slice
-from precisionctl.quant_methods.base import POWERS_OF_2, SCHEMES, TENSOR, sized
+from precisionctl.quant_methods.base import CODES, EXPONENTS, FLOATS, POWERS_OF_2, SCHEMES, TENSOR, sized
 from precisionctl.quant_methods.coded_weights import cache_scales, ngram_table
 from precisionctl.quant_methods.compressed_tensors import config_groups
 from precisionctl.quant_methods.scales import sibling
 from precisionctl.torch_when_used import torch
 
 CONFIG = "config.json"
+
+
+def other_codes(directory: QuantizedDirectory) -> Breaches:
+    """Weights whose FP8 codes are not E4M3, which no engine takes."""
+    for name in directory.scales:
+        spec = directory.specs[name]
+        if spec.packing is None and spec.dtype != CODES:
+            yield name, f"{spec.dtype} codes"
+
+
+def wrong_scales(directory: QuantizedDirectory) -> Breaches:
+    """Scales of a shape or dtype that the scheme does not have."""
+    specs, exponents = directory.specs, {"block": (*FLOATS, DType.float8_e8m0fnu), "mxfp8": EXPONENTS}
+    for weight, scales in directory.scales.items():
+        if specs[weight].packing or directory.spelling is None:
+            continue  # such codes are not recognised with others
+        scheme = directory.kinds[weight]
+        dtypes = exponents.get(scheme, FLOATS)
+        for name, spec in directory.spelling.specs(scales, specs[weight], directory.coded[weight].form).items():
+            stored = specs[name]
+            one = stored.rows * stored.columns == 1  # [] and [1] are loaded alike
+            if stored.shape != spec.shape and not one:
+                yield name, f"shape {list(stored.shape)}, not {list(spec.shape)}"
+            if stored.dtype not in dtypes:
+                yield name, f"{stored.dtype}, not {dtypes[0]}"
+
+
+SMALLEST, LARGEST = 2.0**-63, 2.0**25
+"""Limits of scale_inv. Below SMALLEST, the product of a weight's and an input's scale_inv is not a normal number of
+FP32; above LARGEST, every code but zero decodes to a number beyond FP16 (the smallest code, 2^-9, to 2^16)."""
+
+
+def scales_of_no_use(directory: QuantizedDirectory) -> Breaches:
+    """Scales of weights, inputs and caches that are not between SMALLEST and LARGEST: the first of each tensor. MXFP8's
+    exponents have no lower limit, since GEMMs add them."""
+    named: dict[str, bool] = {}
+    for scales in directory.scales.values():
+        named |= {name: scales.divides and name != scales.weight for name in scales.multiplying}
+    caches = cache_scales({"quantization_config": directory.quantization}, directory.specs)
+    for name, divides in (named | dict.fromkeys(caches, False)).items():
+        stored = directory.read(name)
+        stored = stored.reciprocal() if divides else stored
+        exponents = stored.dtype in (torch.uint8, torch.float8_e8m0fnu)
+        values = (stored.view(torch.float8_e8m0fnu) if exponents else stored).reshape(-1).float()
+        wrong = values[~((values >= (0 if exponents else SMALLEST)) & (values <= LARGEST))]  # NaN is in no range
+        if len(wrong):
+            yield name, f"a scale of {float(wrong[0]):.6g}"
 
 
 def unsaid_activations(*methods: str) -> Demand:
@@ -74,28 +121,6 @@ def beyond_bf16(directory: QuantizedDirectory, scales: Iterable[str]) -> Breache
         if len(beyond):
             yield name, f"{float(beyond[0]):.8g} is no number of BF16"
             return
-
-
-SMALLEST, LARGEST = 2.0**-63, 2.0**25
-"""Limits of scale_inv. Below SMALLEST, the product of a weight's and an input's scale_inv is not a normal number of
-FP32; above LARGEST, every code but zero decodes to a number beyond FP16 (the smallest code, 2^-9, to 2^16)."""
-
-
-def scales_of_no_use(directory: QuantizedDirectory) -> Breaches:
-    """Scales of weights, inputs and caches that are not between SMALLEST and LARGEST: the first of each tensor. MXFP8's
-    exponents have no lower limit, since GEMMs add them."""
-    named: dict[str, bool] = {}
-    for scales in directory.scales.values():
-        named |= {name: scales.divides and name != scales.weight for name in scales.multiplying}
-    caches = cache_scales({"quantization_config": directory.quantization}, directory.specs)
-    for name, divides in (named | dict.fromkeys(caches, False)).items():
-        stored = directory.read(name)
-        stored = stored.reciprocal() if divides else stored
-        exponents = stored.dtype in (torch.uint8, torch.float8_e8m0fnu)
-        values = (stored.view(torch.float8_e8m0fnu) if exponents else stored).reshape(-1).float()
-        wrong = values[~((values >= (0 if exponents else SMALLEST)) & (values <= LARGEST))]  # NaN is in no range
-        if len(wrong):
-            yield name, f"a scale of {float(wrong[0]):.6g}"
 
 
 def lost_by_renaming(directory: QuantizedDirectory) -> Breaches:
@@ -198,6 +223,30 @@ def classes_in_several_groups(directory: QuantizedDirectory) -> Breaches:
         for name, group in groups.items():
             if any(map(is_of_a_class, group.targets)):
                 yield CONFIG, f"config group {name} of several targets a class of modules"
+
+
+def quark_keys_unsaid(directory: QuantizedDirectory) -> Breaches:
+    """Keys of Quark's config that an engine takes for granted, and that are missing or of another type."""
+    if directory.method != "quark":
+        return
+    said, export = directory.quantization, directory.quantization.get("export")
+    of_cache = export.get("kv_cache_group") if isinstance(export, Mapping) else None
+    for key, value, kind in (
+        ("export.kv_cache_group", of_cache, list),
+        ("exclude", said.get("exclude"), list),
+        ("layer_type_quant_config", said.get("layer_type_quant_config"), Mapping),
+    ):
+        if not isinstance(value, kind):
+            yield CONFIG, f"no {key}"
+
+
+def quark_channels_in_columns(directory: QuantizedDirectory) -> Breaches:
+    """Scales of channels that are a column, and no row, as Quark writes them: the first."""
+    for name, scales in directory.scales.items() if directory.method == "quark" else ():
+        spec, stored = directory.specs[name], directory.specs[scales.weight]
+        if spec.packing is None and scales.block[0] == 1 and len(stored.shape) > 1:
+            yield scales.weight, f"shape {list(stored.shape)}, not {[spec.rows]}"
+            return
 
 
 def unnamed_tables(directory: QuantizedDirectory) -> Breaches:

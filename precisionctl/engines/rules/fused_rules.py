@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from precisionctl.engines.rules.code_rules import EXPERT
 from precisionctl.engines.rules.rule import Breaches, EngineRule, Finding, QuantizedDirectory, broken
-from precisionctl.engines.serving import FUSED
+from precisionctl.engines.serving import EXPERT, FUSED
 from precisionctl.quant_methods.base import TENSOR
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from precisionctl.engines.rules.code_rules import EXPERT, experts_module, linears
 from precisionctl.engines.rules.ignore_lists import (
     BY_NAME_OR_REGEX,
     Matching,
@@ -18,7 +17,8 @@ from precisionctl.engines.rules.ignore_lists import (
 )
 from precisionctl.engines.rules.names_in_memory import module_names, possible
 from precisionctl.engines.rules.rule import Breaches, QuantizedDirectory
-from precisionctl.param import is_slice
+from precisionctl.engines.serving import EXPERT, experts_module
+from precisionctl.param import TensorSpec, is_slice
 from precisionctl.quant_methods.compressed_tensors import config_groups
 
 FIRST_EXPERT = (".0.gate_proj", ".0.up_proj", ".0.down_proj")
@@ -36,6 +36,12 @@ ROUTERS_AND_GATES = re.compile(rf".+\.({_ROUTERS}|shared_expert_gate|{_OF_KIMI_K
 
 _HEADS = r"(\D*\.)?((\w+_)?lm_head|predictions|proj_out|embed_out|output_projection)(\.decoder|\.out_proj)?$"
 """Heads that are tied to an embedding, by the names of transformers' classes (5.24, `_tied_weights_keys`)."""
+
+
+def linears(specs: Mapping[str, TensorSpec]) -> list[str]:
+    """Weights of two dimensions that are not embeddings: what `targets: [Linear]` means."""
+    weights = [name for name, spec in specs.items() if name.endswith(".weight") and len(spec.shape) == 2]
+    return [name for name in weights if "embed" not in name]
 
 
 @dataclass(frozen=True)

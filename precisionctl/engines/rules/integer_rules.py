@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from precisionctl.engines.rules.code_rules import EXPERT
 from precisionctl.engines.rules.demands import CONFIG, beyond_bf16
 from precisionctl.engines.rules.fused_rules import fused_weights
 from precisionctl.engines.rules.rule import Breaches, Demand, QuantizedDirectory
-from precisionctl.engines.serving import FUSED, LATENT
+from precisionctl.engines.serving import EXPERT, FUSED, LATENT
 from precisionctl.quant_methods.base import TENSOR, sized
 from precisionctl.quant_methods.compressed_tensors import ConfigGroup, config_groups
 from precisionctl.quant_methods.scales import Scales

@@ -8,10 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from precisionctl.engines.rules.code_rules import EXPERT, experts_module
-from precisionctl.engines.rules.model_rules import RowsMoved
 from precisionctl.engines.rules.rule import EngineRule, Finding, QuantizedDirectory
-from precisionctl.engines.serving import Ragged, ServingLayout
+from precisionctl.engines.serving import EXPERT, Ragged, ServingLayout, experts_module
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CHANNEL, TENSOR, Block
 from precisionctl.quant_methods.scales import Scales
@@ -30,6 +28,40 @@ _HEADS_EVENLY = EngineRule(
     "every GPU gets the same number of heads; fewer key-value heads than GPUs are each on the same number of GPUs",
     "vLLM 0.33 config/model.py, layers/linear.py QKVParallelLinear, mamba_mixer2.py; SGLang's have the same rules",
 )
+
+
+@dataclass(frozen=True)
+class RowsMoved:
+    """A model that stores queries, keys and values in one linear (`linear`), and whose rows an engine puts in another
+    order, or deals out to several linears, as it loads them, by a `rule`: those of the weight and of its tables of
+    scales, or of `all` tensors beside it, also those of one number. `blocks` says whether it moves scales of blocks of
+    rows too."""
+
+    linear: str
+    all: bool
+    rule: EngineRule
+    blocks: bool = True
+
+    def check(self, name: str, spec: TensorSpec, scales: Scales, served: ServingLayout) -> Finding | None:
+        """That the rows of a weight with these scales cannot be moved, as a finding; None where they can, or where it
+        is another linear's."""
+        if not name.endswith(f".{self.linear}.weight") or not served.heads:
+            return None
+        heads, groups, _ = served.heads[0]
+        of_head, high = spec.rows // (heads + 2 * groups), scales.block[0]
+        numbers = [scales.global_scale, scales.shape, scales.input, scales.input_zero_point]
+        if high == spec.rows:
+            numbers = [scales.weight, *numbers]
+        elif high > 1 and not self.blocks:
+            return Finding(name, f"shape {list(spec.shape)}, with a scale for {high} rows", self.rule)
+        elif of_head % high:
+            what = f"shape {list(spec.shape)}, whose heads of {of_head} rows are no whole blocks of {high}"
+            return Finding(name, what, self.rule)
+        alone = next((number for number in numbers if number), None) if self.all else None
+        if alone is None:
+            return None
+        what = f"shape {list(spec.shape)}, whose `{alone.rpartition('.')[2]}` cannot be divided by heads"
+        return Finding(name, what, self.rule)
 
 
 @dataclass(frozen=True)
