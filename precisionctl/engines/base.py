@@ -150,7 +150,7 @@ class Engine:
             name: weight.spec for name, weight in coded.items()
         }
         always = [*self.without_class(config), *self._missing_keys(config), *self.division.check_spread(specs, served)]
-        if method is None:
+        if method is None or not (coded or method.name in self.methods):
             return always  # plain BF16 or FP16: there are no codes to have rules for
         said = method.read(config["quantization_config"])
         scheme = said.narrowed({name: weight.scales for name, weight in coded.items()}, specs).scheme

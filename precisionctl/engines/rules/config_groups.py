@@ -7,7 +7,7 @@ Hybrid. Beside FP8 alone it keeps values.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -146,7 +146,10 @@ def wrongly_joined(
     """The weights among these tensors that are joined or divided, and not in the format of the group by which they are
     decoded. Of those whose names differ in numbers alone the first. transformers 5.24, quantizers/base.py
     update_weight_conversions, integrations/compressed_tensors.py CompressedTensorsDequantize."""
-    forms = read_group(_group_of_joined(quantization)).formats
+    groups = [*config_groups(quantization).values()]
+    if not groups:  # the KV cache alone is in FP8
+        return
+    forms = read_group(_group_of_joined(groups)).formats
     packings = {form.packing for form in forms}
     found = {packing for packing in packings if packing is None or packing.suffix}  # INT8 in bytes it does not find
     wrong = [name for name, spec in specs.items() if name.endswith(".weight") and spec.packing not in found]
@@ -160,10 +163,10 @@ def _in_words(spec: TensorSpec) -> str:
     return f"{spec.codes_name} codes" if spec.is_codes else f"{spec.dtype} values"
 
 
-def _group_of_joined(quantization: Mapping[str, Any]) -> ConfigGroup:
-    """The config group by which what is joined is decoded: the first with an expression that says `experts`, else the
-    first that targets a class or a name, else the first (CompressedTensorsDequantize: get_experts_scheme)."""
-    groups = [*config_groups(quantization).values()]
+def _group_of_joined(groups: Sequence[ConfigGroup]) -> ConfigGroup:
+    """The one of these config groups by which what is joined is decoded: the first with an expression that says
+    `experts`, else the first that targets a class or a name, else the first (CompressedTensorsDequantize:
+    get_experts_scheme)."""
     of_experts = (each for each in groups if any(to.startswith("re:") and "experts" in to for to in each.targets))
     of_names = (each for each in groups if any(not to.startswith("re:") for to in each.targets))
     return next(chain(of_experts, of_names), groups[0])
