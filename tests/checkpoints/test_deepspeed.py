@@ -319,6 +319,64 @@ def test_an_optimizer_that_is_not_adam_stays_behind(tmp_path: Path, llama: Path)
     assert any("stay behind: ['momentum_buffer'], which AdamW has not" in note for note in told.notes)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_count_of_the_fused_adam_is_that_of_its_states(tmp_path: Path, llama: Path, stage: int) -> None:
+    """Its groups have had a 0 from the first update on (deepspeed/ops/adam/fused_adam.py)."""
+    directory = files.save(tmp_path / "run", files.states_of(weights_of(llama)), stage, 2)
+
+    def as_fused_adam(content: Any) -> None:
+        saved = content["optimizer_state_dict"]
+        base = saved["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+        for group in base["param_groups"]:
+            group.update(bias_correction=True, step=0)
+
+    for file in directory.glob("*_optim_states.pt"):
+        rewrite(file, as_fused_adam)
+    assert read(tmp_path / "run", llama).trainer_run.updates == 3
+
+
+def test_moments_of_groups_with_different_counts_stay_behind_and_ranks_that_differ_are_damage(
+    tmp_path: Path, llama: Path
+) -> None:
+    states = files.states_of(weights_of(llama))
+    directory = files.save(tmp_path / "run", states, 2, 2)
+
+    def one_more(content: Any) -> None:
+        content["optimizer_state_dict"]["base_optimizer_state"]["state"][1]["step"] += 1
+
+    first, second = sorted(directory.glob("*_optim_states.pt"))
+    rewrite(first, one_more)
+    with pytest.raises(DamagedCheckpoint, match=r"other numbers of updates than other ranks"):
+        read(tmp_path / "run", llama)
+    rewrite(second, one_more)
+    reader = read(tmp_path / "run", llama)
+    assert not reader.optimizer_specs and "different numbers of updates: [3, 4]" in reader.unsupported_state
+    assert_is(reader, {"fp32": states["fp32"]})
+
+
+@pytest.mark.parametrize(
+    ("states", "groups", "updates"),
+    [
+        ({0: {"step": 7}, 1: {"step": 7}}, [{"lr": 1e-3, "step": 0}], 7),
+        ({0: {"step": 7}, 1: {"step": 9}}, [{"lr": 1e-3}], None),
+        ({}, [{"lr": 1e-3, "step": 7}, {"lr": 1e-3, "step": 9}], None),
+    ],
+)
+def test_the_count_of_a_universal_checkpoint_of_zero_3_is_that_of_all_groups(
+    tmp_path: Path, llama: Path, states: Any, groups: Any, updates: int | None
+) -> None:
+    directory = files.save_universal(tmp_path / "run", files.states_of(weights_of(llama)))
+    for file in directory.glob("zero/*/step.pt"):
+        file.unlink()
+    saved = {"param_groups": groups, "optimizer_state_dict": {"state": states, "param_groups": groups}}
+    torch.save(saved, directory / "zero" / "optimizer_state.pt")
+    reader = read(directory, llama)
+    if updates is None:
+        assert not reader.optimizer_specs and "parameters differ in it" in reader.unsupported_state
+    else:
+        assert reader.trainer_run.updates == updates
+
+
 def test_a_class_that_is_not_deepspeeds_is_refused(tmp_path: Path, llama: Path) -> None:
     directory = files.save(tmp_path / "run", files.states_of(weights_of(llama)), 1, 1)
     torch.save({"module": {}, "x": Fraction(1, 2)}, directory / "mp_rank_00_model_states.pt")

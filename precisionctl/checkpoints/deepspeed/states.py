@@ -2,13 +2,14 @@
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from precisionctl.checkpoints.chunks import read_rows
 from precisionctl.checkpoints.other_trainers.flat import Dealt, EndToEnd, FlatTensor, FlatTensors
+from precisionctl.checkpoints.other_trainers.trainer_run import number
 from precisionctl.checkpoints.torch_dist.masters import check_differing
 from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor, contiguous, skeleton
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
@@ -169,6 +170,13 @@ def whole_tensor(path: Path, located: object, name: str) -> FlatTensor:
 def plain_groups(groups: object) -> list[Mapping[str, Any]]:
     """The settings of an optimizer's groups of parameters."""
     return [one for one in groups if isinstance(one, dict)] if isinstance(groups, list) else []
+
+
+def counts_of_updates(states: Iterable[Mapping[str, Any]], groups: Iterable[Mapping[str, Any]], path: Path) -> set[int]:
+    """AdamW's counts of updates in a file: those of its `states`, or of its `groups` if no state has one. DeepSpeed's
+    FusedAdam counts in states, and leaves a 0 in groups (ops/adam/fused_adam.py)."""
+    of_states, of_groups = ([one["step"] for one in each if one.get("step") is not None] for each in (states, groups))
+    return {number(step, path) for step in of_states or of_groups}
 
 
 def _shapes(group: Any) -> dict[str, tuple[int, ...]]:

@@ -14,6 +14,7 @@ from precisionctl.checkpoints.deepspeed.states import (
     WHAT,
     ModelStates,
     check_masters,
+    counts_of_updates,
     dealt_frozen,
     plain_groups,
     rank_files,
@@ -133,10 +134,9 @@ def _updates(trained: list[Path], optimizer: Mapping[str, Any], directory: Path)
     """AdamW's count: that of the parameters, or, from ZeRO 3, of the groups. None if nothing stores it, or if
     parameters differ in it."""
     files = [folder / "step.pt" for folder in trained if has_file(folder / "step.pt", directory)]
-    if counts := {number(skeleton(file), file) for file in files}:
-        return counts.pop() if len(counts) == 1 else None
-    with damage(WHAT, directory / ZERO / OPTIMIZER_STATE):
-        inner = optimizer.get("optimizer_state_dict") or {}
-        states = [*inner.get("state", {}).values(), *plain_groups(optimizer.get("param_groups"))]
-        steps = [one["step"] for one in states if one.get("step") is not None]
-        return number(steps[0], directory / ZERO / OPTIMIZER_STATE) if steps else None
+    counts, settings = {number(skeleton(file), file) for file in files}, directory / ZERO / OPTIMIZER_STATE
+    if not files:
+        with damage(WHAT, settings):
+            states = (optimizer.get("optimizer_state_dict") or {}).get("state", {}).values()
+            counts = counts_of_updates(states, plain_groups(optimizer.get("param_groups")), settings)
+    return counts.pop() if len(counts) == 1 else None

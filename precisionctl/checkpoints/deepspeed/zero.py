@@ -25,6 +25,7 @@ from precisionctl.checkpoints.deepspeed.states import (
     WHAT,
     ModelStates,
     check_masters,
+    counts_of_updates,
     dealt_frozen,
     is_flat,
     plain_groups,
@@ -73,17 +74,30 @@ def read_zero(directory: Path) -> SavedStates:
     weights = states.stored(states.shapes)
     if stage == 3:
         weights |= dealt_frozen(states, model, directory)
+    weights |= found.pop(_PARAM)
+    unread, updates = contents[0].unsupported_state, _updates(contents) if found else set()
+    if len(updates) > 1:
+        found, unread = {}, " and ".join(filter(None, (unread, different_counts(updates))))
     groups = contents[0].groups
     shapes = states.groups if len(states.groups) == len(groups) else [None] * len(groups)
     return SavedStates(
-        states.with_shared(weights | found.pop(_PARAM)),
+        states.with_shared(weights),
         [*model, *optimizer],
         states.global_steps,
         moments=found,
-        updates=_same_number(contents) if found else None,
+        updates=next(iter(updates), None) if found else None,
         groups=[stored_group(group, contents[0].path, of) for group, of in zip(groups, shapes, strict=True)],
-        unsupported_state=contents[0].unsupported_state,
+        unsupported_state=unread,
     )
+
+
+def _updates(contents: Sequence["_RankStates"]) -> set[int]:
+    """AdamW's counts of updates. Raises DamagedCheckpoint where ranks have others."""
+    counts = [rank.updates for rank in contents]
+    if other := [rank.path for rank, found in zip(contents, counts, strict=True) if found != counts[0]]:
+        what = "its optimizer made other numbers of updates than other ranks'"
+        raise DamagedCheckpoint(what, where=other[0], do="Is each file of this checkpoint?")
+    return counts[0]
 
 
 class _RankStates:
@@ -138,23 +152,13 @@ class _RankStates:
 
     @property
     def updates(self) -> set[int]:
-        """AdamW's counts of updates, from its states or its groups."""
-        steps = [one["step"] for one in (*self._states, *self.groups) if one.get("step") is not None]
-        return {number(step, self.path) for step in steps}
+        """AdamW's counts of updates."""
+        return counts_of_updates(self._states, self.groups, self.path)
 
 
 def _counts(contents: Iterable[_RankStates]) -> Iterable[Any]:
     for rank in contents:
         yield from rank.said_ranks if isinstance(rank.said_ranks, list) else [rank.said_ranks]
-
-
-def _same_number(contents: Sequence[_RankStates]) -> int | None:
-    counted = set().union(*(rank.updates for rank in contents))
-    if len(counted) > 1:
-        raise DamagedCheckpoint(
-            different_counts(counted), where=contents[0].path, do="Is each file of this checkpoint?"
-        )
-    return counted.pop() if counted else None
 
 
 def _joined(contents: Sequence[_RankStates], kind: str, states: ModelStates, where: Path) -> dict[str, FlatTensor]:
