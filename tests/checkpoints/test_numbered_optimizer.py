@@ -235,6 +235,18 @@ def test_an_optimizer_of_fsdp_in_one_file_has_names(tmp_path: Path, family: str)
         conversions.run(tmp_path / "names", tmp_path / "out", "megatron")
 
 
+@pytest.mark.parametrize("group", [{}, {"params": 3}, {"params": [["a.name"]]}, "no group"])
+def test_groups_of_named_parameters_that_are_none_are_damage(tmp_path: Path, group: Any) -> None:
+    model, optimizer = hf_trainer_step(tmp_path, "llama-3")
+    (tmp_path / "optimizer.pt").unlink()
+    (tmp_path / "trainer_state.json").unlink(missing_ok=True)
+    torch.save(states(model, optimizer)["optimizer"] | {"param_groups": [group]}, tmp_path / "optimizer.bin")
+    reader = open_checkpoint(tmp_path)
+    assert reader.iteration is None
+    with pytest.raises(DamagedCheckpoint, match="its optimizer is not what PyTorch saves"):
+        _ = reader.optimizer_specs  # type: ignore[attr-defined]
+
+
 def test_an_optimizer_in_a_file_that_nothing_here_reads_is_said_to_stay_behind(tmp_path: Path) -> None:
     hf_trainer_step(tmp_path / "step", "llama-3")
     assert not [note for note in reading_notes(open_checkpoint(tmp_path / "step")) if "stay behind" in note]

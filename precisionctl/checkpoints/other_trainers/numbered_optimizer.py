@@ -18,6 +18,7 @@ from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.hf_directory.fused_experts import stored_name
 from precisionctl.checkpoints.hf_directory.wrapped_names import names_inside
 from precisionctl.checkpoints.other_trainers.trainer_run import (
+    ParameterGroup,
     TrainerRun,
     adam_run,
     count_of_updates,
@@ -196,33 +197,43 @@ class NumberedOptimizer:
     behind: Mapping[str, str]
 
     @cached_property
-    def _state(self) -> tuple[dict[Any, dict[str, Any]], Sequence[Mapping[str, Any]], dict[Any, tuple[str, ...]]]:
-        """The state of each number or name, the groups, and the tensors that the parameter under each holds."""
+    def _state(self) -> tuple[dict[Any, dict[str, Any]], dict[Any, tuple[str, ...]], list[ParameterGroup]]:
+        """The state of each number or name, the tensors that the parameter under each holds, and the groups."""
         check_link(self.path, self.path.parent)
         with damage("its optimizer is not what PyTorch saves", self.path, DROP_OPTIMIZER):
             saved = skeleton(self.path)
             groups, states = list(saved["param_groups"]), {index: dict(one) for index, one in saved["state"].items()}
             if others := not_adams(kind for state in states.values() for kind in state):
                 raise CheckpointError(f"its optimizer has {others}", where=self.path, do=DROP_OPTIMIZER)
-            shapes = dict[Any, tuple[int, ...]]()
-            for index, state in states.items():
-                tensors = {kind: one for kind, one in state.items() if kind != "step"}
-                for kind, one in tensors.items():
-                    if isinstance(one, LocatedTensor) and not one.dtype.is_floating_point:
-                        what = f"{kind} of parameter {shown(index)} is {one.dtype}, and AdamW's is floating-point"
-                        raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
-                found = {one.shape if isinstance(one, LocatedTensor) else None for one in tensors.values()}
-                if len(found) != 1 or None in found:
-                    what = f"the optimizer's state of parameter {shown(index)} is not of its shape"
-                    raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
-                shapes[index] = next(iter(tensors.values())).shape
+            shapes = {index: self._shape(index, state) for index, state in states.items()}
             if states and all(type(index) is str for index in states):
-                return states, groups, parameters_by_name(shapes, self.parameters, self.path)
-            return states, groups, parameters_by_number(groups, shapes, self.parameters, self.behind, self.path)
+                held: dict[Any, tuple[str, ...]] = parameters_by_name(shapes, self.parameters, self.path)
+            else:
+                held = parameters_by_number(groups, shapes, self.parameters, self.behind, self.path)
+            return states, held, [self._group(one, held) for one in groups]
+
+    def _shape(self, index: object, state: Mapping[str, Any]) -> tuple[int, ...]:
+        """The shape of a parameter, which all of its moments have. Raises CheckpointError for moments of another kind
+        than AdamW's."""
+        moments = {kind: one for kind, one in state.items() if kind != "step"}
+        for kind, one in moments.items():
+            if isinstance(one, LocatedTensor) and not one.dtype.is_floating_point:
+                what = f"{kind} of parameter {shown(index)} is {one.dtype}, and AdamW's is floating-point"
+                raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
+        shapes = {one.shape if isinstance(one, LocatedTensor) else None for one in moments.values()}
+        shape = shapes.pop() if len(shapes) == 1 else None
+        if shape is None:
+            what = f"the optimizer's state of parameter {shown(index)} is not of its shape"
+            raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
+        return shape
+
+    def _group(self, stored: Mapping[str, Any], held: Mapping[Any, tuple[str, ...]]) -> ParameterGroup:
+        names = [name for index in stored["params"] for name in held.get(index, ())]
+        return stored_group(stored, self.path, {name: self.parameters[name].shape for name in names})
 
     @cached_property
     def _tensors(self) -> Mapping[str, LocatedTensor]:
-        states, _, held = self._state
+        states, held, _ = self._state
         found: dict[str, LocatedTensor] = {}
         for index, state in states.items():
             for kind, value in state.items():
@@ -245,12 +256,9 @@ class NumberedOptimizer:
     @cached_property
     def run(self) -> TrainerRun:
         """Its count and settings."""
-        states, stored, held = self._state
+        states, _, groups = self._state
         with damage("its optimizer has no count of updates", self.path, DROP_OPTIMIZER):
             counts = {count_of_updates(one["step"], f"parameter {index}", self.path) for index, one in states.items()}
         if len(counts) != 1:
             raise CheckpointError(different_counts(counts), where=self.path, do=DROP_OPTIMIZER)
-        names = [[name for index in group["params"] for name in held.get(index, ())] for group in stored]
-        shapes = [{name: self.parameters[name].shape for name in each} for each in names]
-        groups = [stored_group(one, self.path, of) for one, of in zip(stored, shapes, strict=True)]
         return adam_run(counts.pop(), groups, self.path)
