@@ -218,6 +218,8 @@ def test_an_iteration_is_chosen_by_its_number(tmp_path: Path, llama: Path) -> No
     for iteration in (5, 6):
         with pytest.raises(CheckpointError, match="Leave --iteration out: there is only this one"):
             open_checkpoint(tmp_path / "run" / "global_step6", iteration, hints)
+    files.save_universal(tmp_path / "run" / "global_step5_universal", old)
+    assert_is(open_checkpoint(tmp_path / "run", 5, hints), old)  # type: ignore[arg-type]
 
 
 def test_it_asks_for_the_config_that_it_does_not_have(tmp_path: Path, llama: Path) -> None:
