@@ -27,7 +27,6 @@ from precisionctl.checkpoints.hf_directory.companions import needed_hints, read_
 from precisionctl.checkpoints.hf_directory.config_json import config_of_values, write_beside
 from precisionctl.checkpoints.hf_directory.encodings_file import (
     QUANT_CONFIG,
-    StoredTensors,
     WeightEncodings,
     stored_encodings,
 )
@@ -39,7 +38,7 @@ from precisionctl.checkpoints.hf_directory.huggingface_files import (
     WeightFiles,
     file_format_of,
 )
-from precisionctl.checkpoints.mlx.mlx_names import Places
+from precisionctl.checkpoints.hf_directory.safetensors_file import Places, StoredTensors
 from precisionctl.checkpoints.other_trainers import numbered_optimizer
 from precisionctl.checkpoints.other_trainers.numbered_optimizer import NumberedOptimizer
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun, trainer_step

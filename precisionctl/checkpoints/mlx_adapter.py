@@ -14,8 +14,8 @@ from precisionctl.checkpoints.adapter.reader import MLX_FILE, PREFIX, AdapterRea
 from precisionctl.checkpoints.adapter.tied import is_embedding
 from precisionctl.checkpoints.base import Container, Hints, Reader, without_iterations
 from precisionctl.checkpoints.chunks import Chunk, Chunked, TransposedRows, whole
-from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
 from precisionctl.checkpoints.hf_directory.huggingface_files import SAFETENSORS
+from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors
 from precisionctl.checkpoints.mlx.mlx_names import is_known, within
 from precisionctl.errors import DamagedCheckpoint, MappingError, UnknownFormat, at, shown
 from precisionctl.param import TensorSpec

@@ -18,8 +18,9 @@ from precisionctl.checkpoints.hf_directory.huggingface_files import (
     places_in,
     read_stored,
 )
+from precisionctl.checkpoints.hf_directory.safetensors_file import Places
 from precisionctl.checkpoints.hf_directory.wrapped_names import names_inside
-from precisionctl.checkpoints.mlx.mlx_names import Places, in_published_names
+from precisionctl.checkpoints.mlx.mlx_names import in_published_names
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.quant_methods.coded_weights import quant_method_of
 from precisionctl.untrusted.safe_files import has_file, read_file

@@ -35,8 +35,7 @@ from precisionctl.checkpoints.consolidated.llama_params import llama_config
 from precisionctl.checkpoints.consolidated.mistral_params import mistral_config
 from precisionctl.checkpoints.consolidated.params import ParamsJson
 from precisionctl.checkpoints.consolidated.reader import recognise
-from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor
-from precisionctl.checkpoints.mlx.mlx_names import Places
+from precisionctl.checkpoints.hf_directory.safetensors_file import Places, StoredTensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, PrecisionctlError, PrecisionError

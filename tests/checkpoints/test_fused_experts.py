@@ -12,9 +12,8 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import read_tensor, write_rows
-from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
 from precisionctl.checkpoints.hf_directory.fused_experts import sliced, stacked
-from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor, read_header
+from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor, StoredTensors, read_header
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.dtypes import DType

@@ -19,8 +19,7 @@ from torch import Tensor
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.decoded import mlx_codes
 from precisionctl.checkpoints.decoded.mlx_parts import weights_in_parts
-from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
-from precisionctl.checkpoints.hf_directory.safetensors_file import read_header
+from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors, read_header
 from precisionctl.checkpoints.mlx import mlx_names
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.request import Request

@@ -19,8 +19,7 @@ from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.decoded import bitsandbytes_codes
 from precisionctl.checkpoints.decoded.bitsandbytes_codes import BitsAndBytesCodes
 from precisionctl.checkpoints.decoded.methods import METHODS
-from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
-from precisionctl.checkpoints.hf_directory.safetensors_file import read_header
+from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors, read_header
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
 from precisionctl.commands.plan_command import plan_command

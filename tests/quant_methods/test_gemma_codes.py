@@ -19,8 +19,7 @@ from transformers.utils.quantization_config import GemmaQuantizationConfig
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.decoded import gemma_codes
 from precisionctl.checkpoints.decoded.gemma_codes import GemmaCodes
-from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
-from precisionctl.checkpoints.hf_directory.safetensors_file import read_header
+from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors, read_header
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.request import Request
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, PrecisionError

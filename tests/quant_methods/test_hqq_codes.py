@@ -16,8 +16,7 @@ from torch import Tensor
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.decoded import hqq_codes
 from precisionctl.checkpoints.decoded.hqq_codes import HqqCodes
-from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
-from precisionctl.checkpoints.hf_directory.safetensors_file import read_header
+from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors, read_header
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, PrecisionError
 

@@ -21,9 +21,8 @@ from precisionctl.checkpoints.chunks import Chunked, read_rows, read_tensor
 from precisionctl.checkpoints.decoded import transposed_codes
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.methods import decoded_weights
-from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
-from precisionctl.checkpoints.hf_directory.huggingface_files import SAFETENSORS, stored_places
-from precisionctl.checkpoints.hf_directory.safetensors_file import read_header
+from precisionctl.checkpoints.hf_directory.huggingface_files import SAFETENSORS, places_in, read_stored
+from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors, read_header
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.request import Request
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, PrecisionError, UnmappedTensor
@@ -169,7 +168,7 @@ def of_one(
     spelled = replace(transposed_directories.SPELLINGS[spelling], group=group)
     tensors, values = transposed_directories.coded(shape, spelled, torch.Generator().manual_seed(1))
     save_file({f"x.{kind}": each.contiguous() for kind, each in tensors.items()}, directory / "model.safetensors")
-    places = stored_places(directory, SAFETENSORS)
+    places = places_in(read_stored(directory, SAFETENSORS))
     config = {key: value for key, value in spelled.config.items() if key != "group_size"} | said
     found = decoded_weights({"quantization_config": config}, StoredTensors(places), directory)
     assert found

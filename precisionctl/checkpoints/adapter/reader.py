@@ -29,8 +29,8 @@ from precisionctl.checkpoints.hf_directory.companions import (
     kind_of,
     read_companions,
 )
-from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
 from precisionctl.checkpoints.hf_directory.huggingface_files import BIN, SAFETENSORS
+from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.encoding import Encoding
 from precisionctl.dtypes import DType

@@ -15,7 +15,7 @@ from precisionctl.architectures.rope import LLAMA3
 from precisionctl.checkpoints.base import WITH_REFERENCE
 from precisionctl.checkpoints.consolidated.meta_shards import EMBEDDING
 from precisionctl.checkpoints.consolidated.params import MadeConfig, ParamsJson, in_its_words
-from precisionctl.checkpoints.mlx.mlx_names import Places
+from precisionctl.checkpoints.hf_directory.safetensors_file import Places
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model.model_parts import LARGEST, real
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from precisionctl.checkpoints.chunks import Box, Chunk
 from precisionctl.checkpoints.hf_directory.huggingface_files import read_bin
-from precisionctl.checkpoints.hf_directory.safetensors_file import JoinedTensor, StoredTensor
-from precisionctl.checkpoints.mlx.mlx_names import Places
+from precisionctl.checkpoints.hf_directory.safetensors_file import JoinedTensor, Places, StoredTensor
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import check_link

@@ -21,11 +21,9 @@ from precisionctl.checkpoints.consolidated.mistral_params import as_transformers
 from precisionctl.checkpoints.consolidated.params import MadeConfig, ParamsJson
 from precisionctl.checkpoints.consolidated.published_names import LEFT, PublishedNames, RotaryHeads
 from precisionctl.checkpoints.hf_directory.companions import read_companions, to_json
-from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
 from precisionctl.checkpoints.hf_directory.huggingface_files import SAFETENSORS, file_format_of, places_in, read_stored
-from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor
+from precisionctl.checkpoints.hf_directory.safetensors_file import Places, StoredTensor, StoredTensors
 from precisionctl.checkpoints.huggingface import HuggingFaceTensors
-from precisionctl.checkpoints.mlx.mlx_names import Places
 from precisionctl.checkpoints.rotary_heads import Heads
 from precisionctl.codes.elements import FP8
 from precisionctl.dtypes import DType

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import Chunk, whole
-from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
+from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors
 from precisionctl.codes import numerics
 from precisionctl.codes.elements import Cast
 from precisionctl.dtypes import DType

@@ -15,7 +15,7 @@ from precisionctl.checkpoints.decoded.mlx_codes import METHOD, MlxCodes
 from precisionctl.checkpoints.decoded.quanto_codes import QuantoCodes
 from precisionctl.checkpoints.decoded.torchao_codes import TorchaoCodes
 from precisionctl.checkpoints.decoded.transposed_codes import TransposedCodes
-from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
+from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors
 from precisionctl.quant_methods.coded_weights import quant_method_of
 
 METHODS: Mapping[str, type[DecodedWeights]] = {

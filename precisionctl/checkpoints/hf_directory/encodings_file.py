@@ -8,17 +8,17 @@ and dtype, shape and block size of each weight. With it, values can be encoded t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.checkpoints.chunks import Chunk, Chunked, read_tensor
+from precisionctl.checkpoints.chunks import Chunked, read_tensor
 from precisionctl.checkpoints.hf_directory.safetensors_file import (
     DTYPES,
     NAMES,
-    StoredTensor,
+    StoredTensors,
     make_header,
     read_described,
 )
@@ -177,18 +177,6 @@ class WeightEncodings:
         if not (bool(amax.isfinite() & stored.isfinite()) and stored >= 0):
             raise DamagedCheckpoint(f"{scales.input} holds a scale that is negative, infinite or NaN", where=self.path)
         return stored, amax
-
-
-class StoredTensors:
-    """Tensors in one or several safetensors files, as a source (`Chunked`)."""
-
-    def __init__(self, places: Mapping[str, tuple[Path, StoredTensor]]) -> None:
-        self.places = places
-        self.specs: Mapping[str, TensorSpec] = {name: stored.spec for name, (_, stored) in places.items()}
-
-    def chunks(self, name: str) -> Sequence[Chunk]:
-        file, stored = self.places[name]
-        return stored.chunks(file)
 
 
 def write(directory: Path, encodings: WeightEncodings) -> None:

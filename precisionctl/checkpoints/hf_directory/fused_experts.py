@@ -10,9 +10,8 @@ and `..._scales` beside it has one byte for each block of 32 (`quant_methods/mxf
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
-from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor
+from precisionctl.checkpoints.hf_directory.safetensors_file import Places, StoredTensor
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.param import TensorSpec
@@ -101,7 +100,7 @@ _BLOCKS = re.compile(r"(.+\.experts\.[a-z_]+)_blocks(\[\d+\])")
 _BYTES = BLOCKS_OF_16.block
 
 
-def unpacked(places: Mapping[str, tuple[Path, StoredTensor]]) -> dict[str, tuple[Path, StoredTensor]]:
+def unpacked(places: Places) -> Places:
     """The tensors of a directory by name, with the MXFP4 blocks of an expert described as its matrix of codes
     `[rows, columns]`, packed.
 

@@ -16,6 +16,7 @@ from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.hf_directory.fused_experts import sliced, stacked, stored_name, stored_tensor
 from precisionctl.checkpoints.hf_directory.safetensors_file import (
     LONGEST_NAME,
+    Places,
     StoredTensor,
     make_header,
     read_header,
@@ -149,16 +150,10 @@ def _check_all_shards(files: Sequence[Path], directory: Path) -> None:
             raise DamagedCheckpoint(what, where=directory, do="Download the others again.")
 
 
-def stored_places(directory: Path, file_format: WeightFileFormat) -> dict[str, tuple[Path, StoredTensor]]:
-    """The logical tensors of a directory, by name, with the file that each is in. Raises as `read_stored` and
-    `places_in`."""
-    return places_in(read_stored(directory, file_format))
-
-
-def places_in(files: Mapping[Path, Mapping[str, StoredTensor]]) -> dict[str, tuple[Path, StoredTensor]]:
+def places_in(files: Mapping[Path, Mapping[str, StoredTensor]]) -> Places:
     """The logical tensors of files, by name, with the file that each is in. Raises as `sliced`, and DamagedCheckpoint
     for a name that two files have."""
-    found: dict[str, tuple[Path, StoredTensor]] = {}
+    found: Places = {}
     for file, tensors in files.items():
         for name, stored in sliced(tensors, file).items():
             if name in found:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.dtypes import DType
@@ -81,6 +81,22 @@ class JoinedTensor(StoredTensor):
 
     def chunks(self, file: Path) -> Sequence[Chunk]:
         return self.parts
+
+
+Places: TypeAlias = dict[str, tuple[Path, StoredTensor]]
+"""Tensors by name, each with the file that it is in."""
+
+
+class StoredTensors:
+    """Tensors in one or several files, as a source (`Chunked`)."""
+
+    def __init__(self, places: Mapping[str, tuple[Path, StoredTensor]]) -> None:
+        self.places = places
+        self.specs: Mapping[str, TensorSpec] = {name: stored.spec for name, (_, stored) in places.items()}
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        file, stored = self.places[name]
+        return stored.chunks(file)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

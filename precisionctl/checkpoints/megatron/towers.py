@@ -7,14 +7,15 @@ from pathlib import Path
 from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.chunks import Chunk, Chunked
-from precisionctl.checkpoints.hf_directory.encodings_file import StoredTensors
 from precisionctl.checkpoints.hf_directory.huggingface_files import (
     MAX_SHARD_SIZE,
     SAFETENSORS,
     WeightFileFormat,
     WeightFiles,
-    stored_places,
+    places_in,
+    read_stored,
 )
+from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors
 from precisionctl.checkpoints.megatron.keys import COMPANIONS
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.fp8.state import Fp8States
@@ -25,11 +26,11 @@ FORMAT = WeightFileFormat("safetensors", "towers", SAFETENSORS.suffix, SAFETENSO
 
 
 def stored_towers(directory: Path) -> StoredTensors:
-    """The towers that are kept in an iteration's directory. Raises DamagedCheckpoint as `stored_places`."""
+    """The towers that are kept in an iteration's directory. Raises as `read_stored` and `places_in`."""
     companions = directory / COMPANIONS
     check_link(companions, directory)
     there = {*companions.glob(f"{FORMAT.stem}*{FORMAT.suffix}")}
-    places = stored_places(companions, FORMAT) if there else {}
+    places = places_in(read_stored(companions, FORMAT)) if there else {}
     if others := sorted(there - {file for file, _ in places.values()}):
         raise DamagedCheckpoint(f"{others[0].name} is no part of the towers", where=companions, do="Is the copy whole?")
     if coded := next((name for name, (_, stored) in places.items() if stored.spec.is_codes), None):

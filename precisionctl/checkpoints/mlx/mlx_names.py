@@ -19,14 +19,12 @@ from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints.decoded.metal_codes import METHOD as OF_TRANSFORMERS
 from precisionctl.checkpoints.decoded.mlx_codes import METHOD
 from precisionctl.checkpoints.decoded.mlx_parts import PART
-from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor, header_has, read_described
+from precisionctl.checkpoints.hf_directory.safetensors_file import Places, StoredTensor, header_has, read_described
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.coded_weights import MLX_KEY, quant_method_of
-
-Places = dict[str, tuple[Path, StoredTensor]]
 
 
 @dataclass(frozen=True)
