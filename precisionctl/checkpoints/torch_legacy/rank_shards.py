@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from precisionctl.checkpoints.chunks import Box, Chunk, in_pieces, read_bytes
+from precisionctl.checkpoints.chunks import in_pieces, read_bytes
+from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor, StoredTensors
 from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor
 from precisionctl.checkpoints.torch_legacy.rank_directories import Rank
@@ -107,23 +108,11 @@ def check_replicas(name: str, tensor: ShardedTensor) -> None:
                 )
 
 
-@dataclass(frozen=True)
-class _Both:
-    """Two shards as a source of two tensors of bytes, for `read_bytes`."""
-
-    specs: Mapping[str, TensorSpec]
-    found: Mapping[str, Chunk]
-
-    def chunks(self, name: str) -> Sequence[Chunk]:
-        return [self.found[name]]
-
-
 def _equal(a: Shard, b: Shard) -> bool:
     """Whether two shards of one shape hold the same bytes, a megabyte at a time."""
-    rows = TensorSpec(a.tensor.shape, a.tensor.dtype).nbytes
-    places = {str(i): Chunk(Box(0, rows, 0, 1), shard.rank.path, shard.tensor.offset) for i, shard in enumerate((a, b))}
-    both = _Both(dict.fromkeys(places, TensorSpec((rows,), DType.uint8)), places)
+    spec = TensorSpec((a.tensor.nbytes,), DType.uint8)
+    one, other = (StoredTensors({"": (each.rank.path, StoredTensor(spec, each.tensor.offset))}) for each in (a, b))
     return all(
-        np.array_equal(read_bytes(both, "0", start, count), read_bytes(both, "1", start, count))
-        for start, count in in_pieces(0, rows, 1, SMALL)
+        np.array_equal(read_bytes(one, "", start, count), read_bytes(other, "", start, count))
+        for start, count in in_pieces(0, spec.rows, 1, SMALL)
     )

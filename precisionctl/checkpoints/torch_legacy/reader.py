@@ -323,8 +323,7 @@ def _join_tied(shards: dict[str, dict[int, list[Shard]]], copy: str, of: str) ->
 def _read(value: Any, path: Path) -> Any:
     """A part of a rank's content with its small tensors read."""
     if isinstance(value, LocatedTensor):
-        small = TensorSpec(value.shape, value.dtype).nbytes <= SMALL
-        return read_located(path, value) if small else value
+        return read_located(path, value) if value.nbytes <= SMALL else value
     if isinstance(value, dict):
         return {key: _read(item, path) for key, item in value.items()}
     return [_read(item, path) for item in value] if isinstance(value, list) else value
