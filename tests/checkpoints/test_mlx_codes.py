@@ -126,7 +126,7 @@ def test_there_is_a_golden_weight_of_each_mode_number_of_bits_group_and_dtype() 
 @pytest.mark.parametrize("spelling", ["affine-3", "affine-4", "mxfp8", "nvfp4-of-experts"])
 def test_how_rows_are_cut_does_not_matter(tmp_path: Path, spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = mlx_directories.make(tmp_path, spelling, **MOE)
-    monkeypatch.setattr(mlx_codes, "PIECE", 300)
+    monkeypatch.setattr("precisionctl.checkpoints.decoded.base.PIECE", 300)
     reader = open_checkpoint(tmp_path)
     name = next(name for name in values if ".experts.1.down_proj" in name)
     assert torch.equal(read_tensor(reader, name), values[name])
@@ -180,7 +180,7 @@ def test_codes_of_parts_are_put_together(
     sizes = {"head_dim": 8} if family == "deepseek-v3" else {}  # that of its positions
     values = mlx_directories.make(tmp_path, spelling, family, num_hidden_layers=2, **sizes)
     part = "self_attn.kv_b_proj.weight" if family == "deepseek-v3" else "experts.gate_up_proj_blocks[1]"
-    monkeypatch.setattr(mlx_codes, "PIECE", 300)
+    monkeypatch.setattr("precisionctl.checkpoints.decoded.base.PIECE", 300)
     reader = open_checkpoint(tmp_path)
     for name, expected in values.items():
         assert torch.equal(read_tensor(reader, name), expected), name

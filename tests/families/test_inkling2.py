@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from precisionctl.checkpoints.chunks import read_rows
-from precisionctl.checkpoints.decoded import inkling2_loop_codes
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
@@ -93,7 +92,7 @@ def test_mini_is_said_to_have_no_way_back_and_no_rules(tmp_path: Path) -> None:
 def test_rows_do_not_depend_on_how_many_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = inkling2_directories.make(tmp_path / "source", "inkling2_loop")
     reader = open_checkpoint(tmp_path / "source")
-    monkeypatch.setattr(inkling2_loop_codes, "PIECE", 200)
+    monkeypatch.setattr("precisionctl.checkpoints.decoded.base.PIECE", 200)
     for name, expected in values.items():
         assert torch.equal(read_rows(reader, f"{name}[2]", 5, 50), rounded(expected[2, 5:55]))
 

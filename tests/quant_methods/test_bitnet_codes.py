@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitNetConfig
 
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
-from precisionctl.checkpoints.decoded import bitnet_codes
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, PrecisionError
 
@@ -53,7 +52,7 @@ def test_microsofts_own_family_converts_without_a_table(tmp_path: Path) -> None:
 def test_how_rows_are_cut_does_not_matter(tmp_path: Path, spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where rows are in several quarters of the bytes."""
     values = bitnet_directories.make(tmp_path, spelling)
-    monkeypatch.setattr(bitnet_codes, "PIECE", 300)
+    monkeypatch.setattr("precisionctl.checkpoints.decoded.base.PIECE", 300)
     reader = open_checkpoint(tmp_path)
     assert torch.equal(read_tensor(reader, UP), values[UP])
     monkeypatch.undo()

@@ -76,7 +76,7 @@ def test_a_model_with_towers_computes_what_it_computed_in_codes(tmp_path: Path) 
 
 
 def test_how_rows_are_cut_does_not_matter(small: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemma_codes, "PIECE", 300)
+    monkeypatch.setattr("precisionctl.checkpoints.decoded.base.PIECE", 300)
     reader, values = open_checkpoint(small[0]), small[1]
     for name in ("model.embed_tokens_per_layer.weight", f"{UP}.weight", "lm_head.weight"):
         assert torch.equal(read_tensor(reader, name), values[name])

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
-from precisionctl.checkpoints.decoded import hqq_codes
 from precisionctl.checkpoints.decoded.hqq_codes import HqqCodes
 from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors, read_header
 from precisionctl.checkpoints.open import open_checkpoint
@@ -62,7 +61,7 @@ def test_how_rows_are_cut_does_not_matter(tmp_path: Path, spelling: str, monkeyp
     """Of an expert whose rows begin within groups, and one in piece by piece."""
     sizes = {"moe_intermediate_size": 80, "num_hidden_layers": 2}
     values = hqq_directories.make(tmp_path, spelling, "qwen3-moe", **sizes)
-    monkeypatch.setattr(hqq_codes, "PIECE", 300)
+    monkeypatch.setattr("precisionctl.checkpoints.decoded.base.PIECE", 300)
     reader = open_checkpoint(tmp_path)
     name = next(name for name in values if ".experts.1.down_proj" in name)
     assert torch.equal(read_tensor(reader, name), values[name])

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.metal_quantization import _affine_quantize_tensor
 
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
-from precisionctl.checkpoints.decoded import metal_codes
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, PrecisionError
 
@@ -57,7 +56,7 @@ def test_values_are_those_that_transformers_loads(tmp_path: Path, bits: int, gro
 def test_how_rows_are_cut_does_not_matter(
     made: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metal_codes, "PIECE", 300)
+    monkeypatch.setattr("precisionctl.checkpoints.decoded.base.PIECE", 300)
     reader, expected = open_checkpoint(made[0]), made[1][UP]
     assert expected.dtype == torch.bfloat16 and torch.equal(read_tensor(reader, UP), expected)
     assert torch.equal(read_rows(reader, UP, 31, 33), expected[31:64])

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
-from precisionctl.checkpoints.decoded import quanto_codes
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, PrecisionError
 
@@ -76,7 +75,7 @@ def test_without_a_table_nothing_says_the_shape_of_codes_in_groups(tmp_path: Pat
 
 def test_how_rows_are_cut_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = make(tmp_path)
-    monkeypatch.setattr(quanto_codes, "PIECE", 300)
+    monkeypatch.setattr("precisionctl.checkpoints.decoded.base.PIECE", 300)
     reader = open_checkpoint(tmp_path)
     for name, expected in values.items():
         assert torch.equal(read_tensor(reader, name), expected.bfloat16())

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
-from precisionctl.checkpoints.decoded import torchao_codes
 from precisionctl.checkpoints.decoded.torchao_codes import TorchaoCodes
 from precisionctl.checkpoints.hf_directory.fused_experts import sliced
 from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors, read_header
@@ -99,7 +98,7 @@ def test_there_is_a_golden_weight_of_each_class_block_and_dtype() -> None:
 def test_how_rows_are_cut_does_not_matter(tmp_path: Path, spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"moe_intermediate_size": 96, "num_hidden_layers": 2}
     values = torchao_directories.make(tmp_path, spelling, "qwen3-moe", **sizes)
-    monkeypatch.setattr(torchao_codes, "PIECE", 300)
+    monkeypatch.setattr("precisionctl.checkpoints.decoded.base.PIECE", 300)
     reader = open_checkpoint(tmp_path)
     name = next(name for name in values if ".experts.1.down_proj" in name)
     assert torch.equal(read_tensor(reader, name), values[name])

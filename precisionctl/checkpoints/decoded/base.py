@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.checkpoints.chunks import Chunk, whole
+from precisionctl.checkpoints.chunks import Chunk, in_pieces, whole
 from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors
 from precisionctl.codes import numerics
 from precisionctl.codes.elements import Cast
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.param import TensorSpec
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,8 +55,25 @@ class DecodedWeights(ABC):
         """Set `shapes`, `read` and `kinds`."""
 
     @abstractmethod
+    def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
+        """The values of a few rows, one after the other, in a dtype of floats; and the tensor of their scales."""
+
     def rows(self, name: str, row: int, rows: int) -> Tensor:
-        """Rows `[row, row + rows)` of a weight, BF16. Raises DamagedCheckpoint for scales that make no numbers."""
+        """Rows `[row, row + rows)` of a weight, BF16. Raises DamagedCheckpoint for values that are infinite or NaN."""
+        return self._decoded(name, row, rows, self.specs[name].columns)
+
+    def _decoded(self, name: str, row: int, rows: int, columns: int) -> Tensor:
+        """Rows of codes with so many columns, as `rows`."""
+        made = []
+        for first, count in in_pieces(row, rows, columns, PIECE):
+            values, scales = self._values(name, first, count)
+            rounded = values.view(count, columns).bfloat16()
+            amax, has_nan = numerics.amax_and_nan(rounded)  # isfinite takes longer than decoding
+            if has_nan or bool(amax.isinf()):
+                what = f"`{name}` has values that are infinite or NaN, by its codes and {scales}"
+                raise DamagedCheckpoint(what, where=self._where)
+            made.append(rounded)
+        return torch.cat(made)
 
     def cast(self, name: str) -> Cast | None:
         """How the codes of a weight are made of values; None where that is not known here."""
@@ -83,15 +101,6 @@ class DecodedWeights(ABC):
     def _unread(self, what: str) -> PrecisionError:
         """The error for codes, or for a setting by which they would be worth something else, that are not read."""
         return PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
-
-    def _in_bf16(self, name: str, values: Tensor, scales: str) -> Tensor:
-        """Values of a weight, rounded. Raises DamagedCheckpoint for any that is infinite or NaN, by these `scales`."""
-        rounded = values.bfloat16()
-        amax, has_nan = numerics.amax_and_nan(rounded)  # isfinite takes longer than decoding
-        if has_nan or bool(amax.isinf()):
-            what = f"`{name}` has values that are infinite or NaN, by its codes and {scales}"
-            raise DamagedCheckpoint(what, where=self._where)
-        return rounded
 
     @property
     def words(self) -> str:

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from precisionctl.architectures.read_off import why_not_gemms
-from precisionctl.checkpoints.chunks import in_pieces, read_rows, read_tensor
-from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
+from precisionctl.checkpoints.chunks import read_rows, read_tensor
+from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.param import TensorSpec
@@ -57,32 +57,27 @@ class BitNetCodes(DecodedWeights):
         self.kinds = {"ternary codes"}
         self._last: tuple[str, Tensor] | None = None
 
-    def rows(self, name: str, row: int, rows: int) -> Tensor:
-        spec = self._stored.specs[name]
-        made = []
-        for first, count in in_pieces(row, rows, spec.columns, PIECE):
-            if spec.dtype == DType.uint8:
-                made += self._unpacked(name, first, count)
-            else:
-                numbers = read_rows(self._stored, name, first, count).bfloat16().float()
-                made.append(self._in_bf16(name, numbers.mul_(self._scale(name)), f"{name}_scale"))
-        return torch.cat(made)
+    def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
+        if self._stored.specs[name].dtype == DType.uint8:
+            return torch.cat(self._unpacked(name, row, rows)), f"{name}_scale"
+        numbers = read_rows(self._stored, name, row, rows).bfloat16().float()
+        return numbers.mul_(self._scale(name)), f"{name}_scale"
 
     def _unpacked(self, name: str, row: int, rows: int) -> list[Tensor]:
         """Values of rows, in runs of those that are in the same two bits."""
         held, runs = self._stored.specs[name].rows, []
-        values = self._values(name)
+        values = self._of_bytes(name)
         for quarter in range(row // held, (row + rows - 1) // held + 1):
             first, stop = max(row - quarter * held, 0), min(row + rows - quarter * held, held)
             packed = read_rows(self._stored, name, first, stop - first)
             runs.append(values[quarter].index_select(0, packed.view(-1).int()).view(packed.shape))
         return runs
 
-    def _values(self, name: str) -> Tensor:
+    def _of_bytes(self, name: str) -> Tensor:
         """The values of all bytes, BF16 `[4, 256]`, of each of their codes."""
         if self._last is None or self._last[0] != name:
             scale, numbers = self._scale(name), torch.arange(-1.0, 3.0)
-            values = self._in_bf16(name, numbers * scale if self._multiplies else numbers / scale, f"{name}_scale")
+            values = (numbers * scale if self._multiplies else numbers / scale).bfloat16()
             shifts = torch.arange(_IN_BYTE).unsqueeze(1) * 2
             self._last = name, values[torch.arange(256).unsqueeze(0) >> shifts & 3]
         return self._last[1]

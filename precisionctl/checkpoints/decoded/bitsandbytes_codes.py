@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.checkpoints.chunks import in_pieces, read_bytes, read_rows, read_tensor
-from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
+from precisionctl.checkpoints.chunks import read_bytes, read_rows, read_tensor
+from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.quant_methods.base import FLOATS
@@ -117,17 +117,14 @@ class BitsAndBytesCodes(DecodedWeights):
         self.kinds = {f"{state.table.upper()} codes" for state in self._states.values()}
         self.kinds |= {"INT8 codes"} if self._rows_of_int8 else set()
 
-    def rows(self, name: str, row: int, rows: int) -> Tensor:
-        made = []
-        for first, count in in_pieces(row, rows, self.specs[name].columns, PIECE):
-            if scales := self._rows_of_int8.get(name):
-                values = read_rows(self._stored, name, first, count).float()
-                values *= read_rows(self._stored, scales, first, count)
-                values *= _PER_INT8
-            else:
-                values = self._four_bits(name, first, count)
-            made.append(self._in_bf16(name, values, scales or f"{name}.absmax"))
-        return torch.cat(made)
+    def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
+        scales = self._rows_of_int8.get(name)
+        if scales is None:
+            return self._four_bits(name, row, rows), f"{name}.absmax"
+        values = read_rows(self._stored, name, row, rows).float()
+        values *= read_rows(self._stored, scales, row, rows)
+        values *= _PER_INT8
+        return values, scales
 
     def _four_bits(self, name: str, row: int, rows: int) -> Tensor:
         """Rows in the dtype of the weight's quant_state."""

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.checkpoints.chunks import in_pieces, read_rows
-from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
+from precisionctl.checkpoints.chunks import read_rows
+from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.codes import nibbles
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, shown
@@ -76,14 +76,10 @@ class GemmaCodes(DecodedWeights):
         self.kinds = {f"{coded.bits}-bit integers" for coded in self._weights.values()}
         self._tables: dict[int, Tensor] = {}
 
-    def rows(self, name: str, row: int, rows: int) -> Tensor:
-        coded, columns, made = self._weights[name], self.specs[name].columns, []
-        for first, count in in_pieces(row, rows, columns, PIECE):
-            numbers = self._numbers(coded, first, count)
-            scales = read_rows(self._stored, coded.scale, first, count).bfloat16().float().unsqueeze(-1)
-            values = numbers.view(count, scales.shape[1], -1).mul_(scales).view(count, columns)
-            made.append(self._in_bf16(name, values, coded.scale))
-        return torch.cat(made)
+    def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
+        coded = self._weights[name]
+        scales = read_rows(self._stored, coded.scale, row, rows).bfloat16().float().unsqueeze(-1)
+        return self._numbers(coded, row, rows).view(rows, scales.shape[1], -1).mul_(scales), coded.scale
 
     def _numbers(self, coded: _WeightOfBits, row: int, rows: int) -> Tensor:
         """The numbers of codes of rows, FP32, flat."""

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.checkpoints.chunks import Box, in_pieces, read_box, read_bytes, read_tensor
-from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
+from precisionctl.checkpoints.chunks import Box, read_box, read_bytes, read_tensor
+from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.stacked_rows import StackedRows
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, shown
@@ -74,16 +74,12 @@ class HqqCodes(DecodedWeights):
         self.read = {f"{module}.{kind}" for module in modules for kind in kinds}
         self.kinds = {f"{grouped.packed.bits}-bit integers" for grouped in self._weights.values()}
 
-    def rows(self, name: str, row: int, rows: int) -> Tensor:
+    def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
         grouped, columns = self._weights[name], self.specs[name].columns
-        made = []
-        for first, count in in_pieces(row, rows, columns, PIECE):
-            boxes = grouped.packed.boxes(first * columns, (first + count) * columns)
-            values = torch.cat([self._values(grouped, box).view(-1) for box in boxes])
-            made.append(self._in_bf16(name, values.view(count, columns), f"{grouped.module}.scale"))
-        return torch.cat(made)
+        boxes = grouped.packed.whole.run(row * columns, rows * columns)
+        return torch.cat([self._of_box(grouped, box).view(-1) for box in boxes]), f"{grouped.module}.scale"
 
-    def _values(self, grouped: _Grouped, box: Box) -> Tensor:
+    def _of_box(self, grouped: _Grouped, box: Box) -> Tensor:
         """Values of a box of the matrix, in the dtype that the module computed in."""
         dtype = grouped.dtype.torch
         along = Box(box.row, box.rows, 0, 1) if grouped.axis else Box(0, 1, box.column, box.columns)

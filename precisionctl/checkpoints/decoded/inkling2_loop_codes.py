@@ -19,8 +19,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.checkpoints.chunks import in_pieces, read_rows, read_tensor
-from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
+from precisionctl.checkpoints.chunks import read_rows, read_tensor
+from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.codes import nibbles, numerics
 from precisionctl.codes.elements import E2M1
 from precisionctl.dtypes import DType
@@ -87,22 +87,15 @@ class Inkling2LoopCodes(DecodedWeights):
         self.read |= {name for coded in found if coded.kind is _NVFP4 for name in _factors(coded.stack)}
         self.kinds = {coded.kind.words for coded in found}
 
-    def rows(self, name: str, row: int, rows: int) -> Tensor:
-        coded, columns = self._weights[name], self.specs[name].columns
-        made = []
-        for first, count in in_pieces(row, rows, columns, PIECE):
-            codes = read_rows(self._stored, name, first, count)
-            scale = read_rows(self._stored, coded.scale, first, count)
-            values = torch.empty(count, columns)
-            if coded.kind is _NVFP4:
-                nibbles.decode(codes, E2M1, numerics.code_values(scale), values, torch.empty(nibbles.SCRATCH))
-                values *= self._factor(coded)
-            else:
-                groups = numerics.code_values(codes).view(*scale.shape, -1)
-                by = scale.view(torch.float8_e8m0fnu).float().unsqueeze(-1)
-                torch.mul(groups, by, out=values.view(groups.shape))
-            made.append(self._in_bf16(name, values, coded.scale))
-        return torch.cat(made)
+    def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
+        coded = self._weights[name]
+        codes, scale = (read_rows(self._stored, each, row, rows) for each in (name, coded.scale))
+        if coded.kind is _MXFP8:
+            groups = numerics.code_values(codes).view(*scale.shape, -1)
+            return groups * scale.view(torch.float8_e8m0fnu).float().unsqueeze(-1), coded.scale
+        values = torch.empty(rows, self.specs[name].columns)
+        nibbles.decode(codes, E2M1, numerics.code_values(scale), values, torch.empty(nibbles.SCRATCH))
+        return values.mul_(self._factor(coded)), coded.scale
 
     def _factor(self, coded: _ExpertCodes) -> Tensor:
         """By which the scales of an NVFP4 expert are multiplied, FP32 `[]`."""

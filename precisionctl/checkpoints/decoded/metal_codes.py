@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.checkpoints.chunks import in_pieces, read_rows
-from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
+from precisionctl.checkpoints.chunks import read_rows
+from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.codes.mlx_groups import affine_values
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, shown
@@ -44,15 +44,11 @@ class MetalCodes(DecodedWeights):
         self.read = {f"{module}.{kind}" for module in modules for kind in ("weight", "scales", "qbiases")}
         self.kinds = {f"{self._bits}-bit integers"}
 
-    def rows(self, name: str, row: int, rows: int) -> Tensor:
+    def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
         scales_at, biases_at = (f"{name.removesuffix('weight')}{kind}" for kind in ("scales", "qbiases"))
-        columns, made = self.specs[name].columns, []
-        for first, count in in_pieces(row, rows, columns, PIECE):
-            scales, biases = (read_rows(self._stored, each, first, count) for each in (scales_at, biases_at))
-            codes = read_rows(self._stored, name, first, count).view(torch.uint8)
-            values = affine_values(codes, self._bits, scales.float(), biases.float()).view(count, columns)
-            made.append(self._in_bf16(name, values.to(scales.dtype), scales_at))
-        return torch.cat(made)
+        codes, scales, biases = (read_rows(self._stored, each, row, rows) for each in (name, scales_at, biases_at))
+        values = affine_values(codes.view(torch.uint8), self._bits, scales.float(), biases.float())
+        return values.to(scales.dtype), scales_at
 
     def _shape(self, module: str, group: int) -> tuple[int, int]:
         """The shape of a weight, `[out, in]`. Raises DamagedCheckpoint for tensors that are no codes of it."""

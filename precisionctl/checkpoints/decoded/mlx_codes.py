@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.checkpoints.chunks import in_pieces, read_rows, read_tensor
-from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
+from precisionctl.checkpoints.chunks import read_rows, read_tensor
+from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.mlx_casts import NormPlusOne, OfHeads
 from precisionctl.checkpoints.decoded.mlx_parts import WeightPart, shape_of, weights_in_parts
 from precisionctl.codes.elements import E2M1, E4M3, Cast
@@ -100,7 +100,7 @@ class MlxCodes(DecodedWeights):
 
     def rows(self, name: str, row: int, rows: int) -> Tensor:
         if name not in self._made:
-            return self._of_codes(name, row, rows)
+            return super().rows(name, row, rows)
         parts = self._made[name]
         if parts[0].how == "alternating":
             first, stop = row // len(parts), -(-(row + rows) // len(parts))
@@ -140,33 +140,25 @@ class MlxCodes(DecodedWeights):
         """Rows of a weight, as far as they are a part's, BF16 `[rows, columns]`."""
         turned = part.how == "turned"
         first, count = (0, part.shape[0]) if turned else (row, rows)
-        coded = part.name in self._formats
-        values = self._of_codes(part.name, first, count) if coded else read_rows(self._stored, part.name, first, count)
+        if part.name in self._formats:
+            values = self._decoded(part.name, first, count, part.shape[1])
+        else:
+            values = read_rows(self._stored, part.name, first, count)
         if part.how == "plus_one":
             values = values.float() - 1
         return values.t()[row : row + rows].bfloat16() if turned else values.bfloat16()
 
-    def _of_codes(self, name: str, row: int, rows: int) -> Tensor:
-        form, scales = self._formats[name], _beside(name, "scales")
-        columns = form.group * self._stored.specs[scales].columns
-        made = []
-        for first, count in in_pieces(row, rows, columns, PIECE):
-            codes = read_rows(self._stored, name, first, count).view(torch.uint8)
-            scale = read_rows(self._stored, scales, first, count)
-            if form.affine:
-                bias = read_rows(self._stored, _beside(name, "biases"), first, count)
-                values = affine_values(codes, form.bits, scale, bias)
-            else:
-                values = self._floats(name, form, codes, scale)
-            made.append(self._in_bf16(name, values.view(count, columns), scales))
-        return torch.cat(made)
-
-    def _floats(self, name: str, form: _MlxFormat, codes: Tensor, scale: Tensor) -> Tensor:
-        """Values of rows in FP32."""
-        by = scale_values(scale, form.mode)
+    def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
+        form, scales_at = self._formats[name], _beside(name, "scales")
+        codes, scales = (read_rows(self._stored, each, row, rows) for each in (name, scales_at))
+        codes = codes.view(torch.uint8)
+        if form.affine:
+            biases = read_rows(self._stored, _beside(name, "biases"), row, rows)
+            return affine_values(codes, form.bits, scales, biases), scales_at
+        by = scale_values(scales, form.mode)
         if (whole := _beside(name, "global_scale")) in self.read:
             by *= read_tensor(self._stored, whole) / (E4M3.largest * E2M1.largest)
-        return float_values(codes, form.bits, by)
+        return float_values(codes, form.bits, by), scales_at
 
     def _format_of(self, module: str, quantization: Mapping[str, Any]) -> _MlxFormat:
         said = quantization.get(module, True)

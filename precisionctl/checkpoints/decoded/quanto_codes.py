@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from precisionctl.architectures.families import read_model, table_of
 from precisionctl.architectures.param_map import names
-from precisionctl.checkpoints.chunks import Box, in_pieces, read_box, read_rows
-from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
+from precisionctl.checkpoints.chunks import Box, read_box, read_rows
+from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.stacked_rows import StackedRows
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
@@ -70,17 +70,13 @@ class QuantoCodes(DecodedWeights):
         packed = {f"{found.packed.bits}-bit integers" for found in self._weights.values() if found.packed}
         self.kinds = packed | {_BYTES[specs[f"{name}._data"].dtype] for name in weights if f"{name}._data" in specs}
 
-    def rows(self, name: str, row: int, rows: int) -> Tensor:
-        found, columns, made = self._weights[name], self.specs[name].columns, []
-        for first, count in in_pieces(row, rows, columns, PIECE):
-            if found.packed:
-                boxes = found.packed.boxes(first * columns, (first + count) * columns)
-                values = torch.cat([self._shifted(name, found.packed, box).view(-1) for box in boxes])
-            else:
-                scales = read_rows(self._stored, f"{name}._scale", first, count)
-                values = read_rows(self._stored, f"{name}._data", first, count).to(scales.dtype).mul_(scales)
-            made.append(self._in_bf16(name, values.view(count, columns), f"{name}._scale"))
-        return torch.cat(made)
+    def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
+        packed, columns = self._weights[name].packed, self.specs[name].columns
+        if packed:
+            boxes = packed.whole.run(row * columns, rows * columns)
+            return torch.cat([self._shifted(name, packed, box).view(-1) for box in boxes]), f"{name}._scale"
+        codes, scales = (read_rows(self._stored, f"{name}.{kind}", row, rows) for kind in ("_data", "_scale"))
+        return codes.to(scales.dtype).mul_(scales), f"{name}._scale"
 
     def _shifted(self, name: str, packed: StackedRows, box: Box) -> Tensor:
         """Values of a box of the matrix of codes, in the dtype of the scales."""

@@ -3,7 +3,6 @@ pack them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +27,11 @@ class StackedRows:
     from_high: bool
 
     @property
+    def whole(self) -> Box:
+        """All of the matrix."""
+        return Box(0, self.rows, 0, self.columns)
+
+    @property
     def held(self) -> int:
         return -(-self.rows // self.in_word)
 
@@ -41,15 +45,3 @@ class StackedRows:
             words = read_box(stored, self.name, here)
             values[first - box.row : stop - box.row] = words >> shift & (1 << self.bits) - 1
         return values
-
-    def boxes(self, begin: int, end: int) -> Iterator[Box]:
-        """Cut elements `[begin, end)` of the flattened matrix into the part of a row, whole rows, and the part of a
-        row."""
-        while begin < end:
-            row, column = divmod(begin, self.columns)
-            if column or end - begin < self.columns:
-                box = Box(row, 1, column, min(self.columns - column, end - begin))
-            else:
-                box = Box(row, (end - begin) // self.columns, 0, self.columns)
-            yield box
-            begin += box.elements

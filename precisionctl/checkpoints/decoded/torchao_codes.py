@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.checkpoints.chunks import Box, in_pieces, read_box, read_rows
-from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
+from precisionctl.checkpoints.chunks import Box, read_box, read_rows
+from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.hf_directory.fused_experts import stored_name
 from precisionctl.checkpoints.hf_directory.safetensors_file import read_described
 from precisionctl.checkpoints.hf_directory.wrapped_names import names_inside
@@ -93,14 +93,10 @@ class TorchaoCodes(DecodedWeights):
         self.shapes = {name: coded.shape for name, coded in self._weights.items()}
         self.kinds = {coded.of.words for coded in found}
 
-    def rows(self, name: str, row: int, rows: int) -> Tensor:
-        coded, columns = self._weights[name], self.specs[name].columns
-        made = []
-        for first, count in in_pieces(row, rows, columns, PIECE):
-            values = (self._of_bytes if coded.of.packed else self._of_elements)(coded, first, count)
-            rounded = values.view(count, columns).to(coded.dtype.torch)
-            made.append(self._in_bf16(name, rounded, coded.scale))
-        return torch.cat(made)
+    def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
+        coded = self._weights[name]
+        values = (self._of_bytes if coded.of.packed else self._of_elements)(coded, row, rows)
+        return values.to(coded.dtype.torch), coded.scale
 
     def _of_elements(self, coded: _FlatTensor, row: int, rows: int) -> Tensor:
         """Values of rows in FP32, `[rows, blocks, columns of a block]`."""

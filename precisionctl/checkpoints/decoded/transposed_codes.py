@@ -147,15 +147,15 @@ class TransposedCodes(DecodedWeights):
         self.read = {module.tensor(kind) for module in self._modules.values() for kind in kinds}
         self._last: _Slab | None = None
 
-    def rows(self, name: str, row: int, rows: int) -> Tensor:
+    def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
         module, made = self._modules[name], []
         step = max(1, _ROOM * 8 // (module.inputs * module.bits)) // 32 * 32 or 32  # whole words of zero points
         for first in range(row // step * step, row + rows, step):
             if self._last is None or (self._last.weight, self._last.first) != (name, first):
                 self._last = self._slab(name, module, first, min(step, module.out - first))
             here = slice(max(row - first, 0), row + rows - first)
-            made.append(self._in_bf16(name, _decoded(module, self._last, here), module.tensor("scales")))
-        return torch.cat(made)
+            made.append(_decoded(module, self._last, here))
+        return made[0] if len(made) == 1 else torch.cat(made), module.tensor("scales")
 
     def _slab(self, name: str, module: _Module, first: int, rows: int) -> _Slab:
         columns = slice(first, first + rows)
