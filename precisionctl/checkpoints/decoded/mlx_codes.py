@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.decoded.base import DecodedWeights
-from precisionctl.checkpoints.decoded.mlx_casts import NormPlusOne, OfHeads
-from precisionctl.checkpoints.decoded.mlx_parts import WeightPart, shape_of, weights_in_parts
+from precisionctl.checkpoints.decoded.mlx_parts import NormPlusOne, OfHeads, WeightPart, shape_of, weights_in_parts
 from precisionctl.codes.elements import E2M1, E4M3, Cast
 from precisionctl.codes.mlx_groups import (
     MODES,

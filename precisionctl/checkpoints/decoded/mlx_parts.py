@@ -1,11 +1,21 @@
-"""Weights that mlx-lm has cut, turned, or added one to: which parts they are made of (`mlx/mlx_names.py`)."""
+"""Weights that mlx-lm has cut, turned, or added one to (`mlx/mlx_names.py`): which parts they are made of, and what
+they become when they are written so and read again."""
+
+from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
+from precisionctl.codes.elements import Cast
+from precisionctl.codes.mlx_groups import MlxGroups
 from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.torch_when_used import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PART = re.compile(r"(.+)/(\d{1,9})([ab]?)-(joined|turned|alternating|plus_one)\.weight")
 """A part of a weight: the weight's name, the part's place in it, and how it is there.
@@ -61,3 +71,56 @@ def weights_in_parts(shapes: Mapping[str, tuple[int, ...]], where: object) -> di
 
 def shape_of(parts: list[WeightPart]) -> tuple[int, ...]:
     return (sum(part.of_weight[0] for part in parts), *parts[0].of_weight[1:])
+
+
+@dataclass(frozen=True)
+class OfHeads(Cast):
+    """Each head's rows of keys, turned, and of values, as codes of their own groups or, without, in BF16."""
+
+    key_rows: int
+    columns: int
+    value_rows: int
+    keys: MlxGroups | None
+    values: MlxGroups | None
+
+    @property
+    def rows_together(self) -> int:  # type: ignore[override]
+        return self.key_rows + self.value_rows
+
+    @property
+    def in_words(self) -> str:
+        names = (groups.name if groups else "bfloat16" for groups in (self.keys, self.values))
+        return " and ".join(dict.fromkeys(names))
+
+    @property
+    def share_a_scale(self) -> int | None:
+        if self.values:
+            return self.values.group
+        return self.columns if self.keys else None
+
+    def rounded(self, values: Tensor) -> Tensor:
+        heads = values.view(-1, self.rows_together, self.columns)
+        keys, rest = heads[:, : self.key_rows].mT, heads[:, self.key_rows :]
+        made = [_rounded(keys, self.keys).mT, _rounded(rest, self.values)]
+        return torch.cat(made, 1).reshape(values.shape)
+
+
+def _rounded(values: Tensor, groups: MlxGroups | None) -> Tensor:
+    if groups is None:
+        return values.bfloat16().float()
+    return groups.rounded(values.reshape(-1, values.shape[-1])).view(values.shape)
+
+
+class NormPlusOne(Cast):
+    """A norm's weight, of which mlx-lm keeps the sum with one in BF16."""
+
+    @property
+    def in_words(self) -> str:
+        return "bfloat16, plus one"
+
+    @property
+    def share_a_scale(self) -> None:
+        return None
+
+    def rounded(self, values: Tensor) -> Tensor:
+        return ((values.float() + 1).bfloat16().float() - 1).bfloat16().float()
