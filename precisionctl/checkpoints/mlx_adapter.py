@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints.adapter.lora_config import FILE, LARGEST_ALPHA, Alphas, LoraConfig
+from precisionctl.checkpoints.adapter.lora_config import FILE, LARGEST_ALPHA, LoraConfig
 from precisionctl.checkpoints.adapter.reader import MLX_FILE, PREFIX, AdapterReader, open_base
 from precisionctl.checkpoints.adapter.tied import is_embedding
 from precisionctl.checkpoints.base import Container, Hints, Reader, without_iterations
@@ -67,17 +67,8 @@ def _read_config(directory: Path) -> LoraConfig:
     known = type(rank) is int and type(scale) in (int, float) and 0 < rank < 1 << 31
     if not (known and abs(scale) * rank < LARGEST_ALPHA):
         raise DamagedCheckpoint(f"lora_parameters has the rank {shown(rank)} and the scale {shown(scale)}", where=path)
-    return LoraConfig(
-        rank,
-        scale * rank,
-        frozenset((rank,)),
-        Alphas({}),
-        rslora=False,
-        dora=kind == "dora",
-        transposed=False,
-        parameters=frozenset(),
-        base=name if isinstance(name := config.get("model"), str) else None,
-    )
+    base = name if isinstance(name := config.get("model"), str) else None
+    return LoraConfig(rank, scale * rank, dora=kind == "dora", base=base)
 
 
 class _MlxFactors:

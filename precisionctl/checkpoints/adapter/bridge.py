@@ -18,7 +18,7 @@ import numpy as np
 
 from precisionctl.architectures.families import table_of
 from precisionctl.architectures.param_map import Place, Row, names
-from precisionctl.checkpoints.adapter.lora_config import LARGEST_ALPHA, Alphas, LoraConfig
+from precisionctl.checkpoints.adapter.lora_config import LARGEST_ALPHA, LoraConfig
 from precisionctl.checkpoints.adapter.reader import PREFIX, AdapterReader, open_base
 from precisionctl.checkpoints.base import Hints, Reader
 from precisionctl.checkpoints.chunks import Chunk, Chunked, read_rows, whole
@@ -80,10 +80,7 @@ def _read_config(directory: Path) -> LoraConfig:
     alpha: Any = config.get("alpha")
     if type(rank) is not int or type(alpha) not in (int, float) or not (rank > 0 and abs(alpha) < LARGEST_ALPHA):
         raise DamagedCheckpoint(f"dim is {shown(rank)} and alpha {shown(alpha)}", where=directory / BRIDGE)
-    ranks = frozenset((rank,))
-    return LoraConfig(
-        rank, alpha, ranks, Alphas({}), rslora=False, dora=False, transposed=False, parameters=frozenset()
-    )
+    return LoraConfig(rank, alpha)
 
 
 class _Factors:

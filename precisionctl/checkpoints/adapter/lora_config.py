@@ -3,7 +3,7 @@ tuners/lora/config.py)."""
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -83,21 +83,23 @@ class AdaptedModules:
 class LoraConfig:
     """The settings of an adapter that change what its tensors do.
 
-    `rank` and `alpha` are the usual rank and `lora_alpha` of a module, `ranks` every rank that some module may have,
-    and `alphas` the modules with an alpha of their own. `modules` are those that are adapted, and `parameters` names of
-    parameters that are adapted on their own, such as the experts of a layer. `base` is the model that the adapter says
-    it is for; a stranger wrote it. `ensure_weight_tying`: an output layer that is tied to an embedding has the same
-    change.
+    `rank` and `alpha` are the usual rank and `lora_alpha` of a module, and `own_ranks` those that some modules may have
+    instead. `own_alphas` are of modules whose names end as an expression of `alpha_patterns` says, the first that
+    matches (peft 0.21, utils/other.py, get_pattern_key). `modules` are those that are adapted, and `parameters` names
+    of parameters that are adapted on their own, such as the experts of a layer. `base` is the model that the adapter
+    says it is for; a stranger wrote it. `ensure_weight_tying`: an output layer that is tied to an embedding has the
+    same change.
     """
 
     rank: int
     alpha: float
-    ranks: frozenset[int]
-    alphas: "Alphas"
-    rslora: bool
-    dora: bool
-    transposed: bool
-    parameters: frozenset[str]
+    own_ranks: frozenset[int] = frozenset()
+    alpha_patterns: Expressions | None = None
+    own_alphas: Sequence[float] = ()
+    rslora: bool = False
+    dora: bool = False
+    transposed: bool = False
+    parameters: frozenset[str] = frozenset()
     modules: AdaptedModules = AdaptedModules()
     base: str | None = None
     ensure_weight_tying: bool = False
@@ -108,22 +110,9 @@ class LoraConfig:
 
     def scale(self, module: str, rank: int) -> float:
         """The factor of the low-rank product of a module, or of a parameter of `target_parameters`, with this rank."""
-        alpha = self.alphas.of(module, self.alpha)
+        first = self.alpha_patterns.first(module) if self.alpha_patterns else None
+        alpha = self.alpha if first is None else self.own_alphas[first]
         return alpha / (math.sqrt(rank) if self.rslora else rank)
-
-
-class Alphas:
-    """The modules that have an alpha other than `lora_alpha`, by regular expressions for the ends of their names (peft
-    0.21, utils/other.py, get_pattern_key). Raises as Expressions."""
-
-    def __init__(self, patterns: Mapping[str, float]) -> None:
-        self._patterns = Expressions(list(patterns), "alpha_pattern", ends=True)
-        self._alphas = list(patterns.values())
-
-    def of(self, module: str, otherwise: float) -> float:
-        """The alpha of the first expression that matches a module, else `otherwise`."""
-        first = self._patterns.first(module)
-        return otherwise if first is None else self._alphas[first]
 
 
 def read_lora_config(directory: Path) -> LoraConfig:
@@ -158,15 +147,22 @@ def read_lora_config(directory: Path) -> LoraConfig:
     parameters = config.get("target_parameters") or []
     if type(parameters) is not list or not all(type(one) is str for one in parameters):
         raise DamagedCheckpoint(f"target_parameters is {shown(parameters)}, not a list of names", where=path)
-    modules = _read_modules(config, path)
-    rslora, dora, transposed = (_switch(config, key, path) for key in ("use_rslora", "use_dora", "fan_in_fan_out"))
-    name = config.get("base_model_name_or_path")
-    base = name if isinstance(name, str) else None
-    every = frozenset((rank, *ranks.values()))
     with at(path):
-        own = Alphas(alphas)
-    tied = _switch(config, "ensure_weight_tying", path)
-    return LoraConfig(rank, alpha, every, own, rslora, dora, transposed, frozenset(parameters), modules, base, tied)
+        alpha_patterns = Expressions(list(alphas), "alpha_pattern", ends=True)
+    return LoraConfig(
+        rank,
+        alpha,
+        own_ranks=frozenset(ranks.values()),
+        alpha_patterns=alpha_patterns,
+        own_alphas=list(alphas.values()),
+        rslora=_switch(config, "use_rslora", path),
+        dora=_switch(config, "use_dora", path),
+        transposed=_switch(config, "fan_in_fan_out", path),
+        parameters=frozenset(parameters),
+        modules=_read_modules(config, path),
+        base=name if isinstance(name := config.get("base_model_name_or_path"), str) else None,
+        ensure_weight_tying=_switch(config, "ensure_weight_tying", path),
+    )
 
 
 def _read_modules(config: Mapping[str, Any], path: Path) -> AdaptedModules:

@@ -260,7 +260,7 @@ class AdapterReader:
         if rows != columns or rows % experts or not 0 < rank <= _LARGEST_RANK:
             what = f"`{a}` and `{b}` have ranks {rows} and {columns}, for {counted(experts, 'expert')}"
             raise DamagedCheckpoint(what, do=f"Ranks are equal, and up to {_LARGEST_RANK}.")
-        if rank not in self._config.ranks:
+        if rank != self._config.rank and rank not in self._config.own_ranks:
             raise DamagedCheckpoint(f"`{a}` has rank {rank}, {FILE} says {self._config.rank}")
         return rank
 
