@@ -8,12 +8,12 @@ import shutil
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Generic, TypeVar
 
 from precisionctl.errors import DestinationExists, DiskProblem, OutputError
 
@@ -142,6 +142,23 @@ def open_kept(path: Path, encoding: str = "utf-8") -> IO[str]:
         os.close(handle)
         raise _not_ours(path)
     return open(handle, "a+", encoding=encoding)
+
+
+Hole = TypeVar("Hole")
+
+
+@dataclass(frozen=True)
+class FileLayout(Generic[Hole]):
+    """A file of `length` bytes without those of its tensors: `pieces` are (offset, bytes) around them, and `holes` has
+    the offset at which each tensor's row-major bytes belong."""
+
+    pieces: tuple[tuple[int, bytes], ...]
+    holes: Mapping[Hole, int]
+    length: int
+
+    def write_around(self, path: Path) -> None:
+        """Write a file of it, except for the holes: what an existing one has there is not changed."""
+        lay_out_file(path, self.pieces, self.length)
 
 
 def lay_out_file(path: Path, pieces: Iterable[tuple[int, bytes]], length: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 from soaking import in_soak
 
+from precisionctl.checkpoints.output import FileLayout
 from precisionctl.checkpoints.torch_files import torch_zip, torch_zip_writer
 from precisionctl.checkpoints.torch_files.torch_zip import Inert, Span
 from precisionctl.checkpoints.torch_files.torch_zip_records import ALIGNMENT, lay_out_records
@@ -226,7 +227,7 @@ def test_a_skeleton_says_where_every_tensor_of_an_object_is(tmp_path):
         torch_zip.contiguous(found["turned"], "turned", "here")
 
 
-def fill(archive: torch_zip_writer.Archive, path, tensors: list[torch.Tensor]) -> None:
+def fill(archive: FileLayout[torch_zip_writer.Blank], path, tensors: list[torch.Tensor]) -> None:
     archive.write_around(path)
     with open(path, "r+b") as file:
         for hole, tensor in zip(archive.holes.values(), tensors, strict=True):

@@ -17,6 +17,7 @@ from precisionctl.checkpoints.deepspeed.universal import FP32, OPTIMIZER_STATE, 
 from precisionctl.checkpoints.hf_directory.config_json import config_of_values, write_beside
 from precisionctl.checkpoints.hf_directory.fused_experts import stacked, stored_name
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun
+from precisionctl.checkpoints.output import FileLayout
 from precisionctl.checkpoints.torch_files import torch_zip_writer
 from precisionctl.dtypes import DType
 from precisionctl.errors import MappingError
@@ -117,6 +118,6 @@ class DeepSpeedWriter:
 
 
 @functools.cache
-def _archive(dtype: DType, shape: tuple[int, ...]) -> torch_zip_writer.Archive:
+def _archive(dtype: DType, shape: tuple[int, ...]) -> FileLayout[torch_zip_writer.Blank]:
     """The file of a tensor of this dtype and shape."""
     return torch_zip_writer.lay_out({"param": torch_zip_writer.Blank(dtype, shape), "cat_dim": 0})

@@ -22,7 +22,7 @@ from precisionctl.checkpoints.hf_directory.safetensors_file import (
     read_header,
     split_shards,
 )
-from precisionctl.checkpoints.output import lay_out_file
+from precisionctl.checkpoints.output import FileLayout
 from precisionctl.checkpoints.torch_files import torch_zip, torch_zip_writer
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
@@ -34,16 +34,6 @@ MAX_SHARD_SIZE = 5_000_000_000
 
 
 @dataclass(frozen=True)
-class FileLayout:
-    """A file without its tensors' bytes: `pieces` are (offset, bytes) around them, `offsets` where each tensor begins,
-    and `length` is the file's."""
-
-    pieces: tuple[tuple[int, bytes], ...]
-    offsets: Mapping[str, int]
-    length: int
-
-
-@dataclass(frozen=True)
 class WeightFileFormat:
     """A file format for weights. `read` finds the tensors of a file, `lay_out` places them in a new one."""
 
@@ -51,7 +41,7 @@ class WeightFileFormat:
     stem: str
     suffix: str
     read: Callable[[Path], dict[str, StoredTensor]]
-    lay_out: Callable[[Mapping[str, TensorSpec]], FileLayout]
+    lay_out: Callable[[Mapping[str, TensorSpec]], FileLayout[str]]
 
     @property
     def single(self) -> str:
@@ -66,12 +56,12 @@ class WeightFileFormat:
         return self.single if count == 1 else f"{self.stem}-{number:05}-of-{count:05}{self.suffix}"
 
 
-def _lay_out_safetensors(specs: Mapping[str, TensorSpec], written_for: str = "pt") -> FileLayout:
+def _lay_out_safetensors(specs: Mapping[str, TensorSpec], written_for: str = "pt") -> FileLayout[str]:
     header, offsets = make_header(specs, {"format": written_for})
     return FileLayout(((0, header),), offsets, len(header) + sum(spec.nbytes for spec in specs.values()))
 
 
-def _lay_out_bin(specs: Mapping[str, TensorSpec]) -> FileLayout:
+def _lay_out_bin(specs: Mapping[str, TensorSpec]) -> FileLayout[str]:
     blanks = {name: torch_zip_writer.Blank(spec.dtype, spec.shape) for name, spec in specs.items()}
     archive = torch_zip_writer.lay_out(blanks)
     return FileLayout(archive.pieces, {name: archive.holes[blank] for name, blank in blanks.items()}, archive.length)
@@ -215,7 +205,7 @@ class WeightFiles:
         starts = {
             name: (file, offset)
             for file, shard in self._shards.items()
-            for name, offset in self.file_format.lay_out(shard).offsets.items()
+            for name, offset in self.file_format.lay_out(shard).holes.items()
         }
         places = {}
         for name, spec in self.specs.items():
@@ -228,8 +218,7 @@ class WeightFiles:
         """Create every file at its final size, with everything but the tensors' bytes. Tensors in existing files are
         not changed."""
         for file, shard in self._shards.items():
-            layout = self.file_format.lay_out(shard)
-            lay_out_file(file, layout.pieces, layout.length)
+            self.file_format.lay_out(shard).write_around(file)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return [self._places[name]]

@@ -15,10 +15,9 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints.output import lay_out_file
+from precisionctl.checkpoints.output import FileLayout
 from precisionctl.checkpoints.torch_files.torch_zip_records import ALIGNMENT, lay_out_records
 from precisionctl.dtypes import DType
 from precisionctl.torch_when_used import torch
@@ -57,21 +56,6 @@ EMPTY = SmallTensor(DType.uint8, (0,), b"")
 
 
 @dataclass(frozen=True)
-class Archive:
-    """The layout of an archive of `length` bytes: `pieces` are (offset, bytes) around the holes, and `holes` has the
-    offset at which each Blank's row-major bytes belong.
-    """
-
-    pieces: tuple[tuple[int, bytes], ...]
-    holes: Mapping[Blank, int]
-    length: int
-
-    def write_around(self, path: Path) -> None:
-        """Write a file of it, except for the holes: what an existing one has there is not changed."""
-        lay_out_file(path, self.pieces, self.length)
-
-
-@dataclass(frozen=True)
 class TensorArchive:
     """The archive of one tensor: `head`, then its `nbytes` bytes, then `tail`."""
 
@@ -84,7 +68,7 @@ class TensorArchive:
         return len(self.head) + self.nbytes + len(self.tail)
 
 
-def lay_out(value: object) -> Archive:
+def lay_out(value: object) -> FileLayout[Blank]:
     """The archive of an object made of lists, tuples, dicts, OrderedDicts, Namespaces, tensors, Blanks and plain
     values. A tensor that is there twice is shared; a view becomes contiguous, and an object of another subclass
     (Parameter, torch.Size) one of the class.
@@ -97,7 +81,7 @@ def lay_out(value: object) -> Archive:
     data = dumps(_for_pickle(value, blanks, tensors, {}), protocol=2)
     holes = ((f"data/{name}", blank.nbytes) for blank, name in blanks.items())
     records = lay_out_records([*holes, *_records(data, tensors, len(blanks))])
-    return Archive(records.pieces, dict(zip(blanks, records.holes, strict=True)), records.length)
+    return FileLayout(records.pieces, dict(zip(blanks, records.holes, strict=True)), records.length)
 
 
 def dump(value: object) -> bytes:

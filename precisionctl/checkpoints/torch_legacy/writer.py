@@ -23,8 +23,9 @@ from precisionctl.checkpoints.megatron.fp8_state_writer import demanded, grouped
 from precisionctl.checkpoints.megatron.keys import COMPANIONS, OURS, count_experts, expert_of, layer_of, without_expert
 from precisionctl.checkpoints.megatron.logical import OPTIMIZER
 from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
+from precisionctl.checkpoints.output import FileLayout
 from precisionctl.checkpoints.torch_files import torch_zip_writer
-from precisionctl.checkpoints.torch_files.torch_zip_writer import Archive, Blank
+from precisionctl.checkpoints.torch_files.torch_zip_writer import Blank
 from precisionctl.checkpoints.torch_legacy.names import renumbered
 from precisionctl.checkpoints.torch_legacy.optimizer import optimizer_state
 from precisionctl.checkpoints.torch_legacy.rank_directories import FILE, places, rank_directory
@@ -181,7 +182,7 @@ class LegacyWriter:
 
     def _archive(
         self, ranks: _TensorRanks, payloads: Mapping[tuple[int, str], object], fp8: Fp8States | None
-    ) -> Archive:
+    ) -> FileLayout[Blank]:
         """The layout of these ranks' files: tensors first, so that their offsets do not depend on the size of FP8
         state."""
         stages: list[dict[str, object]] = [{**stage} for stage in ranks.stages]
