@@ -1,5 +1,6 @@
 """NVFP4 in GGUF: codes of the source that are kept, with the scales of weights and of inputs."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_tensor
-from precisionctl.checkpoints.gguf.head import read_head
+from precisionctl.checkpoints.gguf.head import ArrayLength, read_head
 from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
@@ -90,3 +91,23 @@ def test_scales_of_which_ggml_would_make_another_number_are_refused(tmp_path: Pa
     save_file(stored, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
     with pytest.raises(DamagedCheckpoint, match="up_proj.weight_scale holds a scale that is neg"):
         export(tmp_path / "hf", tmp_path / "out", "nvfp4")
+
+
+def test_a_factor_of_the_router_that_is_named_as_a_scale_of_experts_is_no_global_scale(tmp_path: Path) -> None:
+    folder = gguf_files.source(tmp_path / "hf", "gemma4-moe", moe_intermediate_size=64)
+    written = export(folder, tmp_path / "out")
+    said = {key: value for key, value in read_head(written).metadata.items() if not isinstance(value, ArrayLength)}
+    number = {"F32": gguf_files.F32, "BF16": gguf_files.BF16}
+    tensors = {
+        name: (tensor.shape, number[tensor.format.name], data)
+        for name, (tensor, data) in stored_tensors(written).items()
+    }
+    shape, _, _ = tensors["blk.0.ffn_down_exps.weight"]
+    ones = bytes([0x38] * 4 + [0x22] * 32)  # of a block of 64: four scales of 1, and codes of 1
+    tensors["blk.0.ffn_down_exps.weight"] = (shape, 40, ones * (math.prod(shape) // 64))
+    tensors["blk.0.ffn_down_exps.scale"] = gguf_files.plain(torch.full((shape[0],), 3.0))
+    file = tmp_path / "other.gguf"
+    file.write_bytes(gguf_files.file(said, tensors))
+    reader = open_checkpoint(file)
+    assert (read_tensor(reader, "model.layers.0.router.per_expert_scale") == 3).all()
+    assert (read_tensor(reader, "model.layers.0.experts.down_proj[1]") == 1).all()

@@ -33,28 +33,28 @@ def scales_of(weight: str) -> tuple[str, str]:
 
 
 def is_scale(name: str, tensors: Mapping[str, GgufTensor]) -> bool:
-    """Whether a tensor is a scale of NVFP4 codes, or of their inputs."""
+    """Whether a tensor is a scale of NVFP4 codes, or of their inputs, by its name: a family may have another tensor of
+    this name."""
     module, dot, end = name.rpartition(".")
     weight = tensors.get(module + _WEIGHT)
     return dot + end in (SCALE, INPUT_SCALE) and weight is not None and weight.format.has_global_scale
 
 
-def global_scales(weight: str, tensors: Mapping[str, GgufTensor], count: int, where: object) -> list[float]:
-    """The global scales of a weight, or of so many slices of it. Raises DamagedCheckpoint for others than it can
-    have."""
+def global_scales(weight: str, scales: Mapping[str, GgufTensor], count: int, where: object) -> list[float]:
+    """The global scales of a weight, or of so many slices of it, from the `scales` of all. Raises DamagedCheckpoint for
+    others than it can have."""
     name, _ = scales_of(weight)
-    if not tensors[weight].format.has_global_scale or name not in tensors:
+    if (tensor := scales.get(name)) is None:
         return [1.0] * count
-    tensor = tensors[name]
     if tensor.format.dtype != DType.float32 or tensor.shape != (count,):
         what = f"`{name}` is {tensor.format.name} {list(tensor.shape)}, and `{weight}` has F32 [{count}]"
         raise DamagedCheckpoint(what, where=where)
     with open(tensor.file, "rb") as file:
         file.seek(tensor.offset)
-        scales = np.frombuffer(file.read(tensor.nbytes), "<f4")
-    if not np.isfinite(scales).all():
+        numbers = np.frombuffer(file.read(tensor.nbytes), "<f4")
+    if not np.isfinite(numbers).all():
         raise DamagedCheckpoint(f"`{name}` holds a scale that is infinite or NaN", where=where)
-    found: list[float] = scales.tolist()
+    found: list[float] = numbers.tolist()
     return found
 
 

@@ -235,9 +235,10 @@ def _slices(
     tensors: Mapping[str, GgufTensor], family: GgufFamily, model: ModelShape, where: object
 ) -> Iterator[GgufPart]:
     """The tensors, with stacks of experts taken apart, and without scales, which their weights have."""
-    count = 0
+    scaling = (name for name in tensors if is_scale(name, tensors) and family.tensors.of_gguf(name, model) is None)
+    scales, count = {name: tensors[name] for name in scaling}, 0
     for name, tensor in tensors.items():
-        if is_scale(name, tensors) and family.tensors.of_gguf(name, model) is None:
+        if name in scales:
             continue
         if "[" in name:
             raise DamagedCheckpoint(f"`{name}` is named as a slice of another tensor", where=where)
@@ -247,9 +248,9 @@ def _slices(
         if not slices or count > _MOST_SLICES:
             raise DamagedCheckpoint(f"`{name}` is a stack of {slices}", where=where)
         if not stacked or len(tensor.shape) == 1:
-            yield GgufPart(name, tensor, *global_scales(name, tensors, 1, where))
+            yield GgufPart(name, tensor, *global_scales(name, scales, 1, where))
             continue
         one = replace(tensor, shape=tensor.shape[1:])
-        for expert, scale in enumerate(global_scales(name, tensors, slices, where)):
+        for expert, scale in enumerate(global_scales(name, scales, slices, where)):
             part = replace(one, offset=tensor.offset + expert * one.nbytes)
             yield GgufPart(f"{name}[{expert}]", part, scale)
