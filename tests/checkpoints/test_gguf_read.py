@@ -567,7 +567,7 @@ COUNTED_BY = {"attention.key_length", "attention.sliding_window", "nextn_predict
 PASSED_OVER = {
     *("attention.head_count_kv", "attention.sliding_window_pattern", "attention.value_length", "context_length"),
     *("expert_shared_count", "expert_shared_feed_forward_length", "expert_used_count", "rope.dimension_sections"),
-    *("n_deepstack_layers", "rope.scaling.factor", "rope.scaling.original_context_length"),
+    *("n_deepstack_layers", "rope.dimension_count", "rope.scaling.factor", "rope.scaling.original_context_length"),
     *(f"ssm.{key}" for key in ("conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank")),
 }
 """Keys by which llama.cpp computes nothing in some families, or not beside what other keys say."""
@@ -579,11 +579,10 @@ def test_the_keys_that_a_family_says_are_those_that_it_reads(name: str) -> None:
     gate = replace(whole.tensors["token_embd.weight"], shape=(4, 64))
     file = Watched(whole.metadata, {**whole.tensors, "blk.0.attn_gate.weight": gate}, whole.architecture)
     family = FAMILIES[pico.shape(name).architecture].of_file(file)
-    entries = [*family.keys, *family.more, *family.reads]
-    said = {key for entry in entries for key in entry.keys}
+    said = {key for entry in family.entries for key in entry.keys}
     file.asked.clear()
     with contextlib.suppress(UnknownArchitecture):  # of rules between keys and tensors, which are not there
-        read_each(entries, file)
+        read_each(family.entries, file)
         assert said - file.asked <= PASSED_OVER
     assert file.asked - said <= COUNTED_BY
 

@@ -57,10 +57,10 @@ class GgufFamily:
     is computed.
 
     `keys` are written before `general.file_type`, `more` behind it. `reads` are not written: llama.cpp takes them for
-    what they are without a key. `computed` are the values of other fields, or how these follow from fields, where they
-    are not ModelShape's defaults. `ignored` are fields that llama.cpp does not look at, although it makes a difference,
-    each with what it is taken for where no config.json says it. `folded` are factors that weights are multiplied by,
-    which are 1 where no config.json says them.
+    what they are without a key; and so TURNED, where no other entry reads its key. `computed` are the values of other
+    fields, or how these follow from fields, where they are not ModelShape's defaults. `ignored` are fields that
+    llama.cpp does not look at, although it makes a difference, each with what it is taken for where no config.json says
+    it. `folded` are factors that weights are multiplied by, which are 1 where no config.json says them.
     `scalings` are the kinds of scaled rotary embeddings that it computes, each with what config.json says of it, and
     `of_scaling` what llama.cpp takes beside it, as the published models have it, and no key says; `reads_betas`: it
     computes with the betas of YaRN that a file says.
@@ -84,7 +84,7 @@ class GgufFamily:
     rows: Sequence[GgufRow]
     keys: tuple[GgufEntry, ...]
     more: tuple[GgufEntry, ...] = ()
-    reads: tuple[GgufEntry, ...] = (TURNED,)
+    reads: tuple[GgufEntry, ...] = ()
     computed: Mapping[str, Any] = field(default_factory=dict)
     ignored: Fields = field(default_factory=dict)
     folded: Fields = field(default_factory=dict)
@@ -103,6 +103,12 @@ class GgufFamily:
     @cached_property
     def tensors(self) -> TensorTable:
         return TensorTable(self.rows)
+
+    @cached_property
+    def entries(self) -> tuple[GgufEntry, ...]:
+        """All that a file is read by."""
+        own = (*_OF_ALL, *self.keys, *self.more, *self.reads)
+        return own if any(TURNED.keys[0] in entry.keys for entry in own) else (*own, TURNED)
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -135,9 +141,8 @@ class GgufFamily:
     def read(self, file: Described) -> dict[str, Any]:
         """The fields that a file says. Raises DamagedCheckpoint for keys that are not there or contradict one another,
         UnknownArchitecture for a setting that is not read."""
-        entries = (*_OF_ALL, *self.keys, *self.more, *self.reads)
-        file.check_read(key for entry in entries for key in entry.keys)
-        return {"rope_scaling": None, **read_each(entries, file)}
+        file.check_read(key for entry in self.entries for key in entry.keys)
+        return {"rope_scaling": None, **read_each(self.entries, file)}
 
     def completed(self, said: Fields) -> dict[str, Any]:
         """The fields with those that llama.cpp computes whatever a file says."""

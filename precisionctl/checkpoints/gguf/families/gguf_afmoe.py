@@ -42,7 +42,6 @@ FAMILIES = {
             expert_keys.WEIGHTS_SCALE,
             keys.WINDOW,
         ),
-        reads=(),
         computed={
             **dict.fromkeys(("post_layernorms", "qk_layernorm", "attention_output_gate", "moe.expert_bias"), True),
             "embedding_multiplier": lambda fields: math.sqrt(fields["hidden_size"]),

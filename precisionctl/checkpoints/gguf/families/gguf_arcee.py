@@ -12,7 +12,6 @@ FAMILIES = {
         rows=[*rows.DECODER_IN_PAIRS, *rows.UNGATED_MLP],
         keys=(*base_keys(), keys.HEAD_SIZE),
         more=(keys.VOCABULARY, rope_keys.TURNED),
-        reads=(),
         computed={"activation": "squared_relu", "gated_linear_unit": False},
         scalings=rope_keys.AND_LLAMA3,
     ),

@@ -133,7 +133,6 @@ _LING_2 = GgufFamily(
         ),
         *(_PREDICTION, _WHOLE_HEADS),
     ),
-    reads=(),
     computed={**expert_keys.TWO_SCORES, "moe.expert_bias": True, "qk_layernorm": True, "tied_embeddings": False},
 )
 
@@ -166,7 +165,6 @@ FAMILIES = {
             expert_keys.NORMALISED,
             keys.PREDICTION_LAYERS,
         ),
-        reads=(),
         computed={**expert_keys.TWO_SCORES, **BESIDE_KDA, "linear_gate": "sigmoid per head"},
         scalings=rope_keys.UNSCALED_ALONE,
     ),

@@ -92,7 +92,6 @@ FAMILIES = {
         rows=_ROWS,
         keys=(*base_keys(epsilon=keys.LAYER_NORM_EPSILON), keys.HEAD_SIZE),
         more=(_LOGIT_SCALE, keys.WINDOW, keys.VOCABULARY, rope_keys.TURNED, rope_keys.SAYS_UNSCALED),
-        reads=(),
         computed={**_COMPUTED, "rope_layers": keys.every(4), "window_layers": keys.every(4)},
         scalings=rope_keys.UNSCALED_ALONE,
         scaled=rows.SCALED,
@@ -114,7 +113,6 @@ FAMILIES = {
             ),
             *(rope_keys.TURNED, rope_keys.SAYS_UNSCALED),
         ),
-        reads=(),
         computed={
             "norm_bias": False,
             **dict.fromkeys(("parallel_residual", "shared_layernorm", "rotary_interleaved"), True),

@@ -153,7 +153,6 @@ def _latent_attention(
             rope_keys.LOG_MULTIPLIER,
             *behind,
         ),
-        reads=(),
         computed={"kv_channels": lambda fields: fields["mla.v_head_dim"], **expert_keys.TWO_SCORES, **computed},
         scalings=rope_keys.OF_LATENT,
         of_scaling=rope_keys.mscales(),

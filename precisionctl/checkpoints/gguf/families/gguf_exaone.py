@@ -63,7 +63,6 @@ FAMILIES = {
         rows=rows.renamed([*rows.DECODER, *rows.MLP], PUBLISHED),
         keys=(*base_keys(), keys.HEAD_SIZE),
         more=(rope_keys.TURNED,),
-        reads=(),
         scalings=rope_keys.AND_LLAMA3,
     ),
     "exaone4": GgufFamily(

@@ -69,7 +69,6 @@ FAMILIES = {
         rows=_ROWS,
         keys=(keys.CONTEXT, keys.WIDTH, keys.MLP_SIZE, keys.EQUAL_HEADS, keys.LAYERS, MIXER_AS_MAMBA2, keys.EPSILON),
         more=(keys.VOCABULARY, _GROUPS, keys.HEAD_SIZE, rope_keys.ROPE, _MIXER_BESIDE),
-        reads=(rope_keys.TURNED,),
         computed={"tied_embeddings": False},
         folded={
             **dict.fromkeys(("embedding_multiplier", "logit_multiplier"), 1.0),

@@ -69,7 +69,7 @@ FAMILIES = {
             keys.number("final_logit_softcapping", "final_logit_softcapping", 30.0),
             keys.GgufKey("sliding_window", "attention.sliding_window", 4096),
         ),
-        reads=(rope_keys.TURNED, keys.WINDOWS),
+        reads=(keys.WINDOWS,),
         computed={
             **_TIED,
             "post_layernorms": True,
@@ -82,7 +82,7 @@ FAMILIES = {
         rows=[*_DECODER, *rows.in_layers({**rows.FOUR_NORMS, **rows.QK_NORMS}, PLUS_ONE)],
         keys=(*base_keys(rope=(rope_keys.ROPE, rope_keys.LOCAL_BASE)), keys.HEAD_SIZE),
         more=(FINAL_CAP, _WINDOW_OF_GEMMA3),
-        reads=(rope_keys.TURNED, keys.WINDOWS),
+        reads=(keys.WINDOWS,),
         computed={
             **_PLUS_ONE,
             **COMPUTED,

@@ -46,7 +46,6 @@ _GLM4 = GgufFamily(
     rows=[*rows.outside_layers(), *rows.in_layers(_NORMS_OF_GLM4), *rows.ATTENTION, *rows.JOINED_MLP],
     keys=(*base_keys(), keys.HEAD_SIZE),
     more=(rope_keys.TURNED, keys.QKV_BIAS),
-    reads=(),
     computed={"post_layernorms": True, "rotary_interleaved": True},
     tokens={"eos": "<|endoftext|>", "eot": "<|user|>", "unk": "<|endoftext|>", "bos": "<|endoftext|>"},
 )
@@ -88,7 +87,6 @@ _GLM4_MOE = GgufFamily(
         ),
         *(keys.PREDICTION_LAYERS, keys.QKV_BIAS, keys.HAS_QK_NORMS),
     ),
-    reads=(),
     computed={**expert_keys.TWO_SCORES, "moe.expert_bias": True},
     tokens=_TOKENS,
 )

@@ -91,7 +91,6 @@ FAMILIES = {
             *(keys.CONTEXT, keys.WIDTH, keys.LAYERS, keys.MLP_SIZE, rope_keys.TURNED, keys.EQUAL_HEADS),
             *(_PARALLEL, keys.LAYER_NORM_EPSILON, rope_keys.UNUSUAL_BASE),
         ),
-        reads=(),
         computed={**_COMPUTED, **_BIASES, **_AS_MANY_KEYS, "tied_embeddings": False},
         ignored=_GELU,
         scalings=rope_keys.UNSCALED_ALONE,

@@ -3,7 +3,7 @@
 Sources: llama.cpp's src/models/openai-moe.cpp, and conversion/gpt_oss.py.
 """
 
-from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, rope_keys, tensor_rows as rows
+from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.tensor_changes import GATE_UP_IN_TURNS
 
@@ -37,7 +37,7 @@ FAMILIES = {
         rows=_ROWS,
         keys=(*base_keys(*expert_keys.EXPERT_COUNTS), keys.HEAD_SIZE),
         more=(keys.WINDOW, expert_keys.EXPERT_SIZE),
-        reads=(rope_keys.TURNED, keys.WINDOWS),
+        reads=(keys.WINDOWS,),
         computed={
             **expert_keys.IN_ALL_LAYERS,
             **_BIASES_AND_SINKS,

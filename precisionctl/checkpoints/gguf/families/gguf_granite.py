@@ -136,7 +136,6 @@ _DENSE = GgufFamily(
     rows=[*_HYBRID_ROWS, *_joined("")],
     keys=(_LAYERS, rope_keys.ROPE, keys.EPSILON, keys.always("expert_count", 0), _NONE_USED, keys.UNUSUAL_HEAD_SIZE),
     more=(*_MULTIPLIERS, _MLP_AS_SHARED, MIXER, _POSITIONS),
-    reads=(),
 )
 _SPARSE = replace(
     _DENSE,

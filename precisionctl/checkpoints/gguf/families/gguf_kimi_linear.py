@@ -43,7 +43,6 @@ FAMILIES = {
             expert_keys.LEADING_DENSE,
             expert_keys.WEIGHTS_SCALE,
         ),
-        reads=(),
         computed={
             **BESIDE_KDA,
             "tied_embeddings": False,

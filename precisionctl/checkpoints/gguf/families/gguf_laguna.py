@@ -137,7 +137,6 @@ FAMILIES = {
             keys.write_only(_write_turned),
             keys.GgufRule(("linear_gate",), (), _read_gate, _write_gate),
         ),
-        reads=(),
         computed={"qk_layernorm": True, "moe.expert_bias": True},
         down_last=True,
     ),

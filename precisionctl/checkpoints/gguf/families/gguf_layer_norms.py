@@ -32,7 +32,6 @@ FAMILIES = {
             rope_keys.UNUSUAL_BASE,
         ),
         more=(keys.QKV_BIAS,),
-        reads=(),
         computed={"kv_channels": keys.hidden_by_heads, "normalization": "LayerNorm", "tied_embeddings": False},
     ),
     "phi": GgufFamily(
@@ -57,7 +56,6 @@ FAMILIES = {
             rope_keys.TURNED,
             rope_keys.UNUSUAL_BASE,
         ),
-        reads=(),
         computed={
             "kv_channels": keys.hidden_by_heads,
             "normalization": "LayerNorm",

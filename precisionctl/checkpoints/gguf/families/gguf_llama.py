@@ -62,7 +62,6 @@ FAMILIES = {
         rows=[*rows.DECODER_IN_PAIRS, *rows.EXPERTS_OF_MIXTRAL],
         keys=(*base_keys(*expert_keys.EXPERT_COUNTS), keys.UNUSUAL_HEAD_SIZE),
         more=(keys.VOCABULARY, rope_keys.TURNED),
-        reads=(),
         computed={**expert_keys.IN_ALL_LAYERS, **expert_keys.AS_LARGE_AS_MLP},
         ignored=keys.NO_WINDOW,
         recognises=lambda file: file.count("expert_count", 0) > 0,
@@ -73,7 +72,6 @@ FAMILIES = {
         rows=[*rows.DECODER_IN_PAIRS, *rows.MLP],
         keys=(*base_keys(), keys.HEAD_SIZE),
         more=(keys.VOCABULARY, rope_keys.TURNED, rope_keys.WHOLE_MULTIPLIER, rope_keys.QUERY_SCALING),
-        reads=(),
         ignored=keys.NO_WINDOW,
         reads_betas=True,
         of_scaling=rope_keys.mscales(needed=False),
@@ -98,7 +96,6 @@ FAMILIES = {
         ],  # its experts are `[out, in]` in GGUF, and so under the names that their codes have, one by one
         keys=(*base_keys(*expert_keys.EXPERT_COUNTS), keys.HEAD_SIZE),
         more=(keys.VOCABULARY, rope_keys.TURNED, _STEP, expert_keys.EXPERT_SIZE),
-        reads=(),
         computed={
             "rotary_interleaved": True,
             "rope_layers": keys.every(4),

@@ -25,7 +25,7 @@ FAMILIES = {
             *(keys.WIDTH, keys.always("feed_forward_length", 0), keys.always("attention.head_count", 0)),
             *(_LAYERS, MIXER_AS_MAMBA2, keys.EPSILON),
         ),
-        reads=(),
+        reads=(keys.ignored_keys(*rope_keys.TURNED.keys),),
         computed={
             "max_position_embeddings": 262144,  # of which nothing is computed
             **dict.fromkeys(("num_attention_heads", "num_query_groups"), lambda fields: fields["mamba.num_heads"]),

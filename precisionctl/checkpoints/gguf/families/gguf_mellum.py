@@ -12,7 +12,6 @@ FAMILIES = {
         rows=[*rows.DECODER, *rows.in_layers(rows.QK_NORMS), *rows.ROUTER, *rows.EXPERTS],
         keys=(*base_keys(*expert_keys.EXPERT_COUNTS, rope=(rope_keys.ROPE, rope_keys.SAME_BASE)), keys.HEAD_SIZE),
         more=(expert_keys.EXPERT_SIZE, keys.WINDOW, keys.WINDOWS),
-        reads=(rope_keys.TURNED,),
         computed={
             **expert_keys.IN_ALL_LAYERS,
             **rope_keys.AS_ELSEWHERE,

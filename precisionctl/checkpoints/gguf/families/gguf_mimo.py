@@ -85,7 +85,6 @@ FAMILIES = {
             keys.number("attention_value_scale", "attention.value_scale", 1.0),
             expert_keys.ROUTED_LAYERS,
         ),
-        reads=(),
         computed={
             "softmax_offset": True,
             "global_attention.softmax_offset": False,

@@ -62,7 +62,6 @@ FAMILIES = {
             rope_keys.UNUSUAL_BASE,
             keys.GgufRule((), (), _read_longrope, _write_longrope),
         ),
-        reads=(),
         computed={
             "kv_channels": keys.hidden_by_heads,
             "mla.v_head_dim": keys.hidden_by_heads,

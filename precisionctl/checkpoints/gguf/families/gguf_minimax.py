@@ -17,7 +17,6 @@ FAMILIES = {
         ],
         keys=(*base_keys(*expert_keys.EXPERT_COUNTS, expert_keys.scored_by("sigmoid")), keys.HEAD_SIZE),
         more=(expert_keys.EXPERT_SIZE, rope_keys.TURNED),
-        reads=(),
         computed={
             **expert_keys.IN_ALL_LAYERS,
             **expert_keys.AS_LARGE_AS_MLP,

@@ -32,7 +32,6 @@ FAMILIES = {
             *(keys.VOCABULARY, keys.LAYER_NORM_EPSILON, rope_keys.TURNED, keys.ATTENTION_BIAS, keys.MLP_BIAS),
             rope_keys.SAYS_UNSCALED,
         ),
-        reads=(),
         computed={
             **_COMPUTED,
             "kv_channels": keys.hidden_by_heads,
@@ -46,7 +45,6 @@ FAMILIES = {
         rows=[*rows.DECODER, *_NORM_BIASES, *rows.UNGATED_MLP],
         keys=(*base_keys(epsilon=keys.LAYER_NORM_EPSILON), keys.HEAD_SIZE),
         more=(rope_keys.TURNED, keys.QKV_BIAS),
-        reads=(),
         computed={**_COMPUTED, "proj_bias": True, "mlp_bias": True},
     ),
 }
