@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
+from precisionctl.architectures.config_keys import Fields
 from precisionctl.architectures.families import fields_of, from_hf_config, key_in, model_of_fields, to_hf_config
 from precisionctl.checkpoints.base import WITH_REFERENCE
 from precisionctl.checkpoints.gguf.families import FAMILIES
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import GgufKey
 from precisionctl.checkpoints.gguf.rotary_tensors import scaling_with_tensors
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
@@ -29,7 +29,7 @@ def model_of_file(file: Described, model_type: str) -> ModelShape:
     try:
         model = model_of_fields({"architecture": model_type, **family.completed(said)})
     except DamagedCheckpoint as error:
-        raise _in_words_of(file, family, error) from None
+        raise _in_words_of(file, said, family, error) from None
     try:
         family.check_scaling(model)
     except UnknownArchitecture as error:
@@ -42,12 +42,13 @@ def model_of_file(file: Described, model_type: str) -> ModelShape:
     return model
 
 
-def _in_words_of(file: Described, family: GgufFamily, error: DamagedCheckpoint) -> DamagedCheckpoint:
+def _in_words_of(file: Described, said: Fields, family: GgufFamily, error: DamagedCheckpoint) -> DamagedCheckpoint:
     """An error that begins with a field, with the key that says it."""
     field, _, rest = error.what.partition(" ")
-    for entry in (*family.keys, *family.more):
-        if isinstance(entry, GgufKey) and field == entry.field.rpartition(".")[2]:
-            field = f"{file.architecture}.{entry.key}"
+    for entry in family.entries:
+        match entry.fields, entry.keys:
+            case [name], [key] if field == name.rpartition(".")[2] and _same(said.get(name), file.said(key)):
+                field = f"{file.architecture}.{key}"
     return DamagedCheckpoint(f"{field} {rest}", do="Is the file whole, and of such a model?")
 
 

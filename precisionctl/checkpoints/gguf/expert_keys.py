@@ -7,10 +7,9 @@ from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
     GgufEntry,
-    GgufKey,
-    GgufRule,
     Said,
     always,
+    integer,
     number,
     refused,
     value_of,
@@ -18,11 +17,11 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
 from precisionctl.model.model_shape import ModelShape
 
 EXPERT_COUNTS: tuple[GgufEntry, ...] = (
-    GgufKey("moe.num_experts", "expert_count"),
-    GgufKey("moe.topk", "expert_used_count"),
+    integer("moe.num_experts", "expert_count"),
+    integer("moe.topk", "expert_used_count"),
 )
-EXPERT_SIZE = GgufKey("moe.ffn_hidden_size", "expert_feed_forward_length")
-SHARED_EXPERT_SIZE = GgufKey("moe.shared_ffn_hidden_size", "expert_shared_feed_forward_length")
+EXPERT_SIZE = integer("moe.ffn_hidden_size", "expert_feed_forward_length")
+SHARED_EXPERT_SIZE = integer("moe.shared_ffn_hidden_size", "expert_shared_feed_forward_length")
 WEIGHTS_SCALE = number("moe.topk_scaling_factor", "expert_weights_scale", 1.0)
 
 IN_ALL_LAYERS: Mapping[str, Any] = {"moe.layer_freq": lambda fields: (True,) * fields["num_layers"]}
@@ -41,7 +40,7 @@ def _write_shared(model: ModelShape) -> Said:
     return {"expert_shared_count": shared // value_of(model, "moe.ffn_hidden_size")}
 
 
-SHARED_COUNT = GgufRule(("moe.shared_ffn_hidden_size",), ("expert_shared_count",), _read_shared, _write_shared)
+SHARED_COUNT = GgufEntry(("moe.shared_ffn_hidden_size",), ("expert_shared_count",), _read_shared, _write_shared)
 """So many, each as large as a routed one."""
 
 
@@ -60,7 +59,7 @@ def _write_dense(model: ModelShape) -> Said:
     return {"leading_dense_block_count": experts.count(False)}
 
 
-LEADING_DENSE = GgufRule(("moe.layer_freq",), ("leading_dense_block_count",), _read_dense, _write_dense)
+LEADING_DENSE = GgufEntry(("moe.layer_freq",), ("leading_dense_block_count",), _read_dense, _write_dense)
 
 
 def with_router(file: Described) -> tuple[bool, ...]:
@@ -68,7 +67,7 @@ def with_router(file: Described) -> tuple[bool, ...]:
     return tuple(file.has(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(file.decoder_layers()))
 
 
-ROUTED_LAYERS = GgufRule(("moe.layer_freq",), (), lambda file: {"moe.layer_freq": with_router(file)})
+ROUTED_LAYERS = GgufEntry(("moe.layer_freq",), (), lambda file: {"moe.layer_freq": with_router(file)})
 """Of a family whose files do not say which layers have experts."""
 
 _SCORES = "expert_gating_func"
@@ -81,17 +80,17 @@ def is_scored_by(function: str, file: Described) -> bool:
     return bool(file.count(_SCORES, 0) == _FUNCTIONS[function])
 
 
-def scored_by(function: str) -> GgufRule:
+def scored_by(function: str) -> GgufEntry:
     """The one function that scores experts in all models of a family, which a file may say."""
 
     def read(file: Described) -> Fields:
         file.expect(_SCORES, _FUNCTIONS[function])
         return {"moe.score_function": function}
 
-    return GgufRule(("moe.score_function",), (_SCORES,), read, lambda model: {_SCORES: _FUNCTIONS[function]})
+    return GgufEntry(("moe.score_function",), (_SCORES,), read, lambda model: {_SCORES: _FUNCTIONS[function]})
 
 
-NORMALISED = GgufRule(
+NORMALISED = GgufEntry(
     ("moe.pre_softmax",),
     ("expert_weights_norm",),
     lambda file: {"moe.pre_softmax": file.said("expert_weights_norm") is not True},
@@ -102,7 +101,7 @@ NORMALISED = GgufRule(
 _GROUPS = ("moe.num_groups", "moe.group_topk", "moe.group_scores")
 
 
-def groups(scores: int) -> GgufRule:
+def groups(scores: int) -> GgufEntry:
     """Groups of experts, each of which is worth so many of its scores in the family."""
 
     def read(file: Described) -> Fields:
@@ -115,7 +114,7 @@ def groups(scores: int) -> GgufRule:
             number = best = 1
         return {"expert_group_count": number, "expert_group_used_count": best}
 
-    return GgufRule(_GROUPS[:2], ("expert_group_count", "expert_group_used_count"), read, write)
+    return GgufEntry(_GROUPS[:2], ("expert_group_count", "expert_group_used_count"), read, write)
 
 
 TWO_SCORES: Mapping[str, Any] = {"moe.group_scores": lambda fields: 2 if fields["moe.num_groups"] else None}

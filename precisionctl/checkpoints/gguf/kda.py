@@ -8,7 +8,7 @@ from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import HEADS_KV, GgufKey, GgufRule, Said, value_of
+from precisionctl.checkpoints.gguf.metadata_keys import HEADS_KV, GgufEntry, Said, integer, value_of
 from precisionctl.checkpoints.gguf.tensor_rows import GgufRow, in_layer, in_layers
 from precisionctl.checkpoints.tensor_changes import KERNEL_IN_FOUR, TensorChange
 from precisionctl.model.model_shape import ModelShape
@@ -35,14 +35,14 @@ def _write_heads(model: ModelShape) -> Said:
     return {"attention.head_count": model.num_attention_heads, HEADS_KV: [0 if delta else 1 for delta in kinds]}
 
 
-KDA_HEADS = GgufRule(
+KDA_HEADS = GgufEntry(
     ("num_attention_heads", "num_query_groups", "gdn.layers"),
     ("attention.head_count", HEADS_KV),
     _read_heads,
     _write_heads,
 )
 """To llama.cpp all heads have one key, the latent, and layers of delta attention none."""
-KDA_SIZES = (GgufKey("gdn.conv_kernel_dim", "ssm.conv_kernel"), GgufKey("gdn.key_head_dim", "kda.head_dim"))
+KDA_SIZES = (integer("gdn.conv_kernel_dim", "ssm.conv_kernel"), integer("gdn.key_head_dim", "kda.head_dim"))
 
 
 def _read_key_size(file: Described) -> Fields:
@@ -50,14 +50,14 @@ def _read_key_size(file: Described) -> Fields:
     return {}
 
 
-def latent_key(head_dim: Callable[[ModelShape], int]) -> GgufRule:
+def latent_key(head_dim: Callable[[ModelShape], int]) -> GgufEntry:
     """What is a key to llama.cpp, and what published files call `head_dim`, with which it computes nothing."""
 
     def write(model: ModelShape) -> Said:
         key = value_of(model, "mla.kv_lora_rank") + value_of(model, "mla.qk_pos_emb_head_dim")
         return {"attention.key_length": key, "attention.value_length": head_dim(model)}
 
-    return GgufRule((), ("attention.key_length", "attention.value_length"), _read_key_size, write)
+    return GgufEntry((), ("attention.key_length", "attention.value_length"), _read_key_size, write)
 
 
 BESIDE_KDA: Mapping[str, Any] = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from precisionctl.architectures.config_keys import NEEDED, Fields
 from precisionctl.checkpoints.gguf.metadata import Described
@@ -22,58 +22,45 @@ Said = Mapping[str, int | float | bool | str | list[bool] | list[int]]
 """Values by key, without the architecture's name; an `int` is 32 bits without a sign, a `float` FP32."""
 
 
-class GgufEntry(Protocol):
-    """Some keys of the metadata, or tensors that are there or not, and the fields of ModelShape that they say."""
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Those that llama.cpp computes with as the file says them."""
-        ...
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Those that `read` looks at, beside others' that it only counts by. A key of a file that is no entry's is
-        refused."""
-        ...
-
-    def read(self, file: Described) -> Fields: ...
-    def write(self, model: ModelShape) -> Said:
-        """Raises UnknownArchitecture for a model of which llama.cpp would compute something else."""
-        ...
-
-
 @dataclass(frozen=True)
-class GgufKey:
-    """A field under one key: an integer, or FP32. `absent` is what llama.cpp takes where the key is not there; None is
-    not written."""
+class GgufEntry:
+    """Some keys of the metadata, or tensors that are there or not, and the fields of ModelShape that they say.
 
-    field: str
-    key: str
-    absent: float | None = NEEDED
-    kind: type[int] | type[float] = int
+    `fields` are those that llama.cpp computes with as the file says them. `keys` are those that `read` looks at, beside
+    others' that it only counts by; a key of a file that is no entry's is refused. `write` raises UnknownArchitecture
+    for a model of which llama.cpp would compute something else.
+    """
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return (self.field,)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return (self.key,)
-
-    def read(self, file: Described) -> Fields:
-        read = file.count if self.kind is int else file.number
-        return {self.field: read(self.key, self.absent)}
-
-    def write(self, model: ModelShape) -> Said:
-        value = value_of(model, self.field)
-        if value is None and self.absent not in (None, NEEDED):
-            raise refused(model, f"with {self.field} None, but with {self.absent}")
-        return {} if value is None else {self.key: self.kind(value)}
+    fields: tuple[str, ...]
+    keys: tuple[str, ...]
+    read: Callable[[Described], Fields]
+    write: Callable[[ModelShape], Said] = lambda model: {}
 
 
-def number(field: str, key: str, absent: float | None = NEEDED) -> GgufKey:
-    """A field in FP32."""
-    return GgufKey(field, key, absent, float)
+def integer(field: str, key: str, absent: int | None = NEEDED) -> GgufEntry:
+    """A field under one key. `absent` is what llama.cpp takes where the key is not there; None is not written."""
+    return _one(field, key, absent, int, Described.count)
+
+
+def number(field: str, key: str, absent: float | None = NEEDED) -> GgufEntry:
+    """The same of a field in FP32."""
+    return _one(field, key, absent, float, Described.number)
+
+
+def _one(
+    field: str,
+    key: str,
+    absent: float | None,
+    kind: type[int] | type[float],
+    read: Callable[[Described, str, float | None], Any],
+) -> GgufEntry:
+    def write(model: ModelShape) -> Said:
+        value = value_of(model, field)
+        if value is None and absent not in (None, NEEDED):
+            raise refused(model, f"with {field} None, but with {absent}")
+        return {} if value is None else {key: kind(value)}
+
+    return GgufEntry((field,), (key,), lambda file: {field: read(file, key, absent)}, write)
 
 
 def value_of(model: ModelShape, field: str) -> Any:
@@ -85,37 +72,27 @@ def value_of(model: ModelShape, field: str) -> Any:
     return getattr(here, name)
 
 
-@dataclass(frozen=True)
-class GgufRule:
-    """Fields and keys that functions make of one another. Without keys, tensors say the fields."""
-
-    fields: tuple[str, ...]
-    keys: tuple[str, ...]
-    read: Callable[[Described], Fields]
-    write: Callable[[ModelShape], Said] = lambda model: {}
-
-
-def write_only(write: Callable[[ModelShape], Said]) -> GgufRule:
+def write_only(write: Callable[[ModelShape], Said]) -> GgufEntry:
     """Keys that the converter's order puts elsewhere than the entry that reads them, which a docstring names."""
     return ignored_keys(write=write)
 
 
-def ignored_keys(*keys: str, write: Callable[[ModelShape], Said] = lambda model: {}) -> GgufRule:
+def ignored_keys(*keys: str, write: Callable[[ModelShape], Said] = lambda model: {}) -> GgufEntry:
     """Keys that a file may have, whatever they say: llama.cpp computes nothing by them, or what other keys say too."""
-    return GgufRule((), keys, lambda file: {}, write)
+    return GgufEntry((), keys, lambda file: {}, write)
 
 
-def expected(key: str, value: float | bool) -> GgufRule:
+def expected(key: str, value: float | bool) -> GgufEntry:
     """A key that a file of the family may have, with one value. Reading another one raises UnknownArchitecture."""
 
     def read(file: Described) -> Fields:
         file.expect(key, value)
         return {}
 
-    return GgufRule((), (key,), read)
+    return GgufEntry((), (key,), read)
 
 
-def always(key: str, value: float | bool) -> GgufRule:
+def always(key: str, value: float | bool) -> GgufEntry:
     """The same of a key that is also written."""
     return replace(expected(key, value), write=lambda model: {key: value})
 
@@ -143,13 +120,13 @@ def _read_layers_and_prediction(file: Described) -> Fields:
     return {"num_layers": file.decoder_layers(), "mtp_num_layers": file.prediction_layers()}
 
 
-LAYERS = GgufRule(
+LAYERS = GgufEntry(
     ("num_layers",),
     ("block_count",),
     lambda file: {"num_layers": file.layers()},
     lambda model: {"block_count": model.num_layers},
 )
-LAYERS_AND_PREDICTION = GgufRule(
+LAYERS_AND_PREDICTION = GgufEntry(
     ("num_layers", "mtp_num_layers"),
     ("block_count", "nextn_predict_layers"),
     _read_layers_and_prediction,
@@ -157,7 +134,7 @@ LAYERS_AND_PREDICTION = GgufRule(
 )
 DECODER_LAYERS = replace(LAYERS, keys=LAYERS_AND_PREDICTION.keys, read=_read_layers_and_prediction)
 """Of a family whose layers of multi-token prediction are not written."""
-PREDICTION_LAYERS = GgufRule(
+PREDICTION_LAYERS = GgufEntry(
     ("mtp_num_layers",),
     (),
     lambda file: {},
@@ -166,9 +143,9 @@ PREDICTION_LAYERS = GgufRule(
 """What LAYERS_AND_PREDICTION reads too."""
 NO_PREDICTION: Fields = {"mtp_num_layers": 0}
 
-CONTEXT = GgufKey("max_position_embeddings", "context_length")
-WIDTH = GgufKey("hidden_size", "embedding_length")
-MLP_SIZE = GgufKey("ffn_hidden_size", "feed_forward_length")
+CONTEXT = integer("max_position_embeddings", "context_length")
+WIDTH = integer("hidden_size", "embedding_length")
+MLP_SIZE = integer("ffn_hidden_size", "feed_forward_length")
 EPSILON = number("norm_epsilon", "attention.layer_norm_rms_epsilon")
 LAYER_NORM_EPSILON = number("norm_epsilon", "attention.layer_norm_epsilon")
 QKV_CLAMP = number("clip_qkv", "attention.clamp_kqv", None)
@@ -180,27 +157,27 @@ def _read_vocabulary(file: Described) -> Fields:
     return {"vocab_size": rows, "padded_vocab_size": rows}
 
 
-VOCABULARY = GgufRule(
+VOCABULARY = GgufEntry(
     ("vocab_size", "padded_vocab_size"),
     ("vocab_size",),
     _read_vocabulary,
     lambda model: {"vocab_size": model.vocab_size},
 )
-TIED = GgufRule(("tied_embeddings",), (), lambda file: {"tied_embeddings": not file.has("output.weight")})
+TIED = GgufEntry(("tied_embeddings",), (), lambda file: {"tied_embeddings": not file.has("output.weight")})
 
 
 CAUSAL = expected("attention.causal", True)
 NO_EXPERTS = expected("expert_count", 0)
 """Of a family that is told from another one by it."""
 
-ATTENTION_BIAS = GgufRule(
+ATTENTION_BIAS = GgufEntry(
     ("qkv_bias", "proj_bias"),
     (),
     lambda file: dict.fromkeys(("qkv_bias", "proj_bias"), file.has("blk.0.attn_q.bias")),
 )
-QKV_BIAS = GgufRule(("qkv_bias",), (), lambda file: {"qkv_bias": file.has("blk.0.attn_q.bias")})
-HAS_QK_NORMS = GgufRule(("qk_layernorm",), (), lambda file: {"qk_layernorm": file.has("blk.0.attn_q_norm.weight")})
-MLP_BIAS = GgufRule(("mlp_bias",), (), lambda file: {"mlp_bias": file.has("blk.0.ffn_up.bias")})
+QKV_BIAS = GgufEntry(("qkv_bias",), (), lambda file: {"qkv_bias": file.has("blk.0.attn_q.bias")})
+HAS_QK_NORMS = GgufEntry(("qk_layernorm",), (), lambda file: {"qk_layernorm": file.has("blk.0.attn_q_norm.weight")})
+MLP_BIAS = GgufEntry(("mlp_bias",), (), lambda file: {"mlp_bias": file.has("blk.0.ffn_up.bias")})
 
 
 # Attention
@@ -213,7 +190,7 @@ def _read_heads(file: Described) -> Fields:
     return {"num_attention_heads": heads, "num_query_groups": file.count(HEADS_KV, heads)}
 
 
-HEADS = GgufRule(
+HEADS = GgufEntry(
     ("num_attention_heads", "num_query_groups"),
     ("attention.head_count", HEADS_KV),
     _read_heads,
@@ -247,7 +224,7 @@ def _write_unusual_head_size(model: ModelShape) -> Said:
     return {} if usual else _write_head_size(model)
 
 
-HEAD_SIZE = GgufRule(
+HEAD_SIZE = GgufEntry(
     ("kv_channels",), ("attention.key_length", "attention.value_length"), _read_head_size, _write_head_size
 )
 UNUSUAL_HEAD_SIZE = replace(HEAD_SIZE, write=_write_unusual_head_size)
@@ -281,8 +258,8 @@ def _write_windows(model: ModelShape) -> Said:
     return {PATTERN: list(windows)}
 
 
-WINDOW = GgufKey("sliding_window", "attention.sliding_window")
-WINDOWS = GgufRule(("window_layers",), (PATTERN,), _read_windows, _write_windows)
+WINDOW = integer("sliding_window", "attention.sliding_window")
+WINDOWS = GgufEntry(("window_layers",), (PATTERN,), _read_windows, _write_windows)
 NO_WINDOW: Fields = {"sliding_window": None, "window_layers": None}
 
 

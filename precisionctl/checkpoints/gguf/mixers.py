@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import GgufRule, Said, ignored_keys
+from precisionctl.checkpoints.gguf.metadata_keys import GgufEntry, Said, ignored_keys
 from precisionctl.checkpoints.gguf.tensor_rows import GgufRow, in_layer, in_layers
 from precisionctl.checkpoints.tensor_changes import DECAY, GROUPED_NORM, KERNEL, VECTOR_AS_COLUMN, Both
 from precisionctl.model.model_shape import ModelShape
@@ -48,7 +48,7 @@ def _write_mixer(model: ModelShape) -> Said:
 
 
 _KEYS = tuple(f"ssm.{key}" for key in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count"))
-MIXER = GgufRule(
+MIXER = GgufEntry(
     ("mamba.num_heads", "mamba.head_dim", "mamba.num_groups", "mamba.state_dim"), _KEYS, _read_mixer, _write_mixer
 )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.metadata_keys import GgufRule, Said, ignored_keys, refused
+from precisionctl.checkpoints.gguf.metadata_keys import GgufEntry, Said, ignored_keys, refused
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
@@ -23,7 +23,7 @@ class Images:
     deepstack: int = 0
 
     @property
-    def sections(self) -> GgufRule:
+    def sections(self) -> GgufEntry:
         return ignored_keys("rope.dimension_sections", write=self._write_sections)
 
     def recognises(self, file: Described) -> bool:
@@ -32,7 +32,7 @@ class Images:
         return isinstance(said, list) and len(said) > 1 and all(type(each) is int and each > 0 for each in said[:2])
 
     @property
-    def deepstack_layers(self) -> GgufRule:
+    def deepstack_layers(self) -> GgufEntry:
         return ignored_keys("n_deepstack_layers", write=lambda model: {"n_deepstack_layers": self.deepstack})
 
     def check(self, config: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from precisionctl.architectures.config_keys import NEEDED, Fields
 from precisionctl.architectures.rope import yarn_mscale
 from precisionctl.checkpoints.gguf.metadata import Described, shortest
-from precisionctl.checkpoints.gguf.metadata_keys import GgufRule, Said, head_size, number, write_only
+from precisionctl.checkpoints.gguf.metadata_keys import GgufEntry, Said, head_size, number, write_only
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
@@ -110,7 +110,7 @@ def _write_unusual_base(model: ModelShape) -> Said:
     return {key: value for key, value in said.items() if (key, value) != ("rope.freq_base", _USUAL_BASE)}
 
 
-ROPE = GgufRule(
+ROPE = GgufEntry(
     ("rotary_base", "rope_scaling"),
     ("rope.freq_base", "rope.freq_base_swa", _TYPE, _FACTOR, _CONTEXT, *_OF_YARN.values()),
     _read_rope,
@@ -128,12 +128,12 @@ def _read_same_base(file: Described) -> Fields:
     return {"rotary_base_local": _read_rope(file)["rotary_base"]}
 
 
-SAME_BASE = GgufRule(LOCAL_BASE.fields, LOCAL_BASE.keys, _read_same_base, LOCAL_BASE.write)
+SAME_BASE = replace(LOCAL_BASE, read=_read_same_base)
 """Of families in which llama.cpp reads the base of layers with a window, and turns all with the one base (OLMo 3,
 Mellum 2)."""
 AS_ELSEWHERE: Fields = {"rotary_base_local": lambda fields: fields["rotary_base"]}
 """What it computes there."""
-TURNED = GgufRule(
+TURNED = GgufEntry(
     ("rotary_percent",),
     ("rope.dimension_count",),
     lambda file: {"rotary_percent": file.count("rope.dimension_count", head_size(file)) / head_size(file)},
@@ -142,7 +142,7 @@ TURNED = GgufRule(
 """How many channels of a head turn."""
 
 
-QUERY_SCALING = GgufRule(
+QUERY_SCALING = GgufEntry(
     ("query_scaling_beta",),
     ("attention.temperature_scale",),
     lambda file: {"query_scaling_beta": file.number("attention.temperature_scale", 0.0) or None},
@@ -151,7 +151,7 @@ QUERY_SCALING = GgufRule(
 """Of positions beyond the original context, which only scaled rotary embeddings have. 0 scales none."""
 
 
-def _log_multiplier(share: float, *, needed: bool) -> GgufRule:
+def _log_multiplier(share: float, *, needed: bool) -> GgufEntry:
     """So much of what config.json calls mscale_all_dim, which may be `needed` of YaRN."""
 
     def read(file: Described) -> Fields:
@@ -167,7 +167,7 @@ def _log_multiplier(share: float, *, needed: bool) -> GgufRule:
         multiplier = share * scaling.get("mscale_all_dim", 0.0)
         return {_MULTIPLIER: multiplier} if scaling.get("rope_type") == "yarn" else {}
 
-    return GgufRule((), (_MULTIPLIER,), read, write)
+    return GgufEntry((), (_MULTIPLIER,), read, write)
 
 
 LOG_MULTIPLIER, WHOLE_MULTIPLIER = _log_multiplier(0.1, needed=True), _log_multiplier(1.0, needed=False)

@@ -73,7 +73,7 @@ def _write_bound(model: ModelShape) -> keys.Said:
     return {"kda.safe_gate": True, "kda.gate_lower_bound": float(bound)}
 
 
-_BOUND = keys.GgufRule(("gdn.kda_lower_bound",), ("kda.safe_gate", "kda.gate_lower_bound"), _read_bound, _write_bound)
+_BOUND = keys.GgufEntry(("gdn.kda_lower_bound",), ("kda.safe_gate", "kda.gate_lower_bound"), _read_bound, _write_bound)
 
 
 def _write_shared_count(model: ModelShape) -> keys.Said:
@@ -121,17 +121,16 @@ _LING_2 = GgufFamily(
         keys.HEAD_SIZE,
     ),
     more=(
-        *(
-            rope_keys.TURNED,
-            expert_keys.LEADING_DENSE,
-            keys.VOCABULARY,
-            expert_keys.EXPERT_SIZE,
-            expert_keys.SHARED_EXPERT_SIZE,
-            expert_keys.WEIGHTS_SCALE,
-            _ONE_SHARED,
-            expert_keys.NORMALISED,
-        ),
-        *(_PREDICTION, _WHOLE_HEADS),
+        rope_keys.TURNED,
+        expert_keys.LEADING_DENSE,
+        keys.VOCABULARY,
+        expert_keys.EXPERT_SIZE,
+        expert_keys.SHARED_EXPERT_SIZE,
+        expert_keys.WEIGHTS_SCALE,
+        _ONE_SHARED,
+        expert_keys.NORMALISED,
+        _PREDICTION,
+        _WHOLE_HEADS,
     ),
     computed={**expert_keys.TWO_SCORES, "moe.expert_bias": True, "qk_layernorm": True, "tied_embeddings": False},
 )

@@ -64,11 +64,11 @@ def _in_window_or_dense(fields: Fields) -> tuple[bool, ...]:
     return tuple(window or not sparse for window, sparse in pairs)
 
 
-_NORM = keys.GgufRule(
+_NORM = keys.GgufEntry(
     ("normalization", "norm_epsilon"), (*keys.LAYER_NORM_EPSILON.keys, *keys.EPSILON.keys), _read_norm, _write_norm
 )
 _SCORES = replace(expert_keys.scored_by("sigmoid"), read=_read_scores, write=_write_scores)
-_SHARED = keys.GgufRule(
+_SHARED = keys.GgufEntry(
     expert_keys.SHARED_COUNT.fields,
     (*expert_keys.SHARED_COUNT.keys, *expert_keys.SHARED_EXPERT_SIZE.keys),
     _read_shared,
@@ -101,17 +101,16 @@ FAMILIES = {
         rows=[*_ROWS, *rows.ROUTER, *rows.EXPERTS, *rows.SHARED_EXPERTS],
         keys=(*base_keys(*expert_keys.EXPERT_COUNTS, _SCORES, epsilon=_NORM), keys.HEAD_SIZE),
         more=(
-            *(
-                _LOGIT_SCALE,
-                keys.WINDOW,
-                keys.WINDOWS,
-                keys.VOCABULARY,
-                expert_keys.EXPERT_SIZE,
-                expert_keys.LEADING_DENSE,
-                _NORMALISED,
-                _SHARED,
-            ),
-            *(rope_keys.TURNED, rope_keys.SAYS_UNSCALED),
+            _LOGIT_SCALE,
+            keys.WINDOW,
+            keys.WINDOWS,
+            keys.VOCABULARY,
+            expert_keys.EXPERT_SIZE,
+            expert_keys.LEADING_DENSE,
+            _NORMALISED,
+            _SHARED,
+            rope_keys.TURNED,
+            rope_keys.SAYS_UNSCALED,
         ),
         computed={
             "norm_bias": False,

@@ -69,7 +69,7 @@ def _write_query_rank(model: ModelShape) -> keys.Said:
     return {} if rank is None else {"attention.q_lora_rank": rank}
 
 
-_QUERY_RANK = keys.GgufRule(("mla.q_lora_rank",), ("attention.q_lora_rank",), _read_query_rank, _write_query_rank)
+_QUERY_RANK = keys.GgufEntry(("mla.q_lora_rank",), ("attention.q_lora_rank",), _read_query_rank, _write_query_rank)
 
 
 def _read_latent(file: Described) -> Fields:
@@ -79,7 +79,7 @@ def _read_latent(file: Described) -> Fields:
     return {"mla.kv_lora_rank": rank}
 
 
-_LATENT = keys.GgufRule(
+_LATENT = keys.GgufEntry(
     ("mla.kv_lora_rank",),
     ("attention.key_length", "attention.value_length"),
     _read_latent,
@@ -89,8 +89,8 @@ _LATENT = keys.GgufRule(
     },
 )
 """What is a head to llama.cpp."""
-LATENT_RANK = keys.GgufKey("mla.kv_lora_rank", "attention.kv_lora_rank")
-LATENT_HEADS = keys.GgufRule(
+LATENT_RANK = keys.integer("mla.kv_lora_rank", "attention.kv_lora_rank")
+LATENT_HEADS = keys.GgufEntry(
     ("mla.qk_head_dim", "mla.v_head_dim"),
     ("attention.key_length_mla", "attention.value_length_mla"),
     lambda file: {
@@ -103,14 +103,13 @@ LATENT_HEADS = keys.GgufRule(
     },
 )
 
-LATENT_TURNED = keys.GgufKey("mla.qk_pos_emb_head_dim", "rope.dimension_count")
+LATENT_TURNED = keys.integer("mla.qk_pos_emb_head_dim", "rope.dimension_count")
 
 
-_HEADS = keys.GgufRule(
-    keys.HEADS.fields,
-    keys.HEADS.keys,
-    lambda file: dict.fromkeys(keys.HEADS.fields, file.count("attention.head_count", least=1)),
-    lambda model: {"attention.head_count": model.num_attention_heads, keys.HEADS_KV: 1},
+_HEADS = replace(
+    keys.HEADS,
+    read=lambda file: dict.fromkeys(keys.HEADS.fields, file.count("attention.head_count", least=1)),
+    write=lambda model: {"attention.head_count": model.num_attention_heads, keys.HEADS_KV: 1},
 )
 """To llama.cpp all heads have one key: the latent."""
 
@@ -166,7 +165,7 @@ def _read_without_experts(file: Described) -> Fields:
     return {}
 
 
-_WITHOUT_EXPERTS = keys.GgufRule(
+_WITHOUT_EXPERTS = keys.GgufEntry(
     (),
     ("leading_dense_block_count", "expert_feed_forward_length", "expert_shared_count"),
     _read_without_experts,
@@ -183,9 +182,9 @@ def deepseek2(function: str, **how: Any) -> GgufFamily:
 # Sparse attention, which indexers choose the keys for
 
 _INDEXER = (
-    keys.GgufKey("dsa.n_heads", "attention.indexer.head_count"),
-    keys.GgufKey("dsa.head_dim", "attention.indexer.key_length"),
-    keys.GgufKey("dsa.topk", "attention.indexer.top_k"),
+    keys.integer("dsa.n_heads", "attention.indexer.head_count"),
+    keys.integer("dsa.head_dim", "attention.indexer.key_length"),
+    keys.integer("dsa.topk", "attention.indexer.top_k"),
 )
 
 
@@ -198,7 +197,7 @@ def sparse_attention(architecture: str, *indexers: keys.GgufEntry, interleaved: 
         *_INDEXER,
         *indexers,
         layers=keys.LAYERS_AND_PREDICTION,
-        query_rank=keys.GgufKey("mla.q_lora_rank", "attention.q_lora_rank"),
+        query_rank=keys.integer("mla.q_lora_rank", "attention.q_lora_rank"),
         **{"moe.expert_bias": True, "dsa.rope_interleaved": interleaved, **computed},
     )
     return replace(found, rows=_ROWS_WITH_INDEXERS)
@@ -238,7 +237,7 @@ def _read_query_length(file: Described) -> Fields:
 
 _QUERY_SCALING = (
     rope_keys.QUERY_SCALING,
-    keys.GgufRule((), ("attention.temperature_length",), _read_query_length, _write_query_length),
+    keys.GgufEntry((), ("attention.temperature_length",), _read_query_length, _write_query_length),
 )
 """Which llama.cpp reads, and its converter leaves out."""
 

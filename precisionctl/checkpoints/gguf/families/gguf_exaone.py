@@ -3,6 +3,8 @@
 Sources: llama.cpp's src/models/exaone.cpp, exaone4.cpp and exaone-moe.cpp, and conversion/exaone.py.
 """
 
+from dataclasses import replace
+
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.architectures.tables.exaone import PUBLISHED
 from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, rope_keys, tensor_rows as rows
@@ -38,7 +40,7 @@ def _write_a_window(model: ModelShape) -> keys.Said:
     return keys.WINDOW.write(model)
 
 
-_WINDOW = keys.GgufRule(
+_WINDOW = keys.GgufEntry(
     ("sliding_window", "window_layers", "rope_layers"),
     (*keys.WINDOW.keys, *keys.WINDOWS.keys),
     _read_window,
@@ -47,7 +49,7 @@ _WINDOW = keys.GgufRule(
 """By the number of layers, and not by a pattern: in the model of 32B, three in four have a window, and the others no
 rotary embeddings."""
 
-_A_WINDOW = keys.GgufRule(keys.WINDOW.fields, keys.WINDOW.keys, keys.WINDOW.read, _write_a_window)
+_A_WINDOW = replace(keys.WINDOW, write=_write_a_window)
 _SHARED_SIZE = keys.ignored_keys(
     *expert_keys.SHARED_EXPERT_SIZE.keys,
     write=lambda model: dict.fromkeys(
@@ -103,21 +105,17 @@ FAMILIES = {
             keys.HEAD_SIZE,
         ),
         more=(
-            *(
-                keys.VOCABULARY,
-                _A_WINDOW,
-                keys.WINDOWS,
-                expert_keys.EXPERT_SIZE,
-                expert_keys.SHARED_COUNT,
-                _SHARED_SIZE,
-                expert_keys.WEIGHTS_SCALE,
-                expert_keys.NORMALISED,
-            ),
-            *(
-                expert_keys.LEADING_DENSE,
-                keys.write_only(lambda model: {"nextn_predict_layers": 0}),
-                rope_keys.SAYS_UNSCALED,
-            ),
+            keys.VOCABULARY,
+            _A_WINDOW,
+            keys.WINDOWS,
+            expert_keys.EXPERT_SIZE,
+            expert_keys.SHARED_COUNT,
+            _SHARED_SIZE,
+            expert_keys.WEIGHTS_SCALE,
+            expert_keys.NORMALISED,
+            expert_keys.LEADING_DENSE,
+            keys.write_only(lambda model: {"nextn_predict_layers": 0}),
+            rope_keys.SAYS_UNSCALED,
         ),
         computed={
             **expert_keys.TWO_SCORES,

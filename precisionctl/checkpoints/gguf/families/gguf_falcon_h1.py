@@ -59,7 +59,7 @@ def _read_pattern(file: Described) -> Fields:
     }
 
 
-_MIXER_BESIDE = keys.GgufRule(("mamba.pattern", "mamba.gated_norm"), (), _read_pattern)
+_MIXER_BESIDE = keys.GgufEntry(("mamba.pattern", "mamba.gated_norm"), (), _read_pattern)
 _GROUPS = keys.write_only(lambda model: {keys.HEADS_KV: model.num_query_groups})
 """Behind the others, and what EQUAL_HEADS reads."""
 

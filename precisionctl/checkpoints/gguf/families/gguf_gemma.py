@@ -55,7 +55,7 @@ def _read_window_of_gemma3(file: Described) -> Fields:
     return keys.WINDOW.read(file)
 
 
-_WINDOW_OF_GEMMA3 = keys.GgufRule(keys.WINDOW.fields, keys.WINDOW.keys, _read_window_of_gemma3, keys.WINDOW.write)
+_WINDOW_OF_GEMMA3 = replace(keys.WINDOW, read=_read_window_of_gemma3)
 
 
 FAMILIES = {
@@ -67,7 +67,7 @@ FAMILIES = {
         more=(
             keys.number("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
             keys.number("final_logit_softcapping", "final_logit_softcapping", 30.0),
-            keys.GgufKey("sliding_window", "attention.sliding_window", 4096),
+            keys.integer("sliding_window", "attention.sliding_window", 4096),
         ),
         reads=(keys.WINDOWS,),
         computed={

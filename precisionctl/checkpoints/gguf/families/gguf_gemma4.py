@@ -85,7 +85,7 @@ def _write_groups(model: ModelShape) -> keys.Said:
     return {keys.HEADS_KV: [model.num_query_groups if window else int(own or 0) for window in windows]}
 
 
-_HEADS = keys.GgufRule(
+_HEADS = keys.GgufEntry(
     (
         *("num_query_groups", "kv_channels", "global_attention.num_query_groups"),
         *("global_attention.kv_channels", "global_attention.keys_are_values"),
@@ -130,12 +130,12 @@ def _write_mlps(model: ModelShape) -> keys.Said:
     return {"feed_forward_length": [size if layer < wide else 2 * size for layer in range(model.num_layers)]}
 
 
-_MLPS = keys.GgufRule(("ffn_hidden_size", "use_double_wide_mlp"), ("feed_forward_length",), _read_mlps, _write_mlps)
+_MLPS = keys.GgufEntry(("ffn_hidden_size", "use_double_wide_mlp"), ("feed_forward_length",), _read_mlps, _write_mlps)
 
 
 _LAYERS = (
-    keys.GgufKey("num_kv_shared_layers", "attention.shared_kv_layers", 0),
-    keys.GgufRule(
+    keys.integer("num_kv_shared_layers", "attention.shared_kv_layers", 0),
+    keys.GgufEntry(
         ("per_layer_embed_dim",),
         ("embedding_length_per_layer_input",),
         lambda file: {"per_layer_embed_dim": file.count("embedding_length_per_layer_input") or None},
@@ -143,7 +143,7 @@ _LAYERS = (
     ),
     keys.WINDOWS,
 )
-_UNUSED = keys.GgufRule(
+_UNUSED = keys.GgufEntry(
     ("stores_unused",),
     (),
     lambda file: {
@@ -161,7 +161,7 @@ def _family(*counts: keys.GgufEntry, size: tuple[keys.GgufEntry, ...] = (), **ex
         keys=(
             *base_keys(
                 *counts,
-                heads=keys.GgufKey("num_attention_heads", "attention.head_count"),
+                heads=keys.integer("num_attention_heads", "attention.head_count"),
                 rope=(_HEADS, rope_keys.ROPE, rope_keys.LOCAL_BASE),
                 mlp=(_MLPS,),
             ),

@@ -34,7 +34,7 @@ def _read_indexers(file: Described) -> Fields:
     return {"dsa.layers": tuple(listed)}
 
 
-_INDEXERS = keys.GgufRule(
+_INDEXERS = keys.GgufEntry(
     ("dsa.layers",),
     ("attention.indexer.types",),
     _read_indexers,
@@ -76,16 +76,16 @@ _GLM4_MOE = GgufFamily(
         keys.HEAD_SIZE,
     ),
     more=(
-        *(
-            rope_keys.TURNED,
-            expert_keys.EXPERT_SIZE,
-            expert_keys.SHARED_COUNT,
-            expert_keys.LEADING_DENSE,
-            expert_keys.scored_by("sigmoid"),
-            expert_keys.WEIGHTS_SCALE,
-            expert_keys.NORMALISED,
-        ),
-        *(keys.PREDICTION_LAYERS, keys.QKV_BIAS, keys.HAS_QK_NORMS),
+        rope_keys.TURNED,
+        expert_keys.EXPERT_SIZE,
+        expert_keys.SHARED_COUNT,
+        expert_keys.LEADING_DENSE,
+        expert_keys.scored_by("sigmoid"),
+        expert_keys.WEIGHTS_SCALE,
+        expert_keys.NORMALISED,
+        keys.PREDICTION_LAYERS,
+        keys.QKV_BIAS,
+        keys.HAS_QK_NORMS,
     ),
     computed={**expert_keys.TWO_SCORES, "moe.expert_bias": True},
     tokens=_TOKENS,

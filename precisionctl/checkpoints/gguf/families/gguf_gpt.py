@@ -59,10 +59,10 @@ _LEARNED: Mapping[str, Any] = {"position_embedding": "learned_absolute"}
 _GELU: Mapping[str, Any] = {"activation": "gelu_tanh"}
 """llama.cpp approximates GELU, also where it is exact."""
 
-_ONE_NORM = keys.GgufRule(
+_ONE_NORM = keys.GgufEntry(
     ("shared_layernorm",), (), lambda file: {"shared_layernorm": not file.has("blk.0.attn_norm_2.weight")}
 )
-_PARALLEL = keys.GgufRule(
+_PARALLEL = keys.GgufEntry(
     ("parallel_residual",),
     ("use_parallel_residual",),
     lambda file: {"parallel_residual": file.said("use_parallel_residual") is not False},
@@ -104,15 +104,13 @@ FAMILIES = {
         keys=(
             keys.CONTEXT,
             keys.write_only(lambda model: {"tensor_data_layout": "jploski"}),
-            *(
-                keys.WIDTH,
-                keys.MLP_SIZE,
-                keys.LAYERS,
-                keys.HEADS,
-                keys.LAYER_NORM_EPSILON,
-                rope_keys.UNUSUAL_BASE,
-                _ONE_NORM,
-            ),
+            keys.WIDTH,
+            keys.MLP_SIZE,
+            keys.LAYERS,
+            keys.HEADS,
+            keys.LAYER_NORM_EPSILON,
+            rope_keys.UNUSUAL_BASE,
+            _ONE_NORM,
         ),
         computed={**_COMPUTED, "mlp_bias": False, "parallel_residual": True},
         ignored=_GELU,
@@ -135,15 +133,13 @@ FAMILIES = {
         "mpt",
         rows=_rows(mpt.NAMES),
         keys=(
-            *(
-                keys.CONTEXT,
-                keys.WIDTH,
-                keys.LAYERS,
-                keys.MLP_SIZE,
-                keys.EQUAL_HEADS,
-                keys.LAYER_NORM_EPSILON,
-                keys.QKV_CLAMP,
-            ),
+            keys.CONTEXT,
+            keys.WIDTH,
+            keys.LAYERS,
+            keys.MLP_SIZE,
+            keys.EQUAL_HEADS,
+            keys.LAYER_NORM_EPSILON,
+            keys.QKV_CLAMP,
             keys.always("attention.max_alibi_bias", 8.0),
         ),
         computed={**_COMPUTED, **_AS_MANY_KEYS, "mlp_bias": False, "norm_bias": False, "position_embedding": "alibi"},

@@ -50,7 +50,7 @@ _USED, _SHARED = "expert_used_count", "expert_shared_feed_forward_length"
 _MULTIPLIERS = (
     keys.VOCABULARY,
     rope_keys.TURNED,
-    keys.GgufRule(("query_pre_attn_scalar",), ("attention.scale",), _read_score_scale, _write_score_scale),
+    keys.GgufEntry(("query_pre_attn_scalar",), ("attention.scale",), _read_score_scale, _write_score_scale),
     keys.number("embedding_multiplier", "embedding_scale", 1.0),
     keys.number("residual_multiplier", "residual_scale", 1.0),
     keys.number("logits_scaling", "logit_scale"),
@@ -90,7 +90,7 @@ def _write_layers(model: ModelShape) -> keys.Said:
     }
 
 
-_LAYERS = keys.GgufRule(
+_LAYERS = keys.GgufEntry(
     (
         *("num_layers", "mamba.pattern", "max_position_embeddings", "hidden_size", "ffn_hidden_size"),
         *("num_attention_heads", "num_query_groups", "rope_layers"),
@@ -113,7 +113,7 @@ _POSITIONS = keys.write_only(lambda model: {"rope.scaling.finetuned": model.rope
 
 _NONE_USED = keys.ignored_keys(_USED, write=lambda model: {_USED: 0})
 _MLP_AS_SHARED = keys.ignored_keys(_SHARED, write=lambda model: {_SHARED: model.ffn_hidden_size})
-_SHARED_SIZE = keys.GgufRule(
+_SHARED_SIZE = keys.GgufEntry(
     ("moe.shared_ffn_hidden_size",),
     (_SHARED,),
     lambda file: {"moe.shared_ffn_hidden_size": file.count(_SHARED, 0) or None},
@@ -162,7 +162,7 @@ def _read_rope_layers(file: Described) -> Fields:
 _WINDOWS_AND_ROPE = (
     keys.WINDOW,
     keys.WINDOWS,
-    keys.GgufRule(
+    keys.GgufEntry(
         ("rope_layers",),
         (_PATTERN,),
         _read_rope_layers,

@@ -36,7 +36,7 @@ def _read_layers(file: Described) -> Fields:
     }
 
 
-_LAYERS = keys.GgufRule(
+_LAYERS = keys.GgufEntry(
     (
         *("num_layers", "mamba.pattern", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
         *(f"moe.{field}" for field in ("num_experts", "topk", "ffn_hidden_size", "layer_freq", "pre_softmax")),
@@ -78,6 +78,7 @@ def _write_channels(model: ModelShape) -> keys.Said:
     return {"ssm.conv_kernel": model.mamba.conv_kernel_dim, "ssm.inner_size": model.mamba.inner_size}
 
 
+_CHANNELS = keys.GgufEntry(("mamba.num_heads",), ("ssm.conv_kernel", "ssm.inner_size"), _read_channels, _write_channels)
 _MIXER = {
     "mamba.in_proj": "ssm_in",
     "mamba.x_proj": "ssm_x",
@@ -108,13 +109,10 @@ FAMILIES = {
             *rows.experts("feed_forward.experts", {hf: f"{gguf}_exps" for hf, gguf in rows.GATED.items()}),
         ],
         keys=(
-            *(_LAYERS, keys.CONTEXT, keys.WIDTH, keys.write_only(_write_sizes)),
-            keys.GgufRule(("mamba.num_heads",), ("ssm.conv_kernel", "ssm.inner_size"), _read_channels, _write_channels),
-            *(
-                keys.GgufKey("mamba.state_dim", "ssm.state_size"),
-                keys.GgufKey("mamba.dt_rank", "ssm.time_step_rank"),
-                keys.EPSILON,
-            ),
+            *(_LAYERS, keys.CONTEXT, keys.WIDTH, keys.write_only(_write_sizes), _CHANNELS),
+            keys.integer("mamba.state_dim", "ssm.state_size"),
+            keys.integer("mamba.dt_rank", "ssm.time_step_rank"),
+            keys.EPSILON,
             keys.write_only(_write_experts),
         ),
         reads=(rope_keys.ROPE,),  # which no layer has

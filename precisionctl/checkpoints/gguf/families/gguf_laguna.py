@@ -65,7 +65,7 @@ def _write_turned(model: ModelShape) -> keys.Said:
     return turned | ({} if model.sliding_window is None else {"rope.dimension_count_swa": model.rotary_size})
 
 
-_ATTENTION = keys.GgufRule(
+_ATTENTION = keys.GgufEntry(
     (
         *("num_attention_heads", "num_query_groups", "sliding_window", "window_layers", "rotary_percent"),
         *("global_attention.num_attention_heads", "global_attention.rotary_percent"),
@@ -93,7 +93,7 @@ def _write_local_base(model: ModelShape) -> keys.Said:
     return {"rope.freq_base_swa": float(model.rotary_base_local or model.rotary_base)}
 
 
-_LOCAL_BASE = keys.GgufRule(("rotary_base_local",), ("rope.freq_base_swa",), _read_local_base, _write_local_base)
+_LOCAL_BASE = keys.GgufEntry(("rotary_base_local",), ("rope.freq_base_swa",), _read_local_base, _write_local_base)
 
 
 def _read_gate(file: Described) -> Fields:
@@ -126,16 +126,14 @@ FAMILIES = {
         more=(
             keys.VOCABULARY,
             keys.write_only(_write_window),
-            *(
-                expert_keys.EXPERT_SIZE,
-                expert_keys.SHARED_EXPERT_SIZE,
-                expert_keys.NORMALISED,
-                expert_keys.WEIGHTS_SCALE,
-                expert_keys.scored_by("sigmoid"),
-                expert_keys.LEADING_DENSE,
-            ),
+            expert_keys.EXPERT_SIZE,
+            expert_keys.SHARED_EXPERT_SIZE,
+            expert_keys.NORMALISED,
+            expert_keys.WEIGHTS_SCALE,
+            expert_keys.scored_by("sigmoid"),
+            expert_keys.LEADING_DENSE,
             keys.write_only(_write_turned),
-            keys.GgufRule(("linear_gate",), (), _read_gate, _write_gate),
+            keys.GgufEntry(("linear_gate",), (), _read_gate, _write_gate),
         ),
         computed={"qk_layernorm": True, "moe.expert_bias": True},
         down_last=True,

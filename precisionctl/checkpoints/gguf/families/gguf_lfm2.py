@@ -43,13 +43,13 @@ def _write_convolutions(model: ModelShape) -> keys.Said:
     return {"attention.head_count": model.num_attention_heads, keys.HEADS_KV: heads}
 
 
-_CONVOLUTIONS = keys.GgufRule(
+_CONVOLUTIONS = keys.GgufEntry(
     ("num_attention_heads", "num_query_groups", "short_conv.layers"),
     keys.HEADS.keys,
     _read_convolutions,
     _write_convolutions,
 )
-_TAPS = keys.GgufKey("short_conv.kernel_dim", "shortconv.l_cache")
+_TAPS = keys.integer("short_conv.kernel_dim", "shortconv.l_cache")
 
 FAMILIES = {
     "lfm2": GgufFamily(

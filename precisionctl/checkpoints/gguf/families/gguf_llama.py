@@ -43,7 +43,7 @@ def _write_step(model: ModelShape) -> keys.Said:
     return {"interleave_moe_layer_step": step}
 
 
-_STEP = keys.GgufRule(("moe.layer_freq",), ("interleave_moe_layer_step",), _read_step, _write_step)
+_STEP = keys.GgufEntry(("moe.layer_freq",), ("interleave_moe_layer_step",), _read_step, _write_step)
 
 
 def _blends_none(scaling: Fields) -> Fields:

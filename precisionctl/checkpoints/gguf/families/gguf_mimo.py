@@ -37,7 +37,7 @@ def _write_heads(model: ModelShape) -> keys.Said:
     return {"attention.head_count": model.num_attention_heads, keys.HEADS_KV: heads}
 
 
-_HEADS = keys.GgufRule(
+_HEADS = keys.GgufEntry(
     ("num_attention_heads", "num_query_groups", "global_attention.num_query_groups", "window_layers"),
     (*keys.HEADS.keys, keys.PATTERN),
     _read_heads,
@@ -74,8 +74,8 @@ FAMILIES = {
                 heads=_HEADS,
                 rope=(rope_keys.ROPE, rope_keys.LOCAL_BASE),
             ),
-            keys.GgufKey("kv_channels", "attention.key_length"),
-            keys.GgufKey("v_head_dim", "attention.value_length"),
+            keys.integer("kv_channels", "attention.key_length"),
+            keys.integer("v_head_dim", "attention.value_length"),
         ),
         more=(
             keys.WINDOW,

@@ -55,12 +55,12 @@ FAMILIES = {
         keys=(),
         more=(
             *(keys.CONTEXT, keys.WIDTH, keys.LAYERS, keys.MLP_SIZE, keys.HEADS, keys.EPSILON, keys.VOCABULARY),
-            keys.GgufKey("mla.q_lora_rank", "attention.q_lora_rank"),
+            keys.integer("mla.q_lora_rank", "attention.q_lora_rank"),
             LATENT_RANK,
-            keys.GgufRule(("mla.qk_head_dim",), ("attention.key_length",), _read_key_size, _write_key_size),
+            keys.GgufEntry(("mla.qk_head_dim",), ("attention.key_length",), _read_key_size, _write_key_size),
             LATENT_TURNED,
             rope_keys.UNUSUAL_BASE,
-            keys.GgufRule((), (), _read_longrope, _write_longrope),
+            keys.GgufEntry((), (), _read_longrope, _write_longrope),
         ),
         computed={
             "kv_channels": keys.hidden_by_heads,

@@ -73,7 +73,7 @@ def _write_pattern(model: ModelShape) -> keys.Said:
     }
 
 
-_PATTERN = keys.GgufRule(
+_PATTERN = keys.GgufEntry(
     (
         *("num_layers", "mamba.pattern", "max_position_embeddings", "hidden_size", "ffn_hidden_size"),
         *("num_attention_heads", "num_query_groups", "moe.layer_freq"),
@@ -108,13 +108,8 @@ def _write_shared_size(model: ModelShape) -> keys.Said:
 _NORMALISED = keys.always("expert_weights_norm", True)
 _GROUPS = replace(expert_keys.groups(2), read=_read_groups)
 """Which config.json says also where they are one."""
-_SHARED_SIZE = keys.GgufRule(
-    expert_keys.SHARED_EXPERT_SIZE.fields,
-    expert_keys.SHARED_EXPERT_SIZE.keys,
-    expert_keys.SHARED_EXPERT_SIZE.read,
-    _write_shared_size,
-)
-_LATENT_SIZE = keys.GgufRule(
+_SHARED_SIZE = replace(expert_keys.SHARED_EXPERT_SIZE, write=_write_shared_size)
+_LATENT_SIZE = keys.GgufEntry(
     ("moe.latent_size",),
     ("moe_latent_size",),
     lambda file: {"moe.latent_size": file.count("moe_latent_size", 0) or None},

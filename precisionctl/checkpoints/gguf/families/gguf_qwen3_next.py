@@ -76,17 +76,17 @@ def _write_recurrent(model: ModelShape) -> keys.Said:
 
 
 _DELTA_NET = (
-    keys.GgufKey("gdn.conv_kernel_dim", "ssm.conv_kernel"),
-    keys.GgufKey("gdn.key_head_dim", "ssm.state_size"),
-    keys.GgufKey("gdn.num_key_heads", "ssm.group_count"),
-    keys.GgufKey("gdn.num_value_heads", "ssm.time_step_rank"),
-    keys.GgufRule(
+    keys.integer("gdn.conv_kernel_dim", "ssm.conv_kernel"),
+    keys.integer("gdn.key_head_dim", "ssm.state_size"),
+    keys.integer("gdn.num_key_heads", "ssm.group_count"),
+    keys.integer("gdn.num_value_heads", "ssm.time_step_rank"),
+    keys.GgufEntry(
         ("gdn.value_head_dim",),
         ("ssm.inner_size",),
         _read_value_size,
         lambda model: {"ssm.inner_size": keys.value_of(model, "gdn.value_size")},
     ),
-    keys.GgufRule(
+    keys.GgufEntry(
         ("gdn.layers",),
         ("attention.recurrent_layers", "full_attention_interval"),
         _read_recurrent,
