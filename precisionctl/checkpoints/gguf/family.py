@@ -18,6 +18,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     CAUSAL,
     CONTEXT,
     EPSILON,
+    HEAD_SIZE,
     HEADS,
     LAYERS,
     MLP_SIZE,
@@ -43,9 +44,11 @@ def base_keys(
     heads: GgufEntry = HEADS,
     rope: Sequence[GgufEntry] = (ROPE,),
     epsilon: GgufEntry | None = EPSILON,
+    head_size: GgufEntry | None = HEAD_SIZE,
 ) -> tuple[GgufEntry, ...]:
-    """What the converter writes of every model (TextModel.set_gguf_parameters), but for the size of a head."""
-    return (layers, CONTEXT, WIDTH, *mlp, heads, *rope, *((epsilon,) if epsilon else ()), *experts)
+    """What the converter writes of every model, in its order (TextModel.set_gguf_parameters)."""
+    found = (layers, CONTEXT, WIDTH, *mlp, heads, *rope, epsilon, *experts, head_size)
+    return tuple(entry for entry in found if entry)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ FAMILIES = {
     "afmoe": GgufFamily(
         "afmoe",
         rows=_ROWS,
-        keys=(*base_keys(*expert_keys.EXPERT_COUNTS, expert_keys.scored_by("sigmoid")), keys.HEAD_SIZE),
+        keys=base_keys(*expert_keys.EXPERT_COUNTS, expert_keys.scored_by("sigmoid")),
         more=(
             keys.VOCABULARY,
             rope_keys.TURNED,

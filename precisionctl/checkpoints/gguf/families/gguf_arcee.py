@@ -10,7 +10,7 @@ FAMILIES = {
     "arcee": GgufFamily(
         "arcee",
         rows=[*rows.DECODER_IN_PAIRS, *rows.UNGATED_MLP],
-        keys=(*base_keys(), keys.HEAD_SIZE),
+        keys=base_keys(),
         more=(keys.VOCABULARY, rope_keys.TURNED),
         computed={"activation": "squared_relu", "gated_linear_unit": False},
         scalings=rope_keys.AND_LLAMA3,

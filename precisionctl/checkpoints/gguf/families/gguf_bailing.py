@@ -111,14 +111,11 @@ _PREDICTION = replace(keys.PREDICTION_LAYERS, write=lambda model: {"nextn_predic
 _LING_2 = GgufFamily(
     "bailingmoe2",
     rows=[*_OUTSIDE, *rows.in_layers({**rows.NORMS, **_ATTENTION_2}), *_EXPERTS],
-    keys=(
-        *base_keys(
-            *expert_keys.EXPERT_COUNTS,
-            expert_keys.groups(2),
-            expert_keys.scored_by("sigmoid"),
-            layers=keys.LAYERS_AND_PREDICTION,
-        ),
-        keys.HEAD_SIZE,
+    keys=base_keys(
+        *expert_keys.EXPERT_COUNTS,
+        expert_keys.groups(2),
+        expert_keys.scored_by("sigmoid"),
+        layers=keys.LAYERS_AND_PREDICTION,
     ),
     more=(
         rope_keys.TURNED,
@@ -148,6 +145,7 @@ FAMILIES = {
             _LATENT,
             layers=keys.LAYERS_AND_PREDICTION,
             heads=KDA_HEADS,
+            head_size=None,
         ),
         more=(
             keys.VOCABULARY,

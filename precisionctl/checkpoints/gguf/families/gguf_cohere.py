@@ -82,7 +82,7 @@ FAMILIES = {
     "cohere": GgufFamily(
         "command-r",
         rows=_ROWS,
-        keys=(*base_keys(epsilon=keys.LAYER_NORM_EPSILON), keys.UNUSUAL_HEAD_SIZE),
+        keys=base_keys(epsilon=keys.LAYER_NORM_EPSILON, head_size=keys.UNUSUAL_HEAD_SIZE),
         more=(_LOGIT_SCALE, rope_keys.SAYS_UNSCALED),
         computed=_COMPUTED,
         scalings=rope_keys.UNSCALED_ALONE,
@@ -90,7 +90,7 @@ FAMILIES = {
     "cohere2": GgufFamily(
         "cohere2",
         rows=_ROWS,
-        keys=(*base_keys(epsilon=keys.LAYER_NORM_EPSILON), keys.HEAD_SIZE),
+        keys=base_keys(epsilon=keys.LAYER_NORM_EPSILON),
         more=(_LOGIT_SCALE, keys.WINDOW, keys.VOCABULARY, rope_keys.TURNED, rope_keys.SAYS_UNSCALED),
         computed={**_COMPUTED, "rope_layers": keys.every(4), "window_layers": keys.every(4)},
         scalings=rope_keys.UNSCALED_ALONE,
@@ -99,7 +99,7 @@ FAMILIES = {
     "cohere2_moe": GgufFamily(
         "cohere2moe",
         rows=[*_ROWS, *rows.ROUTER, *rows.EXPERTS, *rows.SHARED_EXPERTS],
-        keys=(*base_keys(*expert_keys.EXPERT_COUNTS, _SCORES, epsilon=_NORM), keys.HEAD_SIZE),
+        keys=base_keys(*expert_keys.EXPERT_COUNTS, _SCORES, epsilon=_NORM),
         more=(
             _LOGIT_SCALE,
             keys.WINDOW,

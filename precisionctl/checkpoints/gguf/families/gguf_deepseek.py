@@ -136,6 +136,7 @@ def _latent_attention(
             *((_LATENT,) if head_first else ()),
             layers=layers,
             heads=_HEADS,
+            head_size=None,
         ),
         more=(
             expert_keys.LEADING_DENSE,
@@ -252,7 +253,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "kimi_k2": replace(_V3, recognises=lambda file: False),
     "youtu": replace(
         _V3,
-        keys=base_keys(_LATENT, heads=_HEADS),
+        keys=base_keys(_LATENT, heads=_HEADS, head_size=None),
         more=(
             *(_ALL_DENSE, keys.VOCABULARY, _QUERY_RANK, LATENT_RANK, LATENT_HEADS, _WITHOUT_EXPERTS, LATENT_TURNED),
             rope_keys.LOG_MULTIPLIER,

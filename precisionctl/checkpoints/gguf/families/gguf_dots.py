@@ -18,9 +18,11 @@ FAMILIES = {
             *rows.EXPERTS,
             *rows.SHARED_EXPERTS,
         ],
-        keys=(
-            *base_keys(*expert_keys.EXPERT_COUNTS, expert_keys.groups(2), expert_keys.scored_by("sigmoid")),
-            keys.UNUSUAL_HEAD_SIZE,
+        keys=base_keys(
+            *expert_keys.EXPERT_COUNTS,
+            expert_keys.groups(2),
+            expert_keys.scored_by("sigmoid"),
+            head_size=keys.UNUSUAL_HEAD_SIZE,
         ),
         more=(
             expert_keys.EXPERT_SIZE,

@@ -30,7 +30,7 @@ FAMILIES = {
     "ernie4_5": GgufFamily(
         "ernie4_5",
         rows=[*rows.DECODER, *rows.MLP],
-        keys=(*base_keys(), keys.HEAD_SIZE),
+        keys=base_keys(),
         computed={"rotary_interleaved": True},
     ),
     "ernie4_5_moe": GgufFamily(
@@ -43,7 +43,7 @@ FAMILIES = {
             *rows.SHARED_EXPERTS,
             rows.GgufRow("model.layers.{layer}.mlp.moe_statics.e_score_correction_bias", rows.CORRECTION),
         ],
-        keys=(*base_keys(), keys.UNUSUAL_HEAD_SIZE),
+        keys=base_keys(head_size=keys.UNUSUAL_HEAD_SIZE),
         more=(*expert_keys.EXPERT_COUNTS, _STEP, expert_keys.LEADING_DENSE, expert_keys.EXPERT_SIZE, _SHARED),
         computed={"rotary_interleaved": True, "moe.expert_bias": True},
         down_last=True,

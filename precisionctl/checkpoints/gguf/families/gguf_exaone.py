@@ -63,7 +63,7 @@ FAMILIES = {
     "exaone": GgufFamily(
         "exaone",
         rows=rows.renamed([*rows.DECODER, *rows.MLP], PUBLISHED),
-        keys=(*base_keys(), keys.HEAD_SIZE),
+        keys=base_keys(),
         more=(rope_keys.TURNED,),
         scalings=rope_keys.AND_LLAMA3,
     ),
@@ -75,7 +75,7 @@ FAMILIES = {
             *rows.ATTENTION,
             *rows.MLP,
         ],
-        keys=(*base_keys(), keys.UNUSUAL_HEAD_SIZE),
+        keys=base_keys(head_size=keys.UNUSUAL_HEAD_SIZE),
         more=(keys.VOCABULARY, _WINDOW),
         computed={
             "kv_channels": keys.hidden_by_heads,
@@ -95,14 +95,11 @@ FAMILIES = {
             *rows.EXPERTS,
             *rows.SHARED_EXPERTS,
         ],
-        keys=(
-            *base_keys(
-                *expert_keys.EXPERT_COUNTS,
-                expert_keys.groups(2),
-                expert_keys.scored_by("sigmoid"),
-                layers=keys.DECODER_LAYERS,
-            ),
-            keys.HEAD_SIZE,
+        keys=base_keys(
+            *expert_keys.EXPERT_COUNTS,
+            expert_keys.groups(2),
+            expert_keys.scored_by("sigmoid"),
+            layers=keys.DECODER_LAYERS,
         ),
         more=(
             keys.VOCABULARY,

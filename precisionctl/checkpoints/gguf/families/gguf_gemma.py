@@ -80,7 +80,7 @@ FAMILIES = {
     "gemma3_text": GgufFamily(
         "gemma3",
         rows=[*_DECODER, *rows.in_layers({**rows.FOUR_NORMS, **rows.QK_NORMS}, PLUS_ONE)],
-        keys=(*base_keys(rope=(rope_keys.ROPE, rope_keys.LOCAL_BASE)), keys.HEAD_SIZE),
+        keys=base_keys(rope=(rope_keys.ROPE, rope_keys.LOCAL_BASE)),
         more=(FINAL_CAP, _WINDOW_OF_GEMMA3),
         reads=(keys.WINDOWS,),
         computed={

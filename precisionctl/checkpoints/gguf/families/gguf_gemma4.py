@@ -158,14 +158,12 @@ def _family(*counts: keys.GgufEntry, size: tuple[keys.GgufEntry, ...] = (), **ex
     return GgufFamily(
         "gemma4",
         rows=_ROWS,
-        keys=(
-            *base_keys(
-                *counts,
-                heads=keys.integer("num_attention_heads", "attention.head_count"),
-                rope=(_HEADS, rope_keys.ROPE, rope_keys.LOCAL_BASE),
-                mlp=(_MLPS,),
-            ),
-            _HEAD_SIZE,
+        keys=base_keys(
+            *counts,
+            heads=keys.integer("num_attention_heads", "attention.head_count"),
+            rope=(_HEADS, rope_keys.ROPE, rope_keys.LOCAL_BASE),
+            mlp=(_MLPS,),
+            head_size=_HEAD_SIZE,
         ),
         more=(FINAL_CAP, keys.WINDOW, *_LAYERS, _LOCAL_SIZE, *size, _TURNED),
         reads=(_UNUSED, *(() if experts else (keys.NO_EXPERTS,))),

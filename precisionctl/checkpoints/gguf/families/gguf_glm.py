@@ -44,7 +44,7 @@ _INDEXERS = keys.GgufEntry(
 _GLM4 = GgufFamily(
     "glm4",
     rows=[*rows.outside_layers(), *rows.in_layers(_NORMS_OF_GLM4), *rows.ATTENTION, *rows.JOINED_MLP],
-    keys=(*base_keys(), keys.HEAD_SIZE),
+    keys=base_keys(),
     more=(rope_keys.TURNED, keys.QKV_BIAS),
     computed={"post_layernorms": True, "rotary_interleaved": True},
     tokens={"eos": "<|endoftext|>", "eot": "<|user|>", "unk": "<|endoftext|>", "bos": "<|endoftext|>"},
@@ -71,10 +71,7 @@ _GLM4_MOE = GgufFamily(
         *rows.SHARED_EXPERTS,
         *rows.PREDICTION,
     ],
-    keys=(
-        *base_keys(*expert_keys.EXPERT_COUNTS, expert_keys.groups(2), layers=keys.LAYERS_AND_PREDICTION),
-        keys.HEAD_SIZE,
-    ),
+    keys=base_keys(*expert_keys.EXPERT_COUNTS, expert_keys.groups(2), layers=keys.LAYERS_AND_PREDICTION),
     more=(
         rope_keys.TURNED,
         expert_keys.EXPERT_SIZE,
@@ -100,21 +97,21 @@ _GLM4V = replace(
         *rows.linears(rows.VALUE_OUTPUT),
         *rows.JOINED_MLP,
     ],
-    keys=(*base_keys(rope=(_IMAGES.sections, rope_keys.ROPE)), keys.UNUSUAL_HEAD_SIZE),
+    keys=base_keys(rope=(_IMAGES.sections, rope_keys.ROPE), head_size=keys.UNUSUAL_HEAD_SIZE),
     images=_IMAGES,
     recognises=_IMAGES.recognises,
 )
-_GLM_OCR = replace(_GLM4V, keys=(*base_keys(rope=(_OCR.sections, rope_keys.ROPE)), keys.UNUSUAL_HEAD_SIZE), images=_OCR)
+_GLM_OCR = replace(
+    _GLM4V, keys=base_keys(rope=(_OCR.sections, rope_keys.ROPE), head_size=keys.UNUSUAL_HEAD_SIZE), images=_OCR
+)
 _GLM4V_MOE = replace(
     _GLM4_MOE,
-    keys=(
-        *base_keys(
-            *expert_keys.EXPERT_COUNTS,
-            expert_keys.groups(2),
-            layers=keys.LAYERS_AND_PREDICTION,
-            rope=(_IMAGES.sections, rope_keys.ROPE),
-        ),
-        keys.UNUSUAL_HEAD_SIZE,
+    keys=base_keys(
+        *expert_keys.EXPERT_COUNTS,
+        expert_keys.groups(2),
+        layers=keys.LAYERS_AND_PREDICTION,
+        rope=(_IMAGES.sections, rope_keys.ROPE),
+        head_size=keys.UNUSUAL_HEAD_SIZE,
     ),
     images=_IMAGES,
     recognises=_IMAGES.recognises,

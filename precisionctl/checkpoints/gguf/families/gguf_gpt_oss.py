@@ -35,7 +35,7 @@ FAMILIES = {
     "gpt_oss": GgufFamily(
         "gpt-oss",
         rows=_ROWS,
-        keys=(*base_keys(*expert_keys.EXPERT_COUNTS), keys.HEAD_SIZE),
+        keys=base_keys(*expert_keys.EXPERT_COUNTS),
         more=(keys.WINDOW, expert_keys.EXPERT_SIZE),
         reads=(keys.WINDOWS,),
         computed={

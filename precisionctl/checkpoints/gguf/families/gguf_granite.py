@@ -172,7 +172,7 @@ _WINDOWS_AND_ROPE = (
 _WINDOWED = GgufFamily(
     "granite_swa",
     rows=[*rows.DECODER_IN_PAIRS, _SINKS, *rows.MLP],
-    keys=(*base_keys(), keys.UNUSUAL_HEAD_SIZE),
+    keys=base_keys(head_size=keys.UNUSUAL_HEAD_SIZE),
     more=(*_MULTIPLIERS, *_WINDOWS_AND_ROPE, keys.ATTENTION_BIAS, keys.MLP_BIAS),
     reads=(keys.NO_EXPERTS,),
     computed={"softmax_offset": True},
@@ -184,7 +184,7 @@ FAMILIES = {
     "granite": GgufFamily(
         "granite",
         rows=[*rows.DECODER_IN_PAIRS, *rows.MLP],
-        keys=(*base_keys(), keys.UNUSUAL_HEAD_SIZE),
+        keys=base_keys(head_size=keys.UNUSUAL_HEAD_SIZE),
         more=(*_MULTIPLIERS, keys.ATTENTION_BIAS, keys.MLP_BIAS),
         reads=(_SWITCH, NO_MIXER, keys.NO_EXPERTS, keys.ignored_keys(_USED, _SHARED)),
         scalings=rope_keys.AND_LLAMA3,
@@ -192,7 +192,7 @@ FAMILIES = {
     "granitemoe": GgufFamily(
         "granitemoe",
         rows=[*rows.DECODER_IN_PAIRS, *_EXPERTS],
-        keys=(*base_keys(*expert_keys.EXPERT_COUNTS), keys.UNUSUAL_HEAD_SIZE),
+        keys=base_keys(*expert_keys.EXPERT_COUNTS, head_size=keys.UNUSUAL_HEAD_SIZE),
         more=(*_MULTIPLIERS, keys.ATTENTION_BIAS),
         reads=(_SWITCH, NO_MIXER, keys.expected(_SHARED, 0)),
         computed={**expert_keys.IN_ALL_LAYERS, **expert_keys.AS_LARGE_AS_MLP},
@@ -202,7 +202,7 @@ FAMILIES = {
     "granitemoeshared": GgufFamily(
         "granitemoe",
         rows=[*rows.DECODER_IN_PAIRS, *_EXPERTS, *_joined("_shexp")],
-        keys=(*base_keys(*expert_keys.EXPERT_COUNTS), keys.UNUSUAL_HEAD_SIZE),
+        keys=base_keys(*expert_keys.EXPERT_COUNTS, head_size=keys.UNUSUAL_HEAD_SIZE),
         more=(*_MULTIPLIERS, replace(_SHARED_SIZE, write=_write_some_shared), keys.ATTENTION_BIAS),
         reads=(_SWITCH, NO_MIXER),
         computed={**expert_keys.IN_ALL_LAYERS, **expert_keys.AS_LARGE_AS_MLP},
@@ -225,7 +225,7 @@ FAMILIES = {
                 "model.layers.{layer}.block_sparse_moe.experts.down_proj[{expert}]", (rows.stack("ffn_down_exps"),)
             ),
         ],
-        keys=(*base_keys(*expert_keys.EXPERT_COUNTS), keys.UNUSUAL_HEAD_SIZE),
+        keys=base_keys(*expert_keys.EXPERT_COUNTS, head_size=keys.UNUSUAL_HEAD_SIZE),
         more=(*_MULTIPLIERS, *_WINDOWS_AND_ROPE, replace(_SHARED_SIZE, write=_write_some_shared), keys.ATTENTION_BIAS),
         reads=(),
         computed={**_WINDOWED.computed, **expert_keys.IN_ALL_LAYERS, **expert_keys.AS_LARGE_AS_MLP},

@@ -21,7 +21,7 @@ FAMILIES = {
     "hunyuan_v1_dense": GgufFamily(
         "hunyuan-dense",
         rows=[*_DECODER, *rows.MLP],
-        keys=(*base_keys(), keys.HEAD_SIZE),
+        keys=base_keys(),
         computed=_COMPUTED,
     ),
     "hunyuan_v1_moe": GgufFamily(
@@ -32,7 +32,7 @@ FAMILIES = {
             *rows.in_layers({f"mlp.shared_mlp.{hf}": f"{gguf}_shexp" for hf, gguf in rows.GATED.items()}),
             *rows.EXPERTS,
         ],
-        keys=(*base_keys(expert_keys.EXPERT_COUNTS[0]), keys.HEAD_SIZE),
+        keys=base_keys(expert_keys.EXPERT_COUNTS[0]),
         more=(
             expert_keys.SHARED_EXPERT_SIZE,
             expert_keys.EXPERT_SIZE,
@@ -58,7 +58,7 @@ FAMILIES = {
             *rows.in_layers({f"mlp.shared_mlp.{hf}": f"{gguf}_shexp" for hf, gguf in rows.GATED.items()}),
             *rows.in_layers({hf: f"nextn.{gguf}" for hf, gguf in _PREDICTION.items()}),
         ],
-        keys=(*base_keys(*expert_keys.EXPERT_COUNTS, layers=keys.LAYERS_AND_PREDICTION), keys.HEAD_SIZE),
+        keys=base_keys(*expert_keys.EXPERT_COUNTS, layers=keys.LAYERS_AND_PREDICTION),
         more=(
             expert_keys.EXPERT_SIZE,
             expert_keys.SHARED_EXPERT_SIZE,

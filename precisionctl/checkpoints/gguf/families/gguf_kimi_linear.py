@@ -30,7 +30,12 @@ FAMILIES = {
         "kimi-linear",
         rows=_ROWS,
         keys=base_keys(
-            *expert_keys.EXPERT_COUNTS, _ONE_GROUP, expert_keys.scored_by("sigmoid"), _LATENT, heads=KDA_HEADS
+            *expert_keys.EXPERT_COUNTS,
+            _ONE_GROUP,
+            expert_keys.scored_by("sigmoid"),
+            _LATENT,
+            heads=KDA_HEADS,
+            head_size=None,
         ),
         more=(
             keys.VOCABULARY,

@@ -119,10 +119,7 @@ FAMILIES = {
             *rows.EXPERTS,
             *rows.SHARED_EXPERT,
         ],
-        keys=(
-            *base_keys(*expert_keys.EXPERT_COUNTS, heads=_ATTENTION, rope=(rope_keys.ROPE, _LOCAL_BASE)),
-            keys.HEAD_SIZE,
-        ),
+        keys=base_keys(*expert_keys.EXPERT_COUNTS, heads=_ATTENTION, rope=(rope_keys.ROPE, _LOCAL_BASE)),
         more=(
             keys.VOCABULARY,
             keys.write_only(_write_window),

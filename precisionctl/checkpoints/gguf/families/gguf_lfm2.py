@@ -55,7 +55,7 @@ FAMILIES = {
     "lfm2": GgufFamily(
         "lfm2",
         rows=_ROWS,
-        keys=(*base_keys(heads=_CONVOLUTIONS), keys.UNUSUAL_HEAD_SIZE),
+        keys=base_keys(heads=_CONVOLUTIONS, head_size=keys.UNUSUAL_HEAD_SIZE),
         more=(keys.VOCABULARY, _TAPS),
         computed={"kv_channels": keys.hidden_by_heads, "qk_layernorm": True},
     ),
@@ -67,7 +67,7 @@ FAMILIES = {
             *rows.experts("feed_forward.experts", {hf: f"{gguf}_exps" for hf, gguf in _W123.items()}),
             rows.GgufRow("model.layers.{layer}.feed_forward.expert_bias", rows.CORRECTION),
         ],
-        keys=(*base_keys(*expert_keys.EXPERT_COUNTS, heads=_CONVOLUTIONS), keys.UNUSUAL_HEAD_SIZE),
+        keys=base_keys(*expert_keys.EXPERT_COUNTS, heads=_CONVOLUTIONS, head_size=keys.UNUSUAL_HEAD_SIZE),
         more=(
             expert_keys.EXPERT_SIZE,
             expert_keys.LEADING_DENSE,

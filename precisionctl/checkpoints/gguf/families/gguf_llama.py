@@ -15,7 +15,7 @@ from precisionctl.model.model_shape import ModelShape
 _LLAMA = GgufFamily(
     "llama",
     rows=[*rows.DECODER_IN_PAIRS, *rows.MLP],
-    keys=(*base_keys(), keys.HEAD_SIZE),
+    keys=base_keys(),
     more=(keys.VOCABULARY, rope_keys.TURNED, keys.ATTENTION_BIAS, keys.MLP_BIAS),
     reads=(keys.NO_EXPERTS,),
     ignored=keys.NO_WINDOW,
@@ -60,7 +60,7 @@ FAMILIES = {
     "mixtral": GgufFamily(
         "llama",
         rows=[*rows.DECODER_IN_PAIRS, *rows.EXPERTS_OF_MIXTRAL],
-        keys=(*base_keys(*expert_keys.EXPERT_COUNTS), keys.UNUSUAL_HEAD_SIZE),
+        keys=base_keys(*expert_keys.EXPERT_COUNTS, head_size=keys.UNUSUAL_HEAD_SIZE),
         more=(keys.VOCABULARY, rope_keys.TURNED),
         computed={**expert_keys.IN_ALL_LAYERS, **expert_keys.AS_LARGE_AS_MLP},
         ignored=keys.NO_WINDOW,
@@ -70,7 +70,7 @@ FAMILIES = {
     "ministral3": GgufFamily(
         "mistral3",
         rows=[*rows.DECODER_IN_PAIRS, *rows.MLP],
-        keys=(*base_keys(), keys.HEAD_SIZE),
+        keys=base_keys(),
         more=(keys.VOCABULARY, rope_keys.TURNED, rope_keys.WHOLE_MULTIPLIER, rope_keys.QUERY_SCALING),
         ignored=keys.NO_WINDOW,
         reads_betas=True,
@@ -80,7 +80,7 @@ FAMILIES = {
     "smollm3": GgufFamily(
         "smollm3",
         rows=[*rows.DECODER_IN_PAIRS, *rows.MLP],
-        keys=(*base_keys(), keys.UNUSUAL_HEAD_SIZE),
+        keys=base_keys(head_size=keys.UNUSUAL_HEAD_SIZE),
         more=(keys.VOCABULARY, rope_keys.TURNED),
         reads=(keys.ATTENTION_BIAS, keys.MLP_BIAS),
         computed={"rope_layers": keys.every(4)},
@@ -94,7 +94,7 @@ FAMILIES = {
             *rows.in_layers({"feed_forward.router": "ffn_gate_inp"}),
             *rows.experts("feed_forward.experts", {hf: f"{gguf}_exps" for hf, gguf in rows.GATED.items()}),
         ],  # its experts are `[out, in]` in GGUF, and so under the names that their codes have, one by one
-        keys=(*base_keys(*expert_keys.EXPERT_COUNTS), keys.HEAD_SIZE),
+        keys=base_keys(*expert_keys.EXPERT_COUNTS),
         more=(keys.VOCABULARY, rope_keys.TURNED, _STEP, expert_keys.EXPERT_SIZE),
         computed={
             "rotary_interleaved": True,

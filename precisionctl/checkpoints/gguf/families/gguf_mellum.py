@@ -10,7 +10,7 @@ FAMILIES = {
     "mellum": GgufFamily(
         "mellum",
         rows=[*rows.DECODER, *rows.in_layers(rows.QK_NORMS), *rows.ROUTER, *rows.EXPERTS],
-        keys=(*base_keys(*expert_keys.EXPERT_COUNTS, rope=(rope_keys.ROPE, rope_keys.SAME_BASE)), keys.HEAD_SIZE),
+        keys=base_keys(*expert_keys.EXPERT_COUNTS, rope=(rope_keys.ROPE, rope_keys.SAME_BASE)),
         more=(expert_keys.EXPERT_SIZE, keys.WINDOW, keys.WINDOWS),
         computed={
             **expert_keys.IN_ALL_LAYERS,

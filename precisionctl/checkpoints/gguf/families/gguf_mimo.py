@@ -73,6 +73,7 @@ FAMILIES = {
                 layers=keys.DECODER_LAYERS,
                 heads=_HEADS,
                 rope=(rope_keys.ROPE, rope_keys.LOCAL_BASE),
+                head_size=None,
             ),
             keys.integer("kv_channels", "attention.key_length"),
             keys.integer("v_head_dim", "attention.value_length"),

@@ -27,7 +27,7 @@ FAMILIES = {
             *rows.ATTENTION,
             *rows.UNGATED_MLP,
         ],
-        keys=(*base_keys(), keys.HEAD_SIZE),
+        keys=base_keys(),
         more=(
             *(keys.VOCABULARY, keys.LAYER_NORM_EPSILON, rope_keys.TURNED, keys.ATTENTION_BIAS, keys.MLP_BIAS),
             rope_keys.SAYS_UNSCALED,
@@ -43,7 +43,7 @@ FAMILIES = {
     "jais2": GgufFamily(
         "jais2",
         rows=[*rows.DECODER, *_NORM_BIASES, *rows.UNGATED_MLP],
-        keys=(*base_keys(epsilon=keys.LAYER_NORM_EPSILON), keys.HEAD_SIZE),
+        keys=base_keys(epsilon=keys.LAYER_NORM_EPSILON),
         more=(rope_keys.TURNED, keys.QKV_BIAS),
         computed={**_COMPUTED, "proj_bias": True, "mlp_bias": True},
     ),

@@ -29,7 +29,7 @@ FAMILIES = {
     "olmo": GgufFamily(
         "olmo",
         rows=[*rows.outside_layers(), *rows.ATTENTION_IN_PAIRS, *rows.MLP],
-        keys=base_keys(epsilon=None),
+        keys=base_keys(epsilon=None, head_size=None),
         more=(keys.LAYER_NORM_EPSILON, keys.QKV_CLAMP),
         computed={
             "kv_channels": keys.hidden_by_heads,
@@ -43,7 +43,7 @@ FAMILIES = {
     "olmo2": GgufFamily(
         "olmo2",
         rows=_ROWS,
-        keys=(*base_keys(), keys.UNUSUAL_HEAD_SIZE),
+        keys=base_keys(head_size=keys.UNUSUAL_HEAD_SIZE),
         reads=(keys.ATTENTION_BIAS, keys.expected("attention.sliding_window", 0)),
         computed=_COMPUTED,
         recognises=lambda file: not _has_window(file),
@@ -51,7 +51,7 @@ FAMILIES = {
     "olmo3": GgufFamily(
         "olmo2",
         rows=_ROWS,
-        keys=(*base_keys(rope=(rope_keys.ROPE, rope_keys.SAME_BASE)), keys.UNUSUAL_HEAD_SIZE),
+        keys=base_keys(rope=(rope_keys.ROPE, rope_keys.SAME_BASE), head_size=keys.UNUSUAL_HEAD_SIZE),
         more=(keys.WINDOW, keys.WINDOWS),
         reads=(keys.ATTENTION_BIAS,),
         computed={**_COMPUTED, **rope_keys.AS_ELSEWHERE},
@@ -60,7 +60,7 @@ FAMILIES = {
     "olmoe": GgufFamily(
         "olmoe",
         rows=[*rows.DECODER, *rows.in_layers(rows.QK_NORMS), *rows.ROUTER, *rows.EXPERTS],
-        keys=(*base_keys(*expert_keys.EXPERT_COUNTS), keys.UNUSUAL_HEAD_SIZE),
+        keys=base_keys(*expert_keys.EXPERT_COUNTS, head_size=keys.UNUSUAL_HEAD_SIZE),
         computed={
             **expert_keys.IN_ALL_LAYERS,
             **expert_keys.AS_LARGE_AS_MLP,

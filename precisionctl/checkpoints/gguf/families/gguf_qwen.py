@@ -15,20 +15,20 @@ _QWEN2_IMAGES, _QWEN3_IMAGES = Images((16, 24, 24)), Images((24, 20, 20), deepst
 _QWEN2 = GgufFamily(
     "qwen2",
     rows=[*rows.DECODER, *rows.MLP],
-    keys=(*base_keys(), keys.UNUSUAL_HEAD_SIZE),
+    keys=base_keys(head_size=keys.UNUSUAL_HEAD_SIZE),
     computed={"qkv_bias": True},
     ignored=keys.NO_WINDOW,
 )
 _QWEN2_VL = replace(
     _QWEN2,
     architecture="qwen2vl",
-    keys=(*base_keys(rope=(_QWEN2_IMAGES.sections, rope_keys.ROPE)), keys.UNUSUAL_HEAD_SIZE),
+    keys=base_keys(rope=(_QWEN2_IMAGES.sections, rope_keys.ROPE), head_size=keys.UNUSUAL_HEAD_SIZE),
     images=_QWEN2_IMAGES,
 )
 _QWEN3 = GgufFamily(
     "qwen3",
     rows=[*rows.DECODER, *rows.in_layers(rows.QK_NORMS), *rows.MLP],
-    keys=(*base_keys(), keys.HEAD_SIZE),
+    keys=base_keys(),
     reads=(keys.ATTENTION_BIAS,),
     computed={"qk_layernorm": True},
     ignored=keys.NO_WINDOW,
@@ -37,7 +37,7 @@ _QWEN3 = GgufFamily(
 _QWEN3_VL = replace(
     _QWEN3,
     architecture="qwen3vl",
-    keys=(*base_keys(rope=(_QWEN3_IMAGES.sections, rope_keys.ROPE)), keys.HEAD_SIZE),
+    keys=base_keys(rope=(_QWEN3_IMAGES.sections, rope_keys.ROPE)),
     more=(_QWEN3_IMAGES.deepstack_layers,),
     scaled=(),
     images=_QWEN3_IMAGES,
@@ -45,7 +45,7 @@ _QWEN3_VL = replace(
 _QWEN3_MOE = GgufFamily(
     "qwen3moe",
     rows=[*rows.DECODER, *rows.in_layers(rows.QK_NORMS), *rows.ROUTER, *rows.EXPERTS],
-    keys=(*base_keys(*expert_keys.EXPERT_COUNTS), keys.HEAD_SIZE),
+    keys=base_keys(*expert_keys.EXPERT_COUNTS),
     more=(expert_keys.EXPERT_SIZE,),
     reads=(keys.ATTENTION_BIAS,),
     computed={**expert_keys.IN_ALL_LAYERS, "qk_layernorm": True},
@@ -55,7 +55,7 @@ _QWEN3_MOE = GgufFamily(
 _QWEN3_VL_MOE = replace(
     _QWEN3_MOE,
     architecture="qwen3vlmoe",
-    keys=(*base_keys(*expert_keys.EXPERT_COUNTS, rope=(_QWEN3_IMAGES.sections, rope_keys.ROPE)), keys.HEAD_SIZE),
+    keys=base_keys(*expert_keys.EXPERT_COUNTS, rope=(_QWEN3_IMAGES.sections, rope_keys.ROPE)),
     more=(expert_keys.EXPERT_SIZE, _QWEN3_IMAGES.deepstack_layers),
     scaled=(),
     images=_QWEN3_IMAGES,
@@ -66,7 +66,7 @@ FAMILIES = {
     "qwen2_moe": GgufFamily(
         "qwen2moe",
         rows=[*rows.DECODER, *rows.ROUTER, *rows.EXPERTS, *rows.SHARED_EXPERT, *rows.SHARED_EXPERT_GATE],
-        keys=(*base_keys(*expert_keys.EXPERT_COUNTS), keys.UNUSUAL_HEAD_SIZE),
+        keys=base_keys(*expert_keys.EXPERT_COUNTS, head_size=keys.UNUSUAL_HEAD_SIZE),
         more=(expert_keys.EXPERT_SIZE, expert_keys.SHARED_EXPERT_SIZE),
         computed={
             **expert_keys.IN_ALL_LAYERS,

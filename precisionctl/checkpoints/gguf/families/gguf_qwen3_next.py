@@ -105,7 +105,7 @@ _COMPUTED: Mapping[str, Any] = {
 _QWEN3_5 = GgufFamily(
     "qwen35",
     rows=_with_delta_nets(rows.MLP, _DELTA_NET_OF_QWEN3_5),
-    keys=(*base_keys(layers=keys.LAYERS_AND_PREDICTION, rope=_ROPE), keys.HEAD_SIZE),
+    keys=base_keys(layers=keys.LAYERS_AND_PREDICTION, rope=_ROPE),
     more=(keys.PREDICTION_LAYERS, *_DELTA_NET, rope_keys.TURNED),
     computed=_COMPUTED,
     scaled=(*_SCALED, "attn_qkv", "attn_gate", "ssm_out", "ssm_alpha", "ssm_beta"),
@@ -116,7 +116,7 @@ FAMILIES = {
     "qwen3_next": GgufFamily(
         "qwen3next",
         rows=_with_delta_nets(_SPARSE, _DELTA_NET_OF_QWEN3_NEXT),
-        keys=(*base_keys(*expert_keys.EXPERT_COUNTS, layers=keys.LAYERS_AND_PREDICTION), keys.HEAD_SIZE),
+        keys=base_keys(*expert_keys.EXPERT_COUNTS, layers=keys.LAYERS_AND_PREDICTION),
         more=(
             expert_keys.EXPERT_SIZE,
             expert_keys.SHARED_EXPERT_SIZE,
@@ -132,10 +132,7 @@ FAMILIES = {
         _QWEN3_5,
         architecture="qwen35moe",
         rows=_with_delta_nets(_SPARSE, _DELTA_NET_OF_QWEN3_5),
-        keys=(
-            *base_keys(*expert_keys.EXPERT_COUNTS, layers=keys.LAYERS_AND_PREDICTION, rope=_ROPE, mlp=()),
-            keys.HEAD_SIZE,
-        ),
+        keys=base_keys(*expert_keys.EXPERT_COUNTS, layers=keys.LAYERS_AND_PREDICTION, rope=_ROPE, mlp=()),
         more=(expert_keys.EXPERT_SIZE, expert_keys.SHARED_EXPERT_SIZE, *_QWEN3_5.more),
         computed={
             **expert_keys.IN_ALL_LAYERS,

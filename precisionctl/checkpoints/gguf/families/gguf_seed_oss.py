@@ -10,7 +10,7 @@ FAMILIES = {
     "seed_oss": GgufFamily(
         "seed_oss",
         rows=[*rows.outside_layers(), *rows.in_layers(rows.NORMS_BY_PLACE), *rows.ATTENTION, *rows.MLP],
-        keys=(*base_keys(), keys.HEAD_SIZE),
+        keys=base_keys(),
         more=(keys.QKV_BIAS,),
     ),
 }

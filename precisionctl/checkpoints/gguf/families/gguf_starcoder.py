@@ -15,7 +15,7 @@ FAMILIES = {
             *rows.linears({**rows.NORMS, "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}),
             *rows.ATTENTION,
         ],
-        keys=(*base_keys(epsilon=keys.LAYER_NORM_EPSILON), keys.UNUSUAL_HEAD_SIZE),
+        keys=base_keys(epsilon=keys.LAYER_NORM_EPSILON, head_size=keys.UNUSUAL_HEAD_SIZE),
         computed={
             "kv_channels": keys.hidden_by_heads,
             "normalization": "LayerNorm",
