@@ -9,8 +9,14 @@ from dataclasses import replace
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.families.gguf_deepseek import LATENT_HEADS, LATENT_RANK, LATENT_TURNED
+from precisionctl.checkpoints.gguf.families.gguf_kimi_linear import (
+    BESIDE_KDA,
+    KDA_HEADS,
+    KDA_SIZES,
+    delta_attention,
+    latent_key,
+)
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.gguf.kda import BESIDE_KDA, KDA_HEADS, KDA_SIZES, delta_attention, latent_key
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.tensor_changes import (
     BOUNDED_DECAY,

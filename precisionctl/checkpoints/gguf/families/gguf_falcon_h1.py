@@ -6,9 +6,9 @@ Sources: llama.cpp's src/models/falcon-h1.cpp and mamba-base.cpp, and conversion
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf import metadata_keys as keys, rope_keys, tensor_rows as rows
+from precisionctl.checkpoints.gguf.families.gguf_mamba2 import MIXER_AS_MAMBA2, mixer
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.mixers import MIXER_AS_MAMBA2, mixer
 from precisionctl.checkpoints.tensor_changes import SAME, Multiplied, TensorChange
 from precisionctl.codes.row_factors import RowFactors
 from precisionctl.model.model_shape import ModelShape

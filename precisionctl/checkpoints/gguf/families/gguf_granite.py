@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, rope_keys, tensor_rows as rows
+from precisionctl.checkpoints.gguf.families.gguf_mamba2 import MIXER, NO_MIXER, mixer
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.mixers import MIXER, NO_MIXER, mixer
 from precisionctl.checkpoints.tensor_changes import GATE_THEN_UP
 from precisionctl.model.model_parts import real
 from precisionctl.model.model_shape import ModelShape

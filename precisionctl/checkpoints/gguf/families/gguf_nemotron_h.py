@@ -8,9 +8,9 @@ from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, rope_keys, tensor_rows as rows
+from precisionctl.checkpoints.gguf.families.gguf_mamba2 import MIXER, mixer
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.gguf.mixers import MIXER, mixer
 from precisionctl.checkpoints.tensor_changes import KEY_PAIRS, QUERY_PAIRS
 from precisionctl.model.model_shape import ModelShape
 

@@ -3,18 +3,75 @@
 Sources: llama.cpp's src/models/qwen3next.cpp, qwen35.cpp and qwen35moe.cpp, and conversion/qwen.py.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from precisionctl.architectures.config_keys import Fields
+from precisionctl.architectures.rearrangements import Movable, concatenated, cut_into, rows_of_groups
 from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, rope_keys, tensor_rows as rows
-from precisionctl.checkpoints.gguf.delta_net import DELTA_NET, DELTA_NET_INPUT, DELTA_NET_OUTPUT, VALUE_HEADS
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.mrope_keys import Images
-from precisionctl.checkpoints.tensor_changes import DECAY, KERNEL, PLUS_ONE, Both
+from precisionctl.checkpoints.tensor_changes import DECAY, KERNEL, PLUS_ONE, Both, OfColumns, RowMove
+from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model.model_shape import ModelShape
+
+
+class _ByKind(RowMove):
+    """The input projection of a gated delta net: in GGUF all queries, then all keys, then all values, and a tensor of
+    output gates; in Hugging Face one that goes by key head (Qwen3-Next)."""
+
+    def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        heads, sizes = self._by_head(model)
+        if len(values) != heads * sum(sizes):
+            raise DamagedCheckpoint(f"{len(values)} rows are no {heads} heads of {sum(sizes)}")
+        by_head = values.reshape(heads, sum(sizes), *values.shape[1:])
+        query, key, value, gate = map(rows_of_groups, cut_into(by_head, sizes, 1))
+        return concatenated([query, key, value]), gate
+
+    def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        heads, sizes = self._by_head(model)
+        kinds = cut_into(concatenated(parts), [heads * size for size in sizes])
+        by_head = [kind.reshape(heads, -1, *kind.shape[1:]) for kind in kinds]
+        return rows_of_groups(concatenated(by_head, 1))
+
+    def _by_head(self, model: ModelShape) -> tuple[int, list[int]]:
+        """The number of key heads, and for each the rows of queries, keys, values and gates."""
+        assert model.gdn
+        heads = model.gdn.num_key_heads
+        return heads, [size // heads for size in model.gdn.in_proj_parts[:4]]
+
+
+@dataclass(frozen=True)
+class _ValueHeadsInTurns(RowMove):
+    """Heads of values of a gated delta net, and what belongs to one: in GGUF the first of each key head, then the
+    second of each; in Hugging Face all of a key head, then those of the next (Qwen3.5). With `behind_keys` the rows of
+    queries and keys stand before."""
+
+    behind_keys: bool = False
+
+    def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        return (self._exchanged(values, model, by_key_head=False),)
+
+    def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        return self._exchanged(parts[0], model, by_key_head=True)
+
+    def _exchanged(self, rows_of_all: Movable, model: ModelShape, *, by_key_head: bool) -> Movable:
+        assert model.gdn
+        heads, key_heads = model.gdn.num_value_heads, model.gdn.num_key_heads
+        before = 2 * model.gdn.key_size if self.behind_keys else 0
+        count = len(rows_of_all) - before
+        if count <= 0 or count % heads:
+            raise DamagedCheckpoint(f"{count} rows are no {heads} heads of values")
+        others, values = cut_into(rows_of_all, [before, count])
+        order = (heads // key_heads, key_heads) if by_key_head else (key_heads, heads // key_heads)
+        moved = values.reshape(*order, -1, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
+        return concatenated([others, moved])
+
+
+_BY_KIND = _ByKind()
+_VALUE_HEADS, _BEHIND_KEYS = _ValueHeadsInTurns(), _ValueHeadsInTurns(behind_keys=True)
 
 _SPARSE = [*rows.ROUTER, *rows.EXPERTS, *rows.SHARED_EXPERT, *rows.SHARED_EXPERT_GATE]
 
@@ -37,26 +94,26 @@ def _with_delta_nets(block: list[rows.GgufRow], delta_net: list[rows.GgufRow]) -
 
 
 _DELTA_NET_OF_QWEN3_NEXT = [
-    rows.replaced_by("linear_attn.in_proj_qkvz", ("attn_qkv", "attn_gate"), DELTA_NET),
+    rows.replaced_by("linear_attn.in_proj_qkvz", ("attn_qkv", "attn_gate"), _BY_KIND),
     *rows.in_layers({"linear_attn.in_proj_ba": "ssm_ba", "linear_attn.out_proj": "ssm_out"}),
     *rows.in_layers({"linear_attn.conv1d": "ssm_conv1d"}, KERNEL),
     rows.in_layer("linear_attn.dt_bias", "ssm_dt.bias"),
     rows.in_layer("linear_attn.A_log", "ssm_a", DECAY),
 ]
 _DELTA_NET_OF_QWEN3_5 = [
-    *rows.in_layers({"linear_attn.in_proj_qkv": "attn_qkv"}, DELTA_NET_INPUT),
+    *rows.in_layers({"linear_attn.in_proj_qkv": "attn_qkv"}, _BEHIND_KEYS),
     *rows.in_layers(
         {
             "linear_attn.in_proj_z": "attn_gate",
             "linear_attn.in_proj_b": "ssm_beta",
             "linear_attn.in_proj_a": "ssm_alpha",
         },
-        VALUE_HEADS,
+        _VALUE_HEADS,
     ),
-    *rows.in_layers({"linear_attn.out_proj": "ssm_out"}, DELTA_NET_OUTPUT),
-    *rows.in_layers({"linear_attn.conv1d": "ssm_conv1d"}, Both(KERNEL, DELTA_NET_INPUT)),
-    rows.in_layer("linear_attn.dt_bias", "ssm_dt.bias", VALUE_HEADS),
-    rows.in_layer("linear_attn.A_log", "ssm_a", Both(DECAY, VALUE_HEADS)),
+    *rows.in_layers({"linear_attn.out_proj": "ssm_out"}, OfColumns(_VALUE_HEADS)),
+    *rows.in_layers({"linear_attn.conv1d": "ssm_conv1d"}, Both(KERNEL, _BEHIND_KEYS)),
+    rows.in_layer("linear_attn.dt_bias", "ssm_dt.bias", _VALUE_HEADS),
+    rows.in_layer("linear_attn.A_log", "ssm_a", Both(DECAY, _VALUE_HEADS)),
 ]
 
 
