@@ -11,7 +11,8 @@ from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings, said_quantization
 from precisionctl.checkpoints.hf_directory.huggingface_files import file_format_of
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceTensors
-from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_megatron
+from precisionctl.checkpoints.megatron.carried_run import of_megatron
+from precisionctl.checkpoints.megatron.directory import MegatronReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader, of_trainer
 from precisionctl.commands.hinted_path import HintedPath, open_hinted

@@ -12,7 +12,7 @@ from precisionctl import __version__
 from precisionctl.checkpoints.base import Reader, TensorSource, WithOptimizer, Writer
 from precisionctl.checkpoints.hf_directory import encodings_file
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
-from precisionctl.checkpoints.megatron.carried_run import MegatronReader
+from precisionctl.checkpoints.megatron.directory import MegatronReader
 from precisionctl.checkpoints.megatron.keys import write_tracker
 from precisionctl.checkpoints.megatron.towers import WithTowers
 from precisionctl.checkpoints.open import open_checkpoint

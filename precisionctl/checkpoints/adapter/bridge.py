@@ -22,7 +22,7 @@ from precisionctl.checkpoints.adapter.lora_config import LARGEST_ALPHA, LoraConf
 from precisionctl.checkpoints.adapter.reader import PREFIX, AdapterReader, open_base
 from precisionctl.checkpoints.base import Hints, Reader
 from precisionctl.checkpoints.chunks import Chunk, Chunked, read_rows, whole
-from precisionctl.checkpoints.megatron.carried_run import MegatronReader
+from precisionctl.checkpoints.megatron.directory import MegatronReader
 from precisionctl.checkpoints.megatron.provider import BRIDGE, bridge_section
 from precisionctl.errors import DamagedCheckpoint, MappingError, ShapeMismatch, at, shown
 from precisionctl.param import TensorSpec

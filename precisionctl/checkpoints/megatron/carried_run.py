@@ -6,16 +6,15 @@ That is arguments, counters, schedule, the optimizer's settings by parameter gro
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
-from precisionctl.checkpoints.base import Companions, Reader
+from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.arguments import STAGES
+from precisionctl.checkpoints.megatron.directory import MegatronReader
 from precisionctl.checkpoints.megatron.keys import OURS
-from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.checkpoints.other_trainers.trainer_run import (
     NO_COUNT,
     TrainedReader,
@@ -24,10 +23,9 @@ from precisionctl.checkpoints.other_trainers.trainer_run import (
     count_of_updates,
     stored_group,
 )
-from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.dtypes import DType
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
-from precisionctl.param import MOMENTUM, Parallelism, TensorSpec, state_name
+from precisionctl.param import MOMENTUM, Parallelism, state_name
 from precisionctl.torch_when_used import is_tensor
 from precisionctl.untrusted.safe_pickle import finite, parts
 
@@ -63,29 +61,9 @@ ONLY_MEGATRONS = "Muon's momentum (`momentum_buffer`), which goes to Megatron al
 """Why an optimizer with Muon cannot be converted to other formats."""
 
 
-class MegatronReader(Reader, Protocol):
-    """A Reader of a Megatron container; its checkpoints often do not name their family."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def own_companions(self) -> Companions: ...
-    @property
-    def optimizer_specs(self) -> Mapping[str, TensorSpec]: ...
-    @property
-    def args(self) -> Mapping[str, Any]: ...
-    @property
-    def common(self) -> Mapping[str, Any]: ...
-    @property
-    def objects(self) -> Sequence[str]: ...
-    def read_object(self, key: str) -> Any: ...
-    def checked_object(self, key: str) -> Span: ...
-    def payloads(self) -> Iterator[SavedPayload]: ...
-
-
 def of_megatron(reader: Reader) -> TypeGuard[MegatronReader]:
     """Whether a checkpoint is Megatron's."""
-    return reader.layout == "megatron"
+    return isinstance(reader, MegatronReader)
 
 
 def carry_run(reader: MegatronReader, parallelism: Parallelism, *, generators: bool = True) -> CarriedRun:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ from precisionctl.architectures.megatron.megatron_args import (
 from precisionctl.architectures.wrapped_architecture import beside_towers
 from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints
-from precisionctl.checkpoints.chunks import Chunked
+from precisionctl.checkpoints.chunks import Chunk, Chunked
 from precisionctl.checkpoints.hf_directory.companions import is_tokenizer, needed_hints, read_companions
 from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, as_states, decode_payloads
 from precisionctl.checkpoints.megatron.keys import BRIDGE_TOKENIZER, COMPANIONS, VERL, VERL_COMPANIONS
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.checkpoints.megatron.towers import stored_towers
+from precisionctl.checkpoints.torch_files.torch_zip import Span
+from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
@@ -127,15 +129,29 @@ def contradictions(model: ModelShape, by_args: ModelShape) -> str:
     return ", ".join(f"{name} {' / '.join(map(shown, both))}" for name, both in named.items())
 
 
-class MegatronDirectory(ABC):
-    """Base class of the Readers of Megatron's containers: derives the model and its FP8 state from the arguments,
-    common data and payloads that a subclass reads."""
+class MegatronReader(ABC):
+    """A Reader of a Megatron container, whose checkpoints often do not name their family. The model and its FP8 state
+    are derived from the arguments, common data and payloads that a subclass reads."""
 
     layout: Layout = "megatron"
+    container: str
     hints: Hints
 
     path: Path
     specs: Mapping[str, TensorSpec]
+    encodings: Mapping[str, Encoding]
+
+    @property
+    @abstractmethod
+    def files(self) -> Sequence[Path]: ...
+
+    @abstractmethod
+    def chunks(self, name: str) -> Sequence[Chunk]: ...
+
+    @property
+    @abstractmethod
+    def optimizer_specs(self) -> Mapping[str, TensorSpec]:
+        """The optimizer's tensors: `optimizer.state.<kind>.<parameter>`, if it is stored by parameter."""
 
     @property
     def expert_ranks(self) -> int | None:
@@ -156,6 +172,21 @@ class MegatronDirectory(ABC):
     @abstractmethod
     def iteration(self) -> int | None:
         """The training step; None for a `release`, weights that belong to no run."""
+
+    @property
+    @abstractmethod
+    def objects(self) -> Sequence[str]:
+        """The keys of pickled objects beside the tensors, e.g. `rng_state/shard_0.0_1.1`."""
+
+    @abstractmethod
+    def read_object(self, key: str) -> Any:
+        """An object. Raises DamagedCheckpoint if there is none of this key, UnsafePickle for classes that are not on
+        the allow-list."""
+
+    @abstractmethod
+    def checked_object(self, key: str) -> Span:
+        """Where an object's bytes are, to be copied; it has been loaded once by the allow-list. Raises as
+        `read_object`."""
 
     @abstractmethod
     def payloads(self) -> Iterator[SavedPayload]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.base import NO_HINTS, WITH_REFERENCE, Container, Hints, without_iterations
-from precisionctl.checkpoints.megatron.directory import MegatronDirectory
+from precisionctl.checkpoints.megatron.directory import MegatronReader
 from precisionctl.checkpoints.megatron.keys import MARKER
 from precisionctl.checkpoints.nemo import config, zarr
 from precisionctl.checkpoints.nemo.files import Files, files_of, read_text
@@ -51,7 +51,7 @@ def _is_weights(path: Path) -> bool:
     return own_name(path) == _SHARDED and path.is_dir() and (above(path) / _CONFIG).is_file()
 
 
-class _Nemo(MegatronDirectory):
+class _Nemo(MegatronReader):
     """The common part of the Readers of NeMo's checkpoints: what follows from the configuration."""
 
     container = "nemo"

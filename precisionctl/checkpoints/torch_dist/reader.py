@@ -18,7 +18,7 @@ from precisionctl.checkpoints.adapter import bridge
 from precisionctl.checkpoints.base import NO_HINTS, WITH_REFERENCE, Container, Hints, Reader
 from precisionctl.checkpoints.chunks import Chunk, Chunked, chunk_files
 from precisionctl.checkpoints.megatron.bridge_towers import BridgeTowers
-from precisionctl.checkpoints.megatron.directory import MegatronDirectory, config_of
+from precisionctl.checkpoints.megatron.directory import MegatronReader, config_of
 from precisionctl.checkpoints.megatron.keys import (
     COMMON,
     COMMON_OBJECT,
@@ -79,7 +79,7 @@ def _is_torch_dist(marker: Path, path: Path) -> bool:
         raise
 
 
-class TorchDistReader(MegatronDirectory):
+class TorchDistReader(MegatronReader):
     """A Megatron `torch_dist` checkpoint: the directory of an iteration, or one of several (`iteration`, else the
     newest); also in the directories of NeMo 2 and verl.
 
@@ -179,7 +179,6 @@ class TorchDistReader(MegatronDirectory):
 
     @property
     def files(self) -> Sequence[Path]:
-        """The files that hold tensors."""
         return sorted(self._stored.files | chunk_files(self.towers, self.towers.specs))
 
     def chunks(self, name: str) -> Sequence[Chunk]:
@@ -187,7 +186,6 @@ class TorchDistReader(MegatronDirectory):
 
     @cached_property
     def common(self) -> Mapping[str, Any]:
-        """The data that is no tensor and the same for all ranks: `args`, `iteration`, the optimizer's settings, ..."""
         if has_file(self.path / COMMON, self.path):
             of_run = _read_common(self._optimizer_beside) if self._optimizer_beside else {}
             return {**of_run, **_read_common(self.path)}
@@ -206,20 +204,15 @@ class TorchDistReader(MegatronDirectory):
 
     @property
     def objects(self) -> Sequence[str]:
-        """The keys of `read_object`, e.g. `rng_state/shard_0.0_1.1`."""
         return list(self._index.objects)
 
     def read_object(self, key: str) -> Any:
-        """A sharded object. Raises DamagedCheckpoint if there is none of this key, UnsafePickle for classes that are
-        not on the allow-list."""
         if key not in self._index.objects:
             raise DamagedCheckpoint(f"no object {key}", where=self.path)
         span = self._index.objects[key]
         return _only(torch_zip.load(span.read(), span), key, span)
 
     def checked_object(self, key: str) -> torch_zip.Span:
-        """Where an object's bytes are, to be copied; it has been loaded once by the allow-list. Raises as
-        `read_object`."""
         self.read_object(key)
         return self._index.objects[key]
 

@@ -20,7 +20,7 @@ import numpy as np
 from precisionctl.architectures.megatron.recurrent_args import read_delta_net, read_mamba
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
 from precisionctl.checkpoints.chunks import Box, Chunk, chunk_files, shard_boxes
-from precisionctl.checkpoints.megatron.directory import MegatronDirectory
+from precisionctl.checkpoints.megatron.directory import MegatronReader
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, count_experts, find_iteration, iteration_of
 from precisionctl.checkpoints.megatron.norm_names import is_indexed
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, payload_bytes
@@ -78,7 +78,7 @@ def recognise(path: Path) -> bool:
     return is_legacy(path) or (path.is_dir() and any(is_legacy(entry) for entry in path.iterdir() if entry.is_dir()))
 
 
-class LegacyReader(MegatronDirectory):
+class LegacyReader(MegatronReader):
     """A Megatron `torch` checkpoint: the directory of an iteration, or one of several (`iteration`, else the newest).
 
     Opening reads every rank's pickle and no tensors. Raises DamagedCheckpoint where ranks are missing or do not fit
@@ -121,12 +121,10 @@ class LegacyReader(MegatronDirectory):
 
     @cached_property
     def args(self) -> Mapping[str, Any]:
-        """Megatron's arguments; empty where none were saved."""
         return arguments(self._first)
 
     @property
     def iteration(self) -> int | None:
-        """The training step; None if unknown."""
         return iteration_of(self.path, self._first)
 
     def _numbered(self) -> Iterator[tuple[Rank, dict[str, Any]]]:

@@ -15,10 +15,10 @@ import torch
 from precisionctl.checkpoints.base import Reader, WithOptimizer
 from precisionctl.checkpoints.megatron.carried_run import (
     ONLY_MEGATRONS,
-    MegatronReader,
     of_megatron,
     trainer_run_of,
 )
+from precisionctl.checkpoints.megatron.directory import MegatronReader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader, TrainerRun, of_trainer
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
