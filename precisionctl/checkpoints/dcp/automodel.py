@@ -9,11 +9,9 @@ have experts under other published names, or gate and up in another order; these
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 
 from precisionctl.checkpoints.chunks import Box, Chunked, TransposedRows
-from precisionctl.checkpoints.other_trainers.trainer_directory import both_are
 from precisionctl.param import TensorSpec
 
 _OF_EXPERT = re.compile(r"(.+\.experts)\.(gate_and_up|down)_projs\[(\d+)\]")
@@ -21,26 +19,19 @@ _PARTS = {"gate_and_up": (("gate", "up"), ("up",)), "down": (("down",),)}
 """The linears whose columns follow each other in such a matrix: those of gated experts, and of others."""
 
 
-def by_hf_names(
-    stored: Chunked, prefix: str, names: Iterable[str], weights: Mapping[str, TensorSpec], where: Path
-) -> dict[str, str | TransposedRows]:
-    """Moments by the names of their `weights`, and for each the stored tensor that it is, or its columns in one.
-    `names` are those of stored moments without the `prefix` that each has in `stored`. Raises DamagedCheckpoint for two
-    moments of one weight."""
-    found: dict[str, str | TransposedRows] = {}
-    seen: dict[str, str] = {}
+def placed(
+    stored: Chunked, prefix: str, names: Iterable[str], weights: Mapping[str, TensorSpec]
+) -> Iterator[tuple[str, str, str | TransposedRows]]:
+    """Each moment, with the name of each weight that it is of and the stored tensor that this weight's is, or its
+    columns in one. `names` are those of stored moments without the `prefix` that each has in `stored`."""
     for name in names:
-        made: dict[str, str | TransposedRows] = {}
-        first = 0
-        for linear in _linears(name, stored.specs[prefix + name], weights):
+        first, linears = 0, _linears(name, stored.specs[prefix + name], weights)
+        for linear in linears:
             count, inputs = weights[linear].shape
-            made[linear] = TransposedRows(stored, prefix + name, Box(0, inputs, first, count))
+            yield name, linear, TransposedRows(stored, prefix + name, Box(0, inputs, first, count))
             first += count
-        for new in made or (name,):
-            if (other := seen.setdefault(new, name)) != name:
-                raise both_are(other, name, new, where)
-        found |= made or {name: prefix + name}
-    return found
+        if not linears:
+            yield name, name, prefix + name
 
 
 def _linears(name: str, spec: TensorSpec, weights: Mapping[str, TensorSpec]) -> list[str]:

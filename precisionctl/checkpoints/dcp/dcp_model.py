@@ -28,7 +28,7 @@ from precisionctl.checkpoints.hf_directory.fused_experts import stacks
 from precisionctl.checkpoints.hf_directory.wrapped_names import names_inside
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE
 from precisionctl.checkpoints.other_trainers import olmo_core_families, torchtitan_families
-from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, says_its_model
+from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, both_are, says_its_model
 from precisionctl.checkpoints.other_trainers.trainer_run import (
     ParameterGroup,
     TrainerRun,
@@ -205,19 +205,29 @@ class DcpModelReader(TrainerDirectory):
             named[kind] = _in_model(moments, self.path, beside, key_is_known=known)
         return named
 
-    def _by_hf_names(self, names: Mapping[str, str], prefix: str) -> Mapping[str, str | ComputedTensor]:
+    def _by_hf_names(self, names: Mapping[str, str], prefix: str) -> dict[str, str | ComputedTensor]:
         """Hugging Face's names of weights, or of moments, whose names in `_stored` have a `prefix`: for each the stored
         tensor that it is, or its rows. `names` are a trainer's, and those in `_stored`; they stay what they are where
-        nothing says the model, or the family's are not known."""
+        nothing says the model, or the family's are not known. Raises DamagedCheckpoint for two that are one tensor."""
+        found, sources = dict[str, str | ComputedTensor](), dict[str, str]()
+        for own, hf, place in self._placed(names, prefix):
+            if (other := sources.setdefault(hf, own)) != own:
+                raise both_are(other, own, hf, self.path)
+            found[hf] = place
+        return found
+
+    def _placed(self, names: Mapping[str, str], prefix: str) -> Iterable[tuple[str, str, str | ComputedTensor]]:
         described = self.names_of and says_its_model(self)
         family = self.model.architecture if described else ""
         if self.names_of == TORCHTITAN and (titans := torchtitan_families.FAMILIES.get(family)):
             if not prefix:
                 self._unplaced = [name for name in names if titans.hf_name(name, self.model) is None]
-            return torchtitan.by_hf_names(self._stored, names, titans, self.model, self.path)
+            return torchtitan.placed(self._stored, names, titans, self.model, self.path)
         if self.names_of == OLMO_CORE and (olmos := olmo_core_families.FAMILIES.get(family)):
-            return olmo_core.by_hf_names(self._stored, names, olmos, self.model, self.path)
-        return automodel.by_hf_names(self._stored, prefix, names, self._stored.specs, self.path) if prefix else names
+            return olmo_core.placed(self._stored, names, olmos, self.model, self.path)
+        if prefix:
+            return automodel.placed(self._stored, prefix, names, self._stored.specs)
+        return ((name, name, stored) for name, stored in names.items())
 
     def _check_pieces(self, directory: Path) -> None:
         """Raise DamagedCheckpoint if nothing says that the files of all ranks are there. Pieces in safetensors do not

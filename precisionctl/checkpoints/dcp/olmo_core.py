@@ -6,7 +6,7 @@ Hugging Face's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from precisionctl.checkpoints.other_trainers.olmo_core_families import (
     ROUTER,
     VOCABULARY,
 )
-from precisionctl.checkpoints.other_trainers.trainer_directory import both_are
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, shown
 from precisionctl.model.model_parts import MoE
 from precisionctl.model.model_shape import ModelShape
@@ -108,41 +107,37 @@ def _dict(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def by_hf_names(
+def placed(
     stored: Chunked, names: Mapping[str, str], family: Mapping[str, str], model: ModelShape, where: Path
-) -> dict[str, str | ComputedTensor]:
-    """Hugging Face's names, and for each the stored tensor that it is, or its rows in one. `names` are OLMo-core's
-    names of stored tensors; any that the family has not stay as they are. Rows that pad the vocabulary are left out.
-    Raises DamagedCheckpoint for two that are the same tensor, for more rows than pad a vocabulary, and for experts of
-    other sizes than the model's; CheckpointError for square ones."""
-    found, seen = dict[str, str | ComputedTensor](), dict[str, str]()
+) -> Iterator[tuple[str, str, str | ComputedTensor]]:
+    """Each tensor, with its name in Hugging Face (of a stack one for each expert), and the stored tensor that it is, or
+    its rows in one. `names` are OLMo-core's names of stored tensors; any that the family has not stay as they are. Rows
+    that pad the vocabulary are left out. Raises DamagedCheckpoint for more rows than pad a vocabulary, and for experts
+    of other sizes than the model's; CheckpointError for square ones."""
     patterns = {olmo: pattern_of(olmo) for olmo in names}
     delta_nets = {numbers[0] for pattern, numbers in patterns.values() if pattern == DECAY}
     for olmo, name in names.items():
         pattern, numbers = patterns[olmo]
         module, _, kind = pattern.rpartition(".")
         modules = DELTA_NET if numbers and numbers[0] in delta_nets else family
-        made, spec = dict[str, str | ComputedTensor](), stored.specs[name]
+        rows = stored.specs[name].rows
         if module in modules:
-            padded = module in VOCABULARY and spec.rows > model.vocab_size
-            if padded and spec.rows - model.vocab_size >= _PADDED_TO:
-                what = f"`{olmo}` has {spec.rows} rows, and by the config there are {model.vocab_size} tokens"
+            padded = module in VOCABULARY and rows > model.vocab_size
+            if padded and rows - model.vocab_size >= _PADDED_TO:
+                what = f"`{olmo}` has {rows} rows, and by the config there are {model.vocab_size} tokens"
                 why = f": more than pad them to a multiple of {_PADDED_TO}"
                 raise DamagedCheckpoint(what + why, where=where, do=_WHOSE_CONFIG)
             place = SomeRows(stored, name, 0, model.vocab_size) if padded else name
-            made[with_numbers(f"{modules[module]}.{kind}", numbers)] = place
-        elif pattern == ROUTER and spec.rows % model.hidden_size == 0:
-            made[with_numbers(f"{LAYER}mlp.gate.weight", numbers)] = FoldedRows(stored, name, model.hidden_size)
+            yield olmo, with_numbers(f"{modules[module]}.{kind}", numbers), place
+        elif pattern == ROUTER and rows % model.hidden_size == 0:
+            router = FoldedRows(stored, name, model.hidden_size)
+            yield olmo, with_numbers(f"{LAYER}mlp.gate.weight", numbers), router
         elif (linear := EXPERTS.get(pattern)) and model.moe:
             experts = _experts(stored, olmo, name, model.hidden_size, model.moe, where)
-            made |= {with_numbers(linear, [*numbers, str(expert)]): place for expert, place in enumerate(experts)}
+            for expert, matrix in enumerate(experts):
+                yield olmo, with_numbers(linear, [*numbers, str(expert)]), matrix
         else:
-            made[olmo] = name
-        for new in made:
-            if (first := seen.setdefault(new, olmo)) != olmo:
-                raise both_are(first, olmo, new, where)
-        found |= made
-    return found
+            yield olmo, olmo, name
 
 
 def _experts(stored: Chunked, olmo: str, name: str, hidden: int, moe: MoE, where: Path) -> Sequence[ComputedTensor]:
