@@ -12,7 +12,6 @@ import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from precisionctl.checkpoints.chunks import Box
@@ -49,25 +48,15 @@ class _Bucket:
         return self.pieces[kind][first:last]
 
 
-@dataclass(frozen=True)
-class _Local:
-    """A rank's shard of a parameter: boxes that follow each other in its memory."""
+class _Place(NamedTuple):
+    """A rank's shard of a parameter, boxes that follow each other in its memory, and where that is: the number of a
+    bucket in its buffer, and elements `[start, end)` there."""
 
     name: str
-    boxes: tuple[Box, ...]
-
-    @property
-    def elements(self) -> int:
-        return sum(box.rows * box.columns for box in self.boxes)
-
-
-@dataclass(frozen=True)
-class _At:
-    """A parameter's place in a buffer: the number of its bucket, and its first element there."""
-
-    local: _Local
+    boxes: Sequence[Box]
     bucket: int
     start: int
+    end: int
 
 
 def is_bucket(name: str) -> bool:
@@ -228,32 +217,32 @@ class _Unpacking:
                 layout = self._layout(group, key, rank % width, width)
                 if layout is None:
                     return False
-                for at in layout:
-                    self._take(at, self._buffers[key][at.bucket])
+                for place in layout:
+                    self._take(place, self._buffers[key][place.bucket])
                 position += 1
         return True
 
-    def _layout(self, names: list[str], buffer: _BufferKey, rank: int, width: int) -> list[_At] | None:
+    def _layout(self, names: list[str], buffer: _BufferKey, rank: int, width: int) -> list[_Place] | None:
         """Where each parameter is in a buffer, from the last to the first; None unless they fill it exactly."""
         buckets = self._buffers.get(buffer)
         if buckets is None:
             return None
-        layout, bucket, end = [], 0, 0
+        layout, bucket, end = list[_Place](), 0, 0
         for name in reversed(names):
-            local = self._local(name, rank, width)
-            if local is None:
+            boxes = self._shard(name, rank, width)
+            if not boxes:
                 continue
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
             if end and buckets[bucket].length in (start, end):  # full, but for padding
                 bucket, start = bucket + 1, 0
-            end = start + local.elements
+            end = start + sum(box.elements for box in boxes)
             if bucket == len(buckets) or end > buckets[bucket].length or not buckets[bucket].begins_piece(start):
                 return None
-            layout.append(_At(local, bucket, start))
+            layout.append(_Place(name, boxes, bucket, start, end))
         filled = bucket == len(buckets) - 1 and buckets[bucket].length in (end, -(-end // _ALIGNMENT) * _ALIGNMENT)
         return layout if filled else None
 
-    def _local(self, name: str, rank: int, width: int) -> _Local | None:
+    def _shard(self, name: str, rank: int, width: int) -> Sequence[Box]:
         """A rank's shard of a parameter, cut as the model's own pieces are. None for an expert of another rank.
 
         Gate and up are cut separately, so with two ranks the first has the first and the third of four boxes.
@@ -265,20 +254,19 @@ class _Unpacking:
             # The expert tensor size is the number of parts of linear_fc2, which has one part on each rank
             size = len(self._model[re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", name)].parts)
             if expert * (width // size) // self._experts != rank // size:
-                return None
-        of_rank = boxes if len(boxes) == 1 else boxes[rank % size :: size]
-        return _Local(name, tuple(of_rank))
+                return ()
+        return boxes if len(boxes) == 1 else boxes[rank % size :: size]
 
-    def _take(self, at: _At, bucket: _Bucket) -> None:
+    def _take(self, place: _Place, bucket: _Bucket) -> None:
         """Add a parameter's parts, unless another rank has the same boxes."""
-        key = (at.local.name, at.local.boxes[0])
+        key = (place.name, place.boxes[0])
         if key in self._seen:
             return
         self._seen.add(key)
         for kind in KINDS:
-            found = self._found[state_name(kind, at.local.name)]
-            for piece in bucket.within(kind, at.start, at.start + at.local.elements):
-                begin = max(piece.offsets[0], at.start)
-                end = min(piece.offsets[0] + piece.sizes[0], at.start + at.local.elements)
-                for box, offset in flat_boxes(at.local.boxes, begin - at.start, end - at.start):
+            found = self._found[state_name(kind, place.name)]
+            for piece in bucket.within(kind, place.start, place.end):
+                begin = max(piece.offsets[0], place.start)
+                end = min(piece.offsets[0] + piece.sizes[0], place.end)
+                for box, offset in flat_boxes(place.boxes, begin - place.start, end - place.start):
                     found.append(TensorPart(box, piece, begin - piece.offsets[0] + offset))
