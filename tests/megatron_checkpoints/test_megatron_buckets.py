@@ -189,6 +189,29 @@ def test_a_virtual_stage_without_a_dtype_that_another_has_has_no_buffer_of_it() 
             assert (part.piece.span.path.name, part.piece.span.offset) == (f"{number}.{kind}", at), name
 
 
+def test_buckets_of_some_of_the_tensor_ranks_are_not_taken_for_the_whole_optimizer() -> None:
+    """Two tensor ranks cut these weights, and the buffers are of the first alone."""
+    parts = tuple(
+        TensorPart(Box(row, 64, 0, 1), DcpPiece((row, 0), (64, 1), Span(Path("weights"), row, 128)), 0)
+        for row in (0, 64)
+    )
+    names = [OUTPUT, HEAD[0]]
+    model = {name: LogicalTensor(TensorSpec((128, 1), DType.bfloat16), parts) for name in reversed(names)}
+
+    def unpacked(ranks: int) -> dict[str, LogicalTensor] | None:
+        stored = {}
+        for rank, kind in itertools.product(range(ranks), KINDS):
+            key = f"optimizer.distributed.dp_group_idx_{rank}.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32)"
+            spans = [Span(Path(f"{rank}.{kind}"), at, 256) for at in range(len(names))]
+            pieces = tuple(DcpPiece((64 * at,), (64,), span) for at, span in enumerate(spans))
+            stored[f"{key}.bucket_idx_0.{kind}"] = DcpTensor((64 * len(names),), DType.float32, pieces)
+        return unpack_buckets(stored, model, [Modules(True, True)])
+
+    assert unpacked(1) is None
+    whole = unpacked(2)
+    assert whole is not None and all(len(tensor.parts) == 2 for tensor in whole.values())
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_buckets_of_a_wrappers_text_model_are_unpacked_if_its_towers_are_frozen(tmp_path, monkeypatch, trained):
     """As Megatron-Bridge saves a wrapper. A trained tower is in the buckets, in an order that is not known."""
