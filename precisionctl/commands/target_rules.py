@@ -1,19 +1,20 @@
 """An export held against the rules of what it is for: an inference engine, Transformer Engine, llama.cpp or mlx-lm."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands.hinted_path import HintedPath, open_hinted
-from precisionctl.commands.request import LLAMA_CPP, MLX, OTHER_TARGETS, TE, check_expert_parallel, given_options
+from precisionctl.commands.request import LLAMA_CPP, OTHER_TARGETS, TE, check_expert_parallel, given_options
 from precisionctl.engines.base import engine_named
 from precisionctl.engines.rules.rule import EngineRule, Finding
 from precisionctl.errors import MappingError, PrecisionError, RecipeError
 from precisionctl.planning.make_plan import make_plan
-from precisionctl.verify import llama_cpp_rules, mlx_rules, te_rules
 from precisionctl.verify.engine_rules import NO_CODES, check
+from precisionctl.verify.llama_cpp_rules import check_llama_cpp
+from precisionctl.verify.mlx_rules import check_mlx
+from precisionctl.verify.te_rules import check_te
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,27 @@ def check_directory(
         reader = open_hinted(HintedPath(path, reference=reference))
     except PrecisionError as error:
         raise RecipeError(f"{error.what}, so nothing was checked", where=error.where, do=error.do) from error
-    if target not in OTHER_TARGETS:
-        engine = engine_named(target, *OTHER_TARGETS)
+    engine = None if target in OTHER_TARGETS else engine_named(target, *OTHER_TARGETS)
+    title = engine.title if engine else OTHER_TARGETS[target]
+    if engine:
         check_expert_parallel(expert_parallel, ranks)
-        found = check(reader, engine, ranks, expert_parallel=expert_parallel)
-        return TargetCheck(engine.title, [*_of_any_target(reader), *found])
-    title = OTHER_TARGETS[target]
-    if given := given_options({"--tp": ranks > 1, "--expert-parallel": expert_parallel}):
+    elif given := given_options({"--tp": ranks > 1, "--expert-parallel": expert_parallel}):
         raise RecipeError(f"{given} cannot be given for {title}", do="Leave it out.")
-    return TargetCheck(title, [*_of_any_target(reader), *_CHECKS[target](reader)])
+    found: list[Finding] = []
+    if isinstance(reader, HuggingFaceReader) and reader.wrapped:  # inside of which a model is read here
+        found.append(Finding(reader.wrapped, "named as in a module of torch.compile, FSDP, DDP or PEFT", _OWN_NAMES))
+    plan = None
+    try:
+        plan = make_plan(reader, "megatron" if target == TE else "hf")  # by Megatron's names `load_te` finds state
+    except MappingError as error:
+        found.append(Finding("tensors", "; ".join(" ".join(line.split()) for line in error.what.splitlines()), _WHOLE))
+    if engine:
+        found += check(reader, engine, ranks, expert_parallel=expert_parallel)
+    elif target == TE:
+        found += check_te(reader, plan)
+    else:
+        found += check_llama_cpp(reader) if target == LLAMA_CPP else check_mlx(reader)
+    return TargetCheck(title, found)
 
 
 _OWN_NAMES = EngineRule(
@@ -60,27 +73,7 @@ _OWN_NAMES = EngineRule(
     "vLLM 0.33 model_executor/models/utils.py AutoWeightsLoader; transformers 5.24 modeling_utils.py from_pretrained",
 )
 
-
 _WHOLE = EngineRule(
     "all tensors of the model are there, in its shapes, as far as a table of its family knows them",
     "vLLM 0.33 model_executor/models/utils.py AutoWeightsLoader; transformers 5.24 modeling_utils.py from_pretrained",
 )
-
-
-def _of_any_target(reader: Reader) -> Iterator[Finding]:
-    """What no target loads: names inside of a wrapper's, by which a model is read here, and a model that lacks a
-    part."""
-    if isinstance(reader, HuggingFaceReader) and reader.wrapped:
-        yield Finding(reader.wrapped, "named as in a module of torch.compile, FSDP, DDP or PEFT", _OWN_NAMES)
-    try:
-        make_plan(reader, "hf", naming="as stored")
-    except MappingError as error:
-        yield Finding("tensors", error.what, _WHOLE)
-
-
-_CHECKS: Mapping[str, Callable[[Reader], Sequence[Finding]]] = {
-    TE: te_rules.check_te,
-    LLAMA_CPP: llama_cpp_rules.check_llama_cpp,
-    MLX: mlx_rules.check_mlx,
-}
-"""What the targets that are no engine ask."""

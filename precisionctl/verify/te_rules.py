@@ -13,7 +13,6 @@ from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.fp8 import delayed_scaling, sidecar
 from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.param import GEMM_ALIGNMENT, gemm_misfit
-from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.torch_when_used import torch
 from precisionctl.verify.engine_rules import CheckableDirectory
@@ -46,9 +45,9 @@ _FITTING = EngineRule(
 )
 
 
-def check_te(reader: Reader) -> list[Finding]:
-    """Every rule that a Hugging Face directory breaks. Raises UnknownFormat for anything else, and what planning raises
-    where its tensors are not the model's."""
+def check_te(reader: Reader, plan: Plan | None) -> list[Finding]:
+    """Every rule that a Hugging Face directory breaks. `plan` leads to Megatron's names. Without one, where tensors are
+    not the model's, only what is asked of files is checked. Raises UnknownFormat for anything but a directory."""
     if not isinstance(reader, CheckableDirectory):
         raise UnknownFormat(
             f"Transformer Engine reads Hugging Face directories, and this is {reader.container}",
@@ -63,8 +62,7 @@ def check_te(reader: Reader) -> list[Finding]:
         return [Finding(str(sidecar.LIVE), damage.what, _FILE)]
     if states is None:
         return [Finding(str(sidecar.LIVE), "not there", _FILE)]
-    plan = make_plan(reader, "megatron")
-    return [*_of_state(states, plan.gemms), *_of_modules(states, plan, reader)]
+    return [] if plan is None else [*_of_state(states, plan.gemms), *_of_modules(states, plan, reader)]
 
 
 def _of_state(states: Fp8States, gemms: Mapping[str, tuple[int, ...]]) -> Iterator[Finding]:

@@ -18,14 +18,21 @@ from precisionctl.cli import main
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
+from precisionctl.engines.rules.rule import Finding
 from precisionctl.errors import PrecisionctlError, UnknownFormat
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, Fp8States, RoleState
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.te import load_te
 from precisionctl.verify.te_rules import check_te
 
 QKV = "decoder.layers.1.self_attention.linear_qkv"
 DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+def check(directory: Path) -> list[Finding]:
+    reader = HuggingFaceReader(directory)
+    return check_te(reader, make_plan(reader, "megatron"))
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +45,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_exported_keeps_every_rule(tmp_path: Path, family: str) -> None:
     sizes = {"q_lora_rank": 32, "qk_rope_head_dim": 16} if family == "deepseek-v3" else {}
     made = export(make_source(tmp_path / "hf", family, **sizes), tmp_path / "out")
-    assert check_te(HuggingFaceReader(made)) == []
+    assert check(made) == []
 
 
 def with_states(change: Callable[[Fp8States], Fp8States]) -> Callable[[Path], object]:
@@ -97,7 +104,7 @@ def test_each_finding_is_one_line_with_its_source_and_load_te_agrees(
     change, where, what, fatal = case
     directory = shutil.copytree(exported, tmp_path / "out")
     change(directory)
-    (found,) = check_te(HuggingFaceReader(directory))
+    (found,) = check(directory)
     assert where in found.where and what in found.what and found.rule.source
     assert found.rule.fatal == fatal
     if where == "config.json" or where == "layers.7":  # transformers' own refusal; state that is left aside
@@ -114,7 +121,7 @@ def test_weights_of_sizes_that_no_fp8_gemm_takes_are_named(tmp_path: Path) -> No
     source = make_source(tmp_path / "hf", intermediate_size=88)
     shutil.copytree(source, tmp_path / "out")
     (tmp_path / "out" / sidecar.RELATIVE).rename(tmp_path / "out" / sidecar.LIVE)
-    found = [each for each in check_te(HuggingFaceReader(tmp_path / "out")) if each.rule.fatal]
+    found = [each for each in check(tmp_path / "out") if each.rule.fatal]
     parts = ("gate_proj", "up_proj", "down_proj")
     assert {each.where for each in found} == {f"model.layers.{n}.mlp.{part}.weight" for n in (0, 1) for part in parts}
     with pytest.raises(PrecisionctlError, match="multiples of 16"):
@@ -132,7 +139,23 @@ def test_the_command_says_so_and_exits_by_it(exported: Path, tmp_path: Path) -> 
     assert CliRunner().invoke(main, ["verify", str(exported), "--target", "te", "--tp", "2"]).exit_code == 2
 
 
+def test_a_tensor_that_is_missing_is_a_finding_beside_others(exported: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(exported, tmp_path / "out")
+    tensors = load_file(directory / "model.safetensors")
+    del tensors[DOWN]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(PrecisionctlError, match="missing"):
+        load_te(directory, backend="emulated")
+    for change, count in (None, 1), ((directory / sidecar.LIVE).unlink, 2):
+        if change:
+            change()
+        result = CliRunner().invoke(main, ["verify", str(directory), "--target", "te", "--json"])
+        first, *others = json.loads(result.stdout)["findings"]
+        assert result.exit_code == 1 and DOWN in first["what"] and first["rule"]["fatal"]
+        assert 1 + len(others) == count
+
+
 def test_megatron_is_for_an_export_first(exported: Path, tmp_path: Path) -> None:
     execute(plan_command(Request(exported, tmp_path / "megatron", "megatron")))
     with pytest.raises(UnknownFormat, match="export-inference"):
-        check_te(open_checkpoint(tmp_path / "megatron"))
+        check_te(open_checkpoint(tmp_path / "megatron"), None)
