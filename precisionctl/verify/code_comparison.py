@@ -66,7 +66,7 @@ def compare_codes(
 def compare_with_bf16(reader: Reader, workers: int = 1) -> list[CodesComparison]:
     """Compare the codes of every weight of a checkpoint, by its own name there, with themselves after a way through
     BF16."""
-    tensors = HfTensors.as_stored(reader, reader.model, reader.encodings)
+    tensors = HfTensors.as_stored(reader, reader.model, {name: reader.specs[name] for name in reader.encodings})
     here = _Coded(tensors, None)
     return _in_processes(tensors, tensors.specs, lambda name: _compare(name, here, None), workers)
 

@@ -41,7 +41,7 @@ from precisionctl.verify.hf_tensors import HfTensors, StoredRows
 from precisionctl.verify.losses import Losses
 from precisionctl.verify.mmproj_towers import TowersOfBoth, mmproj_of, towers_of_both
 from precisionctl.verify.not_compared import NotCompared, of_keys, of_weights
-from precisionctl.verify.optimizers import Tensors, both_optimizers
+from precisionctl.verify.optimizers import both_optimizers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,7 +122,7 @@ def compare(
         right.add_copy(name, of)
     optimizers, not_both = both_optimizers(a, b)
     towers = towers_of_both(a, b, plans)
-    of_a: list[Tensors] = [left, *(mine for mine, _ in optimizers), *([towers.a] if towers else [])]
+    of_a: list[HfTensors] = [left, *(mine for mine, _ in optimizers), *([towers.a] if towers else [])]
     with progress(sum(mine.nbytes(name) for mine in of_a for name in mine.specs)) as on_bytes:
         tensors = [*_compare_tensors(left, right, on_bytes, workers), *_compare_extras(left, right)]
         for mine, others in optimizers:
@@ -212,7 +212,9 @@ def _compare_states(
     return None, [NotCompared("one state", f"only {having} has any")]
 
 
-def _compare_tensors(a: Tensors, b: Tensors, on_bytes: Callable[[int], None], workers: int) -> list[TensorComparison]:
+def _compare_tensors(
+    a: HfTensors, b: HfTensors, on_bytes: Callable[[int], None], workers: int
+) -> list[TensorComparison]:
     sizes = {name: a.nbytes(name) for name in (*a.specs, *b.specs)}
     found: dict[str, TensorComparison] = {}
     results = in_processes(lambda name: _compare_tensor(name, a, b), [*sizes], [*sizes.values()], workers)
@@ -278,7 +280,7 @@ def _has_run(reader: Reader) -> bool:
         return True
 
 
-def _compare_tensor(name: str, a: Tensors, b: Tensors) -> TensorComparison:
+def _compare_tensor(name: str, a: HfTensors, b: HfTensors) -> TensorComparison:
     if name not in b.specs:
         return TensorComparison(name, "only in A", a.dtype(name))
     if name not in a.specs:
@@ -293,14 +295,13 @@ def _compare_tensor(name: str, a: Tensors, b: Tensors) -> TensorComparison:
         return _compare_values(name, a, b, dtypes)
 
 
-def _compare_values(name: str, a: Tensors, b: Tensors, dtypes: str) -> TensorComparison:
+def _compare_values(name: str, a: HfTensors, b: HfTensors, dtypes: str) -> TensorComparison:
     verdicts = {_verdict(left, right) for left, right in _pieces(name, a, b)}
     worst: Status = next((status for status in _WORST_FIRST if status in verdicts), "exact")  # there may be no rows
     if worst == "exact":
         return TensorComparison(name, worst, dtypes, math.inf, 0.0, 0)
     if worst in ("differs", "rounded"):
         return _measured(name, worst, dtypes, _pieces(name, a, b))
-    assert isinstance(a, HfTensors) and isinstance(b, HfTensors), "nothing else has codes"
     losses, error = _losses(name, a, b)
     return TensorComparison(name, "lost" if losses.why else worst, dtypes, *error, remark=losses.why or losses.remark)
 
@@ -317,7 +318,7 @@ def _measured(
 _WORST_FIRST: tuple[Status, ...] = ("differs", "encoded", "rounded", "exact")
 
 
-def _pieces(name: str, a: Tensors, b: Tensors) -> Iterator[tuple[StoredRows, StoredRows]]:
+def _pieces(name: str, a: HfTensors, b: HfTensors) -> Iterator[tuple[StoredRows, StoredRows]]:
     together = max(side.rows_together(name) for side in (a, b))
     for row, rows in a.pieces(name, together):
         yield a.read(name, row, rows), b.read(name, row, rows)

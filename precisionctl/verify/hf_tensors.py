@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -84,7 +84,7 @@ class StoredRows:
 
 
 class HfTensors:
-    """A checkpoint's tensors under the names that `plan` gives them, which are Hugging Face's, whatever its layout.
+    """A checkpoint's tensors under the names that `plan` gives them: Hugging Face's, whatever its layout, or its own.
 
     `copies` are tensors that the checkpoint stores although they are copies of others (the `lm_head` of a tied model):
     the name of the copy, and the name of the original. They are among `specs`.
@@ -112,9 +112,8 @@ class HfTensors:
             self._segments[copy] = [Segment(copy, 0, copy, 0, spec.rows)]
 
     @classmethod
-    def as_stored(cls, reader: TensorSource, model: ModelShape, names: Iterable[str]) -> HfTensors:
-        """Tensors by the names and in the shapes that the checkpoint itself has for them."""
-        specs = {name: reader.specs[name] for name in names}
+    def as_stored(cls, reader: TensorSource, model: ModelShape, specs: Mapping[str, TensorSpec]) -> HfTensors:
+        """Tensors by the names that the checkpoint itself has for them, of each as many rows as `specs` say."""
         jobs = (Job(row.hf[0], row, row.hf, row.hf) for row in rows_of(specs))
         return cls(reader, Plan(model, "hf", "hf", tuple(jobs), specs))
 

@@ -35,7 +35,7 @@ from soaking import few
 
 from precisionctl.commands.hinted_path import HintedPath, open_hinted
 from precisionctl.errors import PrecisionctlError
-from precisionctl.verify import encodings, hf_tensors, optimizers
+from precisionctl.verify import encodings, hf_tensors
 from precisionctl.verify.compare import compare
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -190,7 +190,7 @@ KEPT = ("gguf", "mistral", "no table")
 @pytest.mark.parametrize("name", few({**EXACT, **ROUNDED}, *KEPT))
 def test_a_bit_of_any_stored_tensor_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the last element, and in others."""
-    for module in (hf_tensors, optimizers, encodings):
+    for module in (hf_tensors, encodings):
         monkeypatch.setattr(module, "PIECE", 3000)  # some rows at a time
     torch.manual_seed(0)
     made = {**EXACT, **ROUNDED}[name](tmp_path)
