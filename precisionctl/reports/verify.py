@@ -10,8 +10,9 @@ from precisionctl.planning.checks import without_numbers
 from precisionctl.reports.table import Table
 from precisionctl.sizes import counted
 from precisionctl.verify.code_comparison import CodesComparison
-from precisionctl.verify.compare import Comparison, Status, TensorComparison
+from precisionctl.verify.compare import Comparison
 from precisionctl.verify.engine_rules import NO_CODES
+from precisionctl.verify.tensor_comparison import Status, TensorComparison
 
 SHOWN = 20
 """How many differing tensors are listed; `--json` has all."""

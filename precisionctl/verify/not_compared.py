@@ -1,10 +1,8 @@
 """What `verify A B` does not compare, and why: the only list of it. A report prints the lines that apply to its two
 checkpoints, and docs/compare.md shows all of them. Everything else that is stored is compared."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-from precisionctl.sizes import counted
 
 LIST: Mapping[str, str] = {
     "who wrote": "keys of config.json that say who wrote it",
@@ -91,8 +89,3 @@ def of_keys(topic: str, keys: Iterable[str]) -> list[NotCompared]:
     """One line for keys that differ and are left out; none where there are no such keys."""
     named = ", ".join(dict.fromkeys(keys))
     return [NotCompared(topic, named)] if named else []
-
-
-def of_weights(topic: str, names: Sequence[str]) -> list[NotCompared]:
-    """One line for weights that are left out, by their number and the first; none where there are none."""
-    return [NotCompared(topic, f"{counted(len(names), 'weight')}, such as {names[0]}")] if names else []

@@ -12,9 +12,10 @@ from torch import Tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.elements import E4M3
 from precisionctl.codes.encoding import Encoding
-from precisionctl.verify.compare import TensorComparison, compare
+from precisionctl.verify.compare import compare
 from precisionctl.verify.differences import Differences
 from precisionctl.verify.hf_tensors import StoredRows
+from precisionctl.verify.tensor_comparison import TensorComparison
 
 LARGE = 2**53
 CASES: dict[str, tuple[Tensor, Tensor, float | None]] = {

@@ -28,7 +28,8 @@ from precisionctl.fp8.state import Fp8State, RoleState
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.reports.verify import tables, verdict
 from precisionctl.verify import differences, engine_rules, hf_tensors
-from precisionctl.verify.compare import Comparison, TensorComparison, compare
+from precisionctl.verify.compare import Comparison, compare
+from precisionctl.verify.tensor_comparison import TensorComparison
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"

@@ -1,0 +1,73 @@
+"""FP8 state of two checkpoints compared: the recipe, and scales and amax histories of each role."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from precisionctl.fp8.state import Fp8State, Fp8States
+from precisionctl.torch_when_used import torch
+from precisionctl.verify.not_compared import NotCompared, of_keys
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def compare_states(
+    a: Fp8States | None, b: Fp8States | None, *, one_sided: bool
+) -> tuple[tuple[str, ...] | None, list[NotCompared]]:
+    """A line for each difference of FP8 state, None where nothing is compared, and what is left out; `one_sided` says
+    that state which only one side has is a difference."""
+    if a and b:
+        return tuple(_state_differences(a, b)), of_keys("recording", _recorded_otherwise(a, b))
+    if a is b:
+        return None, []
+    having, lacking = ("A", "B") if a else ("B", "A")
+    if one_sided:
+        return (f"no FP8 state in {lacking}",), []
+    return None, [NotCompared("one state", f"only {having} has any")]
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _state_differences(a: Fp8States, b: Fp8States) -> Iterator[str]:
+    """A line for each difference; equal means equal to the last bit."""
+    left, right = asdict(a.recipe), asdict(b.recipe)
+    yield from (f"recipe: {key} is {left[key]} and {right[key]}" for key in left if left[key] != right[key])
+    for name in sorted(a.modules.keys() ^ b.modules.keys()):
+        yield f"{name}: only in {'A' if name in a.modules else 'B'}"
+    for name in sorted(a.modules.keys() & b.modules.keys()):
+        yield from _module_differences(name, a.modules[name], b.modules[name])
+    for name in sorted(a.raw.keys() | b.raw.keys()):
+        if name not in a.raw or name not in b.raw or not _same_bits(a.raw[name], b.raw[name]):
+            yield f"{name}: payloads that were not understood differ"
+    for name in sorted(a.statistics.keys() & b.statistics.keys()):
+        measured, others = a.statistics[name], b.statistics[name]
+        for role in sorted(measured.keys() & others.keys()):
+            if measured[role].as_row() != others[role].as_row():
+                yield f"{name} {role}: the statistics differ"
+
+
+def _recorded_otherwise(a: Fp8States, b: Fp8States) -> Iterator[str]:
+    yield from (word for word in ("producer", "iteration") if getattr(a, word) != getattr(b, word))
+    one_sided = sum(len(a.statistics.get(name, {}).keys() ^ b.statistics.get(name, {}).keys()) for name in a.modules)
+    if one_sided:
+        yield f"{one_sided} statistics"
+
+
+def _module_differences(name: str, a: Fp8State, b: Fp8State) -> Iterator[str]:
+    for role in sorted(a.roles.keys() | b.roles.keys()):
+        left, right = a.roles.get(role), b.roles.get(role)
+        if left is None or right is None:
+            yield f"{name} {role}: only in {'A' if right is None else 'B'}"
+        elif not _same_bits(left.scale, right.scale):
+            yield f"{name} {role}: scale is {left.scale.tolist()} and {right.scale.tolist()}"
+        elif not _same_bits(left.amax_history, right.amax_history):
+            yield f"{name} {role}: the amax histories differ"

@@ -1,0 +1,168 @@
+"""Tensors of two checkpoints compared one by one: whether they are the same to the last bit, or one is the other
+rounded or encoded; else how far they are apart. They are read in pieces, so memory does not grow with the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from precisionctl.codes.statistics import decibels
+from precisionctl.processes import in_processes
+from precisionctl.torch_when_used import one_torch_thread, torch
+from precisionctl.verify.differences import Differences, comparable, differing
+from precisionctl.verify.hf_tensors import HfTensors, StoredRows
+from precisionctl.verify.losses import Losses
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Status = Literal["exact", "rounded", "encoded", "lost", "differs", "shape", "only in A", "only in B"]
+
+
+@dataclass(frozen=True)
+class TensorComparison:
+    """One tensor. `rounded`: one side is exactly the other rounded to BF16, as mlx-lm's norms plus one are, too.
+    `encoded`: one side is exactly the encoding of the other, under the scale stored with it, or as ggml (Q8_0 and Q4_0)
+    or MLX encodes it. `lost`: it is that encoding, but its scales make no sense, so it does not represent the values
+    (`verify/losses.py`).
+
+    SQNR in dB (infinite without noise), the largest absolute error, and the number of values that differ (`differing`)
+    compare B's values with A's; None if they cannot be subtracted. `remark` says what the codes have lost, if that is
+    worth knowing.
+    """
+
+    name: str
+    status: Status
+    dtypes: str
+    sqnr_db: float | None = None
+    max_abs_error: float | None = None
+    differing: int | None = None
+    shapes: str = ""
+    """Both shapes, if they differ."""
+    remark: str = ""
+
+    @property
+    def equal(self) -> bool:
+        return self.status in ("exact", "rounded", "encoded")
+
+
+def compare_tensors(
+    a: HfTensors, b: HfTensors, on_bytes: Callable[[int], None], workers: int
+) -> list[TensorComparison]:
+    sizes = {name: a.nbytes(name) for name in (*a.specs, *b.specs)}
+    found: dict[str, TensorComparison] = {}
+    results = in_processes(lambda name: _compare_tensor(name, a, b), [*sizes], [*sizes.values()], workers)
+    with closing(results):
+        for name, tensor in results:
+            found[name] = tensor
+            on_bytes(sizes[name])
+    return [found[name] for name in sizes]
+
+
+def compare_extras(a: HfTensors, b: HfTensors) -> Iterator[TensorComparison]:
+    """Compare biases that Hugging Face has no place for. A missing one counts as zero."""
+    left, right = a.extras(), b.extras()
+    for name in dict.fromkeys((*left, *right)):
+        if name in left and name in right:
+            mine, others = (StoredRows.of(side[name].reshape(1, -1)) for side in (left, right))
+            dtypes = " / ".join(dict.fromkeys((a.stored_dtype(name), b.stored_dtype(name))))
+            if left[name].shape != right[name].shape:
+                yield TensorComparison(name, "shape", dtypes)
+            elif (status := _verdict(mine, others)) != "exact":
+                yield _measured(name, status, dtypes, [(mine, others)])
+        elif name not in right and bool(left[name].any()):
+            yield TensorComparison(name, "only in A", a.stored_dtype(name))
+        elif name not in left and bool(right[name].any()):
+            yield TensorComparison(name, "only in B", b.stored_dtype(name))
+
+
+def _compare_tensor(name: str, a: HfTensors, b: HfTensors) -> TensorComparison:
+    if name not in b.specs:
+        return TensorComparison(name, "only in A", a.dtype(name))
+    if name not in a.specs:
+        return TensorComparison(name, "only in B", b.dtype(name))
+    dtypes = " / ".join(dict.fromkeys((a.dtype(name), b.dtype(name))))
+    if a.specs[name].shape != b.specs[name].shape:
+        shapes = f"{list(a.specs[name].shape)} / {list(b.specs[name].shape)}"
+        return TensorComparison(name, "shape", dtypes, shapes=shapes)
+    if all(left.same_bytes(right) for left, right in _pieces(name, a, b)):  # which takes no PyTorch
+        return TensorComparison(name, "exact", dtypes, math.inf, 0.0, 0)
+    with one_torch_thread():
+        return _compare_values(name, a, b, dtypes)
+
+
+def _compare_values(name: str, a: HfTensors, b: HfTensors, dtypes: str) -> TensorComparison:
+    verdicts = {_verdict(left, right) for left, right in _pieces(name, a, b)}
+    worst: Status = next((status for status in _WORST_FIRST if status in verdicts), "exact")  # there may be no rows
+    if worst == "exact":
+        return TensorComparison(name, worst, dtypes, math.inf, 0.0, 0)
+    if worst in ("differs", "rounded"):
+        return _measured(name, worst, dtypes, _pieces(name, a, b))
+    losses, error = _losses(name, a, b)
+    return TensorComparison(name, "lost" if losses.why else worst, dtypes, *error, remark=losses.why or losses.remark)
+
+
+def _measured(
+    name: str, status: Status, dtypes: str, pieces: Iterable[tuple[StoredRows, StoredRows]]
+) -> TensorComparison:
+    found = Differences()
+    for left, right in pieces:
+        found.see(left, right)
+    return TensorComparison(name, status, dtypes, found.sqnr_db, found.largest_error, found.differing)
+
+
+_WORST_FIRST: tuple[Status, ...] = ("differs", "encoded", "rounded", "exact")
+
+
+def _pieces(name: str, a: HfTensors, b: HfTensors) -> Iterator[tuple[StoredRows, StoredRows]]:
+    together = max(side.rows_together(name) for side in (a, b))
+    for row, rows in a.pieces(name, together):
+        yield a.read(name, row, rows), b.read(name, row, rows)
+
+
+def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float, float, int]]:
+    """The losses of the side that is codes against the other side's values; and SQNR, largest error and number of
+    values that differ, as `Differences` has them."""
+    coded = a if a.cast(name) or (a.is_codes(name) and not b.cast(name)) else b
+    spec = a.specs[name]
+    losses, row, signal = Losses(spec.rows, spec.columns, coded.block(name), coded.is_packed(name)), 0, 0.0
+    count = 0
+    for left, right in _pieces(name, a, b):
+        codes, values = (left, right) if coded is a else (right, left)
+        decoded = codes.values
+        count += differing(*comparable(left, right))
+        losses.see(row, codes.stored, values.values, decoded)
+        signal += float(decoded.double().square().sum()) if coded is a else 0.0
+        row += len(values.data)
+    sqnr = decibels(signal if coded is a else losses.total.power, losses.total.error)
+    return losses, (sqnr, losses.largest_error, count)
+
+
+def _verdict(a: StoredRows, b: StoredRows) -> Status:
+    if a.same_bytes(b):
+        return "exact"
+    if differing(*comparable(a, b)) == 0:
+        return "exact"
+    are_values = not (a.is_codes or b.is_codes)
+    if are_values and (_is_rounding(a.stored, b.stored) or _is_rounding(b.stored, a.stored)):
+        return "rounded"
+    left, right = a.values, b.values
+    one_is_codes = a.is_codes != b.is_codes or (a.cast is None) != (b.cast is None)  # of the other's, which may be FP8
+    made = [side for side, values in ((a, right), (b, left)) if one_is_codes and side.encodes(values)]
+    if not made:
+        return "differs"
+    return "encoded" if any(side.cast is None or side.cast.share_a_scale for side in made) else "rounded"
+
+
+def _is_rounding(stored: Tensor, of: Tensor) -> bool:
+    """Whether `stored`, in BF16, or beside FP64 in FP32, is exactly `of` rounded, and no value became infinite by
+    rounding."""
+    return (
+        (stored.dtype == torch.bfloat16 or (stored.dtype, of.dtype) == (torch.float32, torch.float64))
+        and of.is_floating_point()
+        and torch.equal(stored.isfinite(), of.isfinite())
+        and differing(stored.float(), of.to(stored.dtype).float()) == 0
+    )
