@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from precisionctl.architectures.families import table_of
 from precisionctl.codes.numerics import ScaleRounding
@@ -21,7 +21,7 @@ from precisionctl.commands.notes import (
     uncoded_tower_notes,
     unreached_notes,
 )
-from precisionctl.commands.request import Codes, EngineExport, numerics
+from precisionctl.commands.request import Request, numerics
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.conversion.recoding import recoding_notes
@@ -45,28 +45,26 @@ _SCHEMES: Mapping[Scaling, Scheme] = {"delayed": "static", "current": "dynamic",
 """The scheme in which an engine computes most like a recipe's scaling."""
 
 
-def for_engine(kind: Codes, source: Source, engine: Engine, destination: Path) -> Result:
+def for_engine(request: Request, source: Source, engine: Engine) -> Result:
     """A result for an engine.
 
     Raises MissingFp8State where `static` needs amaxes that were never recorded, PrecisionError for what the engine does
     not take, RecipeError for state that a scheme has no use for.
     """
-    return _EngineCodes(kind, kind.export or EngineExport(engine.name), source, engine, destination).result()
+    return _EngineCodes(request, source, engine).result()
 
 
 @dataclass(frozen=True)
 class _EngineCodes:
     """How a source becomes codes that an engine serves, as was asked for."""
 
-    kind: Codes
-    export: EngineExport
+    request: Request
     source: Source
     engine: Engine
-    destination: Path
 
     def result(self) -> Result:
-        kind, source, engine, known = self.kind, self.source, self.engine, self.source.known
-        precision = numerics(kind.recipe, source.plan.model)
+        request, source, engine, known = self.request, self.source, self.engine, self.source.known
+        precision = numerics(request.recipe, source.plan.model)
         jobs = fp8_jobs(source.plan, precision)
         scheme, why = self._scheme(jobs)
         form = self._format(scheme, why)
@@ -80,10 +78,10 @@ class _EngineCodes:
             *([f"Scheme {scheme}: {why}."] if why else ()),
             *(fixed if SCHEMES[scheme].fixed_inputs else ()),
             # of an export the choice of the scheme names outdated state; a conversion carries state along, used or not
-            *(known.notes if kind.export else known_state_notes(known, carried=True)),
+            *(known.notes if request.target else known_state_notes(known, carried=True)),
             *(unreached_notes(source.states, policy.jobs) if policy.inputs is not None else ()),
             *recoding_notes(source.encodings, source.reader.specs, encoded),
-            *four_bit_notes(scheme, source.encodings, encoded, source.hinted.path, self.destination),
+            *four_bit_notes(scheme, source.encodings, encoded, source.hinted.path, request.destination),
             *cache_notes,
             *source_notes(source),
             *in_bf16_notes(source.reader, source.plan, precision, scheme, policy.refused),
@@ -91,19 +89,19 @@ class _EngineCodes:
             *rounded_notes(source.reader, plan),
             self._how_to_serve(),
         ]
-        states = None if kind.export else known.current or known.outdated
+        states = None if request.target else known.current or known.outdated
         card = self._card(plan, form)
         return Result(plan, notes, states, encodings=source.encodings, card=card, lacks=engine.lacks)
 
     def _scheme(self, jobs: Sequence[Job]) -> tuple[Scheme, str]:
         """The scheme, and why it was chosen, if it was not asked for."""
-        kind, source, engine = self.kind, self.source, self.engine
-        if kind.export is None:
+        recipe, source, engine = self.request.recipe, self.source, self.engine
+        if self.request.target is None:
             # nor could a command record any state
             untrained = isinstance(source.plan.model, UntabledModel) and not source.states
-            return _SCHEMES[kind.recipe.scaling if kind.recipe else "current" if untrained else "delayed"], ""
-        if kind.export.scheme:
-            return kind.export.scheme, ""
+            return _SCHEMES[recipe.scaling if recipe else "current" if untrained else "delayed"], ""
+        if self.request.scheme:
+            return cast(Scheme, self.request.scheme), ""
         asked = source.states is not None and "static" in engine.spells
         scheme, why = best_scheme(
             engine,
@@ -129,7 +127,7 @@ class _EngineCodes:
             raise PrecisionError(
                 f"{engine.title} does not read {scheme}", do=f"Choose --scheme {' or '.join(engine.spells)}."
             )
-        if not SCHEMES[scheme].fixed_inputs and source.state_file and not self.export.kv_cache:
+        if not SCHEMES[scheme].fixed_inputs and source.state_file and not self.request.kv_cache:
             what = f"scheme {scheme} stores no input scales, so it takes no FP8 state"
             if why:
                 raise RecipeError(f"{what}. It was chosen because {why}", do="Or leave --fp8-state out.")
@@ -151,7 +149,7 @@ class _EngineCodes:
             what = f"{engine.title} computes no codes of a {config['model_type']}: {rule.text}"
             raise PrecisionError(what, do="Or choose another --target.")
         misfits = self._misfits(jobs, form)
-        keep_misfits = self.export.keep_misfits or untabled
+        keep_misfits = self.request.keep_misfits or untabled
         if not keep_misfits:
             misfits.check_taken(jobs)  # first, as no advice on shapes would help
         method = form.method.name
@@ -178,15 +176,15 @@ class _EngineCodes:
     def _layout(self) -> ServingLayout:
         """How the engine divides the model over its GPUs. Raises PrecisionError where it cannot, UnknownArchitecture
         where no table says how several would divide it."""
-        export, engine, plan = self.export, self.engine, self.source.plan
-        if isinstance(plan.model, UntabledModel) and export.ranks > 1:
+        request, engine, plan = self.request, self.engine, self.source.plan
+        if isinstance(plan.model, UntabledModel) and request.ranks > 1:
             raise plan.model.why
-        layout = served(plan.model, plan.targets, export.ranks, expert_parallel=export.expert_parallel)
+        layout = served(plan.model, plan.targets, request.ranks, expert_parallel=request.expert_parallel)
         if found := engine.division.check_spread(plan.targets, layout) or engine.division.check_groups(layout):
             raise PrecisionError(
                 f"{engine.title} cannot divide it: {found[0].what}; {found[0].rule.text}",
                 where=found[0].where,
-                do="Choose another --tp" + (", or leave --expert-parallel out." if export.expert_parallel else "."),
+                do="Choose another --tp" + (", or leave --expert-parallel out." if request.expert_parallel else "."),
             )
         return layout
 
@@ -215,7 +213,7 @@ class _EngineCodes:
         """The plan with scales of an FP8 KV cache, if they are asked for, and the notes on caches. Raises as
         `kv_cache.check_engine` and `kv_cache.recorded_scales`."""
         source, engine = self.source, self.engine
-        if self.export.kv_cache:
+        if self.request.kv_cache:
             recorded = source.known.current
             kv_cache.check_engine(source.plan, engine, form.method)
             plan = kv_cache.with_cache(plan, form, kv_cache.recorded_scales(recorded, source.cache_scales, source.plan))
@@ -239,7 +237,7 @@ class _EngineCodes:
         return own | {"model_type": architecture, "architectures": [table_of(model).model_types[architecture]]}
 
     def _card(self, plan: Plan, form: WeightFormat) -> Card:
-        source, engine, name = self.source, self.engine, self.destination.name
+        request, source, engine = self.request, self.source, self.engine
         code, scheme = source.reader.companions.code, SCHEMES[form.scheme]
         inputs = [_BY_ENGINE if scheme.coded_inputs else _IN_BF16]
         if scheme.fixed_inputs:
@@ -250,33 +248,33 @@ class _EngineCodes:
             "format": form.method.name,
             "scheme": f"{form.scheme}: {scheme.words}",
             "input scales": " ".join(inputs),
-            "KV cache": "FP8, its scales stored" if self.export.kv_cache else "no scales stored",
+            "KV cache": "FP8, its scales stored" if request.kv_cache else "no scales stored",
         }
         if code:
             facts["code of its own"] = f"{', '.join(code)}: the engine needs to be told to trust it"
+        name = request.destination.name
         command = "" if engine.without_class(self._config) else self._serve(path_in_command(name))
         kept = modules_in_bf16(source.plan, set(plan.codes))
-        base = self.kind.base_model
-        return Card(name, engine.title, engine.name, command, facts, plan.codes, kept, base, scheme.codes)
+        return Card(name, engine.title, engine.name, command, facts, plan.codes, kept, request.base_model, scheme.codes)
 
     def _how_to_serve(self) -> str:
         """The note on how the result is served, or that the engine has no class for it."""
         if found := self.engine.without_class(self._config):
             what, source = found[0].what, found[0].rule.source
             return f"{self.engine.title} does not serve it: it has no class for {what} ({source})."
-        return f"Serve it with: {self._serve(self.destination)}"
+        return f"Serve it with: {self._serve(self.request.destination)}"
 
     def _serve(self, path: object) -> str:
         """The command that serves the result at a path."""
-        export, fp8_cache = self.export, self.export.kv_cache is not None
-        return self.engine.serve(path, export.ranks, expert_parallel=export.expert_parallel, fp8_cache=fp8_cache)
+        request, fp8_cache = self.request, self.request.kv_cache is not None
+        return self.engine.serve(path, request.ranks, expert_parallel=request.expert_parallel, fp8_cache=fp8_cache)
 
 
 _BY_ENGINE = "Input scales are made by the engine."
 _IN_BF16 = "Inputs are not quantized."
 
 
-def as_before(source: Source, destination: Path) -> Result:
+def as_before(request: Request, source: Source) -> Result:
     """A result with the codes that the weights have, or once had. If the weights have changed since, raises
     MissingFp8State for their fixed input scales, and PrecisionError for scales of their KV cache."""
     reader, known, encodings = source.reader, source.known, source.encodings
@@ -292,7 +290,7 @@ def as_before(source: Source, destination: Path) -> Result:
     ]
     scheme = scheme_of(encodings.quantization, encodings.scales, encodings.weights)
     serving = [engine for engine in engines().values() if scheme in engine.formats(policy.method.name)]
-    card = _card_as_before(destination.name, source.plan, policy, scheme, serving)
+    card = _card_as_before(request.destination.name, source.plan, policy, scheme, serving)
 
     def lacks(config: Mapping[str, Any]) -> Iterator[str]:
         """Keys that are not there: one engine's words for others might be none for the next."""

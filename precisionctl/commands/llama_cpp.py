@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from precisionctl.codes.ggml_blocks import BlocksInRows
 from precisionctl.commands.build import Result
 from precisionctl.commands.mmproj import Mmproj, mmproj_of
 from precisionctl.commands.notes import decoded_note
-from precisionctl.commands.request import LLAMA_CPP, OTHER_TARGETS, Gguf
+from precisionctl.commands.request import LLAMA_CPP, OTHER_TARGETS, Request
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.dtypes import DType
@@ -46,22 +46,22 @@ from precisionctl.sizes import counted, listed
 from precisionctl.untrusted.safe_json import parse_json
 
 
-def for_llama_cpp(wanted: Gguf, source: Source, destination: Path) -> Result:
+def for_llama_cpp(request: Request, source: Source) -> Result:
     """A result that is a GGUF file in the destination, beside a card and licences, and the file of a wrapper's towers.
 
     Raises UnknownArchitecture for a model that llama.cpp does not compute, PrecisionError or CheckpointError for a
     tokenizer that it has not, UnmappedTensor.
     """
-    model, reader = source.plan.model, source.reader
+    model, reader, destination = source.plan.model, source.reader, request.destination
     if is_mmproj(destination):
         what = f"llama.cpp takes {shown(destination.name)} for towers, as mmproj is in the name"
         raise PrecisionError(what, do="Choose another name for the result.")
     family = of_llama_cpp(model)  # first, as no type and no tokenizer would help
     of_values: TowerType = "f16" if config_dtype(source.plan.targets) == DType.float16.value else "bf16"
-    type_ = wanted.scheme or of_values
+    type_ = cast(GgufType | None, request.scheme) or of_values
     codes = _Codes.of(reader)
     gguf = codes.kept_in(source.plan, type_)
-    about = partial(_about, wanted, reader, destination)
+    about = partial(_about, request, reader)
     config = _config(reader, model)
     if family.images:
         family.images.check(config)
@@ -104,7 +104,7 @@ def for_llama_cpp(wanted: Gguf, source: Source, destination: Path) -> Result:
         facts={"weights": type_.upper(), "file": name, **({"towers": mmproj.contents.name} if mmproj else {})},
         quantized=of_main_type,
         kept=others,
-        base_model=wanted.base_model,
+        base_model=request.base_model,
         codes=type_.upper(),
     )
     scales = codes.global_scales(gguf.kept, type_) | rotary_tensors(model)
@@ -116,11 +116,11 @@ def for_llama_cpp(wanted: Gguf, source: Source, destination: Path) -> Result:
     return Result(plan, notes, gguf=files, beside={**licences, NAME: card.text(reader)})
 
 
-def _about(wanted: Gguf, reader: Reader, destination: Path, plan: Plan) -> dict[str, GgufValue]:
+def _about(request: Request, reader: Reader, plan: Plan) -> dict[str, GgufValue]:
     """What the file of a plan says of its name, its size, and how the model is sampled from."""
-    title = (wanted.base_model or destination.name).rpartition("/")[2]
+    title = (request.base_model or request.destination.name).rpartition("/")[2]
     label = {"general.name": title, "general.size_label": _size_label(plan)}
-    return {**dict(_sampling(reader.companions)), **label, **_base_model(wanted.base_model)}
+    return {**dict(_sampling(reader.companions)), **label, **_base_model(request.base_model)}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
+from typing import cast
 
 from precisionctl.checkpoints.base import packings_of
 from precisionctl.checkpoints.hf_directory.config_json import config_dtype
@@ -11,25 +11,25 @@ from precisionctl.checkpoints.mlx.mlx_models import check_loaded, computed_other
 from precisionctl.codes.mlx_groups import MlxGroups
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import decoded_note, rounded_notes
-from precisionctl.commands.request import MLX, OTHER_TARGETS, Mlx
+from precisionctl.commands.request import MLX, OTHER_TARGETS, Request
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
-from precisionctl.export.mlx_plan import in_mlx
+from precisionctl.export.mlx_plan import MlxScheme, in_mlx
 from precisionctl.export.model_card import Card, path_in_command
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.mxfp4 import BLOCKS_OF_16
 from precisionctl.sizes import counted
 
 
-def for_mlx(kind: Mlx, source: Source, destination: Path) -> Result:
+def for_mlx(request: Request, source: Source) -> Result:
     """A result that is a directory as `mlx_lm.convert` makes one. Raises UnknownArchitecture for a model that mlx-lm
     does not load, or of which it is not known what it changes."""
-    reader, model = source.reader, source.plan.model
+    reader, model, destination = source.reader, source.plan.model, request.destination
     check_loaded(model)
     of_values = DType.float16 if config_dtype(source.plan.targets) == DType.float16.value else DType.bfloat16
-    scheme = kind.scheme or ("f16" if of_values is DType.float16 else "bf16")
+    scheme = cast(MlxScheme | None, request.scheme) or ("f16" if of_values is DType.float16 else "bf16")
     dtype = {"bf16": DType.bfloat16, "f16": DType.float16}.get(scheme, of_values)
     codes = {name for name, packing in packings_of(reader).items() if packing.name == BLOCKS_OF_16.name}
     plan = in_mlx(source.plan, scheme, dtype, codes)
@@ -54,7 +54,7 @@ def for_mlx(kind: Mlx, source: Source, destination: Path) -> Result:
         facts={"weights": scheme},
         quantized=quantized or [name for name in plan.targets if name.endswith(".weight")],
         kept=[name for name in matrices if name not in quantized] if quantized else [],
-        base_model=kind.base_model,
+        base_model=request.base_model,
         codes=scheme.replace("bit", "-bit") if scheme in ("4bit", "8bit") else scheme.upper(),
     )
     return Result(plan, notes, card=card, mlx=words_of_mlx(model, dtype))

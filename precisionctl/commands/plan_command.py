@@ -9,7 +9,7 @@ from precisionctl.commands.build import build
 from precisionctl.commands.codes import as_before, for_engine
 from precisionctl.commands.llama_cpp import for_llama_cpp
 from precisionctl.commands.mlx import for_mlx
-from precisionctl.commands.request import Gguf, Mlx, Request, TeState, Values
+from precisionctl.commands.request import LLAMA_CPP, MLX, TE, Request
 from precisionctl.commands.source import open_source
 from precisionctl.commands.te_state import with_te_state
 from precisionctl.commands.values import as_values
@@ -40,19 +40,11 @@ def plan_command(request: Request) -> PlannedCommand:
     `with_te_state`, `for_llama_cpp`, `for_mlx`), and as `build`.
     """
     source = open_source(request)
-    kind, destination = request.kind, request.destination
-    if isinstance(kind, Values):
-        result = as_values(kind, request.storage, source)
-    elif isinstance(kind, TeState):
-        result = with_te_state(kind, source, destination)
-    elif isinstance(kind, Gguf):
-        result = for_llama_cpp(kind, source, destination)
-    elif isinstance(kind, Mlx):
-        result = for_mlx(kind, source, destination)
-    elif source.engine:
-        result = for_engine(kind, source, source.engine, destination)
+    if source.engine:
+        result = for_engine(request, source, source.engine)
     else:
-        result = as_before(source, destination)
+        makers = {"values": as_values, "codes": as_before, TE: with_te_state, LLAMA_CPP: for_llama_cpp, MLX: for_mlx}
+        result = makers[request.kind](request, source)
     plan = result.plan
     _log.info("planned %d jobs that write %d tensors, %d bytes", len(plan.jobs), len(plan.targets), plan.nbytes)
     return build(request, source, result)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from precisionctl.checkpoints.hf_directory.huggingface_files import MAX_SHARD_SIZE
 from precisionctl.commands.hinted_path import HintedPath
@@ -37,92 +37,6 @@ _DTYPES: Mapping[PrecisionChoice, DType | None] = {
 }
 
 
-@dataclass(frozen=True)
-class Values:
-    """A result of values, with FP8 state or without.
-
-    `dtype` is theirs; None for the stored dtype, with FP8 codes decoded to BF16. With `fp8` the result is to be trained
-    in FP8: every GEMM that the `recipe` computes in FP8 gets state, if the recipe keeps any. `fills_extra_state` says
-    that FP8 state is written into `_extra_state`, where a run loads it from. `drop_fp8_state` leaves it behind.
-    """
-
-    dtype: DType | None
-    fp8: bool
-    recipe: Precision | None
-    fills_extra_state: bool
-    drop_fp8_state: bool
-
-
-@dataclass(frozen=True)
-class EngineExport:
-    """What an engine is to read, and how it will serve it.
-
-    `target` is its name in engines/. It runs on `ranks` GPUs, which get experts whole if `expert_parallel`, and else a
-    part of each. Without a `scheme` the best that the checkpoint allows is chosen; `static` needs recorded input
-    scales. `keep_misfits` leaves modules in BF16 whose shapes the engine refuses. `kv_cache` stores scales for an FP8
-    KV cache, which must have been recorded, too.
-    """
-
-    target: str
-    scheme: Scheme | None = None
-    ranks: int = 1
-    expert_parallel: bool = False
-    keep_misfits: bool = False
-    kv_cache: Literal["fp8"] | None = None
-
-
-@dataclass(frozen=True)
-class Codes:
-    """A result whose weights are codes that an inference engine reads.
-
-    The `recipe` says which modules stay in BF16, and `include` and `exclude` are patterns of names of modules that are
-    to be codes, and that are not (`planning/gemm_selection.py`). `export` is None for a conversion, which names no
-    engine. `base_model` is the source's name on the Hub, for the model card.
-    """
-
-    recipe: Precision | None
-    include: tuple[str, ...]
-    exclude: tuple[str, ...]
-    export: EngineExport | None
-    base_model: str | None
-
-    @property
-    def chosen(self) -> bool:
-        """Whether the user chose which codes to make. If not, weights that were codes get their old codes back."""
-        return bool(self.export or self.recipe or self.include or self.exclude)
-
-
-@dataclass(frozen=True)
-class TeState:
-    """A result for Transformer Engine in PyTorch: values, and the state from which TE starts. The `recipe` says which
-    modules stay in BF16; `base_model` is the source's name on the Hub, for the model card."""
-
-    recipe: Precision | None
-    base_model: str | None
-
-
-@dataclass(frozen=True)
-class Gguf:
-    """A result for llama.cpp: a GGUF file whose matrices have the type `scheme`, None for the one that loses nothing of
-    16-bit values. `base_model` is the source's name on the Hub."""
-
-    scheme: GgufType | None
-    base_model: str | None
-
-
-@dataclass(frozen=True)
-class Mlx:
-    """A result for mlx-lm: a directory whose matrices are what `scheme` says, None for 16-bit values. `base_model` is
-    the source's name on the Hub."""
-
-    scheme: MlxScheme | None
-    base_model: str | None
-
-
-ResultKind = Values | Codes | TeState | Gguf | Mlx
-"""What a result is made of."""
-
-
 def numerics(recipe: Precision | None, model: ModelShape) -> Precision:
     """The precision that a recipe asks for, TE's defaults without one, with patterns of layers resolved for this model.
     Raises UnknownArchitecture where a recipe counts the layers of a model that no table describes."""
@@ -147,16 +61,22 @@ class Request:
     Face's layout in FP8 for a `target`. Raises RecipeError for options that contradict each other.
 
     `to` is `hf` or `megatron`, `container` one of CONTAINERS (None for the first), `precision` that of `convert
-    --precision`. `target` is an engine's name in engines/, or one of OTHER_TARGETS.
+    --precision`: values for training in FP8 get state for every GEMM that the `recipe` computes in FP8, if that keeps
+    any. Without a `recipe` FP8 state keeps its own, or gets TE's defaults; for a target the recipe says which modules
+    stay in BF16. `fp8_state` is a file of recorded state. `drop_fp8_state` leaves FP8 state behind; `drop_encodings`
+    leaves behind how weights were encoded, and with it the way back to their codes. If the weights of the `reference`
+    are codes that no scheme writes (gpt-oss as released), and nothing else says which codes to make, the result gets
+    codes like those. `include` and `exclude` are patterns of names of modules that are to be codes, and that are not
+    (`planning/gemm_selection.py`).
 
-    Without a `recipe` FP8 state keeps its own, or gets TE's defaults; for a target the recipe says which modules stay
-    in BF16. `fp8_state` is a file of recorded state. `drop_fp8_state` leaves FP8 state behind; `drop_encodings` leaves
-    behind how weights were encoded, and with it the way back to their codes. If the weights of the `reference` are
-    codes that no scheme writes (gpt-oss as released), and nothing else says which codes to make, the result gets codes
-    like those.
+    `target` is an engine's name in engines/, or one of OTHER_TARGETS. An engine runs on `ranks` GPUs, which get experts
+    whole if `expert_parallel`, and else a part of each. Without a `scheme` the best that the checkpoint allows is
+    chosen; `static` needs recorded input scales. For llama.cpp and mlx-lm it is the type of matrices, None for 16-bit
+    values. `keep_misfits` leaves modules in BF16 whose shapes the engine refuses. `kv_cache` stores scales for an FP8
+    KV cache, which must have been recorded, too. `base_model` is the source's name on the Hub, for the model card.
 
-    The other options are in three parts, which are what the steps of a command take: `hinted` (HintedPath), `storage`
-    (Storage), and `kind` (Values, Codes, TeState, Gguf or Mlx), where they are described.
+    The other options are described where they are used: `hinted` (HintedPath) is what is read, and `storage` (Storage)
+    how the result is stored. What it is made of, its `kind`, follows from all.
     """
 
     source: Path
@@ -227,10 +147,17 @@ class Request:
         return Storage(self.to, container, self.parallelism, self.max_shard_size, self.te_version)
 
     @cached_property
-    def kind(self) -> ResultKind:
-        """What the result is made of: codes or TE's state if Hugging Face's layout is asked for in FP8, else values."""
+    def kind(self) -> str:
+        """What the result is made of: `values`, unless Hugging Face's layout is asked for in FP8; then what one of
+        OTHER_TARGETS reads, by its name, or `codes`."""
+        if self.te_version != 2 and not self.fills_extra_state:
+            raise RecipeError(
+                "--te-version is for state of Transformer Engine, and this result has none",
+                do="Leave --te-version out.",
+            )
         if self.to != "hf" or self.precision != "fp8":
-            return self._values()
+            self._check_values()
+            return "values"
         if self.storage.container != CONTAINERS["hf"][0]:
             option = "--precision" if self.storage.is_state_dict else "--container"
             raise RecipeError(f"FP8 weights are not written as {self.container}", do=f"Leave {option} out.")
@@ -244,17 +171,30 @@ class Request:
                 "the codes of weights come from their encodings",
                 do="Leave --drop-encodings out, or use `export-inference`, which makes others.",
             )
-        self._check_te_version(fills_extra_state=False)
         if self.grouped_columns:
             raise RecipeError("--grouped-columns is not for exports", do="Convert with --grouped-columns first.")
-        if self.target == LLAMA_CPP:
-            return self._gguf()
-        if self.target == MLX:
-            self._check_export_without_engine(MLX, get_args(MlxScheme), "`mlx_lm.convert` makes others of a BF16 one.")
-            return Mlx(cast(MlxScheme | None, self.scheme), self.base_model)
-        return self._te_state() if self.target == TE else self._codes()
+        checks = {TE: self._check_te_state, LLAMA_CPP: self._check_gguf, MLX: self._check_mlx}
+        kind = self.target if self.target in checks else "codes"
+        checks.get(kind, self._check_codes)()
+        return kind
 
-    def _values(self) -> Values:
+    @property
+    def dtype(self) -> DType | None:
+        """The dtype of values; None for the stored one, with FP8 codes decoded to BF16."""
+        return DType.float32 if self.storage.container == DEEPSPEED else _DTYPES[self.precision]
+
+    @property
+    def fills_extra_state(self) -> bool:
+        """Whether FP8 state is written into `_extra_state`, where a run loads it from."""
+        delayed = self.recipe is None or self.recipe.keeps_state
+        return self.to == "megatron" and self.precision in ("keep", "fp8") and delayed
+
+    @property
+    def chooses_codes(self) -> bool:
+        """Whether the user chose which codes to make. If not, weights that were codes get their old codes back."""
+        return self.kind != "values" and bool(self.target or self.recipe or self.include or self.exclude)
+
+    def _check_values(self) -> None:
         if self.storage.container == DEEPSPEED and (self.precision not in ("keep", "fp32") or self.drop_optimizer):
             raise RecipeError(
                 "DeepSpeed needs FP32 masters and an optimizer",
@@ -265,9 +205,6 @@ class Request:
                 "--recipe says how FP8 is made, but the result is not FP8",
                 do="Give --precision fp8 too, or leave --recipe out.",
             )
-        delayed = self.recipe is None or self.recipe.keeps_state
-        fills_extra_state = self.to == "megatron" and self.precision in ("keep", "fp8") and delayed
-        self._check_te_version(fills_extra_state=fills_extra_state)
         if self.target is not None:
             raise RecipeError(
                 f"this result is not what {self.target} reads", do="Ask for hf in fp8, as Request.export."
@@ -277,10 +214,8 @@ class Request:
             raise RecipeError(
                 "--include and --exclude choose what becomes codes, and this result has none", do="Leave them out."
             )
-        dtype = DType.float32 if self.storage.container == DEEPSPEED else _DTYPES[self.precision]
-        return Values(dtype, self.precision == "fp8", self.recipe, fills_extra_state, self.drop_fp8_state)
 
-    def _te_state(self) -> TeState:
+    def _check_te_state(self) -> None:
         if self.scheme not in (None, "static"):
             what = f"an export for {OTHER_TARGETS[TE]} has no scheme {self.scheme}"
             raise RecipeError(what, do="Leave --scheme out.")
@@ -289,16 +224,17 @@ class Request:
         if given := given_options(self._of_engines):
             do = "Leave it out, or choose modules with keep_bf16 in a --recipe."
             raise RecipeError(f"{given} cannot be given for {OTHER_TARGETS[TE]}", do=do)
-        return TeState(self.recipe, self.base_model)
 
-    def _gguf(self) -> Gguf:
+    def _check_gguf(self) -> None:
         self._check_export_without_engine(LLAMA_CPP, get_args(GgufType), "llama-quantize makes others of a BF16 file.")
         if self.destination.suffix == ".gguf":
             raise RecipeError(
                 "an export is a folder, with a card and a manifest beside the file",
                 do=f"Give its name, such as {self.destination.stem}: the file in it will be called after it.",
             )
-        return Gguf(cast(GgufType | None, self.scheme), self.base_model)
+
+    def _check_mlx(self) -> None:
+        self._check_export_without_engine(MLX, get_args(MlxScheme), "`mlx_lm.convert` makes others of a BF16 one.")
 
     def _check_export_without_engine(self, target: str, schemes: tuple[str, ...], others: str) -> None:
         if self.scheme not in (None, *schemes):
@@ -320,28 +256,16 @@ class Request:
             "--exclude": self.exclude,
         }
 
-    def _codes(self) -> Codes:
+    def _check_codes(self) -> None:
         if self.scheme not in (None, *SCHEMES):
             if self.target is not None:
                 engine_named(self.target, *OTHER_TARGETS)  # whose scheme it is matters of an engine alone
             target = LLAMA_CPP if self.scheme in get_args(GgufType) else MLX
             raise RecipeError(f"--scheme {self.scheme} is for {target}", do=f"Choose {' or '.join(SCHEMES)}.")
-        export = None
         if self.target is None:
             self._check_no_engine()
         else:
             check_expert_parallel(self.expert_parallel, self.ranks)
-            export = EngineExport(
-                self.target, self.scheme, self.ranks, self.expert_parallel, self.keep_misfits, self.kv_cache
-            )
-        return Codes(self.recipe, self.include, self.exclude, export, self.base_model)
-
-    def _check_te_version(self, *, fills_extra_state: bool) -> None:
-        if self.te_version != 2 and not fills_extra_state:
-            raise RecipeError(
-                "--te-version is for state of Transformer Engine, and this result has none",
-                do="Leave --te-version out.",
-            )
 
     def _check_no_engine(self) -> None:
         if self.scheme or self.kv_cache or self.keep_misfits or self.ranks > 1:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import cast
 
 from precisionctl.architectures.param_map import Naming
 from precisionctl.checkpoints.base import Reader
@@ -16,7 +17,7 @@ from precisionctl.checkpoints.megatron.directory import MegatronReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader, of_trainer
 from precisionctl.commands.hinted_path import HintedPath, open_hinted
-from precisionctl.commands.request import OTHER_TARGETS, Codes, Gguf, Mlx, Request, ResultKind, TeState, Values
+from precisionctl.commands.request import LLAMA_CPP, MLX, OTHER_TARGETS, TE, Request
 from precisionctl.commands.storage import TORCHTITAN
 from precisionctl.commands.torchtitan_names import with_torchtitan_names
 from precisionctl.conversion.journal import Fingerprints, fingerprints
@@ -34,8 +35,11 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.gemm_selection import choose
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
-from precisionctl.quant_methods.base import SCHEMES, quant_methods
+from precisionctl.quant_methods.base import SCHEMES, Scheme, quant_methods
 from precisionctl.untrusted.safe_json import parse_json
+
+_DECODED = (LLAMA_CPP, MLX)
+"""Kinds of results for which codes of the source are no more than the values that they decode to."""
 
 
 @dataclass(frozen=True)
@@ -103,20 +107,19 @@ def open_source(request: Request) -> Source:
     MappingError for state or encodings of another model;
     and as `open_checkpoint` and `make_plan`.
     """
-    hinted, storage, kind = request.hinted, request.storage, request.kind
+    hinted, storage = request.hinted, request.storage
     reader = open_hinted(hinted)
     files = fingerprints(reader.files)
     encodings = _encodings(request, reader)
     trained = _trained(request, reader)
     were_codes = encodings is not None and bool(encodings.quantization)
     engine = None
-    if isinstance(kind, Codes) and (kind.chosen or not were_codes):
-        target = kind.export.target if kind.export else "vllm"  # transformers reads what vLLM does
-        engine = engine_named(target, *OTHER_TARGETS)
+    if request.kind == "codes" and (request.chooses_codes or not were_codes):
+        engine = engine_named(request.target or "vllm", *OTHER_TARGETS)  # transformers reads what vLLM does
     plan = make_plan(
         reader,
         storage.layout,
-        dtype=_dtype_of_values(kind, reader),
+        dtype=_dtype_of_values(request, reader),
         parallelism=storage.parallelism,
         optimizer=trained is not None,
         naming=_naming(request, reader, engine),
@@ -124,8 +127,7 @@ def open_source(request: Request) -> Source:
     )
     if storage.container == TORCHTITAN:
         plan = with_torchtitan_names(plan)
-    # an engine keeps no state that a recipe could change
-    recipe = None if isinstance(kind, Codes | Gguf | Mlx) else kind.recipe
+    recipe = request.recipe if request.kind in ("values", TE) else None  # others keep no state that it could change
     known = known_state(
         reader,
         plan.gemms,
@@ -134,9 +136,10 @@ def open_source(request: Request) -> Source:
         drop=request.drop_fp8_state,
         weights_digest=encodings.of_weights if encodings and reader.encodings else None,
     )
-    if isinstance(kind, Codes) and (kind.include or kind.exclude):
-        plan = choose(plan, kind.include, kind.exclude)  # what was recorded is of all that a recipe computes in FP8
-    if encodings and not isinstance(kind, Values):
+    if request.kind == "codes" and (request.include or request.exclude):
+        # only now, as what was recorded is of all that a recipe computes in FP8
+        plan = choose(plan, request.include, request.exclude)
+    if encodings and request.kind != "values":
         check_model(encodings, plan)
     return Source(hinted, request.fp8_state, reader, files, plan, encodings, known, trained, engine)
 
@@ -144,14 +147,12 @@ def open_source(request: Request) -> Source:
 def _encodings(request: Request, reader: Reader) -> WeightEncodings | None:
     """How the weights are or were encoded, or for codes that nobody has chosen, how those of the reference are; None if
     they are values, or if it is of no use for the result."""
-    kind = request.kind
-    if isinstance(kind, Gguf | Mlx):
+    if request.kind in _DECODED:
         return None
     encodings = None if request.drop_encodings else weight_encodings(reader)
     method = method_of(encodings)
-    chosen = isinstance(kind, TeState) or (isinstance(kind, Codes) and kind.chosen)
-    if chosen and encodings and method and method.own_names:
-        scheme = kind.export.scheme if isinstance(kind, Codes) and kind.export else None
+    if request.chooses_codes and encodings and method and method.own_names:
+        scheme = cast(Scheme | None, request.scheme) if request.kind == "codes" else None
         if scheme is not None and SCHEMES[scheme].codes in {spec.codes_name for spec in encodings.weights.values()}:
             raise PrecisionError(
                 f"the release has its experts in {SCHEMES[scheme].codes}, and all else in BF16; this scheme "
@@ -161,7 +162,7 @@ def _encodings(request: Request, reader: Reader) -> WeightEncodings | None:
                 "weights in its form.",
             )
         return None  # engines read these codes only as they were released
-    if encodings is None and request.reference and isinstance(kind, Codes) and not kind.chosen:
+    if encodings is None and request.reference and request.kind == "codes" and not request.chooses_codes:
         return _released_form(request.reference)
     return encodings
 
@@ -169,22 +170,21 @@ def _encodings(request: Request, reader: Reader) -> WeightEncodings | None:
 def _named_as_codes(request: Request, reader: Reader, encodings: WeightEncodings | None) -> Collection[str]:
     """The weights that are to have the names that they have as codes, where values have others: gpt-oss's experts are
     `[in, out]` as values and `[out, in]` as codes, as in GGUF, whose table has those names, in MLX and torchtitan."""
-    kind = request.kind
-    if isinstance(kind, Gguf):
+    if request.kind == LLAMA_CPP:
         return hf_names(reader.model)
-    if isinstance(kind, Mlx) or request.storage.container == TORCHTITAN:
+    if request.kind == MLX or request.storage.container == TORCHTITAN:
         return names_as_codes(reader.model)
-    return encodings.weights if encodings and not isinstance(kind, Values) else ()
+    return encodings.weights if encodings and request.kind != "values" else ()
 
 
 def _trained(request: Request, reader: Reader) -> MegatronReader | TrainedReader | None:
     """The reader, if its optimizer is converted too; else None."""
-    storage, kind = request.storage, request.kind
+    storage = request.storage
     if request.drop_optimizer or not storage.holds_optimizer:
         return None
     if not (of_megatron(reader) or of_trainer(reader)) or not reader.optimizer_specs:
         return None
-    if storage.is_state_dict and isinstance(kind, Values) and kind.dtype == DType.bfloat16:
+    if storage.is_state_dict and request.dtype == DType.bfloat16:
         raise RecipeError(
             f"BF16 weights lose the optimizer's FP32 masters, which {storage.container} has no other place for",
             where=request.source,
@@ -200,25 +200,25 @@ def _naming(request: Request, reader: Reader, engine: Engine | None) -> Naming:
         return "in torchtitan" if request.storage.container == TORCHTITAN else "in memory"
     if engine and not engine.loads_own_classes:
         return "for engines"
-    if isinstance(request.kind, Gguf | Mlx):
+    if request.kind in _DECODED:
         return "text alone"
-    if not isinstance(request.kind, Values) or (of_trainer(reader) and not isinstance(reader, HuggingFaceReader)):
+    if request.kind != "values" or (of_trainer(reader) and not isinstance(reader, HuggingFaceReader)):
         return "as saved"
     return "as stored"
 
 
-def _dtype_of_values(kind: ResultKind, reader: Reader) -> DType | None:
+def _dtype_of_values(request: Request, reader: Reader) -> DType | None:
     """The dtype of a result's values; None keeps the dtype in which each is stored.
 
     For an engine it is None if most matrices of the source are 16-bit values or codes: then an FP32 tensor is FP32 for
     a reason, and FP16 loses nothing by staying. A source in FP32 becomes BF16, because engines compute in the dtype
     that config.json names.
     """
-    if isinstance(kind, Values):
-        return kind.dtype
+    if request.kind == "values":
+        return request.dtype
     matrices = [spec for spec in reader.specs.values() if len(spec.shape) > 1]
     narrow = sum(spec.is_codes or spec.dtype in (DType.bfloat16, DType.float16) for spec in matrices)
-    return None if isinstance(kind, Codes | Gguf | Mlx) and 2 * narrow > len(matrices) else DType.bfloat16
+    return None if request.kind != TE and 2 * narrow > len(matrices) else DType.bfloat16
 
 
 def _released_form(reference: Path) -> WeightEncodings | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import input_scale_notes, rounded_notes
-from precisionctl.commands.request import OTHER_TARGETS, TE, TeState, numerics
+from precisionctl.commands.request import OTHER_TARGETS, TE, Request, numerics
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.errors import MissingFp8State, PrecisionError, Unrecordable
@@ -26,20 +26,20 @@ from precisionctl.planning.plan import Plan, check_fp8_gemms
 from precisionctl.precision import Precision
 
 
-def with_te_state(kind: TeState, source: Source, destination: Path) -> Result:
+def with_te_state(request: Request, source: Source) -> Result:
     """A result of values in BF16 that Transformer Engine computes with in FP8.
 
     Scales of weights are those of the weights that are written, whatever was recorded of them. Raises MissingFp8State
     where an input was never recorded, MappingError for state of another model, PrecisionError for sizes that no FP8
     GEMM takes.
     """
-    reader, recorded = source.reader, source.known.current
+    reader, recorded, destination = source.reader, source.known.current, request.destination
     if wrapper := source.plan.model.wrapper:
         raise PrecisionError(
             f"`load_te` makes text models, and this is a `{wrapper.model_type}` around one",
             do="Export it for an engine, or `resume` from the run itself.",
         )
-    states = _of_gemms(kind.recipe, source)
+    states = _of_gemms(request.recipe, source)
     notes = [
         *source.known.notes,
         *input_scale_notes(recorded, source.state_file, file_is_noted=True),
@@ -49,7 +49,7 @@ def with_te_state(kind: TeState, source: Source, destination: Path) -> Result:
     ]
     make_states = partial(_with_weight_scales, states, source.plan)
     return Result(
-        source.plan, notes, make_states, live=True, card=_card(destination.name, source, states, kind.base_model)
+        source.plan, notes, make_states, live=True, card=_card(destination.name, source, states, request.base_model)
     )
 
 

@@ -18,7 +18,7 @@ from precisionctl.commands.notes import (
     state_notes,
     tower_notes,
 )
-from precisionctl.commands.request import Values, numerics
+from precisionctl.commands.request import Request, numerics
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import decoded_base_notes, source_notes
 from precisionctl.commands.storage import TORCHTITAN, Storage
@@ -28,34 +28,36 @@ from precisionctl.errors import PrecisionError
 from precisionctl.fp8.carry import amax_by_module, carry_state
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan, check_fp8_gemms
+from precisionctl.precision import Precision
 
 
-def as_values(kind: Values, storage: Storage, source: Source) -> Result:
+def as_values(request: Request, source: Source) -> Result:
     """A result of values. Raises PrecisionError for weights that no FP8 GEMM takes, where it is to be trained in FP8,
     for codes that could not be made again, and what taking a run along raises."""
     plan, reader, known, encodings = source.plan, source.reader, source.known, source.encodings
+    storage, in_fp8 = request.storage, request.precision == "fp8"
     if encodings:
         _check_come_back(encodings, source)
-    fixed = None if kind.drop_fp8_state else source.state_of_fixed_scales
-    state = known.current or (fixed if kind.fp8 else None)
+    fixed = None if request.drop_fp8_state else source.state_of_fixed_scales
+    state = known.current or (fixed if in_fp8 else None)
     sidecar = known.current or fixed or known.outdated  # what is carried along, from which no run starts
-    if kind.fp8:
-        check_fp8_gemms(plan, numerics(kind.recipe, plan.model))
+    if in_fp8:
+        check_fp8_gemms(plan, numerics(request.recipe, plan.model))
     run = NO_RUN
     if source.trained and of_megatron(source.trained):  # rank files have no place for the states of generators
         run = carry_run(source.trained, storage.parallelism, generators=storage.container != "torch")
     elif source.trained and of_trainer(source.trained):
         run = carry_trainer_run(source.trained, storage.parallelism)
-    live = kind.fills_extra_state and (kind.fp8 or state is not None)
+    live = request.fills_extra_state and (in_fp8 or state is not None)
     notes = [
         *_notes(storage, source, run),
-        *_stateless_notes(kind),
+        *(_stateless_notes(request.recipe) if in_fp8 else ()),
         *(state.notes if state else ()),
         *(_payload_notes(storage, plan) if live else ()),
         *known_state_notes(known, carried=sidecar is known.outdated and not live),
         *(code_notes(encodings) if reader.encodings and encodings else decoded_notes(reader)),
     ]
-    return Result(plan, notes, partial(_live_state, kind, source, state) if live else sidecar, live, run, encodings)
+    return Result(plan, notes, partial(_live_state, request, source, state) if live else sidecar, live, run, encodings)
 
 
 def _check_come_back(encodings: WeightEncodings, source: Source) -> None:
@@ -99,11 +101,11 @@ def _notes(storage: Storage, source: Source, run: CarriedRun) -> Iterator[str]:
         yield "Continue with --no-load-rng: the result has no states of random generators."
 
 
-def _stateless_notes(kind: Values) -> Iterator[str]:
+def _stateless_notes(recipe: Precision | None) -> Iterator[str]:
     """That a recipe without state leaves nothing in a checkpoint for training."""
-    if kind.fp8 and kind.recipe and not kind.recipe.keeps_state:
+    if recipe and not recipe.keeps_state:
         yield (
-            f"{kind.recipe.scaling} scaling keeps no state, so the result is that of --precision bf16: give the "
+            f"{recipe.scaling} scaling keeps no state, so the result is that of --precision bf16: give the "
             "run the recipe, `resume --precision fp8 --recipe ...` here, --fp8-recipe in Megatron-LM."
         )
 
@@ -114,16 +116,16 @@ def _payload_notes(storage: Storage, plan: Plan) -> Iterator[str]:
 
 
 def _live_state(
-    kind: Values, source: Source, state: Fp8States | None, weight_amax: Mapping[str, float]
+    request: Request, source: Source, state: Fp8States | None, weight_amax: Mapping[str, float]
 ) -> tuple[Fp8States, Sequence[str]]:
     """The state that a run will load, once the amaxes of weights are known: for the modules that carry state or, if the
     result is for training in FP8, for every FP8 GEMM of the recipe."""
     reader, gemms = source.reader, source.plan.gemms
     wanted: Callable[[str], bool] = (state.modules if state else {}).__contains__
-    if kind.fp8:
-        wanted = numerics(kind.recipe, source.plan.model).in_fp8
+    if request.precision == "fp8":
+        wanted = numerics(request.recipe, source.plan.model).in_fp8
     amax = amax_by_module(weight_amax, {module: shape for module, shape in gemms.items() if wanted(module)})
-    change = carry_state(state, amax, kind.recipe.delayed if kind.recipe else None)
+    change = carry_state(state, amax, request.recipe.delayed if request.recipe else None)
     states = change.states
     if change.stale and not (reader.fp8 and reader.fp8.of_weights):  # nothing proves that the rest is valid
         states = replace(states, of_weights=NOT_KNOWN)
