@@ -191,9 +191,11 @@ def _training_options(source: LaunchSource, pooled_loss: float) -> list[Option]:
     if not source.has_optimizer:
         return []
     scheduler, args = source.scheduler, source.reader.args if of_megatron(source.reader) else {}
-    words = {"lr": scheduler.get("max_lr"), "min_lr": scheduler.get("min_lr"), "clip_grad": args.get("clip_grad")}
-    words |= {"lr_warmup_init": args.get("lr_warmup_init") or None}
+    words = {"lr": scheduler.get("max_lr"), "min_lr": scheduler.get("min_lr")}
+    words |= {name: args.get(name) for name in ("clip_grad", "lr_warmup_init")}
     found: dict[str, object] = {name: value for name, value in words.items() if isinstance(value, int | float)}
+    if found.get("lr_warmup_init") == 0:  # Megatron's default
+        del found["lr_warmup_init"]
     if (style := scheduler.get("lr_decay_style")) in DECAY_STYLES:
         found |= {"lr_decay_style": style}
     length = source.sizes(["train_samples"]) or source.sizes(["train_iters"])  # a run in samples has both in its args

@@ -136,7 +136,7 @@ def _tokenizer(reader: GgufReader) -> Iterator[Finding]:
     if not isinstance(model, str) or number != reader.model.vocab_size:
         what = f"{number} tokens of {shown(model)}, and {reader.model.vocab_size} rows"
         yield Finding("tokenizer.ggml.tokens", what, _TOKENIZER)
-    if model == "gpt2" and pre not in NAMES:
+    if model == "gpt2" and (not isinstance(pre, str) or pre not in NAMES):
         yield Finding("tokenizer.ggml.pre", f"{shown(pre)}, of which nothing is known here", _SPLIT)
 
 

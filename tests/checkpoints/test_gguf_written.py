@@ -106,6 +106,10 @@ def test_what_is_written_keeps_llama_cpps_rules_and_what_has_no_tokenizer_does_n
     (tmp_path / "bare.gguf").write_bytes(gguf_files.file(bare, _described(file)))
     check = check_directory(tmp_path / "bare.gguf", LLAMA_CPP)
     assert [finding.where for finding in check.findings] == ["tokenizer.ggml.tokens"] and not check.passes
+    unsplit = bare | {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": [1]}
+    (tmp_path / "bare.gguf").write_bytes(gguf_files.file(unsplit, _described(file)))
+    found = check_directory(tmp_path / "bare.gguf", LLAMA_CPP).findings
+    assert [finding.where for finding in found] == ["tokenizer.ggml.tokens", "tokenizer.ggml.pre"]
     with pytest.raises(UnknownFormat, match="no GGUF file"):
         check_directory(tmp_path / "hf", LLAMA_CPP)
 

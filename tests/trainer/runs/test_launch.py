@@ -251,6 +251,8 @@ def test_a_schedule_that_counts_samples_is_gone_on_with_by_the_sample(place: Pat
         read = parse(version, flags_of(found))
         assert (read.lr_wsd_decay_samples, read.lr_wsd_decay_iters) == (6, None)
         assert (read.train_samples, read.train_iters, read.lr_warmup_init) == (90, None, 1e-6)
+    change_args(tmp_path / "run" / "iter_0000001", lr_warmup_init=torch.ones(2))  # a stranger's
+    assert "--lr-warmup-init" not in flags_of(launch(tmp_path / "run", "megatron-lm"))
 
 
 def test_what_balances_experts_in_a_run_of_ours_balances_them_in_megatron(place: Path, tmp_path: Path) -> None:
