@@ -8,25 +8,30 @@ without state computes by that recipe; one whose last step was in BF16 computes 
 Everything else is plain BF16, FP16 or FP32.
 """
 
+from functools import partial
+from typing import Any
+
 import torch
+from torch import Tensor, nn
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceTensors
 from precisionctl.checkpoints.module import LiveModel
+from precisionctl.codes import numerics
 from precisionctl.codes.statistics import NAMES
 from precisionctl.conversion.convert import convert
 from precisionctl.conversion.known_state import is_of_weights
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.engines.rules.ignore_lists import in_time
-from precisionctl.evaluate.cache import round_cached
 from precisionctl.evaluate.stored_codes import use_stored_codes
-from precisionctl.export.kv_cache import stored_scales
+from precisionctl.export.kv_cache import CacheScale, stored_scales
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import EMBEDDING
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.precision import Precision
+from precisionctl.quant_methods.base import CODES
 from precisionctl.quant_methods.caches import caches_in_fp8
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.model.gpt import GPT
@@ -71,6 +76,26 @@ def _round_cache(model: GPT, reader: Reader, plan: Plan) -> str:
     for name, scale in scales.items():
         round_cached(model.get_submodule(name), scale)
     return ", FP8 KV cache" if scales else ""
+
+
+def round_cached(attention: nn.Module, scale: CacheScale) -> None:
+    """Register a hook that rounds the keys and values `[B, S, G, D]` of an attention as an FP8 cache does: divided by
+    their scale in FP32, saturated, rounded to E4M3, and multiplied again, in FP32 too (vLLM's
+    csrc/cache_kernels.cu, fp8::scaled_convert)."""
+    attention.register_forward_pre_hook(partial(_round_arguments, scale))
+
+
+def _round_arguments(scale: CacheScale, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    query, key, value, *rest = arguments
+    return query, _rounded(key, scale.k), _rounded(value, scale.v), *rest
+
+
+def _rounded(values: Tensor, scale_inv: float) -> Tensor:
+    divisor = torch.tensor(scale_inv, device=values.device)
+    rows = values.reshape(-1, values.shape[-1])
+    codes = torch.empty(rows.shape, dtype=CODES.torch, device=values.device)
+    numerics.encode_by_scale_inv(rows, divisor, codes, numerics.scratch_for(rows))
+    return numerics.decode(codes, divisor).to(values.dtype).view(values.shape)
 
 
 def _state_of_next_step(reader: Reader) -> Fp8States | None:

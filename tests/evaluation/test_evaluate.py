@@ -32,8 +32,8 @@ from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.errors import DataError
 from precisionctl.evaluate import evaluate, load, quantizers, stored_codes
-from precisionctl.evaluate.cache import round_cached
 from precisionctl.evaluate.quantizers import InputQuantizer, Mxfp4Inputs, Nvfp4Inputs, TokenInputs
+from precisionctl.evaluate.stored import round_cached
 from precisionctl.export.kv_cache import CacheScale
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, RoleState
