@@ -29,9 +29,8 @@ from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun, of_t
 from precisionctl.checkpoints.output import Output
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
-from precisionctl.commands.request import Request
 from precisionctl.commands.source import Source
-from precisionctl.commands.storage import DCP, DEEPSPEED, TORCHTITAN, Storage
+from precisionctl.commands.storage import DCP, DEEPSPEED, TORCHTITAN
 from precisionctl.conversion.command import MakeStates, PlannedCommand
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, MappingError, OutputError, RecipeError
 from precisionctl.export.model_card import NAME, Card
@@ -65,18 +64,19 @@ class Result:
     mlx: Mapping[str, Any] | None = None
 
 
-def build(request: Request, source: Source, result: Result) -> PlannedCommand:
+def build(source: Source, result: Result) -> PlannedCommand:
     """The command that writes a result. Raises DestinationExists, and OutputError if source and destination
     overlap."""
-    output = _open_output(request.destination, source.hinted.path, source.hinted.reference, source.state_file)
-    files = [source.encodings.path if source.encodings else None, source.state_file]
+    request = source.request
+    output = _open_output(request.destination, request.source, request.reference, request.fp8_state)
+    files = [source.encodings.path if source.encodings else None, request.fp8_state]
     stats = [file.stat() for file in files if file and file.is_file()]
     # by its length all tensors of a GGUF file move: a file of other metadata is not continued
     metadata = [hashlib.sha256(file.metadata_bytes).hexdigest() for file in result.gguf]
     return PlannedCommand(
         reader=source.reader,
         plan=result.plan,
-        writer=_writer(request.storage, source, result, output),
+        writer=_writer(source, result, output),
         output=output,
         asked=(request, [(stat.st_size, stat.st_mtime_ns) for stat in stats], metadata),
         files=source.files,
@@ -116,11 +116,11 @@ def _open_output(destination: Path, *sources: Path | None) -> Output:
     return output
 
 
-def _writer(storage: Storage, source: Source, result: Result, output: Output) -> Writer:
+def _writer(source: Source, result: Result, output: Output) -> Writer:
     """The Writer of the container that was asked for. In Megatron's it writes an iteration if a run is carried over,
     else a release. Raises RecipeError for a size of shards where there are none, MappingError for a source without an
     optimizer where one is needed, and CheckpointError for a trainer's state that cannot be read."""
-    plan, card, companions = result.plan, result.card, source.reader.companions
+    storage, plan, card, companions = source.request.storage, result.plan, result.card, source.reader.companions
     in_shards = not storage.is_state_dict if storage.layout == "hf" else plan.model.wrapper is not None
     if storage.max_shard_size != MAX_SHARD_SIZE and (result.gguf or not in_shards):
         what = "--max-shard-size is for Hugging Face's files and for towers, and this result has neither"

@@ -45,22 +45,25 @@ _SCHEMES: Mapping[Scaling, Scheme] = {"delayed": "static", "current": "dynamic",
 """The scheme in which an engine computes most like a recipe's scaling."""
 
 
-def for_engine(request: Request, source: Source, engine: Engine) -> Result:
+def for_engine(source: Source, engine: Engine) -> Result:
     """A result for an engine.
 
     Raises MissingFp8State where `static` needs amaxes that were never recorded, PrecisionError for what the engine does
     not take, RecipeError for state that a scheme has no use for.
     """
-    return _EngineCodes(request, source, engine).result()
+    return _EngineCodes(source, engine).result()
 
 
 @dataclass(frozen=True)
 class _EngineCodes:
     """How a source becomes codes that an engine serves, as was asked for."""
 
-    request: Request
     source: Source
     engine: Engine
+
+    @property
+    def request(self) -> Request:
+        return self.source.request
 
     def result(self) -> Result:
         request, source, engine, known = self.request, self.source, self.engine, self.source.known
@@ -73,7 +76,7 @@ class _EngineCodes:
         encoded = encode(source.plan, policy)
         self._check_stored(encoded, form)
         plan, cache_notes = self._with_cache(form, encoded)
-        fixed = input_scale_notes(known.current, source.state_file, file_is_noted=True)
+        fixed = input_scale_notes(known.current, request.fp8_state, file_is_noted=True)
         notes = [
             *([f"Scheme {scheme}: {why}."] if why else ()),
             *(fixed if SCHEMES[scheme].fixed_inputs else ()),
@@ -81,7 +84,7 @@ class _EngineCodes:
             *(known.notes if request.target else known_state_notes(known, carried=True)),
             *(unreached_notes(source.states, policy.jobs) if policy.inputs is not None else ()),
             *recoding_notes(source.encodings, source.reader.specs, encoded),
-            *four_bit_notes(scheme, source.encodings, encoded, source.hinted.path, request.destination),
+            *four_bit_notes(scheme, source.encodings, encoded, request.source, request.destination),
             *cache_notes,
             *source_notes(source),
             *in_bf16_notes(source.reader, source.plan, precision, scheme, policy.refused),
@@ -127,7 +130,7 @@ class _EngineCodes:
             raise PrecisionError(
                 f"{engine.title} does not read {scheme}", do=f"Choose --scheme {' or '.join(engine.spells)}."
             )
-        if not SCHEMES[scheme].fixed_inputs and source.state_file and not self.request.kv_cache:
+        if not SCHEMES[scheme].fixed_inputs and self.request.fp8_state and not self.request.kv_cache:
             what = f"scheme {scheme} stores no input scales, so it takes no FP8 state"
             if why:
                 raise RecipeError(f"{what}. It was chosen because {why}", do="Or leave --fp8-state out.")
@@ -241,7 +244,7 @@ class _EngineCodes:
         code, scheme = source.reader.companions.code, SCHEMES[form.scheme]
         inputs = [_BY_ENGINE if scheme.coded_inputs else _IN_BF16]
         if scheme.fixed_inputs:
-            file = Path(source.state_file.name) if source.state_file else None
+            file = Path(request.fp8_state.name) if request.fp8_state else None
             inputs = list(input_scale_notes(source.known.current, file))
         facts = {
             "weights": plan.targets[plan.codes[0]].stored_dtype,
@@ -274,7 +277,7 @@ _BY_ENGINE = "Input scales are made by the engine."
 _IN_BF16 = "Inputs are not quantized."
 
 
-def as_before(request: Request, source: Source) -> Result:
+def as_before(source: Source) -> Result:
     """A result with the codes that the weights have, or once had. If the weights have changed since, raises
     MissingFp8State for their fixed input scales, and PrecisionError for scales of their KV cache."""
     reader, known, encodings = source.reader, source.known, source.encodings
@@ -282,7 +285,7 @@ def as_before(request: Request, source: Source) -> Result:
     policy = AsBefore(encodings, known.current, fixed_hold=source.fixed_scales is not None)
     plan = encode(source.plan, policy)
     notes = [
-        *format_notes(source.hinted.reference, encodings),
+        *format_notes(source.request.reference, encodings),
         *recoding_notes(encodings, reader.specs, plan),
         *source_notes(source),
         *rounded_notes(reader, plan),
@@ -290,7 +293,7 @@ def as_before(request: Request, source: Source) -> Result:
     ]
     scheme = scheme_of(encodings.quantization, encodings.scales, encodings.weights)
     serving = [engine for engine in engines().values() if scheme in engine.formats(policy.method.name)]
-    card = _card_as_before(request.destination.name, source.plan, policy, scheme, serving)
+    card = _card_as_before(source.request.destination.name, source.plan, policy, scheme, serving)
 
     def lacks(config: Mapping[str, Any]) -> Iterator[str]:
         """Keys that are not there: one engine's words for others might be none for the next."""

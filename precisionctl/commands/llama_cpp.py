@@ -46,13 +46,14 @@ from precisionctl.sizes import counted, listed
 from precisionctl.untrusted.safe_json import parse_json
 
 
-def for_llama_cpp(request: Request, source: Source) -> Result:
+def for_llama_cpp(source: Source) -> Result:
     """A result that is a GGUF file in the destination, beside a card and licences, and the file of a wrapper's towers.
 
     Raises UnknownArchitecture for a model that llama.cpp does not compute, PrecisionError or CheckpointError for a
     tokenizer that it has not, UnmappedTensor.
     """
-    model, reader, destination = source.plan.model, source.reader, request.destination
+    request, model, reader = source.request, source.plan.model, source.reader
+    destination = request.destination
     if is_mmproj(destination):
         what = f"llama.cpp takes {shown(destination.name)} for towers, as mmproj is in the name"
         raise PrecisionError(what, do="Choose another name for the result.")

@@ -11,7 +11,7 @@ from precisionctl.checkpoints.mlx.mlx_models import check_loaded, computed_other
 from precisionctl.codes.mlx_groups import MlxGroups
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import decoded_note, rounded_notes
-from precisionctl.commands.request import MLX, OTHER_TARGETS, Request
+from precisionctl.commands.request import MLX, OTHER_TARGETS
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.dtypes import DType
@@ -23,10 +23,10 @@ from precisionctl.quant_methods.mxfp4 import BLOCKS_OF_16
 from precisionctl.sizes import counted
 
 
-def for_mlx(request: Request, source: Source) -> Result:
+def for_mlx(source: Source) -> Result:
     """A result that is a directory as `mlx_lm.convert` makes one. Raises UnknownArchitecture for a model that mlx-lm
     does not load, or of which it is not known what it changes."""
-    reader, model, destination = source.reader, source.plan.model, request.destination
+    request, reader, model = source.request, source.reader, source.plan.model
     check_loaded(model)
     of_values = DType.float16 if config_dtype(source.plan.targets) == DType.float16.value else DType.bfloat16
     scheme = cast(MlxScheme | None, request.scheme) or ("f16" if of_values is DType.float16 else "bf16")
@@ -37,7 +37,7 @@ def for_mlx(request: Request, source: Source) -> Result:
     if scheme not in ("bf16", "f16") and not quantized:
         what = f"no weight of this model has whole groups of --scheme {scheme}"
         raise PrecisionError(what, do="Choose --scheme bf16.")
-    run = f"mlx_lm.generate --model {shlex.quote(str(destination))} --prompt hello"
+    run = f"mlx_lm.generate --model {shlex.quote(str(request.destination))} --prompt hello"
     notes = [
         *source_notes(source),
         *_notes(source.plan),
@@ -47,10 +47,10 @@ def for_mlx(request: Request, source: Source) -> Result:
     ]
     matrices = (name for name, spec in plan.targets.items() if len(spec.shape) > 1 and name.endswith(".weight"))
     card = Card(
-        name=destination.name,
+        name=request.destination.name,
         title=OTHER_TARGETS[MLX],
         tag="mlx",
-        command=f"mlx_lm.generate --model {path_in_command(destination.name)} --prompt hello",
+        command=f"mlx_lm.generate --model {path_in_command(request.destination.name)} --prompt hello",
         facts={"weights": scheme},
         quantized=quantized or [name for name in plan.targets if name.endswith(".weight")],
         kept=[name for name in matrices if name not in quantized] if quantized else [],

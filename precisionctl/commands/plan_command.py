@@ -41,10 +41,10 @@ def plan_command(request: Request) -> PlannedCommand:
     """
     source = open_source(request)
     if source.engine:
-        result = for_engine(request, source, source.engine)
+        result = for_engine(source, source.engine)
     else:
         makers = {"values": as_values, "codes": as_before, TE: with_te_state, LLAMA_CPP: for_llama_cpp, MLX: for_mlx}
-        result = makers[request.kind](request, source)
+        result = makers[request.kind](source)
     plan = result.plan
     _log.info("planned %d jobs that write %d tensors, %d bytes", len(plan.jobs), len(plan.targets), plan.nbytes)
-    return build(request, source, result)
+    return build(source, result)

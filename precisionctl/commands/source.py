@@ -16,7 +16,7 @@ from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.directory import MegatronReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader, of_trainer
-from precisionctl.commands.hinted_path import HintedPath, open_hinted
+from precisionctl.commands.hinted_path import open_hinted
 from precisionctl.commands.request import LLAMA_CPP, MLX, OTHER_TARGETS, TE, Request
 from precisionctl.commands.storage import TORCHTITAN
 from precisionctl.commands.torchtitan_names import with_torchtitan_names
@@ -44,16 +44,15 @@ _DECODED = (LLAMA_CPP, MLX)
 
 @dataclass(frozen=True)
 class Source:
-    """An open checkpoint, and the `plan` of the result in high precision.
+    """The open checkpoint that a `request` names, and the `plan` of the result in high precision.
 
-    `hinted` is its path with the user's hints, `state_file` the user's file of FP8 state. `files` are its files as they
-    were when it was opened. `encodings` is how its weights are encoded, or once were. `known` is its FP8 state, from
-    training or `calibrate`. `trained` is the reader, if its optimizer is converted too, else None. `engine` is the
-    engine to encode weights for; None if the result has values, or the codes that weights had before.
+    `files` are its files as they were when it was opened. `encodings` is how its weights are encoded, or once were.
+    `known` is its FP8 state, from training or `calibrate`. `trained` is the reader, if its optimizer is converted too,
+    else None. `engine` is the engine to encode weights for; None if the result has values, or the codes that weights
+    had before.
     """
 
-    hinted: HintedPath
-    state_file: Path | None
+    request: Request
     reader: Reader
     files: Fingerprints
     plan: Plan
@@ -107,8 +106,7 @@ def open_source(request: Request) -> Source:
     MappingError for state or encodings of another model;
     and as `open_checkpoint` and `make_plan`.
     """
-    hinted, storage = request.hinted, request.storage
-    reader = open_hinted(hinted)
+    storage, reader = request.storage, open_hinted(request.hinted)
     files = fingerprints(reader.files)
     encodings = _encodings(request, reader)
     trained = _trained(request, reader)
@@ -141,7 +139,7 @@ def open_source(request: Request) -> Source:
         plan = choose(plan, request.include, request.exclude)
     if encodings and request.kind != "values":
         check_model(encodings, plan)
-    return Source(hinted, request.fp8_state, reader, files, plan, encodings, known, trained, engine)
+    return Source(request, reader, files, plan, encodings, known, trained, engine)
 
 
 def _encodings(request: Request, reader: Reader) -> WeightEncodings | None:

@@ -39,15 +39,15 @@ _NAMES = {
 def source_notes(source: Source) -> Iterator[str]:
     """Notes on what the source is, and on what the result will not have of it, for any kind of result."""
     reader, plan = source.reader, source.plan
-    yield from family_notes(reader, plan.model, plan.to_layout, named=source.hinted.architecture is not None)
+    yield from family_notes(reader, plan.model, plan.to_layout, named=source.request.architecture is not None)
     if plan.to_layout == "hf":
         yield from vocabulary_notes(reader)
-    if source.hinted.trust_reference:
+    if source.request.trust_reference:
         yield from _overruled_notes(reader)
     yield from _padding_notes(reader, plan)
     yield from reading_notes(reader)
     yield from _trained_notes(reader, carried=source.trained is not None)
-    yield from _companion_notes(reader, source.hinted.reference)
+    yield from _companion_notes(reader, source.request.reference)
     if plan.to_layout == "hf":
         yield from _missing_notes(reader, source.hinted.reference)
     elif not of_megatron(reader) and not any(map(is_tokenizer, reader.companions.files)):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import input_scale_notes, rounded_notes
-from precisionctl.commands.request import OTHER_TARGETS, TE, Request, numerics
+from precisionctl.commands.request import OTHER_TARGETS, TE, numerics
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.errors import MissingFp8State, PrecisionError, Unrecordable
@@ -23,41 +23,38 @@ from precisionctl.fp8.carry import amax_by_module, check_modules, from_other_exp
 from precisionctl.fp8.delayed_scaling import after_one_update
 from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.planning.plan import Plan, check_fp8_gemms
-from precisionctl.precision import Precision
 
 
-def with_te_state(request: Request, source: Source) -> Result:
+def with_te_state(source: Source) -> Result:
     """A result of values in BF16 that Transformer Engine computes with in FP8.
 
     Scales of weights are those of the weights that are written, whatever was recorded of them. Raises MissingFp8State
     where an input was never recorded, MappingError for state of another model, PrecisionError for sizes that no FP8
     GEMM takes.
     """
-    reader, recorded, destination = source.reader, source.known.current, request.destination
+    request, reader, recorded = source.request, source.reader, source.known.current
     if wrapper := source.plan.model.wrapper:
         raise PrecisionError(
             f"`load_te` makes text models, and this is a `{wrapper.model_type}` around one",
             do="Export it for an engine, or `resume` from the run itself.",
         )
-    states = _of_gemms(request.recipe, source)
+    states = _of_gemms(source)
     notes = [
         *source.known.notes,
-        *input_scale_notes(recorded, source.state_file, file_is_noted=True),
+        *input_scale_notes(recorded, request.fp8_state, file_is_noted=True),
         *source_notes(source),
         *rounded_notes(reader, source.plan),
-        f"Load it with: precisionctl.te.load_te({json.dumps(str(destination))})",
+        f"Load it with: precisionctl.te.load_te({json.dumps(str(request.destination))})",
     ]
     make_states = partial(_with_weight_scales, states, source.plan)
-    return Result(
-        source.plan, notes, make_states, live=True, card=_card(destination.name, source, states, request.base_model)
-    )
+    return Result(source.plan, notes, make_states, live=True, card=_card(source, states))
 
 
-def _of_gemms(recipe: Precision | None, source: Source) -> Fp8States:
+def _of_gemms(source: Source) -> Fp8States:
     """The state of every module that the recipe computes in FP8. An expert that no token has reached gets the largest
     amax of the others."""
     plan, states = source.plan, source.states
-    precision = numerics(recipe, plan.model)
+    precision = numerics(source.request.recipe, plan.model)
     jobs = fp8_jobs(plan, precision)
     check_fp8_gemms(plan, precision)
     try:
@@ -92,9 +89,10 @@ def _with_weight_scales(
     return replace(states, modules=modules), ()
 
 
-def _card(name: str, source: Source, states: Fp8States, base_model: str | None) -> Card:
+def _card(source: Source, states: Fp8States) -> Card:
     """The model card of the result."""
-    plan, file = source.plan, Path(source.state_file.name) if source.state_file else None
+    request, plan, name = source.request, source.plan, source.request.destination.name
+    file = Path(request.fp8_state.name) if request.fp8_state else None
     facts = {
         "weights": "bfloat16, cast to float8_e4m3fn when it is loaded",
         "scheme": "delayed scaling, with its state",
@@ -104,4 +102,4 @@ def _card(name: str, source: Source, states: Fp8States, base_model: str | None) 
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2]
     kept = [name.removesuffix(".weight") for name in matrices if name not in in_state]
     command = f"from precisionctl.te import load_te\n\nmodel = load_te({json.dumps(path_in_command(name))})"
-    return Card(name, OTHER_TARGETS[TE], "transformer-engine", command, facts, in_state, kept, base_model)
+    return Card(name, OTHER_TARGETS[TE], "transformer-engine", command, facts, in_state, kept, request.base_model)

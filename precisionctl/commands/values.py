@@ -18,7 +18,7 @@ from precisionctl.commands.notes import (
     state_notes,
     tower_notes,
 )
-from precisionctl.commands.request import Request, numerics
+from precisionctl.commands.request import numerics
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import decoded_base_notes, source_notes
 from precisionctl.commands.storage import TORCHTITAN, Storage
@@ -31,10 +31,11 @@ from precisionctl.planning.plan import Plan, check_fp8_gemms
 from precisionctl.precision import Precision
 
 
-def as_values(request: Request, source: Source) -> Result:
+def as_values(source: Source) -> Result:
     """A result of values. Raises PrecisionError for weights that no FP8 GEMM takes, where it is to be trained in FP8,
     for codes that could not be made again, and what taking a run along raises."""
     plan, reader, known, encodings = source.plan, source.reader, source.known, source.encodings
+    request = source.request
     storage, in_fp8 = request.storage, request.precision == "fp8"
     if encodings:
         _check_come_back(encodings, source)
@@ -50,14 +51,14 @@ def as_values(request: Request, source: Source) -> Result:
         run = carry_trainer_run(source.trained, storage.parallelism)
     live = request.fills_extra_state and (in_fp8 or state is not None)
     notes = [
-        *_notes(storage, source, run),
+        *_notes(source, run),
         *(_stateless_notes(request.recipe) if in_fp8 else ()),
         *(state.notes if state else ()),
         *(_payload_notes(storage, plan) if live else ()),
         *known_state_notes(known, carried=sidecar is known.outdated and not live),
         *(code_notes(encodings) if reader.encodings and encodings else decoded_notes(reader)),
     ]
-    return Result(plan, notes, partial(_live_state, request, source, state) if live else sidecar, live, run, encodings)
+    return Result(plan, notes, partial(_live_state, source, state) if live else sidecar, live, run, encodings)
 
 
 def _check_come_back(encodings: WeightEncodings, source: Source) -> None:
@@ -80,9 +81,9 @@ def _check_come_back(encodings: WeightEncodings, source: Source) -> None:
         )
 
 
-def _notes(storage: Storage, source: Source, run: CarriedRun) -> Iterator[str]:
+def _notes(source: Source, run: CarriedRun) -> Iterator[str]:
     """Notes on the family, the vocabulary, the pipeline stages, and a run that comes along."""
-    plan, reader = source.plan, source.reader
+    storage, plan, reader = source.request.storage, source.plan, source.reader
     yield from source_notes(source)
     yield from decoded_base_notes(reader)
     yield from narrowed_notes(reader, plan)
@@ -116,11 +117,11 @@ def _payload_notes(storage: Storage, plan: Plan) -> Iterator[str]:
 
 
 def _live_state(
-    request: Request, source: Source, state: Fp8States | None, weight_amax: Mapping[str, float]
+    source: Source, state: Fp8States | None, weight_amax: Mapping[str, float]
 ) -> tuple[Fp8States, Sequence[str]]:
     """The state that a run will load, once the amaxes of weights are known: for the modules that carry state or, if the
     result is for training in FP8, for every FP8 GEMM of the recipe."""
-    reader, gemms = source.reader, source.plan.gemms
+    request, reader, gemms = source.request, source.reader, source.plan.gemms
     wanted: Callable[[str], bool] = (state.modules if state else {}).__contains__
     if request.precision == "fp8":
         wanted = numerics(request.recipe, source.plan.model).in_fp8
