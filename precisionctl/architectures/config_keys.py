@@ -251,11 +251,11 @@ def layers(config: Config, key: str = "num_hidden_layers") -> int:
 def _read_heads(config: Config) -> Fields:
     number = size(config, "num_attention_heads")
     as_many = config.get("num_key_value_heads") is None
-    head_dim = config.get("head_dim")
+    said = config.get("head_dim") is not None
     return {
         "num_attention_heads": number,
         "num_query_groups": number if as_many else size(config, "num_key_value_heads"),
-        "kv_channels": size(config, "hidden_size") // number if head_dim is None else head_dim,
+        "kv_channels": size(config, "head_dim") if said else size(config, "hidden_size") // number,
     }
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from precisionctl.architectures import tables
-from precisionctl.architectures.config_keys import CAUSAL, Config, Key
+from precisionctl.architectures.config_keys import CAUSAL, Config, Key, Reworded
 from precisionctl.architectures.megatron.expert_args import chooses_groups_by_nothing
 from precisionctl.architectures.megatron.megatron_args import MEGATRON_ONLY, read_megatron_args
 from precisionctl.architectures.param_map import Architecture
@@ -170,12 +170,13 @@ def _in_words_of(config: Config) -> Iterator[None]:
 
 
 def key_in(config: Config, field: str) -> str:
-    """The key of a config.json that holds a field of ModelShape, or of a part of it; the field's own name if no single
-    key does."""
+    """The key of a config.json that holds a field of ModelShape, one of a part with a dot (`moe.topk`); the field's own
+    name if no single key does."""
     text = text_config(config) if is_wrapper(config) else config
     table = supported().get(str(text.get("model_type")))
     for entry in table.config if table else ():
-        if isinstance(entry, Key) and field in (entry.field, entry.field.rpartition(".")[2]):
+        said = entry.entry if isinstance(entry, Reworded) else entry
+        if isinstance(said, Key) and said.field == field:
             return next((key for key in entry.keys if key in text), field)
     return field
 

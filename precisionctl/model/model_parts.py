@@ -2,7 +2,7 @@
 several residual streams, embeddings of n-grams, a wrapper of images or sound; and what is a size."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from math import isqrt
 from typing import Any, ClassVar, Literal
@@ -33,6 +33,29 @@ def real(value: object, name: str) -> float:
     if type(value) not in (int, float) or not 0 < value < 1e30:  # type: ignore[operator]
         raise DamagedCheckpoint(f"{name} is {shown(value)}, not a positive number")
     return float(value)  # type: ignore[arg-type]
+
+
+def check_numbers(model: Any, part: str = "", counts: tuple[str, ...] = (), other: tuple[str, ...] = ()) -> None:
+    """Raise DamagedCheckpoint for a field of a model, or of a `part` of it, that is not the number that its class says:
+    an `int` is a size, or one of `counts`, which may be 0, and a `float` a positive number. Fields of `other` are not
+    looked at. The error begins with the field's name, that of a part's with a dot (`moe.topk`)."""
+    for name, hint in _numbers(model.__class__):
+        value, called = getattr(model, name), f"{part}.{name}" if part else name
+        if name in other or (value is None and hint not in (int, float)):
+            continue
+        if hint in (float, float | None):
+            real(value, called)
+        elif name in counts:
+            check_count(value, called, LARGEST)
+        else:
+            check_size(value, called)
+
+
+@cache
+def _numbers(kind: type) -> tuple[tuple[str, Any], ...]:
+    """The fields of a class that are numbers, or numbers or None, and which of these."""
+    numbers = (int, int | None, float, float | None)
+    return tuple((field.name, field.type) for field in fields(kind) if field.type in numbers)
 
 
 @dataclass(frozen=True)
@@ -93,17 +116,8 @@ class MoE:
     logit_multiplier: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "topk", "ffn_hidden_size"):
-            check_size(getattr(self, name), name)
-        for name in ("shared_ffn_hidden_size", "num_groups", "group_topk", "group_scores", "latent_size"):
-            if getattr(self, name) is not None:
-                check_size(getattr(self, name), name)
-        check_count(self.n_hash_layers, "n_hash_layers", MOST_LAYERS)
-        for name in ("topk_scaling_factor", "logit_multiplier"):
-            real(getattr(self, name), name)
-        for name in ("sparsemixer_eps", "activation_clamp"):
-            if getattr(self, name) is not None:
-                real(getattr(self, name), name)
+        check_numbers(self, "moe", counts=("n_hash_layers",))
+        check_count(self.n_hash_layers, "moe.n_hash_layers", MOST_LAYERS)
         if self.topk > self.num_experts:
             raise DamagedCheckpoint(f"{self.topk} of {self.num_experts} experts for a token")
         if self.num_groups is not None and self.num_experts % self.num_groups:
@@ -152,12 +166,10 @@ class MLA:
     kv_source_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim"):
-            if (name, self.q_lora_rank) != ("q_lora_rank", None):
-                check_size(getattr(self, name), name)
-        check_count(self.qk_pos_emb_head_dim, "qk_pos_emb_head_dim", LARGEST)
+        check_numbers(self, "mla", counts=("qk_pos_emb_head_dim",))
         if self.qk_pos_emb_head_dim % 2:
-            raise DamagedCheckpoint(f"qk_pos_emb_head_dim is {self.qk_pos_emb_head_dim}, of which no pairs are made")
+            what = f"mla.qk_pos_emb_head_dim is {self.qk_pos_emb_head_dim}, of which no pairs are made"
+            raise DamagedCheckpoint(what)
         sources = self.kv_source_layers or ()
         for layer, source in enumerate(sources):
             if type(source) is not int or not 0 <= source <= layer or sources[source] != source:
@@ -184,9 +196,7 @@ class GlobalAttention:
     num_attention_heads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_query_groups", "kv_channels", "num_attention_heads"):
-            if getattr(self, name) is not None:
-                check_size(getattr(self, name), f"{name} without a window")
+        check_numbers(self, "global_attention")
 
     @property
     def said(self) -> dict[str, Any]:
@@ -291,13 +301,9 @@ class HyperConnections:
     mean_head: bool = False
 
     def __post_init__(self) -> None:
-        check_size(self.num_residual_streams, "num_residual_streams", 1 << 10)
-        if self.mixed:
-            check_size(self.mhc_sinkhorn_iterations, "mhc_sinkhorn_iterations", 1 << 10)
-        if self.lowrank is not None:
-            check_size(self.lowrank, "lowrank of hyper-connections")
-        real(self.epsilon, "epsilon of hyper-connections")
-        real(self.magnitude, "magnitude of hyper-connections")
+        check_numbers(self, "mhc")
+        check_size(self.num_residual_streams, "mhc.num_residual_streams", 1 << 10)
+        check_size(self.mhc_sinkhorn_iterations or 1, "mhc.mhc_sinkhorn_iterations", 1 << 10)
 
     @property
     def mixed(self) -> bool:
@@ -337,10 +343,7 @@ class NgramEmbedding:
     """Hashes are products with numbers of 64 bits."""
 
     def __post_init__(self) -> None:
-        for name, size in vars(self).items():
-            if name not in ("layers", "end_token"):
-                check_size(size, f"{name} of n-gram embeddings")
-        check_count(self.end_token, "eos_token_id", LARGEST)
+        check_numbers(self, "ple", counts=("end_token",))
         check_size(self.ngram_size - 1, "ngram_size - 1")
         check_size(self.heads * sum(self.layers), "heads of n-gram embeddings", 1 << 8)
         check_size(self.split_parts * sum(self.layers), "parts of n-gram embeddings", 1 << 16)

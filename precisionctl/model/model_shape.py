@@ -7,7 +7,7 @@ from typing import Any, get_args
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model.model_fields import Activation, LinearGate
 from precisionctl.model.model_layers import ModelLayers
-from precisionctl.model.model_parts import LARGEST, MOST_LAYERS, check_count, check_size, real
+from precisionctl.model.model_parts import LARGEST, MOST_LAYERS, check_count, check_numbers, check_size
 
 
 @dataclass(frozen=True)
@@ -19,26 +19,13 @@ class ModelShape(ModelLayers):
         """Sizes come from files of strangers, and loops run over them."""
         if not isinstance(self.architecture, str):
             raise DamagedCheckpoint(f"model_type is {shown(self.architecture)}, not a name")
-        possible = (
-            "sliding_window",
-            "attention_chunk_size",
-            "query_scaling_floor",
-            "per_layer_embed_dim",
-            "v_head_dim",
-            "norm_gate_rank",
-            "attn_res_block_size",
-        )
-        for field in (*_SIZES, *(name for name in possible if getattr(self, name) is not None)):
-            check_size(getattr(self, field), field)
+        counts = ("mtp_num_layers", "num_kv_shared_layers", "unread_positions")
+        check_numbers(self, counts=counts, other=("glu_offset",))
         if self.vocab_size > self.padded_vocab_size:
             what = f"vocab_size is {self.vocab_size}, and the embedding has {self.padded_vocab_size} rows"
             raise DamagedCheckpoint(what)
         check_size(self.num_layers, "num_layers", MOST_LAYERS)
         check_count(self.mtp_num_layers, "mtp_num_layers", MOST_LAYERS)
-        check_count(self.unread_positions, "unread_positions", LARGEST)
-        for field in _REALS:
-            if getattr(self, field) is not None:
-                real(getattr(self, field), field)
         for field, known in (("activation", get_args(Activation)), ("linear_gate", (None, *get_args(LinearGate)))):
             if getattr(self, field) not in known:
                 raise DamagedCheckpoint(f"{field} is {shown(getattr(self, field))}")
@@ -352,22 +339,3 @@ class ModelShape(ModelLayers):
         """
         multiple = self.make_vocab_size_divisible_by * tensor_parallel
         return replace(self, padded_vocab_size=-(-self.vocab_size // multiple) * multiple)
-
-
-_SIZES = (
-    *("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-    *("vocab_size", "padded_vocab_size", "max_position_embeddings", "make_vocab_size_divisible_by"),
-)
-_REALS = (
-    *("norm_epsilon", "post_norm_epsilon", "rotary_base", "rotary_base_local", "rotary_percent", "activation_clamp"),
-    *(
-        "attention_value_scale",
-        "clip_qkv",
-        "query_pre_attn_scalar",
-        "query_scaling_beta",
-        "attn_logit_softcapping",
-        "final_logit_softcapping",
-        "embedding_multiplier",
-    ),
-    *("residual_multiplier", "residual_gate_temperature", "logit_multiplier", "logits_scaling"),
-)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model.model_parts import LARGEST, check_size, real
+from precisionctl.model.model_parts import LARGEST, check_numbers, check_size, real
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,12 @@ class GatedDeltaNet:
     output_gate: Literal["silu", "sigmoid"] = "silu"
 
     def __post_init__(self) -> None:
-        sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-        for name in (*sizes, *(() if self.kda_lora_rank is None else ("kda_lora_rank",))):
-            check_size(getattr(self, name), name)
-        if self.norm_epsilon is not None:
-            real(self.norm_epsilon, "norm_epsilon of a gated delta net")
+        check_numbers(self, "gdn", other=("kda_lower_bound",))
         if self.num_value_heads % self.num_key_heads or (self.kda and self.num_value_heads != self.num_key_heads):
             raise DamagedCheckpoint(f"{self.num_value_heads} value heads for {self.num_key_heads} key heads")
         bound = self.kda_lower_bound
         if bound is not None and (type(bound) not in (int, float) or not -1e30 < bound < 0):
-            raise DamagedCheckpoint(f"kda_lower_bound is {shown(bound)}, not a negative number")
+            raise DamagedCheckpoint(f"gdn.kda_lower_bound is {shown(bound)}, not a negative number")
         for product in ("key_size", "value_size", "in_proj_size"):
             check_size(getattr(self, product), product, 4 * LARGEST)
 
@@ -105,7 +101,7 @@ class ShortConv:
     kernel_dim: int
 
     def __post_init__(self) -> None:
-        check_size(self.kernel_dim, "kernel_dim")
+        check_numbers(self, "short_conv")
 
     def used(self) -> dict[str, object]:
         """The fields, by their names with `short_conv.`; empty where no layer is one."""
@@ -143,9 +139,7 @@ class Mamba:
         if not isinstance(self.pattern, str) or not ({*self.pattern} <= {*"M*-E"} or {*self.pattern} == {"P"}):
             do = "Known are M, *, - and E, or P alone."
             raise DamagedCheckpoint(f"a pattern of layers {shown(self.pattern)}", do=do)
-        sizes = ("num_heads", "head_dim", "num_groups", "state_dim")
-        for name in (*sizes, *(() if self.dt_rank is None else ("dt_rank",))):
-            check_size(getattr(self, name), f"mamba_{name}")
+        check_numbers(self, "mamba")
         if self.num_heads % self.num_groups:
             raise DamagedCheckpoint(f"{self.num_heads} heads of a mixer in {self.num_groups} groups")
         check_size(self.in_proj_size, "rows of a mixer's in_proj", 8 * LARGEST)
@@ -212,9 +206,9 @@ class Multipliers:
     mlp: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            several = {"ssm": 5, "mlp": 2}.get(name)
-            if several and (not isinstance(value, tuple) or len(value) != several):
-                raise DamagedCheckpoint(f"{name} multipliers are {shown(value)}, not {several} numbers")
-            for each in value if several else (value,):
-                real(each, f"{name} multiplier")
+        check_numbers(self, "multipliers")
+        for name, values, number in (("ssm", self.ssm, 5), ("mlp", self.mlp, 2)):
+            if not isinstance(values, tuple) or len(values) != number:
+                raise DamagedCheckpoint(f"multipliers.{name} is {shown(values)}, not {number} numbers")
+            for each in values:
+                real(each, f"multipliers.{name}")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model.model_parts import LARGEST, check_count, check_size
+from precisionctl.model.model_parts import LARGEST, check_count, check_numbers, check_size
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,7 @@ class DSA:
     kpool: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("n_heads", "head_dim", "topk", *(() if self.kpool is None else ("kpool",))):
-            check_size(getattr(self, name), f"indexer's {name}")
+        check_numbers(self, "dsa")
         if self.kpool is not None and self.topk % self.kpool:
             raise DamagedCheckpoint(f"an indexer chooses {self.topk} keys in pools of {self.kpool}")
         if not any(self.layers[:1]):
@@ -59,9 +58,8 @@ class MSA:
     averaged: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("n_heads", "head_dim", "block_size", "topk_blocks"):
-            check_size(getattr(self, name), f"indexer's {name}")
-        check_count(self.local_blocks, "indexer's local_blocks", self.topk_blocks)
+        check_numbers(self, "msa", counts=("local_blocks",))
+        check_count(self.local_blocks, "msa.local_blocks", self.topk_blocks)
         check_size(self.query_size, "rows of an indexer's queries", 4 * LARGEST)
 
     @property
@@ -107,9 +105,7 @@ class CSA:
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str) or not {*self.pattern} <= self.RATIOS.keys():
             raise DamagedCheckpoint(f"a pattern of layers {shown(self.pattern)}", do="Known are W, C and H.")
-        for name, size in vars(self).items():
-            if name != "pattern":
-                check_size(size, name)
+        check_numbers(self, "csa")
         for product in ("query_size", "grouped_size"):
             check_size(getattr(self, product), product, 4 * LARGEST)
 

@@ -36,6 +36,21 @@ def test_a_family_of_experts_has_some(family: str, key: str) -> None:
         from_hf_config(said | {key: 0, "mlp_layer_types": ["dense"] * 3})
 
 
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("qwen3-moe", "moe_intermediate_size"),
+        ("deepseek-v4", "num_experts_per_tok"),
+        ("kimi-linear", "num_experts_per_token"),
+        ("llama-2", "head_dim"),
+    ],
+)
+def test_a_number_is_refused_by_its_own_key(family: str, key: str) -> None:
+    """Also where a field of another part of the model has the same name."""
+    with pytest.raises(DamagedCheckpoint, match=f"^{key} is -1, not a size"):
+        from_hf_config(config(family, **{key: -1}))
+
+
 REFUSED = [
     ("afmoe", "attention_bias", True),
     ("afmoe", "score_func", "softmax"),

@@ -30,17 +30,24 @@ OF_EXPERTS = (
     *("num_groups", "group_topk", "group_scores"),
 )
 OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+WHOLES: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+    (DENSE, "", SIZES),
+    (WINDOWED, "", SIZES),
+    (EXPERTS, "moe.", OF_EXPERTS),
+    (LATENT, "mla.", OF_LATENTS),
+)
+"""With what their fields' names begin with in errors."""
 
 
 @pytest.mark.parametrize("size", [-1, LARGEST + 1, 2.0, True, "4", None])
 def test_what_is_no_size_is_refused_by_its_name(size: object) -> None:
     optional = ("sliding_window", "shared_ffn_hidden_size", "num_groups", "group_topk", "group_scores", "q_lora_rank")
-    for whole, names in ((DENSE, SIZES), (WINDOWED, SIZES), (EXPERTS, OF_EXPERTS), (LATENT, OF_LATENTS)):
+    for whole, part, names in WHOLES:
         for name in names:
             if size is None and name in optional:
                 continue
-            with pytest.raises(DamagedCheckpoint, match=f"^{name} is .*, not a size"):
-                replace(whole, **{name: size})  # type: ignore[type-var]
+            with pytest.raises(DamagedCheckpoint, match=f"^{part}{name} is .*, not a size"):
+                replace(whole, **{name: size})
 
 
 @pytest.mark.parametrize("none", [0.0, False])
@@ -51,11 +58,11 @@ def test_no_layers_of_a_kind_are_zero_and_no_other_number(none: object) -> None:
 
 
 def test_no_size_is_zero_but_numbers_of_some_layers() -> None:
-    for whole, names in ((DENSE, SIZES), (WINDOWED, SIZES), (EXPERTS, OF_EXPERTS), (LATENT, OF_LATENTS)):
+    for whole, part, names in WHOLES:
         for name in names:
             if name not in (*NUMBERS, "qk_pos_emb_head_dim"):  # of latent attention without positions
-                with pytest.raises(DamagedCheckpoint, match=f"{name} is 0, not a size"):
-                    replace(whole, **{name: 0})  # type: ignore[type-var]
+                with pytest.raises(DamagedCheckpoint, match=f"^{part}{name} is 0, not a size"):
+                    replace(whole, **{name: 0})
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "1", True])
