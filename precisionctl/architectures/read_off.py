@@ -83,10 +83,13 @@ def rows(stored: Mapping[str, TensorSpec]) -> Iterator[TensorRow]:
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(rf"({_NUMBER})", name)]
 
 
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+\.weight)")
+_NUMBER = r"\d{1,9}"
+"""Python makes no integer of the thousands of digits that a stranger's name may have."""
+
+_EXPERT = re.compile(rf"(.+\.experts)\.({_NUMBER})\.(.+\.weight)")
 
 
 def _experts(stored: Mapping[str, TensorSpec]) -> dict[str, str]:

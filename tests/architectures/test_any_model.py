@@ -184,6 +184,11 @@ def test_a_table_that_is_read_off_keeps_what_is_fp32_for_a_reason_and_counts_as_
     assert [row.megatron for row in rows(matrices(*reversed(ordered)))] == ordered
 
 
+def test_a_name_may_have_a_number_of_more_digits_than_python_reads() -> None:
+    names = [f"layers.{'1' * 5000}.fc.weight", f"layers.0.experts.{'1' * 5000}.w1.weight"]
+    assert {row.megatron for row in rows(matrices(*names))} == {*names}
+
+
 def test_matrices_that_are_stored_transposed_are_left_alone_wherever_the_class_is_used() -> None:
     square = matrices("h.0.attn.c_proj.weight", shape=(32, 32)) | matrices("h.0.mlp.c_proj.weight", shape=(128, 32))
     biases = {"h.0.attn.c_proj.bias": TensorSpec((32,), DType.bfloat16)}
