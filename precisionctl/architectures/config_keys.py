@@ -211,18 +211,19 @@ def check_passed_over(config: Config, taken: Config) -> None:
             raise DamagedCheckpoint(what, do="Say it in the words of transformers' class, too.")
 
 
-def size(config: Config, key: str, largest: int = LARGEST) -> int:
-    """A size that other fields are computed from."""
-    value = config.get(key)
+def size(config: Config, key: str, largest: int = LARGEST, absent: int | None = None) -> int:
+    """A size that other fields are computed from. `absent` is the class's default for an absent key; null is no
+    size."""
+    value = config.get(key, absent)
     if value is None:
         raise DamagedCheckpoint(f"no `{key}`", do="Is the file whole?")
     check_size(value, key, largest)
     return int(value)
 
 
-def count(config: Config, key: str) -> int:
+def count(config: Config, key: str, absent: int | None = None) -> int:
     """As `size`, but may be 0, or null for 0."""
-    return 0 if config.get(key) in (None, 0) else size(config, key)
+    return 0 if config.get(key, absent) in (None, 0) else size(config, key, absent=absent)
 
 
 def whole(config: Config, key: str, absent: int) -> int:
@@ -243,9 +244,9 @@ def one_or_none(config: Config, key: str, absent: int = 0) -> int:
     return int(number)
 
 
-def layers(config: Config, key: str = "num_hidden_layers") -> int:
+def layers(config: Config, key: str = "num_hidden_layers", absent: int | None = None) -> int:
     """Number of layers, small enough to list something for each."""
-    return size(config, key, MOST_LAYERS)
+    return size(config, key, MOST_LAYERS, absent)
 
 
 def _read_heads(config: Config) -> Fields:

@@ -80,7 +80,7 @@ def window_fields(config: Config, windows: Sequence[bool], absent: int) -> Field
     layer has one."""
     if not any(windows):
         return {}
-    window = size({"sliding_window": absent} | dict(config), "sliding_window")
+    window = size(config, "sliding_window", absent=absent)
     return {"sliding_window": window, "window_layers": tuple(windows)}
 
 
@@ -165,7 +165,7 @@ def all_but_every(number: int, key: str = "") -> Local:
     """True for every layer but each of this number; `key` may say another one."""
 
     def local(config: Config, layers: int) -> list[bool]:
-        every = size({key: number} | dict(config), key) if key else number
+        every = size(config, key, absent=number) if key else number
         return [(layer + 1) % every != 0 for layer in range(layers)]
 
     return local

@@ -99,7 +99,7 @@ def rope_with_dim(base: float, head_dim: int, *, heeds_dim: bool) -> Rule:
     of_share = rope(base, partial=True)
 
     def read(config: Config) -> Fields:
-        channels, said = size({"head_dim": head_dim, **config}, "head_dim"), config.get("rotary_dim")
+        channels, said = size(config, "head_dim", absent=head_dim), config.get("rotary_dim")
         if said is not None and heeds_dim:
             config = {"partial_rotary_factor": size(config, "rotary_dim") / channels, **config}
         fields = of_share.read(config)

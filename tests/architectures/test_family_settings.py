@@ -51,6 +51,20 @@ def test_a_number_is_refused_by_its_own_key(family: str, key: str) -> None:
         from_hf_config(config(family, **{key: -1}))
 
 
+@pytest.mark.parametrize(
+    ("family", "said", "message"),
+    [
+        ("deepseek-v3", {"topk_group": None}, "no `topk_group`"),
+        ("axk2", {"n_group": 2}, "no `topk_group`"),
+        ("llama4", {"attn_scale": None}, "attn_scale is None, not a positive number"),
+    ],
+)
+def test_null_is_no_number_where_transformers_computes_with_it(family: str, said: dict[str, Any], message: str) -> None:
+    """Groups of which none are chosen from, and queries that grow by nothing, were another model in results."""
+    with pytest.raises(DamagedCheckpoint, match=message):
+        from_hf_config(config(family, **said))
+
+
 REFUSED = [
     ("afmoe", "attention_bias", True),
     ("afmoe", "score_func", "softmax"),

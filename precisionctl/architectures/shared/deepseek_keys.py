@@ -27,7 +27,7 @@ def leading_dense(key: str, default: int = 0) -> keys.Rule:
     """How many layers, the first ones, have no experts; `default` where the key is absent."""
 
     def read(config: keys.Config) -> keys.Fields:
-        dense = keys.count({key: default} | dict(config), key)
+        dense = keys.count(config, key, absent=default)
         return {"moe.layer_freq": tuple(layer >= dense for layer in range(keys.layers(config)))}
 
     def write(model: ModelShape) -> keys.Config:
@@ -151,8 +151,9 @@ SIGMOID: tuple[keys.Entry, ...] = (
 """V3's router: scores that are divided by the sum over the chosen ones, and a bias that only chooses."""
 
 
-def groups(number: int, best: int) -> keys.Rule:
-    """V3's groups of experts, worth their two best; with the defaults of the family's class."""
+def groups(number: int, best: int | None) -> keys.Rule:
+    """V3's groups of experts, worth their two best; with the defaults of the family's class. Raises DamagedCheckpoint
+    for groups of which no number says how many are chosen from."""
 
     def read(config: keys.Config) -> keys.Fields:
         found = config.get("n_group", number)
@@ -160,7 +161,11 @@ def groups(number: int, best: int) -> keys.Rule:
             if found and config.get("topk_group") not in (None, 1):
                 raise DamagedCheckpoint(f"topk_group is {shown(config['topk_group'])}, of one group")
             return {}
-        return {"moe.num_groups": found, "moe.group_topk": config.get("topk_group", best), "moe.group_scores": 2}
+        return {
+            "moe.num_groups": keys.size(config, "n_group", absent=number),
+            "moe.group_topk": keys.size(config, "topk_group", absent=best),
+            "moe.group_scores": 2,
+        }
 
     def write(model: ModelShape) -> keys.Config:
         found = (model.moe.num_groups, model.moe.group_topk) if model.moe else (None, None)

@@ -61,7 +61,7 @@ ARCHITECTURE = Architecture(
         keys.Only("moe_layer_freq", 1),
         *deepseek_keys.SIGMOID,
         keys.Only("norm_topk_prob", True),
-        deepseek_keys.groups(1, 1),
+        deepseek_keys.groups(1, None),
         keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
         keys.Key("dsa.n_heads", "index_n_heads", 16),
         *deepseek_keys.INDEXER,

@@ -54,7 +54,7 @@ _UNLISTED = all_but_every(6, "layer_group_size")
 def _read_kda(config: keys.Config) -> keys.Fields:
     with_delta_net = layers_of(KINDS, config, _UNLISTED)
     said = {"head_dim": 128, "short_conv_kernel_size": 4} | dict(config)
-    heads, head, taps = (keys.size({first: said.get(then)} | dict(config), first) for first, then in _SAVED.items())
+    heads, head, taps = (keys.size(config, first, absent=said.get(then)) for first, then in _SAVED.items())
     bounded, bound = keys.is_on(config, "kda_safe_gate", absent=True), config.get("kda_lower_bound", -5.0)
     if bounded and bound is None:
         raise DamagedCheckpoint("kda_lower_bound is None, not a negative number")

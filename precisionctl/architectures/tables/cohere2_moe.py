@@ -34,7 +34,7 @@ def _read_layers(config: keys.Config) -> keys.Fields:
     in_window = layers_in_window(config, _local)
     if config.get("sliding_window", _LENGTH) is None:
         in_window = [False] * keys.layers(config)
-    dense_have = keys.size({_OF_DENSE: 1} | dict(config), _OF_DENSE) == 1
+    dense_have = keys.size(config, _OF_DENSE, absent=1) == 1
     each = zip(in_window, fields["moe.layer_freq"], strict=True)
     rope_layers = tuple(window or (dense_have and not experts) for window, experts in each)
     return {**fields, "rope_layers": rope_layers}

@@ -17,11 +17,8 @@ def _read_groups(config: keys.Config) -> keys.Fields:
         return {}
     if method != "group_limited_greedy":
         raise UnknownArchitecture(f"topk_method {shown(method)}", do="Known: group_limited_greedy, greedy.")
-    return {
-        "moe.num_groups": config.get("n_group"),
-        "moe.group_topk": config.get("topk_group"),
-        "moe.group_scores": 1,
-    }
+    groups, best = (keys.size(config, key) for key in ("n_group", "topk_group"))
+    return {"moe.num_groups": groups, "moe.group_topk": best, "moe.group_scores": 1}
 
 
 def _write_groups(model: ModelShape) -> keys.Config:

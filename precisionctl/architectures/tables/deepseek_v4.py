@@ -25,7 +25,7 @@ _RATES = {"compressed_sparse_attention": CSA.RATIOS["C"], "heavily_compressed_at
 
 
 def _count(config: keys.Config) -> int:
-    return keys.layers({"num_hidden_layers": 43} | dict(config))
+    return keys.layers(config, absent=43)
 
 
 def _listed(config: keys.Config, key: str, known: Mapping[Any, Any]) -> list[Any] | None:
@@ -88,7 +88,7 @@ def _write_layers(model: ModelShape) -> keys.Config:
 
 
 def _read_sizes(config: keys.Config) -> keys.Fields:
-    inner = keys.size({"moe_intermediate_size": 2048} | dict(config), "moe_intermediate_size")
+    inner = keys.size(config, "moe_intermediate_size", absent=2048)
     return dict.fromkeys(("ffn_hidden_size", "moe.ffn_hidden_size", "moe.shared_ffn_hidden_size"), inner)
 
 

@@ -24,7 +24,7 @@ _BIAS = Either(_bias("moe_statics"), _bias("gate.moe_statics"), second_is="in me
 
 def _read_layers(config: keys.Config) -> keys.Fields:
     first, last = keys.whole(config, "moe_layer_start_index", 1), keys.whole(config, "moe_layer_end_index", -1)
-    step, numbers = keys.size({"moe_layer_interval": 1, **config}, "moe_layer_interval"), range(keys.layers(config))
+    step, numbers = keys.size(config, "moe_layer_interval", absent=1), range(keys.layers(config))
     last = numbers[-1] if last == -1 else last
     return {"moe.layer_freq": tuple((layer + 1) % step == 0 and first <= layer <= last for layer in numbers)}
 

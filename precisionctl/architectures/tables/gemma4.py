@@ -231,7 +231,7 @@ def _write_heads(model: ModelShape) -> keys.Config:
 
 
 def _read_per_layer(config: keys.Config) -> keys.Fields:
-    channels = keys.count({"hidden_size_per_layer_input": 256} | dict(config), "hidden_size_per_layer_input")
+    channels = keys.count(config, "hidden_size_per_layer_input", absent=256)
     if not channels:
         return {}
     known, tokens = keys.size(config, "vocab_size"), config.get("vocab_size_per_layer_input", 262144)

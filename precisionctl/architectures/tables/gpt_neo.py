@@ -49,7 +49,7 @@ def _read_layers(config: keys.Config) -> keys.Fields:
     windows = tuple(_KINDS[str(kind)] for kind in kinds)
     if not any(windows):
         return {}
-    window = keys.size({"window_size": 256, **config}, "window_size")
+    window = keys.size(config, "window_size", absent=256)
     return {"sliding_window": window, "window_layers": windows}
 
 

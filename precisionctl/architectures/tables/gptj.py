@@ -13,9 +13,7 @@ from precisionctl.model.model_shape import ModelShape
 
 def _read_rotary(config: keys.Config) -> keys.Fields:
     head = keys.size(config, "n_embd") // keys.size(config, "n_head")
-    turned = (
-        head if config.get("rotary_dim", 64) is None else keys.size({"rotary_dim": 64} | dict(config), "rotary_dim")
-    )
+    turned = head if config.get("rotary_dim", 64) is None else keys.size(config, "rotary_dim", absent=64)
     return {"rotary_percent": turned / max(1, head), "rotary_interleaved": True}
 
 

@@ -85,7 +85,7 @@ def _read_channels(config: keys.Config) -> keys.Fields:
     channels = keys.size(said, "block_ff_dim" if "block_ff_dim" in said else "intermediate_size")
     if keys.is_on(config, "block_auto_adjust_ff_dim", True):
         multiplier = real(config.get("block_ffn_dim_multiplier", 1.0), "block_ffn_dim_multiplier")
-        multiple = keys.size({"block_multiple_of": 256, **config}, "block_multiple_of")
+        multiple = keys.size(config, "block_multiple_of", absent=256)
         channels = multiple * -(-int(multiplier * int(2 * channels / 3)) // multiple)
     return {"ffn_hidden_size": channels}
 

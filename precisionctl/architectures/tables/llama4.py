@@ -13,6 +13,7 @@ from precisionctl.architectures.rearrangements import Transposed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.tables.smollm3 import ROPE_LAYERS, with_rope
+from precisionctl.model.model_parts import real
 from precisionctl.model.model_shape import ModelShape
 
 _NAMES = {"mlp.gate.": "mlp.router.", "shared_experts": "shared_expert"}
@@ -57,8 +58,8 @@ def _read_query_scaling(config: keys.Config) -> keys.Fields:
     if not keys.is_on(config, "attn_temperature_tuning", True):
         return {}
     return {
-        "query_scaling_beta": config.get("attn_scale", 0.1),
-        "query_scaling_floor": keys.size({"floor_scale": 8192} | dict(config), "floor_scale"),
+        "query_scaling_beta": real(config.get("attn_scale", 0.1), "attn_scale"),
+        "query_scaling_floor": keys.size(config, "floor_scale", absent=8192),
     }
 
 
@@ -69,10 +70,10 @@ def _write_query_scaling(model: ModelShape) -> keys.Config:
 
 
 def _read_experts(config: keys.Config) -> keys.Fields:
-    numbers, inner = keys.layers(config), keys.size({"intermediate_size": 8192} | dict(config), "intermediate_size")
+    numbers, inner = keys.layers(config), keys.size(config, "intermediate_size", absent=8192)
     listed = config.get("moe_layers")
     if listed is None:
-        step = keys.size({"interleave_moe_layer_step": 1} | dict(config), "interleave_moe_layer_step")
+        step = keys.size(config, "interleave_moe_layer_step", absent=1)
         listed = [*range(step - 1, numbers, step)]
     with_experts = numbered_layers(listed, "moe_layers")
     return {

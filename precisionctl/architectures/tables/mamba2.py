@@ -23,7 +23,7 @@ _HEADS = mixer_heads("num_heads", "head_dim", "expand", 64)
 
 
 def _read_layers(config: keys.Config) -> keys.Fields:
-    number = keys.layers({"num_hidden_layers": 64, **config})
+    number = keys.layers(config, absent=64)
     return {"num_layers": number, "mamba.pattern": "M" * number, "rope_layers": (False,) * number}
 
 

@@ -129,7 +129,7 @@ def _read_layers(config: keys.Config) -> keys.Fields:
     fields["rope_layers"] = (False,) * len(pattern)
     if "E" in pattern:
         fields |= {name: key.read(config)[name] for name, key in _EXPERT_KEYS.items()}
-        number = keys.size({"n_shared_experts": 1} | dict(config), "n_shared_experts")
+        number = keys.size(config, "n_shared_experts", absent=1)
         if number != 1:
             raise UnknownArchitecture(f"n_shared_experts={number}")
         fields |= {

@@ -12,7 +12,7 @@ from precisionctl.architectures.tables.qwen3_moe import EXPERT_KEYS
 
 
 def _every_other_of_the_first(config: keys.Config, layers: int) -> list[bool]:
-    first = keys.size({"max_window_layers": 28} | dict(config), "max_window_layers")
+    first = keys.size(config, "max_window_layers", absent=28)
     return [layer % 2 == 0 and layer < first for layer in range(layers)]
 
 

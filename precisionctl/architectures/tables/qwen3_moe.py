@@ -18,7 +18,7 @@ def experts_by_number(absent: tuple[int, ...] = ()) -> keys.Rule:
     def read(config: keys.Config) -> keys.Fields:
         said = config.get("mlp_only_layers")
         without = numbered_layers([*absent] if said is None else said, "mlp_only_layers")
-        step = keys.size({"decoder_sparse_step": 1} | dict(config), "decoder_sparse_step")
+        step = keys.size(config, "decoder_sparse_step", absent=1)
         numbers = range(keys.layers(config))
         return {"moe.layer_freq": tuple((layer + 1) % step == 0 and layer not in without for layer in numbers)}
 

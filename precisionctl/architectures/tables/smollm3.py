@@ -18,7 +18,7 @@ def with_rope(config: keys.Config) -> tuple[bool, ...]:
     """Whether each layer has rotary embeddings."""
     listed = config.get("no_rope_layers")
     if listed is None:
-        every = keys.size({"no_rope_layer_interval": 4} | dict(config), "no_rope_layer_interval")
+        every = keys.size(config, "no_rope_layer_interval", absent=4)
         return tuple((layer + 1) % every != 0 for layer in range(keys.layers(config)))
     number = keys.layers(config)
     if not isinstance(listed, list) or len(listed) != number or any(each not in (0, 1) for each in listed):
