@@ -83,10 +83,10 @@ def part_of(model: ModelShape, part: str) -> Any:
 
 @dataclass(frozen=True)
 class Rule:
-    """Fields and `keys` that functions make of one another."""
+    """Fields and `keys` that functions make of one another; without them keys say nothing, or nothing is written."""
 
     keys: tuple[str, ...]
-    read: Callable[[Config], Fields]
+    read: Callable[[Config], Fields] = lambda config: {}
     write: Callable[[ModelShape], Config] = lambda model: {}
 
 
@@ -361,11 +361,17 @@ CAUSAL = Rule(("is_causal",), _read_causal)
 """What transformers' masks heed in the config.json of every family."""
 
 
-TWO_CLASSES = Rule(("architectures",), lambda config: {})
+TWO_CLASSES = Rule(("architectures",))
 """Of a family whose class has one name in published files, and another in transformers: either means the same model."""
 
-EVERY_LAYER_SPARSE = Rule((), lambda config: {"moe.layer_freq": (True,) * layers(config)})
-"""Experts in all layers, which no key says."""
+
+def in_all_layers(field: str, value: bool) -> Rule:
+    """A field with an entry for each layer, which is the same in all of them, and no key says."""
+    return Rule((), lambda config: {field: (value,) * layers(config)})
+
+
+EVERY_LAYER_SPARSE = in_all_layers("moe.layer_freq", True)
+"""Experts in all layers."""
 
 
 def tied(default: bool) -> Key:

@@ -99,9 +99,20 @@ def by_kind(windows: Sequence[bool], in_window: Fields, without: Fields) -> Fiel
 
 
 def layer_types(model: ModelShape) -> list[str]:
-    """What each layer sees, in the words of config.json."""
-    windows = model.window_layers or (model.sliding_window is not None,) * model.num_layers
-    return ["sliding_attention" if in_window else "full_attention" for in_window in windows]
+    """What each layer sees, or has in the place of attention, in the words of config.json."""
+
+    def kind(layer: int) -> str:
+        if model.has_delta_net(layer):
+            return "linear_attention"
+        if model.has_short_conv(layer):
+            return "conv"
+        return "sliding_attention" if model.in_window(layer) else "full_attention"
+
+    return list(map(kind, range(model.num_layers)))
+
+
+def write_layer_types(model: ModelShape) -> Config:
+    return {"layer_types": layer_types(model)}
 
 
 _WINDOWS = {"sliding_attention": True, "full_attention": False}

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 
 from precisionctl.architectures import config_keys as keys
-from precisionctl.architectures.config_layers import all_but_every, layers_of
+from precisionctl.architectures.config_layers import all_but_every, layers_of, write_layer_types
 from precisionctl.architectures.rope import rope
-from precisionctl.model.model_shape import ModelShape
 
 KINDS = {"linear_attention": True, "full_attention": False}
 """Of layers: has one a delta net?"""
@@ -20,12 +19,7 @@ def delta_net_layers(kinds: Mapping[str, bool]) -> keys.Rule:
     def read(config: keys.Config) -> keys.Fields:
         return {"gdn.layers": tuple(layers_of(kinds, config, _UNLISTED))}
 
-    return keys.Rule(("layer_types", _INTERVAL), read, write_layers)
-
-
-def write_layers(model: ModelShape) -> keys.Config:
-    numbers = range(model.num_layers)
-    return {"layer_types": ["linear_attention" if model.has_delta_net(each) else "full_attention" for each in numbers]}
+    return keys.Rule(("layer_types", _INTERVAL), read, write_layer_types)
 
 
 BESIDE_LAYERS: tuple[keys.Entry, ...] = (

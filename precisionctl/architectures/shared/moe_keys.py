@@ -15,5 +15,5 @@ def _write(model: ModelShape) -> keys.Config:
 INTERMEDIATE_SIZE_OF_EXPERTS = keys.Rule((), _read, _write)
 """Experts in every layer, of which `intermediate_size` is one's (SIZES read it as an MLP's)."""
 
-JITTER = keys.Rule(("router_jitter_noise",), lambda config: {})
+JITTER = keys.Rule(("router_jitter_noise",))
 """Noise by which a router's input is multiplied in training alone: `resume` has none."""

@@ -11,11 +11,11 @@ prediction is behind the decoder's, and transformers neither reads nor writes it
 from typing import Any
 
 from precisionctl.architectures import config_keys as keys
-from precisionctl.architectures.config_layers import all_but_every, layers_of
+from precisionctl.architectures.config_layers import all_but_every, layers_of, write_layer_types
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
 from precisionctl.architectures.rope import KEYS, rope
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
-from precisionctl.architectures.shared.delta_net_keys import KINDS, write_layers
+from precisionctl.architectures.shared.delta_net_keys import KINDS
 from precisionctl.architectures.shared.kda_keys import common
 from precisionctl.architectures.shared.kda_rows import in_memory, kda, published_or_in_memory
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
@@ -76,7 +76,7 @@ def _write_kda(model: ModelShape) -> keys.Config:
     sizes = {"head_dim": model.gdn.key_head_dim, "short_conv_kernel_size": model.gdn.conv_kernel_dim}
     if model.gdn.num_value_heads != model.num_attention_heads:
         sizes["linear_num_heads"] = model.gdn.num_value_heads
-    return {**write_layers(model), **sizes, **bounded}
+    return {**write_layer_types(model), **sizes, **bounded}
 
 
 _ROPE = rope(6e6)

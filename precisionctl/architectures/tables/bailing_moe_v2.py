@@ -67,7 +67,7 @@ ARCHITECTURE = Architecture(
         rope(6e5, partial=True),
         keys.Key("mtp_num_layers", "num_nextn_predict_layers", 0),
         keys.tied(False),
-        keys.Rule((), lambda config: {}, lambda model: {"embedding_dropout": 0.0, "router_dtype": "fp32"}),
+        keys.Rule((), write=lambda model: {"embedding_dropout": 0.0, "router_dtype": "fp32"}),
     ),
     aliases=(Alias("lm_head.weight", of="model.word_embeddings.weight", switch="tied_embeddings"),),
 )

@@ -32,6 +32,6 @@ ARCHITECTURE = Architecture(
         rope(1000000.0, scaling=_ROPE),
         sliding_window(but_first_of_four, absent=_LENGTH),
         keys.tied(False),
-        keys.Rule((), lambda config: {}, _write_for_class),
+        keys.Rule((), write=_write_for_class),
     ),
 )

@@ -28,11 +28,6 @@ COMMON: tuple[keys.Entry, ...] = (
 )
 """Keys that GLM-5 has too."""
 
-
-def _everywhere(config: keys.Config) -> keys.Fields:
-    return {"dsa.layers": (True,) * keys.layers(config)}
-
-
 ARCHITECTURE = Architecture(
     model_types={"deepseek_v32": "DeepseekV32ForCausalLM"},
     behind={"gate": "experts"},
@@ -41,7 +36,7 @@ ARCHITECTURE = Architecture(
         *deepseek_keys.latent_attention(1536),
         *COMMON,
         keys.Key("dsa.n_heads", "index_n_heads", 64),
-        keys.Rule((), _everywhere),
+        keys.in_all_layers("dsa.layers", True),
         deepseek_keys.groups(8, 4),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
     ),

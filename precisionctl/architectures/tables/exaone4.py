@@ -5,12 +5,17 @@ Trap: without a window, all layers have rotary embeddings.
 """
 
 from precisionctl.architectures import config_keys as keys
-from precisionctl.architectures.config_layers import Local, all_but_every, layer_types, layers_in_window, sliding_window
+from precisionctl.architectures.config_layers import (
+    Local,
+    all_but_every,
+    layers_in_window,
+    sliding_window,
+    write_layer_types,
+)
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
-from precisionctl.model.model_shape import ModelShape
 
 
 def windows(local: Local, absent: int, also: tuple[str, ...] = ()) -> tuple[keys.Entry, ...]:
@@ -21,11 +26,8 @@ def windows(local: Local, absent: int, also: tuple[str, ...] = ()) -> tuple[keys
             return {}
         return {"rope_layers": tuple(layers_in_window(config, local))}
 
-    def write(model: ModelShape) -> keys.Config:
-        """Where there is no window too: its class cannot be without a list then."""
-        return {"layer_types": layer_types(model)}
-
-    listed = keys.Rule(("sliding_window", "layer_types", *also), read, write)
+    # written where there is no window too: its class cannot be without a list then
+    listed = keys.Rule(("sliding_window", "layer_types", *also), read, write_layer_types)
     return sliding_window(local, absent=absent, null_is_none=True, also=also), listed
 
 

@@ -49,7 +49,7 @@ ARCHITECTURE = Architecture(
         keys.Key("moe.ffn_hidden_size", "moe_intermediate_size"),
         deepseek_keys.shared_experts("num_shared_experts", 1),
         deepseek_keys.experts_by_list(dense=1, key="first_k_dense_replace"),
-        keys.Rule(("is_moe_layer",), lambda config: {}, _write_experts),
+        keys.Rule(("is_moe_layer",), write=_write_experts),
         keys.Only("scoring_func", "sigmoid", "moe.score_function", "sigmoid"),
         keys.Always("moe.expert_bias", True),
         keys.Only("norm_topk_prob", True),

@@ -112,11 +112,8 @@ ARCHITECTURE = Architecture(
         keys.Rule(("num_key_value_heads",), _read_groups),
         keys.Only("qk_rope_head_dim", 0),
         keys.Only("mla_use_nope", True),
-        keys.Rule(  # nothing turns, and vLLM asks how
-            ("indexer_rope_interleave",),
-            lambda config: {"rope_layers": (False,) * keys.layers(config)},
-            lambda model: {"indexer_rope_interleave": True},
-        ),
+        keys.in_all_layers("rope_layers", False),
+        keys.Rule(("indexer_rope_interleave",), write=lambda model: {"indexer_rope_interleave": True}),  # vLLM asks
         *deepseek_keys.experts_of_a_layer(shared=1),
         deepseek_keys.experts_by_list(dense=3, key="first_k_dense_replace", reads_key=False),
         *deepseek_keys.SIGMOID,

@@ -194,7 +194,7 @@ ARCHITECTURE = Architecture(
         keys.Key("mla.q_lora_rank", "q_lora_rank"),
         keys.Rule(tuple(_SAID), _read_said, lambda model: dict(_SAID)),
         keys.Rule(("linear_attn_config",), _read_kda, _write_kda),
-        keys.Rule((), lambda config: {"rope_layers": (False,) * keys.layers(config)}),
+        keys.in_all_layers("rope_layers", False),
         keys.Key("attn_res_block_size", "attn_res_block_size"),
         keys.Key("moe.num_experts", "num_experts"),
         keys.Key("moe.topk", "num_experts_per_token"),

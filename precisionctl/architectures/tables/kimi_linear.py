@@ -67,7 +67,7 @@ ARCHITECTURE = Architecture(
     config=(
         *common(published=True, number=256, group_counts=(1, 1), scaling=2.446),
         keys.Rule(("layer_types", "linear_attn_config", *BESIDE.values()), _read_kda, _write_kda),
-        keys.Rule((), lambda config: {"rope_layers": (False,) * keys.layers(config)}),
+        keys.in_all_layers("rope_layers", False),
         deepseek_keys.experts_by_list(dense=1, key="first_k_dense_replace"),
         keys.Only("mla_use_nope", True),
         keys.Only("moe_layer_freq", 1),

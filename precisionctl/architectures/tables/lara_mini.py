@@ -13,7 +13,6 @@ from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.delta_net_rows import delta_net
 from precisionctl.architectures.tables.qwen3_moe import scores
-from precisionctl.model.model_shape import ModelShape
 
 _IN_MEMORY = delta_net(
     BY_KIND, *(f"in_proj_{part}" for part in ("qkv", "z", "b", "a")), values=("in_proj_b", "in_proj_a")
@@ -37,15 +36,6 @@ def _read_layers(config: keys.Config) -> keys.Fields:
     return {**fields, "gdn.layers": tuple(nets), "rope_layers": tuple(windows)}
 
 
-def _write_layers(model: ModelShape) -> keys.Config:
-    def kind(layer: int) -> str:
-        if model.has_delta_net(layer):
-            return "linear_attention"
-        return "sliding_attention" if model.in_window(layer) else "full_attention"
-
-    return {**write_window(model), "layer_types": [kind(layer) for layer in range(model.num_layers)]}
-
-
 ARCHITECTURE = Architecture(
     model_types={"lara_mini": "LaraMiniForCausalLM"},
     behind={"gate": "experts"},
@@ -63,7 +53,7 @@ ARCHITECTURE = Architecture(
         keys.ATTENTION_BIAS,
         keys.SILU,
         keys.Always("qk_layernorm", True),
-        keys.Rule(("layer_types", "sliding_window"), _read_layers, _write_layers),
+        keys.Rule(("layer_types", "sliding_window"), _read_layers, write_window),
         keys.Key("gdn.num_key_heads", "linear_num_key_heads", 8),
         keys.Key("gdn.num_value_heads", "linear_num_value_heads", 16),
         keys.Key("gdn.key_head_dim", "linear_key_head_dim", 128),

@@ -8,7 +8,7 @@ takes no codes for them.
 """
 
 from precisionctl.architectures import config_keys as keys
-from precisionctl.architectures.config_layers import listed_layers, numbered_layers
+from precisionctl.architectures.config_layers import listed_layers, numbered_layers, write_layer_types
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama
@@ -65,11 +65,6 @@ def rows(*experts: Row | Either) -> tuple[Row | Either, ...]:
 
 
 KINDS = {"conv": True, "full_attention": False}
-
-
-def write_layers(model: ModelShape) -> keys.Config:
-    kinds = ("conv" if model.has_short_conv(layer) else "full_attention" for layer in range(model.num_layers))
-    return {"layer_types": list(kinds)}
 
 
 def _read_layers(config: keys.Config) -> keys.Fields:
@@ -134,7 +129,7 @@ ARCHITECTURE = Architecture(
         *COMMON,
         keys.Key("hidden_size", "hidden_size", 2560),
         keys.Rule(("intermediate_size", "block_ff_dim", *_CHANNELS), _read_channels, _write_channels),
-        keys.Rule(("layer_types", "full_attn_idxs"), _read_layers, write_layers),
+        keys.Rule(("layer_types", "full_attn_idxs"), _read_layers, write_layer_types),
         keys.Rule(_WIDTHS.keys, _WIDTHS.read, _write_widths),
         keys.Synonyms({"num_heads": "num_attention_heads"}),
         keys.Synonyms({"block_norm_eps": "norm_eps"}),

@@ -5,10 +5,10 @@ and 1e-6, Megatron-Core by their sum.
 """
 
 from precisionctl.architectures import config_keys as keys
-from precisionctl.architectures.config_layers import listed_layers
+from precisionctl.architectures.config_layers import listed_layers, write_layer_types
 from precisionctl.architectures.param_map import ROTARY, Architecture, Either, renamed
 from precisionctl.architectures.shared import deepseek_keys, moe_rows as moe
-from precisionctl.architectures.tables.lfm2 import COMMON, KINDS, NAMES, rows, write_layers
+from precisionctl.architectures.tables.lfm2 import COMMON, KINDS, NAMES, rows
 from precisionctl.errors import DamagedCheckpoint
 
 _BLOCK = {".mlp.gate.e_score_correction_bias": ".feed_forward.expert_bias", ".mlp.": ".feed_forward."}
@@ -35,7 +35,7 @@ ARCHITECTURE = Architecture(
         *COMMON,
         keys.Key("hidden_size", "hidden_size", 2048),
         keys.Key("ffn_hidden_size", "intermediate_size", 7168),
-        keys.Rule(("layer_types",), _read_layers, write_layers),
+        keys.Rule(("layer_types",), _read_layers, write_layer_types),
         deepseek_keys.leading_dense("num_dense_layers", 2),
         keys.Key("moe.num_experts", "num_experts", 32),
         keys.Key("moe.topk", "num_experts_per_tok", 4),

@@ -68,13 +68,7 @@ def _read_layers(config: keys.Config) -> keys.Fields:
 
 
 def _write_layers(model: ModelShape) -> keys.Config:
-    def kind(layer: int) -> str:
-        if model.has_short_conv(layer):
-            return "conv"
-        return "sliding_attention" if model.in_window(layer) else "full_attention"
-
-    kinds = [kind(layer) for layer in range(model.num_layers)]
-    return {**write_window(model), "layer_types": kinds, **write_rope_of_kinds(model)}
+    return {**write_window(model), **write_rope_of_kinds(model)}
 
 
 def _read_gate(config: keys.Config) -> keys.Fields:

@@ -11,12 +11,12 @@ gives has an epsilon of its own, which no key says. Published models have no rot
 from dataclasses import replace
 
 from precisionctl.architectures import config_keys as keys
-from precisionctl.architectures.config_layers import all_but_every, listed_layers
+from precisionctl.architectures.config_layers import all_but_every, listed_layers, write_layer_types
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
 from precisionctl.architectures.rearrangements import DELTA_NET_CONV, DELTA_NET_IN_PROJ, THIRDS
 from precisionctl.architectures.rope import KEYS, rope, rotary_parameters
 from precisionctl.architectures.shared import llama_rows as llama
-from precisionctl.architectures.shared.delta_net_keys import KINDS, write_layers
+from precisionctl.architectures.shared.delta_net_keys import KINDS
 from precisionctl.architectures.shared.delta_net_rows import delta_net
 from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
 from precisionctl.architectures.tables.olmo2 import NORM_OVER_HEADS
@@ -109,7 +109,7 @@ ARCHITECTURE = Architecture(
         keys.Always("pre_layernorms", False),
         keys.Always("post_layernorms", True),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        keys.Rule(("layer_types",), _read_layers, write_layers),
+        keys.Rule(("layer_types",), _read_layers, write_layer_types),
         keys.Rule(_SIZES, _read_sizes, _write_sizes),
         keys.Key("gdn.conv_kernel_dim", "linear_conv_kernel_dim", 4),
         keys.Key("gdn.allow_neg_eigval", "linear_allow_neg_eigval", True),

@@ -36,7 +36,7 @@ ARCHITECTURE = Architecture(
         keys.SILU,
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(partial=True, original=4096),
-        keys.Rule((), lambda config: {}, _write_original),
+        keys.Rule((), write=_write_original),
         sliding_window(everywhere, listed=False),
         keys.tied(False),
     ),

@@ -87,7 +87,7 @@ ARCHITECTURE = Architecture(
         keys.Only("num_experts_per_tok", 2, "moe.topk", 2),
         INTERMEDIATE_SIZE_OF_EXPERTS,
         keys.Key("moe.sparsemixer_eps", "router_jitter_noise", 0.01),
-        keys.Rule(("input_jitter_noise",), lambda config: {}),  # of training alone
+        keys.Rule(("input_jitter_noise",)),  # of training alone
         keys.Rule((*KEYS, *_MSCALES), _read_rope, _write_rope),
         sliding_window(everywhere, listed=False),
         keys.Only("tie_word_embeddings", False, "tied_embeddings", False),

@@ -46,7 +46,7 @@ ARCHITECTURE = Architecture(
     rows=deepseek_rows.decoder(deepseek_rows.ATTENTION),
     config=(
         *deepseek_keys.latent_attention(None),
-        keys.Rule(("head_dim", "q_head_dim"), lambda config: {}, _write_heads),
+        keys.Rule(("head_dim", "q_head_dim"), write=_write_heads),
         keys.Only("rope_interleave", True),
         keys.Only("moe_layer_freq", 1),
         *COMMON,

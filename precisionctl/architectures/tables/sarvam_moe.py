@@ -81,7 +81,7 @@ ARCHITECTURE = Architecture(
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope(8e6, partial=True),
         keys.tied(False),
-        keys.Rule((), lambda config: {}, lambda model: {"embedding_dropout": 0.0}),  # engines ask for it
+        keys.Rule((), write=lambda model: {"embedding_dropout": 0.0}),  # engines ask for it
     ),
     aliases=(Alias("lm_head.weight", of="model.word_embeddings.weight", switch="tied_embeddings"), TIED),
 )

@@ -62,7 +62,7 @@ ARCHITECTURE = Architecture(
         rope(2000000.0),
         ROPE_LAYERS,
         sliding_window(_without_rope, also=_ROPE_KEYS),
-        keys.Rule((_SWITCH,), lambda config: {}, _write_switch),
+        keys.Rule((_SWITCH,), write=_write_switch),
         keys.tied(True),
     ),
 )
