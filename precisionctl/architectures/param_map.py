@@ -417,6 +417,15 @@ def as_values(rows: Iterable[Row]) -> tuple[Row, ...]:
     return tuple(replace(row, values=row.hf) for row in rows)
 
 
+def published_or_in_memory(in_memory: Sequence[Row], published: Sequence[Row]) -> tuple[Row | Either, ...]:
+    """The `published` rows, or the same ones by the names that transformers' class has `in_memory`, where these are
+    others."""
+    pairs = [*zip(published, in_memory, strict=True)]
+    same = [row for row, other in pairs if row.hf == other.hf]
+    first, second = (tuple(pair[number] for pair in pairs if pair[0] not in same) for number in (0, 1))
+    return (*same, Either(first, second, second_is="in memory"))
+
+
 def renamed(rows: Iterable[Row], hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> tuple[Row, ...]:
     """The rows with parts of their names replaced, in Hugging Face and in Megatron."""
     return tuple(row.renamed(hf, megatron) for row in rows)

@@ -174,6 +174,11 @@ def groups(number: int, best: int | None) -> keys.Rule:
     return keys.Rule(("n_group", "topk_group"), read, write)
 
 
+def router(number: int, best: int | None) -> tuple[keys.Entry, ...]:
+    """V3's router, with these groups of experts."""
+    return (*SIGMOID, keys.Only("norm_topk_prob", True), groups(number, best))
+
+
 COMMON: tuple[keys.Entry, ...] = (
     *latent_attention(1536),
     keys.Only("moe_layer_freq", 1),

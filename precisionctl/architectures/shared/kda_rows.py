@@ -9,7 +9,7 @@ in it: other linears read what is normalised, too.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from precisionctl.architectures.param_map import Either, Row, only_in, renamed
+from precisionctl.architectures.param_map import Row, only_in, renamed
 from precisionctl.architectures.rearrangements import DELTA_NET_CONV, DELTA_NET_IN_PROJ, GAMMA, SAME, Rearrangement
 from precisionctl.architectures.shared.delta_net_rows import CONV, OUT_PROJ
 from precisionctl.param import KDA_PARTS, ROWS, Parallel
@@ -88,11 +88,3 @@ def in_memory(rows: Sequence[Row]) -> tuple[Row, ...]:
     (conv,) = (row for row in rows if row.megatron.endswith("conv1d.weight"))
     joined = replace(conv, names=f"{_HF}conv1d.weight", rearrangement=SAME)
     return tuple(joined if row is conv else each for row, each in zip(rows, renamed(rows, _FORGET_GATE), strict=True))
-
-
-def published_or_in_memory(rows: Sequence[Row], published: Sequence[Row]) -> tuple[Row | Either, ...]:
-    """The `published` rows, or the same `rows` with transformers' names in memory, where these are others."""
-    pairs = [*zip(published, rows, strict=True)]
-    same = [row for row, other in pairs if row.hf == other.hf]
-    first, second = (tuple(pair[number] for pair in pairs if pair[0] not in same) for number in (0, 1))
-    return (*same, Either(first, second, second_is="in memory"))

@@ -9,11 +9,10 @@ dense MLPs have no gate. Without a number there are no groups of experts. Rotary
 
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import listed_layers
-from precisionctl.architectures.param_map import Architecture, Row, renamed
+from precisionctl.architectures.param_map import Architecture, Row, published_or_in_memory, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.row_layers import Layers
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
-from precisionctl.architectures.shared.kda_rows import published_or_in_memory
 
 
 def _gate(hf: str, megatron: str, layers: Layers) -> tuple[Row, ...]:
@@ -59,9 +58,7 @@ ARCHITECTURE = Architecture(
         *deepseek_keys.experts_of_a_layer(shared=1),
         deepseek_keys.experts_by_list(dense=1, key="first_k_dense_replace"),
         keys.Only("moe_layer_freq", 1),
-        *deepseek_keys.SIGMOID,
-        keys.Only("norm_topk_prob", True),
-        deepseek_keys.groups(1, None),
+        *deepseek_keys.router(1, None),
         keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
         keys.Key("dsa.n_heads", "index_n_heads", 16),
         *deepseek_keys.INDEXER,

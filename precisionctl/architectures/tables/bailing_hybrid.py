@@ -12,12 +12,12 @@ from typing import Any
 
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import all_but_every, layers_of, write_layer_types
-from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
+from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, published_or_in_memory, renamed
 from precisionctl.architectures.rope import KEYS, rope
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.delta_net_keys import KINDS
 from precisionctl.architectures.shared.kda_keys import common
-from precisionctl.architectures.shared.kda_rows import in_memory, kda, published_or_in_memory
+from precisionctl.architectures.shared.kda_rows import in_memory, kda
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 

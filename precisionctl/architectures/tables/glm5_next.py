@@ -13,11 +13,11 @@ from dataclasses import replace
 
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import all_but_every, layers_of
-from precisionctl.architectures.param_map import Architecture, as_values, renamed
+from precisionctl.architectures.param_map import Architecture, as_values, published_or_in_memory, renamed
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.hyper_connection_rows import hyper_connection
 from precisionctl.architectures.shared.kda_keys import BESIDE, LISTS, checked, layer_lists, read_sizes, write_sizes
-from precisionctl.architectures.shared.kda_rows import in_memory, kda, published_or_in_memory
+from precisionctl.architectures.shared.kda_rows import in_memory, kda
 from precisionctl.architectures.tables.glm_moe_dsa import INDEXERS
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
@@ -116,9 +116,7 @@ ARCHITECTURE = Architecture(
         keys.Rule(("indexer_rope_interleave",), write=lambda model: {"indexer_rope_interleave": True}),  # vLLM asks
         *deepseek_keys.experts_of_a_layer(shared=1),
         deepseek_keys.experts_by_list(dense=3, key="first_k_dense_replace", reads_key=False),
-        *deepseek_keys.SIGMOID,
-        keys.Only("norm_topk_prob", True),
-        deepseek_keys.groups(1, 1),
+        *deepseek_keys.router(1, 1),
         keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
         keys.Key("activation_clamp", "swiglu_limit", 10.0),
         keys.Rule(

@@ -8,7 +8,7 @@ rotary embeddings that nothing turns by.
 
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import listed_layers
-from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
+from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, published_or_in_memory, renamed
 from precisionctl.architectures.rearrangements import Squeezed
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.delta_net_keys import KINDS
@@ -22,7 +22,7 @@ from precisionctl.architectures.shared.kda_keys import (
     shared_out,
     write_sizes,
 )
-from precisionctl.architectures.shared.kda_rows import in_memory, kda, published_or_in_memory
+from precisionctl.architectures.shared.kda_rows import in_memory, kda
 from precisionctl.model.model_shape import ModelShape
 
 _KDA = kda(low_rank=True, a_log=Squeezed((1, 1, -1, 1)))

@@ -149,9 +149,7 @@ ARCHITECTURE = Architecture(
         keys.Key("moe.topk", "num_experts_per_tok", 8),
         keys.Key("moe.ffn_hidden_size", "moe_intermediate_size"),
         keys.Only("n_shared_experts", None),
-        *deepseek_keys.SIGMOID,
-        keys.Only("norm_topk_prob", True),
-        deepseek_keys.groups(1, 1),
+        *deepseek_keys.router(1, 1),
         keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
         keys.Rule(
             ("num_nextn_predict_layers",),

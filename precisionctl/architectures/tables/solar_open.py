@@ -21,9 +21,7 @@ ARCHITECTURE = Architecture(
         *deepseek_keys.experts_of_a_layer(shared=1),
         keys.Key("ffn_hidden_size", "moe_intermediate_size"),  # of no layer
         keys.EVERY_LAYER_SPARSE,
-        *deepseek_keys.SIGMOID,
-        keys.Only("norm_topk_prob", True),
-        deepseek_keys.groups(1, 1),
+        *deepseek_keys.router(1, 1),
         keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(1000000.0),
