@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from precisionctl.architectures.head_rearrangements import QKV
-from precisionctl.architectures.param_map import Condition, Either, Row, when
+from precisionctl.architectures.param_map import Condition, Either, Row, renamed, when
 from precisionctl.architectures.rearrangements import GAMMA, GATE_UP, SAME, VOCABULARY, Rearrangement
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
 
@@ -231,6 +231,32 @@ JOINED_MLP = (
     ),
     DOWN,
 )
+
+POST_ATTENTION_NORM = (
+    Row(
+        "model.layers.{layer}.post_attention_layernorm.weight",
+        "decoder.layers.{layer}.self_attention.linear_proj.post_layernorm.weight",
+        ("hidden_size",),
+        GAMMA,
+    ),
+)
+
+POST_MLP_NORM = (
+    Row(
+        "model.layers.{layer}.post_feedforward_layernorm.weight",
+        "decoder.layers.{layer}.mlp.linear_fc2.post_layernorm.weight",
+        ("hidden_size",),
+        GAMMA,
+        layers="dense",
+    ),
+)
+"""Of what attention and MLP give, before it is added: beside the norms before a block in Gemma 2 and 3, and instead of
+these in OLMo 2 and others."""
+
+PRE_MLP_NORM = renamed(MLP_NORM, {"post_attention": "pre_feedforward"})
+"""As files call it that have the one behind attention, too."""
+
+AFTER_ATTENTION = (*POST_ATTENTION_NORM, *PRE_MLP_NORM, *MLP, *POST_MLP_NORM)
 
 _ATTENTION_NORM_BIAS = (
     Row(

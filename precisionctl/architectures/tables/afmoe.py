@@ -12,7 +12,6 @@ from precisionctl.architectures.head_rearrangements import QGKV
 from precisionctl.architectures.param_map import Architecture, Row, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
-from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import ROWS
 
@@ -53,7 +52,10 @@ GATED_QKV = Row(
 )
 
 _ATTENTION = (*llama.ATTENTION_NORM, GATED_QKV, *llama.QK_NORMS, *llama.PROJ)
-_NORMS_AFTER = (*POST_ATTENTION_NORM, *renamed((*POST_MLP_NORM, *moe.POST_MOE_NORM), {"post_feedforward": "post_mlp"}))
+_NORMS_AFTER = (
+    *llama.POST_ATTENTION_NORM,
+    *renamed((*llama.POST_MLP_NORM, *moe.POST_MOE_NORM), {"post_feedforward": "post_mlp"}),
+)
 
 ARCHITECTURE = Architecture(
     model_types={"afmoe": "AfmoeForCausalLM"},

@@ -15,7 +15,6 @@ from precisionctl.architectures.config_layers import (
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama
-from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
 
 
 def windows(local: Local, absent: int, also: tuple[str, ...] = ()) -> tuple[keys.Entry, ...]:
@@ -36,7 +35,7 @@ WINDOWS = windows(all_but_every(4, _PATTERN), absent=4096, also=(_PATTERN,))
 
 ARCHITECTURE = Architecture(
     model_types={"exaone4": "Exaone4ForCausalLM"},
-    rows=llama.model_rows(*llama.ATTENTION, *POST_ATTENTION_NORM, *llama.MLP, *POST_MLP_NORM),
+    rows=llama.model_rows(*llama.ATTENTION, *llama.POST_ATTENTION_NORM, *llama.MLP, *llama.POST_MLP_NORM),
     config=(
         *keys.SIZES,
         keys.heads(num_key_value_heads=32),

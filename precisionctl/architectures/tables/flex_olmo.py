@@ -8,7 +8,6 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
-from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM
 from precisionctl.architectures.shared.moe_keys import INTERMEDIATE_SIZE_OF_EXPERTS
 from precisionctl.architectures.tables.olmo2 import COMMON
 from precisionctl.architectures.tables.qwen3_moe import SCORES
@@ -19,7 +18,7 @@ ARCHITECTURE = Architecture(
         *llama.QKV_LINEAR,
         *llama.QK_NORMS_OVER_HEADS,
         *llama.PROJ,
-        *POST_ATTENTION_NORM,
+        *llama.POST_ATTENTION_NORM,
         *moe.ROUTER,
         *moe.EXPERTS,
         *moe.POST_MOE_NORM,

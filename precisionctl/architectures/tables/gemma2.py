@@ -10,7 +10,9 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import every_other, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.architectures.shared.gemma_rows import ROWS
+from precisionctl.architectures.shared import llama_rows as llama
+
+ROWS = llama.model_rows(*llama.ATTENTION_NORM, *llama.ATTENTION, *llama.AFTER_ATTENTION)
 
 SCALED_EMBEDDING = keys.Rule(
     (),

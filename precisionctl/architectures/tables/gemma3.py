@@ -8,8 +8,7 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import all_but_every, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope_by_kind
-from precisionctl.architectures.shared.gemma_rows import ROWS
-from precisionctl.architectures.tables.gemma2 import COMMON
+from precisionctl.architectures.tables.gemma2 import COMMON, ROWS
 
 ARCHITECTURE = Architecture(
     model_types={"gemma3_text": "Gemma3ForCausalLM"},

@@ -28,7 +28,6 @@ from precisionctl.architectures.param_map import Architecture, Either, Row, only
 from precisionctl.architectures.rearrangements import GAMMA, SAME, VOCABULARY
 from precisionctl.architectures.rope import rope_by_kind
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
-from precisionctl.architectures.shared.gemma_rows import AFTER_ATTENTION
 from precisionctl.architectures.tables.gemma2 import SCALED_EMBEDDING
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
@@ -69,7 +68,7 @@ _GLOBAL = (
 
 _WIDE = {"fc1_size": "kv_shared_fc1_size", "ffn_hidden_size": "kv_shared_ffn_hidden_size"}
 _AFTER_ATTENTION = (
-    *(row for row in AFTER_ATTENTION if row not in llama.MLP),
+    *(row for row in llama.AFTER_ATTENTION if row not in llama.MLP),
     *(replace(row, shares_kv=False) for row in llama.MLP),
     *(replace(row, shares_kv=True, sizes=tuple(_WIDE.get(str(size), size) for size in row.sizes)) for row in llama.MLP),
 )

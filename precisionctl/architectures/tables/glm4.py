@@ -8,7 +8,6 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama
-from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
 
 COMMON: tuple[keys.Entry, ...] = (
     *keys.SIZES,
@@ -26,10 +25,10 @@ ARCHITECTURE = Architecture(
     rows=llama.model_rows(
         *llama.ATTENTION_NORM,
         *llama.ATTENTION,
-        *renamed(POST_ATTENTION_NORM, {"post_attention_layernorm": "post_self_attn_layernorm"}),
+        *renamed(llama.POST_ATTENTION_NORM, {"post_attention_layernorm": "post_self_attn_layernorm"}),
         *llama.MLP_NORM,
         *llama.JOINED_MLP,
-        *renamed(POST_MLP_NORM, {"post_feedforward_layernorm": "post_mlp_layernorm"}),
+        *renamed(llama.POST_MLP_NORM, {"post_feedforward_layernorm": "post_mlp_layernorm"}),
     ),
     config=(*COMMON, keys.Always("post_layernorms", True)),
     names_by="this project",

@@ -8,14 +8,13 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, only_with, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama
-from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
 from precisionctl.model.model_parts import real
 from precisionctl.model.model_shape import ModelShape
 
 _NORMS_AFTER = only_with(
     "post_layernorms",
     renamed(
-        (*POST_ATTENTION_NORM, *POST_MLP_NORM),
+        (*llama.POST_ATTENTION_NORM, *llama.POST_MLP_NORM),
         {"post_attention_layernorm": "post_norm1", "post_feedforward_layernorm": "post_norm2"},
     ),
 )

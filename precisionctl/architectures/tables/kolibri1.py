@@ -10,18 +10,17 @@ from precisionctl.architectures.config_layers import all_but_every
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
-from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM
 from precisionctl.architectures.tables.exaone4 import windows
 from precisionctl.architectures.tables.qwen3_moe import SCORES
 
 _OWN_NAMES = Either(
     (
-        *renamed(POST_ATTENTION_NORM, {"post_attention_layernorm": "post_attn_norm"}),
+        *renamed(llama.POST_ATTENTION_NORM, {"post_attention_layernorm": "post_attn_norm"}),
         *renamed(moe.POST_MOE_NORM, {"post_feedforward_layernorm": "post_ffn_norm"}),
         *renamed(moe.EXPERT_BIAS, {"mlp.gate.e_score_correction_bias": "moe.router.expert_bias"}),
     ),
     (
-        *renamed(POST_ATTENTION_NORM, {"post_attention": "post_self_attn"}),
+        *renamed(llama.POST_ATTENTION_NORM, {"post_attention": "post_self_attn"}),
         *renamed(moe.POST_MOE_NORM, {"post_feedforward": "post_mlp"}),
         *moe.EXPERT_BIAS,
     ),

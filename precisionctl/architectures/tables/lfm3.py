@@ -12,7 +12,6 @@ from precisionctl.architectures.config_layers import listed_layers, window_field
 from precisionctl.architectures.param_map import Architecture, Either, only_in, only_with, renamed
 from precisionctl.architectures.rope import KEYS, rope_of_kinds, write_rope_of_kinds
 from precisionctl.architectures.shared import llama_rows as llama
-from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
 from precisionctl.architectures.tables.lfm2 import CONVOLUTION, ENDING, NAMES
 from precisionctl.model.model_shape import ModelShape
 
@@ -34,13 +33,13 @@ _BLOCKS = (
     *llama.MLP,
 )
 
-_OPERATOR_NORM = renamed(POST_ATTENTION_NORM, {".post_attention_layernorm.": ".post_operator_norm."})
+_OPERATOR_NORM = renamed(llama.POST_ATTENTION_NORM, {".post_attention_layernorm.": ".post_operator_norm."})
 _AFTER = only_with(
     "post_layernorms",
     (
         *only_in("attention", _OPERATOR_NORM),
         *only_in("conv", renamed(_OPERATOR_NORM, {}, {".linear_proj.": ".out_proj."})),
-        *renamed(POST_MLP_NORM, {".post_feedforward_layernorm.": ".post_ffn_norm."}),
+        *renamed(llama.POST_MLP_NORM, {".post_feedforward_layernorm.": ".post_ffn_norm."}),
     ),
 )
 

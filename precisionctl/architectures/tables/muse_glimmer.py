@@ -12,7 +12,6 @@ from precisionctl.architectures.config_layers import layer_types, layers_in_wind
 from precisionctl.architectures.param_map import Architecture, Row
 from precisionctl.architectures.rope import KEYS, rope
 from precisionctl.architectures.shared import llama_rows as llama
-from precisionctl.architectures.shared.gemma_rows import AFTER_ATTENTION
 from precisionctl.architectures.tables.afmoe import GATED_QKV
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import real
@@ -106,7 +105,7 @@ OF_ALL_MUSES: tuple[keys.Entry, ...] = (
 
 ARCHITECTURE = Architecture(
     model_types={"muse_glimmer_text": "MuseGlimmerForCausalLM"},
-    rows=llama.model_rows(*llama.ATTENTION_NORM, GATED_QKV, *llama.PROJ, *AFTER_ATTENTION, ending=FINAL_NORM),
+    rows=llama.model_rows(*llama.ATTENTION_NORM, GATED_QKV, *llama.PROJ, *llama.AFTER_ATTENTION, ending=FINAL_NORM),
     config=(
         *OF_ALL_MUSES,
         _HEADS,

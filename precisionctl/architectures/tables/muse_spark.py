@@ -12,7 +12,6 @@ from precisionctl.architectures.param_map import Architecture, Row, as_values, r
 from precisionctl.architectures.rearrangements import GAMMA
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import deepseek_keys, llama_rows as llama, moe_rows as moe
-from precisionctl.architectures.shared.gemma_rows import POST_MLP_NORM, PRE_MLP_NORM
 from precisionctl.architectures.tables.afmoe import GATED_QKV
 from precisionctl.architectures.tables.muse_glimmer import FINAL_NORM, OF_ALL_MUSES, positions, query_scale
 from precisionctl.architectures.tables.nemotron_h import LATENTS
@@ -71,9 +70,9 @@ ARCHITECTURE = Architecture(
         GATED_QKV,
         *llama.PROJ,
         *_GATES,
-        *PRE_MLP_NORM,
+        *llama.PRE_MLP_NORM,
         *llama.MLP,
-        *POST_MLP_NORM,
+        *llama.POST_MLP_NORM,
         *renamed(moe.MOE_NORM, {"post_attention_layernorm": "pre_feedforward_layernorm"}),
         *moe.WIDE_ROUTER,
         *moe.EXPERT_BIAS,

@@ -8,7 +8,6 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama
-from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
 
 NORM_OVER_HEADS: tuple[keys.Entry, ...] = (
     keys.Always("qk_layernorm", True),
@@ -16,7 +15,12 @@ NORM_OVER_HEADS: tuple[keys.Entry, ...] = (
 )
 
 ROWS = llama.model_rows(
-    *llama.QKV_LINEAR, *llama.QK_NORMS_OVER_HEADS, *llama.PROJ, *POST_ATTENTION_NORM, *llama.MLP, *POST_MLP_NORM
+    *llama.QKV_LINEAR,
+    *llama.QK_NORMS_OVER_HEADS,
+    *llama.PROJ,
+    *llama.POST_ATTENTION_NORM,
+    *llama.MLP,
+    *llama.POST_MLP_NORM,
 )
 
 COMMON: tuple[keys.Entry, ...] = (

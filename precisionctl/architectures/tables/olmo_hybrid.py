@@ -18,7 +18,6 @@ from precisionctl.architectures.rope import KEYS, rope, rotary_parameters
 from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.shared.delta_net_keys import KINDS
 from precisionctl.architectures.shared.delta_net_rows import delta_net
-from precisionctl.architectures.shared.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
 from precisionctl.architectures.tables.olmo2 import NORM_OVER_HEADS
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.model.model_shape import ModelShape
@@ -43,7 +42,8 @@ _LAYERS = (
     *renamed((row for row in _NETS if row.layers == "gdn"), _NAMES),
     *only_in("gdn", llama.MLP_NORM),
     *only_in(
-        "attention", (*llama.QKV_LINEAR, *llama.QK_NORMS_OVER_HEADS, *llama.PROJ, *POST_ATTENTION_NORM, *POST_MLP_NORM)
+        "attention",
+        (*llama.QKV_LINEAR, *llama.QK_NORMS_OVER_HEADS, *llama.PROJ, *llama.POST_ATTENTION_NORM, *llama.POST_MLP_NORM),
     ),
     *llama.MLP,
 )
