@@ -3,8 +3,9 @@ several residual streams, embeddings of n-grams, a wrapper of images or sound; a
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, reduce
 from math import isqrt
+from operator import getitem
 from typing import Any, ClassVar, Literal
 
 from precisionctl.errors import DamagedCheckpoint, shown
@@ -246,10 +247,8 @@ def text_part(config: Mapping[str, Any]) -> Any:
     """What a wrapper's config.json has of its text model; None where it has nothing. `llm_config` is the word of
     InternVL's code, which NVIDIA's published Nemotrons have. Models that also speak (Qwen Omni) have a part for what
     thinks, and the text model's within it."""
-    *above, last = text_path(config) or ("text_config",)
-    for key in above:
-        config = config[key]
-    return config.get(last)
+    path = text_path(config)
+    return reduce(getitem, path, config) if path else None
 
 
 def text_path(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -267,12 +266,8 @@ def text_path(config: Mapping[str, Any]) -> tuple[str, ...]:
 def config_parts(config: Mapping[str, Any]) -> list[Any]:
     """The objects of a config.json that may say something of its text model as a whole, the outermost first: the file's
     own, that of what thinks, and the text model's."""
-    parts = (*_around_text(config), text_part(config))
+    parts = (config, config.get("thinker_config"), text_part(config))
     return [part for part in parts if isinstance(part, Mapping)]
-
-
-def _around_text(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [part for part in (config, config.get("thinker_config")) if isinstance(part, Mapping)]
 
 
 @dataclass(frozen=True)
