@@ -49,9 +49,9 @@ def source_notes(source: Source) -> Iterator[str]:
     yield from _trained_notes(reader, carried=source.trained is not None)
     yield from _companion_notes(reader, source.request.reference)
     if plan.to_layout == "hf":
-        yield from _missing_notes(reader, source.hinted.reference)
+        yield from _missing_notes(reader, source.request.reference)
     elif not of_megatron(reader) and not any(map(is_tokenizer, reader.companions.files)):
-        yield _missing(["tokenizer"], source.hinted.reference)
+        yield _missing(["tokenizer"], source.request.reference)
 
 
 def family_notes(reader: Reader, model: ModelShape, to: Layout, *, named: bool) -> Iterator[str]:
