@@ -22,8 +22,8 @@ from precisionctl.commands.request import Request
 from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownArchitecture
 from precisionctl.param import Parallelism
 from precisionctl.recipe import ParallelSettings
+from precisionctl.trainer.model.recurrent.mamba_1 import selective_scan
 from precisionctl.trainer.model.recurrent.recurrence import CHUNK
-from precisionctl.trainer.model.recurrent.selective_scan import selective_scan
 from precisionctl.trainer.parallel import shards
 
 

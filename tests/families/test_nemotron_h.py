@@ -31,8 +31,8 @@ from precisionctl.errors import DamagedCheckpoint, RecipeError, ShapeMismatch, U
 from precisionctl.fp8 import sidecar
 from precisionctl.param import Parallelism
 from precisionctl.recipe import ParallelSettings
+from precisionctl.trainer.model.recurrent.mamba_2 import state_space
 from precisionctl.trainer.model.recurrent.recurrence import CHUNK
-from precisionctl.trainer.model.recurrent.state_space import state_space
 from precisionctl.trainer.parallel import shards
 from precisionctl.verify.engine_rules import check
 

@@ -28,10 +28,14 @@ from precisionctl.trainer.model.attention.self_attention import KeysValues
 from precisionctl.trainer.model.computes import check
 from precisionctl.trainer.model.embedding import Embedding
 from precisionctl.trainer.model.layers.attention_residuals import AttentionResidualLayer
-from precisionctl.trainer.model.layers.gated_residual import GatedResidual
 from precisionctl.trainer.model.layers.hybrid_layer import HybridLayer
-from precisionctl.trainer.model.layers.hyper_connections import add_head, contracted
-from precisionctl.trainer.model.layers.hyper_layer import HyperLayer, HyperMTPLayer
+from precisionctl.trainer.model.layers.hyper_connections import (
+    GatedResidual,
+    HyperLayer,
+    HyperMTPLayer,
+    add_head,
+    contracted,
+)
 from precisionctl.trainer.model.layers.layer import Layer
 from precisionctl.trainer.model.layers.residual_layer import Beside, ResidualLayer
 from precisionctl.trainer.model.mlp import Router

@@ -15,8 +15,8 @@ from precisionctl.trainer.measure.flops import bf16_peak, training_flops
 from precisionctl.trainer.model.attention.core_attention import SINK_CHANNELS
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.recurrent.delta_rule import gated_delta_rule
-from precisionctl.trainer.model.recurrent.selective_scan import selective_scan
-from precisionctl.trainer.model.recurrent.state_space import state_space
+from precisionctl.trainer.model.recurrent.mamba_1 import selective_scan
+from precisionctl.trainer.model.recurrent.mamba_2 import state_space
 from precisionctl.trainer.sequences import PackedSequences
 
 LENGTH = 16

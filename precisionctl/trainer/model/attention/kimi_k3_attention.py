@@ -18,7 +18,7 @@ from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention.core_attention import CoreAttention
 from precisionctl.trainer.model.attention.latent_attention import keys_and_values, record_latent
 from precisionctl.trainer.model.attention.self_attention import gated_by
-from precisionctl.trainer.model.recurrent.kimi_delta_attention import kimi_delta_rule
+from precisionctl.trainer.model.recurrent.delta_nets import kimi_delta_rule
 from precisionctl.trainer.model.recurrent.recurrence import by_text, convolution, convolved
 from precisionctl.trainer.sequences import Positions
 

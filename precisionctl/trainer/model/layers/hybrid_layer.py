@@ -9,8 +9,8 @@ from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.model.attention.self_attention import KeysValues, SelfAttention
 from precisionctl.trainer.model.layers.residual_layer import Beside, ResidualLayer
 from precisionctl.trainer.model.mlp import MLP, MoELayer
-from precisionctl.trainer.model.recurrent.mamba_1_mixer import Mamba1Mixer
-from precisionctl.trainer.model.recurrent.mamba_mixer import MambaMixer
+from precisionctl.trainer.model.recurrent.mamba_1 import Mamba1Mixer
+from precisionctl.trainer.model.recurrent.mamba_2 import MambaMixer
 from precisionctl.trainer.sequences import Positions
 
 

@@ -1,7 +1,11 @@
-"""A Mamba-1 mixer (arXiv 2312.00752), with the parameter names of mamba_ssm; Megatron-Core has none.
+"""A Mamba-1 mixer (arXiv 2312.00752) with the parameter names of mamba_ssm, as Megatron-Core has none; and its
+selective scan in plain PyTorch, chunk by chunk (algorithm 2).
 
-Shape letters: B batch, S sequence, T tokens, E hidden_size; D channels (a tensor rank's), K channels of a state.
+Shape letters: B batch, S sequence, T tokens, L tokens of a chunk, E hidden_size; D channels (a tensor rank's), K
+channels of a state.
 """
+
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -9,11 +13,10 @@ from torch import Tensor, nn
 
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.recurrent_parts import Mamba
-from precisionctl.trainer.backends.base import Backend, column_linear, norm_of
+from precisionctl.trainer.backends.base import Backend, column_linear, norm_of, recompute
 from precisionctl.trainer.backends.bf16_products import product
-from precisionctl.trainer.model.recurrent.mamba_mixer import initial_steps
-from precisionctl.trainer.model.recurrent.recurrence import by_text, convolution, convolved
-from precisionctl.trainer.model.recurrent.selective_scan import selective_scan
+from precisionctl.trainer.model.recurrent.mamba_2 import initial_steps
+from precisionctl.trainer.model.recurrent.recurrence import CHUNK, by_text, convolution, convolved
 from precisionctl.trainer.sequences import Positions
 
 
@@ -57,3 +60,38 @@ class Mamba1Mixer(nn.Module):
         A, x = -self.A_log.float().exp(), x.float()
         y = selective_scan(x, dt, A, B, C)
         return ((y + self.D.float() * x) * F.silu(z.float())).to(projected.dtype)
+
+
+def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    """`x` and `dt` `[B, S, D]`, `A` `[D, K]`, `B` and `C` `[B, S, K]`; gives `[B, S, D]`, computed and returned in FP32
+    or wider.
+
+    Each channel has a state `h` `[K]`, of zeros at first, of which each number decays at its own rate `A`, by what the
+    channel's step `dt` says, and to which each token adds its number `x`: `h' = exp(dt A) h + dt x B`, and of which it
+    reads `C^T h'`. There are too many rates for products of tokens with each other, as Mamba-2 has them, so within a
+    chunk the states of all tokens are made by a parallel prefix scan. These are too large to keep: the backward
+    computes each chunk again."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x, dt, A, B, C = (each.to(wide) for each in (x, dt, A, B, C))
+    state, made = x.new_zeros(len(x), *A.shape), []
+    chunks = zip(*(torch.split(each, CHUNK, 1) for each in (x * dt, dt, B, C)), strict=True)
+    for chunk in chunks:
+        given, state = recompute(_scan_chunk, state, A, *chunk, again=nullcontext())
+        made.append(given)
+    return torch.cat(made, 1)
+
+
+def _scan_chunk(state: Tensor, A: Tensor, added: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the state before a chunk `[B, D, K]` and its tokens, `added` being `dt x`: what they read `[B, L, D]`, and the
+    state after it."""
+    decay = (dt[..., None] * A).exp()  # [B, L, D, K]
+    states = added[..., None] * B[:, :, None]
+    reach = 1
+    while reach < decay.shape[1]:
+        # `states` has what the last `reach` tokens added, as it is now, and `decay` what decays over all of these
+        earlier = F.pad(states[:, :-reach], (0, 0, 0, 0, reach, 0))
+        states = states + decay * earlier
+        decay = decay * F.pad(decay[:, :-reach], (0, 0, 0, 0, reach, 0), value=1.0)
+        reach *= 2
+    states = states + decay * state[:, None]
+    return (states @ C[..., None])[..., 0], states[:, -1].clone()  # a view would keep all of the states
