@@ -30,8 +30,7 @@ from precisionctl.evaluate.stored import load
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import Parallelism
 from precisionctl.recipe import ParallelSettings
-from precisionctl.trainer.measure.linear_weights import weights_used
-from precisionctl.trainer.measure.parameters import Parameters
+from precisionctl.trainer.measure.parameters import Parameters, weights_used
 from precisionctl.trainer.parallel.shards import check as check_ranks
 from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check

@@ -16,8 +16,7 @@ from precisionctl.model.recurrent_parts import GatedDeltaNet, Mamba
 from precisionctl.model.sparse_parts import CSA
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.backends.choose import BackendName
-from precisionctl.trainer.measure.linear_weights import compressed_rows, compression
-from precisionctl.trainer.measure.parameters import Parameters, tensor_sizes
+from precisionctl.trainer.measure.parameters import Parameters, compressed_rows, compression, tensor_sizes
 from precisionctl.trainer.model.attention.core_attention import SINK_CHANNELS
 from precisionctl.trainer.model.mlp import is_swiglu
 from precisionctl.trainer.model.recurrent.delta_rule import DECAY_BLOCK

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.sparse_parts import CSA
-from precisionctl.trainer.measure.linear_weights import compression, weights_used
+from precisionctl.trainer.measure.parameters import compression, weights_used
 
 FORWARD_AND_BACKWARD = 3
 MULTIPLY_ADD = 2
