@@ -6,7 +6,7 @@ the modules' tensors, never through TE's pickles, and TE's `_extra_state` keys s
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch  # before Transformer Engine, which needs torch's libraries to be loaded
 import transformer_engine.pytorch as te
@@ -15,11 +15,11 @@ from transformer_engine.common.recipe import Recipe
 
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.state import BACKWARD, FORWARD, IN_USE, ROLES, Fp8State, Role, RoleState
-from precisionctl.precision import Precision
 from precisionctl.trainer.backends.base import Mode, Norm, require_alignment
-from precisionctl.trainer.backends.recorder import Recorder
-from precisionctl.trainer.parallel.world import World
 from precisionctl.trainer.sequences import PackedSequences
+
+if TYPE_CHECKING:
+    from precisionctl.trainer.backends.te_backend import TransformerEngineBackend
 
 Group = Literal["scaling_fwd", "scaling_bwd"]
 
@@ -29,16 +29,6 @@ linear has these columns for its first GEMM, then for its second, and so on (gro
 TE 2.3)."""
 
 
-class TheirBackend(Protocol):
-    """What modules ask of the backend that made them, a TransformerEngineBackend."""
-
-    precision: Precision
-    recipe: Recipe
-    world: World
-    recorder: Recorder | None
-    is_first_microbatch: bool | None
-
-
 class Stateful(nn.Module):
     """Added to TE's linears: whether they run in FP8, and access to their state as an Fp8State with scales of
     `shape`."""
@@ -46,7 +36,7 @@ class Stateful(nn.Module):
     get_extra_state = nn.Module.get_extra_state  # undoes TE's overrides, which put `_extra_state` into state dicts
     set_extra_state = nn.Module.set_extra_state
 
-    backend: TheirBackend
+    backend: "TransformerEngineBackend"
     module_name: str
     mode: Mode | None
     in_fp8: bool
