@@ -21,6 +21,7 @@ from precisionctl.trainer.data.rows import check_there
 from precisionctl.trainer.measure.memory import estimate
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.router_balance import Balance
+from precisionctl.trainer.optimizer.learning_rate import misfit, rates_in_words
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.parallel import shards, world
 from precisionctl.trainer.parallel.world import together
@@ -72,11 +73,10 @@ class RunPlan:
     def notes(self, begun: int) -> Iterator[str]:
         """Notes for the user that apply to every engine, on a run after step `begun`. What is taken from the source is
         said only where the run begins: later it is in the run's own folder."""
-        parts = (self.recipe, self.schedule, self.source, self.skipped, self.settings.overrides)
         begins = not run_folder.steps_of(self.out)
         if begins:
             yield from self.precision_notes
-        yield from loading.rate_notes(*parts, begun, begins=begins)
+        yield from self._rate_notes(begun, begins=begins)
         if begins:
             yield from loading.loading_notes(self.recipe, self.source, self.skipped)
         if self.source.fp8 is not None and not self.recipe.precision.fp8:
@@ -85,6 +85,32 @@ class RunPlan:
                 how = "goes on with what is collected"
             yield f"the checkpoint's FP8 state {'is left behind' if 'fp8' in self.skipped else how}"
         yield from balance_notes(self.model, self.balance)
+
+    def _rate_notes(self, begun: int, *, begins: bool) -> Iterator[str]:
+        """Notes on the learning rates of a run after step `begun`, and on a schedule that does not fit it. With --skip
+        a run that does not begin would be another one."""
+        recipe, source = self.recipe, self.source
+        if begun >= recipe.train.steps:
+            return
+        rates = rates_in_words(begun, recipe, self.schedule)
+        if self.schedule:
+            skipping = "; --skip schedule takes the recipe's" if begins else ""
+            yield f"learning rates: the checkpoint's ({self.schedule.words}): {rates}{skipping}"
+            return
+        of_what = f"the recipe's {recipe.schedule.kind} of optimizer.lr {recipe.optimizer.lr:.2e}"
+        if "schedule" in self.skipped or not source.iteration or not begins:
+            yield f"learning rates: {of_what}: {rates}"
+        else:
+            theirs = loading.others_run(source, self.skipped)
+            why = ", as --set says" if loading.sets_rates(self.settings.overrides) else ""
+            if not why and run_folder.saved_of(source) is None:
+                why = ", as the checkpoint has no schedule"
+            had = theirs.settings if theirs else {}
+            last = f"; the checkpoint's last rate was {had['lr']:.2e}" if "lr" in had else ""
+            peak = f", its rate before the schedule {had['initial_lr']:.2e}" if last and "initial_lr" in had else ""
+            yield f"learning rates: {of_what}{why}: {rates}; --skip schedule begins it at step 0{last}{peak}"
+        if problem := misfit(recipe):
+            yield problem
 
     def identity_with(self, data: str) -> Mapping[str, Any]:
         """The identity of this run (`run_folder.identity`) with data of this fingerprint."""

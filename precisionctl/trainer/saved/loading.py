@@ -34,7 +34,6 @@ from precisionctl.planning.plan import Plan
 from precisionctl.recipe import Optimizer, Recipe
 from precisionctl.sizes import counted
 from precisionctl.trainer.data import Blend, Rows
-from precisionctl.trainer.optimizer.learning_rate import misfit, rates_in_words
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule, read_schedule
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved.run_folder import saved_of
@@ -128,42 +127,7 @@ def load_with_optimizer(source: Reader, run: Run) -> None:
     load_optimizer(source, run, plan)
 
 
-def rate_notes(
-    recipe: Recipe,
-    schedule: MegatronSchedule | None,
-    source: Reader,
-    skipped: Collection[StatePart],
-    overrides: Sequence[str],
-    begun: int,
-    *,
-    begins: bool,
-) -> Iterator[str]:
-    """Notes for the user on the learning rates of a run after step `begun`, and on a schedule that does not fit it.
-    With --skip a run that does not begin would be another one."""
-    if begun >= recipe.train.steps:
-        return
-    rates = rates_in_words(begun, recipe, schedule)
-    if schedule:
-        skipping = "; --skip schedule takes the recipe's" if begins else ""
-        yield f"learning rates: the checkpoint's ({schedule.words}): {rates}{skipping}"
-        return
-    of_what = f"the recipe's {recipe.schedule.kind} of optimizer.lr {recipe.optimizer.lr:.2e}"
-    if "schedule" in skipped or not source.iteration or not begins:
-        yield f"learning rates: {of_what}: {rates}"
-    else:
-        theirs = _others_run(source, skipped)
-        why = ", as --set says" if sets_rates(overrides) else ""
-        if not why and saved_of(source) is None:
-            why = ", as the checkpoint has no schedule"
-        had = theirs.settings if theirs else {}
-        last = f"; the checkpoint's last rate was {had['lr']:.2e}" if "lr" in had else ""
-        peak = f", its rate before the schedule {had['initial_lr']:.2e}" if last and "initial_lr" in had else ""
-        yield f"learning rates: {of_what}{why}: {rates}; --skip schedule begins it at step 0{last}{peak}"
-    if problem := misfit(recipe):
-        yield problem
-
-
-def _others_run(source: Reader, skipped: Collection[StatePart]) -> TrainerRun | None:
+def others_run(source: Reader, skipped: Collection[StatePart]) -> TrainerRun | None:
     """The update count and settings of another program's optimizer that the run continues; None if it continues
     none."""
     if saved_of(source) or "optimizer" in skipped:
@@ -176,7 +140,7 @@ def loading_notes(recipe: Recipe, source: Reader, skipped: Collection[StatePart]
     yield from reading_notes(source)
     if not (of_megatron(source) or _has_trainers_optimizer(source)):
         return
-    theirs = _others_run(source, skipped)
+    theirs = others_run(source, skipped)
     if theirs:
         differing = other_settings(theirs, recipe.optimizer)
         yield f"optimizer: masters and moments of the checkpoint, after {counted(theirs.updates, 'update')}" + (
