@@ -67,7 +67,7 @@ class Shadow:
     @property
     def worst(self) -> float:
         """The larger of the two gaps, without sign; NaN if one of them is NaN."""
-        gaps = [abs(self.gap), *([abs(relative_gap(*self.held_out))] if self.held_out else [])]
+        gaps = [abs(gap) for gap in (self.gap, self.held_out_gap) if gap is not None]
         return math.nan if any(map(math.isnan, gaps)) else max(gaps)
 
     def numbers(self) -> dict[str, float]:

@@ -232,9 +232,6 @@ class EmulatedBackend:
     def full(self, value: float, size: int) -> Tensor:
         return torch.full((size,), value, dtype=self.dtype, device=self.device)
 
-    def empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
-
     def quantizers(self, name: str, in_features: int, out_features: int) -> Quantizers:
         if not self.precision.in_fp8(name):
             return {}
@@ -260,7 +257,8 @@ class EmulatedBackend:
 
             module.register_load_state_dict_pre_hook(cast)  # type: ignore[no-untyped-call]
         else:
-            weight = nn.Parameter(self.empty(out_features, in_features).normal_(std=0.02))
+            values = torch.empty(out_features, in_features, dtype=self.dtype, device=self.device)
+            weight = nn.Parameter(values.normal_(std=0.02))
         module.register_parameter(name, weight)
 
     @contextmanager

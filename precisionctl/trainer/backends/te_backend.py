@@ -120,11 +120,8 @@ class TransformerEngineBackend:
         return self._adopt(module, name, mode, in_features, out_features)
 
     def norm(self, size: int, norm: Norm) -> nn.Module:
-        if norm.kind == "RMSNorm":
-            return RMSNorm(
-                size, eps=norm.epsilon, zero_centered_gamma=norm.zero_centered, dtype=self.dtype, device=self.device
-            )
-        return LayerNorm(
+        kind = RMSNorm if norm.kind == "RMSNorm" else LayerNorm
+        return kind(
             size, eps=norm.epsilon, zero_centered_gamma=norm.zero_centered, dtype=self.dtype, device=self.device
         )
 

@@ -29,12 +29,16 @@ linear has these columns for its first GEMM, then for its second, and so on (gro
 TE 2.3)."""
 
 
-class Stateful(nn.Module):
+class _NoExtraState(nn.Module):
+    """Added to TE's modules: undoes their overrides, which put `_extra_state` into state dicts."""
+
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
+
+class Stateful(_NoExtraState):
     """Added to TE's linears: whether they run in FP8, and access to their state as an Fp8State with scales of
     `shape`."""
-
-    get_extra_state = nn.Module.get_extra_state  # undoes TE's overrides, which put `_extra_state` into state dicts
-    set_extra_state = nn.Module.set_extra_state
 
     backend: "TransformerEngineBackend"
     module_name: str
@@ -118,18 +122,11 @@ class LayerNormLinear(_Fp8Linear, te.LayerNormLinear):  # type: ignore[misc]
             return self.norm.of(values, self.layer_norm_weight, self.layer_norm_bias)
 
 
-class _Stateless(nn.Module):
-    """Added to TE's other modules: no `_extra_state` in state dicts."""
-
-    get_extra_state = nn.Module.get_extra_state
-    set_extra_state = nn.Module.set_extra_state
-
-
-class RMSNorm(_Stateless, te.RMSNorm):  # type: ignore[misc]
+class RMSNorm(_NoExtraState, te.RMSNorm):  # type: ignore[misc]
     """te.RMSNorm."""
 
 
-class LayerNorm(_Stateless, te.LayerNorm):  # type: ignore[misc]
+class LayerNorm(_NoExtraState, te.LayerNorm):  # type: ignore[misc]
     """te.LayerNorm."""
 
 
@@ -197,7 +194,7 @@ class GroupedLinear(Stateful, te.GroupedLinear):  # type: ignore[misc]
         return out
 
 
-class Attention(_Stateless, te.DotProductAttention):  # type: ignore[misc]
+class Attention(_NoExtraState, te.DotProductAttention):  # type: ignore[misc]
     """te.DotProductAttention, causal, in the parameters' dtype."""
 
     def forward(

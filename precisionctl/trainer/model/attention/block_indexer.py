@@ -44,22 +44,16 @@ class BlockIndexer(nn.Module):
     def forward(self, normed: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """What attention reads, `[T, E]`, to queries of this rank's groups `[B, S, I, C]` and keys `[B, S, 1, C]`. An
         averaged block's key is that of its first token."""
-        normed = self.ranks.gather(normed)
+        normed, heads = self.ranks.gather(normed), (*positions.shape, -1, self.msa.head_dim)
         if self.linear_qk is not None:
             both = product(F.linear, normed, self.linear_qk.weight)
-            queries, keys = torch.split(both, [self.msa.query_size, self.msa.head_dim], -1)
-            means = by_text(self._means, keys, positions).view(*positions.shape, 1, -1)
-            return (
-                rotate(self.q_norm(queries.reshape(*positions.shape, -1, self.msa.head_dim)), positions, False),
-                rotate(self.k_norm(means), positions, False),
-            )
-        query = product(F.linear, normed, self.linear_q.weight).view(*positions.shape, -1, self.msa.head_dim)
-        query = query.chunk(self.ranks.size, 2)[self.ranks.rank]
-        key = product(F.linear, normed, self.linear_k.weight).view(*positions.shape, 1, self.msa.head_dim)
-        return (
-            rotate(self.q_norm(query), positions, interleaved=False),
-            rotate(self.k_norm(key), positions, interleaved=False),
-        )
+            query, key = torch.split(both, [self.msa.query_size, self.msa.head_dim], -1)
+            query, key = query.reshape(heads), by_text(self._means, key, positions).view(heads)
+        else:
+            query = product(F.linear, normed, self.linear_q.weight).view(heads)
+            query = query.chunk(self.ranks.size, 2)[self.ranks.rank]
+            key = product(F.linear, normed, self.linear_k.weight).view(heads)
+        return rotate(self.q_norm(query), positions, False), rotate(self.k_norm(key), positions, False)
 
     def _means(self, keys: Tensor) -> Tensor:
         """Of the block of each key, in texts that are S tokens long, `[B, S, C]` to the same; what the last block gets

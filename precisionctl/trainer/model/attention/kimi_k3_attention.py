@@ -66,7 +66,7 @@ class KimiK3DeltaAttention(nn.Module):
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         mixed = [convolved(part, conv) for part, conv in zip(mixed, convs, strict=True)]
         read = kimi_delta_rule(torch.cat(mixed, -1), f, b, self.gdn, self.A_log, self.dt_bias)
-        return gated_by(self.o_norm(read), gate.reshape(read.shape)).flatten(2)
+        return gated_by(self.o_norm(read), gate).flatten(2)
 
 
 class KimiK3LatentAttention(nn.Module):
