@@ -121,9 +121,16 @@ class MetricsLog:
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The steps of a metrics file, one after the other, without an incomplete last line; `null` becomes NaN. Raises
-    DataError for a file of other contents."""
-    if path.exists() and not (path.is_file() and path.stat().st_size <= _MAX_BYTES):  # a pipe would never end
+    DataError for a file of other contents, or of more than fits into memory."""
+    if path.exists() and path.stat().st_size > _MAX_BYTES:
         raise DataError(f"not a file of less than {size(_MAX_BYTES)}", where=path)
+    return _steps(path)
+
+
+def _steps(path: Path) -> Iterator[dict[str, Any]]:
+    """As `read_metrics`, of a file of any size."""
+    if path.exists() and not path.is_file():
+        raise DataError("not a file", where=path)  # a pipe would never end
     with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
         for number in count(1):
             line = file.readline(_LONGEST_LINE)
@@ -149,7 +156,7 @@ def _keep_up_to(path: Path, step: int) -> int:
     def write(new: Path) -> None:
         nonlocal tokens
         with open(new, "x", encoding="utf-8") as file:
-            for row in read_metrics(path) if path.exists() else ():
+            for row in _steps(path) if path.exists() else ():
                 if row["step"] <= step:
                     file.write(to_json_numbers(row) + "\n")
                     tokens = row.get("tokens", 0)

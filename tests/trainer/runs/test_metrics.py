@@ -175,6 +175,16 @@ def test_no_more_than_a_line_of_a_long_file_is_in_memory_at_a_time(tmp_path: Pat
     assert (tmp_path / FILE).read_text().splitlines() == [line.rstrip() for line in lines[:4000]]
 
 
+def test_a_run_goes_on_however_long_its_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who read all of a file into memory are bounded."""
+    write(tmp_path, 0, *map(step, range(1, 9)))
+    monkeypatch.setattr(metrics, "_MAX_BYTES", 100)
+    write(tmp_path, 7, step(8))
+    with pytest.raises(DataError, match="not a file of less than 100 B"):
+        list(read_metrics(tmp_path / FILE))
+    assert len((tmp_path / FILE).read_text().splitlines()) == 8
+
+
 def test_a_line_without_end_is_no_step_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_LONGEST_LINE", 1000)
     (tmp_path / FILE).write_text("1" * 2000)
