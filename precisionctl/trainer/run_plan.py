@@ -80,10 +80,12 @@ class RunPlan:
         if begins:
             yield from loading.loading_notes(self.recipe, self.source, self.skipped)
         if self.source.fp8 is not None and not self.recipe.precision.fp8:
-            how = "is carried along in the sidecar, unused"
-            if self.settings.collect_amax:
+            collects, how = self.settings.collect_amax, "is carried along in the sidecar, unused"
+            if "fp8" in self.skipped or (collects and self.known.outdated):
+                how = "is left behind"
+            elif collects:
                 how = "goes on with what is collected"
-            yield f"the checkpoint's FP8 state {'is left behind' if 'fp8' in self.skipped else how}"
+            yield f"the checkpoint's FP8 state {how}"
         yield from balance_notes(self.model, self.balance)
 
     def _rate_notes(self, begun: int, *, begins: bool) -> Iterator[str]:

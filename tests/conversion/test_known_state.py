@@ -455,7 +455,11 @@ def test_bf16_steps_leave_state_that_nothing_uses_and_fp8_warms_up_again(place: 
     started, _, _ = train(settings(tmp_path / "bf16", text, tmp_path / "again", "fp8", train__steps=2, load="weights"))
     assert started.fp8.keys() == {"warm-up", "from the weights"} or "warm-up" in started.fp8
     assert "carried" not in started.fp8
-    assert any("was recorded with other weights: nothing starts from it" in note for note in started.notes)
+    nothing = "was recorded with other weights: nothing starts from it"
+    assert any(nothing in note for note in started.notes)
+    collects = settings(tmp_path / "bf16", text, tmp_path / "amax", train__steps=1, load="weights", collect_amax=True)
+    notes = train(collects)[0].notes
+    assert "the checkpoint's FP8 state is left behind" in notes and any(nothing in note for note in notes)
 
 
 @pytest.mark.soak
