@@ -228,8 +228,5 @@ def laid_out(words: Tensor) -> Tensor:
 
 @functools.cache
 def _pairs(element: Element, device: torch.device) -> Tensor:
-    """For each byte, its two numbers in FP32, bit-cast to one FP64 in this order in memory. An index_select of FP64
-    then copies both at once."""
     with torch.inference_mode(False):  # the cached tensor must also work outside inference mode
-        numbers = torch.tensor(CODE_VALUES[element], device=device)
-        return numbers[unpack(torch.arange(256, dtype=torch.uint8, device=device)).int()].view(torch.float64)
+        return numbers_in_bytes(4, CODE_VALUES[element]).to(device)
