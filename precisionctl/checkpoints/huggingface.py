@@ -53,7 +53,8 @@ from precisionctl.model.model_parts import text_part
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import STATE, Layout, TensorSpec
 from precisionctl.quant_methods.base import FLOATS
-from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights
+from precisionctl.quant_methods.caches import cache_scales
+from precisionctl.quant_methods.coded_weights import coded_weights
 from precisionctl.quant_methods.fp8 import expert_dtype
 from precisionctl.quant_methods.scales import Scales
 from precisionctl.sizes import counted, listed
@@ -101,7 +102,8 @@ class HuggingFaceTensors:
         self.stored = StoredTensors(places)
         self._scales: Mapping[str, Scales] = {name: weight.scales for name, weight in coded.items()}
         self._scale_names = {name for scales in self._scales.values() for name in scales.names}
-        self._scale_names |= cache_scales(self.config, self.stored.specs).keys()
+        self._cache_scales = cache_scales(self.config.get("quantization_config"), self.stored.specs).keys()
+        self._scale_names |= self._cache_scales
         hidden = self._scale_names | (self.decoded.read if self.decoded else set())
         self.specs = {name: spec for name, spec in self.stored.specs.items() if name not in hidden}
         self.specs |= self.decoded.specs if self.decoded else {}
@@ -156,7 +158,7 @@ class HuggingFaceTensors:
     def lone_cache_scales(self) -> WeightEncodings | None:
         """The scales of a KV cache beside weights that are no codes; None if there are none. Those of codes travel with
         them, in `weight_encodings`."""
-        lone = cache_scales(self.config, self.stored.specs).keys() - (self.decoded.read if self.decoded else set())
+        lone = self._cache_scales - (self.decoded.read if self.decoded else set())
         if not lone or self._scales:
             return None
         stored = StoredTensors({name: self.stored.places[name] for name in sorted(lone)})

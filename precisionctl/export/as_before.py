@@ -20,7 +20,8 @@ from precisionctl.param import TensorSpec
 from precisionctl.planning.checks import check_names
 from precisionctl.planning.plan import Job, JobCodes, Plan, ScaleGroup
 from precisionctl.quant_methods.base import POWERS_OF_2, CodeFormat, QuantMethod, sized
-from precisionctl.quant_methods.coded_weights import cache_scales, ngram_table
+from precisionctl.quant_methods.caches import cache_scales
+from precisionctl.quant_methods.coded_weights import ngram_table
 from precisionctl.quant_methods.scales import Scales
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class AsBefore:
         stored = self.encodings.stored
         known = {name for scales in self.encodings.scales.values() for name in scales.names}
         rest = {name: spec for name, spec in stored.specs.items() if name not in known}
-        of_caches = cache_scales({"quantization_config": self.encodings.quantization}, {**plan.targets, **rest})
+        of_caches = cache_scales(self.encodings.quantization, {**plan.targets, **rest})
         strange = [name for name in rest if name not in of_caches]
         check_names((), strange, "Are these the encodings of this model?", self.encodings.path or "")
         if rest and not self.fixed_hold:

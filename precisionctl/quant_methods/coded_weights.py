@@ -7,7 +7,6 @@ tools match those by whole names, by parts of names, by globs and by regular exp
 from __future__ import annotations
 
 import re
-from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -281,45 +280,6 @@ def _present(weight: str, kinds: Sequence[str], specs: Mapping[str, TensorSpec],
         if name in specs:
             return name
     raise DamagedCheckpoint(f"no {' or '.join(names)} for its codes", where=where, do="Is every shard there?")
-
-
-CACHE_SCALES = (
-    *(".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale"),
-    *(".k_proj.output_scale", ".v_proj.output_scale", ".q_proj.output_scale", ".prob_output_scale"),  # the older ones
-)
-_INSIDE_ATTENTION = ("_proj", ".attn", ".mla_attn")
-_NAMED_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-
-
-def cache_scales(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """The tensors that hold scales for a KV cache (or for attention), which belong to no weight: scale_inv. Only those
-    of an attention that has other tensors, too: one of a layer that is not there, or of an MLP, is a tensor like any
-    other."""
-    named = {name: spec for name, spec in specs.items() if name.endswith(CACHE_SCALES)}
-    if not (named and config.get("quantization_config")):
-        return {}
-    others = sorted(name for name in specs if name not in named)
-
-    def is_there(module: str) -> bool:
-        at = bisect(others, f"{module}.")
-        return at < len(others) and others[at].startswith(f"{module}.")
-
-    def is_of_attention(name: str) -> bool:
-        """By a name, or, of a hybrid's mixers, by their keys."""
-        module = _attention(name)
-        above = len(module.rpartition(".")[0])
-        is_named = bool(_NAMED_ATTENTION.search(name, above)) or is_there(f"{module}.k_proj")
-        return is_named and is_there(module)
-
-    return {name: spec for name, spec in named.items() if is_of_attention(name)}
-
-
-def _attention(scale: str) -> str:
-    """The attention that a scale of a cache is of: it may be named for a projection, or for engines' inner module."""
-    module = scale.rpartition(".")[0]
-    while module.endswith(_INSIDE_ATTENTION):
-        module = module.rpartition(".")[0]
-    return module
 
 
 def _as_grid(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from precisionctl.export.input_scales import is_same_amax
 from precisionctl.export.kv_cache import scales_of_state
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan
-from precisionctl.quant_methods.coded_weights import CACHE_SCALES
+from precisionctl.quant_methods.caches import CACHE_SCALES
 from precisionctl.quant_methods.scales import amax_of, scale_of
 from precisionctl.sizes import listed
 from precisionctl.torch_when_used import torch

@@ -11,7 +11,8 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CHANNEL, CODES, TENSOR, InputFormat, Scheme, block_of, quant_methods
-from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights, encoding, recognise
+from precisionctl.quant_methods.caches import cache_scales
+from precisionctl.quant_methods.coded_weights import coded_weights, encoding, recognise
 from precisionctl.quant_methods.compressed_tensors import TensorArguments
 from precisionctl.quant_methods.scales import Scales
 
@@ -510,8 +511,8 @@ def test_scales_of_caches_and_of_attention_are_no_weights():
     names = [f"model.layers.0.self_attn.{kind}_scale" for kind in kinds]
     names += [f"model.layers.0.self_attn.{kind}_proj.output_scale" for kind in "kvq"]
     stored = dict.fromkeys([*names, "model.layers.0.self_attn.o_proj.weight_scale"], ONE)
-    assert list(cache_scales({"quantization_config": {"quant_method": "fp8"}}, stored)) == names
-    assert cache_scales({}, stored) == {}
+    assert list(cache_scales({"quant_method": "fp8"}, stored)) == names
+    assert cache_scales(None, stored) == {}
 
 
 @pytest.mark.parametrize("below", ["", "attn.", "k_proj.", "qkv_proj.", "mla_attn.mla_attn."])
@@ -519,7 +520,7 @@ def test_scales_of_a_cache_are_of_an_attention_that_is_there(below):
     there = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in (0, 10)]
     there += ["model.layers.1.linear_attn.out_proj.weight", "model.layers.1.mlp.down_proj.weight"]
     scales = [f"model.layers.{layer}.self_attn.{below}k_scale" for layer in (0, 1, 2, 10, 11)]
-    found = cache_scales({"quantization_config": {"quant_method": "fp8"}}, dict.fromkeys(there + scales, ONE))
+    found = cache_scales({"quant_method": "fp8"}, dict.fromkeys(there + scales, ONE))
     assert list(found) == [scales[0], scales[3]]
 
 
@@ -538,5 +539,5 @@ def test_scales_of_a_cache_are_of_an_attention_that_is_there(below):
 )
 def test_a_scale_of_keys_in_a_module_that_is_no_attention_is_a_tensor_like_any_other(module, linear, is_attention):
     scale = f"{module}.k_scale"
-    found = cache_scales({"quantization_config": {"a": 1}}, dict.fromkeys((f"{module}.{linear}.weight", scale), ONE))
+    found = cache_scales({"a": 1}, dict.fromkeys((f"{module}.{linear}.weight", scale), ONE))
     assert list(found) == [scale] * is_attention

@@ -13,7 +13,8 @@ from precisionctl.engines.rules.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.errors import shown
 from precisionctl.param import is_slice
 from precisionctl.quant_methods.base import CODES, EXPONENTS, FLOATS, POWERS_OF_2, SCHEMES, TENSOR, sized
-from precisionctl.quant_methods.coded_weights import cache_scales, ngram_table
+from precisionctl.quant_methods.caches import cache_scales
+from precisionctl.quant_methods.coded_weights import ngram_table
 from precisionctl.quant_methods.compressed_tensors import config_groups
 from precisionctl.quant_methods.scales import sibling
 from precisionctl.torch_when_used import torch
@@ -57,7 +58,7 @@ def scales_of_no_use(directory: QuantizedDirectory) -> Breaches:
     named: dict[str, bool] = {}
     for scales in directory.scales.values():
         named |= {name: scales.divides and name != scales.weight for name in scales.multiplying}
-    caches = cache_scales({"quantization_config": directory.quantization}, directory.specs)
+    caches = cache_scales(directory.quantization, directory.specs)
     for name, divides in (named | dict.fromkeys(caches, False)).items():
         stored = directory.read(name)
         stored = stored.reciprocal() if divides else stored
