@@ -2,7 +2,7 @@
 
 Tensors: `<module>/<role>.scale` and `<module>/<role>.amax_history`, FP32 as in `RoleState`; `<module>/raw` (uint8) for
 a TE payload that could not be decoded; `<module>/<role>.statistics`, FP64 `[26]`, where they were measured
-(`Statistics.numbers`). The rest is JSON under a single metadata key, `precisionctl`: safetensors stores several keys
+(`Statistics.as_row`). The rest is JSON under a single metadata key, `precisionctl`: safetensors stores several keys
 in random order, and equal states must give equal bytes.
 """
 
