@@ -156,6 +156,8 @@ def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: 
 
 
 def _recipe(calibration: Calibration) -> Recipe:
+    if calibration.passes < 1:
+        raise RecipeError(f"passes = {calibration.passes} must be 1 or above")
     recipe = load_recipe(calibration.recipe or "fp8-delayed", calibration.overrides)
     precision = replace(recipe.precision, fp8=True)
     if not precision.keeps_state:

@@ -44,7 +44,7 @@ class RunRecorder:
     `finish` does that. With several processes, each records its own passes, and the last to finish writes the file for
     all.
 
-    Raises RecipeError for a recipe that keeps no state.
+    Raises RecipeError for a recipe that keeps no state, and for numbers of passes below 1.
     """
 
     iteration: int | None = None
@@ -65,6 +65,9 @@ class RunRecorder:
                 f"{self.precision.scaling} scaling keeps no state to record",
                 do="Choose a recipe with precision.scaling=delayed.",
             )
+        for name, count in (("every", every), ("passes", passes)):
+            if count is not None and count < 1:
+                raise RecipeError(f"{name} = {count} must be 1 or above")
         self.out, self._every, self._passes = Path(out), every, passes
         self._seen = self._recorded = 0
         self._recording = False

@@ -219,6 +219,8 @@ def test_a_recipe_without_state_and_rows_without_positions_are_refused(place: Pa
     for recipe in ("fp8-current", "fp8-block", "mxfp8"):
         with pytest.raises(RecipeError, match="keeps no state to calibrate"):
             calibrate(asked(place, tmp_path / "a", recipe=recipe))
+    with pytest.raises(RecipeError, match="passes = 0 must be 1 or above"):
+        calibrate(asked(place, tmp_path / "a", passes=0))
     with pytest.raises(RecipeError, match="beyond the model's 128"):
         calibrate(asked(place, tmp_path / "b", keys={"data.sequence_length": 256}))
     assert not list(tmp_path.iterdir())

@@ -508,6 +508,11 @@ def test_what_cannot_be_recorded_is_refused_by_name(llama: Place, tmp_path: Path
     with pytest.raises(RecipeError, match="current scaling keeps no state"):
         with api.record(model, out, recipe="fp8-current"):
             pass
+    with pytest.raises(RecipeError, match="every = 0 must be 1 or above"):
+        with api.record(model, out, every=0):
+            pass
+    with pytest.raises(RecipeError, match="passes = 0 must be 1 or above"):
+        api.recorded_provider(llama.live, out, passes=0)
     with pytest.raises(UnknownArchitecture, match="`Linear` is a model of neither"):
         with api.record(nn.Linear(2, 2), out):
             pass
