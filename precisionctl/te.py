@@ -7,9 +7,8 @@ amaxes.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from functools import wraps
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,17 +18,20 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.errors import MissingFp8State
+from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.precision import Precision
+from precisionctl.sizes import listed
 from precisionctl.trainer.backends.base import Backend, Fp8Linear
 from precisionctl.trainer.backends.choose import choose_backend, make_backend
 from precisionctl.trainer.model.mlp import Experts
 
-_LAYER = re.compile(r".*\.layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(?:.*?\.)?layers\.(\d+)\.")
+_STACK = re.compile(rf"{_LAYER.pattern}(?:.+\.)?experts")
 
 
 def load_te(
@@ -43,8 +45,9 @@ def load_te(
 
     With `weights="fp8"` FP8 GEMMs hold their weights only as codes, one byte each; with "bf16" they hold the stored
     values, which each pass casts to the same codes. The default `device` is the GPU, if there is one. Raises
-    MissingFp8State for a directory of another kind, EnvironmentProblem if Transformer Engine is asked for and cannot
-    run, and as HuggingFaceReader.
+    MissingFp8State for a directory of another kind, PrecisionError for state of GEMMs that transformers computes as
+    parts of larger ones, EnvironmentProblem if Transformer Engine is asked for and cannot run, and as
+    HuggingFaceReader.
     """
     reader = HuggingFaceReader(Path(directory))
     states = reader.live_fp8
@@ -62,8 +65,8 @@ def load_te(
         directory, dtype="auto", trust_remote_code=False, use_safetensors=True
     )
     made = make_backend(choose_backend(backend), precision, built.dtype, on, fp8_weights=weights == "fp8")
-    linears, experts = _linears(built, plan, states, made, precision.alignment), _experts(built, plan, states, made)
-    replaced = dict(chain(linears, experts))
+    called = table_of(plan.model).in_memory(reader.specs, plan.model)
+    replaced = _replacements(built, called, plan, states, made, precision.alignment)
     for name in replaced:
         built.set_submodule(name, nn.Identity())  # so that replaced weights are not copied to the device
     model: PreTrainedModel = built.to(on).eval()
@@ -73,23 +76,54 @@ def load_te(
     return model.requires_grad_(False)
 
 
-Replaced = Iterator[tuple[str, nn.Module]]
-"""Names of modules with their replacements."""
-
-
-def _linears(model: PreTrainedModel, plan: Plan, states: Fp8States, backend: Backend, alignment: int) -> Replaced:
-    """The replacement of each linear that has state. Linears of a fused group all get the group's state, as they have
-    the same input, and weights with one scale."""
+def _replacements(
+    model: PreTrainedModel,
+    called: Mapping[str, str],
+    plan: Plan,
+    states: Fp8States,
+    backend: Backend,
+    alignment: int,
+) -> dict[str, nn.Module]:
+    """The replacement of each module of transformers' that computes a GEMM with state, by its name there; `called` are
+    its names of tensors that are stored under others. Raises PrecisionError for GEMMs that it has no module for."""
     modules = dict(model.named_modules())
+    stacks = {match[1]: name for name in modules if (match := _STACK.fullmatch(name))}
+    found, lost = dict[str, nn.Module](), dict[str, None]()
     for job in plan.jobs:
-        for name in job.reads if job.row.gemm and job.module in states.modules else ():
-            values = _of_linear(modules.get(name.removesuffix(".weight")))
-            if values:
-                rows, columns = values["weight"].shape
-                new = backend.linear(job.module, columns, rows, "bias" in values)
-                _set_state(new, states, job.module)
-                new.load_state_dict(values)
-                yield name.removesuffix(".weight"), _Padded(new, alignment, backend.dtype)
+        if not job.row.gemm or job.module not in states.modules:
+            continue
+        if job.row.of_experts:
+            layer = _LAYER.match(job.reads[0])
+            stack = stacks.get(layer[1]) if layer else None
+            if stack is None:
+                lost[job.module] = None
+            elif stack not in found:
+                found[stack] = _experts(modules[stack], job.module.rpartition(".")[0], plan, states, backend)
+            continue
+        for read in job.reads:
+            name = called.get(read, read).removesuffix(".weight")
+            if values := _of_linear(modules.get(name)):
+                found[name] = _linear(values, job.module, states, backend, alignment)
+            else:
+                lost[job.module] = None
+    if lost:
+        raise PrecisionError(
+            f"transformers has no linear of its own for the FP8 state of {listed(lost, 3)}",
+            do="Export it with these modules in BF16: name them in keep_bf16 of a --recipe.",
+        )
+    return found
+
+
+def _linear(
+    values: Mapping[str, Tensor], module: str, states: Fp8States, backend: Backend, alignment: int
+) -> nn.Module:
+    """The replacement of a linear with these parameters. Linears of a fused group all get the group's state, as they
+    have the same input, and weights with one scale."""
+    rows, columns = values["weight"].shape
+    new = backend.linear(module, columns, rows, "bias" in values)
+    _set_state(new, states, module)
+    new.load_state_dict(values)
+    return _Padded(new, alignment, backend.dtype)
 
 
 def _of_linear(module: nn.Module | None) -> dict[str, Tensor]:
@@ -100,21 +134,21 @@ def _of_linear(module: nn.Module | None) -> dict[str, Tensor]:
     return values | {"weight": values["weight"].t()} if isinstance(module, Conv1D) else values
 
 
-def _experts(model: PreTrainedModel, plan: Plan, states: Fp8States, backend: Backend) -> Replaced:
-    """The trainer's module for the experts of each layer, which transformers has in two tensors."""
+def _experts(old: nn.Module, module: str, plan: Plan, states: Fp8States, backend: Backend) -> nn.Module:
+    """The trainer's module for the experts of a layer, which transformers has in two tensors."""
     moe = plan.model.moe
-    for name, old in model.named_modules():
-        match = _LAYER.fullmatch(name)
-        module = f"decoder.layers.{match[1]}.mlp.experts" if match and match[2].endswith(".experts") else ""
-        if moe is not None and f"{module}.linear_fc1" in states.modules:
-            new = Experts(module, plan.model, moe, backend)
-            gate_up, down = old.get_parameter("gate_up_proj"), old.get_parameter("down_proj")
-            weights = {f"linear_fc1.weight{expert}": gate_up[expert] for expert in range(moe.num_experts)}
-            weights |= {f"linear_fc2.weight{expert}": down[expert] for expert in range(moe.num_experts)}
-            for part, linear in (("linear_fc1", new.linear_fc1), ("linear_fc2", new.linear_fc2)):
-                _set_state(linear, states, f"{module}.{part}")
-            new.load_state_dict(weights)
-            yield name, _Routed(new)
+    assert moe is not None, "there are experts"
+    new = Experts(module, plan.model, moe, backend)
+    first = old.get_parameter("gate_up_proj" if plan.model.gated_linear_unit else "up_proj")
+    weights = dict[str, Tensor]()
+    for part, linear, stack in (
+        ("linear_fc1", new.linear_fc1, first),
+        ("linear_fc2", new.linear_fc2, old.get_parameter("down_proj")),
+    ):
+        weights |= {f"{part}.weight{expert}": stack[expert] for expert in range(moe.num_experts)}
+        _set_state(linear, states, f"{module}.{part}")
+    new.load_state_dict(weights)
+    return _Routed(new)
 
 
 def _set_state(linear: nn.Module, states: Fp8States, module: str) -> None:

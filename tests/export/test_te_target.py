@@ -22,7 +22,7 @@ from precisionctl.cli import main
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
-from precisionctl.errors import EnvironmentProblem, MissingFp8State, RecipeError
+from precisionctl.errors import EnvironmentProblem, MissingFp8State, PrecisionError, RecipeError
 from precisionctl.evaluate import load
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.delayed_scaling import after_one_update
@@ -109,6 +109,10 @@ def test_weights_are_codes_alone_and_compute_every_bit_that_bf16_weights_do(tmp_
     assert in_fp8 + in_bf16 <= memory < in_fp8 + in_bf16 + 0.1 * in_fp8
 
 
+FURTHER = ("mixtral", "qwen3-moe", "gpt2", "phi3", "gemma3", "laguna", "hy-v3", "jamba", "kimi-linear", "exaone")
+"""The last five, and Nemotron-H, are stored under other names than their classes have in memory."""
+
+
 def test_it_generates_one_token_after_another_with_a_cache_and_leaves_its_scales_alone(exported: Path) -> None:
     model = load_te(exported, backend="emulated")
     settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -120,7 +124,7 @@ def test_it_generates_one_token_after_another_with_a_cache_and_leaves_its_scales
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["deepseek-v3", *in_soak("mixtral", "qwen3-moe", "gpt2", "phi3", "gemma3")])
+@pytest.mark.parametrize("family", ["deepseek-v3", "nemotron-h", *in_soak(*FURTHER)])
 def test_other_families_compute_as_eval_does(tmp_path: Path, family: str) -> None:
     sizes = {"q_lora_rank": 32, "qk_rope_head_dim": 16} if family == "deepseek-v3" else {}
     out = export(make_source(tmp_path / "hf", family, **sizes), tmp_path / "out")
@@ -191,6 +195,15 @@ def test_what_a_recipe_keeps_in_bf16_stays_a_linear_of_torch(source: Path, tmp_p
     assert isinstance(model.get_submodule("model.layers.0.mlp.up_proj"), nn.Linear)
     assert not isinstance(model.get_submodule("model.layers.1.mlp.up_proj"), nn.Linear)
     assert isinstance(model.get_submodule("lm_head"), nn.Linear)
+
+
+def test_state_of_what_transformers_computes_as_a_part_of_something_larger_is_refused(tmp_path: Path) -> None:
+    """Sarvam's class has three linears for what is stored, and computed here, as one."""
+    source = make_source(tmp_path / "hf", "sarvam-moe")
+    with pytest.raises(PrecisionError, match=r"no linear of its own for .*layers\.0\.self_attention\.linear_qkv, "):
+        load_te(export(source, tmp_path / "out"), backend="emulated")
+    kept = replace(PRESETS["fp8-delayed"], keep_bf16=("*.linear_qkv",))
+    load_te(export(source, tmp_path / "kept", recipe=kept), backend="emulated")
 
 
 def test_an_input_that_was_never_recorded_is_refused(source: Path, tmp_path: Path) -> None:
