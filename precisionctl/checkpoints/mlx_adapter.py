@@ -19,7 +19,7 @@ from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors
 from precisionctl.checkpoints.mlx.mlx_names import is_known, within
 from precisionctl.errors import DamagedCheckpoint, MappingError, UnknownFormat, at, shown
 from precisionctl.param import TensorSpec
-from precisionctl.untrusted.safe_files import check_file, check_link, read_file
+from precisionctl.untrusted.safe_files import check_file, read_file
 from precisionctl.untrusted.safe_json import parse_json
 
 _PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
@@ -42,8 +42,7 @@ def _open(path: Path, hints: Hints) -> AdapterReader:
         )
     base = open_base(path, hints, "mlx-lm")
     config, file = _read_config(path), path / MLX_FILE
-    check_link(file, path)
-    check_file(file)
+    check_file(file, path)
     with at(file):
         if not is_known(base.model):
             what = f"an adapter of mlx-lm for a `{base.model.model_type}`, whose tensors mlx-lm was not seen to store"

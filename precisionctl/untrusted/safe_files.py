@@ -23,25 +23,24 @@ def has_file(path: Path, directory: Path) -> bool:
         return False
     check_link(path, directory)
     if not path.is_file():  # opening a pipe would wait forever
-        raise DamagedCheckpoint("not a file", where=path, do="Copy the checkpoint again.")
+        what = "not a file" if path.exists() else "a file is missing"
+        raise DamagedCheckpoint(what, where=path, do="Copy the checkpoint again.")
     return True
 
 
-def check_file(path: Path) -> None:
-    """Raise DamagedCheckpoint for a path where no file is: nothing, or a pipe, which would wait forever."""
-    if not path.is_file():
-        what = "not a file" if path.exists() else "a file is missing"
-        raise DamagedCheckpoint(what, where=path, do="Copy the checkpoint again.")
+def check_file(path: Path, directory: Path) -> None:
+    """Raise DamagedCheckpoint unless there is a file that belongs to a directory, as `has_file` says."""
+    if not has_file(path, directory):
+        raise DamagedCheckpoint("a file is missing", where=path, do="Copy the checkpoint again.")
 
 
 def read_file(path: Path, directory: Path, most: int = LARGEST) -> bytes:
     """The bytes of a file that belongs to a directory.
 
-    Raises DamagedCheckpoint as `has_file`, for a file that is not there, and for more than `most` bytes: a sparse file
-    takes no space on a disk, but in memory.
+    Raises DamagedCheckpoint as `check_file`, and for more than `most` bytes: a sparse file takes no space on a disk,
+    but in memory.
     """
-    if not has_file(path, directory):
-        raise DamagedCheckpoint("a file is missing", where=path, do="Copy the checkpoint again.")
+    check_file(path, directory)
     if path.stat().st_size > most:
         raise DamagedCheckpoint(f"larger than {size(most)}, as no such file is", where=path, do="Is the copy whole?")
     return path.read_bytes()

@@ -1,5 +1,6 @@
 """Mistral's own files and Meta's that are damaged, or of a model that is not read: one clear error, and no result."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +103,14 @@ def rank_1(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], No
 
 ODD_PARTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a missing part": (lambda directory: (directory / "consolidated.00.pth").unlink(), r"00\.pth is missing"),
+    "a part that is a pipe": (
+        lambda directory: (file := directory / "consolidated.01.pth").unlink() or os.mkfifo(file),
+        r"not a file .*01\.pth",
+    ),
+    "a part that is a folder": (
+        lambda directory: (file := directory / "consolidated.01.pth").unlink() or file.mkdir(),
+        r"not a file .*01\.pth",
+    ),
     "too few parts": (lambda directory: (directory / "consolidated.01.pth").unlink(), "rows|shape"),
     "a part that lacks a tensor": (rank_1(lambda state: state.pop("norm.weight")), "`norm.weight` is in one of"),
     "parts of unequal shapes": (

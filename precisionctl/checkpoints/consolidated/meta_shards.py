@@ -14,7 +14,7 @@ from precisionctl.checkpoints.hf_directory.huggingface_files import read_bin
 from precisionctl.checkpoints.hf_directory.safetensors_file import JoinedTensor, Places, StoredTensor
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import TensorSpec
-from precisionctl.untrusted.safe_files import check_link
+from precisionctl.untrusted.safe_files import check_file
 
 FILE = re.compile(r"consolidated\.(\d{2,3})\.pth")
 EMBEDDING = "tok_embeddings.weight"
@@ -24,12 +24,12 @@ _AGAIN = "Copy the files of the release again."
 
 
 def shard_files(path: Path) -> list[Path]:
-    """The files of a directory in order. Raises DamagedCheckpoint where one is missing."""
+    """The files of a directory in order. Raises DamagedCheckpoint where one is missing, or no file."""
     files = sorted(each for each in path.glob("consolidated.*.pth") if FILE.fullmatch(each.name))
     for number, file in enumerate(files):
         if file.name != f"consolidated.{number:02}.pth":
             raise DamagedCheckpoint(f"consolidated.{number:02}.pth is missing", where=path, do="Download it again.")
-        check_link(file, path)
+        check_file(file, path)
     return files
 
 

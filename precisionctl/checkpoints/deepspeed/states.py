@@ -14,7 +14,7 @@ from precisionctl.checkpoints.torch_dist.masters import check_differing
 from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor, contiguous, skeleton
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import TensorSpec
-from precisionctl.untrusted.safe_files import has_file
+from precisionctl.untrusted.safe_files import check_file
 from precisionctl.untrusted.safe_pickle import is_count, sizes
 
 WHAT = "not what DeepSpeed writes"
@@ -60,8 +60,7 @@ def rank_files(directory: Path, *, either: bool = False) -> tuple[list[Path], li
 
 def read_states(path: Path) -> Mapping[str, Any]:
     """The object of a file, with tensors located. Raises DamagedCheckpoint for one that is missing or no table."""
-    if not has_file(path, path.parent):
-        raise DamagedCheckpoint("a file is missing", where=path, do="Copy the checkpoint again.")
+    check_file(path, path.parent)
     found = skeleton(path)
     if not isinstance(found, Mapping):
         raise DamagedCheckpoint(f"{WHAT}: {shown(found)}", where=path)

@@ -27,7 +27,7 @@ from precisionctl.checkpoints.other_trainers.trainer_run import number, stored_g
 from precisionctl.checkpoints.torch_files.torch_zip import skeleton
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.param import MOMENTS, TensorSpec
-from precisionctl.untrusted.safe_files import has_file
+from precisionctl.untrusted.safe_files import check_file, has_file
 
 ZERO = "zero"
 OPTIMIZER_STATE = "optimizer_state.pt"
@@ -118,8 +118,7 @@ def _others(folders: Sequence[Path]) -> str:
 
 
 def _tensor(path: Path, directory: Path, shape: tuple[int, ...] | None) -> FlatTensor:
-    if not has_file(path, directory):
-        raise DamagedCheckpoint("a file is missing", where=path, do="Copy the checkpoint again.")
+    check_file(path, directory)
     found = skeleton(path)
     tensor = whole_tensor(path, found.get("param") if isinstance(found, Mapping) else found, path.parent.name)
     if shape is None:

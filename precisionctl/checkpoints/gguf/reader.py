@@ -40,7 +40,7 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 from precisionctl.sizes import listed
-from precisionctl.untrusted.safe_files import check_file, check_link
+from precisionctl.untrusted.safe_files import check_file
 from precisionctl.untrusted.safe_json import parse_json
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -176,9 +176,7 @@ def _files_of(path: Path) -> list[Path]:
         numbers = range(1, min(int(match[3]), _MOST_FILES) + 1)
         files = [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in numbers]
     for file in files:
-        if not (is_named and file == path):
-            check_link(file, path.parent)
-        check_file(file)
+        check_file(file, path.resolve().parent if is_named and file == path else path.parent)
     return files
 
 

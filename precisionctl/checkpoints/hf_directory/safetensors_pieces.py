@@ -22,7 +22,7 @@ from precisionctl.checkpoints.torch_files.dcp_metadata import DcpPiece, DcpTenso
 from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.untrusted.safe_files import check_file, check_link
+from precisionctl.untrusted.safe_files import check_file
 
 _COPY = "Copy the files of all ranks again, and of one save alone."
 
@@ -87,8 +87,7 @@ def _joined(name: str, pieces: Sequence[tuple[DType, DcpPiece]], directory: Path
 
 
 def _pieces_of(path: Path, directory: Path) -> Iterator[tuple[str, DType, DcpPiece]]:
-    check_link(path, directory)
-    check_file(path)
+    check_file(path, directory)
     tensors, metadata = read_described(path)
     places = saved_offsets(tensors, metadata, path)
     if tensors and not places:

@@ -14,7 +14,7 @@ from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor,
 from precisionctl.checkpoints.torch_files.dcp_metadata import DcpPiece, DcpTensor
 from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.errors import DamagedCheckpoint, damage
-from precisionctl.untrusted.safe_files import check_file, check_link
+from precisionctl.untrusted.safe_files import check_file
 
 _FILE = re.compile(r"model_(\w+?)(?:_pp-rank-\d+-of-\d+_tp-rank-(\d+)-of-(\d+)(_exp-rank-\d+-of-\d+)?)?\.safetensors")
 _SLICE = re.compile(r"(None|\d{1,18}),(None|\d{1,18}),(?:None|1)")
@@ -29,8 +29,7 @@ def read_parts(directory: Path) -> dict[str, DcpTensor]:
     ranks: dict[str, set[tuple[str, str]]] = {}
     root = directory / "model"
     for path in sorted(root.rglob("*.safetensors")):
-        check_link(path, directory)
-        check_file(path)
+        check_file(path, directory)
         match = _FILE.fullmatch(path.name)
         if match is None or match[4]:
             what = "a part of an expert" if match else "no name that nanotron gives a file"

@@ -18,7 +18,7 @@ from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.untrusted import safe_pickle
 from precisionctl.untrusted.pickle_machine import LONGEST_KEY
 from precisionctl.untrusted.pickle_writer import Global, LazyDict, LazyList, PickledObject, dump
-from precisionctl.untrusted.safe_files import check_file, check_link, read_file
+from precisionctl.untrusted.safe_files import check_file, read_file
 from precisionctl.untrusted.safe_pickle import itself, sizes
 
 FILE = ".metadata"
@@ -241,8 +241,7 @@ class _Files:
             what = f"{FILE} names a file outside its directory: {shown(relative)}"
             raise DamagedCheckpoint(what, where=self._directory, do="Do not trust it.")
         path = self._directory / relative
-        check_link(path, self._directory)
-        check_file(path)
+        check_file(path, self._directory)
         span = self._found[relative] = Span(path, 0, path.stat().st_size)
         return span
 

@@ -19,7 +19,7 @@ from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import at, shown
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec
-from precisionctl.untrusted.safe_files import check_file, check_link
+from precisionctl.untrusted.safe_files import check_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,8 +37,7 @@ def is_mmproj(file: Path) -> bool:
 
 def read_mmproj(path: Path) -> GgufHead:
     """The head of a file of towers. Raises as `read_head`, and DamagedCheckpoint for a link out of its directory."""
-    check_link(path, path.parent)
-    check_file(path)
+    check_file(path, path.parent)
     return read_head(path)
 
 
