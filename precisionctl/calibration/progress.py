@@ -19,8 +19,7 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.parallel.world import World
 from precisionctl.trainer.saved import run_folder
-from precisionctl.untrusted.safe_files import read_file
-from precisionctl.untrusted.safe_json import parse_json
+from precisionctl.untrusted.safe_files import read_json
 
 _IDENTITY = "calibration.json"
 
@@ -76,7 +75,7 @@ class Progress:
         """Raise OutputError if `OUT.partial` is of another calibration, DamagedCheckpoint if its identity cannot be
         read."""
         identity = self._output.partial / _IDENTITY
-        found = parse_json(read_file(identity, self._output.partial), identity)
+        found = read_json(identity, self._output.partial)
         run_folder.check_same(run_folder.Saved(0, 0, found), self._identity, self._output.partial)
 
     def _saved(self) -> dict[int, Path]:

@@ -42,7 +42,7 @@ from precisionctl.checkpoints.hf_directory.safetensors_file import Places, Store
 from precisionctl.checkpoints.other_trainers import numbered_optimizer
 from precisionctl.checkpoints.other_trainers.numbered_optimizer import NumberedOptimizer
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun, trainer_step
-from precisionctl.checkpoints.published_tensors import read_json, read_published
+from precisionctl.checkpoints.published_tensors import read_published
 from precisionctl.codes.elements import FP8, Cast
 from precisionctl.codes.encoding import Encoding
 from precisionctl.dtypes import DType
@@ -58,7 +58,7 @@ from precisionctl.quant_methods.coded_weights import coded_weights
 from precisionctl.quant_methods.fp8 import expert_dtype
 from precisionctl.quant_methods.scales import Scales
 from precisionctl.sizes import counted, listed
-from precisionctl.untrusted.safe_files import has_file, read_file, whole_length
+from precisionctl.untrusted.safe_files import has_file, read_file, read_json, whole_length
 from precisionctl.untrusted.safe_json import parse_json
 
 
@@ -209,7 +209,7 @@ class HuggingFaceReader(HuggingFaceTensors):
     def hf_quant_config(self) -> dict[str, Any] | None:
         """The content of hf_quant_config.json, if there is one."""
         path = self.path / QUANT_CONFIG
-        return read_json(path) if has_file(path, self.path) else None
+        return read_json(path, self.path) if has_file(path, self.path) else None
 
     @cached_property
     def live_fp8(self) -> Fp8States | None:

@@ -19,8 +19,7 @@ from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors
 from precisionctl.checkpoints.mlx.mlx_names import is_known, within
 from precisionctl.errors import DamagedCheckpoint, MappingError, UnknownFormat, at, shown
 from precisionctl.param import TensorSpec
-from precisionctl.untrusted.safe_files import check_file, read_file
-from precisionctl.untrusted.safe_json import parse_json
+from precisionctl.untrusted.safe_files import check_file, read_json
 
 _PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
 """What mlx-lm calls the tensors of a linear's adapter, and what PEFT does."""
@@ -54,7 +53,7 @@ def _open(path: Path, hints: Hints) -> AdapterReader:
 def _read_config(directory: Path) -> LoraConfig:
     """Raises MappingError for other kinds of fine-tuning, DamagedCheckpoint for settings that are none."""
     path = directory / FILE
-    config = parse_json(read_file(path, directory), path)
+    config = read_json(path, directory)
     kind = config.get("fine_tune_type", "lora")
     if kind not in ("lora", "dora"):
         what = f"fine_tune_type is {shown(kind)}; only lora and dora are read"

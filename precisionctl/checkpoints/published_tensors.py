@@ -23,8 +23,7 @@ from precisionctl.checkpoints.hf_directory.wrapped_names import names_inside
 from precisionctl.checkpoints.mlx.mlx_names import in_published_names
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.quant_methods.coded_weights import quant_method_of
-from precisionctl.untrusted.safe_files import has_file, read_file
-from precisionctl.untrusted.safe_json import parse_json
+from precisionctl.untrusted.safe_files import has_file, read_json
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     beside = path / QUANT_CONFIG
     found = said_quantization(config)
     if not found and has_file(beside, path):
-        found = read_json(beside).get("quantization")
+        found = read_json(beside, path).get("quantization")
         if not isinstance(found, dict):
             raise DamagedCheckpoint("no `quantization`", where=beside)
         found = {"quant_method": "modelopt"} | found
@@ -95,7 +94,7 @@ def _unsaid_codes(config: Mapping[str, Any], path: Path, names: Collection[str])
     if any(name.endswith(".W_q") for name in names):
         return {"quant_method": hqq_codes.METHOD}
     if any(name.endswith(".weight._scale") for name in names):
-        said = read_json(path / QUANTIZATION_MAP) if has_file(path / QUANTIZATION_MAP, path) else {}
+        said = read_json(path / QUANTIZATION_MAP, path) if has_file(path / QUANTIZATION_MAP, path) else {}
         return {"quant_method": quanto_codes.METHOD, "modules": said}
     there = [name for name in FILES_BESIDE if has_file(path / name, path)]
     if not there or not any(name.endswith(".qweight") for name in names):
@@ -103,13 +102,4 @@ def _unsaid_codes(config: Mapping[str, Any], path: Path, names: Collection[str])
     if len(there) > 1:
         what = f"{' and '.join(there)} both say how weights are coded, and config.json does not"
         raise DamagedCheckpoint(what, where=path, do="Keep the one of the tool that made them.")
-    return {"quant_method": FILES_BESIDE[there[0]]} | read_json(path / there[0])
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of a directory. Raises DamagedCheckpoint if it cannot be read."""
-    try:
-        data = read_file(path, path.parent)
-    except OSError as error:
-        raise DamagedCheckpoint(f"not readable: {error.strerror}", where=path) from error
-    return parse_json(data, path)
+    return {"quant_method": FILES_BESIDE[there[0]]} | read_json(path / there[0], path)

@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from precisionctl.errors import DamagedCheckpoint, damage
 from precisionctl.sizes import size
@@ -44,6 +45,11 @@ def read_file(path: Path, directory: Path, most: int = LARGEST) -> bytes:
     if path.stat().st_size > most:
         raise DamagedCheckpoint(f"larger than {size(most)}, as no such file is", where=path, do="Is the copy whole?")
     return path.read_bytes()
+
+
+def read_json(path: Path, directory: Path, most: int = LARGEST) -> dict[str, Any]:
+    """The JSON object in such a file. Raises as `read_file` and `parse_json`."""
+    return parse_json(read_file(path, directory, most), path)
 
 
 def read_files(paths: Iterable[Path], directory: Path) -> dict[str, bytes]:
@@ -110,7 +116,7 @@ def whole_length(path: Path) -> int | None:
     if not has_file(lengths, path.parent):
         return None
     with damage("not the lengths of files", lengths):
-        length = parse_json(read_file(lengths, path.parent, _MOST_LENGTHS), lengths).get(path.name)
+        length = read_json(lengths, path.parent, _MOST_LENGTHS).get(path.name)
         if length is not None and type(length) is not int:
             raise ValueError(f"a length that is a {type(length).__name__}")
     return length

@@ -11,8 +11,7 @@ from typing import Any
 
 from precisionctl.checkpoints.adapter.expressions import Expressions
 from precisionctl.errors import DamagedCheckpoint, MappingError, at, shown
-from precisionctl.untrusted.safe_files import read_file
-from precisionctl.untrusted.safe_json import parse_json
+from precisionctl.untrusted.safe_files import read_json
 
 FILE = "adapter_config.json"
 
@@ -122,7 +121,7 @@ def read_lora_config(directory: Path) -> LoraConfig:
     the adapter computes something other than its tensors alone say.
     """
     path = directory / FILE
-    config = parse_json(read_file(path, directory), path)
+    config = read_json(path, directory)
     if (kind := config.get("peft_type")) != "LORA":
         raise MappingError(f"an adapter of type {shown(kind)}; only LORA is read", where=path, do=_BY_PEFT)
     if config.get("init_lora_weights", True) not in _KEEPS_BASE:

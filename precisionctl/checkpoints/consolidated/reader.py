@@ -33,7 +33,7 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import differences
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.sizes import counted, listed
-from precisionctl.untrusted.safe_files import read_file
+from precisionctl.untrusted.safe_files import read_file, read_json
 from precisionctl.untrusted.safe_json import parse_json
 
 PARAMS = "params.json"
@@ -79,7 +79,7 @@ class ConsolidatedReader(HuggingFaceTensors):
     def __init__(self, path: Path, hints: Hints = NO_HINTS) -> None:
         self.path = path
         where = path / PARAMS
-        params = parse_json(read_file(where, path), where)
+        params = read_json(where, path)
         own = read_companions(path)
         given = hints.companions or (own if "config.json" in own.files else None)
         reference = _config_of(given) if given else None

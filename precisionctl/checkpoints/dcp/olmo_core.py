@@ -26,8 +26,7 @@ from precisionctl.model.model_parts import MoE
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.paths import above, own_name
 from precisionctl.sizes import listed
-from precisionctl.untrusted.safe_files import has_file, read_file
-from precisionctl.untrusted.safe_json import parse_json
+from precisionctl.untrusted.safe_files import has_file, read_json
 from precisionctl.untrusted.safe_pickle import is_count
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def check_config(model: ModelShape, directory: Path) -> None:
     path = above(directory) / "config.json"
     if own_name(directory) != DIRECTORY or not has_file(path, above(directory)):
         return
-    config = parse_json(read_file(path, above(directory)), path)
+    config = read_json(path, above(directory))
     said = _dict(config.get("model"))
     found = dict[str, tuple[object, object]]()
     for block in _blocks(said):

@@ -27,8 +27,7 @@ from precisionctl.checkpoints.torch_files import torch_zip, torch_zip_writer
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
 from precisionctl.sizes import listed
-from precisionctl.untrusted.safe_files import check_link, has_file, read_file
-from precisionctl.untrusted.safe_json import parse_json
+from precisionctl.untrusted.safe_files import check_link, has_file, read_json
 
 MAX_SHARD_SIZE = 5_000_000_000
 
@@ -159,7 +158,7 @@ def _weight_map(directory: Path, file_format: WeightFileFormat) -> dict[str, Pat
     index, single = directory / file_format.index, directory / file_format.single
     if not has_file(index, directory):
         return {}
-    weight_map = parse_json(read_file(index, directory), index).get("weight_map")
+    weight_map = read_json(index, directory).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise DamagedCheckpoint("no `weight_map`", where=index)
     for file in weight_map.values():

@@ -23,8 +23,7 @@ from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensors, che
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownArchitecture
 from precisionctl.param import TensorSpec
 from precisionctl.paths import own_name
-from precisionctl.untrusted.safe_files import read_file
-from precisionctl.untrusted.safe_json import parse_json
+from precisionctl.untrusted.safe_files import read_json
 
 _IN_CONFIG = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -60,7 +59,7 @@ class NanotronReader(TrainerDirectory):
     def __init__(self, path: Path, hints: Hints = NO_HINTS) -> None:
         super().__init__(path, hints, "a checkpoint of nanotron")
         where = path / CONFIG
-        self._config = parse_json(read_file(where, path), where)
+        self._config = read_json(where, path)
         if self._config.get("is_llama_config") is not True:
             what = "a model of nanotron that is no Llama, whose names are not known here"
             raise UnknownArchitecture(what, where=where, do="Convert it with nanotron's own examples.")

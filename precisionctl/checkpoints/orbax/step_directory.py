@@ -16,8 +16,7 @@ from precisionctl.checkpoints.orbax.zarr_array import ZarrArray, arrays_of
 from precisionctl.checkpoints.orbax.zstd_pieces import Value
 from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage
-from precisionctl.untrusted.safe_files import check_link, has_file, read_file
-from precisionctl.untrusted.safe_json import parse_json
+from precisionctl.untrusted.safe_files import check_link, has_file, read_json
 
 METADATA = "_METADATA"
 _ITEMS = ("items", "default", "state")
@@ -71,7 +70,7 @@ def read_tree(item: Path) -> SavedTree:
     `ocdbt.read_keys` and `arrays_of`."""
     about: Mapping[str, Any] = {}
     if has_file(item / METADATA, item):
-        about = parse_json(read_file(item / METADATA, item), item / METADATA)
+        about = read_json(item / METADATA, item)
     of_ocdbt = has_file(item / ocdbt.MANIFEST, item)
     values = ocdbt.read_keys(item) if of_ocdbt else _files_in(item)
     # A key that is missing from a B+tree was never there; a file may have been lost

@@ -15,8 +15,7 @@ from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, shown
 from precisionctl.param import MOMENTS, TensorSpec
 from precisionctl.sizes import counted
 from precisionctl.torch_when_used import is_tensor
-from precisionctl.untrusted.safe_files import has_file, read_file
-from precisionctl.untrusted.safe_json import parse_json
+from precisionctl.untrusted.safe_files import has_file, read_json
 from precisionctl.untrusted.safe_pickle import is_count
 
 NO_COUNT = "nothing says how many updates the optimizer made"
@@ -197,7 +196,7 @@ def trainer_step(path: Path) -> int | None:
     DamagedCheckpoint for one that is no number."""
     if not has_file(path / _STATE, path):
         return None
-    step = parse_json(read_file(path / _STATE, path), path / _STATE).get("global_step")
+    step = read_json(path / _STATE, path).get("global_step")
     if not is_count(step):
         raise DamagedCheckpoint("it names no step", where=path / _STATE)
     return step
