@@ -253,17 +253,13 @@ def _group(group: int, queries: int, groups: int) -> list[int]:
 
 def _rows(tensor: StoredTensor, runs: Sequence[tuple[int, int]], file: Path) -> JoinedTensor:
     """These rows of a tensor, by their first and their number, one run after the other."""
-    spec = tensor.spec
     joined = list[tuple[int, int]]()
     for first, count in runs:
         if joined and sum(joined[-1]) == first:
             first, count = joined[-1][0], joined.pop()[1] + count
         joined.append((first, count))
-    chunks, row, length = list[Chunk](), 0, spec.columns * spec.dtype.itemsize
-    for first, count in joined:
-        chunks.append(Chunk(Box(row, count, 0, spec.columns), file, tensor.offset + first * length))
-        row += count
-    return JoinedTensor(replace(spec, shape=(row, *spec.shape[1:])), tensor.offset, tuple(chunks))
+    length = tensor.spec.columns * tensor.spec.dtype.itemsize
+    return _of_runs(tensor.spec, [(tensor.offset + first * length, count) for first, count in joined], file)
 
 
 def _joined(parts: Sequence[StoredTensor | None], file: Path) -> JoinedTensor | None:
@@ -271,11 +267,16 @@ def _joined(parts: Sequence[StoredTensor | None], file: Path) -> JoinedTensor | 
     there = [part for part in parts if part]
     if len(there) < len(parts) or len({(one.spec.shape[1:], one.spec.dtype) for one in there}) > 1:
         return None
-    chunks, row, spec = list[Chunk](), 0, there[0].spec
-    for part in there:
-        chunks.append(Chunk(Box(row, part.spec.rows, 0, spec.columns), file, part.offset))
-        row += part.spec.rows
-    return JoinedTensor(replace(spec, shape=(row, *spec.shape[1:])), there[0].offset, tuple(chunks))
+    return _of_runs(there[0].spec, [(part.offset, part.spec.rows) for part in there], file)
+
+
+def _of_runs(spec: TensorSpec, runs: Sequence[tuple[int, int]], file: Path) -> JoinedTensor:
+    """A tensor with the width and dtype of `spec`, of runs of rows: where each begins in the file, and its number."""
+    chunks, row = list[Chunk](), 0
+    for offset, count in runs:
+        chunks.append(Chunk(Box(row, count, 0, spec.columns), file, offset))
+        row += count
+    return JoinedTensor(replace(spec, shape=(row, *spec.shape[1:])), runs[0][0], tuple(chunks))
 
 
 def recognise(path: Path) -> bool:
