@@ -28,7 +28,7 @@ from precisionctl.checkpoints.other_trainers.litgpt_families import (
     LitGptFamily,
 )
 from precisionctl.checkpoints.other_trainers.name_patterns import pattern_of, with_numbers
-from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, both_are, says_its_model
+from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, by_model_names, says_its_model
 from precisionctl.checkpoints.torch_files import torch_zip
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model.model_shape import ModelShape
@@ -96,7 +96,7 @@ class LitGptReader(TrainerDirectory):
         if model and model.wrapper is None and (family := FAMILIES.get(model.architecture)):
             rows = self._tensors[EMBEDDINGS].spec.rows if EMBEDDINGS in self._tensors else 0
             self._padding = max(rows - model.vocab_size, 0)
-            self._tensors = by_hf_names(self._tensors, family, model, self._file)
+            self._tensors = by_model_names(_placed(self._tensors, family, model, self._file), self._file)
         self.specs: Mapping[str, TensorSpec] = {name: one.spec for name, one in self._tensors.items()}
 
     @property
@@ -197,13 +197,12 @@ def _scaling(said: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
     return {"rope_type": kind, **found} if kind else {}
 
 
-def by_hf_names(
+def _placed(
     stored: Mapping[str, StoredTensor], family: LitGptFamily, model: ModelShape, file: Path
-) -> dict[str, StoredTensor]:
-    """The tensors under Hugging Face's names, with rows in its order. Any that the family has not stay as they are.
-    Rows that pad the vocabulary are left out. Raises DamagedCheckpoint for two that are the same tensor, and for
-    attention of other sizes than the model's."""
-    found, seen = dict[str, StoredTensor](), dict[str, str]()
+) -> Iterator[tuple[str, str, StoredTensor]]:
+    """LitGPT's names, Hugging Face's, and the tensors with rows in the order of the latter. Any that the family has not
+    stay as they are. Rows that pad the vocabulary are left out. Raises DamagedCheckpoint for attention of other sizes
+    than the model's."""
     joined = {part: hf for hf, parts in family.joined.items() for part in parts}
     for name, tensor in stored.items():
         module, _, kind = name.rpartition(".")
@@ -219,12 +218,10 @@ def by_hf_names(
         elif pattern in family.names:
             padded = pattern in VOCABULARY and tensor.spec.rows > model.vocab_size
             made = {family.names[pattern]: _rows(tensor, [(0, model.vocab_size)], file) if padded else tensor}
-        named = {f"{with_numbers(hf, numbers)}.{kind}": one for hf, one in made.items()} or {name: tensor}
-        for new in named:
-            if (first := seen.setdefault(new, source)) != source:
-                raise both_are(first, source, new, file)
-        found |= named
-    return found
+        for module, part in made.items():
+            yield source, f"{with_numbers(module, numbers)}.{kind}", part
+        if not made:
+            yield source, name, tensor
 
 
 def _attention(

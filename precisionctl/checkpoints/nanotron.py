@@ -24,7 +24,7 @@ from precisionctl.checkpoints.chunks import Chunk, ComputedTensor, SomeRows
 from precisionctl.checkpoints.hf_directory.companions import to_json
 from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor, read_described
 from precisionctl.checkpoints.other_trainers.name_patterns import pattern_of, with_numbers
-from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, both_are
+from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, by_model_names
 from precisionctl.checkpoints.rotary_heads import Heads
 from precisionctl.checkpoints.torch_files.dcp_metadata import DcpPiece, DcpTensor
 from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensors, check_whole, slices
@@ -80,14 +80,8 @@ class NanotronReader(TrainerDirectory):
                 what = f"`{name}` is {tensor.spec.dtype}: FP8 codes, whose scales are not read"
                 raise CheckpointError(what, where=path, do="Save the weights in BF16.")
         self._stored = LogicalTensors(tensors)
-        self._places: dict[str, str | ComputedTensor] = {}
-        sources = dict[str, str]()
-        for name in tensors:
-            made = self._by_hf_names(name)
-            for new in made:
-                if (first := sources.setdefault(new, name)) != name:
-                    raise both_are(first, name, new, path)
-            self._places |= made
+        placed = ((name, new, place) for name in tensors for new, place in self._by_hf_names(name).items())
+        self._places: Mapping[str, str | ComputedTensor] = by_model_names(placed, path)
         self.specs: Mapping[str, TensorSpec] = {
             name: self._stored.spec_at(place) for name, place in self._places.items()
         }

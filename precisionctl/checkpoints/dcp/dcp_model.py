@@ -28,7 +28,7 @@ from precisionctl.checkpoints.hf_directory.fused_experts import stacks
 from precisionctl.checkpoints.hf_directory.wrapped_names import names_inside
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE
 from precisionctl.checkpoints.other_trainers import olmo_core_families, torchtitan_families
-from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, both_are, says_its_model
+from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, by_model_names, says_its_model
 from precisionctl.checkpoints.other_trainers.trainer_run import (
     ParameterGroup,
     TrainerRun,
@@ -209,12 +209,7 @@ class DcpModelReader(TrainerDirectory):
         """Hugging Face's names of weights, or of moments, whose names in `_stored` have a `prefix`: for each the stored
         tensor that it is, or its rows. `names` are a trainer's, and those in `_stored`; they stay what they are where
         nothing says the model, or the family's are not known. Raises DamagedCheckpoint for two that are one tensor."""
-        found, sources = dict[str, str | ComputedTensor](), dict[str, str]()
-        for own, hf, place in self._placed(names, prefix):
-            if (other := sources.setdefault(hf, own)) != own:
-                raise both_are(other, own, hf, self.path)
-            found[hf] = place
-        return found
+        return by_model_names(self._placed(names, prefix), self.path)
 
     def _placed(self, names: Mapping[str, str], prefix: str) -> Iterable[tuple[str, str, str | ComputedTensor]]:
         described = self.names_of and says_its_model(self)

@@ -19,7 +19,7 @@ from precisionctl.checkpoints.megatron.directory import MegatronReader
 from precisionctl.checkpoints.megatron.keys import MARKER
 from precisionctl.checkpoints.nemo import config, zarr
 from precisionctl.checkpoints.nemo.files import Files, files_of, read_text
-from precisionctl.checkpoints.other_trainers.trainer_directory import both_are
+from precisionctl.checkpoints.other_trainers.trainer_directory import by_model_names
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
 from precisionctl.checkpoints.torch_files.torch_zip import Span
@@ -164,13 +164,7 @@ def _state(span: Span) -> Mapping[str, Any]:
     state = torch_zip.skeleton_at(span)
     if not isinstance(state, dict) or not all(type(name) is str for name in state):
         raise DamagedCheckpoint("it holds no state dict", where=span)
-    found, names = dict[str, Any](), dict[str, str]()
-    for name, value in state.items():
-        plain = _PREFIX.sub("", name)
-        if (other := names.setdefault(plain, name)) is not name:
-            raise both_are(other, name, plain, span.path)
-        found[plain] = value
-    return found
+    return by_model_names(((name, _PREFIX.sub("", name), value) for name, value in state.items()), span.path)
 
 
 def open_nemo(path: Path, hints: Hints = NO_HINTS) -> NemoSharded | NemoRanks:

@@ -1,10 +1,11 @@
 """Shared by checkpoints of trainers that have Hugging Face's names but no description of the model. A config.json
 describes it: beside the checkpoint, as Hugging Face's Trainer writes it, or in the reference."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 from precisionctl.architectures.families import read_model
 from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints, Reader
@@ -17,6 +18,8 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 from precisionctl.untrusted.safe_files import check_link
 from precisionctl.untrusted.safe_json import parse_json
+
+T = TypeVar("T")
 
 
 class TrainerDirectory:
@@ -81,6 +84,17 @@ def says_its_model(reader: Reader | TrainerDirectory) -> bool:
     """Whether something describes the model of a checkpoint. If not, tensors keep the names under which they are
     stored."""
     return not isinstance(reader, TrainerDirectory) or "config.json" in reader.companions.files
+
+
+def by_model_names(found: Iterable[tuple[str, str, T]], where: Path) -> dict[str, T]:
+    """What is found of a model, by the model's names; each comes with its own name and the model's. Raises
+    DamagedCheckpoint for two that are the same tensor of the model."""
+    named, sources = dict[str, T](), dict[str, str]()
+    for own, name, one in found:
+        if (other := sources.setdefault(name, own)) != own:
+            raise both_are(other, own, name, where)
+        named[name] = one
+    return named
 
 
 def both_are(one: str, other: str, name: str, where: Path) -> DamagedCheckpoint:
