@@ -47,6 +47,15 @@ def number(field: str, key: str, absent: float | None = NEEDED) -> GgufEntry:
     return _one(field, key, absent, float, Described.number)
 
 
+def integer_or_none(field: str, key: str, absent: int = 0) -> GgufEntry:
+    """An integer field under one key, of which 0 means none."""
+
+    def read(file: Described) -> Fields:
+        return {field: file.count(key, absent) or None}
+
+    return GgufEntry((field,), (key,), read, lambda model: {key: value_of(model, field) or 0})
+
+
 def _one(
     field: str,
     key: str,

@@ -55,7 +55,7 @@ def words_of_mlx(model: ModelShape, dtype: DType) -> dict[str, Any]:
     if model.moe and name in _MAY_BE_NORMALISED:
         found["norm_topk_prob"] = not model.moe.pre_softmax
     if name == "minimax_m2":
-        found["rotary_dim"] = int(model.kv_channels * model.rotary_percent)
+        found["rotary_dim"] = model.rotary_size
     if name == "nemotron_h":
         found["mamba_proj_bias"] = False  # of which transformers takes no notice
     if model.moe and name in DENSE_FIRST:

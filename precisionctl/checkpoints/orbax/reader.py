@@ -65,10 +65,10 @@ class OrbaxReader(TrainerDirectory):
     def __init__(self, path: Path, iteration: int | None, hints: Hints) -> None:
         item = item_directory(path, iteration)
         super().__init__(path, hints, "a checkpoint of Orbax", item, above(item), above(above(item)))
-        self._item, tree = item, read_tree(item)
-        self.files: Sequence[Path] = sorted(tree.files)
-        self._arrays, self.not_carried = tree.arrays, list[str]()
-        self._decoded = DecodedChunks(tree.arrays.values())
+        self._arrays, files = read_tree(item)
+        self.files: Sequence[Path] = sorted(files)
+        self._item, self.not_carried = item, list[str]()
+        self._decoded = DecodedChunks(self._arrays.values())
         self._places: dict[str, HfRows] = {}
         with at(item):
             for kind, arrays in self._by_kind().items():

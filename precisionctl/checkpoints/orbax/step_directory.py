@@ -6,7 +6,6 @@ is `_METADATA`, which names all arrays. Their chunks are in OCDBT, or in files o
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,18 +55,10 @@ def item_directory(path: Path, iteration: int | None) -> Path:
     return item
 
 
-@dataclass(frozen=True)
-class SavedTree:
-    """The arrays of an item by name, the keys of dicts and the numbers in lists with dots between. `files` hold their
-    chunks."""
-
-    arrays: Mapping[str, ZarrArray]
-    files: frozenset[Path]
-
-
-def read_tree(item: Path) -> SavedTree:
-    """What an item holds. Raises DamagedCheckpoint for an array that is missing, or a part of one, and as
-    `ocdbt.read_keys` and `arrays_of`."""
+def read_tree(item: Path) -> tuple[dict[str, ZarrArray], set[Path]]:
+    """The arrays of an item by name, the keys of dicts and the numbers in lists with dots between; and the files that
+    hold their chunks. Raises DamagedCheckpoint for an array that is missing, or a part of one, and as `ocdbt.read_keys`
+    and `arrays_of`."""
     about: Mapping[str, Any] = {}
     if has_file(item / METADATA, item):
         about = read_json(item / METADATA, item)
@@ -89,7 +80,7 @@ def read_tree(item: Path) -> SavedTree:
             what = f"a part of `{array.name}` is missing"
             raise DamagedCheckpoint(what, where=f"{item}, {missing}", do="Is the copy whole?")
     spans = {value.path for value in values.values() if isinstance(value, Span)}
-    return SavedTree(arrays, frozenset(spans or {item / ocdbt.MANIFEST}))
+    return arrays, spans or {item / ocdbt.MANIFEST}
 
 
 def _files_in(item: Path) -> dict[str, Value]:

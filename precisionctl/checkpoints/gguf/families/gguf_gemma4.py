@@ -5,7 +5,7 @@ Sources: llama.cpp's src/models/gemma4.cpp, and conversion/gemma.py (Gemma4Model
 
 from dataclasses import replace
 
-from precisionctl.architectures.config_keys import Fields
+from precisionctl.architectures.config_keys import NEEDED, Fields
 from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.families.gguf_gemma import COMPUTED, FINAL_CAP
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
@@ -135,12 +135,7 @@ _MLPS = keys.GgufEntry(("ffn_hidden_size", "use_double_wide_mlp"), ("feed_forwar
 
 _LAYERS = (
     keys.integer("num_kv_shared_layers", "attention.shared_kv_layers", 0),
-    keys.GgufEntry(
-        ("per_layer_embed_dim",),
-        ("embedding_length_per_layer_input",),
-        lambda file: {"per_layer_embed_dim": file.count("embedding_length_per_layer_input") or None},
-        lambda model: {"embedding_length_per_layer_input": model.per_layer_embed_dim or 0},
-    ),
+    keys.integer_or_none("per_layer_embed_dim", "embedding_length_per_layer_input", NEEDED),
     keys.WINDOWS,
 )
 _UNUSED = keys.GgufEntry(

@@ -113,12 +113,7 @@ _POSITIONS = keys.write_only(lambda model: {"rope.scaling.finetuned": model.rope
 
 _NONE_USED = keys.ignored_keys(_USED, write=lambda model: {_USED: 0})
 _MLP_AS_SHARED = keys.ignored_keys(_SHARED, write=lambda model: {_SHARED: model.ffn_hidden_size})
-_SHARED_SIZE = keys.GgufEntry(
-    ("moe.shared_ffn_hidden_size",),
-    (_SHARED,),
-    lambda file: {"moe.shared_ffn_hidden_size": file.count(_SHARED, 0) or None},
-    lambda model: {_SHARED: (model.moe and model.moe.shared_ffn_hidden_size) or 0},
-)
+_SHARED_SIZE = keys.integer_or_none("moe.shared_ffn_hidden_size", _SHARED)
 
 
 def _has_shared(file: Described) -> bool:

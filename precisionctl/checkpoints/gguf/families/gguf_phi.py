@@ -4,7 +4,6 @@ Sources: llama.cpp's src/models/phi3.cpp, and conversion/phi.py.
 """
 
 import math
-from dataclasses import replace
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf import metadata_keys as keys, rope_keys, tensor_rows as rows
@@ -42,11 +41,7 @@ def _write_longrope(model: ModelShape) -> keys.Said:
 _ORIGINAL_CONTEXT = keys.write_only(lambda model: {"rope.scaling.original_context_length": _original_context(model)})
 _LONGROPE = keys.GgufEntry((), ("rope.scaling.attn_factor",), _read_longrope, _write_longrope)
 """By the key of _ORIGINAL_CONTEXT too."""
-_WINDOW = replace(
-    keys.WINDOW,
-    read=lambda file: {"sliding_window": file.count("attention.sliding_window", 0) or None},
-    write=lambda model: {"attention.sliding_window": model.sliding_window or 0},
-)
+_WINDOW = keys.integer_or_none("sliding_window", "attention.sliding_window")
 
 FAMILIES = {
     "phi3": GgufFamily(
