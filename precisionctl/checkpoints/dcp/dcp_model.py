@@ -185,7 +185,12 @@ class DcpModelReader(TrainerDirectory):
         """Weights, as kind "", and moments by kind, under the names that parameters have in the model."""
         stored, self._optimizer = split_off(index, self.path)
         if index_of_optimizer:
-            _, self._optimizer = split_off(index_of_optimizer, self.path)
+            beside, found = split_off(index_of_optimizer, self.path)
+            self._optimizer = replace(found, others=(*found.others, *beside))
+            if beside and not (found.numbered or any(found.moments.values())):
+                where = next(iter(beside.values())).pieces[0].span.path.parent.name
+                unread = f"{where}/ has `{min(beside)}` and its like, which are under no key of an optimizer"
+                self._optimizer = replace(self._optimizer, unread=unread)
         payloads = {name: stored.pop(name) for name in list(stored) if EXTRA_STATE in name}
         self._payloads = [name for name, one in payloads.items() if 0 not in one.shape]
         self._pickled = [span for name, span in index.objects.items() if EXTRA_STATE in name]
