@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from precisionctl.checkpoints.base import OfNotes
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
@@ -221,6 +222,15 @@ def test_a_stored_piece_that_no_tensor_has_is_never_left_out(
     harm(weights / "model.embedding.word_embeddings.weight")
     with pytest.raises(DamagedCheckpoint, match=f"{said}.* belongs to no tensor"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_a_run_in_fp8_is_told_that_its_state_in_zarr_stays_behind(tmp_path: Path, fp8: bool) -> None:
+    nemo_files.write_config(tmp_path, nemo_files.FIELDS | {"fp8": fp8})
+    in_zarr(tmp_path, nemo_files.STATE)
+    reader = open_checkpoint(tmp_path)
+    assert isinstance(reader, OfNotes)
+    assert any("FP8 state stays behind" in note for note in reader.notes()) == fp8
 
 
 def test_two_models_in_one_checkpoint_are_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ There is no optimizer. The tokenizer's files have names of NeMo's own, and are n
 import argparse
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,11 @@ class NemoSharded(_Nemo, TorchDistReader):
         index = _read_index(path, files)
         _check_text(index.tensors, self._config, path)
         super().__init__(path, hints=hints, index=index)
+
+    def notes(self) -> Iterator[str]:
+        yield from super().notes()
+        if self._config.get("fp8") and not self.objects:
+            yield "The run was in FP8, and its FP8 state stays behind: it is not read of Megatron-Core's `zarr`."
 
 
 class NemoRanks(_Nemo, LegacyReader):
