@@ -11,6 +11,7 @@ from functools import cached_property, reduce
 from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.fp8.carry import check_modules, filled_in, read_state, under_recipe
 from precisionctl.fp8.state import DelayedScaling, Fp8States
@@ -90,7 +91,7 @@ def is_of_weights(states: Fp8States, digest: str, reader: Reader) -> bool:
     """
     if states.of_weights is not None:
         return states.of_weights == digest
-    return reader.layout == "megatron" and states.iteration == reader.iteration
+    return of_megatron(reader) and states.iteration == reader.iteration
 
 
 def origin(states: Fp8States) -> str:

@@ -63,7 +63,7 @@ ONLY_MEGATRONS = "Muon's momentum (`momentum_buffer`), which goes to Megatron al
 
 def of_megatron(reader: Reader) -> TypeGuard[MegatronReader]:
     """Whether a checkpoint is Megatron's."""
-    return isinstance(reader, MegatronReader)
+    return reader.layout == "megatron"
 
 
 def carry_run(reader: MegatronReader, parallelism: Parallelism, *, generators: bool = True) -> CarriedRun:
