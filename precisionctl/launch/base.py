@@ -1,5 +1,6 @@
 """The checkpoint to continue from, and the command line or config that a framework is started with."""
 
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.hf_directory.companions import is_tokenizer, read_companions
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
-from precisionctl.checkpoints.megatron.keys import EXTRA_STATE
+from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, TRACKER, directory_name, read_tracker
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.notes import GATE
 from precisionctl.doctor import examine_payloads
@@ -28,7 +29,7 @@ from precisionctl.recipe import Recipe
 from precisionctl.sizes import counted, listed
 from precisionctl.trainer.saved.run_folder import recipe_of_run
 from precisionctl.trainer.saved.run_precision import precision_of_run
-from precisionctl.untrusted.safe_files import check_link
+from precisionctl.untrusted.safe_files import check_link, has_file
 
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 """Transformer Engine's environment variable for block scales that are not powers of two; no framework has a flag."""
@@ -130,6 +131,26 @@ class LaunchSource:
         """The argument of `--load`: the directory that contains the directories of iterations."""
         here = self.directory
         return here.parent if here.name == "release" or here.name.startswith("iter_") else here
+
+    @property
+    def step(self) -> int | None:
+        """The iteration that Megatron-LM has to be told, where its tracker names another one or is not there. Raises
+        CheckpointError where it heeds no number: under a tracker that says `release`, and for a release or iteration 0
+        (`_load_base_checkpoint`, megatron/training/checkpointing.py)."""
+        here, root, release = self.directory.name, self.root, directory_name(None)
+        tracked = directory_name(read_tracker(root, "")) if has_file(root / TRACKER, root) else None
+        number = re.fullmatch(r"iter_(\d{7,15})", here)
+        if here == tracked or not (number or here == release):
+            return None
+        step = int(number[1]) if number else 0
+        if step and tracked != release:
+            return step
+        says = f"names {tracked}" if tracked else "is not there"
+        raise CheckpointError(
+            f"Megatron-LM does not load {here}: {TRACKER} beside it {says}",
+            where=self.path,
+            do=f"Write `{step if number else release}` into that file.",
+        )
 
     @cached_property
     def tokenizer(self) -> Path | None:

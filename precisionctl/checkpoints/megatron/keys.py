@@ -185,6 +185,12 @@ def _tracked(path: Path, advice: str) -> int | None:
                 raise DamagedCheckpoint("it names no step", where=tracker)
             return int(step)
         raise CheckpointError(f"there is no {TRACKER} to say which iteration is meant", where=path, do=advice)
+    return read_tracker(path, advice)
+
+
+def read_tracker(path: Path, advice: str) -> int | None:
+    """The iteration that Megatron-LM's tracker names; None for a `release`. Raises DamagedCheckpoint for a file that
+    names none."""
     with open(path / TRACKER, errors="replace") as file:
         text = file.read(100).strip()
     if text != "release" and not re.fullmatch("[0-9]{1,15}", text):

@@ -255,6 +255,34 @@ def test_a_schedule_that_counts_samples_is_gone_on_with_by_the_sample(place: Pat
     assert "--lr-warmup-init" not in flags_of(launch(tmp_path / "run", "megatron-lm"))
 
 
+def test_megatron_is_told_the_iteration_where_its_tracker_names_another(place: Path, tmp_path: Path) -> None:
+    """`_load_base_checkpoint` in megatron/training/checkpointing.py takes the tracker's, else --ckpt-step."""
+    made, one, tracker = place / "bf16", tmp_path / "iter_0000001", tmp_path / "latest_checkpointed_iteration.txt"
+    for number in (1, 12):
+        shutil.copytree(made / "release", tmp_path / f"iter_{number:07d}")
+    tracker.write_text("12")
+
+    def told(path: Path, iteration: int | None = None) -> list[int | None]:
+        flags = flags_of(launch(path, "megatron-lm", iteration))
+        read = [parse(version, flags) for version in FLAGS]
+        assert all(each.load == str(tmp_path) for each in read)
+        return sorted({each.ckpt_step for each in read})
+
+    assert told(tmp_path) == told(tmp_path, 12) == told(tmp_path / "iter_0000012") == [None]
+    assert told(tmp_path, 1) == told(one) == [1]
+    tracker.unlink()  # without it Megatron would begin with random weights
+    assert told(one) == [1]
+    tracker.write_text("release")
+    with pytest.raises(CheckpointError, match="does not load iter_0000001") as refused:
+        launch(one, "megatron-lm")
+    assert "`1`" in str(refused.value.do)
+    shutil.copytree(made / "release", tmp_path / "release")
+    assert launch(tmp_path, "megatron-lm")
+    tracker.write_text("12")
+    with pytest.raises(CheckpointError, match="names iter_0000012"):
+        launch(tmp_path / "release", "megatron-lm")
+
+
 def test_what_balances_experts_in_a_run_of_ours_balances_them_in_megatron(place: Path, tmp_path: Path) -> None:
     source = make_source(tmp_path / "source", family="qwen3-moe", mlp_only_layers=[])
     keys = {"router__pooled_loss": 0, "router__aux_loss": 0.01, "router__z_loss": 0.001}
