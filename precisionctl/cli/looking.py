@@ -1,5 +1,6 @@
 """Commands that look at checkpoints, runs and machines: inspect, compare, eval, launch-args and doctor."""
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,14 +96,21 @@ def inspect(
         from precisionctl.reports import readiness as judged
         from precisionctl.reports.readiness_page import write_page
 
+        read_as = {"--reference": reference, "--iteration": iteration}
+        named = shlex.join(
+            [
+                str(checkpoint),
+                *(word for option, value in read_as.items() if value is not None for word in (option, str(value))),
+            ]
+        )
         readiness = assess(reader, fp8_state, lambda total: console.bytes_progress("measuring weights", total), workers)
         if html:
-            write_page(html, description, readiness)
+            write_page(html, description, readiness, named)
         if json_wanted:
             print_json({**description, "readiness": judged.as_json(readiness)})
             return
         console.show_tables([*report.tables(description), *judged.tables(readiness)])
-        console.show_lines([*judged.advice(readiness, str(checkpoint)), *_written(html)])
+        console.show_lines([*judged.advice(readiness, named), *_written(html)])
     elif json_wanted:
         print_json(description)
     else:

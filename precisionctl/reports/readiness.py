@@ -173,8 +173,9 @@ def _severity(health: RoleHealth) -> tuple[float, ...]:
     return zeros, health.saturation("delayed") or 0.0, growth, health.kurtosis or 0.0
 
 
-def advice(readiness: Readiness, checkpoint: str) -> list[str]:
-    """Lines to paste into a recipe, notes on the state, and what to run if something was never measured."""
+def advice(readiness: Readiness, named: str) -> list[str]:
+    """Lines to paste into a recipe, notes on the state, and what to run if something was never measured (`named` as in
+    `to_measure`)."""
     lines = [
         line
         for names, text in keep_bf16(readiness)
@@ -183,7 +184,7 @@ def advice(readiness: Readiness, checkpoint: str) -> list[str]:
     for scheme, text in left_out_of_four_bits(readiness):
         lines += [f"# lose too much in {scheme}; FP8 holds them. For an export in {scheme}, in a recipe", text]
     lines += [rests_on(readiness), *readiness.notes]
-    if run := to_measure(readiness, checkpoint):
+    if run := to_measure(readiness, named):
         roles = " and ".join(role for role in IN_USE if not readiness.measured.get(role))
         lines += [f"Nothing has measured {roles}. To measure:", *run]
     return lines
@@ -224,14 +225,14 @@ def rests_on(readiness: Readiness) -> str:
     return f"{recorded}, which is little: a verdict on a run needs {PASSES.shown} or more, over data like the run's."
 
 
-def to_measure(readiness: Readiness, checkpoint: str) -> list[str]:
-    """The commands that measure what was never measured, if something was not and `calibrate` can."""
+def to_measure(readiness: Readiness, named: str) -> list[str]:
+    """The commands that measure what was never measured, if something was not and `calibrate` can. `named` are the
+    words of a shell's command that name the checkpoint, with options that say how it is read."""
     if not readiness.can_calibrate or all(readiness.measured.get(role) for role in IN_USE):
         return []
-    name = shlex.quote(checkpoint)
     left_out = readiness.misfits
     keep = f" --set {shlex.quote(f'precision.keep_bf16={json.dumps(list(left_out))}')}" if left_out else ""
     return [
-        f"precisionctl calibrate {name} --data FILE --out STATE{keep}",
-        f"precisionctl inspect {name} --fp8 --fp8-state STATE",
+        f"precisionctl calibrate {named} --data FILE --out STATE{keep}",
+        f"precisionctl inspect {named} --fp8 --fp8-state STATE",
     ]

@@ -41,14 +41,14 @@ details pre { max-height: 14rem; overflow-y: auto }
 """
 
 
-def write_page(path: Path, description: Description, readiness: Readiness) -> None:
+def write_page(path: Path, description: Description, readiness: Readiness, named: str) -> None:
     """Write `whole_page` to the file `path`."""
-    path.write_text(whole_page(description, readiness), encoding="utf-8")
+    path.write_text(whole_page(description, readiness, named), encoding="utf-8")
 
 
-def whole_page(description: Description, readiness: Readiness) -> str:
-    """The page as HTML. `description` is the result of `reports.inspect.describe`."""
-    model, run = description["model"], to_measure(readiness, str(description["path"]))
+def whole_page(description: Description, readiness: Readiness, named: str) -> str:
+    """The page as HTML. `description` is the result of `reports.inspect.describe`, `named` as in `to_measure`."""
+    model, run = description["model"], to_measure(readiness, named)
     sizes = (
         ""
         if "no_table" in model

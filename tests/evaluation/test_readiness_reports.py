@@ -45,7 +45,7 @@ def with_everything():
 def test_the_page_of_a_checkpoint_that_is_where_we_are_has_its_name(tmp_path, monkeypatch):
     pico.save(tmp_path / "model", dtype=torch.bfloat16)
     monkeypatch.chdir(tmp_path / "model")
-    text = whole_page(describe(open_checkpoint(Path())), judged([], {}, None))
+    text = whole_page(describe(open_checkpoint(Path())), judged([], {}, None), "CKPT")
     assert "<title>Is model ready for FP8?" in text
 
 
@@ -125,7 +125,7 @@ class Page(HTMLParser):
 def page_of(tmp_path, readiness):
     pico.save(tmp_path)
     description = dict(describe(open_checkpoint(tmp_path)))
-    return whole_page({**description, "path": "/models/<i>a & b"}, readiness)
+    return whole_page({**description, "path": "/models/<i>a & b"}, readiness, "'/models/<i>a & b'")
 
 
 def test_the_page_asks_for_nothing_and_escapes_names(tmp_path):
@@ -148,7 +148,7 @@ def test_the_page_of_a_model_without_a_table_or_without_modules_says_so(tmp_path
     (tmp_path / "config.json").write_text(
         json.dumps(words | {"model_type": "new", "architectures": ["NewForCausalLM"]})
     )
-    text = whole_page(describe(open_checkpoint(tmp_path)), judged([], {}, None))
+    text = whole_page(describe(open_checkpoint(tmp_path)), judged([], {}, None), "CKPT")
     assert "<p>new.</p>" in text and "hidden size" not in text
     assert text.count("nothing to judge: no module would be in FP8") == len(judged([], {}, None).verdicts)
 
@@ -219,6 +219,17 @@ def test_inspect_of_a_bf16_checkpoint_says_what_it_cannot_know(tmp_path):
     )
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     assert result.stdout.endswith(f"\nWrote {tmp_path / 'page.html'}.\n")
+
+
+def test_what_inspect_advises_to_run_reads_the_checkpoint_as_it_did(tmp_path):
+    pico.save(tmp_path / "ckpt", dtype=torch.bfloat16)
+    assert run("convert", tmp_path / "ckpt", tmp_path / "dcp", "--to", "dcp").exit_code == 0
+    (tmp_path / "dcp" / "config.json").unlink(missing_ok=True)
+    page, read_as = tmp_path / "page.html", ("--reference", tmp_path / "ckpt")
+    result = run("inspect", tmp_path / "dcp", "--fp8", "--html", page, *read_as)
+    assert result.exit_code == 0, result.output
+    command = f"precisionctl calibrate {tmp_path / 'dcp'} --reference {tmp_path / 'ckpt'} --data FILE"
+    assert command in result.stdout and command in page.read_text()
 
 
 def test_inspect_takes_a_state_file_for_the_checkpoint_s_own(tmp_path):
