@@ -287,9 +287,10 @@ def next_step(request: "Request", command: "PlannedCommand", *, compared: bool) 
         return f"To the Hub: hf upload ORG/NAME {path}"
     if request.to == "megatron" and has_flags(command.plan.model):  # else it would be refused
         return f"To continue in Megatron-LM: precisionctl launch-args {path} --framework megatron-lm"
-    # `verify` takes the newest iteration, cannot be told a family, and finds rounded values and masters different
+    # `verify` cannot be told how to read what these are given for, and finds rounded values and masters different
+    read_by = request.iteration, request.architecture, request.grouped_columns, request.trust_reference or None
     other_values = request.precision != "keep" or (request.storage.is_state_dict and command.trained)
-    if compared or other_values or request.iteration is not None or request.architecture:
+    if compared or other_values or any(hint is not None for hint in read_by):
         return f"To see what it holds: precisionctl inspect {path}{_to_read(request, command)}"
     reference = f" --reference {shlex.quote(str(request.reference))}" if request.reference else ""
     return f"To compare both: precisionctl verify {shlex.quote(str(request.source))} {path}{reference}"

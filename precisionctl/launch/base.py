@@ -135,12 +135,12 @@ class LaunchSource:
     @property
     def step(self) -> int | None:
         """The iteration that Megatron-LM has to be told, where its tracker names another one or is not there. Raises
-        CheckpointError where it heeds no number: under a tracker that says `release`, and for a release or iteration 0
-        (`_load_base_checkpoint`, megatron/training/checkpointing.py)."""
+        CheckpointError where no number helps: under a tracker that says `release`, and for a release, iteration 0 or
+        a directory of another name (`_load_base_checkpoint`, megatron/training/checkpointing.py)."""
         here, root, release = self.directory.name, self.root, directory_name(None)
         tracked = directory_name(read_tracker(root, "")) if has_file(root / TRACKER, root) else None
         number = re.fullmatch(r"iter_(\d{7,15})", here)
-        if here == tracked or not (number or here == release):
+        if here == tracked:
             return None
         step = int(number[1]) if number else 0
         if step and tracked != release:
@@ -149,7 +149,9 @@ class LaunchSource:
         raise CheckpointError(
             f"Megatron-LM does not load {here}: {TRACKER} beside it {says}",
             where=self.path,
-            do=f"Write `{step if number else release}` into that file.",
+            do=f"Write `{int(number[1]) if number else release}` into that file."
+            if number or here == release
+            else f"Write one that it loads: precisionctl convert {shlex.quote(str(self.path))} NEW --to megatron",
         )
 
     @cached_property

@@ -475,6 +475,7 @@ def test_convert_ends_with_the_next_command_and_that_one_works(tmp_path):
         ],
         "To see what it holds: precisionctl inspect ": [
             (trained, "deepspeed", "--reference", plain),
+            (tmp_path / "launch-args 0", "dcp", "--reference", plain, "--trust-reference"),
             *((scaled, "megatron", *more) for more in (["--precision", "fp32"], ["--verify"])),
         ],
     }

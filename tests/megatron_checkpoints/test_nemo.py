@@ -1,6 +1,7 @@
 """NeMo 1's checkpoints, packed and unpacked, become the model that they were made of."""
 
 import json
+import shlex
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import conversions
+import in_memory
 import nemo_files
 import pico
 import pytest
@@ -17,6 +19,7 @@ from safetensors.torch import load_file
 
 from precisionctl.checkpoints.base import OfNotes
 from precisionctl.checkpoints.chunks import read_tensor
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
 from precisionctl.commands.plan_command import plan_command
@@ -28,6 +31,7 @@ from precisionctl.errors import (
     UnknownArchitecture,
     UnknownFormat,
 )
+from precisionctl.fp8 import sidecar
 from precisionctl.model.same_model import differences
 from precisionctl.reports import inspect
 
@@ -124,7 +128,10 @@ def test_without_a_reference_convert_and_verify_say_that_padding_counts_as_vocab
     path = unpacked(tmp_path, "mistral", in_torch_dist, rows=256)
     said = "all 256 rows are taken for tokens, also any that pad it. --reference HF_DIR tells them apart"
     assert [note for note in plan_command(Request(path, tmp_path / "out", "hf")).notes if said in note]
-    assert said in CliRunner().invoke(main, ["verify", str(path), str(tmp_path / "hf")]).stdout
+    sidecar.write(tmp_path / "state", in_memory.recorded(HuggingFaceReader(tmp_path / "hf")))
+    asked = ["verify", str(path), str(tmp_path / "hf"), "--fp8-state", str(tmp_path / "state")]
+    told = CliRunner().invoke(main, asked).stdout
+    assert said in told and told.endswith(f"{shlex.join([*asked, '--reference', str(tmp_path / 'hf')])}\n")
     given = plan_command(Request(path, tmp_path / "out", "hf", reference=tmp_path / "hf"))
     assert not [note for note in given.notes if "pad it" in note]
 

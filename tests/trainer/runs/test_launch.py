@@ -281,6 +281,10 @@ def test_megatron_is_told_the_iteration_where_its_tracker_names_another(place: P
     tracker.write_text("12")
     with pytest.raises(CheckpointError, match="names iter_0000012"):
         launch(tmp_path / "release", "megatron-lm")
+    (tmp_path / "release").rename(tmp_path / "best")
+    with pytest.raises(CheckpointError, match="does not load best") as refused:
+        launch(tmp_path / "best", "megatron-lm")
+    assert "best NEW --to megatron" in str(refused.value.do)
 
 
 def test_what_balances_experts_in_a_run_of_ours_balances_them_in_megatron(place: Path, tmp_path: Path) -> None:
