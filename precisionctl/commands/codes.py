@@ -77,6 +77,7 @@ class _EngineCodes:
         self._check_stored(encoded, form)
         plan, cache_notes = self._with_cache(form, encoded)
         fixed = input_scale_notes(known.current, request.fp8_state, file_is_noted=True)
+        read = (source.reader.path if request.iteration is not None else None) or request.source
         notes = [
             *([f"Scheme {scheme}: {why}."] if why else ()),
             *(fixed if SCHEMES[scheme].fixed_inputs else ()),
@@ -84,7 +85,7 @@ class _EngineCodes:
             *(known.notes if request.target else known_state_notes(known, carried=True)),
             *(unreached_notes(source.states, policy.jobs) if policy.inputs is not None else ()),
             *recoding_notes(source.encodings, source.reader.specs, encoded),
-            *four_bit_notes(scheme, source.encodings, encoded, request.source, request.destination),
+            *four_bit_notes(scheme, source.encodings, encoded, read, request.destination),
             *cache_notes,
             *source_notes(source),
             *in_bf16_notes(source.reader, source.plan, precision, scheme, policy.refused),

@@ -2,6 +2,7 @@
 computes with it."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -268,3 +269,15 @@ def test_codes_of_experts_go_to_megatron_and_come_back_the_same(tmp_path: Path, 
     assert codes.keys() == back.keys()
     for name, expected in codes.items():
         assert torch.equal(expected.view(torch.uint8), back[name].view(torch.uint8)), name
+
+
+def test_the_commands_that_measure_what_rounding_costs_name_the_iteration_that_is_read(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    conversions.run(tmp_path / "hf", tmp_path / "run", "megatron")
+    one = (tmp_path / "run" / "release").rename(tmp_path / "run" / "iter_0000001")
+    shutil.copytree(one, tmp_path / "run" / "iter_0000012")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("12")
+    for iteration, read in ((1, one), (None, tmp_path / "run")):
+        request = Request.export(tmp_path / "run", tmp_path / "out", "vllm", "nvfp4a16", iteration=iteration)
+        (note,) = [note for note in plan_command(request).notes if "are rounded to" in note]
+        assert f"inspect {read} --fp8`" in note and f"--against {read}`" in note
