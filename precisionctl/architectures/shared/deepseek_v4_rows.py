@@ -119,7 +119,7 @@ _COMPRESSED = (
     ),
 )
 
-_EXPERTS = moe.experts(*(f"{_HF}ffn.experts.{{expert}}.{name}.weight" for name in ("w1", "w3", "w2")))
+_EXPERTS = moe.experts(f"{_HF}ffn.experts")
 
 
 _DECODER = (

@@ -37,8 +37,15 @@ def mixer_heads(heads: str, head: str, expand: str, absent: int | str, channels:
     return keys.Rule((heads, head, expand, *([channels] if channels else [])), read, write)
 
 
-MIXER_HEADS = mixer_heads("mamba_n_heads", "mamba_d_head", "mamba_expand", "auto")
-"""As Granite 4 and Bamba have them."""
+MIXER: tuple[keys.Entry, ...] = (
+    mixer_heads("mamba_n_heads", "mamba_d_head", "mamba_expand", "auto"),
+    keys.Key("mamba.num_groups", "mamba_n_groups", 1),
+    keys.Key("mamba.state_dim", "mamba_d_state", 256),
+    keys.Only("mamba_d_conv", 4),
+    keys.Only("mamba_conv_bias", True),
+    keys.Only("mamba_proj_bias", False),
+)
+"""As Granite 4 and Bamba have it."""
 
 
 def step_limits(*said_by: str) -> keys.Rule:

@@ -94,6 +94,9 @@ vLLM's layer takes no codes for them (model_executor/layers/mamba/mamba_mixer.py
 BEFORE_MIXER = renamed(only_in("mamba", llama.ATTENTION_NORM), {}, {"self_attention.linear_qkv": "mixer.in_proj"})
 """The norm of what a mixer reads."""
 
+FINAL_NORM = renamed(llama.FINAL_NORM, {}, {"final_layernorm": "final_norm"})
+"""As Megatron's hybrid stack calls it."""
+
 _OR_ATTENTION = only_in("attention", (*llama.ATTENTION_NORM, *llama.QKV_LINEAR, *llama.PROJ))
 MIXER_OR_ATTENTION = (*BEFORE_MIXER, *MIXER, *_OR_ATTENTION)
 """Of a layer that is one of the two, with the norm before it."""

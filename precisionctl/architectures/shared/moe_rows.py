@@ -106,11 +106,13 @@ FC1_SIZES = ("expert_fc1_size", "expert_hidden_size")
 FC2_SIZES = ("expert_hidden_size", "moe.ffn_hidden_size")
 
 
-def experts(gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """Rows of experts under a number each, by the names of their three weights."""
+def experts(within: str, gate: str = "w1", up: str = "w3", down: str = "w2") -> tuple[Row, ...]:
+    """Rows of experts under a number each `within` a module, by the names of their three linears: Mixtral's, if not
+    others."""
+    names = [f"{within}.{{expert}}.{linear}.weight" for linear in (gate, up, down)]
     return (
-        Row((gate, up), FC1, FC1_SIZES, GATE_UP, GATED_ROWS, layers="moe", gemm=True),
-        Row(down, FC2, FC2_SIZES, parallel=COLUMNS, layers="moe", gemm=True),
+        Row(tuple(names[:2]), FC1, FC1_SIZES, GATE_UP, GATED_ROWS, layers="moe", gemm=True),
+        Row(names[2], FC2, FC2_SIZES, parallel=COLUMNS, layers="moe", gemm=True),
     )
 
 
@@ -134,11 +136,7 @@ FUSED = (
     ),
 )
 
-NUMBERED = experts(
-    "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
-    "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
-    "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
-)
+NUMBERED = experts("model.layers.{layer}.mlp.experts", "gate_proj", "up_proj", "down_proj")
 """One by one."""
 
 EXPERTS = (Either(NUMBERED, FUSED, second_is="in memory"),)

@@ -10,8 +10,8 @@ from precisionctl.architectures.config_layers import numbered_layers
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama
-from precisionctl.architectures.shared.mamba_keys import MIXER_HEADS, step_limits
-from precisionctl.architectures.shared.mamba_rows import MIXER_OR_ATTENTION
+from precisionctl.architectures.shared.mamba_keys import MIXER, step_limits
+from precisionctl.architectures.shared.mamba_rows import FINAL_NORM, MIXER_OR_ATTENTION
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
@@ -56,11 +56,9 @@ def _read_rope(config: keys.Config) -> keys.Fields:
 
 ARCHITECTURE = Architecture(
     model_types={"bamba": "BambaForCausalLM"},
-    rows=(
-        *llama.EMBEDDING,
+    rows=llama.model_rows(
         *renamed((*MIXER_OR_ATTENTION, *llama.MLP_NORM, *llama.MLP), _NAMES),
-        *renamed(llama.FINAL_NORM, {"model.norm.": "model.final_layernorm."}, {"final_layernorm": "final_norm"}),
-        *llama.OUTPUT,
+        ending=renamed(FINAL_NORM, {"model.norm.": "model.final_layernorm."}),
     ),
     config=(
         keys.Rule(("num_hidden_layers", "attn_layer_indices"), _read_layers, _write_layers),
@@ -69,12 +67,9 @@ ARCHITECTURE = Architecture(
         keys.Key("max_position_embeddings", "max_position_embeddings", 262144),
         keys.VOCABULARY,
         keys.heads(num_key_value_heads=8),
-        MIXER_HEADS,
-        keys.Key("mamba.num_groups", "mamba_n_groups", 1),
-        keys.Key("mamba.state_dim", "mamba_d_state", 256),
-        keys.Only("mamba_d_conv", 4),
-        keys.Only("mamba_conv_bias", True),
-        *(keys.Only(key, False) for key in ("mamba_proj_bias", "attention_bias", "mlp_bias")),
+        *MIXER,
+        keys.Only("attention_bias", False),
+        keys.Only("mlp_bias", False),
         step_limits("time_step_limit"),
         keys.SILU,
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),

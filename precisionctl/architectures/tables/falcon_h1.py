@@ -12,23 +12,21 @@ from precisionctl.architectures.param_map import Architecture, only_in, renamed,
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.shared.mamba_keys import mixer_heads, step_limits
-from precisionctl.architectures.shared.mamba_rows import MIXER
+from precisionctl.architectures.shared.mamba_rows import FINAL_NORM, MIXER
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.model.model_shape import ModelShape
 
 _MIXER = tuple(
     replace(row, present=when("mamba.gated_norm")) if row.megatron.endswith(".norm.weight") else row for row in MIXER
 )
-_ROWS = (
-    *llama.EMBEDDING,
+_ROWS = llama.model_rows(
     *renamed(llama.SEPARATE_NORM, {}, {".input_layernorm.": ".norm."}),
     *renamed(_MIXER, {".mixer.": ".mamba."}, {".mixer.": ".mamba_mixer."}),
     *only_in("attention", (*llama.QKV_LINEAR, *llama.PROJ)),
     *renamed(
         (*llama.MLP_NORM, *llama.MLP), {".mlp.": ".feed_forward.", ".post_attention_layernorm.": ".pre_ff_layernorm."}
     ),
-    *renamed(llama.FINAL_NORM, {"model.norm.": "model.final_layernorm."}, {"final_layernorm": "final_norm"}),
-    *llama.OUTPUT,
+    ending=renamed(FINAL_NORM, {"model.norm.": "model.final_layernorm."}),
 )
 
 

@@ -38,10 +38,6 @@ def _write_rope(model: ModelShape) -> keys.Config:
     return {"rotary_emb_base": model.rotary_base, "rotary_pct": model.rotary_percent, **scaling}
 
 
-def _read_bias(config: keys.Config) -> keys.Fields:
-    return dict.fromkeys(("qkv_bias", "proj_bias"), keys.is_on(config, "attention_bias", True))
-
-
 ARCHITECTURE = Architecture(
     model_types={"gpt_neox": "GPTNeoXForCausalLM"},
     rows=(
@@ -54,7 +50,9 @@ ARCHITECTURE = Architecture(
     config=(
         *keys.SIZES,
         keys.HEADS,
-        keys.Rule(("attention_bias",), _read_bias, lambda model: {"attention_bias": model.qkv_bias}),
+        keys.Rule(
+            ("attention_bias",), keys.attention_bias(True).read, lambda model: {"attention_bias": model.qkv_bias}
+        ),
         keys.activation("hidden_act", {"gelu": "gelu", **keys.GELU_TANH}, "gelu"),
         keys.Always("gated_linear_unit", False),
         keys.Always("normalization", "LayerNorm"),

@@ -14,8 +14,8 @@ from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.param_map import Architecture, only_in, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
-from precisionctl.architectures.shared.mamba_keys import MIXER_HEADS, step_limits
-from precisionctl.architectures.shared.mamba_rows import MIXER_OR_ATTENTION
+from precisionctl.architectures.shared.mamba_keys import MIXER, step_limits
+from precisionctl.architectures.shared.mamba_rows import FINAL_NORM, MIXER_OR_ATTENTION
 from precisionctl.architectures.tables.granite import MULTIPLIERS
 from precisionctl.architectures.tables.granitemoe import EXPERTS
 from precisionctl.errors import UnknownArchitecture, shown
@@ -91,13 +91,7 @@ def _read_positions(config: keys.Config) -> keys.Fields:
 ARCHITECTURE = Architecture(
     model_types={"granitemoehybrid": "GraniteMoeHybridForCausalLM"},
     behind={"self_attn": "shared_mlp"},
-    rows=(
-        *llama.EMBEDDING,
-        *renamed(_BLOCKS, _NAMES),
-        EXPERTS.renamed(_NAMES),
-        *renamed(llama.FINAL_NORM, {}, {"final_layernorm": "final_norm"}),
-        *llama.OUTPUT,
-    ),
+    rows=llama.model_rows(*renamed(_BLOCKS, _NAMES), EXPERTS.renamed(_NAMES), ending=FINAL_NORM),
     config=(
         keys.Rule(
             ("num_hidden_layers", *_LISTED.keys, "intermediate_size", "shared_intermediate_size")
@@ -114,12 +108,7 @@ ARCHITECTURE = Architecture(
         keys.Key("max_position_embeddings", "max_position_embeddings", 2048),
         keys.VOCABULARY,
         keys.HEADS,
-        MIXER_HEADS,
-        keys.Key("mamba.num_groups", "mamba_n_groups", 1),
-        keys.Key("mamba.state_dim", "mamba_d_state", 256),
-        keys.Only("mamba_d_conv", 4),
-        keys.Only("mamba_conv_bias", True),
-        keys.Only("mamba_proj_bias", False),
+        *MIXER,
         step_limits("time_step_limit"),
         keys.Only("attention_bias", False),
         keys.SILU,

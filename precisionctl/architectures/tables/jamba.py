@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
-from precisionctl.architectures.shared.mamba_rows import MAMBA_1_OR_ATTENTION
+from precisionctl.architectures.shared.mamba_rows import FINAL_NORM, MAMBA_1_OR_ATTENTION
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model.model_shape import ModelShape
 
@@ -114,12 +114,10 @@ def _write_mixers(model: ModelShape) -> keys.Config:
 
 ARCHITECTURE = Architecture(
     model_types={"jamba": "JambaForCausalLM"},
-    rows=(
-        *llama.EMBEDDING,
+    rows=llama.model_rows(
         *renamed((*MAMBA_1_OR_ATTENTION, *llama.MLP_NORM, *llama.MLP, *moe.MOE_NORM, *moe.ROUTER), _NAMES),
         *(each.renamed(_NAMES) for each in moe.EXPERTS),
-        *renamed(llama.FINAL_NORM, {"model.norm.": "model.final_layernorm."}, {"final_layernorm": "final_norm"}),
-        *llama.OUTPUT,
+        ending=renamed(FINAL_NORM, {"model.norm.": "model.final_layernorm."}),
     ),
     config=(
         keys.Rule((*_LAYERS, *_NUMBER.keys), _read_layers, _write_layers),

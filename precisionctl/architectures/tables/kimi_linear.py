@@ -28,7 +28,7 @@ from precisionctl.model.model_shape import ModelShape
 _KDA = kda(low_rank=True, a_log=Squeezed((1, 1, -1, 1)))
 _SPARSE = {".mlp.": ".block_sparse_moe."}
 _BESIDE = tuple(row for row in deepseek_rows.ROUTING if isinstance(row, Row))
-EXPERTS = moe.experts(*(f"model.layers.{{layer}}.block_sparse_moe.experts.{{expert}}.w{n}.weight" for n in (1, 3, 2)))
+EXPERTS = moe.experts("model.layers.{layer}.block_sparse_moe.experts")
 
 _ABSENT = {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4}
 """What its class takes for sizes that are not there."""

@@ -12,9 +12,7 @@ from precisionctl.architectures.tables.lfm2 import COMMON, KINDS, NAMES, rows
 from precisionctl.errors import DamagedCheckpoint
 
 _BLOCK = {".mlp.gate.e_score_correction_bias": ".feed_forward.expert_bias", ".mlp.": ".feed_forward."}
-_NUMBERED = moe.experts(
-    *(f"model.layers.{{layer}}.feed_forward.experts.{{expert}}.{name}.weight" for name in ("w1", "w3", "w2"))
-)
+_NUMBERED = moe.experts("model.layers.{layer}.feed_forward.experts")
 
 
 def _read_layers(config: keys.Config) -> keys.Fields:

@@ -18,11 +18,10 @@ from precisionctl.model.model_shape import ModelShape
 
 _NAMES = {"mlp.gate.": "mlp.router.", "shared_experts": "shared_expert"}
 _MLP = {"model.layers.{layer}.mlp": "model.layers.{layer}.feed_forward"}
-_EXPERT = "model.layers.{layer}.feed_forward.experts.{expert}."
 
 _EXPERTS = Either(
     tuple(replace(row, rearrangement=Transposed(row.rearrangement)) for row in renamed(moe.FUSED, _MLP)),
-    moe.experts(f"{_EXPERT}gate_proj.weight", f"{_EXPERT}up_proj.weight", f"{_EXPERT}down_proj.weight"),
+    moe.experts("model.layers.{layer}.feed_forward.experts", "gate_proj", "up_proj", "down_proj"),
     only_read=True,
 )
 """In one tensor; one by one where they are codes, as llm-compressor writes them."""

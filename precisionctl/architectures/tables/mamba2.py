@@ -10,7 +10,7 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import TIED, Architecture, renamed
 from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.shared.mamba_keys import mixer_heads, step_limits
-from precisionctl.architectures.shared.mamba_rows import BEFORE_MIXER, MIXER
+from precisionctl.architectures.shared.mamba_rows import BEFORE_MIXER, FINAL_NORM, MIXER
 from precisionctl.model.model_shape import ModelShape
 
 _NAMES = {
@@ -42,7 +42,7 @@ ARCHITECTURE = Architecture(
     model_types={"mamba2": "Mamba2ForCausalLM"},
     rows=(
         *renamed((*llama.EMBEDDING, *BEFORE_MIXER, *MIXER), _NAMES),
-        *renamed(llama.FINAL_NORM, _NAMES, {"final_layernorm": "final_norm"}),
+        *renamed(FINAL_NORM, _NAMES),
         *llama.OUTPUT,
     ),
     config=(

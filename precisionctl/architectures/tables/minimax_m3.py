@@ -54,11 +54,7 @@ _BLOCK = {
     "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
     ".mlp.": ".block_sparse_moe.",
 }
-_NUMBERED = moe.experts(
-    "model.layers.{layer}.mlp.experts.{expert}.w1.weight",
-    "model.layers.{layer}.mlp.experts.{expert}.w3.weight",
-    "model.layers.{layer}.mlp.experts.{expert}.w2.weight",
-)
+_NUMBERED = moe.experts("model.layers.{layer}.mlp.experts")
 
 
 def _saved_or_published(in_memory: tuple[Row, ...], published: tuple[Row, ...]) -> Either:

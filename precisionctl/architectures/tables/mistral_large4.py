@@ -105,7 +105,7 @@ _PUBLISHED = {
     ".mlp.": ".feed_forward.",
 }
 
-_EXPERTS = moe.experts(*(f"model.layers.{{layer}}.experts.{{expert}}.w{number}.weight" for number in (1, 3, 2)))
+_EXPERTS = moe.experts("model.layers.{layer}.experts")
 
 
 def _read_sources(config: keys.Config) -> keys.Fields:

@@ -13,11 +13,7 @@ from precisionctl.architectures.shared.moe_keys import INTERMEDIATE_SIZE_OF_EXPE
 EXPERTS = Either(
     (
         *renamed(moe.ROUTER, {"mlp.gate": "block_sparse_moe.gate"}),
-        *moe.experts(
-            "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
-            "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",
-            "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight",
-        ),
+        *moe.experts("model.layers.{layer}.block_sparse_moe.experts"),
     ),
     (*moe.ROUTER, *moe.FUSED),
     second_is="in memory",

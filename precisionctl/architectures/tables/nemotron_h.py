@@ -18,7 +18,7 @@ from precisionctl.architectures.param_map import TIED, Architecture, Either, Row
 from precisionctl.architectures.rearrangements import GAMMA, SAME
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.mamba_keys import step_limits
-from precisionctl.architectures.shared.mamba_rows import MIXER
+from precisionctl.architectures.shared.mamba_rows import FINAL_NORM, MIXER
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import MOST_LAYERS
 from precisionctl.model.model_shape import ModelShape
@@ -90,7 +90,7 @@ _ROWS = (
     _norm("dense", "mlp.linear_fc1.layer_norm_weight"),
     *only_in("dense", _as_mixer(llama.UNGATED_MLP)),
     *_BESIDE_EXPERTS,
-    *renamed(llama.FINAL_NORM, {"model.norm.": "model.norm_f."}, {"final_layernorm": "final_norm"}),
+    *renamed(FINAL_NORM, {"model.norm.": "model.norm_f."}),
 )
 _NUMBERED = _experts("experts.{expert}.up_proj.weight", "experts.{expert}.down_proj.weight")
 _STACKED = _experts("experts.up_proj[{expert}]", "experts.down_proj[{expert}]")

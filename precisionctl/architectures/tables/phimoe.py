@@ -80,7 +80,7 @@ ARCHITECTURE = Architecture(
         keys.SILU,
         keys.Always("normalization", "LayerNorm"),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        keys.attention_bias(False),
+        keys.ATTENTION_BIAS,
         keys.Always("add_bias_linear", False),
         keys.Key("output_bias", "lm_head_bias", False),
         keys.Key("moe.num_experts", "num_local_experts", 16),
