@@ -43,6 +43,11 @@ def test_a_family_of_experts_has_some(family: str, key: str) -> None:
         ("deepseek-v4", "num_experts_per_tok"),
         ("kimi-linear", "num_experts_per_token"),
         ("llama-2", "head_dim"),
+        ("mixtral", "intermediate_size"),
+        ("cohere2-moe", "prefix_dense_intermediate_size"),
+        ("granite-moe-shared", "shared_intermediate_size"),
+        ("deepseek-v3", "topk_group"),
+        ("gpt2", "n_inner"),
     ],
 )
 def test_a_number_is_refused_by_its_own_key(family: str, key: str) -> None:

@@ -48,8 +48,9 @@ def _write_layers(model: ModelShape) -> keys.Config:
 
 def _read_sizes(config: keys.Config) -> keys.Fields:
     expert = keys.size(config, "intermediate_size")
-    dense = config.get("prefix_dense_intermediate_size")
-    fields: dict[str, object] = {"moe.ffn_hidden_size": expert, "ffn_hidden_size": expert if dense is None else dense}
+    own = config.get("prefix_dense_intermediate_size") is not None
+    dense = keys.size(config, "prefix_dense_intermediate_size") if own else expert
+    fields: dict[str, object] = {"moe.ffn_hidden_size": expert, "ffn_hidden_size": dense}
     if not keys.count(config, "num_shared_experts"):
         return fields
     strategy = config.get("shared_expert_combination_strategy", "average")

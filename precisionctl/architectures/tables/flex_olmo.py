@@ -8,9 +8,8 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
-from precisionctl.architectures.shared.moe_keys import INTERMEDIATE_SIZE_OF_EXPERTS
+from precisionctl.architectures.shared.moe_keys import INTERMEDIATE_SIZE_OF_EXPERTS, SCORES
 from precisionctl.architectures.tables.olmo2 import COMMON
-from precisionctl.architectures.tables.qwen3_moe import SCORES
 
 ARCHITECTURE = Architecture(
     model_types={"flex_olmo": "FlexOlmoForCausalLM"},

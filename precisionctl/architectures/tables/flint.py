@@ -12,8 +12,8 @@ from precisionctl.architectures.config_layers import layers_in_window, window_fi
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
+from precisionctl.architectures.shared.moe_keys import experts_by_number, scores
 from precisionctl.architectures.tables.gpt_oss import SINKS
-from precisionctl.architectures.tables.qwen3_moe import experts_by_number, scores
 
 _WIDE_SINKS = tuple(replace(row, keeps_dtype=True) for row in SINKS)
 _SINKS = Either(renamed(_WIDE_SINKS, {".sinks": ".softmax_offset"}), _WIDE_SINKS, second_is="in memory")

@@ -55,11 +55,13 @@ def sizes(number: str, hidden: str, heads: str, inner: str | None, absent: int |
 
     def read(config: keys.Config) -> keys.Fields:
         count, channels = keys.size(config, heads), keys.size(config, hidden)
-        width = config.get(inner, absent) if inner else None
+        inner_size = 4 * channels
+        if inner and config.get(inner, absent) is not None:
+            inner_size = keys.size(config, inner, absent=absent)
         return {
             "num_layers": keys.layers(config, number),
             "hidden_size": channels,
-            "ffn_hidden_size": 4 * channels if width is None else width,
+            "ffn_hidden_size": inner_size,
             "num_attention_heads": count,
             "num_query_groups": count,
             "kv_channels": channels // count,

@@ -11,8 +11,7 @@ from precisionctl.architectures.tables.granitemoe import EXPERT_KEYS, EXPERTS
 
 
 def _read_shared(config: keys.Config) -> keys.Fields:
-    shared = config.get("shared_intermediate_size")
-    return {"moe.shared_ffn_hidden_size": None if shared == 0 else shared}
+    return {"moe.shared_ffn_hidden_size": keys.count(config, "shared_intermediate_size") or None}
 
 
 SHARED = keys.Rule(

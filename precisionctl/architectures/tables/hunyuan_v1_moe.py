@@ -10,7 +10,6 @@ from precisionctl.architectures.shared import llama_rows as llama, moe_rows as m
 from precisionctl.architectures.shared.moe_keys import INTERMEDIATE_SIZE_OF_EXPERTS
 from precisionctl.architectures.tables.hunyuan_v1_dense import ATTENTION, ROPE
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model.model_shape import ModelShape
 
 _ROUTING = renamed(
     (*moe.ROUTER, *moe.SHARED_EXPERTS),
@@ -20,16 +19,11 @@ _ROUTING = renamed(
 
 def _read_topk(config: keys.Config) -> keys.Fields:
     said = config.get("moe_topk", 1)
-    if not isinstance(said, list):
-        return {"moe.topk": said}
-    if not said or any(each != said[0] for each in said):
+    listed = said if isinstance(said, list) else [said]
+    if not listed or any(each != listed[0] for each in listed):
         what = f"moe_topk={shown(said)}"
         raise UnknownArchitecture(what, do="Known are as many experts of a token in all layers.")
-    return {"moe.topk": said[0]}
-
-
-def _write_topk(model: ModelShape) -> keys.Config:
-    return {"moe_topk": model.moe.topk} if model.moe else {}
+    return {"moe.topk": keys.size({"moe_topk": listed[0]}, "moe_topk")}
 
 
 ARCHITECTURE = Architecture(
@@ -43,7 +37,7 @@ ARCHITECTURE = Architecture(
         keys.Only("use_qk_norm", True, "qk_layernorm", True),
         keys.Always("qk_layernorm_after_rope", True),
         keys.Key("moe.num_experts", "num_experts", 1, synonym="num_local_experts"),
-        keys.Rule(("moe_topk",), _read_topk, _write_topk),
+        keys.Rule(("moe_topk",), _read_topk, lambda model: {"moe_topk": keys.part_of(model, "moe").topk}),
         keys.Synonyms({"num_experts_per_tok": "moe_topk"}),
         INTERMEDIATE_SIZE_OF_EXPERTS,
         keys.Key("moe.shared_ffn_hidden_size", "intermediate_size"),

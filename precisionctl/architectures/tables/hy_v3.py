@@ -8,7 +8,6 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
-from precisionctl.model.model_shape import ModelShape
 
 _ATTENTION = (*llama.ATTENTION_NORM, *llama.ATTENTION)
 _ROUTING = (*moe.WIDE_ROUTER, *moe.EXPERT_BIAS, *moe.SHARED_EXPERTS)
@@ -21,10 +20,6 @@ _IN_MEMORY = {"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"}
 _EITHER = (Either(renamed(_ROUTING, _PUBLISHED), renamed(_ROUTING, _IN_MEMORY), second_is="in memory"),)
 
 _SIZE = keys.Synonyms({"expert_hidden_dim": "moe_intermediate_size"})
-
-
-def _write_size(model: ModelShape) -> keys.Config:
-    return {"expert_hidden_dim": model.moe.ffn_hidden_size} if model.moe else {}
 
 
 ARCHITECTURE = Architecture(
@@ -43,7 +38,9 @@ ARCHITECTURE = Architecture(
         keys.Key("moe.num_experts", "num_experts", synonym="num_local_experts"),
         keys.Key("moe.topk", "num_experts_per_tok", 8),
         keys.Key("moe.ffn_hidden_size", "moe_intermediate_size"),
-        keys.Rule(_SIZE.keys, _SIZE.read, _write_size),
+        keys.Rule(
+            _SIZE.keys, _SIZE.read, lambda model: {"expert_hidden_dim": keys.part_of(model, "moe").ffn_hidden_size}
+        ),
         deepseek_keys.shared_experts("num_shared_experts", 1),
         deepseek_keys.experts_by_list(dense=1, key="first_k_dense_replace", reads_key=False),
         keys.Only("moe_router_use_sigmoid", True, "moe.score_function", "sigmoid"),

@@ -10,8 +10,8 @@ from precisionctl.architectures.config_layers import all_but_every
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
+from precisionctl.architectures.shared.moe_keys import SCORES
 from precisionctl.architectures.tables.exaone4 import windows
-from precisionctl.architectures.tables.qwen3_moe import SCORES
 
 _OWN_NAMES = Either(
     (

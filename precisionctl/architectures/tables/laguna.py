@@ -18,7 +18,7 @@ from precisionctl.architectures.config_layers import (
 from precisionctl.architectures.param_map import Architecture, Either, only_in, renamed
 from precisionctl.architectures.rope import KEYS, rope_of_kinds, write_rope_of_kinds
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
-from precisionctl.architectures.tables.qwen3_moe import experts_by_number
+from precisionctl.architectures.shared.moe_keys import experts_by_number
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_fields import LinearGate
 from precisionctl.model.model_parts import check_size

@@ -12,7 +12,7 @@ from precisionctl.architectures.rearrangements import BY_KIND, SAME
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.delta_net_rows import delta_net
-from precisionctl.architectures.tables.qwen3_moe import scores
+from precisionctl.architectures.shared.moe_keys import scores
 
 _IN_MEMORY = delta_net(
     BY_KIND, *(f"in_proj_{part}" for part in ("qkv", "z", "b", "a")), values=("in_proj_b", "in_proj_a")

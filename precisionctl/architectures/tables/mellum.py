@@ -10,7 +10,7 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope_by_kind
 from precisionctl.architectures.shared import deepseek_keys, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.delta_net_rows import DENSE, prediction
-from precisionctl.architectures.tables.qwen3_moe import scores
+from precisionctl.architectures.shared.moe_keys import scores
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 

@@ -8,7 +8,7 @@ from precisionctl.architectures.config_layers import sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
-from precisionctl.architectures.tables.qwen3_moe import EXPERT_KEYS
+from precisionctl.architectures.shared.moe_keys import EXPERT_KEYS
 
 
 def _every_other_of_the_first(config: keys.Config, layers: int) -> list[bool]:

@@ -11,7 +11,7 @@ from precisionctl.architectures.rearrangements import BY_HEAD
 from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.shared.delta_net_keys import COMMON, prediction_layers
 from precisionctl.architectures.shared.delta_net_rows import DENSE, SPARSE, delta_net, prediction
-from precisionctl.architectures.tables.qwen3_moe import EXPERTS_OF_LAYERS, scores
+from precisionctl.architectures.shared.moe_keys import EXPERTS_OF_LAYERS, scores
 
 ARCHITECTURE = Architecture(
     model_types={"qwen3_next": "Qwen3NextForCausalLM"},

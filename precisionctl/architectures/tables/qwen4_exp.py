@@ -18,8 +18,8 @@ from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.shared.delta_net_keys import BESIDE_LAYERS, KINDS, delta_net_layers
 from precisionctl.architectures.shared.delta_net_rows import SPARSE, delta_net
 from precisionctl.architectures.shared.hyper_connection_rows import gated_residual, residual_mixer
+from precisionctl.architectures.shared.moe_keys import scores
 from precisionctl.architectures.tables.qwen3_5 import IN_PROJ
-from precisionctl.architectures.tables.qwen3_moe import scores
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import LARGEST
 from precisionctl.model.model_shape import ModelShape
