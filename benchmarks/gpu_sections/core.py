@@ -31,8 +31,7 @@ def measure(place: Place, report: Report) -> None:
 
 
 def of_core(shape: Shape, preset: str, place: Place) -> Row:
-    from precisionctl.mcore.core_run import CoreRun
-    from precisionctl.mcore.core_world import core_world
+    from precisionctl.mcore.core_run import CoreRun, core_world
     from precisionctl.mcore.stand_ins import stand_ins
 
     layers = shape.measured[1]

@@ -1,5 +1,5 @@
 """A run in memory that Megatron-Core trains: stages of its GPTModel in its DistributedDataParallel, its distributed
-optimizer, and the rows of the bundled trainer.
+optimizer, and the rows of the bundled trainer; and all ranks that train it.
 
 Both trainers make the same updates from the same batches, with one difference: in a batch, Megatron weighs the routers'
 losses by the number of tokens, the bundled trainer by the number of targets.
@@ -8,15 +8,16 @@ losses by the number of tokens, the bundled trainer by the number of targets.
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from precisionctl.conversion.ranks import Ranks
 from precisionctl.errors import RecipeError
 from precisionctl.mcore.core_model import make_stage
-from precisionctl.mcore.core_world import CoreWorld
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.data import IGNORED, Batch, Blend, Feed, Rows
@@ -25,7 +26,44 @@ from precisionctl.trainer.measure.meter import PendingStepCost, host_bytes
 from precisionctl.trainer.measure.metrics import StepMetrics
 from precisionctl.trainer.optimizer.learning_rate import rate_of_update
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
+from precisionctl.trainer.parallel.world import World, process_group
 from precisionctl.trainer.stopping import SkippedSteps
+
+
+class CoreWorld(World):
+    """All ranks, in Megatron's groups. Ranks with one `data_rank` have the same rows, and ranks that differ only in
+    `tensor_rank` have the same losses."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        from megatron.core import parallel_state
+
+        super().__init__(ranks)
+        self.data_rank = parallel_state.get_data_parallel_rank()
+        self.data_count = parallel_state.get_data_parallel_world_size()
+        self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+
+
+@contextmanager
+def core_world(ranks: Ranks, recipe: Recipe) -> Iterator[CoreWorld]:
+    """The world of a run of this recipe, whose sizes have been checked."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    sizes = recipe.parallel
+    with process_group(ranks) as device:
+        parallel_state.initialize_model_parallel(
+            sizes.tensor,
+            sizes.pipeline,
+            virtual_pipeline_model_parallel_size=sizes.virtual if sizes.virtual > 1 else None,
+            context_parallel_size=sizes.context,
+            expert_model_parallel_size=sizes.expert,
+        )
+        try:
+            if device == "cuda":
+                model_parallel_cuda_manual_seed(recipe.train.seed)
+            yield CoreWorld(ranks)
+        finally:
+            parallel_state.destroy_model_parallel()
 
 
 @dataclass

@@ -25,8 +25,7 @@ from precisionctl.mcore import core_checkpoint
 from precisionctl.mcore.core_log import core_log
 from precisionctl.mcore.core_memory import core_changes, core_memory
 from precisionctl.mcore.core_model import make_config
-from precisionctl.mcore.core_run import CoreRun
-from precisionctl.mcore.core_world import CoreWorld, core_world
+from precisionctl.mcore.core_run import CoreRun, CoreWorld, core_world
 from precisionctl.mcore.stand_ins import stand_ins
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import Recipe

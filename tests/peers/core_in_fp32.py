@@ -13,8 +13,7 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.mcore import core_checkpoint
 from precisionctl.mcore.core_model import make_config
-from precisionctl.mcore.core_run import CoreRun
-from precisionctl.mcore.core_world import core_world
+from precisionctl.mcore.core_run import CoreRun, core_world
 from precisionctl.mcore.stand_ins import stand_ins
 from precisionctl.mcore.train_in_core import CORE
 from precisionctl.trainer.loop import update
