@@ -32,8 +32,9 @@ class Misfits:
 
     def refusal(self, name: str, spec: TensorSpec, scales: Scales) -> str | None:
         """Why the engine does not take a weight of this shape as codes with these scales, in words; None if it does."""
-        block = SCHEMES[self.form.scheme].block
-        refused = self.engine.shapes.refusal(name, spec, block, self.layout, self.form.method.name)
+        scheme, block = self.form.scheme, SCHEMES[self.form.scheme].block
+        codes = self.form.spelling.codes(spec, scheme)
+        refused = self.engine.shapes.refusal(name, codes, block, self.layout, self.form.method.name)
         moved = self.engine.shapes.check_moved(name, spec, scales, self.layout)
         return refused or (moved.what if moved else None)
 

@@ -186,8 +186,8 @@ class ServingLayout:
         return [name for name in cut if self._cut(name) is None]
 
     def refusal(self, name: str, spec: TensorSpec, block: Block, ragged: Ragged, *, aligned: bool = True) -> str | None:
-        """Why an engine refuses the shape of a weight `[out, in]` with a scale for each block, in words; None if it
-        takes it. Blocks are cut with a weight, so a part must have whole ones. `aligned`: it multiplies codes."""
+        """Why an engine refuses the shape of codes `[out, in]` with a scale for each block, in words; None if it takes
+        it. Blocks are cut with a weight, so a part must have whole ones. `aligned`: it multiplies codes."""
         if self.ranks == 1 or not EXPERT.fullmatch(name):
             return self._refusal_of_share(name, spec, block, ragged, aligned)
         whole = replace(self, ranks=1)._refusal_of_share(name, spec, block, ragged, aligned)
@@ -204,7 +204,7 @@ class ServingLayout:
             return f"shape {list(spec.shape)} cannot be cut for {self.ranks} GPUs"
         high, wide = block
         split = self.ranks > 1
-        if aligned and spec.codes_name != "INT8" and (words := gemm_misfit((sum(parts), columns))):
+        if aligned and spec.codes_name != "INT8" and (words := gemm_misfit((sum(parts), columns), spec.codes_name)):
             misfit = f"of which {words}"
         elif cut.by_row and split and not (high == 1 and spec.codes_name in ("FP8", "INT8")):
             misfit = "of rows that are found only in codes of one byte with a scale for each row"

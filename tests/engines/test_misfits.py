@@ -66,6 +66,24 @@ def test_what_is_advised_against_misfits_works(tmp_path: Path, name: str) -> Non
         assert refused(tmp_path / "source", tmp_path / "kept", target, scheme, keep_misfits=True) != said
 
 
+def test_four_bits_of_rows_that_gpus_share_are_refused_by_the_export_as_by_verify(tmp_path: Path) -> None:
+    """Bamba's mixers have one group, whose rows vLLM's mamba_v2_sharded_weight_loader gives to every GPU."""
+    sizes = {**pico.ONE_GROUP["bamba"], "hidden_size": 256, "intermediate_size": 256}
+    pico.save(tmp_path / "source", "bamba", dtype=torch.bfloat16, **sizes)
+    said = refused(tmp_path / "source", tmp_path / "out", "vllm", "w4a16", ranks=2)
+    assert "mamba.in_proj.weight" in said and "found only in codes of one byte" in said
+    request = Request.export(tmp_path / "source", tmp_path / "kept", "vllm", "w4a16", ranks=2, keep_misfits=True)
+    conversions.carry_out(request, workers=1)
+    assert not [each for each in check(open_checkpoint(tmp_path / "kept"), engine_named("vllm"), 2) if each.rule.fatal]
+
+
+def test_a_misfit_is_told_by_the_codes_that_were_asked_for(tmp_path: Path) -> None:
+    pico.save(tmp_path / "source", "llama-3", dtype=torch.bfloat16, **(SIZES | {"intermediate_size": 136}))
+    for scheme, codes in (("w4a16", "INT4"), ("dynamic", "FP8")):
+        said = refused(tmp_path / "source", tmp_path / "out", "vllm", scheme)
+        assert f"of which {codes} GEMMs need multiples of 16" in said
+
+
 def test_what_no_shape_helps_is_said_before_shapes(tmp_path: Path) -> None:
     """Convolutions of OLMo Hybrid, which transformers loses beside four bits."""
     pico.save(tmp_path / "source", "olmo-hybrid", dtype=torch.bfloat16)
