@@ -94,7 +94,7 @@ class Misfits:
 
     def _loses(self, coded: Iterable[str]) -> list[Finding]:
         form = self.form
-        if not self.engine.joins(form.method.name):
+        if self.engine.methods[form.method.name].joined is None:
             return []
         codes = {name: form.spelling.codes(self.plan.targets[name], form.scheme) for name in coded}
         quantization = form.spelling.config(form.scheme, ())

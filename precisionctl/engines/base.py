@@ -231,10 +231,6 @@ class Engine:
         )
         return EngineRule(text, self.config_rule.source)
 
-    def joins(self, method: str) -> bool:
-        """Whether the engine joins weights with others as it loads a directory of this method."""
-        return self.methods[method].joined is not None
-
     def check_joined(
         self, config: Mapping[str, Any], method: str, quantization: Mapping[str, Any], specs: Mapping[str, TensorSpec]
     ) -> list[Finding]:

@@ -48,11 +48,11 @@ def read_history(state: RoleState, role: Role, recipe: DelayedScaling) -> Histor
     # A history of one row is zero at rest: its amax is only in the scale
     kept = rows[:, 1:] if rows.shape[1] > 1 else recorded_amax(state, role, recipe).reshape(-1, 1)
     recorded = [amaxes[amaxes > 0] for amaxes in kept]
-    each = [_of_one(amaxes, scale) for amaxes, scale in zip(recorded, scales, strict=True)]
+    largest = largest_code(recipe.dtype(role))
+    each = [_of_one(amaxes, scale, largest) for amaxes, scale in zip(recorded, scales, strict=True)]
     found = [one for one in each if one is not None]
     if not found:
         return _from_scales(state, role, recipe)
-    largest = largest_code(recipe.dtype(role))
     growths = [one.growth for one in found if one.growth is not None]
     return History(
         rows=max(one.rows for one in found),
@@ -60,14 +60,14 @@ def read_history(state: RoleState, role: Role, recipe: DelayedScaling) -> Histor
         largest=max(one.largest for one in found),
         newest=max(one.newest for one in found),
         growth=max(growths) if growths else None,
-        used=max(one.used for one in found) / largest,
+        used=max(one.used for one in found),
         infinite=bool(kept.isinf().any()),
         silent=sum(not len(amaxes) for amaxes in recorded),
     )
 
 
-def _of_one(amaxes: Tensor, scale: Tensor) -> History | None:
-    """The history of one tensor, from its recorded rows, oldest first. `used` is not divided by fp8_max yet."""
+def _of_one(amaxes: Tensor, scale: Tensor, largest: float) -> History | None:
+    """The history of one tensor, from its recorded rows, oldest first; None if none is finite. `largest` is fp8_max."""
     finite = amaxes[amaxes.isfinite()]
     if not len(finite):
         return None
@@ -81,7 +81,7 @@ def _of_one(amaxes: Tensor, scale: Tensor) -> History | None:
         largest=float(finite.max()),
         newest=newest,
         growth=growth,
-        used=newest * float(scale),
+        used=newest * float(scale) / largest,
         infinite=len(finite) < len(amaxes),
         silent=0,
     )
