@@ -11,7 +11,7 @@ megatron.py  .bin and .idx        corpus.py    writes those
 
 from precisionctl.trainer.data.batch import IGNORED, Batch
 from precisionctl.trainer.data.blend import Blend, load_data
-from precisionctl.trainer.data.feed import Feed, in_batches, share_of
+from precisionctl.trainer.data.feed import Feed, share_of
 from precisionctl.trainer.data.order import Order
 from precisionctl.trainer.data.rows import Rows, load_rows
 from precisionctl.trainer.data.store import OnTokens
@@ -24,7 +24,6 @@ __all__ = [
     "OnTokens",
     "Order",
     "Rows",
-    "in_batches",
     "load_data",
     "load_rows",
     "share_of",

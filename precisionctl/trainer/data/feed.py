@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from precisionctl.errors import DataError
 from precisionctl.recipe import Train
@@ -16,10 +16,8 @@ from precisionctl.trainer.data.rows import Rows
 if TYPE_CHECKING:
     from precisionctl.trainer.parallel.world import World
 
-Item = TypeVar("Item")
 
-
-def share_of(rows: Sequence[Item], rank: int, ranks: int) -> Sequence[Item]:
+def share_of(rows: Sequence[int], rank: int, ranks: int) -> Sequence[int]:
     """The rows of an update that a rank takes: a contiguous block, in the order of ranks.
 
     So the position is the same number on all ranks, and a run continues with the same updates on another number of
@@ -44,8 +42,8 @@ class Feed:
     def batches(self, position: int) -> list[Batch]:
         """This rank's micro-batches of the update whose rows begin at `position`."""
         rows = self._order.take(position, self._train.batch_size)
-        numbers = share_of(rows, self._world.data_rank, self._world.data_count)
-        return list(in_batches(self.rows, numbers, self._train.micro_batch_size, self._device))
+        mine, size = share_of(rows, self._world.data_rank, self._world.data_count), self._train.micro_batch_size
+        return [self.rows.batch(mine[start : start + size]).to(self._device) for start in range(0, len(mine), size)]
 
     def upcoming(self, position: int) -> Iterator[tuple[Batch, int]]:
         """This rank's micro-batches of that update and all later ones, each with the number of targets that all ranks
@@ -55,10 +53,3 @@ class Feed:
             mine = torch.tensor(sum(batch.targets for batch in batches))
             targets = int(self._world.sum_over_data_ranks(mine))
             yield from ((batch, targets) for batch in batches)
-
-
-def in_batches(rows: Rows | Blend, numbers: Iterable[int], size: int, device: torch.device) -> Iterator[Batch]:
-    """Rows with these numbers in batches of `size` (the last may be smaller), on a device."""
-    listed = list(numbers)
-    for start in range(0, len(listed), size):
-        yield rows.batch(listed[start : start + size]).to(device)
