@@ -7,6 +7,6 @@
   Megatron's `torch_dist/` and `torch_legacy/`, and `nemo/`; other trainers' `dcp/`, `deepspeed/`, `orbax/`,
   `litgpt.py`, `nanotron.py` and `verl.py`. A live model is none, and read and written like one: `module.py`.
 - What several of them are made of: `torch_files/`, `hf_directory/` and `published_tensors.py`, `decoded/`, `mlx/`,
-  `other_trainers/`, `megatron/`; `rotary_heads.py` for heads whose rows have another order, and `tensor_changes.py` for
+  `other_trainers/`, `megatron/`; `computed_rows.py` for rows in another form than stored, and `tensor_changes.py` for
   the values of GGUF and MLX.
 """

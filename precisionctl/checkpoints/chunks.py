@@ -197,45 +197,6 @@ def _read_box(source: Chunked, name: str, box: Box, into: Bytes) -> None:
             torch.from_numpy(window).view(dtype.torch).copy_(_held(chunk, part))
 
 
-@dataclass(frozen=True)
-class TransposedRows:
-    """The transpose of a stored matrix, or of a box of it, as rows that are computed."""
-
-    stored: Chunked
-    name: str
-    box: Box | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._box.columns, self._box.rows
-
-    @property
-    def _box(self) -> Box:
-        return self.box or whole(self.stored.specs[self.name])
-
-    def rows(self, row: int, rows: int) -> Tensor:
-        box = self._box
-        return read_box(self.stored, self.name, Box(box.row, box.rows, box.column + row, rows)).t().contiguous()
-
-
-@dataclass(frozen=True)
-class SomeRows:
-    """The rows `[first, first + count)` of the stored tensor `name`."""
-
-    stored: Chunked
-    name: str
-    first: int
-    count: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.count, *self.stored.specs[self.name].shape[1:])
-
-    def rows(self, row: int, rows: int) -> Tensor:
-        """Rows `[row, row + rows)` of these."""
-        return read_rows(self.stored, self.name, self.first + row, rows)
-
-
 def in_pieces(row: int, rows: int, width: int, room: int) -> Iterator[tuple[int, int]]:
     """Cut rows `[row, row + rows)` of `width` each into runs of at most `room`, but of at least one row: the first row
     of each run and its number of rows. `width` and `room` are both in elements, or both in bytes."""

@@ -13,7 +13,8 @@ from precisionctl.checkpoints.adapter.lora_config import FILE, LARGEST_ALPHA, Lo
 from precisionctl.checkpoints.adapter.reader import MLX_FILE, PREFIX, AdapterReader, open_base
 from precisionctl.checkpoints.adapter.tied import is_embedding
 from precisionctl.checkpoints.base import Container, Hints, Reader, without_iterations
-from precisionctl.checkpoints.chunks import Chunk, Chunked, TransposedRows, whole
+from precisionctl.checkpoints.chunks import Chunk, Chunked, whole
+from precisionctl.checkpoints.computed_rows import TransposedRows
 from precisionctl.checkpoints.hf_directory.huggingface_files import SAFETENSORS
 from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors
 from precisionctl.checkpoints.mlx.mlx_names import is_known, within

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
-from precisionctl.checkpoints.chunks import Chunk, ComputedTensor, SomeRows
+from precisionctl.checkpoints.chunks import Chunk, ComputedTensor
+from precisionctl.checkpoints.computed_rows import Heads, SomeRows
 from precisionctl.checkpoints.hf_directory.companions import to_json
 from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor, read_described
 from precisionctl.checkpoints.other_trainers.name_patterns import pattern_of, with_numbers
 from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, by_model_names
-from precisionctl.checkpoints.rotary_heads import Heads
 from precisionctl.checkpoints.torch_files.dcp_metadata import DcpPiece, DcpTensor
 from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensors, check_whole, slices
 from precisionctl.checkpoints.torch_files.torch_zip import Span

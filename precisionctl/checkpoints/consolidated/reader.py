@@ -15,6 +15,7 @@ from precisionctl.architectures.config_keys import size
 from precisionctl.architectures.families import from_hf_config, key_in
 from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
 from precisionctl.checkpoints.chunks import Chunk, whole
+from precisionctl.checkpoints.computed_rows import Heads
 from precisionctl.checkpoints.consolidated.llama_params import llama_config
 from precisionctl.checkpoints.consolidated.meta_shards import FILE, read_shards, shard_files
 from precisionctl.checkpoints.consolidated.mistral_params import as_transformers_magnifies, mistral_config
@@ -24,7 +25,6 @@ from precisionctl.checkpoints.hf_directory.companions import read_companions, to
 from precisionctl.checkpoints.hf_directory.huggingface_files import SAFETENSORS, file_format_of, places_in, read_stored
 from precisionctl.checkpoints.hf_directory.safetensors_file import Places, StoredTensor, StoredTensors
 from precisionctl.checkpoints.huggingface import HuggingFaceTensors
-from precisionctl.checkpoints.rotary_heads import Heads
 from precisionctl.codes.elements import FP8
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, UnmappedTensor, at

@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from precisionctl.checkpoints.chunks import Box, Chunked, TransposedRows
+from precisionctl.checkpoints.chunks import Box, Chunked
+from precisionctl.checkpoints.computed_rows import TransposedRows
 from precisionctl.param import TensorSpec
 
 _OF_EXPERT = re.compile(r"(.+\.experts)\.(gate_and_up|down)_projs\[(\d+)\]")

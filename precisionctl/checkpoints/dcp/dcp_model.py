@@ -20,7 +20,8 @@ from pathlib import Path
 
 from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.base import Hints
-from precisionctl.checkpoints.chunks import Chunk, ComputedTensor, SomeRows
+from precisionctl.checkpoints.chunks import Chunk, ComputedTensor
+from precisionctl.checkpoints.computed_rows import SomeRows
 from precisionctl.checkpoints.dcp import automodel, olmo_core, torchtitan
 from precisionctl.checkpoints.dcp.dcp_optimizer import DcpOptimizer, split_off, with_names
 from precisionctl.checkpoints.hf_directory import safetensors_pieces

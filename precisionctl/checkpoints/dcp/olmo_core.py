@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.checkpoints.chunks import Box, Chunked, ComputedTensor, SomeRows, TransposedRows, read_rows
+from precisionctl.checkpoints.chunks import Box, Chunked, ComputedTensor, read_rows
+from precisionctl.checkpoints.computed_rows import SomeRows, TransposedRows
 from precisionctl.checkpoints.other_trainers.name_patterns import pattern_of, with_numbers
 from precisionctl.checkpoints.other_trainers.olmo_core_families import (
     DECAY,

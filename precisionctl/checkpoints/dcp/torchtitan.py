@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from precisionctl.checkpoints.chunks import Chunked
+from precisionctl.checkpoints.computed_rows import Heads
 from precisionctl.checkpoints.other_trainers.torchtitan_families import TorchtitanFamily
-from precisionctl.checkpoints.rotary_heads import Heads
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model.model_shape import ModelShape
 

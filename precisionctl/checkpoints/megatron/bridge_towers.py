@@ -13,7 +13,8 @@ import numpy as np
 from precisionctl.architectures.config_keys import Config
 from precisionctl.architectures.towers_in_bridge import ONCE, TENSORS_OF_TOWERS, BridgeRow, Order, in_bridge
 from precisionctl.architectures.wrappers import TOWERS
-from precisionctl.checkpoints.chunks import Box, Chunk, Chunked, TransposedRows, whole
+from precisionctl.checkpoints.chunks import Box, Chunk, Chunked, whole
+from precisionctl.checkpoints.computed_rows import TransposedRows
 from precisionctl.errors import DamagedCheckpoint, RecipeError, shown
 from precisionctl.param import TensorSpec
 
