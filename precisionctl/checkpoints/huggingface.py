@@ -189,12 +189,11 @@ class HuggingFaceReader(HuggingFaceTensors):
         self.companions = needed_hints(hints, self.own_companions).companions or self.own_companions
         where = self.companions.config_path
         config = parse_json(self.companions.files["config.json"], where)
-        published = read_published(path, self._file_format, config, where)
-        self.config, self.wrapped = published.config, published.wrapped
+        places, self.config, self.wrapped = read_published(path, self._file_format, config, where)
         if self.config.get("model_type") != config.get("model_type"):  # a wrapper's, of which this is the text model
             files = {name: content for name, content in self.companions.files.items() if name != "config.json"}
             self.companions = replace(self.companions, files=files)
-        self._describe(published.places, where)
+        self._describe(places, where)
 
     def notes(self) -> Iterator[str]:
         if self.wrapped:

@@ -2,7 +2,6 @@
 with what other files say of their codes."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,19 +25,12 @@ from precisionctl.quant_methods.coded_weights import quant_method_of
 from precisionctl.untrusted.safe_files import has_file, read_json
 
 
-@dataclass(frozen=True)
-class PublishedTensors:
-    """Each tensor by its published name, with the file that it is in, and a `config` whose `quantization_config` says
-    how they are coded; that of the text model where mlx-lm left nothing else of a wrapper. `wrapped` is the first that
-    is stored with a word of a module around the model, None if there is none."""
-
-    places: Places
-    config: dict[str, Any]
-    wrapped: str | None
-
-
-def read_published(path: Path, file_format: WeightFileFormat, config: dict[str, Any], where: Path) -> PublishedTensors:
-    """The tensors in a directory's files of `file_format`, whose config.json is at `where`.
+def read_published(
+    path: Path, file_format: WeightFileFormat, config: dict[str, Any], where: Path
+) -> tuple[Places, dict[str, Any], str | None]:
+    """The tensors in a directory's files of `file_format`, whose config.json is at `where`, by their published names;
+    a config whose `quantization_config` says how they are coded, that of the text model where mlx-lm left nothing else
+    of a wrapper; and the first tensor that is stored with a word of a module around the model, if there is one.
 
     Raises DamagedCheckpoint where files contradict one another, and PrecisionError for codes in pickles.
     """
@@ -65,7 +57,7 @@ def read_published(path: Path, file_format: WeightFileFormat, config: dict[str, 
     places, config = in_published_names(unpacked(places_in(files)), config, where)
     if unsaid := _unsaid_codes(config, path, places):
         config |= {"quantization_config": unsaid}
-    return PublishedTensors(places, config, wrapped)
+    return places, config, wrapped
 
 
 def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -11,7 +11,6 @@ BF16. No tensor says what shape such a weight has: its family's table does. Sour
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -42,22 +41,15 @@ _OF_INPUTS = ("input_scale", "output_scale")
 _WITHOUT_SHAPES = "Let optimum-quanto decode them (`weight.dequantize()`), or start from the release in BF16."
 
 
-@dataclass(frozen=True)
-class _OfQuanto:
-    """A weight's shape, and its codes if they are packed."""
-
-    shape: tuple[int, int]
-    packed: StackedRows | None
-
-
 class QuantoCodes(DecodedWeights):
     """The weights of a directory that optimum-quanto saved."""
 
     def _find(self, quantization: Mapping[str, Any]) -> None:
         specs = self._stored.specs
         weights = {name[: name.index(".weight._")] + ".weight" for name in specs if ".weight._" in name}
-        self._weights = {name: self._checked(name) for name in sorted(weights)}
-        self.shapes = {name: found.shape for name, found in self._weights.items()}
+        found = {name: self._checked(name) for name in sorted(weights)}
+        self.shapes = {name: shape for name, (shape, _) in found.items()}
+        self._packed = {name: packed for name, (_, packed) in found.items() if packed}
         self.read = {name for name in specs if ".weight._" in name}
         modules = quantization.get("modules", {})
         for name in weights:
@@ -67,11 +59,11 @@ class QuantoCodes(DecodedWeights):
             self.read |= scales
             if isinstance(said, Mapping) and said.get("activations") not in (None, "none"):
                 self.behind = {*self.behind, *scales}
-        packed = {f"{found.packed.bits}-bit integers" for found in self._weights.values() if found.packed}
-        self.kinds = packed | {_BYTES[specs[f"{name}._data"].dtype] for name in weights if f"{name}._data" in specs}
+        self.kinds = {f"{packed.bits}-bit integers" for packed in self._packed.values()}
+        self.kinds |= {_BYTES[specs[f"{name}._data"].dtype] for name in weights if f"{name}._data" in specs}
 
     def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
-        packed, columns = self._weights[name].packed, self.specs[name].columns
+        packed, columns = self._packed.get(name), self.specs[name].columns
         if packed:
             boxes = packed.whole.run(row * columns, rows * columns)
             return torch.cat([self._shifted(name, packed, box).view(-1) for box in boxes]), f"{name}._scale"
@@ -86,9 +78,9 @@ class QuantoCodes(DecodedWeights):
             return packed.codes(self._stored, box, scales.dtype).mul_(scales).sub_(shifts)
         return packed.codes(self._stored, box, torch.int8).sub_(shifts.view(torch.int8)) * scales
 
-    def _checked(self, name: str) -> _OfQuanto:
-        """The weight of this name. Raises DamagedCheckpoint for tensors that are no codes of it, PrecisionError where
-        nothing says its shape."""
+    def _checked(self, name: str) -> tuple[tuple[int, int], StackedRows | None]:
+        """A weight's shape, and its codes if they are packed. Raises DamagedCheckpoint for tensors that are no codes of
+        it, PrecisionError where nothing says its shape."""
         self._check_alone(name, f"{name}._data")
         specs, scale = self._stored.specs, self._present(f"{name}._scale")
         if f"{name}._data._data" not in specs:
@@ -97,7 +89,7 @@ class QuantoCodes(DecodedWeights):
                 what = f"{name}._data is {codes.stored_dtype} of shape {shown(codes.shape)}, no codes of 8 bits"
                 raise DamagedCheckpoint(what, where=self._where)
             self._check(f"{name}._scale", (codes.rows, 1), *FLOATS)
-            return _OfQuanto((codes.rows, codes.columns), None)
+            return (codes.rows, codes.columns), None
         codes, groups = specs[f"{name}._data._data"], scale.rows
         held = [bits for bits in (4, 2) if codes.rows == -(-groups * bits // 8)]
         if codes.dtype != DType.uint8 or len(codes.shape) != 2 or not all(codes.shape) or len(held) != 1:
@@ -113,7 +105,7 @@ class QuantoCodes(DecodedWeights):
             what = f"{name} has {groups * codes.columns:,} codes, the model's sizes say {list(shape)}"
             raise DamagedCheckpoint(what, where=self._where)
         packed = StackedRows(f"{name}._data._data", groups, codes.columns, held[0], 8 // held[0], from_high=False)
-        return _OfQuanto((shape[0], shape[1]), packed)
+        return (shape[0], shape[1]), packed
 
     @cached_property
     def _sizes(self) -> Mapping[str, tuple[int, ...]]:

@@ -37,7 +37,6 @@ from precisionctl.checkpoints.other_trainers.flat import Dealt, EndToEnd, FlatSl
 from precisionctl.checkpoints.other_trainers.numbered_optimizer import names_by_number
 from precisionctl.checkpoints.other_trainers.saved_states import SavedStates, first_names
 from precisionctl.checkpoints.other_trainers.trainer_run import different_counts, not_adams, number, stored_group
-from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import MOMENTS, TensorSpec
@@ -101,7 +100,7 @@ def _updates(contents: Sequence["_RankStates"]) -> set[int]:
 
 
 class _RankStates:
-    """A rank's file of the optimizer: flat tensors by kind, for each group of parameters."""
+    """A rank's file of the optimizer: `flat` tensors by kind, one for each group of parameters."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -123,15 +122,15 @@ class _RankStates:
                 raise ValueError(f"states of groups {shown(numbers)}")
             self.groups = plain_groups(base.get("param_groups") if isinstance(base, dict) else None)
             masters = content["fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"]
-            self._flat = {_PARAM: list(masters)}
+            self.flat = {_PARAM: list(masters)}
             kinds = list(dict.fromkeys(key for state in self._states for key, one in state.items() if is_flat(one)))
             self.moments = [kind for kind in MOMENTS if kind in kinds]
             if len(self.moments) < len(MOMENTS):
                 self.moments = []
             others = [kind for kind in kinds if kind not in self.moments]
             self.unsupported_state = f"{shown(others)}, which AdamW has not" if others else ""
-            self._flat |= {kind: [state.get(kind) for state in self._states] for kind in self.moments}
-            for kind, parts in self._flat.items():
+            self.flat |= {kind: [state.get(kind) for state in self._states] for kind in self.moments}
+            for kind, parts in self.flat.items():
                 if len(parts) != len(masters) or not all(is_flat(one) for one in parts):
                     raise ValueError(f"{kind} is not flat, or not of all {len(masters)} groups")
                 if any(one.dtype not in _VALUES or one.dtype != parts[0].dtype for one in parts):
@@ -139,16 +138,12 @@ class _RankStates:
 
     def dtype(self, kind: str) -> DType:
         """That of all groups."""
-        return self._flat[kind][0].dtype if self._flat[kind] else DType.float32
-
-    def flat(self, kind: str) -> list[LocatedTensor]:
-        """The flat tensors of a kind, by group."""
-        return self._flat[kind]
+        return self.flat[kind][0].dtype if self.flat[kind] else DType.float32
 
     @property
     def counts(self) -> list[int]:
         """Elements of the masters of each group."""
-        return [one.shape[0] for one in self._flat[_PARAM]]
+        return [one.shape[0] for one in self.flat[_PARAM]]
 
     @property
     def updates(self) -> set[int]:
@@ -169,10 +164,10 @@ def _joined(contents: Sequence[_RankStates], kind: str, states: ModelStates, whe
     for group, shapes in enumerate(states.groups):
         counts = [rank.counts[group] for rank in contents]
         for rank, count in zip(contents, counts, strict=True):
-            longer = rank.flat(kind)[group].shape[0]
+            longer = rank.flat[kind][group].shape[0]
             if longer < count or (longer > count and rank is not contents[-1]):
                 raise DamagedCheckpoint(f"{kind} of {longer} elements for {count} masters", where=rank.path)
-        whole = EndToEnd([(rank.path, rank.flat(kind)[group]) for rank in contents], counts)
+        whole = EndToEnd([(rank.path, rank.flat[kind][group]) for rank in contents], counts)
         paddings, start = _paddings(contents[0], group, len(shapes)), 0
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
             found[name] = FlatTensor(TensorSpec(shape, contents[0].dtype(kind)), FlatSlice(whole, start))
@@ -198,9 +193,9 @@ def _dealt(contents: Sequence[_RankStates], kind: str, states: ModelStates, wher
     """ZeRO 3: each parameter dealt out to the ranks; a rank has the pieces of all one after the other."""
     ranks: list[EndToEnd] = []
     for rank in contents:
-        if rank.counts != contents[0].counts or [one.shape[0] for one in rank.flat(kind)] != rank.counts:
+        if rank.counts != contents[0].counts or [one.shape[0] for one in rank.flat[kind]] != rank.counts:
             raise DamagedCheckpoint(f"flat tensors of {kind} of other lengths than other ranks'", where=rank.path)
-        ranks.append(EndToEnd([(rank.path, one) for one in rank.flat(kind)], rank.counts))
+        ranks.append(EndToEnd([(rank.path, one) for one in rank.flat[kind]], rank.counts))
     found, start = {}, 0
     for name, shape in states.shapes.items():
         each = -(-math.prod(shape) // len(contents))
