@@ -128,7 +128,8 @@ def reading_notes(reader: Reader) -> Iterator[str]:
     if of_trainer(reader) and reader.unsupported_state:
         yield f"These parts of the optimizer are not read, and stay behind: {reader.unsupported_state}."
     if isinstance(reader, HuggingFaceReader) and (step := step_directory(reader.path)):
-        yield f"FP32 masters and the optimizer of DeepSpeed stay behind: give {step.name} inside to take them along."
+        inside = f"give {step.name} inside" if step != reader.path else "give a folder with its files alone"
+        yield f"FP32 masters and the optimizer of DeepSpeed stay behind: {inside} to take them along."
     factor = reader.args.get(CAPACITY) if of_megatron(reader) and reader.model.moe else None
     if isinstance(factor, int | float) and factor >= 0:  # below, it is as if it were not said
         yield (

@@ -204,6 +204,10 @@ def test_a_folder_of_trainers_is_its_weights_and_the_step_in_it_their_masters(tm
     assert any("optimizer of DeepSpeed stay behind: give global_step3" in note for note in told.notes)
     step: Reader = open_checkpoint(folder / "global_step3")
     assert step.container == "deepspeed" and step.model.hidden_size == 64
+    for file in ("config.json", "model.safetensors"):  # as zero_to_fp32.py may write them beside what it read
+        shutil.copy(llama / file, folder / "global_step3")
+    told = conversions.run(folder / "global_step3", tmp_path / "of-step", "megatron")
+    assert any("stay behind: give a folder with its files alone" in note for note in told.notes), told.notes
 
 
 def test_an_iteration_is_chosen_by_its_number(tmp_path: Path, llama: Path) -> None:
