@@ -551,6 +551,20 @@ def test_odd_values_of_any_key_are_read_or_are_one_error_that_speaks_of_no_confi
                 assert "config.json" not in error.what, (key, odd)
 
 
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("llama-3", "llama.feed_forward_length"),
+        ("mixtral", "llama.expert_used_count"),
+        ("qwen3-moe", "qwen3moe.expert_feed_forward_length"),
+    ],
+)
+def test_a_number_that_is_no_size_is_named_by_the_key_that_says_it(family: str, key: str) -> None:
+    whole = described(family)
+    with pytest.raises(DamagedCheckpoint, match=f"^{key} is 0, not a size"):
+        model_of_file(replace(whole, metadata={**whole.metadata, key: 0}), pico.shape(family).architecture)
+
+
 @dataclass(frozen=True)
 class Watched(Described):
     """Metadata that know which keys were asked for."""

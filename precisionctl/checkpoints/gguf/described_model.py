@@ -47,7 +47,7 @@ def _in_words_of(file: Described, said: Fields, family: GgufFamily, error: Damag
     field, _, rest = error.what.partition(" ")
     for entry in family.entries:
         match entry.fields, entry.keys:
-            case [name], [key] if field == name.rpartition(".")[2] and _same(said.get(name), file.said(key)):
+            case [name], [key] if field == name and _same(said.get(name), file.said(key)):
                 field = f"{file.architecture}.{key}"
     return DamagedCheckpoint(f"{field} {rest}", do="Is the file whole, and of such a model?")
 
