@@ -114,10 +114,20 @@ def linears(names: Mapping[str, str], change: TensorChange = SAME) -> list[GgufR
     return in_layers(names, change, ("weight", "bias"))
 
 
-def experts(modules: str, names: Mapping[str, str]) -> list[GgufRow]:
-    """A row for each matrix of an expert. `modules` is what its modules' names begin with."""
+GATED = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
+W123 = {"w1": "ffn_gate", "w3": "ffn_up", "w2": "ffn_down"}
+
+
+def shared_expert(module: str) -> list[GgufRow]:
+    """The rows of a gated expert that all tokens go to."""
+    return in_layers({f"{module}.{hf}": f"{gguf}_shexp" for hf, gguf in GATED.items()})
+
+
+def experts(modules: str, names: Mapping[str, str] = GATED) -> list[GgufRow]:
+    """A row for each matrix of an expert. `modules` is what its modules' names begin with, `names` are those of the
+    matrices, with GGUF's of an MLP's."""
     return [
-        GgufRow(f"model.layers.{{layer}}.{modules}.{{expert}}.{hf}.weight", (stack(gguf),))
+        GgufRow(f"model.layers.{{layer}}.{modules}.{{expert}}.{hf}.weight", (stack(f"{gguf}_exps"),))
         for hf, gguf in names.items()
     ]
 
@@ -186,20 +196,19 @@ VALUE_OUTPUT = {"self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output"}
 ATTENTION = linears({**QUERY, **KEY, **VALUE_OUTPUT})
 ATTENTION_IN_PAIRS = [*linears(QUERY, QUERY_PAIRS), *linears(KEY, KEY_PAIRS), *linears(VALUE_OUTPUT)]
 
-GATED = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
 MLP = linears({f"mlp.{hf}": gguf for hf, gguf in GATED.items()})
 JOINED_MLP = linears({"mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"})
 ROUTER = in_layers({"mlp.gate": "ffn_gate_inp"})
-EXPERTS = experts("mlp.experts", {hf: f"{gguf}_exps" for hf, gguf in GATED.items()})
-SHARED_EXPERT = in_layers({f"mlp.shared_expert.{hf}": f"{gguf}_shexp" for hf, gguf in GATED.items()})
+EXPERTS = experts("mlp.experts")
+SHARED_EXPERT = shared_expert("mlp.shared_expert")
 SHARED_EXPERT_GATE = in_layers({"mlp.shared_expert_gate": "ffn_gate_inp_shexp"})
-SHARED_EXPERTS = in_layers({f"mlp.shared_experts.{hf}": f"{gguf}_shexp" for hf, gguf in GATED.items()})
+SHARED_EXPERTS = shared_expert("mlp.shared_experts")
 CORRECTION = ("blk.{layer}.exp_probs_b.bias",)
 EXPERT_BIAS = GgufRow("model.layers.{layer}.mlp.gate.e_score_correction_bias", CORRECTION)
 UNGATED_MLP = linears({"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"})
 EXPERTS_OF_MIXTRAL = [
     *in_layers({"block_sparse_moe.gate": "ffn_gate_inp"}),
-    *experts("block_sparse_moe.experts", {"w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"}),
+    *experts("block_sparse_moe.experts", W123),
 ]
 
 DECODER = [*outside_layers(), *in_layers(NORMS), *ATTENTION]

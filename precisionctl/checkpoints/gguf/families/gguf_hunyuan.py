@@ -29,7 +29,7 @@ FAMILIES = {
         rows=[
             *_DECODER,
             *rows.in_layers({"mlp.gate.wg": "ffn_gate_inp"}),
-            *rows.in_layers({f"mlp.shared_mlp.{hf}": f"{gguf}_shexp" for hf, gguf in rows.GATED.items()}),
+            *rows.shared_expert("mlp.shared_mlp"),
             *rows.EXPERTS,
         ],
         keys=base_keys(expert_keys.EXPERT_COUNTS[0]),
@@ -55,7 +55,7 @@ FAMILIES = {
             *rows.in_layers({"mlp.router.gate": "ffn_gate_inp"}),
             rows.in_layer("mlp.expert_bias", "exp_probs_b"),
             *rows.EXPERTS,
-            *rows.in_layers({f"mlp.shared_mlp.{hf}": f"{gguf}_shexp" for hf, gguf in rows.GATED.items()}),
+            *rows.shared_expert("mlp.shared_mlp"),
             *rows.in_layers({hf: f"nextn.{gguf}" for hf, gguf in _PREDICTION.items()}),
         ],
         keys=base_keys(*expert_keys.EXPERT_COUNTS, layers=keys.LAYERS_AND_PREDICTION),

@@ -106,7 +106,7 @@ FAMILIES = {
             *rows.ATTENTION,
             *rows.in_layers({f"feed_forward.{hf}": gguf for hf, gguf in rows.GATED.items()}),
             *rows.in_layers({"feed_forward.router": "ffn_gate_inp"}),
-            *rows.experts("feed_forward.experts", {hf: f"{gguf}_exps" for hf, gguf in rows.GATED.items()}),
+            *rows.experts("feed_forward.experts"),
         ],
         keys=(
             *(_LAYERS, keys.CONTEXT, keys.WIDTH, keys.write_only(_write_sizes), _CHANNELS),

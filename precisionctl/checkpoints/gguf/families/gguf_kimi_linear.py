@@ -87,7 +87,7 @@ _ROWS = [
     *rows.MLP,
     *rows.EXPERTS_OF_MIXTRAL,
     rows.in_layer("block_sparse_moe.gate.e_score_correction_bias", "exp_probs_b.bias"),
-    *rows.in_layers({f"block_sparse_moe.shared_experts.{hf}": f"{gguf}_shexp" for hf, gguf in rows.GATED.items()}),
+    *rows.shared_expert("block_sparse_moe.shared_experts"),
 ]
 _ONE_GROUP = keys.always("expert_group_used_count", 1)
 _LATENT = latent_key(lambda model: model.hidden_size // model.num_attention_heads)

@@ -10,7 +10,6 @@ from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.tensor_changes import KERNEL
 from precisionctl.model.model_shape import ModelShape
 
-_W123 = {"w1": "ffn_gate", "w3": "ffn_up", "w2": "ffn_down"}
 _ROWS = [
     *rows.outside_layers()[::2],
     rows.GgufRow("model.embedding_norm.weight", ("token_embd_norm.weight",)),
@@ -26,7 +25,7 @@ _ROWS = [
             "self_attn.out_proj": "attn_output",
             "self_attn.q_layernorm": "attn_q_norm",
             "self_attn.k_layernorm": "attn_k_norm",
-            **{f"feed_forward.{hf}": gguf for hf, gguf in _W123.items()},
+            **{f"feed_forward.{hf}": gguf for hf, gguf in rows.W123.items()},
         }
     ),
     *rows.in_layers({"conv.conv": "shortconv.conv"}, KERNEL),
@@ -64,7 +63,7 @@ FAMILIES = {
         rows=[
             *_ROWS,
             *rows.in_layers({"feed_forward.gate": "ffn_gate_inp"}),
-            *rows.experts("feed_forward.experts", {hf: f"{gguf}_exps" for hf, gguf in _W123.items()}),
+            *rows.experts("feed_forward.experts", rows.W123),
             rows.GgufRow("model.layers.{layer}.feed_forward.expert_bias", rows.CORRECTION),
         ],
         keys=base_keys(*expert_keys.EXPERT_COUNTS, heads=_CONVOLUTIONS, head_size=keys.UNUSUAL_HEAD_SIZE),

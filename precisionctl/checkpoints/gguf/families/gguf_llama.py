@@ -90,9 +90,9 @@ FAMILIES = {
         rows=[
             *rows.DECODER,
             *rows.in_layers({f"feed_forward.{hf}": gguf for hf, gguf in rows.GATED.items()}),
-            *rows.in_layers({f"feed_forward.shared_expert.{hf}": f"{gguf}_shexp" for hf, gguf in rows.GATED.items()}),
+            *rows.shared_expert("feed_forward.shared_expert"),
             *rows.in_layers({"feed_forward.router": "ffn_gate_inp"}),
-            *rows.experts("feed_forward.experts", {hf: f"{gguf}_exps" for hf, gguf in rows.GATED.items()}),
+            *rows.experts("feed_forward.experts"),
         ],  # its experts are `[out, in]` in GGUF, and so under the names that their codes have, one by one
         keys=base_keys(*expert_keys.EXPERT_COUNTS),
         more=(keys.VOCABULARY, rope_keys.TURNED, _STEP, expert_keys.EXPERT_SIZE),

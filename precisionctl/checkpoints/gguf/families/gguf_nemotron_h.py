@@ -35,7 +35,7 @@ _ROWS = rows.renamed(
                 **{f"mixer.shared_experts.{hf}": f"{gguf}_shexp" for hf, gguf in _UNGATED.items()},
             }
         ),
-        *rows.experts("mixer.experts", {hf: f"{gguf}_exps" for hf, gguf in _UNGATED.items()}),
+        *rows.experts("mixer.experts", _UNGATED),
         rows.GgufRow("model.layers.{layer}.mixer.gate.e_score_correction_bias", rows.CORRECTION),
     ],
     {"model.": "backbone."},
