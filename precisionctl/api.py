@@ -19,7 +19,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import read_values
 from precisionctl.checkpoints.hf_directory.hub import HubName
 from precisionctl.checkpoints.open import open_checkpoint as open_reader
-from precisionctl.commands.hinted_path import HintedPath, open_hinted
+from precisionctl.commands.hints import open_hinted
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.commands.target_rules import check_directory
@@ -134,7 +134,7 @@ def verify(
 
 
 def _opened(path: StrPath, iteration: int | None, reference: StrPath | None) -> Reader:
-    return open_hinted(HintedPath(Path(path), iteration, reference=Path(reference) if reference else None))
+    return open_hinted(Path(path), iteration, reference=Path(reference) if reference else None)
 
 
 def check_target(
@@ -291,5 +291,8 @@ def open_checkpoint(
     `grouped_columns` are those of a Request. Raises UnknownFormat, DamagedCheckpoint, and RecipeError for hints that
     contradict the checkpoint or each other."""
     same_model = Path(reference) if reference else None
-    given = HintedPath(Path(path), iteration, architecture, same_model, grouped_columns=grouped_columns)
-    return Checkpoint(open_hinted(given))
+    return Checkpoint(
+        open_hinted(
+            Path(path), iteration, architecture=architecture, reference=same_model, grouped_columns=grouped_columns
+        )
+    )

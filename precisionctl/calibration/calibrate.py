@@ -20,7 +20,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.codes.statistics import AMAX, Statistics
-from precisionctl.commands.hinted_path import HintedPath, open_hinted
+from precisionctl.commands.hints import open_hinted
 from precisionctl.conversion.convert import convert
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
@@ -115,7 +115,7 @@ def calibrate(calibration: Calibration, on_pass: OnPass = lambda done, total: No
 
 def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: OnPass) -> Calibrated:
     backend, output = choose_backend(calibration.backend), _output(calibration)
-    source = open_hinted(HintedPath(calibration.checkpoint, calibration.iteration, reference=calibration.reference))
+    source = open_hinted(calibration.checkpoint, calibration.iteration, reference=calibration.reference)
     check_length(recipe, source.model, "--sequence-length ")
     plan = make_plan(source, "megatron", dtype=DType.bfloat16 if world.count == 1 else DType.float32)
     shards.check(plan.model, recipe.parallel)

@@ -77,7 +77,7 @@ def inspect(
     if not fp8 and (fp8_state or html or is_given("workers")):
         raise click.UsageError("--fp8-state, --html and --workers are for --fp8.")
     from precisionctl import console
-    from precisionctl.commands.hinted_path import HintedPath, open_hinted
+    from precisionctl.commands.hints import open_hinted
     from precisionctl.fp8 import sidecar
     from precisionctl.reports import inspect as report
 
@@ -89,7 +89,7 @@ def inspect(
             raise click.UsageError(what)
         description = report.describe_state(sidecar.read(checkpoint), checkpoint)
     else:
-        reader = open_hinted(HintedPath(checkpoint, iteration, reference=reference, grouped_columns=grouped_columns))
+        reader = open_hinted(checkpoint, iteration, reference=reference, grouped_columns=grouped_columns)
         description = report.describe(reader)
     if fp8:
         from precisionctl.readiness.assess import assess
@@ -221,14 +221,14 @@ def evaluate(
         raise click.UsageError("--tasks has a name that is empty.")
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
-    from precisionctl.commands.hinted_path import HintedPath, open_hinted
+    from precisionctl.commands.hints import open_hinted
     from precisionctl.export.model_card import NAME as CARD, around_quality, write_quality
     from precisionctl.paths import own_name
     from precisionctl.reports import evaluation as report
 
     if card:
         around_quality(checkpoint)  # what cannot be written is found before hours of measuring
-    reader = open_hinted(HintedPath(checkpoint, iteration, reference=reference))
+    reader = open_hinted(checkpoint, iteration, reference=reference)
     source = open_checkpoint(against) if against else None
     if names:
         from precisionctl.evaluate.harness import run_tasks

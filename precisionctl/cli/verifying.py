@@ -96,12 +96,12 @@ def compare_checkpoints(
     """Print the differences of two checkpoints, opened with what a reference says of either. Returns whether they are
     equal."""
     from precisionctl import console
-    from precisionctl.commands.hinted_path import HintedPath, open_hinted
+    from precisionctl.commands.hints import open_hinted
     from precisionctl.commands.source_notes import vocabulary_notes
     from precisionctl.reports import verify as report
     from precisionctl.verify.compare import compare
 
-    left, right = (open_hinted(HintedPath(path, reference=reference)) for path in (a, b))
+    left, right = (open_hinted(path, reference=reference) for path in (a, b))
     progress = partial(console.bytes_progress, "comparing")
     comparison = compare(left, right, fp8=fp8, state_file=fp8_state, workers=workers, progress=progress)
     if json_wanted:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from precisionctl.checkpoints.hf_directory.huggingface_files import MAX_SHARD_SIZE
-from precisionctl.commands.hinted_path import HintedPath
+from precisionctl.commands.hints import check_hints
 from precisionctl.commands.storage import CONTAINERS, DEEPSPEED, Storage
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import engine_named
@@ -75,8 +75,8 @@ class Request:
     values. `keep_misfits` leaves modules in BF16 whose shapes the engine refuses. `kv_cache` stores scales for an FP8
     KV cache, which must have been recorded, too. `base_model` is the source's name on the Hub, for the model card.
 
-    The other options are described where they are used: `hinted` (HintedPath) is what is read, and `storage` (Storage)
-    how the result is stored. What it is made of, its `kind`, follows from all.
+    The other options are described where they are used: those that say how the source is read at `open_hinted`, those
+    of how the result is stored (`storage`) at Storage. What it is made of, its `kind`, follows from all.
     """
 
     source: Path
@@ -126,19 +126,8 @@ class Request:
         if self.to not in CONTAINERS or self.precision not in _DTYPES:
             what = f"no conversion to {self.to} in {self.precision}"
             raise RecipeError(what, do=f"Layouts: {', '.join(CONTAINERS)}; precisions: {', '.join(_DTYPES)}.")
-        _ = self.storage, self.hinted, self.kind  # all are refused here that contradict each other
-
-    @cached_property
-    def hinted(self) -> HintedPath:
-        """The source, as it is opened."""
-        return HintedPath(
-            self.source,
-            self.iteration,
-            self.architecture,
-            self.reference,
-            self.trust_reference,
-            self.grouped_columns,
-        )
+        check_hints(self.architecture, self.reference, self.trust_reference)
+        _ = self.storage, self.kind  # options are refused here that contradict each other
 
     @cached_property
     def storage(self) -> Storage:

@@ -16,7 +16,7 @@ from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.directory import MegatronReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader, of_trainer
-from precisionctl.commands.hinted_path import open_hinted
+from precisionctl.commands.hints import open_hinted
 from precisionctl.commands.request import LLAMA_CPP, MLX, OTHER_TARGETS, TE, Request
 from precisionctl.commands.storage import TORCHTITAN
 from precisionctl.commands.torchtitan_names import with_torchtitan_names
@@ -106,7 +106,15 @@ def open_source(request: Request) -> Source:
     MappingError for state or encodings of another model;
     and as `open_checkpoint` and `make_plan`.
     """
-    storage, reader = request.storage, open_hinted(request.hinted)
+    storage = request.storage
+    reader = open_hinted(
+        request.source,
+        request.iteration,
+        architecture=request.architecture,
+        reference=request.reference,
+        trust_reference=request.trust_reference,
+        grouped_columns=request.grouped_columns,
+    )
     files = fingerprints(reader.files)
     encodings = _encodings(request, reader)
     trained = _trained(request, reader)

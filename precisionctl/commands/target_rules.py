@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.commands.hinted_path import HintedPath, open_hinted
+from precisionctl.commands.hints import open_hinted
 from precisionctl.commands.request import LLAMA_CPP, OTHER_TARGETS, TE, check_expert_parallel, given_options
 from precisionctl.engines.base import engine_named
 from precisionctl.engines.rules.rule import EngineRule, Finding
@@ -41,7 +41,7 @@ def check_directory(
     directory or file.
     """
     try:
-        reader = open_hinted(HintedPath(path, reference=reference))
+        reader = open_hinted(path, reference=reference)
     except PrecisionError as error:
         raise RecipeError(f"{error.what}, so nothing was checked", where=error.where, do=error.do) from error
     engine = None if target in OTHER_TARGETS else engine_named(target, *OTHER_TARGETS)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.commands.hinted_path import HintedPath, open_hinted
+from precisionctl.commands.hints import open_hinted
 from precisionctl.conversion.known_state import KnownState, known_state
 from precisionctl.errors import RecipeError
 from precisionctl.model.model_shape import ModelShape
@@ -139,7 +139,7 @@ def plan_run(settings: Settings, recipe: Recipe, ranks: int, engine: TrainingEng
     EnvironmentProblem for a backend that this machine does not have.
     """
     run_folder.check_place(settings.folder, settings.checkpoint)
-    source = open_hinted(HintedPath(settings.checkpoint, reference=settings.reference))
+    source = open_hinted(settings.checkpoint, reference=settings.reference)
     load, skipped = loading.what_to_load(source, settings.load, settings.skip)
     schedule = loading.schedule_of(source, skipped, settings.overrides)
     mapping = make_plan(source, "megatron")

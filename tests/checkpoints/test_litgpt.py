@@ -20,7 +20,7 @@ from torch import Tensor
 
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.hinted_path import HintedPath, open_hinted
+from precisionctl.commands.hints import open_hinted
 from precisionctl.errors import PrecisionctlError
 
 NAMES = {
@@ -152,7 +152,7 @@ def test_what_its_converter_writes_is_read(tmp_path: Path) -> None:
         archive.writestr("archive/version", "3")
     stored = torch.load(made / "lit_model.pth")
     assert torch.equal(stored["lm_head.weight"], state["lm_head.weight"])  # torch reads it
-    reader = open_hinted(HintedPath(made, reference=tmp_path / "hf"))
+    reader = open_hinted(made, reference=tmp_path / "hf")
     assert all(torch.equal(read_tensor(reader, name), tensor) for name, tensor in state.items())
 
 
@@ -216,12 +216,12 @@ SAID = {
 )
 def test_a_config_of_a_sibling_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     stored = in_litgpt("llama-3", published(tmp_path / "hf", "llama-3"))
-    hinted = HintedPath(save(tmp_path / "lit", stored, **SAID | changes), reference=tmp_path / "hf")
+    made, reference = save(tmp_path / "lit", stored, **SAID | changes), tmp_path / "hf"
     if not message:
-        open_hinted(hinted)
+        open_hinted(made, reference=reference)
         return
     with pytest.raises(PrecisionctlError, match=message):
-        open_hinted(hinted)
+        open_hinted(made, reference=reference)
 
 
 def test_a_scaling_of_a_kind_that_litgpt_lacks_is_told(tmp_path: Path) -> None:
@@ -242,11 +242,10 @@ def test_heads_without_numbers_are_refused_before_they_are_counted(tmp_path: Pat
     more = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": 1}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config | more))
     made = save(tmp_path / "lit", stored | {"transformer.h.0.attn.qkv.weight": torch.empty(3 * heads, 0)})
-    hinted = HintedPath(made, reference=tmp_path / "hf")
     tracemalloc.start()
     try:
         with pytest.raises(PrecisionctlError, match=r"is \[30000000, 0\], the model's sizes say \[30000000, 64\]"):
-            open_hinted(hinted)
+            open_hinted(made, reference=tmp_path / "hf")
         assert tracemalloc.get_traced_memory()[1] < 50_000_000
     finally:
         tracemalloc.stop()
@@ -271,4 +270,4 @@ def test_other_sizes_and_two_names_of_one_tensor_are_refused(
     stored = in_litgpt("llama-3", published(tmp_path / "hf", "llama-3"))
     made = save(tmp_path / "lit", stored | more, **config)
     with pytest.raises(PrecisionctlError, match=message):
-        open_hinted(HintedPath(made, reference=tmp_path / "hf"))
+        open_hinted(made, reference=tmp_path / "hf")

@@ -22,7 +22,7 @@ from trained_models import save
 from precisionctl.checkpoints.base import WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
-from precisionctl.commands.hinted_path import HintedPath, open_hinted
+from precisionctl.commands.hints import open_hinted
 from precisionctl.errors import PrecisionctlError
 from precisionctl.reports import inspect
 
@@ -105,7 +105,7 @@ def test_its_models_are_those_of_transformers(tmp_path: Path, family: str) -> No
 def test_its_optimizer_is_read_with_its_weights(tmp_path: Path) -> None:
     state = published(tmp_path / "hf", "flex-olmo")
     step = save_step(tmp_path / "step3", in_olmo_core(state), updates=3)
-    reader = open_hinted(HintedPath(step / "model_and_optim", reference=tmp_path / "hf"))
+    reader = open_hinted(step / "model_and_optim", reference=tmp_path / "hf")
     assert of_trainer(reader)
     assert (reader.trainer_run.updates, reader.trainer_run.settings["betas"]) == (3, (0.9, 0.95))
     both = WithOptimizer(reader)
@@ -131,7 +131,7 @@ def test_its_own_class_in_the_index_is_known(tmp_path: Path, monkeypatch: pytest
     infos = metadata.storage_data.items()
     metadata.storage_data = {at: own(info.relative_path, info.offset, info.length) for at, info in infos}
     file.write_bytes(pickle.dumps(metadata))
-    description = inspect.describe(open_hinted(HintedPath(step)))
+    description = inspect.describe(open_hinted(step))
     assert (description["architecture"], description["stored_names"]) == (None, "OLMo-core")
     assert description["tensors"] == len(state) and name.encode() in file.read_bytes()
 
@@ -154,7 +154,7 @@ def test_square_experts_are_refused_as_nothing_tells_whether_they_are_transposed
     pico.make_and_save(tmp_path / "hf", "flex-olmo", intermediate_size=64)
     stored = in_olmo_core(load_file(tmp_path / "hf" / "model.safetensors"))
     with pytest.raises(PrecisionctlError, match="square matrices"):
-        open_hinted(HintedPath(save_step(tmp_path / "step1", stored), reference=tmp_path / "hf"))
+        open_hinted(save_step(tmp_path / "step1", stored), reference=tmp_path / "hf")
 
 
 def _fewer(state: dict[str, Tensor]) -> None:
@@ -189,7 +189,7 @@ def test_experts_of_another_form_and_two_names_of_one_tensor_are_refused(
     state = in_olmo_core(published(tmp_path / "hf", "flex-olmo"))
     change(state)
     with pytest.raises(PrecisionctlError, match=message):
-        open_hinted(HintedPath(save_step(tmp_path / "step1", state), reference=tmp_path / "hf"))
+        open_hinted(save_step(tmp_path / "step1", state), reference=tmp_path / "hf")
 
 
 def config_of_a_run(heads: int, *, older: bool = False) -> dict[str, Any]:
@@ -233,9 +233,9 @@ def test_a_reference_that_the_runs_config_contradicts_is_refused(
     for path in (step, step / "model_and_optim"):
         if message:
             with pytest.raises(PrecisionctlError, match=f"{message}.*Is the reference of this model"):
-                open_hinted(HintedPath(path, reference=tmp_path / "hf"))
+                open_hinted(path, reference=tmp_path / "hf")
         else:
-            open_hinted(HintedPath(path, reference=tmp_path / "hf"))
+            open_hinted(path, reference=tmp_path / "hf")
 
 
 @pytest.mark.parametrize("model", [[], {"block": 3}, {"block": {"attention": []}, "block_overrides": {"0": None}}])
@@ -243,7 +243,7 @@ def test_a_runs_config_that_says_nothing_is_none(tmp_path: Path, model: object) 
     step = save_step(tmp_path / "step1", in_olmo_core(published(tmp_path / "hf", "olmo2")))
     (step / "config.json").write_text(json.dumps({"model": model, "dataset": 5}))
     if model:
-        open_hinted(HintedPath(step, reference=tmp_path / "hf"))
+        open_hinted(step, reference=tmp_path / "hf")
 
 
 def test_blocks_of_a_runs_config_may_have_names(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_blocks_of_a_runs_config_may_have_names(tmp_path: Path) -> None:
         config["model"]["block"] = {"gdn": net, "attn": config["model"]["block"]}
         (step / "config.json").write_text(json.dumps(config))
         if not message:
-            open_hinted(HintedPath(step, reference=tmp_path / "hf"))
+            open_hinted(step, reference=tmp_path / "hf")
             continue
         with pytest.raises(PrecisionctlError, match=message):
-            open_hinted(HintedPath(step, reference=tmp_path / "hf"))
+            open_hinted(step, reference=tmp_path / "hf")

@@ -532,7 +532,7 @@ def test_ctrl_c_before_anything_is_written_says_so_and_exits_as_when_stopped(tmp
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("precisionctl.commands.hinted_path.open_checkpoint", interrupted)
+    monkeypatch.setattr("precisionctl.commands.hints.open_checkpoint", interrupted)
     monkeypatch.setattr(estimate, "estimate", interrupted)
     stopped = run(*arguments)
     assert (stopped.exit_code, stopped.stderr) == (75, f"{errors.NOT_BEGUN}\n")

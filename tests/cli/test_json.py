@@ -13,7 +13,7 @@ from command_line import run
 from safetensors import safe_open
 from scoring import save
 
-import precisionctl.commands.hinted_path as opening
+import precisionctl.commands.hints as opening
 from precisionctl.cli import main
 from precisionctl.conversion import worker
 from precisionctl.errors import GO_ON

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import hinted_path
+from precisionctl.commands import hints
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
@@ -382,7 +382,6 @@ def test_a_checkpoint_is_opened_once_though_a_reference_is_given(
         opened.append(path)
         return open_checkpoint(path, *given, **named)
 
-    monkeypatch.setattr(hinted_path, "open_checkpoint", counted)
-    given = hinted_path.HintedPath(tmp_path / layout, reference=tmp_path / "hf")
-    reader = hinted_path.open_hinted(given)
+    monkeypatch.setattr(hints, "open_checkpoint", counted)
+    reader = hints.open_hinted(tmp_path / layout, reference=tmp_path / "hf")
     assert opened == [tmp_path / layout] and reader.companions is reader.own_companions

@@ -29,7 +29,7 @@ from precisionctl.checkpoints.megatron.carried_run import trainer_run_of
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.commands.hinted_path import HintedPath, open_hinted
+from precisionctl.commands.hints import open_hinted
 from precisionctl.param import KINDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -241,7 +241,7 @@ def test_olmo_cores_weights_and_moments_are_its_own_converters(tmp_path: Path, m
         assert torch.allclose(logits, live["logits"], atol=1e-6)
     if model == "olmo_hybrid":
         return
-    reader = open_hinted(HintedPath(made, reference=reference))
+    reader = open_hinted(made, reference=reference)
     assert of_trainer(reader) and reader.trainer_run.updates == 2
     for kind in ("exp_avg", "exp_avg_sq"):
         found = {name: read_tensor(WithOptimizer(reader), f"optimizer.state.{kind}.{name}") for name in live[kind]}

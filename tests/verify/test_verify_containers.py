@@ -5,8 +5,9 @@ import json
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import bitnet_directories
 import bitsandbytes_directories
@@ -33,7 +34,7 @@ from conversions import run
 from safetensors.torch import load_file, save_file
 from soaking import few
 
-from precisionctl.commands.hinted_path import HintedPath, open_hinted
+from precisionctl.commands.hints import open_hinted
 from precisionctl.errors import PrecisionctlError
 from precisionctl.verify import encodings, hf_tensors
 from precisionctl.verify.compare import compare
@@ -51,7 +52,12 @@ class Pair:
     changed: Path
 
 
-Made = Path | HintedPath | Pair
+class WithReference(NamedTuple):
+    path: Path
+    reference: Path | None
+
+
+Made = Path | WithReference | Pair
 
 
 def in_gguf(scheme: str | None, family: str = "qwen3") -> Callable[[Path], Made]:
@@ -75,7 +81,7 @@ def adapted(root: Path) -> Made:
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora"
     factors = {f"{name}_A.weight": torch.randn(4, 64), f"{name}_B.weight": torch.randn(64, 4)}
     save_file(factors, root / "adapter" / "adapter_model.safetensors")
-    return HintedPath(root / "adapter", reference=root / "hf")
+    return WithReference(root / "adapter", root / "hf")
 
 
 def in_orbax(root: Path) -> Made:
@@ -84,7 +90,7 @@ def in_orbax(root: Path) -> Made:
     pico.save(root / "hf", "qwen2", vocab_size=10, **sizes)
     stored = load_file(repository.GOLDEN / "maxtext" / "qwen2-stored.safetensors")
     orbax_files.write(root / "step", {f"params.params.{name}": each for name, each in stored.items()})
-    return HintedPath(root / "step", reference=root / "hf")
+    return WithReference(root / "step", root / "hf")
 
 
 def of_mistral(root: Path) -> Made:
@@ -194,10 +200,11 @@ def test_a_bit_of_any_stored_tensor_is_noticed(name: str, tmp_path: Path, monkey
         monkeypatch.setattr(module, "PIECE", 3000)  # some rows at a time
     torch.manual_seed(0)
     made = {**EXACT, **ROUNDED}[name](tmp_path)
-    hinted = made if isinstance(made, HintedPath) else HintedPath(made.changed if isinstance(made, Pair) else made)
-    copy = shutil.copytree(hinted.path, tmp_path / "copy")
-    one = open_hinted(HintedPath(made.one) if isinstance(made, Pair) else hinted)
-    assert compare(one, open_hinted(replace(hinted, path=copy))).equal
+    plain = WithReference(made.changed if isinstance(made, Pair) else made, None)
+    path, reference = made if isinstance(made, WithReference) else plain
+    copy = shutil.copytree(path, tmp_path / "copy")
+    one = open_hinted(made.one if isinstance(made, Pair) else path, reference=reference)
+    assert compare(one, open_hinted(copy, reference=reference)).equal
     generator, unseen = random.Random(0), list[tuple[str, int, int]]()
     for tensor in places(copy, name):
         last = tensor.size // tensor.itemsize - 1
@@ -206,7 +213,7 @@ def test_a_bit_of_any_stored_tensor_is_noticed(name: str, tmp_path: Path, monkey
             bit = generator.choice([0, bits - 1]) if name in EXACT else bits - 2
             with flipped(tensor, element, bit):
                 try:
-                    found = compare(one, open_hinted(replace(hinted, path=copy)))
+                    found = compare(one, open_hinted(copy, reference=reference))
                 except PrecisionctlError:
                     continue
             told = {each.topic for each in found.not_compared}

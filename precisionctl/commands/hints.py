@@ -1,6 +1,5 @@
-"""HintedPath: the path of a checkpoint, with what the user says about it; and the checkpoint opened with that."""
+"""A checkpoint opened with the user's hints: what the user says about it that it does not say itself."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from precisionctl.architectures.families import key_in, read_model
@@ -20,78 +19,79 @@ from precisionctl.untrusted.safe_json import parse_json
 from precisionctl.verify.configs import differing_keys
 
 
-@dataclass(frozen=True)
-class HintedPath:
-    """The path of a checkpoint, and the user's hints about it. Raises RecipeError for hints that contradict each other.
+def check_hints(architecture: str | None, reference: Path | None, trust_reference: bool) -> None:
+    """Raise RecipeError for hints that contradict each other."""
+    if architecture is not None and reference is not None:
+        raise RecipeError("--reference and --architecture both name the family", do="Leave --architecture out.")
+    if trust_reference and reference is None:
+        raise RecipeError("--trust-reference, and no reference", do="Give --reference too.")
+
+
+def open_hinted(
+    path: Path,
+    iteration: int | None = None,
+    *,
+    architecture: str | None = None,
+    reference: Path | None = None,
+    trust_reference: bool = False,
+    grouped_columns: ColumnOrder | None = None,
+) -> Reader:
+    """Open a checkpoint with the user's hints about it.
 
     A plain Megatron checkpoint does not contain its family, tokenizer or true vocabulary size: `architecture` names the
     family, or `reference` is a Hugging Face directory of the same model, whose config.json and tokenizer are used. A
-    PyTorch checkpoint (DCP) needs a `reference` too; for a LoRA adapter it is the base model. With `trust_reference`
-    its config.json overrules Megatron's arguments. `iteration` is the one to read, None for the newest;
-    `grouped_columns` is the order of columns in the FP8 payloads of experts, if it cannot be inferred.
+    PyTorch checkpoint (DCP) needs a `reference` too; for a LoRA adapter it is the base model. `needed_hints` says what
+    is used of it. With `trust_reference` its config.json overrules Megatron's arguments. `iteration` is the one to
+    read, None for the newest; `grouped_columns` is the order of columns in the FP8 payloads of experts, if it cannot be
+    inferred.
+
+    Raises RecipeError for hints that contradict each other or the checkpoint and for other hints that it does not need,
+    DamagedCheckpoint for a reference whose config.json describes no model, and as `open_checkpoint`.
     """
-
-    path: Path
-    iteration: int | None = None
-    architecture: str | None = None
-    reference: Path | None = None
-    trust_reference: bool = False
-    grouped_columns: ColumnOrder | None = None
-
-    def __post_init__(self) -> None:
-        if self.architecture is not None and self.reference is not None:
-            raise RecipeError("--reference and --architecture both name the family", do="Leave --architecture out.")
-        if self.trust_reference and self.reference is None:
-            raise RecipeError("--trust-reference, and no reference", do="Give --reference too.")
-
-
-def open_hinted(hinted: HintedPath) -> Reader:
-    """Open a checkpoint with the user's hints about it. `needed_hints` says what is used of a reference. Raises
-    RecipeError for hints that contradict the checkpoint and for other hints that it does not need, DamagedCheckpoint
-    for a reference whose config.json describes no model, and as `open_checkpoint`."""
-    reference, companions, towers = hinted.reference, None, None
+    check_hints(architecture, reference, trust_reference)
+    companions, towers = None, None
     if reference:
-        companions = _companions_of(reference, hinted.path)
+        companions = _companions_of(reference, path)
         # one that is broken is not taken for one of another model
         read_model(parse_json(companions.files["config.json"], companions.config_path), companions.config_path)
         towers = _towers_of(reference, companions)
-    hints = Hints(hinted.architecture, companions, hinted.grouped_columns, reference, towers, hinted.trust_reference)
-    reader = open_checkpoint(hinted.path, hinted.iteration, hints)
-    _check_hints(hinted, reader)
+    hints = Hints(architecture, companions, grouped_columns, reference, towers, trust_reference)
+    reader = open_checkpoint(path, iteration, hints)
+    _check_needed(hints, reader, path)
     if reference and companions:
-        _check_reference(hinted, reader, reference, companions)
+        _check_reference(reader, reference, companions, trusted=trust_reference)
     return reader
 
 
-def _check_hints(hinted: HintedPath, reader: Reader) -> None:
+def _check_needed(hints: Hints, reader: Reader, path: Path) -> None:
     """Raise RecipeError for hints that the checkpoint does not need."""
-    if hinted.trust_reference and not (of_megatron(reader) and reader.args):
+    if hints.trust_reference and not (of_megatron(reader) and reader.args):
         what = "--trust-reference is for a checkpoint with Megatron's arguments, and this has none"
-        raise RecipeError(what, where=hinted.path, do="Leave --trust-reference out.")
-    if hinted.grouped_columns is not None and not of_megatron(reader):
+        raise RecipeError(what, where=path, do="Leave --trust-reference out.")
+    if hints.grouped_columns is not None and not of_megatron(reader):
         raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
-    if hinted.architecture is not None and "config.json" in reader.own_companions.files:
+    if hints.architecture is not None and "config.json" in reader.own_companions.files:
         raise RecipeError(
             "the checkpoint has a config.json of its own, which says which model it is",
-            where=hinted.path,
+            where=path,
             do="Leave --architecture out.",
         )
-    if hinted.architecture is not None and not of_megatron(reader):
+    if hints.architecture is not None and not of_megatron(reader):
         raise RecipeError(
             f"--architecture is for Megatron checkpoints, this is {reader.container}",
-            where=hinted.path,
+            where=path,
             do="Give --reference, a Hugging Face directory of the same model.",
         )
 
 
-def _check_reference(hinted: HintedPath, reader: Reader, reference: Path, companions: Companions) -> None:
+def _check_reference(reader: Reader, reference: Path, companions: Companions, *, trusted: bool) -> None:
     """Raise RecipeError for a reference of another model than the checkpoint's."""
     if "config.json" in reader.own_companions.files:
         _check_same_model(reader, companions, reference)
     try:
         _ = reader.model
     except DamagedCheckpoint as error:
-        if hinted.trust_reference or error.where not in ("", one_line(str(companions.config_path))):
+        if trusted or error.where not in ("", one_line(str(companions.config_path))):
             raise  # what is wrong is in the checkpoint's own files
         what = f"the reference is of another model: {error.what}"
         do = "Give another one."
