@@ -133,18 +133,6 @@ class MoE:
                 what = f"{self.topk} experts of {self.group_topk} of {self.num_groups} groups of {size}"
                 raise DamagedCheckpoint(f"{what}, each worth {self.group_scores} of its scores")
 
-    def used(self) -> dict[str, object]:
-        """The fields, by their names with `moe.`; None where one routes no token otherwise. Empty where no layer has
-        experts."""
-        used: dict[str, object] = {f"moe.{name}": value for name, value in vars(self).items()}
-        if self.num_groups is None or self.group_topk in (None, self.num_groups):
-            used |= dict.fromkeys(("moe.num_groups", "moe.group_topk", "moe.group_scores"))
-        if self.score_function != "softmax" and self.probs_on_input:
-            used["moe.pre_softmax"] = None
-        if self.shared_ffn_hidden_size is None:
-            used |= dict.fromkeys(("moe.shared_expert_gate", "moe.shared_average"))
-        return used if any(self.layer_freq) else {}
-
 
 @dataclass(frozen=True)
 class MLA:

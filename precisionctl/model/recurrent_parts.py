@@ -83,13 +83,6 @@ class GatedDeltaNet:
     def conv_size(self) -> int:
         return sum(self.conv_parts)
 
-    def used(self) -> dict[str, object]:
-        """The fields, by their names with `gdn.`; None where one changes nothing. Empty where no layer is one."""
-        used = {f"gdn.{name}": value for name, value in vars(self).items()} if any(self.layers) else {}
-        of_kda = ("gdn.kda_lora_rank", "gdn.kda_lower_bound", "gdn.kda_full_gate")
-        unused = ("gdn.output_gate",) if self.kda else of_kda
-        return used | dict.fromkeys(unused if used else ())
-
 
 @dataclass(frozen=True)
 class ShortConv:
@@ -102,10 +95,6 @@ class ShortConv:
 
     def __post_init__(self) -> None:
         check_numbers(self, "short_conv")
-
-    def used(self) -> dict[str, object]:
-        """The fields, by their names with `short_conv.`; empty where no layer is one."""
-        return {f"short_conv.{name}": value for name, value in vars(self).items()} if any(self.layers) else {}
 
 
 @dataclass(frozen=True)

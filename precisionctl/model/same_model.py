@@ -48,13 +48,11 @@ def used(model: ModelShape) -> dict[str, object]:
     """The fields that the computation depends on, those of parts too: None where no layer uses one, and without those
     of `_MEANT_BY` whose other field is not on."""
     found = {name: value for name, value in vars(model).items() if name not in (*STORED, *TENSORS)}
-    for name in ("moe", "gdn", "short_conv"):
-        fields = part.used() if (part := getattr(model, name)) else {}
-        found |= {name: USED if fields else None, **fields}
-    for name in ("mla", "dsa", "msa", "csa", "mhc", "ple", "mamba", "multipliers"):
-        if part := getattr(model, name):
-            fields = {f"{name}.{field}": value for field, value in vars(part).items()}
-            found |= {name: USED, **{field: value for field, value in fields.items() if field not in STORED}}
+    for name in (*_OF_LAYERS, "mla", "dsa", "msa", "csa", "mhc", "ple", "mamba", "multipliers"):
+        part = getattr(model, name) if name not in _OF_LAYERS or _in_any(model, _OF_LAYERS[name]) else None
+        fields = {f"{name}.{field}": value for field, value in vars(part).items()} if part else {}
+        found |= {name: USED if part else None}
+        found |= {field: value for field, value in fields.items() if field not in STORED}
     own = None if _in_all(model, ModelShape.in_window) else model.global_attention
     found["global_attention"] = USED if own else None
     if own:
@@ -68,7 +66,7 @@ def used(model: ModelShape) -> dict[str, object]:
         found["qk_l2_norm"] = "in all layers" if everywhere else "in layers with rotary embeddings"
     for unused, where in _UNUSED:
         if where(model):
-            found |= dict.fromkeys(unused)
+            found |= dict.fromkeys(name for name in unused if name in found)
     return {name: value for name, value in found.items() if name not in _MEANT_BY or _MEANT_BY[name](model)}
 
 
@@ -85,7 +83,16 @@ def _attends(model: ModelShape) -> bool:
 
 
 def _has_mlps(model: ModelShape) -> bool:
-    return _in_any(model, ModelShape.has_dense_mlp) or bool(model.moe and model.moe.used())
+    return _in_any(model, ModelShape.has_dense_mlp) or _in_any(model, ModelShape.has_experts)
+
+
+def _chooses_groups(model: ModelShape) -> bool:
+    groups = (model.moe.num_groups, model.moe.group_topk) if model.moe else (None, None)
+    return None not in groups and groups[0] != groups[1]
+
+
+def _scores_by_softmax(model: ModelShape) -> bool:
+    return model.moe is not None and model.moe.score_function == "softmax"
 
 
 def _rotates(model: ModelShape) -> bool:
@@ -108,6 +115,13 @@ _MEANT_BY: Mapping[str, Callable[[ModelShape], bool]] = {
 as None would be a second difference beside the other field's, or the only one where that is of how a model is stored
 (`zero_centered_gamma`)."""
 
+_OF_LAYERS: Mapping[str, Callable[[ModelShape, int], bool]] = {
+    "moe": ModelShape.has_experts,
+    "gdn": ModelShape.has_delta_net,
+    "short_conv": ModelShape.has_short_conv,
+}
+"""Parts that only these layers use, of which a model may have none."""
+
 _UNUSED: Sequence[tuple[tuple[str, ...], Callable[[ModelShape], bool]]] = (
     (("ffn_hidden_size",), lambda model: not _in_any(model, ModelShape.has_dense_mlp)),
     (("activation", "gated_linear_unit", "activation_clamp", "glu_offset"), lambda model: not _has_mlps(model)),
@@ -118,8 +132,8 @@ _UNUSED: Sequence[tuple[tuple[str, ...], Callable[[ModelShape], bool]]] = (
     ),
     (("num_attention_heads", "num_query_groups", "kv_channels", "rope_layers"), lambda model: not _attends(model)),
     (("num_query_groups", "kv_channels", "v_head_dim"), lambda model: model.mla is not None),
-    (("mla.nope_keys_by_head",), lambda model: model.mla is not None and _in_all(model, ModelShape.has_rope)),
-    (("mla.kv_source_layers",), lambda model: model.mla is not None and not _in_any(model, ModelShape.shares_kv)),
+    (("mla.nope_keys_by_head",), lambda model: _in_all(model, ModelShape.has_rope)),
+    (("mla.kv_source_layers",), lambda model: not _in_any(model, ModelShape.shares_kv)),
     (
         ("query_pre_attn_scalar",),
         lambda model: (
@@ -148,9 +162,14 @@ _UNUSED: Sequence[tuple[tuple[str, ...], Callable[[ModelShape], bool]]] = (
     (("rope_layers",), lambda model: model.position_embedding != "rope" or all(model.rope_layers or ())),
     (("max_position_embeddings",), lambda model: not _heeds_most_positions(model)),
     (("shared_layernorm",), lambda model: not (model.pre_layernorms and model.parallel_residual)),
-    (("mhc.epsilon",), lambda model: model.mhc is not None and bool(model.mhc.lowrank)),
+    (("mhc.epsilon",), lambda model: model.has("mhc.lowrank")),
+    (("moe.num_groups", "moe.group_topk", "moe.group_scores"), lambda model: not _chooses_groups(model)),
+    (("moe.pre_softmax",), lambda model: model.has("moe.probs_on_input") and not _scores_by_softmax(model)),
+    (("moe.shared_expert_gate", "moe.shared_average"), lambda model: not model.shared_experts),
+    (("gdn.output_gate",), lambda model: model.has("gdn.kda")),
+    (("gdn.kda_lora_rank", "gdn.kda_lower_bound", "gdn.kda_full_gate"), lambda model: not model.has("gdn.kda")),
 )
-"""Fields, and of which models no layer uses them."""
+"""Fields, and of which models that have them no layer uses them, or they route and compute nothing otherwise."""
 
 
 def _used_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
