@@ -14,7 +14,6 @@ SAME_MEANING = {
     "GroupedLinear": "the same module in both backends",
     "LayerNormLinear": "the same module in both backends",
     "Linear": "the same module in both backends",
-    "Item": "a type variable",
     "T": "a type variable",
     "base.py": "what all files of a folder of plug-ins share",
     "buckets.py": "the optimizer's buckets, in either of Megatron's containers",

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.recurrent_parts import GatedDeltaNet
 from precisionctl.trainer.backends.base import Backend, column_linear, norm_of
-from precisionctl.trainer.model.attention.self_attention import gated_by
 from precisionctl.trainer.model.recurrent.delta_rule import gated_delta_rule
 from precisionctl.trainer.model.recurrent.recurrence import by_text, convolution, convolved
 from precisionctl.trainer.sequences import Positions
@@ -117,4 +116,5 @@ class KimiDeltaAttention(nn.Module):
         parts = (self.gdn.conv_size, self.gdn.key_size, self.gdn.value_size, self.gdn.num_value_heads)
         mixed, f, gate, b = torch.split(made, [rows // self.ranks.size for rows in parts], -1)
         read = kimi_delta_rule(convolved(mixed, self.conv1d), f, b, self.gdn, self.A_log, self.dt_bias)
-        return gated_by(self.out_norm(read), gate).flatten(2)
+        gated: Tensor = self.out_norm(read) * gate.reshape(read.shape).float().sigmoid()
+        return gated.to(made.dtype).flatten(2)
