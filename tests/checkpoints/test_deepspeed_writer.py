@@ -7,9 +7,11 @@ import deepspeed_files as files
 import pico
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from soaking import in_soak
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from trained_models import config_of, moments, save, states, trained
 
 from precisionctl.checkpoints.base import WithOptimizer
@@ -89,8 +91,34 @@ def test_groups_of_the_run_that_goes_on_keep_their_decay_and_get_the_rest(tmp_pa
     group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "params": []}
     assert beside["param_groups"] == [group] * len(made["fp32"])
     assert beside["optimizer_state_dict"]["param_groups"] == [group]
+    decaying = group | {"initial_lr": 2e-3, "weight_decay": 0.1}
+    unread = {"ds_version", "param_groups", "optimizer_state_dict"}  # what DeepSpeed reads
+    assert {key: beside[key] for key in beside.keys() - unread} == {
+        "base_optimizer_state": {"param_groups": [decaying, decaying | {"weight_decay": 0.0}]}
+    }
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         assert torch.load(directory / name, weights_only=True)["global_steps"] == 3
+
+
+def test_settings_that_deepspeed_does_not_load_go_to_whatever_is_made_of_ours(tmp_path: Path) -> None:
+    model, optimizer = trained("llama-3")
+    for group in optimizer.param_groups:
+        group["initial_lr"] = 4e-3
+    reference = config_of(model, tmp_path / "config")
+    save(tmp_path / "dcp", states(model, optimizer))
+    conversions.run(tmp_path / "dcp", tmp_path / "ours", "hf", container=UNIVERSAL, reference=reference)
+    notes = conversions.run(tmp_path / "ours", tmp_path / "back", "hf", container="dcp").notes
+    assert not [note for note in notes if "default" in note or "decay" in note]
+    of_group = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "initial_lr": 4e-3}
+    objects = FileSystemReader(tmp_path / "back").read_metadata().state_dict_metadata
+    found = {key: None for key in objects if key.startswith("optimizer.param_groups.")}
+    dcp.load(found, storage_reader=FileSystemReader(tmp_path / "back"), no_dist=True)
+    for number, decay in enumerate((0.1, 0.0)):
+        for key, value in (of_group | {"weight_decay": decay}).items():
+            assert found[f"optimizer.param_groups.{number}.{key}"] == value
+    conversions.run(tmp_path / "ours", tmp_path / "megatron", "megatron", "bf16")
+    groups = open_checkpoint(tmp_path / "megatron").common["optimizer"]["optimizer"]["param_groups"]  # type: ignore[attr-defined]
+    assert [(group["weight_decay"], group["max_lr"]) for group in groups] == [(0.1, 4e-3), (0.0, 4e-3)]
 
 
 def test_without_an_optimizer_or_in_bf16_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """DeepSpeed's universal checkpoints: a directory `zero/` with one for each parameter (checkpoint/ds_to_universal.py).
 
 `fp32.pt`, `exp_avg.pt` and `exp_avg_sq.pt` are whole tensors, as such or as `{"param": tensor}`, flat if they come from
-ZeRO 3; `step.pt` is Adam's count. `zero/optimizer_state.pt` has the settings. Model states lie beside as `zero.py`
+ZeRO 3; `step.pt` is Adam's count. `zero/optimizer_state.pt` has the settings: in `param_groups` those that DeepSpeed
+loads, and in our own ones, in `base_optimizer_state`, all of the run before. Model states lie beside as `zero.py`
 describes them, and have the shapes; frozen parameters may be in them alone.
 """
 
@@ -31,6 +32,10 @@ from precisionctl.untrusted.safe_files import check_file, has_file
 
 ZERO = "zero"
 OPTIMIZER_STATE = "optimizer_state.pt"
+BASE_OPTIMIZER_STATE = "base_optimizer_state"
+"""In a rank's file of ZeRO 1 and 2 the optimizer that DeepSpeed wraps. In a universal checkpoint DeepSpeed 0.19.8 does
+not read it (runtime/base_optimizer.py, runtime/zero/stage3.py), nor does its tool leave it there (ds_to_universal.py):
+so settings that it is not to load travel there."""
 FP32 = "fp32"
 """The name of the file of masters; files of moments are named like their kinds."""
 
@@ -70,6 +75,8 @@ def read_universal(directory: Path) -> SavedStates:
     settings = directory / ZERO / OPTIMIZER_STATE
     optimizer = read_states(settings) if has_file(settings, directory) else {}
     updates = _updates(trained, optimizer, directory)
+    base = optimizer.get(BASE_OPTIMIZER_STATE)
+    groups = plain_groups((base if isinstance(base, dict) else optimizer).get("param_groups"))
     lost = _why_lost(moments, updates)
     kept = moments if any(moments.values()) and not lost else {}
     stored = {FP32: masters, **moments}
@@ -79,7 +86,7 @@ def read_universal(directory: Path) -> SavedStates:
         states.global_steps if states else None,
         moments=kept,
         updates=updates if kept else None,
-        groups=[stored_group(group, settings) for group in plain_groups(optimizer.get("param_groups"))],
+        groups=[stored_group(group, settings) for group in groups],
         unsupported_state=" and ".join(filter(None, (lost, _others(folders)))),
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Chunk, whole
-from precisionctl.checkpoints.deepspeed.universal import FP32, OPTIMIZER_STATE, ZERO
+from precisionctl.checkpoints.deepspeed.universal import BASE_OPTIMIZER_STATE, FP32, OPTIMIZER_STATE, ZERO
 from precisionctl.checkpoints.hf_directory.config_json import config_of_values, write_beside
 from precisionctl.checkpoints.hf_directory.fused_experts import stacked, stored_name
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun
@@ -75,13 +75,16 @@ class DeepSpeedWriter:
         for folder in trained:
             (folder / "step.pt").write_bytes(step)
         # Without weight decay, which each group keeps from the run that loads this: ZeRO 3 gives all groups the
-        # settings of the first. ZeRO 1 and 2 skip the parameters of a group that has no settings here.
+        # settings of the first. ZeRO 1 and 2 skip the parameters of a group that has no settings here. All settings
+        # are in BASE_OPTIMIZER_STATE.
         settings = {key: one for key, one in self._run.settings.items() if key in ("lr", "betas", "eps")}
         group = settings | {"params": []}
+        decaying = {**self._run.settings, "params": []}
         optimizer = {
             "ds_version": _VERSION,
             "param_groups": [group] * len(trained),
             "optimizer_state_dict": {"state": {0: {"step": count}}, "param_groups": [group]},
+            BASE_OPTIMIZER_STATE: {"param_groups": [decaying, decaying | {"weight_decay": 0.0}]},
         }
         (directory / ZERO / OPTIMIZER_STATE).write_bytes(torch_zip_writer.dump(optimizer))
         model = torch_zip_writer.dump(self._model_states([folder.name for folder in trained]))
