@@ -15,24 +15,17 @@ from precisionctl.checkpoints.hf_directory.config_json import config_dtype, made
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.checkpoints.hf_directory.huggingface_files import BIN, MAX_SHARD_SIZE, SAFETENSORS
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter
-from precisionctl.checkpoints.megatron.carried_run import (
-    NO_RUN,
-    ONLY_MEGATRONS,
-    CarriedRun,
-    of_megatron,
-    trainer_run_of,
-)
+from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun, trainer_run_of
 from precisionctl.checkpoints.megatron.keys import directory_name
 from precisionctl.checkpoints.megatron.towers import WithTowers
 from precisionctl.checkpoints.mlx.mlx_writer import MlxWriter
-from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun, of_trainer
 from precisionctl.checkpoints.output import Output
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
 from precisionctl.commands.source import Source
 from precisionctl.commands.storage import DCP, DEEPSPEED, TORCHTITAN
 from precisionctl.conversion.command import MakeStates, PlannedCommand
-from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, MappingError, OutputError, RecipeError
+from precisionctl.errors import MappingError, OutputError, RecipeError
 from precisionctl.export.model_card import NAME, Card
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model.untabled_model import UntabledModel
@@ -83,20 +76,9 @@ def build(source: Source, result: Result) -> PlannedCommand:
         notes=tuple(result.notes),
         states=result.states,
         trained=source.trained,
-        masters=source.masters,
         encodings=result.encodings,
         weights_digest=source.known.weights_digest,
     )
-
-
-def _trainer_run(source: Source) -> TrainerRun | None:
-    """The state besides tensors of the run whose optimizer is converted; None if none is."""
-    if source.trained and of_trainer(source.trained):
-        run = source.trained.trainer_run
-        if run.muon:
-            raise CheckpointError(ONLY_MEGATRONS, where=source.reader.path, do=DROP_OPTIMIZER)
-        return run
-    return trainer_run_of(source.trained) if source.trained and of_megatron(source.trained) else None
 
 
 def _open_output(destination: Path, *sources: Path | None) -> Output:
@@ -143,11 +125,11 @@ def _writer(source: Source, result: Result, output: Output) -> Writer:
             extra_files,
             storage.max_shard_size,
         )
+    run = trainer_run_of(source.trained) if source.trained and storage.is_state_dict else None
     if storage.container in (DCP, TORCHTITAN):
         make_dcp = TorchtitanWriter if storage.container == TORCHTITAN else DcpWriter
-        return make_dcp(output.partial, plan.targets, companions, config, _trainer_run(source))
+        return make_dcp(output.partial, plan.targets, companions, config, run)
     if storage.container == DEEPSPEED:
-        run = _trainer_run(source)
         if run is None:
             raise MappingError(
                 "the source has no optimizer, and DeepSpeed cannot continue without one",

@@ -3,15 +3,23 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
-from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun, carry_run, carry_trainer_run, of_megatron
-from precisionctl.checkpoints.other_trainers.trainer_run import OF_THE_LOOP, of_trainer
+from precisionctl.checkpoints.megatron.carried_run import (
+    MEGATRON_NEEDS,
+    NO_RUN,
+    CarriedRun,
+    carry_run,
+    carry_trainer_run,
+    of_megatron,
+    trainer_run_of,
+)
+from precisionctl.checkpoints.other_trainers.trainer_run import ADAMW_SETTINGS, OF_THE_LOOP, of_trainer
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
     code_notes,
     decoded_notes,
-    joined_notes,
     known_state_notes,
     narrowed_notes,
     payload_notes,
@@ -20,9 +28,9 @@ from precisionctl.commands.notes import (
     tower_notes,
 )
 from precisionctl.commands.request import numerics
-from precisionctl.commands.source import Source, with_masters
+from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import decoded_base_notes, source_notes
-from precisionctl.commands.storage import TORCHTITAN, Storage
+from precisionctl.commands.storage import DCP, TORCHTITAN, Storage
 from precisionctl.conversion.known_state import NOT_KNOWN
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
@@ -88,9 +96,6 @@ def _notes(source: Source, run: CarriedRun) -> Iterator[str]:
     yield from source_notes(source)
     yield from decoded_base_notes(reader)
     yield from narrowed_notes(reader, plan)
-    yield from _master_notes(source)
-    if source.request.dtype is None:
-        yield from joined_notes(reader, plan)
     if storage.layout == "megatron":
         yield from tower_notes(plan)
         yield from stage_notes(plan.parallelism, plan.model.num_layers)
@@ -100,22 +105,23 @@ def _notes(source: Source, run: CarriedRun) -> Iterator[str]:
     if source.trained and of_megatron(source.trained) and storage.is_state_dict:
         schedule = "" if storage.container == TORCHTITAN else "the schedule of learning rates, "
         yield f"Not carried over from the run: {schedule}{', '.join(OF_THE_LOOP)}."
+    yield from _default_notes(source)
     if storage.container == TORCHTITAN:
         yield "Load it with `--checkpoint.exclude_from_loading dataloader`: the result has no state of the data."
     if source.trained and storage.container == "torch":
         yield "Continue with --no-load-rng: the result has no states of random generators."
 
 
-def _master_notes(source: Source) -> Iterator[str]:
-    """A note on what weights of FP32 are, where the source has them in 16 bits beside an optimizer's masters."""
-    storage, stored = source.request.storage, source.reader.specs.values()
-    narrow = any(len(spec.shape) > 1 and spec.dtype != DType.float32 for spec in stored)
-    if source.request.dtype != DType.float32 or storage.is_state_dict or not narrow:
-        return
-    if source.masters:
-        yield "The weights are the optimizer's FP32 masters, of which the source's weights are the rounding."
-    elif with_masters(source.reader):
-        yield "The optimizer's FP32 masters stay behind, too: the weights are their rounding, as FP32."
+def _default_notes(source: Source) -> Iterator[str]:
+    """A note on the optimizer's settings that the source does not say, and that the result's loader needs."""
+    trained, storage, defaults = source.trained, source.request.storage, dict[str, Any]()
+    if trained and storage.container in (DCP, TORCHTITAN):
+        defaults |= trainer_run_of(trained).defaults(ADAMW_SETTINGS)
+    elif trained and of_trainer(trained):
+        defaults |= trained.trainer_run.defaults(MEGATRON_NEEDS if storage.layout == "megatron" else ())
+    if defaults:
+        values = ", ".join(f"{key} {value}" for key, value in defaults.items())
+        yield f"The source does not say all settings of its optimizer, and the result has PyTorch's defaults: {values}."
 
 
 def _stateless_notes(recipe: Precision | None) -> Iterator[str]:

@@ -147,6 +147,16 @@ def test_of_several_groups_the_settings_of_most_weights_go_along_and_others_are_
     assert matrices.endswith(" and 1 more matrix do not decay")
 
 
+def test_decay_and_direction_that_are_not_adamws_are_named(tmp_path: Path) -> None:
+    model = pico.make("llama-3")
+    optimizer = torch.optim.Adam(model.parameters(), weight_decay=0.1, maximize=True)
+    train(model, optimizer, range(1))  # type: ignore[arg-type]
+    saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    reader: Any = open_checkpoint(config_of(model, save(tmp_path / "dcp", saved)))
+    *_, decay, direction = reader.trainer_run.left
+    assert (decay, direction) == ("weight decay as part of the gradients, as torch.optim.Adam's", "that it maximizes")
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, *in_soak(torch.int8)])
 def test_moments_that_are_no_floating_point_are_refused_and_can_be_dropped(tmp_path: Path, dtype: torch.dtype) -> None:
     model, optimizer = trained("llama-3")

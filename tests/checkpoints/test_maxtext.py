@@ -1,7 +1,10 @@
 """MaxText's parameters are those that its own converter makes of them (tests/golden/maxtext.py), in any of Orbax's
 forms. tests/peers has Orbax itself."""
 
+import ast
+import inspect
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +25,11 @@ from precisionctl.checkpoints.base import NO_HINTS, Hints
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.dcp.dcp_model import DcpModelReader
 from precisionctl.checkpoints.hf_directory.companions import read_companions
+from precisionctl.checkpoints.megatron.carried_run import of_megatron, trainer_run_of
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.orbax.crc32c import crc32c
 from precisionctl.checkpoints.orbax.reader import OrbaxReader
+from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
 from precisionctl.errors import (
     CheckpointError,
     DamagedCheckpoint,
@@ -200,11 +205,34 @@ def test_a_moment_is_divided_by_what_its_weight_is_multiplied_by(
     assert reader.trainer_run.updates == reader.iteration == 7
 
 
+def defaults_told(notes: Iterable[str]) -> dict[str, object]:
+    told = [note for note in notes if "PyTorch's defaults" in note]
+    found = re.findall(r"(\w+) ([\d.e-]+|\(.*?\))(?:, |\.$)", told[0].partition(": ")[2]) if told else []
+    return {key: ast.literal_eval(value) for key, value in found}
+
+
+def made_settings(path: Path) -> Mapping[str, object]:
+    reader = open_checkpoint(path)
+    assert of_megatron(reader) or of_trainer(reader)
+    return trainer_run_of(reader).settings
+
+
 def test_a_run_goes_on_in_pytorch(tmp_path: Path) -> None:
     orbax_files.write(tmp_path / "step", with_adam(stored("qwen2")))
     given = reference(tmp_path, "qwen2")
     done = conversions.run(tmp_path / "step", tmp_path / "dcp", "hf", container="dcp", reference=given, verify=True)
     assert any("AdamW's settings, which are in MaxText's configuration" in note for note in done.notes)
+    adamw = inspect.signature(torch.optim.AdamW).parameters
+    defaults = {key: adamw[key].default for key in ("lr", "betas", "eps", "weight_decay")}
+    assert defaults_told(done.notes) == defaults | {"initial_lr": defaults["lr"]}
+    assert made_settings(tmp_path / "dcp") == defaults_told(done.notes)
+    done = conversions.run(tmp_path / "step", tmp_path / "megatron", "megatron", "bf16", reference=given)
+    needed = {key: defaults[key] for key in ("betas", "eps")}  # rate and decay are its scheduler's
+    assert defaults_told(done.notes) == needed and made_settings(tmp_path / "megatron") == needed
+    again = conversions.run(tmp_path / "megatron", tmp_path / "again", "hf", container="dcp")
+    assert defaults_told(again.notes).keys() == {"lr", "weight_decay", "initial_lr"}
+    done = conversions.run(tmp_path / "step", tmp_path / "ds", "hf", container="deepspeed-universal", reference=given)
+    assert not defaults_told(done.notes) and not made_settings(tmp_path / "ds")  # each group keeps its run's
     made = open_checkpoint(tmp_path / "dcp")
     assert isinstance(made, DcpModelReader) and made.iteration == 7
     assert made.optimizer_specs.keys() >= opened(tmp_path / "step", given).optimizer_specs.keys() != set()

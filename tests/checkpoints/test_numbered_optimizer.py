@@ -273,6 +273,7 @@ def test_settings_of_groups_that_a_result_has_no_place_for_are_named() -> None:
     assert lost_settings([decaying, other_rates]) == ("different lr, betas for groups of parameters",)
     other_decay = ParameterGroup(rates | {"weight_decay": 0.2})
     assert lost_settings([decaying, plain, other_decay]) == ("different weight_decay for groups of parameters",)
+    assert lost_settings([ParameterGroup(rates | {"weight_decay": 0.0, "decoupled_weight_decay": False})]) == ()
 
 
 @pytest.mark.parametrize(

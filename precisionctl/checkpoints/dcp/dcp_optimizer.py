@@ -36,7 +36,8 @@ _OPTIM = r"optim(?:izers?)?(?:_\d+)?"
 _OPTIMIZER = rf"({_INSIDE}{_OPTIM})\."
 _STATE = re.compile(rf"{_OPTIMIZER}state\.(.+)\.(step|exp_avg|exp_avg_sq|momentum_buffer)")
 _OTHER_STATE = re.compile(rf"{_OPTIMIZER}state\..+\.(\w+)")
-_SETTING = re.compile(rf"{_OPTIMIZER}param_groups\.(.+)\.(lr|initial_lr|betas|eps|weight_decay|momentum|adjust_lr_fn)")
+_SETTINGS = "lr|initial_lr|betas|eps|weight_decay|momentum|adjust_lr_fn|maximize|decoupled_weight_decay"
+_SETTING = re.compile(rf"{_OPTIMIZER}param_groups\.(.+)\.({_SETTINGS})")
 _PARAMETERS = re.compile(rf"{_OPTIMIZER}param_groups\.(\d{{1,9}})\.params")
 _OF_RUN = re.compile(rf"{_INSIDE}(?:{_OPTIM}|(?:lr_)?schedulers?|train_state|dataloader|rng_state|extra_state)\..+")
 

@@ -13,7 +13,7 @@ from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.hf_directory.config_json import config_of_values, write_beside
 from precisionctl.checkpoints.hf_directory.fused_experts import stored_name
 from precisionctl.checkpoints.other_trainers.torchtitan_families import BIAS, GATE
-from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun, decays
+from precisionctl.checkpoints.other_trainers.trainer_run import ADAMW_SETTINGS, TrainerRun, decays
 from precisionctl.checkpoints.torch_dist.placement import Placement
 from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip, torch_zip_writer
 from precisionctl.dtypes import DType
@@ -22,9 +22,6 @@ from precisionctl.param import ONE_RANK, STATE, TensorSpec, kind_and_parameter, 
 
 PIECE_BYTES = 256 << 20
 """Most bytes in a piece: a rank that loads a shard reads whole pieces."""
-
-_ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-"""torch.optim.AdamW's defaults, for settings that the source does not store."""
 
 _SWITCHES: dict[str, Any] = {
     "amsgrad": False,
@@ -116,8 +113,8 @@ class DcpWriter:
         count = torch_zip_writer.dump(torch_zip_writer.SmallTensor.of(self._run.updates))
         for name in decayed:
             yield self._path_of_state(name, "step"), count, ()
-        settings = _ADAMW | dict(self._run.settings)
-        settings |= {"initial_lr": self._run.settings.get("initial_lr", settings["lr"])} | _SWITCHES
+        known = {**self._run.settings, **self._run.defaults(ADAMW_SETTINGS)}
+        settings = {key: known[key] for key in ADAMW_SETTINGS} | _SWITCHES
         for place_of, value in self._settings(decayed, settings, self._run.updates):
             yield place_of, torch_zip_writer.dump(value), None
 

@@ -21,6 +21,7 @@ from precisionctl.checkpoints.other_trainers.trainer_run import (
     TrainerRun,
     adam_settings,
     count_of_updates,
+    of_trainer,
     stored_group,
 )
 from precisionctl.dtypes import DType
@@ -93,7 +94,8 @@ def carry_trainer_run(reader: TrainedReader, parallelism: Parallelism) -> Carrie
     parameters that Megatron has, with and without decay, and Muon's before. No trainer stores which schedule its
     learning rates follow."""
     run = reader.trainer_run
-    optimizer = adam_in_megatron(_with_megatrons_rates(run.settings), run.updates)
+    settings = {**run.settings, **run.defaults(MEGATRON_NEEDS)}
+    optimizer = adam_in_megatron(_with_megatrons_rates(settings), run.updates)
     common: dict[str, object] = {"optimizer": _for_experts([optimizer], parallelism.expert > 1)}
     if run.muon:
         of_0_16 = {"momentum_beta": run.muon["momentum"]}  # as megatron-core 0.16's Muon calls it
@@ -101,6 +103,11 @@ def carry_trainer_run(reader: TrainedReader, parallelism: Parallelism) -> Carrie
         common["optimizer"] = {0: {"optimizer": muon, _SHARDING: RESHARDABLE}, 1: optimizer}
     args = {"no_save_optim": False, "no_save_rng": True}
     return CarriedRun(reader.iteration, common, args=args)
+
+
+MEGATRON_NEEDS = ("betas", "eps")
+"""Settings that Adam takes from the groups in a checkpoint. Rate and decay come from Megatron's scheduler, before each
+update (megatron/core/optimizer_param_scheduler.py: step)."""
 
 
 def _with_megatrons_rates(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,9 +140,15 @@ def has_muon(reader: MegatronReader) -> bool:
     return any(name.startswith(state_name(MOMENTUM, "")) for name in reader.optimizer_specs)
 
 
-def trainer_run_of(reader: MegatronReader) -> TrainerRun:
-    """A Megatron run in the words of other trainers. Raises CheckpointError where it lacks Adam's count, or was trained
-    by Muon."""
+def trainer_run_of(reader: MegatronReader | TrainedReader) -> TrainerRun:
+    """A run, also Megatron's, in the words of other trainers. Raises CheckpointError where it lacks Adam's count, or
+    was trained by Muon."""
+    if of_trainer(reader):
+        run = reader.trainer_run
+        if run.muon:
+            raise CheckpointError(ONLY_MEGATRONS, where=reader.path, do=DROP_OPTIMIZER)
+        return run
+    assert of_megatron(reader)
     if has_muon(reader):
         why = "torch's Muon stores how it scales and orthogonalizes, which Megatron leaves to its flags"
         raise CheckpointError(f"{ONLY_MEGATRONS}: {why}", where=reader.path, do=DROP_OPTIMIZER)

@@ -30,6 +30,12 @@ OF_THE_LOOP = ("random generators", "the order of data")
 
 _NUMBERS = ("lr", "initial_lr", "eps", "weight_decay")
 
+ADAMW_SETTINGS = ("lr", "betas", "eps", "weight_decay", "initial_lr")
+"""What a parameter group of torch.optim.AdamW has when a scheduler of PyTorch follows it."""
+
+_DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+"""torch.optim.AdamW's."""
+
 
 @dataclass(frozen=True)
 class TrainerRun:
@@ -45,6 +51,13 @@ class TrainerRun:
     settings: Mapping[str, Any] = field(default_factory=dict)
     left: tuple[str, ...] = ()
     muon: Mapping[str, float] = field(default_factory=dict)
+
+    def defaults(self, needed: Sequence[str]) -> Mapping[str, Any]:
+        """PyTorch's defaults of those `needed` settings that nothing says. `initial_lr` is `lr`, as a scheduler of
+        PyTorch sets it when it begins."""
+        known = {**_DEFAULTS, **self.settings}
+        known.setdefault("initial_lr", known["lr"])
+        return {key: known[key] for key in needed if key not in self.settings}
 
 
 class TrainedReader(Reader, Protocol):
@@ -185,6 +198,10 @@ def lost_settings(groups: Sequence[ParameterGroup]) -> tuple[str, ...]:
         others = len(undecayed) - 1
         more = f" and {counted(others, 'more matrix', 'more matrices')} do" if others else " does"
         words.append(f"that `{undecayed[0]}`{more} not decay")
+    if any(group.settings.get("decoupled_weight_decay") is False for group in decaying):
+        words.append("weight decay as part of the gradients, as torch.optim.Adam's")
+    if any(group.settings.get("maximize") is True for group in groups):
+        words.append("that it maximizes")
     return tuple(words)
 
 

@@ -14,7 +14,6 @@ import torch
 
 from precisionctl.checkpoints.base import Reader, WithOptimizer
 from precisionctl.checkpoints.megatron.carried_run import (
-    ONLY_MEGATRONS,
     of_megatron,
     trainer_run_of,
 )
@@ -246,12 +245,6 @@ def trained_run(source: MegatronReader | TrainedReader) -> TrainerRun:
     """Count and settings of the checkpoint's AdamW. Raises CheckpointError where there is no count, or another
     optimizer's."""
     with _how_to_continue():
-        if of_trainer(source):
-            run = source.trainer_run
-            if run.muon:
-                raise CheckpointError(ONLY_MEGATRONS, where=source.path)
-            return run
-        assert of_megatron(source)
         return trainer_run_of(source)
 
 
