@@ -24,7 +24,7 @@ do."""
 
 def tables(comparison: Comparison) -> list[Table]:
     """Tables of the settings that differ, the number of tensors with each status, the worst of those that differ, the
-    differences in FP8 state, and what was not compared."""
+    settings of the optimizer and the FP8 state that differ, and what was not compared."""
     by_status = {status: [t for t in comparison.tensors if t.status == status] for status in get_args(Status)}
     rows = [_together(status, tensors) for status, tensors in by_status.items() if tensors]
     columns = ("status", "count", "lowest SQNR, dB", "largest error", "values that differ")
@@ -38,6 +38,9 @@ def tables(comparison: Comparison) -> list[Table]:
         found.append(codes(comparison.codes))
     if told := [(t.name, t.remark) for t in comparison.tensors if t.remark]:
         found.append(_first("What codes have lost", ("tensor", ""), told))
+    if comparison.optimizer:
+        title = "Settings of the optimizer that differ"
+        found.append(_first(title, ("",), [(line,) for line in comparison.optimizer]))
     if comparison.fp8 is not None:
         lines = comparison.fp8 or ["equal to the last bit"]
         found.append(_first("FP8 state", ("",), [(line,) for line in lines]))
@@ -64,7 +67,9 @@ def verdict(comparison: Comparison) -> str:
         return f"The same: {', '.join(['all ' + counted(count, 'tensor'), *words])}."
     of_all = f"{different:,} of {counted(count, 'tensor')}"
     of_state = f"{counted(states, 'difference')} of FP8 state"
-    found = {of_all: different, counted(settings, "setting"): settings, of_state: states}
+    optimizers = len(comparison.optimizer)
+    of_optimizer = f"{counted(optimizers, 'setting')} of the optimizer"
+    found = {of_all: different, counted(settings, "setting"): settings, of_optimizer: optimizers, of_state: states}
     return f"Not the same: {', '.join(what for what, number in found.items() if number)}."
 
 

@@ -29,7 +29,7 @@ from precisionctl.verify.fixed_scales import FixedScales, compare_fixed_scales
 from precisionctl.verify.hf_tensors import HfTensors
 from precisionctl.verify.mmproj_towers import TowersOfBoth, mmproj_of, towers_of_both
 from precisionctl.verify.not_compared import NotCompared, of_keys
-from precisionctl.verify.optimizers import both_optimizers
+from precisionctl.verify.optimizers import both_optimizers, compare_optimizer_settings
 from precisionctl.verify.state_comparison import compare_states
 from precisionctl.verify.tensor_comparison import Status, TensorComparison, compare_extras, compare_tensors
 
@@ -39,17 +39,19 @@ class Comparison:
     """`settings` has a line for each setting with which the same weights give other logits, and for each fixed scale
     that differs. `fp8` has a line for each difference in FP8 state; None if state was not compared, because no side has
     any, or only one has. `codes` describes every weight that is FP8 codes on either side, if that was asked for.
-    `not_compared` lists what was left out for these two."""
+    `optimizer` has a line for each setting of the optimizer that differs. `not_compared` lists what was left out for
+    these two."""
 
     tensors: tuple[TensorComparison, ...]
     settings: tuple[str, ...]
     fp8: tuple[str, ...] | None
     codes: tuple[CodesComparison, ...] = ()
+    optimizer: tuple[str, ...] = ()
     not_compared: tuple[NotCompared, ...] = ()
 
     @property
     def equal(self) -> bool:
-        return all(tensor.equal for tensor in self.tensors) and not self.settings and not self.fp8
+        return all(tensor.equal for tensor in self.tensors) and not (self.settings or self.optimizer or self.fp8)
 
     def as_json(self) -> dict[str, Any]:
         return {"equal": self.equal} | asdict(self)
@@ -104,11 +106,12 @@ def compare(
     before = (None if a.encodings else encodings[0], None if b.encodings else encodings[1])
     codes = tuple(compare_codes(left, right, before, workers)) if fp8 else ()
     derived = [name for plan in plans for name in plan.derived]
-    left_out = (*of_settings, *_left_out(a, b, towers, derived), *not_both, *of_states)
+    of_optimizers, also_not = compare_optimizer_settings(a, b) if optimizers else ([], [])
+    left_out = (*of_settings, *_left_out(a, b, towers, derived), *not_both, *also_not, *of_states)
     if fp8 and (decoded := codes_as_values(left, right)):
         left_out = (*left_out, NotCompared("codes", f"{counted(len(decoded), 'weight')}, such as {decoded[0]}"))
     settings = [*settings, *(towers.settings if towers else ())]
-    return Comparison(tuple(tensors), tuple(settings), states, codes, left_out)
+    return Comparison(tuple(tensors), tuple(settings), states, codes, tuple(of_optimizers), left_out)
 
 
 def _plan(reader: Reader, other: Reader) -> Plan:

@@ -11,6 +11,7 @@ import in_memory
 import pico
 import pytest
 import torch
+import trained_models
 from click.testing import CliRunner
 from conversions import run
 from mcore_runs import trained
@@ -307,6 +308,37 @@ def test_a_copy_that_only_one_side_stores_is_held_against_the_codes_of_the_origi
 def with_head(directory: Path, head: torch.Tensor) -> None:
     tensors = load_file(directory / "model.safetensors")
     save_file(tensors | {"lm_head.weight": head}, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_settings_of_optimizers_that_both_say_are_compared(tmp_path):
+    model, optimizer = trained_models.trained("llama-3", 1)
+
+    def saved(name):
+        path = trained_models.save(tmp_path / name, trained_models.states(model, optimizer))
+        return open_checkpoint(trained_models.config_of(model, path))
+
+    a, group = saved("A"), optimizer.param_groups[0]
+    group["initial_lr"] = 0.5  # A does not say it
+    changes = {"weight_decay": (0.1, 0.2), "lr": (0.01, 0.02), "betas": ((0.9, 0.95), (0.9, 0.999)), "eps": (1e-8, 0.1)}
+    for key, (before, after) in changes.items():
+        group[key] = after
+        b = saved(key)
+        group[key] = before
+        found = compare(a, b)
+        assert found.optimizer == (f"{key} is {before} in A, {after} in B",)
+        assert not found.equal and not found.settings and all(tensor.equal for tensor in found.tensors)
+    (table,) = [table for table in tables(found) if table.title == "Settings of the optimizer that differ"]
+    assert table.rows == [found.optimizer] and verdict(found) == "Not the same: 1 setting of the optimizer."
+    run(tmp_path / "eps", tmp_path / "megatron", "megatron")
+    assert compare(b, open_checkpoint(tmp_path / "megatron")).equal
+    for state in optimizer.state.values():
+        state["step"] += 1
+    found = compare(a, saved("two"))
+    assert found.optimizer == ("updates is 1 in A, 2 in B",) and not found.equal
+    group["lr"] = float("nan")
+    told = [each.what for each in compare(a, saved("nan")).not_compared if each.topic == "run"]
+    assert any("settings of the optimizer: its optimizer's lr is nan" in line for line in told)
 
 
 def test_tied_and_untied_are_two_functions_of_the_same_files(tmp_path):
