@@ -56,6 +56,22 @@ class Box:
         columns = min(self.column + self.columns, other.column + other.columns) - column
         return Box(row, rows, column, columns) if rows > 0 and columns > 0 else None
 
+    def without(self, other: Box) -> Iterator[Box]:
+        """What is not in the other box, as boxes: above it, below it, and to its left and right."""
+        both = self.intersect(other)
+        if both is None:
+            yield self
+            return
+        below, right = both.row + both.rows, both.column + both.columns
+        for rest in (
+            Box(self.row, both.row - self.row, self.column, self.columns),
+            Box(below, self.row + self.rows - below, self.column, self.columns),
+            Box(both.row, both.rows, self.column, both.column - self.column),
+            Box(both.row, both.rows, right, self.column + self.columns - right),
+        ):
+            if rest.elements:
+                yield rest
+
     def run(self, start: int, count: int) -> Iterator[Box]:
         """Elements `[start, start + count)` of the box, counted row by row, as boxes: where the run begins or ends in a
         row, that row is cut."""
@@ -170,7 +186,8 @@ def read_values(
 
 
 def read_box(source: Chunked, name: str, box: Box, out: Tensor | None = None) -> Tensor:
-    """A part of a tensor, `[box.rows, box.columns]`, as `read_rows`."""
+    """A part of a tensor, `[box.rows, box.columns]`, as `read_rows`. Raises DamagedCheckpoint where chunks do not cover
+    it; of a live model, what other ranks have of it is zeros."""
     if out is None:
         out = torch.empty(box.rows, box.columns, dtype=source.specs[name].dtype.torch)
     if out.numel():
@@ -188,13 +205,31 @@ def read_bytes(source: Chunked, name: str, row: int, rows: int, into: Bytes | No
 
 
 def _read_box(source: Chunked, name: str, box: Box, into: Bytes) -> None:
-    dtype = source.specs[name].dtype
-    for chunk, part in _touching(source, name, box):
+    dtype, found = source.specs[name].dtype, list(_touching(source, name, box))
+    for lacking in _uncovered(box, [part for _, part in found]):
+        if not any(isinstance(chunk.place, torch.Tensor) for chunk, _ in found):
+            raise DamagedCheckpoint(
+                f"`{name}` is not whole: no file has row {lacking.row} from column {lacking.column} on",
+                where=next((chunk.place for chunk, _ in found if isinstance(chunk.place, Path)), ""),
+                do="Copy the checkpoint again.",
+            )
+        _window(into, lacking, box, dtype.itemsize)[:] = 0  # of a live model: other ranks have it, and write it
+    for chunk, part in found:
         window = _window(into, part, box, dtype.itemsize)
         if isinstance(chunk.place, Path):
             _read(chunk, part, window)
         else:
             torch.from_numpy(window).view(dtype.torch).copy_(_held(chunk, part))
+
+
+def _uncovered(box: Box, parts: Sequence[Box]) -> Sequence[Box]:
+    """What none of the parts of a box covers. Their elements are not just counted, as replicas overlap."""
+    if len(parts) == 1 and parts[0] == box:
+        return ()
+    left = [box] if box.elements else []
+    for part in sorted(parts, key=lambda part: (part.row, part.column)):  # in this order few boxes are left at a time
+        left = [rest for each in left for rest in each.without(part)]
+    return left
 
 
 def in_pieces(row: int, rows: int, width: int, room: int) -> Iterator[tuple[int, int]]:
