@@ -7,7 +7,7 @@ from pathlib import Path
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import BytesProgress, in_pieces, read_values
 from precisionctl.codes.statistics import Statistics
-from precisionctl.conversion.known_state import known_state, outdated_note
+from precisionctl.conversion.known_state import known_state, outdated_note, why_outdated
 from precisionctl.errors import BROKEN_WEIGHTS
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.planning.plan import Job
@@ -23,14 +23,13 @@ def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, wor
     known = known_state(reader, plan.gemms, state_file)
     with progress(stored_bytes(reader, jobs)) as on_bytes:
         weights = measure_weights(reader, plan, jobs, known.current, workers=workers, on_bytes=on_bytes)
-    outdated = known.current is None or known.current.of_weights != known.weights_digest
+    states = known.current or known.outdated
+    outdated = why_outdated(states) if states and states.of_weights != known.weights_digest else None
     statistics = {module: [one.statistics for one in measured] for module, measured in weights.items()}
     predicting = dict.fromkeys(job.module for job in jobs if job.row.of_prediction)
     shapes = {job.module: plan.targets[job.writes[0]].shape for job in jobs}
     gemms = {module: shapes[module] for module in plan.gemms if module not in predicting}
-    judged = judge(
-        gemms, {module: statistics[module] for module in gemms}, known.current or known.outdated, outdated=outdated
-    )
+    judged = judge(gemms, {module: statistics[module] for module in gemms}, states, outdated=outdated)
     notes = [*_broken_notes(reader, jobs, statistics), *known.notes]
     if predicting:
         layers = counted(len(predicting), "module of layers", "modules of layers")

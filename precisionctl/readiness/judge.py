@@ -162,10 +162,11 @@ def judge(
     weights: Mapping[str, Sequence[Statistics]],
     states: Fp8States | None,
     *,
-    outdated: bool,
+    outdated: str | None = None,
 ) -> Readiness:
     """Judge the modules `gemms`, which would be in FP8 and have weights of these shapes, by statistics of the weights
-    and by what `states` recorded and measured. `outdated` says that `states` were recorded with other weights."""
+    and by what `states` recorded and measured. `outdated` says why `states` are not of these weights, if
+    they are not, as `why_outdated` does."""
     others = sorted((states.modules.keys() | states.statistics.keys()) - set(gemms)) if states else []
     roles = [
         _judge_role(module, role, gemms.get(module, ()), weights.get(module, ()), states, outdated)
@@ -189,7 +190,7 @@ def _judge_role(
     shape: Sequence[int],
     weights: Sequence[Statistics],
     states: Fp8States | None,
-    outdated: bool,
+    outdated: str | None,
 ) -> RoleHealth:
     state = states.modules.get(module) if states else None
     part = state.roles.get(role) if state else None
@@ -206,7 +207,7 @@ def _judge_role(
         history = read_history(part, role, states.recipe)
         findings += _by_history(history) if history else never
         if history and outdated:
-            findings.append(_OUTDATED)
+            findings.append(RoleFinding("recalibrate", "outdated", ("delayed",), outdated))
         elif role == "weight" and history and _any_stale(measured, part, states.recipe):
             words = f"the recorded amax is more than {STALE.shown} off the weights' own"
             findings.append(RoleFinding("recalibrate", "stale", ("delayed",), words))
@@ -217,7 +218,6 @@ def _judge_role(
 
 _SIZES = ("size under MXFP8", "size")
 _NEVER = RoleFinding("recalibrate", "never recorded", ("delayed",), "never recorded")
-_OUTDATED = RoleFinding("recalibrate", "other weights", ("delayed",), "recorded with other weights than these")
 
 
 def _is_all_zero(measured: Sequence[Statistics]) -> bool:

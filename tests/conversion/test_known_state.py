@@ -261,7 +261,7 @@ def test_inspect_and_the_readiness_report_say_the_same(edited: Path) -> None:
     judged = assess(reader, None, lambda total: in_memory.no_progress())
     assert judged.verdicts["delayed"].words.startswith("calibrate first (8 modules)")
     assert "was recorded with other weights: nothing uses it" in judged.notes[0]
-    assert {finding.kind for health in judged.roles for finding in health.findings} >= {"other weights"}
+    assert {finding.kind for health in judged.roles for finding in health.findings} >= {"outdated"}
 
 
 def test_state_of_another_model_is_refused_and_can_be_left_behind(tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_a_report_on_a_file_of_other_weights_is_not_that_the_checkpoint_is_ready
     for doubtful in (False, True):
         judged = assess(HuggingFaceReader(source), file, lambda total: in_memory.no_progress())
         findings = {finding.kind for health in judged.roles for finding in health.findings}
-        assert ("other weights" in findings) is doubtful
+        assert ("outdated" in findings) is doubtful
         rescale_norms(source)
     assert judged.verdicts["delayed"].words.startswith("calibrate first (8 modules)")
 

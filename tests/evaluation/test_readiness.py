@@ -433,14 +433,14 @@ def test_what_stays_in_bf16_for_its_size_is_not_to_be_calibrated():
     weights, states = healthy()
     without = replace(states, modules={name: one for name, one in states.modules.items() if name != MODULES[2]})
     for shape in ((256, 24), (256, 256)):
-        judged = judge(dict.fromkeys(MODULES, (256, 256)) | {MODULES[2]: shape}, weights, without, outdated=False)
+        judged = judge(dict.fromkeys(MODULES, (256, 256)) | {MODULES[2]: shape}, weights, without)
         found = {finding.remedy for role in judged.roles if role.module == MODULES[2] for finding in role.findings}
         assert found == ({"bf16"} if 24 in shape else {"recalibrate"})
 
 
 def test_a_model_of_which_no_size_fits_is_not_ready():
     weights, states = healthy()
-    readiness = judge(dict.fromkeys(MODULES, (24, 256)), weights, states, outdated=False)
+    readiness = judge(dict.fromkeys(MODULES, (24, 256)), weights, states)
     for verdict in readiness.verdicts.values():
         assert not verdict.ready and verdict.words == "not ready: every module has to stay in BF16"
 
