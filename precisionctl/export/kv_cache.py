@@ -21,7 +21,7 @@ from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionErr
 from precisionctl.export.encode import WeightFormat
 from precisionctl.export.input_scales import OF_PREDICTION, prediction_in_bf16
 from precisionctl.fp8.delayed_scaling import recorded_amax
-from precisionctl.fp8.state import CACHE, Fp8States
+from precisionctl.fp8.state import CACHE, Fp8States, core_attention_of
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Job, JobCodes, Plan
@@ -30,7 +30,6 @@ from precisionctl.quant_methods.scales import scale_of
 from precisionctl.sizes import counted
 from precisionctl.torch_when_used import torch
 
-_PROJECTION = "linear_proj"
 _RECORD = "Record them with `precisionctl calibrate`, and give its file with --fp8-state; or leave --kv-cache out."
 
 
@@ -147,13 +146,16 @@ def of_no_cache(encodings: WeightEncodings | None, plan: Plan) -> Iterator[str]:
 def stored_scales(encodings: WeightEncodings | None, plan: Plan) -> dict[str, CacheScale]:
     """The scales that the source's FP8 directory came with, by Megatron's name of the module: `….core_attention`."""
     places = _places(encodings)
-    found = {_core(job): _stored(encodings, places.get(stem, [])) for stem, job in _attentions(plan).items()}
-    return {name: scale for name, scale in found.items() if scale is not None}
+    return {
+        module: scale
+        for stem, job in _attentions(plan).items()
+        if (module := core_attention_of(job.module)) and (scale := _stored(encodings, places.get(stem, [])))
+    }
 
 
 def _attentions(plan: Plan) -> dict[str, Job]:
     """The job of each attention's output projection, by the attention's Hugging Face name."""
-    jobs = [job for job in plan.jobs if job.row.gemm and job.module.endswith(f".self_attention.{_PROJECTION}")]
+    jobs = [job for job in plan.jobs if job.row.gemm and core_attention_of(job.module)]
     named = [(job.writes if plan.to_layout == "hf" else job.reads)[0] for job in jobs]
     stems = [name.removesuffix(".weight").rpartition(".")[0] for name in named]
     return dict(zip(stems, jobs, strict=True))
@@ -165,12 +167,9 @@ def _caching(module: str, model: ModelShape) -> str:
     return f"decoder.layers.{model.kv_layer(at[0])}.{at[1]}" if at else module
 
 
-def _core(job: Job) -> str:
-    return f"{job.module.removesuffix(_PROJECTION)}core_attention"
-
-
 def _recorded(states: Fp8States, job: Job) -> CacheScale | None:
-    state = states.modules.get(_core(job))
+    module = core_attention_of(job.module)
+    state = states.modules.get(module) if module else None
     if state is None or any(role not in state.roles for role in CACHE):
         return None
     k, v = (float(scale_of(recorded_amax(state.roles[role], role, states.recipe))) for role in CACHE)

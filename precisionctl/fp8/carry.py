@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from precisionctl.errors import MappingError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.delayed_scaling import after_one_update, change_recipe, recorded_amax
-from precisionctl.fp8.state import BY_RUN, DelayedScaling, Fp8State, Fp8States, Role, RoleState
+from precisionctl.fp8.state import BY_RUN, DelayedScaling, Fp8State, Fp8States, Role, RoleState, core_attention_of
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
@@ -46,10 +46,8 @@ def check_modules(states: Fp8States, gemms: Mapping[str, tuple[int, ...]], file:
     `gemms` has the shape of each GEMM's scales, `[]` or `[experts]`, by module. `file` is where the state was read, if
     not from the model's own checkpoint.
     """
-    attention: dict[str, tuple[int, ...]] = {
-        f"{name.removesuffix('.linear_proj')}.core_attention": () for name in gemms if name.endswith(".linear_proj")
-    }
-    shapes = attention | dict(gemms)
+    shapes: dict[str, tuple[int, ...]] = {name: () for name in filter(None, map(core_attention_of, gemms))}
+    shapes |= gemms
     for name, state in states.modules.items():
         if name not in shapes:
             what = "which this model does not have"

@@ -152,6 +152,15 @@ class RoleState:
         return RoleState(self.scale, torch.cat([old[..., :1], zeros, newest], -1))
 
 
+def core_attention_of(module: str) -> str | None:
+    """The module that has the state of attention itself, of the attention whose output projection is `module`; None for
+    other modules."""
+    return f"{module.removesuffix('linear_proj')}core_attention" if module.endswith(_PROJECTION) else None
+
+
+_PROJECTION = ".self_attention.linear_proj"
+
+
 @dataclass(frozen=True)
 class Fp8State:
     """FP8 state by role: all of ROLES for a GEMM, some of ATTENTION for a `core_attention`."""

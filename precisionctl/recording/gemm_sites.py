@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from precisionctl.architectures.families import supported
 from precisionctl.architectures.param_map import Row
 from precisionctl.errors import PrecisionError, UnknownArchitecture
+from precisionctl.fp8.state import core_attention_of
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import is_slice
 from precisionctl.planning.make_plan import make_plan
@@ -81,9 +82,8 @@ def _of_transformers(model: nn.Module, precision: Precision) -> Sites:
         if not job.row.gemm:
             continue
         names = [read.rpartition(".")[0] for read in job.reads]
-        if job.module.endswith(".self_attention.linear_proj") and not (plan.model.mla or plan.model.csa):
-            module = model.get_submodule(names[0].rpartition(".")[0])
-            attention[module] = job.module.replace("linear_proj", "core_attention")
+        if (core := core_attention_of(job.module)) and not (plan.model.mla or plan.model.csa):
+            attention[model.get_submodule(names[0].rpartition(".")[0])] = core
         if precision.in_fp8(job.module):
             if is_slice(job.reads[0]):
                 raise _no_linears(names[0])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE
 from precisionctl.fp8 import grouped, sidecar
 from precisionctl.fp8.extra_state_writer import TeVersion, columns_of, encode_columns, encode_payload, has_payload
-from precisionctl.fp8.state import CACHE, Fp8State, Fp8States
+from precisionctl.fp8.state import CACHE, Fp8State, Fp8States, core_attention_of
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted import safe_archive
 
@@ -25,7 +25,6 @@ Object: TypeAlias = "Tensor | io.BytesIO"
 _OF_RANK = re.compile(r"(.+)\.rank(\d+)")
 _WEIGHT = re.compile(r"(.+)\.weight(\d*)")
 _NONE = ("word_embeddings", "position_embeddings", "per_layer_embedding", "output_layer", "router", "conv1d")
-_ATTENTION = ".self_attention.linear_proj"
 
 
 def origin_entry(states: Fp8States) -> dict[str, object]:
@@ -53,8 +52,8 @@ def demanded(names: Iterable[str]) -> list[str]:
         match = _WEIGHT.fullmatch(name)
         if match and not match[1].endswith(_NONE):
             found[f"{match[1]}{EXTRA_STATE}{match[2]}"] = None
-            if match[1].endswith(_ATTENTION):
-                found[f"{match[1].removesuffix('linear_proj')}core_attention{EXTRA_STATE}"] = None
+            if core := core_attention_of(match[1]):
+                found[f"{core}{EXTRA_STATE}"] = None
     return list(found)
 
 
