@@ -415,6 +415,45 @@ def test_without_zero_parameters_are_told_by_the_order_of_the_model(tmp_path: Pa
     assert "none of this model's; was a part of it frozen?" in read(tmp_path / "run", llama).unsupported_state
 
 
+def test_without_zero_the_fused_adam_counts_in_the_last_parameter_of_a_group(tmp_path: Path, llama: Path) -> None:
+    """Its `step` adds 1 to the state that its loop over a group's gradients ended with, and gives the kernel that count
+    for all of them (deepspeed/ops/adam/fused_adam.py)."""
+    states = files.states_of({name: one.detach() for name, one in pico.make("llama-3", **ODD).named_parameters()})
+    saved = files.without_zero(states, bf16=False)
+    optimizer = saved["optimizer"]
+    names = sorted(states["exp_avg"], key=lambda name: states["exp_avg"][name].dim() == 1)  # norms are not decayed
+    optimizer["state"] = numbered = {
+        number: {kind: states[kind][name] for kind in files.KINDS[1:]} for number, name in enumerate(names)
+    }
+    last = len(names) - 1
+    half = sum(states["exp_avg"][name].dim() > 1 for name in names)
+    group = optimizer["param_groups"][0] | {"step": 0}
+    optimizer["param_groups"] = groups = [
+        {**group, "params": list(range(half))},
+        {**group, "params": list(range(half, last + 1)), "weight_decay": 0.0},
+    ]
+
+    def read_with(counts: dict[int, int]) -> DeepSpeedReader:
+        for each in groups:
+            for index in each["params"]:
+                numbered[index]["step"] = 0
+        for index, count in counts.items():
+            numbered[index]["step"] = count
+        (tmp_path / "run").mkdir(exist_ok=True)
+        torch.save(saved, tmp_path / "run" / "mp_rank_00_model_states.pt")
+        return read(tmp_path / "run", llama)
+
+    reader = read_with({half - 1: 3, last: 3})
+    assert (reader.unsupported_state, reader.trainer_run.updates) == ("", 3)
+    assert_is(reader, states)
+    # another parameter was the last for an update; groups differ; the optimizer is one that counts for each parameter
+    assert "different numbers of updates" in read_with({half - 2: 1, half - 1: 2, last: 3}).unsupported_state
+    assert "different numbers of updates" in read_with({half - 1: 2, last: 3}).unsupported_state
+    for each in groups:
+        del each["step"]
+    assert "different numbers of updates" in read_with({half - 1: 3, last: 3}).unsupported_state
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 def test_an_optimizer_that_has_made_no_update_is_none_beside_its_masters(
     tmp_path: Path, llama: Path, bf16: bool

@@ -15,7 +15,7 @@ and model states, which list the parameters and their shapes in the order of the
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -207,6 +207,13 @@ def _dealt(contents: Sequence[_RankStates], kind: str, states: ModelStates, wher
     return found
 
 
+def _updates_of(group: Mapping[str, Any], states: Mapping[int, Mapping[str, Any]], path: Path) -> set[int]:
+    """AdamW's counts of updates of a group of several parameters. FusedAdam counts in the last one that has a gradient,
+    for all of the group; the others' stay at the 0 that the group has, too (`step` in ops/adam/fused_adam.py)."""
+    counts = [number(states[index]["step"], path) for index in group["params"] if index in states]
+    return set(counts[-1:] if group.get("step") == 0 and not any(counts[:-1]) else counts)
+
+
 def _without_zero(states: ModelStates) -> SavedStates:
     """Without ZeRO the model is whole, in the dtype that it computes in. The optimizer is torch's, or DeepSpeed's
     around it with masters (`FP16_UnfusedOptimizer`, for BF16 too); its numbers are those of the parameters in the order
@@ -244,7 +251,7 @@ def _without_zero(states: ModelStates) -> SavedStates:
             for name, tensor in tensors.items():
                 if tensor.spec.shape != stored[name].spec.shape:
                     raise DamagedCheckpoint(f"{kind} of `{name}` is not of its shape", where=path)
-        updates = {number(state["step"], path) for state in inner["state"].values()}
+        updates = set[int]().union(*(_updates_of(group, inner["state"], path) for group in groups))
     if len(updates) > 1:
         return replace(saved, unsupported_state=different_counts(updates))
     masters = found.pop(_PARAM)
