@@ -1,5 +1,5 @@
 """Tensors of a checkpoint in another form than it stores them, as rows that are computed when they are read: a matrix
-turned, some of its rows, or heads of queries, keys or values in another order."""
+turned, some of its rows, also in another order, a vector as a matrix, or heads of queries, keys or values."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from precisionctl.checkpoints.chunks import Box, Chunked, read_box, read_rows, w
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 
@@ -52,6 +54,43 @@ class SomeRows:
     def rows(self, row: int, rows: int) -> Tensor:
         """Rows `[row, row + rows)` of these."""
         return read_rows(self.stored, self.name, self.first + row, rows)
+
+
+@dataclass(frozen=True)
+class PickedRows:
+    """Rows of the stored tensor `name`, by their numbers, in this `order`."""
+
+    stored: Chunked
+    name: str
+    order: NDArray[np.int64]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.order), *self.stored.specs[self.name].shape[1:])
+
+    def rows(self, row: int, rows: int) -> Tensor:
+        """Rows `[row, row + rows)` of these."""
+        order = self.order[row : row + rows]
+        first, last = int(order.min()), int(order.max())
+        return read_rows(self.stored, self.name, first, last - first + 1)[torch.from_numpy(order - first)]
+
+
+@dataclass(frozen=True)
+class FoldedRows:
+    """A matrix with this many columns, whose rows follow each other in the stored vector `name`."""
+
+    stored: Chunked
+    name: str
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.specs[self.name].rows // self.columns, self.columns
+
+    def rows(self, row: int, rows: int) -> Tensor:
+        """Rows `[row, row + rows)` as `[rows, columns]`."""
+        vector = read_rows(self.stored, self.name, row * self.columns, rows * self.columns)
+        return vector.reshape(rows, self.columns)
 
 
 @dataclass(frozen=True)

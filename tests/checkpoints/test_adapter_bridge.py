@@ -23,8 +23,8 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
-from precisionctl.checkpoints.adapter.bridge import _Picked
 from precisionctl.checkpoints.chunks import Chunk, whole
+from precisionctl.checkpoints.computed_rows import PickedRows
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionctlError
 from precisionctl.param import TensorSpec
@@ -157,6 +157,6 @@ def test_a_factor_that_is_read_in_pieces_is_not_read_whole_for_each(tmp_path: Pa
     order = np.arange(len(tensor)).reshape(-1, 4, 16)[:, 2].flatten()
     spec = TensorSpec((len(tensor), 4), DType.float32)
     stored = SimpleNamespace(specs={"b": spec}, chunks=lambda _: [Chunk(whole(spec), counted)])
-    picked = _Picked(stored, "b", order)
+    picked = PickedRows(stored, "b", order)
     found = torch.cat([picked.rows(row, 64) for row in range(0, len(order), 64)])
     assert found.equal(tensor[torch.from_numpy(order)]) and sum(counted.read) <= len(tensor)

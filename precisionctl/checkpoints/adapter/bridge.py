@@ -6,13 +6,10 @@ Its checkpoint is a `torch_dist` with the factors alone, beside Megatron's linea
 for each of query, key, value, gate and up, with the rows of that part alone. `run_config.yaml` has the settings.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,16 +18,12 @@ from precisionctl.architectures.param_map import Place, Row, names
 from precisionctl.checkpoints.adapter.lora_config import LARGEST_ALPHA, LoraConfig
 from precisionctl.checkpoints.adapter.reader import PREFIX, AdapterReader, open_base
 from precisionctl.checkpoints.base import Hints, Reader
-from precisionctl.checkpoints.chunks import Chunk, Chunked, read_rows, whole
+from precisionctl.checkpoints.chunks import Chunk, whole
+from precisionctl.checkpoints.computed_rows import PickedRows
 from precisionctl.checkpoints.megatron.directory import MegatronReader
 from precisionctl.checkpoints.megatron.provider import BRIDGE, bridge_section
 from precisionctl.errors import DamagedCheckpoint, MappingError, ShapeMismatch, at, shown
 from precisionctl.param import TensorSpec
-from precisionctl.torch_when_used import torch
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
 
 _FACTOR = re.compile(r"(.+)\.adapter\.(?:adapter_(q|k|v|gate|up)\.)?linear_(in|out)\.weight")
 _PARTS = {"q": (0, 3), "k": (1, 3), "v": (2, 3), "gate": (0, 2), "up": (1, 2)}
@@ -137,21 +130,7 @@ class _Factors:
             self._chunks[f"{module}.lora_A.weight"] = self._saved.chunks(a)
             picked = TensorSpec((len(order), self._rank), stored[b].dtype)
             self.specs[f"{module}.lora_B.weight"] = picked
-            self._chunks[f"{module}.lora_B.weight"] = [Chunk(whole(picked), _Picked(self._saved, b, order))]
-
-
-@dataclass(frozen=True)
-class _Picked:
-    """Rows of a stored tensor in another order."""
-
-    stored: Chunked
-    name: str
-    order: NDArray[np.int64]
-
-    def rows(self, row: int, rows: int) -> Tensor:
-        order = self.order[row : row + rows]
-        first, last = int(order.min()), int(order.max())
-        return read_rows(self.stored, self.name, first, last - first + 1)[torch.from_numpy(order - first)]
+            self._chunks[f"{module}.lora_B.weight"] = [Chunk(whole(picked), PickedRows(self._saved, b, order))]
 
 
 def _linears(base: Reader) -> Mapping[str, tuple[Row, Place]]:

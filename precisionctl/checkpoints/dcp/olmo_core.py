@@ -4,15 +4,12 @@ A step is a directory `stepN` with a DCP in `model_and_optim`, beside the config
 Hugging Face's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from precisionctl.checkpoints.chunks import Box, Chunked, ComputedTensor, read_rows
-from precisionctl.checkpoints.computed_rows import SomeRows, TransposedRows
+from precisionctl.checkpoints.chunks import Box, Chunked, ComputedTensor
+from precisionctl.checkpoints.computed_rows import FoldedRows, SomeRows, TransposedRows
 from precisionctl.checkpoints.other_trainers.name_patterns import pattern_of, with_numbers
 from precisionctl.checkpoints.other_trainers.olmo_core_families import (
     DECAY,
@@ -30,9 +27,6 @@ from precisionctl.sizes import listed
 from precisionctl.untrusted.safe_files import has_file, read_json
 from precisionctl.untrusted.safe_pickle import is_count
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 DIRECTORY = "model_and_optim"
 """Where OLMo-core has model and optimizer, in the directory of a step."""
 
@@ -40,24 +34,6 @@ _PADDED_TO = 128
 """What its scripts round the rows of a vocabulary up to a multiple of (TokenizerConfig.padded_vocab_size)."""
 
 _WHOSE_CONFIG = "Does the config belong to this checkpoint?"
-
-
-@dataclass(frozen=True)
-class FoldedRows:
-    """A matrix with this many columns, whose rows follow each other in the stored vector `name`."""
-
-    stored: Chunked
-    name: str
-    columns: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.specs[self.name].rows // self.columns, self.columns
-
-    def rows(self, row: int, rows: int) -> Tensor:
-        """Rows `[row, row + rows)` as `[rows, columns]`."""
-        vector = read_rows(self.stored, self.name, row * self.columns, rows * self.columns)
-        return vector.reshape(rows, self.columns)
 
 
 def check_config(model: ModelShape, directory: Path) -> None:

@@ -21,7 +21,7 @@ from precisionctl.checkpoints.orbax.hf_rows import HfRows, hf_rows
 from precisionctl.checkpoints.orbax.step_directory import item_directory, item_in, read_tree, steps_in
 from precisionctl.checkpoints.orbax.zarr_array import ZarrArray
 from precisionctl.checkpoints.other_trainers.maxtext_families import FAMILIES, placed
-from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, both_are, says_its_model
+from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, by_model_names, says_its_model
 from precisionctl.checkpoints.other_trainers.trainer_run import NO_COUNT, TrainerRun, adam_run, number
 from precisionctl.errors import (
     DROP_OPTIMIZER,
@@ -69,13 +69,13 @@ class OrbaxReader(TrainerDirectory):
         self.files: Sequence[Path] = sorted(files)
         self._item, self.not_carried = item, list[str]()
         self._decoded = DecodedChunks(self._arrays.values())
-        self._places: dict[str, HfRows] = {}
         with at(item):
-            for kind, arrays in self._by_kind().items():
-                for name, place in self._placed(kind, arrays):
-                    full = state_name(kind, name) if kind else name
-                    if (other := self._places.setdefault(full, place)) is not place:
-                        raise both_are(other.array.name, place.array.name, name, item)
+            named = (
+                (place.array.name, state_name(kind, name) if kind else name, place)
+                for kind, arrays in self._by_kind().items()
+                for name, place in self._placed(kind, arrays)
+            )
+            self._places: Mapping[str, HfRows] = by_model_names(named, item)
         specs = {name: TensorSpec(place.shape, place.array.dtype) for name, place in self._places.items()}
         weights = {name: spec for name, spec in specs.items() if not name.startswith(STATE)}
         self._towers: Chunked | None = None
@@ -95,7 +95,7 @@ class OrbaxReader(TrainerDirectory):
 
     def _by_kind(self) -> dict[str, dict[str, ZarrArray]]:
         """The arrays of parameters, and of each kind of moments, by the parameter's name. Others are `not_carried`."""
-        found: dict[str, dict[str, ZarrArray]] = {}
+        found: dict[str, list[tuple[str, str, ZarrArray]]] = {}
         for name, array in self._arrays.items():
             if (match := _MOMENT.fullmatch(name)) and array.dtype.is_floating_point and array.dtype.itemsize > 1:
                 kind, parameter = _KINDS[match[1]], match[2]
@@ -106,9 +106,8 @@ class OrbaxReader(TrainerDirectory):
                 continue
             else:
                 kind, parameter = "", _parameter(name)
-            if (other := found.setdefault(kind, {}).setdefault(parameter, array)) is not array:
-                raise both_are(other.name, name, parameter, self._item)
-        return found
+            found.setdefault(kind, []).append((name, parameter, array))
+        return {kind: by_model_names(arrays, self._item) for kind, arrays in found.items()}
 
     def notes(self) -> Iterator[str]:
         if self.not_carried:
