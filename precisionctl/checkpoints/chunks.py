@@ -51,26 +51,28 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The part that is in both boxes; None where they do not overlap."""
+        if self.row >= other.row + other.rows or other.row >= self.row + self.rows:
+            return None  # at once, as of a tensor in thousands of chunks all others than a few do
         row, column = max(self.row, other.row), max(self.column, other.column)
         rows = min(self.row + self.rows, other.row + other.rows) - row
         columns = min(self.column + self.columns, other.column + other.columns) - column
         return Box(row, rows, column, columns) if rows > 0 and columns > 0 else None
 
-    def without(self, other: Box) -> Iterator[Box]:
+    def without(self, other: Box) -> list[Box]:
         """What is not in the other box, as boxes: above it, below it, and to its left and right."""
         both = self.intersect(other)
         if both is None:
-            yield self
-            return
-        below, right = both.row + both.rows, both.column + both.columns
-        for rest in (
-            Box(self.row, both.row - self.row, self.column, self.columns),
-            Box(below, self.row + self.rows - below, self.column, self.columns),
-            Box(both.row, both.rows, self.column, both.column - self.column),
-            Box(both.row, both.rows, right, self.column + self.columns - right),
-        ):
-            if rest.elements:
-                yield rest
+            return [self]
+        rest = []
+        if above := both.row - self.row:
+            rest.append(Box(self.row, above, self.column, self.columns))
+        if below := self.row + self.rows - both.row - both.rows:
+            rest.append(Box(both.row + both.rows, below, self.column, self.columns))
+        if left := both.column - self.column:
+            rest.append(Box(both.row, both.rows, self.column, left))
+        if right := self.column + self.columns - both.column - both.columns:
+            rest.append(Box(both.row, both.rows, both.column + both.columns, right))
+        return rest
 
     def run(self, start: int, count: int) -> Iterator[Box]:
         """Elements `[start, start + count)` of the box, counted row by row, as boxes: where the run begins or ends in a
