@@ -80,6 +80,7 @@ def _check_come_back(encodings: WeightEncodings, source: Source) -> None:
         and specs[read].dtype != DType.bfloat16
         for job in plan.jobs
         for read in job.reads
+        if read in specs  # else it is of the optimizer, and no codes are of that
         for write in job.writes
     )
     if merged is not None and any(rounded):

@@ -3,7 +3,10 @@ encoded again by its rule, and computed as engines do."""
 
 import json
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import int8_directories
 import pytest
@@ -15,17 +18,24 @@ from safetensors.torch import load_file, save_file
 from soaking import few, in_soak
 from torch import Tensor
 
+from precisionctl.checkpoints.chunks import read_tensor, write_rows
+from precisionctl.checkpoints.hf_directory import encodings_file
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.megatron.carried_run import CarriedRun
+from precisionctl.checkpoints.megatron.keys import COMPANIONS
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.codes.elements import INT8, INT8_PLUS_128, Element
 from precisionctl.codes.encoding import Encoding
 from precisionctl.commands.request import Request
+from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionctlError, PrecisionError, UnmappedTensor
 from precisionctl.evaluate import load
 from precisionctl.evaluate.quantizers import InputQuantizer, Int8Inputs, Int8TokenInputs
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.delayed_scaling import recorded_amax
 from precisionctl.param import Parallelism
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.reports.inspect import describe
 from precisionctl.verify.code_comparison import compare_with_bf16
 from precisionctl.verify.compare import compare
@@ -108,6 +118,36 @@ def test_weights_with_zero_points_come_back_from_fp32_and_are_refused_in_bf16(tm
         convert(tmp_path / "fp32", tmp_path / "bf16", "hf", "bf16")
     convert(tmp_path / "source", tmp_path / "bf16", "hf", drop_encodings=True)
     assert all(torch.equal(stored(tmp_path / "bf16")[name], expected) for name, expected in values.items())
+
+
+def test_moments_in_bf16_are_no_values_of_codes_with_zero_points(tmp_path: Path) -> None:
+    """As Megatron-Core stores them with `--exp-avg-dtype bf16`."""
+    int8_directories.make(tmp_path / "source", WITH_ZERO_POINTS)
+    convert(tmp_path / "source", tmp_path / "fp32", "megatron", "fp32")
+    decoded = open_checkpoint(tmp_path / "fp32")
+    weights = make_plan(decoded, "megatron").targets
+    moments = {
+        f"optimizer.state.{kind}.{name}": replace(spec, dtype=DType.bfloat16)
+        for name, spec in weights.items()
+        for kind in ("exp_avg", "exp_avg_sq")
+    }
+    adam = {"optimizer": {"state": {"common_step": 3}, "param_groups": [{"lr": 0.1, "params": []}]}}
+    run = CarriedRun(iteration=3, common={"optimizer": adam})
+    iteration = tmp_path / "run" / "iter_0000003"
+    writer = TorchDistWriter(iteration, decoded.model, {**weights, **moments}, run=run)
+    writer.lay_out()
+    for name, spec in writer.specs.items():
+        values = torch.ones(spec.shape) if name in moments else read_tensor(decoded, name)
+        write_rows(writer, name, 0, values.to(spec.dtype.torch))
+    writer.finish(None)
+    for beside in (encodings_file.RELATIVE, COMPANIONS / "config.json"):
+        (iteration / beside).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(tmp_path / "fp32" / "release" / beside, iteration / beside)
+    convert(iteration, tmp_path / "again", "megatron")
+    again: Any = open_checkpoint(tmp_path / "again")
+    assert {str(again.optimizer_specs[name].dtype) for name in moments} == {"bfloat16"}
+    convert(tmp_path / "again", tmp_path / "back", "hf", "fp8", drop_optimizer=True)
+    assert_same(tmp_path / "source", tmp_path / "back")
 
 
 @pytest.mark.parametrize("zero", [-128.0, -100.0, 0.0, 127.0])
