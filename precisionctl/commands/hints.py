@@ -4,9 +4,9 @@ from pathlib import Path
 
 from precisionctl.architectures.families import key_in, read_model
 from precisionctl.architectures.wrappers import is_wrapper
+from precisionctl.checkpoints import huggingface
 from precisionctl.checkpoints.base import Companions, Hints, Reader
 from precisionctl.checkpoints.hf_directory.companions import read_companions
-from precisionctl.checkpoints.hf_directory.huggingface_files import file_format_of
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.directory import TRUST_REFERENCE
 from precisionctl.checkpoints.megatron.towers import TowersOf
@@ -138,5 +138,5 @@ def _towers_of(reference: Path, companions: Companions) -> TowersOf | None:
     """The towers of a reference that is a wrapper and has weights; else None. Weights of other references are not
     read."""
     config = parse_json(companions.files["config.json"], companions.config_path)
-    has_weights = not (reference / "config.json").is_file() or file_format_of(reference) is not None
+    has_weights = huggingface.recognise(reference) or not (reference / "config.json").is_file()
     return TowersOf(open_checkpoint(reference)) if has_weights and is_wrapper(config) else None

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import cast
 
 from precisionctl.architectures.param_map import Naming
+from precisionctl.checkpoints import huggingface
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings, said_quantization
-from precisionctl.checkpoints.hf_directory.huggingface_files import file_format_of
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceTensors
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.directory import MegatronReader
@@ -230,7 +230,7 @@ def _dtype_of_values(request: Request, reader: Reader) -> DType | None:
 def _released_form(reference: Path) -> WeightEncodings | None:
     """The encodings of a reference whose codes have names of their own, which no scheme writes; values of the same
     model get codes like those. None for any other reference."""
-    if not (reference / "config.json").is_file() or file_format_of(reference) is None:
+    if not huggingface.recognise(reference):
         return None
     companions = read_companions(reference)
     quantization = said_quantization(parse_json(companions.files["config.json"], companions.config_path))

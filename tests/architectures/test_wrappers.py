@@ -337,9 +337,12 @@ def test_towers_of_a_checkpoint_that_megatron_saved_are_taken_from_a_reference(t
     for reference in ("hf", "ours"):
         run(tmp_path / "megatrons", tmp_path / f"by {reference}", "hf", reference=tmp_path / reference)
         assert_same(stored(tmp_path / "hf"), stored(tmp_path / f"by {reference}"))
+    adapter = shutil.copytree(tmp_path / "hf", tmp_path / "adapter")
+    (adapter / "adapter_config.json").write_text("{}")  # of which the weights are a part, or none
     (tmp_path / "hf" / "model.safetensors").unlink()
-    with pytest.raises(MissingTensor, match=r"towers of this `qwen3_vl`.*--reference"):
-        run(tmp_path / "megatrons", tmp_path / "out", "hf", reference=tmp_path / "hf")
+    for reference in (tmp_path / "hf", adapter):
+        with pytest.raises(MissingTensor, match=r"towers of this `qwen3_vl`.*--reference"):
+            run(tmp_path / "megatrons", tmp_path / "out", "hf", reference=reference)
 
 
 def test_a_reference_that_gives_the_tokenizer_leaves_a_checkpoint_its_own_towers(tmp_path: Path) -> None:
