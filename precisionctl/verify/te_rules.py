@@ -1,4 +1,5 @@
-"""A directory held against what `te.load_te` and Transformer Engine's modules ask of an export for them."""
+"""A directory held against what `te.load_te` and Transformer Engine's modules ask of an export for them. Whether
+transformers' class has a module for each GEMM with state is no question of the directory: `load_te` has the class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`verify --target te`: what `load_te` refuses, or would compute as nobody meant, is found, and nothing else."""
+"""`verify --target te`: what `load_te` refuses of a directory, or would compute as nobody meant, is found, and nothing
+else."""
 
 import json
 import shutil
