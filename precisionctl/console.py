@@ -44,7 +44,10 @@ class _Terminal(Console):
         raise  # noqa: PLE0704  # it is called where the error is caught
 
 
-_out = _Terminal(highlight=False, width=None if sys.stdout.isatty() else 160)  # for files and pipes
+_LOG_WIDTH = 120
+"""The width of tables in files and pipes, if no word is longer."""
+
+_out = _Terminal(highlight=False, width=None if sys.stdout.isatty() else _LOG_WIDTH)
 _err = _Terminal(stderr=True, highlight=False)
 
 
@@ -59,10 +62,15 @@ def quietly() -> Iterator[None]:
 
 
 def show_tables(tables: Sequence[Table]) -> None:
-    """Print a report's tables on stdout."""
+    """Print a report's tables on stdout; in a file or a pipe without blanks at the ends of lines."""
     with on_stdout():
         for table in tables:
-            _out.print(_draw(_plain(table)))
+            drawn = _draw(_plain(table))
+            if _out.is_terminal:
+                _out.print(drawn)
+                continue
+            for line in _out.render_lines(drawn, _out.options.update(width=sys.maxsize), pad=False):
+                _out.out("".join(segment.text for segment in line).rstrip())
 
 
 def show_lines(lines: Sequence[str]) -> None:
@@ -89,10 +97,13 @@ _FOLDED = 12
 
 def _draw(table: Table) -> RichTable:
     """A table at most as wide as the terminal, in which no number is broken. Where that is too narrow, each row is a
-    list of its cells instead."""
+    list of its cells instead. In a file or a pipe names stay whole too, for searches, and the table is as wide as they
+    need."""
     room = _out.width - 3 * len(table.columns) - 1
     if any(table.columns) and sum(_least(table)) > room:
-        return _draw(_as_lists(table))
+        if _out.is_terminal:
+            return _draw(_as_lists(table))
+        room = sum(_least(table))
     title = Text(table.title)  # as Text, because a path may look like Rich's markup
     drawn = RichTable(
         title=title, title_justify="left", title_style="bold", show_header=any(table.columns), box=SIMPLE_HEAD
@@ -107,12 +118,13 @@ def _draw(table: Table) -> RichTable:
 
 def _least(table: Table) -> list[int]:
     """The smallest width of each column, in letters, with which no whole number and no word of a head is broken; other
-    words may be folded if they stay easy to read."""
+    words may be folded if they stay easy to read, but not where `_draw` leaves them whole."""
+    folded = _FOLDED if _out.is_terminal else _LOG_WIDTH
     least = []
     for number, head in enumerate(table.columns):
         cells = [row[number] for row in table.rows]
         words = cells if table.is_numeric(number) else " ".join(cells).split()
-        least.append(max((min(len(word), _FOLDED) for word in [*words, *head.split()]), default=0))
+        least.append(max((min(len(word), folded) for word in [*words, *head.split()]), default=0))
     return least
 
 

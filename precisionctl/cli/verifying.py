@@ -115,7 +115,7 @@ def compare_checkpoints(
             command = ["precisionctl", "verify", str(a), str(b), *(["--fp8"] if fp8 else [])]
             command += ["--fp8-state", str(fp8_state)] if fp8_state else []
             advice.append(f"Compare again: {shlex.join([*command, '--reference', str(next(known, 'HF_DIR'))])}")
-        console.show_lines([report.verdict(comparison), *advice])
+        console.show_lines([*report.left_out(comparison), report.verdict(comparison), *advice])
     return comparison.equal
 
 

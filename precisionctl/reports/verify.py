@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import get_args
 
 from precisionctl.engines.rules.rule import EngineRule, Finding
+from precisionctl.errors import brief
 from precisionctl.planning.checks import without_numbers
 from precisionctl.reports.table import Table
 from precisionctl.sizes import counted
 from precisionctl.verify.code_comparison import CodesComparison
 from precisionctl.verify.compare import Comparison
 from precisionctl.verify.engine_rules import NO_CODES
+from precisionctl.verify.not_compared import OF_THE_MODEL
 from precisionctl.verify.tensor_comparison import Status, TensorComparison
 
 SHOWN = 20
@@ -24,7 +26,7 @@ do."""
 
 def tables(comparison: Comparison) -> list[Table]:
     """Tables of the settings that differ, the number of tensors with each status, the worst of those that differ, the
-    settings of the optimizer and the FP8 state that differ, and what was not compared."""
+    settings of the optimizer and the FP8 state that differ, and what of the model was not compared."""
     by_status = {status: [t for t in comparison.tensors if t.status == status] for status in get_args(Status)}
     rows = [_together(status, tensors) for status, tensors in by_status.items() if tensors]
     columns = ("status", "count", "lowest SQNR, dB", "largest error", "values that differ")
@@ -44,8 +46,7 @@ def tables(comparison: Comparison) -> list[Table]:
     if comparison.fp8 is not None:
         lines = comparison.fp8 or ["equal to the last bit"]
         found.append(_first("FP8 state", ("",), [(line,) for line in lines]))
-    if comparison.not_compared:
-        rows = [(each.topic, each.what, each.why) for each in comparison.not_compared]
+    if rows := [(each.topic, each.what, each.why) for each in comparison.not_compared if each.topic in OF_THE_MODEL]:
         found.append(Table("Not compared", ("", "here", "what that is"), rows))
     return found
 
@@ -54,6 +55,12 @@ def _first(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]
     """A table of the first SHOWN rows, which says of how many."""
     cut = f", the first {SHOWN} of {len(rows):,}" if len(rows) > SHOWN else ""
     return Table(title + cut, columns, rows[:SHOWN])
+
+
+def left_out(comparison: Comparison) -> list[str]:
+    """What was not compared besides, in a line; none where nothing was left out."""
+    besides = [f"{each.topic} ({each.what})" for each in comparison.not_compared if each.topic not in OF_THE_MODEL]
+    return [brief(f"Not compared: {', '.join(besides)}.")] if besides else []
 
 
 def verdict(comparison: Comparison) -> str:

@@ -44,7 +44,7 @@ def compare_configs(a: Reader, b: Reader) -> Found:
     have_tables = not any(isinstance(model, UntabledModel) for model in models)
     here, there = (_config(reader, with_family=not have_tables) for reader in (a, b))
     if here is None or there is None:
-        return [], [] if here is there else [NotCompared("one config", f"only {'B' if here is None else 'A'} has one")]
+        return [], [] if here is there else [NotCompared("config.json", f"only {'B' if here is None else 'A'} has one")]
     read = {path for model in models for path in _read_paths(model)} if have_tables else set()
     in_texts = {text_path(config) if model.wrapper else () for config, model in zip((here, there), models, strict=True)}
     differing, left_out = [], dict[str, list[str]]()
@@ -76,7 +76,7 @@ def compare_quantization(
     values by one of them alone: of all others, and of a list that is not there, the tensors say what they are."""
     methods = [config.get("quant_method") for config in (a, b)]
     if methods[0] != methods[1]:
-        return [], [NotCompared("one quantization", " / ".join(str(method) for method in methods))]
+        return [], [NotCompared("quantization_config", " / ".join(str(method) for method in methods))]
     unequal = list(_unequal(_in_order(a), _in_order(b)))
     left_out = [
         path

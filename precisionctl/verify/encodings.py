@@ -19,13 +19,14 @@ def compare_encodings(a: Reader, b: Reader, left: WeightEncodings | None, right:
     differ.)"""
     in_codes = [bool(side.encodings) for side in (a, b)]
     if not any(in_codes) and (left is None) != (right is None):
-        return [], [NotCompared("one encoding", f"only {'B' if left is None else 'A'} knows")]
+        return [], [NotCompared("former encoding", f"only {'B' if left is None else 'A'} knows")]
     here, there = _quantization(a, left), _quantization(b, right)
     if here is None or there is None:
-        one = NotCompared("one quantization", f"only {'B' if here is None else 'A'} has one")
+        one = NotCompared("quantization_config", f"only {'B' if here is None else 'A'} has one")
         return [], [] if here is there else [one]
     if in_codes[0] != in_codes[1]:
-        return [], [NotCompared("one quantization", f"only the weights of {'A' if in_codes[0] else 'B'} are codes now")]
+        having = "A" if in_codes[0] else "B"
+        return [], [NotCompared("quantization_config", f"only the weights of {having} are codes now")]
     coded = list(dict.fromkeys(name for side in (left, right) if side for name in side.weights))
     lines, left_out = compare_quantization(here, there, coded)
     files = [encodings.files.get(QUANT_CONFIG) if encodings else None for encodings in (left, right)]
@@ -34,7 +35,7 @@ def compare_encodings(a: Reader, b: Reader, left: WeightEncodings | None, right:
         more, also = compare_quantization(nested[0], nested[1], coded, QUANT_CONFIG)
         lines, left_out = [*lines, *more], [*left_out, *also]
     elif files[0] is not files[1]:
-        left_out.append(NotCompared("one quantization", f"{QUANT_CONFIG}, which only one side has"))
+        left_out.append(NotCompared("quantization_config", f"{QUANT_CONFIG}, which only one side has"))
     if _names_method(a) != _names_method(b):
         left_out.append(NotCompared("known method", "quant_method"))
     if not any(in_codes) and left is not None and right is not None:

@@ -14,15 +14,16 @@ LIST: Mapping[str, str] = {
     "spelled otherwise": "keys of config.json that a family reads, and that make the same model: defaults, older "
     "names, what another key switches off, the longest context where rotary positions do not depend on it",
     "metadata": "metadata of two GGUF files that make the same model, as all keys of its architecture are read here",
-    "one config": "config.json, beyond the model's shape, where only one side has one",
+    "config.json": "config.json, beyond the model's shape, where only one side has one",
     "quantizer": "keys of `quantization_config` that say who wrote it and how scales were found; those of "
     "compressed-tensors that are null on one side and not there on the other",
     "known method": "the `quant_method` of ModelOpt where only one side says it; `quant_algo` says it too",
     "ignored modules": "how `quantization_config` lists the modules that are not codes, where that says the same of "
     "all that are; `--target` says what an engine makes of it",
-    "one quantization": "`quantization_config`, where only one side has one, or codes, or the `quant_method` differs",
+    "quantization_config": "`quantization_config`, where only one side has one, or codes, or the `quant_method` "
+    "differs",
     "expert codes": "DeepSeek-V4's key of config.json for what its experts are stored as; the tensors say that",
-    "one encoding": "how weights were coded before they became values, where only one side knows",
+    "former encoding": "how weights were coded before they became values, where only one side knows",
     "codes": "with --fp8: codes of weights that are stored transposed or joined otherwise, or in several formats: the "
     "values that they decode to are compared",
     "derived": "buffers that a model computes by itself: rotary frequencies, causal masks",
@@ -35,14 +36,18 @@ LIST: Mapping[str, str] = {
     "fixed scales": "fixed scales of inputs and caches, where nothing on the other side says what they should be; "
     "--fp8-state gives the file that does",
     "scales of values": "scales of inputs, outputs and caches beside codes that are read as values alone",
-    "one state": "FP8 state of one side only; --fp8 makes that a difference",
+    "FP8 state": "FP8 state of one side only; --fp8 makes that a difference",
     "recording": "who recorded FP8 state, and when; statistics beside it that only one side has",
-    "one optimizer": "the optimizer's tensors, where only one side has them, or where they are not stored by parameter",
+    "optimizer": "the optimizer's tensors, where only one side has them, or where they are not stored by parameter",
     "run": "what belongs to a run: its step, schedule, generators, settings of the optimizer that only one side says "
     "or that are not AdamW's, and those of Megatron's arguments that do not describe the model",
     "files": "tokenizer, chat template and generation_config.json",
 }
 """Why something is left out, by topic."""
+
+OF_THE_MODEL = frozenset({"codes", "towers", "prediction", "fixed scales", "scales of values"})
+"""The topics under which numbers are left out that the model computes with. The others follow from the two formats, or
+are of what stands around a model."""
 
 CONFIG_KEYS: Mapping[str, tuple[str, ...]] = {
     "who wrote": ("transformers_version", "_name_or_path", "_commit_hash"),

@@ -41,7 +41,7 @@ def _by_hf_names(reader: Reader) -> HfTensors:
 
 def both_optimizers(a: Reader, b: Reader) -> tuple[list[tuple[HfTensors, HfTensors]], list[NotCompared]]:
     """The optimizers of two checkpoints as a pair, or none, and why if one has any."""
-    why = "one optimizer"
+    why = "optimizer"
     try:
         left, right = (bool(_optimizer_specs(reader)) for reader in (a, b))
         if left != right:

@@ -26,7 +26,7 @@ def compare_states(
     having, lacking = ("A", "B") if a else ("B", "A")
     if one_sided:
         return (f"no FP8 state in {lacking}",), []
-    return None, [NotCompared("one state", f"only {having} has any")]
+    return None, [NotCompared("FP8 state", f"only {having} has any")]
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -211,7 +211,8 @@ CURVES = Table(
 def test_a_table_fits_the_terminal_and_breaks_no_number(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """Names fold where they must; below that a row is a list of its cells under their heads."""
     stdout = io.StringIO()
-    monkeypatch.setattr(console, "_out", Console(file=stdout, width=width, highlight=False))
+    terminal = Console(file=stdout, width=width, highlight=False, force_terminal=True, color_system=None)
+    monkeypatch.setattr(console, "_out", terminal)
     console.show_tables([CURVES])
     lines = stdout.getvalue().splitlines()
     assert all(len(line) <= width for line in lines)
@@ -221,3 +222,17 @@ def test_a_table_fits_the_terminal_and_breaks_no_number(monkeypatch: pytest.Monk
     as_lists = not any("─" in line for line in lines)
     assert as_lists == (width < 52)
     assert not as_lists or sum("loss now" in line for line in lines) == 2
+
+
+@pytest.mark.parametrize("letters", [5, 30, 70, 119])
+def test_a_table_in_a_log_has_whole_names_no_blanks_at_ends_and_120_columns_if_names_allow_it(
+    monkeypatch: pytest.MonkeyPatch, letters: int
+) -> None:
+    stdout, name = io.StringIO(), "n" * letters
+    monkeypatch.setattr(console, "_out", Console(file=stdout, width=console._LOG_WIDTH, highlight=False))
+    console.show_tables([Table("Title", (name, "count", ""), [("a", "1,000", name), ("b", "-", "reason " * 40)])])
+    lines = stdout.getvalue().splitlines()
+    assert lines[0] == "Title" and all(line == line.rstrip() for line in lines)
+    assert stdout.getvalue().count(name) == 2
+    widest = max(map(len, lines))
+    assert widest <= 120 if letters <= 50 else 2 * letters < widest <= 2 * letters + 16

@@ -24,10 +24,11 @@ from precisionctl.engines.base import engines
 from precisionctl.errors import PrecisionctlError
 from precisionctl.model.model_parts import config_parts
 from precisionctl.model.same_model import differences
+from precisionctl.reports import verify as report
 from precisionctl.verify import not_compared
-from precisionctl.verify.compare import compare
+from precisionctl.verify.compare import Comparison, compare
 from precisionctl.verify.configs import compare_configs, compare_quantization
-from precisionctl.verify.not_compared import CONFIG_KEYS, LIST, QUANTIZER_KEYS
+from precisionctl.verify.not_compared import CONFIG_KEYS, LIST, OF_THE_MODEL, QUANTIZER_KEYS, NotCompared
 
 TOKENS = torch.arange(3, 51).view(1, -1)  # beyond every window, and beyond the original context of every scaling
 
@@ -102,7 +103,7 @@ def test_what_a_quantizer_says_of_itself_is_left_out_and_nulls_of_compressed_ten
     assert len(unequal({"x": None}, {"x": 1}, "compressed-tensors")) == 1
     assert len(unequal({"x": None}, {})) == 1
     lines, (left_out,) = compare_quantization({"quant_method": "fp8", "x": 1}, {"quant_method": "mxfp8"})
-    assert lines == [] and (left_out.topic, left_out.what) == ("one quantization", "fp8 / mxfp8")
+    assert lines == [] and (left_out.topic, left_out.what) == ("quantization_config", "fp8 / mxfp8")
 
 
 def test_lists_of_ignored_modules_differ_only_in_what_they_say_of_codes() -> None:
@@ -129,7 +130,7 @@ def test_another_name_for_the_same_function_is_no_difference_and_one_config_alon
     tensors = {name: read_tensor(one, name) for name in one.specs}
     bare = in_memory.InMemory(one.model, "hf", tensors)
     for a, b, said in ((one, bare, ["only A has one"]), (bare, one, ["only B has one"]), (bare, bare, [])):
-        assert [each.what for each in compare(a, b).not_compared if each.topic == "one config"] == said
+        assert [each.what for each in compare(a, b).not_compared if each.topic == "config.json"] == said
 
 
 def test_the_document_has_the_list_of_what_is_not_compared() -> None:
@@ -139,6 +140,19 @@ def test_the_document_has_the_list_of_what_is_not_compared() -> None:
     keys = {**CONFIG_KEYS, "quantizer": QUANTIZER_KEYS}
     expected = [*LIST.items(), *((topic, ", ".join(f"`{key}`" for key in names)) for topic, names in keys.items())]
     assert [row for row in listed if row != ("", "keys")] == expected
+
+
+def test_what_follows_from_the_formats_is_a_line_and_what_the_model_computes_with_a_table() -> None:
+    usual, news = NotCompared("optimizer", "only A has one"), NotCompared("fixed scales", "q_proj.input_scale")
+    keys = NotCompared("code", "\x1b" + "k" * 10_000)
+    nothing, both = (Comparison((), (), None, (), left_out) for left_out in ((), (usual, news, keys)))
+    assert report.left_out(nothing) == [] and "Not compared" not in {table.title for table in report.tables(nothing)}
+    (line,) = report.left_out(both)
+    assert line.startswith("Not compared: optimizer (only A has one), code (") and "fixed" not in line
+    assert "\x1b" not in line and len(line) < 3000
+    (table,) = [table for table in report.tables(both) if table.title == "Not compared"]
+    assert table.rows == [("fixed scales", "q_proj.input_scale", LIST["fixed scales"])]
+    assert LIST.keys() > OF_THE_MODEL
 
 
 def test_every_line_of_the_list_is_used() -> None:

@@ -232,7 +232,7 @@ def places(directory: Path, name: str) -> list[Stored]:
 
 UNSEEN = {
     "run": lambda tensor: tensor.size == 4,  # AdamW's count of updates, of each parameter
-    "one optimizer": lambda tensor: tensor.size == 4,  # which differs between ranks then
+    "optimizer": lambda tensor: tensor.size == 4,  # which differs between ranks then
     "padding": lambda tensor: tensor.name.endswith("word_embeddings.weight"),
     "towers": lambda tensor: tensor.name.startswith("vision_tower.vision_model.head."),
     "scales of values": lambda tensor: tensor.name.endswith(("activation_scale", "cache_scale")),

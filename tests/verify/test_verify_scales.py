@@ -184,7 +184,7 @@ def test_scales_of_former_codes_are_compared_where_the_values_are(tmp_path: Path
     (path,) = (tmp_path / "megatron").rglob("precisionctl/encodings.safetensors")
     path.unlink()
     left_out = compared(tmp_path / "values", tmp_path / "megatron").not_compared
-    assert any(each.topic == "one encoding" for each in left_out)
+    assert any(each.topic == "former encoding" for each in left_out)
 
 
 def test_a_scale_recorded_since_explains_one_of_codes_and_no_other_of_former_codes(tmp_path: Path) -> None:
