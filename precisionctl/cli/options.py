@@ -108,7 +108,7 @@ RUN, FILE, NEW_FILE = ExistingPath(), ExistingPath(dir_okay=False), NewFile()
 
 class Choice(click.Choice[str]):
     """One of several words. Another is answered with all of them, and the one that was perhaps meant, or, for words
-    that are `elsewhere`, with what takes them."""
+    that are known `elsewhere`, with the options or the command that stand for them."""
 
     def __init__(self, choices: Sequence[str], elsewhere: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__(choices)

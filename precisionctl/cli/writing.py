@@ -36,11 +36,20 @@ if TYPE_CHECKING:
     from precisionctl.precision import Precision
 
 
-_OF_EXPORTS = {
-    word: f"Did you mean `export-inference --target {engine}`?"
-    for word, engine in (("gguf", "llama.cpp"), *((name, name) for name in ("mlx", "vllm", "sglang", "tensorrt-llm")))
+_ASKED_OTHERWISE = {
+    word: f"Did you mean `{options}`?"
+    for word, options in {
+        "gguf": "export-inference --target llama.cpp",
+        **{name: f"export-inference --target {name}" for name in ("mlx", "vllm", "sglang", "tensorrt-llm")},
+        **{name: f"--to megatron --container {name}" for name in ("torch_dist", "torch")},
+        "megatron-bridge": "--to megatron",
+        **{name: "--to hf" for name in ("huggingface", "safetensors", "nemo")},  # which NeMo 2 imports
+        "bin": "--to hf --container bin",
+        "fsdp": "--to dcp",
+        **{name: f"--to hf --precision {name}" for name in ("bf16", "fp32", "fp8")},
+    }.items()
 }
-"""Formats that `convert` has not, and what has them."""
+"""Words for a result that are no value of `convert --to`, and what asks for it."""
 
 _CARRYING_OUT = ["--workers", "--verify", "--dry-run", "--restart", "--max-shard-size"]
 
@@ -71,7 +80,7 @@ _CARRYING_OUT = ["--workers", "--verify", "--dry-run", "--restart", "--max-shard
 @click.argument("destination", type=NEW_PATH)
 @click.option(
     "--to",
-    type=Choice(["hf", "megatron", "dcp", "torchtitan", "deepspeed"], elsewhere=_OF_EXPORTS),
+    type=Choice(["hf", "megatron", "dcp", "torchtitan", "deepspeed"], elsewhere=_ASKED_OTHERWISE),
     required=True,
     help="Format of the result. dcp: PyTorch's distributed checkpoint, with Hugging Face's names. "
     "torchtitan: the same with torchtitan's names. deepspeed: a universal checkpoint.",

@@ -15,7 +15,7 @@ from trained_models import save as save_dcp
 
 from precisionctl.checkpoints.base import WITH_REFERENCE
 from precisionctl.checkpoints.foreign import TENSORS, UNREAD
-from precisionctl.cli import main
+from precisionctl.cli import main, writing
 
 
 def options_of(command: str) -> set[str]:
@@ -117,3 +117,14 @@ def test_what_four_bits_cost_is_told_before_it_is_paid(tmp_path: Path) -> None:
     run(*line, "--scheme", "nvfp4a16")
     again = ("export-inference", tmp_path / "out", tmp_path / "again", "--target", "vllm", "--scheme", "nvfp4a16")
     assert "are rounded to" not in run(*again, "--dry-run").stdout  # they are codes of it already
+
+
+def test_what_stands_for_a_word_that_is_no_format_is_understood(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "qwen3")
+    advised = dict.fromkeys(re.findall(r"`(.+)`", " ".join(writing._ASKED_OTHERWISE.values()).replace("? ", "?\n")))
+    assert len(advised) > 9
+    for options in advised:
+        command = [] if options.startswith("export-inference") else ["convert"]
+        words = [*command, *options.split(), str(tmp_path / "hf"), str(tmp_path / "out"), "--dry-run"]
+        found = run(*words)
+        assert found.exit_code != 2, f"{options}: {found.stderr}"  # the model lacks a tokenizer and FP8 state

@@ -332,6 +332,8 @@ RESUME = ("resume", "{}", "--precision", "fp8", "--data", "{}", "--out", "{}/out
         (["convert", "{}", "{}/out", "--target", "vllm"], "Give it to `export-inference`."),
         (["convert", "{}", "{}/out", "--to", "gguf"], "Did you mean `export-inference --target llama.cpp`?"),
         (["convert", "{}", "{}/out", "--to", "mlx"], "Did you mean `export-inference --target mlx`?"),
+        (["convert", "{}", "{}/out", "--to", "torch_dist"], "Did you mean `--to megatron --container torch_dist`?"),
+        (["convert", "{}", "{}/out", "--to", "BF16"], "Did you mean `--to hf --precision bf16`?"),
         (["export-inference", "{}", "{}/out", "--target", "trtllm"], "Did you mean tensorrt-llm?"),
         (["convert", "{}", "{}/out", "--to", "megatorn"], "'torchtitan', 'deepspeed'. Did you mean megatron?"),
         (["export-inference", "{}", "{}/out", "--target", "vllm", "--scheme", "w4a1"], "Did you mean w4a16?"),
