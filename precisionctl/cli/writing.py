@@ -254,18 +254,19 @@ def show_plan(request: "Request", how: Writing) -> None:
     from precisionctl.conversion.ranks import place_among_ranks
     from precisionctl.reports import plan as report
 
-    place = place_among_ranks()
-    if place and place[0] > 0:
+    rank, ranks = place_among_ranks() or (0, 1)
+    if rank > 0:
         return
     command = plan_command(request)
-    expected = estimate(command.plan, command.reader, command.output.path, how.workers, verify=how.verify)
+    path = command.output.path
+    expected = estimate(command.plan, command.reader, path, how.workers, ranks=ranks, verify=how.verify)
     if how.json_wanted:
         check_room(command)  # first, as there is one document on stdout
         print_json(
             command.plan.describe() | _in_short(command) | {"notes": command.notes, "estimate": asdict(expected)}
         )
     else:
-        console.show_tables(report.tables(command.plan, expected))
+        console.show_tables(report.tables(command.plan, expected, ranks))
         console.show_lines(command.notes)
         check_room(command)  # last, as the plan may be meant for another machine
 

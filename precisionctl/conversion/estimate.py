@@ -41,21 +41,26 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class Estimate:
-    """`memory` is the bytes that the plan takes and the workers allocate, without the program itself; `seconds` the
-    time that it will take, None if the disk cannot be measured: the source has no file, or the disk no room."""
+    """`memory` is the bytes that the plan takes and the workers of a rank allocate, without the program itself;
+    `seconds` the time that it will take, None if the disk cannot be measured: the source has no file, or the disk no
+    room."""
 
     memory: int
     seconds: float | None
 
 
-def estimate(plan: Plan, reader: Reader, destination: Path, workers: int, *, verify: bool = False) -> Estimate:
+def estimate(
+    plan: Plan, reader: Reader, destination: Path, workers: int, *, ranks: int = 1, verify: bool = False
+) -> Estimate:
     """Estimate memory from the plan, and time from a short measurement of copying from the source to the destination's
-    disk, and of encoding; with `verify` everything is done twice. Raises DiskProblem where that disk takes no file."""
+    disk, and of encoding; with `verify` everything is done twice. Each of several `ranks` does an equal part, and
+    counts as a machine of its own that copies and encodes as fast as this one. Raises DiskProblem where that disk takes
+    no file."""
     memory = PLANNED * (len(reader.specs) + len(plan.targets)) + PLACED * _boxes(plan) + workers * worker_memory(plan)
     rate = _copy_rate(reader, directory_above(destination))
     if rate is None:
         return Estimate(memory, None)
-    return Estimate(memory, (2 if verify else 1) * (plan.nbytes / rate + _encode_seconds(plan) / workers))
+    return Estimate(memory, (2 if verify else 1) / ranks * (plan.nbytes / rate + _encode_seconds(plan) / workers))
 
 
 def _boxes(plan: Plan) -> int:

@@ -16,8 +16,8 @@ _LINES = 200
 """Most kinds that are shown: a stranger's names may all differ."""
 
 
-def tables(plan: Plan, expected: Estimate) -> list[Table]:
-    """The plan's rows, and what it will take; `Plan.describe` has every job and every tensor."""
+def tables(plan: Plan, expected: Estimate, ranks: int = 1) -> list[Table]:
+    """The plan's rows, and what it will take by so many ranks; `Plan.describe` has every job and every tensor."""
     by_kind: dict[str, list[Job]] = {}
     for job in plan.jobs:
         by_kind.setdefault(without_numbers(job.row.megatron), []).append(job)
@@ -35,10 +35,12 @@ def tables(plan: Plan, expected: Estimate) -> list[Table]:
     title += f"{counted(len(plan.jobs), 'job')}, {size(plan.nbytes)}"
     seconds = expected.seconds
     time = "not measured" if seconds is None else f"{seconds:.1f} s, by a short probe of this disk"
+    if seconds is not None and ranks > 1:
+        time += f", if {ranks} ranks do not slow each other down"
     cost = [
         ("tensors", f"{len(plan.targets)}"),
         ("to write", size(plan.nbytes)),
-        ("memory beside the program", size(expected.memory)),
+        (f"memory {'of each rank ' if ranks > 1 else ''}beside the program", size(expected.memory)),
         ("time", time),
     ]
     named = "parameter" if isinstance(plan.model, UntabledModel) else "Megatron parameter"

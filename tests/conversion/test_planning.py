@@ -107,7 +107,9 @@ def test_the_time_is_of_the_encoding_that_the_plan_says(tmp_path: Path, monkeypa
         assert bool(searches) == looks_twice
 
 
-def test_to_read_back_takes_the_time_of_another_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_read_back_takes_the_time_of_another_pass_and_ranks_divide_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pico.save(tmp_path / "hf")
     command = planned(tmp_path / "hf")
     monkeypatch.setattr("precisionctl.conversion.estimate._copy_rate", lambda reader, directory: 1e6)
@@ -117,6 +119,7 @@ def test_to_read_back_takes_the_time_of_another_pass(tmp_path: Path, monkeypatch
         for verify in (False, True)
     )
     assert once == command.plan.nbytes / 1e6 + 2.5 and twice == 2 * once
+    assert estimate(command.plan, command.reader, tmp_path / "out", workers=2, ranks=4).seconds == once / 4
 
 
 @pytest.mark.parametrize("container", ["torch_dist", "torch"])

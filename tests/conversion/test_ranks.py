@@ -1,6 +1,7 @@
 """Several ranks on one conversion: the same bytes as one, one error for all of them, and going on."""
 
 import errno
+import json
 import os
 import re
 import signal
@@ -173,6 +174,7 @@ def test_torchrun_itself_can_start_it(tmp_path: Path, megatron: Path) -> None:
 def test_what_stops_one_rank_stops_all_and_the_same_command_goes_on(tmp_path: Path, megatron: Path) -> None:
     broken = """
 import errno
+import json
 from precisionctl.conversion import worker
 def fail(*_): raise OSError(errno.EIO, "Input/output error")
 worker.write_rows = fail
@@ -232,8 +234,14 @@ def test_only_the_first_rank_shows_a_plan(
 ) -> None:
     for name, value in {"RANK": rank, "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    shown = run(*convert(megatron, tmp_path / "two"), "--dry-run")
+    monkeypatch.setattr("precisionctl.conversion.estimate._copy_rate", lambda reader, directory: 1.0)
+    dry_run = (*convert(megatron, tmp_path / "two"), "--dry-run")
+    shown, whole = run(*dry_run), run(*dry_run, "--json")
     assert shown.exit_code == 0 and bool(shown.stdout) is (rank == "0")
+    if rank == "0":
+        plan = json.loads(whole.stdout)
+        assert plan["estimate"]["seconds"] == 2 * plan["bytes"] / 2  # at a byte a second; --verify reads them back
+        assert "memory of each rank" in shown.stdout and "if 2 ranks do not slow each other down" in shown.stdout
 
 
 def test_slurm_says_where_the_first_rank_is() -> None:
