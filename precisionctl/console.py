@@ -2,8 +2,10 @@
 
 import operator
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from statistics import fmean
@@ -218,7 +220,7 @@ class RunView:
 
     def __init__(self) -> None:
         self._live = Live(console=_err, auto_refresh=False)
-        self._seen: list[StepMetrics] = []
+        self._so_far = _RunSoFar()
         self._title, self._steps = "", 0
 
     def __enter__(self) -> Self:
@@ -234,16 +236,16 @@ class RunView:
     def start(self, title: str, step: int, steps: int) -> None:
         """Show that a run starts after step `step`, which ends at step `steps`. A rollback starts it again, earlier."""
         self._title, self._steps = title, steps
-        self._seen = [seen for seen in self._seen if seen.step <= step]
+        self._so_far.go_back(step)
         if _err.is_terminal:
             self._live.start()
 
     def step(self, step: "StepMetrics") -> None:
         """Show a finished step."""
         if self._live.is_started:
-            self._seen.append(step)
+            self._so_far.add(step)
             title = Text(one_line(self._title))
-            panel = Panel(_run_so_far(self._seen, self._steps), title=title, title_align="left")
+            panel = Panel(_draw_run(self._so_far, self._steps), title=title, title_align="left")
             self._live.update(panel, refresh=True)
         else:
             _log_line(step, self._steps)
@@ -268,16 +270,71 @@ def _log_line(step: "StepMetrics", steps: int) -> None:
     )
 
 
-def _run_so_far(seen: Sequence["StepMetrics"], steps: int) -> Group:
-    last = seen[-1]
-    left = fmean(step.seconds for step in seen[-20:]) * (steps - last.step)
+_LETTERS = 40
+"""Width of a loss curve."""
+
+
+class _RunSoFar:
+    """What the panel shows of a run's steps. It takes as long to draw after many steps as after few: the curve is kept
+    as the mean losses of shares of equally many steps, at most twice as many shares as it has letters."""
+
+    def __init__(self) -> None:
+        self.recent: deque[StepMetrics] = deque(maxlen=20)
+        self.held_out: list[tuple[int, float]] = []
+        self._shares: list[_Share] = []
+        self._full = 1  # steps of a share
+
+    def add(self, step: "StepMetrics") -> None:
+        self.recent.append(step)
+        if step.held_out_loss is not None:
+            self.held_out.append((step.step, step.held_out_loss))
+        if step.skipped:
+            return
+        alone = _Share(step.step, 1, step.loss)
+        if self._shares and self._shares[-1].steps < self._full:
+            self._shares[-1] = self._shares[-1].before(alone)
+            return
+        if len(self._shares) == 2 * _LETTERS:
+            self._shares = [
+                first.before(second) for first, second in zip(self._shares[::2], self._shares[1::2], strict=True)
+            ]
+            self._full *= 2
+        self._shares.append(alone)
+
+    def go_back(self, step: int) -> None:
+        """Forget the steps after this one, and with them the share that it is in the midst of."""
+        self.recent = deque((seen for seen in self.recent if seen.step <= step), self.recent.maxlen)
+        self.held_out = [seen for seen in self.held_out if seen[0] <= step]
+        self._shares = [share for share in self._shares if share.last <= step]
+
+    @property
+    def losses(self) -> list[float]:
+        """The mean loss of each share of the steps."""
+        return [share.total / share.steps for share in self._shares]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Some steps in a row: the last one, how many, and the sum of their losses."""
+
+    last: int
+    steps: int
+    total: float
+
+    def before(self, later: "_Share") -> "_Share":
+        """Both together."""
+        return _Share(later.last, self.steps + later.steps, self.total + later.total)
+
+
+def _draw_run(so_far: _RunSoFar, steps: int) -> Group:
+    last = so_far.recent[-1]
+    left = fmean(step.seconds for step in so_far.recent) * (steps - last.step)
     bar = ProgressBar(total=steps, completed=last.step)
     numbers = RichTable.grid(padding=(0, 3))
     numbers.add_row("step", f"{last.step} of {steps}, {timedelta(seconds=round(left))} left")
-    numbers.add_row("loss", f"{last.loss:.4f}  {_sparkline([step.loss for step in seen if not step.skipped])}")
-    held_out = [step.held_out_loss for step in seen if step.held_out_loss is not None]
-    if held_out:
-        numbers.add_row("held out", f"{held_out[-1]:.4f}")
+    numbers.add_row("loss", f"{last.loss:.4f}  {_sparkline(so_far.losses)}")
+    if so_far.held_out:
+        numbers.add_row("held out", f"{so_far.held_out[-1][1]:.4f}")
     numbers.add_row("lr, gradient norm", f"{last.lr:.2e}, {last.grad_norm:.3f}")
     numbers.add_row("tokens", f"{last.tokens:,}, {last.tokens_per_second:,.0f} a second")
     if last.cost:
@@ -300,10 +357,10 @@ def _memory(cost: "StepCost") -> str:
 
 
 def _sparkline(losses: Sequence[float]) -> str:
-    """The loss curve as at most 40 block characters, each the mean of an equal share of the steps."""
+    """The loss curve as at most so many block characters, each the mean of an equal share of the losses."""
     if not losses:
         return ""
-    count = min(40, len(losses))
+    count = min(_LETTERS, len(losses))
     cuts = [number * len(losses) // count for number in range(count + 1)]
     means = [fmean(losses[start:end]) for start, end in pairwise(cuts)]
     low, span = min(means), max(means) - min(means)

@@ -102,6 +102,27 @@ def test_after_a_rollback_the_curve_has_no_step_that_was_undone(shown: io.String
     assert "2.0000  █▁▁" in shown.getvalue().rpartition("loss")[2]
 
 
+def test_the_panel_of_a_long_run_takes_no_longer_to_draw_and_has_the_whole_curve(
+    shown: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+    sparkline = console._sparkline
+    monkeypatch.setattr(console, "_sparkline", lambda losses: drawn.append((len(losses), sparkline(losses))) or "")
+    steps = 40 * 2**7
+    with console.RunView() as view:
+        view.start("FP8", 0, steps)
+        monkeypatch.setattr(view._live, "update", lambda panel, refresh: None)
+        for number in range(1, steps + 1):
+            view.step(step(number, float(steps - number), held_out=float(number) if number % 1000 == 0 else None))
+        assert max(count for count, _ in drawn) <= 80 and len(view._so_far.recent) == 20
+        falls = "".join("█▇▆▅▄▃▂▁"[round(7 * place / 39)] for place in range(40))  # of a straight line
+        assert drawn[-1][1] == falls
+        view.start("FP8", steps // 2, steps)
+        view.step(step(steps // 2 + 1, 0.0))
+        assert view._so_far.held_out[-1] == (2000, 2000.0) and len(view._so_far.recent) == 1
+        assert drawn[-1][1][0] == "█" and drawn[-1][1][-2:] == "▄▁"
+
+
 def test_on_a_terminal_with_colours_no_line_of_the_panel_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     text = io.StringIO()
     colours = Console(file=text, force_terminal=True, width=80, color_system="truecolor", legacy_windows=False)
