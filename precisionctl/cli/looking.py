@@ -177,7 +177,10 @@ def compare(
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--data", type=DATA, help="Text, JSONL, parquet, a folder or a data set on the Hub, as for resume.")
 @click.option(
-    "--against", type=CHECKPOINT, help="The BF16 source. Adds its perplexity, KL divergence and top-1 agreement."
+    "--against",
+    type=CHECKPOINT,
+    help="The BF16 source; of a run also one iteration, as run/iter_0000100. Adds its perplexity, KL divergence and "
+    "top-1 agreement.",
 )
 @click.option(
     "--sequence-length",
