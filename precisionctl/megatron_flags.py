@@ -122,7 +122,7 @@ _UNUSED: Mapping[str, tuple[str, ...]] = {
 
 
 def stateless_words(precision: "Precision") -> Mapping[str, object]:
-    """The arguments for a scaling without state, under the names that Megatron and Bridge share."""
+    """The arguments for a scaling without state, under the names that Megatron, Bridge and NeMo share."""
     words: dict[str, object] = {
         "fp8": _theirs("--fp8-format", precision.fp8_format),
         "fp8_recipe": _theirs("--fp8-recipe", precision.scaling),

@@ -7,6 +7,7 @@ from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.checkpoints.megatron.provider import NEMO
 from precisionctl.errors import CheckpointError
 from precisionctl.launch.base import Launch, LaunchSource
+from precisionctl.megatron_flags import stateless_words
 
 _IMPORTED: Mapping[str, str] = {
     "deepseek_v2": "DeepSeekModel",
@@ -63,13 +64,16 @@ def launch(source: LaunchSource) -> Launch:
             "--framework megatron-bridge.",
         )
     lines.append(f"resume = nl.AutoResume(restore_config=nl.RestoreConfig(path={restored!r}, load_optim_state=False))")
+    source.require_fp8_sizes("NeMo")
+    words: dict[str, object] = {"precision": "bf16-mixed"}
     if source.state:
-        source.require_fp8_sizes("NeMo")
-    words = {"precision": "bf16-mixed", **(recipe_words(source.state) if source.state else {})}
+        words |= recipe_words(source.state)
+    elif source.stateless:
+        words |= stateless_words(source.stateless)
     lines.append(
         f"plugin = nl.MegatronMixedPrecision({', '.join(f'{name}={value!r}' for name, value in words.items())})"
     )
-    stays = "amax histories stay behind: NeMo's import takes weights alone"
-    notes = (stays, *source.fp8_notes(source.gemms)) if source.state else ()
+    stays = ["amax histories stay behind: NeMo's import takes weights alone"] if source.state else []
+    notes = (*stays, *source.fp8_notes(source.gemms))
     yours = (*model, "nl.Trainer with this plugin", "data", "llm.finetune or llm.pretrain with this resume")
     return Launch("nemo", environment=source.environment, config="\n".join(lines), yours=yours, notes=notes)

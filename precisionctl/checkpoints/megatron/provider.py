@@ -16,6 +16,7 @@ from precisionctl.architectures.megatron.kimi_k3_args import BLOCK_SIZE, KIMI_K3
 from precisionctl.architectures.megatron.megatron_args import GRANULARITY, WITHOUT
 from precisionctl.architectures.megatron.recurrent_args import HYBRID_PATTERN
 from precisionctl.errors import DamagedCheckpoint, damage
+from precisionctl.megatron_flags import FIRST_LAST, FLAGS
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.paths import above, own_name
 from precisionctl.untrusted.safe_files import has_file, read_file
@@ -74,8 +75,11 @@ _ONLY_READ = (
     "dsa_indexer_scoring_relu",
     *("kda_f_lora_rank", "kda_gate_lora_rank", "kda_safe_gate", "kda_lower_bound", GRANULARITY),
     *KIMI_K3,
+    *(flag.argument for flag in FLAGS),
+    FIRST_LAST.argument,
 )
-"""Fields that only some of Bridge's providers have, the indexer's since 0.4: they are read, and not written alike."""
+"""Fields that only some of Bridge's providers have, the indexer's since 0.4, or that are of a run: its FP8 recipe,
+which Bridge and NeMo set in the model's config. They are read, and not written alike."""
 _DELTA_NET_BLOCK = (
     "megatron.core.models.gpt.experimental_attention_variant_module_specs."
     "get_transformer_block_with_experimental_attention_variant_spec"

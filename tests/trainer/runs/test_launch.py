@@ -472,6 +472,25 @@ def test_nemo_imports_hugging_face_s_directories_and_is_told_what_it_cannot_open
         launch(place / "fp8", "nemo")
 
 
+def test_nemo_goes_on_in_the_fp8_of_its_own_run_that_keeps_no_state(place: Path, tmp_path: Path) -> None:
+    """The arguments of MegatronMixedPrecision are those of NeMo 2.7.3 (lightning/pytorch/plugins/mixed_precision.py);
+    it writes them into the model's config (update_config_with_dtype_overrides)."""
+    weights = tmp_path / "weights"
+    shutil.copytree(open_checkpoint(place / "bf16").path, weights)
+    shutil.rmtree(weights / "precisionctl")
+    config = yaml.safe_load((weights / "run_config.yaml").read_text())["model"]
+    (weights / "run_config.yaml").unlink()
+    torch.save({}, weights / "common.pt")
+    said = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "first_last_layers_bf16": True}
+    said |= {"num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 1}
+    (tmp_path / "context").mkdir()
+    (tmp_path / "context" / "model.yaml").write_text(yaml.safe_dump({"config": config | said}))
+    found = launch(tmp_path, "nemo")
+    (plugin,) = (line for line in found.config.splitlines() if line.startswith("plugin = "))
+    given = {word.arg: ast.literal_eval(word.value) for word in ast.parse(plugin).body[0].value.keywords}
+    assert given == {"precision": "bf16-mixed", **said} and found.notes == ()
+
+
 def test_a_family_that_nemo_does_not_import_is_refused_with_those_that_it_does(tmp_path: Path) -> None:
     """Its importers are of classes of these names in NeMo 2.7.3 (collections/llm/gpt/model)."""
     save(tmp_path / "hf", "gpt2", dtype=torch.bfloat16)
