@@ -5,7 +5,7 @@ what the template adds to the text for an assistant message is that message.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import accumulate
@@ -46,7 +46,7 @@ _NONCHARACTERS = [chr(number) for number in range(0xFDD0, 0xFDF0)]
 @dataclass(frozen=True)
 class ChatRow:
     """Token ids, of dtype IDS, and whether each is learned, bool; both `[tokens]`. `unprinted` are keys of the
-    conversation of which the template prints nothing."""
+    conversation of which the template prints nothing, but for those that have been told."""
 
     tokens: NDArray[np.uint32]
     learned: NDArray[np.bool_]
@@ -137,9 +137,15 @@ class ChatTemplate:
         return list(zip(ends[:-1:2], ends[1::2], strict=True))
 
 
-def chat_row(chat: Conversation, template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, where: str) -> ChatRow:
-    """The tokens of a conversation. Raises DataError if the template fails, or it cannot be found out which words are
-    the assistant's."""
+def chat_row(
+    chat: Conversation,
+    template: ChatTemplate,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    told: Container[str],
+) -> ChatRow:
+    """The tokens of a conversation. Whether the template prints keys that are `told` already is not looked at. Raises
+    DataError if the template fails, or it cannot be found out which words are the assistant's."""
     _require_places(tokenizer)
     text = template.render(chat.messages, chat, where)
     require_utf8(text, where)
@@ -157,19 +163,22 @@ def chat_row(chat: Conversation, template: ChatTemplate, tokenizer: PreTrainedTo
     # Not by transformers' own mask, which marks everything after a marked span that ends in a space without a token
     made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     row = _row(made["input_ids"], made["offset_mapping"], spans)
-    return replace(row, unprinted=tuple(_unprinted(text, chat, template, where)))
+    return replace(row, unprinted=tuple(_unprinted(text, chat, template, where, told)))
 
 
 SPOKEN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Keys of a message, beside `content`, under which an assistant says something."""
 
 
-def _unprinted(text: str, chat: Conversation, template: ChatTemplate, where: str) -> Iterator[str]:
-    """`tools` and keys of SPOKEN that a conversation has, and without which it is rendered as the same `text`."""
-    if chat.tools and _renders(text, replace(chat, tools=None), template, where):
+def _unprinted(
+    text: str, chat: Conversation, template: ChatTemplate, where: str, told: Container[str]
+) -> Iterator[str]:
+    """`tools` and keys of SPOKEN that a conversation has, and without which it is rendered as the same `text`; but for
+    those that are `told`. Each takes a rendering, as a template may print a key of some messages alone."""
+    if chat.tools and "tools" not in told and _renders(text, replace(chat, tools=None), template, where):
         yield "tools"
     for key in SPOKEN:
-        if any(message.get(key) for message in chat.messages):
+        if key not in told and any(message.get(key) for message in chat.messages):
             without = [{name: value for name, value in message.items() if name != key} for message in chat.messages]
             if _renders(text, replace(chat, messages=without), template, where):
                 yield key

@@ -43,14 +43,17 @@ def main(parent: int) -> None:
         yield {"begin": tokenizer.bos_token_id, "end": tokenizer.eos_token_id, "size": len(tokenizer)}, []
 
     def samples(fields: PacketFields, parts: Parts) -> Answers:
-        """For each sample the token ids, and whether each is learned."""
+        """For each sample the token ids, and whether each is learned. What the template does not print is told of the
+        first one."""
+        told: set[str] = set()
         for where, part in zip(fields["where"], parts, strict=True):
             sample = json.loads(part)
             notes: tuple[str, ...] = ()
             if "messages" in sample:
                 conversation = Conversation(**sample)
                 template = chat.ChatTemplate.of(tokenizer, conversation.tools, where)
-                made = chat.chat_row(conversation, template, tokenizer, where)
+                made = chat.chat_row(conversation, template, tokenizer, where, told)
+                told.update(made.unprinted)
                 left_out = (
                     f"the chat template prints no `{key}` of conversations that have it" for key in made.unprinted
                 )

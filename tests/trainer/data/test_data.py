@@ -20,6 +20,8 @@ from conversations import (
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.errors import DataError
+from precisionctl.tokens.chat import ChatTemplate, chat_row
+from precisionctl.tokens.samples import Conversation
 from precisionctl.tokens.tokenizer import open_tokenizer
 from precisionctl.trainer.data import Order, Rows, load_rows
 
@@ -179,6 +181,20 @@ def test_what_a_template_does_not_print_of_a_conversation_is_told_once(tmp_path:
     assert [note.partition(" of conversations")[0] for note in notes] == silent
     thinking = "{% for m in messages if m.reasoning_content %}<bot> {% endfor %}" + MARKING_TEMPLATE
     assert [note.split("`")[1] for note in load_rows(path, tokenizer(thinking), 64).notes] == ["tools", "tool_calls"]
+
+
+def test_what_has_been_told_takes_no_more_renderings(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"role": "assistant", "content": "a", "reasoning_content": "b"}
+    renders: list[str] = []
+    render = ChatTemplate.render
+    monkeypatch.setattr(ChatTemplate, "render", lambda self, *args: renders.append("") or render(self, *args))
+    template, words = ChatTemplate(MARKING_TEMPLATE, {}), with_templates(MARKING_TEMPLATE)
+    counts = []
+    for told, unprinted in (((), ("reasoning_content",)), ({"reasoning_content"}, ())):
+        renders.clear()
+        assert chat_row(Conversation([CONVERSATION[0], said]), template, words, "", told).unprinted == unprinted
+        counts.append(len(renders))
+    assert counts[0] == counts[1] + 1
 
 
 def test_templates_without_a_default_are_named(tmp_path: Path) -> None:
