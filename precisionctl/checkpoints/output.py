@@ -47,7 +47,9 @@ class Output:
             return
         if self.path.is_symlink() or not self.path.is_dir() or any(self.path.iterdir()):
             raise DestinationExists(
-                "the destination already exists", where=self.path, do="Choose another destination or remove it."
+                "the destination already exists",
+                where=self.path,
+                do="Remove it and give the command again, or choose another destination: no option overwrites one.",
             )
         if os.path.ismount(self.path):
             what = "a disk is mounted there, and a mount point cannot be replaced by renaming"

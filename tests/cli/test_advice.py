@@ -128,3 +128,16 @@ def test_what_stands_for_a_word_that_is_no_format_is_understood(tmp_path: Path) 
         words = [*command, *options.split(), str(tmp_path / "hf"), str(tmp_path / "out"), "--dry-run"]
         found = run(*words)
         assert found.exit_code != 2, f"{options}: {found.stderr}"  # the model lacks a tokenizer and FP8 state
+
+
+@pytest.mark.parametrize("options", [(), ("--restart",), ("--reference", "hf")])
+def test_a_destination_that_exists_is_to_be_removed_whatever_options_are_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pico.save(tmp_path / "hf", "qwen3")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "kept").write_text("")
+    failed = run("convert", "hf", "out", "--to", "hf", *options)
+    assert failed.exit_code == 1 and [path.name for path in (tmp_path / "out").iterdir()] == ["kept"]
+    assert "Remove it and give the command again, or choose another destination: no option overwrites" in failed.stderr
