@@ -281,7 +281,7 @@ class _RunSoFar:
     def __init__(self) -> None:
         self.recent: deque[StepMetrics] = deque(maxlen=20)
         self.held_out: list[tuple[int, float]] = []
-        self._shares: list[_Share] = []
+        self._shares: list[_ShareOfSteps] = []
         self._full = 1  # steps of a share
 
     def add(self, step: "StepMetrics") -> None:
@@ -290,7 +290,7 @@ class _RunSoFar:
             self.held_out.append((step.step, step.held_out_loss))
         if step.skipped:
             return
-        alone = _Share(step.step, 1, step.loss)
+        alone = _ShareOfSteps(step.step, 1, step.loss)
         if self._shares and self._shares[-1].steps < self._full:
             self._shares[-1] = self._shares[-1].before(alone)
             return
@@ -314,16 +314,16 @@ class _RunSoFar:
 
 
 @dataclass(frozen=True)
-class _Share:
+class _ShareOfSteps:
     """Some steps in a row: the last one, how many, and the sum of their losses."""
 
     last: int
     steps: int
     total: float
 
-    def before(self, later: "_Share") -> "_Share":
+    def before(self, later: "_ShareOfSteps") -> "_ShareOfSteps":
         """Both together."""
-        return _Share(later.last, self.steps + later.steps, self.total + later.total)
+        return _ShareOfSteps(later.last, self.steps + later.steps, self.total + later.total)
 
 
 def _draw_run(so_far: _RunSoFar, steps: int) -> Group:

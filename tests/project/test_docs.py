@@ -89,7 +89,7 @@ def test_the_readme_names_all_that_is_supported_and_nothing_else():
     rows = re.findall(r"^\| (.*?) \| (.*) \|$", text, re.MULTILINE)
     named = {first: set(re.findall(r"`([\w-]+)`", second)) for first, second in rows}
     (families,), (wrappers,) = (
-        re.findall(rf"^\| {each} \| .*?(\d+) ", text, re.MULTILINE) for each in ("families", "wrappers")
+        re.findall(rf"^\| {each} \| .*?(\d+) ", text, re.MULTILINE) for each in ("families", "multimodal models")
     )
     assert [int(families), int(wrappers)] == [len(supported()), len(WRAPPERS)]
     of_models = {
