@@ -281,7 +281,7 @@ def test_how_values_were_coded_is_compared_and_how_codes_are_only_where_they_dec
     assert against(files={QUANT_CONFIG: b'{"quantization": {"quant_algo": "NVFP4"}}'}) == [
         f"{QUANT_CONFIG} quantization.quant_algo is 'FP8' in A, 'NVFP4' in B"
     ]
-    assert against(files={}) == [f"-one quantization: {QUANT_CONFIG}, which only one side has"]
+    assert against(files={}) == [f"-quantization_config: {QUANT_CONFIG}, which only one side has"]
 
     zeros = torch.zeros_like(made[name].codes.view(torch.uint8)).view(torch.float8_e4m3fn)
     one = changed(tmp_path / "codes", tmp_path / "one", lambda tensors: tensors.update({name: zeros}))
