@@ -260,7 +260,7 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
     **{f"a {name} that is a socket": ("hf", socket(name), NO_FILE) for name in NAMES_OF_FILES},
     **{f"a {name} that is a folder": ("hf", folder(name), NO_FILE) for name in NAMES_OF_FILES},
     **{f"a {name} that leads to itself": ("hf", link(name, Path(name).name), "to itself") for name in NAMES_OF_FILES},
-    "a tokenizer that leads nowhere": ("hf", link("tokenizer.json", "nothing"), NO_FILE),
+    "a tokenizer that leads nowhere": ("hf", link("tokenizer.json", "nothing"), "a file is missing"),
     "tokenizers with holes": (
         "hf",
         lambda d: [hole(f"tokenizer{number}.json", 255 << 20)(d) for number in range(12)],
