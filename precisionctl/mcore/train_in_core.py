@@ -229,8 +229,9 @@ def _train(
             if log:
                 log.write(metrics)
                 on_step(metrics)
-            stop = agreed_stop(world, received, until)
-            if run_folder.is_saved(run.step, recipe.train, stop):
+            asked = agreed_stop(world, received, until)
+            is_saved, stop = run_folder.after_step(run.step, recipe.train, asked)
+            if is_saved:
                 if log:
                     log.sync()
                 core_checkpoint.save(run, plan, identity, sidecar_state)

@@ -17,7 +17,7 @@ from precisionctl.trainer.measure.metrics import MetricsLog, StepMetrics
 from precisionctl.trainer.passes import accumulate_gradients, bf16_passes, held_out_loss
 from precisionctl.trainer.rollback import Rollback
 from precisionctl.trainer.run import Run
-from precisionctl.trainer.saved.run_folder import is_saved
+from precisionctl.trainer.saved.run_folder import after_step
 from precisionctl.trainer.saved.saving import Saver
 from precisionctl.trainer.shadow import Shadow
 from precisionctl.trainer.stopping import Stop, agreed_stop, stop_signals
@@ -32,9 +32,8 @@ def train(
     """Train to the recipe's last step, saving as the recipe says, and return None.
 
     On SIGTERM or SIGINT, and when `time.monotonic()` reaches `until`, save and return the reason, unless that was the
-    last step. If the guard decides
-    on a rollback, return it once a pending save is complete. With several ranks only the first has a log and calls
-    `on_step`, and what stops one rank stops all.
+    last step. If the guard decides on a rollback, return it once a pending save is complete. With several ranks only
+    the first has a log and calls `on_step`, and what stops one rank stops all.
 
     Raises PrecisionError after too many skipped steps in a row, and after the guard has stopped the run, which is
     saved first.
@@ -53,13 +52,13 @@ def train(
                 if run.guard and (rollback := run.guard.after_step(run.step, loss)):
                     saver.finish()
                     return rollback
-                stop = agreed_stop(run.world, received, until)
-                if is_saved(run.step, train, stop) or (run.guard and run.guard.stops):
+                is_saved, stop = after_step(run.step, train, agreed_stop(run.world, received, until))
+                if is_saved or (run.guard and run.guard.stops):
                     reporter.flush()
                     if log:
                         log.sync()
                     saver.save()
-                if stop and run.step < train.steps:
+                if stop:
                     saver.finish()
                     return stop
         except PrecisionError:  # raised on all ranks alike

@@ -89,9 +89,11 @@ def saved_run(
     return Saved(run.step, run.position, identity, guard, schedule, asdict(run.skipped), asdict(balance), fp8)
 
 
-def is_saved(step: int, train: Train, stop: Stop | None) -> bool:
-    """Whether a run is saved after a step: the last one, each `train.save_every` th, and where it is stopped."""
-    return stop is not None or step == train.steps or step % train.save_every == 0
+def after_step(step: int, train: Train, asked: Stop | None) -> tuple[bool, Stop | None]:
+    """Whether a run is saved after a step, and the reason if it ends there before its last one. It is saved where it
+    ends, at the last step, and each `train.save_every` th. At the last step it is done, whatever `asked` it to stop."""
+    stop = asked if step < train.steps else None
+    return stop is not None or step == train.steps or step % train.save_every == 0, stop
 
 
 def identity(source: Reader, data: str, recipe: Recipe, **start: object) -> dict[str, Any]:

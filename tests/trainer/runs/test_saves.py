@@ -16,10 +16,13 @@ from precisionctl.checkpoints.module import LiveModel, Snapshot
 from precisionctl.cli import main
 from precisionctl.errors import DiskProblem
 from precisionctl.model.model_shape import ModelShape
+from precisionctl.recipe import Train
 from precisionctl.trainer import stopping
 from precisionctl.trainer.measure.metrics import StepMetrics
 from precisionctl.trainer.resume import resume
 from precisionctl.trainer.saved import saving
+from precisionctl.trainer.saved.run_folder import after_step
+from precisionctl.trainer.stopping import Stop
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +140,23 @@ def test_a_run_that_is_out_of_time_saves_stops_and_goes_on(
     assert (finished.step, finished.stopped) == (6, None)  # at the last step there is nothing left to continue
     assert losses(out) == losses(whole)
     assert contents(out / "iter_0000006") == contents(whole / "iter_0000006")
+
+
+@pytest.mark.parametrize(
+    ("step", "asked", "decided"),
+    [
+        (1, None, (False, None)),
+        (2, None, (True, None)),
+        (3, "time limit", (True, "time limit")),
+        (5, None, (True, None)),
+        (5, "time limit", (True, None)),
+    ],
+)
+def test_a_run_that_is_asked_to_stop_at_its_last_step_is_done(
+    step: int, asked: Stop | None, decided: tuple[bool, Stop | None]
+) -> None:
+    """The loops of both engines ask this."""
+    assert after_step(step, Train(steps=5, save_every=2), asked) == decided
 
 
 def test_a_job_script_is_told_by_the_exit_code_and_a_line(place: Path, tmp_path: Path) -> None:
