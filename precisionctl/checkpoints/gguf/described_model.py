@@ -11,6 +11,7 @@ from precisionctl.checkpoints.base import WITH_REFERENCE
 from precisionctl.checkpoints.gguf.families import FAMILIES
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.metadata_keys import SameAs
 from precisionctl.checkpoints.gguf.rotary_tensors import scaling_with_tensors
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
@@ -43,8 +44,10 @@ def model_of_file(file: Described, model_type: str) -> ModelShape:
 
 
 def _in_words_of(file: Described, said: Fields, family: GgufFamily, error: DamagedCheckpoint) -> DamagedCheckpoint:
-    """An error that begins with a field, with the key that says it."""
+    """An error that begins with a field, with the key that says it, or says the field that it is the same as."""
     field, _, rest = error.what.partition(" ")
+    if field not in said and isinstance(same := family.computed.get(field), SameAs):
+        field = same.field
     for entry in family.entries:
         match entry.fields, entry.keys:
             case [name], [key] if field == name and _same(said.get(name), file.said(key)):

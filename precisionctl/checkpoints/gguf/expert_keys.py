@@ -8,6 +8,7 @@ from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import (
     GgufEntry,
     Said,
+    SameAs,
     always,
     integer,
     number,
@@ -25,7 +26,7 @@ SHARED_EXPERT_SIZE = integer("moe.shared_ffn_hidden_size", "expert_shared_feed_f
 WEIGHTS_SCALE = number("moe.topk_scaling_factor", "expert_weights_scale", 1.0)
 
 IN_ALL_LAYERS: Mapping[str, Any] = {"moe.layer_freq": lambda fields: (True,) * fields["num_layers"]}
-AS_LARGE_AS_MLP: Mapping[str, Any] = {"moe.ffn_hidden_size": lambda fields: fields["ffn_hidden_size"]}
+AS_LARGE_AS_MLP: Mapping[str, Any] = {"moe.ffn_hidden_size": SameAs("ffn_hidden_size")}
 
 
 def _read_shared(file: Described) -> Fields:

@@ -122,6 +122,16 @@ def refused(model: ModelShape, what: str) -> UnknownArchitecture:
     return UnknownArchitecture(what, do="Serve it with an engine that does: see --target.")
 
 
+@dataclass(frozen=True)
+class SameAs:
+    """How a field of `GgufFamily.computed` follows: it is the same as another one, whose key errors about it name."""
+
+    field: str
+
+    def __call__(self, fields: Fields) -> Any:
+        return fields[self.field]
+
+
 # Sizes
 
 
@@ -214,7 +224,8 @@ def head_size(file: Described) -> int:
     """Channels of a head."""
     usual = None
     if file.said("attention.key_length") is None:
-        usual = file.count("embedding_length") // file.count("attention.head_count", least=1)
+        heads = file.count("attention.head_count", least=1)
+        usual = file.count("embedding_length", least=heads) // heads
     return int(file.count("attention.key_length", usual, least=1))
 
 

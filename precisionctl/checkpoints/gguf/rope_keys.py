@@ -10,7 +10,7 @@ from typing import Any
 from precisionctl.architectures.config_keys import NEEDED, Fields
 from precisionctl.architectures.rope import yarn_mscale
 from precisionctl.checkpoints.gguf.metadata import Described, shortest
-from precisionctl.checkpoints.gguf.metadata_keys import GgufEntry, Said, head_size, number, write_only
+from precisionctl.checkpoints.gguf.metadata_keys import GgufEntry, Said, SameAs, head_size, number, write_only
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
@@ -131,7 +131,7 @@ def _read_same_base(file: Described) -> Fields:
 SAME_BASE = replace(LOCAL_BASE, read=_read_same_base)
 """Of families in which llama.cpp reads the base of layers with a window, and turns all with the one base (OLMo 3,
 Mellum 2)."""
-AS_ELSEWHERE: Fields = {"rotary_base_local": lambda fields: fields["rotary_base"]}
+AS_ELSEWHERE: Fields = {"rotary_base_local": SameAs("rotary_base")}
 """What it computes there."""
 TURNED = GgufEntry(
     ("rotary_percent",),

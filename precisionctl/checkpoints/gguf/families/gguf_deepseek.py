@@ -153,7 +153,7 @@ def _latent_attention(
             rope_keys.LOG_MULTIPLIER,
             *behind,
         ),
-        computed={"kv_channels": lambda fields: fields["mla.v_head_dim"], **expert_keys.TWO_SCORES, **computed},
+        computed={"kv_channels": keys.SameAs("mla.v_head_dim"), **expert_keys.TWO_SCORES, **computed},
         scalings=rope_keys.OF_LATENT,
         of_scaling=rope_keys.mscales(),
     )
@@ -258,7 +258,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
             *(_ALL_DENSE, keys.VOCABULARY, _QUERY_RANK, LATENT_RANK, LATENT_HEADS, _WITHOUT_EXPERTS, LATENT_TURNED),
             rope_keys.LOG_MULTIPLIER,
         ),
-        computed={"kv_channels": lambda fields: fields["mla.v_head_dim"]},
+        computed={"kv_channels": keys.SameAs("mla.v_head_dim")},
         reads=(keys.NO_EXPERTS,),
         ignored={},
         recognises=lambda file: not _has_experts(file),

@@ -32,7 +32,7 @@ FAMILIES = {
             expert_keys.NORMALISED,
         ),
         computed={
-            "num_query_groups": lambda fields: fields["num_attention_heads"],
+            "num_query_groups": keys.SameAs("num_attention_heads"),
             "qk_layernorm": True,
             "moe.expert_bias": True,
             "tied_embeddings": False,

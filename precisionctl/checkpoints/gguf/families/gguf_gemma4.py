@@ -178,7 +178,7 @@ _SPARSE = _family(
     *expert_keys.EXPERT_COUNTS,
     size=(expert_keys.EXPERT_SIZE,),
     **expert_keys.IN_ALL_LAYERS,
-    **{"moe.own_norms": True, "moe.shared_ffn_hidden_size": lambda fields: fields["ffn_hidden_size"]},
+    **{"moe.own_norms": True, "moe.shared_ffn_hidden_size": keys.SameAs("ffn_hidden_size")},
 )
 
 FAMILIES = {"gemma4_text": replace(_family(), with_experts=_SPARSE)}

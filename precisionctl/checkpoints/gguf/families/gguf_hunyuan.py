@@ -43,7 +43,7 @@ FAMILIES = {
             **expert_keys.IN_ALL_LAYERS,
             **expert_keys.AS_LARGE_AS_MLP,
             **_COMPUTED,
-            "moe.shared_ffn_hidden_size": lambda fields: fields["ffn_hidden_size"],
+            "moe.shared_ffn_hidden_size": keys.SameAs("ffn_hidden_size"),
         },
     ),
     "hy_v3": GgufFamily(

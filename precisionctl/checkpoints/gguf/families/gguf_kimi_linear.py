@@ -65,12 +65,12 @@ def latent_key(head_dim: Callable[[ModelShape], int]) -> keys.GgufEntry:
 
 
 BESIDE_KDA: Mapping[str, Any] = {
-    "kv_channels": lambda fields: fields["mla.v_head_dim"],
+    "kv_channels": keys.SameAs("mla.v_head_dim"),
     "moe.expert_bias": True,
     "mla.q_lora_rank": None,
     "gdn.kda": True,
-    "gdn.value_head_dim": lambda fields: fields["gdn.key_head_dim"],
-    **dict.fromkeys(("gdn.num_key_heads", "gdn.num_value_heads"), lambda fields: fields["num_attention_heads"]),
+    "gdn.value_head_dim": keys.SameAs("gdn.key_head_dim"),
+    **dict.fromkeys(("gdn.num_key_heads", "gdn.num_value_heads"), keys.SameAs("num_attention_heads")),
 }
 """What llama.cpp computes of both families whatever a file says."""
 
@@ -119,7 +119,7 @@ FAMILIES = {
             **BESIDE_KDA,
             "tied_embeddings": False,
             "rope_layers": lambda fields: (False,) * fields["num_layers"],
-            "gdn.kda_lora_rank": lambda fields: fields["gdn.key_head_dim"],
+            "gdn.kda_lora_rank": keys.SameAs("gdn.key_head_dim"),
         },
     )
 }

@@ -104,7 +104,7 @@ FAMILIES = {
             "query_scaling_beta": 0.1,
             "query_scaling_floor": 8192,
             "qk_l2_norm": lambda fields: fields["moe.num_experts"] != 128,
-            "moe.shared_ffn_hidden_size": lambda fields: fields["moe.ffn_hidden_size"],
+            "moe.shared_ffn_hidden_size": keys.SameAs("moe.ffn_hidden_size"),
             "moe.score_function": "sigmoid",
             "moe.probs_on_input": True,
         },

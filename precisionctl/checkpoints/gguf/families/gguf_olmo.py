@@ -66,7 +66,7 @@ FAMILIES = {
             **expert_keys.AS_LARGE_AS_MLP,
             **dict.fromkeys(("qk_layernorm", "qk_layernorm_over_heads", "moe.pre_softmax"), True),
             "kv_channels": keys.hidden_by_heads,
-            "num_query_groups": lambda fields: fields["num_attention_heads"],
+            "num_query_groups": keys.SameAs("num_attention_heads"),
             "tied_embeddings": False,
         },
     ),

@@ -157,7 +157,7 @@ _ROPE = (_IMAGES.sections, rope_keys.ROPE)
 _COMPUTED: Mapping[str, Any] = {
     **dict.fromkeys(("zero_centered_gamma", "hf_zero_centered_gamma", "qk_layernorm"), True),
     "attention_output_gate": True,
-    "gdn.value_head_dim": lambda fields: fields["gdn.key_head_dim"],
+    "gdn.value_head_dim": keys.SameAs("gdn.key_head_dim"),
 }
 _QWEN3_5 = GgufFamily(
     "qwen35",
@@ -195,7 +195,7 @@ FAMILIES = {
             **expert_keys.IN_ALL_LAYERS,
             **_COMPUTED,
             "moe.shared_expert_gate": True,
-            "ffn_hidden_size": lambda fields: fields["moe.ffn_hidden_size"],
+            "ffn_hidden_size": keys.SameAs("moe.ffn_hidden_size"),
         },
     ),
 }
