@@ -556,6 +556,9 @@ def test_odd_values_of_any_key_are_read_or_are_one_error_that_speaks_of_no_confi
     [
         ("llama-3", "llama.feed_forward_length"),
         ("mixtral", "llama.expert_used_count"),
+        ("mixtral", "llama.feed_forward_length"),
+        ("granite-moe-shared", "granitemoe.feed_forward_length"),
+        ("jamba", "jamba.embedding_length"),
         ("qwen3-moe", "qwen3moe.expert_feed_forward_length"),
     ],
 )
@@ -563,6 +566,14 @@ def test_a_number_that_is_no_size_is_named_by_the_key_that_says_it(family: str, 
     whole = described(family)
     with pytest.raises(DamagedCheckpoint, match=f"^{key} is 0, not a size"):
         model_of_file(replace(whole, metadata={**whole.metadata, key: 0}), pico.shape(family).architecture)
+
+
+@pytest.mark.parametrize("family", ["jamba", "mamba2", "gpt2", "bloom"])
+def test_a_file_of_a_family_without_rotary_embeddings_is_refused_if_it_says_how_many_channels_turn(family: str) -> None:
+    whole = described(family)
+    metadata = {**whole.metadata, f"{whole.architecture}.rope.dimension_count": 4}
+    with pytest.raises(UnknownArchitecture, match="settings .* that are not read: rope.dimension_count"):
+        model_of_file(replace(whole, metadata=metadata), pico.shape(family).architecture)
 
 
 @dataclass(frozen=True)
@@ -581,7 +592,7 @@ COUNTED_BY = {"attention.key_length", "attention.sliding_window", "nextn_predict
 PASSED_OVER = {
     *("attention.head_count_kv", "attention.sliding_window_pattern", "attention.value_length", "context_length"),
     *("expert_shared_count", "expert_shared_feed_forward_length", "expert_used_count", "rope.dimension_sections"),
-    *("n_deepstack_layers", "rope.dimension_count", "rope.scaling.factor", "rope.scaling.original_context_length"),
+    *("n_deepstack_layers", "rope.scaling.factor", "rope.scaling.original_context_length"),
     *(f"ssm.{key}" for key in ("conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank")),
 }
 """Keys by which llama.cpp computes nothing in some families, or not beside what other keys say."""

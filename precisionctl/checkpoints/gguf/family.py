@@ -60,13 +60,12 @@ class GgufFamily:
     is computed.
 
     `keys` are written before `general.file_type`, `more` behind it. `reads` are not written: llama.cpp takes them for
-    what they are without a key; and so TURNED, where no other entry reads its key. `computed` are the values of other
-    fields, or how these follow from fields, where they are not ModelShape's defaults. `ignored` are fields that
-    llama.cpp does not look at, although it makes a difference, each with what it is taken for where no config.json says
-    it. `folded` are factors that weights are multiplied by, which are 1 where no config.json says them.
-    `scalings` are the kinds of scaled rotary embeddings that it computes, each with what config.json says of it, and
-    `of_scaling` what llama.cpp takes beside it, as the published models have it, and no key says; `reads_betas`: it
-    computes with the betas of YaRN that a file says.
+    what they are without a key. `computed` are the values of other fields, or how these follow from fields, where they
+    are not ModelShape's defaults. `ignored` are fields that llama.cpp does not look at, although it makes a difference,
+    each with what it is taken for where no config.json says it. `folded` are factors that weights are multiplied by,
+    which are 1 where no config.json says them. `scalings` are the kinds of scaled rotary embeddings that it computes,
+    each with what config.json says of it, and `of_scaling` what llama.cpp takes beside it, as the published models have
+    it, and no key says; `reads_betas`: it computes with the betas of YaRN that a file says.
 
     `tokens` are the texts of special tokens that the family has, whatever its tokenizer_config.json calls them, and
     `sentencepiece` is the kind of tokenizer that llama.cpp has for its SentencePiece model. With `down_last` the
@@ -88,6 +87,10 @@ class GgufFamily:
     keys: tuple[GgufEntry, ...]
     more: tuple[GgufEntry, ...] = ()
     reads: tuple[GgufEntry, ...] = ()
+    turned: GgufEntry | None = TURNED
+    """How many channels of a head turn: read where no other entry reads its key, as any file may say it, though the
+    converter writes it of some families alone. None of a family without rotary embeddings, of which such a file is
+    refused."""
     computed: Mapping[str, Any] = field(default_factory=dict)
     ignored: Fields = field(default_factory=dict)
     folded: Fields = field(default_factory=dict)
@@ -111,7 +114,8 @@ class GgufFamily:
     def entries(self) -> tuple[GgufEntry, ...]:
         """All that a file is read by."""
         own = (*_OF_ALL, *self.keys, *self.more, *self.reads)
-        return own if any(TURNED.keys[0] in entry.keys for entry in own) else (*own, TURNED)
+        said = {key for entry in own for key in entry.keys}
+        return own if self.turned is None or said & {*self.turned.keys} else (*own, self.turned)
 
     @property
     def architectures(self) -> tuple[str, ...]:

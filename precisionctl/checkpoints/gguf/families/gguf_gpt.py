@@ -54,7 +54,7 @@ _COMPUTED: Mapping[str, Any] = {
     "mlp_bias": True,
 }
 _BIASES: Mapping[str, Any] = dict.fromkeys(("qkv_bias", "proj_bias"), True)
-_AS_MANY_KEYS: Mapping[str, Any] = {"num_query_groups": lambda fields: fields["num_attention_heads"]}
+_AS_MANY_KEYS: Mapping[str, Any] = {"num_query_groups": keys.SameAs("num_attention_heads")}
 _LEARNED: Mapping[str, Any] = {"position_embedding": "learned_absolute"}
 _GELU: Mapping[str, Any] = {"activation": "gelu_tanh"}
 """llama.cpp approximates GELU, also where it is exact."""
@@ -74,6 +74,7 @@ FAMILIES = {
         "gpt2",
         rows=[*map(_transposed, _rows(gpt2.NAMES)), _POSITIONS],
         keys=(keys.LAYERS, keys.CONTEXT, keys.WIDTH, keys.MLP_SIZE, keys.EQUAL_HEADS, keys.LAYER_NORM_EPSILON),
+        turned=None,
         computed={**_COMPUTED, **_BIASES, **_AS_MANY_KEYS, **_LEARNED},
         ignored=_GELU,
     ),
@@ -81,6 +82,7 @@ FAMILIES = {
         "starcoder",
         rows=[*_rows(gpt2.NAMES, QKV_OF_GROUPS), _POSITIONS],
         keys=(keys.CONTEXT, keys.WIDTH, keys.MLP_SIZE, keys.LAYERS, keys.HEADS, keys.LAYER_NORM_EPSILON),
+        turned=None,
         computed={**_COMPUTED, **_BIASES, **_LEARNED},
         ignored=_GELU,
     ),
@@ -120,6 +122,7 @@ FAMILIES = {
         "bloom",
         rows=[*_rows(falcon.NAMES, QKV_OF_GROUPS), *_EMBEDDING_NORM],
         keys=(keys.CONTEXT, keys.WIDTH, keys.MLP_SIZE, keys.LAYERS, keys.HEADS, keys.LAYER_NORM_EPSILON),
+        turned=None,
         computed={
             **_COMPUTED,
             **_BIASES,
@@ -142,6 +145,7 @@ FAMILIES = {
             keys.QKV_CLAMP,
             keys.always("attention.max_alibi_bias", 8.0),
         ),
+        turned=None,
         computed={**_COMPUTED, **_AS_MANY_KEYS, "mlp_bias": False, "norm_bias": False, "position_embedding": "alibi"},
         ignored={"activation": "gelu"},
     ),

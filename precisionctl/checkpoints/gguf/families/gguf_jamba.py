@@ -116,6 +116,7 @@ FAMILIES = {
             keys.write_only(_write_experts),
         ),
         reads=(rope_keys.ROPE,),  # which no layer has
+        turned=None,
         computed={
             "kv_channels": keys.hidden_by_heads,
             "rope_layers": lambda fields: (False,) * fields["num_layers"],

@@ -79,11 +79,11 @@ FAMILIES = {
             *(keys.WIDTH, keys.always("feed_forward_length", 0), keys.always("attention.head_count", 0)),
             *(_LAYERS, MIXER_AS_MAMBA2, keys.EPSILON),
         ),
-        reads=(keys.ignored_keys(*rope_keys.TURNED.keys),),
+        turned=None,
         computed={
             "max_position_embeddings": 262144,  # of which nothing is computed
-            **dict.fromkeys(("num_attention_heads", "num_query_groups"), lambda fields: fields["mamba.num_heads"]),
-            "kv_channels": lambda fields: fields["mamba.head_dim"],
+            **dict.fromkeys(("num_attention_heads", "num_query_groups"), keys.SameAs("mamba.num_heads")),
+            "kv_channels": keys.SameAs("mamba.head_dim"),
             "ffn_hidden_size": lambda fields: fields["mamba.num_heads"] * fields["mamba.head_dim"],
             "rope_layers": lambda fields: (False,) * fields["num_layers"],
         },
