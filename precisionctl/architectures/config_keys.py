@@ -5,8 +5,9 @@ A family lists its entries; several are common to many and stand here. Fields of
 kind, and UnknownArchitecture for a setting that the family's table does not cover.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
@@ -83,11 +84,13 @@ def part_of(model: ModelShape, part: str) -> Any:
 
 @dataclass(frozen=True)
 class Rule:
-    """Fields and `keys` that functions make of one another; without them keys say nothing, or nothing is written."""
+    """Fields and `keys` that functions make of one another; without them keys say nothing, or nothing is written.
+    `keys_of` has the key for fields that `read` takes from one as they are."""
 
     keys: tuple[str, ...]
     read: Callable[[Config], Fields] = lambda config: {}
     write: Callable[[ModelShape], Config] = lambda model: {}
+    keys_of: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,8 @@ class Reworded:
     def read(self, config: Config) -> Fields:
         said = {key: config[word] for key, word in self.words.items() if word in config}
         Synonyms({word: key for key, word in self.words.items() if key in config}).read(config)
-        return self.entry.read({**config, **said})
+        with named(lambda key: self.words[key] if key in said else key):
+            return self.entry.read({**config, **said})
 
     def write(self, model: ModelShape) -> Config:
         written = self.entry.write(model)
@@ -192,6 +196,16 @@ def reworded(entries: Iterable[Entry], words: Mapping[str, str], published: bool
         return Reworded(entry, own, published) if own else entry
 
     return tuple(map(one, entries))
+
+
+@contextmanager
+def named(word: Callable[[str], str]) -> Iterator[None]:
+    """Let an error that begins with a name begin with another word for it."""
+    try:
+        yield
+    except DamagedCheckpoint as error:
+        name, _, rest = error.what.partition(" ")
+        raise DamagedCheckpoint(f"{word(name)} {rest}", where=error.where, do=error.do) from error
 
 
 def is_on(config: Config, key: str, absent: bool = False) -> bool:

@@ -3,12 +3,11 @@
 import dataclasses
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from precisionctl.architectures import tables
-from precisionctl.architectures.config_keys import CAUSAL, Config, Key, Reworded
+from precisionctl.architectures.config_keys import CAUSAL, Config, Key, Reworded, Rule, named
 from precisionctl.architectures.megatron.expert_args import chooses_groups_by_nothing
 from precisionctl.architectures.megatron.megatron_args import MEGATRON_ONLY, read_megatron_args
 from precisionctl.architectures.param_map import Architecture
@@ -155,18 +154,8 @@ def _described(config: Config) -> ModelShape:
     fields: dict[str, Any] = {"architecture": model_type}
     for entry in (CAUSAL, *architecture_of(model_type).config):
         fields.update(entry.read(config))
-    with _in_words_of(config):
+    with named(lambda field: key_in(config, field)):
         return model_of_fields(fields)
-
-
-@contextmanager
-def _in_words_of(config: Config) -> Iterator[None]:
-    """Let an error that begins with a field of ModelShape begin with the key that config.json has for it."""
-    try:
-        yield
-    except DamagedCheckpoint as error:
-        field, _, rest = error.what.partition(" ")
-        raise DamagedCheckpoint(f"{key_in(config, field)} {rest}", where=error.where, do=error.do) from error
 
 
 def key_in(config: Config, field: str) -> str:
@@ -178,6 +167,8 @@ def key_in(config: Config, field: str) -> str:
         said = entry.entry if isinstance(entry, Reworded) else entry
         if isinstance(said, Key) and said.field == field:
             return next((key for key in entry.keys if key in text), field)
+        if isinstance(said, Rule) and said.keys_of.get(field) in text:
+            return said.keys_of[field]
     return field
 
 

@@ -36,6 +36,12 @@ def real(value: object, name: str) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
+def check_negative(value: object, name: str) -> None:
+    """Raise DamagedCheckpoint for what is no negative number."""
+    if type(value) not in (int, float) or not -1e30 < value < 0:  # type: ignore[operator]
+        raise DamagedCheckpoint(f"{name} is {shown(value)}, not a negative number")
+
+
 def check_numbers(model: Any, part: str = "", counts: tuple[str, ...] = (), other: tuple[str, ...] = ()) -> None:
     """Raise DamagedCheckpoint for a field of a model, or of a `part` of it, that is not the number that its class says:
     an `int` is a size, or one of `counts`, which may be 0, and a `float` a positive number. Fields of `other` are not

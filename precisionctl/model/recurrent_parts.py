@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model.model_parts import LARGEST, check_numbers, check_size, real
+from precisionctl.model.model_parts import LARGEST, check_negative, check_numbers, check_size, real
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,8 @@ class GatedDeltaNet:
         check_numbers(self, "gdn", other=("kda_lower_bound",))
         if self.num_value_heads % self.num_key_heads or (self.kda and self.num_value_heads != self.num_key_heads):
             raise DamagedCheckpoint(f"{self.num_value_heads} value heads for {self.num_key_heads} key heads")
-        bound = self.kda_lower_bound
-        if bound is not None and (type(bound) not in (int, float) or not -1e30 < bound < 0):
-            raise DamagedCheckpoint(f"gdn.kda_lower_bound is {shown(bound)}, not a negative number")
+        if self.kda_lower_bound is not None:
+            check_negative(self.kda_lower_bound, "gdn.kda_lower_bound")
         for product in ("key_size", "value_size", "in_proj_size"):
             check_size(getattr(self, product), product, 4 * LARGEST)
 

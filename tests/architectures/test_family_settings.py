@@ -48,6 +48,16 @@ def test_a_family_of_experts_has_some(family: str, key: str) -> None:
         ("granite-moe-shared", "shared_intermediate_size"),
         ("deepseek-v3", "topk_group"),
         ("gpt2", "n_inner"),
+        ("jamba", "intermediate_size"),
+        ("gemma4", "num_key_value_heads"),
+        ("gemma4", "head_dim"),
+        ("ling-3", "num_expert_group"),
+        *[("minicpm3", key) for key in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "intermediate_size")],
+        *[("nemotron-h-latent", key) for key in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")],
+        *[("nemotron-h-latent", key) for key in ("moe_shared_expert_intermediate_size", "moe_latent_size")],
+        *[("nemotron-h-latent", key) for key in ("n_group", "topk_group")],
+        *[("olmo-hybrid", key) for key in ("linear_num_value_heads", "linear_value_head_dim")],
+        *[("glm-5.3", key) for key in ("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")],
     ],
 )
 def test_a_number_is_refused_by_its_own_key(family: str, key: str) -> None:
@@ -57,11 +67,31 @@ def test_a_number_is_refused_by_its_own_key(family: str, key: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "key", "what"),
+    [
+        ("nemotron-h", "routed_scaling_factor", "a positive number"),
+        ("mimo-v2-flash", "rms_norm_eps", "a positive number"),
+        ("cohere2-moe", "rms_norm_eps", "a positive number"),
+        ("cohere2-moe-layer-norm", "layer_norm_eps", "a positive number"),
+        ("falcon-h1", "key_multiplier", "a positive number"),
+        ("falcon-h1", "ssm_multipliers", "5 numbers"),
+        ("ling-3", "kda_lower_bound", "a negative number"),
+        ("glm-5.3", "linear_lower_bound", "a negative number"),
+    ],
+)
+def test_a_number_that_is_no_size_is_refused_by_its_own_key(family: str, key: str, what: str) -> None:
+    with pytest.raises(DamagedCheckpoint, match=f"^{key} is 0, not {what}"):
+        from_hf_config(config(family, **{key: 0}))
+
+
+@pytest.mark.parametrize(
     ("family", "said", "message"),
     [
         ("deepseek-v3", {"topk_group": None}, "no `topk_group`"),
         ("axk2", {"n_group": 2}, "no `topk_group`"),
         ("llama4", {"attn_scale": None}, "attn_scale is None, not a positive number"),
+        ("mimo-v2-flash", {"rms_norm_eps": None}, "rms_norm_eps is None, not a positive number"),
+        ("cohere2-moe-layer-norm", {"layer_norm_eps": None}, "layer_norm_eps is None, not a positive number"),
     ],
 )
 def test_null_is_no_number_where_transformers_computes_with_it(family: str, said: dict[str, Any], message: str) -> None:

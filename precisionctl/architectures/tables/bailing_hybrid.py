@@ -18,7 +18,8 @@ from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llam
 from precisionctl.architectures.shared.delta_net_keys import KINDS
 from precisionctl.architectures.shared.kda_keys import common
 from precisionctl.architectures.shared.kda_rows import in_memory, kda
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.errors import UnknownArchitecture, shown
+from precisionctl.model.model_parts import check_negative
 from precisionctl.model.model_shape import ModelShape
 
 _PUBLISHED = {
@@ -56,8 +57,8 @@ def _read_kda(config: keys.Config) -> keys.Fields:
     said = {"head_dim": 128, "short_conv_kernel_size": 4} | dict(config)
     heads, head, taps = (keys.size(config, first, absent=said.get(then)) for first, then in _SAVED.items())
     bounded, bound = keys.is_on(config, "kda_safe_gate", absent=True), config.get("kda_lower_bound", -5.0)
-    if bounded and bound is None:
-        raise DamagedCheckpoint("kda_lower_bound is None, not a negative number")
+    if bounded:
+        check_negative(bound, "kda_lower_bound")
     return {
         "gdn.layers": tuple(with_delta_net),
         **dict.fromkeys(("gdn.num_key_heads", "gdn.num_value_heads"), heads),

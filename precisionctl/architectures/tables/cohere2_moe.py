@@ -12,6 +12,7 @@ from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import deepseek_keys, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.tables.cohere import COMMON, LAST_NORM, NORM
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model.model_parts import real
 from precisionctl.model.model_shape import ModelShape
 
 _DENSE, _PATTERN, _OF_DENSE = "first_k_dense_replace", "sliding_window_pattern", "prefix_dense_sliding_window_pattern"
@@ -103,8 +104,9 @@ def _write_rope(model: ModelShape) -> keys.Config:
 def _read_norm(config: keys.Config) -> keys.Fields:
     epsilon = config.get("rms_norm_eps")
     if epsilon is not None:
-        return {"normalization": "RMSNorm", "norm_epsilon": epsilon}
-    return {"normalization": "LayerNorm", "norm_epsilon": config.get("layer_norm_eps", 1e-5)}
+        return {"normalization": "RMSNorm", "norm_epsilon": real(epsilon, "rms_norm_eps")}
+    epsilon = real(config.get("layer_norm_eps", 1e-5), "layer_norm_eps")
+    return {"normalization": "LayerNorm", "norm_epsilon": epsilon}
 
 
 def _write_norm(model: ModelShape) -> keys.Config:

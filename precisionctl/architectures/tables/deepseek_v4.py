@@ -102,6 +102,7 @@ _KEYS_OF_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "compress_rope
 
 def _read_rope(config: keys.Config) -> keys.Fields:
     config = {"max_position_embeddings": 1 << 20, "head_dim": 512} | dict(beside_kinds(config))
+    head = keys.size(config, "head_dim")
     both = (config.get(key) for key in ("rope_scaling", "rope_parameters"))
     said: Any = next((each for each in both if each not in (None, {})), {})
     if not isinstance(said, Mapping):
@@ -116,7 +117,7 @@ def _read_rope(config: keys.Config) -> keys.Fields:
         turning = config.get("partial_rotary_factor")
         if turning is None:
             given = config.get("qk_rope_head_dim")
-            turning = _TURNING if given is None else real(given, "qk_rope_head_dim") / config["head_dim"]
+            turning = _TURNING if given is None else real(given, "qk_rope_head_dim") / head
         main = {"rope_theta": config.get("rope_theta", _BASE), "partial_rotary_factor": turning}
         compressed = {name: value for name, value in said.items() if name in PARAMETERS}
         compressed |= {"rope_theta": config.get("compress_rope_theta", _COMPRESSED_BASE)}
@@ -130,7 +131,7 @@ def _read_rope(config: keys.Config) -> keys.Fields:
     if scaling and scaling["rope_type"] != "yarn":
         raise UnknownArchitecture(f"rotary scaling of type {scaling['rope_type']}")
     turn = config.get("qk_rope_head_dim")
-    if turn is not None and turn != round(config["head_dim"] * fields["rotary_percent"]):
+    if turn is not None and turn != round(head * fields["rotary_percent"]):
         what = f"qk_rope_head_dim is {shown(turn)}, and transformers goes by partial_rotary_factor, which differs"
         raise DamagedCheckpoint(what, do="Engines go by qk_rope_head_dim: say the same in both.")
     return {**fields, "rotary_base_local": in_window["rotary_base"]}

@@ -51,6 +51,9 @@ _FACTORS = {
     "ssm_out_multiplier": "ssm_out",
 }
 _LISTS = {"ssm_multipliers": ("ssm", 5), "mlp_multipliers": ("mlp", 2)}
+_KEYS_OF_FACTORS = {
+    f"multipliers.{field}": key for key, field in (*_FACTORS.items(), *((key, each[0]) for key, each in _LISTS.items()))
+}
 
 
 def _read_factors(config: keys.Config) -> keys.Fields:
@@ -86,7 +89,7 @@ ARCHITECTURE = Architecture(
         keys.Only("attn_layer_indices", None),
         step_limits("time_step_limit"),
         keys.SILU,
-        keys.Rule((*_FACTORS, *_LISTS), _read_factors, _write_factors),
+        keys.Rule((*_FACTORS, *_LISTS), _read_factors, _write_factors, _KEYS_OF_FACTORS),
         keys.Key("embedding_multiplier", "embedding_multiplier", 1.0),
         keys.Key("logit_multiplier", "lm_head_multiplier", 1.0),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),

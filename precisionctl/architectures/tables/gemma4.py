@@ -189,17 +189,20 @@ def _read_windows(config: keys.Config) -> keys.Fields:
 
 def _read_heads(config: keys.Config) -> keys.Fields:
     sizes = {**_ABSENT, **config}
-    own, keys_are_values = {"head_dim": sizes["global_head_dim"]}, keys.is_on(config, "attention_k_eq_v")
-    if keys_are_values and sizes.get("num_global_key_value_heads") is not None:
-        own["num_key_value_heads"] = sizes["num_global_key_value_heads"]
+    keys_are_values = keys.is_on(config, "attention_k_eq_v")
     if "per_layer_config" in config:
         own = _of_layers(config["per_layer_config"], _windows(config))
-    in_window = {"num_query_groups": sizes["num_key_value_heads"], "kv_channels": sizes["head_dim"]}
+    else:
+        own = {"head_dim": keys.size(sizes, "global_head_dim")}
+        if keys_are_values and sizes.get("num_global_key_value_heads") is not None:
+            own["num_key_value_heads"] = keys.size(sizes, "num_global_key_value_heads")
+    groups, head = (keys.size(sizes, key) for key in ("num_key_value_heads", "head_dim"))
     return {
         "num_attention_heads": keys.size(config, "num_attention_heads"),
-        **in_window,
-        "global_attention.num_query_groups": own.get("num_key_value_heads", in_window["num_query_groups"]),
-        "global_attention.kv_channels": own.get("head_dim", in_window["kv_channels"]),
+        "num_query_groups": groups,
+        "kv_channels": head,
+        "global_attention.num_query_groups": own.get("num_key_value_heads", groups),
+        "global_attention.kv_channels": own.get("head_dim", head),
         "global_attention.keys_are_values": keys_are_values,
     }
 

@@ -20,6 +20,7 @@ from precisionctl.architectures.shared.kda_keys import BESIDE, LISTS, checked, l
 from precisionctl.architectures.shared.kda_rows import in_memory, kda
 from precisionctl.architectures.tables.glm_moe_dsa import INDEXERS
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model.model_parts import check_negative
 from precisionctl.model.model_shape import ModelShape
 
 _ATTENTION = as_values((*deepseek_rows.INDEXED_ATTENTION[len(llama.SEPARATE_NORM) :], *deepseek_rows.POOLED_KEYS))
@@ -49,9 +50,12 @@ def _read_kda(config: keys.Config) -> keys.Fields:
     found = config.get("linear_attn_config")
     said = checked({} if found is None else found, "glm5_next", _BOUND, "safe_gate")
     sizes = read_sizes(said, config, _ABSENT)
-    bound = said.get(_BOUND, config.get(_BESIDE_BOUND, -5.0))
+    holds, key = (said, _BOUND) if _BOUND in said else (config, _BESIDE_BOUND)
+    bound = holds.get(key, -5.0)
     if bound is None and found is not None and keys.is_on(said, "safe_gate", absent=True):
         bound = -5.0
+    if bound is not None:
+        check_negative(bound, key)
     of_kda = layers_of(_KINDS, config, _UNLISTED)
     for key, kind in zip(LISTS, (True, False), strict=True):
         numbers = [layer for layer, each in enumerate(of_kda) if each is kind]

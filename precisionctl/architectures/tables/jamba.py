@@ -40,7 +40,8 @@ _NUMBER = keys.Key("moe.num_experts", "num_experts", 16, synonym="num_local_expe
 def _read_layers(config: keys.Config) -> keys.Fields:
     config = {**_LAYERS, **config}
     number = _NUMBER.read(config)
-    experts, ffn = keys.size({"num_experts": number["moe.num_experts"]}, "num_experts"), config["intermediate_size"]
+    experts = keys.size({"num_experts": number["moe.num_experts"]}, "num_experts")
+    ffn = keys.size(config, "intermediate_size")
     attention = _every_so_many(config, _ATTENTION)
     with_experts = _every_so_many(config, _EXPERTS) if experts > 1 else [False] * len(attention)
     pattern = "".join(

@@ -18,6 +18,7 @@ from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llam
 from precisionctl.architectures.shared.kda_keys import LISTS, checked, layer_lists, read_sizes, shared_out, write_sizes
 from precisionctl.architectures.tables.kimi_linear import EXPERTS
 from precisionctl.errors import UnknownArchitecture, shown
+from precisionctl.model.model_parts import check_negative
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import COLUMNS, REPLICATED, ROWS, Parallel
 
@@ -154,6 +155,7 @@ def _read_kda(config: keys.Config) -> keys.Fields:
     for key in strange:
         what = f"no kimi_k3 known here has linear_attn_config.{key}={shown(said.get(key))}"
         raise UnknownArchitecture(what)
+    check_negative(said[_BOUND], _BOUND)
     return {
         **read_sizes(said, {}, {}),
         "gdn.layers": tuple(shared_out(said, keys.layers(config))),

@@ -17,7 +17,7 @@ from precisionctl.architectures.param_map import Architecture, Either, Row, only
 from precisionctl.architectures.rope import KEYS, rope_of_kinds, write_rope_of_kinds
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.tables.gpt_oss import SINKS
-from precisionctl.model.model_parts import check_count
+from precisionctl.model.model_parts import check_count, real
 from precisionctl.model.model_shape import ModelShape
 
 _ABSENT = {"num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "sliding_window": 129, "rms_norm_eps": 1e-5}
@@ -67,7 +67,7 @@ def _read_attention(config: keys.Config) -> keys.Fields:
         "num_attention_heads": heads,
         "kv_channels": head,
         "v_head_dim": value,
-        "norm_epsilon": said["rms_norm_eps"],
+        "norm_epsilon": real(said["rms_norm_eps"], "rms_norm_eps"),
         **by_kind(windows, window, {"num_query_groups": in_global, "softmax_offset": False}),
         **rope_of_kinds(config, windows, _ROPE, _SHARE),
         **_EXPERTS.read(config),

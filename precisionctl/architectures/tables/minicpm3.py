@@ -17,6 +17,7 @@ from precisionctl.model.model_shape import ModelShape
 
 _LATENT = deepseek_keys.latent_attention(768)
 _LATENT_KEYS = tuple(key for entry in _LATENT for key in entry.keys)
+_KEYS_OF_LATENTS = {entry.field: entry.key for entry in _LATENT if isinstance(entry, keys.Key)}
 _PAIRS = {
     "linear_q_proj.weight": QUERY_PAIRS,
     "linear_q_up_proj.weight": QUERY_PAIRS,
@@ -61,7 +62,7 @@ ARCHITECTURE = Architecture(
     model_types={"minicpm3": "MiniCPM3ForCausalLM"},
     rows=llama.model_rows(*_ATTENTION, *llama.MLP_NORM, *llama.MLP),
     config=(
-        keys.Rule(_LATENT_KEYS, _read_latents, _write_latents),
+        keys.Rule(_LATENT_KEYS, _read_latents, _write_latents, _KEYS_OF_LATENTS),
         keys.Only("mlp_bias", False),
         keys.Key("embedding_multiplier", "scale_emb", 12),
         keys.Always("rounded_embedding_multiplier", True),

@@ -214,7 +214,10 @@ ARCHITECTURE = Architecture(
     ),
     config=(
         keys.Rule(
-            (*_KEYS, "num_hidden_layers", *(key.key for key in _EXPERT_KEYS.values())), _read_layers, _write_layers
+            (*_KEYS, "num_hidden_layers", *(key.key for key in _EXPERT_KEYS.values())),
+            _read_layers,
+            _write_layers,
+            {field: key.key for field, key in _EXPERT_KEYS.items()},
         ),
         keys.Synonyms({"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"}),
         keys.Key("hidden_size", "hidden_size", 4096),

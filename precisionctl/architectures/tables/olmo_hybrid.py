@@ -69,7 +69,7 @@ def _read_sizes(config: keys.Config) -> keys.Fields:
     heads = keys.size(said, _SIZES[0])
     said = {_SIZES[2]: int(0.75 * keys.size(config, "hidden_size") / heads)} | said
     said = {_SIZES[3]: 2 * keys.size(said, _SIZES[2])} | said
-    return {f"gdn.{name.removeprefix('linear_')}": said[name] for name in _SIZES}
+    return {f"gdn.{name.removeprefix('linear_')}": keys.size(said, name) for name in _SIZES}
 
 
 def _write_sizes(model: ModelShape) -> keys.Config:
