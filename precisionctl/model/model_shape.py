@@ -29,7 +29,7 @@ class ModelShape(ModelLayers):
         for field, known in (("activation", get_args(Activation)), ("linear_gate", (None, *get_args(LinearGate)))):
             if getattr(self, field) not in known:
                 raise DamagedCheckpoint(f"{field} is {shown(getattr(self, field))}")
-        if not abs(self.glu_offset) < 1e30:  # nor NaN
+        if type(self.glu_offset) not in (int, float) or not abs(self.glu_offset) < 1e30:  # nor NaN
             raise DamagedCheckpoint(f"glu_offset is {shown(self.glu_offset)}, not a number")
         if not self.norm_weight and not self.zero_centered_gamma:
             what = "norms without weights are zeros in Megatron, and layernorm_zero_centered_gamma is off"

@@ -78,6 +78,8 @@ CONTRADICTORY: dict[str, dict[str, Any]] = {
     "model_type is 3, not a name": {"architecture": 3},
     "activation is 'relu6'": {"activation": "relu6"},
     "glu_offset is nan, not a number": {"glu_offset": float("nan")},
+    "glu_offset is None, not a number": {"glu_offset": None},
+    "glu_offset is 'x', not a number": {"glu_offset": "x"},
     "4 heads in 3 query groups": {"num_query_groups": 3},
     "num_layers is 4097, not a size": {"num_layers": MOST_LAYERS + 1},
     "mtp_num_layers is 4097, not a size": {"mtp_num_layers": MOST_LAYERS + 1},
