@@ -315,6 +315,17 @@ def test_an_optimizer_beside_the_model_under_other_keys_is_refused_and_can_be_dr
     assert any("The optimizer stays behind: optimizer_0/" in note for note in told.notes)
 
 
+def test_an_optimizer_that_is_not_adams_is_named_also_where_something_else_is_beside_it(tmp_path: Path) -> None:
+    model, _ = trained("llama-3")
+    step = tmp_path / "checkpoint-7"
+    save(step / "pytorch_model_fsdp_0", {"model": model.state_dict()})
+    adafactors = {"state": {"lm_head.weight": {"exp_avg_sq_row": torch.ones(3)}}}
+    save(step / "optimizer_0", {"optimizer": adafactors, "ema": torch.ones(3)})
+    config_of(model, step)
+    with pytest.raises(CheckpointError, match=r"its optimizer has .*exp_avg_sq_row.*--drop-optimizer"):
+        conversions.run(step, tmp_path / "out", "megatron")
+
+
 def test_automodels_optimizer_that_was_not_saved_whole_is_refused(tmp_path: Path) -> None:
     step = automodel(tmp_path / "epoch_0_step_2", *trained("llama-3"))
     (step / "optim" / ".metadata").unlink()

@@ -157,7 +157,7 @@ class DcpModelReader(TrainerDirectory):
             what = f"a save of NeMo Automodel that goes on, or was stopped ({_AUTOMODEL_UNFINISHED})"
             raise DamagedCheckpoint(what, where=above(directory), do="Give an earlier step.")
         index_of_optimizer, unread = _of_optimizers(apart, path)
-        named = self._named(index, index_of_optimizer)
+        named = self._named(index, index_of_optimizer, apart)
         self._optimizer = replace(self._optimizer, unread=unread or self._optimizer.unread)
         tensors = {kind: self._logical(found) for kind, found in named.items()}
         for each in filter(None, (index, index_of_optimizer)):
@@ -181,16 +181,15 @@ class DcpModelReader(TrainerDirectory):
             self._check_pieces(directory)
 
     def _named(
-        self, index: dcp_metadata.Index, index_of_optimizer: dcp_metadata.Index | None
+        self, index: dcp_metadata.Index, index_of_optimizer: dcp_metadata.Index | None, apart: Sequence[Path]
     ) -> dict[str, dict[str, dcp_metadata.DcpTensor]]:
         """Weights, as kind "", and moments by kind, under the names that parameters have in the model."""
         stored, self._optimizer = split_off(index, self.path)
         if index_of_optimizer:
             beside, found = split_off(index_of_optimizer, self.path)
             self._optimizer = replace(found, others=(*found.others, *beside))
-            if beside and not (found.numbered or any(found.moments.values())):
-                where = next(iter(beside.values())).pieces[0].span.path.parent.name
-                unread = f"{where}/ has `{min(beside)}` and its like, which are under no key of an optimizer"
+            if beside and not (found.unread or found.numbered or any(found.moments.values())):
+                unread = f"{apart[0].name}/ has `{min(beside)}` and its like, which are under no key of an optimizer"
                 self._optimizer = replace(self._optimizer, unread=unread)
         payloads = {name: stored.pop(name) for name in list(stored) if EXTRA_STATE in name}
         self._payloads = [name for name, one in payloads.items() if 0 not in one.shape]
