@@ -38,13 +38,18 @@ def check_file(path: Path, directory: Path) -> None:
 def read_file(path: Path, directory: Path, most: int = LARGEST) -> bytes:
     """The bytes of a file that belongs to a directory.
 
-    Raises DamagedCheckpoint as `check_file`, and for more than `most` bytes: a sparse file takes no space on a disk,
-    but in memory.
+    Raises DamagedCheckpoint as `check_file`, for a file that the system does not read, and for more than `most` bytes:
+    a sparse file takes no space on a disk, but in memory.
     """
     check_file(path, directory)
-    if path.stat().st_size > most:
-        raise DamagedCheckpoint(f"larger than {size(most)}, as no such file is", where=path, do="Is the copy whole?")
-    return path.read_bytes()
+    try:
+        if path.stat().st_size > most:
+            what = f"larger than {size(most)}, as no such file is"
+            raise DamagedCheckpoint(what, where=path, do="Is the copy whole?")
+        return path.read_bytes()
+    except OSError as error:
+        do = "Is its disk failing, or may you not read it?"
+        raise DamagedCheckpoint(f"not readable: {error.strerror}", where=path, do=do) from error
 
 
 def read_json(path: Path, directory: Path, most: int = LARGEST) -> dict[str, Any]:

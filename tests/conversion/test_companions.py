@@ -194,6 +194,18 @@ def test_json_that_is_no_object_of_a_sane_size_is_damage(
         safe_json.parse_json(data, "config.json")
 
 
+def test_a_file_that_the_system_does_not_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that use the library catch CheckpointError."""
+    (tmp_path / "a.json").write_text("{}")
+
+    def failing(path: Path) -> bytes:
+        raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    with pytest.raises(DamagedCheckpoint, match=r"not readable: Input/output error.*a\.json"):
+        safe_files.read_json(tmp_path / "a.json", tmp_path)
+
+
 @pytest.mark.parametrize("data", [b"[1]", b"{", nested(200)], ids=["a list", "cut", "deep"])
 def test_a_config_json_that_is_no_such_object_is_damage_where_a_result_is_made_of_it(data: bytes) -> None:
     with pytest.raises(DamagedCheckpoint, match="JSON"):
