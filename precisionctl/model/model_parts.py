@@ -42,12 +42,12 @@ def check_negative(value: object, name: str) -> None:
         raise DamagedCheckpoint(f"{name} is {shown(value)}, not a negative number")
 
 
-def check_numbers(model: Any, part: str = "", counts: tuple[str, ...] = (), other: tuple[str, ...] = ()) -> None:
-    """Raise DamagedCheckpoint for a field of a model, or of a `part` of it, that is not the number that its class says:
+def check_numbers(owner: Any, part: str = "", counts: tuple[str, ...] = (), other: tuple[str, ...] = ()) -> None:
+    """Raise DamagedCheckpoint for a field of a model, or of a part of one, that is not the number that its class says:
     an `int` is a size, or one of `counts`, which may be 0, and a `float` a positive number. Fields of `other` are not
-    looked at. The error begins with the field's name, that of a part's with a dot (`moe.topk`)."""
-    for name, hint in _numbers(model.__class__):
-        value, called = getattr(model, name), f"{part}.{name}" if part else name
+    looked at. The error begins with the field's name, behind that of the `part` with a dot (`moe.topk`)."""
+    for name, hint in _numbers(owner.__class__):
+        value, called = getattr(owner, name), f"{part}.{name}" if part else name
         if name in other or (value is None and hint not in (int, float)):
             continue
         if hint in (float, float | None):
@@ -62,6 +62,7 @@ def check_numbers(model: Any, part: str = "", counts: tuple[str, ...] = (), othe
 def _numbers(kind: type) -> tuple[tuple[str, Any], ...]:
     """The fields of a class that are numbers, or numbers or None, and which of these."""
     numbers = (int, int | None, float, float | None)
+    assert not any(isinstance(field.type, str) for field in fields(kind)), f"{kind}: annotations that are not evaluated"
     return tuple((field.name, field.type) for field in fields(kind) if field.type in numbers)
 
 

@@ -169,7 +169,8 @@ _UNUSED: Sequence[tuple[tuple[str, ...], Callable[[ModelShape], bool]]] = (
     (("gdn.output_gate",), lambda model: model.has("gdn.kda")),
     (("gdn.kda_lora_rank", "gdn.kda_lower_bound", "gdn.kda_full_gate"), lambda model: not model.has("gdn.kda")),
 )
-"""Fields, and of which models that have them no layer uses them, or they route and compute nothing otherwise."""
+"""Fields, and a test of the models in which they change nothing: no layer uses them, or the result is the same with any
+value."""
 
 
 def _used_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:

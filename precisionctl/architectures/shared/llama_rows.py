@@ -240,6 +240,8 @@ POST_ATTENTION_NORM = (
         GAMMA,
     ),
 )
+"""Of what attention gives, before it is added: beside the norms before a block in Gemma 2 and 3, and instead of these
+in OLMo 2 and others."""
 
 POST_MLP_NORM = (
     Row(
@@ -250,13 +252,13 @@ POST_MLP_NORM = (
         layers="dense",
     ),
 )
-"""Of what attention and MLP give, before it is added: beside the norms before a block in Gemma 2 and 3, and instead of
-these in OLMo 2 and others."""
+"""As POST_ATTENTION_NORM, of what the MLP gives."""
 
 PRE_MLP_NORM = renamed(MLP_NORM, {"post_attention": "pre_feedforward"})
 """As files call it that have the one behind attention, too."""
 
 AFTER_ATTENTION = (*POST_ATTENTION_NORM, *PRE_MLP_NORM, *MLP, *POST_MLP_NORM)
+"""What follows attention in layers with norms before and behind both blocks, as Gemma 2's and 3's are."""
 
 _ATTENTION_NORM_BIAS = (
     Row(

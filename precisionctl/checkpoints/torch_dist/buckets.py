@@ -243,7 +243,7 @@ class _Unpacking:
         return layout if filled else None
 
     def _shard(self, name: str, rank: int, width: int) -> Sequence[Box]:
-        """A rank's shard of a parameter, cut as the model's own pieces are. None for an expert of another rank.
+        """A rank's shard of a parameter, cut as the model's own pieces are; empty for an expert of another rank.
 
         Gate and up are cut separately, so with two ranks the first has the first and the third of four boxes.
         """

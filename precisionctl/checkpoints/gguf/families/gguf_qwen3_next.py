@@ -70,8 +70,8 @@ class _ValueHeadsInTurns(RowMove):
         return concatenated([others, moved])
 
 
-_BY_KIND = _ByKind()
-_VALUE_HEADS, _BEHIND_KEYS = _ValueHeadsInTurns(), _ValueHeadsInTurns(behind_keys=True)
+_DELTA_NET_INPUT = _ByKind()
+_VALUE_HEADS, _VALUE_HEADS_BEHIND_KEYS = _ValueHeadsInTurns(), _ValueHeadsInTurns(behind_keys=True)
 
 _SPARSE = [*rows.ROUTER, *rows.EXPERTS, *rows.SHARED_EXPERT, *rows.SHARED_EXPERT_GATE]
 
@@ -94,14 +94,14 @@ def _with_delta_nets(block: list[rows.GgufRow], delta_net: list[rows.GgufRow]) -
 
 
 _DELTA_NET_OF_QWEN3_NEXT = [
-    rows.replaced_by("linear_attn.in_proj_qkvz", ("attn_qkv", "attn_gate"), _BY_KIND),
+    rows.replaced_by("linear_attn.in_proj_qkvz", ("attn_qkv", "attn_gate"), _DELTA_NET_INPUT),
     *rows.in_layers({"linear_attn.in_proj_ba": "ssm_ba", "linear_attn.out_proj": "ssm_out"}),
     *rows.in_layers({"linear_attn.conv1d": "ssm_conv1d"}, KERNEL),
     rows.in_layer("linear_attn.dt_bias", "ssm_dt.bias"),
     rows.in_layer("linear_attn.A_log", "ssm_a", DECAY),
 ]
 _DELTA_NET_OF_QWEN3_5 = [
-    *rows.in_layers({"linear_attn.in_proj_qkv": "attn_qkv"}, _BEHIND_KEYS),
+    *rows.in_layers({"linear_attn.in_proj_qkv": "attn_qkv"}, _VALUE_HEADS_BEHIND_KEYS),
     *rows.in_layers(
         {
             "linear_attn.in_proj_z": "attn_gate",
@@ -111,7 +111,7 @@ _DELTA_NET_OF_QWEN3_5 = [
         _VALUE_HEADS,
     ),
     *rows.in_layers({"linear_attn.out_proj": "ssm_out"}, OfColumns(_VALUE_HEADS)),
-    *rows.in_layers({"linear_attn.conv1d": "ssm_conv1d"}, Both(KERNEL, _BEHIND_KEYS)),
+    *rows.in_layers({"linear_attn.conv1d": "ssm_conv1d"}, Both(KERNEL, _VALUE_HEADS_BEHIND_KEYS)),
     rows.in_layer("linear_attn.dt_bias", "ssm_dt.bias", _VALUE_HEADS),
     rows.in_layer("linear_attn.A_log", "ssm_a", Both(DECAY, _VALUE_HEADS)),
 ]
