@@ -231,13 +231,15 @@ def test_a_stored_piece_that_no_tensor_has_is_never_left_out(
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("fp8", [True, False])
-def test_a_run_in_fp8_is_told_that_its_state_in_zarr_stays_behind(tmp_path: Path, fp8: bool) -> None:
+@pytest.mark.parametrize(("fp8", "write"), [(True, in_zarr), (False, in_zarr), (True, in_torch_dist)])
+def test_a_run_in_fp8_is_told_that_its_state_in_zarr_stays_behind(tmp_path: Path, fp8: bool, write: Write) -> None:
+    """Of `torch_dist` it is read, where there is any."""
     nemo_files.write_config(tmp_path, nemo_files.FIELDS | {"fp8": fp8})
-    in_zarr(tmp_path, nemo_files.STATE)
+    write(tmp_path, nemo_files.STATE)
     reader = open_checkpoint(tmp_path)
     assert isinstance(reader, OfNotes)
-    assert any("FP8 state stays behind" in note for note in reader.notes()) == fp8
+    told = any("FP8 state stays behind" in note for note in reader.notes())
+    assert told == (fp8 and write is in_zarr)
 
 
 def test_two_models_in_one_checkpoint_are_refused(tmp_path: Path) -> None:

@@ -82,13 +82,15 @@ class NemoSharded(_Nemo, TorchDistReader):
 
     def __init__(self, path: Path, files: Files, hints: Hints) -> None:
         self._config = _read_config(path, files)
-        index = _read_index(path, files)
+        marker = files[f"{_SHARDED}/{MARKER}"]
+        self._backend = parse_json(read_text(marker), marker).get("sharded_backend")
+        index = _read_index(path, files, self._backend)
         _check_text(index.tensors, self._config, path)
         super().__init__(path, hints=hints, index=index)
 
     def notes(self) -> Iterator[str]:
         yield from super().notes()
-        if self._config.get("fp8") and not self.objects:
+        if self._config.get("fp8") and self._backend == "zarr":
             yield "The run was in FP8, and its FP8 state stays behind: it is not read of Megatron-Core's `zarr`."
 
 
@@ -123,16 +125,14 @@ def _check_text(names: Iterable[str], fields: Mapping[str, Any], path: Path) -> 
         raise UnknownFormat(f"a model of NeMo without word embeddings (target: {target})", where=path, do=do)
 
 
-def _read_index(path: Path, files: Files) -> dcp_metadata.Index:
-    """What `model_weights` holds."""
+def _read_index(path: Path, files: Files, backend: object) -> dcp_metadata.Index:
+    """What `model_weights` holds, by the `sharded_backend` that wrote it."""
 
     def whole(name: str) -> Span:
         if (found := files.get(f"{_SHARDED}/{name}")) is None:
             raise DamagedCheckpoint(f"{_SHARDED}/{name} is missing", where=path, do="Is the copy whole?")
         return found
 
-    marker = files[f"{_SHARDED}/{MARKER}"]
-    backend = parse_json(read_text(marker), marker).get("sharded_backend")
     if backend == "zarr":
         return dcp_metadata.Index(zarr.tensors_of(files, _SHARDED), {})
     if backend == "torch_dist":
