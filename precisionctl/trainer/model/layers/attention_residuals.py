@@ -13,7 +13,8 @@ from torch import Tensor
 
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, norm_of, plain_linear
-from precisionctl.trainer.model.layers.residual_layer import Beside, ResidualLayer, mlp_or_experts, token_mixer
+from precisionctl.trainer.model.layers.layer_blocks import mlp_or_experts, token_mixer
+from precisionctl.trainer.model.layers.residual_layer import Beside, ResidualLayer
 from precisionctl.trainer.sequences import Positions
 
 

@@ -20,7 +20,8 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, norm_of, plain_linear
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention.self_attention import KeysValues
-from precisionctl.trainer.model.layers.residual_layer import Beside, ResidualLayer, mixed, mlp_or_experts, token_mixer
+from precisionctl.trainer.model.layers.layer_blocks import mixed, mlp_or_experts, token_mixer
+from precisionctl.trainer.model.layers.residual_layer import Beside, ResidualLayer
 from precisionctl.trainer.model.mlp import MoELayer
 from precisionctl.trainer.model.ngram_embedding import NgramLayer
 from precisionctl.trainer.model.norms import NormOfStreams

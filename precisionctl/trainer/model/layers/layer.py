@@ -18,7 +18,8 @@ from precisionctl.trainer.backends.base import (
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention.latent_attention import MLASelfAttention
 from precisionctl.trainer.model.attention.self_attention import KeysValues, SelfAttention
-from precisionctl.trainer.model.layers.residual_layer import Beside, ResidualLayer, mixed, mlp_or_experts, token_mixer
+from precisionctl.trainer.model.layers.layer_blocks import mixed, mlp_or_experts, token_mixer
+from precisionctl.trainer.model.layers.residual_layer import Beside, ResidualLayer
 from precisionctl.trainer.model.mlp import ACTIVATIONS, MoELayer
 from precisionctl.trainer.model.norms import NormWithGate, ScaledNorm
 from precisionctl.trainer.sequences import Positions
