@@ -38,9 +38,9 @@ from precisionctl.trainer.measure.metrics import MetricsLog
 from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.parallel.shards import check_divisions
 from precisionctl.trainer.parallel.world import together
-from precisionctl.trainer.preflight import TrainingEngine, checkpoint_bytes, require_disk_space, require_memory
+from precisionctl.trainer.preflight import checkpoint_bytes, require_disk_space, require_memory
 from precisionctl.trainer.resume import Finished, Started, locked, read_data
-from precisionctl.trainer.run_plan import RunPlan, plan_run
+from precisionctl.trainer.run_plan import RunPlan, TrainingEngine, plan_run
 from precisionctl.trainer.saved import loading, run_folder
 from precisionctl.trainer.settings import Settings, is_guarded, read_recipe
 from precisionctl.trainer.stopping import SkippedSteps, agreed_stop, deadline, stop_signals

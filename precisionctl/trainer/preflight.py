@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
@@ -26,9 +26,6 @@ from precisionctl.trainer.parallel import shards
 from precisionctl.trainer.parallel.world import World, check
 from precisionctl.trainer.saved import run_folder
 from precisionctl.trainer.saved.saving import with_optimizer
-
-if TYPE_CHECKING:
-    from precisionctl.trainer.run_plan import RunPlan
 
 MOST_RANKS, MOST_TENSOR = 1024, 8
 """The most ranks that are suggested: in all, and for tensor parallelism, which should stay within one machine."""
@@ -67,35 +64,24 @@ class Preflight:
         return self.memory.total <= self.free
 
 
-@dataclass(frozen=True)
-class TrainingEngine:
-    """An engine that trains: the parts of it that planning uses.
+def look_ahead(
+    memory: MemoryOf, changes: ChangesOf, model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int
+) -> Preflight:
+    """Estimate what a run of the recipe takes on this many ranks, on machines like this one."""
 
-    `check` raises RecipeError for a plan that does not fit this many ranks, or asks for something that the engine
-    lacks, EnvironmentProblem for what this machine does not run, and UnknownArchitecture for a model that it does not
-    compute. `memory` is what a run takes on each rank, and `changes` what it can change to take less.
-    """
+    def needed(recipe: Recipe, ranks: int) -> Memory:
+        return memory(model, recipe, backend, ranks=ranks, gpu=torch.cuda.is_available())
 
-    check: Callable[["RunPlan", int], None]
-    memory: MemoryOf
-    changes: ChangesOf
-
-    def look_ahead(self, model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int) -> Preflight:
-        """Estimate what a run of the recipe takes on this many ranks, on machines like this one."""
-
-        def needed(recipe: Recipe, ranks: int) -> Memory:
-            return self.memory(model, recipe, backend, ranks=ranks, gpu=torch.cuda.is_available())
-
-        own, free = needed(recipe, ranks), free_memory()
-        others = []
-        for kind in self.changes(model, recipe, ranks) if own.total > free else ():
-            for words, changed, count in kind:
-                if (total := needed(changed, count).total) <= free:
-                    others.append(f"{words} ({size(total)})")
-                    break
-        rows, length = recipe.train.batch_size, recipe.data.sequence_length
-        flops = training_flops(model, [length] * rows)
-        return Preflight(ranks, own, free, flops, rows * length, tuple(others))
+    own, free = needed(recipe, ranks), free_memory()
+    others = []
+    for kind in changes(model, recipe, ranks) if own.total > free else ():
+        for words, changed, count in kind:
+            if (total := needed(changed, count).total) <= free:
+                others.append(f"{words} ({size(total)})")
+                break
+    rows, length = recipe.train.batch_size, recipe.data.sequence_length
+    flops = training_flops(model, [length] * rows)
+    return Preflight(ranks, own, free, flops, rows * length, tuple(others))
 
 
 def require_memory(ahead: Preflight, recipe: Recipe, world: World) -> tuple[str, ...]:

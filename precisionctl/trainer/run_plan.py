@@ -1,7 +1,7 @@
-"""A planned run: settings, recipe and source, checked against each other before data and tensors are read. `resume`
-begins with it, and `--dry-run` ends here."""
+"""A planned run: settings, recipe and source, checked against each other and by the engine that is to train, before
+data and tensors are read. `resume` begins with it, and `--dry-run` ends here."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,14 @@ from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.parallel import shards, world
 from precisionctl.trainer.parallel.world import together
 from precisionctl.trainer.preflight import (
+    ChangesOf,
     DiskSpace,
+    MemoryOf,
     Preflight,
-    TrainingEngine,
     bundled_changes,
     checkpoint_bytes,
     disk_space,
+    look_ahead,
 )
 from precisionctl.trainer.saved import loading, run_folder
 from precisionctl.trainer.saved.balance import balance_notes, balance_of
@@ -118,6 +120,24 @@ class RunPlan:
         """The identity of this run (`run_folder.identity`) with data of this fingerprint."""
         start = dict(self.settings.start) | ({"schedule": "the checkpoint's"} if self.schedule else {})
         return run_folder.identity(self.source, data, self.recipe, load=self.load, **start)
+
+
+@dataclass(frozen=True)
+class TrainingEngine:
+    """An engine that trains: the parts of it that planning uses.
+
+    `check` raises RecipeError for a plan that does not fit this many ranks, or asks for something that the engine
+    lacks, EnvironmentProblem for what this machine does not run, and UnknownArchitecture for a model that it does not
+    compute. `memory` is what a run takes on each rank, and `changes` what it can change to take less.
+    """
+
+    check: Callable[[RunPlan, int], None]
+    memory: MemoryOf
+    changes: ChangesOf
+
+    def look_ahead(self, model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int) -> Preflight:
+        """As `preflight.look_ahead`."""
+        return look_ahead(self.memory, self.changes, model, recipe, backend, ranks)
 
 
 def _check_bundled(plan: RunPlan, ranks: int) -> None:
