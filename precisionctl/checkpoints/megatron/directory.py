@@ -171,7 +171,7 @@ class MegatronReader(ABC):
     @property
     @abstractmethod
     def iteration(self) -> int | None:
-        """The training step; None for a `release`, weights that belong to no run."""
+        """The training step; None for a `release`, weights that belong to no run, and where nothing says it."""
 
     @property
     @abstractmethod

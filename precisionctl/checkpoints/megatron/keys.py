@@ -137,7 +137,8 @@ def directory_name(iteration: int | None) -> str:
 
 
 def iteration_of(directory: Path, common: Mapping[str, Any]) -> int | None:
-    """The iteration that a checkpoint's common data names; None for a `release`: weights that belong to no run."""
+    """The iteration that a checkpoint's common data names; None if it names none, and for a `release`: weights that
+    belong to no run."""
     if own_name(directory) == directory_name(None):
         return None
     iteration = common.get("iteration")

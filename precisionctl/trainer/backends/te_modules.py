@@ -41,6 +41,7 @@ class Stateful(_NoExtraState):
     `shape`."""
 
     backend: "TransformerEngineBackend"
+    """That made it. TE's modules use its `precision`, `recipe`, `world`, `recorder` and `is_first_microbatch`."""
     module_name: str
     mode: Mode | None
     in_fp8: bool
