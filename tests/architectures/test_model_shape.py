@@ -1,12 +1,12 @@
 """ModelShape: sizes from files of strangers that no model has are refused by their names."""
 
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from typing import Any
 
 import pytest
 
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.model.model_parts import LARGEST, MLA, MOST_LAYERS, MoE
+from precisionctl.model.model_parts import LARGEST, MLA, MOST_LAYERS, MoE, check_numbers
 from precisionctl.model.model_shape import ModelShape
 
 DENSE = ModelShape("llama", 2, 16, 24, 4, 2, 4, 50, 64, 32)
@@ -72,6 +72,13 @@ def test_what_is_no_positive_number_is_refused_by_its_name(value: object) -> Non
             replace(DENSE, **{name: value})  # type: ignore[arg-type]
     with pytest.raises(DamagedCheckpoint, match="topk_scaling_factor is .*, not a positive number"):
         replace(EXPERTS, topk_scaling_factor=value)  # type: ignore[arg-type]
+
+
+def test_annotations_that_are_strings_check_nothing_and_are_no_oversight() -> None:
+    """As `from __future__ import annotations` makes them."""
+    part = make_dataclass("Part", [("size", "int")])
+    with pytest.raises(AssertionError, match="not evaluated"):
+        check_numbers(part(-1))
 
 
 CONTRADICTORY: dict[str, dict[str, Any]] = {
