@@ -1,16 +1,13 @@
 """BitNet directories, packed by transformers' own `pack_weights`; its modules say what they are worth."""
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
 
-import pico
+import coded_directories
 import torch
-from fp8_directories import is_quantized
-from safetensors.torch import load_file, save_file
+from coded_directories import SIZES
 from torch import Tensor
-from transposed_directories import SIZES
 
 with warnings.catch_warnings():  # of the compiler, which it asks for as it is imported
     warnings.simplefilter("ignore")
@@ -49,17 +46,14 @@ def coded(
 def make(directory: Path, spelling: str, family: str = "llama-3", **sizes: Any) -> dict[str, Tensor]:
     """Save a small model whose linears are codes. Returns what they are worth, BF16."""
     generator = torch.Generator().manual_seed(1)
-    pico.save(directory, family, dtype=torch.bfloat16, **SIZES | sizes)
-    file, values = directory / "model.safetensors", dict[str, Tensor]()
-    stored = load_file(file)
-    for name, tensor in list(stored.items()):
-        if is_quantized(name, tensor):
-            tensors, values[name] = coded(name, tuple(stored.pop(name).shape), spelling, generator)
-            stored |= tensors
-    save_file(stored, file, metadata={"format": "pt"})
-    path = directory / "config.json"
     said = {"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"]}
     if spelling != "bitlinear":
         said |= {"linear_class": "autobitlinear", "quantization_mode": "offline"}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": said}))
-    return values
+
+    return coded_directories.make(
+        directory,
+        family,
+        said,
+        lambda name, weight: coded(name, tuple(weight.shape), spelling, generator),
+        **SIZES | sizes,
+    )

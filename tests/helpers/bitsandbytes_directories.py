@@ -8,13 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pico
+import coded_directories
 import torch
 from bitsandbytes_tables import TABLES
-from fp8_directories import is_quantized
-from safetensors.torch import load_file, save_file
+from coded_directories import SIZES
 from torch import Tensor
-from transposed_directories import SIZES
 
 SPELLINGS = ("nf4", "nf4-nested", "fp4-nested-float32", "nf4-float16", "nf4-in-bfloat16", "int8")
 """The table; whether absmaxes are codes too; the dtype that values are rounded to first, BF16 if there is none."""
@@ -70,16 +68,12 @@ def make(
     **sizes: Any,
 ) -> dict[str, Tensor]:
     """Save a small model whose linears, as far as `quantized` says, are codes. Returns what they decode to, BF16."""
-    generator = torch.Generator().manual_seed(1)
-    pico.save(directory, family, dtype=torch.bfloat16, **SIZES | sizes)
-    file, values = directory / "model.safetensors", dict[str, Tensor]()
-    stored = load_file(file)
-    for name, tensor in list(stored.items()):
-        if is_quantized(name, tensor) and quantized(name):
-            tensors, values[name] = coded(name, tuple(stored.pop(name).shape), spelling, generator)
-            stored |= tensors
-    save_file({name: each.contiguous() for name, each in stored.items()}, file, metadata={"format": "pt"})
-    path, of_8_bits = directory / "config.json", spelling == "int8"
-    said = {"quant_method": "bitsandbytes", "load_in_4bit": not of_8_bits, "load_in_8bit": of_8_bits}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": said}))
-    return values
+    generator, of_8_bits = torch.Generator().manual_seed(1), spelling == "int8"
+    return coded_directories.make(
+        directory,
+        family,
+        {"quant_method": "bitsandbytes", "load_in_4bit": not of_8_bits, "load_in_8bit": of_8_bits},
+        lambda name, weight: coded(name, tuple(weight.shape), spelling, generator),
+        quantized,
+        **SIZES | sizes,
+    )

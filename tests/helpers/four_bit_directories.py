@@ -4,18 +4,17 @@ Random codes under random scales that no amax would give. What they are worth is
 numbers.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import coded_directories
 import numpy as np
-import pico
 import quark_configs
 import torch
-from fp8_directories import is_quantized, value_of
-from safetensors.torch import load_file, save_file
+from coded_directories import of_module
+from fp8_directories import value_of
 from torch import Tensor
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
@@ -196,14 +195,9 @@ def make(
 ) -> dict[str, Tensor]:
     """Save a small model whose linears, as far as `quantized` says, are codes. Returns what they decode to, FP32."""
     spelled, generator = SPELLINGS[spelling], torch.Generator().manual_seed(1)
-    pico.save(directory, family, dtype=torch.bfloat16, **SIZES | sizes)
-    file = directory / "model.safetensors"
-    stored, values = load_file(file), {}
-    for name, tensor in list(stored.items()):
-        if is_quantized(name, tensor) and quantized(name):
-            tensors, values[name] = coded(tuple(stored.pop(name).shape), spelled, generator)
-            stored |= {f"{name.removesuffix('weight')}{end}": each for end, each in tensors.items()}
-    save_file(stored, file, metadata={"format": "pt"})
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": dict(spelled.config)}))
-    return values
+
+    def stored(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        tensors, values = coded((weight.shape[0], weight.shape[1]), spelled, generator)
+        return of_module(name, tensors), values
+
+    return coded_directories.make(directory, family, spelled.config, stored, quantized, **SIZES | sizes)

@@ -4,7 +4,6 @@ Random, so that no scale is what its codes' largest magnitude would give: whoeve
 a code is worth is spelled out from its bits, and tensors are decoded without torch's FP8 dtypes.
 """
 
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,12 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import coded_directories
 import numpy as np
-import pico
 import quark_configs
 import torch
 from installed import judge
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
 
 LAYOUTS = {  # exponent bits, mantissa bits, bias, bytes that are no number
@@ -178,12 +176,6 @@ def random_scales(shape: tuple[int, ...], generator: torch.Generator, dtype: tor
     return exponents.exp2().to(dtype)
 
 
-def is_quantized(name: str, values: torch.Tensor) -> bool:
-    return (
-        values.dim() == 2 and name.endswith(".weight") and not any(part in name for part in ("embed", "head", "gate."))
-    )
-
-
 def make(
     directory: Path,
     spelling: str,
@@ -195,27 +187,21 @@ def make(
 ) -> dict[str, Made]:
     """Save a small model whose linears are FP8. Returns each of them as stored."""
     spelled, generator = SPELLINGS[spelling], torch.Generator().manual_seed(seed)
-    pico.save(directory, family, dtype=torch.bfloat16, **sizes)
-    file = directory / "model.safetensors"
-    stored, made = load_file(file), {}
-    for name, values in list(stored.items()):
-        if not is_quantized(name, values):
-            continue
-        rows, columns = values.shape
+
+    def coded(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], Made]:
+        rows, columns = weight.shape
         block = (spelled.block[0] or rows, spelled.block[1] or columns)
         counts = (-(-rows // block[0]), -(-columns // block[1]))
-        stored[name] = random_codes((rows, columns), generator, codes)
+        stored = {"weight": random_codes((rows, columns), generator, codes)}
         scales = random_scales(counts, generator, spelled.dtype)
         worth = scales.to(torch.float64) - 127 if spelled.dtype == torch.uint8 else scales.float().double()
-        made[name] = Made(stored[name], (worth.exp2() if spelled.dtype == torch.uint8 else worth).numpy(), block)
-        module = name.removesuffix("weight")
-        stored[f"{module}{spelled.scale}"] = scales.reshape(spelled.shape(*counts))
+        made = Made(stored["weight"], (worth.exp2() if spelled.dtype == torch.uint8 else worth).numpy(), block)
+        stored[spelled.scale] = scales.reshape(spelled.shape(*counts))
         if spelled.input:
-            stored[f"{module}{spelled.input}"] = random_scales(spelled.shape(1, 1), generator, spelled.dtype)
-    save_file(stored, file, metadata={"format": "pt"})
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": dict(spelled.config)}))
-    return made
+            stored[spelled.input] = random_scales(spelled.shape(1, 1), generator, spelled.dtype)
+        return coded_directories.of_module(name, stored), made
+
+    return coded_directories.make(directory, family, spelled.config, coded, **sizes)
 
 
 def decoded_by_transformers(directory: Path, dequantizing: Any) -> PreTrainedModel:

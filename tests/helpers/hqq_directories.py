@@ -3,17 +3,14 @@
 Random codes under random scales and zero points; what they are worth is computed as hqq computes, in its dtype.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pico
+import coded_directories
 import torch
-from fp8_directories import is_quantized
-from safetensors.torch import load_file, save_file
+from coded_directories import SIZES, of_module
 from torch import Tensor
-from transposed_directories import SIZES
 
 
 @dataclass(frozen=True)
@@ -76,22 +73,16 @@ def coded(
         **{key: torch.tensor(number, dtype=torch.int32) for key, number in numbers.items()},
         **{key: torch.tensor(number, dtype=torch.uint8) for key, number in switches.items()},
     }
-    return {f"{name.removesuffix('weight')}{key}": each for key, each in stored.items()}, values
+    return of_module(name, stored), values
 
 
 def make(directory: Path, spelling: str, family: str = "llama-3", **sizes: Any) -> dict[str, Tensor]:
     """Save a small model whose linears are codes. Returns what they decode to, BF16."""
     generator = torch.Generator().manual_seed(1)
-    pico.save(directory, family, dtype=torch.bfloat16, **SIZES | sizes)
-    file, values = directory / "model.safetensors", dict[str, Tensor]()
-    stored = load_file(file)
-    for name, tensor in list(stored.items()):
-        if is_quantized(name, tensor):
-            shape = tuple(stored.pop(name).shape)
-            tensors, values[name] = coded(name, shape, SPELLINGS[spelling], generator)
-            stored |= tensors
-    save_file(stored, file, metadata={"format": "pt"})
-    path = directory / "config.json"
-    said = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}, "skip_modules": ["lm_head"]}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": said}))
-    return values
+    return coded_directories.make(
+        directory,
+        family,
+        {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}, "skip_modules": ["lm_head"]},
+        lambda name, weight: coded(name, tuple(weight.shape), SPELLINGS[spelling], generator),
+        **SIZES | sizes,
+    )

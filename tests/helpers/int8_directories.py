@@ -1,16 +1,14 @@
 """Hugging Face directories in INT8 as compressed-tensors itself writes them, and what it decompresses them to."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pico
+import coded_directories
 import torch
-from fp8_directories import is_quantized
+from coded_directories import of_module
 from installed import judge
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 1}
@@ -55,19 +53,14 @@ def make(
 ) -> dict[str, Tensor]:
     """Save a small model whose linears, as far as `quantized` says, are codes, every code among them. Returns what
     compressed-tensors makes of them, in the dtype of the scales."""
-    pico.save(directory, family, dtype=torch.bfloat16, **SIZES | sizes)
     compressor = judge("compressed_tensors.compressors").BaseCompressor.get_value_from_registry(spelled.format)
     scheme_of = judge("compressed_tensors.quantization").QuantizationScheme
     group = {"targets": ["Linear"], "weights": dict(spelled.weights), "input_activations": spelled.inputs}
     scheme = scheme_of.model_validate({**group, "format": spelled.format})
-    file, values = directory / "model.safetensors", {}
-    stored = load_file(file)
     generator = torch.Generator().manual_seed(1)
-    for name, weight in list(stored.items()):
-        if not (is_quantized(name, weight) and quantized(name)):
-            continue
-        parts = {"weight": weight, **_scales(weight, spelled, scheme)}
-        parts = compressor.compress(parts, scheme)
+
+    def coded(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        parts = compressor.compress({"weight": weight, **_scales(weight, spelled, scheme)}, scheme)
         codes = parts["weight" if "weight" in parts else "weight_packed"].view(torch.uint8)
         every = torch.arange(256, dtype=torch.uint8)
         codes.view(-1)[: codes.numel() // 256 * 256] = every.repeat(codes.numel() // 256)
@@ -75,21 +68,16 @@ def make(
             parts["input_scale"] = (torch.rand(1, generator=generator) * 0.02 + 0.01).to(spelled.scales)
             if not spelled.inputs["symmetric"]:
                 parts["input_zero_point"] = torch.randint(-40, 60, (1,), generator=generator, dtype=torch.int8)
-        values[name] = compressor.decompress(parts, scheme)["weight"]
-        module = name.removesuffix("weight")
-        del stored[name]
-        stored |= {f"{module}{end}": tensor.contiguous() for end, tensor in parts.items()}
-    save_file(stored, file, metadata={"format": "pt"})
-    path = directory / "config.json"
-    quantization = {
+        return of_module(name, parts), compressor.decompress(parts, scheme)["weight"]
+
+    said = {
         "quant_method": "compressed-tensors",
         "format": spelled.format,
         "quantization_status": "compressed",
         "config_groups": {"group_0": {**group, "format": spelled.format}},
         "ignore": ["lm_head"],
     }
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
-    return values
+    return coded_directories.make(directory, family, said, coded, quantized, **SIZES | sizes)
 
 
 def _scales(weight: Tensor, spelled: Int8, scheme: Any) -> dict[str, Tensor]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pico
 import torch
+from coded_directories import SIZES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transposed_directories import SIZES
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 

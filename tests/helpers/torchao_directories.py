@@ -9,12 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pico
+import coded_directories
 import torch
-from fp8_directories import is_quantized
+from coded_directories import SIZES, of_module
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transposed_directories import SIZES
 
 SPELLINGS = {
     "float8-row": ("Float8Tensor", (1, None)),
@@ -72,18 +71,17 @@ def make(
     **sizes: Any,
 ) -> dict[str, Tensor]:
     """Save a small model whose linears, as far as `quantized` says, are codes. Returns what they decode to, BF16."""
-    generator = torch.Generator().manual_seed(1)
-    pico.save(directory, family, dtype=torch.bfloat16, **SIZES | sizes)
-    file, values = directory / "model.safetensors", dict[str, Tensor]()
-    tensors, metadata = load_file(file), dict[str, str]()
-    for name, tensor in list(tensors.items()):
-        said: dict[str, Any] = {"_type": "Tensor"}
-        if is_quantized(name, tensor) and quantized(name):
-            stored, said, values[name] = coded(tuple(tensors.pop(name).shape), spelling, generator)
-            tensors |= {f"{name.removesuffix('weight')}_weight_{kind}": each for kind, each in stored.items()}
-        metadata[name] = json.dumps(said)
-    save_file(tensors, file, metadata | {"format": "pt", "tensor_names": json.dumps(list(metadata))})
-    path = directory / "config.json"
+    generator, said = torch.Generator().manual_seed(1), dict[str, Any]()
+
+    def parts(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        stored, said[name], values = coded(tuple(weight.shape), spelling, generator)
+        return of_module(name, {f"_weight_{kind}": each for kind, each in stored.items()}), values
+
     quantization = {"quant_method": "torchao", "quant_type": {"default": {"_type": "SomeConfig", "_data": {}}}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
-    return values
+    found = coded_directories.make(directory, family, quantization, parts, quantized, **SIZES | sizes)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    said |= {name: {"_type": "Tensor"} for name in tensors if "._weight_" not in name}
+    metadata = {name: json.dumps(each) for name, each in said.items()}
+    save_file(tensors, file, metadata | {"format": "pt", "tensor_names": json.dumps(list(metadata))})
+    return found

@@ -3,19 +3,15 @@
 Random codes under random scales; what they are worth is computed in FP64.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pico
+import coded_directories
 import torch
-from fp8_directories import is_quantized
-from safetensors.torch import load_file, save_file
+from coded_directories import SIZES, of_module
 from torch import Tensor
-
-SIZES = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32, "num_hidden_layers": 1}
 
 
 @dataclass(frozen=True)
@@ -101,14 +97,9 @@ def make(
 ) -> dict[str, Tensor]:
     """Save a small model whose linears, as far as `quantized` says, are codes. Returns what they decode to, FP64."""
     spelled, generator = SPELLINGS[spelling], torch.Generator().manual_seed(1)
-    pico.save(directory, family, dtype=torch.bfloat16, **SIZES | sizes)
-    file, values = directory / "model.safetensors", {}
-    stored = load_file(file)
-    for name, tensor in list(stored.items()):
-        if is_quantized(name, tensor) and quantized(name):
-            tensors, values[name] = coded(tuple(stored.pop(name).shape), spelled, generator)
-            stored |= {f"{name.removesuffix('weight')}{end}": each for end, each in tensors.items()}
-    save_file(stored, file, metadata={"format": "pt"})
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": spelled.config}))
-    return values
+
+    def stored(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        tensors, values = coded(tuple(weight.shape), spelled, generator)
+        return of_module(name, tensors), values
+
+    return coded_directories.make(directory, family, spelled.config, stored, quantized, **SIZES | sizes)

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pico
+import coded_directories
 import pytest
 import torch
-from fp8_directories import is_quantized
+from coded_directories import SIZES, of_module
 from read_as_values import assert_read_as_values
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,24 +21,19 @@ from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, PrecisionE
 
 MODULE = "model.layers.0.mlp.up_proj"
 UP = f"{MODULE}.weight"
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 1}
 
 
 def make(directory: Path, bits: int, group: int, scales: torch.dtype) -> dict[str, Tensor]:
     """Save a small model whose linears are codes, as transformers makes them. Returns what it loads of them."""
-    pico.save(directory, dtype=torch.bfloat16, **SIZES)
-    file, path = directory / "model.safetensors", directory / "config.json"
-    stored = load_file(file)
-    coded = [name for name, tensor in stored.items() if is_quantized(name, tensor)]
-    for name in coded:
-        words, steps, biases = _affine_quantize_tensor(stored[name], group, bits)
-        module = name.removesuffix("weight")
-        stored |= {name: words, f"{module}scales": steps.to(scales), f"{module}qbiases": biases.to(scales)}
-    save_file(stored, file, metadata={"format": "pt"})
+
+    def coded(name: str, weight: Tensor) -> tuple[dict[str, Tensor], None]:
+        words, steps, biases = _affine_quantize_tensor(weight, group, bits)
+        return of_module(name, {"weight": words, "scales": steps.to(scales), "qbiases": biases.to(scales)}), None
+
     said = {"quant_method": "metal", "bits": bits, "group_size": group, "modules_to_not_convert": ["lm_head"]}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": said}))
+    names = coded_directories.make(directory, "llama-3", said, coded, **SIZES | {"intermediate_size": 256})
     loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, device_map="cpu").state_dict()
-    return {name: loaded[name] for name in coded}
+    return {name: loaded[name] for name in names}
 
 
 SPELLINGS = [(4, 64, torch.bfloat16), (2, 32, torch.float32), (8, 128, torch.float16)]
