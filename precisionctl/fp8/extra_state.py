@@ -84,7 +84,7 @@ class Payload:
         if self.gemms == 3:
             state = Fp8State(_attention(self.directions, where))
         else:
-            _check_columns(self.directions, len(FORWARD), len(BACKWARD), where)
+            grouped.check_columns(self.directions, len(FORWARD), len(BACKWARD), where)
             parts = [part for columns in self.directions for part in _each(columns)]
             state = Fp8State(dict(zip(FORWARD + BACKWARD, parts, strict=True)))
         state.check(self.recipe, where)
@@ -93,8 +93,7 @@ class Payload:
     def group(self, order: ColumnOrder, where: object) -> Fp8State:
         """The state of a grouped linear, with scales `[gemms]`, from columns in this order. Raises DamagedCheckpoint
         for a wrong number of columns or impossible numbers."""
-        _check_columns(self.directions, 3 * self.gemms, 2 * self.gemms, where)
-        state = grouped.by_gemm(self.directions, self.gemms, order)
+        state = grouped.by_gemm(self.directions, self.gemms, order, where)
         state.check(self.recipe, where)
         return state
 
@@ -111,7 +110,7 @@ def decode_payload(data: bytes, where: object, *, of_group: bool = False) -> tup
         return None
     if not of_group:
         return payload.recipe, payload.state(where)
-    order = payload.order or grouped.order_of(payload.directions, payload.gemms)
+    order = payload.order or grouped.order_of(payload.directions, payload.gemms, where)
     if order is None:
         raise NotUnderstood("FP8 state of a grouped linear, with its columns in an unknown order", where=where)
     return payload.recipe, payload.group(order, where)
@@ -254,7 +253,7 @@ def _cut(found: Mapping[str, Any], directions: Directions, where: object) -> Exp
 def _attention(directions: Directions, where: object) -> dict[Role, RoleState]:
     """The roles of attention, by column. Raises NotUnderstood where a column that attention does not use has state."""
     layout = SOFTMAX if len(directions[0].scale) == len(SOFTMAX[0]) else ATTENTION
-    _check_columns(directions, len(layout[0]), len(layout[1]), where)
+    grouped.check_columns(directions, len(layout[0]), len(layout[1]), where)
     roles: dict[Role, RoleState] = {}
     for names, columns in zip(layout, directions, strict=True):
         for role, part in zip(names, _each(columns), strict=True):
@@ -267,10 +266,3 @@ def _attention(directions: Directions, where: object) -> dict[Role, RoleState]:
 
 def _each(columns: Columns) -> list[RoleState]:
     return [RoleState(scale.clone(), columns.history[:, i].clone()) for i, scale in enumerate(columns.scale)]
-
-
-def _check_columns(directions: Directions, forward: int, backward: int, where: object) -> None:
-    found = tuple(len(columns.scale) for columns in directions)
-    if found != (forward, backward):
-        what = f"FP8 state with {found[0]} columns forward and {found[1]} backward, not {forward} and {backward}"
-        raise DamagedCheckpoint(what, where=where)

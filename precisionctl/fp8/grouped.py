@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role, RoleState
 from precisionctl.torch_when_used import torch
 
@@ -31,8 +32,18 @@ Directions = tuple[Columns, Columns]
 """Forward and backward."""
 
 
-def by_gemm(directions: Directions, gemms: int, order: ColumnOrder) -> Fp8State:
-    """The state of a grouped linear, with scales `[gemms]`, from TE's columns in this order."""
+def check_columns(directions: Directions, forward: int, backward: int, where: object) -> None:
+    """Raise DamagedCheckpoint unless there are so many columns of each direction."""
+    found = tuple(len(columns.scale) for columns in directions)
+    if found != (forward, backward):
+        what = f"FP8 state with {found[0]} columns forward and {found[1]} backward, not {forward} and {backward}"
+        raise DamagedCheckpoint(what, where=where)
+
+
+def by_gemm(directions: Directions, gemms: int, order: ColumnOrder, where: object) -> Fp8State:
+    """The state of a grouped linear, with scales `[gemms]`, from TE's columns in this order. Raises DamagedCheckpoint
+    for a wrong number of columns."""
+    check_columns(directions, len(FORWARD) * gemms, len(BACKWARD) * gemms, where)
     forward, backward = directions
     return Fp8State({**_by_role(forward, FORWARD, gemms, order), **_by_role(backward, BACKWARD, gemms, order)})
 
@@ -60,19 +71,19 @@ def in_columns(state: Fp8State, order: ColumnOrder) -> Directions:
     return found[0], found[1]
 
 
-def order_of(directions: Directions, gemms: int) -> ColumnOrder | None:
+def order_of(directions: Directions, gemms: int, where: object) -> ColumnOrder | None:
     """The order of the columns, inferred from which of them were recorded: no version of TE records `output` or
-    `grad_input` of a grouped linear. None if both orders are possible, or neither.
+    `grad_input` of a grouped linear. None if both orders are possible, or neither. Raises as `by_gemm`.
     """
     if gemms == 1:
         return "gemm"  # both orders are the same
     fitting: list[ColumnOrder] = []
     orders: tuple[ColumnOrder, ...] = ("role", "gemm")
     for order in orders:
-        roles = by_gemm(directions, gemms, order).roles
+        roles = by_gemm(directions, gemms, order, where).roles
         if not roles["output"].recorded and not roles["grad_input"].recorded:
             fitting.append(order)
-    if len(fitting) == 2 and not any(part.recorded for part in by_gemm(directions, gemms, "gemm").roles.values()):
+    if len(fitting) == 2 and not any(part.recorded for part in roles.values()):
         return "gemm"  # nothing was recorded, so the order does not matter
     return fitting[0] if len(fitting) == 1 else None
 

@@ -158,6 +158,7 @@ WRONG_TENSORS = {
     "a name of another kind": {"weight": torch.ones(())},
     "statistics of no role": {"decoder.layers.0.x/bias.statistics": torch.zeros(26, dtype=torch.float64)},
     "statistics of another length": {"decoder.layers.0.x/input.statistics": torch.zeros(25, dtype=torch.float64)},
+    "statistics in a column": {"decoder.layers.0.x/input.statistics": torch.zeros(26, 1, dtype=torch.float64)},
     "statistics that cannot be": {"decoder.layers.0.x/input.statistics": -torch.ones(26, dtype=torch.float64)},
     "raw numbers": {"decoder.layers.0.x/raw": torch.ones(3)},
 }

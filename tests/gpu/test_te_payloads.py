@@ -95,7 +95,7 @@ def test_a_grouped_linear_has_a_gemm_after_the_other_and_records_no_output(monke
     data = payload_of(module)
     payload = read_payload(data, "grouped")
     assert payload.gemms == gemms and payload.order == "gemm"
-    assert grouped.order_of(payload.directions, gemms) == "gemm"  # the numbers alone say so too
+    assert grouped.order_of(payload.directions, gemms, "here") == "gemm"  # the numbers alone say so too
     found, state = decode_payload(data, "grouped", of_group=True)
     for i in range(gemms):
         weight = getattr(module, f"weight{i}").abs().max().float().cpu()

@@ -179,6 +179,15 @@ def test_an_expert_without_a_payload_is_damage():
         decode_payloads(saved[:2] + saved[3:], Path("here"), ExpertPayloads(ranks=1))
 
 
+def test_a_linear_of_experts_with_other_columns_than_its_gemms_have_is_damage():
+    """Of a TE whose recipe does not tell the order, which is looked for in the columns."""
+    tensors = as_te_stacks(of_experts(2), "gemm")
+    for gemms in (1, 3):
+        saved = [SavedPayload(f"{LINEAR}._extra_state", pickled(payload_of(tensors, (2, 3), gemms)), "here", 0)]
+        with pytest.raises(DamagedCheckpoint, match=f"6 columns forward and 4 backward, not {3 * gemms} and"):
+            decode_payloads(saved, Path("here"))
+
+
 def test_ranks_that_kept_amaxes_for_themselves_give_the_largest_and_the_smallest_scale():
     """Fp8State.merge, expert by expert: what one rank never recorded says nothing."""
     a, b = of_experts(2, seed=1), of_experts(2, seed=2)

@@ -166,8 +166,9 @@ class _Decoding:
 
     def _order(self, module: str, payload: Payload, directions: Directions, gemms: int) -> ColumnOrder:
         """The order of columns: given by the user, else known from the payload's version of TE, else inferred from the
-        numbers. Raises PrecisionError if it remains unknown."""
-        order = self._experts.order or payload.order or grouped.order_of(directions, gemms)
+        numbers. Raises PrecisionError if it remains unknown, and DamagedCheckpoint for a wrong number of columns."""
+        where = f"{self._where}: {module}"
+        order = self._experts.order or payload.order or grouped.order_of(directions, gemms, where)
         if order is None:
             raise PrecisionError(
                 f"the FP8 state of {module}'s experts does not show which order its columns are in",
@@ -184,8 +185,8 @@ class _Decoding:
         cut = payloads[0].cut
         whole = cut.whole if cut else grouped.joined([payload.directions for payload in payloads])
         order = self._order(module, payloads[0], whole, len(payloads))
-        state = grouped.by_gemm(whole, len(payloads), order)
-        state.check(payloads[0].recipe, f"{self._where}: {module}")
+        state = grouped.by_gemm(whole, len(payloads), order, where := f"{self._where}: {module}")
+        state.check(payloads[0].recipe, where)
         return state
 
     def _check_numbers(self, module: str, numbered: Mapping[int, object]) -> None:
