@@ -134,6 +134,11 @@ def test_another_word_for_its_layers_must_not_say_otherwise() -> None:
         from_hf_config(config | {"layer_types": blocks[::-1]})
 
 
+def test_without_layers_of_prediction_their_kinds_are_not_written() -> None:
+    model = from_hf_config(pico.config("nemotron-h"))
+    assert model.mtp_num_layers == 0 and "mtp_hybrid_override_pattern" not in to_hf_config(model, "bfloat16")
+
+
 def test_heads_that_are_not_said_are_those_of_its_class() -> None:
     config, heads = AutoConfig.for_model("nemotron_h"), ("num_attention_heads", "num_key_value_heads", "head_dim")
     model = from_hf_config({key: value for key, value in config.to_dict().items() if key not in heads})

@@ -66,7 +66,10 @@ def test_published_words_say_what_transformers_own_say(family: str) -> None:
     for key in ("num_experts", "num_shared_experts", *BESIDE, "rope_theta", "head_dim", *ALONE[family]):
         assert written[key] == said[key], key
     if family == "sarvam-mla":
-        assert written["rope_scaling"] == {"beta_fast": 32.0, "beta_slow": 1.0} | said["rope_scaling"]
+        scaling = said["rope_scaling"]
+        assert written["rope_scaling"] == {"beta_fast": 32.0, "beta_slow": 1.0} | scaling
+        later = {key: value for key, value in scaling.items() if key != "type"} | {"rope_type": scaling["type"]}
+        assert from_hf_config(said | {"rope_scaling": later}) == model
     for key, word in WORDS.items():
         if key in told and word in said:
             with pytest.raises(DamagedCheckpoint, match=f"{word} is .* and {key}, which is the same"):

@@ -160,6 +160,9 @@ WRONG_TENSORS = {
     "statistics of another length": {"decoder.layers.0.x/input.statistics": torch.zeros(25, dtype=torch.float64)},
     "statistics in a column": {"decoder.layers.0.x/input.statistics": torch.zeros(26, 1, dtype=torch.float64)},
     "statistics that cannot be": {"decoder.layers.0.x/input.statistics": -torch.ones(26, dtype=torch.float64)},
+    "more elements than are counted": {
+        "decoder.layers.0.x/input.statistics": torch.tensor([2.0**53] + 25 * [0.0]).double()
+    },
     "raw numbers": {"decoder.layers.0.x/raw": torch.ones(3)},
 }
 

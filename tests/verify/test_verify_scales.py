@@ -367,9 +367,15 @@ def test_blocks_are_judged_whole_however_rows_come(pieces: list[int]) -> None:
     assert losses.total.underflows == 64 + 8 + 1 and losses.total.elements == 520
 
 
-def test_a_row_of_next_to_nothing_may_become_zero() -> None:
+HALF_A_CODE = 2.0**-10 / (448 * 512)
+"""What the smallest code of E4M3, 2^-9, is worth under the smallest scale that vLLM makes, halved: less than that
+becomes zero under any scale."""
+
+
+@pytest.mark.parametrize(("value", "lost"), [(1e-9, False), (HALF_A_CODE, False), (2 * HALF_A_CODE, True)])
+def test_a_row_of_next_to_nothing_may_become_zero(value: float, lost: bool) -> None:
     values = torch.ones(2, 64)
-    values[1] = 1e-9
+    values[1] = value
     losses = Losses(2, 64, (1, 64))
     losses.see(0, torch.zeros(2, 64).to(torch.float8_e4m3fn), values, torch.stack([values[0], torch.zeros(64)]))
-    assert not losses.why
+    assert bool(losses.why) == lost and losses.lost == lost
