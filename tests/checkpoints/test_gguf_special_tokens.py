@@ -53,6 +53,11 @@ def found(processor: object, config: Any = None, *, adds_bos: bool = False, **sa
             {"eos_token": "<b>"},
             {"eos_token_id": 2, "seperator_token_id": 2, "add_sep_token": True},
         ),
+        (  # what separates two texts ends none
+            template("A", "A <b> B"),
+            {"sep_token": "<b>", "eos_token": "<c>"},
+            {"eos_token_id": 3, "seperator_token_id": 2, "add_sep_token": True},
+        ),
         (
             template("<a> A", "<a> A <b> <b> B"),
             {"eos_token": "<b>"},

@@ -286,6 +286,16 @@ def test_a_source_whose_scale_is_no_number_is_refused(source: Path, tmp_path: Pa
         export(tmp_path / "out", tmp_path / "again", "vllm", "dynamic")
 
 
+@pytest.mark.parametrize("kind", "kv")
+def test_half_of_a_caches_scales_are_none(source: Path, tmp_path: Path, kind: str) -> None:
+    stored = export(source, tmp_path / "out", "vllm", "dynamic")
+    (tmp_path / "out" / sidecar.RELATIVE).unlink(missing_ok=True)
+    del stored[f"model.layers.0.self_attn.{kind}_scale"]
+    save_file(stored, tmp_path / "out" / "model.safetensors")
+    with pytest.raises(MissingFp8State, match="model.layers.0.self_attn"):
+        export(tmp_path / "out", tmp_path / "again", "vllm", "dynamic")
+
+
 @pytest.mark.parametrize("to", ["hf", "megatron"])
 def test_scales_of_a_layer_that_is_not_there_are_refused_like_any_tensor(source: Path, tmp_path: Path, to: str) -> None:
     """As tensors of the source, and among the encodings that values have beside them."""

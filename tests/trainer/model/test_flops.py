@@ -150,7 +150,7 @@ def _beside_streams(model: ModelShape, lengths: list[int]) -> int:
     return beside
 
 
-@pytest.mark.parametrize("family", representing(mixers, most=5))
+@pytest.mark.parametrize("family", representing(mixers, most=7))
 def test_torch_counts_the_same_products(family: str) -> None:
     model, lengths = shape(family), [LENGTH] * 2
     assert counted(model, 2) == training_flops(model, lengths) + left_out(model, lengths)

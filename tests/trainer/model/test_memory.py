@@ -22,10 +22,12 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
 from precisionctl.codes.numerics import code_values
 from precisionctl.errors import EnvironmentProblem
+from precisionctl.fp8.state import ROLES
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import Recipe, load_recipe
 from precisionctl.reports.inspect import describe
 from precisionctl.trainer import preflight
+from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.data.batch import Piece, make_batch
 from precisionctl.trainer.measure import activations, memory
 from precisionctl.trainer.measure.memory import estimate
@@ -195,6 +197,17 @@ def measured(model: ModelShape, made: Recipe) -> int:
 
 WIDE = {"hidden_size": 128, "ffn_hidden_size": 256}
 LONG = {"data__sequence_length": 256, "train__micro_batch_size": 4, "train__batch_size": 8}
+
+
+@pytest.mark.parametrize("family", ["llama-2", "falcon-h1", "nemotron-h", "qwen3-next"])
+def test_histories_are_those_of_all_roles_of_the_linears_that_keep_state(family: str) -> None:
+    """Twice, as updates make new ones, with a capacity of up to twice as many."""
+    model, made = shape(family), recipe("fp8-delayed")
+    views = [view for linear in fp8_linears(GPT(model, made.precision)).values() for view in linear.fp8_views()]
+    gemms = sum(role == "weight" for role, _ in views)
+    longer = recipe("fp8-delayed", precision__delayed__amax_history_len=1016)
+    more = estimate(model, longer, "emulated").process - estimate(model, made, "emulated").process
+    assert gemms and more == 2 * 2 * gemms * len(ROLES) * 1000 * torch.float32.itemsize
 
 
 FP8_LM, RECOMPUTED = {"optimizer__preset": "fp8-lm"}, {**LONG, "train__recompute": "layer"}
