@@ -145,7 +145,7 @@ def test_the_document_has_the_list_of_what_is_not_compared() -> None:
 def test_what_follows_from_the_formats_is_a_line_and_what_the_model_computes_with_a_table() -> None:
     usual, news = NotCompared("optimizer", "only A has one"), NotCompared("fixed scales", "q_proj.input_scale")
     keys = NotCompared("code", "\x1b" + "k" * 10_000)
-    nothing, both = (Comparison((), (), None, (), left_out) for left_out in ((), (usual, news, keys)))
+    nothing, both = (Comparison((), (), fp8=None, not_compared=left_out) for left_out in ((), (usual, news, keys)))
     assert report.left_out(nothing) == [] and "Not compared" not in {table.title for table in report.tables(nothing)}
     (line,) = report.left_out(both)
     assert line.startswith("Not compared: optimizer (only A has one), code (") and "fixed" not in line
