@@ -576,6 +576,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] 
         "the expressions of alpha_pattern are longer than 131072 letters",
     ),
     "half an expression": ({"alpha_pattern": {"(q_proj": 3}}, lambda: linear(Q, 64, 64), "expression that is not read"),
+    "an expression that is not read in a damaged file": (
+        {"alpha_pattern": {"(q_proj": 3}, "use_rslora": "x"},
+        lambda: linear(Q, 64, 64),
+        "neither true nor false",
+    ),
     "a switch of a word": ({"use_dora": "yes"}, lambda: linear(Q, 64, 64), "neither true nor false"),
     "parameters in a word": ({"target_parameters": "experts"}, lambda: linear(Q, 64, 64), "not a list of names"),
     "DoRA without magnitudes": ({"use_dora": True}, lambda: linear(Q, 64, 64), "contradict one another"),

@@ -146,21 +146,25 @@ def read_lora_config(directory: Path) -> LoraConfig:
     parameters = config.get("target_parameters") or []
     if type(parameters) is not list or not all(type(one) is str for one in parameters):
         raise DamagedCheckpoint(f"target_parameters is {shown(parameters)}, not a list of names", where=path)
+    modules = _read_modules(config, path)
+    rslora, dora, transposed, tied = (
+        _switch(config, key, path) for key in ("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying")
+    )
     with at(path):
-        alpha_patterns = Expressions(list(alphas), "alpha_pattern", ends=True)
+        alpha_patterns = Expressions(list(alphas), "alpha_pattern", ends=True)  # last: damage is told before this
     return LoraConfig(
         rank,
         alpha,
         own_ranks=frozenset(ranks.values()),
         alpha_patterns=alpha_patterns,
         own_alphas=list(alphas.values()),
-        rslora=_switch(config, "use_rslora", path),
-        dora=_switch(config, "use_dora", path),
-        transposed=_switch(config, "fan_in_fan_out", path),
+        rslora=rslora,
+        dora=dora,
+        transposed=transposed,
         parameters=frozenset(parameters),
-        modules=_read_modules(config, path),
+        modules=modules,
         base=name if isinstance(name := config.get("base_model_name_or_path"), str) else None,
-        ensure_weight_tying=_switch(config, "ensure_weight_tying", path),
+        ensure_weight_tying=tied,
     )
 
 
