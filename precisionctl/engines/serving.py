@@ -93,8 +93,9 @@ _BY_OUTPUTS = ("gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj")
 _BY_INPUTS = ("o_proj", "down_proj", "w2")
 _UNCUT = (*LATENT, "index_k_proj")
 
-EXPERT = re.compile(r"(.+\.experts)\.\d+\.(.+)\.weight")
-"""The weight of an expert that is stored by itself: the module of all of its layer, and its linear."""
+EXPERT = re.compile(r"(.+\.experts)\.\d+(?:\.(.+))?\.weight")
+"""The weight of an expert that is stored by itself: the module of all of its layer, and its linear, if it is not one
+itself."""
 _STACKED = re.compile(r"(.+\.experts)(?:\.[a-z_]+)?|(.+\.block_sparse_moe)\.(?:input|output)_linear(?:\.weight)?")
 
 

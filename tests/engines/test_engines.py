@@ -9,7 +9,7 @@ from engine_exports import BF16, ENGINES, LAYER, METHODS, exported
 
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import Engine
-from precisionctl.engines.serving import HeadCounts, ServingLayout
+from precisionctl.engines.serving import HeadCounts, ServingLayout, precision_group
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CHANNEL, CODES, FOUR_BITS, SQUARE
 
@@ -202,6 +202,13 @@ def test_what_expert_parallelism_does_not_help_is_refused_without_a_word_of_it()
         )
         assert whole and "--expert-parallel" not in whole.what
     assert "shape [192, 256]," in whole.what
+
+
+def test_experts_that_are_one_linear_each_are_a_group_and_are_dealt_out_whole():
+    experts = [f"{LAYER}.mlp.experts.{number}.weight" for number in (0, 3)]
+    assert set(map(precision_group, experts)) == {f"{LAYER}.mlp.experts"}
+    assert ServingLayout((), 2).unknown(experts) == experts
+    assert ServingLayout((), 2, expert_parallel=True).unknown(experts) == []
 
 
 def test_a_joined_linear_is_refused_by_its_parts():
