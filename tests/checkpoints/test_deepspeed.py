@@ -360,6 +360,18 @@ def test_moments_of_groups_with_different_counts_stay_behind_and_ranks_that_diff
     assert_is(reader, {"fp32": states["fp32"]})
 
 
+def test_a_rank_that_says_no_count_of_updates_has_that_of_the_others(tmp_path: Path, llama: Path) -> None:
+    directory = files.save(tmp_path / "run", files.states_of(weights_of(llama)), 2, 2)
+
+    def without(content: Any) -> None:
+        for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            del state["step"]
+
+    for file in sorted(directory.glob("*_optim_states.pt")):
+        assert read(tmp_path / "run", llama).trainer_run.updates == 3
+        rewrite(file, without)
+
+
 @pytest.mark.parametrize(
     ("states", "groups", "updates"),
     [

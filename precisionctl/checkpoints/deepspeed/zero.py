@@ -91,12 +91,13 @@ def read_zero(directory: Path) -> SavedStates:
 
 
 def _updates(contents: Sequence["_RankStates"]) -> set[int]:
-    """AdamW's counts of updates. Raises DamagedCheckpoint where ranks have others."""
-    counts = [rank.updates for rank in contents]
-    if other := [rank.path for rank, found in zip(contents, counts, strict=True) if found != counts[0]]:
+    """AdamW's counts of updates, of the ranks that have any. Raises DamagedCheckpoint where these have others."""
+    counts = {rank.path: updates for rank in contents if (updates := rank.updates)}
+    first = next(iter(counts.values()), set[int]())
+    if other := [path for path, updates in counts.items() if updates != first]:
         what = "its optimizer made other numbers of updates than other ranks'"
         raise DamagedCheckpoint(what, where=other[0], do="Is each file of this checkpoint?")
-    return counts[0]
+    return first
 
 
 class _RankStates:
