@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from precisionctl.architectures.read_off import rows as rows_of
 from precisionctl.checkpoints.base import OfCasts, TensorSource
 from precisionctl.checkpoints.chunks import Bytes, bytes_of, in_pieces, read_bytes, read_tensor, read_values
 from precisionctl.codes import numerics
@@ -114,8 +113,10 @@ class HfTensors:
     @classmethod
     def as_stored(cls, reader: TensorSource, model: ModelShape, specs: Mapping[str, TensorSpec]) -> HfTensors:
         """Tensors by the names that the checkpoint itself has for them, of each as many rows as `specs` say."""
-        jobs = (Job(row.hf[0], row, row.hf, row.hf) for row in rows_of(specs))
-        return cls(reader, Plan(model, "hf", "hf", tuple(jobs), specs))
+        tensors = cls(reader, Plan(model, "hf", "hf", (), specs))
+        for name, spec in specs.items():  # without a job for each: an optimizer has 100,000 of them
+            tensors._segments[name].append(Segment(name, 0, name, 0, spec.rows))
+        return tensors
 
     def add_copy(self, name: str, of: str) -> None:
         """Take a tensor that this checkpoint does not store for what it would be a copy of, if it has that."""
