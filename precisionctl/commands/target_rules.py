@@ -2,15 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
+from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands.hints import open_hinted
 from precisionctl.commands.request import LLAMA_CPP, OTHER_TARGETS, TE, check_expert_parallel, given_options
 from precisionctl.engines.base import engine_named
 from precisionctl.engines.rules.rule import EngineRule, Finding
-from precisionctl.errors import MappingError, PrecisionError, RecipeError
+from precisionctl.errors import MappingError, PrecisionError, RecipeError, UnknownArchitecture
+from precisionctl.param import Layout
 from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.plan import Plan
 from precisionctl.verify.engine_rules import NO_CODES, check
 from precisionctl.verify.llama_cpp_rules import check_llama_cpp
 from precisionctl.verify.mlx_rules import check_mlx
@@ -38,33 +42,44 @@ def check_directory(
 
     Raises RecipeError for an unknown target, for these three on several GPUs, for experts on one GPU, and for codes
     that are not read here: that says nothing of whether the target loads them. Raises UnknownFormat for what is no such
-    directory or file.
+    directory or file, and UnknownArchitecture where the rules need a table that is not there.
     """
     try:
         reader = open_hinted(path, reference=reference)
     except PrecisionError as error:
         raise RecipeError(f"{error.what}, so nothing was checked", where=error.where, do=error.do) from error
-    engine = None if target in OTHER_TARGETS else engine_named(target, *OTHER_TARGETS)
-    title = engine.title if engine else OTHER_TARGETS[target]
-    if engine:
+    plan = cache(partial(_planned, reader, "megatron" if target == TE else "hf"))  # by Megatron's `load_te` finds state
+    title = OTHER_TARGETS.get(target)
+    if title is None:
+        engine = engine_named(target, *OTHER_TARGETS)
         check_expert_parallel(expert_parallel, ranks)
+        title, found = engine.title, check(reader, engine, ranks, expert_parallel=expert_parallel)
     elif given := given_options({"--tp": ranks > 1, "--expert-parallel": expert_parallel}):
         raise RecipeError(f"{given} cannot be given for {title}", do="Leave it out.")
-    found: list[Finding] = []
-    if isinstance(reader, HuggingFaceReader) and reader.wrapped:  # inside of which a model is read here
-        found.append(Finding(reader.wrapped, "named as in a module of torch.compile, FSDP, DDP or PEFT", _OWN_NAMES))
-    plan = None
-    try:
-        plan = make_plan(reader, "megatron" if target == TE else "hf")  # by Megatron's names `load_te` finds state
-    except MappingError as error:
-        found.append(Finding("tensors", "; ".join(" ".join(line.split()) for line in error.what.splitlines()), _WHOLE))
-    if engine:
-        found += check(reader, engine, ranks, expert_parallel=expert_parallel)
     elif target == TE:
-        found += check_te(reader, plan)
+        found = check_te(reader, plan)
     else:
-        found += check_llama_cpp(reader) if target == LLAMA_CPP else check_mlx(reader)
-    return TargetCheck(title, found)
+        found = check_llama_cpp(reader) if target == LLAMA_CPP else check_mlx(reader)
+    of_any = [each for each in (_wrapped(reader), plan()) if isinstance(each, Finding)]
+    return TargetCheck(title, [*of_any, *found])
+
+
+def _wrapped(reader: Reader) -> Finding | None:
+    """That names are those inside of another module, by which a model is read here."""
+    if not isinstance(reader, HuggingFaceReader) or not reader.wrapped:
+        return None
+    return Finding(reader.wrapped, "named as in a module of torch.compile, FSDP, DDP or PEFT", _OWN_NAMES)
+
+
+def _planned(reader: Reader, layout: Layout) -> Plan | Finding:
+    """The plan to this layout, or that the tensors are not the model's. Raises UnknownArchitecture where no table says
+    what they should be."""
+    try:
+        return make_plan(reader, layout)
+    except UnknownArchitecture:
+        raise
+    except MappingError as error:  # whose list of tensors has several lines, and a finding one
+        return Finding("tensors", "; ".join(" ".join(line.split()) for line in error.what.splitlines()), _WHOLE)
 
 
 _OWN_NAMES = EngineRule(

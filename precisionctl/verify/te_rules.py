@@ -4,7 +4,7 @@ transformers' class has a module for each GEMM with state is no question of the 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import in_pieces, read_rows
@@ -46,9 +46,10 @@ _FITTING = EngineRule(
 )
 
 
-def check_te(reader: Reader, plan: Plan | None) -> list[Finding]:
-    """Every rule that a Hugging Face directory breaks. `plan` leads to Megatron's names. Without one, where tensors are
-    not the model's, only what is asked of files is checked. Raises UnknownFormat for anything but a directory."""
+def check_te(reader: Reader, planned: Callable[[], Plan | Finding]) -> list[Finding]:
+    """Every rule that a Hugging Face directory breaks. `planned` makes the plan to Megatron's names; where it finds
+    that tensors are not the model's, only what is asked of files is checked. Raises UnknownFormat for other containers,
+    which may not say their model, before it plans."""
     if not isinstance(reader, CheckableDirectory):
         raise UnknownFormat(
             f"Transformer Engine reads Hugging Face directories, and this is {reader.container}",
@@ -63,7 +64,8 @@ def check_te(reader: Reader, plan: Plan | None) -> list[Finding]:
         return [Finding(str(sidecar.LIVE), damage.what, _FILE)]
     if states is None:
         return [Finding(str(sidecar.LIVE), "not there", _FILE)]
-    return [] if plan is None else [*_of_state(states, plan.gemms), *_of_modules(states, plan, reader)]
+    plan = planned()
+    return [*_of_state(states, plan.gemms), *_of_modules(states, plan, reader)] if isinstance(plan, Plan) else []
 
 
 def _of_state(states: Fp8States, gemms: Mapping[str, tuple[int, ...]]) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ import pico
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from target_checks import check_directory
 from torch import Tensor
 
 from precisionctl.checkpoints.base import Hints, Reader, WithOptimizer
@@ -20,8 +21,17 @@ from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
 from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.commands.request import OTHER_TARGETS
 from precisionctl.dtypes import DType
-from precisionctl.errors import CheckpointError, DamagedCheckpoint, MissingTensor, PrecisionctlError, UnsafePickle
+from precisionctl.engines.base import engines
+from precisionctl.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    MissingTensor,
+    PrecisionctlError,
+    UnknownFormat,
+    UnsafePickle,
+)
 from precisionctl.reports import inspect
 
 ODD: dict[str, Any] = {"vocab_size": 251, "intermediate_size": 93}
@@ -54,6 +64,15 @@ def assert_is(reader: DeepSpeedReader, states: Mapping[str, Mapping[str, Tensor]
         prefix = "" if kind == "fp32" else f"optimizer.state.{kind}."
         for name, tensor in tensors.items():
             assert torch.equal(read_tensor(Both, f"{prefix}{name}"), tensor), (kind, name)
+
+
+@pytest.mark.parametrize("target", [*engines(), *OTHER_TARGETS])
+def test_it_is_for_an_export_first_though_nothing_says_which_model_it_is(
+    tmp_path: Path, llama: Path, target: str
+) -> None:
+    files.save(tmp_path, files.states_of(weights_of(llama)), 2, 2)
+    with pytest.raises(UnknownFormat, match=rf"deepspeed.* `?(precisionctl )?export-inference .*--target {target}\b"):
+        check_directory(tmp_path, target)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

@@ -11,16 +11,16 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from scoring import TOKENS
+from target_checks import check_directory
 from te_exports import export, make_source
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.engines.rules.rule import Finding
-from precisionctl.errors import PrecisionctlError, UnknownFormat
+from precisionctl.errors import PrecisionctlError, UnknownArchitecture, UnknownFormat
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, Fp8States, RoleState
 from precisionctl.planning.make_plan import make_plan
@@ -33,7 +33,7 @@ DOWN = "model.layers.0.mlp.down_proj.weight"
 
 def check(directory: Path) -> list[Finding]:
     reader = HuggingFaceReader(directory)
-    return check_te(reader, make_plan(reader, "megatron"))
+    return check_te(reader, lambda: make_plan(reader, "megatron"))
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,15 @@ def test_a_tensor_that_is_missing_is_a_finding_beside_others(exported: Path, tmp
         assert 1 + len(others) == count
 
 
+def test_a_model_without_a_table_gets_no_verdict(exported: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(exported, tmp_path / "out")
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "no_such_model"}))
+    with pytest.raises(UnknownArchitecture, match="no_such_model"):
+        check_directory(directory, "te")
+
+
 def test_megatron_is_for_an_export_first(exported: Path, tmp_path: Path) -> None:
     execute(plan_command(Request(exported, tmp_path / "megatron", "megatron")))
     with pytest.raises(UnknownFormat, match="export-inference"):
-        check_te(open_checkpoint(tmp_path / "megatron"), None)
+        check_directory(tmp_path / "megatron", "te")
