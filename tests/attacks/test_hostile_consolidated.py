@@ -52,6 +52,7 @@ ODD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no number": (saying(norm_eps=float("nan")), "nan"),
     "another number of heads": (saying(n_kv_heads=1), r"wk\.weight` has 48 rows, and 1 heads of 24"),
     "heads of one row": (saying(head_dim=3), "heads of 3 rows"),
+    "two windows": (saying(sliding_window=4, _sliding_window=8), "sliding_window and _sliding_window"),
     "a broken pattern": (saying(sliding_window=[None, 4, 5]), "no pattern"),
     "another size of the MLP": (saying(hidden_dim=64), r"(gate|up|down)_proj"),
     "another vocabulary": (saying(vocab_size=100), "embed_tokens"),

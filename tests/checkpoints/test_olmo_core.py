@@ -24,6 +24,7 @@ from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
 from precisionctl.commands.hints import open_hinted
 from precisionctl.errors import PrecisionctlError
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.reports import inspect
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -183,13 +184,19 @@ def _twice(state: dict[str, Tensor]) -> None:
         (_many_rows, r"`embeddings\.weight` has 378 rows, and by the config there are 250 tokens: more than pad them"),
     ],
 )
-def test_experts_of_another_form_and_two_names_of_one_tensor_are_refused(
-    tmp_path: Path, change: Any, message: str
-) -> None:
+def test_tensors_of_another_form_and_two_names_of_one_are_refused(tmp_path: Path, change: Any, message: str) -> None:
     state = in_olmo_core(published(tmp_path / "hf", "flex-olmo"))
     change(state)
     with pytest.raises(PrecisionctlError, match=message):
         open_hinted(save_step(tmp_path / "step1", state), reference=tmp_path / "hf")
+
+
+def test_a_router_with_a_part_of_one_more_expert_is_refused(tmp_path: Path) -> None:
+    state = in_olmo_core(published(tmp_path / "hf", "flex-olmo"))
+    state["blocks.0.feed_forward_moe.router.weight"] = torch.ones(8 * 64 + 32)
+    reader = open_hinted(save_step(tmp_path / "step1", state), reference=tmp_path / "hf")
+    with pytest.raises(PrecisionctlError, match=r"blocks\.0\.feed_forward_moe\.router\.weight"):
+        make_plan(reader, "hf")
 
 
 def config_of_a_run(heads: int, *, older: bool = False) -> dict[str, Any]:
