@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from precisionctl.architectures.families import table_of
 from precisionctl.codes.numerics import ScaleRounding
@@ -104,8 +104,8 @@ class _EngineCodes:
             # nor could a command record any state
             untrained = isinstance(source.plan.model, UntabledModel) and not source.states
             return _SCHEMES[recipe.scaling if recipe else "current" if untrained else "delayed"], ""
-        if self.request.scheme:
-            return cast(Scheme, self.request.scheme), ""
+        if scheme := self.request.scheme_of_codes:
+            return scheme, ""
         asked = source.states is not None and "static" in engine.spells
         scheme, why = best_scheme(
             engine,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -59,7 +59,7 @@ def for_llama_cpp(source: Source) -> Result:
         raise PrecisionError(what, do="Choose another name for the result.")
     family = of_llama_cpp(model)  # first, as no type and no tokenizer would help
     of_values: TowerType = "f16" if config_dtype(source.plan.targets) == DType.float16.value else "bf16"
-    type_ = cast(GgufType | None, request.scheme) or of_values
+    type_ = request.gguf_type or of_values
     codes = _Codes.of(reader)
     gguf = codes.kept_in(source.plan, type_)
     about = partial(_about, request, reader)

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Iterator
-from typing import cast
 
 from precisionctl.checkpoints.base import packings_of
 from precisionctl.checkpoints.hf_directory.config_json import config_dtype
@@ -16,7 +15,7 @@ from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
-from precisionctl.export.mlx_plan import MlxScheme, in_mlx
+from precisionctl.export.mlx_plan import in_mlx
 from precisionctl.export.model_card import Card, path_in_command
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.mxfp4 import BLOCKS_OF_16
@@ -29,7 +28,7 @@ def for_mlx(source: Source) -> Result:
     request, reader, model = source.request, source.reader, source.plan.model
     check_loaded(model)
     of_values = DType.float16 if config_dtype(source.plan.targets) == DType.float16.value else DType.bfloat16
-    scheme = cast(MlxScheme | None, request.scheme) or ("f16" if of_values is DType.float16 else "bf16")
+    scheme = request.mlx_scheme or ("f16" if of_values is DType.float16 else "bf16")
     dtype = {"bf16": DType.bfloat16, "f16": DType.float16}.get(scheme, of_values)
     codes = {name for name, packing in packings_of(reader).items() if packing.name == BLOCKS_OF_16.name}
     plan = in_mlx(source.plan, scheme, dtype, codes)

@@ -2,15 +2,15 @@
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from precisionctl.commands.build import build
+from precisionctl.commands.build import Result, build
 from precisionctl.commands.codes import as_before, for_engine
 from precisionctl.commands.llama_cpp import for_llama_cpp
 from precisionctl.commands.mlx import for_mlx
-from precisionctl.commands.request import LLAMA_CPP, MLX, TE, Request
-from precisionctl.commands.source import open_source
+from precisionctl.commands.request import LLAMA_CPP, MLX, TE, Request, ResultKind
+from precisionctl.commands.source import Source, open_source
 from precisionctl.commands.te_state import with_te_state
 from precisionctl.commands.values import as_values
 from precisionctl.conversion.command import PlannedCommand
@@ -43,7 +43,13 @@ def plan_command(request: Request) -> PlannedCommand:
     if source.engine:
         result = for_engine(source, source.engine)
     else:
-        makers = {"values": as_values, "codes": as_before, TE: with_te_state, LLAMA_CPP: for_llama_cpp, MLX: for_mlx}
+        makers: Mapping[ResultKind, Callable[[Source], Result]] = {
+            "values": as_values,
+            "codes": as_before,
+            TE: with_te_state,
+            LLAMA_CPP: for_llama_cpp,
+            MLX: for_mlx,
+        }
         result = makers[request.kind](source)
     plan = result.plan
     _log.info("planned %d jobs that write %d tensors, %d bytes", len(plan.jobs), len(plan.targets), plan.nbytes)

@@ -1,10 +1,10 @@
 """Request: everything that a user asks of `convert` or `export-inference`, and what is decided from that alone."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 from precisionctl.checkpoints.hf_directory.huggingface_files import MAX_SHARD_SIZE
 from precisionctl.commands.hints import check_hints
@@ -22,10 +22,15 @@ from precisionctl.paths import StrPath
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.quant_methods.base import SCHEMES, Scheme
 
-TE, LLAMA_CPP, MLX = "te", "llama.cpp", "mlx"
+TE: Final = "te"
+LLAMA_CPP: Final = "llama.cpp"
+MLX: Final = "mlx"
 OTHER_TARGETS: Mapping[str, str] = {TE: "PyTorch with Transformer Engine", LLAMA_CPP: "llama.cpp", MLX: "mlx-lm"}
 """The targets of an export that are no engine, which reads a directory of codes: what each is called in words. For TE
 it is values with FP8 state, for llama.cpp a file, for mlx-lm a directory with codes of its own."""
+
+ResultKind = Literal["values", "codes", "te", "llama.cpp", "mlx"]
+"""What a result is made of: values, codes that an engine reads, or what one of OTHER_TARGETS reads."""
 
 PrecisionChoice = Literal["keep", "bf16", "fp32", "fp8"]
 
@@ -35,6 +40,9 @@ _DTYPES: Mapping[PrecisionChoice, DType | None] = {
     "fp32": DType.float32,
     "fp8": DType.bfloat16,
 }
+
+_GGUF_TYPES: tuple[GgufType, ...] = get_args(GgufType)
+_MLX_SCHEMES: tuple[MlxScheme, ...] = get_args(MlxScheme)
 
 
 def numerics(recipe: Precision | None, model: ModelShape) -> Precision:
@@ -53,6 +61,14 @@ def check_expert_parallel(expert_parallel: bool, ranks: int) -> None:
     """Raise RecipeError if experts are to be dealt out to a single GPU."""
     if expert_parallel and ranks == 1:
         raise RecipeError("--expert-parallel deals experts out to several GPUs", do="Give their number as --tp.")
+
+
+_Word = TypeVar("_Word")
+
+
+def _among(words: Iterable[_Word], word: str | None) -> _Word | None:
+    """A word that is one of these, as that; else None."""
+    return next((each for each in words if each == word), None)
 
 
 @dataclass(frozen=True)
@@ -127,7 +143,22 @@ class Request:
             what = f"no conversion to {self.to} in {self.precision}"
             raise RecipeError(what, do=f"Layouts: {', '.join(CONTAINERS)}; precisions: {', '.join(_DTYPES)}.")
         check_hints(self.architecture, self.reference, self.trust_reference)
-        _ = self.storage, self.kind  # options are refused here that contradict each other
+        _ = self.storage  # which refuses options that contradict each other, as what follows does
+        if self.kind != "values":
+            self._check_fp8_directory()
+        checks: Mapping[ResultKind, Callable[[], None]] = {
+            "values": self._check_values,
+            "codes": self._check_codes,
+            TE: self._check_te_state,
+            LLAMA_CPP: self._check_gguf,
+            MLX: self._check_mlx,
+        }
+        checks[self.kind]()
+        if self.te_version != 2 and not self.fills_extra_state:
+            raise RecipeError(
+                "--te-version is for state of Transformer Engine, and this result has none",
+                do="Leave --te-version out.",
+            )
 
     @cached_property
     def storage(self) -> Storage:
@@ -135,18 +166,47 @@ class Request:
         container = CONTAINERS[self.to][0] if self.container is None else self.container
         return Storage(self.to, container, self.parallelism, self.max_shard_size, self.te_version)
 
-    @cached_property
-    def kind(self) -> str:
-        """What the result is made of: `values`, unless Hugging Face's layout is asked for in FP8; then what one of
-        OTHER_TARGETS reads, by its name, or `codes`."""
-        if self.te_version != 2 and not self.fills_extra_state:
-            raise RecipeError(
-                "--te-version is for state of Transformer Engine, and this result has none",
-                do="Leave --te-version out.",
-            )
+    @property
+    def kind(self) -> ResultKind:
+        """What the result is made of: `values`, unless Hugging Face's layout is asked for in FP8."""
         if self.to != "hf" or self.precision != "fp8":
-            self._check_values()
             return "values"
+        others: tuple[ResultKind, ...] = (TE, LLAMA_CPP, MLX)
+        return _among(others, self.target) or "codes"
+
+    @property
+    def dtype_of_values(self) -> DType | None:
+        """The dtype of a result of values; None for the stored one, with FP8 codes decoded to BF16."""
+        assert self.kind == "values"
+        return DType.float32 if self.storage.container == DEEPSPEED else _DTYPES[self.precision]
+
+    @property
+    def scheme_of_codes(self) -> Scheme | None:
+        """The scheme that is asked for of a result of codes; None for any other, too."""
+        return _among(SCHEMES, self.scheme) if self.kind == "codes" else None
+
+    @property
+    def gguf_type(self) -> GgufType | None:
+        """The type that is asked for of the matrices of a GGUF file; None for any other result, too."""
+        return _among(_GGUF_TYPES, self.scheme) if self.kind == LLAMA_CPP else None
+
+    @property
+    def mlx_scheme(self) -> MlxScheme | None:
+        """The scheme that is asked for of a directory of mlx-lm; None for any other result, too."""
+        return _among(_MLX_SCHEMES, self.scheme) if self.kind == MLX else None
+
+    @property
+    def fills_extra_state(self) -> bool:
+        """Whether FP8 state is written into `_extra_state`, where a run loads it from."""
+        delayed = self.recipe is None or self.recipe.keeps_state
+        return self.to == "megatron" and self.precision in ("keep", "fp8") and delayed
+
+    @property
+    def chooses_codes(self) -> bool:
+        """Whether the user chose which codes to make. If not, weights that were codes get their old codes back."""
+        return self.kind != "values" and bool(self.target or self.recipe or self.include or self.exclude)
+
+    def _check_fp8_directory(self) -> None:
         if self.storage.container != CONTAINERS["hf"][0]:
             option = "--precision" if self.storage.is_state_dict else "--container"
             raise RecipeError(f"FP8 weights are not written as {self.container}", do=f"Leave {option} out.")
@@ -162,26 +222,6 @@ class Request:
             )
         if self.grouped_columns:
             raise RecipeError("--grouped-columns is not for exports", do="Convert with --grouped-columns first.")
-        checks = {TE: self._check_te_state, LLAMA_CPP: self._check_gguf, MLX: self._check_mlx}
-        kind = self.target if self.target in checks else "codes"
-        checks.get(kind, self._check_codes)()
-        return kind
-
-    @property
-    def dtype(self) -> DType | None:
-        """The dtype of values; None for the stored one, with FP8 codes decoded to BF16."""
-        return DType.float32 if self.storage.container == DEEPSPEED else _DTYPES[self.precision]
-
-    @property
-    def fills_extra_state(self) -> bool:
-        """Whether FP8 state is written into `_extra_state`, where a run loads it from."""
-        delayed = self.recipe is None or self.recipe.keeps_state
-        return self.to == "megatron" and self.precision in ("keep", "fp8") and delayed
-
-    @property
-    def chooses_codes(self) -> bool:
-        """Whether the user chose which codes to make. If not, weights that were codes get their old codes back."""
-        return self.kind != "values" and bool(self.target or self.recipe or self.include or self.exclude)
 
     def _check_values(self) -> None:
         if self.storage.container == DEEPSPEED and (self.precision not in ("keep", "fp32") or self.drop_optimizer):
@@ -215,7 +255,7 @@ class Request:
             raise RecipeError(f"{given} cannot be given for {OTHER_TARGETS[TE]}", do=do)
 
     def _check_gguf(self) -> None:
-        self._check_export_without_engine(LLAMA_CPP, get_args(GgufType), "llama-quantize makes others of a BF16 file.")
+        self._check_export_without_engine(LLAMA_CPP, _GGUF_TYPES, "llama-quantize makes others of a BF16 file.")
         if self.destination.suffix == ".gguf":
             raise RecipeError(
                 "an export is a folder, with a card and a manifest beside the file",
@@ -223,7 +263,7 @@ class Request:
             )
 
     def _check_mlx(self) -> None:
-        self._check_export_without_engine(MLX, get_args(MlxScheme), "`mlx_lm.convert` makes others of a BF16 one.")
+        self._check_export_without_engine(MLX, _MLX_SCHEMES, "`mlx_lm.convert` makes others of a BF16 one.")
 
     def _check_export_without_engine(self, target: str, schemes: tuple[str, ...], others: str) -> None:
         if self.scheme not in (None, *schemes):
@@ -249,7 +289,7 @@ class Request:
         if self.scheme not in (None, *SCHEMES):
             if self.target is not None:
                 engine_named(self.target, *OTHER_TARGETS)  # whose scheme it is matters of an engine alone
-            target = LLAMA_CPP if self.scheme in get_args(GgufType) else MLX
+            target = LLAMA_CPP if self.scheme in _GGUF_TYPES else MLX
             raise RecipeError(f"--scheme {self.scheme} is for {target}", do=f"Choose {' or '.join(SCHEMES)}.")
         if self.target is None:
             self._check_no_engine()

@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import cast
 
 from precisionctl.architectures.param_map import Naming
 from precisionctl.checkpoints import huggingface
@@ -35,7 +34,7 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.gemm_selection import choose
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
-from precisionctl.quant_methods.base import SCHEMES, Scheme, quant_methods
+from precisionctl.quant_methods.base import SCHEMES, quant_methods
 from precisionctl.untrusted.safe_json import parse_json
 
 _DECODED = (LLAMA_CPP, MLX)
@@ -158,7 +157,7 @@ def _encodings(request: Request, reader: Reader) -> WeightEncodings | None:
     encodings = None if request.drop_encodings else weight_encodings(reader)
     method = method_of(encodings)
     if request.chooses_codes and encodings and method and method.own_names:
-        scheme = cast(Scheme | None, request.scheme) if request.kind == "codes" else None
+        scheme = request.scheme_of_codes
         if scheme is not None and SCHEMES[scheme].codes in {spec.codes_name for spec in encodings.weights.values()}:
             raise PrecisionError(
                 f"the release has its experts in {SCHEMES[scheme].codes}, and all else in BF16; this scheme "
@@ -190,7 +189,7 @@ def _trained(request: Request, reader: Reader) -> MegatronReader | TrainedReader
         return None
     if not (of_megatron(reader) or of_trainer(reader)) or not reader.optimizer_specs:
         return None
-    if storage.is_state_dict and request.dtype == DType.bfloat16:
+    if storage.is_state_dict and request.dtype_of_values == DType.bfloat16:
         raise RecipeError(
             f"BF16 weights lose the optimizer's FP32 masters, which {storage.container} has no other place for",
             where=request.source,
@@ -221,7 +220,7 @@ def _dtype_of_values(request: Request, reader: Reader) -> DType | None:
     that config.json names.
     """
     if request.kind == "values":
-        return request.dtype
+        return request.dtype_of_values
     matrices = [spec for spec in reader.specs.values() if len(spec.shape) > 1]
     narrow = sum(spec.is_codes or spec.dtype in (DType.bfloat16, DType.float16) for spec in matrices)
     return None if request.kind != TE and 2 * narrow > len(matrices) else DType.bfloat16

@@ -40,6 +40,12 @@ from precisionctl.precision import PRESETS
 
 CONTRADICTORY: dict[str, dict[str, Any]] = {
     "this result has none. Leave --te-version": {"to": "hf", "te_version": 1},
+    "DeepSpeed needs FP32 masters": {
+        "to": "hf",
+        "container": "deepspeed-universal",
+        "precision": "bf16",
+        "te_version": 1,
+    },
     "--grouped-columns is not for exports": {"to": "hf", "precision": "fp8", "grouped_columns": "role"},
     "not split for ranks": {"to": "hf", "parallelism": Parallelism(2)},
     "says how FP8 is made": {"to": "megatron", "recipe": PRESETS["fp8-delayed"]},
