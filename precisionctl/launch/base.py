@@ -132,27 +132,30 @@ class LaunchSource:
         here = self.directory
         return here.parent if here.name == "release" or here.name.startswith("iter_") else here
 
-    @property
-    def step(self) -> int | None:
-        """The iteration that Megatron-LM has to be told, where its tracker names another one or is not there. Raises
-        CheckpointError where no number helps: under a tracker that says `release`, and for a release, iteration 0 or
-        a directory of another name (`_load_base_checkpoint`, megatron/training/checkpointing.py)."""
-        here, root, release = self.directory.name, self.root, directory_name(None)
-        tracked = directory_name(read_tracker(root, "")) if has_file(root / TRACKER, root) else None
+    def ckpt_step(self) -> int | None:
+        """The iteration that Megatron-LM has to be told, where its tracker names another one or is not there.
+
+        Raises CheckpointError where no number helps: for iteration 0 and a directory of another name, and for a release
+        or under a tracker that says `release` or 0 unless that is what it says (`_load_base_checkpoint` and
+        `read_metadata`, megatron/training/checkpointing.py). DamagedCheckpoint for a tracker that names nothing.
+        """
+        here, release = self.directory.name, directory_name(None)
         number = re.fullmatch(r"iter_(\d{7,15})", here)
+        step = int(number[1]) if number else 0
+        if not step and here != release:
+            raise CheckpointError(
+                f"Megatron-LM does not load {here}, but a release, or an iteration from 1 on under its name",
+                where=self.path,
+                do=f"Write one that it loads: precisionctl convert {shlex.quote(str(self.path))} NEW --to megatron",
+            )
+        do = f"Write `{step or release}` into that file."
+        tracked = directory_name(read_tracker(self.root, do)) if has_file(self.root / TRACKER, self.root) else None
         if here == tracked:
             return None
-        step = int(number[1]) if number else 0
-        if step and tracked != release:
+        if step and tracked not in (release, directory_name(0)):
             return step
         says = f"names {tracked}" if tracked else "is not there"
-        raise CheckpointError(
-            f"Megatron-LM does not load {here}: {TRACKER} beside it {says}",
-            where=self.path,
-            do=f"Write `{int(number[1]) if number else release}` into that file."
-            if number or here == release
-            else f"Write one that it loads: precisionctl convert {shlex.quote(str(self.path))} NEW --to megatron",
-        )
+        raise CheckpointError(f"Megatron-LM does not load {here}: {TRACKER} beside it {says}", where=self.path, do=do)
 
     @cached_property
     def tokenizer(self) -> Path | None:

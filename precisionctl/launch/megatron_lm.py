@@ -175,8 +175,8 @@ def _model_options(model: ModelShape) -> list[Option]:
 
 def _loading_options(source: LaunchSource) -> list[Option]:
     options: list[Option] = [("--load", str(source.root)), ("--ckpt-format", source.reader.container)]
-    if source.step is not None:
-        options.append(("--ckpt-step", str(source.step)))
+    if (step := source.ckpt_step()) is not None:
+        options.append(("--ckpt-step", str(step)))
     if not source.has_optimizer:
         options += [("--no-load-optim",), ("--no-load-rng",)]
     elif not source.has_generators:

@@ -272,19 +272,24 @@ def test_megatron_is_told_the_iteration_where_its_tracker_names_another(place: P
     assert told(tmp_path, 1) == told(one) == [1]
     tracker.unlink()  # without it Megatron would begin with random weights
     assert told(one) == [1]
-    tracker.write_text("release")
-    with pytest.raises(CheckpointError, match="does not load iter_0000001") as refused:
-        launch(one, "megatron-lm")
-    assert "`1`" in str(refused.value.do)
+    for said, message in ("0", "names iter_0000000"), ("last", "says 'last'"), ("release", "names release"):
+        tracker.write_text(said)
+        with pytest.raises(CheckpointError, match=message) as refused:
+            launch(one, "megatron-lm")
+        assert "`1`" in str(refused.value.do)
     shutil.copytree(made / "release", tmp_path / "release")
     assert launch(tmp_path, "megatron-lm")
     tracker.write_text("12")
     with pytest.raises(CheckpointError, match="names iter_0000012"):
         launch(tmp_path / "release", "megatron-lm")
-    (tmp_path / "release").rename(tmp_path / "best")
-    with pytest.raises(CheckpointError, match="does not load best") as refused:
-        launch(tmp_path / "best", "megatron-lm")
-    assert "best NEW --to megatron" in str(refused.value.do)
+    tracker.write_text("0")  # of which Megatron says `error parsing metadata file`
+    for name, before in ("best", "release"), ("iter_0000000", "best"):
+        (tmp_path / before).rename(tmp_path / name)
+        with pytest.raises(CheckpointError, match=f"does not load {name}, but") as refused:
+            launch(tmp_path / name, "megatron-lm")
+        assert f"{name} NEW --to megatron" in str(refused.value.do)
+    execute(plan_command(Request(tmp_path / "iter_0000000", tmp_path / "new", "megatron")))
+    assert launch(tmp_path / "new", "megatron-lm")
 
 
 def test_what_balances_experts_in_a_run_of_ours_balances_them_in_megatron(place: Path, tmp_path: Path) -> None:
