@@ -1,15 +1,13 @@
-"""INT8 codes: what they are worth, and those of values; and packed zero points, of INT4 too.
+"""INT8 codes: what they are worth, and those of values.
 
 A byte is the number in two's complement, or the number plus 128. Four of the latter in an int32, the first in its
-lowest bits, are the same bytes in memory: `words.view(torch.uint8)` (compressed-tensors' `pack_to_int32`). An int32 of
-zero points has those of eight or four rows of a column, the first in its lowest bits, each plus 8 or 128 as codes are.
+lowest bits, are the same bytes in memory: `words.view(torch.uint8)` (compressed-tensors' `pack_to_int32`).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from precisionctl.codes import nibbles
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
@@ -55,17 +53,3 @@ def _taken(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor | None
     if codes.dtype != torch.uint8:
         return zeros
     return torch.full_like(scales, 128) if zeros is None else zeros + 128
-
-
-def unpacked_zeros(words: Tensor, rows: int, bits: int) -> Tensor:
-    """Zero points, FP32 `[rows, columns]`, of int32 `[ceil(rows * bits / 32), columns]`."""
-    stored = nibbles.laid_out(words.t()).view(torch.uint8)
-    return nibbles.unpack_bits(stored, bits)[:, :rows].t().float() - (1 << bits - 1)
-
-
-def packed_zeros(zeros: Tensor, bits: int) -> Tensor:
-    """The inverse of `unpacked_zeros`; bits for no row are zero."""
-    each = 32 // bits
-    codes = zeros.new_zeros(zeros.shape[1], -(-len(zeros) // each) * each, dtype=torch.uint8)
-    codes[:, : len(zeros)] = zeros.t() + (1 << bits - 1)
-    return nibbles.laid_out(nibbles.pack_bits(codes, bits).view(torch.int32).t())

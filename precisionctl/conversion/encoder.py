@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.chunks import Chunked, in_pieces, read_rows
-from precisionctl.codes import integers, numerics
+from precisionctl.codes import numerics, zero_points
 from precisionctl.codes.blocks import BlockScales, share, share_global
 from precisionctl.codes.elements import CodesInRows
 from precisionctl.codes.encoding import Encoding, scale_dtype
@@ -187,7 +187,7 @@ class Encoder:
     def put_further(self, weight: str, scales: Scales, encoding: Encoding) -> None:
         """Write what packed codes have besides their scales: zero points, a global scale, and the weight's shape."""
         if scales.zero_points and encoding.zeros is not None:
-            self.put(scales.zero_points, 0, integers.packed_zeros(encoding.zeros, encoding.element.bits))
+            self.put(scales.zero_points, 0, zero_points.packed(encoding.zeros, encoding.element.bits))
         if scales.global_scale and encoding.global_scale:
             self.put(scales.global_scale, 0, encoding.global_scale.value.reshape(1, 1))
         if scales.shape:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import precisionctl.engines
 from precisionctl.discover import discover_names
 from precisionctl.engines.rules.cache_rules import cache_scales_of_latents
-from precisionctl.engines.rules.config_groups import wrongly_joined
 from precisionctl.engines.rules.demands import other_codes, scales_of_no_use, wrong_scales
 from precisionctl.engines.rules.fused_rules import FusedLinears
 from precisionctl.engines.rules.ignore_lists import in_time
-from precisionctl.engines.rules.method_rules import BlocksAlone, ExpertDtype, MethodRules
+from precisionctl.engines.rules.joined_tensors import wrongly_joined
+from precisionctl.engines.rules.method_rules import MethodRules
+from precisionctl.engines.rules.model_rules import BlocksAlone, ExpertDtype
 from precisionctl.engines.rules.required_keys import MissingKeys
 from precisionctl.engines.rules.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
 from precisionctl.engines.rules.serving_rules import Division, ShapeRules
@@ -151,7 +152,7 @@ class Engine:
         }
         always = [*self.without_class(config), *self._missing_keys(config), *self.division.check_spread(specs, served)]
         if method is None or not (coded or method.name in self.methods):
-            return always  # plain BF16 or FP16: there are no codes to have rules for
+            return always  # values, perhaps beside a KV cache in FP8 by a method that there are no rules for
         said = method.read(config["quantization_config"])
         scheme = said.narrowed({name: weight.scales for name, weight in coded.items()}, specs).scheme
         kinds = _kinds(method, said, scheme, coded)

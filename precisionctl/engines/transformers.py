@@ -28,7 +28,8 @@ from precisionctl.engines.rules.fused_rules import FusedLinears
 from precisionctl.engines.rules.ignore_lists import BY_NAME_OR_REGEX, BY_START_REGEX_OR_END
 from precisionctl.engines.rules.ignored_modules import BY_MODULE, ROUTERS, IgnoreList, Unquantized
 from precisionctl.engines.rules.integer_rules import zero_points_of
-from precisionctl.engines.rules.method_rules import ExpertDtype, ExpertsAsValues, MethodRules, ScalesInFP32
+from precisionctl.engines.rules.method_rules import ExpertsAsValues, MethodRules, ScalesInFP32
+from precisionctl.engines.rules.model_rules import ExpertDtype
 from precisionctl.engines.rules.required_keys import quantization_config_under_this_name
 from precisionctl.engines.rules.rule import EngineRule
 from precisionctl.engines.rules.serving_rules import RowsMoved, ShapeRules

@@ -40,7 +40,8 @@ from precisionctl.engines.rules.integer_rules import (
     scales_of_words_beyond_bf16,
     zero_points_of,
 )
-from precisionctl.engines.rules.method_rules import BlocksAlone, ExpertDtype, MethodRules
+from precisionctl.engines.rules.method_rules import MethodRules
+from precisionctl.engines.rules.model_rules import BlocksAlone, ExpertDtype
 from precisionctl.engines.rules.required_keys import (
     ADDED,
     GLM5_NEXT,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.codes import integers
+from precisionctl.codes import zero_points
 from precisionctl.codes.elements import E4M3, FP8, element_of
 from precisionctl.codes.encoding import Encoding, GlobalScale, grid_shape
 from precisionctl.dtypes import DType
@@ -319,7 +319,7 @@ def complete_encoding(
         raise DamagedCheckpoint(what, where=where)
     if scales.zero_points is not None:
         words = read(scales.zero_points)
-        found = replace(found, zeros=integers.unpacked_zeros(words, len(found.scale_inv), found.element.bits))
+        found = replace(found, zeros=zero_points.unpacked(words, len(found.scale_inv), found.element.bits))
     if scales.global_scale is None:
         return found
     value = read(scales.global_scale).float().reshape(())

@@ -11,7 +11,8 @@ from precisionctl.conversion.known_state import known_state, outdated_note, why_
 from precisionctl.errors import BROKEN_WEIGHTS
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.planning.plan import Job
-from precisionctl.readiness.judge import Readiness, cost_of_four_bits, judge
+from precisionctl.readiness.four_bits import cost_of_four_bits
+from precisionctl.readiness.judge import Readiness, judge
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
 from precisionctl.sizes import counted, listed
 

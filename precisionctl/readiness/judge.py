@@ -1,5 +1,4 @@
-"""Judge what was measured and recorded of every role by the thresholds, and give a verdict for each scaling; and what
-exports in four bits would cost: the noise that they add to each weight, and which modules to leave out."""
+"""Judge what was measured and recorded of every role by the thresholds, and give a verdict for each scaling."""
 
 import math
 from collections import Counter
@@ -9,14 +8,14 @@ from typing import Literal
 
 import torch
 
-from precisionctl.codes.four_bit_loss import FORMATS, GAUSSIAN_DB, GAUSSIAN_ZEROS, FourBitScheme
 from precisionctl.codes.statistics import NAMES, SCALINGS, Loss, Scaling, Statistics
 from precisionctl.fp8.carry import is_stale
 from precisionctl.fp8.state import ATTENTION, BACKWARD, IN_USE, ROLES, DelayedScaling, Fp8States, Role, RoleState
 from precisionctl.precision import Precision
+from precisionctl.readiness.four_bits import FourBitCost
 from precisionctl.readiness.history import History, read_history
 from precisionctl.readiness.patterns import shortened
-from precisionctl.readiness.thresholds import FEWEST, GROWTH, KURTOSIS, NOISE, SATURATION, STALE, UNDERFLOW, ZEROS
+from precisionctl.readiness.thresholds import FEWEST, GROWTH, KURTOSIS, SATURATION, STALE, UNDERFLOW
 from precisionctl.sizes import counted
 
 Remedy = Literal["repair", "bf16", "recalibrate", "margin", "watch"]
@@ -105,17 +104,6 @@ class Verdict:
         if self.unjudged:
             return f"not known yet; so far {in_bf16}"
         return f"ready, {in_bf16}"
-
-
-@dataclass(frozen=True)
-class FourBitCost:
-    """The cost of four bits, by scheme: for each module's weight (the worst expert's) its `sqnr_db`, and the share of
-    elements that become zero. `left_out` are patterns, as for a recipe's keep_bf16, of modules that lose too much by
-    NOISE or ZEROS: they have outliers, which finer formats can represent."""
-
-    sqnr_db: Mapping[str, Mapping[FourBitScheme, float]]
-    underflow: Mapping[str, Mapping[FourBitScheme, float]]
-    left_out: Mapping[FourBitScheme, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -319,18 +307,3 @@ def _misfits(scaling: Scaling, roles: Iterable[RoleHealth]) -> set[str]:
 
 def _count(roles: Iterable[Role]) -> dict[Role, int]:
     return dict(Counter(roles))
-
-
-def cost_of_four_bits(losses: Mapping[str, Sequence[Mapping[FourBitScheme, Loss]]]) -> FourBitCost:
-    """The cost, of what was measured of each module: one weight, or one for each expert."""
-    sqnr, zeros = {}, {}
-    for module, weights in losses.items():
-        sqnr[module] = {scheme: min(each[scheme].sqnr for each in weights) for scheme in FORMATS}
-        zeros[module] = {scheme: max(each[scheme].underflow for each in weights) for scheme in FORMATS}
-    left_out = {}
-    for scheme in FORMATS:
-        lowest = GAUSSIAN_DB[scheme] - 10 * math.log10(NOISE.value)
-        most = GAUSSIAN_ZEROS[scheme] * ZEROS.value
-        noisy = {module for module in losses if sqnr[module][scheme] < lowest or zeros[module][scheme] > most}
-        left_out[scheme] = shortened(noisy, list(losses))
-    return FourBitCost(sqnr, zeros, left_out)

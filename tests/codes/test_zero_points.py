@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from precisionctl.codes import integers
+from precisionctl.codes import zero_points
 from precisionctl.codes.elements import INT4, INT8_PLUS_128, Element
 from precisionctl.codes.encoding import Encoding, joined
 
@@ -22,11 +22,11 @@ def test_zero_points_are_packed_along_rows_and_come_back(bits: int) -> None:
     )
     words = torch.where(words >= 2**31, words - 2**32, words).int()
     zeros = codes.float() - middle
-    assert torch.equal(integers.unpacked_zeros(words, 24, bits), zeros)
-    assert torch.equal(integers.unpacked_zeros(words, 20, bits), zeros[:20])
-    assert torch.equal(integers.packed_zeros(zeros, bits), words)
+    assert torch.equal(zero_points.unpacked(words, 24, bits), zeros)
+    assert torch.equal(zero_points.unpacked(words, 20, bits), zeros[:20])
+    assert torch.equal(zero_points.packed(zeros, bits), words)
     if bits == 4:  # of 20 rows, the last word has four
-        assert torch.equal(integers.packed_zeros(zeros[:20], bits), words)
+        assert torch.equal(zero_points.packed(zeros[:20], bits), words)
 
 
 @pytest.mark.parametrize("groups", [(32, 32), (32, 64), (64, 16)])

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from precisionctl.codes import integers, nibbles
+from precisionctl.codes import nibbles, zero_points
 from precisionctl.codes.elements import E2M1, INT4
 from precisionctl.codes.encoding import GlobalScale
 
@@ -21,7 +21,7 @@ class FourBitWeight:
         self.codes = nibbles.unpack(self.packed)
         self.whole = stored.get("weight_scale_2" if self.modelopt else "weight_global_scale")
         zeros = stored.get("weight_zero_point")
-        self.zeros = None if zeros is None else integers.unpacked_zeros(zeros, len(codes), 4)
+        self.zeros = None if zeros is None else zero_points.unpacked(zeros, len(codes), 4)
         if self.whole is not None:
             self.multipliers = GlobalScale(self.whole, divides=not self.modelopt).times(self.scale)
         else:

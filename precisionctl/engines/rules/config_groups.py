@@ -1,22 +1,13 @@
-"""Which of several config groups of compressed-tensors a linear is decoded by, or a tensor that transformers joins.
-
-What it joins with others, or divides, as it loads it, it decodes first, all by one config group, and drops what it does
-not find in that group's format: experts of Qwen3-MoE in BF16 beside linears in INT4 as well as convolutions of OLMo
-Hybrid. Beside FP8 alone it keeps values.
-"""
+"""Which of several config groups of compressed-tensors an engine decodes a linear by."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from typing import Any
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from precisionctl.engines.rules.ignore_lists import BY_END_OR_REGEX, BY_NAME_OR_REGEX, words
 from precisionctl.engines.rules.ignored_modules import Unquantized, linears
-from precisionctl.engines.rules.names_in_memory import joined_weights
 from precisionctl.engines.rules.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.engines.serving import EXPERT
-from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import codes_kind
 from precisionctl.quant_methods.compressed_tensors import ConfigGroup, config_groups, read_group
 from precisionctl.quant_methods.scales import sibling
@@ -138,35 +129,3 @@ def _modules(directory: QuantizedDirectory) -> set[str]:
 def _kinds(group: ConfigGroup) -> list[str]:
     said = read_group(group)
     return list(dict.fromkeys(codes_kind(form, said.static) for form in said.formats))
-
-
-def wrongly_joined(
-    config: Mapping[str, Any], quantization: Mapping[str, Any], specs: Mapping[str, TensorSpec]
-) -> Breaches:
-    """The weights among these tensors that are joined or divided, and not in the format of the group by which they are
-    decoded. Of those whose names differ in numbers alone the first. transformers 5.24, quantizers/base.py
-    update_weight_conversions, integrations/compressed_tensors.py CompressedTensorsDequantize."""
-    groups = [*config_groups(quantization).values()]
-    if not groups:  # the KV cache alone is in FP8
-        return
-    forms = read_group(_group_of_joined(groups)).formats
-    packings = {form.packing for form in forms}
-    found = {packing for packing in packings if packing is None or packing.suffix}  # INT8 in bytes it does not find
-    wrong = [name for name, spec in specs.items() if name.endswith(".weight") and spec.packing not in found]
-    codes = (name for name, spec in specs.items() if spec.is_codes)
-    beside = " or ".join(dict.fromkeys(form.name for form in forms))
-    for name in joined_weights(config, wrong, codes) if wrong else ():  # it imports transformers, which takes seconds
-        yield name, f"{_in_words(specs[name])}, beside {beside}"
-
-
-def _in_words(spec: TensorSpec) -> str:
-    return f"{spec.codes_name} codes" if spec.is_codes else f"{spec.dtype} values"
-
-
-def _group_of_joined(groups: Sequence[ConfigGroup]) -> ConfigGroup:
-    """The one of these config groups by which what is joined is decoded: the first with an expression that says
-    `experts`, else the first that targets a class or a name, else the first (CompressedTensorsDequantize:
-    get_experts_scheme)."""
-    of_experts = (each for each in groups if any(to.startswith("re:") and "experts" in to for to in each.targets))
-    of_names = (each for each in groups if any(not to.startswith("re:") for to in each.targets))
-    return next(chain(of_experts, of_names), groups[0])

@@ -1,0 +1,48 @@
+"""What an engine asks of single models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from precisionctl.engines.rules.rule import Breaches, EngineRule, QuantizedDirectory
+from precisionctl.errors import shown
+from precisionctl.quant_methods.fp8 import expert_dtype
+from precisionctl.torch_when_used import torch
+
+
+@dataclass(frozen=True)
+class BlocksAlone:
+    """A model whose linears of this name (`linear`) an engine multiplies as blocks of FP8 alone, under scales that it
+    takes for powers of two, by a `rule`."""
+
+    linear: str
+    rule: EngineRule
+
+    def concerns(self, name: str) -> bool:
+        """Whether a weight is such a linear's."""
+        return name.endswith(f".{self.linear}.weight")
+
+    def other_scales(self, directory: QuantizedDirectory) -> Breaches:
+        """Such linears under scales that are no powers of two."""
+        for name in filter(self.concerns, directory.scales):
+            scales = directory.read(directory.scales[name].weight).float()
+            if bool((torch.frexp(scales).mantissa != 0.5).any()):
+                yield name, "scales that are no powers of two"
+
+
+@dataclass(frozen=True)
+class ExpertDtype:
+    """A model whose experts an engine takes for MXFP4 (`fp4`) or for blocks of FP8 (`fp8`) as config.json `said`, by a
+    `rule`."""
+
+    said: Callable[[Mapping[str, Any]], object]
+    rule: EngineRule
+
+    def contradicted(self, directory: QuantizedDirectory) -> Breaches:
+        """That config.json says another dtype than experts have."""
+        codes = {name: directory.specs[name] for name in directory.scales}
+        said, has = self.said(directory.config), expert_dtype(directory.config, codes).get("expert_dtype")
+        if has and said != has:
+            yield "config.json", f"experts are {has}, and taken for {shown(said)}"
