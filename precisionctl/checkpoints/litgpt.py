@@ -218,8 +218,8 @@ def _placed(
         elif pattern in family.names:
             padded = pattern in VOCABULARY and tensor.spec.rows > model.vocab_size
             made = {family.names[pattern]: _rows(tensor, [(0, model.vocab_size)], file) if padded else tensor}
-        for module, part in made.items():
-            yield source, f"{with_numbers(module, numbers)}.{kind}", part
+        for published, rows in made.items():
+            yield source, f"{with_numbers(published, numbers)}.{kind}", rows
         if not made:
             yield source, name, tensor
 

@@ -52,6 +52,8 @@ class TensorComparison:
 def compare_tensors(
     a: HfTensors, b: HfTensors, on_bytes: Callable[[int], None], workers: int
 ) -> list[TensorComparison]:
+    """Compare all tensors that either side has, in this order: A's, then what B alone has. `on_bytes` is told how many
+    bytes each of them has, as one after the other is done."""
     sizes = {name: a.nbytes(name) for name in (*a.specs, *b.specs)}
     found: dict[str, TensorComparison] = {}
     results = in_processes(lambda name: _compare_tensor(name, a, b), [*sizes], [*sizes.values()], workers)

@@ -90,7 +90,7 @@ Places: TypeAlias = dict[str, tuple[Path, StoredTensor]]
 class StoredTensors:
     """Tensors in one or several files, as a source (`Chunked`)."""
 
-    def __init__(self, places: Mapping[str, tuple[Path, StoredTensor]]) -> None:
+    def __init__(self, places: Places) -> None:
         self.places = places
         self.specs: Mapping[str, TensorSpec] = {name: stored.spec for name, (_, stored) in places.items()}
 
