@@ -280,7 +280,7 @@ def test_findings_that_differ_in_numbers_alone_are_told_once_and_json_has_all(sp
     assert told.exit_code == 1
     for linear in ("gate_proj", "up_proj", "down_proj"):
         assert told.stdout.count(f"experts.*.{linear}.weight") == 1
-        assert f"the first   model.layers.1.mlp.experts.0.{linear}.weight " in told.stdout
+        assert f"the first   model.layers.1.mlp.experts.0.{linear}.weight\n" in told.stdout
     counts = [line.split()[1] for line in told.stdout.splitlines() if line.split()[:1] == ["count"]]
     assert counts == ["8", "8", "8"] and "experts.1" not in told.stdout
     findings = json.loads(run("verify", spread, "--target", "vllm", "--tp", 2, "--json").stdout)["findings"]

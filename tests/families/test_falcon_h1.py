@@ -88,9 +88,9 @@ def test_heads_of_a_mixer_are_those_that_transformers_makes(said: dict[str, Any]
         ({"attn_layer_indices": [0]}, UnknownArchitecture, "attn_layer_indices"),
         ({"mamba_n_heads": 16}, DamagedCheckpoint, "16 heads of 4 channels in a mixer, which mamba_d_ssm says has 128"),
         ({"mamba_d_ssm": "x", "mamba_d_head": "auto"}, DamagedCheckpoint, "mamba_d_ssm is 'x', not a size"),
-        ({"ssm_multipliers": [1.0] * 4}, DamagedCheckpoint, "ssm multipliers are .*, not 5 numbers"),
-        ({"mlp_multipliers": "x"}, DamagedCheckpoint, "mlp multipliers are 'x', not 2 numbers"),
-        ({"key_multiplier": "x"}, DamagedCheckpoint, "key multiplier is 'x'"),
+        ({"ssm_multipliers": [1.0] * 4}, DamagedCheckpoint, "ssm_multipliers is .*, not 5 numbers"),
+        ({"mlp_multipliers": "x"}, DamagedCheckpoint, "mlp_multipliers is 'x', not 2 numbers"),
+        ({"key_multiplier": "x"}, DamagedCheckpoint, "key_multiplier is 'x'"),
     ],
     ids=str,
 )

@@ -220,8 +220,9 @@ def test_inspect_tells_them(tmp_path: Path) -> None:
     published(tmp_path / "hf")
     done = command("inspect", tmp_path / "hf")
     assert done.exit_code == 0, done.stderr
-    assert "the last 3 layers read keys and values of earlier ones" in done.stdout
-    assert "an embedding of 16 for each layer" in done.stdout
+    shown = " ".join(done.stdout.split())  # lines of a table are folded
+    assert "the last 3 layers read keys and values of earlier ones" in shown
+    assert "an embedding of 16 for each layer" in shown
     told = json.loads(command("inspect", tmp_path / "hf", "--json").stdout)
     assert (told["model"]["num_kv_shared_layers"], told["model"]["per_layer_embed_dim"]) == (3, 16)
 

@@ -126,7 +126,7 @@ def test_a_setting_means_what_it_means_to_transformers(said: dict[str, Any], tmp
         ),
         (DamagedCheckpoint, "linear_attn_config is 7", {"linear_attn_config": 7}),
         (DamagedCheckpoint, "safe_gate is 'no'", of_delta_attention(gate_lower_bound=None, safe_gate="no")),
-        (DamagedCheckpoint, "kda_lower_bound is 1", of_delta_attention(gate_lower_bound=1)),
+        (DamagedCheckpoint, "gate_lower_bound is 1", of_delta_attention(gate_lower_bound=1)),
         (DamagedCheckpoint, "num_key_value_heads is 2", {"num_key_value_heads": 2}),
         (DamagedCheckpoint, "256 keys in pools of 3", {"index_kpool": 3}),
         (DamagedCheckpoint, "kpool is 0", {"index_kpool": 0}),
