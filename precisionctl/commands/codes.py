@@ -138,8 +138,8 @@ class _EngineCodes:
             raise RecipeError(what, do="Leave --fp8-state out.")
         method = engine.spells[scheme]
         rounding: ScaleRounding = "BF16" if engine.methods[method].bf16_scales else "FP32"
-        now = source.encodings_now
-        were_powers = now is not None and (in_powers_of_2(now) or all_mxfp4(now))  # values of MXFP4 stay exact
+        were = source.encodings  # of values too: those that have not changed get their codes again
+        were_powers = were is not None and (in_powers_of_2(were) or all_mxfp4(were))  # values of MXFP4 stay exact
         if scheme == "block" and (were_powers or source.plan.model.architecture in engine.blocks_alone):
             rounding = "powers of 2"
         return WeightFormat(quant_methods()[method], scheme, rounding)

@@ -3,13 +3,16 @@
 from dataclasses import replace
 from pathlib import Path
 
+import four_bit_directories
 import fp8_directories
 import pico
 import pytest
 import torch
+from conversions import run, tree
 from safetensors.torch import load_file, save_file
 from soaking import in_soak
 
+from precisionctl.checkpoints.chunks import read_values
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.codes.encoding import Encoding
 from precisionctl.commands.plan_command import plan_command
@@ -78,6 +81,36 @@ def test_powers_of_two_are_kept_and_new_blocks_get_some(tmp_path: Path) -> None:
     assert torch.equal(after[f"{other}_scale_inv"], before[f"{other}_scale_inv"].float())
     amax = values.float().abs().view(3, 128, 2, 128).amax((1, 3))
     assert torch.equal(after[f"{UP}_scale_inv"], torch.exp2(torch.ceil(torch.log2(amax / 448))))
+
+
+def test_values_that_were_codes_under_powers_of_two_are_again(tmp_path: Path) -> None:
+    """A block that was trained in between, too: an engine that is told `scale_fmt` takes no other scales."""
+    fp8_directories.make(tmp_path / "fp8", "fp8-ue8m0", **WHOLE)
+    run(tmp_path / "fp8", tmp_path / "megatron", "megatron", "fp32")
+    run(tmp_path / "megatron", tmp_path / "values", "hf")
+    values = torch.randn(load_file(tmp_path / "values/model.safetensors")[UP].shape) / 50
+    change(tmp_path / "values", UP, values)
+    direct, after = (export(tmp_path / name, tmp_path / f"of_{name}", "block") for name in ("fp8", "values"))
+    for name in ("fp8", "values"):
+        told = HuggingFaceReader(tmp_path / f"of_{name}").config["quantization_config"]
+        assert told["scale_fmt"] == "ue8m0"
+    assert {name for name in direct if not torch.equal(direct[name], after[name])} == {UP, f"{UP}_scale_inv"}
+    amax = values.abs().view(3, 128, 2, 128).amax((1, 3))
+    assert torch.equal(after[f"{UP}_scale_inv"], torch.exp2(torch.ceil(torch.log2(amax / 448))))
+
+
+@pytest.mark.parametrize("spelling", ["modelopt-mxfp4", *in_soak("quark-mxfp4")])
+def test_values_of_mxfp4_are_exact_in_blocks_whether_they_are_codes_or_were(tmp_path: Path, spelling: str) -> None:
+    decoded = four_bit_directories.make(tmp_path / "codes", spelling)
+    run(tmp_path / "codes", tmp_path / "values", "hf", "bf16")
+    for name in ("codes", "values"):
+        export(tmp_path / name, tmp_path / f"of_{name}", "block", keep_misfits=True)
+    one, other = (tree(tmp_path / f"of_{name}") for name in ("codes", "values"))
+    assert one["model.safetensors"] == other["model.safetensors"] and one["config.json"] == other["config.json"]
+    found = HuggingFaceReader(tmp_path / "of_values")
+    assert found.config["quantization_config"]["scale_fmt"] == "ue8m0"
+    coded = found.encodings.keys() & decoded.keys()
+    assert coded and all(torch.equal(read_values(found, found.encodings, name), decoded[name]) for name in coded)
 
 
 def test_other_schemes_say_nothing_of_powers_of_two(tmp_path: Path) -> None:
