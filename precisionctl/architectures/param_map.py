@@ -80,7 +80,8 @@ class Row:
     - `keeps_dtype`: whether values keep their stored dtype, whatever the target's is
     - `integers_below`: a field of ModelShape, if they are integers from 0 to below it, which keep their dtype too
     - `wide_beside`: for a norm that is 1 more in Hugging Face than in Megatron, and would lose bits in BF16: it is FP32
-      in Megatron, whatever is stored, and on the way back gets the dtype of the parameter of this name beside it
+      in Megatron, whatever is stored or asked for, and on the way back as wide as the parameters of these names beside
+      it
     - `as_stored`: the same row under the source's names, if other names are written
     """
 
@@ -98,7 +99,7 @@ class Row:
     keeps_dtype: bool = False
     integers_below: str | None = None
     only_exported: bool = False
-    wide_beside: str | None = None
+    wide_beside: tuple[str, ...] = ()
     as_stored: Row | None = None
 
     @property

@@ -76,6 +76,7 @@ def build(source: Source, result: Result) -> PlannedCommand:
         notes=tuple(result.notes),
         states=result.states,
         trained=source.trained,
+        masters=source.masters,
         encodings=result.encodings,
         weights_digest=source.known.weights_digest,
     )

@@ -174,7 +174,7 @@ def rounded_notes(reader: Reader, plan: Plan) -> Iterator[str]:
     rounded = [
         name
         for job in plan.jobs
-        if not _was_widened(job, reader)
+        if not _was_widened(job, reader, plan)
         for name in job.writes
         if _is_rounded(job, name, reader, plan)
     ]
@@ -193,19 +193,42 @@ def rounded_notes(reader: Reader, plan: Plan) -> Iterator[str]:
 
 
 def narrowed_notes(reader: Reader, plan: Plan) -> Iterator[str]:
-    """A note on norms that only Megatron needs in FP32 (`Row.wide_beside`), and that are of 16 bits in the result."""
-    jobs = [job for job in plan.jobs if _was_widened(job, reader)]
-    narrowed = [name for job in jobs for name in job.writes if _is_rounded(job, name, reader, plan)]
-    if narrowed:
+    """Notes on norms that only Megatron needs in FP32 (`Row.wide_beside`), and that are of 16 bits in the result."""
+    jobs = [job for job in plan.jobs if _was_widened(job, reader, plan) and plan.targets[job.writes[0]].dtype in _SHORT]
+    of_fp32 = [job.writes[0] for job in jobs if _is_rounded(job, job.writes[0], reader, plan)]
+    if of_fp32:
         yield (
-            f"{counted(len(narrowed), 'norm is', 'norms are')} FP32 in Megatron so that no bit is lost there, and of "
+            f"{counted(len(of_fp32), 'norm is', 'norms are')} FP32 in Megatron so that no bit is lost there, and of "
             "16 bits in the result, as the parameters beside them: exact, unless they were trained, or FP32 before "
-            f"Megatron had them. The first is {narrowed[0]}."
+            f"Megatron had them. The first is {of_fp32[0]}."
+        )
+    if others := [job.writes[0] for job in jobs if job.writes[0] not in of_fp32]:
+        yield (
+            f"{counted(len(others), 'norm is', 'norms are')} stored less 1 in Megatron, in 16 bits, and rounded to "
+            f"16 bits in the result; FP32 would be exact. The first is {others[0]}."
         )
 
 
-def _was_widened(job: Job, reader: Reader) -> bool:
-    return bool(job.row.wide_beside) and reader.layout == "megatron"
+def joined_notes(reader: Reader, plan: Plan) -> Iterator[str]:
+    """A note on tensors that become wider because they are merged with wider ones."""
+    widened = []
+    for job in plan.jobs:
+        values = [name for name in job.reads if name in reader.specs and not reader.specs[name].is_codes]
+        written = {plan.targets[name].dtype for name in job.writes}
+        if len({reader.specs[name].dtype for name in values}) > 1 and len(written) == 1:
+            widened += [name for name in values if reader.specs[name].dtype not in written]
+    if widened:
+        yield (
+            f"{counted(len(widened), 'tensor becomes', 'tensors become')} FP32, as part of one tensor with others that "
+            "need it: no value changes, but the way back does not give them their dtype again. The first is "
+            f"{widened[0]}."
+        )
+
+
+def _was_widened(job: Job, reader: Reader, plan: Plan) -> bool:
+    """Whether a job writes norms as Hugging Face has them that were less one in Megatron."""
+    shifted = bool(job.row.wide_beside) and not job.row.moves_rows(plan.model)
+    return shifted and reader.layout == "megatron" and plan.to_layout == "hf"
 
 
 def _is_rounded(job: Job, name: str, reader: Reader, plan: Plan) -> bool:

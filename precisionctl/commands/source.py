@@ -13,6 +13,7 @@ from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceTensors
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.directory import MegatronReader
+from precisionctl.checkpoints.megatron.logical import MASTER
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader, of_trainer
 from precisionctl.commands.hints import open_hinted
@@ -24,7 +25,7 @@ from precisionctl.conversion.known_state import KnownState, known_state
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import Engine, engine_named
-from precisionctl.errors import PrecisionError, RecipeError
+from precisionctl.errors import CheckpointError, PrecisionError, RecipeError
 from precisionctl.export.gguf.gguf_plan import hf_names
 from precisionctl.export.input_scales import state_of_input_scales
 from precisionctl.export.mlx_plan import names_as_codes
@@ -47,8 +48,8 @@ class Source:
 
     `files` are its files as they were when it was opened. `encodings` is how its weights are encoded, or once were.
     `known` is its FP8 state, from training or `calibrate`. `trained` is the reader, if its optimizer is converted too,
-    else None. `engine` is the engine to encode weights for; None if the result has values, or the codes that weights
-    had before.
+    else None, and `masters` the reader, if its optimizer's FP32 masters become the weights. `engine` is the engine to
+    encode weights for; None if the result has values, or the codes that weights had before.
     """
 
     request: Request
@@ -58,6 +59,7 @@ class Source:
     encodings: WeightEncodings | None
     known: KnownState
     trained: MegatronReader | TrainedReader | None
+    masters: MegatronReader | TrainedReader | None
     engine: Engine | None
 
     @cached_property
@@ -117,6 +119,7 @@ def open_source(request: Request) -> Source:
     files = fingerprints(reader.files)
     encodings = _encodings(request, reader)
     trained = _trained(request, reader)
+    masters = _masters(request, reader, trained)
     were_codes = encodings is not None and bool(encodings.quantization)
     engine = None
     if request.kind == "codes" and (request.chooses_codes or not were_codes):
@@ -127,6 +130,7 @@ def open_source(request: Request) -> Source:
         dtype=_dtype_of_values(request, reader),
         parallelism=storage.parallelism,
         optimizer=trained is not None,
+        masters=masters is not None,
         naming=_naming(request, reader, engine),
         codes=_named_as_codes(request, reader, encodings),
     )
@@ -146,7 +150,7 @@ def open_source(request: Request) -> Source:
         plan = choose(plan, request.include, request.exclude)
     if encodings and request.kind != "values":
         check_model(encodings, plan)
-    return Source(request, reader, files, plan, encodings, known, trained, engine)
+    return Source(request, reader, files, plan, encodings, known, trained, masters, engine)
 
 
 def _encodings(request: Request, reader: Reader) -> WeightEncodings | None:
@@ -196,6 +200,29 @@ def _trained(request: Request, reader: Reader) -> MegatronReader | TrainedReader
             do="Leave --precision out; --drop-optimizer writes the weights alone.",
         )
     return reader
+
+
+def _masters(
+    request: Request, reader: Reader, trained: MegatronReader | TrainedReader | None
+) -> MegatronReader | TrainedReader | None:
+    """The reader, if the result's weights are the FP32 masters of its optimizer: wherever weights are FP32, and where a
+    state dict has no other place for masters. Of an optimizer that cannot be read, or that is dropped, nothing is."""
+    if trained and request.storage.is_state_dict:
+        return trained
+    if request.kind != "values" or request.dtype_of_values != DType.float32 or request.drop_optimizer:
+        return None
+    return with_masters(reader)
+
+
+def with_masters(reader: Reader) -> MegatronReader | TrainedReader | None:
+    """The reader, if it has an optimizer that can be read, with FP32 masters."""
+    if not (of_megatron(reader) or of_trainer(reader)):
+        return None
+    try:
+        has_some = any(name.startswith(MASTER) for name in reader.optimizer_specs)
+    except CheckpointError:  # a note says what is wrong with it
+        return None
+    return reader if has_some else None
 
 
 def _naming(request: Request, reader: Reader, engine: Engine | None) -> Naming:

@@ -20,6 +20,7 @@ from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
     code_notes,
     decoded_notes,
+    joined_notes,
     known_state_notes,
     narrowed_notes,
     payload_notes,
@@ -28,7 +29,7 @@ from precisionctl.commands.notes import (
     tower_notes,
 )
 from precisionctl.commands.request import numerics
-from precisionctl.commands.source import Source
+from precisionctl.commands.source import Source, with_masters
 from precisionctl.commands.source_notes import decoded_base_notes, source_notes
 from precisionctl.commands.storage import DCP, TORCHTITAN, Storage
 from precisionctl.conversion.known_state import NOT_KNOWN
@@ -97,6 +98,9 @@ def _notes(source: Source, run: CarriedRun) -> Iterator[str]:
     yield from source_notes(source)
     yield from decoded_base_notes(reader)
     yield from narrowed_notes(reader, plan)
+    yield from _master_notes(source)
+    if source.request.dtype_of_values is None:
+        yield from joined_notes(reader, plan)
     if storage.layout == "megatron":
         yield from tower_notes(plan)
         yield from stage_notes(plan.parallelism, plan.model.num_layers)
@@ -123,6 +127,18 @@ def _default_notes(source: Source) -> Iterator[str]:
     if defaults:
         values = ", ".join(f"{key} {value}" for key, value in defaults.items())
         yield f"The source does not say all settings of its optimizer, and the result has PyTorch's defaults: {values}."
+
+
+def _master_notes(source: Source) -> Iterator[str]:
+    """A note on what weights of FP32 are, where the source has them in 16 bits beside an optimizer's masters."""
+    storage, stored = source.request.storage, source.reader.specs.values()
+    narrow = any(len(spec.shape) > 1 and spec.dtype != DType.float32 for spec in stored)
+    if source.request.dtype_of_values != DType.float32 or storage.is_state_dict or not narrow:
+        return
+    if source.masters:
+        yield "The weights are the optimizer's FP32 masters, of which the source's weights are the rounding."
+    elif with_masters(source.reader):
+        yield "The optimizer's FP32 masters stay behind, too: the weights are their rounding, as FP32."
 
 
 def _stateless_notes(recipe: Precision | None) -> Iterator[str]:

@@ -54,8 +54,9 @@ class PlannedCommand:
     `asked` is what decides the result besides the plan. `files` are the source's as they were when it was opened: in
     one that has changed since, tensors may have other places. `notes` are planning's notes for the user. `states` is
     the FP8 state of the result, or a function that makes it when all weights have been read. `trained` is the reader if
-    its optimizer is converted, too. `encodings` is how the weights are, or were, encoded: it is stored beside
-    values, or used to make codes. `weights_digest` is that of the source's weights, taken if it has FP8 state.
+    its optimizer is converted, too, and `masters` if the weights are made of its optimizer's masters. `encodings` is
+    how the weights are, or were, encoded: it is stored beside values, or used to make codes. `weights_digest` is that
+    of the source's weights, taken if it has FP8 state.
     """
 
     reader: Reader
@@ -67,6 +68,7 @@ class PlannedCommand:
     notes: tuple[str, ...]
     states: Fp8States | MakeStates | None = None
     trained: MegatronReader | TrainedReader | None = None
+    masters: MegatronReader | TrainedReader | None = None
     encodings: WeightEncodings | None = None
     weights_digest: str | None = None
 
@@ -77,8 +79,18 @@ class PlannedCommand:
 
     @property
     def source(self) -> TensorSource:
-        """The source of tensors: the model, with the optimizer if it is converted, too."""
-        return WithOptimizer(self.trained) if self.trained else self.reader
+        """The source of tensors: the model, with the optimizer if anything is read of it."""
+        return WithOptimizer(self._optimizer) if self._optimizer else self.reader
+
+    @property
+    def in_buckets(self) -> TorchDistReader | None:
+        """The reader of an optimizer that is stored without the names of parameters; None for any other."""
+        reader = self._optimizer
+        return reader if isinstance(reader, TorchDistReader) and reader.in_buckets else None
+
+    @property
+    def _optimizer(self) -> MegatronReader | TrainedReader | None:
+        return self.trained or self.masters
 
     @property
     def former(self) -> Mapping[str, Encoding]:
@@ -120,8 +132,8 @@ def execute(
     _check_source(command)
     with disk_problems(command.output), _journal(command, restart, ranks) as journal:
         masters_note = ""
-        if ranks.first and isinstance(command.trained, TorchDistReader) and command.trained.in_buckets:
-            masters_note = prove_masters(command.trained)
+        if ranks.first and command.in_buckets:
+            masters_note = prove_masters(command.in_buckets)
         found = convert(
             command.plan,
             command.source,

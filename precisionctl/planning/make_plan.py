@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import reduce
+from itertools import cycle
 from pathlib import Path
 from typing import Protocol
 
@@ -30,6 +31,7 @@ from precisionctl.param import (
 from precisionctl.planning import checks
 from precisionctl.planning.optimizer_jobs import OptimizerSource, optimizer_jobs, reading_masters
 from precisionctl.planning.plan import Job, Plan
+from precisionctl.planning.segments import keeps_tensors
 from precisionctl.sizes import counted
 
 
@@ -53,18 +55,21 @@ def make_plan(
     dtype: DType | None = None,
     parallelism: Parallelism = ONE_RANK,
     optimizer: bool = False,
+    masters: bool = False,
     naming: Naming = "as stored",
     codes: Collection[str] = (),
 ) -> Plan:
     """Plan the way from `source` to a checkpoint of layout `target`.
 
-    `dtype` is that of all target tensors, except rows that keep their stored one (`Row.keeps_dtype`). None keeps the
-    stored dtype, with FP8 codes decoded to BF16. With `optimizer`, the state of the source's optimizer goes along: in
-    FP32, or as it is stored if both sides are Megatron's.
+    `dtype` is that of all target tensors, except rows that keep their stored one (`Row.keeps_dtype`) or are wider in
+    Megatron (`Row.wide_beside`). None keeps the stored dtype, with FP8 codes decoded to BF16; in Megatron's layout that
+    is the one that holds all that is merged. With `optimizer`, the state of the source's optimizer goes along: in FP32,
+    or as it is stored if both sides are Megatron's. With `masters`, weights are made of its FP32 masters, where it has
+    any.
 
     `naming` chooses names of the target, where there is a choice, and `codes` are weights that are to have the names
-    that they had as codes. What is named as trainers have it (`OF_TRAINERS`) also has copies of tied tensors, and FP32
-    masters as weights if there are any.
+    that they had as codes. What is named as trainers have it (`OF_TRAINERS`) also has copies of tied tensors, and with
+    `optimizer` no masters beside the weights, but as weights.
 
     Raises UnknownArchitecture, UnmappedTensor, MissingTensor, ShapeMismatch, MappingError or PrecisionError.
     """
@@ -89,11 +94,11 @@ def make_plan(
         by_row = {row: _row_jobs(row, architecture.aliases, model, source, target, naming) for row in rows}
         jobs = [job for row_jobs in by_row.values() for job in row_jobs]
         _check_consumed(jobs, derived, source)
-        trained = source if optimizer and isinstance(source, OptimizerSource) else None
+        trained = source if (optimizer or masters) and isinstance(source, OptimizerSource) else None
         specs = {**source.specs, **(trained.optimizer_specs if trained else {})}
-        masters = trained.optimizer_specs if trained and naming in OF_TRAINERS else {}
-        if masters:
-            by_row = {row: reading_masters(row_jobs, masters) for row, row_jobs in by_row.items()}
+        of_weights = trained.optimizer_specs if trained and (masters or naming in OF_TRAINERS) else {}
+        if of_weights:
+            by_row = {row: reading_masters(row_jobs, of_weights) for row, row_jobs in by_row.items()}
         targets: dict[str, TensorSpec] = {}
         for row, row_jobs in by_row.items():
             if not row_jobs:
@@ -103,12 +108,16 @@ def make_plan(
             shapes = row.shapes(model, target)
             for job in row_jobs:
                 made = None if row.keeps_dtype or row.integers_below else dtype
-                if made is None and row.wide_beside and source.layout != target and not row.moves_rows(model):
-                    made = DType.float32 if target == "megatron" else _narrowed(job, specs, masters)
-                targets |= _targets(job, shapes, model, target, made or _stored_dtype(job, specs))
+                if row.wide_beside and not row.moves_rows(model):
+                    if target == "megatron":
+                        made = _widened(made, source.layout)
+                    elif made is None and source.layout == "megatron":
+                        made = _narrowed(job, specs, of_weights)
+                dtypes = [made] if made else _stored_dtypes(job, specs, source.layout, target)
+                targets |= _targets(job, shapes, model, target, dtypes)
         written = tuple(job for row_jobs in by_row.values() for job in row_jobs)
         plan = Plan(model, source.layout, target, written, targets, derived, parallelism)
-        if trained is None:
+        if trained is None or not optimizer:
             return plan
         return _with_optimizer(plan, jobs, trained, specs, stored, masters=naming not in OF_TRAINERS)
 
@@ -277,25 +286,41 @@ def _with_optimizer(
 
 
 def _targets(
-    job: Job, shapes: tuple[tuple[int, ...], ...], model: ModelShape, target: Layout, dtype: DType
+    job: Job, shapes: tuple[tuple[int, ...], ...], model: ModelShape, target: Layout, dtypes: Sequence[DType]
 ) -> dict[str, TensorSpec]:
+    """What a job writes, in one dtype or in one for each tensor; copies of its first one are like that."""
     parallel = job.row.cut(model) if target == "megatron" else REPLICATED
+    own = [*zip(shapes, dtypes if len(dtypes) > 1 else cycle(dtypes), strict=False)]
     return {
-        name: shared_spec(shapes[number] if number < len(shapes) else shapes[0], dtype, parallel)
-        for number, name in enumerate(job.writes)
+        name: shared_spec(*own[number if number < len(own) else 0], parallel) for number, name in enumerate(job.writes)
     }
 
 
-def _stored_dtype(job: Job, specs: Mapping[str, TensorSpec]) -> DType:
-    """The dtype that holds all that a job reads, FP8 codes taken for BF16."""
-    stored = (specs[name] for name in job.reads)
-    dtypes = [DType.bfloat16 if spec.is_codes else spec.dtype for spec in stored]
-    return reduce(DType.promoted, dtypes) if dtypes else DType.bfloat16
+def _stored_dtypes(job: Job, specs: Mapping[str, TensorSpec], source: Layout, target: Layout) -> list[DType]:
+    """The dtypes of what a job writes, if all are kept: each tensor's own, or where tensors are merged or split, the
+    one that holds all of them."""
+    dtypes = [_of_values(specs[name]) for name in job.reads]
+    if keeps_tensors(job.row, source, target):
+        return dtypes
+    return [reduce(DType.promoted, dtypes)] if dtypes else [DType.bfloat16]
+
+
+def _of_values(spec: TensorSpec) -> DType:
+    """The dtype of a tensor's values, FP8 codes taken for BF16."""
+    return DType.bfloat16 if spec.is_codes else spec.dtype
+
+
+def _widened(dtype: DType | None, source: Layout) -> DType | None:
+    """The dtype in Megatron of a norm that is less one there (`Row.wide_beside`), where `dtype` is asked for: FP32, or
+    as Megatron had it. 1 less than a number of 16 bits needs FP32, and nobody asks for its bits to be lost."""
+    return DType.float32 if source == "hf" or dtype == DType.float32 else None
 
 
 def _narrowed(job: Job, specs: Mapping[str, TensorSpec], masters: Mapping[str, TensorSpec]) -> DType:
-    """The dtype in Hugging Face of a norm of Megatron's that is `Row.wide_beside` another parameter: that one's, as it
-    is read itself or by its master; FP32 where both have the same, as 1 more than a number of 16 bits needs it."""
-    beside = f"{job.name.rsplit('.', 2)[0]}.{job.row.wide_beside}"
-    other = (masters.get(state_name("param", beside)) or specs[beside]).dtype
-    return DType.float32 if specs[job.reads[0]].dtype == other else other
+    """The dtype in Hugging Face of a norm of Megatron's that is `Row.wide_beside` other parameters: the one that holds
+    those, as they are read themselves or by their masters. A norm of 16 bits there is FP32, as 1 more needs it."""
+    if specs[job.reads[0]].dtype != DType.float32:
+        return DType.float32
+    beside = [f"{job.name.rsplit('.', 2)[0]}.{name}" for name in job.row.wide_beside]
+    read = [masters.get(state_name("param", name)) or specs[name] for name in beside]
+    return reduce(DType.promoted, map(_of_values, read))

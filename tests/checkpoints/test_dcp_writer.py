@@ -20,12 +20,16 @@ from transformers import PreTrainedModel
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.architectures.head_rearrangements import QKV, RotaryPairs
 from precisionctl.checkpoints.dcp import dcp_writer
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist import masters
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.worker import Worker
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint, RecipeError
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, RecipeError
 from precisionctl.param import MOMENTS
+from precisionctl.verify.compare import compare
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -156,6 +160,58 @@ def test_torchtitans_names_are_written_and_read_back_to_the_same_bytes(tmp_path:
     needing = {name for job in back.plan.jobs if worker.needs_torch(job) for name in job.reads}
     attention = {name for name in back.source.specs if re.search("[qkv]_proj", name)}  # one job for all three
     assert needing == attention | {"model.embed_tokens.weight"}  # which has a copy to compare
+
+
+@pytest.mark.parametrize("container", ["torch_dist", *in_soak("torch")])
+def test_weights_in_fp32_are_the_masters_wherever_they_go(tmp_path: Path, container: str) -> None:
+    """Also on detours. Weights in BF16 are their rounding, which `verify` knows."""
+    model, optimizer = trained("llama-3")
+    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    made = config_of(model, save(tmp_path / "made", states(model, optimizer)))
+    conversions.run(made, tmp_path / "m16", "megatron", "bf16", container=container)
+    told = conversions.run(tmp_path / "m16", tmp_path / "m32", "megatron", "fp32", container=container, verify=True)
+    assert any("weights are the optimizer's FP32 masters" in note for note in told.notes)
+    told = conversions.run(tmp_path / "m16", tmp_path / "of_m16", "hf", "fp32", verify=True)
+    assert any("weights are the optimizer's FP32 masters" in note for note in told.notes)
+    conversions.run(tmp_path / "m32", tmp_path / "of_m32", "hf")
+    for name in ("of_m16", "of_m32"):
+        found = load_file(tmp_path / name / "model.safetensors")
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[each], weights[each]) for each in weights)
+    m16, m32, alone = (open_checkpoint(tmp_path / name) for name in ("m16", "m32", "of_m16"))
+    assert compare(open_checkpoint(made), m32).equal
+    for one, other in ((m16, alone), (m32, m16)):
+        assert {tensor.status for tensor in compare(one, other).tensors} <= {"exact", "rounded"}
+    conversions.run(tmp_path / "m32", tmp_path / "again", "megatron", "bf16", container=container)
+    conversions.assert_same_tensors(tmp_path / "m16", tmp_path / "again")
+
+
+def test_without_the_optimizer_weights_in_fp32_are_what_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropped, or unreadable; and masters of a distributed optimizer are held against the weights first."""
+    model, optimizer = trained("llama-3")
+    made = config_of(model, save(tmp_path / "made", states(model, optimizer)))
+    conversions.run(made, tmp_path / "m16", "megatron", "bf16")
+    rounded = {name: tensor.detach().bfloat16().float() for name, tensor in model.state_dict().items()}
+    told = conversions.run(tmp_path / "m16", tmp_path / "dropped", "hf", "fp32", drop_optimizer=True)
+    assert any("masters stay behind, too: the weights are their rounding" in note for note in told.notes)
+    found = load_file(tmp_path / "dropped" / "model.safetensors")
+    assert all(torch.equal(found[each], rounded[each]) for each in rounded)
+    with monkeypatch.context() as in_buckets:
+        in_buckets.setattr(TorchDistReader, "in_buckets", True)
+        in_buckets.setattr(masters, "differing_masters", lambda reader: [*reader.optimizer_specs])
+        with pytest.raises(DamagedCheckpoint, match="masters are not those of the weights"):
+            conversions.run(tmp_path / "m16", tmp_path / "mistaken", "hf", "fp32")
+
+    def unreadable(reader: object) -> None:
+        raise CheckpointError("no names", do="-")
+
+    monkeypatch.setattr(TorchDistReader, "optimizer_specs", property(unreadable))
+    told = conversions.run(tmp_path / "m16", tmp_path / "unread", "hf", "fp32")
+    assert "The optimizer stays behind: no names." in told.notes
+    found = load_file(tmp_path / "unread" / "model.safetensors")
+    assert all(torch.equal(found[each], rounded[each]) for each in rounded)
 
 
 def test_masters_are_not_rounded_while_there_is_an_optimizer(tmp_path: Path) -> None:

@@ -51,6 +51,27 @@ def test_values_keep_their_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     assert_same_tensors(tmp_path / "hf", tmp_path / "back")
 
 
+def test_tensors_of_one_matrix_keep_their_own_dtypes_or_it_is_said_that_they_do_not(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    file = tmp_path / "hf" / "model.safetensors"
+    wide = {name: each.float() if "gate_proj" in name else each for name, each in load_file(file).items()}
+    save_file(wide, file, metadata={"format": "pt"})
+    one = run(tmp_path / "hf", tmp_path / "bin", "hf", container="bin", verify=True)
+    other = run(tmp_path / "bin", tmp_path / "again", "hf", verify=True)
+    assert_same_tensors(tmp_path / "hf", tmp_path / "again")
+    said = "2 tensors become FP32, as part of one tensor with others that need it"
+    assert not any(said in note for note in (*one.notes, *other.notes))
+    told = run(tmp_path / "hf", tmp_path / "megatron", "megatron").notes
+    assert any(said in note and "The first is model.layers.0.mlp.up_proj.weight." in note for note in told)
+    assert not any("become FP32" in note for note in run(tmp_path / "hf", tmp_path / "m32", "megatron", "fp32").notes)
+    run(tmp_path / "megatron", tmp_path / "back", "hf")
+    back = tensors(tmp_path / "back")
+    assert {name for name in wide if back[name].dtype != wide[name].dtype} == {
+        f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)
+    }
+    assert all(torch.equal(back[name].float(), wide[name].float()) for name in wide)
+
+
 def test_bf16_rounds_each_value_once_and_says_so_in_the_config(tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", dtype=torch.float32)
     run(tmp_path / "hf", tmp_path / "bf16", "hf", precision="bf16")

@@ -53,11 +53,72 @@ HF_NORM, MEGATRON_NORM = "linear_attn_norm_weight", "self_attention_out_norm_wei
 
 @pytest.mark.parametrize("norm", [DType.float32, DType.bfloat16, DType.float16])
 @pytest.mark.parametrize("beside", [DType.float32, DType.bfloat16, DType.float16])
-def test_megatron_has_a_norm_less_one_in_fp32_whatever_is_beside_it(norm: DType, beside: DType) -> None:
+def test_megatron_has_a_norm_less_one_in_fp32_whatever_is_beside_it_or_asked_for(norm: DType, beside: DType) -> None:
     model = pico.shape("qwen3-next")
     source = Source(model, stored(model, "hf", **{HF_NORM: norm, "A_log": beside}))
-    targets = make_plan(source, "megatron").targets
-    assert {targets[name].dtype for name in targets if ends(name, MEGATRON_NORM)} == {DType.float32}
+    for asked in (None, DType.bfloat16, DType.float32):
+        assert dtypes_of(MEGATRON_NORM, source, "megatron", asked) == {DType.float32}
+
+
+@pytest.mark.parametrize("norm", [DType.float32, DType.bfloat16])
+def test_from_megatron_to_megatron_a_norm_less_one_is_not_rounded(norm: DType) -> None:
+    model = pico.shape("qwen3-next")
+    source = Source(model, stored(model, "megatron", **{MEGATRON_NORM: norm}), "megatron")
+    assert dtypes_of(MEGATRON_NORM, source, "megatron", None) == {norm}
+    assert dtypes_of(MEGATRON_NORM, source, "megatron", DType.bfloat16) == {norm}
+    assert dtypes_of(MEGATRON_NORM, source, "megatron", DType.float32) == {DType.float32}
+
+
+@pytest.mark.parametrize(
+    ("norm", "a_log", "weights", "there"),
+    [
+        (DType.float32, DType.bfloat16, DType.bfloat16, DType.bfloat16),  # Qwen3-Next as published
+        (DType.float32, DType.float32, DType.bfloat16, DType.float32),  # Qwen3.5 as published
+        (DType.float32, DType.bfloat16, DType.float32, DType.float32),  # A_log keeps its dtype in a result of FP32
+        (DType.float32, DType.float16, DType.float16, DType.float16),
+        (DType.bfloat16, DType.bfloat16, DType.bfloat16, DType.float32),  # as Megatron trains it: 1 more needs FP32
+        (DType.bfloat16, DType.float32, DType.bfloat16, DType.float32),
+    ],
+)
+def test_hugging_face_has_the_norm_as_wide_as_what_is_beside_it(
+    norm: DType, a_log: DType, weights: DType, there: DType
+) -> None:
+    model = pico.shape("qwen3-next")
+    dtypes = {MEGATRON_NORM: norm, "A_log": a_log, "out_proj_weight": weights}
+    source = Source(model, stored(model, "megatron", **dtypes), "megatron")
+    assert dtypes_of(HF_NORM, source, "hf", None) == {there}
+    assert dtypes_of(HF_NORM, source, "hf", DType.bfloat16) == {DType.bfloat16}
+
+
+def dtypes_of(end: str, source: Source, target: Layout, asked: DType | None) -> set[DType]:
+    """Those that are planned for tensors with this end of a name."""
+    return {spec.dtype for name, spec in make_plan(source, target, dtype=asked).targets.items() if ends(name, end)}
+
+
+@pytest.mark.parametrize("family", ["llama-3", "cohere2-moe"])
+def test_within_hugging_face_each_tensor_keeps_its_own_dtype(family: str) -> None:
+    """Also those that Megatron merges: gate and up, queries and keys."""
+    model = pico.shape(family)
+    specs = stored(model, "hf", gate_proj_weight=DType.float32, k_proj_weight=DType.float16)
+    plan = make_plan(Source(model, specs), "hf")
+    assert plan.targets == specs
+    merged = make_plan(Source(model, specs), "megatron").targets
+    assert {spec.dtype for name, spec in merged.items() if ends(name, "linear_qkv_weight")} == {DType.float32}
+
+
+def test_masters_are_weights_where_they_are_asked_for_and_there() -> None:
+    model = pico.shape("llama-3")
+    specs = stored(model, "megatron")
+    state = {state_name("param", name): TensorSpec(spec.shape, DType.float32) for name, spec in specs.items()}
+    missing = state_name("param", "decoder.final_layernorm.weight")
+    del state[missing]
+    source = Source(model, specs, "megatron", state)
+    for target in ("hf", "megatron"):
+        plan = make_plan(source, target, dtype=DType.float32, masters=True)  # type: ignore[arg-type]
+        read = {name for job in plan.jobs for name in job.reads}
+        assert read == state.keys() | {"decoder.final_layernorm.weight"}
+        assert not any(job.name.startswith("optimizer.") for job in plan.jobs)
+    assert not any(name in state for job in make_plan(source, "hf", dtype=DType.float32).jobs for name in job.reads)
 
 
 @pytest.mark.parametrize("norm", [DType.bfloat16, DType.float32])

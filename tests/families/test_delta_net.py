@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import conversions
 import pico
 import pytest
 import torch
@@ -21,11 +22,14 @@ from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch, UnknownArchitecture
 from precisionctl.param import Parallelism
+from precisionctl.planning import make_plan
 from precisionctl.trainer.model.recurrent import delta_rule
 from precisionctl.trainer.model.recurrent.delta_rule import gated_delta_rule
 from precisionctl.trainer.model.recurrent.recurrence import CHUNK
+from precisionctl.verify.compare import compare
 
 
 def inputs(length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -174,6 +178,17 @@ def test_a_published_checkpoint_comes_back_from_any_division(
     assert [n for n in stored if back[n].dtype != stored[n].dtype or not torch.equal(back[n], stored[n])] == []
 
 
+@pytest.mark.parametrize("precision", ["bf16", *in_soak("fp8")])
+def test_a_norm_in_bf16_is_exact_in_megatron_whatever_precision_is_asked_for(tmp_path: Path, precision: str) -> None:
+    stored = published(tmp_path / "hf", "qwen3-next")
+    conversions.run(tmp_path / "hf", tmp_path / "m", "megatron", precision)
+    assert compare(open_checkpoint(tmp_path / "hf"), open_checkpoint(tmp_path / "m")).equal
+    conversions.run(tmp_path / "m", tmp_path / "m2", "megatron", precision)
+    conversions.run(tmp_path / "m2", tmp_path / "back", "hf")
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert [n for n in stored if back[n].dtype != stored[n].dtype or not torch.equal(back[n], stored[n])] == []
+
+
 def test_torch_dist_has_the_parts_of_a_delta_net_as_megatron_core_stores_them(tmp_path: Path) -> None:
     """Names and shapes of GatedDeltaNet.sharded_state_dict, megatron-core 0.16.1."""
     pico.save(tmp_path / "hf", "qwen3-5", dtype=torch.bfloat16)
@@ -232,11 +247,15 @@ def test_a_config_of_layers_that_are_not_known_is_refused_by_name() -> None:
         prediction_layers("mtp_num_hidden_layers").read({"mtp_num_hidden_layers": 2})
 
 
-def test_what_a_run_trained_is_in_hugging_face_to_the_bit(tmp_path: Path) -> None:
+def test_what_a_run_trained_is_in_hugging_face_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's BF16 norms are their factors less one: these need FP32, and keep it on the way back."""
     published(tmp_path / "hf", "qwen3-5")
-    execute(plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron", "bf16")))
+    with monkeypatch.context() as in_bf16:  # as Megatron's own run has all of its parameters
+        in_bf16.setattr(make_plan, "_widened", lambda dtype, source: DType.bfloat16)
+        execute(plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron", "bf16")))
     execute(plan_command(Request(tmp_path / "m", tmp_path / "there", "hf")))
+    told = plan_command(Request(tmp_path / "m", tmp_path / "never", "hf", "bf16")).notes
+    assert any("3 norms are stored less 1 in Megatron, in 16 bits, and rounded" in note for note in told)
     execute(plan_command(Request(tmp_path / "there", tmp_path / "back", "megatron")))
     one, other = (open_checkpoint(tmp_path / name) for name in ("m", "back"))
     assert one.specs.keys() == other.specs.keys()

@@ -61,7 +61,7 @@ def delta_net(arrangement: Rearrangement, *in_proj: str, values: tuple[str, ...]
                     f"{_MEGATRON}out_norm.weight",
                     ("gdn.value_head_dim",),
                     ORDINARY_GAMMA,
-                    wide_beside="A_log",
+                    wide_beside=("A_log", "out_proj.weight"),  # A_log alone is FP32 in some releases
                 ),
                 OUT_PROJ,
             ),
