@@ -7,6 +7,7 @@ The state of parameters is counted as in Rajbhandari et al., "ZeRO" (2020, arXiv
 from dataclasses import dataclass
 from functools import partial
 
+from precisionctl.architectures.families import table_of
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import ParallelSettings, Recipe
 from precisionctl.trainer.backends.choose import BackendName
@@ -70,13 +71,11 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
 
 def _histories(model: ModelShape, recipe: Recipe) -> int:
     """Bytes of the FP32 histories of five roles: twice, as updates make new ones, for a capacity of up to twice as
-    many."""
+    many. Modules that a recipe keeps in BF16 are counted too."""
     if not recipe.precision.keeps_state:
         return 0
-    of_experts = model.moe.num_experts + 1 if model.moe else 0
-    # The two of attention beside those of an MLP, and those of a mixer, where a layer is no single block
-    beside = 4 if model.parallel_mixers else 0 if model.mamba else 2
-    gemms = sum(beside + 2 * (of_experts if model.has_experts(layer) else 1) for layer in range(model.num_layers))
+    rows = (row for row in table_of(model).spelled({}, model) if row.present.in_layout("megatron", model))
+    gemms = sum(row.count(model) for row in rows if row.gemm and not row.unused and not row.of_prediction)
     return 5 * gemms * recipe.precision.delayed.amax_history_len * 4 * 4
 
 

@@ -199,10 +199,21 @@ WIDE = {"hidden_size": 128, "ffn_hidden_size": 256}
 LONG = {"data__sequence_length": 256, "train__micro_batch_size": 4, "train__batch_size": 8}
 
 
-@pytest.mark.parametrize("family", ["llama-2", "falcon-h1", "nemotron-h", "qwen3-next"])
-def test_histories_are_those_of_all_roles_of_the_linears_that_keep_state(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama-2", {}),
+        ("falcon-h1", {}),
+        ("nemotron-h", {}),
+        ("qwen3-next", {}),
+        ("deepseek-v4", {}),
+        ("kimi-linear", {}),
+        ("gemma4-small", {"stores_unused": True}),
+    ],
+)
+def test_histories_are_those_of_all_roles_of_the_linears_that_keep_state(family: str, changes: dict[str, Any]) -> None:
     """Twice, as updates make new ones, with a capacity of up to twice as many."""
-    model, made = shape(family), recipe("fp8-delayed")
+    model, made = replace(shape(family), **changes), recipe("fp8-delayed")
     views = [view for linear in fp8_linears(GPT(model, made.precision)).values() for view in linear.fp8_views()]
     gemms = sum(role == "weight" for role, _ in views)
     longer = recipe("fp8-delayed", precision__delayed__amax_history_len=1016)
