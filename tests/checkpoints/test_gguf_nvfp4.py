@@ -1,7 +1,9 @@
 """NVFP4 in GGUF: codes of the source that are kept, with the scales of weights and of inputs."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import four_bit_directories
@@ -12,18 +14,26 @@ import pytest
 import torch
 from gguf_files import export, source, stored_tensors
 from gguf_tokenizers import SIZE
+from pico import shape
 from safetensors.torch import load_file, save_file
 
+from precisionctl.architectures.families import table_of
+from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_tensor
+from precisionctl.checkpoints.gguf.families import FAMILIES
 from precisionctl.checkpoints.gguf.head import ArrayLength, read_head
 from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import LLAMA_CPP, Request
 from precisionctl.conversion.command import execute
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
+from precisionctl.export.gguf.gguf_plan import hf_names, in_gguf
 from precisionctl.export.gguf.gguf_pretokenizers import QWEN2
+from precisionctl.param import TensorSpec
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.verify.compare import compare
 
 
@@ -111,3 +121,24 @@ def test_a_factor_of_the_router_that_is_named_as_a_scale_of_experts_is_no_global
     reader = open_checkpoint(file)
     assert (read_tensor(reader, "model.layers.0.router.per_expert_scale") == 3).all()
     assert (read_tensor(reader, "model.layers.0.experts.down_proj[1]") == 1).all()
+
+
+def test_codes_of_two_tensors_that_become_one_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a global scale of its own, and a slice of a stack has one. llama.cpp multiplies by none of such a stack
+    yet, so one is made up."""
+    model, stack = shape("gemma4-moe"), "blk.0.ffn_gate_up_exps.weight[0]"
+    specs = {
+        name: TensorSpec(size, DType.bfloat16)
+        for row in table_of(model).spelled({}, model, "for engines")
+        if row.present.in_layout("hf", model)
+        for place in row.places(model)
+        for name, size in zip(names(row, "hf", place), row.shapes(model, "hf"), strict=True)
+    }
+    source = SimpleNamespace(path=None, layout="hf", model=model, specs=specs)
+    plan = make_plan(source, "hf", codes=hf_names(model))
+    of_slice = [job.reads for job in plan.jobs if "model.layers.0.experts.gate_up_proj[0]" in job.writes]
+    assert of_slice == [tuple(f"model.layers.0.experts.0.{part}_proj.weight" for part in ("gate", "up"))]
+    family = FAMILIES[model.architecture].of(model)
+    monkeypatch.setitem(FAMILIES, model.architecture, replace(family, scaled=(*family.scaled, "ffn_gate_up_exps")))
+    kept = in_gguf(plan, "nvfp4", specs).kept
+    assert kept["blk.0.attn_q.weight"] == "model.layers.0.self_attn.q_proj.weight" and stack not in kept
