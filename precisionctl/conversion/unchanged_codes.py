@@ -15,9 +15,6 @@ from precisionctl.planning.plan import JobCodes
 from precisionctl.planning.segments import Segment
 from precisionctl.torch_when_used import torch
 
-_SMALLEST = 2.0**-126 * 2.0**16
-"""The smallest scale_inv for which codes are copied; with a smaller one FP32 could flush decoded values to zero."""
-
 
 def encodings_if_unchanged(
     codes: JobCodes,
@@ -59,9 +56,9 @@ def encodings_if_unchanged(
 
 
 def _can_be_stored(encoding: Encoding, dtype: DType) -> bool:
-    """Whether a dtype holds all these scales as they are, and every code decodes to a number of FP32 with them; bytes
-    hold exponents."""
+    """Whether a dtype holds all these scales as they are, and with them no code decodes to infinity, nor all of a block
+    to zero, as a block of zeros has another scale; bytes hold exponents."""
     grid, multipliers = encoding.scale_inv.float(), encoding.multipliers
     held = grid.to(scale_dtype(dtype).torch).float()
-    sound = (multipliers >= _SMALLEST) & (multipliers * encoding.element.largest).isfinite() & (held == grid)
+    sound = (multipliers > 0) & (multipliers * encoding.element.largest).isfinite() & (held == grid)
     return bool(sound.all())

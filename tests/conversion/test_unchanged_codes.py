@@ -14,12 +14,19 @@ from soaking import in_soak
 
 from precisionctl.checkpoints.chunks import read_values
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.codes.elements import E4M3
 from precisionctl.codes.encoding import Encoding
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
+from precisionctl.conversion.unchanged_codes import encodings_if_unchanged
+from precisionctl.dtypes import DType
 from precisionctl.errors import BROKEN_WEIGHTS, PrecisionError
 from precisionctl.fp8 import sidecar
+from precisionctl.param import TensorSpec
+from precisionctl.planning.plan import JobCodes
+from precisionctl.planning.segments import Segment
+from precisionctl.quant_methods.scales import Scales
 
 WHOLE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -65,6 +72,26 @@ def test_codes_that_are_wanted_are_copied_and_not_decoded(
     assert len(kept) == (4 if made_anew else 14)
     for name in kept:
         assert torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(
+    ("stored", "former", "copied"),
+    [(0.5, 0.5, True), (0.5, 0.25, False), (2.0**-140, 2.0**-140, True), (0.0, 0.0, False), (2e38, 2e38, False)],
+)
+def test_codes_are_copied_only_under_the_scale_that_is_to_be_used_and_of_which_they_are_values(
+    stored: float, former: float, copied: bool
+) -> None:
+    """The largest code, 448, of the last one is infinity. A smaller scale than any normal number costs nothing, as no
+    code is decoded."""
+    scales, size = Scales("w_scale", None, (2, 4)), TensorSpec((2, 4), DType.float8_e4m3fn)
+    found = encodings_if_unchanged(
+        JobCodes({"w": scales}, {}),
+        [Segment("w", 0, "w", 0, 2)],
+        {"w": Encoding(E4M3, torch.tensor([[stored]]), (2, 4))},
+        {"w": Encoding(E4M3, torch.tensor([[former]]), (2, 4))},
+        {"w": size, "w_scale": TensorSpec((), DType.float32)},
+    )
+    assert (found is not None) == copied
 
 
 def test_powers_of_two_are_kept_and_new_blocks_get_some(tmp_path: Path) -> None:
