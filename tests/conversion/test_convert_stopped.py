@@ -1,15 +1,18 @@
 """A conversion that is killed, or meets a full disk or another run: nothing half-done, and the same command goes on."""
 
 import errno
+import itertools
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import command_line
@@ -214,6 +217,30 @@ def test_an_error_that_a_worker_cannot_tell_is_an_error_all_the_same(
     with pytest.raises(RuntimeError, match="Unspeakable"):
         run(tmp_path / "hf", tmp_path / "out", "megatron", workers=2)
     assert not (tmp_path / "out").exists()
+
+
+def test_jobs_are_recorded_together_while_others_are_done_and_a_slow_disk_holds_none_up() -> None:
+    recorded, synced = list[list[str]](), threading.Event()
+
+    def record(names: list[str], found: Outcome) -> None:
+        recorded.append(names)
+        synced.wait(20)
+
+    plan = SimpleNamespace(job_bytes=lambda job: convert.SYNC_EVERY // 2)
+    writer = SimpleNamespace(chunks=lambda name: ())
+    jobs = (SimpleNamespace(name=str(number), outputs=()) for number in itertools.count())
+    with convert._JournalWriter(plan, writer, SimpleNamespace(record=record)) as journaled:  # type: ignore[arg-type]
+        time.sleep(0.05)  # the thread has begun, and has nothing to do
+        until = time.monotonic() + 20
+        while not recorded and time.monotonic() < until:
+            journaled.add((next(jobs), Outcome()))  # type: ignore[arg-type]
+            time.sleep(0.01)
+        assert recorded[0][:2] == ["0", "1"]
+        for _ in range(4):
+            journaled.add((next(jobs), Outcome()))  # type: ignore[arg-type]
+        assert time.monotonic() < until and len(recorded) == 1
+        synced.set()
+    assert [name for names in recorded for name in names] == [str(number) for number in range(int(next(jobs).name))]
 
 
 def test_jobs_are_dealt_in_neighbouring_runs_of_about_equal_cost() -> None:
