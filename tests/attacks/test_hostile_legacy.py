@@ -110,6 +110,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"the ranks of stage 1 hold \[1, 2\] layers",
     ),
     "sizes that are words": (lambda d: edit_all(d, tell(pipeline_model_parallel_size="two")), "not a number of ranks"),
+    "no ranks": (
+        lambda d: edit_all(d, tell(pipeline_model_parallel_size=0)),
+        "pipeline_model_parallel_size is 0, not a number of ranks",
+    ),
     "a billion ranks": (
         lambda d: edit_all(d, tell(expert_model_parallel_size=10**6)),
         "more ranks than there are",
