@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import fp8_directories
 import in_memory
@@ -23,6 +24,7 @@ from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
+from precisionctl.conversion import recoding
 from precisionctl.conversion.command import execute
 from precisionctl.conversion.convert import convert
 from precisionctl.dtypes import DType
@@ -31,8 +33,10 @@ from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.evaluate import load
 from precisionctl.evaluate.quantizers import GroupInputs
 from precisionctl.fp8 import sidecar
+from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import Precision
+from precisionctl.quant_methods.scales import Scales
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check
@@ -62,6 +66,13 @@ def check_with_every_engine(exported: Path) -> None:
     assert found["vllm"] == []
     others = {(finding.where, finding.what.partition(" ")[0]) for findings in found.values() for finding in findings}
     assert others <= {("config.json", "no")}
+
+
+BLOCKS: dict[str, object] = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
 
 
 def stored(directory: Path) -> dict[str, torch.Tensor]:
@@ -397,6 +408,18 @@ def test_codes_of_another_scheme_are_encoded_anew_and_counted(tmp_path: Path) ->
     after = stored(tmp_path / "out")
     for name, weight in made.items():
         assert torch.equal(after[f"{name}_scale_inv"], slow_scales(weight.values))
+
+
+@pytest.mark.parametrize(
+    ("before", "names_both"), [({"quant_method": "fbgemm_fp8"}, True), (BLOCKS, False), ({}, False)]
+)
+def test_a_scheme_has_changed_only_if_both_are_known_and_differ(before: dict[str, object], names_both: bool) -> None:
+    """Rows that are split have other blocks in the same scheme, and codes of no directory were in none."""
+    weight = {"w": TensorSpec((256, 256), DType.float8_e4m3fn)}
+    encodings = SimpleNamespace(quantization=before, scales={"w": Scales("s", None, (1, 256))}, weights=weight)
+    job = SimpleNamespace(codes=SimpleNamespace(weights={"w": Scales("s", None, (128, 128))}))
+    plan = SimpleNamespace(jobs=[job], quantization=BLOCKS, targets=weight)
+    assert bool(recoding._other_scheme(encodings, plan)[1]) == names_both  # type: ignore[arg-type]
 
 
 def test_of_no_code_that_differs_no_weight_is_said_to_have_most(tmp_path: Path) -> None:
