@@ -161,8 +161,6 @@ def _regrouped(grid: Tensor, here: int, there: int, count: int) -> Tensor:
     """Regroup the rows of a grid, each of which stands for `here` rows of a tensor, into `count` rows that stand for
     `there` rows each. NaN where one new row would have several values, and where neither of `here` and `there` is a
     multiple of the other."""
-    if here == there and len(grid) == count:
-        return grid
     if len(grid) == 1:
         return grid.expand(count, -1)
     if here % there == 0:
