@@ -20,6 +20,7 @@ from precisionctl.checkpoints.huggingface import HuggingFaceWriter
 from precisionctl.codes import nibbles
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
+from precisionctl.conversion.buffers import Buffers, worker_memory
 from precisionctl.conversion.command import PlannedCommand, check_room
 from precisionctl.conversion.estimate import estimate
 from precisionctl.dtypes import DType
@@ -90,6 +91,16 @@ def test_a_plan_and_its_places_take_no_more_memory_than_a_dry_run_says(
     monkeypatch.setattr("precisionctl.conversion.estimate.worker_memory", lambda plan: 0)
     said = estimate(command.plan, command.reader, tmp_path / "out", workers=2).memory
     assert said / 4 < taken <= said
+
+
+def test_a_dry_run_says_the_buffers_that_a_worker_has() -> None:
+    tracemalloc.start()
+    buffers = Buffers()
+    taken = tracemalloc.get_traced_memory()[0] + buffers.scratch.nbytes
+    tracemalloc.stop()
+    moved = {"w": TensorSpec((64, 64), DType.bfloat16)}
+    plan = SimpleNamespace(targets=moved, jobs=(), from_layout="hf", to_layout="hf")
+    assert worker_memory(plan) == pytest.approx(taken, rel=0.01)  # type: ignore[arg-type]
 
 
 def test_the_time_is_of_the_encoding_that_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
