@@ -212,6 +212,28 @@ def test_buckets_of_some_of_the_tensor_ranks_are_not_taken_for_the_whole_optimiz
     assert whole is not None and all(len(tensor.parts) == 2 for tensor in whole.values())
 
 
+@pytest.mark.parametrize("strange", [None, "longer", "of two dimensions", "of another dtype"])
+def test_buckets_whose_kinds_are_not_alike_are_none(strange: str | None) -> None:
+    """Megatron makes a flat buffer of each kind, all of a length and each of one dtype."""
+    names, stored = [OUTPUT, HEAD[0]], {}
+    part = TensorPart(Box(0, 64, 0, 1), DcpPiece((0, 0), (64, 1), Span(Path("weights"), 0, 128)), 0)
+    model = {name: LogicalTensor(TensorSpec((64, 1), DType.bfloat16), (part,)) for name in reversed(names)}
+    for kind, bucket in itertools.product(KINDS, range(2)):
+        key = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32)"
+        piece = DcpPiece((0,), (64,), Span(Path(kind), 256 * bucket, 256))
+        stored[f"{key}.bucket_idx_{bucket}.{kind}"] = DcpTensor((64,), DType.float32, (piece,))
+    last = f"{key}.bucket_idx_1.exp_avg"
+    if strange == "longer":
+        pieces = (*stored[last].pieces, dataclasses.replace(piece, offsets=(64,)))
+        stored[last] = DcpTensor((128,), DType.float32, pieces)
+    elif strange == "of two dimensions":
+        one = dataclasses.replace(piece, offsets=(0, 0), sizes=(64, 1))
+        stored |= {f"{key}.bucket_idx_1.{kind}": DcpTensor((64, 1), DType.float32, (one,)) for kind in KINDS}
+    elif strange:
+        stored[last] = dataclasses.replace(stored[last], dtype=DType.bfloat16)
+    assert (unpack_buckets(stored, model, [Modules(True, True)]) is None) == (strange is not None)
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_buckets_of_a_wrappers_text_model_are_unpacked_if_its_towers_are_frozen(tmp_path, monkeypatch, trained):
     """As Megatron-Bridge saves a wrapper. A trained tower is in the buckets, in an order that is not known."""
