@@ -1,6 +1,7 @@
 """The `torch` format of Megatron, written and read: any sizes, other spellings, older orders, FP8 state."""
 
 import argparse
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +23,9 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
-from precisionctl.checkpoints.torch_files.torch_zip import skeleton
+from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor, skeleton
 from precisionctl.checkpoints.torch_legacy.names import parallel_of
+from precisionctl.checkpoints.torch_legacy.optimizer import common_optimizer, optimizer_tensors
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
 from precisionctl.conversion.convert import convert
@@ -224,6 +226,30 @@ def test_an_optimizer_is_written_by_parameter(tmp_path: Path, sizes: Parallelism
     assert reader.common["opt_param_scheduler"] == {"num_steps": 3}
     assert reader.iteration == 9
     assert reader.args["use_distributed_optimizer"] is False
+
+
+@pytest.mark.parametrize(("step", "known"), [(9, True), (9.0, True), (2.0**63, False), (math.inf, False), ("9", False)])
+def test_the_step_of_an_optimizer_is_a_number_of_updates_or_unknown(step: object, known: bool) -> None:
+    saved = {"optimizer": {"state": {0: {"step": step}}, "param_groups": []}}
+    state = common_optimizer(saved, Path("here"))["optimizer"]["state"]
+    assert state == ({"common_step": 9} if known else {})
+
+
+@pytest.mark.parametrize("groups", [[[0, 1]], [[0], [1]]])
+def test_parameters_of_one_dimension_are_apart_only_where_a_group_is_without_weight_decay(
+    groups: list[list[int]],
+) -> None:
+    """Megatron makes such a group for them, unless all weights decay alike (`_get_param_groups`)."""
+    shapes = {"fc.weight": (4, 2), "norm.weight": (4,)}
+    values = {
+        name: LocatedTensor(DType.float32, shape, 8 * number) for number, (name, shape) in enumerate(shapes.items())
+    }
+    inner = {
+        "state": {number: {"exp_avg": value} for number, value in enumerate(values.values())},
+        "param_groups": [{"params": each, "wd_mult": float(not index)} for index, each in enumerate(groups)],
+    }
+    found = dict(optimizer_tensors({"optimizer": inner}, [values], Path("here")))
+    assert found == {f"optimizer.state.exp_avg.{name}": value for name, value in values.items()}
 
 
 BEFORE_CORE = {
