@@ -1,6 +1,7 @@
 """The spellings of FP8 in a Hugging Face directory, written and read back."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -541,3 +542,39 @@ def test_a_scale_of_keys_in_a_module_that_is_no_attention_is_a_tensor_like_any_o
     scale = f"{module}.k_scale"
     found = cache_scales({"a": 1}, dict.fromkeys((f"{module}.{linear}.weight", scale), ONE))
     assert list(found) == [scale] * is_attention
+
+
+_FP4 = elements.Packing("MXFP4", elements.E2M1, DType.uint8)
+
+
+@pytest.mark.parametrize(
+    ("scale", "codes"),
+    [
+        (TensorSpec((), DType.float32), TensorSpec((4, 32), DType.float8_e4m3fn)),
+        (TensorSpec((2,), DType.float32), TensorSpec((4, 32), DType.float8_e4m3fn)),
+        (
+            TensorSpec((), DType.float32),
+            TensorSpec((4, 32), elements.E2M1.dtype, packing=_FP4),
+        ),
+    ],
+    ids=["one", "several", "four bits"],
+)
+def test_a_table_of_n_grams_is_codes_of_fp8_with_one_scale(
+    request: pytest.FixtureRequest, scale: TensorSpec, codes: TensorSpec
+) -> None:
+    table = "model.layers.0.ngram_embedding"
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    specs = {f"{table}.weight_scale": scale, f"{table}.shard_0.weight": codes}
+    if request.node.callspec.id != "one":
+        with pytest.raises(DamagedCheckpoint, match="not one scale of FP8 codes"):
+            coded_weights(config, specs)
+    else:
+        assert coded_weights(config, specs)[f"{table}.shard_0.weight"].scales.block == (4, 32)
+
+
+def test_a_fixed_scale_of_inputs_is_the_scale_inv_of_fp8_unless_it_is_global_or_of_integers() -> None:
+    """NVFP4's is for codes of four bits with scales of groups (`Scales.input_amax`), INT8's for numbers up to 127."""
+    of_all = Scales("scale", "input_scale", (4, 32))
+    assert of_all.inputs_in_fp8
+    assert not replace(of_all, global_scale="weight_scale_2").inputs_in_fp8
+    assert not replace(of_all, input_largest=127.5).inputs_in_fp8
