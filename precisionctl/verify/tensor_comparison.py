@@ -4,7 +4,7 @@ rounded or encoded; else how far they are apart. They are read in pieces, so mem
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -69,11 +69,12 @@ def compare_extras(a: HfTensors, b: HfTensors) -> Iterator[TensorComparison]:
     left, right = a.extras(), b.extras()
     for name in dict.fromkeys((*left, *right)):
         if name in left and name in right:
-            mine, others = (StoredRows.of(side[name].reshape(1, -1)) for side in (left, right))
             dtypes = " / ".join(dict.fromkeys((a.stored_dtype(name), b.stored_dtype(name))))
             if left[name].shape != right[name].shape:
-                yield TensorComparison(name, "shape", dtypes)
-            elif (status := _verdict(mine, others)) != "exact":
+                yield _of_two_shapes(name, dtypes, left[name].shape, right[name].shape)
+                continue
+            mine, others = (StoredRows.of(side[name].reshape(1, -1)) for side in (left, right))
+            if (status := _verdict(mine, others)) != "exact":
                 yield _measured(name, status, dtypes, [(mine, others)])
         elif name not in right and bool(left[name].any()):
             yield TensorComparison(name, "only in A", a.stored_dtype(name))
@@ -88,12 +89,15 @@ def _compare_tensor(name: str, a: HfTensors, b: HfTensors) -> TensorComparison:
         return TensorComparison(name, "only in B", b.dtype(name))
     dtypes = " / ".join(dict.fromkeys((a.dtype(name), b.dtype(name))))
     if a.specs[name].shape != b.specs[name].shape:
-        shapes = f"{list(a.specs[name].shape)} / {list(b.specs[name].shape)}"
-        return TensorComparison(name, "shape", dtypes, shapes=shapes)
+        return _of_two_shapes(name, dtypes, a.specs[name].shape, b.specs[name].shape)
     if all(left.same_bytes(right) for left, right in _pieces(name, a, b)):  # which takes no PyTorch
         return TensorComparison(name, "exact", dtypes, math.inf, 0.0, 0)
     with one_torch_thread():
         return _compare_values(name, a, b, dtypes)
+
+
+def _of_two_shapes(name: str, dtypes: str, of_a: Sequence[int], of_b: Sequence[int]) -> TensorComparison:
+    return TensorComparison(name, "shape", dtypes, shapes=f"{list(of_a)} / {list(of_b)}")
 
 
 def _compare_values(name: str, a: HfTensors, b: HfTensors, dtypes: str) -> TensorComparison:

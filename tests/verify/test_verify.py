@@ -609,6 +609,17 @@ def test_an_engine_is_shown_hugging_face_directories_only(source):
         engine_rules.check(in_memory.to_megatron(source), engines()["vllm"])
 
 
+def test_both_shapes_are_shown_of_a_bias_that_hugging_face_has_no_place_for(tmp_path):
+    pico.save(tmp_path / "hf", "llama-attention-bias")
+    one = in_memory.to_megatron(HuggingFaceReader(tmp_path / "hf"))
+    bias = "decoder.layers.1.mlp.linear_fc2.bias"
+    pico.save(tmp_path / "wider", "llama-attention-bias", hidden_size=2 * one.model.hidden_size)
+    two = in_memory.to_megatron(HuggingFaceReader(tmp_path / "wider"))
+    found = next(tensor for tensor in compare(one, two).tensors if tensor.name == bias)
+    size = one.model.hidden_size
+    assert (found.status, found.shapes) == ("shape", f"[{size}] / [{2 * size}]")
+
+
 def test_a_bias_that_hugging_face_has_no_place_for_counts_unless_it_is_zero(tmp_path):
     pico.save(tmp_path / "hf", "llama-attention-bias")
     hf = HuggingFaceReader(tmp_path / "hf")
