@@ -61,7 +61,7 @@ class NanotronReader(TrainerDirectory):
     """A step of nanotron as a Reader. Opening it reads headers alone.
 
     Raises DamagedCheckpoint for files that contradict one another, and UnknownArchitecture for another model than a
-    Llama.
+    Llama without experts.
     """
 
     container = "nanotron"
@@ -159,16 +159,20 @@ _COPY = "Copy the files of all ranks again."
 
 def _read_parts(directory: Path) -> dict[str, DcpTensor]:
     """The tensors in `model/` of a checkpoint. Reads headers alone. Raises DamagedCheckpoint where files are missing,
-    or do not say what they are a part of, and for experts, whose names are not known here."""
+    or do not say what they are a part of, and UnknownArchitecture for experts."""
     parts: dict[str, list[tuple[tuple[int, ...], StoredTensor, DcpPiece]]] = {}
     ranks: dict[str, set[tuple[str, str]]] = {}
     root = directory / "model"
     for path in sorted(root.rglob("*.safetensors")):
         check_file(path, directory)
         match = _FILE.fullmatch(path.name)
-        if match is None or match[4]:
-            what = "a part of an expert" if match else "no name that nanotron gives a file"
+        if match is None:
+            what = "no name that nanotron gives a file"
             raise DamagedCheckpoint(what, where=path, do="Convert it with nanotron's own examples.")
+        if match[4]:
+            what = "a part of nanotron's experts, whose names are not known here"
+            do = "Load the model with nanotron, and save its weights under the names of transformers' class."
+            raise UnknownArchitecture(what, where=path, do=do)
         name = ".".join((*path.parent.relative_to(root).parts, match[1]))
         if match[2] is not None:
             ranks.setdefault(name, set()).add((match[2], match[3]))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import PrecisionctlError
+from precisionctl.errors import PrecisionctlError, UnknownArchitecture
 
 NAMES = (
     ("model.embed_tokens", "model.token_position_embeddings.pp_block.token_embedding"),
@@ -157,3 +157,19 @@ def test_parts_that_are_missing_or_contradict_each_other_are_refused(
     change(step)
     with pytest.raises(PrecisionctlError, match=message):
         open_checkpoint(step)
+
+
+def test_a_whole_model_with_experts_is_not_called_damaged(
+    tmp_path: Path, published: tuple[dict[str, Tensor], dict[str, Any]]
+) -> None:
+    """The name is that of `get_exp_tp_pp_rank_and_size_from`, nanotron's serialize/utils.py."""
+    state, config = published
+    step = save(tmp_path / "300", state, 1, **config, rope_interleaved=False)
+    experts = step / "model/model/decoder/0/pp_block/block_sparse_moe/experts/mlp/w1/module"
+    experts.mkdir(parents=True)
+    for rank in range(2):
+        name = f"model_weight_pp-rank-0-of-1_tp-rank-0-of-1_exp-rank-{rank}-of-2.safetensors"
+        save_file({"data": torch.zeros(8, 8)}, experts / name, {"version": "1.5"})
+    with pytest.raises(UnknownArchitecture, match="experts, whose names are not known here") as refused:
+        open_checkpoint(step)
+    assert refused.value.do and "nanotron" in refused.value.do
