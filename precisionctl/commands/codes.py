@@ -322,8 +322,7 @@ def _card_as_before(name: str, plan: Plan, policy: AsBefore, scheme: str, servin
         "values have changed",
         "input scales": inputs,
     }
-    matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2 and name.endswith(".weight")]
-    kept = [name.removesuffix(".weight") for name in matrices if name not in encodings.weights]
+    kept = modules_in_bf16(plan, encodings.weights.keys())
     title = " or ".join(engine.title for engine in serving) or f"readers of {method.name}"
     path = path_in_command(name)
     command = "\n".join(engine.serve(path, 1) for engine in serving) or f"precisionctl inspect {path}"

@@ -86,8 +86,9 @@ def modules_in_bf16(plan: Plan, codes: Set[str]) -> list[str]:
     aliases = table_of(plan.model).aliases
     tied = [alias.hf for alias in aliases if plan.model.has(alias.switch) and not alias.written]
     modules = [name.rpartition(".")[0] if is_slice(name) else name.removesuffix(".weight") for name in matrices + tied]
-    # transformers calls every head `lm_head`, whatever its tensor is called
-    return list(dict.fromkeys([*modules, _HEAD]))
+    if not any(name.endswith(f"{_HEAD}.weight") for name in codes):
+        modules.append(_HEAD)  # as transformers calls every head, whatever its tensor is called
+    return list(dict.fromkeys(modules))
 
 
 def with_names_in_memory(modules: Sequence[str], plan: Plan, codes: Set[str]) -> list[str]:

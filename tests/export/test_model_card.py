@@ -7,11 +7,13 @@ from pathlib import Path
 import any_models
 import fp8_directories
 import in_memory
+import mxfp4_directories
+import pico
 import pytest
 import torch
 from click.testing import CliRunner
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from scoring import save
 from soaking import in_soak
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -92,6 +94,47 @@ def test_of_a_model_without_a_table_the_card_does_not_say_that_it_makes_text(tmp
     any_models.save(tmp_path / "bert", "bert")
     card = ModelCard.load(export(tmp_path / "bert", tmp_path / "out", scheme="dynamic") / "README.md")
     assert card.data.pipeline_tag is None
+
+
+def there_and_back(codes: Path) -> tuple[ModelCard, list[str]]:
+    """The card of these codes after they were values, and the modules that it says are not codes."""
+    values, back = codes.with_name("values"), codes.with_name("back")
+    execute(plan_command(Request(codes, values, "hf", "bf16")))
+    execute(plan_command(Request(values, back, "hf", "fp8")))
+    card = ModelCard.load(back / "README.md")
+    named = card.text.partition("In higher precision")[2].partition("## Quality")[0]
+    return card, [line.strip("- `") for line in named.splitlines() if line.startswith("- `")]
+
+
+@pytest.mark.parametrize("model", ["tied", "gpt-oss"])
+def test_the_card_of_codes_that_come_back_names_tied_heads_and_experts_in_one_tensor(
+    tmp_path: Path, model: str
+) -> None:
+    """A tied head has no tensor, and the experts of gpt-oss are parameters of a module, as transformers has them."""
+    if model == "tied":
+        pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16, tie_word_embeddings=True)
+        expected = {"model.embed_tokens", "lm_head"}
+    else:
+        mxfp4_directories.make(tmp_path / "published")
+        execute(plan_command(Request(tmp_path / "published", tmp_path / "hf", "hf", "bf16", drop_encodings=True)))
+        layers = {f"model.layers.{layer}.mlp.{part}" for layer in range(2) for part in ("router", "experts")}
+        expected = {"model.embed_tokens", "lm_head", *layers}
+    _, kept = there_and_back(export(tmp_path / "hf", tmp_path / "codes", scheme="dynamic"))
+    assert set(kept) == expected and len(kept) == len(expected)
+
+
+def test_a_head_that_is_codes_again_is_not_said_to_be_kept_from_that(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "llama-2", dtype=torch.bfloat16)
+    codes = export(tmp_path / "hf", tmp_path / "codes", scheme="dynamic")
+    tensors, config = load_file(codes / "model.safetensors"), json.loads((codes / "config.json").read_text())
+    head = tensors["lm_head.weight"].float()
+    scale = head.abs().amax(1, keepdim=True) / 448
+    tensors |= {"lm_head.weight": (head / scale).to(torch.float8_e4m3fn), "lm_head.weight_scale": scale.bfloat16()}
+    save_file(tensors, codes / "model.safetensors", metadata={"format": "pt"})
+    config["quantization_config"]["ignore"].remove("lm_head")
+    (codes / "config.json").write_text(json.dumps(config))
+    card, kept = there_and_back(codes)
+    assert "- `lm_head.weight` (1)" in card.text and kept == ["model.embed_tokens"]
 
 
 @pytest.mark.parametrize("spelling", ["fp8-block", *in_soak("fp8-tensor-vllm", "compressed-tensor", "modelopt-mxfp8")])
