@@ -273,17 +273,19 @@ class Request:
             raise RecipeError(f"{given} cannot be given for {OTHER_TARGETS[target]}", do="Leave it out.")
 
     @property
-    def _of_engines(self) -> Mapping[str, object]:
-        """The options that say how an engine serves the result, or what becomes codes for it, each with whether it is
-        given."""
+    def _serving(self) -> Mapping[str, object]:
+        """The options that say how an engine serves the result, each with whether it is given."""
         return {
             "--kv-cache": self.kv_cache,
             "--keep-misfits": self.keep_misfits,
             "--tp": self.ranks > 1,
             "--expert-parallel": self.expert_parallel,
-            "--include": self.include,
-            "--exclude": self.exclude,
         }
+
+    @property
+    def _of_engines(self) -> Mapping[str, object]:
+        """As `_serving`, with those that say what becomes codes for an engine."""
+        return {**self._serving, "--include": self.include, "--exclude": self.exclude}
 
     def _check_codes(self) -> None:
         if self.scheme not in (None, *SCHEMES):
@@ -297,6 +299,6 @@ class Request:
             check_expert_parallel(self.expert_parallel, self.ranks)
 
     def _check_no_engine(self) -> None:
-        if self.scheme or self.kv_cache or self.keep_misfits or self.ranks > 1:
-            raise RecipeError("schemes, caches and ranks are for an engine", do="Name a target.")
-        check_expert_parallel(self.expert_parallel, self.ranks)
+        if given := given_options({"--scheme": self.scheme, **self._serving}):
+            what = f"{given} cannot be given without a target"
+            raise RecipeError(what, do="Name one, as Request.export does, or leave it out.")
