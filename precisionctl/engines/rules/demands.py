@@ -181,8 +181,9 @@ def unsaid_exponents(directory: QuantizedDirectory) -> Breaches:
     if (block := said.get("weight_block_size")) != list(SCHEMES["mxfp8"].block):
         yield CONFIG, f"weight_block_size {shown(block)}" if block else "no weight_block_size"
     in_bytes = any(directory.specs[scales.weight].dtype == DType.uint8 for scales in directory.scales.values())
-    if in_bytes and not POWERS_OF_2.items() <= said.items():
-        yield CONFIG, f"no {' '.join(*POWERS_OF_2.items())}, and scales are bytes"
+    unsaid = [f"{key} {value}" for key, value in POWERS_OF_2.items() if said.get(key) != value]
+    if in_bytes and unsaid:
+        yield CONFIG, f"no {' and no '.join(unsaid)}, and scales are bytes"
 
 
 def taken_for_weights(directory: QuantizedDirectory) -> Breaches:
