@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from precisionctl.checkpoints.base import TensorSource
 from precisionctl.checkpoints.chunks import Chunk, Chunked, chunk_files
@@ -31,7 +31,6 @@ SYNC_EVERY = 64 << 20
 writes while the workers copy."""
 
 OnBytes = Callable[[int], None]
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 JobResult = tuple[Job, Outcome]
 """A finished job, and what it found out."""

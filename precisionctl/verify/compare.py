@@ -19,7 +19,6 @@ from precisionctl.export.mlx_plan import mlx_has, names_as_codes
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.model.same_model import differences, in_words
 from precisionctl.planning.make_plan import make_plan
-from precisionctl.planning.optimizer_jobs import OptimizerSource
 from precisionctl.planning.plan import Plan
 from precisionctl.sizes import counted
 from precisionctl.verify.code_comparison import CodesComparison, codes_as_values, compare_codes
@@ -29,7 +28,7 @@ from precisionctl.verify.fixed_scales import FixedScales, compare_fixed_scales
 from precisionctl.verify.hf_tensors import HfTensors
 from precisionctl.verify.mmproj_towers import TowersOfBoth, mmproj_of, towers_of_both
 from precisionctl.verify.not_compared import NotCompared, of_keys
-from precisionctl.verify.optimizers import both_optimizers, compare_optimizer_settings
+from precisionctl.verify.optimizers import both_optimizers, compare_optimizer_settings, optimizer_specs
 from precisionctl.verify.state_comparison import compare_states
 from precisionctl.verify.tensor_comparison import Status, TensorComparison, compare_extras, compare_tensors
 
@@ -191,6 +190,6 @@ def _left_out(a: Reader, b: Reader, towers: TowersOfBoth | None, derived: Sequen
 def _has_run(reader: Reader) -> bool:
     """Whether a checkpoint is that of a run, with its step or an optimizer, also one that cannot be read."""
     try:
-        return reader.iteration is not None or isinstance(reader, OptimizerSource) and bool(reader.optimizer_specs)
+        return reader.iteration is not None or bool(optimizer_specs(reader))
     except CheckpointError:
         return True

@@ -15,7 +15,9 @@ from precisionctl.verify.hf_tensors import HfTensors
 from precisionctl.verify.not_compared import NotCompared
 
 
-def _optimizer_specs(reader: Reader) -> Mapping[str, TensorSpec]:
+def optimizer_specs(reader: Reader) -> Mapping[str, TensorSpec]:
+    """The tensors of a checkpoint's optimizer; empty where there is none. Raises CheckpointError for one that cannot be
+    read."""
     return reader.optimizer_specs if isinstance(reader, OfOptimizer) else {}
 
 
@@ -43,7 +45,7 @@ def both_optimizers(a: Reader, b: Reader) -> tuple[list[tuple[HfTensors, HfTenso
     """The optimizers of two checkpoints as a pair, or none, and why if one has any."""
     why = "optimizer"
     try:
-        left, right = (bool(_optimizer_specs(reader)) for reader in (a, b))
+        left, right = (bool(optimizer_specs(reader)) for reader in (a, b))
         if left != right:
             return [], [NotCompared(why, f"only {'A' if left else 'B'} has one")]
         if not left:
