@@ -107,13 +107,7 @@ def make_plan(
             checks.check_division(row, model, parallelism)
             shapes = row.shapes(model, target)
             for job in row_jobs:
-                made = None if row.keeps_dtype or row.integers_below else dtype
-                if row.wide_beside and not row.moves_rows(model):
-                    if target == "megatron":
-                        made = _widened(made, source.layout)
-                    elif made is None and source.layout == "megatron":
-                        made = _narrowed(job, specs, of_weights)
-                dtypes = [made] if made else _stored_dtypes(job, specs, source.layout, target)
+                dtypes = _dtypes_of(job, dtype, model, source.layout, target, specs, of_weights)
                 targets |= _targets(job, shapes, model, target, dtypes)
         written = tuple(job for row_jobs in by_row.values() for job in row_jobs)
         plan = Plan(model, source.layout, target, written, targets, derived, parallelism)
@@ -173,17 +167,17 @@ def _row_jobs(
         raise MissingTensor(
             f"{row.count(model)} of `{row.megatron}`, but only {len(source.specs)} tensors", do="Is a shard missing?"
         )
-    copies = _aliases_of(row.source.hf, [alias for alias in aliases if model.has(alias.switch)])
+    own = _aliases_of(row.source.hf, [alias for alias in aliases if model.has(alias.switch)])
+    read = [name for name in _copies(own, model) if name in source.specs] if source.layout == "hf" else []
+    written = _copies((one for one in own if one.written or naming in OF_TRAINERS), model) if target == "hf" else ()
     jobs = []
     for place in row.places(model):
         reads = names(row.source, source.layout, place) if here else ()
         writes = names(row, target, place) if there else ()
-        stored = _copies(copies, model) if source.layout == "hf" else ()
-        kept = _copies((one for one in copies if one.written or naming in OF_TRAINERS), model) if target == "hf" else ()
-        stored = tuple(name for name in stored if name in source.specs)
-        if stored and reads[0] not in source.specs:  # savers that leave out copies may leave out the original
-            reads, stored = (stored[0], *reads[1:]), stored[1:]
-        jobs.append(Job(names(row, "megatron", place)[0], row, reads, (*writes, *kept), stored))
+        copies = tuple(read)
+        if copies and reads[0] not in source.specs:  # savers that leave out copies may leave out the original
+            reads, copies = (copies[0], *reads[1:]), copies[1:]
+        jobs.append(Job(names(row, "megatron", place)[0], row, reads, (*writes, *written), copies))
     return jobs
 
 
@@ -278,10 +272,10 @@ def _with_optimizer(
     for job in of_parameters:  # tensors as large as their parameters, which may be padded otherwise than stored
         shapes = job.row.source.shapes(stored, plan.from_layout)
         checks.check_shapes({name: specs[name] for name in job.reads}, shapes[: len(job.reads)])
-        kept = specs[job.reads[0]].dtype if plan.from_layout == plan.to_layout == "megatron" else DType.float32
+        dtype = specs[job.reads[0]].dtype if plan.from_layout == plan.to_layout == "megatron" else DType.float32
         parallel = REPLICATED if to_hf else job.row.cut(plan.model)
         for name, shape in zip(job.writes, job.row.shapes(plan.model, plan.to_layout), strict=False):
-            targets[name] = shared_spec(shape, kept, parallel)
+            targets[name] = shared_spec(shape, dtype, parallel)
     return dataclasses.replace(plan, jobs=(*plan.jobs, *of_parameters), targets=targets)
 
 
@@ -294,6 +288,27 @@ def _targets(
     return {
         name: shared_spec(*own[number if number < len(own) else 0], parallel) for number, name in enumerate(job.writes)
     }
+
+
+def _dtypes_of(
+    job: Job,
+    asked: DType | None,
+    model: ModelShape,
+    source: Layout,
+    target: Layout,
+    specs: Mapping[str, TensorSpec],
+    masters: Mapping[str, TensorSpec],
+) -> Sequence[DType]:
+    """The dtype of all that a job writes, or one for each tensor: the one `asked` for, except of rows that keep theirs
+    or are wider in Megatron."""
+    row = job.row
+    dtype = None if row.keeps_dtype or row.integers_below else asked
+    if row.wide_beside and not row.moves_rows(model):
+        if target == "megatron":
+            dtype = _widened(dtype, source)
+        elif dtype is None and source == "megatron":
+            dtype = _narrowed(job, specs, masters)
+    return [dtype] if dtype else _stored_dtypes(job, specs, source, target)
 
 
 def _stored_dtypes(job: Job, specs: Mapping[str, TensorSpec], source: Layout, target: Layout) -> list[DType]:
