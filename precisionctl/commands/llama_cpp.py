@@ -27,7 +27,7 @@ from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.codes.ggml_blocks import BlocksInRows
 from precisionctl.commands.build import Result
 from precisionctl.commands.mmproj import Mmproj, mmproj_of
-from precisionctl.commands.notes import decoded_note
+from precisionctl.commands.notes import lower_scheme_note
 from precisionctl.commands.request import LLAMA_CPP, OTHER_TARGETS, Request
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
@@ -182,7 +182,7 @@ class _Codes:
                     f"decoded, as llama.cpp computes with none there: {listed(decoded)}."
                 )
             elif names and each != type_ and (family.scaled or not KEPT[each].format.has_global_scale):
-                yield decoded_note(KEPT[each].name, each)
+                yield lower_scheme_note(KEPT[each].name, each)
 
 
 _HOW_TO_MAKE = {

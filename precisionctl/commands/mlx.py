@@ -9,7 +9,7 @@ from precisionctl.checkpoints.mlx.mlx_config import words_of_mlx
 from precisionctl.checkpoints.mlx.mlx_models import check_loaded, computed_otherwise
 from precisionctl.codes.mlx_groups import MlxGroups
 from precisionctl.commands.build import Result
-from precisionctl.commands.notes import decoded_note, rounded_notes
+from precisionctl.commands.notes import lower_scheme_note, rounded_notes
 from precisionctl.commands.request import MLX, OTHER_TARGETS
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
@@ -41,7 +41,7 @@ def for_mlx(source: Source) -> Result:
         *source_notes(source),
         *_notes(source.plan),
         *rounded_notes(reader, plan),
-        *([decoded_note(BLOCKS_OF_16.name, "mxfp4")] if codes and scheme in ("bf16", "f16") else []),
+        *([lower_scheme_note(BLOCKS_OF_16.name, "mxfp4")] if codes and scheme in ("bf16", "f16") else []),
         f"Run it on a Mac with: {run}",
     ]
     matrices = (name for name, spec in plan.targets.items() if len(spec.shape) > 1 and name.endswith(".weight"))

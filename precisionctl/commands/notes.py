@@ -24,7 +24,7 @@ from precisionctl.quant_methods.coded_weights import ngram_table
 from precisionctl.sizes import counted, size
 
 
-def decoded_note(codes: str, scheme: str) -> str:
+def lower_scheme_note(codes: str, scheme: str) -> str:
     """A note that codes of the source become values, where another scheme of the same target keeps them."""
     return f"The {codes} codes of this model are decoded; --scheme {scheme} keeps them as they are."
 
@@ -162,11 +162,9 @@ def unreached_notes(states: Fp8States | None, jobs: Sequence[Job]) -> Iterator[s
         yield f"{inputs} saw no token: the scale is of the largest amax of the layer's experts."
 
 
-_SHORT = {
-    DType.bfloat16: "FP32 or FP16 in the source and BF16",
-    DType.float16: "FP32 in the source and FP16",
-}
-"""Dtypes to which values are rounded, and of which they are then."""
+_NAMES = {DType.float32: "FP32", DType.float16: "FP16", DType.bfloat16: "BF16"}
+_ROUNDED = {DType.bfloat16: (DType.float32, DType.float16), DType.float16: (DType.float32,)}
+"""For each dtype of 16 bits those whose values are rounded to it."""
 
 
 def rounded_notes(reader: Reader, plan: Plan) -> Iterator[str]:
@@ -179,9 +177,11 @@ def rounded_notes(reader: Reader, plan: Plan) -> Iterator[str]:
         if _is_rounded(job, name, reader, plan)
     ]
     if rounded:
+        dtype = plan.targets[rounded[0]].dtype
         yield (
             f"{counted(len(rounded), 'tensor that stays values is', 'tensors that stay values are')} "
-            f"{_SHORT[plan.targets[rounded[0]].dtype]} in the result, the first is {rounded[0]}."
+            f"{' or '.join(_NAMES[was] for was in _ROUNDED[dtype])} in the source and {_NAMES[dtype]} in the "
+            f"result, the first is {rounded[0]}."
         )
     half = [name for name, spec in plan.targets.items() if spec.dtype == DType.float16 and len(spec.shape) > 1]
     if half and plan.codes:
@@ -194,7 +194,8 @@ def rounded_notes(reader: Reader, plan: Plan) -> Iterator[str]:
 
 def narrowed_notes(reader: Reader, plan: Plan) -> Iterator[str]:
     """Notes on norms that only Megatron needs in FP32 (`Row.wide_beside`), and that are of 16 bits in the result."""
-    jobs = [job for job in plan.jobs if _was_widened(job, reader, plan) and plan.targets[job.writes[0]].dtype in _SHORT]
+    shifted = [job for job in plan.jobs if _was_widened(job, reader, plan)]
+    jobs = [job for job in shifted if plan.targets[job.writes[0]].dtype in _ROUNDED]
     of_fp32 = [job.writes[0] for job in jobs if _is_rounded(job, job.writes[0], reader, plan)]
     if of_fp32:
         yield (
@@ -234,8 +235,7 @@ def _was_widened(job: Job, reader: Reader, plan: Plan) -> bool:
 def _is_rounded(job: Job, name: str, reader: Reader, plan: Plan) -> bool:
     """Whether a tensor that a job writes has 16 bits of other values, which had more or others."""
     read = {reader.specs[each].dtype for each in job.reads if each in reader.specs}
-    written = plan.targets[name].dtype
-    return written in _SHORT and bool(read & {DType.float32, DType.float16} - {written})
+    return not read.isdisjoint(_ROUNDED.get(plan.targets[name].dtype, ()))
 
 
 def known_state_notes(known: KnownState, *, carried: bool) -> Iterator[str]:
@@ -254,7 +254,7 @@ def four_bit_notes(
     name = FOUR_BITS.get(scheme)
     rounded = [weight for weight in plan.codes if encodings is None or weight not in encodings.weights]
     if name and rounded:
-        usual = next(GAUSSIAN_DB[scheme] for scheme in GAUSSIAN_DB if FOUR_BITS[scheme] == name)
+        usual = next(decibels for other, decibels in GAUSSIAN_DB.items() if FOUR_BITS[other] == name)
         from_path, to_path = shlex.quote(str(source)), shlex.quote(str(destination))
         yield (
             f"{counted(len(rounded), 'weight is', 'weights are')} rounded to {name}: Gaussian ones keep {usual} dB of "
